@@ -1,0 +1,155 @@
+"""The mesh: named axes, each carrying the collectives that run along it. Every byte between ranks passes this door.
+
+A verb writes `out`, returns at once, and gives a `Handle` to wait on before `out` is read or its inputs overwritten.
+An axis of size 1 communicates nothing and still writes `out`, so no caller ever asks how large an axis is.
+"""
+
+from collections import defaultdict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from parallel.comm_log import CommLog
+from parallel.errors import ConfigError
+
+
+class Handle:
+    """A collective under way: the steps still to be taken before its output may be read."""
+
+    def __init__(self, *steps: Callable[[], object]):
+        self._steps = deque(steps)
+
+    def wait(self) -> None:
+        """On a GPU the stream waits, not the host."""
+        while self._steps:
+            self._steps.popleft()()
+
+    def then(self, launch: Callable[[], "Handle"]) -> "Handle":
+        """Launch a collective that reads this one's output: now if it is there already, else when waited for."""
+        return Handle(self.wait, lambda: launch().wait()) if self._steps else launch()
+
+
+class ReceiveBuffers:
+    """Memory for messages on their way in, used again: fresh pages for every message would cost as much as sending it."""
+
+    def __init__(self) -> None:
+        self._free: defaultdict[tuple[torch.dtype, int], list[Tensor]] = defaultdict(list)
+        self.num_bytes = 0
+
+    def take(self, like: Tensor) -> Tensor:
+        free = self._free[like.dtype, like.numel()]
+        if free:
+            return free.pop()
+        self.num_bytes += like.numel() * like.element_size()
+        return torch.empty_like(like)
+
+    def put_back(self, buffer: Tensor) -> None:
+        self._free[buffer.dtype, buffer.numel()].append(buffer)
+
+
+@dataclass(frozen=True)
+class Axis:
+    """The ranks that differ only in their place along one dimension of the mesh; `rank` is that place."""
+
+    name: str
+    size: int
+    rank: int
+    log: CommLog
+    group: dist.ProcessGroup | None = None
+    received: ReceiveBuffers = field(default_factory=ReceiveBuffers, repr=False, compare=False)
+
+    @classmethod
+    def trivial(cls, name: str, log: CommLog | None = None) -> "Axis":
+        """The axis of one rank: no process group, no traffic."""
+        return cls(name, 1, 0, log or CommLog())
+
+    def alone(self) -> "Axis":
+        """This axis as seen by a rank without peers."""
+        return replace(self, size=1, rank=0, group=None)
+
+    def all_gather(self, shard: Tensor, *, out: Tensor) -> Handle:
+        """(n,) -> (size * n,). In place where `shard` is this rank's part of `out`."""
+        if self.size == 1:
+            return _copy(shard, out)
+        self.log.record("all_gather", self.name, self.size, out)
+        gather = _first_named("all_gather_single", "all_gather_into_tensor")
+        return Handle(gather(out, shard, group=self.group, async_op=True).wait)
+
+    def reduce_scatter(self, full: Tensor, *, out: Tensor) -> Handle:
+        """(size * n,) -> (n,), summed. In place where `out` is this rank's part of `full`."""
+        if self.size == 1:
+            return _copy(full, out)
+        self.log.record("reduce_scatter", self.name, self.size, full)
+        if dist.get_backend(self.group) == "gloo":
+            return self._exchange_and_sum(full, out)
+        scatter = _first_named("reduce_scatter_single", "reduce_scatter_tensor")
+        return Handle(scatter(out, full, group=self.group, async_op=True).wait)
+
+    def all_reduce(self, tensor: Tensor, *, out: Tensor) -> Handle:
+        """Summed over the axis, in place where `out` is `tensor`."""
+        out.copy_(tensor)  # returns early where both are the same memory
+        if self.size == 1:
+            return Handle()
+        self.log.record("all_reduce", self.name, self.size, out)
+        return Handle(dist.all_reduce(out, group=self.group, async_op=True).wait)
+
+    def broadcast(self, tensor: Tensor) -> Handle:
+        """Every rank of the axis receives the contiguous tensor of its first rank."""
+        if self.size == 1:
+            return Handle()
+        self.log.record("broadcast", self.name, self.size, tensor)
+        source = dist.get_global_rank(self.group or dist.group.WORLD, 0)
+        as_bytes = tensor.reshape(-1).view(torch.uint8)  # gloo lacks some types
+        return Handle(dist.broadcast(as_bytes, source, group=self.group, async_op=True).wait)
+
+    def _exchange_and_sum(self, full: Tensor, out: Tensor) -> Handle:
+        """gloo's own reduce-scatter sends as much as an all-reduce; an all-to-all and a local sum send half."""
+        received = self.received.take(full)
+        work = dist.all_to_all_single(received, full, group=self.group, async_op=True)
+        add_up = lambda: torch.sum(received.view(self.size, -1), dim=0, out=out)  # noqa: E731
+        return Handle(work.wait, add_up, lambda: self.received.put_back(received))
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """rank = data.rank * tensor.size + tensor.rank: a tensor group is a run of consecutive ranks, inside a node."""
+
+    data: Axis
+    tensor: Axis
+    log: CommLog
+
+    @classmethod
+    def create(cls, tensor_size: int, device_type: str = "cpu", log: CommLog | None = None) -> "Mesh":
+        """Lay the axes over torch's default process group, or over this process alone where there is none."""
+        log = log or CommLog()
+        world_size = dist.get_world_size() if dist.is_initialized() else 1
+        if tensor_size < 1 or world_size % tensor_size:
+            divisors = [str(n) for n in range(1, world_size + 1) if world_size % n == 0]
+            raise ConfigError(
+                f"parallel.tensor_size={tensor_size} does not divide the {world_size} ranks; "
+                f"choose {', '.join(divisors)}, or start another number of ranks"
+            )
+        if world_size == 1:
+            return cls(Axis.trivial("data", log), Axis.trivial("tensor", log), log)
+        names = ("data", "tensor")
+        groups = init_device_mesh(device_type, (world_size // tensor_size, tensor_size), mesh_dim_names=names)
+
+        def axis(name: str) -> Axis:
+            group = groups.get_group(name)
+            return Axis(name, dist.get_world_size(group), dist.get_rank(group), log, group)
+
+        return cls(*map(axis, names), log)
+
+
+def _copy(source: Tensor, out: Tensor) -> Handle:
+    out.copy_(source)
+    return Handle()
+
+
+def _first_named(*names: str) -> Callable:
+    """The first of `names` that this torch has: collectives were renamed between 2.11 and 2.13."""
+    return next(getattr(dist, name) for name in names if hasattr(dist, name))

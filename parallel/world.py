@@ -1,0 +1,93 @@
+"""The process among its peers: the launcher's environment, the device, the process group, and leaving together.
+
+The only file that reads the launcher's environment variables. Works alike under `torchrun` and as plain `python`.
+"""
+
+import os
+import sys
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+
+FAILURE_KEY = "failed_ranks"  # in the launcher's store: how many ranks have failed so far
+SECONDS_FOR_THE_LINE = 2.0  # the launcher ends every rank at the first exit: let the error line get out before
+
+
+@dataclass(frozen=True)
+class World:
+    """`local_rank` and `local_size` count the ranks of this node."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    device: torch.device
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+
+def rank_from_environment() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
+def start_world(timeout_seconds: float = 600.0) -> World:
+    """Join the ranks that the launcher started: NCCL on GPUs, gloo on CPUs, nothing at all for a process alone."""
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", str(size)))
+    if torch.cuda.is_available():
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+    else:
+        device = torch.device("cpu")
+    if size > 1:
+        is_gpu = device.type == "cuda"
+        dist.init_process_group(
+            "nccl" if is_gpu else "gloo",
+            timeout=timedelta(seconds=timeout_seconds),
+            device_id=device if is_gpu else None,
+        )
+    return World(rank_from_environment(), size, local_rank, local_size, device)
+
+
+def stop_world() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def leave_with(error: Exception) -> NoReturn:
+    """End this rank with exit code 2 after one line, printed by the first rank that fails. Never returns, never hangs.
+
+    Ranks that find the same mistake say it once; a rank that fails alone is heard, and its peers, whose collectives
+    break off when it goes, see in the launcher's store that the reason has been told (`has_failed_elsewhere`).
+    """
+    if _count_failure() == 1:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+    else:
+        time.sleep(SECONDS_FOR_THE_LINE)
+    sys.stdout.flush()
+    os._exit(2)
+
+
+def has_failed_elsewhere() -> bool:
+    """Whether a peer has told why it failed, so that this rank's broken collective needs no words."""
+    try:
+        return dist.is_initialized() and dist.distributed_c10d._get_default_store().check([FAILURE_KEY])
+    except (RuntimeError, ValueError):  # the store went with the rank that held it
+        return True
+
+
+def _count_failure() -> int:
+    """How many ranks have failed, this one included. Before the ranks have met, all of them fail alike."""
+    if not dist.is_initialized():
+        return 1 + rank_from_environment()
+    try:
+        return dist.distributed_c10d._get_default_store().add(FAILURE_KEY, 1)
+    except (RuntimeError, ValueError):
+        return 1

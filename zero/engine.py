@@ -1,0 +1,192 @@
+"""Data parallelism that keeps only what a rank owns (ZeRO-DP, paper section 5), around any module, unchanged.
+
+Gradients, in every stage
+
+    a gradient    goes into its window; a complete window starts its reduction while backward goes on
+    the end       windows still open are closed, zeros for what is missing, and reduced in fixed order
+
+Parameters, where they are transient, per unit
+
+    forward       gather, start to gather the next unit | compute | release
+    backward      an output's gradient arrives: gather, start the next | compute | the input's gradient arrives:
+                  release, and close the unit's windows: what has no gradient by now counts as zero
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+
+from parallel.errors import ConfigError
+from parallel.mesh import Axis
+from zero.autograd import NO_BACKWARD, call_at_end_of_backward, current_backward, mark_end_of_backward, tensors_in
+from zero.flat import FlatParameters
+from zero.gradients import GradientReducer
+from zero.stage import STAGES, Lifetime
+from zero.unit import Itinerary, Unit, alike, assign_parameters, find_units
+
+
+@dataclass(frozen=True)
+class ZeroConfig:
+    """How model states are divided over the data-parallel ranks, and in which portions they are communicated."""
+
+    stage: int = 2
+    """0: plain data parallelism; 1: optimizer states partitioned; 2: gradients too; 3: parameters too."""
+    window_numel: int | None = 2**25
+    """C_B: elements communicated at once, whatever the model's size; null fuses the whole model in one buffer."""
+    overlap: bool = True
+    """Reduce gradients while backward goes on. Off gives the same bits, later."""
+
+    def __post_init__(self) -> None:
+        if self.stage not in STAGES:
+            raise ConfigError(f"zero.stage={self.stage} does not exist; choose {', '.join(map(str, STAGES))}")
+        if self.window_numel is not None and self.window_numel < 1:
+            raise ConfigError(f"zero.window_numel={self.window_numel} is below 1; choose 1 or more, or null for one window")
+
+
+class ZeroDataParallel(nn.Module):
+    """Wrap a module so that its gradients are averaged over `data` and its states are divided as the stage says.
+
+    Put `with model.accumulate():` around every micro-batch but the last. All ranks start with the parameters and
+    buffers of the first. `requires_grad` and types are read here, once: change them before wrapping.
+    """
+
+    def __init__(self, module: nn.Module, data: Axis, config: ZeroConfig):
+        super().__init__()
+        self.module = module
+        self._stage = STAGES[config.stage]
+        self.shard_axis, self.replica_axis = axes = self._stage.axes(data)
+        _start_alike(module, data)
+        self._units = self._make_units(config.window_numel)
+        trainable = [flat for flat in self.flats if flat.is_trainable]
+        self.reducer = GradientReducer(trainable, axes, self._stage.full_grads, config.overlap)
+        self._forward_order, self._backward_order = Itinerary(), Itinerary()
+        self._backward = NO_BACKWARD
+        self._is_last_microbatch = True
+        self._install_hooks()
+
+    @property
+    def flats(self) -> list[FlatParameters]:
+        return [flat for unit in self._units.values() for flat in unit.flats]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self._forward_order.restart()
+        return self.module(*args, **kwargs)
+
+    @contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Backwards in here add to the gradients of this step; the first one outside completes them."""
+        self._is_last_microbatch = False
+        try:
+            yield
+        finally:
+            self._is_last_microbatch = True
+
+    @contextmanager
+    def gathered(self) -> Iterator[nn.Module]:
+        """The module with all of its parameters, to read."""
+        for unit in self._units.values():
+            unit.gather()
+        try:
+            yield self.module
+        finally:
+            for unit in self._units.values():
+                unit.release()
+
+    def _make_units(self, window_numel: int | None) -> dict[str, Unit]:
+        """Each unit holds the buffers of its own parameters; where parameters persist, the whole model is one unit."""
+        is_transient = self._stage.full_params is Lifetime.TRANSIENT
+        own = assign_parameters(self.module, find_units(self.module) if is_transient else [""])
+        numel = window_numel or sum(param.numel() for param in self.module.parameters())
+        return {
+            name: Unit(
+                list(params.values()),
+                [FlatParameters(group, self.shard_axis, self._stage.full_params, numel) for group in alike(params)],
+            )
+            for name, params in own.items()
+        }
+
+    def _install_hooks(self) -> None:
+        if self._stage.full_params is Lifetime.TRANSIENT:
+            for name, unit in self._units.items():
+                module = self.module.get_submodule(name)
+                module.register_forward_pre_hook(partial(self._before_forward, unit), with_kwargs=True)
+                module.register_forward_hook(partial(self._after_forward, unit))
+        for flat in self.reducer.windows:
+            for param in flat.params:
+                param.register_post_accumulate_grad_hook(self._on_gradient)
+
+    def _before_forward(self, unit: Unit, _module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        if current_backward() == NO_BACKWARD:
+            self._visit(unit, self._forward_order)
+            unit.num_open_calls += torch.is_grad_enabled()
+        else:  # a recomputation: what it visits has its place in the order already
+            unit.gather()
+        return mark_end_of_backward((args, kwargs), partial(self._after_backward, unit))
+
+    def _after_forward(self, unit: Unit, _module: nn.Module, _args: tuple, output: Any) -> None:
+        if unit.backward != current_backward():  # else its own backward, which recomputes and is about to read
+            unit.release()
+        for tensor in tensors_in(output):
+            if tensor.grad_fn is not None:
+                tensor.register_hook(lambda _grad: self._before_backward(unit))
+
+    def _before_backward(self, unit: Unit) -> None:
+        self._enter_backward()
+        if unit.backward != current_backward():
+            unit.backward = current_backward()
+            self._visit(unit, self._backward_order)
+
+    def _after_backward(self, unit: Unit) -> None:
+        """The gradient of the unit's input is known. [Note: closing]"""
+        unit.release()
+        unit.num_open_calls -= 1
+        if unit.num_open_calls == 0:
+            self.reducer.close(unit.params, may_launch=self._reduces_now)
+
+    # [Note: closing] Ranks meet in the order in which each launches its collectives. A parameter that only some ranks
+    # used would complete its window there now and elsewhere at the very end, with gathers in between: ranks would wait
+    # for each other for ever. So a unit's windows are complete when its backward ends, used or not, on every rank. The
+    # root, units called without differentiable inputs and calls left over from another forward end with the backward.
+    # Where parameters persist nothing is gathered in backward, and the end of backward is early enough.
+
+    def _on_gradient(self, param: nn.Parameter) -> None:
+        # Releases nothing: with frozen weights this runs before the input's gradient has read the parameters.
+        self._enter_backward()
+        self.reducer.accept(param, may_launch=self._reduces_now)
+
+    def _visit(self, unit: Unit, order: Itinerary) -> None:
+        unit.gather()
+        if following := order.visit(unit):
+            following.start_gather()
+
+    @property
+    def _reduces_now(self) -> bool:
+        return self._stage.full_grads is Lifetime.TRANSIENT or self._is_last_microbatch
+
+    def _enter_backward(self) -> None:
+        if self._backward != current_backward():
+            self._backward = current_backward()
+            self._backward_order.restart()
+            self.reducer.begin()
+            call_at_end_of_backward(self._leave_backward)
+
+    def _leave_backward(self) -> None:
+        for unit in self._units.values():
+            unit.release()
+            unit.num_open_calls = 0
+        if self._reduces_now:
+            self.reducer.finish()
+
+
+def _start_alike(module: nn.Module, data: Axis) -> None:
+    """Every rank begins with the first one's parameters and buffers, whatever its random state was."""
+    for tensor in chain(module.parameters(), module.buffers()):
+        values = tensor.data.contiguous()
+        data.broadcast(values).wait()
+        tensor.data.copy_(values)

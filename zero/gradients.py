@@ -1,0 +1,206 @@
+"""Full gradients on their way to their owners.
+
+autograd -> param.grad -> staged window, averaged over ranks -> reduce-scatter -> owned shard
+
+Where full gradients persist, every window is staged for good and the owned shard is a part of it (4 + 12/N bytes a
+parameter). Where they are transient, a window is staged when its first gradient arrives, in memory from a small pool,
+and the owned shard lies apart (2 + 14/N). A window may go when its last gradient has come. Windows go in one fixed
+order, the reverse of the layout, on every rank and in every backward: which gradients came first never changes a
+message or a sum, and neither does `overlap`, which only decides when a launched reduction is waited for.
+"""
+
+from collections import defaultdict, deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from parallel.mesh import Axis, Handle
+from zero.flat import FlatParameters
+from zero.layout import Window, cut
+from zero.stage import Lifetime
+
+MAX_IN_FLIGHT = 2  # reductions, hence staged windows beyond those still filling
+
+
+@dataclass(eq=False)
+class WindowGradient:
+    """One window's gradients: `staged` while full, `owned` (this rank's shard of their mean over ranks) once reduced."""
+
+    window: Window
+    parts: dict[nn.Parameter, range]  # where in the buffer each parameter's share of this window lies
+    gaps: list[range]
+    owned: Tensor
+    staged: Tensor | None = None  # at least as long as the window
+    is_reduced: bool = False  # `owned` holds a gradient
+    waiting: set[nn.Parameter] = field(default_factory=set)  # no gradient yet in this backward
+    blank: set[nn.Parameter] = field(default_factory=set)  # nothing written to `staged` yet
+
+    def part_of_staged(self, elements: range) -> Tensor:
+        assert self.staged is not None
+        return cut(self.staged, elements, self.window.elements.start)
+
+    def clear_staged(self) -> None:
+        """What has no gradient yet is overwritten by the first that comes; gaps, which get none, are zero."""
+        self.blank = set(self.parts)
+        for gap in self.gaps:
+            self.part_of_staged(gap).zero_()
+
+
+class GradientReducer:
+    def __init__(
+        self,
+        flats: list[FlatParameters],
+        axes: tuple[Axis, Axis],
+        lifetime: Lifetime,
+        overlap: bool,
+    ):
+        self._shard_axis, self._replica_axis = axes
+        self._scale = 1 / (self._shard_axis.size * self._replica_axis.size)
+        self._lifetime = lifetime
+        self._max_in_flight = MAX_IN_FLIGHT if overlap else 0
+        self.windows = {flat: self._windows_of(flat) for flat in flats}
+        self._order = [window for windows in reversed(self.windows.values()) for window in reversed(windows)]
+        self._touched_by: defaultdict[nn.Parameter, list[WindowGradient]] = defaultdict(list)
+        for gradient in self._order:
+            for param in gradient.parts:
+                self._touched_by[param].append(gradient)
+        self._staging_numel = max((len(w.window.elements) for w in self._order), default=0)
+        self._pool: defaultdict[torch.dtype, list[Tensor]] = defaultdict(list)
+        self._num_staging_bytes = 0
+        self._num_launched = 0
+        self._in_flight: deque[tuple[WindowGradient, Tensor, Handle]] = deque()
+
+    def begin(self) -> None:
+        """A backward starts: every parameter is expected once."""
+        self._num_launched = 0
+        for gradient in self._order:
+            if gradient.is_reduced and self._lifetime is Lifetime.PERSISTENT:
+                raise ValueError(
+                    "a second backward after the gradients were reduced; run every backward of a step but the last "
+                    "inside `with model.accumulate():`"
+                )
+            gradient.waiting = set(gradient.parts)
+
+    def accept(self, param: nn.Parameter, *, may_launch: bool) -> None:
+        """Take `param.grad` into the windows that the parameter lies in, the last of them first."""
+        if param.grad is None or param.grad.is_sparse:
+            raise ValueError(f"sparse gradients are not supported: parameter of shape {tuple(param.shape)}")
+        grad, param.grad = param.grad.reshape(-1), None
+        stop = grad.numel()
+        for gradient in self._touched_by[param]:
+            elements = gradient.parts[param]
+            self._stage(gradient)
+            arrived, staged = grad[stop - len(elements) : stop], gradient.part_of_staged(elements)
+            stop -= len(elements)
+            if param in gradient.blank:
+                torch.mul(arrived, self._scale, out=staged)
+                gradient.blank.discard(param)
+            else:
+                staged.add_(arrived, alpha=self._scale)
+            gradient.waiting.discard(param)
+            if may_launch:
+                self._launch_complete_windows()
+
+    def close(self, params: Iterable[nn.Parameter], *, may_launch: bool) -> None:
+        """No more gradients will come for `params`; where none came, it counts as zero."""
+        for param in params:
+            for gradient in self._touched_by.get(param, []):
+                gradient.waiting.discard(param)
+        if may_launch:
+            self._launch_complete_windows()
+
+    def finish(self) -> None:
+        """Close everything; every window reaches its owners."""
+        self.close(self._touched_by, may_launch=True)
+        while self._in_flight:
+            self._land_oldest()
+
+    def finish_missing(self) -> None:
+        """Reduce whatever no backward outside `accumulate()` has: also where this rank's touched no parameter at all."""
+        if not all(gradient.is_reduced for gradient in self._order):
+            self.finish()
+
+    def clear(self) -> None:
+        """Forget all gradients, reduced or not: the next backward starts from nothing."""
+        while self._in_flight:
+            self._land_oldest()
+        self._num_launched = 0
+        for gradient in self._order:
+            gradient.is_reduced = False
+            if gradient.staged is not None:
+                self._unstage(gradient)
+
+    @property
+    def staging_bytes(self) -> int:
+        """Memory of the pool for transient windows, staged or free."""
+        return self._num_staging_bytes
+
+    def resident_tensors(self) -> list[Tensor]:
+        """Gradients that stay: full windows where they persist, owned shards where they don't."""
+        if self._lifetime is Lifetime.PERSISTENT:
+            return [gradient.staged for gradient in self._order if gradient.staged is not None]
+        return [gradient.owned for gradient in self._order]
+
+    def _windows_of(self, flat: FlatParameters) -> list[WindowGradient]:
+        layout, rank = flat.layout, self._shard_axis.rank
+        param_of = dict(zip(layout.spans, flat.params, strict=True))
+        gradients = []
+        for window, shard in zip(layout.windows, flat.owned, strict=True):
+            parts = {param_of[span]: part for span, part in layout.pieces(window.elements)}
+            gradient = WindowGradient(window, parts, list(layout.gaps(window.elements)), shard)
+            if self._lifetime is Lifetime.PERSISTENT:
+                gradient.staged = shard.new_empty(len(window.elements))
+                gradient.owned = gradient.part_of_staged(window.shard(rank))
+                gradient.clear_staged()
+            else:
+                gradient.owned = torch.zeros_like(shard)
+            gradients.append(gradient)
+        return gradients
+
+    def _launch_complete_windows(self) -> None:
+        while self._num_launched < len(self._order) and not self._order[self._num_launched].waiting:
+            self._launch(self._order[self._num_launched])
+            self._num_launched += 1
+
+    def _launch(self, gradient: WindowGradient) -> None:
+        staged, window = self._stage(gradient), gradient.window
+        for param in gradient.blank:
+            gradient.part_of_staged(gradient.parts[param]).zero_()
+        shard = gradient.part_of_staged(window.shard(self._shard_axis.rank))
+        scattered = self._shard_axis.reduce_scatter(staged, out=shard)
+        reduced = scattered.then(lambda: self._replica_axis.all_reduce(shard, out=shard))
+        self._in_flight.append((gradient, shard, reduced))
+        while len(self._in_flight) > self._max_in_flight:
+            self._land_oldest()
+
+    def _land_oldest(self) -> None:
+        gradient, shard, reduced = self._in_flight.popleft()
+        reduced.wait()
+        if self._lifetime is Lifetime.TRANSIENT:
+            gradient.owned.add_(shard) if gradient.is_reduced else gradient.owned.copy_(shard)
+            self._unstage(gradient)
+        gradient.is_reduced = True
+
+    def _stage(self, gradient: WindowGradient) -> Tensor:
+        if gradient.staged is None:
+            gradient.staged = self._take_from_pool(gradient.owned)
+            gradient.clear_staged()
+        return gradient.part_of_staged(gradient.window.elements)
+
+    def _unstage(self, gradient: WindowGradient) -> None:
+        """The window's full gradients are void; memory that does not persist goes back to the pool."""
+        assert gradient.staged is not None
+        if self._lifetime is Lifetime.TRANSIENT:
+            self._pool[gradient.staged.dtype].append(gradient.staged)
+            gradient.staged = None
+        else:
+            gradient.clear_staged()
+
+    def _take_from_pool(self, like: Tensor) -> Tensor:
+        """Memory for any window of this type. One window fills while others travel: the pool has a few at most."""
+        if self._pool[like.dtype]:
+            return self._pool[like.dtype].pop()
+        self._num_staging_bytes += self._staging_numel * like.element_size()
+        return like.new_empty(self._staging_numel)

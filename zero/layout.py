@@ -1,0 +1,105 @@
+"""Where every parameter element lies and who owns it. Pure arithmetic on names and shapes: no memory, no ranks' state.
+
+    | w1 ................ | w2 .... |0| b |0|0|    one flat buffer; starts are aligned, gaps and the end are zero
+    |     window 0     |     window 1     | w. 2 |  one window = one communication; parameters may cross windows
+    | s0  |  s1  |  s2 | s0  |  s1  |  s2 | s0 ..|  equal shards: rank r owns shard r of every window
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+ALIGNMENT = 16  # elements: shards and parameters start on 32 bytes in bf16
+
+
+def round_up(numel: int, multiple: int) -> int:
+    return -(-numel // multiple) * multiple
+
+
+def overlap(a: range, b: range) -> range:
+    return range(max(a.start, b.start), min(a.stop, b.stop))
+
+
+def cut(flat: Tensor, elements: range, origin: int = 0) -> Tensor:
+    """The `elements` of a buffer, from a tensor whose first element is the buffer's element `origin`."""
+    return flat[elements.start - origin : elements.stop - origin]
+
+
+@dataclass(frozen=True)
+class Span:
+    """Where one parameter lies in its buffer."""
+
+    name: str
+    shape: torch.Size
+    elements: range
+
+    def view(self, buffer: Tensor) -> Tensor:
+        return cut(buffer, self.elements).view(self.shape)
+
+
+@dataclass(frozen=True)
+class Window:
+    """A stretch of a buffer that is communicated at once."""
+
+    elements: range
+    num_shards: int
+
+    @property
+    def shard_numel(self) -> int:
+        return len(self.elements) // self.num_shards
+
+    def shard(self, rank: int) -> range:
+        start = self.elements.start + rank * self.shard_numel
+        return range(start, start + self.shard_numel)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The spans and windows of one buffer, both in ascending order."""
+
+    spans: tuple[Span, ...]
+    windows: tuple[Window, ...]
+
+    @classmethod
+    def of(cls, shapes: dict[str, torch.Size], num_shards: int, window_numel: int) -> "Layout":
+        spans, stop = [], 0
+        for name, shape in shapes.items():
+            spans.append(Span(name, shape, range(stop, stop + shape.numel())))
+            stop = round_up(spans[-1].elements.stop, ALIGNMENT)
+        grain = num_shards * ALIGNMENT
+        starts = range(0, stop, round_up(window_numel, grain))
+        stops = [*starts[1:], round_up(stop, grain)]
+        windows = (Window(range(*ends), num_shards) for ends in zip(starts, stops, strict=True))
+        return cls(tuple(spans), tuple(windows))
+
+    @property
+    def numel(self) -> int:
+        return self.windows[-1].elements.stop
+
+    def pieces(self, elements: range) -> Iterator[tuple[Span, range]]:
+        """The parameters that lie in `elements`, each with its part of them."""
+        for span in self.spans:
+            part = overlap(span.elements, elements)
+            if part:
+                yield span, part
+
+    def gaps(self, elements: range) -> Iterator[range]:
+        """The stretches of `elements` where no parameter lies."""
+        start = elements.start
+        for _, part in self.pieces(elements):
+            if start < part.start:
+                yield range(start, part.start)
+            start = part.stop
+        if start < elements.stop:
+            yield range(start, elements.stop)
+
+
+def innermost_unit(parameter_names: Iterable[str], unit_names: Iterable[str]) -> str:
+    """The smallest unit that holds a parameter under all of its names; "" is the whole model and holds everything.
+
+    A parameter tied across two units so belongs to the unit around both, and is there whenever either runs.
+    """
+    names = list(parameter_names)
+    return max((u for u in unit_names if all(f".{name}".startswith(f".{u}." if u else ".") for name in names)), key=len)

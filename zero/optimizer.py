@@ -1,0 +1,148 @@
+"""Any element-wise torch optimizer, run on the pieces of parameters that this rank owns.
+
+Per step: norm of all gradients -> clip coefficient (a tensor) -> per window: cast, update, write back, publish.
+Nothing here reads a tensor's value, so nothing waits for the device; the one exception is named (`_must_skip`).
+"""
+
+import math
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from parallel.mesh import Handle
+from zero.elementwise import Piece, WindowedOptimizer, probe_elementwise
+from zero.engine import ZeroDataParallel
+from zero.flat import FlatParameters
+from zero.gradients import WindowGradient
+from zero.loss_scale import LossScale
+
+
+@dataclass(frozen=True, eq=False)
+class OwnedWindow:
+    """This rank's shard of one window, as the optimizer sees it."""
+
+    flat: FlatParameters
+    index: int
+    gradient: WindowGradient
+    master: Tensor  # at least fp32; the owned parameters themselves where they are that already
+    pieces: list[Piece]  # views of `master`
+
+    def write_back(self) -> Handle:
+        self.flat.owned[self.index].copy_(self.master)  # returns early where both are the same memory
+        return self.flat.publish(self.index)
+
+    @property
+    def has_own_master(self) -> bool:
+        return self.master.data_ptr() != self.flat.owned[self.index].data_ptr()
+
+
+class ZeroOptimizer:
+    """`groups` are torch's parameter groups, written with the model's own parameters.
+
+    A step with a non-finite gradient changes nothing (with torch's fused Adam and AdamW, or a dynamic loss scale); it
+    counts in `num_skipped`. Multiply the loss by `loss_scale.scale` before backward.
+    """
+
+    def __init__(
+        self,
+        model: ZeroDataParallel,
+        optimizer: type[torch.optim.Optimizer],
+        groups: list[dict[str, Any]] | None = None,
+        *,
+        clip_norm: float = math.inf,
+        loss_scale: LossScale | None = None,
+        **settings: Any,
+    ):
+        self._model, self._clip_norm = model, clip_norm
+        device = next(model.module.parameters()).device
+        self.loss_scale = loss_scale or LossScale(device=device)
+        self.num_skipped = torch.zeros((), dtype=torch.int64, device=device)
+        self.state_bytes_per_element = probe_elementwise(optimizer, settings, device)
+        groups = groups or [{"params": list(model.module.parameters())}]
+        group_of = {param: number for number, group in enumerate(groups) for param in group["params"]}
+        self.windows = [
+            _own_window(flat, index, gradient, group_of)
+            for flat, gradients in model.reducer.windows.items()
+            for index, gradient in enumerate(gradients)
+        ]
+        pieces = [piece for window in self.windows for piece in window.pieces]
+        groups = [group | {"params": [p.param for p in pieces if p.group == n]} for n, group in enumerate(groups)]
+        self._windowed = WindowedOptimizer(optimizer(groups, **settings))
+        self.cast_buffer = self._make_cast_buffer()
+
+    @property
+    def inner(self) -> torch.optim.Optimizer:
+        """The torch optimizer, whose parameters are the owned pieces; set learning rates in its `param_groups`."""
+        return self._windowed.inner
+
+    @torch.no_grad()
+    def step(self) -> Tensor:
+        """Update the parameters; returns the global norm of the gradients before clipping, without the loss scale."""
+        self._model.reducer.finish_missing()
+        norm = self._grad_norm()
+        coefficient = (self._clip_norm / (norm + 1e-6)).clamp(max=1.0) / self.loss_scale.scale
+        found_inf = (~norm.isfinite()).float()
+        if not self._must_skip(found_inf):
+            self._update_all(coefficient, found_inf)
+        self.num_skipped.add_(found_inf.long())
+        self.loss_scale.update(found_inf)
+        self._model.reducer.clear()
+        return norm
+
+    def zero_grad(self) -> None:
+        """Drop the gradients, as after a failed backward; `step` does so by itself."""
+        self._model.reducer.clear()
+
+    def _grad_norm(self) -> Tensor:
+        """Every element has one owner along the shard axis, and padding is zero."""
+        dtype = reduce(torch.promote_types, (window.master.dtype for window in self.windows), torch.float32)
+        norms = [torch.linalg.vector_norm(window.gradient.owned, dtype=dtype) for window in self.windows]
+        squares = torch.stack(norms).square().sum() if norms else self.loss_scale.scale.new_zeros((), dtype=dtype)
+        self._model.shard_axis.all_reduce(squares, out=squares).wait()
+        return squares.sqrt() / self.loss_scale.scale
+
+    def _update_all(self, coefficient: Tensor, found_inf: Tensor) -> None:
+        if self._takes_found_inf:
+            self.inner.found_inf = found_inf  # type: ignore[attr-defined]
+        self._windowed.begin_round()
+        published = [self._update(window, coefficient) for window in self.windows]
+        self._windowed.end_round()
+        for handle in published:
+            handle.wait()
+
+    def _update(self, window: OwnedWindow, coefficient: Tensor) -> Handle:
+        grad = window.gradient.owned
+        if grad.dtype != window.master.dtype:
+            grad = self.cast_buffer[: grad.numel()].copy_(grad)
+        self._windowed.step(window.pieces, grad.mul_(coefficient))
+        return window.write_back()
+
+    @property
+    def _takes_found_inf(self) -> bool:
+        return getattr(self.inner, "_step_supports_amp_scaling", False)
+
+    def _must_skip(self, found_inf: Tensor) -> bool:
+        """Reads the flag, hence waits for the device, only where the optimizer cannot take it as a tensor."""
+        return self.loss_scale.is_dynamic and not self._takes_found_inf and bool(found_inf)
+
+    def _make_cast_buffer(self) -> Tensor:
+        """Gradients stay in the parameters' type; one window at a time is cast to the master's."""
+        cast = [w.master for w in self.windows if w.gradient.owned.dtype != w.master.dtype]
+        return max(cast, key=Tensor.numel).new_empty(max(m.numel() for m in cast)) if cast else torch.empty(0)
+
+
+def _own_window(
+    flat: FlatParameters, index: int, gradient: WindowGradient, group_of: dict[nn.Parameter, int]
+) -> OwnedWindow:
+    """Parameters in no group keep their values, as in torch."""
+    owned = flat.owned[index]
+    master = owned.to(torch.promote_types(owned.dtype, torch.float32))
+    pieces = [
+        Piece(nn.Parameter(master[elements.start : elements.stop]), elements, group_of[param])
+        for param, elements in flat.owned_pieces(index)
+        if param in group_of
+    ]
+    return OwnedWindow(flat, index, gradient, master, pieces)

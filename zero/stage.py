@@ -1,0 +1,30 @@
+"""The ZeRO stages (paper, section 5) as the answers to three questions. No stage number appears in any other logic."""
+
+from dataclasses import dataclass
+from enum import Enum
+
+from parallel.mesh import Axis
+
+
+class Lifetime(Enum):
+    PERSISTENT = "the full buffer stays allocated from step to step"
+    TRANSIENT = "the full buffer exists only while it is in use"
+
+
+@dataclass(frozen=True)
+class ZeroStage:
+    shard_optimizer: bool  # does a rank own 1/N of the optimizer's state, or all of it?
+    full_grads: Lifetime
+    full_params: Lifetime
+
+    def axes(self, data: Axis) -> tuple[Axis, Axis]:
+        """(shard axis, replica axis): a gradient is reduce-scattered along one, then all-reduced along the other."""
+        return (data, data.alone()) if self.shard_optimizer else (data.alone(), data)
+
+
+STAGES = {
+    0: ZeroStage(False, Lifetime.PERSISTENT, Lifetime.PERSISTENT),  # plain data parallelism
+    1: ZeroStage(True, Lifetime.PERSISTENT, Lifetime.PERSISTENT),  # P_os
+    2: ZeroStage(True, Lifetime.TRANSIENT, Lifetime.PERSISTENT),  # P_os+g
+    3: ZeroStage(True, Lifetime.TRANSIENT, Lifetime.TRANSIENT),  # P_os+g+p
+}
