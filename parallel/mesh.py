@@ -34,7 +34,7 @@ class Handle:
 
 
 class ReceiveBuffers:
-    """Memory for messages on their way in, used again: fresh pages for every message would cost as much as sending it."""
+    """Memory for messages on their way in, used again: fresh pages for each would cost as much as sending it."""
 
     def __init__(self) -> None:
         self._free: defaultdict[tuple[torch.dtype, int], list[Tensor]] = defaultdict(list)
@@ -102,9 +102,8 @@ class Axis:
         if self.size == 1:
             return Handle()
         self.log.record("broadcast", self.name, self.size, tensor)
-        source = dist.get_global_rank(self.group or dist.group.WORLD, 0)
-        as_bytes = tensor.reshape(-1).view(torch.uint8)  # gloo lacks some types
-        return Handle(dist.broadcast(as_bytes, source, group=self.group, async_op=True).wait)
+        as_bytes = tensor.view(-1).view(torch.uint8)  # gloo lacks some types
+        return Handle(dist.broadcast(as_bytes, group=self.group, group_src=0, async_op=True).wait)
 
     def _exchange_and_sum(self, full: Tensor, out: Tensor) -> Handle:
         """gloo's own reduce-scatter sends as much as an all-reduce; an all-to-all and a local sum send half."""
@@ -135,14 +134,20 @@ class Mesh:
             )
         if world_size == 1:
             return cls(Axis.trivial("data", log), Axis.trivial("tensor", log), log)
-        names = ("data", "tensor")
-        groups = init_device_mesh(device_type, (world_size // tensor_size, tensor_size), mesh_dim_names=names)
+        groups = init_device_mesh(
+            device_type, (world_size // tensor_size, tensor_size), mesh_dim_names=("data", "tensor")
+        )
 
         def axis(name: str) -> Axis:
             group = groups.get_group(name)
             return Axis(name, dist.get_world_size(group), dist.get_rank(group), log, group)
 
-        return cls(*map(axis, names), log)
+        return cls(axis("data"), axis("tensor"), log)
+
+    def barrier(self) -> None:
+        """Wait until every rank has come here. Never in a training step."""
+        if dist.is_initialized():
+            dist.barrier()
 
 
 def _copy(source: Tensor, out: Tensor) -> Handle:

@@ -66,7 +66,8 @@ class CheckpointedBlocks:
     def __call__(self, blocks: nn.ModuleList, x: Tensor) -> Tensor:
         for first in range(0, len(blocks), self.layers_per_checkpoint):
             group = nn.Sequential(*blocks[first : first + self.layers_per_checkpoint])
-            # Inside, checkpoint's own hooks are the innermost: the store sees the group's positional tensors only.
+            # Inside, checkpoint's own hooks are the innermost: the store sees only what the checkpoint itself keeps, x
+            # (and, in older versions of torch, an empty tensor).
             with saved_tensors_hooks(self.store.put, self.store.take):
                 x = checkpoint(group, x, use_reentrant=False, preserve_rng_state=True)
         return x

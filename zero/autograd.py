@@ -22,7 +22,7 @@ def call_at_end_of_backward(callback: Callable[[], None]) -> None:
 
 
 class _EndOfBackward(torch.autograd.Function):
-    """The identity; its backward runs when every node that was made after it has run: autograd takes the newest first."""
+    """The identity; its backward runs after that of every node made later: autograd takes the newest first."""
 
     @staticmethod
     def forward(ctx: Any, on_end: Callable[[], None], *inputs: Tensor) -> tuple[Tensor, ...]:

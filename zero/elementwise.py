@@ -83,5 +83,7 @@ def probe_elementwise(optimizer: type[Optimizer], settings: dict[str, Any], devi
             f"optimizer {optimizer.__name__} is not element-wise: stepping a 6 x 8 parameter whole and in 2 pieces "
             "differs, so it cannot be partitioned; choose one like AdamW, Adam or SGD"
         )
-    per_element = [s for s in inner.state[whole].values() if isinstance(s, Tensor) and s.numel() == math.prod(whole.shape)]
+    per_element = [
+        s for s in inner.state[whole].values() if isinstance(s, Tensor) and s.numel() == math.prod(whole.shape)
+    ]
     return float(sum(s.element_size() for s in per_element))

@@ -46,7 +46,9 @@ class ZeroConfig:
         if self.stage not in STAGES:
             raise ConfigError(f"zero.stage={self.stage} does not exist; choose {', '.join(map(str, STAGES))}")
         if self.window_numel is not None and self.window_numel < 1:
-            raise ConfigError(f"zero.window_numel={self.window_numel} is below 1; choose 1 or more, or null for one window")
+            raise ConfigError(
+                f"zero.window_numel={self.window_numel} is below 1; choose 1 or more, or null for one window"
+            )
 
 
 class ZeroDataParallel(nn.Module):

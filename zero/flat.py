@@ -28,6 +28,7 @@ class FlatParameters:
         self.full = self.params[0].data.new_zeros(self.layout.numel)
         self._released = self.full.new_full((), float("nan"))
         self._arrivals: list[Handle] = []
+        self._residence = Residence.FULL
         for param, span in zip(self.params, self.layout.spans, strict=True):
             span.view(self.full).copy_(param.data)
         self._point_params_at_full()
@@ -51,6 +52,7 @@ class FlatParameters:
         if self._residence is Residence.ARRIVING:
             self._await_arrivals()
             self._point_params_at_full()
+            self._residence = Residence.FULL
 
     def release(self) -> None:
         if self.lifetime is Lifetime.PERSISTENT or self._residence is Residence.OWNED:
@@ -91,4 +93,3 @@ class FlatParameters:
     def _point_params_at_full(self) -> None:
         for param, span in zip(self.params, self.layout.spans, strict=True):
             param.data = span.view(self.full)
-        self._residence = Residence.FULL

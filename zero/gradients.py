@@ -26,7 +26,7 @@ MAX_IN_FLIGHT = 2  # reductions, hence staged windows beyond those still filling
 
 @dataclass(eq=False)
 class WindowGradient:
-    """One window's gradients: `staged` while full, `owned` (this rank's shard of their mean over ranks) once reduced."""
+    """One window's gradients: `staged` while full, `owned` (this rank's shard, the mean over ranks) once reduced."""
 
     window: Window
     parts: dict[nn.Parameter, range]  # where in the buffer each parameter's share of this window lies
@@ -69,6 +69,8 @@ class GradientReducer:
         self._staging_numel = max((len(w.window.elements) for w in self._order), default=0)
         self._pool: defaultdict[torch.dtype, list[Tensor]] = defaultdict(list)
         self._num_staging_bytes = 0
+        if lifetime is Lifetime.TRANSIENT:
+            self._fill_pool()
         self._num_launched = 0
         self._in_flight: deque[tuple[WindowGradient, Tensor, Handle]] = deque()
 
@@ -118,7 +120,7 @@ class GradientReducer:
             self._land_oldest()
 
     def finish_missing(self) -> None:
-        """Reduce whatever no backward outside `accumulate()` has: also where this rank's touched no parameter at all."""
+        """Reduce what no backward outside `accumulate()` has, also where this rank's touched no parameter at all."""
         if not all(gradient.is_reduced for gradient in self._order):
             self.finish()
 
@@ -200,7 +202,15 @@ class GradientReducer:
 
     def _take_from_pool(self, like: Tensor) -> Tensor:
         """Memory for any window of this type. One window fills while others travel: the pool has a few at most."""
-        if self._pool[like.dtype]:
-            return self._pool[like.dtype].pop()
+        return self._pool[like.dtype].pop() if self._pool[like.dtype] else self._new_block(like)
+
+    def _new_block(self, like: Tensor) -> Tensor:
         self._num_staging_bytes += self._staging_numel * like.element_size()
         return like.new_empty(self._staging_numel)
+
+    def _fill_pool(self) -> None:
+        """Enough where gradients come in the order of the layout; early, before activations fragment the memory."""
+        for dtype in {gradient.owned.dtype for gradient in self._order}:
+            alike = [gradient.owned for gradient in self._order if gradient.owned.dtype is dtype]
+            num_blocks = min(len(alike), 1 + self._max_in_flight)
+            self._pool[dtype] = [self._new_block(alike[0]) for _ in range(num_blocks)]

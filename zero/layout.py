@@ -1,8 +1,8 @@
 """Where every parameter element lies and who owns it. Pure arithmetic on names and shapes: no memory, no ranks' state.
 
-    | w1 ................ | w2 .... |0| b |0|0|    one flat buffer; starts are aligned, gaps and the end are zero
-    |     window 0     |     window 1     | w. 2 |  one window = one communication; parameters may cross windows
-    | s0  |  s1  |  s2 | s0  |  s1  |  s2 | s0 ..|  equal shards: rank r owns shard r of every window
+| w1 ................ | w2 .... |0| b |0|0|    one flat buffer; starts are aligned, gaps and the end are zero
+|     window 0     |     window 1     | w. 2 |  one window = one communication; parameters may cross windows
+| s0  |  s1  |  s2 | s0  |  s1  |  s2 | s0 ..|  equal shards: rank r owns shard r of every window
 """
 
 from collections.abc import Iterable, Iterator

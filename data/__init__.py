@@ -1,0 +1,1 @@
+"""Text to batches: text -> tokens -> .bin/.idx -> samples -> batches. Imports nothing else of this project."""

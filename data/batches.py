@@ -1,0 +1,87 @@
+"""Micro-batches for one data-parallel rank, read ahead by a thread.
+
+a step's samples    | rank 0 | rank 1 | rank 0 | rank 1 |      micro_batch_size samples each, data_size 2
+micro-batch         |       0         |        1        |
+"""
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from data.errors import DataError
+from data.samples import Samples
+
+STEPS_AHEAD = 2
+
+
+class BatchLoader:
+    """Reads this rank's part of each step; all ranks together read every sample of a step once."""
+
+    def __init__(
+        self,
+        samples: Samples,
+        *,
+        micro_batch_size: int,
+        data_rank: int,
+        data_size: int,
+        vocab_size: int,
+        pin_memory: bool = False,
+    ) -> None:
+        self._samples = samples
+        self._micro_batch_size = micro_batch_size
+        self._data_rank = data_rank
+        self._data_size = data_size
+        self._vocab_size = vocab_size
+        self._pin_memory = pin_memory
+
+    def steps(self, plan: Iterable[tuple[int, int]]) -> Iterator[list[Tensor]]:
+        """For each (first_sample, global_batch_size) the micro-batches: int64 (micro_batch_size, seq_length + 1).
+
+        Up to two steps are read ahead of the one in use. Closing the iterator ends the thread. Raises DataError for a
+        token outside the vocabulary or a batch that does not divide among the ranks.
+        """
+        reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batch-reader")
+        ahead: deque[Future[list[Tensor]]] = deque()
+        try:
+            for first_sample, global_batch_size in plan:
+                ahead.append(reader.submit(self._read_step, first_sample, global_batch_size))
+                if len(ahead) > STEPS_AHEAD:
+                    yield ahead.popleft().result()
+            while ahead:
+                yield ahead.popleft().result()
+        finally:
+            reader.shutdown(cancel_futures=True)
+
+    def _read_step(self, first_sample: int, global_batch_size: int) -> list[Tensor]:
+        samples_per_micro_batch = self._micro_batch_size * self._data_size
+        if global_batch_size % samples_per_micro_batch:
+            raise DataError(
+                f"train.global_batch_size={global_batch_size} is not divisible by train.micro_batch_size x data size = "
+                f"{self._micro_batch_size} x {self._data_size}; choose a multiple of {samples_per_micro_batch}"
+            )
+        first_of_rank = first_sample + self._data_rank * self._micro_batch_size
+        return [
+            self._read_micro_batch(first_of_rank + offset)
+            for offset in range(0, global_batch_size, samples_per_micro_batch)
+        ]
+
+    def _read_micro_batch(self, first_sample: int) -> Tensor:
+        tokens = np.stack([self._samples[first_sample + row] for row in range(self._micro_batch_size)])
+        self._check_vocabulary(tokens, first_sample)
+        batch = torch.from_numpy(tokens)
+        return batch.pin_memory() if self._pin_memory else batch
+
+    def _check_vocabulary(self, tokens: np.ndarray, first_sample: int) -> None:
+        """An id outside the embedding would be an unexplained device-side assertion later."""
+        if tokens.min() >= 0 and tokens.max() < self._vocab_size:
+            return
+        row, column = np.argwhere((tokens < 0) | (tokens >= self._vocab_size))[0]
+        sample = first_sample + int(row)
+        raise DataError(
+            f"token id {tokens[row, column]} in sample {sample} ({self._samples.place(sample)}) is outside "
+            f"model.vocab_size={self._vocab_size}; raise it to the tokenizer's size or prepare the data with another"
+        )

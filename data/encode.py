@@ -1,0 +1,98 @@
+"""Documents to tokens in worker processes.
+
+    one reader --batches of documents--> workers --tokens, in the order read--> one consumer
+
+The reader is never more than a few batches a worker ahead, so memory does not grow with the corpus, and the order of
+batches makes the result independent of the number of workers.
+"""
+
+import os
+import signal
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import chain
+from multiprocessing import get_context
+
+import numpy as np
+
+from data.errors import DataError
+from data.indexed import token_dtype
+from data.sources import Document, text_of
+from data.tokenizer import Tokenizer
+
+BATCH_BYTES = 512 << 10
+DOCUMENT_OVERHEAD_BYTES = 64  # so that a batch of empty documents ends as well
+BATCHES_AHEAD = 4  # a worker: enough to keep all busy while one has a large document
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A batch of documents as tokens, end-of-document tokens included; empty documents are left out."""
+
+    tokens: np.ndarray
+    lengths: np.ndarray
+    weight: float
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """What a worker needs, small enough to be sent with every batch."""
+
+    tokenizer_file: str
+    eod: int
+    text_key: str
+
+    def __call__(self, documents: list[Document]) -> Encoded:
+        tokenizer = _tokenizer_of_this_process(self.tokenizer_file, self.eod)
+        texts = [text_of(document, self.text_key) for document in documents]
+        encodings = [[*ids, self.eod] for ids in tokenizer.encode_batch(texts) if ids]
+        return Encoded(
+            tokens=np.fromiter(chain.from_iterable(encodings), dtype=token_dtype(tokenizer.vocab_size)),
+            lengths=np.array([len(ids) for ids in encodings], dtype=np.int32),
+            weight=sum(document.weight for document in documents),
+        )
+
+
+@lru_cache(maxsize=1)
+def _tokenizer_of_this_process(path: str, eod: int) -> Tokenizer:
+    return Tokenizer.from_file(path, eod)
+
+
+def encode_in_order(encoder: Encoder, documents: Iterable[Document], num_workers: int) -> Iterator[Encoded]:
+    """Encode batches of documents in `num_workers` processes and yield them in the order they were read."""
+    pending: deque[Future[Encoded]] = deque()
+    # spawn: forking a process in which the tokenizer's threads have run can deadlock
+    pool = ProcessPoolExecutor(num_workers, get_context("spawn"), initializer=_start_worker)
+    try:
+        for batch in _batches(documents):
+            pending.append(pool.submit(encoder, batch))
+            if len(pending) > BATCHES_AHEAD * num_workers:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
+    except BrokenProcessPool:
+        raise DataError(f"one of {num_workers} workers was killed, probably out of memory; lower --workers") from None
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
+    batch: list[Document] = []
+    batch_bytes = 0
+    for document in documents:
+        batch.append(document)
+        batch_bytes += len(document.content or "") + DOCUMENT_OVERHEAD_BYTES
+        if batch_bytes >= BATCH_BYTES:
+            yield batch
+            batch, batch_bytes = [], 0
+    if batch:
+        yield batch
+
+
+def _start_worker() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the reader alone reacts
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one core a worker

@@ -1,0 +1,100 @@
+"""The order of one epoch: documents shuffled, laid end to end, cut into samples, samples shuffled.
+
+    document_order   7 | 2       | 0    | 5 ...        document numbers, shuffled
+    tokens           aaabbbbbbbbbbcccccccddddd...
+    samples          |  0  |  1  |  2  |  3  |          seq_length + 1 tokens each: neighbours share one
+    sample_starts    (0, 0) (1, 2) (1, 8) ...           (place in document_order, token within that document)
+    shuffle          2 0 3 1                            the epoch's i-th sample is number shuffle[i]
+
+Large orders are kept in files and memory-mapped; every rank may write them, and all write the same bytes.
+"""
+
+import dataclasses
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from data.errors import DataError
+
+VERSION = 1  # of build_epoch's result: raise it whenever the same recipe gives another order
+
+
+@dataclass(frozen=True)
+class EpochOrder:
+    """document_order (documents,), sample_starts (samples + 1, 2), shuffle (samples,): the smallest unsigned types."""
+
+    document_order: np.ndarray
+    sample_starts: np.ndarray
+    shuffle: np.ndarray
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """All that an epoch's order depends on. The index file's time stands for the lengths it holds."""
+
+    name: str
+    bin_bytes: int
+    idx_bytes: int
+    idx_mtime_ns: int
+    first_document: int
+    stop_document: int
+    seq_length: int
+    seed: int
+    version: int = VERSION
+
+    def file_stem(self, epoch: int) -> str:
+        digest = hashlib.sha256(json.dumps(dataclasses.asdict(self)).encode()).hexdigest()[:16]
+        documents = f"{self.first_document}-{self.stop_document}"
+        return f"documents_{documents}_seq_{self.seq_length}_seed_{self.seed}_{digest}_epoch_{epoch}"
+
+
+def build_epoch(lengths: np.ndarray, *, seq_length: int, seed: int, epoch: int) -> EpochOrder:
+    """The order of `epoch` over documents of these lengths, a function of its arguments alone."""
+    generator = np.random.default_rng([seed, epoch])
+    document_order = _shuffled(len(lengths), generator)
+    ends = np.cumsum(lengths[document_order], dtype=np.int64)
+    num_samples = (int(ends[-1]) - 1) // seq_length
+    tokens = np.arange(0, num_samples * seq_length + 1, seq_length)
+    places = np.searchsorted(ends, tokens, side="right")
+    offsets = tokens - ends[places] + lengths[document_order[places]]
+    starts_type = np.min_scalar_type(max(len(lengths), int(offsets.max())))
+    sample_starts = np.stack([places.astype(starts_type), offsets.astype(starts_type)], axis=1)
+    return EpochOrder(document_order, sample_starts, _shuffled(num_samples, generator))
+
+
+def cached_epoch(folder: Path, stem: str, build: Callable[[], EpochOrder]) -> EpochOrder:
+    """The order in `folder` under `stem`, memory-mapped; built and written first where a file is missing."""
+    paths = {field.name: folder / f"{stem}.{field.name}.npy" for field in dataclasses.fields(EpochOrder)}
+    if not all(path.exists() for path in paths.values()):
+        _save(build(), paths, folder)
+    try:
+        return EpochOrder(**{name: np.load(path, mmap_mode="r") for name, path in paths.items()})
+    except (OSError, ValueError) as error:
+        raise DataError(f"cannot read the sample order {folder / stem} ({error}); delete {folder}") from None
+
+
+def _shuffled(count: int, generator: np.random.Generator) -> np.ndarray:
+    numbers = np.arange(count, dtype=np.min_scalar_type(count))
+    generator.shuffle(numbers)
+    return numbers
+
+
+def _save(order: EpochOrder, paths: dict[str, Path], folder: Path) -> None:
+    """Write in a folder of this process's own, then rename: others see a whole file or none."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".unfinished.", dir=folder) as staging:
+            for name, path in paths.items():
+                np.save(Path(staging, path.name), getattr(order, name))
+                os.replace(Path(staging, path.name), path)
+    except OSError as error:
+        raise DataError(
+            f"cannot write the sample order to {folder} ({error.strerror}); "
+            "set data.cache_dir to a folder that this user may write"
+        ) from None

@@ -1,0 +1,169 @@
+"""Megatron's pair of files for tokenized documents, written once and read by memory map.
+
+PREFIX.bin   | tokens of document 0 | tokens of document 1 | ...                 no header, little-endian
+PREFIX.idx   | "MMIDIDX\\0\\0" | u64 version 1 | u8 dtype code | u64 N | u64 D |     34 bytes
+             | i32[N] lengths in tokens | i64[N] starts in bytes | i64[D] first sequence of each document, then N |
+"""
+
+import os
+import struct
+from array import array
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+
+from data.errors import DataError
+
+MAGIC = b"MMIDIDX\x00\x00"
+HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, number of sequences N, number of document indices D
+VERSION = 1
+DTYPE_OF_CODE = {
+    code: np.dtype(name).newbyteorder("<")
+    for code, name in {1: "u1", 2: "i1", 3: "i2", 4: "i4", 5: "i8", 6: "f8", 7: "f4", 8: "u2"}.items()
+}
+MAX_U16_VOCAB_SIZE = 65500  # Megatron's own bound, kept so that both choose the same type
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+    """The type of a stored token: u16 when the vocabulary fits, else i32."""
+    return np.dtype("<u2" if vocab_size < MAX_U16_VOCAB_SIZE else "<i4")
+
+
+def bin_path(prefix: str | Path) -> Path:
+    return Path(f"{prefix}.bin")
+
+
+def idx_path(prefix: str | Path) -> Path:
+    return Path(f"{prefix}.idx")
+
+
+class IndexedWriter:
+    """Appends documents to PREFIX.bin as they come and writes PREFIX.idx on close: without it the pair does not open.
+
+    A context manager: the files are complete when the block ends, and no index is written when it raises.
+    Keeps four bytes a document in memory.
+    """
+
+    def __init__(self, prefix: str | Path, dtype: np.dtype) -> None:
+        self.prefix = prefix
+        self.dtype = np.dtype(dtype).newbyteorder("<")
+        self.num_tokens = 0
+        self._lengths = array("i")
+
+    @property
+    def num_documents(self) -> int:
+        return len(self._lengths)
+
+    def add(self, tokens: np.ndarray, lengths: np.ndarray) -> None:
+        """Append whole documents: their tokens one after another, and the number of tokens of each."""
+        assert len(tokens) == lengths.sum()
+        self._bin.write(tokens.astype(self.dtype, copy=False).data)
+        self._lengths.frombytes(lengths.astype(np.intc).tobytes())
+        self.num_tokens += len(tokens)
+
+    def __enter__(self) -> Self:
+        self._bin = open(bin_path(self.prefix), "wb")
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:
+        if kind is None:
+            self._bin.flush()
+            os.fsync(self._bin.fileno())
+            self._write_index()
+        self._bin.close()
+
+    def _write_index(self) -> None:
+        lengths = np.frombuffer(self._lengths, dtype=np.intc).astype("<i4", copy=False)
+        starts = np.zeros(len(lengths), dtype="<i8")
+        np.cumsum(lengths[:-1], dtype="<i8", out=starts[1:])
+        starts *= self.dtype.itemsize
+        code = next(code for code, dtype in DTYPE_OF_CODE.items() if dtype == self.dtype)
+        with open(idx_path(self.prefix), "wb") as file:
+            file.write(HEADER.pack(MAGIC, VERSION, code, len(lengths), len(lengths) + 1))
+            file.write(lengths.data)
+            file.write(starts.data)
+            file.write(np.arange(len(lengths) + 1, dtype="<i8").data)
+            file.flush()
+            os.fsync(file.fileno())
+
+
+class IndexedDataset:
+    """The sequences of PREFIX.bin as views of a memory map: opening reads a header, indexing copies nothing.
+
+    `sequence_lengths` i32[N] in tokens, `starts` i64[N] in bytes and `document_indices` i64[D] are maps as well.
+    Files written here hold one sequence a document. Raises DataError when the pair is missing, cut or foreign.
+    """
+
+    def __init__(self, prefix: str | Path) -> None:
+        self.prefix = str(prefix)
+        self._open_index(idx_path(prefix))
+        self._open_tokens(bin_path(prefix))
+
+    def _open_index(self, path: Path) -> None:
+        index_bytes = _size_of(path, self.prefix)
+        with open(path, "rb") as file:
+            header = file.read(HEADER.size)
+        if not header.startswith(MAGIC) or len(header) < HEADER.size:
+            raise DataError(
+                f"{path} ({index_bytes} bytes) does not start with a 34-byte MMIDIDX header; prepare it again"
+            )
+        _, version, code, num_sequences, num_document_indices = HEADER.unpack(header)
+        if version != VERSION or code not in DTYPE_OF_CODE:
+            raise DataError(
+                f"{path} has version {version} and dtype code {code}, "
+                f"expected {VERSION} and a code from 1 to 8; prepare it again"
+            )
+        self.dtype = DTYPE_OF_CODE[code]
+        ends = np.cumsum([HEADER.size, 4 * num_sequences, 8 * num_sequences, 8 * num_document_indices]).tolist()
+        if index_bytes not in (ends[-1], ends[-1] + num_sequences):  # with modes of one byte a sequence, or without
+            raise DataError(f"{path} has {index_bytes} bytes, its header tells {ends[-1]}; copy or prepare it again")
+        if num_sequences == 0:
+            raise DataError(f"{path} holds 0 documents, at least 1 is needed; prepare it from a source with text")
+        content = np.memmap(path, mode="r").view(np.ndarray)
+        self.sequence_lengths = content[ends[0] : ends[1]].view("<i4")
+        self.starts = content[ends[1] : ends[2]].view("<i8")
+        self.document_indices = content[ends[2] : ends[3]].view("<i8")
+        if self.document_indices[-1:].tolist() != [num_sequences]:
+            raise DataError(f"{path}: its last document index is not its {num_sequences} sequences; prepare it again")
+
+    def _open_tokens(self, path: Path) -> None:
+        actual_bytes = _size_of(path, self.prefix)
+        expected_bytes = int(self.starts[-1]) + int(self.sequence_lengths[-1]) * self.dtype.itemsize
+        if actual_bytes != expected_bytes or expected_bytes == 0:
+            raise DataError(
+                f"{path} has {actual_bytes} bytes, its index tells {expected_bytes}; copy or prepare the pair again"
+            )
+        self._tokens = np.memmap(path, dtype=self.dtype, mode="r").view(np.ndarray)
+
+    def __len__(self) -> int:
+        return len(self.sequence_lengths)
+
+    def __getitem__(self, sequence: int) -> np.ndarray:
+        return self.get(sequence)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self._tokens)
+
+    def get(self, sequence: int, offset: int = 0, length: int | None = None) -> np.ndarray:
+        """Tokens [offset, offset + length) of a sequence, to its end without a length: a read-only view."""
+        sequence_length = int(self.sequence_lengths[sequence])
+        stop = sequence_length if length is None else offset + length
+        if not 0 <= offset <= stop <= sequence_length:
+            raise IndexError(f"tokens {offset} to {stop} of a sequence of {sequence_length}")
+        start = int(self.starts[sequence]) // self.dtype.itemsize
+        return self._tokens[start + offset : start + stop]
+
+    def first_token(self, sequence: int) -> int:
+        """Where sequence 0 <= sequence <= N starts, counted in tokens of the whole file."""
+        return self.num_tokens if sequence == len(self) else int(self.starts[sequence]) // self.dtype.itemsize
+
+
+def _size_of(path: Path, prefix: str) -> int:
+    if not path.is_file():
+        raise DataError(
+            f"{path} does not exist; data.path takes the common prefix of a .bin and an .idx file, "
+            f"as written by python -m data.prepare --output {prefix}"
+        )
+    return path.stat().st_size

@@ -1,0 +1,144 @@
+"""python -m data.prepare: turn text into PREFIX.bin, PREFIX.idx, PREFIX.tokenizer.json and PREFIX.json.
+
+The four files are written in a hidden folder beside PREFIX and renamed at the end: there are all of them or none.
+"""
+
+import argparse
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+from data.encode import Encoded, Encoder, encode_in_order
+from data.errors import DataError
+from data.indexed import IndexedWriter, bin_path, idx_path, token_dtype
+from data.sidecar import Sidecar
+from data.sources import Source
+from data.tokenizer import Tokenizer, named_tokenizer, tokenizer_path, train_tokenizer
+
+EXIT_USER_ERROR = 2
+EXIT_INTERRUPTED = 130
+OUTPUT_PATHS = (bin_path, tokenizer_path, Sidecar.path, idx_path)  # the index last: without it no pair opens
+
+
+def prepare(
+    source: Source,
+    output: str,
+    tokenizer: Tokenizer,
+    *,
+    tokenizer_name: str = "trained",
+    num_workers: int = 1,
+    overwrite: bool = False,
+) -> Sidecar:
+    """Encode a corpus and write the four files of prefix `output`; raises DataError for what a user can mend."""
+    existing = [str(path(output)) for path in OUTPUT_PATHS if path(output).exists()]
+    if existing and not overwrite:
+        raise DataError(f"{existing[0]} exists; choose another --output or add --overwrite")
+    folder, name = os.path.split(os.path.abspath(output))
+    os.makedirs(folder, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{name}.", dir=folder) as staging:
+        staged = os.path.join(staging, name)
+        tokenizer.save(tokenizer_path(staged))
+        encoder = Encoder(str(tokenizer_path(staged)), tokenizer.eod, source.text_key)
+        with IndexedWriter(staged, token_dtype(tokenizer.vocab_size)) as writer, _progress(name, source) as advance:
+            for encoded in encode_in_order(encoder, source.documents(), num_workers):
+                writer.add(encoded.tokens, encoded.lengths)
+                advance(encoded)
+        if writer.num_documents == 0:
+            raise DataError(f"--source {' '.join(source.names)} holds no text, so {output} is not written")
+        sidecar = Sidecar(
+            vocab_size=tokenizer.vocab_size,
+            eod=tokenizer.eod,
+            tokenizer=tokenizer_name,
+            documents=writer.num_documents,
+            tokens=writer.num_tokens,
+            source=source.names,
+        )
+        sidecar.save(staged)
+        idx_path(output).unlink(missing_ok=True)  # an old index must never describe new tokens
+        for path in OUTPUT_PATHS:
+            os.replace(path(staged), path(output))
+    return sidecar
+
+
+@contextmanager
+def _progress(name: str, source: Source) -> Iterator[Callable[[Encoded], None]]:
+    """A progress bar on the terminal, and the function that advances it."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TextColumn("{task.fields[documents]:,} documents, {task.fields[tokens]:,} tokens"),
+        TextColumn("({task.fields[rate]:,.0f}/s)"),
+        TimeRemainingColumn(),
+    )
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task_id = progress.add_task(name, total=source.weight(), documents=0, tokens=0, rate=0.0)
+        task = progress.tasks[0]
+
+        def advance(encoded: Encoded) -> None:
+            tokens = task.fields["tokens"] + len(encoded.tokens)
+            progress.update(
+                task_id,
+                advance=encoded.weight,
+                documents=task.fields["documents"] + len(encoded.lengths),
+                tokens=tokens,
+                rate=tokens / (task.elapsed or 1.0),
+            )
+
+        yield advance
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("python -m data.prepare", description=__doc__.partition(":")[2])
+    add = parser.add_argument
+    add("--source", nargs="+", required=True, help="files, globs, folders, a hub dataset, or stdlib")
+    add("--output", required=True, metavar="PREFIX", help="where the four files go")
+    tokenizer = parser.add_mutually_exclusive_group(required=True)
+    tokenizer.add_argument("--tokenizer", help="a tokenizer.json, a folder with one, or a hub name such as gpt2")
+    tokenizer.add_argument("--train_vocab_size", type=int, metavar="N", help="train a byte-level BPE of N entries")
+    add("--train_bytes", type=int, default=32_000_000, metavar="N", help="text to train it on (%(default)s bytes)")
+    add("--eod_token", help="the token of --tokenizer that ends a document, such as </s>")
+    add("--text_key", default="text", help="the key of JSON lines, or the column (%(default)s)")
+    add("--config", help="the configuration of a hub dataset")
+    add("--split", default="train", help="the split of a dataset (%(default)s)")
+    add("--max_documents", type=int, metavar="N", help="stop after N documents")
+    add("--workers", type=int, default=os.cpu_count(), metavar="N", help="processes (%(default)s)")
+    add("--overwrite", action="store_true", help="replace existing files")
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Exit code 0, 2 after a mistake that one line explains, or 130 after Ctrl-C."""
+    parser = _parser()
+    args = parser.parse_args(arguments)
+    source = Source(args.source, args.text_key, args.config, args.split, args.max_documents)
+    try:
+        if args.workers < 1:
+            raise DataError(f"--workers={args.workers} must be 1 or more")
+        if args.tokenizer:
+            tokenizer = named_tokenizer(args.tokenizer, args.eod_token)
+        else:
+            tokenizer = train_tokenizer(source.sample(args.train_bytes), args.train_vocab_size)
+        sidecar = prepare(
+            source,
+            args.output,
+            tokenizer,
+            tokenizer_name=args.tokenizer or "trained",
+            num_workers=args.workers,
+            overwrite=args.overwrite,
+        )
+    except (DataError, OSError) as error:
+        parser.exit(EXIT_USER_ERROR, f"data.prepare: {error}\n")
+    except KeyboardInterrupt:
+        parser.exit(EXIT_INTERRUPTED, f"data.prepare: interrupted, nothing written to {args.output}\n")
+    facts = f"{sidecar.documents:,} documents, {sidecar.tokens:,} tokens, vocabulary {sidecar.vocab_size:,}"
+    Console().print(f"{args.output}: {facts}", soft_wrap=True, highlight=False)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+"""Samples of seq_length + 1 tokens, packed across the documents of one prefix, without end: epoch follows epoch.
+
+The order depends on (data, split, seq_length, seed) and the sample's number, on nothing else: not on the number of
+ranks, not on how many samples a run will take. So a run resumes from one integer, the samples consumed.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from data.epochs import EpochOrder, Recipe, build_epoch, cached_epoch
+from data.errors import DataError
+from data.indexed import IndexedDataset, bin_path, idx_path
+
+PARTS = ("train", "validation", "test")
+MIN_CACHED_ENTRIES = 1 << 20  # smaller orders are built faster than files are opened
+
+
+class Samples(Protocol):
+    """An endless sequence of samples: int64 arrays (seq_length + 1,)."""
+
+    def __getitem__(self, sample: int) -> np.ndarray: ...
+
+    def place(self, sample: int) -> str:
+        """The file and document in which a sample starts, for error messages."""
+
+    def build_cache(self, first_sample: int, num_samples: int) -> None:
+        """Write the order files that these samples need. One rank a node runs this before the others read."""
+
+
+class PackedSamples:
+    """The samples of some consecutive documents of one prefix."""
+
+    def __init__(
+        self,
+        dataset: IndexedDataset,
+        documents: range,
+        *,
+        seq_length: int,
+        seed: int,
+        cache_dir: str | Path | None = None,
+    ) -> None:
+        self._dataset = dataset
+        self._documents = documents
+        self._seq_length = seq_length
+        self._seed = seed
+        self._cache_dir = Path(cache_dir or f"{dataset.prefix}.cache")
+        self.num_tokens = dataset.first_token(documents.stop) - dataset.first_token(documents.start)
+        if self.num_tokens < seq_length + 1:
+            raise DataError(
+                f"{dataset.prefix}: {len(documents)} documents with {self.num_tokens} tokens are fewer than "
+                f"model.seq_length + 1 = {seq_length + 1}; lower model.seq_length, change data.split or add data"
+            )
+        self.samples_per_epoch = (self.num_tokens - 1) // seq_length
+        self._current: tuple[int, EpochOrder] | None = None
+
+    def __getitem__(self, sample: int) -> np.ndarray:
+        order, number = self._find(sample)
+        (first, start), (last, stop) = order.sample_starts[number : number + 2].tolist()
+        documents = order.document_order[first : last + 1].tolist()
+        pieces = [self._dataset.get(self._documents[document]) for document in documents]
+        pieces[-1] = pieces[-1][: stop + 1]
+        pieces[0] = pieces[0][start:]
+        return np.concatenate(pieces, dtype=np.int64)
+
+    def place(self, sample: int) -> str:
+        order, number = self._find(sample)
+        document = self._documents[int(order.document_order[order.sample_starts[number, 0]])]
+        return f"{bin_path(self._dataset.prefix)}, document {document}"
+
+    def build_cache(self, first_sample: int, num_samples: int) -> None:
+        last_sample = first_sample + num_samples - 1
+        for epoch in range(first_sample // self.samples_per_epoch, last_sample // self.samples_per_epoch + 1):
+            self._order_of(epoch)
+
+    def _find(self, sample: int) -> tuple[EpochOrder, int]:
+        """The epoch that holds a sample, and the sample's number before the shuffle."""
+        epoch, index = divmod(sample, self.samples_per_epoch)
+        current = self._current  # read once: another thread may be in another epoch
+        if current is None or current[0] != epoch:
+            current = self._current = (epoch, self._order_of(epoch))
+        return current[1], int(current[1].shuffle[index])
+
+    def _order_of(self, epoch: int) -> EpochOrder:
+        if len(self._documents) + self.samples_per_epoch < MIN_CACHED_ENTRIES:
+            return self._build(epoch)
+        recipe = Recipe(
+            name=Path(self._dataset.prefix).name,
+            bin_bytes=bin_path(self._dataset.prefix).stat().st_size,
+            idx_bytes=idx_path(self._dataset.prefix).stat().st_size,
+            idx_mtime_ns=idx_path(self._dataset.prefix).stat().st_mtime_ns,
+            first_document=self._documents.start,
+            stop_document=self._documents.stop,
+            seq_length=self._seq_length,
+            seed=self._seed,
+        )
+        return cached_epoch(self._cache_dir, recipe.file_stem(epoch), lambda: self._build(epoch))
+
+    def _build(self, epoch: int) -> EpochOrder:
+        lengths = self._dataset.sequence_lengths[self._documents.start : self._documents.stop]
+        return build_epoch(lengths, seq_length=self._seq_length, seed=self._seed, epoch=epoch)
+
+
+def split_documents(num_documents: int, weights: Sequence[float]) -> dict[str, range]:
+    """Consecutive ranges of documents for train, validation and test, as long as the weights say, rounded."""
+    if len(weights) != len(PARTS) or min(weights) < 0 or sum(weights) <= 0:
+        raise DataError(f"data.split={list(weights)} must be three weights, none negative, such as [0.98, 0.01, 0.01]")
+    shares = np.cumsum(weights) / sum(weights)
+    bounds = [0, *np.rint(shares * num_documents).astype(int).tolist()]
+    return {part: range(bounds[i], bounds[i + 1]) for i, part in enumerate(PARTS)}

@@ -1,0 +1,252 @@
+"""Corpora as streams of documents that are not yet decoded: files, the standard library, or anything `datasets` opens.
+
+Shards are read one after another by one process; decoding and parsing (`text_of`) is left to the workers.
+"""
+
+import glob
+import gzip
+import json
+import os
+import sysconfig
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from data.errors import DataError
+
+TEXT_SUFFIXES = (".txt", ".text", ".md", ".rst", ".py")
+JSON_SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz")
+PARQUET_SUFFIXES = (".parquet",)
+SUFFIXES = TEXT_SUFFIXES + JSON_SUFFIXES + PARQUET_SUFFIXES
+DATASETS_FILES = ("state.json", "dataset_dict.json")  # in a folder written by save_to_disk
+NOT_IN_STDLIB = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
+MAX_DOCUMENT_BYTES = 64 << 20  # a document is encoded in one piece, which takes many times its size in memory
+
+
+class Document(NamedTuple):
+    """One document as it was read: bytes of a text file or of a JSON line, or the value of a text column."""
+
+    origin: str
+    number: int  # line or row, from 1; 0 is the whole file
+    content: bytes | str | None
+    weight: float  # its part of the shard's weight
+
+    @property
+    def place(self) -> str:
+        """File and line for an error message; a text file is one document and needs no line."""
+        return self.origin if self.number == 0 else f"{self.origin}:{self.number}"
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A part of the corpus with a known order; `weight` is its bytes or rows, None when nobody knows."""
+
+    weight: int | None
+    documents: Callable[[], Iterator[Document]]
+
+
+@dataclass(frozen=True)
+class Source:
+    """What to read. Each name is "stdlib", a file, a glob, a directory, or the hub name of a dataset.
+
+    `config` and `split` select within datasets, which are streamed; `text_key` is the JSON key or the column.
+    """
+
+    names: list[str]
+    text_key: str = "text"
+    config: str | None = None
+    split: str = "train"
+    max_documents: int | None = None
+
+    @cached_property
+    def shards(self) -> list[Shard]:
+        return [shard for name in self.names for shard in self._shards_of(name)]
+
+    def weight(self) -> int | None:
+        """The sum over shards, for a progress bar; None when it is not known how far reading will go."""
+        weights = [shard.weight for shard in self.shards]
+        return None if self.max_documents or None in weights else sum(filter(None, weights))
+
+    def documents(self) -> Iterator[Document]:
+        return islice(chain.from_iterable(shard.documents() for shard in self.shards), self.max_documents)
+
+    def sample(self, sample_bytes: int) -> Iterator[str]:
+        """About `sample_bytes` of text from all over the corpus: the first part of every shard of known weight."""
+        total = sum(shard.weight or 0 for shard in self.shards)
+        allowed = taken = 0.0
+        for shard in self.shards:
+            allowed += sample_bytes if shard.weight is None else sample_bytes * shard.weight / max(total, 1)
+            for document in shard.documents() if taken < allowed else ():
+                text = text_of(document, self.text_key)
+                taken += len(text.encode("utf-8"))
+                yield text
+                if taken >= allowed:
+                    break
+
+    def _shards_of(self, name: str) -> list[Shard]:
+        if name == "stdlib":
+            return [self._file_shard(path) for path in _stdlib_files()]
+        if paths := _files_of(name):
+            return [self._file_shard(path) for path in paths]
+        looks_like_file = glob.has_magic(name) or name.startswith(("/", ".")) or name.endswith(SUFFIXES)
+        if looks_like_file and not os.path.isdir(name):
+            raise DataError(f"--source {name}: no such file; give files, globs, folders, a hub name or stdlib")
+        return [_dataset_shard(name, self)]  # a hub name, or a folder in a form that only `datasets` knows
+
+    def _file_shard(self, path: str) -> Shard:
+        read = _read_json_lines if path.endswith(JSON_SUFFIXES) else _read_text_file
+        if path.endswith(PARQUET_SUFFIXES):
+            read = partial(_read_parquet, text_key=self.text_key)
+        return Shard(os.path.getsize(path), partial(read, path))
+
+
+def text_of(document: Document, text_key: str) -> str:
+    """The decoded text, "" where a row or line holds null; raises DataError naming file and line."""
+    content = document.content
+    try:
+        if isinstance(content, bytes):
+            content = content.decode("utf-8")
+            if document.origin.endswith(JSON_SUFFIXES):
+                content = _json_text(document.place, content, text_key)
+        size_bytes = len((content or "").encode("utf-8"))  # refuses half a surrogate pair, which JSON can spell
+    except UnicodeError as error:
+        raise DataError(f"{document.place} is not UTF-8 ({error}); convert it or leave it out") from None
+    _check_size(document.place, size_bytes)
+    return content or ""
+
+
+def _json_text(place: str, line: str, text_key: str) -> str | None:
+    try:
+        row = json.loads(line.rstrip())
+    except json.JSONDecodeError as error:
+        raise DataError(
+            f"{place} is not JSON ({error.msg}, column {error.colno}); every line must be one JSON object"
+        ) from None
+    if not isinstance(row, dict):
+        raise DataError(f"{place} is a JSON {type(row).__name__}; every line must be one JSON object")
+    return _text_in(row, place, text_key)
+
+
+def _text_in(row: dict[str, Any], place: str, text_key: str) -> str | None:
+    missing = 0  # unlike null, which is an empty document, an absent key is an error
+    if not isinstance(text := row.get(text_key, missing), str | None):
+        raise DataError(f"{place} has no text under --text_key {text_key}; its keys are {', '.join(row)}")
+    return text
+
+
+def _check_size(place: str, size_bytes: int) -> None:
+    if size_bytes > MAX_DOCUMENT_BYTES:
+        raise DataError(
+            f"{place} is one document of {size_bytes} bytes, more than {MAX_DOCUMENT_BYTES}; "
+            "split it, or write it as JSON lines of one document each"
+        )
+
+
+def _stdlib_files() -> list[str]:
+    """The interpreter's own Python sources without their tests, sorted by path."""
+    paths = []
+    for folder, folders, names in os.walk(sysconfig.get_path("stdlib")):
+        folders[:] = [name for name in folders if name not in NOT_IN_STDLIB]
+        paths += [os.path.join(folder, name) for name in names if name.endswith(".py")]
+    return sorted(paths)
+
+
+def _files_of(name: str) -> list[str]:
+    """The files that a path, glob or directory stands for, sorted; of a directory only those of known suffixes."""
+    if os.path.isdir(name):
+        if any(os.path.exists(os.path.join(name, file)) for file in DATASETS_FILES):
+            return []
+        return sorted(str(path) for path in Path(name).rglob("*") if path.is_file() and path.name.endswith(SUFFIXES))
+    pattern = glob.escape(name) if os.path.exists(name) else name
+    return sorted(path for path in glob.glob(pattern, recursive=True) if os.path.isfile(path))
+
+
+def _read_text_file(path: str) -> Iterator[Document]:
+    try:
+        _check_size(path, os.path.getsize(path))
+        content = Path(path).read_bytes()
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error}") from None
+    yield Document(path, 0, content, len(content))
+
+
+def _read_json_lines(path: str) -> Iterator[Document]:
+    position = 0
+    try:
+        with open(path, "rb") as file, gzip.open(file) if path.endswith(".gz") else file as lines:
+            for number, line in enumerate(lines, 1):
+                weight, position = file.tell() - position, file.tell()
+                if not line.isspace():
+                    yield Document(path, number, line, weight)
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"cannot read {path}: {error}") from None
+
+
+def _read_parquet(path: str, text_key: str) -> Iterator[Document]:
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError:
+        raise DataError(f"reading {path} needs the package pyarrow: pip install pyarrow") from None
+    try:
+        with parquet.ParquetFile(path) as file:
+            _check_column(path, text_key, {field.name: str(field.type) for field in file.schema_arrow})
+            weight = os.path.getsize(path) / max(file.metadata.num_rows, 1)
+            batches = file.iter_batches(batch_size=256, columns=[text_key])
+            texts = chain.from_iterable(batch.column(0).to_pylist() for batch in batches)
+            for number, text in enumerate(texts, 1):
+                yield Document(path, number, text, weight)
+    except (OSError, pyarrow.ArrowException) as error:
+        raise DataError(f"cannot read {path} as Parquet: {error}") from None
+
+
+def _dataset_shard(name: str, source: Source) -> Shard:
+    try:
+        rows = _open_dataset(name, source)
+    except ImportError:
+        raise DataError(f"--source {name} is no file, and a hub name needs datasets: pip install datasets") from None
+    except Exception as error:  # hub, network and builders each raise their own
+        raise DataError(f"--source {name} is no file, and datasets cannot open it: {_first_line(error)}") from None
+    num_rows = len(rows) if hasattr(rows, "__len__") else None
+    return Shard(num_rows, partial(_read_rows, name, rows, source.text_key))
+
+
+def _open_dataset(name: str, source: Source) -> Any:
+    """One split: streamed from the hub or a local folder, or memory-mapped where save_to_disk wrote it."""
+    import datasets
+
+    if any(os.path.exists(os.path.join(name, file)) for file in DATASETS_FILES):
+        rows = datasets.load_from_disk(name)
+        if isinstance(rows, datasets.Dataset):
+            return rows
+        if source.split not in rows:
+            raise ValueError(f"--split {source.split} is not among its splits {', '.join(rows)}")
+        return rows[source.split]
+    return datasets.load_dataset(name, source.config, split=source.split, streaming=True)
+
+
+def _read_rows(name: str, rows: Any, text_key: str) -> Iterator[Document]:
+    if rows.features:
+        _check_column(name, text_key, {key: str(getattr(kind, "dtype", kind)) for key, kind in rows.features.items()})
+        rows = rows.select_columns([text_key])
+    try:
+        for number, row in enumerate(rows, 1):
+            yield Document(name, number, _text_in(row, f"{name}:{number}", text_key), 1)
+    except DataError:
+        raise
+    except Exception as error:  # as above
+        raise DataError(f"cannot read the dataset {name}: {_first_line(error)}") from None
+
+
+def _check_column(origin: str, text_key: str, columns: dict[str, str]) -> None:
+    if not columns.get(text_key, "").endswith(("string", "string_view")):
+        known = ", ".join(f"{name} ({kind})" for name, kind in columns.items())
+        raise DataError(f"{origin} has no column of text called {text_key}; set --text_key to one of {known}")
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]

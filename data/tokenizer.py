@@ -1,0 +1,106 @@
+"""Tokenizers, loaded by name or path, trained, or read back from beside a corpus: all wrap a `tokenizers.Tokenizer`."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Self
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from data.errors import DataError
+from data.sidecar import Sidecar
+
+TRAINED_EOD = "<|endoftext|>"
+KNOWN_EOD_TOKENS = (TRAINED_EOD, "<|end_of_text|>", "</s>", "<eos>", "<｜end▁of▁sentence｜>")
+NUM_BYTES = 256
+
+
+class Tokenizer:
+    """Text to ids and back, with the id `eod` that ends every document.
+
+    A special token spelled out in a text is encoded as the characters it is made of, so no text can end a document.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer, eod: int) -> None:
+        self._backend = backend
+        self._backend.encode_special_tokens = True
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        self.eod = eod
+        self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values()) + 1  # ids may have gaps
+
+    def encode(self, text: str) -> list[int]:
+        return self._backend.encode(text, add_special_tokens=False).ids
+
+    def encode_batch(self, texts: list[str]) -> list[list[int]]:
+        return [encoding.ids for encoding in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return self._backend.decode([int(token) for token in ids], skip_special_tokens=False)
+
+    def save(self, path: str | Path) -> None:
+        self._backend.save(str(path))
+
+    @classmethod
+    def from_file(cls, path: str | Path, eod: int) -> Self:
+        return cls(_read(Path(path)), eod)
+
+
+def tokenizer_path(prefix: str | Path) -> Path:
+    return Path(f"{prefix}.tokenizer.json")
+
+
+def load_tokenizer(prefix: str | Path) -> Tokenizer:
+    """The tokenizer that a prepared corpus was written with."""
+    return Tokenizer.from_file(tokenizer_path(prefix), Sidecar.load(prefix).eod)
+
+
+def named_tokenizer(name: str, eod_token: str | None = None) -> Tokenizer:
+    """A tokenizer.json file, a directory or a hub name; without `eod_token` the usual end-of-text tokens are tried."""
+    path = Path(name)
+    if path.is_dir() and (path / "tokenizer.json").is_file():
+        path = path / "tokenizer.json"
+    backend = _read(path) if path.is_file() else _from_transformers(name)
+    candidates = [eod_token] if eod_token else KNOWN_EOD_TOKENS
+    for token in candidates:
+        if (eod := backend.token_to_id(token)) is not None:
+            return Tokenizer(backend, eod)
+    raise DataError(f"tokenizer {name} has none of the tokens {', '.join(candidates)}; name its own with --eod_token")
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    """A byte-level BPE of at most `vocab_size` entries (fewer when the texts run out of pairs); id 0 ends documents."""
+    if vocab_size <= NUM_BYTES:
+        raise DataError(
+            f"--train_vocab_size={vocab_size} cannot hold {NUM_BYTES} bytes and {TRAINED_EOD}; use 257 or more"
+        )
+    backend = tokenizers.Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[TRAINED_EOD],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    backend.train_from_iterator(texts, trainer)
+    return Tokenizer(backend, eod=0)
+
+
+def _read(path: Path) -> tokenizers.Tokenizer:
+    try:
+        return tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception
+        raise DataError(f"cannot read the tokenizer {path}: {error}") from None
+
+
+def _from_transformers(name: str) -> tokenizers.Tokenizer:
+    try:
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=False).backend_tokenizer
+    except Exception as error:  # network, missing files, missing library, no fast form: all mean the same to the user
+        reason = str(error).strip().partition("\n")[0]
+        raise DataError(
+            f"cannot load the tokenizer {name} ({reason}); give a tokenizer.json file, a directory or a hub name"
+        ) from None

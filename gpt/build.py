@@ -1,0 +1,119 @@
+"""From settings to the parts that train: the mesh, the model, ZeRO around it, and its optimizer."""
+
+import importlib
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from gpt.model import GPT, ModelConfig, choose_layer_norm, initialize
+from gpt.schedule import check_batch_sizes, learning_rate
+from gpt.settings import LossScaleSettings, OptimizerSettings, Settings
+from parallel.mesh import Axis, Mesh
+from zero.activations import ActivationsConfig, checkpointed_blocks
+from zero.engine import ZeroDataParallel
+from zero.loss_scale import LossScale
+from zero.optimizer import ZeroOptimizer
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a training step needs."""
+
+    mesh: Mesh
+    model: ZeroDataParallel
+    optimizer: ZeroOptimizer
+    device: torch.device
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(param.numel() for flat in self.model.flats for param in flat.params)
+
+
+def build_mesh(settings: Settings, device: torch.device) -> Mesh:
+    """Raises ConfigError if the settings and the ranks don't go together, before anything is read or allocated."""
+    mesh = Mesh.create(settings.parallel.tensor_size, device.type)
+    check_batch_sizes(settings.train.batch, mesh.data.size)
+    learning_rate(settings.schedule, settings.optimizer.lr, 0, settings.train.steps)
+    return mesh
+
+
+def build(settings: Settings, mesh: Mesh, device: torch.device) -> Parts:
+    if settings.train.precision == "fp16" and device.type == "cpu":
+        logger.warning("train.precision=fp16 on a CPU is slow and untuned; bf16 is the better half type there")
+    train = settings.train
+    gpt = build_model(settings.model, settings.activations, mesh.tensor, device, train.dtype)
+    initialize(gpt, train.seed)
+    model = ZeroDataParallel(gpt, mesh.data, settings.zero)
+    loss_scale = build_loss_scale(train.loss_scale, train.precision == "fp16", device)
+    optimizer = build_optimizer(model, settings.optimizer, loss_scale, device)
+    torch.manual_seed(train.seed + 1 + mesh.data.rank)  # dropout: its own on every data-parallel rank
+    return Parts(mesh, model, optimizer, device)
+
+
+def build_model(
+    config: ModelConfig, activations: ActivationsConfig, tensor: Axis, device: torch.device, dtype: torch.dtype
+) -> GPT:
+    """The model without values: torch's own initialisation would only be overwritten."""
+    layer_norm, layer_norm_name = choose_layer_norm(device)
+    logger.info("layer norm: %s", layer_norm_name)
+    default_dtype = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device("meta"):
+            gpt = GPT(config, tensor, checkpointed_blocks(activations), layer_norm)
+    finally:
+        torch.set_default_dtype(default_dtype)
+    return gpt.to_empty(device=device)
+
+
+def build_loss_scale(settings: LossScaleSettings, is_fp16: bool, device: torch.device) -> LossScale:
+    if not is_fp16:
+        return LossScale(device=device)
+    return LossScale(
+        settings.initial,
+        is_dynamic=True,
+        growth_interval=settings.growth_interval,
+        hysteresis=settings.hysteresis,
+        device=device,
+    )
+
+
+def build_optimizer(
+    model: ZeroDataParallel, settings: OptimizerSettings, loss_scale: LossScale, device: torch.device
+) -> ZeroOptimizer:
+    """AdamW with weight decay on matrices only."""
+    adam, options, name = choose_adam(device)
+    logger.info("optimizer: %s", name)
+    params = [param for param in model.module.parameters() if param.requires_grad]
+    groups = [
+        {"params": [param for param in params if param.dim() > 1], "weight_decay": settings.weight_decay},
+        {"params": [param for param in params if param.dim() <= 1], "weight_decay": 0.0},
+    ]
+    return ZeroOptimizer(
+        model,
+        adam,
+        groups,
+        clip_norm=settings.clip_norm,
+        loss_scale=loss_scale,
+        lr=settings.lr,
+        betas=settings.betas,
+        eps=settings.eps,
+        **options,
+    )
+
+
+def choose_adam(device: torch.device) -> tuple[type[torch.optim.Optimizer], dict[str, Any], str]:
+    """NVIDIA apex's fused Adam on a CUDA device where it works, else torch's; its options; its name for the log."""
+    if device.type == "cuda":
+        try:
+            fused = importlib.import_module("apex.optimizers").FusedAdam
+            fused([nn.Parameter(torch.zeros(1, device=device))])  # apex imports without its extension and fails here
+            return fused, {"adam_w_mode": True}, "apex.optimizers.FusedAdam"
+        except (ImportError, RuntimeError, SyntaxError, AttributeError):
+            pass  # not installed, built without its extension, or the unrelated package called apex on PyPI
+    return torch.optim.AdamW, {"fused": True}, "torch.optim.AdamW(fused=True)"

@@ -1,0 +1,116 @@
+"""What a person sees: what the run is, where memory goes, a line a logged step, and how it ended. On the first rank."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from datetime import timedelta
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from gpt.build import Parts
+from gpt.settings import Settings
+from zero import memory, traffic
+
+
+class RunConsole:
+    """Lines of text; on a terminal also a bar that moves with the steps. Other ranks have a quiet one."""
+
+    def __init__(self, is_quiet: bool):
+        self._console = Console(quiet=is_quiet, highlight=False, soft_wrap=True)
+        self._progress = Progress(
+            TextColumn("step {task.completed}/{task.total}"),
+            BarColumn(),
+            TimeElapsedColumn(),
+            TextColumn("elapsed,"),
+            TimeRemainingColumn(),
+            TextColumn("left"),
+            console=self._console,
+            transient=True,
+            disable=is_quiet or not self._console.is_terminal,
+        )
+
+    def say(self, text: str) -> None:
+        self._console.print(escape(text))
+
+    def show(self, table: Table) -> None:
+        self._console.print(table)
+
+    @contextmanager
+    def progress(self, first_step: int, num_steps: int) -> Iterator[None]:
+        with self._progress:
+            self._task = self._progress.add_task("", total=num_steps, completed=first_step)
+            yield
+
+    def advance(self) -> None:
+        self._progress.advance(self._task)
+
+
+def describe_run(settings: Settings, parts: Parts) -> str:
+    mesh, train, model = parts.mesh, settings.train, settings.model
+    return (
+        f"{parts.num_parameters / 1e6:,.1f}M parameters ({model.num_layers} layers x {model.hidden_size}), "
+        f"{train.precision}, ZeRO stage {settings.zero.stage}; {mesh.data.size} data x {mesh.tensor.size} tensor ranks "
+        f"on {parts.device.type}; batch {train.global_batch_size} x {model.seq_length} tokens; {settings.run.dir}"
+    )
+
+
+def memory_table(settings: Settings, parts: Parts) -> Table:
+    """Model states of this rank beside the paper's formula; moments count as what the first step will make."""
+    num_parameters = parts.num_parameters
+    found = memory.measured(parts.model, parts.optimizer)
+    state_bytes = parts.optimizer.state_bytes_per_element
+    moments = found.moments or sum(window.master.numel() for window in parts.optimizer.windows) * state_bytes
+    promised = memory.formula(
+        settings.zero.stage, num_parameters, parts.mesh.data.size, settings.train.dtype.itemsize, state_bytes
+    )
+    table = Table(title=f"Model states per rank, stage {settings.zero.stage}", title_justify="left")
+    for heading in ("", "MB", "paper's formula, MB", "bytes a parameter"):
+        table.add_column(heading, justify="left" if not heading else "right")
+    rows = {field.name: getattr(found, field.name) for field in fields(found)} | {"moments": moments}
+    for name, num_bytes in [*rows.items(), ("total", sum(rows.values()))]:
+        each = f"{num_bytes / num_parameters:.2f}"
+        table.add_row(name, f"{num_bytes / 1e6:,.2f}", f"{getattr(promised, name) / 1e6:,.2f}", each)
+    table.add_section()
+    for name, num_bytes in memory.buffer_bytes(parts.model, parts.optimizer).items():
+        table.add_row(f"buffer: {name}", f"{num_bytes / 1e6:,.2f}", "constant", "")
+    return table
+
+
+def step_line(record: dict[str, Any], settings: Settings) -> str:
+    tokens_left = (settings.train.steps - record["step"]) * settings.train.global_batch_size * settings.model.seq_length
+    seconds_left = tokens_left / record["tokens_per_second"]
+    mfu = f"{record['mfu']:.1%}" if record["mfu"] is not None else "-"
+    scale = f"  scale {record['loss_scale']:g}" if "loss_scale" in record else ""
+    evaluation = f"  validation {record['validation_loss']:.4f}" if "validation_loss" in record else ""
+    return (
+        f"step {record['step']:>6}/{settings.train.steps}  loss {record['loss']:.4f}  lr {record['lr']:.2e}  "
+        f"norm {record['grad_norm']:.3f}  {record['tokens_per_second']:,.0f} tokens/s  "
+        f"{record['model_tflops_per_device']:.3g} TFLOPs/device  MFU {mfu}{scale}  "
+        f"{timedelta(seconds=round(seconds_left))} left{evaluation}"
+    )
+
+
+def summary_table(settings: Settings, parts: Parts, records: list[dict[str, Any]]) -> Table:
+    """The end of the run beside its beginning, and a step's traffic beside the paper's."""
+    first, last = records[0], records[-1]
+    data_size = parts.mesh.data.size
+    num_micro_batches = settings.train.global_batch_size // (settings.train.micro_batch_size * data_size)
+    parameter_bytes = parts.num_parameters * settings.train.dtype.itemsize
+    promised = traffic.step_bytes(settings.zero.stage, parameter_bytes, data_size, num_micro_batches)
+    table = Table(title="Summary", show_header=False, title_justify="left")
+    table.add_row("loss", f"{first['loss']:.3f} (step {first['step']}) -> {last['loss']:.3f} (step {last['step']})")
+    if "validation_loss" in last:
+        loss, perplexity = last["validation_loss"], last["validation_perplexity"]
+        table.add_row("validation", f"loss {loss:.3f}, perplexity {perplexity:,.1f}")
+    table.add_row("tokens", f"{last['tokens']:,}")
+    table.add_row(
+        "speed", f"{last['tokens_per_second']:,.0f} tokens/s, {last['model_tflops_per_device']:.3g} TFLOPs/device"
+    )
+    table.add_row("data axis", f"{last['data_axis_bytes'] / 1e6:,.2f} MB a step and rank; paper: {promised / 1e6:,.2f}")
+    table.add_row("peak memory", f"{last['peak_allocated_bytes'] / 1e6:,.0f} MB")
+    table.add_row("skipped steps", str(last["skipped_steps"]))
+    return table

@@ -1,0 +1,64 @@
+"""Text from a model, token by token: sampled at a temperature, from the likeliest tokens."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from parallel.errors import ConfigError
+
+
+@torch.no_grad()
+def generate(
+    model: Callable[[Tensor], Tensor],
+    prompt: Tensor,
+    num_tokens: int,
+    seq_length: int,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    seed: int = 0,
+) -> Tensor:
+    """Continue each row of `prompt` (batch, n) by `num_tokens`: (batch, n + num_tokens).
+
+    `model` takes tokens (batch, m), m <= seq_length, to logits (batch, m, vocab); of a module, dropout is off
+    meanwhile. Temperature 0 takes the likeliest token. The model is called exactly `num_tokens` times and the result
+    depends on the arguments alone, so ranks that share a model may all call this at once. Raises ConfigError.
+    """
+    if temperature < 0:
+        raise ConfigError(f"temperature={temperature} is below 0; choose 0 for the likeliest token, 1 for a sample")
+    if top_k is not None and top_k < 1:
+        raise ConfigError(f"top_k={top_k} is below 1; choose 1 or more, or null for all tokens")
+    if prompt.shape[1] < 1:
+        raise ConfigError("the prompt has 0 tokens, 1 or more are needed; start with the end-of-text token")
+    generator = torch.Generator("cpu").manual_seed(seed)  # the same on every device, and not training's
+    tokens = prompt
+    with evaluation(model):
+        for _ in range(num_tokens):
+            logits = model(tokens[:, -seq_length:])[:, -1]
+            next_tokens = _sample(logits.float().cpu(), temperature, top_k, generator)
+            tokens = torch.cat([tokens, next_tokens.to(tokens.device)], dim=1)
+    return tokens
+
+
+@contextmanager
+def evaluation(model: object) -> Iterator[None]:
+    """Every module of the model in evaluation mode, and then each as it was. Any other callable has no mode."""
+    modules = list(model.modules()) if isinstance(model, nn.Module) else []
+    were_training = [module.training for module in modules]
+    for module in modules:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module, was_training in zip(modules, were_training, strict=True):
+            module.training = was_training
+
+
+def _sample(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> Tensor:
+    """(batch, vocab) -> (batch, 1)."""
+    if temperature == 0:
+        return logits.argmax(dim=-1, keepdim=True)
+    likeliest, ids = logits.topk(min(top_k or logits.shape[-1], logits.shape[-1]))
+    choice = torch.multinomial((likeliest / temperature).softmax(dim=-1), 1, generator=generator)
+    return ids.gather(-1, choice)

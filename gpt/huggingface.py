@@ -1,0 +1,123 @@
+"""GPT-2 weights between this project and transformers, in both directions.
+
+         transformers                               here
+linear   weight (in, out): Conv1D                   weight (out, in)
+qkv      columns (q | k | v, head, head_dim)        rows (head, q | k | v, head_dim)
+head     lm_head.weight, tied                       no entry: the token embedding
+"""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import safetensors.torch
+from torch import Tensor
+from transformers import GPT2Config
+
+from gpt.model import LAYER_NORM_EPS, ModelConfig
+from parallel.errors import ConfigError
+
+MODULE_NAMES = {
+    "token_embedding": "wte",
+    "position_embedding": "wpe",
+    "blocks": "h",
+    "attention_norm": "ln_1",
+    "attention.qkv": "attn.c_attn",
+    "attention.projection": "attn.c_proj",
+    "mlp_norm": "ln_2",
+    "mlp.up": "mlp.c_fc",
+    "mlp.down": "mlp.c_proj",
+    "final_norm": "ln_f",
+}
+LINEAR_WEIGHTS = ("qkv.weight", "projection.weight", "up.weight", "down.weight")
+OUR_SETTINGS = {
+    "activation_function": "gelu_new",
+    "layer_norm_epsilon": LAYER_NORM_EPS,
+    "scale_attn_weights": True,
+    "scale_attn_by_inverse_layer_idx": False,
+    "tie_word_embeddings": True,
+}
+
+
+def config_from_huggingface(config: GPT2Config) -> ModelConfig:
+    """Raises ConfigError where the configuration asks for what this project's GPT-2 does not do."""
+    for name, ours in {**OUR_SETTINGS, "attn_pdrop": config.resid_pdrop, "embd_pdrop": config.resid_pdrop}.items():
+        if getattr(config, name) != ours:
+            raise ConfigError(f"the model has {name}={getattr(config, name)}, ours has {ours}; choose another model")
+    if config.n_inner not in (None, 4 * config.n_embd):
+        raise ConfigError(f"the model has n_inner={config.n_inner}, ours {4 * config.n_embd}; choose another model")
+    return ModelConfig(
+        num_layers=config.n_layer,
+        hidden_size=config.n_embd,
+        num_heads=config.n_head,
+        seq_length=config.n_positions,
+        vocab_size=config.vocab_size,
+        dropout=config.resid_pdrop,
+    )
+
+
+def config_to_huggingface(config: ModelConfig) -> GPT2Config:
+    return GPT2Config(
+        n_layer=config.num_layers,
+        n_embd=config.hidden_size,
+        n_head=config.num_heads,
+        n_positions=config.seq_length,
+        vocab_size=config.vocab_size,
+        resid_pdrop=config.dropout,
+        embd_pdrop=config.dropout,
+        attn_pdrop=config.dropout,
+        architectures=["GPT2LMHeadModel"],
+        **OUR_SETTINGS,
+    )
+
+
+def weights_from_huggingface(weights: Mapping[str, Tensor], num_heads: int) -> dict[str, Tensor]:
+    """Our state dict from that of a GPT2LMHeadModel or GPT2Model; `load_state_dict` then says what is missing."""
+    our_modules = {theirs: ours for ours, theirs in MODULE_NAMES.items()}
+    ours = {}
+    for name, tensor in weights.items():
+        # The tied head, and the causal masks that older files carry, are no weights of their own.
+        if name == "lm_head.weight" or name.endswith((".attn.bias", ".attn.masked_bias")):
+            continue
+        our_name = _rename(name.removeprefix("transformer."), our_modules)
+        tensor = tensor.T if our_name.endswith(LINEAR_WEIGHTS) else tensor
+        ours[our_name] = _swap_first_dims(tensor, 3, num_heads) if ".qkv." in our_name else tensor.contiguous()
+    return ours
+
+
+def weights_to_huggingface(weights: Mapping[str, Tensor], num_heads: int) -> dict[str, Tensor]:
+    """The state dict of a GPT2LMHeadModel, less its tied head, from ours."""
+    theirs = {}
+    for name, tensor in weights.items():
+        tensor = _swap_first_dims(tensor, num_heads, 3) if ".qkv." in name else tensor
+        tensor = tensor.T if name.endswith(LINEAR_WEIGHTS) else tensor
+        theirs[f"transformer.{_rename(name, MODULE_NAMES)}"] = tensor.contiguous()
+    return theirs
+
+
+def read_pretrained(folder: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
+    """Our configuration and state dict from a folder that transformers wrote: config.json and *.safetensors."""
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ConfigError(f"{folder} holds 0 .safetensors files, 1 or more are needed; convert the weights first")
+    config = config_from_huggingface(GPT2Config.from_pretrained(folder))
+    weights = {name: tensor for file in files for name, tensor in safetensors.torch.load_file(file).items()}
+    return config, weights_from_huggingface(weights, config.num_heads)
+
+
+def write_pretrained(folder: Path, config: ModelConfig, weights: Mapping[str, Tensor]) -> None:
+    """A folder that `GPT2LMHeadModel.from_pretrained` reads, from our configuration and state dict."""
+    config_to_huggingface(config).save_pretrained(folder)
+    theirs = weights_to_huggingface(weights, config.num_heads)
+    safetensors.torch.save_file(theirs, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def _rename(name: str, modules: Mapping[str, str]) -> str:
+    """A parameter's name with each module in its path renamed."""
+    paths = "|".join(map(re.escape, modules))
+    return re.sub(rf"(?<![^.])({paths})(?=\.)", lambda match: modules[match[1]], name)  # between dots, or first
+
+
+def _swap_first_dims(tensor: Tensor, outer: int, inner: int) -> Tensor:
+    """Rows ordered (outer, inner, head_dim) to rows ordered (inner, outer, head_dim)."""
+    return tensor.unflatten(0, (outer, inner, -1)).transpose(0, 1).flatten(0, 2)

@@ -1,0 +1,60 @@
+"""What is measured of training steps: speed, traffic and memory."""
+
+import resource
+import time
+
+import torch
+
+from gpt.flops import hardware_flops, model_flops
+from gpt.model import ModelConfig
+from parallel.comm_log import CommLog
+
+
+class Throughput:
+    """Tokens and FLOPs per second over the steps since the last `measure`."""
+
+    def __init__(self, model: ModelConfig, num_devices: int, has_checkpoints: bool, peak_flops: float | None):
+        self._model, self._num_devices, self._has_checkpoints = model, num_devices, has_checkpoints
+        self._peak_flops = peak_flops
+        self._num_sequences, self._start = 0, time.perf_counter()
+
+    def count(self, num_sequences: int) -> None:
+        self._num_sequences += num_sequences
+
+    def restart(self) -> None:
+        """Begin a new stretch, without what was counted or done since the last measurement."""
+        self._num_sequences, self._start = 0, time.perf_counter()
+
+    def measure(self) -> dict[str, float | None]:
+        """Call when the device has finished the counted steps."""
+        seconds = time.perf_counter() - self._start
+        num_sequences, per_device = self._num_sequences, seconds * self._num_devices
+        useful = model_flops(self._model, num_sequences) / per_device
+        executed = hardware_flops(self._model, num_sequences, self._has_checkpoints) / per_device
+        self.restart()
+        return {
+            "tokens_per_second": num_sequences * self._model.seq_length / seconds,
+            "model_tflops_per_device": useful / 1e12,
+            "hardware_tflops_per_device": executed / 1e12,
+            "mfu": useful / self._peak_flops if self._peak_flops else None,
+        }
+
+
+class StepTraffic:
+    """Bytes that this rank sends in one step, along each axis."""
+
+    def __init__(self, log: CommLog):
+        self._log = log
+        self._before = {axis: log.wire_bytes(axis) for axis in ("data", "tensor")}
+
+    def measure(self) -> dict[str, int]:
+        return {f"{axis}_axis_bytes": self._log.wire_bytes(axis) - sent for axis, sent in self._before.items()}
+
+
+def peak_memory(device: torch.device) -> dict[str, int]:
+    """Since the start: of torch's allocator on a GPU; of the whole process, resident, on a CPU, which has no such."""
+    if device.type == "cuda":
+        allocated, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
+    else:
+        allocated = reserved = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return {"peak_allocated_bytes": allocated, "peak_reserved_bytes": reserved}

@@ -1,0 +1,25 @@
+"""RUN/loss.png from RUN/metrics.jsonl."""
+
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")  # no display on a cluster node
+
+from matplotlib import pyplot
+
+
+def plot_loss(records: list[dict[str, Any]], path: Path) -> None:
+    """Training and validation loss over tokens."""
+    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
+    training = [(record["tokens"], record["loss"]) for record in records if record["loss"] is not None]
+    axes.plot(*zip(*training, strict=True), label="training", linewidth=1)
+    validation = [(record["tokens"], record["validation_loss"]) for record in records if "validation_loss" in record]
+    if validation:
+        axes.plot(*zip(*validation, strict=True), label="validation", marker="o", markersize=3)
+    axes.set(xlabel="tokens", ylabel="loss (nats a token)")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)

@@ -1,0 +1,63 @@
+"""The folder of a run: config.yaml and metrics.jsonl. What an earlier run has left there is never written over.
+
+metrics.jsonl has one JSON object a logged step; a rank that runs out of memory adds one with `out_of_memory`.
+"""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from parallel.errors import ConfigError
+
+CONFIG, METRICS, LOSS_PLOT, CHECKPOINTS = "config.yaml", "metrics.jsonl", "loss.png", "checkpoints"
+
+
+def start_run(folder: Path, config: str, last_step: int) -> None:
+    """Make the folder ready for a run that goes on after `last_step` (0: begins). Raises ConfigError.
+
+    Metrics after `last_step` are cut off, for those steps come again; those of a run that begins anew in an old folder
+    move aside, and so does a config.yaml with other settings.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        config_file, metrics = folder / CONFIG, folder / METRICS
+        if config_file.exists() and config_file.read_text() != config:
+            config_file.rename(_first_free(config_file))
+        config_file.write_text(config)
+        if metrics.exists() and last_step == 0:
+            metrics.rename(_first_free(metrics))
+        elif metrics.exists():
+            kept = [line for line in _complete_lines(metrics) if json.loads(line)["step"] <= last_step]
+            partial = metrics.with_suffix(".partial")
+            partial.write_text("".join(kept))
+            partial.replace(metrics)
+    except OSError as error:
+        raise ConfigError(f"run.dir={folder} cannot be written ({error.strerror}); choose another folder") from error
+
+
+def append_record(folder: Path, record: dict[str, Any]) -> None:
+    """Non-finite numbers become null: JSON has no words for them."""
+    finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+    with (folder / METRICS).open("a") as file:
+        file.write(json.dumps(finite) + "\n")
+
+
+def read_steps(folder: Path) -> list[dict[str, Any]]:
+    """The logged steps, in order."""
+    metrics = folder / METRICS
+    records = map(json.loads, _complete_lines(metrics)) if metrics.exists() else []
+    return [record for record in records if "loss" in record]
+
+
+def _complete_lines(path: Path) -> list[str]:
+    """A crash may have left half a line at the end."""
+    return [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+
+
+def _first_free(path: Path) -> Path:
+    """metrics.1.jsonl, metrics.2.jsonl, ..."""
+    number = 1
+    while (candidate := path.with_suffix(f".{number}{path.suffix}")).exists():
+        number += 1
+    return candidate

@@ -1,0 +1,21 @@
+"""A few lines that the model writes, for a person to read at the end of a run."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from data.tokenizer import Tokenizer
+from gpt.generate import generate
+from zero.engine import ZeroDataParallel
+
+
+def sample_texts(
+    model: ZeroDataParallel, tokenizer: Tokenizer, prompts: Sequence[str], num_tokens: int, seq_length: int
+) -> Iterator[str]:
+    """Each prompt and its continuation. All ranks call this together, since the model may have to be gathered."""
+    device = next(model.module.parameters()).device
+    for prompt in prompts:
+        ids = torch.tensor([tokenizer.encode(prompt) or [tokenizer.eod]], device=device)
+        written = generate(model, ids, num_tokens, seq_length, temperature=0.8, top_k=40)[0].tolist()
+        end = written.index(tokenizer.eod, 1) if tokenizer.eod in written[1:] else len(written)
+        yield tokenizer.decode(written[:end])

@@ -1,0 +1,151 @@
+"""The learning rate and the batch size as pure functions of how far training has come.
+
+The state of a run is two integers, `step` and `consumed_samples`; both advance even where an overflow skips an update.
+
+    warm-up    lr (step + 1) / (warmup_steps + 1)        up to warmup_steps; no step is lost to a rate of zero
+    cosine     half a cosine from lr to min_lr           from warmup_steps to decay_steps
+    linear     a line from lr to min_lr                  from warmup_steps to decay_steps
+    wsd        lr, then a line from lr to min_lr         the line takes the last wsd_decay_steps before decay_steps
+    constant   lr                                        to the end
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Literal
+
+from parallel.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class ScheduleConfig:
+    """The learning rate over the steps of a run: up to optimizer.lr, and down again."""
+
+    min_lr: float = 0.0
+    """Learning rate from step decay_steps on."""
+    warmup_steps: int = 0
+    """Steps of linear rise from above zero."""
+    decay: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
+    """Shape of the fall from lr to min_lr; constant: none."""
+    decay_steps: int | None = None
+    """Step at which min_lr is reached; null: the end of the run."""
+    wsd_decay_steps: int | None = None
+    """Length of the fall that ends at decay_steps, for wsd."""
+
+    def __post_init__(self) -> None:
+        if self.min_lr < 0:
+            raise ConfigError(f"schedule.min_lr={self.min_lr} is below 0; choose 0 or more")
+        if self.warmup_steps < 0:
+            raise ConfigError(f"schedule.warmup_steps={self.warmup_steps} is below 0; choose 0 for no warm-up")
+        if self.decay == "wsd" and not self.wsd_decay_steps:
+            raise ConfigError(f"schedule.decay=wsd with wsd_decay_steps={self.wsd_decay_steps}; choose 1 or more")
+
+
+def learning_rate(config: ScheduleConfig, lr: float, step: int, num_steps: int) -> float:
+    """For the update of `step`, counted from 0, in a run of `num_steps` with the highest rate `lr`.
+
+    Raises ConfigError if the phases overlap, or rise where they should fall.
+    """
+    start, end = _decay_span(config, num_steps)
+    if config.min_lr > lr:
+        raise ConfigError(f"schedule.min_lr={config.min_lr} is above optimizer.lr={lr}; lower it")
+    if step < config.warmup_steps:
+        return lr * (step + 1) / (config.warmup_steps + 1)
+    if config.decay == "constant" or step < start:
+        return lr
+    if step >= end:
+        return config.min_lr
+    progress = (step - start) / (end - start)
+    remaining = (1 + math.cos(math.pi * progress)) / 2 if config.decay == "cosine" else 1 - progress
+    return config.min_lr + (lr - config.min_lr) * remaining
+
+
+def _decay_span(config: ScheduleConfig, num_steps: int) -> tuple[int, int]:
+    """The step at which the fall begins and the one at which it has ended."""
+    end = num_steps if config.decay_steps is None else config.decay_steps
+    latest_start = end - (config.wsd_decay_steps or 0) if config.decay == "wsd" else end
+    if config.warmup_steps > latest_start and config.decay != "constant":
+        raise ConfigError(
+            f"schedule.warmup_steps={config.warmup_steps} is above the {latest_start} steps that the {config.decay} "
+            "decay leaves for it; shorten the warm-up or decay later"
+        )
+    return latest_start if config.decay == "wsd" else config.warmup_steps, end
+
+
+@dataclass(frozen=True)
+class RampUpConfig:
+    """Grow the batch by `increment` at equal distances over the first `samples` samples, as Megatron-LM does."""
+
+    start: int
+    """Sequences in the first batch."""
+    increment: int
+    """Sequences by which the batch grows at a time."""
+    samples: int
+    """Samples after which the batch has its full size."""
+
+
+@dataclass(frozen=True)
+class BatchConfig:
+    """How many sequences a step takes."""
+
+    micro_batch_size: int
+    """Sequences that one rank runs at once."""
+    global_batch_size: int
+    """Sequences a step over all ranks."""
+    ramp_up: RampUpConfig | None = None
+    """Grow to global_batch_size from a smaller batch; null: start with it."""
+
+    def __post_init__(self) -> None:
+        named_sizes = {"micro_batch_size": self.micro_batch_size, "global_batch_size": self.global_batch_size}
+        if self.ramp_up:
+            named_sizes |= {f"ramp_up.{name}": size for name, size in vars(self.ramp_up).items()}
+        for name, size in named_sizes.items():
+            if size < 1:
+                raise ConfigError(f"train.{name}={size} is below 1; choose a positive number")
+        if self.ramp_up:
+            self._check_ramp_up(self.ramp_up)
+
+    def _check_ramp_up(self, ramp_up: RampUpConfig) -> None:
+        growth = self.global_batch_size - ramp_up.start
+        if growth < 0 or growth % ramp_up.increment:
+            raise ConfigError(
+                f"train.global_batch_size={self.global_batch_size} is not train.ramp_up.start={ramp_up.start} "
+                f"and a number of increments of {ramp_up.increment}; choose an increment that divides their difference"
+            )
+
+
+def check_batch_sizes(config: BatchConfig, data_size: int) -> None:
+    """Every batch of the run must divide into micro-batches over `data_size` ranks; raises ConfigError."""
+    divisor = config.micro_batch_size * data_size
+    named_sizes = {"global_batch_size": config.global_batch_size}
+    if config.ramp_up and config.ramp_up.start < config.global_batch_size:
+        named_sizes |= {"ramp_up.start": config.ramp_up.start, "ramp_up.increment": config.ramp_up.increment}
+    for name, size in named_sizes.items():
+        if size % divisor:
+            raise ConfigError(
+                f"train.{name}={size} is not divisible by train.micro_batch_size={config.micro_batch_size} x "
+                f"{data_size} data-parallel ranks = {divisor}; choose {math.ceil(size / divisor) * divisor}"
+            )
+
+
+def global_batch_size(config: BatchConfig, consumed_samples: int) -> int:
+    """Sequences in the batch that begins at sample `consumed_samples`."""
+    ramp_up = config.ramp_up
+    if ramp_up is None or consumed_samples >= ramp_up.samples:
+        return config.global_batch_size
+    num_increments = (config.global_batch_size - ramp_up.start) // ramp_up.increment
+    return ramp_up.start + consumed_samples * num_increments // ramp_up.samples * ramp_up.increment
+
+
+def batch_plan(config: BatchConfig, consumed_samples: int = 0) -> Iterator[tuple[int, int]]:
+    """(first sample, global batch size) of every step from `consumed_samples` on, without end."""
+    while True:
+        size = global_batch_size(config, consumed_samples)
+        yield consumed_samples, size
+        consumed_samples += size
+
+
+def consumed_samples_after(config: BatchConfig, num_steps: int) -> int:
+    """Samples that a run from the beginning takes in `num_steps`."""
+    return sum(size for _, size in islice(batch_plan(config), num_steps))

@@ -1,0 +1,217 @@
+"""All settings of a run: one tree of frozen dataclasses, read from YAML files and dotted options, checked at once."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from typing import Any, Literal
+
+import torch
+import yaml
+from jsonargparse import ActionConfigFile, ArgumentError, ArgumentParser, set_parsing_settings
+
+from gpt.model import ModelConfig
+from gpt.schedule import BatchConfig, RampUpConfig, ScheduleConfig
+from parallel.errors import ConfigError
+from zero.activations import ActivationsConfig
+from zero.engine import ZeroConfig
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class ParallelSettings:
+    """How the ranks are laid out; those that are left after the tensor axis form the data axis."""
+
+    tensor_size: int = 1
+    """Ranks that share one copy of the model, within a node."""
+
+
+@dataclass(frozen=True)
+class OptimizerSettings:
+    """AdamW: weight decay on matrices and embeddings only, gradients clipped by their global norm."""
+
+    lr: float = 3e-4
+    """Highest learning rate; `schedule` says how it is reached and left."""
+    weight_decay: float = 0.1
+    """Decoupled weight decay of parameters with two or more dimensions."""
+    clip_norm: float = 1.0
+    """Global gradient norm above which gradients are scaled down to it; .inf for never."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Decay rates of the first and second moment."""
+    eps: float = 1e-8
+    """Added to the root of the second moment."""
+
+    def __post_init__(self) -> None:
+        if self.lr < 0 or self.weight_decay < 0:
+            raise ConfigError(f"optimizer.lr={self.lr} and weight_decay={self.weight_decay} must be 0 or more")
+        if self.clip_norm <= 0:
+            raise ConfigError(
+                f"optimizer.clip_norm={self.clip_norm} is not above 0; choose 1.0, or .inf for no clipping"
+            )
+
+
+@dataclass(frozen=True)
+class LossScaleSettings:
+    """fp16 only: the factor on the loss that keeps small gradients from vanishing."""
+
+    initial: float = 65536.0
+    """Scale at the first step."""
+    growth_interval: int = 1000
+    """Good steps in a row after which the scale doubles."""
+    hysteresis: int = 2
+    """Overflows in a row before the scale is halved."""
+
+
+@dataclass(frozen=True)
+class TrainSettings:
+    """What is done, how long, and with how much at a time."""
+
+    steps: int = 1000
+    """Optimizer steps of the whole run."""
+    micro_batch_size: int = 4
+    """Sequences that one rank runs at once."""
+    global_batch_size: int = 8
+    """Sequences a step over all ranks; more than fit at once are accumulated."""
+    ramp_up: RampUpConfig | None = None
+    """Grow to global_batch_size from a smaller batch; null: start with it."""
+    precision: Literal["fp32", "bf16", "fp16"] = "bf16"
+    """Type of parameters, activations and gradients; master weights and moments are fp32."""
+    loss_scale: LossScaleSettings = field(default_factory=LossScaleSettings)
+    """The dynamic loss scale of fp16."""
+    seed: int = 1234
+    """Initial values, dropout and the order of samples follow from it."""
+    log_every: int = 10
+    """Steps between lines in the console and in metrics.jsonl. Logging waits for the device."""
+    eval_every: int = 0
+    """Steps between evaluations on the validation split; 0: only at the end."""
+    eval_samples: int = 64
+    """Sequences of the validation split that an evaluation reads, rounded up to whole micro-batches; 0: none at all."""
+    peak_tflops: float | None = None
+    """Peak of one device in this precision, for MFU; null: from a table of known GPUs."""
+    sample_tokens: int = 64
+    """Tokens that the model writes at the end for each prompt; 0: none."""
+    prompts: tuple[str, ...] = ("def ", "import ", "class ")
+    """Beginnings of the texts that the model writes at the end."""
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "log_every"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"train.{name}={getattr(self, name)} is below 1; choose 1 or more")
+        for name in ("eval_every", "eval_samples", "sample_tokens"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"train.{name}={getattr(self, name)} is below 0; choose 0 for none")
+        if self.precision not in DTYPES:
+            raise ConfigError(f"train.precision={self.precision} is unknown; choose {', '.join(DTYPES)}")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return DTYPES[self.precision]
+
+    @property
+    def batch(self) -> BatchConfig:
+        return BatchConfig(self.micro_batch_size, self.global_batch_size, self.ramp_up)
+
+
+@dataclass(frozen=True)
+class DataSettings:
+    """Prepared token files (`python -m data.prepare`)."""
+
+    path: str | list[str]
+    """PREFIX of a .bin/.idx pair, or a list of WEIGHT:PREFIX to blend."""
+    split: tuple[float, float, float] = (0.98, 0.01, 0.01)
+    """Shares of the documents for training, validation and test."""
+    cache_dir: str | None = None
+    """Where sample indices are kept; null: beside the data."""
+
+
+@dataclass(frozen=True)
+class CheckpointSettings:
+    """Saving what a run needs to go on, under run.dir/checkpoints."""
+
+    every: int = 0
+    """Steps between checkpoints, and one at the end; 0 saves nothing."""
+    keep: int = 2
+    """Newest checkpoints that are kept."""
+    resume: str = "auto"
+    """auto: go on from the newest checkpoint of run.dir, if any; never: start anew; or a checkpoint's folder."""
+
+    def __post_init__(self) -> None:
+        if self.every < 0 or self.keep < 1:
+            raise ConfigError(
+                f"checkpoint.every={self.every} must be 0 or more and checkpoint.keep={self.keep} 1 or more"
+            )
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """Where a run leaves what it makes."""
+
+    dir: str = "runs/default"
+    """Folder of config.yaml, metrics.jsonl, loss.png and checkpoints."""
+
+
+@dataclass(frozen=True)
+class WandbSettings:
+    """Weights & Biases."""
+
+    mode: Literal["online", "offline", "disabled"] = "disabled"
+    """online needs an API key in the environment; offline writes under run.dir, to be synced later."""
+    project: str = "zero-gpt"
+    """Project that the run appears in."""
+    name: str | None = None
+    """Name of the run; null: the last part of run.dir."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """GPT pretraining with ZeRO. Every option may stand in a YAML file, and on the command line after it."""
+
+    model: ModelConfig
+    data: DataSettings
+    parallel: ParallelSettings = field(default_factory=ParallelSettings)
+    zero: ZeroConfig = field(default_factory=ZeroConfig)
+    activations: ActivationsConfig = field(default_factory=ActivationsConfig)
+    optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    train: TrainSettings = field(default_factory=TrainSettings)
+    checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
+    run: RunSettings = field(default_factory=RunSettings)
+    wandb: WandbSettings = field(default_factory=WandbSettings)
+
+    def to_yaml(self) -> str:
+        """A file that `--config` reads back as the same settings."""
+        return yaml.safe_dump(_plain(self), sort_keys=False)
+
+
+def parse_settings(arguments: Sequence[str]) -> Settings:
+    """`--config FILE --zero.stage 2 ...`: later ones win. Raises ConfigError with one line for whatever is wrong."""
+    set_parsing_settings(docstring_parse_attribute_docstrings=True)
+    parser = ArgumentParser(prog="pretrain_gpt.py", description=Settings.__doc__, exit_on_error=False)
+    parser.add_argument("--config", action=ActionConfigFile, help="YAML file of settings; may be given several times")
+    parser.add_class_arguments(Settings, as_group=False)
+    try:
+        namespace = parser.parse_args(list(arguments))
+        instantiated = parser.instantiate(namespace)
+    except ArgumentError as error:
+        raise ConfigError(_explain(error, list(parser.get_defaults().keys()))) from error
+    return Settings(**{name: getattr(instantiated, name) for name in Settings.__dataclass_fields__})
+
+
+def _explain(error: Exception, known_names: list[str]) -> str:
+    """The parser's message in one line, with the likeliest setting where the given one does not exist."""
+    message = re.sub(r'^Parser key "([^"]+)":', r"\1:", " ".join(str(error).split()))
+    unknown = re.search(r"unrecognized arguments: --([\w.]+)|Group '(\w+)' does not accept option '(\w+)'", message)
+    if unknown is None:
+        return message
+    name = ".".join(filter(None, unknown.groups()))
+    likely = get_close_matches(name, known_names, n=1)
+    remedy = f"did you mean {likely[0]}?" if likely else "see pretrain_gpt.py --help"
+    return f"{name}: there is no such setting; {remedy}"
+
+
+def _plain(value: Any) -> Any:
+    """Dataclasses as dictionaries and tuples as lists, for YAML."""
+    if hasattr(value, "__dataclass_fields__"):
+        return {name: _plain(getattr(value, name)) for name in value.__dataclass_fields__}
+    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value

@@ -1,0 +1,52 @@
+"""One optimizer step, and one evaluation. The step reads no tensor's value: the host runs ahead of the device."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from gpt.generate import evaluation
+from parallel.mesh import Mesh
+from zero.engine import ZeroDataParallel
+from zero.optimizer import ZeroOptimizer
+
+
+def train_step(
+    model: ZeroDataParallel, optimizer: ZeroOptimizer, micro_batches: list[Tensor], mesh: Mesh
+) -> tuple[Tensor, Tensor]:
+    """(loss, gradient norm), both 0-dim; the loss is this rank's mean, the norm that of all gradients before clipping.
+
+    A micro-batch is int64 tokens (micro_batch_size, seq_length + 1). The gradient is that of the mean loss over all
+    micro-batches of all ranks.
+    """
+    scale = optimizer.loss_scale.scale / len(micro_batches)
+    losses = []
+
+    def run(tokens: Tensor) -> None:
+        with mesh.log.during("forward"):
+            loss = model(tokens[:, :-1], tokens[:, 1:])
+        with mesh.log.during("backward"):
+            (loss * scale).backward()
+        losses.append(loss.detach())
+
+    with model.accumulate():
+        for tokens in micro_batches[:-1]:
+            run(tokens)
+    run(micro_batches[-1])
+    with mesh.log.during("update"):
+        grad_norm = optimizer.step()
+    return torch.stack(losses).mean(), grad_norm
+
+
+@torch.no_grad()
+def evaluate(model: ZeroDataParallel, micro_batches: Iterable[Tensor], mesh: Mesh) -> float:
+    """Mean loss over the micro-batches of all ranks, which have equally many."""
+    with evaluation(model), mesh.log.during("evaluation"):
+        loss = torch.stack([model(tokens[:, :-1], tokens[:, 1:]).float() for tokens in micro_batches]).mean()
+        return mean_over(mesh, loss)
+
+
+def mean_over(mesh: Mesh, value: Tensor) -> float:
+    """Mean of a 0-dim tensor over the data-parallel ranks. Waits for the device."""
+    mesh.data.all_reduce(value, out=value).wait()
+    return value.item() / mesh.data.size

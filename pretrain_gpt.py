@@ -1,0 +1,50 @@
+"""Train a GPT: settings -> world -> mesh -> data -> model and ZeRO -> trainer. For `python` and `torchrun` alike.
+
+torchrun --nproc_per_node=2 pretrain_gpt.py --config configs/quickstart.yaml --zero.stage 1
+"""
+
+import logging
+import sys
+
+from data.errors import DataError
+from gpt.build import build, build_mesh
+from gpt.console import RunConsole, describe_run, memory_table
+from gpt.corpus import Corpus
+from gpt.sampling import sample_texts
+from gpt.settings import Settings, parse_settings
+from gpt.trainer import Trainer
+from parallel.errors import ConfigError
+from parallel.world import World, has_failed_elsewhere, leave_with, start_world, stop_world
+
+
+def pretrain(settings: Settings, world: World) -> None:
+    console = RunConsole(is_quiet=not world.is_first)
+    mesh = build_mesh(settings, world.device)
+    corpus = Corpus.open(settings, mesh, world)
+    parts = build(settings, mesh, world.device)
+    console.say(describe_run(settings, parts))
+    console.show(memory_table(settings, parts))
+    Trainer(settings, world, parts, corpus, console).train()
+    train, seq_length = settings.train, settings.model.seq_length
+    if corpus.tokenizer is not None and train.sample_tokens:
+        for text in sample_texts(parts.model, corpus.tokenizer, train.prompts, train.sample_tokens, seq_length):
+            console.say(f"--- the model writes\n{text}")
+
+
+def main() -> None:
+    try:
+        settings = parse_settings(sys.argv[1:])
+        world = start_world()
+        logging.basicConfig(level=logging.INFO if world.is_first else logging.ERROR, format="%(message)s")
+        pretrain(settings, world)
+    except (ConfigError, DataError) as error:
+        leave_with(error)
+    except RuntimeError as error:
+        if has_failed_elsewhere():  # this rank's collective broke off because a peer has left, with its reason told
+            leave_with(error)
+        raise
+    stop_world()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,22 @@
+#!/usr/bin/env bash
+# Everything that must hold before a change is merged: lint, format, types, tests. Arguments go to pytest.
+#
+#   scripts/test.sh
+#   scripts/test.sh tests/unit -k layout       # some of the tests
+#   scripts/test.sh -m full                    # the whole product of configurations, minutes long
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source scripts/setup.sh
+
+# Every rank of a test is a process; with a thread per core in each of them they would fight for the cores. One thread
+# also fixes the order of summation.
+export OMP_NUM_THREADS=1
+
+echo "== ruff check: lint"
+ruff check .
+echo "== ruff format: layout of the source"
+ruff format --check .
+echo "== mypy: types"
+mypy
+echo "== pytest: unit tests, then ranks that talk through gloo"
+python -m pytest "$@"

@@ -1,0 +1,15 @@
+"""What every test shares: the same random state at its start, and the pool of ranks, stopped at the end."""
+
+import pytest
+import torch
+
+from tests.ranks import rank_pool
+
+
+@pytest.fixture(autouse=True)
+def fixed_seed() -> None:
+    torch.manual_seed(0)
+
+
+def pytest_unconfigure() -> None:
+    rank_pool().stop()

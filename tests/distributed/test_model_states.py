@@ -1,0 +1,123 @@
+"""Memory and traffic of the model states against the paper's formulas (sections 3, 5 and 7)."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from parallel.mesh import Mesh
+from tests.ranks import run_ranks
+from zero import memory
+from zero.engine import ZeroConfig, ZeroDataParallel
+from zero.optimizer import ZeroOptimizer
+
+WINDOW_NUMEL = 2**20
+
+
+def train(stage: int, num_micro_batches: int, dtype: torch.dtype) -> dict:
+    mesh = Mesh.create(tensor_size=1)
+    mesh.log.keeps_events = True
+    model = ZeroDataParallel(_Chain(dtype), mesh.data, ZeroConfig(stage, WINDOW_NUMEL))
+    optimizer = ZeroOptimizer(model, torch.optim.AdamW, fused=True)
+    for _ in range(2):
+        mesh.log.clear()
+        with model.accumulate():
+            for _ in range(num_micro_batches - 1):
+                model(torch.ones(1, 1001, dtype=dtype)).backward()
+        model(torch.ones(1, 1001, dtype=dtype)).backward()
+        optimizer.step()
+    return {
+        "states": memory.measured(model, optimizer),
+        "buffers": memory.buffer_bytes(model, optimizer),
+        "num_parameters": sum(param.numel() for param in model.module.parameters()),
+        "padded_bytes": sum(flat.layout.numel for flat in model.flats) * dtype.itemsize,
+        "events": mesh.log.events,
+    }
+
+
+class _Chain(nn.Module):
+    """Ten million parameters, and hardly any activations."""
+
+    def __init__(self, dtype: torch.dtype):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(1001, 1001, dtype=dtype) for _ in range(10))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.sum()
+
+
+@pytest.mark.parametrize("data_size", [2, 4])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("num_micro_batches", [1, 2])
+def test_model_states_are_the_papers(stage, data_size, num_micro_batches):
+    bytes_each = {0: 16, 1: 4 + 12 / data_size, 2: 2 + 14 / data_size, 3: 16 / data_size}[stage]
+    for found in run_ranks(data_size, train, stage, num_micro_batches, torch.bfloat16):
+        promised = memory.formula(stage, found["num_parameters"], data_size)
+        assert promised.total == pytest.approx(bytes_each * found["num_parameters"])
+        for kind in ("parameters", "gradients", "master", "moments"):
+            assert getattr(found["states"], kind) == pytest.approx(getattr(promised, kind), rel=0.01)
+        assert found["states"].total == pytest.approx(promised.total, rel=0.01)
+
+
+@pytest.mark.parametrize("data_size", [2, 4])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_traffic_of_a_step_is_twice_the_parameters(stage, data_size):
+    """2 Psi (N-1)/N over padded windows: a reduce-scatter and an all-gather, or the all-reduce that is both."""
+    for found in run_ranks(data_size, train, stage, 1, torch.bfloat16):
+        windows = [event for event in found["events"] if event.message_bytes > 8]  # the rest: the norm, a scalar
+        expected_ops = {"all_reduce"} if stage == 0 else {"reduce_scatter", "all_gather"}
+        assert {event.op for event in windows} == expected_ops
+        assert sum(event.wire_bytes for event in windows) == 2 * found["padded_bytes"] * (data_size - 1) // data_size
+        assert max(event.message_bytes for event in windows) <= WINDOW_NUMEL * 2
+        assert found["padded_bytes"] <= 1.001 * 2 * found["num_parameters"]
+
+
+def test_stage_2_reduces_in_every_micro_batch_and_stage_1_only_in_the_last():
+    for stage, passes in ((1, 2), (2, 4)):
+        found = run_ranks(2, train, stage, 3, torch.bfloat16)[0]
+        windows = [event for event in found["events"] if event.message_bytes > 8]
+        assert sum(event.wire_bytes for event in windows) == passes * found["padded_bytes"] // 2
+
+
+def test_buffers_do_not_depend_on_the_model():
+    found = run_ranks(2, train, 2, 1, torch.bfloat16)[0]
+    assert found["buffers"]["staged gradients"] <= 3 * WINDOW_NUMEL * 2
+    assert found["buffers"]["received messages"] <= 4 * WINDOW_NUMEL * 2
+    assert found["buffers"]["gradient cast"] == WINDOW_NUMEL // 2 * 4
+
+
+def test_the_wire_agrees_with_the_log():
+    """Bytes that the kernel counts on the loopback device against the log: within 2% beyond scalars and headers."""
+    for stage in (0, 1, 2):
+        on_wire, in_log = run_ranks(2, step_under_observation, stage)[0]
+        assert on_wire == pytest.approx(in_log, rel=0.02)
+
+
+def step_under_observation(stage: int) -> tuple[int, int]:
+    """(bytes sent by both ranks as the kernel saw them, as their logs did) in one step of ten million parameters."""
+    mesh = Mesh.create(tensor_size=1)
+    model = ZeroDataParallel(_Chain(torch.float32), mesh.data, ZeroConfig(stage, WINDOW_NUMEL))
+    optimizer = ZeroOptimizer(model, torch.optim.AdamW, fused=True)
+
+    def step() -> None:
+        model(torch.ones(1, 1001)).backward()
+        optimizer.step()
+        torch.distributed.barrier()
+
+    step()
+    mesh.log.clear()
+    before = loopback_bytes()
+    torch.distributed.barrier()
+    step()
+    return loopback_bytes() - before, mesh.data.size * mesh.log.wire_bytes("data")
+
+
+def loopback_bytes() -> int:
+    for line in Path("/proc/net/dev").read_text().splitlines():
+        name, _, counters = line.partition(":")
+        if name.strip() == "lo":
+            return int(counters.split()[8])
+    raise OSError("/proc/net/dev has no line of the loopback device")

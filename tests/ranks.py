@@ -1,0 +1,215 @@
+"""Runs a function on several ranks, in worker processes that start once and serve every test.
+
+    test process                                        one worker per rank
+    run_ranks(2, function, *args)      -- pickle -->    join a fresh gloo group, function(*args), leave the group
+    [result of rank 0, result of 1]    <-- pickle --    wait for the next call
+
+A rank that raises, dies or hangs fails the call; then all workers are killed, and the next call starts new ones.
+"""
+
+import faulthandler
+import functools
+import gc
+import multiprocessing
+import os
+import pickle
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+MASTER_ADDRESS = "127.0.0.1"
+
+
+class RankError(Exception):
+    """A rank raised, died or did not answer in time; the message says which, and its traceback."""
+
+
+@dataclass(frozen=True)
+class RankCall:
+    """What one rank is asked to do, and the environment that torchrun would have given it."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    environment: dict[str, str]
+    init_process_group: bool
+
+
+@dataclass(frozen=True)
+class Worker:
+    process: BaseProcess
+    connection: Connection
+
+
+@dataclass
+class RankPool:
+    """Worker processes, started when first needed; worker i serves as rank i, those beyond a call's size stay idle."""
+
+    workers: list[Worker] = field(default_factory=list)
+
+    def run(self, requests: list[bytes], timeout_seconds: float) -> list[Any]:
+        """Send request i to worker i; return the results by rank. Raises RankError and stops all workers."""
+        try:
+            while len(self.workers) < len(requests):
+                self.workers.append(start_worker())
+            for worker, request in zip(self.workers, requests, strict=False):
+                worker.connection.send_bytes(request)
+            return collect(self.workers[: len(requests)], timeout_seconds)
+        except BaseException:  # KeyboardInterrupt too: the ranks are in the middle of a call
+            self.stop()
+            raise
+
+    def stop(self) -> None:
+        """Kill the workers, wherever they are: they hold nothing worth saving."""
+        for worker in self.workers:
+            worker.process.kill()
+        for worker in self.workers:
+            worker.process.join()
+            worker.connection.close()
+        self.workers.clear()
+
+
+@functools.cache
+def rank_pool() -> RankPool:
+    """The one pool of this process; conftest.py stops it at the end."""
+    return RankPool()
+
+
+def run_ranks(
+    num_ranks: int,
+    function: Callable[..., Any],
+    *args: Any,
+    timeout_seconds: float = 120.0,
+    init_process_group: bool = True,
+    **kwargs: Any,
+) -> list[Any]:
+    """Call the module-level `function(*args, **kwargs)` on `num_ranks` ranks; return the results by rank.
+
+    Every rank has torchrun's environment variables and, unless `init_process_group` is False, a gloo default group of
+    exactly `num_ranks`. Arguments and results travel by pickle: clone a small view of a large tensor first.
+    """
+    # A store of its own for each call, hosted here as torchrun's agent does: no port to guess, no key left over.
+    store = dist.TCPStore(MASTER_ADDRESS, 0, is_master=True, wait_for_workers=False)
+    requests = [
+        pickle.dumps(
+            RankCall(function, args, kwargs, torchrun_environment(rank, num_ranks, store.port), init_process_group)
+        )
+        for rank in range(num_ranks)
+    ]
+    return rank_pool().run(requests, timeout_seconds)
+
+
+def torchrun_environment(rank: int, num_ranks: int, port: int) -> dict[str, str]:
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+        "MASTER_ADDR": MASTER_ADDRESS,
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # rank 0 connects to the store too, instead of hosting one
+        "TORCHELASTIC_RESTART_COUNT": "0",
+    }
+
+
+def start_worker() -> Worker:
+    context = multiprocessing.get_context("spawn")
+    connection, worker_connection = context.Pipe()
+    process = context.Process(target=serve, args=(worker_connection,), daemon=True)
+    with mock.patch.dict(os.environ, OMP_NUM_THREADS="1"):  # read once, when the worker imports torch
+        process.start()
+    worker_connection.close()  # the worker holds the only other end: its death reads as end of file
+    return Worker(process, connection)
+
+
+def collect(workers: list[Worker], timeout_seconds: float) -> list[Any]:
+    """Wait for one answer per worker; raise RankError for the first that fails."""
+    deadline = time.monotonic() + timeout_seconds
+    results: dict[int, Any] = {}
+    while pending := [rank for rank in range(len(workers)) if rank not in results]:
+        seconds_left = max(0.0, deadline - time.monotonic())
+        answered = wait([workers[rank].connection for rank in pending], seconds_left)
+        if not answered:
+            dump_stacks([workers[rank] for rank in pending])
+            raise RankError(
+                f"no answer from ranks {pending} of {len(workers)} in {timeout_seconds} s; their stacks are on stderr"
+            )
+        for rank in pending:
+            if workers[rank].connection in answered:
+                results[rank] = receive(workers[rank], f"rank {rank} of {len(workers)}")
+    return [results[rank] for rank in range(len(workers))]
+
+
+def receive(worker: Worker, rank_name: str) -> Any:
+    try:
+        succeeded, result = pickle.loads(worker.connection.recv_bytes())
+    except (EOFError, ConnectionResetError):
+        worker.process.join()
+        raise RankError(f"{rank_name} died with exit code {worker.process.exitcode}") from None
+    if not succeeded:
+        raise RankError(f"{rank_name} raised:\n{result}")
+    return result
+
+
+def dump_stacks(workers: list[Worker]) -> None:
+    for worker in workers:
+        assert worker.process.pid is not None  # it was started
+        os.kill(worker.process.pid, signal.SIGUSR1)
+    time.sleep(0.5)  # they write and do not answer; they are killed next
+
+
+def serve(connection: Connection) -> None:
+    """The life of a worker: answer calls until the test process closes the connection or ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the workers too; the test process ends them
+    faulthandler.register(signal.SIGUSR1)
+    threading.Thread(target=exit_with_test_process, daemon=True).start()
+    while True:
+        try:
+            request = connection.recv_bytes()
+        except EOFError:
+            return
+        connection.send_bytes(answer(request))
+
+
+def exit_with_test_process() -> None:
+    """A rank that hangs in a collective would not notice that the test process is gone."""
+    test_process = multiprocessing.parent_process()
+    assert test_process is not None
+    test_process.join()
+    os._exit(1)
+
+
+def answer(request: bytes) -> bytes:
+    try:
+        result = call_as_rank(pickle.loads(request))
+        return pickle.dumps((True, result))
+    except BaseException:
+        return pickle.dumps((False, traceback.format_exc()))
+
+
+def call_as_rank(call: RankCall) -> Any:
+    """Run the call in its own process group, from the same random state and settings every time.
+
+    A rank that fails does not leave its group: the others would then fail too, and their errors hide the first.
+    """
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float32)
+    torch.manual_seed(0)
+    with mock.patch.dict(os.environ, call.environment):
+        if call.init_process_group:
+            dist.init_process_group("gloo")
+        result = call.function(*call.args, **call.kwargs)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    gc.collect()
+    return result

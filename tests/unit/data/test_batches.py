@@ -1,0 +1,119 @@
+"""The loader: who reads which sample, and what its thread does."""
+
+import threading
+from itertools import count
+
+import numpy as np
+import pytest
+import torch
+
+from data.batches import STEPS_AHEAD, BatchLoader
+from data.blend import open_samples
+from data.errors import DataError
+
+
+class NumberedSamples:
+    """Sample i is [i, i]; notes what was read."""
+
+    def __init__(self) -> None:
+        self.read: list[int] = []
+
+    def __getitem__(self, sample: int) -> np.ndarray:
+        self.read.append(sample)
+        return np.array([sample, sample])
+
+    def place(self, sample: int) -> str:
+        return f"corpus.bin, document {sample}"
+
+
+def _loader(samples, *, data_rank=0, data_size=1, micro_batch_size=2, vocab_size=1 << 20) -> BatchLoader:
+    return BatchLoader(
+        samples, micro_batch_size=micro_batch_size, data_rank=data_rank, data_size=data_size, vocab_size=vocab_size
+    )
+
+
+def _plan(first: int, steps: int, global_batch_size: int) -> list[tuple[int, int]]:
+    return [(first + step * global_batch_size, global_batch_size) for step in range(steps)]
+
+
+def _readers() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("batch-reader")]
+
+
+def test_a_micro_batch_is_cut_first_by_accumulation_and_then_by_rank():
+    steps = _loader(NumberedSamples(), data_rank=1, data_size=2).steps([(100, 8), (108, 4)])
+    micro_batches = [[batch[:, 0].tolist() for batch in step] for step in steps]
+    assert micro_batches == [[[102, 103], [106, 107]], [[110, 111]]]
+
+
+@pytest.mark.parametrize("data_size", [1, 2, 4])
+def test_all_ranks_together_read_each_step_in_order_whatever_their_number(counting_corpus, data_size):
+    samples = open_samples(counting_corpus, split=[1, 0, 0], seq_length=8, seed=3)
+    ranks = [_loader(samples, data_rank=rank, data_size=data_size).steps(_plan(5, 12, 16)) for rank in range(data_size)]
+    for step, of_ranks in enumerate(zip(*ranks, strict=True)):
+        together = torch.cat([batch for micro_batch in zip(*of_ranks, strict=True) for batch in micro_batch])
+        expected = np.stack([samples[5 + 16 * step + row] for row in range(16)])
+        assert together.dtype == torch.int64
+        assert torch.equal(together, torch.from_numpy(expected))
+
+
+def test_a_run_resumes_from_the_number_of_samples_it_consumed(counting_corpus):
+    samples = open_samples(counting_corpus, split=[1, 0, 0], seq_length=8, seed=3)
+    straight = list(_loader(samples).steps(_plan(0, 60, 4)))  # several epochs
+    resumed = list(
+        _loader(open_samples(counting_corpus, split=[1, 0, 0], seq_length=8, seed=3)).steps(_plan(92, 37, 4))
+    )
+    assert all(
+        torch.equal(*pair) for a, b in zip(straight[23:], resumed, strict=True) for pair in zip(a, b, strict=True)
+    )
+
+
+def test_no_more_than_two_steps_are_read_ahead_and_closing_ends_the_thread():
+    samples = NumberedSamples()
+    steps = _loader(samples).steps((2 * step, 2) for step in count())
+    next(steps)
+    assert len(_readers()) == 1
+    steps.close()
+    assert len(samples.read) <= 2 * (1 + STEPS_AHEAD)
+    assert _readers() == []
+
+
+def test_the_thread_ends_with_the_plan():
+    assert len(list(_loader(NumberedSamples()).steps(_plan(0, 1, 2)))) == 1
+    assert _readers() == []
+
+
+def test_an_error_in_the_thread_reaches_the_consumer_at_its_step():
+    class FailingSamples(NumberedSamples):
+        def __getitem__(self, sample):
+            if sample == 5:
+                raise OSError("the disk went away")
+            return super().__getitem__(sample)
+
+    steps = _loader(FailingSamples()).steps(_plan(0, 9, 2))
+    assert [len(next(steps)) for _ in range(2)] == [1, 1]
+    with pytest.raises(OSError, match="the disk went away"):
+        next(steps)
+    assert _readers() == []
+
+
+def test_a_token_outside_the_vocabulary_is_told_with_its_place(write_corpus):
+    prefix = write_corpus([[1, 2, 3, 4, 5], [6, 7, 300, 9, 10]])
+    samples = open_samples(prefix, split=[1, 0, 0], seq_length=9, seed=1)
+    assert len(list(_loader(samples, micro_batch_size=1, vocab_size=301).steps([(0, 1)]))) == 1
+    with pytest.raises(
+        DataError, match=r"token id 300 in sample 0 \(.*corpus.bin, document \d\) .* model.vocab_size=300"
+    ):
+        next(_loader(samples, micro_batch_size=1, vocab_size=300).steps([(0, 1)]))
+
+
+def test_a_negative_token_is_told(write_corpus):
+    samples = open_samples(write_corpus([[1, -2, 3]], vocab_dtype="i4"), split=[1, 0, 0], seq_length=2, seed=1)
+    with pytest.raises(DataError, match="token id -2"):
+        next(_loader(samples, micro_batch_size=1).steps([(0, 1)]))
+
+
+def test_a_batch_that_does_not_divide_is_told_with_the_numbers():
+    message = r"train.global_batch_size=10 is not divisible by .* 2 x 4; choose a multiple of 8"
+    with pytest.raises(DataError, match=message):
+        next(_loader(NumberedSamples(), data_size=4).steps([(0, 10)]))

@@ -1,0 +1,100 @@
+"""The order of an epoch, its speed-insensitive properties and its cache."""
+
+import tracemalloc
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data.epochs import Recipe, build_epoch, cached_epoch
+from data.errors import DataError
+
+RECIPE = Recipe("corpus", 100, 50, 7, 0, 10, 16, 1)
+
+
+def _slow_starts(lengths: list[int], order: list[int], seq_length: int) -> list[list[int]]:
+    """Walk through the documents token by token and note where each sample starts."""
+    tokens = [[place, offset] for place, document in enumerate(order) for offset in range(lengths[document])]
+    num_samples = (len(tokens) - 1) // seq_length
+    return [tokens[sample * seq_length] for sample in range(num_samples + 1)]
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.integers(0, 9), min_size=1, max_size=30).filter(lambda lengths: sum(lengths) > 1),
+    st.integers(1, 12),
+    st.integers(0, 3),
+)
+def test_sample_starts_equal_a_walk_token_by_token(lengths, seq_length, epoch):
+    order = build_epoch(np.array(lengths), seq_length=seq_length, seed=5, epoch=epoch)
+    assert sorted(order.document_order) == list(range(len(lengths)))
+    assert order.sample_starts.tolist() == _slow_starts(lengths, order.document_order.tolist(), seq_length)
+    assert sorted(order.shuffle) == list(range(len(order.sample_starts) - 1))
+
+
+def test_the_order_is_the_one_that_earlier_runs_had():
+    """A run resumes in the order it began with; whoever changes this must raise epochs.VERSION."""
+    order = build_epoch(np.array([5, 3, 8, 2, 7]), seq_length=4, seed=1234, epoch=1)
+    assert order.document_order.tolist() == [0, 1, 4, 2, 3]
+    assert order.shuffle.tolist() == [0, 5, 3, 2, 1, 4]
+
+
+def test_seeds_and_epochs_have_orders_of_their_own():
+    lengths = np.full(50, 10)
+    orders = [build_epoch(lengths, seq_length=10, seed=seed, epoch=epoch) for seed in (1, 2) for epoch in (0, 1)]
+    assert len({tuple(order.document_order) for order in orders}) == 4
+    assert len({tuple(order.shuffle) for order in orders}) == 4
+
+
+def test_a_large_order_takes_memory_in_proportion_to_itself():
+    """100 million tokens in 2 million documents: three eight-byte arrays of documents beside the result suffice."""
+    lengths = np.full(2_000_000, 50, dtype=np.int32)
+    tracemalloc.start()
+    order = build_epoch(lengths, seq_length=1024, seed=1, epoch=0)
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    result_bytes = sum(array.nbytes for array in vars(order).values())
+    assert result_bytes <= 4 * len(lengths) + 12 * len(order.shuffle) + 8 * 4
+    assert peak_bytes <= result_bytes + 24 * len(lengths) + 100 * len(order.shuffle)
+
+
+def test_a_cached_order_is_built_once_and_read_as_a_map(tmp_path):
+    built = []
+
+    def build():
+        built.append(1)
+        return build_epoch(np.full(10, 20), seq_length=16, seed=1, epoch=0)
+
+    fresh, again = (cached_epoch(tmp_path / "cache", "stem", build) for _ in range(2))
+    assert len(built) == 1
+    assert all(isinstance(array, np.memmap) for array in vars(again).values())
+    assert all(np.array_equal(*pair) for pair in zip(vars(fresh).values(), vars(again).values(), strict=True))
+    assert sorted(path.name for path in (tmp_path / "cache").iterdir()) == [
+        "stem.document_order.npy",
+        "stem.sample_starts.npy",
+        "stem.shuffle.npy",
+    ]
+
+
+@pytest.mark.parametrize("field", [name for name in Recipe.__dataclass_fields__ if name != "name"])
+def test_a_change_of_anything_in_the_recipe_names_other_files(field):
+    assert replace(RECIPE, **{field: getattr(RECIPE, field) + 1}).file_stem(0) != RECIPE.file_stem(0)
+    assert RECIPE.file_stem(1) != RECIPE.file_stem(0)
+    assert replace(RECIPE, name="other").file_stem(0) != RECIPE.file_stem(0)
+
+
+def test_a_folder_that_cannot_be_written_is_told_with_its_setting(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(DataError, match=r"cannot write the sample order to .*; set data.cache_dir"):
+        cached_epoch(
+            tmp_path / "file" / "cache", "stem", lambda: build_epoch(np.full(9, 9), seq_length=4, seed=1, epoch=0)
+        )
+
+
+def test_a_damaged_order_is_told_with_the_remedy(tmp_path):
+    for name in ("document_order", "sample_starts", "shuffle"):
+        (tmp_path / f"stem.{name}.npy").write_bytes(b"nothing")
+    with pytest.raises(DataError, match=f"delete {tmp_path}"):
+        cached_epoch(tmp_path, "stem", lambda: pytest.fail("must not build"))

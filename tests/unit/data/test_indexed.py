@@ -1,0 +1,123 @@
+"""The .bin/.idx pair, byte for byte."""
+
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from data.errors import DataError
+from data.indexed import IndexedDataset, IndexedWriter, token_dtype
+
+HEADER_BYTES = 34
+
+
+def test_two_documents_give_the_bytes_computed_by_hand(write_corpus):
+    prefix = write_corpus([[1, 2, 258], [7]])
+    assert Path(prefix + ".bin").read_bytes() == bytes.fromhex("0100 0200 0201 0700")
+    assert Path(prefix + ".idx").read_bytes() == bytes.fromhex(
+        "4d4d4944494458 0000"  # MMIDIDX and two zeros
+        "0100000000000000"  # version
+        "08"  # u16
+        "0200000000000000 0300000000000000"  # sequences, document indices
+        "03000000 01000000"  # lengths in tokens
+        "0000000000000000 0600000000000000"  # starts in bytes
+        "0000000000000000 0100000000000000 0200000000000000"  # first sequence of each document, and the end
+    )
+
+
+@pytest.mark.parametrize(("vocab_size", "name"), [(65499, "<u2"), (65500, "<i4")])
+def test_tokens_take_two_bytes_below_a_vocabulary_of_65500_and_four_from_there(vocab_size, name):
+    assert token_dtype(vocab_size) == np.dtype(name)
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 2**31 - 1), max_size=5), min_size=1, max_size=20).filter(any), st.integers(1, 20)
+)
+def test_what_is_written_in_batches_of_any_size_is_read_back(tmp_path_factory, documents, batch):
+    prefix = tmp_path_factory.mktemp("indexed") / "corpus"
+    with IndexedWriter(prefix, np.dtype("i4")) as writer:
+        for first in range(0, len(documents), batch):
+            some = documents[first : first + batch]
+            writer.add(
+                np.array([token for document in some for token in document], dtype=np.int64),
+                np.array([len(document) for document in some]),
+            )
+    dataset = IndexedDataset(prefix)
+    assert [tokens.tolist() for tokens in dataset] == documents
+    assert dataset.sequence_lengths.tolist() == [len(document) for document in documents]
+    assert dataset.document_indices.tolist() == list(range(len(documents) + 1))
+    assert dataset.num_tokens == sum(map(len, documents))
+
+
+def test_a_part_of_a_document_is_a_read_only_view_of_the_map(write_corpus):
+    dataset = IndexedDataset(write_corpus([[1, 2], [3, 4, 5, 6]]))
+    part = dataset.get(1, 1, 2)
+    assert part.tolist() == [4, 5]
+    assert np.shares_memory(part, dataset[1])
+    assert not part.flags.writeable
+    with pytest.raises(IndexError, match="tokens 3 to 5 of a sequence of 4"):
+        dataset.get(1, 3, 2)
+
+
+def test_an_index_with_modes_opens(write_corpus):
+    prefix = write_corpus([[1], [2]])
+    with open(prefix + ".idx", "ab") as file:
+        file.write(bytes(2))
+    assert len(IndexedDataset(prefix)) == 2
+
+
+def test_a_writer_that_fails_leaves_no_index(tmp_path):
+    with pytest.raises(KeyError), IndexedWriter(tmp_path / "corpus", np.dtype("u2")):
+        raise KeyError
+    with pytest.raises(DataError, match=r"corpus.idx does not exist; data.path takes the common prefix"):
+        IndexedDataset(tmp_path / "corpus")
+
+
+def _overwrite(path: str, offset: int, content: bytes) -> None:
+    with open(path, "r+b") as file:
+        file.seek(offset)
+        file.write(content)
+
+
+def test_a_missing_bin_is_named(write_corpus):
+    prefix = write_corpus([[1, 2, 3]])
+    Path(prefix + ".bin").unlink()
+    with pytest.raises(DataError, match=r"corpus.bin does not exist"):
+        IndexedDataset(prefix)
+
+
+@pytest.mark.parametrize(
+    ("offset", "content", "message"),
+    [
+        (0, b"X", r"corpus.idx \(82 bytes\) does not start with a 34-byte MMIDIDX header"),
+        (9, struct.pack("<Q", 2), "has version 2 and dtype code 8, expected 1"),
+        (17, b"\x09", "has version 1 and dtype code 9, expected 1 and a code from 1 to 8"),
+        (18, struct.pack("<Q", 3), "has 82 bytes, its header tells 94"),
+        (74, struct.pack("<Q", 5), "its last document index is not its 2 sequences"),
+        (42, struct.pack("<qq", 0, 0), "corpus.bin has 8 bytes, its index tells 2"),
+    ],
+)
+def test_a_damaged_index_is_told_with_what_was_expected(write_corpus, offset, content, message):
+    prefix = write_corpus([[1, 2, 258], [7]])
+    _overwrite(prefix + ".idx", offset, content)
+    with pytest.raises(DataError, match=message):
+        IndexedDataset(prefix)
+
+
+@pytest.mark.parametrize("suffix", [".bin", ".idx"])
+@pytest.mark.parametrize("missing_bytes", [1, 8, 60])
+def test_a_truncated_file_is_told_with_both_sizes(write_corpus, suffix, missing_bytes):
+    prefix = write_corpus([list(range(50)), [7]])
+    path = Path(prefix + suffix)
+    whole = path.stat().st_size
+    path.write_bytes(path.read_bytes()[:-missing_bytes])
+    with pytest.raises(DataError, match=rf"corpus{suffix} (\(|has ){whole - missing_bytes} bytes"):
+        IndexedDataset(prefix)
+
+
+def test_an_index_without_documents_is_refused(write_corpus):
+    with pytest.raises(DataError, match="holds 0 documents"):
+        IndexedDataset(write_corpus([]))

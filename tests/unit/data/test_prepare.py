@@ -1,0 +1,230 @@
+"""python -m data.prepare: its sources, its files and its errors. Each run starts real worker processes."""
+
+import gzip
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+from datasets import Dataset, DatasetDict
+from pyarrow import parquet
+
+from data.indexed import IndexedDataset
+from data.prepare import main
+from data.sidecar import Sidecar
+from data.sources import Source
+from data.tokenizer import load_tokenizer, train_tokenizer
+
+TEXTS = [f"document {i} says {'again ' * (i % 7)}Ψ{i * i}\n" for i in range(40)]
+SUFFIXES = (".bin", ".idx", ".json", ".tokenizer.json")
+
+
+@pytest.fixture
+def tokenizer_file(tmp_path: Path) -> str:
+    path = tmp_path / "tokenizer" / "tokenizer.json"
+    path.parent.mkdir()
+    train_tokenizer(TEXTS, 300).save(path)
+    return str(path)
+
+
+def _json_lines(texts: list[str | None], key: str = "text") -> str:
+    return "".join(json.dumps({"id": i, key: text}) + "\n" for i, text in enumerate(texts))
+
+
+def _documents(prefix: Path) -> list[str]:
+    """The decoded documents of a corpus, each of which must end in the one end-of-document token."""
+    tokenizer = load_tokenizer(prefix)
+    sequences = [tokens.tolist() for tokens in IndexedDataset(prefix)]
+    assert all(tokens.index(tokenizer.eod) == len(tokens) - 1 for tokens in sequences)
+    return [tokenizer.decode(tokens[:-1]) for tokens in sequences]
+
+
+def _read(source: Source) -> list[str | bytes | None]:
+    return [document.content for document in source.documents()]
+
+
+def _error_of(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
+    """What a failing run says: one line, with exit code 2."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as exit_status:
+        main([str(argument) for argument in arguments])
+    message = capsys.readouterr().err
+    assert exit_status.value.code == 2
+    assert message.count("\n") == 1
+    return message
+
+
+def test_files_of_every_kind_in_one_directory_become_one_corpus(tmp_path, capsys):
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    (folder / "a.txt").write_text(TEXTS[0])
+    (folder / "b.jsonl").write_text(_json_lines([TEXTS[1], None, "", TEXTS[2]]) + "\n")
+    (folder / "c.jsonl.gz").write_bytes(gzip.compress(_json_lines(TEXTS[3:9]).encode()))
+    parquet.write_table(pa.table({"text": [*TEXTS[9:20], None], "id": range(12)}), folder / "d.parquet")
+    (folder / "picture.png").write_bytes(b"\xff")
+    prefix = tmp_path / "out" / "corpus"
+    main(["--source", str(folder), "--output", str(prefix), "--train_vocab_size", "280", "--workers", "1"])
+    assert _documents(prefix) == TEXTS[:20]
+    assert sorted(path.name for path in prefix.parent.iterdir()) == sorted(f"corpus{suffix}" for suffix in SUFFIXES)
+    assert Sidecar.load(prefix) == Sidecar(
+        vocab_size=280,
+        eod=0,
+        tokenizer="trained",
+        documents=20,
+        tokens=IndexedDataset(prefix).num_tokens,
+        source=[str(folder)],
+    )
+    assert "20 documents" in capsys.readouterr().out
+
+
+def test_the_number_of_workers_does_not_change_a_byte(tmp_path, tokenizer_file, monkeypatch):
+    monkeypatch.setattr("data.encode.BATCH_BYTES", 300)
+    (tmp_path / "corpus.jsonl").write_text(_json_lines(TEXTS))
+    for workers in ("1", "3"):
+        output = str(tmp_path / f"workers{workers}")
+        source = str(tmp_path / "corpus.jsonl")
+        main(["--source", source, "--output", output, "--tokenizer", tokenizer_file, "--workers", workers])
+    for suffix in SUFFIXES:
+        assert Path(f"{tmp_path}/workers1{suffix}").read_bytes() == Path(f"{tmp_path}/workers3{suffix}").read_bytes()
+    assert _documents(tmp_path / "workers3") == TEXTS
+
+
+def test_an_error_found_by_a_worker_leaves_no_file(tmp_path, tokenizer_file, capsys):
+    (tmp_path / "corpus.jsonl").write_text(_json_lines(TEXTS[:2]) + '{"text": "x"\n')
+    output = tmp_path / "out" / "corpus"
+    arguments = ("--source", tmp_path / "corpus.jsonl", "--output", output, "--tokenizer", tokenizer_file)
+    message = _error_of(capsys, *arguments, "--workers", "2")
+    assert f"{tmp_path}/corpus.jsonl:3 is not JSON (Expecting ',' delimiter, column 13)" in message
+    assert list(output.parent.iterdir()) == []
+
+
+def test_the_command_prepares_the_standard_library_without_datasets_or_torch(tmp_path):
+    """A fresh interpreter, with a module finder that refuses what plain text must not need."""
+    program = (
+        "import sys; from data.prepare import main\n"
+        "if __name__ == '__main__':\n"
+        "    main(sys.argv[1:])\n"
+        "    assert not {'torch', 'datasets', 'pyarrow', 'transformers'} & set(sys.modules)\n"
+    )
+    (tmp_path / "program.py").write_text(program)
+    arguments = ["--source", "stdlib", "--output", "std", "--train_vocab_size", "300", "--train_bytes", "20000"]
+    subprocess.run(
+        [sys.executable, "program.py", *arguments, "--max_documents", "5", "--workers", "1"],
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(Path(__file__).parents[3])},
+        check=True,
+        capture_output=True,
+    )
+    expected = [document.content.decode() for document in Source(["stdlib"], max_documents=5).documents()]
+    assert _documents(tmp_path / "std") == expected
+
+
+def test_the_standard_library_is_a_sorted_list_of_modules_without_tests():
+    origins = [document.origin for document in Source(["stdlib"]).documents()]
+    assert origins == sorted(origins)
+    assert any(origin.endswith("/argparse.py") for origin in origins)
+    assert not any("/test/" in origin or "site-packages" in origin for origin in origins)
+
+
+def test_globs_and_several_names_keep_their_order(tmp_path):
+    for name in ("b.txt", "a.txt", "c.log"):
+        (tmp_path / name).write_text(name)
+    assert _read(Source([f"{tmp_path}/*.txt", f"{tmp_path}/c.log"])) == [b"a.txt", b"b.txt", b"c.log"]
+
+
+def test_a_saved_dataset_is_read_by_split_and_column(tmp_path):
+    parts = {"train": Dataset.from_dict({"body": TEXTS[:3]}), "test": Dataset.from_dict({"body": TEXTS[3:5]})}
+    DatasetDict(parts).save_to_disk(tmp_path / "dataset")
+    source = Source([str(tmp_path / "dataset")], text_key="body", split="test")
+    assert _read(source) == TEXTS[3:5]
+    assert source.weight() == 2
+    parts["train"].save_to_disk(tmp_path / "single")
+    assert _read(Source([str(tmp_path / "single")], text_key="body", max_documents=2)) == TEXTS[:2]
+
+
+def test_a_folder_of_another_form_is_streamed_through_datasets(tmp_path):
+    (tmp_path / "table").mkdir()
+    Dataset.from_dict({"text": TEXTS[:3], "n": [1, 2, 3]}).to_csv(tmp_path / "table" / "table.csv")
+    assert _read(Source([str(tmp_path / "table")])) == TEXTS[:3]
+
+
+def test_the_training_sample_is_from_all_over_the_corpus(tmp_path):
+    for name in range(10):
+        (tmp_path / f"{name}.jsonl").write_text(_json_lines([f"{name} " * 50] * 20))
+    texts = list(Source([str(tmp_path)]).sample(4000))
+    assert {text[0] for text in texts} == set("0123456789")
+    assert 4000 <= sum(map(len, texts)) <= 5000
+
+
+def test_existing_output_is_only_replaced_on_request(tmp_path, capsys):
+    (tmp_path / "a.txt").write_text(TEXTS[0])
+    output = tmp_path / "corpus"
+    arguments = ("--source", tmp_path / "a.txt", "--output", output, "--train_vocab_size", "257", "--workers", "1")
+    Path(f"{output}.idx").write_text("old")
+    assert "corpus.idx exists; choose another --output or add --overwrite" in _error_of(capsys, *arguments)
+    assert Path(f"{output}.idx").read_text() == "old"
+    main([*map(str, arguments), "--overwrite"])
+    assert _documents(output) == TEXTS[:1]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("bad.txt", b"caf\xe9", "bad.txt is not UTF-8"),
+        (
+            "bad.jsonl",
+            b'{"text": "a"}\n{"text": 1}\n',
+            "bad.jsonl:2 has no text under --text_key text; its keys are text",
+        ),
+        ("bad.jsonl", b'{"text": "a"}\n\n{"body": "a", "n": 1}\n', "bad.jsonl:3 has no text .*; its keys are body, n"),
+        ("bad.jsonl", b'{"text": "a"}\n[1]\n', "bad.jsonl:2 is a JSON list; every line must be one JSON object"),
+        ("bad.jsonl", b'{"text": "\\ud800"}\n', "bad.jsonl:1 is not UTF-8"),
+        ("bad.jsonl", b'{"text": "caf\xe9"}\n', "bad.jsonl:1 is not UTF-8"),
+        ("bad.jsonl.gz", gzip.compress(b'{"text": "a"}\n')[:-4], "cannot read .*bad.jsonl.gz"),
+        ("bad.jsonl.gz", b"no gzip", "cannot read .*bad.jsonl.gz"),
+        ("bad.parquet", b"PAR1 and nothing more", "cannot read .*bad.parquet as Parquet"),
+        ("bad.txt", b"", "holds no text"),
+    ],
+)
+def test_a_source_that_cannot_be_read_is_told_in_one_line(tmp_path, capsys, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    arguments = ("--source", tmp_path / name, "--output", tmp_path / "out" / "corpus", "--train_vocab_size", "257")
+    assert re.search(message, _error_of(capsys, *arguments, "--workers", "1"))
+    assert list(tmp_path.glob("out/*")) == []
+
+
+@pytest.mark.parametrize("column", [["a"], [1]])
+def test_a_parquet_file_without_the_column_of_text_is_told(tmp_path, capsys, column):
+    key = "body" if column == ["a"] else "text"
+    parquet.write_table(pa.table({key: column}), tmp_path / "a.parquet")
+    kind = "string" if column == ["a"] else "int64"
+    arguments = ("--source", tmp_path / "a.parquet", "--output", tmp_path / "corpus", "--train_vocab_size", "257")
+    expected = f"a.parquet has no column of text called text; set --text_key to one of {key} ({kind})"
+    assert expected in _error_of(capsys, *arguments)
+
+
+@pytest.mark.parametrize("name", ["missing.txt", "/missing/folder", "*.nothing"])
+def test_a_file_that_does_not_exist_is_told(tmp_path, capsys, name):
+    arguments = ("--source", name, "--output", tmp_path / "corpus", "--train_vocab_size", "257")
+    assert f"--source {name}: no such file" in _error_of(capsys, *arguments)
+
+
+def test_a_split_that_a_dataset_lacks_is_told(tmp_path, capsys):
+    DatasetDict({"train": Dataset.from_dict({"text": ["a"]})}).save_to_disk(tmp_path / "dataset")
+    arguments = ("--source", tmp_path / "dataset", "--output", tmp_path / "corpus", "--train_vocab_size", "257")
+    assert "--split valid is not among its splits train" in _error_of(capsys, *arguments, "--split", "valid")
+
+
+def test_too_large_a_document_is_told(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("data.sources.MAX_DOCUMENT_BYTES", 10)
+    (tmp_path / "a.txt").write_text("a" * 11)
+    arguments = ("--source", tmp_path / "a.txt", "--output", tmp_path / "corpus", "--train_vocab_size", "257")
+    assert "a.txt is one document of 11 bytes, more than 10; split it" in _error_of(capsys, *arguments)
+
+
+def test_no_workers_are_told(tmp_path, capsys):
+    arguments = ("--source", "stdlib", "--output", tmp_path / "corpus", "--train_vocab_size", "257", "--workers", "0")
+    assert "--workers=0 must be 1 or more" in _error_of(capsys, *arguments)

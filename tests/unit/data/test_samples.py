@@ -1,0 +1,114 @@
+"""Packed samples: their tokens, their order, the split and the cache folder."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data.blend import open_samples
+from data.errors import DataError
+from data.indexed import IndexedDataset, IndexedWriter
+from data.samples import PARTS, PackedSamples, split_documents
+
+SEQ_LENGTH = 8
+
+
+def _packed(prefix: str, **changes) -> PackedSamples:
+    dataset = IndexedDataset(prefix)
+    return PackedSamples(dataset, range(len(dataset)), **{"seq_length": SEQ_LENGTH, "seed": 3, **changes})
+
+
+def test_a_sample_is_the_tokens_that_a_walk_through_the_epoch_finds(counting_corpus):
+    samples = _packed(counting_corpus)
+    dataset = IndexedDataset(counting_corpus)
+    for epoch in range(3):
+        order = samples._build(epoch)
+        stream = [token for document in order.document_order for token in dataset[document].tolist()]
+        for index, number in enumerate(order.shuffle.tolist()):
+            expected = stream[number * SEQ_LENGTH : (number + 1) * SEQ_LENGTH + 1]
+            assert samples[epoch * samples.samples_per_epoch + index].tolist() == expected
+
+
+def test_an_epoch_shows_every_input_token_once(counting_corpus):
+    samples = _packed(counting_corpus)
+    inputs = np.concatenate([samples[i][:-1] for i in range(samples.samples_per_epoch)])
+    assert samples[0].dtype == np.int64
+    assert len(inputs) == len(set(inputs)) == samples.num_tokens - 1 - (samples.num_tokens - 1) % SEQ_LENGTH
+
+
+def test_only_the_documents_asked_for_are_read(counting_corpus):
+    dataset = IndexedDataset(counting_corpus)
+    samples = PackedSamples(dataset, range(5, 12), seq_length=SEQ_LENGTH, seed=3)
+    seen = {token for i in range(2 * samples.samples_per_epoch) for token in samples[i].tolist()}
+    assert samples.num_tokens == sum(len(dataset[document]) for document in range(5, 12))
+    assert seen <= {token for document in range(5, 12) for token in dataset[document].tolist()}
+
+
+def test_the_place_of_a_sample_is_the_document_of_its_first_token(counting_corpus):
+    samples = _packed(counting_corpus)
+    dataset = IndexedDataset(counting_corpus)
+    for i in range(samples.samples_per_epoch):
+        document = int(samples.place(i).removeprefix(f"{counting_corpus}.bin, document "))
+        assert samples[i][0] in dataset[document]
+
+
+def test_the_split_is_consecutive_and_complete():
+    assert split_documents(1000, [0.98, 0.01, 0.01]) == {
+        "train": range(980),
+        "validation": range(980, 990),
+        "test": range(990, 1000),
+    }
+    assert split_documents(7, [2, 1, 0]) == {"train": range(5), "validation": range(5, 7), "test": range(7, 7)}
+
+
+@pytest.mark.parametrize("weights", [[1.0], [0.5, 0.6, -0.1], [0, 0, 0]])
+def test_a_wrong_split_is_told(weights):
+    with pytest.raises(DataError, match=r"data.split=\[.*must be three weights"):
+        split_documents(10, weights)
+
+
+def test_parts_share_no_document(counting_corpus):
+    parts = [open_samples(counting_corpus, part, split=[2, 1, 1], seq_length=SEQ_LENGTH, seed=3) for part in PARTS]
+    seen = [{token for i in range(40) for token in part[i].tolist()} for part in parts]
+    assert sum(map(len, seen)) == len(set.union(*seen))
+
+
+def test_a_sequence_longer_than_the_data_is_told_with_both_numbers(write_corpus):
+    prefix = write_corpus([[1, 2, 3, 4], [5, 6, 7, 8]])
+    assert _packed(prefix, seq_length=7).samples_per_epoch == 1
+    with pytest.raises(DataError, match=r"2 documents with 8 tokens are fewer than model.seq_length \+ 1 = 9; lower"):
+        _packed(prefix, seq_length=8)
+    with pytest.raises(DataError, match=r"0 documents with 0 tokens .* change data.split"):
+        open_samples(prefix, "test", split=[1, 0, 0], seq_length=2, seed=1)
+
+
+@pytest.fixture
+def million_documents(tmp_path: Path) -> str:
+    prefix = str(tmp_path / "million")
+    with IndexedWriter(prefix, np.dtype("u2")) as writer:
+        writer.add(np.arange(1 << 20) % 60000, np.ones(1 << 20, dtype=np.int32))
+    return prefix
+
+
+def test_the_cache_is_built_for_the_epochs_asked_for_and_then_only_read(million_documents, monkeypatch):
+    samples = _packed(million_documents)
+    samples.build_cache(samples.samples_per_epoch - 1, 2)
+    files = {path: path.stat().st_mtime_ns for path in Path(million_documents + ".cache").iterdir()}
+    assert {path.name.rpartition("epoch_")[2].partition(".")[0] for path in files} == {"0", "1"}
+    monkeypatch.setattr("data.samples.build_epoch", lambda *_, **__: pytest.fail("must not build"))
+    reader = _packed(million_documents)
+    assert [reader[i].tolist() for i in (0, samples.samples_per_epoch)] == [
+        samples[i].tolist() for i in (0, samples.samples_per_epoch)
+    ]
+    assert files == {path: path.stat().st_mtime_ns for path in Path(million_documents + ".cache").iterdir()}
+
+
+def test_the_cache_goes_where_the_setting_says(million_documents, tmp_path):
+    _packed(million_documents, cache_dir=tmp_path / "elsewhere")[0]
+    assert len(list((tmp_path / "elsewhere").iterdir())) == 3
+    assert not Path(million_documents + ".cache").exists()
+
+
+def test_a_small_order_is_not_written(counting_corpus):
+    _packed(counting_corpus).build_cache(0, 100)
+    assert not Path(counting_corpus + ".cache").exists()

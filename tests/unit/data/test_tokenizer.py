@@ -1,0 +1,88 @@
+"""Tokenizers: training, naming, and what is kept beside a corpus."""
+
+import pytest
+from tokenizers import Tokenizer as Backend
+from tokenizers import models, pre_tokenizers
+
+from data.errors import DataError
+from data.sidecar import Sidecar
+from data.tokenizer import load_tokenizer, named_tokenizer, tokenizer_path, train_tokenizer
+
+TEXTS = ["the cat sat on the mat\n", "the dog sat on the log\n"] * 20
+
+
+def test_any_text_is_decoded_to_itself():
+    tokenizer = train_tokenizer(TEXTS, 300)
+    for text in ["the cat", " \n\t x  y", "Ψ × 漢字 🙂", "\x00\x7f", "<|endoftext|>"]:
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_training_is_deterministic_and_gives_the_size_asked_for():
+    first, second = train_tokenizer(TEXTS, 270), train_tokenizer(TEXTS, 270)
+    assert first.vocab_size == second.vocab_size == 270
+    assert first.encode(TEXTS[0]) == second.encode(TEXTS[0])
+    assert len(first.encode(TEXTS[0])) < len(TEXTS[0])
+
+
+def test_a_text_cannot_end_its_document():
+    tokenizer = train_tokenizer(TEXTS, 300)
+    assert tokenizer.eod not in tokenizer.encode("a<|endoftext|>b")
+    assert tokenizer.decode([tokenizer.eod]) == "<|endoftext|>"
+
+
+def test_a_vocabulary_that_cannot_hold_the_bytes_is_told():
+    with pytest.raises(DataError, match=r"--train_vocab_size=256 .* use 257 or more"):
+        train_tokenizer(TEXTS, 256)
+
+
+def test_a_corpus_brings_its_tokenizer(tmp_path):
+    tokenizer = train_tokenizer(TEXTS, 270)
+    tokenizer.save(tokenizer_path(tmp_path / "corpus"))
+    sidecar = Sidecar(vocab_size=270, eod=tokenizer.eod, tokenizer="trained", documents=1, tokens=2, source=["x"])
+    sidecar.save(tmp_path / "corpus")
+    loaded = load_tokenizer(tmp_path / "corpus")
+    assert Sidecar.load(tmp_path / "corpus") == sidecar
+    assert (loaded.eod, loaded.vocab_size, loaded.encode("the cat")) == (0, 270, tokenizer.encode("the cat"))
+
+
+def test_a_corpus_without_its_facts_is_told(tmp_path):
+    with pytest.raises(DataError, match=r"cannot read .*corpus.json"):
+        load_tokenizer(tmp_path / "corpus")
+
+
+@pytest.mark.parametrize("in_directory", [False, True])
+def test_a_tokenizer_is_named_by_file_or_directory(tmp_path, in_directory):
+    train_tokenizer(TEXTS, 300).save(tmp_path / "tokenizer.json")
+    name = tmp_path if in_directory else tmp_path / "tokenizer.json"
+    assert named_tokenizer(str(name)).encode("the cat") == train_tokenizer(TEXTS, 300).encode("the cat")
+
+
+def test_a_directory_of_another_form_is_opened_by_transformers(tmp_path):
+    from transformers import GPT2Tokenizer
+
+    backend = Backend.from_str(train_tokenizer(TEXTS, 300)._backend.to_str())
+    GPT2Tokenizer(tokenizer_object=backend, vocab=backend.get_vocab(), merges=[]).save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").rename(tmp_path / "other.json")
+    backend.model.save(str(tmp_path))
+    assert named_tokenizer(str(tmp_path)).decode(named_tokenizer(str(tmp_path)).encode("the cat")) == "the cat"
+
+
+def test_the_end_of_document_token_must_be_known(tmp_path):
+    backend = Backend(models.WordLevel({"a": 0, "</doc>": 7, "?": 1}, unk_token="?"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    backend.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(DataError, match=r"has none of the tokens .*; name its own with --eod_token"):
+        named_tokenizer(str(tmp_path))
+    with pytest.raises(DataError, match="has none of the tokens <eod>"):
+        named_tokenizer(str(tmp_path), "<eod>")
+    tokenizer = named_tokenizer(str(tmp_path), "</doc>")
+    assert (tokenizer.eod, tokenizer.vocab_size) == (7, 8)  # ids with a gap: the largest counts
+
+
+def test_a_tokenizer_that_cannot_be_read_is_told_in_one_line(tmp_path):
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(DataError, match="cannot read the tokenizer"):
+        named_tokenizer(str(tmp_path))
+    with pytest.raises(DataError, match=r"cannot load the tokenizer .*; give a tokenizer.json file") as error:
+        named_tokenizer(str(tmp_path / "missing"))
+    assert "\n" not in str(error.value)

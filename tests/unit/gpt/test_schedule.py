@@ -1,0 +1,100 @@
+"""Points of the learning rate and the batch size that can be worked out by hand."""
+
+from itertools import islice
+
+import pytest
+
+from gpt.schedule import (
+    BatchConfig,
+    RampUpConfig,
+    ScheduleConfig,
+    batch_plan,
+    check_batch_sizes,
+    consumed_samples_after,
+    global_batch_size,
+    learning_rate,
+)
+from parallel.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [  # learning rate at steps 0, 1, 4, 14, 19, 24 and 40 of 24, warm-up over 4
+        ({"decay": "constant"}, [2, 4, 10, 10, 10, 10, 10]),
+        ({"decay": "linear"}, [2, 4, 10, 6, 4, 2, 2]),
+        ({"decay": "cosine"}, [2, 4, 10, 6, 2 + 4 * (1 - 0.5**0.5), 2, 2]),
+        ({"decay": "linear", "decay_steps": 14}, [2, 4, 10, 2, 2, 2, 2]),
+        ({"decay": "wsd", "wsd_decay_steps": 10}, [2, 4, 10, 10, 6, 2, 2]),
+        ({"decay": "wsd", "wsd_decay_steps": 5, "decay_steps": 19}, [2, 4, 10, 10, 2, 2, 2]),
+    ],
+)
+def test_learning_rates(settings, expected):
+    config = ScheduleConfig(min_lr=2, warmup_steps=4, **settings)
+    rates = [learning_rate(config, 10, step, num_steps=24) for step in (0, 1, 4, 14, 19, 24, 40)]
+    assert rates == pytest.approx(expected)
+
+
+def test_without_warm_up_the_first_step_has_the_full_rate():
+    assert learning_rate(ScheduleConfig(), 3e-4, step=0, num_steps=10) == 3e-4
+
+
+def test_the_batch_grows_at_equal_distances_and_stays():
+    config = BatchConfig(2, 32, RampUpConfig(start=8, increment=8, samples=300))
+    sizes = [global_batch_size(config, samples) for samples in (0, 99, 100, 199, 200, 299, 300, 10**9)]
+    assert sizes == [8, 8, 16, 16, 24, 24, 32, 32]
+
+
+def test_a_plan_resumed_anywhere_continues_the_same_plan():
+    config = BatchConfig(2, 32, RampUpConfig(start=8, increment=8, samples=100))
+    plan = list(islice(batch_plan(config), 20))
+    assert plan[:6] == [(0, 8), (8, 8), (16, 8), (24, 8), (32, 8), (40, 16)]
+    for step, (first_sample, _) in enumerate(plan):
+        assert list(islice(batch_plan(config, first_sample), 20 - step)) == plan[step:]
+        assert consumed_samples_after(config, step) == first_sample
+
+
+def test_a_batch_without_ramp_up_is_always_full():
+    assert list(islice(batch_plan(BatchConfig(1, 4), 12), 2)) == [(12, 4), (16, 4)]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: learning_rate(ScheduleConfig(min_lr=1e-3), 1e-4, 0, num_steps=20),
+            "schedule.min_lr=0.001 is above optimizer.lr=0.0001",
+        ),
+        (lambda: ScheduleConfig(warmup_steps=-1), "schedule.warmup_steps=-1 is below 0"),
+        (lambda: ScheduleConfig(decay="wsd"), "schedule.decay=wsd with wsd_decay_steps=None"),
+        (
+            lambda: learning_rate(ScheduleConfig(warmup_steps=30), 1, 0, num_steps=20),
+            "schedule.warmup_steps=30 is above the 20 steps that the cosine decay leaves",
+        ),
+        (
+            lambda: learning_rate(ScheduleConfig(0, 15, "wsd", wsd_decay_steps=8), 1, 0, num_steps=20),
+            "schedule.warmup_steps=15 is above the 12 steps that the wsd decay leaves",
+        ),
+        (lambda: BatchConfig(0, 4), "train.micro_batch_size=0 is below 1"),
+        (lambda: BatchConfig(1, 4, RampUpConfig(2, 0, 10)), "train.ramp_up.increment=0 is below 1"),
+        (
+            lambda: BatchConfig(1, 30, RampUpConfig(8, 8, 10)),
+            "train.global_batch_size=30 is not train.ramp_up.start=8 and a number of increments of 8",
+        ),
+        (
+            lambda: check_batch_sizes(BatchConfig(4, 30), data_size=2),
+            "train.global_batch_size=30 is not divisible by train.micro_batch_size=4 x 2 .* = 8; choose 32",
+        ),
+        (
+            lambda: check_batch_sizes(BatchConfig(2, 16, RampUpConfig(6, 2, 10)), data_size=4),
+            "train.ramp_up.start=6 is not divisible by .* = 8; choose 8",
+        ),
+    ],
+)
+def test_impossible_schedules_are_refused(make, message):
+    with pytest.raises(ConfigError, match=message):
+        make()
+
+
+def test_batches_that_divide_are_accepted():
+    check_batch_sizes(BatchConfig(2, 32, RampUpConfig(8, 8, 100)), data_size=4)
+    check_batch_sizes(BatchConfig(2, 32, RampUpConfig(32, 5, 100)), data_size=4)

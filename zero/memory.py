@@ -1,0 +1,75 @@
+"""Bytes of model states on one rank: what the paper's formula promises, and what is there."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+
+from torch import Tensor
+
+from zero.engine import ZeroDataParallel
+from zero.optimizer import ZeroOptimizer
+from zero.stage import STAGES, Lifetime
+
+
+@dataclass(frozen=True)
+class ModelStates:
+    """In bytes. `moments` is all of the optimizer's state but the master weights: for Adam both moments, in fp32."""
+
+    parameters: float
+    gradients: float
+    master: float
+    moments: float
+
+    @property
+    def total(self) -> float:
+        return sum(getattr(self, field.name) for field in fields(self))
+
+
+def formula(
+    stage: int,
+    num_parameters: float,
+    data_size: int,
+    parameter_bytes: int = 2,
+    moment_bytes: float = 8,
+) -> ModelStates:
+    """Paper, section 3.1 and figure 1, with K = 4 (master) + `moment_bytes` = 12 for Adam in mixed precision.
+
+    At parameter_bytes=2: 16 (stage 0), 4 + 12/N (1), 2 + 14/N (2), 16/N (3) times the parameters. Parameters of four
+    bytes or more are their own master weights.
+    """
+    answers = STAGES[stage]
+
+    def resident(bytes_each: float, is_divided: bool) -> float:
+        return num_parameters * bytes_each / (data_size if is_divided else 1)
+
+    return ModelStates(
+        parameters=resident(parameter_bytes, answers.full_params is Lifetime.TRANSIENT),
+        gradients=resident(parameter_bytes, answers.full_grads is Lifetime.TRANSIENT),
+        master=resident(4 if parameter_bytes < 4 else 0, answers.shard_optimizer),
+        moments=resident(moment_bytes, answers.shard_optimizer),
+    )
+
+
+def measured(model: ZeroDataParallel, optimizer: ZeroOptimizer) -> ModelStates:
+    """What is allocated now, storage by storage. A torch optimizer makes its moments in the first step."""
+    parameters = _num_bytes(tensor for flat in model.flats for tensor in flat.resident_tensors())
+    states = (value for state in optimizer.inner.state.values() for value in state.values())
+    return ModelStates(
+        parameters=parameters,
+        gradients=_num_bytes(model.reducer.resident_tensors()),
+        master=_num_bytes(window.master for window in optimizer.windows if window.has_own_master),
+        moments=_num_bytes(value for value in states if isinstance(value, Tensor) and value.dim() > 0),
+    )
+
+
+def buffer_bytes(model: ZeroDataParallel, optimizer: ZeroOptimizer) -> dict[str, int]:
+    """Buffers of constant size (C_B): they depend on `window_numel`, never on how large the model is."""
+    return {
+        "staged gradients": model.reducer.staging_bytes,
+        "received messages": model.shard_axis.received.num_bytes,
+        "gradient cast": _num_bytes([optimizer.cast_buffer]),
+    }
+
+
+def _num_bytes(tensors: Iterable[Tensor]) -> int:
+    """Each storage once, however many tensors look into it."""
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.numel()}.values())
