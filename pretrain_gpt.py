@@ -10,6 +10,7 @@ from data.errors import DataError
 from gpt.build import build, build_mesh
 from gpt.console import RunConsole, describe_run, memory_table
 from gpt.corpus import Corpus
+from gpt.out_of_memory import out_of_memory_recorded
 from gpt.sampling import sample_texts
 from gpt.settings import Settings, parse_settings
 from gpt.trainer import Trainer
@@ -21,7 +22,8 @@ def pretrain(settings: Settings, world: World) -> None:
     console = RunConsole(is_quiet=not world.is_first)
     mesh = build_mesh(settings, world.device)
     corpus = Corpus.open(settings, mesh, world)
-    parts = build(settings, mesh, world.device)
+    with out_of_memory_recorded(settings, world, step=lambda: 0):
+        parts = build(settings, mesh, world.device)
     console.say(describe_run(settings, parts))
     console.show(memory_table(settings, parts))
     Trainer(settings, world, parts, corpus, console).train()

@@ -38,6 +38,7 @@ def start_run(folder: Path, config: str, last_step: int) -> None:
 
 def append_record(folder: Path, record: dict[str, Any]) -> None:
     """Non-finite numbers become null: JSON has no words for them."""
+    folder.mkdir(parents=True, exist_ok=True)
     finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
     with (folder / METRICS).open("a") as file:
         file.write(json.dumps(finite) + "\n")

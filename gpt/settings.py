@@ -91,7 +91,7 @@ class TrainSettings:
     """Peak of one device in this precision, for MFU; null: from a table of known GPUs."""
     sample_tokens: int = 64
     """Tokens that the model writes at the end for each prompt; 0: none."""
-    prompts: tuple[str, ...] = ("def ", "import ", "class ")
+    prompts: tuple[str, ...] = ("def", "import", "class")
     """Beginnings of the texts that the model writes at the end."""
 
     def __post_init__(self) -> None:

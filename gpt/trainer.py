@@ -16,13 +16,13 @@ from gpt.console import RunConsole, step_line, summary_table
 from gpt.corpus import Corpus
 from gpt.flops import peak_flops_per_second
 from gpt.metrics import StepTraffic, Throughput, peak_memory
+from gpt.out_of_memory import out_of_memory_recorded
 from gpt.plot import plot_loss
 from gpt.run_files import CHECKPOINTS, LOSS_PLOT, append_record, read_steps, start_run
 from gpt.schedule import batch_plan, learning_rate
 from gpt.settings import Settings
 from gpt.tracking import WandbRun
 from gpt.train_step import evaluate, mean_over, train_step
-from parallel.errors import ConfigError
 from parallel.world import World
 
 
@@ -42,18 +42,16 @@ class Trainer:
         self._resume()
         wandb = WandbRun(self._settings, self._progress.step > 0, is_enabled=self._world.is_first)
         self._throughput.restart()
-        try:
-            with self._console.progress(self._progress.step, self._settings.train.steps):
-                for batch_size, micro_batches in self._batches():
-                    record = self._step(batch_size, micro_batches)
-                    if record and self._world.is_first:
-                        append_record(self._folder, record)
-                        wandb.log(record)
-                    self._console.advance()
-        except RuntimeError as error:
-            if _is_out_of_memory(error):
-                raise self._record_out_of_memory() from error
-            raise
+        with (
+            self._console.progress(self._progress.step, self._settings.train.steps),
+            out_of_memory_recorded(self._settings, self._world, lambda: self._progress.step),
+        ):
+            for batch_size, micro_batches in self._batches():
+                record = self._step(batch_size, micro_batches)
+                if record and self._world.is_first:
+                    append_record(self._folder, record)
+                    wandb.log(record)
+                self._console.advance()
         if self._world.is_first:
             wandb.finish(self._report())
 
@@ -148,17 +146,6 @@ class Trainer:
         self._console.say(f"{self._folder / LOSS_PLOT} shows the loss, {self._folder} holds the rest")
         return records[-1]
 
-    def _record_out_of_memory(self) -> ConfigError:
-        """Leave a record in metrics.jsonl, from whichever rank it was; returns what to tell the user."""
-        step, rank, train = self._progress.step, self._world.rank, self._settings.train
-        peak = peak_memory(self._parts.device)
-        append_record(self._folder, {"step": step, "out_of_memory": True, "rank": rank} | peak)
-        return ConfigError(
-            f"rank {rank} ran out of memory after step {step}, {peak['peak_allocated_bytes'] / 1e9:.2f} GB at peak; "
-            f"lower train.micro_batch_size={train.micro_batch_size}, raise zero.stage={self._settings.zero.stage} "
-            "or set activations.store=keep"
-        )
-
     def _peak_flops(self) -> float | None:
         train, device = self._settings.train, self._parts.device
         if train.peak_tflops is not None:
@@ -166,7 +153,3 @@ class Trainer:
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
         return peak_flops_per_second(name, train.dtype)
 
-
-def _is_out_of_memory(error: RuntimeError) -> bool:
-    """Torch has a class of its own for accelerators only."""
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)

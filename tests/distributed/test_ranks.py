@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.ranks import RankCall, RankError, run_ranks, rank_pool
+from tests.ranks import RankCall, RankError, rank_pool, run_ranks
 
 
 def sum_of_ranks() -> float:

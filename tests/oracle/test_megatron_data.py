@@ -1,4 +1,4 @@
-"""Our .bin/.idx pair against the reader and the writer of megatron-core 0.16.1."""
+"""Our .bin/.idx pair and our packing against the reader, the writer and the packing of megatron-core 0.16.1."""
 
 import json
 from pathlib import Path
@@ -7,11 +7,15 @@ import numpy as np
 import pytest
 import torch
 
+from data.epochs import build_epoch
 from data.indexed import IndexedDataset, IndexedWriter
 from data.prepare import main
 
 megatron = pytest.importorskip(
     "megatron.core.datasets.indexed_dataset", reason="needs pip install megatron-core==0.16.1", exc_type=ImportError
+)
+helpers = pytest.importorskip(
+    "megatron.core.datasets.helpers", reason="needs its compiled helpers", exc_type=ImportError
 )
 pytestmark = pytest.mark.oracle
 
@@ -52,3 +56,12 @@ def test_we_read_documents_of_several_sequences_that_megatron_writes(tmp_path: P
     ours = IndexedDataset(tmp_path / "theirs")
     assert [sequence.tolist() for sequence in ours] == [document.tolist() for document in DOCUMENTS]
     assert ours.document_indices.tolist() == list(range(0, 51, 2))
+
+
+@pytest.mark.parametrize("seq_length", [1, 16, 333])
+def test_documents_in_one_order_are_cut_into_the_same_samples(seq_length: int):
+    lengths = np.array([len(document) for document in DOCUMENTS], dtype=np.int32)
+    order = build_epoch(lengths, seq_length=seq_length, seed=1, epoch=0)
+    document_order = order.document_order.astype(np.int32)
+    theirs = helpers.build_sample_idx(lengths, document_order, seq_length, 1, int(lengths.sum()))
+    assert np.array_equal(theirs, order.sample_starts)

@@ -1,0 +1,66 @@
+"""A tiny corpus and tiny runs of the whole program on it."""
+
+from pathlib import Path
+
+from data import prepare
+from gpt.run_files import read_steps
+from gpt.settings import parse_settings
+from parallel.world import start_world
+from pretrain_gpt import pretrain
+
+VOCAB_SIZE = 300
+TINY_MODEL = {
+    "num_layers": 2,
+    "hidden_size": 32,
+    "num_heads": 4,
+    "seq_length": 16,
+    "vocab_size": VOCAB_SIZE,
+    "dropout": 0.0,
+}
+
+
+def prepare_corpus(folder: Path) -> Path:
+    """PREFIX of a few thousand tokens."""
+    text = folder / "text"
+    text.mkdir()
+    for number in range(60):
+        (text / f"{number}.txt").write_text(f"{number} green bottles hanging on the wall; " * (3 + number % 7))
+    prefix = folder / "corpus"
+    arguments = [
+        "--source",
+        str(text),
+        "--output",
+        str(prefix),
+        "--train_vocab_size",
+        str(VOCAB_SIZE),
+        "--workers",
+        "1",
+    ]
+    prepare.main(arguments)
+    return prefix
+
+
+def options(prefix: Path, run_dir: Path, **settings: object) -> list[str]:
+    """The command line of a tiny run; `settings` are dotted names with `__` for the dot."""
+    chosen = {f"model.{name}": value for name, value in TINY_MODEL.items()} | {
+        "data.path": prefix,
+        "data.split": "[0.8, 0.1, 0.1]",
+        "run.dir": run_dir,
+        "zero.window_numel": 5000,
+        "train.precision": "fp32",
+        "train.steps": 6,
+        "train.micro_batch_size": 2,
+        "train.global_batch_size": 8,
+        "train.log_every": 1,
+        "train.eval_samples": 8,
+        "train.sample_tokens": 4,
+    }
+    chosen |= {name.replace("__", "."): value for name, value in settings.items()}
+    return [f"--{name}={value}" for name, value in chosen.items()]
+
+
+def run_on_rank(arguments: list[str]) -> list[dict]:
+    """The whole program, on one of the test's ranks; returns the logged steps."""
+    settings = parse_settings(arguments)
+    pretrain(settings, start_world())
+    return read_steps(Path(settings.run.dir))

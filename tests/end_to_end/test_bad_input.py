@@ -1,0 +1,155 @@
+"""Mistakes that a user can put right: one line with the setting, the numbers and the remedy; exit code 2; no trace."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data.errors import DataError
+from data.indexed import IndexedWriter
+from gpt.settings import parse_settings
+from parallel.errors import ConfigError
+from parallel.world import start_world
+from pretrain_gpt import pretrain
+from tests.end_to_end.runs import VOCAB_SIZE, options, prepare_corpus, run_on_rank
+from tests.ranks import run_ranks
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepare_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"zero__stge": 2}, "zero.stge: there is no such setting; did you mean zero.stage?"),
+        ({"model__num_layrs": 2}, "did you mean model.num_layers?"),
+        ({"zero__stage": "two"}, "zero.stage: Expected a <class 'int'>. Got value: two"),
+        ({"zero__stage": 7}, "zero.stage=7 does not exist; choose 0, 1, 2, 3"),
+        ({"model__num_heads": 5}, "model.hidden_size=32 is not divisible by model.num_heads=5"),
+        ({"train__precision": "fp8"}, "train.precision: Expected .*'fp32', 'bf16', 'fp16'.* Got value: fp8"),
+        ({"train__steps": 0}, "train.steps=0 is below 1"),
+        ({"config": "/nowhere.yaml"}, "config: File does not exist: '/nowhere.yaml'"),
+        ({"train__global_batch_size": 7}, "train.global_batch_size=7 is not divisible by .*=2 x 1 .* = 2; choose 8"),
+        ({"parallel__tensor_size": 3}, "parallel.tensor_size=3 does not divide the 1 ranks; choose 1"),
+        ({"schedule__warmup_steps": 9}, "schedule.warmup_steps=9 is above the 6 steps"),
+        ({"model__vocab_size": 200}, f"model.vocab_size=200 is below the {VOCAB_SIZE} ids of .*; choose {VOCAB_SIZE}"),
+        ({"model__seq_length": 10**6}, r"model.seq_length \+ 1 = 1000001; lower model.seq_length"),
+        ({"data__path": "/nowhere/corpus"}, "/nowhere/corpus"),
+        ({"checkpoint__resume": "/nowhere"}, "checkpoint.resume=/nowhere holds no complete checkpoint"),
+        ({"run__dir": "/proc/run"}, r"run.dir=/proc/run cannot be written .*; choose another folder"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_mistakes_in_settings_are_explained_in_one_line(corpus, tmp_path, settings, message):
+    with pytest.raises((ConfigError, DataError), match=message) as raised:
+        pretrain(parse_settings(options(corpus, tmp_path / "run", **settings)), start_world())
+    assert "\n" not in str(raised.value)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("suffix", [".bin", ".idx"])
+@pytest.mark.parametrize("damage", ["missing", "truncated"])
+def test_damaged_data_is_named(corpus, tmp_path, suffix, damage):
+    for kind in (".bin", ".idx", ".json", ".tokenizer.json"):
+        (tmp_path / f"copy{kind}").write_bytes(Path(f"{corpus}{kind}").read_bytes())
+    damaged = tmp_path / f"copy{suffix}"
+    whole = damaged.read_bytes()
+    damaged.unlink() if damage == "missing" else damaged.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(DataError, match=re.escape(str(damaged))):
+        pretrain(parse_settings(options(tmp_path / "copy", tmp_path / "run")), start_world())
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"model__hidden_size": 16}, "is of another model: token_embedding.weight is .300, 32. there and .300, 16."),
+        ({"model__num_layers": 3}, "is of another model: blocks.2.* is missing there"),
+        ({"zero__window_numel": 4000}, "was saved in another layout"),
+        ({"train__precision": "bf16"}, "was saved in another layout"),
+    ],
+    ids=["width", "depth", "windows", "precision"],
+)
+def test_a_checkpoint_of_another_model_is_refused_and_nothing_is_touched(corpus, tmp_path, settings, message):
+    run_dir = tmp_path / "run"
+    run_ranks(1, run_on_rank, options(corpus, run_dir, checkpoint__every=3), init_process_group=False)
+    before = contents(run_dir)
+    other = parse_settings(options(corpus, run_dir, checkpoint__every=3, train__steps=9, **settings))
+    with pytest.raises(ConfigError, match=message):
+        pretrain(other, start_world())
+    assert contents(run_dir) == before
+
+
+def test_a_damaged_checkpoint_is_named(corpus, tmp_path):
+    run_dir = tmp_path / "run"
+    run_ranks(1, run_on_rank, options(corpus, run_dir, checkpoint__every=6), init_process_group=False)
+    file = run_dir / "checkpoints" / "step-00000006" / "rank-00000.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(ConfigError, match="step-00000006 is damaged"):
+        pretrain(parse_settings(options(corpus, run_dir, train__steps=9)), start_world())
+
+
+def test_the_program_ends_with_code_2_and_one_line():
+    program = [sys.executable, "pretrain_gpt.py", "--zero.stge=2"]
+    ended = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert ended.returncode == 2
+    assert ended.stderr.strip() == "error: zero.stge: there is no such setting; did you mean zero.stage?"
+
+
+def test_a_mistake_that_all_ranks_see_is_told_once(corpus, tmp_path):
+    errors = errors_under_torchrun(options(corpus, tmp_path / "run", train__global_batch_size=6))
+    assert_told_once(errors, r"train.global_batch_size=6 is not divisible by .* = 4; choose 8")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_rank_that_fails_alone_is_heard_and_its_peer_leaves_quietly(tmp_path):
+    """A sample with an id outside the vocabulary reaches one rank; the other waits for it in a collective."""
+    with IndexedWriter(tmp_path / "bad", np.dtype(np.uint16)) as writer:
+        for number in range(200):
+            writer.add(np.full(17, 5000 if number % 100 == 99 else 7, dtype=np.uint16), np.array([17]))
+    settings = {"train__global_batch_size": 4, "train__eval_samples": 0, "train__steps": 50}
+    errors = errors_under_torchrun(options(tmp_path / "bad", tmp_path / "run", **settings))
+    assert_told_once(errors, r"token id 5000 in sample \d+ .*bad.bin.* is outside model.vocab_size=300")
+
+
+def errors_under_torchrun(arguments: list[str]) -> str:
+    """What two ranks and their launcher write to stderr. Fails if they are not gone 10 seconds after the error line."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        [*launcher, "pretrain_gpt.py", *arguments],
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stderr is not None
+        written = []
+        for line in process.stderr:
+            written.append(line)
+            if line.startswith("error: "):
+                break
+        written.append(process.communicate(timeout=10)[1])
+    return "".join(written)
+
+
+def assert_told_once(errors: str, message: str) -> None:
+    told = re.findall(r"^error: .*", errors, re.MULTILINE)
+    assert len(told) == 1, errors
+    assert re.search(message, told[0]), told[0]
+    assert re.search(r"exitcode\s*: 2", errors)
+    assert "RuntimeError" not in errors
+    assert "Error: " not in errors.replace("ChildFailedError: ", "")

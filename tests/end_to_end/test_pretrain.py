@@ -1,0 +1,142 @@
+"""Whole runs: from settings to metrics, plot, samples and checkpoints, and back from a checkpoint."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from gpt import trainer
+from gpt.run_files import read_steps
+from gpt.settings import parse_settings
+from parallel.errors import ConfigError
+from parallel.world import start_world
+from pretrain_gpt import pretrain
+from tests.end_to_end.runs import options, prepare_corpus, run_on_rank
+from tests.ranks import run_ranks
+
+MEASURED = {"tokens_per_second", "model_tflops_per_device", "hardware_tflops_per_device"}
+MEASURED |= {"peak_allocated_bytes", "peak_reserved_bytes"}
+PROMISED_KEYS = MEASURED | {"step", "loss", "grad_norm", "lr", "tokens", "mfu", "skipped_steps"}
+PROMISED_KEYS |= {"data_axis_bytes", "tensor_axis_bytes"}
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepare_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+def run(num_ranks: int, corpus: Path, run_dir: Path, **settings: object) -> list[dict]:
+    return run_ranks(num_ranks, run_on_rank, options(corpus, run_dir, **settings), init_process_group=False)[0]
+
+
+def reproducible(records: list[dict]) -> list[dict]:
+    return [{k: v for k, v in record.items() if k not in MEASURED} for record in records]
+
+
+def test_a_run_leaves_its_settings_metrics_and_plot(corpus, tmp_path):
+    records = run(2, corpus, tmp_path / "run", train__eval_every=3)
+    assert [record["step"] for record in records] == [1, 2, 3, 4, 5, 6]
+    assert all(record.keys() >= PROMISED_KEYS for record in records)
+    assert [record["step"] for record in records if "validation_loss" in record] == [3, 6]
+    assert records[-1]["loss"] < records[0]["loss"]
+    assert records[-1]["tokens"] == 6 * 8 * 16
+    assert (tmp_path / "run" / "loss.png").read_bytes().startswith(b"\x89PNG")
+    given = parse_settings(options(corpus, tmp_path / "run", train__eval_every=3))
+    assert parse_settings(["--config", str(tmp_path / "run" / "config.yaml")]) == given
+
+
+def test_every_layout_tells_the_same_story(corpus, tmp_path):
+    """The order of samples does not depend on the ranks: any stage on any number of ranks gives the same losses."""
+    expected = run(1, corpus, tmp_path / "one", zero__stage=0)
+    for num_ranks, stage in ((2, 0), (2, 1), (4, 2), (2, 3)):
+        found = run(num_ranks, corpus, tmp_path / f"{num_ranks}-{stage}", zero__stage=stage)
+        for key in ("loss", "grad_norm"):
+            assert [r[key] for r in found] == pytest.approx([r[key] for r in expected], rel=1e-4)
+
+
+@pytest.mark.parametrize(("stage", "precision"), [(0, "bf16"), (1, "fp32"), (2, "fp16"), (3, "bf16")])
+def test_a_resumed_run_equals_an_undisturbed_one_bit_for_bit(corpus, tmp_path, stage, precision):
+    settings = {
+        "zero__stage": stage,
+        "train__precision": precision,
+        "model__dropout": 0.1,
+        "checkpoint__every": 2,
+        "checkpoint__keep": 3,
+        "train__loss_scale.growth_interval": 2,
+    }
+    undisturbed = run(2, corpus, tmp_path / "run", **settings)
+    for last_step in (2, 4):
+        resumed_dir = tmp_path / f"resumed-{last_step}"
+        shutil.copytree(tmp_path / "run", resumed_dir)
+        for later in range(last_step + 2, 8, 2):
+            shutil.rmtree(resumed_dir / "checkpoints" / f"step-{later:08d}")
+        resumed = run(2, corpus, resumed_dir, **settings)
+        assert reproducible(resumed) == reproducible(undisturbed)
+
+
+def test_a_finished_run_is_not_repeated_and_a_longer_one_goes_on(corpus, tmp_path):
+    first = run(1, corpus, tmp_path / "run", checkpoint__every=3, schedule__decay="constant")
+    again = run(1, corpus, tmp_path / "run", checkpoint__every=3, schedule__decay="constant")
+    assert again == first
+    longer = run(1, corpus, tmp_path / "run", checkpoint__every=3, schedule__decay="constant", train__steps=9)
+    assert longer[:6] == first
+    assert [record["step"] for record in longer] == list(range(1, 10))
+    kept = sorted(path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*"))
+    assert kept == ["step-00000006", "step-00000009"]
+    assert (tmp_path / "run" / "config.1.yaml").exists()
+
+
+def test_a_run_that_starts_anew_keeps_what_it_finds(corpus, tmp_path):
+    first = run(1, corpus, tmp_path / "run")
+    run(1, corpus, tmp_path / "run", checkpoint__resume="never")
+    old = (tmp_path / "run" / "metrics.1.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in old] == first
+
+
+def test_ramp_up_and_blending_run_through(corpus, tmp_path):
+    settings = {"train__ramp_up": '{"start": 4, "increment": 4, "samples": 8}'}
+    blend = f'["0.3:{corpus}", "0.7:{corpus}"]'
+    records = run(1, corpus, tmp_path / "run", data__path=blend, **settings)
+    assert [record["tokens"] // 16 for record in records] == [4, 8, 16, 24, 32, 40]
+
+
+def test_checkpointed_activations_give_the_same_losses(corpus, tmp_path):
+    plain = run(1, corpus, tmp_path / "plain", model__dropout=0.1)
+    settings = {"activations__store": "keep", "activations__layers_per_checkpoint": 2, "model__dropout": 0.1}
+    kept = run(1, corpus, tmp_path / "keep", **settings)
+    assert [record["loss"] for record in kept] == [record["loss"] for record in plain]
+    assert kept[-1]["hardware_tflops_per_device"] > kept[-1]["model_tflops_per_device"]
+
+
+def test_explicit_attention_gives_the_same_losses(corpus, tmp_path):
+    fused = run(1, corpus, tmp_path / "flash")
+    explicit = run(1, corpus, tmp_path / "math", model__attention="math")
+    assert [r["loss"] for r in explicit] == pytest.approx([r["loss"] for r in fused], rel=1e-5)
+
+
+def test_a_model_too_large_for_the_machine_leaves_a_record(corpus, tmp_path):
+    arguments = options(corpus, tmp_path / "run", model__hidden_size=1_000_000)
+    with pytest.raises(ConfigError, match=r"rank 0 ran out of memory after step 0.*zero.stage=2"):
+        pretrain(parse_settings(arguments), start_world())
+    record = json.loads((tmp_path / "run" / "metrics.jsonl").read_text())
+    assert record["out_of_memory"] is True
+    assert record["step"] == 0
+
+
+def test_running_out_of_memory_in_a_step_leaves_a_record(corpus, tmp_path, monkeypatch):
+    train_step, calls = trainer.train_step, []
+
+    def third_step_fails(*args):
+        calls.append(args)
+        if len(calls) == 3:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return train_step(*args)
+
+    monkeypatch.setattr(trainer, "train_step", third_step_fails)
+    with pytest.raises(ConfigError, match="after step 2"):
+        pretrain(parse_settings(options(corpus, tmp_path / "run")), start_world())
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(lines[-1])["out_of_memory"] is True
+    assert len(read_steps(tmp_path / "run")) == 2
