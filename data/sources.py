@@ -24,6 +24,7 @@ PARQUET_SUFFIXES = (".parquet",)
 SUFFIXES = TEXT_SUFFIXES + JSON_SUFFIXES + PARQUET_SUFFIXES
 DATASETS_FILES = ("state.json", "dataset_dict.json")  # in a folder written by save_to_disk
 NOT_IN_STDLIB = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
+NOT_IN_STDLIB |= {"encodings", "pydoc_data"}  # tables that programs wrote, a fifth of all tokens
 MAX_DOCUMENT_BYTES = 64 << 20  # a document is encoded in one piece, which takes many times its size in memory
 
 

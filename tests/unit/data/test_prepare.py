@@ -225,6 +225,7 @@ def test_too_large_a_document_is_told(tmp_path, capsys, monkeypatch):
     assert "a.txt is one document of 11 bytes, more than 10; split it" in _error_of(capsys, *arguments)
 
 
-def test_no_workers_are_told(tmp_path, capsys):
-    arguments = ("--source", "stdlib", "--output", tmp_path / "corpus", "--train_vocab_size", "257", "--workers", "0")
-    assert "--workers=0 must be 1 or more" in _error_of(capsys, *arguments)
+@pytest.mark.parametrize("option", ["--workers", "--train_bytes", "--max_documents"])
+def test_a_number_below_one_is_told(tmp_path, capsys, option):
+    arguments = ("--source", "stdlib", "--output", tmp_path / "corpus", "--train_vocab_size", "257", option, "0")
+    assert f"{option}=0 must be 1 or more" in _error_of(capsys, *arguments)
