@@ -20,7 +20,7 @@ from parallel.world import World, has_failed_elsewhere, leave_with, start_world,
 
 def pretrain(settings: Settings, world: World) -> None:
     console = RunConsole(is_quiet=not world.is_first)
-    mesh = build_mesh(settings, world.device)
+    mesh = build_mesh(settings, world)
     corpus = Corpus.open(settings, mesh, world)
     with out_of_memory_recorded(settings, world, step=lambda: 0):
         parts = build(settings, mesh, world.device)

@@ -8,10 +8,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from gpt.model import GPT, ModelConfig, choose_layer_norm, initialize
+from gpt.model import GPT, ModelConfig, check_divides, choose_layer_norm, initialize
 from gpt.schedule import check_batch_sizes, learning_rate
-from gpt.settings import LossScaleSettings, OptimizerSettings, Settings
+from gpt.settings import LossScaleSettings, OptimizerSettings, ParallelSettings, Settings
+from parallel.errors import ConfigError
+from parallel.layers import part_of, split_dims
 from parallel.mesh import Axis, Mesh
+from parallel.tokens import ReplicatedTokens, SplitTokens, TokenLayout
+from parallel.world import World
 from zero.activations import ActivationsConfig, checkpointed_blocks
 from zero.engine import ZeroDataParallel
 from zero.loss_scale import LossScale
@@ -31,44 +35,72 @@ class Parts:
 
     @property
     def num_parameters(self) -> int:
+        """Of this tensor rank: the paper's Psi."""
         return sum(param.numel() for flat in self.model.flats for param in flat.params)
 
+    @property
+    def num_parameters_of_model(self) -> int:
+        """Over all tensor ranks, replicated parameters counted once."""
+        num_split = sum(self.model.module.get_parameter(name).numel() for name in split_dims(self.model.module))
+        return self.num_parameters + num_split * (self.mesh.tensor.size - 1)
 
-def build_mesh(settings: Settings, device: torch.device) -> Mesh:
+
+def build_mesh(settings: Settings, world: World) -> Mesh:
     """Raises ConfigError if the settings and the ranks don't go together, before anything is read or allocated."""
-    mesh = Mesh.create(settings.parallel.tensor_size, device.type)
+    check_node(settings.parallel, world)
+    mesh = Mesh.create(settings.parallel.tensor_size, world.device.type)
+    check_divides(settings.model, mesh.tensor)
     check_batch_sizes(settings.train.batch, mesh.data.size)
+    num_tokens = settings.train.micro_batch_size * settings.model.seq_length
+    if settings.parallel.sequence_parallel:
+        part_of(num_tokens, mesh.tensor, "train.micro_batch_size x model.seq_length")
     learning_rate(settings.schedule, settings.optimizer.lr, 0, settings.train.steps)
     return mesh
+
+
+def check_node(settings: ParallelSettings, world: World) -> None:
+    """Consecutive ranks form a tensor group; it must not straddle nodes unless that is asked for."""
+    if world.local_size % settings.tensor_size == 0:
+        return
+    if not settings.tensor_across_nodes:
+        raise ConfigError(
+            f"parallel.tensor_size={settings.tensor_size} does not divide the {world.local_size} ranks of a node; "
+            "choose one that does, or set parallel.tensor_across_nodes=true to send activations between nodes"
+        )
+    logger.warning(
+        "tensor groups of %d ranks span nodes of %d: expect activations to wait for the network",
+        settings.tensor_size,
+        world.local_size,
+    )
 
 
 def build(settings: Settings, mesh: Mesh, device: torch.device) -> Parts:
     if settings.train.precision == "fp16" and device.type == "cpu":
         logger.warning("train.precision=fp16 on a CPU is slow and untuned; bf16 is the better half type there")
     train = settings.train
-    gpt = build_model(settings.model, settings.activations, mesh.tensor, device, train.dtype)
+    split = SplitTokens(mesh.tensor) if settings.parallel.sequence_parallel else ReplicatedTokens(mesh.tensor)
+    gpt = build_model(settings.model, settings.activations, split, device, train.dtype)
     initialize(gpt, train.seed)
     model = ZeroDataParallel(gpt, mesh.data, settings.zero)
     loss_scale = build_loss_scale(train.loss_scale, train.precision == "fp16", device)
-    optimizer = build_optimizer(model, settings.optimizer, loss_scale, device)
+    optimizer = build_optimizer(model, mesh.tensor, settings.optimizer, loss_scale)
     torch.manual_seed(train.seed + 1 + mesh.data.rank)  # dropout: its own on every data-parallel rank
     return Parts(mesh, model, optimizer, device)
 
 
 def build_model(
-    config: ModelConfig, activations: ActivationsConfig, tensor: Axis, device: torch.device, dtype: torch.dtype
+    config: ModelConfig, activations: ActivationsConfig, tokens: TokenLayout, device: torch.device, dtype: torch.dtype
 ) -> GPT:
-    """The model without values: torch's own initialisation would only be overwritten."""
+    """The model, whose values are still to be initialized."""
     layer_norm, layer_norm_name = choose_layer_norm(device)
     logger.info("layer norm: %s", layer_norm_name)
     default_dtype = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        with torch.device("meta"):
-            gpt = GPT(config, tensor, checkpointed_blocks(activations), layer_norm)
+        with torch.device(device):
+            return GPT(config, tokens, checkpointed_blocks(activations), layer_norm)
     finally:
         torch.set_default_dtype(default_dtype)
-    return gpt.to_empty(device=device)
 
 
 def build_loss_scale(settings: LossScaleSettings, is_fp16: bool, device: torch.device) -> LossScale:
@@ -84,10 +116,10 @@ def build_loss_scale(settings: LossScaleSettings, is_fp16: bool, device: torch.d
 
 
 def build_optimizer(
-    model: ZeroDataParallel, settings: OptimizerSettings, loss_scale: LossScale, device: torch.device
+    model: ZeroDataParallel, tensor: Axis, settings: OptimizerSettings, loss_scale: LossScale
 ) -> ZeroOptimizer:
     """AdamW with weight decay on matrices only."""
-    adam, options, name = choose_adam(device)
+    adam, options, name = choose_adam(loss_scale.scale.device)
     logger.info("optimizer: %s", name)
     params = [param for param in model.module.parameters() if param.requires_grad]
     groups = [
@@ -98,6 +130,7 @@ def build_optimizer(
         model,
         adam,
         groups,
+        tensor=tensor,
         clip_norm=settings.clip_norm,
         loss_scale=loss_scale,
         lr=settings.lr,

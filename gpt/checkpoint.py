@@ -149,7 +149,7 @@ def _check_fits(checkpoint: Path, saved: dict[str, Any], expected: dict[str, Any
 
 
 def _shapes(layout: dict[str, Any]) -> dict[str, list[int]]:
-    return {name: shape for buffer in layout["buffers"] for name, (shape, _) in buffer["spans"].items()}
+    return {name: shape for buffer in layout["buffers"] for name, (shape, *_) in buffer["spans"].items()}
 
 
 def _rank_file(folder: Path, rank: int) -> Path:

@@ -52,7 +52,7 @@ class RunConsole:
 def describe_run(settings: Settings, parts: Parts) -> str:
     mesh, train, model = parts.mesh, settings.train, settings.model
     return (
-        f"{parts.num_parameters / 1e6:,.1f}M parameters ({model.num_layers} layers x {model.hidden_size}), "
+        f"{parts.num_parameters_of_model / 1e6:,.1f}M parameters ({model.num_layers} layers x {model.hidden_size}), "
         f"{train.precision}, ZeRO stage {settings.zero.stage}; {mesh.data.size} data x {mesh.tensor.size} tensor ranks "
         f"on {parts.device.type}; batch {train.global_batch_size} x {model.seq_length} tokens; {settings.run.dir}"
     )

@@ -11,8 +11,8 @@ h = hidden_size, L = num_layers and V = vocab_size, forward costs for each token
 Megatron-LM's present 72 B s L h^2 (1 + s/12h + V/12Lh). Halved, because the masked half of the scores has no use and
 flash attention does not compute it: the number rates the hardware's use, so skipping useless work must not lower it.
 
-*Hardware FLOPs*, what is executed: attention in full where the kernel is `math`, and the blocks' forward once more
-where activations are checkpointed. Not counted: that flash attention recomputes scores in backward.
+*Hardware FLOPs*, what is executed: attention in full where the kernel is `math`, the head with its padding, and the
+blocks' forward once more where activations are checkpointed. Not counted: flash attention's second look at the scores.
 """
 
 import torch
@@ -33,14 +33,23 @@ PEAK_FLOPS_PER_SECOND = (
 
 def model_flops(config: ModelConfig, num_sequences: int) -> int:
     """Of forward and backward over sequences of full length, in Megatron-LM's convention."""
-    return 3 * (_blocks_forward(config, is_causal=True) + _head_forward(config)) * num_sequences * config.seq_length
+    return (
+        3
+        * (_blocks_forward(config, is_causal=True) + _head_forward(config, config.vocab_size))
+        * num_sequences
+        * config.seq_length
+    )
 
 
 def hardware_flops(config: ModelConfig, num_sequences: int, has_checkpoints: bool) -> int:
     """Of forward and backward over sequences of full length, with recomputation where activations are checkpointed."""
     blocks = _blocks_forward(config, is_causal=config.attention == "flash")
     num_block_passes = 4 if has_checkpoints else 3
-    return (num_block_passes * blocks + 3 * _head_forward(config)) * num_sequences * config.seq_length
+    return (
+        (num_block_passes * blocks + 3 * _head_forward(config, config.padded_vocab_size))
+        * num_sequences
+        * config.seq_length
+    )
 
 
 def peak_flops_per_second(device_name: str, dtype: torch.dtype) -> float | None:
@@ -56,5 +65,5 @@ def _blocks_forward(config: ModelConfig, is_causal: bool) -> int:
     return config.num_layers * (24 * config.hidden_size**2 + attention)
 
 
-def _head_forward(config: ModelConfig) -> int:
-    return 2 * config.hidden_size * config.vocab_size
+def _head_forward(config: ModelConfig, num_words: int) -> int:
+    return 2 * config.hidden_size * num_words

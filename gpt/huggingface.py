@@ -11,11 +11,14 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import safetensors.torch
+import torch
 from torch import Tensor
+from torch.nn import functional as F
 from transformers import GPT2Config
 
-from gpt.model import LAYER_NORM_EPS, ModelConfig
+from gpt.model import GPT, LAYER_NORM_EPS, ModelConfig
 from parallel.errors import ConfigError
+from parallel.layers import split_dims
 
 MODULE_NAMES = {
     "token_embedding": "wte",
@@ -72,7 +75,7 @@ def config_to_huggingface(config: ModelConfig) -> GPT2Config:
 
 
 def weights_from_huggingface(weights: Mapping[str, Tensor], num_heads: int) -> dict[str, Tensor]:
-    """Our state dict from that of a GPT2LMHeadModel or GPT2Model; `load_state_dict` then says what is missing."""
+    """Our state dict from that of a GPT2LMHeadModel or GPT2Model; `load_weights` takes it."""
     our_modules = {theirs: ours for ours, theirs in MODULE_NAMES.items()}
     ours = {}
     for name, tensor in weights.items():
@@ -109,7 +112,20 @@ def write_pretrained(folder: Path, config: ModelConfig, weights: Mapping[str, Te
     """A folder that `GPT2LMHeadModel.from_pretrained` reads, from our configuration and state dict."""
     config_to_huggingface(config).save_pretrained(folder)
     theirs = weights_to_huggingface(weights, config.num_heads)
+    padded = theirs["transformer.wte.weight"]
+    theirs["transformer.wte.weight"] = padded[: config.vocab_size].contiguous()
     safetensors.torch.save_file(theirs, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def load_weights(model: GPT, weights: Mapping[str, Tensor]) -> None:
+    """Whole parameters, as `read_pretrained` gives them, into a model of any tensor size; padding becomes zero."""
+    axis, dims = model.tokens.axis, split_dims(model)
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            whole = weights[name]
+            if name == "token_embedding.weight":
+                whole = F.pad(whole, (0, 0, 0, model.config.padded_vocab_size - whole.shape[0]))
+            param.copy_(whole.chunk(axis.size, dims[name])[axis.rank] if name in dims else whole)
 
 
 def _rename(name: str, modules: Mapping[str, str]) -> str:

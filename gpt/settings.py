@@ -25,6 +25,10 @@ class ParallelSettings:
 
     tensor_size: int = 1
     """Ranks that share one copy of the model, within a node."""
+    sequence_parallel: bool = False
+    """Split norms, dropout and residuals along the tokens over the tensor ranks, instead of repeating them."""
+    tensor_across_nodes: bool = False
+    """Allow a tensor group to span nodes, as the paper's baseline does; its links are many times slower."""
 
 
 @dataclass(frozen=True)

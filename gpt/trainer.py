@@ -152,4 +152,3 @@ class Trainer:
             return train.peak_tflops * 1e12
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
         return peak_flops_per_second(name, train.dtype)
-

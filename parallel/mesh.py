@@ -36,19 +36,26 @@ class Handle:
 class ReceiveBuffers:
     """Memory for messages on their way in, used again: fresh pages for each would cost as much as sending it."""
 
+    MAX_SIZES = 16
+
     def __init__(self) -> None:
         self._free: defaultdict[tuple[torch.dtype, int], list[Tensor]] = defaultdict(list)
-        self.num_bytes = 0
 
     def take(self, like: Tensor) -> Tensor:
         free = self._free[like.dtype, like.numel()]
         if free:
             return free.pop()
-        self.num_bytes += like.numel() * like.element_size()
-        return torch.empty_like(like)
+        return like.new_empty(like.numel())
 
     def put_back(self, buffer: Tensor) -> None:
+        if len(self._free) > self.MAX_SIZES:  # of sequences of any length, as in evaluation
+            self._free.clear()
         self._free[buffer.dtype, buffer.numel()].append(buffer)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the buffers that wait for a message; none is on its way between steps."""
+        return sum(b.numel() * b.element_size() for free in self._free.values() for b in free)
 
 
 @dataclass(frozen=True)
@@ -72,22 +79,22 @@ class Axis:
         return replace(self, size=1, rank=0, group=None)
 
     def all_gather(self, shard: Tensor, *, out: Tensor) -> Handle:
-        """(n,) -> (size * n,). In place where `shard` is this rank's part of `out`."""
+        """(n, ...) -> (size * n, ...), contiguous. In place where `shard` is this rank's part of `out`."""
         if self.size == 1:
             return _copy(shard, out)
         self.log.record("all_gather", self.name, self.size, out)
         gather = _first_named("all_gather_single", "all_gather_into_tensor")
-        return Handle(gather(out, shard, group=self.group, async_op=True).wait)
+        return Handle(gather(out.view(-1), shard.view(-1), group=self.group, async_op=True).wait)
 
     def reduce_scatter(self, full: Tensor, *, out: Tensor) -> Handle:
-        """(size * n,) -> (n,), summed. In place where `out` is this rank's part of `full`."""
+        """(size * n, ...) -> (n, ...), summed, contiguous. In place where `out` is this rank's part of `full`."""
         if self.size == 1:
             return _copy(full, out)
         self.log.record("reduce_scatter", self.name, self.size, full)
         if dist.get_backend(self.group) == "gloo":
             return self._exchange_and_sum(full, out)
         scatter = _first_named("reduce_scatter_single", "reduce_scatter_tensor")
-        return Handle(scatter(out, full, group=self.group, async_op=True).wait)
+        return Handle(scatter(out.view(-1), full.view(-1), group=self.group, async_op=True).wait)
 
     def all_reduce(self, tensor: Tensor, *, out: Tensor) -> Handle:
         """Summed over the axis, in place where `out` is `tensor`."""
@@ -108,9 +115,13 @@ class Axis:
     def _exchange_and_sum(self, full: Tensor, out: Tensor) -> Handle:
         """gloo's own reduce-scatter sends as much as an all-reduce; an all-to-all and a local sum send half."""
         received = self.received.take(full)
-        work = dist.all_to_all_single(received, full, group=self.group, async_op=True)
-        add_up = lambda: torch.sum(received.view(self.size, -1), dim=0, out=out)  # noqa: E731
-        return Handle(work.wait, add_up, lambda: self.received.put_back(received))
+        work = dist.all_to_all_single(received, full.view(-1), group=self.group, async_op=True)
+
+        def add_up() -> None:
+            torch.sum(received.view(self.size, -1), dim=0, out=out.view(-1))
+            self.received.put_back(received)
+
+        return Handle(work.wait, add_up)
 
 
 @dataclass(frozen=True)

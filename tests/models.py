@@ -8,6 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gpt.model import GPT, ModelConfig, initialize
 from parallel.mesh import Axis
+from parallel.tokens import ReplicatedTokens
 from zero.activations import ActivationsConfig, checkpointed_blocks
 
 VOCAB = 97
@@ -60,7 +61,7 @@ class Toy(nn.Module):
 def gpt(checkpoints: bool) -> nn.Module:
     config = ModelConfig(num_layers=3, hidden_size=32, num_heads=4, seq_length=SEQ, vocab_size=VOCAB, dropout=0.0)
     activations = ActivationsConfig(store="keep" if checkpoints else "none", layers_per_checkpoint=2)
-    model = GPT(config, Axis.trivial("tensor"), checkpointed_blocks(activations))
+    model = GPT(config, ReplicatedTokens(Axis.trivial("tensor")), checkpointed_blocks(activations))
     initialize(model, seed=0)
     return model
 

@@ -6,10 +6,12 @@
 Where an input waits in between is a store's affair: a small class with the two verbs.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, Protocol
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
@@ -58,19 +60,25 @@ STORES = {"keep": KeepStore}
 
 @dataclass(frozen=True)
 class CheckpointedBlocks:
-    """Runs a model's blocks, (batch, seq, hidden) -> (batch, seq, hidden), under one checkpoint a group."""
+    """Runs a model's blocks, each a function of one tensor, under one checkpoint a group."""
 
     store: ActivationStore
     layers_per_checkpoint: int
 
-    def __call__(self, blocks: nn.ModuleList, x: Tensor) -> Tensor:
+    def __call__(self, blocks: Sequence[Callable[[Tensor], Tensor]], x: Tensor) -> Tensor:
         for first in range(0, len(blocks), self.layers_per_checkpoint):
-            group = nn.Sequential(*blocks[first : first + self.layers_per_checkpoint])
+            group = partial(_run, blocks[first : first + self.layers_per_checkpoint])
             # Inside, checkpoint's own hooks are the innermost: the store sees only what the checkpoint itself keeps, x
             # (and, in older versions of torch, an empty tensor).
             with saved_tensors_hooks(self.store.put, self.store.take):
                 x = checkpoint(group, x, use_reentrant=False, preserve_rng_state=True)
         return x
+
+
+def _run(blocks: Sequence[Callable[[Tensor], Tensor]], x: Tensor) -> Tensor:
+    for block in blocks:
+        x = block(x)
+    return x
 
 
 def checkpointed_blocks(config: ActivationsConfig) -> CheckpointedBlocks | None:

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parallel.mesh import Handle
+from parallel.layers import split_dims
+from parallel.mesh import Axis, Handle
 from zero.elementwise import Piece, WindowedOptimizer, probe_elementwise
 from zero.engine import ZeroDataParallel
 from zero.flat import FlatParameters
@@ -42,6 +43,9 @@ class OwnedWindow:
 class ZeroOptimizer:
     """`groups` are torch's parameter groups, written with the model's own parameters.
 
+    `tensor` is the axis along which the model itself is cut: the norm, and whether a step is skipped, hold for all of
+    it, and parameters that `parallel.layers.split_dims` does not name, which every rank has, count once.
+
     A step with a non-finite gradient changes nothing (with torch's fused Adam and AdamW, or a dynamic loss scale); it
     counts in `num_skipped`. Multiply the loss by `loss_scale.scale` before backward.
     """
@@ -52,6 +56,7 @@ class ZeroOptimizer:
         optimizer: type[torch.optim.Optimizer],
         groups: list[dict[str, Any]] | None = None,
         *,
+        tensor: Axis | None = None,
         clip_norm: float = math.inf,
         loss_scale: LossScale | None = None,
         **settings: Any,
@@ -61,6 +66,7 @@ class ZeroOptimizer:
         self.loss_scale = loss_scale or LossScale(device=device)
         self.num_skipped = torch.zeros((), dtype=torch.int64, device=device)
         self.state_bytes_per_element = probe_elementwise(optimizer, settings, device)
+        self._tensor = tensor or Axis.trivial("tensor")
         groups = groups or [{"params": list(model.module.parameters())}]
         group_of = {param: number for number, group in enumerate(groups) for param in group["params"]}
         self.windows = [
@@ -68,6 +74,7 @@ class ZeroOptimizer:
             for flat, gradients in model.reducer.windows.items()
             for index, gradient in enumerate(gradients)
         ]
+        self._counted = self._gradients_that_count()
         pieces = [piece for window in self.windows for piece in window.pieces]
         groups = [group | {"params": [p.param for p in pieces if p.group == n]} for n, group in enumerate(groups)]
         self._windowed = WindowedOptimizer(optimizer(groups, **settings))
@@ -99,10 +106,24 @@ class ZeroOptimizer:
     def _grad_norm(self) -> Tensor:
         """Every element has one owner along the shard axis, and padding is zero."""
         dtype = reduce(torch.promote_types, (window.master.dtype for window in self.windows), torch.float32)
-        norms = [torch.linalg.vector_norm(window.gradient.owned, dtype=dtype) for window in self.windows]
+        norms = list(torch._foreach_norm(self._counted, 2, dtype)) if self._counted else []
         squares = torch.stack(norms).square().sum() if norms else self.loss_scale.scale.new_zeros((), dtype=dtype)
-        self._model.shard_axis.all_reduce(squares, out=squares).wait()
+        for axis in (self._model.shard_axis, self._tensor):
+            axis.all_reduce(squares, out=squares).wait()
         return squares.sqrt() / self.loss_scale.scale
+
+    def _gradients_that_count(self) -> list[Tensor]:
+        """The owned gradients, without those of replicated parameters on all tensor ranks but the first."""
+        if self._tensor.rank == 0:
+            return [window.gradient.owned for window in self.windows]
+        module = self._model.module
+        split = {module.get_parameter(name) for name in split_dims(module)}
+        return [
+            window.gradient.owned[elements.start : elements.stop]
+            for window in self.windows
+            for param, elements in window.flat.owned_pieces(window.index)
+            if param in split
+        ]
 
     def _update_all(self, coefficient: Tensor, found_inf: Tensor) -> None:
         if self._takes_found_inf:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from parallel.layers import split_dims
 from zero.engine import ZeroDataParallel
 from zero.optimizer import OwnedWindow, ZeroOptimizer
 
@@ -58,12 +59,16 @@ def group_counters(optimizer: ZeroOptimizer) -> list[dict[str, Any]]:
 
 
 def describe_layout(model: ZeroDataParallel) -> list[dict[str, Any]]:
-    """For each buffer what lies where: enough to find any element of any parameter in the ranks' shards."""
+    """For each buffer what lies where: enough to find any element of any parameter in the ranks' shards.
+
+    A span is [shape on this rank, start in the buffer, dim that the tensor axis cuts or None].
+    """
+    cuts = split_dims(model.module)
     return [
         {
             "dtype": str(flat.full.dtype).removeprefix("torch."),
             "windows": [[window.elements.start, window.elements.stop] for window in flat.layout.windows],
-            "spans": {span.name: [list(span.shape), span.elements.start] for span in flat.layout.spans},
+            "spans": {s.name: [list(s.shape), s.elements.start, cuts.get(s.name)] for s in flat.layout.spans},
         }
         for flat in model.flats
     ]

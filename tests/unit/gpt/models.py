@@ -5,6 +5,9 @@ from torch import Tensor
 
 from gpt.model import GPT, ModelConfig, RunBlocks, initialize
 from parallel.mesh import Axis
+from parallel.tokens import ReplicatedTokens
+
+ONE_DEVICE = ReplicatedTokens(Axis.trivial("tensor"))
 
 
 def small_config(**changes: object) -> ModelConfig:
@@ -13,7 +16,7 @@ def small_config(**changes: object) -> ModelConfig:
 
 
 def small_gpt(config: ModelConfig, run_blocks: RunBlocks | None = None, seed: int = 1) -> GPT:
-    model = GPT(config, Axis.trivial("tensor"), run_blocks).double()
+    model = GPT(config, ONE_DEVICE, run_blocks).double()
     initialize(model, seed)
     return model
 

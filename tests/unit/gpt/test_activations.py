@@ -52,7 +52,7 @@ def test_a_store_sees_the_input_of_each_group_once_and_nothing_else():
     model = small_gpt(config, CheckpointedBlocks(store, layers_per_checkpoint=2))
     torch.manual_seed(7)
     loss = model(*batch(config))
-    assert store.put_shapes == 3 * [(2, config.seq_length, config.hidden_size)]
+    assert store.put_shapes == 3 * [(2 * config.seq_length, config.hidden_size)]
     assert store.num_taken == 0
     loss.backward()
     assert len(store.put_shapes) == store.num_taken == 3

@@ -1,0 +1,72 @@
+"""Cross-entropy of logits whose vocabulary is cut along the tensor axis: no rank ever holds a whole row.
+
+Each rank reduces its columns to two numbers a token, the log of its sum of exponentials and its part of the target's
+logit; one all-gather of those gives every rank the loss. Backward recomputes the probabilities, so that nothing of
+the logits' size is kept but the logits themselves. Sums are taken in fp32 at least, a constant number of elements at
+a time, in copies: the caller's logits stay as they are.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parallel.mesh import Axis
+
+CHUNK_NUMEL = 2**24  # elements in fp32 at once
+
+
+def cross_entropy(own_logits: Tensor, targets: Tensor, vocab_size: int, axis: Axis) -> Tensor:
+    """Mean over tokens, 0-dim, of logits (tokens, padded vocabulary / size) and int64 targets (tokens,).
+
+    Columns from `vocab_size` on are padding: they have probability and gradient zero.
+    """
+    return _CrossEntropy.apply(own_logits, targets, vocab_size, axis)
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, own_logits: Tensor, targets: Tensor, vocab_size: int, axis: Axis) -> Tensor:
+        num_tokens, num_columns = own_logits.shape
+        first = axis.rank * num_columns
+        num_words = min(max(vocab_size - first, 0), num_columns)  # of these columns, the others are padding
+        own_targets = targets - first
+        summaries = own_logits.new_empty(num_tokens, 2, dtype=torch.promote_types(own_logits.dtype, torch.float32))
+        for rows, logits in _chunks(own_logits, summaries.dtype, num_words):
+            is_here, column = _locate(own_targets[rows], num_columns)
+            torch.logsumexp(logits, dim=-1, out=summaries[rows, 0])
+            summaries[rows, 1] = logits.gather(-1, column)[:, 0].masked_fill(~is_here, 0)
+        of_ranks = summaries.new_empty(axis.size, num_tokens, 2)
+        axis.all_gather(summaries, out=of_ranks).wait()
+        log_sum, target_logit = of_ranks[..., 0].logsumexp(0), of_ranks[..., 1].sum(0)
+        ctx.save_for_backward(own_logits, own_targets, log_sum)
+        ctx.num_words = num_words
+        return (log_sum - target_logit).mean()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        own_logits, own_targets, log_sum = ctx.saved_tensors
+        grad_logits = torch.empty_like(own_logits)
+        for rows, logits in _chunks(own_logits, log_sum.dtype, ctx.num_words):
+            is_here, column = _locate(own_targets[rows], own_logits.shape[-1])
+            probabilities = logits.sub_(log_sum[rows, None]).exp_()
+            probabilities.scatter_add_(-1, column, -is_here[:, None].to(probabilities.dtype))
+            grad_logits[rows] = probabilities.mul_(grad / len(own_logits))
+        return grad_logits, None, None, None
+
+
+def _chunks(own_logits: Tensor, dtype: torch.dtype, num_words: int) -> Iterator[tuple[slice, Tensor]]:
+    """(rows, a copy of their logits), with padding at -inf."""
+    num_rows = max(1, CHUNK_NUMEL // own_logits.shape[-1])
+    for start in range(0, len(own_logits), num_rows):
+        rows = slice(start, start + num_rows)
+        logits = own_logits[rows].to(dtype, copy=True)
+        logits[:, num_words:] = -torch.inf
+        yield rows, logits
+
+
+def _locate(own_targets: Tensor, num_columns: int) -> tuple[Tensor, Tensor]:
+    """Whether each target is among this rank's columns, and its column (rows, 1), any where it is not."""
+    is_here = (own_targets >= 0) & (own_targets < num_columns)
+    return is_here, own_targets.masked_fill(~is_here, 0)[:, None]

@@ -1,0 +1,45 @@
+"""Initial values that do not depend on how a parameter is cut, and are never built larger than what a rank keeps.
+
+A parameter is divided along its cut dim into a fixed number of cells, each drawn from a generator of its own:
+
+    weight (out, in), cut along dim 0     | cell 0 | cell 1 | ...            | cell 959 |
+    tensor size 4                         |      rank 0       |   rank 1   | ...
+"""
+
+import hashlib
+import math
+
+import torch
+from torch import Tensor
+
+from parallel.errors import ConfigError
+from parallel.mesh import Axis
+
+# A dim has as many cells as it shares factors with this: every tensor size that divides both can be used.
+CELLS = 2**8 * 3 * 5
+
+
+def fill_normal(param: Tensor, std: float, name: str, dim: int | None, axis: Axis) -> None:
+    """This rank's part of N(0, std) values that are a function of `name`; `dim` is that of the cut, None for no cut.
+
+    Drawn in fp32 on the CPU, so that every device and dtype has the same values, rounded. Raises ConfigError where the
+    axis does not divide the cells.
+    """
+    if dim is None:
+        param.copy_(_draw(param.shape, std, f"{name}/0"))
+        return
+    num_cells = math.gcd(param.shape[dim] * axis.size, CELLS)
+    if num_cells % axis.size:
+        raise ConfigError(
+            f"parallel.tensor_size={axis.size} does not divide the {num_cells} cells in which initial values are "
+            f"drawn; choose a tensor size that divides {num_cells}"
+        )
+    own_cells = num_cells // axis.size
+    for number, part in enumerate(param.chunk(own_cells, dim)):
+        part.copy_(_draw(part.shape, std, f"{name}/{axis.rank * own_cells + number}"))
+
+
+def _draw(shape: torch.Size, std: float, name: str) -> Tensor:
+    digest = hashlib.sha256(name.encode()).digest()
+    generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest[:4], "little"))
+    return torch.empty(shape, dtype=torch.float32, device="cpu").normal_(0.0, std, generator=generator)
