@@ -20,6 +20,7 @@ from tests.ranks import run_ranks
 from zero import memory
 from zero.activations import ActivationsConfig, checkpointed_blocks
 from zero.engine import ZeroConfig, ZeroDataParallel
+from zero.loss_scale import LossScale
 from zero.optimizer import ZeroOptimizer
 
 NUM_STEPS, CLIP_NORM, TOLERANCE = 5, 0.5, 1e-10
@@ -321,3 +322,26 @@ def test_model_states_fall_with_both_axes(stage):
             promised = memory.formula(stage, expected_numel, data_size)
             assert found == pytest.approx(promised.total, rel=0.02)
     assert states_of_one_rank == pytest.approx(16 * whole_numel, rel=0.02)
+
+
+def skip_after_overflow_on(overflowing_rank: int) -> tuple[int, bool, float]:
+    """(skipped steps, whether nothing has changed, the loss scale) after one rank alone meets an overflow."""
+    mesh = Mesh.create(tensor_size=2)
+    torch.set_default_dtype(torch.float16)
+    gpt = GPT(config_of(97), ReplicatedTokens(mesh.tensor))
+    initialize(gpt, seed=0)
+    model = ZeroDataParallel(gpt, mesh.data, ZeroConfig(stage=2))
+    scale = LossScale(2.0**10, is_dynamic=True, hysteresis=1)
+    optimizer = ZeroOptimizer(model, torch.optim.AdamW, tensor=mesh.tensor, loss_scale=scale, fused=True)
+    if torch.distributed.get_rank() == overflowing_rank:
+        gpt.blocks[0].mlp.up.weight.register_hook(lambda grad: grad * torch.inf)
+    before = [param.detach().clone() for param in gpt.parameters()]
+    (model(*batch(config_of(97), 0, 0, mesh.data.rank)) * scale.scale).backward()
+    optimizer.step()
+    is_unchanged = all(param.equal(old) for param, old in zip(gpt.parameters(), before, strict=True))
+    return int(optimizer.num_skipped), is_unchanged, scale.scale.item()
+
+
+@pytest.mark.parametrize("overflowing_rank", [0, 1, 2, 3])
+def test_an_overflow_on_one_rank_skips_the_step_on_both_axes(overflowing_rank):
+    assert run_ranks(4, skip_after_overflow_on, overflowing_rank) == [(1, True, 512.0)] * 4

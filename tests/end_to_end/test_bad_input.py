@@ -42,7 +42,8 @@ def contents(folder: Path) -> dict[str, bytes]:
         ({"train__steps": 0}, "train.steps=0 is below 1"),
         ({"config": "/nowhere.yaml"}, "config: File does not exist: '/nowhere.yaml'"),
         ({"train__global_batch_size": 7}, "train.global_batch_size=7 is not divisible by .*=2 x 1 .* = 2; choose 8"),
-        ({"parallel__tensor_size": 3}, "parallel.tensor_size=3 does not divide the 1 ranks; choose 1"),
+        ({"parallel__tensor_size": 3}, "parallel.tensor_size=3 does not divide the 1 ranks of a node; choose"),
+        ({"parallel__tensor_size": 3, "parallel__tensor_across_nodes": True}, "does not divide the 1 ranks; choose 1"),
         ({"schedule__warmup_steps": 9}, "schedule.warmup_steps=9 is above the 6 steps"),
         ({"model__vocab_size": 200}, f"model.vocab_size=200 is below the {VOCAB_SIZE} ids of .*; choose {VOCAB_SIZE}"),
         ({"model__seq_length": 10**6}, r"model.seq_length \+ 1 = 1000001; lower model.seq_length"),
@@ -75,7 +76,7 @@ def test_damaged_data_is_named(corpus, tmp_path, suffix, damage):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"model__hidden_size": 16}, "is of another model: token_embedding.weight is .300, 32. there and .300, 16."),
+        ({"model__hidden_size": 16}, "is of another model: token_embedding.weight is .384, 32. there and .384, 16."),
         ({"model__num_layers": 3}, "is of another model: blocks.2.* is missing there"),
         ({"zero__window_numel": 4000}, "was saved in another layout"),
         ({"train__precision": "bf16"}, "was saved in another layout"),

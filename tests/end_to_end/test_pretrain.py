@@ -50,15 +50,30 @@ def test_a_run_leaves_its_settings_metrics_and_plot(corpus, tmp_path):
 def test_every_layout_tells_the_same_story(corpus, tmp_path):
     """The order of samples does not depend on the ranks: any stage on any number of ranks gives the same losses."""
     expected = run(1, corpus, tmp_path / "one", zero__stage=0)
-    for num_ranks, stage in ((2, 0), (2, 1), (4, 2), (2, 3)):
-        found = run(num_ranks, corpus, tmp_path / f"{num_ranks}-{stage}", zero__stage=stage)
+    for num_ranks, stage, tensor_size in ((2, 0, 1), (2, 1, 2), (4, 2, 1), (4, 2, 2), (2, 3, 1), (4, 3, 4)):
+        settings = {"zero__stage": stage, "parallel__tensor_size": tensor_size}
+        settings |= {"parallel__sequence_parallel": stage == 2}
+        found = run(num_ranks, corpus, tmp_path / f"{num_ranks}-{stage}-{tensor_size}", **settings)
+        assert all((record["tensor_axis_bytes"] > 0) == (tensor_size > 1) for record in found)
         for key in ("loss", "grad_norm"):
             assert [r[key] for r in found] == pytest.approx([r[key] for r in expected], rel=1e-4)
 
 
-@pytest.mark.parametrize(("stage", "precision"), [(0, "bf16"), (1, "fp32"), (2, "fp16"), (3, "bf16")])
-def test_a_resumed_run_equals_an_undisturbed_one_bit_for_bit(corpus, tmp_path, stage, precision):
+@pytest.mark.parametrize(
+    ("stage", "precision", "tensor_size", "is_split"),
+    [
+        (0, "bf16", 1, False),
+        (1, "fp32", 1, False),
+        (2, "fp16", 1, False),
+        (3, "bf16", 1, False),
+        (0, "bf16", 2, False),
+        (2, "fp32", 2, True),
+    ],
+)
+def test_a_resumed_run_equals_an_undisturbed_one_bit_for_bit(corpus, tmp_path, stage, precision, tensor_size, is_split):
     settings = {
+        "parallel__tensor_size": tensor_size,
+        "parallel__sequence_parallel": is_split,
         "zero__stage": stage,
         "train__precision": precision,
         "model__dropout": 0.1,
@@ -66,13 +81,14 @@ def test_a_resumed_run_equals_an_undisturbed_one_bit_for_bit(corpus, tmp_path, s
         "checkpoint__keep": 3,
         "train__loss_scale.growth_interval": 2,
     }
-    undisturbed = run(2, corpus, tmp_path / "run", **settings)
+    num_ranks = 2 * tensor_size
+    undisturbed = run(num_ranks, corpus, tmp_path / "run", **settings)
     for last_step in (2, 4):
         resumed_dir = tmp_path / f"resumed-{last_step}"
         shutil.copytree(tmp_path / "run", resumed_dir)
         for later in range(last_step + 2, 8, 2):
             shutil.rmtree(resumed_dir / "checkpoints" / f"step-{later:08d}")
-        resumed = run(2, corpus, resumed_dir, **settings)
+        resumed = run(num_ranks, corpus, resumed_dir, **settings)
         assert reproducible(resumed) == reproducible(undisturbed)
 
 
