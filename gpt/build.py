@@ -48,7 +48,7 @@ class Parts:
 def build_mesh(settings: Settings, world: World) -> Mesh:
     """Raises ConfigError if the settings and the ranks don't go together, before anything is read or allocated."""
     check_node(settings.parallel, world)
-    mesh = Mesh.create(settings.parallel.tensor_size, world.device.type)
+    mesh = Mesh.create(settings.parallel.tensor_size, world.device.type, shard_size=settings.parallel.shard_size)
     check_divides(settings.model, mesh.tensor)
     check_batch_sizes(settings.train.batch, mesh.data.size)
     num_tokens = settings.train.micro_batch_size * settings.model.seq_length

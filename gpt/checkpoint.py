@@ -115,6 +115,7 @@ def _save_rank(path: Path, parts: Parts) -> None:
 def _layout(parts: Parts, progress: Progress) -> dict[str, Any]:
     """What decides whether a checkpoint fits a run, and where a run goes on."""
     model, mesh = parts.model, parts.mesh
+    num_owners = model.shard_axis.size * mesh.tensor.size  # shards lie on consecutive ranks, then their replicas
     ranks = range(mesh.data.size * mesh.tensor.size)
     return {
         "format": FORMAT,
@@ -122,8 +123,7 @@ def _layout(parts: Parts, progress: Progress) -> dict[str, Any]:
         "data_size": mesh.data.size,
         "tensor_size": mesh.tensor.size,
         "num_shards": model.shard_axis.size,
-        # A shard's replicas differ in the rank along the replica axis, and the first of them has written it.
-        "shard_files": [rank if model.replica_axis.size == 1 else rank % mesh.tensor.size for rank in ranks],
+        "shard_files": [rank % num_owners for rank in ranks],  # the first of the replicas has written it
         "buffers": describe_layout(model),
         "optimizer_counters": group_counters(parts.optimizer),
     }

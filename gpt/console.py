@@ -65,7 +65,7 @@ def memory_table(settings: Settings, parts: Parts) -> Table:
     state_bytes = parts.optimizer.state_bytes_per_element
     moments = found.moments or sum(window.master.numel() for window in parts.optimizer.windows) * state_bytes
     promised = memory.formula(
-        settings.zero.stage, num_parameters, parts.mesh.data.size, settings.train.dtype.itemsize, state_bytes
+        settings.zero.answers, num_parameters, parts.model.shard_axis.size, settings.train.dtype.itemsize, state_bytes
     )
     table = Table(title=f"Model states per rank, stage {settings.zero.stage}", title_justify="left")
     for heading in ("", "MB", "paper's formula, MB", "bytes a parameter"):
@@ -100,7 +100,7 @@ def summary_table(settings: Settings, parts: Parts, records: list[dict[str, Any]
     data_size = parts.mesh.data.size
     num_micro_batches = settings.train.global_batch_size // (settings.train.micro_batch_size * data_size)
     parameter_bytes = parts.num_parameters * settings.train.dtype.itemsize
-    promised = traffic.step_bytes(settings.zero.stage, parameter_bytes, data_size, num_micro_batches)
+    promised = traffic.step_bytes(settings.zero.answers, parameter_bytes, data_size, num_micro_batches)
     table = Table(title="Summary", show_header=False, title_justify="left")
     table.add_row("loss", f"{first['loss']:.3f} (step {first['step']}) -> {last['loss']:.3f} (step {last['step']})")
     if "validation_loss" in last:

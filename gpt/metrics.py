@@ -45,10 +45,15 @@ class StepTraffic:
 
     def __init__(self, log: CommLog):
         self._log = log
-        self._before = {axis: log.wire_bytes(axis) for axis in ("data", "tensor")}
+        self._before = self._sent()
 
     def measure(self) -> dict[str, int]:
-        return {f"{axis}_axis_bytes": self._log.wire_bytes(axis) - sent for axis, sent in self._before.items()}
+        return {name: sent - self._before[name] for name, sent in self._sent().items()}
+
+    def _sent(self) -> dict[str, int]:
+        """The data axis with its parts, where sharding is hierarchical."""
+        data = sum(self._log.wire_bytes(axis) for axis in ("data", "shard", "replica"))
+        return {"data_axis_bytes": data, "tensor_axis_bytes": self._log.wire_bytes("tensor")}
 
 
 def peak_memory(device: torch.device) -> dict[str, int]:

@@ -27,6 +27,8 @@ class ParallelSettings:
     """Ranks that share one copy of the model, within a node."""
     sequence_parallel: bool = False
     """Split norms, dropout and residuals along the tokens over the tensor ranks, instead of repeating them."""
+    shard_size: int | None = None
+    """Data-parallel ranks that divide the model states among them, replicas beyond: null for all ranks."""
     tensor_across_nodes: bool = False
     """Allow a tensor group to span nodes, as the paper's baseline does; its links are many times slower."""
 

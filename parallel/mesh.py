@@ -67,6 +67,7 @@ class Axis:
     rank: int
     log: CommLog
     group: dist.ProcessGroup | None = None
+    parts: "tuple[Axis, Axis] | None" = None  # (inner, outer): consecutive ranks, and those at the same place in them
     received: ReceiveBuffers = field(default_factory=ReceiveBuffers, repr=False, compare=False)
 
     @classmethod
@@ -76,7 +77,7 @@ class Axis:
 
     def alone(self) -> "Axis":
         """This axis as seen by a rank without peers."""
-        return replace(self, size=1, rank=0, group=None)
+        return replace(self, size=1, rank=0, group=None, parts=None)
 
     def all_gather(self, shard: Tensor, *, out: Tensor) -> Handle:
         """(n, ...) -> (size * n, ...), contiguous. In place where `shard` is this rank's part of `out`."""
@@ -133,8 +134,13 @@ class Mesh:
     log: CommLog
 
     @classmethod
-    def create(cls, tensor_size: int, device_type: str = "cpu", log: CommLog | None = None) -> "Mesh":
-        """Lay the axes over torch's default process group, or over this process alone where there is none."""
+    def create(
+        cls, tensor_size: int, device_type: str = "cpu", log: CommLog | None = None, shard_size: int | None = None
+    ) -> "Mesh":
+        """Lay the axes over torch's default process group, or over this process alone where there is none.
+
+        With `shard_size` the data axis has parts, "shard" of that size and "replica" across. Raises ConfigError.
+        """
         log = log or CommLog()
         world_size = dist.get_world_size() if dist.is_initialized() else 1
         if tensor_size < 1 or world_size % tensor_size:
@@ -143,17 +149,27 @@ class Mesh:
                 f"parallel.tensor_size={tensor_size} does not divide the {world_size} ranks; "
                 f"choose {', '.join(divisors)}, or start another number of ranks"
             )
+        data_size = world_size // tensor_size
+        if shard_size is not None and (shard_size < 1 or data_size % shard_size):
+            raise ConfigError(
+                f"parallel.shard_size={shard_size} does not divide the {data_size} data-parallel ranks; "
+                "choose a divisor, or null to shard over all of them"
+            )
         if world_size == 1:
             return cls(Axis.trivial("data", log), Axis.trivial("tensor", log), log)
+        inner = shard_size or data_size
         groups = init_device_mesh(
-            device_type, (world_size // tensor_size, tensor_size), mesh_dim_names=("data", "tensor")
+            device_type, (data_size // inner, inner, tensor_size), mesh_dim_names=("replica", "shard", "tensor")
         )
 
-        def axis(name: str) -> Axis:
-            group = groups.get_group(name)
-            return Axis(name, dist.get_world_size(group), dist.get_rank(group), log, group)
+        def axis(name: str, group: dist.ProcessGroup, parts: tuple[Axis, Axis] | None = None) -> Axis:
+            return Axis(name, dist.get_world_size(group), dist.get_rank(group), log, group, parts)
 
-        return cls(axis("data"), axis("tensor"), log)
+        shard, replica, tensor = (axis(name, groups.get_group(name)) for name in ("shard", "replica", "tensor"))
+        if shard_size is None:
+            return cls(replace(shard, name="data"), tensor, log)
+        whole = groups["replica", "shard"]._flatten("data").get_group()
+        return cls(axis("data", whole, (shard, replica)), tensor, log)
 
     def barrier(self) -> None:
         """Wait until every rank has come here. Never in a training step."""

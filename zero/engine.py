@@ -7,17 +7,18 @@ Gradients, in every stage
 
 Parameters, where they are transient, per unit
 
-    forward       gather, start to gather the next unit | compute | release
+    forward       gather, start to gather the next units | compute | release
     backward      an output's gradient arrives: gather, start the next | compute | the input's gradient arrives:
                   release, and close the unit's windows: what has no gradient by now counts as zero
 """
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -27,8 +28,8 @@ from parallel.mesh import Axis
 from zero.autograd import NO_BACKWARD, call_at_end_of_backward, current_backward, mark_end_of_backward, tensors_in
 from zero.flat import FlatParameters
 from zero.gradients import GradientReducer
-from zero.stage import STAGES, Lifetime
-from zero.unit import Itinerary, Unit, alike, assign_parameters, find_units
+from zero.stage import STAGES, Lifetime, ZeroStage
+from zero.unit import Itinerary, Unit, alike, assign_parameters, find_units, named_units
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,14 @@ class ZeroConfig:
     """C_B: elements communicated at once, whatever the model's size; null fuses the whole model in one buffer."""
     overlap: bool = True
     """Reduce gradients while backward goes on. Off gives the same bits, later."""
+    accumulate: Literal["reduce", "local"] = "reduce"
+    """Where gradients are partitioned: reduce in every micro-batch, or keep full gradients and reduce in the last."""
+    prefetch_numel: int = 2**27
+    """Where parameters are partitioned: elements of the units to come that are gathered ahead; 0 for none."""
+    resident_numel: int = 0
+    """Where parameters are partitioned: smaller ones than this stay gathered, such as norms and biases."""
+    units: tuple[str, ...] | None = None
+    """Modules that are gathered at a time, by patterns such as blocks.*; null: the elements of the module lists."""
 
     def __post_init__(self) -> None:
         if self.stage not in STAGES:
@@ -49,6 +58,15 @@ class ZeroConfig:
             raise ConfigError(
                 f"zero.window_numel={self.window_numel} is below 1; choose 1 or more, or null for one window"
             )
+        for name in ("prefetch_numel", "resident_numel"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"zero.{name}={getattr(self, name)} is below 0; choose 0 for none")
+
+    @property
+    def answers(self) -> ZeroStage:
+        """The stage's row of the table, with what the other settings change of it."""
+        row = STAGES[self.stage]
+        return replace(row, full_grads=Lifetime.PERSISTENT) if self.accumulate == "local" else row
 
 
 class ZeroDataParallel(nn.Module):
@@ -61,10 +79,10 @@ class ZeroDataParallel(nn.Module):
     def __init__(self, module: nn.Module, data: Axis, config: ZeroConfig):
         super().__init__()
         self.module = module
-        self._stage = STAGES[config.stage]
+        self._stage, self._prefetch_numel = config.answers, config.prefetch_numel
         self.shard_axis, self.replica_axis = axes = self._stage.axes(data)
         _start_alike(module, data)
-        self._units = self._make_units(config.window_numel)
+        self._units = self._make_units(config)
         trainable = [flat for flat in self.flats if flat.is_trainable]
         self.reducer = GradientReducer(trainable, axes, self._stage.full_grads, config.overlap)
         self._forward_order, self._backward_order = Itinerary(), Itinerary()
@@ -100,18 +118,29 @@ class ZeroDataParallel(nn.Module):
             for unit in self._units.values():
                 unit.release()
 
-    def _make_units(self, window_numel: int | None) -> dict[str, Unit]:
-        """Each unit holds the buffers of its own parameters; where parameters persist, the whole model is one unit."""
+    def _make_units(self, config: ZeroConfig) -> dict[str, Unit]:
+        """Each unit holds the buffers of its own parameters; what persists belongs to the root, the whole model."""
+        own = assign_parameters(self.module, self._unit_names(config))
         is_transient = self._stage.full_params is Lifetime.TRANSIENT
-        own = assign_parameters(self.module, find_units(self.module) if is_transient else [""])
-        numel = window_numel or sum(param.numel() for param in self.module.parameters())
-        return {
-            name: Unit(
-                list(params.values()),
-                [FlatParameters(group, self.shard_axis, self._stage.full_params, numel) for group in alike(params)],
-            )
-            for name, params in own.items()
-        }
+        resident_numel = config.resident_numel if is_transient else math.inf
+        resident = {n: p for params in own.values() for n, p in params.items() if p.numel() < resident_numel}
+        numel = config.window_numel or sum(param.numel() for param in self.module.parameters())
+        units = {}
+        for name, params in own.items():
+            transient = {n: p for n, p in params.items() if n not in resident}
+            held = {Lifetime.PERSISTENT: {} if name else resident, Lifetime.TRANSIENT: transient}
+            flats = [
+                FlatParameters(group, self.shard_axis, lifetime, numel)
+                for lifetime, params_held in held.items()
+                for group in alike(params_held)
+            ]
+            units[name] = Unit([param for flat in flats for param in flat.params], flats)
+        return units
+
+    def _unit_names(self, config: ZeroConfig) -> list[str]:
+        if self._stage.full_params is Lifetime.PERSISTENT:
+            return [""]
+        return find_units(self.module) if config.units is None else named_units(self.module, config.units)
 
     def _install_hooks(self) -> None:
         if self._stage.full_params is Lifetime.TRANSIENT:
@@ -163,8 +192,13 @@ class ZeroDataParallel(nn.Module):
         self.reducer.accept(param, may_launch=self._reduces_now)
 
     def _visit(self, unit: Unit, order: Itinerary) -> None:
+        """Gather the unit, and start to gather as many of those that followed it last time as the budget allows."""
         unit.gather()
-        if following := order.visit(unit):
+        numel_left = self._prefetch_numel
+        for following in order.visit(unit):
+            numel_left -= following.transient_numel
+            if numel_left < 0:
+                break
             following.start_gather()
 
     @property

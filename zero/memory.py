@@ -7,7 +7,7 @@ from torch import Tensor
 
 from zero.engine import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
-from zero.stage import STAGES, Lifetime
+from zero.stage import Lifetime, ZeroStage
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class ModelStates:
 
 
 def formula(
-    stage: int,
+    answers: ZeroStage,
     num_parameters: float,
     data_size: int,
     parameter_bytes: int = 2,
@@ -33,10 +33,9 @@ def formula(
 ) -> ModelStates:
     """Paper, section 3.1 and figure 1, with K = 4 (master) + `moment_bytes` = 12 for Adam in mixed precision.
 
-    At parameter_bytes=2: 16 (stage 0), 4 + 12/N (1), 2 + 14/N (2), 16/N (3) times the parameters. Parameters of four
-    bytes or more are their own master weights.
+    `data_size` is that of the shard axis. At parameter_bytes=2: 16 (stage 0), 4 + 12/N (1), 2 + 14/N (2), 16/N (3)
+    times the parameters. Parameters of four bytes or more are their own master weights.
     """
-    answers = STAGES[stage]
 
     def resident(bytes_each: float, is_divided: bool) -> float:
         return num_parameters * bytes_each / (data_size if is_divided else 1)

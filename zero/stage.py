@@ -18,8 +18,13 @@ class ZeroStage:
     full_params: Lifetime
 
     def axes(self, data: Axis) -> tuple[Axis, Axis]:
-        """(shard axis, replica axis): a gradient is reduce-scattered along one, then all-reduced along the other."""
-        return (data, data.alone()) if self.shard_optimizer else (data.alone(), data)
+        """(shard axis, replica axis): a gradient is reduce-scattered along one, then all-reduced along the other.
+
+        Both are larger than one where the data axis has parts: hierarchical sharding.
+        """
+        if not self.shard_optimizer:
+            return data.alone(), data
+        return data.parts or (data, data.alone())
 
 
 STAGES = {

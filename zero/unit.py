@@ -1,9 +1,15 @@
 """Units: the modules whose parameters are communicated together, how they are found, and in which order they run."""
 
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
+from itertools import islice
+
 from torch import nn
 
+from parallel.errors import ConfigError
 from zero.flat import FlatParameters
 from zero.layout import innermost_unit
+from zero.stage import Lifetime
 
 
 class Unit:
@@ -13,6 +19,11 @@ class Unit:
         self.params, self.flats = params, flats
         self.backward: int | None = None  # the backward that it is in
         self.num_open_calls = 0  # calls in forward whose backward has not ended
+
+    @property
+    def transient_numel(self) -> int:
+        """Elements that a gather brings."""
+        return sum(flat.full.numel() for flat in self.flats if flat.lifetime is Lifetime.TRANSIENT)
 
     def start_gather(self) -> None:
         for flat in self.flats:
@@ -30,21 +41,49 @@ class Unit:
 
 
 class Itinerary:
-    """The order in which units were visited last time, to know which comes next."""
+    """The order in which units were visited last time, to know which come next."""
 
     def __init__(self) -> None:
         self._last: list[Unit] = []
         self._visited: list[Unit] = []
 
-    def visit(self, unit: Unit) -> Unit | None:
+    def visit(self, unit: Unit) -> Iterator[Unit]:
+        """The units that came after this one last time; none where this time the order is another."""
         position = len(self._visited)
         self._visited.append(unit)
-        if self._last[position : position + 1] == [unit] and position + 1 < len(self._last):
-            return self._last[position + 1]
-        return None
+        if self._last[position : position + 1] == [unit]:
+            yield from islice(self._last, position + 1, None)
 
     def restart(self) -> None:
         self._last, self._visited = self._visited, []
+
+
+def named_units(module: nn.Module, patterns: Sequence[str]) -> list[str]:
+    """The whole model, and every module whose name matches a pattern such as "encoder.layers.*".
+
+    Raises ConfigError for a pattern that matches nothing, and for units that share a module.
+    """
+    modules = dict(module.named_modules(remove_duplicate=False))
+    names = [""]
+    for pattern in patterns:
+        found = [
+            name for name in modules if name and fnmatchcase(name, pattern) and name.count(".") == pattern.count(".")
+        ]
+        if not found:
+            raise ConfigError(f"zero.units={pattern} matches none of the {len(modules)} modules; name others, or null")
+        names += [name for name in found if name not in names]
+    owner: dict[nn.Module, str] = {}
+    for name in names[1:]:
+        for submodule in modules[name].modules():
+            if name != owner.setdefault(submodule, name) and not _is_inside(name, owner[submodule]):
+                raise ConfigError(
+                    f"zero.units: {owner[submodule]} and {name} share a module; name one unit around both"
+                )
+    return names
+
+
+def _is_inside(name: str, other: str) -> bool:
+    return name.startswith(f"{other}.") or other.startswith(f"{name}.")
 
 
 def find_units(module: nn.Module) -> list[str]:

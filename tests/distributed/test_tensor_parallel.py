@@ -22,6 +22,7 @@ from zero.activations import ActivationsConfig, checkpointed_blocks
 from zero.engine import ZeroConfig, ZeroDataParallel
 from zero.loss_scale import LossScale
 from zero.optimizer import ZeroOptimizer
+from zero.stage import STAGES
 
 NUM_STEPS, CLIP_NORM, TOLERANCE = 5, 0.5, 1e-10
 BATCH, SEQ = 2, 12
@@ -319,7 +320,7 @@ def test_model_states_fall_with_both_axes(stage):
         for found, _, numel in run_ranks(data_size * tensor_size, states_of, tensor_size, stage):
             expected_numel = (whole_numel - num_replicated) / tensor_size + num_replicated
             assert numel == expected_numel
-            promised = memory.formula(stage, expected_numel, data_size)
+            promised = memory.formula(STAGES[stage], expected_numel, data_size)
             assert found == pytest.approx(promised.total, rel=0.02)
     assert states_of_one_rank == pytest.approx(16 * whole_numel, rel=0.02)
 

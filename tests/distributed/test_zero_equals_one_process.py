@@ -60,9 +60,14 @@ def train_in_one_process(name: str, data_size: int, num_micro_batches: int, dtyp
 
 
 def train_with_zero(
-    name: str, config: ZeroConfig, num_micro_batches: int, checkpoints: bool, dtype: torch.dtype
+    name: str,
+    config: ZeroConfig,
+    num_micro_batches: int,
+    checkpoints: bool,
+    dtype: torch.dtype,
+    shard_size: int | None = None,
 ) -> Result:
-    data = Mesh.create(tensor_size=1).data
+    data = Mesh.create(tensor_size=1, shard_size=shard_size).data
     model = ZeroDataParallel(build(name, checkpoints, dtype), data, config)
     settings = {"lr": LR, "weight_decay": WEIGHT_DECAY, "eps": EPS[dtype], "fused": True}
     optimizer = ZeroOptimizer(model, torch.optim.AdamW, clip_norm=CLIP_NORM, **settings)
@@ -125,3 +130,51 @@ def test_stages_equal_one_process(combination):
 @pytest.mark.parametrize("values", list(itertools.product(*FACTORS.values())), ids=lambda v: "-".join(map(str, v)))
 def test_all_combinations_equal_one_process(values):
     assert_equals_one_process(**dict(zip(FACTORS, values, strict=True)))
+
+
+FACTORS_OF_PARTITIONED_PARAMETERS = {
+    "name": list(MODELS),
+    "data_size": [1, 2, 4],
+    "num_micro_batches": [1, 3],
+    "checkpoints": [False, True],
+    "overlap": [True, False],
+    "prefetch_numel": [0, 4000, 10**9],
+    "resident_numel": [0, 100],
+    "accumulate": ["reduce", "local"],
+    "shard_size": [None, 1, 2],
+}
+
+
+def check_partitioned_parameters(
+    name: str, data_size: int, num_micro_batches: int, checkpoints: bool, shard_size: int | None, **settings: object
+) -> None:
+    shard_size = min(shard_size, data_size) if shard_size else None
+    config = ZeroConfig(stage=3, window_numel=500, **settings)
+    dtype = torch.float64
+    found = run_ranks(data_size, train_with_zero, name, config, num_micro_batches, checkpoints, dtype, shard_size)
+    expected = train_in_one_process(name, data_size, num_micro_batches, dtype)
+    for rank, result in enumerate(found):
+        assert result.distance(expected) < TOLERANCE[dtype], f"rank {rank}"
+
+
+@pytest.mark.parametrize(
+    "combination", pairwise(**FACTORS_OF_PARTITIONED_PARAMETERS), ids=lambda c: "-".join(map(str, c.values()))
+)
+def test_partitioned_parameters_equal_one_process(combination):
+    check_partitioned_parameters(**combination)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "values", list(itertools.product(*FACTORS_OF_PARTITIONED_PARAMETERS.values())), ids=lambda v: "-".join(map(str, v))
+)
+def test_all_partitioned_parameters_equal_one_process(values):
+    check_partitioned_parameters(**dict(zip(FACTORS_OF_PARTITIONED_PARAMETERS, values, strict=True)))
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_sharding_inside_groups_and_replicating_across_equals_one_process(stage):
+    config = ZeroConfig(stage, window_numel=500)
+    found = run_ranks(4, train_with_zero, "toy", config, 1, False, torch.float64, 2)
+    expected = train_in_one_process("toy", 4, 1, torch.float64)
+    assert all(result.distance(expected) < TOLERANCE[torch.float64] for result in found)
