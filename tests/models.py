@@ -5,6 +5,8 @@ import transformers
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+from transformers.models.llama import modeling_llama
+from transformers.models.t5 import modeling_t5
 
 from gpt.model import GPT, ModelConfig, initialize
 from parallel.mesh import Axis
@@ -70,18 +72,104 @@ def transformers_gpt2(checkpoints: bool) -> nn.Module:
     config = transformers.GPT2Config(
         n_layer=3, n_embd=32, n_head=4, vocab_size=VOCAB, n_positions=SEQ, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
     )
-    model = transformers.GPT2LMHeadModel(config).train()
-    if checkpoints:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return with_checkpoints(transformers.GPT2LMHeadModel(config), checkpoints)
+
+
+def rms_norm(norm: nn.Module, x: Tensor) -> Tensor:
+    """In the input's own type: transformers' norms go through fp32, where a difference of 1e-16 may round to 1e-7."""
+    return norm.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + norm.variance_epsilon)
+
+
+def llama(checkpoints: bool) -> nn.Module:
+    modeling_llama.LlamaRMSNorm.forward = rms_norm
+    config = transformers.LlamaConfig(
+        num_hidden_layers=3,
+        hidden_size=32,
+        intermediate_size=64,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=VOCAB,
+    )
+    return with_checkpoints(transformers.LlamaForCausalLM(config), checkpoints)
+
+
+class T5(nn.Module):
+    """An encoder and a decoder that share their embedding, fed with the same tokens."""
+
+    def __init__(self, checkpoints: bool):
+        super().__init__()
+        modeling_t5.T5LayerNorm.forward = rms_norm
+        config = transformers.T5Config(
+            num_layers=2, d_model=32, d_ff=64, d_kv=8, num_heads=4, vocab_size=VOCAB, dropout_rate=0
+        )
+        self.t5 = with_checkpoints(transformers.T5ForConditionalGeneration(config), checkpoints)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.t5(input_ids=tokens, decoder_input_ids=tokens.flip(1)).logits
+
+
+def frozen_gpt2(checkpoints: bool) -> nn.Module:
+    """Nothing to train in the embeddings and the first two blocks, but for one bias."""
+    model = transformers_gpt2(checkpoints)
+    for module in (model.transformer.wte, model.transformer.wpe, *model.transformer.h[:2]):
+        module.requires_grad_(False)
+    model.transformer.h[1].ln_2.bias.requires_grad_(True)
     return model
 
 
+def with_checkpoints(model: nn.Module, checkpoints: bool) -> nn.Module:
+    if checkpoints:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model.train()
+
+
+class Albert(nn.Module):
+    """One block called several times and one that is skipped; which ones changes from step to step."""
+
+    def __init__(self, checkpoints: bool):
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(VOCAB, 16), nn.Linear(16, VOCAB)
+        self.blocks = nn.ModuleList(ToyBlock(checkpoints) for _ in range(4))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        output = {"x": self.tokens(tokens), "bias": self.head.bias[:16].sin()}
+        for index in (0, 1, 0, 0, 1) if tokens[0, 0] % 2 else (1, 0, 2):
+            output = self.blocks[index](output["x"], context={"bias": output["bias"], "tokens": tokens})
+        return self.head(output["x"])
+
+
+class Borrower(nn.Module):
+    """The parent reads a child's weight, and a child hands its bias to its parent."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(16, 16)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, nn.Parameter]:
+            return F.linear(x, self.linear.weight), self.linear.bias
+
+    def __init__(self, checkpoints: bool):
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(VOCAB, 16), nn.Linear(16, VOCAB)
+        self.blocks = nn.ModuleList(Borrower.Block() for _ in range(3))
+        self.checkpoints = checkpoints
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens) @ self.blocks[2].linear.weight.cos()
+        for block in self.blocks:
+            product, bias = checkpoint(block, x, use_reentrant=False) if self.checkpoints else block(x)
+            x = x + torch.tanh(product + bias)
+        return self.head(x @ self.blocks[1].linear.weight.sin())
+
+
 MODELS = {"gpt": gpt, "transformers_gpt2": transformers_gpt2, "toy": Toy}
+HARDER_MODELS = {"llama": llama, "t5": T5, "frozen_gpt2": frozen_gpt2, "albert": Albert, "borrower": Borrower}
 
 
 def build(name: str, checkpoints: bool = False, dtype: torch.dtype = torch.float64) -> nn.Module:
     torch.manual_seed(0)
-    return MODELS[name](checkpoints).to(dtype)
+    return (MODELS | HARDER_MODELS)[name](checkpoints).to(dtype)
 
 
 def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
@@ -93,4 +181,6 @@ def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
 
 def batch(step: int, micro_batch: int, rank: int) -> Tensor:
     generator = torch.Generator().manual_seed(10_000 * step + 100 * micro_batch + rank)
-    return torch.randint(0, VOCAB, (2, SEQ), generator=generator)
+    tokens = torch.randint(0, VOCAB, (2, SEQ), generator=generator)
+    tokens[0, 0] = step  # known to a model whose branches change
+    return tokens

@@ -25,6 +25,7 @@ from torch import nn
 
 from parallel.errors import ConfigError
 from parallel.mesh import Axis
+from zero.access import watch_parameters
 from zero.autograd import NO_BACKWARD, call_at_end_of_backward, current_backward, mark_end_of_backward, tensors_in
 from zero.flat import FlatParameters
 from zero.gradients import GradientReducer
@@ -86,6 +87,7 @@ class ZeroDataParallel(nn.Module):
         trainable = [flat for flat in self.flats if flat.is_trainable]
         self.reducer = GradientReducer(trainable, axes, self._stage.full_grads, config.overlap)
         self._forward_order, self._backward_order = Itinerary(), Itinerary()
+        self._running: list[Unit] = []  # calls of units in forward, the innermost last
         self._backward = NO_BACKWARD
         self._is_last_microbatch = True
         self._install_hooks()
@@ -96,6 +98,7 @@ class ZeroDataParallel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self._forward_order.restart()
+        self._running.clear()  # a forward that raised has left its calls here
         return self.module(*args, **kwargs)
 
     @contextmanager
@@ -148,6 +151,8 @@ class ZeroDataParallel(nn.Module):
                 module = self.module.get_submodule(name)
                 module.register_forward_pre_hook(partial(self._before_forward, unit), with_kwargs=True)
                 module.register_forward_hook(partial(self._after_forward, unit))
+            self._unit_of = {param: unit for unit in self._units.values() for param in unit.params}
+            watch_parameters(self.module, self._on_access)
         for flat in self.reducer.windows:
             for param in flat.params:
                 param.register_post_accumulate_grad_hook(self._on_gradient)
@@ -155,17 +160,34 @@ class ZeroDataParallel(nn.Module):
     def _before_forward(self, unit: Unit, _module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         if current_backward() == NO_BACKWARD:
             self._visit(unit, self._forward_order)
+            self._running.append(unit)
             unit.num_open_calls += torch.is_grad_enabled()
         else:  # a recomputation: what it visits has its place in the order already
             unit.gather()
         return mark_end_of_backward((args, kwargs), partial(self._after_backward, unit))
 
     def _after_forward(self, unit: Unit, _module: nn.Module, _args: tuple, output: Any) -> None:
+        if current_backward() == NO_BACKWARD:
+            self._running.pop()
+        for tensor in tensors_in(output):
+            if isinstance(tensor, nn.Parameter):  # handed to whoever called: a bias to be added later, say
+                self._on_access(tensor)
         if unit.backward != current_backward():  # else its own backward, which recomputes and is about to read
             unit.release()
         for tensor in tensors_in(output):
             if tensor.grad_fn is not None:
                 tensor.register_hook(lambda _grad: self._before_backward(unit))
+
+    def _on_access(self, param: nn.Parameter) -> None:
+        """A module's attribute has been read. [Note: borrowing]"""
+        lender = self._unit_of[param]
+        if self._running and lender is not self._running[-1] and current_backward() == NO_BACKWARD:
+            self._running[-1].borrow(lender)
+
+    # [Note: borrowing] A parameter may be read by a unit that is not its own: a parent that multiplies with a child's
+    # weight, or adds a bias that the child returned. The reader then holds the owner's parameters until it is released
+    # itself, and from then on whenever it runs, in backward too, where autograd reads what it saved. The owner's windows
+    # stay open until the end of backward.
 
     def _before_backward(self, unit: Unit) -> None:
         self._enter_backward()
@@ -177,7 +199,7 @@ class ZeroDataParallel(nn.Module):
         """The gradient of the unit's input is known. [Note: closing]"""
         unit.release()
         unit.num_open_calls -= 1
-        if unit.num_open_calls == 0:
+        if unit.num_open_calls == 0 and not unit.is_lent:  # a borrower's gradients may come later
             self.reducer.close(unit.params, may_launch=self._reduces_now)
 
     # [Note: closing] Ranks meet in the order in which each launches its collectives. A parameter that only some ranks

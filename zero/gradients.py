@@ -32,6 +32,7 @@ class WindowGradient:
     parts: dict[nn.Parameter, range]  # where in the buffer each parameter's share of this window lies
     gaps: list[range]
     owned: Tensor
+    position: int = 0  # in the order of reductions
     staged: Tensor | None = None  # at least as long as the window
     is_reduced: bool = False  # `owned` holds a gradient
     waiting: set[nn.Parameter] = field(default_factory=set)  # no gradient yet in this backward
@@ -63,7 +64,8 @@ class GradientReducer:
         self.windows = {flat: self._windows_of(flat) for flat in flats}
         self._order = [window for windows in reversed(self.windows.values()) for window in reversed(windows)]
         self._touched_by: defaultdict[nn.Parameter, list[WindowGradient]] = defaultdict(list)
-        for gradient in self._order:
+        for position, gradient in enumerate(self._order):
+            gradient.position = position
             for param in gradient.parts:
                 self._touched_by[param].append(gradient)
         self._staging_numel = max((len(w.window.elements) for w in self._order), default=0)
@@ -92,6 +94,8 @@ class GradientReducer:
         grad, param.grad = param.grad.reshape(-1), None
         stop = grad.numel()
         for gradient in self._touched_by[param]:
+            if gradient.position < self._num_launched:
+                raise RuntimeError(f"a gradient of shape {tuple(param.shape)} came after its window was reduced")
             elements = gradient.parts[param]
             self._stage(gradient)
             arrived, staged = grad[stop - len(elements) : stop], gradient.part_of_staged(elements)

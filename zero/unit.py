@@ -13,12 +13,19 @@ from zero.stage import Lifetime
 
 
 class Unit:
-    """A module whose parameters are needed, and done with, together; its own are those of no smaller unit."""
+    """A module whose parameters are needed, and done with, together; its own are those of no smaller unit.
+
+    Gathered for as long as somebody holds it: itself while it runs, and any unit that reads its parameters from
+    outside while that one runs.
+    """
 
     def __init__(self, params: list[nn.Parameter], flats: list[FlatParameters]):
         self.params, self.flats = params, flats
         self.backward: int | None = None  # the backward that it is in
         self.num_open_calls = 0  # calls in forward whose backward has not ended
+        self.borrowed: dict[Unit, None] = {}  # units whose parameters this one has read, in the order of first reading
+        self.is_lent = False  # some other unit has read its parameters
+        self._holders: set[Unit] = set()
 
     @property
     def transient_numel(self) -> int:
@@ -29,15 +36,32 @@ class Unit:
         for flat in self.flats:
             flat.start_gather()
 
-    def gather(self) -> None:
+    def gather(self, holder: "Unit | None" = None) -> None:
+        """Bring the parameters, for itself or for another unit; and those that this unit is known to borrow."""
+        self._holders.add(holder or self)
         self.start_gather()
         for flat in self.flats:
             flat.gather()
+        if holder is None:
+            for lender in self.borrowed:
+                lender.gather(self)
 
-    def release(self) -> None:
-        self.backward = None
-        for flat in self.flats:
-            flat.release()
+    def release(self, holder: "Unit | None" = None) -> None:
+        """Done with the parameters; they go when no other unit holds them."""
+        if holder is None:
+            self.backward = None
+            for lender in self.borrowed:
+                lender.release(self)
+        self._holders.discard(holder or self)
+        if not self._holders:
+            for flat in self.flats:
+                flat.release()
+
+    def borrow(self, lender: "Unit") -> None:
+        """This unit, which is running, reads parameters of another."""
+        self.borrowed[lender] = None
+        lender.is_lent = True
+        lender.gather(self)
 
 
 class Itinerary:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel.mesh import Mesh
-from tests.models import MODELS, batch, build, loss_of
+from tests.models import HARDER_MODELS, MODELS, batch, build, loss_of
 from tests.pairwise import pairwise
 from tests.ranks import run_ranks
 from zero.engine import ZeroConfig, ZeroDataParallel
@@ -133,7 +133,7 @@ def test_all_combinations_equal_one_process(values):
 
 
 FACTORS_OF_PARTITIONED_PARAMETERS = {
-    "name": list(MODELS),
+    "name": [*MODELS, *HARDER_MODELS],
     "data_size": [1, 2, 4],
     "num_micro_batches": [1, 3],
     "checkpoints": [False, True],
