@@ -5,7 +5,7 @@ An axis of size 1 communicates nothing and still writes `out`, so no caller ever
 """
 
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -84,6 +84,8 @@ class Axis:
         if self.size == 1:
             return _copy(shard, out)
         self.log.record("all_gather", self.name, self.size, out)
+        if dist.get_backend(self.group) == "gloo":
+            return self._send_to_all(shard, out)
         gather = _first_named("all_gather_single", "all_gather_into_tensor")
         return Handle(gather(out.view(-1), shard.view(-1), group=self.group, async_op=True).wait)
 
@@ -113,16 +115,31 @@ class Axis:
         as_bytes = tensor.view(-1).view(torch.uint8)  # gloo lacks some types
         return Handle(dist.broadcast(as_bytes, group=self.group, group_src=0, async_op=True).wait)
 
+    def _send_to_all(self, shard: Tensor, out: Tensor) -> Handle:
+        """gloo's own all-gather receives in a fresh buffer and copies; straight into place it is four times faster."""
+        shards = out.view(-1).chunk(self.size)
+        shards[self.rank].copy_(shard.view(-1))  # returns early where both are the same memory
+        return self._exchange([shard.view(-1)] * self.size, shards)
+
     def _exchange_and_sum(self, full: Tensor, out: Tensor) -> Handle:
-        """gloo's own reduce-scatter sends as much as an all-reduce; an all-to-all and a local sum send half."""
+        """gloo's own reduce-scatter sends as much as an all-reduce; an exchange and a local sum send half."""
         received = self.received.take(full)
-        work = dist.all_to_all_single(received, full.view(-1), group=self.group, async_op=True)
+        sent, terms = full.view(-1).chunk(self.size), received.chunk(self.size)
+        terms[self.rank].copy_(sent[self.rank])
+        exchanged = self._exchange(sent, terms)
 
         def add_up() -> None:
-            torch.sum(received.view(self.size, -1), dim=0, out=out.view(-1))
+            _add_up(received.view(self.size, -1), out.view(-1))
             self.received.put_back(received)
 
-        return Handle(work.wait, add_up)
+        return Handle(exchanged.wait, add_up)
+
+    def _exchange(self, sent: Sequence[Tensor], received: Sequence[Tensor]) -> Handle:
+        """`sent[k]` to every other rank k, which fills `received[k]`. Pairs of ranks match in the order of calls."""
+        peers = [rank for rank in range(self.size) if rank != self.rank]
+        messages = [dist.P2POp(dist.irecv, received[peer], group=self.group, group_peer=peer) for peer in peers]
+        messages += [dist.P2POp(dist.isend, sent[peer], group=self.group, group_peer=peer) for peer in peers]
+        return Handle(*(work.wait for work in dist.batch_isend_irecv(messages)))
 
 
 @dataclass(frozen=True)
@@ -175,6 +192,14 @@ class Mesh:
         """Wait until every rank has come here. Never in a training step."""
         if dist.is_initialized():
             dist.barrier()
+
+
+def _add_up(terms: Tensor, out: Tensor) -> None:
+    """(size, n) -> (n,), in the order of ranks; half types are added in fp32 and rounded once."""
+    if len(terms) == 2:
+        torch.add(terms[0], terms[1], out=out)  # the same bits as the sum, several times faster
+    else:
+        torch.sum(terms, dim=0, out=out)
 
 
 def _copy(source: Tensor, out: Tensor) -> Handle:

@@ -186,8 +186,8 @@ class ZeroDataParallel(nn.Module):
 
     # [Note: borrowing] A parameter may be read by a unit that is not its own: a parent that multiplies with a child's
     # weight, or adds a bias that the child returned. The reader then holds the owner's parameters until it is released
-    # itself, and from then on whenever it runs, in backward too, where autograd reads what it saved. The owner's windows
-    # stay open until the end of backward.
+    # itself, and from then on whenever it runs, in backward too, where autograd reads what it saved. The owner's
+    # windows stay open until the end of backward.
 
     def _before_backward(self, unit: Unit) -> None:
         self._enter_backward()

@@ -1,0 +1,118 @@
+"""What is compared: one model, trained by this project's ZeRO stages and by what torch offers, each as it does best.
+
+Every contender averages gradients over all ranks and steps AdamW. They differ in the precision of what AdamW updates:
+under bf16 ours keeps fp32 master weights and moments, torch's update the bf16 weights themselves, with bf16 moments.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import AdamW
+
+from parallel.mesh import Mesh
+from zero.engine import ZeroConfig, ZeroDataParallel
+from zero.optimizer import ZeroOptimizer
+from zero.unit import find_units
+
+LR = 3e-4
+
+
+@dataclass(eq=False)
+class Contender:
+    """`model(tokens, targets)` is the mean loss; `accumulate()` surrounds every micro-batch but the last."""
+
+    name: str
+    model: nn.Module
+    accumulate: Callable[[], AbstractContextManager]
+    update: Callable[[], object]  # clip, step, and drop the gradients
+    memory_bytes: int = 0
+    losses: list[Tensor] = field(default_factory=list)  # this rank's mean loss of every step
+
+    def step(self, micro_batches: list[Tensor]) -> None:
+        """A micro-batch is int64 tokens (micro_batch_size, seq_length + 1)."""
+        with self.accumulate():
+            losses = [self._backward(tokens, len(micro_batches)) for tokens in micro_batches[:-1]]
+        losses.append(self._backward(micro_batches[-1], len(micro_batches)))
+        self.update()
+        self.losses.append(torch.stack(losses).mean())
+
+    def _backward(self, tokens: Tensor, num_micro_batches: int) -> Tensor:
+        loss = self.model(tokens[:, :-1], tokens[:, 1:])
+        (loss / num_micro_batches).backward()
+        return loss.detach()
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What all contenders are built with; no clipping where `clip_norm` is infinite."""
+
+    mesh: Mesh
+    clip_norm: float
+    window_numel: int | None
+
+
+def zero(name: str, model: nn.Module, terms: Terms, *, stage: int) -> Contender:
+    engine = ZeroDataParallel(model, terms.mesh.data, ZeroConfig(stage, terms.window_numel))
+    optimizer = ZeroOptimizer(engine, AdamW, clip_norm=terms.clip_norm, lr=LR, fused=True)
+    return Contender(name, engine, engine.accumulate, optimizer.step)
+
+
+def ddp(name: str, model: nn.Module, terms: Terms, *, bucket_view: bool, fused: bool | None) -> Contender:
+    engine = DistributedDataParallel(model, gradient_as_bucket_view=bucket_view)
+    return Contender(
+        name, engine, engine.no_sync, torch_update(engine, AdamW(engine.parameters(), LR, fused=fused), terms)
+    )
+
+
+def ddp_zero_redundancy(name: str, model: nn.Module, terms: Terms) -> Contender:
+    engine = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    optimizer = ZeroRedundancyOptimizer(engine.parameters(), AdamW, lr=LR, fused=True)
+    return Contender(name, engine, engine.no_sync, torch_update(engine, optimizer, terms))
+
+
+def fsdp2(name: str, model: nn.Module, terms: Terms) -> Contender:
+    """Sharded by block, like our stage 3."""
+    for unit in reversed(find_units(model)):
+        fully_shard(model.get_submodule(unit))
+    assert isinstance(model, FSDPModule)
+    optimizer = AdamW(model.parameters(), LR, fused=True)
+    return Contender(name, model, partial(without_gradient_sync, model), torch_update(model, optimizer, terms))
+
+
+CONTENDERS: dict[str, Callable[[str, nn.Module, Terms], Contender]] = {
+    "ddp-default": partial(ddp, bucket_view=False, fused=None),
+    "ddp-fused": partial(ddp, bucket_view=True, fused=True),
+    "ddp-zero-redundancy": ddp_zero_redundancy,
+    "fsdp2": fsdp2,
+    "zero-0": partial(zero, stage=0),
+    "zero-1": partial(zero, stage=1),
+    "zero-2": partial(zero, stage=2),
+    "zero-3": partial(zero, stage=3),
+}
+
+
+def torch_update(model: nn.Module, optimizer: torch.optim.Optimizer, terms: Terms) -> Callable[[], None]:
+    def update() -> None:
+        if math.isfinite(terms.clip_norm):
+            nn.utils.clip_grad_norm_(model.parameters(), terms.clip_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return update
+
+
+@contextmanager
+def without_gradient_sync(model: FSDPModule) -> Iterator[None]:
+    model.set_requires_gradient_sync(False)
+    try:
+        yield
+    finally:
+        model.set_requires_gradient_sync(True)

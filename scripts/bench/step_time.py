@@ -1,0 +1,299 @@
+"""Compare one training step of our ZeRO stages with torch's data parallelism: time, traffic, memory, loss.
+
+All contenders live in every process, each with its own copy of one model. A round lets each of them run a few steps, in
+an order that rotates from round to round; a ratio is taken between times of the same round, so that whatever
+else the machine does hits both sides alike. Run it with scripts/bench/step_time.sh.
+"""
+
+import copy
+import ctypes
+import json
+import math
+import os
+import statistics
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import jsonargparse
+import torch
+import torch.distributed as dist
+import transformers
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from gpt.model import GPT, ModelConfig, initialize
+from parallel.mesh import Axis, Mesh
+from parallel.tokens import ReplicatedTokens
+from parallel.world import World, start_world, stop_world
+from scripts.bench.contenders import CONTENDERS, Contender, Terms
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+NUM_COMPARED_LOSSES = 16  # later AdamW amplifies rounding without bound
+LOSS_TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2}  # under bf16 only ours has master weights, and learns a little faster
+BASELINES = {"ddp-default", "ddp-fused"}
+NUM_BATCHES = 8
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One comparison."""
+
+    model: Literal["transformers", "gpt"] = "transformers"
+    """transformers: GPT2LMHeadModel; gpt: this project's own."""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """Type of parameters, gradients and activations."""
+    contenders: list[str] = field(default_factory=lambda: list(CONTENDERS))
+    """Which to compare; the faster of those called ddp-default and ddp-fused is the baseline."""
+    rounds: int = 40
+    """Rounds that are measured."""
+    steps: int = 2
+    """Steps of each contender in a round."""
+    warmup: int = 3
+    """Steps of each contender before the first round, after the one that allocates."""
+    clip_norm: float = 1.0
+    """Global gradient norm for all; .inf for no clipping."""
+    window_numel: int | None = 2**25
+    """zero.window_numel of our stages."""
+    micro_batches: int = 1
+    """Micro-batches a step."""
+    micro_batch_size: int = 4
+    """Sequences a micro-batch."""
+    layers: int = 8
+    """Transformer blocks."""
+    hidden: int = 384
+    """Width of the model; a head has 64."""
+    vocab: int = 8192
+    """Rows of the token embedding."""
+    seq: int = 256
+    """Tokens a sequence."""
+    json: Path | None = None
+    """File for every measured number."""
+
+
+class LossOfLogits(nn.Module):
+    """A transformers model with the interface of ours: (tokens, targets) -> mean loss."""
+
+    def __init__(self, language_model: nn.Module):
+        super().__init__()
+        self.language_model = language_model
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        logits = self.language_model(tokens, use_cache=False).logits
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+@dataclass(frozen=True)
+class Block:
+    """A few steps of one contender in one round."""
+
+    seconds_per_step: float
+    cpu_seconds_per_step: float  # of all threads of this rank: hardly moved by what else the machine does
+    wire_bytes_per_step: float  # sent over loopback, per rank; NaN where that is not the wire
+
+
+@dataclass(frozen=True)
+class Row:
+    """One contender's line of the result; the quartiles and the extremes are those of the rounds."""
+
+    name: str
+    is_baseline: bool
+    milliseconds: float
+    ratios: list[float]  # to the baseline's time, a number a round
+    cpu_ratios: list[float]  # likewise, of processor time
+    wire_x_parameters: float
+    memory_mib: float
+    loss_difference: float
+
+
+def build_model(settings: Settings, device: torch.device) -> nn.Module:
+    """The same values on every rank and in every run; no dropout."""
+    heads = settings.hidden // 64
+    torch.manual_seed(0)
+    model: nn.Module
+    if settings.model == "gpt":
+        config = ModelConfig(settings.layers, settings.hidden, heads, settings.seq, settings.vocab, dropout=0.0)
+        model = GPT(config, ReplicatedTokens(Axis.trivial("tensor")))
+        initialize(model, seed=0)
+    else:
+        config = transformers.GPT2Config(
+            n_layer=settings.layers,
+            n_embd=settings.hidden,
+            n_head=heads,
+            vocab_size=settings.vocab,
+            n_positions=settings.seq,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            bos_token_id=None,
+            eos_token_id=None,
+            attn_pdrop=0.0,
+        )
+        model = LossOfLogits(transformers.GPT2LMHeadModel(config))
+    return model.to(device, DTYPES[settings.precision])
+
+
+def make_batches(settings: Settings, world: World) -> list[list[Tensor]]:
+    """Random tokens, low numbers more often, other ones on every rank: a list of micro-batches a step."""
+    generator = torch.Generator().manual_seed(1 + world.rank)
+    shape = (NUM_BATCHES, settings.micro_batches, settings.micro_batch_size, settings.seq + 1)
+    tokens = (settings.vocab * torch.rand(shape, generator=generator) ** 8).long().to(world.device)
+    return [list(batch) for batch in tokens]
+
+
+def build_contenders(settings: Settings, world: World, mesh: Mesh, batches: list[list[Tensor]]) -> list[Contender]:
+    """Build and warm up one after the other; what each adds to the memory in use is its own."""
+    terms = Terms(mesh, settings.clip_norm, settings.window_numel)
+    template = build_model(settings, world.device)
+    for micro_batch in batches[0]:  # the first forward and backward bring workspaces that stay: nobody's own
+        template(micro_batch[:, :-1], micro_batch[:, 1:]).backward()
+    template.zero_grad()
+    contenders = []
+    for name in settings.contenders:
+        before = count_memory(world.device)
+        contender = CONTENDERS[name](name, copy.deepcopy(template), terms)
+        take_steps(contender, batches, 1)
+        count_memory(world.device)  # building is over: its peak is not the step's
+        take_steps(contender, batches, settings.warmup)
+        contender.memory_bytes = memory_bytes(world.device) - before
+        contenders.append(contender)
+    return contenders
+
+
+def take_steps(contender: Contender, batches: list[list[Tensor]], num_steps: int) -> None:
+    for _ in range(num_steps):
+        contender.step(batches[len(contender.losses) % len(batches)])
+
+
+def measure_block(contender: Contender, settings: Settings, batches: list[list[Tensor]], world: World) -> Block:
+    """The slowest rank's time. The clock runs from an idle device to an idle device."""
+    dist.barrier()
+    sent = loopback_bytes_sent()
+    synchronize(world.device)
+    start, cpu_start = time.perf_counter(), time.process_time()
+    take_steps(contender, batches, settings.steps)
+    synchronize(world.device)
+    cpu_seconds = time.process_time() - cpu_start
+    seconds = torch.tensor(time.perf_counter() - start, device=world.device)
+    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+    sent = loopback_bytes_sent() - sent
+    is_wire = world.device.type == "cpu" and world.size == world.local_size
+    return Block(
+        seconds.item() / settings.steps,
+        cpu_seconds / settings.steps,
+        sent / settings.steps / world.size if is_wire else math.nan,
+    )
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def loopback_bytes_sent() -> int:
+    """All that this machine has sent to itself, other programs included."""
+    lines = Path("/proc/net/dev").read_text().splitlines()
+    (loopback,) = (line for line in lines if line.strip().startswith("lo:"))
+    return int(loopback.split(":")[1].split()[8])
+
+
+def count_memory(device: torch.device) -> int:
+    """Start counting, and return the bytes in use already."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    else:
+        ctypes.CDLL(None).malloc_trim(0)
+    return memory_bytes(device)
+
+
+def memory_bytes(device: torch.device) -> int:
+    """On a GPU the most that was allocated since counting began; on a CPU what the process has resident now."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    ctypes.CDLL(None).malloc_trim(0)
+    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(fields["VmRSS"].removesuffix("kB")) * 1024
+
+
+def compare(contenders: list[Contender], settings: Settings, world: World, batches: list[list[Tensor]]) -> list[Row]:
+    """One row a contender; ratios are to the faster DDP, round by round."""
+    blocks: dict[str, list[Block]] = {contender.name: [] for contender in contenders}
+    for number in range(settings.rounds):
+        turn = number % len(contenders)
+        for contender in contenders[turn:] + contenders[:turn]:
+            blocks[contender.name].append(measure_block(contender, settings, batches, world))
+    seconds = {name: [block.seconds_per_step for block in blocks[name]] for name in blocks}
+    cpu_seconds = {name: [block.cpu_seconds_per_step for block in blocks[name]] for name in blocks}
+    baseline = min(BASELINES & seconds.keys(), key=lambda name: statistics.median(seconds[name]))
+    losses = {contender.name: mean_over_ranks(contender.losses) for contender in contenders}
+    parameters = contenders[0].model.parameters()
+    parameter_bytes = sum(param.numel() * param.element_size() for param in parameters)
+    return [
+        Row(
+            contender.name,
+            contender.name == baseline,
+            1000 * statistics.median(seconds[contender.name]),
+            ratios(seconds[contender.name], seconds[baseline]),
+            ratios(cpu_seconds[contender.name], cpu_seconds[baseline]),
+            statistics.median(block.wire_bytes_per_step for block in blocks[contender.name]) / parameter_bytes,
+            contender.memory_bytes / 2**20,
+            (losses[contender.name] - losses[baseline]).abs().max().item(),
+        )
+        for contender in contenders
+    ]
+
+
+def ratios(values: list[float], baseline: list[float]) -> list[float]:
+    return [value / base for value, base in zip(values, baseline, strict=True)]
+
+
+def mean_over_ranks(losses: list[Tensor]) -> Tensor:
+    """One loss a step for the first steps, on the host."""
+    means = torch.stack(losses[:NUM_COMPARED_LOSSES]).float()
+    dist.all_reduce(means)
+    return means.cpu() / dist.get_world_size()
+
+
+def table(rows: list[Row]) -> str:
+    head = f"{'':22}{'ms':>9}  {'x baseline':>10}  {'quartiles':>14}  {'min, max':>14}  "
+    lines = [head + f"{'cpu':>5} {'wire':>5} {'MiB':>6}  loss"]
+    for row in rows:
+        low, median, high = statistics.quantiles(row.ratios, n=4, method="inclusive")
+        cpu = statistics.median(row.cpu_ratios)
+        lines.append(
+            f"{row.name + ' (baseline)' * row.is_baseline:22}{row.milliseconds:9.1f}  "
+            f"{median:10.3f}  {low:6.3f}, {high:6.3f}  "
+            f"{min(row.ratios):6.3f}, {max(row.ratios):6.3f}  "
+            f"{cpu:5.3f} {row.wire_x_parameters:5.2f} {row.memory_mib:6.0f}  {row.loss_difference:.1e}"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    settings = jsonargparse.auto_cli(Settings, as_positional=False)
+    world = start_world()
+    if world.size == 1:  # DDP wants a process group even so
+        dist.init_process_group(
+            "nccl" if world.device.type == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1
+        )
+    batches = make_batches(settings, world)
+    contenders = build_contenders(settings, world, Mesh.create(1, world.device.type), batches)
+    rows = compare(contenders, settings, world, batches)
+    if world.is_first:
+        report(rows, settings, world)
+    stop_world()
+    tolerance = LOSS_TOLERANCE[settings.precision]
+    if not all(row.loss_difference <= tolerance for row in rows):  # NaN is a difference too
+        raise SystemExit(f"losses differ by more than {tolerance}")
+
+
+def report(rows: list[Row], settings: Settings, world: World) -> None:
+    print(f"{world.size} ranks on {world.device.type}, torch {torch.__version__}, load {os.getloadavg()[0]:.1f}")
+    print(table(rows))
+    if settings.json:
+        result = {"settings": {**asdict(settings), "json": None}, "rows": [asdict(row) for row in rows]}
+        settings.json.write_text(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# One training step of every ZeRO stage beside torch's DDP, ZeroRedundancyOptimizer and FSDP2, on one model and data.
+# Arguments go to scripts/bench/step_time.py; --help lists them. One rank a GPU, or two on CPUs; NUM_RANKS changes that,
+# and CUDA_VISIBLE_DEVICES= NUM_RANKS=2 compares on CPUs where there are GPUs.
+#
+#   scripts/bench/step_time.sh
+#   scripts/bench/step_time.sh --precision bf16 --rounds 80 --json step_time.json
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+source scripts/setup.sh
+
+num_gpus=$( (nvidia-smi --list-gpus 2>/dev/null || true) | wc -l)
+num_ranks=${NUM_RANKS:-$((num_gpus > 0 ? num_gpus : 2))}
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+torchrun --standalone --nproc_per_node="$num_ranks" -m scripts.bench.step_time "$@"
