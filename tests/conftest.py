@@ -1,4 +1,4 @@
-"""What every test shares: the same random state at its start, and the pool of ranks, stopped at the end."""
+"""What every test shares: the same random state and types at its start, and the pool of ranks, stopped at the end."""
 
 import pytest
 import torch
@@ -7,7 +7,8 @@ from tests.ranks import rank_pool
 
 
 @pytest.fixture(autouse=True)
-def fixed_seed() -> None:
+def fixed_start() -> None:
+    torch.set_default_dtype(torch.float32)
     torch.manual_seed(0)
 
 

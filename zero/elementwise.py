@@ -26,7 +26,7 @@ class Piece:
 
 
 class WindowedOptimizer:
-    """Steps `inner` for the pieces of one window; a step counter that it keeps per group counts once a round."""
+    """Steps `inner` for the pieces of one window; what it counts per group, it counts once a round."""
 
     def __init__(self, inner: Optimizer):
         self.inner = inner
@@ -34,21 +34,34 @@ class WindowedOptimizer:
 
     def begin_round(self) -> None:
         """Before the first window of a step. The groups' settings (learning rate, ...) are read here."""
-        self._settings = [{k: v for k, v in group.items() if k != "params"} for group in self.inner.param_groups]
+        self._before = [_settings(group) for group in self.inner.param_groups]
+        self._after = list(self._before)
 
     def step(self, pieces: Sequence[Piece], grad: Tensor) -> None:
         """`grad`: flat, the gradient of the window's shard. Leaves every piece without a gradient."""
-        for number, (group, settings) in enumerate(zip(self.inner.param_groups, self._settings, strict=True)):
-            group.update(settings, params=[piece.param for piece in pieces if piece.group == number])
+        for number, group in enumerate(self.inner.param_groups):
+            _replace(group, self._before[number], [piece.param for piece in pieces if piece.group == number])
         for piece in pieces:
             piece.param.grad = grad[piece.elements.start : piece.elements.stop]
         self.inner.step()
+        for number in {piece.group for piece in pieces}:
+            self._after[number] = _settings(self.inner.param_groups[number])
         for piece in pieces:
             piece.param.grad = None
 
     def end_round(self) -> None:
-        for group, params in zip(self.inner.param_groups, self._all_params, strict=True):
-            group["params"] = params
+        for number, group in enumerate(self.inner.param_groups):
+            _replace(group, self._after[number], self._all_params[number])
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}
+
+
+def _replace(group: dict[str, Any], settings: dict[str, Any], params: list[nn.Parameter]) -> None:
+    """In place: a counter that the optimizer has made since goes, and others may hold the group."""
+    group.clear()
+    group.update(settings, params=params)
 
 
 def probe_elementwise(optimizer: type[Optimizer], settings: dict[str, Any], device: torch.device) -> float:
@@ -56,6 +69,8 @@ def probe_elementwise(optimizer: type[Optimizer], settings: dict[str, Any], devi
 
     Raises ConfigError where the two differ, or where the optimizer refuses flat pieces.
     """
+    if settings.get("lr") == 0:  # a step that changes nothing would prove nothing
+        settings = settings | {"lr": 1e-2}
     generator = torch.Generator().manual_seed(0)
     values, *grads = torch.randn(4, 6, 8, generator=generator).to(device)
     whole = nn.Parameter(values.clone())

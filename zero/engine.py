@@ -204,14 +204,18 @@ class ZeroDataParallel(nn.Module):
 
     # [Note: closing] Ranks meet in the order in which each launches its collectives. A parameter that only some ranks
     # used would complete its window there now and elsewhere at the very end, with gathers in between: ranks would wait
-    # for each other for ever. So a unit's windows are complete when its backward ends, used or not, on every rank. The
-    # root, units called without differentiable inputs and calls left over from another forward end with the backward.
-    # Where parameters persist nothing is gathered in backward, and the end of backward is early enough.
+    # for each other for ever. So a unit's windows are complete when its backward ends, used or not, on every rank, and
+    # never before, whatever gradients have come. The root, units called without differentiable inputs and calls left
+    # over from another forward end with the backward. Where parameters persist nothing is gathered in backward: there a
+    # window may go as soon as its gradients have come.
 
     def _on_gradient(self, param: nn.Parameter) -> None:
         # Releases nothing: with frozen weights this runs before the input's gradient has read the parameters.
+        grad, param.grad = param.grad, None  # first of all: what a failed backward leaves would be added to the next
+        assert grad is not None
         self._enter_backward()
-        self.reducer.accept(param, may_launch=self._reduces_now)
+        closes = self._stage.full_params is Lifetime.PERSISTENT  # else units do [Note: closing]
+        self.reducer.accept(param, grad, closes=closes, may_launch=self._reduces_now)
 
     def _visit(self, unit: Unit, order: Itinerary) -> None:
         """Gather the unit, and start to gather as many of those that followed it last time as the budget allows."""
@@ -231,7 +235,7 @@ class ZeroDataParallel(nn.Module):
         if self._backward != current_backward():
             self._backward = current_backward()
             self._backward_order.restart()
-            self.reducer.begin()
+            self.reducer.begin(may_launch=self._reduces_now)
             call_at_end_of_backward(self._leave_backward)
 
     def _leave_backward(self) -> None:

@@ -74,11 +74,14 @@ class GradientReducer:
         if lifetime is Lifetime.TRANSIENT:
             self._fill_pool()
         self._num_launched = 0
+        self._must_finish = False  # a backward that reduces has begun and not ended
         self._in_flight: deque[tuple[WindowGradient, Tensor, Handle]] = deque()
 
-    def begin(self) -> None:
-        """A backward starts: every parameter is expected once."""
-        self._num_launched = 0
+    def begin(self, *, may_launch: bool) -> None:
+        """A backward starts: every parameter is expected once. Raises ValueError where the last one was not ended."""
+        if self._must_finish:
+            raise ValueError("the backward before this one broke off; call `optimizer.zero_grad()` before the next")
+        self._num_launched, self._must_finish = 0, may_launch
         for gradient in self._order:
             if gradient.is_reduced and self._lifetime is Lifetime.PERSISTENT:
                 raise ValueError(
@@ -87,11 +90,14 @@ class GradientReducer:
                 )
             gradient.waiting = set(gradient.parts)
 
-    def accept(self, param: nn.Parameter, *, may_launch: bool) -> None:
-        """Take `param.grad` into the windows that the parameter lies in, the last of them first."""
-        if param.grad is None or param.grad.is_sparse:
+    def accept(self, param: nn.Parameter, grad: Tensor, *, closes: bool, may_launch: bool) -> None:
+        """Take a gradient into the windows that the parameter lies in, the last of them first.
+
+        `closes`: those windows need not wait for the parameter any longer, as after `close`.
+        """
+        if grad.is_sparse:
             raise ValueError(f"sparse gradients are not supported: parameter of shape {tuple(param.shape)}")
-        grad, param.grad = param.grad.reshape(-1), None
+        grad = grad.reshape(-1)
         stop = grad.numel()
         for gradient in self._touched_by[param]:
             if gradient.position < self._num_launched:
@@ -105,9 +111,10 @@ class GradientReducer:
                 gradient.blank.discard(param)
             else:
                 staged.add_(arrived, alpha=self._scale)
-            gradient.waiting.discard(param)
-            if may_launch:
-                self._launch_complete_windows()
+            if closes:
+                gradient.waiting.discard(param)
+                if may_launch:
+                    self._launch_complete_windows()
 
     def close(self, params: Iterable[nn.Parameter], *, may_launch: bool) -> None:
         """No more gradients will come for `params`; where none came, it counts as zero."""
@@ -122,6 +129,7 @@ class GradientReducer:
         self.close(self._touched_by, may_launch=True)
         while self._in_flight:
             self._land_oldest()
+        self._must_finish = False
 
     def finish_missing(self) -> None:
         """Reduce what no backward outside `accumulate()` has, also where this rank's touched no parameter at all."""
@@ -129,9 +137,12 @@ class GradientReducer:
             self.finish()
 
     def clear(self) -> None:
-        """Forget all gradients, reduced or not: the next backward starts from nothing."""
-        while self._in_flight:
-            self._land_oldest()
+        """Forget all gradients, reduced or not: the next backward starts from nothing.
+
+        A backward that broke off is ended first: ranks may have launched different numbers of its windows by then.
+        """
+        if self._must_finish:
+            self.finish()
         self._num_launched = 0
         for gradient in self._order:
             gradient.is_reduced = False

@@ -146,7 +146,8 @@ class ZeroOptimizer:
 
     @property
     def _takes_found_inf(self) -> bool:
-        return getattr(self.inner, "_step_supports_amp_scaling", False)
+        # Fused SGD says so too, but a skipped first step leaves it with a momentum buffer of whatever was in memory.
+        return isinstance(self.inner, (torch.optim.Adam, torch.optim.AdamW)) and bool(self.inner.defaults["fused"])
 
     def _must_skip(self, found_inf: Tensor) -> bool:
         """Reads the flag, hence waits for the device, only where the optimizer cannot take it as a tensor."""

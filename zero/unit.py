@@ -75,8 +75,8 @@ class Itinerary:
         """The units that came after this one last time; none where this time the order is another."""
         position = len(self._visited)
         self._visited.append(unit)
-        if self._last[position : position + 1] == [unit]:
-            yield from islice(self._last, position + 1, None)
+        foretold = self._last[position : position + 1] == [unit]
+        return islice(self._last, position + 1 if foretold else len(self._last), None)
 
     def restart(self) -> None:
         self._last, self._visited = self._visited, []
@@ -112,11 +112,16 @@ def _is_inside(name: str, other: str) -> bool:
 
 def find_units(module: nn.Module) -> list[str]:
     """The whole model, and every element of its outermost module lists: the repeated blocks."""
-    names = [""]
-    for name, child in module.named_modules():
-        if isinstance(child, nn.ModuleList) and not any(name.startswith(f"{unit}.") for unit in names[1:]):
-            names += [f"{name}.{index}" for index in range(len(child))]
-    return names
+    return ["", *_list_elements(module, "")]
+
+
+def _list_elements(module: nn.Module, prefix: str) -> Iterator[str]:
+    """Containers are never called, so they are no units themselves, as elements neither."""
+    for name, child in module.named_children():
+        if isinstance(module, nn.ModuleList) and not isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+            yield f"{prefix}{name}"
+        else:
+            yield from _list_elements(child, f"{prefix}{name}.")
 
 
 def assign_parameters(module: nn.Module, unit_names: list[str]) -> dict[str, dict[str, nn.Parameter]]:

@@ -89,7 +89,6 @@ def run_whole(ids: Tensor) -> tuple[Tensor, list[Tensor]]:
     embedding, column, row = whole_layers()
     output = row(F.gelu(column(embedding(ids))))
     output.square().sum().backward()
-    torch.set_default_dtype(torch.float32)
     return output.detach(), [p.grad for layer in (embedding, column, row) for p in layer.parameters()]
 
 

@@ -1,0 +1,265 @@
+"""What breaks data parallelism though the plain case works: order, accumulation, unused parameters, failures."""
+
+import itertools
+import math
+from collections import Counter
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from parallel.mesh import Axis, Mesh
+from tests.models import batch, build, loss_of
+from tests.ranks import run_ranks
+from tests.twins import ALL_STAGES, Twins, assert_same_bits, check_all, configs, next_token_loss, params_of
+from zero.engine import ZeroConfig, ZeroDataParallel
+from zero.optimizer import ZeroOptimizer
+from zero.stage import Lifetime
+
+
+def toy_twins(config: ZeroConfig, **settings: float) -> Twins:
+    return Twins(build("toy"), config, lr=1e-2, **settings)
+
+
+def train(
+    name: str, dtype: torch.dtype, config: ZeroConfig, num_micro_batches: int = 1, clip_norm: float = math.inf
+) -> dict[str, Tensor]:
+    """Parameters after two steps; only overlap promises the same bits where micro-batches accumulate or norms clip."""
+    data = Mesh.create(tensor_size=1).data
+    model = ZeroDataParallel(build(name, dtype=dtype), data, config)
+    optimizer = ZeroOptimizer(model, torch.optim.AdamW, clip_norm=clip_norm, lr=1e-2, fused=True)
+    for step in range(2):
+        with model.accumulate():
+            for micro_batch in range(num_micro_batches - 1):
+                loss_of(model, batch(step, micro_batch, data.rank)).backward()
+        loss_of(model, batch(step, num_micro_batches - 1, data.rank)).backward()
+        optimizer.step()
+    return params_of(model)
+
+
+def check_overlap_never_changes_a_bit(dtype: torch.dtype) -> list[dict[str, Tensor]]:
+    """Also not run to run; returns the parameters by stage."""
+    results = []
+    for stage in ALL_STAGES:
+        on, again, off = (
+            train("toy", dtype, ZeroConfig(stage, 1500, overlap), num_micro_batches=2, clip_norm=0.5)
+            for overlap in (True, True, False)
+        )
+        assert_same_bits(again, on)
+        assert_same_bits(off, on)
+        results.append(on)
+    return results
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("data_size", [2, 4])
+def test_overlap_and_repetition_give_the_same_bits_on_all_ranks(data_size, dtype):
+    first, *others = run_ranks(data_size, check_overlap_never_changes_a_bit, dtype)
+    for other, stage in itertools.product(others, ALL_STAGES):
+        assert_same_bits(other[stage], first[stage])
+
+
+@pytest.mark.parametrize(("overlap", "num_staged"), [(True, 3), (False, 1)])
+def test_only_with_overlap_a_window_fills_while_others_travel(overlap, num_staged):
+    model = ZeroDataParallel(build("toy"), Axis.trivial("data"), ZeroConfig(2, 512, overlap))
+    assert model.reducer.staging_bytes == num_staged * 512 * torch.float64.itemsize
+
+
+def check_stages_and_windows_give_the_same_bits() -> None:
+    """A sum of two has one order, so with two ranks even bf16 must agree."""
+    for name in ("toy", "gpt"):
+        found = [train(name, torch.bfloat16, config) for config in configs(*ALL_STAGES, window_numel=[500, 2000, None])]
+        for other in found[1:]:
+            assert_same_bits(other, found[0])
+
+
+def test_stages_and_windows_give_the_same_bits():
+    run_ranks(2, check_stages_and_windows_give_the_same_bits)
+
+
+def is_transient(config: ZeroConfig) -> bool:
+    return config.answers.full_grads is Lifetime.TRANSIENT
+
+
+def check_micro_batches(config: ZeroConfig) -> None:
+    """Inside `accumulate()` and one outside; then all inside, so that backward reduces nothing it need not."""
+    twins = toy_twins(config)
+    for num_outside in (1, 0, 1):
+        with twins.model.accumulate():
+            for micro_batch in range(3 - num_outside):
+                twins.backward(micro_batch)
+        for micro_batch in range(num_outside):
+            twins.backward(7 + micro_batch)
+        twins.step()
+
+
+def check_when_gradients_travel(config: ZeroConfig) -> None:
+    """Persistent ones in the last backward, transient ones in each, and none in the step."""
+    mesh = Mesh.create(tensor_size=1)
+    mesh.log.keeps_events = True
+    model = ZeroDataParallel(build("toy"), mesh.data, config)
+    optimizer = ZeroOptimizer(model, torch.optim.SGD)
+    for _ in range(2):
+        mesh.log.clear()
+        with model.accumulate(), mesh.log.during("first"):
+            next_token_loss(model, 0, mesh.data.rank).backward()
+        with mesh.log.during("last"):
+            next_token_loss(model, 1, mesh.data.rank).backward()
+        with mesh.log.during("step"):
+            optimizer.step()
+        num_windows = sum(len(windows) for windows in model.reducer.windows.values())
+        reductions = [event for event in mesh.log.events if event.op in ("all_reduce", "reduce_scatter")]
+        found = Counter(event.phase for event in reductions if event.message_bytes > 8)  # the rest: the norm
+        assert found == {"last": num_windows} | ({"first": num_windows} if is_transient(config) else {}), (
+            config,
+            found,
+        )
+
+
+def check_a_second_backward(config: ZeroConfig) -> None:
+    """It adds up where the first was only a part of the owned gradients, and is refused where it would be lost."""
+    twins = toy_twins(config)
+    twins.backward(0)
+    if is_transient(config):
+        twins.backward(1)
+    else:
+        with pytest.raises(ValueError, match=r"second backward .*accumulate\(\)"):
+            next_token_loss(twins.model, 1, twins.data.rank).backward()
+    twins.step()
+    twins.train(1)
+
+
+def check_zero_grad(config: ZeroConfig) -> None:
+    twins = toy_twins(config)
+    for is_reduced in (True, False):
+        with twins.model.accumulate():
+            next_token_loss(twins.model, 7, twins.data.rank).backward()
+        if is_reduced:
+            next_token_loss(twins.model, 8, twins.data.rank).backward()
+        twins.optimizer.zero_grad()
+        twins.train(1)
+
+
+def check_a_failed_backward(config: ZeroConfig) -> None:
+    twins = toy_twins(config)
+    twins.train(1)
+
+    def fail(_module: nn.Module, _args: tuple, output: dict) -> None:
+        output["x"].register_hook(raise_on_purpose)
+
+    for step in (1, 2):
+        hook = twins.model.module.blocks[1].register_forward_hook(fail)
+        with pytest.raises(KeyError, match="on purpose"):
+            next_token_loss(twins.model, step, twins.data.rank).backward()
+        hook.remove()
+        twins.optimizer.zero_grad()
+        twins.train(1, first=step)
+
+
+def raise_on_purpose(_grad: Tensor) -> None:
+    raise KeyError("on purpose")
+
+
+@pytest.mark.parametrize(
+    "zero_configs",
+    [configs(*ALL_STAGES), configs(*ALL_STAGES, overlap=[False]), configs(2, 3, accumulate=["local"])],
+    ids=["overlap", "no-overlap", "local"],
+)
+def test_a_step_is_what_its_backwards_add_up_to(zero_configs):
+    checks = [
+        check_micro_batches,
+        check_when_gradients_travel,
+        check_a_second_backward,
+        check_zero_grad,
+        check_a_failed_backward,
+    ]
+    run_ranks(2, check_all, checks, zero_configs)
+
+
+def all_parameters_or_one(module: nn.Module, step: int, rank: int) -> Tensor:
+    """Odd ranks use a single parameter."""
+    toy = getattr(module, "module", module)
+    return toy.bias.sum() if rank % 2 else next_token_loss(module, step, rank)
+
+
+def all_parameters_or_none(module: nn.Module, step: int, rank: int) -> Tensor:
+    """Odd ranks have a loss that no parameter made."""
+    constant = torch.ones((), dtype=torch.float64, requires_grad=True)
+    return constant.cos() if rank % 2 else next_token_loss(module, step, rank)
+
+
+def check_ranks_use_other_parameters(config: ZeroConfig) -> None:
+    twins = toy_twins(config)
+    for step, loss in enumerate((all_parameters_or_one, all_parameters_or_none, all_parameters_or_one)):
+        twins.backward(step, loss)
+        twins.step()
+
+
+def check_a_gate_is_open_on_some_ranks(config: ZeroConfig) -> None:
+    twins = toy_twins(config)
+    is_open = [[bool(batch(step, 0, rank).sum() % 2) for rank in range(twins.data.size)] for step in range(3)]
+    assert any(len(set(ranks)) == 2 for ranks in is_open), is_open
+    twins.train(3)
+
+
+@pytest.mark.parametrize("data_size", [2, 4])
+def test_ranks_may_use_different_parameters(data_size):
+    windows = {"window_numel": [500 * data_size]}
+    run_ranks(data_size, check_all, [check_ranks_use_other_parameters], configs(0, 1, 2, **windows))
+    run_ranks(data_size, check_all, [check_a_gate_is_open_on_some_ranks], configs(*ALL_STAGES, **windows))
+
+
+def check_launches_have_one_order() -> None:
+    """Also where the ranks' batches open different gates, and in every window order of events."""
+    mesh = Mesh.create(tensor_size=1)
+    mesh.log.keeps_events = True
+    for config in configs(*ALL_STAGES):
+        model = ZeroDataParallel(build("toy", checkpoints=True), mesh.data, config)
+        for step in range(3):
+            mesh.log.clear()
+            loss_of(model, batch(step, 0, mesh.data.rank)).backward()
+            model.reducer.clear()
+            orders: list = [None] * mesh.data.size
+            dist.all_gather_object(orders, [(event.op, event.message_bytes) for event in mesh.log.events])
+            assert all(order == orders[0] for order in orders), (config, step)
+
+
+def test_all_ranks_launch_in_one_order():
+    run_ranks(2, check_launches_have_one_order)
+
+
+def check_two_forwards_then_one_backward(config: ZeroConfig) -> None:
+    def product(module: nn.Module, step: int, rank: int) -> Tensor:
+        return next_token_loss(module, step, rank) * next_token_loss(module, step + 10, rank)
+
+    twins = toy_twins(config)
+    twins.backward(0, product)
+    twins.step()
+    twins.train(2)
+
+
+def check_evaluation_sees_new_weights(config: ZeroConfig) -> None:
+    twins = toy_twins(config)
+    for step in range(3):
+        with torch.no_grad():
+            found, expected = next_token_loss(twins.model, 9, 0), next_token_loss(twins.plain, 9, 0)
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+        twins.train(1, first=step)
+
+
+def check_a_forward_without_backward(config: ZeroConfig) -> None:
+    twins = toy_twins(config)
+    for step in range(4):
+        next_token_loss(twins.model, 9, 0)  # leaves a graph that no backward ever visits
+        twins.train(1, first=step)
+
+
+def test_forwards_and_backwards_need_not_alternate():
+    """Each rank's batches open other gates of the toy, so that ranks would launch in different orders if they could."""
+    checks = [
+        check_two_forwards_then_one_backward,
+        check_evaluation_sees_new_weights,
+        check_a_forward_without_backward,
+    ]
+    run_ranks(2, check_all, checks, configs(*ALL_STAGES), timeout_seconds=60)

@@ -1,0 +1,100 @@
+"""Every kind of parameter, buffer and module that a model may have trains as in one process, or is refused."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from parallel.mesh import Axis, Mesh
+from tests.ranks import run_ranks
+from tests.twins import ALL_STAGES, Twins, assert_same_bits, check_all, configs, params_of
+from zero.engine import ZeroConfig, ZeroDataParallel
+
+
+class Zoo(nn.Module):
+    """Parameters and buffers of every odd shape and type."""
+
+    def __init__(self, seed: int):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.blocks = nn.ModuleList(nn.Linear(8, 8).to(dtype) for dtype in (torch.float32, torch.bfloat16))
+        self.gain = nn.Parameter(torch.randn(()))
+        self.transposed = nn.Parameter(torch.randn(6, 8).t())
+        self.strided = nn.Parameter(torch.randn(8, 2)[:, 0])
+        self.empty = nn.Parameter(torch.randn(0, 3))
+        self.frozen = nn.Parameter(torch.randn(8), requires_grad=False)
+        self.norm = nn.BatchNorm1d(8, momentum=None)
+        self.register_buffer("mask", torch.rand(8) > 0.5)
+        self.register_buffer("shift", torch.randn(8, 8, dtype=torch.float64).t(), persistent=False)
+        self.register_buffer("number", torch.tensor(seed, dtype=torch.int16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x) * self.gain + self.strided * self.mask + self.shift.float().sum(0) * self.frozen
+        for block in self.blocks:
+            x = block(x.to(block.weight.dtype))
+        return (x.float() @ self.transposed).square().mean()
+
+
+def zoo_loss(module: nn.Module, step: int, rank: int) -> Tensor:
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    return module(torch.randn(4, 8, generator=generator))
+
+
+def check_ranks_start_alike(config: ZeroConfig) -> None:
+    data = Mesh.create(tensor_size=1).data
+    module = Zoo(seed=data.rank)
+    expected, buffers = dict(Zoo(seed=0).named_parameters()), dict(Zoo(seed=0).named_buffers())
+    model = ZeroDataParallel(module, data, config)
+    assert_same_bits(params_of(model), {name: param.detach() for name, param in expected.items()})
+    assert_same_bits(dict(module.named_buffers()), buffers)
+
+
+def check_every_kind_of_parameter(config: ZeroConfig) -> None:
+    """Small steps of SGD: ZeRO rounds each update of a bf16 parameter once, and so does torch."""
+    twins = Twins(Zoo(seed=0), config, torch.optim.SGD, lr=2**-6)
+    for step in range(2):
+        twins.backward(step, zoo_loss)
+        twins.step(tolerance=2**-7)  # one unit in the last place of bf16
+
+
+@pytest.mark.parametrize("data_size", [1, 2, 4])
+def test_ranks_start_alike_and_train_every_kind_of_parameter(data_size):
+    checks = [check_ranks_start_alike, check_every_kind_of_parameter]
+    run_ranks(data_size, check_all, checks, configs(*ALL_STAGES, window_numel=[20, None]))
+
+
+class Containers(nn.Module):
+    """Blocks in lists and dicts, which nobody calls: only what is in them runs. Two of them share a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pairs = nn.ModuleList(nn.ModuleList(nn.Linear(8, 8) for _ in range(2)) for _ in range(2))
+        self.named = nn.ModuleList(nn.ModuleDict({"up": nn.Linear(8, 8), "down": nn.Linear(8, 8)}) for _ in range(2))
+        self.pairs[0][1].weight = self.pairs[0][0].weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        for first, second in self.pairs:
+            x = second(first(x).tanh())
+        for layer in self.named:
+            x = layer["down"](layer["up"](x).tanh())
+        return x.square().mean()
+
+
+def check_containers(config: ZeroConfig) -> None:
+    twins = Twins(Containers().double(), config, lr=1e-2)
+    for step in range(2):
+        twins.backward(step, lambda module, step, rank: module(torch.full((1, 8), 1.0 + rank, dtype=torch.float64)))
+        twins.step()
+
+
+def test_lists_and_dicts_of_blocks_train():
+    run_ranks(2, check_all, [check_containers], configs(*ALL_STAGES, window_numel=[30]))
+
+
+def check_sparse_gradients_are_refused(config: ZeroConfig) -> None:
+    model = ZeroDataParallel(nn.Embedding(9, 4, sparse=True), Axis.trivial("data"), config)
+    with pytest.raises(ValueError, match=r"sparse gradients are not supported.*\(9, 4\)"):
+        model(torch.tensor([1, 2])).sum().backward()
+
+
+def test_sparse_gradients_are_refused():
+    check_all([check_sparse_gradients_are_refused], configs(*ALL_STAGES))

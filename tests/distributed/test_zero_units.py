@@ -1,0 +1,141 @@
+"""Parameters that come and go (stage 3): what is in memory when, and that what comes is never stale."""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import set_checkpoint_early_stop
+
+from parallel.mesh import Mesh
+from tests.models import batch, build, loss_of
+from tests.ranks import run_ranks
+from tests.twins import Twins, next_token_loss
+from zero.engine import ZeroConfig, ZeroDataParallel
+
+NUM_BLOCKS, BLOCK_NUMEL = 5, 288  # with padding
+STAGE_3 = ZeroConfig(stage=3, window_numel=500, prefetch_numel=BLOCK_NUMEL)
+
+
+class Noted(nn.Module):
+    """Calls `note` in the middle of its forward, and of its backward."""
+
+    def __init__(self, index: int, notes: dict[str, set[int]]):
+        super().__init__()
+        self.index, self.notes, self.linear = index, notes, nn.Linear(16, 16)
+        self.in_memory = set
+
+    def note(self, direction: str) -> None:
+        self.notes[f"{direction} {self.index}"] = self.in_memory()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        self.note("forward")
+        if x.requires_grad:
+            x.register_hook(lambda _grad: self.note("backward"))
+        return x.tanh()
+
+
+class Chain(nn.Module):
+    def __init__(self, notes: dict[str, set[int]]):
+        super().__init__()
+        self.blocks = nn.ModuleList(Noted(index, notes) for index in range(NUM_BLOCKS))
+        self.skipped = -1
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            if block.index != self.skipped:
+                x = block(x)
+        return x.sum()
+
+
+def units_in_memory(num_ahead: int) -> dict[str, set[int]]:
+    """Which blocks' full parameters were there, or on their way, at every point of the third step."""
+    notes: dict[str, set[int]] = {}
+    module = Chain(notes)
+    config = replace(STAGE_3, prefetch_numel=num_ahead * BLOCK_NUMEL)
+    model = ZeroDataParallel(module, Mesh.create(tensor_size=1).data, config)
+
+    def in_memory() -> set[int]:
+        return {index for index, flat in enumerate(model.flats) if flat.full.untyped_storage().nbytes()}
+
+    for block in module.blocks:
+        block.in_memory = in_memory
+    for _ in range(3):
+        model(torch.ones(2, 16)).backward()
+        notes["after backward"] = in_memory()
+    with torch.no_grad():
+        model(torch.ones(2, 16))
+    return notes | {"after evaluation": in_memory()}
+
+
+@pytest.mark.parametrize("num_ahead", [0, 1, 2])
+def test_only_a_unit_and_the_next_are_in_memory(num_ahead):
+    blocks = range(NUM_BLOCKS)
+    expected = {f"forward {index}": set(blocks[index : index + 1 + num_ahead]) for index in blocks}
+    expected |= {f"backward {index}": set(blocks[max(0, index - num_ahead) : index + 1]) for index in blocks}
+    expected |= {"after backward": set(), "after evaluation": set()}
+    assert run_ranks(2, units_in_memory, num_ahead) == [expected, expected]
+
+
+def check_skipped_blocks() -> None:
+    """The block that was foretold and under way does not run, and gets new weights before it does."""
+    twins = Twins(Chain({}).double(), STAGE_3, lr=1e-2)
+    for step, skipped in enumerate((-1, 1, 3, -1, 1)):
+        twins.model.module.skipped = twins.plain.skipped = skipped
+        with torch.no_grad():
+            twins.model(torch.ones(1, 16, dtype=torch.float64))
+        twins.backward(step, lambda module, step, rank: module(torch.full((1, 16), 1.0 + rank, dtype=torch.float64)))
+        twins.step()
+
+
+def check_step_while_gathered() -> None:
+    twins = Twins(build("toy"), STAGE_3, lr=1e-2)
+    for step in range(2):
+        twins.backward(step)
+        with twins.model.gathered():
+            twins.step()
+
+
+def test_gathered_weights_are_never_stale():
+    run_ranks(2, check_skipped_blocks)
+    run_ranks(2, check_step_while_gathered)
+
+
+def check_recomputation_to_the_end() -> None:
+    """Without early stop the forward hooks fire in backward too, and must not release what backward reads next."""
+    module = build("gpt", checkpoints=True)
+    twins = Twins(module, STAGE_3, lr=1e-2)
+    with set_checkpoint_early_stop(False):
+        twins.train(2)
+
+
+def test_recomputation_to_the_end_releases_nothing_too_early():
+    run_ranks(2, check_recomputation_to_the_end)
+
+
+def check_launches_return_to_their_order() -> None:
+    """A forward without backward makes the engine wait for its calls once; the next backward is as any other."""
+    mesh = Mesh.create(tensor_size=1)
+    mesh.log.keeps_events = True
+    model = ZeroDataParallel(build("toy"), mesh.data, STAGE_3)
+
+    def ops_of_backward() -> list[str]:
+        loss = next_token_loss(model, 0, 0)
+        mesh.log.clear()
+        loss.backward()
+        model.reducer.clear()
+        return [event.op for event in mesh.log.events]
+
+    ops_of_backward()
+    usual = ops_of_backward()
+    loss_of(model, batch(1, 0, 0))
+    late = ops_of_backward()
+    assert Counter(late) == Counter(usual)
+    assert late != usual
+    assert ops_of_backward() == usual
+
+
+def test_a_forgotten_forward_delays_one_backward_only():
+    run_ranks(2, check_launches_return_to_their_order)

@@ -1,0 +1,95 @@
+"""Stepping a window at a time equals stepping at once; optimizers for which it does not are found out."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from parallel.errors import ConfigError
+from zero.elementwise import Piece, WindowedOptimizer, probe_elementwise
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "settings", "bytes_an_element"),
+    [
+        (torch.optim.AdamW, {"fused": True}, 8),
+        (torch.optim.AdamW, {"amsgrad": True}, 12),
+        (torch.optim.SGD, {}, 0),
+        (torch.optim.SGD, {"momentum": 0.9}, 4),
+        (torch.optim.RMSprop, {}, 4),
+        (torch.optim.Adagrad, {}, 4),
+        (torch.optim.NAdam, {}, 8),
+        (torch.optim.Adamax, {}, 8),
+    ],
+)
+def test_the_state_of_elementwise_optimizers(optimizer, settings, bytes_an_element):
+    assert probe_elementwise(optimizer, settings, CPU) == bytes_an_element
+
+
+class NormalizedSGD(torch.optim.Optimizer):
+    def __init__(self, params: Any, lr: float = 1e-2):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            for param in (param for param in group["params"] if param.grad is not None):
+                param.sub_(param.grad / param.grad.norm(), alpha=group["lr"])
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "reason"),
+    [
+        (NormalizedSGD, "is not element-wise"),
+        (torch.optim.Adafactor, "is not element-wise"),
+        (torch.optim.Muon, "cannot step flat pieces"),
+        (torch.optim.LBFGS, "cannot step flat pieces"),
+        (torch.optim.SparseAdam, "cannot step flat pieces"),
+    ],
+)
+def test_others_are_refused(optimizer, reason):
+    with pytest.raises(ConfigError, match=f"optimizer {optimizer.__name__} {reason}"):
+        probe_elementwise(optimizer, {}, CPU)
+
+
+class Recorder(torch.optim.Optimizer):
+    """Notes what it steps with, and changes a setting of each group that has parameters, as a step counter."""
+
+    def __init__(self, params: Any):
+        self.seen: list[tuple[list[float], list[Tensor], Any]] = []
+        super().__init__(params, {"lr": 1.0})
+
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            if group["params"]:
+                group["counter"] = group.get("counter", 0) + 1
+                grads = [param.grad.clone() for param in group["params"]]
+                self.seen.append(([p.item() for p in group["params"]], grads, (group["lr"], group["counter"])))
+
+
+def test_a_window_steps_its_own_pieces_with_their_groups_settings():
+    params = [nn.Parameter(torch.tensor([float(index)])) for index in range(3)]
+    groups = [{"params": [params[0], params[2]], "lr": 0.5}, {"params": [params[1]]}]
+    windowed = WindowedOptimizer(Recorder(groups))
+    windows = [
+        [Piece(params[0], range(1, 2), 0), Piece(params[1], range(3, 4), 1)],
+        [Piece(params[2], range(1), 0)],
+    ]
+    for lr in (0.5, 0.25):
+        windowed.inner.param_groups[0]["lr"] = lr
+        windowed.begin_round()
+        for window in windows:
+            windowed.step(window, torch.arange(10.0, 15.0))
+        windowed.end_round()
+    first = torch.tensor([11.0]), torch.tensor([13.0]), torch.tensor([10.0])
+    assert windowed.inner.seen == [
+        ([value], [grad], (lr, counter))
+        for counter, rate in ((1, 0.5), (2, 0.25))
+        for value, grad, lr in ((0.0, first[0], rate), (1.0, first[1], 1.0), (2.0, first[2], rate))
+    ]
+    assert [group["params"] for group in windowed.inner.param_groups] == [[params[0], params[2]], [params[1]]]
+    assert [group["counter"] for group in windowed.inner.param_groups] == [2, 2]
+    assert all(param.grad is None for param in params)

@@ -1,0 +1,114 @@
+"""The layout of a flat buffer: nothing overlaps, nothing is lost, every rank owns as much."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zero.layout import ALIGNMENT, Layout, cut, innermost_unit, overlap, round_up
+
+SHAPES = st.lists(st.lists(st.integers(1, 40), max_size=3).map(torch.Size), min_size=1, max_size=8)
+LAYOUTS = st.builds(
+    lambda shapes, num_shards, window_numel: Layout.of(
+        {f"w{index}": shape for index, shape in enumerate(shapes)}, num_shards, window_numel
+    ),
+    SHAPES,
+    st.integers(1, 5),
+    st.integers(1, 3000),
+)
+
+
+def elements_of(*ranges: range) -> list[int]:
+    return [element for elements in ranges for element in elements]
+
+
+@given(LAYOUTS)
+def test_spans_are_aligned_and_as_long_as_their_parameters(layout):
+    for span in layout.spans:
+        assert span.elements.start % ALIGNMENT == 0
+        assert len(span.elements) == span.shape.numel()
+    for before, after in zip(layout.spans, layout.spans[1:], strict=False):
+        assert 0 <= after.elements.start - before.elements.stop < ALIGNMENT
+
+
+@given(LAYOUTS)
+def test_windows_follow_each_other_and_hold_every_span(layout):
+    assert layout.windows[0].elements.start == 0
+    assert layout.spans[-1].elements.stop <= layout.numel == layout.windows[-1].elements.stop
+    for before, after in zip(layout.windows, layout.windows[1:], strict=False):
+        assert after.elements.start == before.elements.stop
+    assert len({len(window.elements) for window in layout.windows[:-1]}) <= 1
+    assert len(layout.windows[-1].elements) <= len(layout.windows[0].elements)
+
+
+@given(SHAPES, st.integers(1, 5), st.integers(1, 3000))
+def test_a_window_is_as_long_as_asked_but_for_alignment_and_the_end_wastes_little(shapes, num_shards, window_numel):
+    layout = Layout.of({str(index): shape for index, shape in enumerate(shapes)}, num_shards, window_numel)
+    grain = num_shards * ALIGNMENT
+    assert all(len(window.elements) < window_numel + grain for window in layout.windows)
+    assert layout.numel - round_up(layout.spans[-1].elements.stop, ALIGNMENT) < grain
+
+
+@given(LAYOUTS)
+def test_the_shards_of_a_window_are_equal_aligned_and_cover_it(layout):
+    for window in layout.windows:
+        shards = [window.shard(rank) for rank in range(window.num_shards)]
+        assert elements_of(*shards) == list(window.elements)
+        assert {len(shard) for shard in shards} == {window.shard_numel}
+        assert all(shard.start % ALIGNMENT == 0 for shard in shards)
+
+
+@given(LAYOUTS)
+def test_pieces_and_gaps_cover_a_window_once(layout):
+    for window in layout.windows:
+        pieces = [part for _, part in layout.pieces(window.elements)]
+        gaps = list(layout.gaps(window.elements))
+        assert all(gaps)
+        assert sorted(elements_of(*pieces, *gaps)) == list(window.elements)
+
+
+@given(LAYOUTS, st.integers(0, 2**32))
+def test_the_owned_pieces_of_all_ranks_are_the_parameters(layout, seed):
+    buffer = torch.rand(layout.numel, generator=torch.Generator().manual_seed(seed))
+    found = {span.name: [] for span in layout.spans}
+    for window in layout.windows:
+        for rank in range(window.num_shards):
+            for span, part in layout.pieces(window.shard(rank)):
+                found[span.name].append(cut(buffer, part))
+    for span in layout.spans:
+        assert torch.equal(torch.cat(found[span.name]).view(span.shape), span.view(buffer))
+
+
+def test_a_known_layout():
+    shapes = {"w": torch.Size([5, 7]), "b": torch.Size([5]), "gain": torch.Size([])}
+    layout = Layout.of(shapes, num_shards=2, window_numel=40)
+    assert [span.elements for span in layout.spans] == [range(35), range(48, 53), range(64, 65)]
+    assert [window.elements for window in layout.windows] == [range(64), range(64, 96)]
+    assert [window.shard(1) for window in layout.windows] == [range(32, 64), range(80, 96)]
+    assert list(layout.gaps(range(64))) == [range(35, 48), range(53, 64)]
+
+
+def test_cut_counts_from_the_origin():
+    assert cut(torch.arange(10, 20), range(12, 15), origin=10).tolist() == [12, 13, 14]
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "numel"), [(range(5), range(3, 9), 2), (range(3), range(3, 9), 0), (range(5, 6), range(3), 0)]
+)
+def test_ranges_overlap(a, b, numel):
+    assert len(overlap(a, b)) == len(overlap(b, a)) == numel
+
+
+@pytest.mark.parametrize(
+    ("names", "unit"),
+    [
+        (["blocks.1.up.weight"], "blocks.1"),
+        (["blocks.10.up.weight"], "blocks.10"),
+        (["head.weight"], ""),
+        (["blocks.1.up.weight", "head.weight"], ""),
+        (["blocks.1.up.weight", "blocks.1.down.weight"], "blocks.1"),
+        (["blocks.1.up.weight", "blocks.10.up.weight"], ""),
+    ],
+)
+def test_a_tied_parameter_belongs_to_the_unit_around_all_its_names(names, unit):
+    assert innermost_unit(names, ["", "blocks.1", "blocks.10"]) == unit

@@ -1,0 +1,71 @@
+"""Which modules are units, which parameters are theirs, and in which order they are visited."""
+
+import pytest
+import torch
+from torch import nn
+
+from tests.models import build
+from zero.autograd import mark_end_of_backward, replace_tensors, tensors_in
+from zero.unit import Itinerary, Unit, alike, assign_parameters, find_units
+
+
+def test_units_are_the_elements_of_the_outermost_module_lists():
+    model = nn.ModuleDict(
+        {
+            "encoder": nn.ModuleList([nn.ModuleList([nn.Linear(1, 1)]), nn.Linear(1, 1)]),
+            "head": nn.Linear(1, 1),
+            "encoder2": nn.ModuleList([nn.Linear(1, 1)]),
+        }
+    )
+    assert find_units(model) == ["", "encoder.0.0", "encoder.1", "encoder2.0"]  # lists themselves are never called
+
+
+def test_every_parameter_belongs_to_one_unit_and_tied_ones_to_the_root():
+    model = build("toy")
+    own = assign_parameters(model, find_units(model))
+    assert sorted(name for params in own.values() for name in params) == sorted(dict(model.named_parameters()))
+    assert set(own[""]) == {"tokens.weight", "large.weight", "large.bias", "bias", "blocks.0.down.weight"}
+    assert all(name.startswith("blocks.1.") for name in own["blocks.1"])
+
+
+def test_a_buffer_holds_one_type_trained_or_frozen():
+    model = nn.ParameterDict({"a": torch.zeros(1), "b": torch.zeros(1), "c": torch.zeros(1).half()})
+    model["b"].requires_grad_(False)
+    model["d"] = nn.Parameter(torch.zeros(2))
+    assert [list(group) for group in alike(dict(model.items()))] == [["a", "d"], ["b"], ["c"]]
+
+
+def test_an_itinerary_foretells_what_it_saw_last_time():
+    a, b, c = (Unit([], []) for _ in range(3))
+    order = Itinerary()
+    assert [list(order.visit(unit)) for unit in (a, b, c)] == [[], [], []]
+    order.restart()
+    assert [list(order.visit(unit)) for unit in (a, b, c)] == [[b, c], [c], []]
+    order.restart()
+    assert [list(order.visit(unit)) for unit in (a, c, b)] == [[b, c], [], []]  # another way: nothing is foretold
+    order.restart()
+    assert [list(order.visit(unit)) for unit in (a, c, b)] == [[c, b], [b], []]
+
+
+def test_tensors_are_found_in_and_replaced_in_plain_containers_only():
+    x, y, z = torch.zeros(3).unbind()
+    cache = [y]
+    tree = ({"x": x}, cache, 5)
+    assert [id(tensor) for tensor in tensors_in((tree, z))] == [id(x), id(y), id(z)]
+    replaced = replace_tensors(tree, {id(x): z, id(y): z})
+    assert replaced[0]["x"] is z
+    assert replaced[1] is cache
+    assert cache[0] is y
+
+
+@pytest.mark.parametrize("num_inputs", [1, 2])
+def test_the_end_of_backward_comes_after_all_of_it(num_inputs):
+    order = []
+    inputs = tuple(torch.ones(2, requires_grad=True) for _ in range(num_inputs))
+    weight = torch.ones(2, requires_grad=True)
+    weight.register_hook(lambda _grad: order.append("weight"))
+    marked = mark_end_of_backward(inputs, lambda: order.append("end"))
+    (marked[0] * weight).exp().sum().backward()  # the second input, if any, is not used
+    assert order == ["weight", "end"]
+    assert torch.equal(inputs[0].grad, weight.grad)
+    assert mark_end_of_backward(torch.ones(2), lambda: order.append("never")).grad_fn is None
