@@ -22,15 +22,17 @@ def pretrain(settings: Settings, world: World) -> None:
     console = RunConsole(is_quiet=not world.is_first)
     mesh = build_mesh(settings, world)
     corpus = Corpus.open(settings, mesh, world)
-    with out_of_memory_recorded(settings, world, step=lambda: 0):
+    trainer = None
+    with out_of_memory_recorded(settings, world, step=lambda: trainer.num_steps_done if trainer else 0):
         parts = build(settings, mesh, world.device)
-    console.say(describe_run(settings, parts))
-    console.show(memory_table(settings, parts))
-    Trainer(settings, world, parts, corpus, console).train()
-    train, seq_length = settings.train, settings.model.seq_length
-    if corpus.tokenizer is not None and train.sample_tokens:
-        for text in sample_texts(parts.model, corpus.tokenizer, train.prompts, train.sample_tokens, seq_length):
-            console.say(f"--- the model writes\n{text}")
+        console.say(describe_run(settings, parts))
+        console.show(memory_table(settings, parts))
+        trainer = Trainer(settings, world, parts, corpus, console)
+        trainer.train()
+        train, seq_length = settings.train, settings.model.seq_length
+        if corpus.tokenizer is not None and train.sample_tokens:
+            for text in sample_texts(parts.model, corpus.tokenizer, train.prompts, train.sample_tokens, seq_length):
+                console.say(f"--- the model writes\n{text}")
 
 
 def main() -> None:

@@ -71,6 +71,8 @@ class PackedSamples:
         return f"{bin_path(self._dataset.prefix)}, document {document}"
 
     def build_cache(self, first_sample: int, num_samples: int) -> None:
+        if not self._is_cached:
+            return
         last_sample = first_sample + num_samples - 1
         for epoch in range(first_sample // self.samples_per_epoch, last_sample // self.samples_per_epoch + 1):
             self._order_of(epoch)
@@ -83,8 +85,12 @@ class PackedSamples:
             current = self._current = (epoch, self._order_of(epoch))
         return current[1], int(current[1].shuffle[index])
 
+    @property
+    def _is_cached(self) -> bool:
+        return len(self._documents) + self.samples_per_epoch >= MIN_CACHED_ENTRIES
+
     def _order_of(self, epoch: int) -> EpochOrder:
-        if len(self._documents) + self.samples_per_epoch < MIN_CACHED_ENTRIES:
+        if not self._is_cached:
             return self._build(epoch)
         recipe = Recipe(
             name=Path(self._dataset.prefix).name,

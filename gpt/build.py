@@ -1,6 +1,5 @@
 """From settings to the parts that train: the mesh, the model, ZeRO around it, and its optimizer."""
 
-import importlib
 import logging
 from dataclasses import dataclass
 from typing import Any
@@ -8,7 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from gpt.model import GPT, ModelConfig, check_divides, choose_layer_norm, initialize
+from gpt.apex import choose_layer_norm, find_apex
+from gpt.model import GPT, ModelConfig, check_divides, initialize
 from gpt.schedule import check_batch_sizes, learning_rate
 from gpt.settings import LossScaleSettings, OptimizerSettings, ParallelSettings, Settings
 from parallel.errors import ConfigError
@@ -142,11 +142,7 @@ def build_optimizer(
 
 def choose_adam(device: torch.device) -> tuple[type[torch.optim.Optimizer], dict[str, Any], str]:
     """NVIDIA apex's fused Adam on a CUDA device where it works, else torch's; its options; its name for the log."""
-    if device.type == "cuda":
-        try:
-            fused = importlib.import_module("apex.optimizers").FusedAdam
-            fused([nn.Parameter(torch.zeros(1, device=device))])  # apex imports without its extension and fails here
-            return fused, {"adam_w_mode": True}, "apex.optimizers.FusedAdam"
-        except (ImportError, RuntimeError, SyntaxError, AttributeError):
-            pass  # not installed, built without its extension, or the unrelated package called apex on PyPI
+    try_it = lambda fused: fused([nn.Parameter(torch.zeros(1, device=device))])  # noqa: E731
+    if fused := find_apex("apex.optimizers", "FusedAdam", try_it, device):
+        return fused, {"adam_w_mode": True}, "apex.optimizers.FusedAdam"
     return torch.optim.AdamW, {"fused": True}, "torch.optim.AdamW(fused=True)"

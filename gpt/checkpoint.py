@@ -47,14 +47,14 @@ def save(folder: Path, parts: Parts, progress: Progress, rank: int, keep: int) -
         parts.mesh.barrier()
         if rank == 0:
             _write_durably(partial / "layout.json", json.dumps(_layout(parts, progress), indent=1))
-            shutil.rmtree(final, ignore_errors=True)  # the same step, saved before a resume
             partial.rename(final)
             _write_durably(folder / "latest", final.name)
             for old in complete_checkpoints(folder)[:-keep]:
                 shutil.rmtree(old)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or error
         raise ConfigError(
-            f"checkpoint of step {progress.step} cannot be written to {partial}: {error.strerror or error}; "
+            f"checkpoint of step {progress.step} cannot be written to {partial}: {reason}; "
             "make room or choose another run.dir (the checkpoint before it is untouched)"
         ) from error
     parts.mesh.barrier()
@@ -81,6 +81,16 @@ def find(folder: Path, resume: str) -> Path | None:
 def complete_checkpoints(folder: Path) -> list[Path]:
     """Oldest first; a checkpoint has its final name only when all of it is on disk."""
     return sorted(path.parent for path in folder.glob("step-*/layout.json"))
+
+
+def set_aside_later(folder: Path, step: int) -> None:
+    """A run that goes on from `step`, or begins, makes those of later steps anew; what is there keeps another name."""
+    for path in complete_checkpoints(folder):
+        if int(path.name.removeprefix("step-")) > step:
+            number = 1
+            while (aside := path.with_name(f"old-{number}-{path.name}")).exists():
+                number += 1
+            path.rename(aside)
 
 
 def load(checkpoint: Path, parts: Parts, rank: int) -> Progress:
@@ -120,6 +130,8 @@ def _layout(parts: Parts, progress: Progress) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "progress": asdict(progress),
+        "device": parts.device.type,
+        "optimizer": type(parts.optimizer.inner).__name__,
         "data_size": mesh.data.size,
         "tensor_size": mesh.tensor.size,
         "num_shards": model.shard_axis.size,
@@ -139,12 +151,12 @@ def _check_fits(checkpoint: Path, saved: dict[str, Any], expected: dict[str, Any
                 f"checkpoint {checkpoint} is of another model: {name} is {saved_shapes.get(name, 'missing')} there and "
                 f"{shapes.get(name, 'missing')} in this run; take model.* from its config.yaml, or another run.dir"
             )
-    for name in ("data_size", "tensor_size", "num_shards", "buffers"):
+    for name in ("data_size", "tensor_size", "num_shards", "device", "optimizer", "buffers"):
         if saved[name] != expected[name]:
             numbers = "" if name == "buffers" else f" {name}={saved[name]}, this run has {expected[name]}"
             raise ConfigError(
-                f"checkpoint {checkpoint} was saved in another layout:{numbers}; start as many ranks, "
-                "with zero.* and train.precision as in its config.yaml"
+                f"checkpoint {checkpoint} was saved in another layout:{numbers}; start as many ranks on the same kind "
+                "of device, with zero.* and train.precision as in its config.yaml"
             )
 
 

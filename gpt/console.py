@@ -7,7 +7,6 @@ from datetime import timedelta
 from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
@@ -34,7 +33,7 @@ class RunConsole:
         )
 
     def say(self, text: str) -> None:
-        self._console.print(escape(text))
+        self._console.print(text, markup=False, emoji=False)
 
     def show(self, table: Table) -> None:
         self._console.print(table)

@@ -57,6 +57,7 @@ def evaluation(model: object) -> Iterator[None]:
 
 def _sample(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> Tensor:
     """(batch, vocab) -> (batch, 1)."""
+    logits = logits.nan_to_num()  # a model that has diverged writes nonsense, and ranks stay in step
     if temperature == 0:
         return logits.argmax(dim=-1, keepdim=True)
     likeliest, ids = logits.topk(min(top_k or logits.shape[-1], logits.shape[-1]))

@@ -6,7 +6,6 @@ block:  x += dropout(attention(LayerNorm(x)));  x += dropout(down(gelu(up(LayerN
 The residual stream x is (tokens, hidden), the tokens of all sequences one after the other.
 """
 
-import importlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -171,7 +170,7 @@ class GPT(nn.Module):
 
     `tokens` says how the residual stream lies over the tensor axis, and so how the layers are cut. `run_blocks` takes
     the blocks and their input to their output; activation checkpointing is another way of running them. `layer_norm`
-    is a choice of `choose_layer_norm`. Raises ConfigError where the axis does not divide the model.
+    is made with (hidden_size, eps). Raises ConfigError where the axis does not divide the model.
     """
 
     def __init__(
@@ -255,15 +254,3 @@ def initial_std(name: str, num_layers: int) -> float | None:
     if name.endswith(("norm.weight", "bias")):
         return None
     return INIT_STD / math.sqrt(2 * num_layers) if name.endswith(RESIDUAL_PROJECTIONS) else INIT_STD
-
-
-def choose_layer_norm(device: torch.device) -> tuple[type[nn.Module], str]:
-    """NVIDIA apex's fused LayerNorm on a CUDA device where it works, else torch's; and its name for the log."""
-    if device.type == "cuda":
-        try:
-            fused = importlib.import_module("apex.normalization").FusedLayerNorm
-            fused(1)  # apex imports without its CUDA extension and fails here
-            return fused, "apex.normalization.FusedLayerNorm"
-        except (ImportError, AttributeError):
-            pass  # absent, built without CUDA, or the unrelated package that PyPI calls apex
-    return nn.LayerNorm, "torch.nn.LayerNorm"

@@ -12,6 +12,8 @@ from gpt.settings import Settings
 from parallel.errors import ConfigError
 from parallel.world import World
 
+OTHER_SIGNS = ("can't allocate memory", "out of memory", "ALLOC_FAILED")  # of the CPU's allocator, NCCL's and cuBLAS's
+
 
 @contextmanager
 def out_of_memory_recorded(settings: Settings, world: World, step: Callable[[], int]) -> Iterator[None]:
@@ -19,8 +21,7 @@ def out_of_memory_recorded(settings: Settings, world: World, step: Callable[[], 
     try:
         yield
     except RuntimeError as error:
-        # Torch has a class of its own for accelerators only.
-        if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
+        if not isinstance(error, torch.OutOfMemoryError) and not any(sign in str(error) for sign in OTHER_SIGNS):
             raise
         peak = peak_memory(world.device)
         record = {"step": step(), "out_of_memory": True, "rank": world.rank}

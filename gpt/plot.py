@@ -13,7 +13,7 @@ from matplotlib import pyplot
 def plot_loss(records: list[dict[str, Any]], path: Path) -> None:
     """Training and validation loss over tokens."""
     figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
-    training = [(record["tokens"], record["loss"]) for record in records if record["loss"] is not None]
+    training = [(record["tokens"], record["loss"]) for record in records]
     axes.plot(*zip(*training, strict=True), label="training", linewidth=1)
     validation = [(record["tokens"], record["validation_loss"]) for record in records if "validation_loss" in record]
     if validation:

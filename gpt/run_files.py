@@ -48,7 +48,12 @@ def read_steps(folder: Path) -> list[dict[str, Any]]:
     """The logged steps, in order."""
     metrics = folder / METRICS
     records = map(json.loads, _complete_lines(metrics)) if metrics.exists() else []
-    return [record for record in records if "loss" in record]
+    return [_with_nan(record) for record in records if "loss" in record]
+
+
+def _with_nan(record: dict[str, Any]) -> dict[str, Any]:
+    """What JSON could not say; `mfu` is null where it is not known."""
+    return {key: math.nan if value is None and key != "mfu" else value for key, value in record.items()}
 
 
 def _complete_lines(path: Path) -> list[str]:

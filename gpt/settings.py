@@ -68,6 +68,13 @@ class LossScaleSettings:
     hysteresis: int = 2
     """Overflows in a row before the scale is halved."""
 
+    def __post_init__(self) -> None:
+        if self.initial < 1:
+            raise ConfigError(f"train.loss_scale.initial={self.initial} is below 1; choose 65536")
+        for name in ("growth_interval", "hysteresis"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"train.loss_scale.{name}={getattr(self, name)} is below 1; choose 1 or more")
+
 
 @dataclass(frozen=True)
 class TrainSettings:
@@ -104,9 +111,9 @@ class TrainSettings:
         for name in ("steps", "log_every"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"train.{name}={getattr(self, name)} is below 1; choose 1 or more")
-        for name in ("eval_every", "eval_samples", "sample_tokens"):
+        for name in ("eval_every", "eval_samples", "sample_tokens", "seed"):
             if getattr(self, name) < 0:
-                raise ConfigError(f"train.{name}={getattr(self, name)} is below 0; choose 0 for none")
+                raise ConfigError(f"train.{name}={getattr(self, name)} is below 0; choose 0 or more")
         if self.precision not in DTYPES:
             raise ConfigError(f"train.precision={self.precision} is unknown; choose {', '.join(DTYPES)}")
 

@@ -16,13 +16,13 @@ from gpt.console import RunConsole, step_line, summary_table
 from gpt.corpus import Corpus
 from gpt.flops import peak_flops_per_second
 from gpt.metrics import StepTraffic, Throughput, peak_memory
-from gpt.out_of_memory import out_of_memory_recorded
 from gpt.plot import plot_loss
 from gpt.run_files import CHECKPOINTS, LOSS_PLOT, append_record, read_steps, start_run
 from gpt.schedule import batch_plan, learning_rate
 from gpt.settings import Settings
 from gpt.tracking import WandbRun
-from gpt.train_step import evaluate, mean_over, train_step
+from gpt.train_step import agree, evaluate, mean_over, train_step
+from parallel.errors import ConfigError
 from parallel.world import World
 
 
@@ -37,15 +37,16 @@ class Trainer:
         has_checkpoints = settings.activations.store != "none"
         self._throughput = Throughput(settings.model, world.size, has_checkpoints, self._peak_flops())
 
+    @property
+    def num_steps_done(self) -> int:
+        return self._progress.step
+
     def train(self) -> None:
         """Resume, run every step that is left, and report. Raises ConfigError for what the user can put right."""
         self._resume()
         wandb = WandbRun(self._settings, self._progress.step > 0, is_enabled=self._world.is_first)
         self._throughput.restart()
-        with (
-            self._console.progress(self._progress.step, self._settings.train.steps),
-            out_of_memory_recorded(self._settings, self._world, lambda: self._progress.step),
-        ):
+        with self._console.progress(self._progress.step, self._settings.train.steps):
             for batch_size, micro_batches in self._batches():
                 record = self._step(batch_size, micro_batches)
                 if record and self._world.is_first:
@@ -57,11 +58,17 @@ class Trainer:
 
     def _resume(self) -> None:
         found = checkpoint.find(self._folder / CHECKPOINTS, self._settings.checkpoint.resume)
+        if not agree(self._parts.mesh, str(found)):
+            raise ConfigError(
+                f"rank {self._world.rank} would go on from {found}, another rank from elsewhere; put "
+                f"run.dir={self._folder} on a file system that all nodes share"
+            )
         if found is not None:
             self._progress = checkpoint.load(found, self._parts, self._world.rank)
             self._console.say(f"resumed from {found}: {self._progress.step} of {self._settings.train.steps} steps done")
         if self._world.is_first:
             start_run(self._folder, self._settings.to_yaml(), self._progress.step)
+            checkpoint.set_aside_later(self._folder / CHECKPOINTS, self._progress.step)
         self._parts.mesh.barrier()
 
     def _batches(self) -> Iterator[tuple[int, list[Tensor]]]:

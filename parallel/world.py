@@ -13,6 +13,8 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
+from parallel.errors import ConfigError
+
 FAILURE_KEY = "failed_ranks"  # in the launcher's store: how many ranks have failed so far
 SECONDS_FOR_THE_LINE = 2.0  # the launcher ends every rank at the first exit: let the error line get out before
 
@@ -37,11 +39,19 @@ def rank_from_environment() -> int:
 
 
 def start_world(timeout_seconds: float = 600.0) -> World:
-    """Join the ranks that the launcher started: NCCL on GPUs, gloo on CPUs, nothing at all for a process alone."""
+    """Join the ranks that the launcher started: NCCL on GPUs, gloo on CPUs, nothing at all for a process alone.
+
+    Raises ConfigError where there are more ranks than GPUs.
+    """
     size = int(os.environ.get("WORLD_SIZE", "1"))
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", str(size)))
     if torch.cuda.is_available():
+        if local_rank >= torch.cuda.device_count():
+            raise ConfigError(
+                f"{local_size} ranks were started on a node of {torch.cuda.device_count()} GPUs; start as many as it "
+                "has, with --nproc_per_node, or hide the GPUs with CUDA_VISIBLE_DEVICES="
+            )
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
     else:

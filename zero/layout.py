@@ -68,6 +68,7 @@ class Layout:
         for name, shape in shapes.items():
             spans.append(Span(name, shape, range(stop, stop + shape.numel())))
             stop = round_up(spans[-1].elements.stop, ALIGNMENT)
+        stop = max(stop, ALIGNMENT)  # parameters without elements need a place too
         grain = num_shards * ALIGNMENT
         starts = range(0, stop, round_up(window_numel, grain))
         stops = [*starts[1:], round_up(stop, grain)]

@@ -49,8 +49,9 @@ class ZeroOptimizer:
     `tensor` is the axis along which the model itself is cut: the norm, and whether a step is skipped, hold for all of
     it, and parameters that `parallel.layers.split_dims` does not name, which every rank has, count once.
 
-    A step with a non-finite gradient changes nothing (with torch's fused Adam and AdamW, or a dynamic loss scale); it
-    counts in `num_skipped`. Multiply the loss by `loss_scale.scale` before backward.
+    A step with a non-finite gradient changes nothing and counts in `num_skipped`. Torch's fused Adam and AdamW see to
+    that on the device; for any other optimizer the host waits for the flag. Multiply the loss by `loss_scale.scale`
+    before backward.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class ZeroOptimizer:
         self.state_bytes_per_element = probe_elementwise(optimizer, settings, device)
         self._tensor = tensor or Axis.trivial("tensor")
         groups = groups or [{"params": list(model.module.parameters())}]
-        group_of = {param: number for number, group in enumerate(groups) for param in group["params"]}
+        group_of = _number_groups(groups, set(model.module.parameters()))
         self.windows = [
             _own_window(flat, index, gradient, group_of)
             for flat, gradients in model.reducer.windows.items()
@@ -151,12 +152,29 @@ class ZeroOptimizer:
 
     def _must_skip(self, found_inf: Tensor) -> bool:
         """Reads the flag, hence waits for the device, only where the optimizer cannot take it as a tensor."""
-        return self.loss_scale.is_dynamic and not self._takes_found_inf and bool(found_inf)
+        return not self._takes_found_inf and bool(found_inf)
 
     def _make_cast_buffer(self) -> Tensor:
         """Gradients stay in the parameters' type; one window at a time is cast to the master's."""
         cast = [w.master for w in self.windows if w.gradient.owned.dtype != w.master.dtype]
         return max(cast, key=Tensor.numel).new_empty(max(m.numel() for m in cast)) if cast else torch.empty(0)
+
+
+def _number_groups(groups: list[dict[str, Any]], known: set[nn.Parameter]) -> dict[nn.Parameter, int]:
+    """The group of every parameter. Raises ValueError for a parameter in two groups, or of another model."""
+    group_of: dict[nn.Parameter, int] = {}
+    for number, group in enumerate(groups):
+        for param in group["params"]:
+            if param not in known:
+                raise ValueError(
+                    f"parameter group {number} has a tensor of shape {tuple(param.shape)} not of this model"
+                )
+            if param in group_of:
+                raise ValueError(
+                    f"a parameter of shape {tuple(param.shape)} is in groups {group_of[param]} and {number}"
+                )
+            group_of[param] = number
+    return group_of
 
 
 def _own_window(

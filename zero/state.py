@@ -40,7 +40,8 @@ def load_owned_state(model: ZeroDataParallel, optimizer: ZeroOptimizer, saved: d
         if found := re.fullmatch(r"(\d+\.\d+)\.(\w+)\.(\d+)", name):
             window = windows[found[1]]
             state = optimizer.inner.state[window.pieces[int(found[3])].param]
-            state[found[2]] = tensor.to(window.master.device, copy=True)  # as the first step would have made it
+            is_on_host = tensor.dim() == 0 and not optimizer.inner.defaults.get("fused")  # torch's step counters
+            state[found[2]] = tensor.to("cpu" if is_on_host else window.master.device, copy=True)
     for name, tensor in owned_state(model, optimizer).items():
         tensor.copy_(saved[name])
     for flat in model.flats:

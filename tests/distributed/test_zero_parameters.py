@@ -8,6 +8,7 @@ from parallel.mesh import Axis, Mesh
 from tests.ranks import run_ranks
 from tests.twins import ALL_STAGES, Twins, assert_same_bits, check_all, configs, params_of
 from zero.engine import ZeroConfig, ZeroDataParallel
+from zero.optimizer import ZeroOptimizer
 
 
 class Zoo(nn.Module):
@@ -98,3 +99,22 @@ def check_sparse_gradients_are_refused(config: ZeroConfig) -> None:
 
 def test_sparse_gradients_are_refused():
     check_all([check_sparse_gradients_are_refused], configs(*ALL_STAGES))
+
+
+def test_groups_with_foreign_or_repeated_parameters_are_refused():
+    module = nn.Linear(3, 2)
+    model = ZeroDataParallel(module, Axis.trivial("data"), ZeroConfig(1))
+    stranger = nn.Parameter(torch.zeros(5))
+    with pytest.raises(ValueError, match=r"group 1 has a tensor of shape \(5,\) not of this model"):
+        ZeroOptimizer(model, torch.optim.SGD, [{"params": [module.weight]}, {"params": [stranger]}])
+    with pytest.raises(ValueError, match=r"shape \(2,\) is in groups 0 and 1"):
+        ZeroOptimizer(model, torch.optim.SGD, [{"params": [module.bias]}, {"params": [module.bias]}])
+
+
+def test_a_parameter_without_elements_is_carried_along():
+    module = nn.ParameterDict({"empty": nn.Parameter(torch.empty(0, 3)), "other": nn.Parameter(torch.ones(4).half())})
+    model = ZeroDataParallel(module, Axis.trivial("data"), ZeroConfig(2))
+    optimizer = ZeroOptimizer(model, torch.optim.SGD, lr=0.5)
+    (module["empty"].sum() + module["other"].sum()).backward()
+    optimizer.step()
+    assert module["other"].tolist() == [0.5] * 4

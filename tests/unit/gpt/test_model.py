@@ -8,7 +8,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from gpt.model import GPT, Attention, ModelConfig, choose_layer_norm, initialize
+from gpt.apex import choose_layer_norm
+from gpt.model import GPT, Attention, ModelConfig, initialize
 from parallel.comm_log import CommLog
 from parallel.errors import ConfigError
 from parallel.mesh import Axis

@@ -1,0 +1,30 @@
+"""NVIDIA apex, where it is there and works: its fused kernels are optional.
+
+It is installed from NVIDIA's source. The package called apex on PyPI is something else, and written in Python 2.
+"""
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def find_apex(module: str, name: str, try_it: Callable[[Any], object], device: torch.device) -> Any | None:
+    """`name` of apex's `module` if it works on the device; apex imports without its CUDA extension and fails in use."""
+    if device.type != "cuda":
+        return None
+    try:
+        found = getattr(importlib.import_module(module), name)
+        try_it(found)
+    except (ImportError, AttributeError, RuntimeError, SyntaxError):
+        return None
+    return found
+
+
+def choose_layer_norm(device: torch.device) -> tuple[type[nn.Module], str]:
+    """apex's fused LayerNorm where it works, else torch's; and its name for the log."""
+    if fused := find_apex("apex.normalization", "FusedLayerNorm", lambda norm: norm(1), device):
+        return fused, "apex.normalization.FusedLayerNorm"
+    return nn.LayerNorm, "torch.nn.LayerNorm"
