@@ -142,7 +142,7 @@ def build_optimizer(
 
 def choose_adam(device: torch.device) -> tuple[type[torch.optim.Optimizer], dict[str, Any], str]:
     """NVIDIA apex's fused Adam on a CUDA device where it works, else torch's; its options; its name for the log."""
-    try_it = lambda fused: fused([nn.Parameter(torch.zeros(1, device=device))])  # noqa: E731
-    if fused := find_apex("apex.optimizers", "FusedAdam", try_it, device):
+    params = [nn.Parameter(torch.zeros(1, device=device))]
+    if fused := find_apex("apex.optimizers", "FusedAdam", lambda fused: fused(params), device):
         return fused, {"adam_w_mode": True}, "apex.optimizers.FusedAdam"
     return torch.optim.AdamW, {"fused": True}, "torch.optim.AdamW(fused=True)"

@@ -81,7 +81,6 @@ class GradientReducer:
         """A backward starts: every parameter is expected once. Raises ValueError where the last one was not ended."""
         if self._must_finish:
             raise ValueError("the backward before this one broke off; call `optimizer.zero_grad()` before the next")
-        self._num_launched, self._must_finish = 0, may_launch
         for gradient in self._order:
             if gradient.is_reduced and self._lifetime is Lifetime.PERSISTENT:
                 raise ValueError(
@@ -89,6 +88,7 @@ class GradientReducer:
                     "inside `with model.accumulate():`"
                 )
             gradient.waiting = set(gradient.parts)
+        self._num_launched, self._must_finish = 0, may_launch  # not before: a refused backward leaves nothing to end
 
     def accept(self, param: nn.Parameter, grad: Tensor, *, closes: bool, may_launch: bool) -> None:
         """Take a gradient into the windows that the parameter lies in, the last of them first.
