@@ -13,7 +13,7 @@ Parameters, where they are transient, per unit
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -80,10 +80,11 @@ class ZeroDataParallel(nn.Module):
     def __init__(self, module: nn.Module, data: Axis, config: ZeroConfig):
         super().__init__()
         self.module = module
-        self._stage, self._prefetch_numel = config.answers, config.prefetch_numel
+        self._data, self._stage, self._prefetch_numel = data, config.answers, config.prefetch_numel
         self.shard_axis, self.replica_axis = axes = self._stage.axes(data)
         _start_alike(module, data)
         self._units = self._make_units(config)
+        self._unit_of = {param: unit for unit in self._units.values() for param in unit.flat_of}
         trainable = [flat for flat in self.flats if flat.is_trainable]
         self.reducer = GradientReducer(trainable, axes, self._stage.full_grads, config.overlap)
         self._forward_order, self._backward_order = Itinerary(), Itinerary()
@@ -111,15 +112,28 @@ class ZeroDataParallel(nn.Module):
             self._is_last_microbatch = True
 
     @contextmanager
-    def gathered(self) -> Iterator[nn.Module]:
-        """The module with all of its parameters, to read."""
-        for unit in self._units.values():
-            unit.gather()
+    def gathered(self, params: Iterable[nn.Parameter] | None = None, *, modify: bool = False) -> Iterator[nn.Module]:
+        """The module with all of its parameters in place, or with `params` and those of the same units.
+
+        With `modify` what the first rank writes into `params` is theirs from then on, on all ranks and for the
+        optimizer. Raises ValueError for a parameter that is not the module's.
+        """
+        chosen = list(self._unit_of if params is None else params)
+        for param in chosen:
+            if param not in self._unit_of:
+                raise ValueError(f"a tensor of shape {tuple(param.shape)} is not a parameter of this model")
+        units = dict.fromkeys(self._unit_of[param] for param in chosen)
+        visitor = object()
+        for unit in units:
+            unit.gather(visitor)
         try:
-            yield self.module
+            with torch.set_grad_enabled(torch.is_grad_enabled() and not modify):
+                yield self.module
+                for param in chosen if modify else ():
+                    self._unit_of[param].flat_of[param].assign(param, self._data)
         finally:
-            for unit in self._units.values():
-                unit.release()
+            for unit in units:
+                unit.release(visitor)
 
     def _make_units(self, config: ZeroConfig) -> dict[str, Unit]:
         """Each unit holds the buffers of its own parameters; what persists belongs to the root, the whole model."""
@@ -137,7 +151,7 @@ class ZeroDataParallel(nn.Module):
                 for lifetime, params_held in held.items()
                 for group in alike(params_held)
             ]
-            units[name] = Unit([param for flat in flats for param in flat.params], flats)
+            units[name] = Unit(flats)
         return units
 
     def _unit_names(self, config: ZeroConfig) -> list[str]:
@@ -151,7 +165,6 @@ class ZeroDataParallel(nn.Module):
                 module = self.module.get_submodule(name)
                 module.register_forward_pre_hook(partial(self._before_forward, unit), with_kwargs=True)
                 module.register_forward_hook(partial(self._after_forward, unit))
-            self._unit_of = {param: unit for unit in self._units.values() for param in unit.params}
             watch_parameters(self.module, self._on_access)
         for flat in self.reducer.windows:
             for param in flat.params:
@@ -200,7 +213,7 @@ class ZeroDataParallel(nn.Module):
         unit.release()
         unit.num_open_calls -= 1
         if unit.num_open_calls == 0 and not unit.is_lent:  # a borrower's gradients may come later
-            self.reducer.close(unit.params, may_launch=self._reduces_now)
+            self.reducer.close(unit.flat_of, may_launch=self._reduces_now)
 
     # [Note: closing] Ranks meet in the order in which each launches its collectives. A parameter that only some ranks
     # used would complete its window there now and elsewhere at the very end, with gathers in between: ranks would wait

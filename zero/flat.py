@@ -2,10 +2,11 @@
 
 from enum import Enum
 
+import torch
 from torch import Tensor, nn
 
 from parallel.mesh import Axis, Handle
-from zero.layout import Layout, cut
+from zero.layout import Layout, Span, cut, overlap
 from zero.stage import Lifetime
 
 
@@ -26,15 +27,17 @@ class FlatParameters:
         self.params, self.axis, self.lifetime = list(params.values()), axis, lifetime
         self.layout = Layout.of({name: p.shape for name, p in params.items()}, axis.size, window_numel)
         self.full = self.params[0].data.new_zeros(self.layout.numel)
-        self._released = self.full.new_full((), float("nan"))
+        self._absent = absent(self.full)
+        self._span_of = dict(zip(self.params, self.layout.spans, strict=True))
         self._arrivals: list[Handle] = []
         self._residence = Residence.FULL
-        for param, span in zip(self.params, self.layout.spans, strict=True):
+        for param, span in self._span_of.items():
             span.view(self.full).copy_(param.data)
         self._point_params_at_full()
         self.owned = [cut(self.full, window.shard(axis.rank)) for window in self.layout.windows]
         if lifetime is Lifetime.TRANSIENT:
             self.owned = [shard.clone() for shard in self.owned]
+        self.masters = list(self.owned)  # what an optimizer updates; its finer copies, where it keeps some
         self.release()
 
     @property
@@ -60,7 +63,7 @@ class FlatParameters:
         if self._residence is Residence.ARRIVING:
             self._await_arrivals()
         for param in self.params:
-            param.data = self._released.expand(param.shape)  # a read of freed memory would end the process
+            param.data = self._absent.expand(param.shape)
         self.full.untyped_storage().resize_(0)
         self._residence = Residence.OWNED
 
@@ -69,10 +72,28 @@ class FlatParameters:
         self.release()
         return self._send(index) if self.lifetime is Lifetime.PERSISTENT else Handle()
 
+    def assign(self, param: nn.Parameter, data: Axis) -> None:
+        """While full: what the first rank of `data` has written into `param` is its value from now on, for all ranks.
+
+        A master keeps its finer value wherever the rounded one is still the same.
+        """
+        span = self._span_of[param]
+        full = span.view(self.full)
+        if param.data_ptr() != full.data_ptr():  # `param.data` was replaced
+            full.copy_(param.data)
+            param.data = full
+        data.broadcast(full).wait()
+        for window, owned, master in zip(self.layout.windows, self.owned, self.masters, strict=True):
+            shard = window.shard(self.axis.rank)
+            if part := overlap(span.elements, shard):
+                new, fine = cut(self.full, part), cut(master, part, shard.start)
+                fine.copy_(torch.where(fine.to(new.dtype) == new, fine, new.to(fine.dtype)))
+                cut(owned, part, shard.start).copy_(new)
+
     def owned_pieces(self, index: int) -> list[tuple[nn.Parameter, range]]:
         """The parameters of which this rank owns a part in one window, and where in the owned shard that part lies."""
         owned = self.layout.windows[index].shard(self.axis.rank)
-        param_of = dict(zip(self.layout.spans, self.params, strict=True))
+        param_of: dict[Span, nn.Parameter] = dict(zip(self.layout.spans, self.params, strict=True))
         return [
             (param_of[span], range(part.start - owned.start, part.stop - owned.start))
             for span, part in self.layout.pieces(owned)
@@ -91,5 +112,14 @@ class FlatParameters:
             arrival.wait()
 
     def _point_params_at_full(self) -> None:
-        for param, span in zip(self.params, self.layout.spans, strict=True):
+        for param, span in self._span_of.items():
             param.data = span.view(self.full)
+
+
+def absent(like: Tensor) -> Tensor:
+    """A number that, expanded to a parameter's shape, stands for values that are elsewhere (0-dim).
+
+    It reads as NaN, and most writes raise: torch refuses them where elements share memory; only `fill_` and `zero_` are
+    lost. A read of freed memory would end the process.
+    """
+    return like.new_full((), float("nan") if like.is_floating_point() else 0)

@@ -31,8 +31,12 @@ class OwnedWindow:
     flat: FlatParameters
     index: int
     gradient: WindowGradient
-    master: Tensor  # at least fp32; the owned parameters themselves where they are that already
     pieces: list[Piece]  # views of `master`
+
+    @property
+    def master(self) -> Tensor:
+        """At least fp32; the owned parameters themselves where they are that already."""
+        return self.flat.masters[self.index]
 
     def write_back(self) -> Handle:
         self.flat.owned[self.index].copy_(self.master)  # returns early where both are the same memory
@@ -182,10 +186,10 @@ def _own_window(
 ) -> OwnedWindow:
     """Parameters in no group keep their values, as in torch."""
     owned = flat.owned[index]
-    master = owned.to(torch.promote_types(owned.dtype, torch.float32))
+    master = flat.masters[index] = owned.to(torch.promote_types(owned.dtype, torch.float32))
     pieces = [
         Piece(nn.Parameter(master[elements.start : elements.stop]), elements, group_of[param])
         for param, elements in flat.owned_pieces(index)
         if param in group_of
     ]
-    return OwnedWindow(flat, index, gradient, master, pieces)
+    return OwnedWindow(flat, index, gradient, pieces)

@@ -19,13 +19,14 @@ class Unit:
     outside while that one runs.
     """
 
-    def __init__(self, params: list[nn.Parameter], flats: list[FlatParameters]):
-        self.params, self.flats = params, flats
+    def __init__(self, flats: list[FlatParameters]):
+        self.flats = flats
+        self.flat_of = {param: flat for flat in flats for param in flat.params}
         self.backward: int | None = None  # the backward that it is in
         self.num_open_calls = 0  # calls in forward whose backward has not ended
         self.borrowed: dict[Unit, None] = {}  # units whose parameters this one has read, in the order of first reading
         self.is_lent = False  # some other unit has read its parameters
-        self._holders: set[Unit] = set()
+        self._holders: set[object] = set()
 
     @property
     def transient_numel(self) -> int:
@@ -36,8 +37,8 @@ class Unit:
         for flat in self.flats:
             flat.start_gather()
 
-    def gather(self, holder: "Unit | None" = None) -> None:
-        """Bring the parameters, for itself or for another unit; and those that this unit is known to borrow."""
+    def gather(self, holder: object | None = None) -> None:
+        """Bring the parameters, for another holder, or for itself and then those that it is known to borrow."""
         self._holders.add(holder or self)
         self.start_gather()
         for flat in self.flats:
@@ -46,8 +47,8 @@ class Unit:
             for lender in self.borrowed:
                 lender.gather(self)
 
-    def release(self, holder: "Unit | None" = None) -> None:
-        """Done with the parameters; they go when no other unit holds them."""
+    def release(self, holder: object | None = None) -> None:
+        """Done with the parameters; they go when nobody else holds them."""
         if holder is None:
             self.backward = None
             for lender in self.borrowed:

@@ -36,7 +36,7 @@ def test_a_buffer_holds_one_type_trained_or_frozen():
 
 
 def test_an_itinerary_foretells_what_it_saw_last_time():
-    a, b, c = (Unit([], []) for _ in range(3))
+    a, b, c = (Unit([]) for _ in range(3))
     order = Itinerary()
     assert [list(order.visit(unit)) for unit in (a, b, c)] == [[], [], []]
     order.restart()

@@ -1,0 +1,90 @@
+"""Reaching in: chosen parameters are put together to be read, or changed for every rank and for the optimizer."""
+
+import pytest
+import torch
+from torch import nn
+
+from parallel.mesh import Axis, Mesh
+from tests.models import build
+from tests.ranks import run_ranks
+from tests.twins import ALL_STAGES, Twins, assert_same_bits, check_all, configs, params_of
+from zero.engine import ZeroConfig, ZeroDataParallel
+from zero.optimizer import ZeroOptimizer
+
+
+def chosen(module: nn.Module) -> list[nn.Parameter]:
+    """Tied, larger than a window, frozen, of a block, of one element per row."""
+    return [module.tokens.weight, module.large.weight, module.blocks[1].frozen, module.blocks[0].norm.bias]
+
+
+def check_changes_reach_ranks_and_optimizer(config: ZeroConfig) -> None:
+    twins = Twins(build("toy"), config, lr=1e-2)
+    twins.train(1)
+    for param in chosen(twins.model.module):  # one at a time, as for a model too large to be whole
+        with twins.model.gathered([param], modify=True):
+            param.mul_(2 if twins.data.rank == 0 else 1e9)
+    for param in chosen(twins.plain):
+        param.data.mul_(2)
+    twins.assert_alike()
+    with twins.model.gathered(iter([twins.model.module.bias]), modify=True):
+        twins.model.module.bias.data = torch.ones(16, dtype=torch.float64)
+    twins.plain.bias.data.fill_(1.0)
+    twins.train(2, first=1)
+
+
+def test_changed_parameters_train_on_as_in_one_process():
+    run_ranks(2, check_all, [check_changes_reach_ranks_and_optimizer], configs(*ALL_STAGES, window_numel=[500, None]))
+
+
+def check_masters_keep_what_rounding_hides(config: ZeroConfig) -> None:
+    """One element is changed: the finer values of all others stay."""
+    data = Mesh.create(tensor_size=1).data
+    model = ZeroDataParallel(nn.Linear(20, 3).bfloat16(), data, config)
+    optimizer = ZeroOptimizer(model, torch.optim.SGD, lr=1.0)
+    for window in optimizer.windows:
+        window.master.mul_(1 + 2**-12)  # hidden by rounding to bf16
+    fine = [window.master.clone() for window in optimizer.windows]
+    weight = model.module.weight
+    with model.gathered([weight], modify=True):
+        weight[1, 4] = 7.0
+    differing = [window.master[window.master != before] for window, before in zip(optimizer.windows, fine, strict=True)]
+    num_differing = torch.tensor([float(torch.cat(differing).numel())])
+    model.shard_axis.all_reduce(num_differing, out=num_differing).wait()
+    assert num_differing == 1
+    assert all((values == 7.0).all() for values in differing)
+    assert params_of(model)["weight"][1, 4] == 7.0
+
+
+def test_masters_keep_what_was_not_changed():
+    run_ranks(2, check_all, [check_masters_keep_what_rounding_hides], configs(*ALL_STAGES, window_numel=[40]))
+
+
+def check_only_chosen_units_come(config: ZeroConfig) -> None:
+    """Also while a block runs that is held from outside, and inside another context."""
+    module = build("toy")
+    expected = {name: param.detach().clone() for name, param in module.named_parameters()}
+    model = ZeroDataParallel(module, Mesh.create(tensor_size=1).data, config)
+    weight, other = module.blocks[1].up.weight, module.blocks[2].up.weight
+    with model.gathered([weight]):
+        with model.gathered([weight, module.bias]) as inner:
+            assert inner is module
+        model(torch.zeros(1, 5, dtype=torch.int64))
+        assert weight.equal(expected["blocks.1.up.weight"])
+        assert other.isnan().all()
+    assert weight.isnan().all()
+    with pytest.raises(RuntimeError, match="more than one element of the written-to tensor"):
+        weight.data.mul_(2)
+    assert_same_bits(params_of(model), expected)
+
+
+def test_parameters_come_by_unit_and_go():
+    run_ranks(2, check_all, [check_only_chosen_units_come], configs(3))
+
+
+def test_strangers_are_refused():
+    model = ZeroDataParallel(nn.Linear(3, 2), Axis.trivial("data"), ZeroConfig(3))
+    with (
+        pytest.raises(ValueError, match=r"shape \(5,\) is not a parameter of this model"),
+        model.gathered([nn.Parameter(torch.zeros(5))]),
+    ):
+        pass
