@@ -17,6 +17,7 @@ from parallel.mesh import Axis, Mesh
 from parallel.tokens import ReplicatedTokens, SplitTokens, TokenLayout
 from parallel.world import World
 from zero.activations import ActivationsConfig, checkpointed_blocks
+from zero.birth import ShardedBirth
 from zero.engine import ZeroDataParallel
 from zero.loss_scale import LossScale
 from zero.optimizer import ZeroOptimizer
@@ -79,9 +80,10 @@ def build(settings: Settings, mesh: Mesh, device: torch.device) -> Parts:
         logger.warning("train.precision=fp16 on a CPU is slow and untuned; bf16 is the better half type there")
     train = settings.train
     split = SplitTokens(mesh.tensor) if settings.parallel.sequence_parallel else ReplicatedTokens(mesh.tensor)
-    gpt = build_model(settings.model, settings.activations, split, device, train.dtype)
-    initialize(gpt, train.seed)
-    model = ZeroDataParallel(gpt, mesh.data, settings.zero)
+    with ShardedBirth(mesh.data, settings.zero.answers) as birth:
+        gpt = build_model(settings.model, settings.activations, split, device, train.dtype)
+        initialize(gpt, train.seed)
+    model = ZeroDataParallel(gpt, mesh.data, settings.zero, birth)
     loss_scale = build_loss_scale(train.loss_scale, train.precision == "fp16", device)
     optimizer = build_optimizer(model, mesh.tensor, settings.optimizer, loss_scale)
     torch.manual_seed(train.seed + 1 + mesh.data.rank)  # dropout: its own on every data-parallel rank

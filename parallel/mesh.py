@@ -79,6 +79,11 @@ class Axis:
         """This axis as seen by a rank without peers."""
         return replace(self, size=1, rank=0, group=None, parts=None)
 
+    def device_to_travel_from(self, tensor: Tensor) -> torch.device:
+        """Where a copy of the tensor must lie to be communicated: NCCL takes nothing from host memory."""
+        is_nccl = self.size > 1 and dist.get_backend(self.group) == "nccl"
+        return torch.device("cuda", torch.cuda.current_device()) if is_nccl else tensor.device
+
     def all_gather(self, shard: Tensor, *, out: Tensor) -> Handle:
         """(n, ...) -> (size * n, ...), contiguous. In place where `shard` is this rank's part of `out`."""
         if self.size == 1:

@@ -17,17 +17,17 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from parallel.errors import ConfigError
 from parallel.mesh import Axis
 from zero.access import watch_parameters
 from zero.autograd import NO_BACKWARD, call_at_end_of_backward, current_backward, mark_end_of_backward, tensors_in
-from zero.flat import FlatParameters
+from zero.birth import ShardedBirth
+from zero.flat import FlatParameters, is_absent
 from zero.gradients import GradientReducer
 from zero.stage import STAGES, Lifetime, ZeroStage
 from zero.unit import Itinerary, Unit, alike, assign_parameters, find_units, named_units
@@ -74,16 +74,26 @@ class ZeroDataParallel(nn.Module):
     """Wrap a module so that its gradients are averaged over `data` and its states are divided as the stage says.
 
     Put `with model.accumulate():` around every micro-batch but the last. All ranks start with the parameters and
-    buffers of the first. `requires_grad` and types are read here, once: change them before wrapping.
+    buffers of the first. `requires_grad` and types are read here, once: change them before wrapping. A module built
+    inside a `ShardedBirth` comes with its `birth`; with `device` it moves there, a unit at a time.
     """
 
-    def __init__(self, module: nn.Module, data: Axis, config: ZeroConfig):
+    def __init__(
+        self,
+        module: nn.Module,
+        data: Axis,
+        config: ZeroConfig,
+        birth: ShardedBirth | None = None,
+        device: torch.device | None = None,
+    ):
         super().__init__()
         self.module = module
         self._data, self._stage, self._prefetch_numel = data, config.answers, config.prefetch_numel
         self.shard_axis, self.replica_axis = axes = self._stage.axes(data)
-        _start_alike(module, data)
-        self._units = self._make_units(config)
+        self._units = self._make_units(config, birth, device)
+        if birth:
+            birth.close(module)
+        _move_buffers(module, data, device)
         self._unit_of = {param: unit for unit in self._units.values() for param in unit.flat_of}
         trainable = [flat for flat in self.flats if flat.is_trainable]
         self.reducer = GradientReducer(trainable, axes, self._stage.full_grads, config.overlap)
@@ -135,19 +145,31 @@ class ZeroDataParallel(nn.Module):
             for unit in units:
                 unit.release(visitor)
 
-    def _make_units(self, config: ZeroConfig) -> dict[str, Unit]:
+    def _make_units(
+        self, config: ZeroConfig, birth: ShardedBirth | None, device: torch.device | None
+    ) -> dict[str, Unit]:
         """Each unit holds the buffers of its own parameters; what persists belongs to the root, the whole model."""
         own = assign_parameters(self.module, self._unit_names(config))
         is_transient = self._stage.full_params is Lifetime.TRANSIENT
         resident_numel = config.resident_numel if is_transient else math.inf
         resident = {n: p for params in own.values() for n, p in params.items() if p.numel() < resident_numel}
         numel = config.window_numel or sum(param.numel() for param in self.module.parameters())
+
+        def values_of(param: nn.Parameter) -> Tensor:
+            """The first rank's."""
+            values = birth.take(param) if birth else param.data
+            if is_absent(values):
+                raise ValueError(f"a parameter of shape {tuple(param.shape)} is not here: give its `birth` too")
+            values = values.to(self._data.device_to_travel_from(values)).contiguous()
+            self._data.broadcast(values).wait()
+            return values
+
         units = {}
         for name, params in own.items():
             transient = {n: p for n, p in params.items() if n not in resident}
             held = {Lifetime.PERSISTENT: {} if name else resident, Lifetime.TRANSIENT: transient}
             flats = [
-                FlatParameters(group, self.shard_axis, lifetime, numel)
+                FlatParameters(group, self.shard_axis, lifetime, numel, values_of, device)
                 for lifetime, params_held in held.items()
                 for group in alike(params_held)
             ]
@@ -259,9 +281,10 @@ class ZeroDataParallel(nn.Module):
             self.reducer.finish()
 
 
-def _start_alike(module: nn.Module, data: Axis) -> None:
-    """Every rank begins with the first one's parameters and buffers, whatever its random state was."""
-    for tensor in chain(module.parameters(), module.buffers()):
-        values = tensor.data.contiguous()
+def _move_buffers(module: nn.Module, data: Axis, device: torch.device | None) -> None:
+    """Every rank begins with the first one's buffers."""
+    for buffer in module.buffers():
+        values = buffer.to(data.device_to_travel_from(buffer)).contiguous()
         data.broadcast(values).wait()
-        tensor.data.copy_(values)
+        buffer.data = buffer.data.to(device or buffer.device)
+        buffer.copy_(values)

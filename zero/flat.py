@@ -1,6 +1,8 @@
 """The parameters of one unit in one flat buffer: what is owned stays, what is full comes and goes."""
 
+from collections.abc import Callable
 from enum import Enum
+from operator import attrgetter
 
 import torch
 from torch import Tensor, nn
@@ -19,21 +21,36 @@ class Residence(Enum):
 class FlatParameters:
     """Parameters of one dtype that are all trainable or all frozen. `gather` brings them, `release` lets them go.
 
+    `values_of` gives a parameter's initial values, `device` is where they are to live; by default all stays as it is.
     The full buffer is one storage for the whole run, resized between nothing and everything: what autograd saved
     during forward are views of that storage, and they must find the same weights there during backward.
     """
 
-    def __init__(self, params: dict[str, nn.Parameter], axis: Axis, lifetime: Lifetime, window_numel: int):
+    def __init__(
+        self,
+        params: dict[str, nn.Parameter],
+        axis: Axis,
+        lifetime: Lifetime,
+        window_numel: int,
+        values_of: Callable[[nn.Parameter], Tensor] = attrgetter("data"),
+        device: torch.device | None = None,
+    ):
         self.params, self.axis, self.lifetime = list(params.values()), axis, lifetime
         self.layout = Layout.of({name: p.shape for name, p in params.items()}, axis.size, window_numel)
-        self.full = self.params[0].data.new_zeros(self.layout.numel)
+        self.full = self.params[0].data.new_zeros(self.layout.numel, device=device)
         self._absent = absent(self.full)
         self._span_of = dict(zip(self.params, self.layout.spans, strict=True))
         self._arrivals: list[Handle] = []
         self._residence = Residence.FULL
         for param, span in self._span_of.items():
-            span.view(self.full).copy_(param.data)
-        self._point_params_at_full()
+            full = span.view(self.full)
+            values = values_of(param)
+            if values.numel() > 1 and not any(values.stride()):
+                raise ValueError(
+                    f"a parameter of shape {tuple(param.shape)} is not here: give the `birth` it was built in"
+                )
+            full.copy_(values)
+            param.data = full  # at once: whatever it was is freed before the next is fetched
         self.owned = [cut(self.full, window.shard(axis.rank)) for window in self.layout.windows]
         if lifetime is Lifetime.TRANSIENT:
             self.owned = [shard.clone() for shard in self.owned]
@@ -123,3 +140,8 @@ def absent(like: Tensor) -> Tensor:
     lost. A read of freed memory would end the process.
     """
     return like.new_full((), float("nan") if like.is_floating_point() else 0)
+
+
+def is_absent(data: Tensor) -> bool:
+    """Whether a parameter holds `absent` instead of values. Waits for the device."""
+    return data.numel() > 1 and not any(data.stride()) and bool(data.flatten()[0].isnan())
