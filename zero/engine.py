@@ -32,6 +32,8 @@ from zero.gradients import GradientReducer
 from zero.stage import STAGES, Lifetime, ZeroStage
 from zero.unit import Itinerary, Unit, alike, assign_parameters, find_units, named_units
 
+NUM_KEPT = 2  # units [Note: keeping]
+
 
 @dataclass(frozen=True)
 class ZeroConfig:
@@ -207,11 +209,21 @@ class ZeroDataParallel(nn.Module):
         for tensor in tensors_in(output):
             if isinstance(tensor, nn.Parameter):  # handed to whoever called: a bias to be added later, say
                 self._on_access(tensor)
-        if unit.backward != current_backward():  # else its own backward, which recomputes and is about to read
+        # Not in its own backward, which recomputes and is about to read.
+        if unit.backward != current_backward() and not self._is_kept(unit):
             unit.release()
         for tensor in tensors_in(output):
             if tensor.grad_fn is not None:
                 tensor.register_hook(lambda _grad: self._before_backward(unit))
+
+    def _is_kept(self, unit: Unit) -> bool:
+        """[Note: keeping]"""
+        is_last_call = current_backward() == NO_BACKWARD and torch.is_grad_enabled() and self._forward_order.is_complete
+        return is_last_call and unit in self._backward_order.first(NUM_KEPT)
+
+    # [Note: keeping] The root and the unit that runs last are the first that backward reads. They stay in between, from
+    # the second step on, when that is known: to gather them again would cost traffic and save no memory, since backward
+    # begins with both of them in place.
 
     def _on_access(self, param: nn.Parameter) -> None:
         """A module's attribute has been read. [Note: borrowing]"""

@@ -9,6 +9,30 @@ def step_bytes(answers: ZeroStage, parameter_bytes: float, data_size: int, num_m
     More micro-batches cost nothing where full gradients persist, a reduction each where they are transient, and two
     gathers each where full parameters are.
     """
+    shard_size, replica_size = (data_size, 1) if answers.shard_optimizer else (1, data_size)
+    return sum(axis_bytes(answers, parameter_bytes, shard_size, replica_size, num_micro_batches))
+
+
+def axis_bytes(
+    answers: ZeroStage,
+    parameter_bytes: float,
+    shard_size: int,
+    replica_size: int,
+    num_micro_batches: int = 1,
+    *,
+    resident_bytes: float = 0.0,
+    kept_bytes: float = 0.0,
+) -> tuple[float, float]:
+    """(along the shard axis, along the replica axis), of all that `parameter_bytes` counts.
+
+    Where full parameters are transient, `resident_bytes` of them are gathered once a step all the same, and
+    `kept_bytes` are not gathered for backward: they stay from forward (the root and the unit that runs last).
+    """
     num_reductions = num_micro_batches if answers.full_grads is Lifetime.TRANSIENT else 1
-    num_gathers = 2 * num_micro_batches if answers.full_params is Lifetime.TRANSIENT else 1
-    return (num_reductions + num_gathers) * parameter_bytes * (data_size - 1) / data_size
+    gathered_bytes = parameter_bytes
+    if answers.full_params is Lifetime.TRANSIENT:
+        in_forward = parameter_bytes - resident_bytes
+        gathered_bytes = num_micro_batches * (2 * in_forward - kept_bytes) + resident_bytes
+    reduced_bytes = num_reductions * parameter_bytes
+    along_shards = (reduced_bytes + gathered_bytes) * (shard_size - 1) / shard_size
+    return along_shards, 2 * reduced_bytes / shard_size * (replica_size - 1) / replica_size

@@ -79,6 +79,15 @@ class Itinerary:
         foretold = self._last[position : position + 1] == [unit]
         return islice(self._last, position + 1 if foretold else len(self._last), None)
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether as many units have been visited as last time."""
+        return len(self._visited) == len(self._last)
+
+    def first(self, num_units: int) -> list[Unit]:
+        """Of the visits since the last restart."""
+        return self._visited[:num_units]
+
     def restart(self) -> None:
         self._last, self._visited = self._visited, []
 

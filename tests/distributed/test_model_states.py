@@ -1,5 +1,6 @@
 """Memory and traffic of the model states against the paper's formulas (sections 3, 5 and 7)."""
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -7,19 +8,24 @@ import torch
 from torch import nn
 
 from parallel.mesh import Mesh
+from tests.pairwise import pairwise
 from tests.ranks import run_ranks
 from zero import memory
 from zero.engine import ZeroConfig, ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
-from zero.stage import STAGES
+from zero.stage import STAGES, Lifetime
+from zero.traffic import axis_bytes
 
 WINDOW_NUMEL = 2**20
 
 
-def train(stage: int, num_micro_batches: int, dtype: torch.dtype) -> dict:
-    mesh = Mesh.create(tensor_size=1)
+def train(
+    stage: int, num_micro_batches: int, dtype: torch.dtype, shard_size: int | None = None, resident_numel: int = 0
+) -> dict:
+    mesh = Mesh.create(tensor_size=1, shard_size=shard_size)
     mesh.log.keeps_events = True
-    model = ZeroDataParallel(_Chain(dtype), mesh.data, ZeroConfig(stage, WINDOW_NUMEL))
+    config = ZeroConfig(stage, WINDOW_NUMEL, resident_numel=resident_numel)
+    model = ZeroDataParallel(_Chain(dtype), mesh.data, config)
     optimizer = ZeroOptimizer(model, torch.optim.AdamW, fused=True)
     for _ in range(2):
         mesh.log.clear()
@@ -28,11 +34,14 @@ def train(stage: int, num_micro_batches: int, dtype: torch.dtype) -> dict:
                 model(torch.ones(1, 1001, dtype=dtype)).backward()
         model(torch.ones(1, 1001, dtype=dtype)).backward()
         optimizer.step()
+    flat_bytes = {flat: flat.layout.numel * dtype.itemsize for flat in model.flats}
     return {
         "states": memory.measured(model, optimizer),
         "buffers": memory.buffer_bytes(model, optimizer),
         "num_parameters": sum(param.numel() for param in model.module.parameters()),
-        "padded_bytes": sum(flat.layout.numel for flat in model.flats) * dtype.itemsize,
+        "padded_bytes": sum(flat_bytes.values()),
+        "resident_bytes": sum(size for flat, size in flat_bytes.items() if flat.lifetime is Lifetime.PERSISTENT),
+        "last_block_bytes": flat_bytes[model.flats[-1]],
         "events": mesh.log.events,
     }
 
@@ -83,6 +92,31 @@ def test_stage_2_reduces_in_every_micro_batch_and_stage_1_only_in_the_last():
         assert sum(event.wire_bytes for event in windows) == passes * found["padded_bytes"] // 2
 
 
+@pytest.mark.parametrize(
+    "layout",
+    pairwise(stage=[1, 2, 3], sizes=[(2, None), (4, None), (4, 2)], num_micro_batches=[1, 2], resident_numel=[0, 2000]),
+    ids=lambda layout: "-".join(map(str, layout.values())),
+)
+def test_traffic_along_each_axis(layout):
+    """Stage 3 gathers twice what does not stay; the root, which has no parameters here, and the last block stay."""
+    stage, (data_size, shard_size), num_micro_batches, resident_numel = layout.values()
+    for found in run_ranks(data_size, train, stage, num_micro_batches, torch.bfloat16, shard_size, resident_numel):
+        sent = Counter()
+        for event in found["events"]:
+            sent[event.axis] += event.wire_bytes if event.message_bytes > 8 else 0
+        inner = shard_size or data_size
+        expected = axis_bytes(
+            STAGES[stage],
+            found["padded_bytes"],
+            inner,
+            data_size // inner,
+            num_micro_batches,
+            resident_bytes=found["resident_bytes"],
+            kept_bytes=found["last_block_bytes"],
+        )
+        assert (sent["shard" if shard_size else "data"], sent["replica"]) == expected
+
+
 def test_buffers_do_not_depend_on_the_model():
     found = run_ranks(2, train, 2, 1, torch.bfloat16)[0]
     assert found["buffers"]["staged gradients"] <= 3 * WINDOW_NUMEL * 2
@@ -93,7 +127,7 @@ def test_buffers_do_not_depend_on_the_model():
 @pytest.mark.parametrize("data_size", [2, 4])
 def test_the_wire_agrees_with_the_log(data_size):
     """What the kernel says that a rank wrote, to its sockets, against its log: within 2% for scalars and headers."""
-    for stage in (0, 1, 2):
+    for stage in (0, 1, 2, 3):
         for written, logged in run_ranks(data_size, step_under_observation, stage):
             assert written == pytest.approx(logged, rel=0.02)
 
@@ -110,6 +144,7 @@ def step_under_observation(stage: int) -> tuple[int, int]:
         mesh.barrier()
 
     step()
+    step()  # knows the order of units
     mesh.log.clear()
     before = bytes_written()
     step()

@@ -1,12 +1,13 @@
 """Parameters that come and go (stage 3): what is in memory when, and that what comes is never stale."""
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import set_checkpoint_early_stop
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from parallel.mesh import Mesh
 from tests.models import batch, build, loss_of
@@ -38,22 +39,33 @@ class Noted(nn.Module):
 
 
 class Chain(nn.Module):
-    def __init__(self, notes: dict[str, set[int]]):
+    """`per_checkpoint` blocks are recomputed at a time, where it is given."""
+
+    def __init__(self, notes: dict[str, set[int]], per_checkpoint: int | None = None):
         super().__init__()
         self.blocks = nn.ModuleList(Noted(index, notes) for index in range(NUM_BLOCKS))
+        self.per_checkpoint = per_checkpoint
         self.skipped = -1
 
     def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            if block.index != self.skipped:
-                x = block(x)
+        if self.per_checkpoint is None:
+            return self.run(list(self.blocks), x).sum()
+        for start in range(0, NUM_BLOCKS, self.per_checkpoint):
+            blocks = list(self.blocks)[start : start + self.per_checkpoint]
+            x = checkpoint(self.run, blocks, x, use_reentrant=False)
         return x.sum()
 
+    def run(self, blocks: Sequence[nn.Module], x: Tensor) -> Tensor:
+        for block in blocks:
+            if block.index != self.skipped:
+                x = block(x)
+        return x
 
-def units_in_memory(num_ahead: int) -> dict[str, set[int]]:
+
+def units_in_memory(num_ahead: int, per_checkpoint: int | None = None) -> dict[str, set[int]]:
     """Which blocks' full parameters were there, or on their way, at every point of the third step."""
     notes: dict[str, set[int]] = {}
-    module = Chain(notes)
+    module = Chain(notes, per_checkpoint)
     config = replace(STAGE_3, prefetch_numel=num_ahead * BLOCK_NUMEL)
     model = ZeroDataParallel(module, Mesh.create(tensor_size=1).data, config)
 
@@ -77,6 +89,17 @@ def test_only_a_unit_and_the_next_are_in_memory(num_ahead):
     expected |= {f"backward {index}": set(blocks[max(0, index - num_ahead) : index + 1]) for index in blocks}
     expected |= {"after backward": set(), "after evaluation": set()}
     assert run_ranks(2, units_in_memory, num_ahead) == [expected, expected]
+
+
+@pytest.mark.parametrize("num_ahead", [0, 1])
+@pytest.mark.parametrize("per_checkpoint", [1, 2, 3])
+def test_no_more_than_one_checkpoint_and_what_is_ahead_is_in_memory(num_ahead, per_checkpoint):
+    for notes in run_ranks(2, units_in_memory, num_ahead, per_checkpoint):
+        for index in range(NUM_BLOCKS):
+            assert index in notes[f"forward {index}"]
+            assert index in notes[f"backward {index}"]
+        assert max(map(len, notes.values())) <= per_checkpoint + num_ahead
+        assert notes["after backward"] == notes["after evaluation"] == set()
 
 
 def check_skipped_blocks() -> None:
