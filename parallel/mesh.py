@@ -79,6 +79,11 @@ class Axis:
         """This axis as seen by a rank without peers."""
         return replace(self, size=1, rank=0, group=None, parts=None)
 
+    @property
+    def has_peers(self) -> bool:
+        """Whether other processes are there to answer; those of the fake backend are not."""
+        return self.size > 1 and dist.get_backend(self.group) != "fake"
+
     def device_to_travel_from(self, tensor: Tensor) -> torch.device:
         """Where a copy of the tensor must lie to be communicated: NCCL takes nothing from host memory."""
         is_nccl = self.size > 1 and dist.get_backend(self.group) == "nccl"

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from parallel.errors import ConfigError
 from parallel.mesh import Axis
 from zero.access import watch_parameters
+from zero.agreement import LaunchOrder
 from zero.autograd import NO_BACKWARD, call_at_end_of_backward, current_backward, mark_end_of_backward, tensors_in
 from zero.birth import ShardedBirth
 from zero.flat import FlatParameters, is_absent
@@ -98,7 +99,7 @@ class ZeroDataParallel(nn.Module):
         _move_buffers(module, data, device)
         self._unit_of = {param: unit for unit in self._units.values() for param in unit.flat_of}
         trainable = [flat for flat in self.flats if flat.is_trainable]
-        self.reducer = GradientReducer(trainable, axes, self._stage.full_grads, config.overlap)
+        self.reducer = GradientReducer(trainable, axes, self._stage.full_grads, config.overlap, self._before_reduction)
         self._forward_order, self._backward_order = Itinerary(), Itinerary()
         self._running: list[Unit] = []  # calls of units in forward, the innermost last
         self._backward = NO_BACKWARD
@@ -110,6 +111,7 @@ class ZeroDataParallel(nn.Module):
         return [flat for unit in self._units.values() for flat in unit.flats]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self._launch_order.restart()
         self._forward_order.restart()
         self._running.clear()  # a forward that raised has left its calls here
         return self.module(*args, **kwargs)
@@ -152,6 +154,7 @@ class ZeroDataParallel(nn.Module):
     ) -> dict[str, Unit]:
         """Each unit holds the buffers of its own parameters; what persists belongs to the root, the whole model."""
         own = assign_parameters(self.module, self._unit_names(config))
+        self._launch_order = LaunchOrder(self._data, list(own))
         is_transient = self._stage.full_params is Lifetime.TRANSIENT
         resident_numel = config.resident_numel if is_transient else math.inf
         resident = {n: p for params in own.values() for n, p in params.items() if p.numel() < resident_numel}
@@ -166,7 +169,7 @@ class ZeroDataParallel(nn.Module):
             self._data.broadcast(values).wait()
             return values
 
-        units = {}
+        units: dict[str, Unit] = {}
         for name, params in own.items():
             transient = {n: p for n, p in params.items() if n not in resident}
             held = {Lifetime.PERSISTENT: {} if name else resident, Lifetime.TRANSIENT: transient}
@@ -175,7 +178,7 @@ class ZeroDataParallel(nn.Module):
                 for lifetime, params_held in held.items()
                 for group in alike(params_held)
             ]
-            units[name] = Unit(flats)
+            units[name] = Unit(flats, partial(self._launch_order.before_gather, len(units)))
         return units
 
     def _unit_names(self, config: ZeroConfig) -> list[str]:
@@ -273,6 +276,10 @@ class ZeroDataParallel(nn.Module):
             if numel_left < 0:
                 break
             following.start_gather()
+
+    def _before_reduction(self, window: int) -> None:
+        if self._stage.full_params is Lifetime.TRANSIENT:  # elsewhere the order is fixed, whatever the model does
+            self._launch_order.before_reduction(window)
 
     @property
     def _reduces_now(self) -> bool:

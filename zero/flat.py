@@ -61,8 +61,13 @@ class FlatParameters:
     def is_trainable(self) -> bool:
         return self.params[0].requires_grad
 
+    @property
+    def is_away(self) -> bool:
+        """Whether a gather has collectives to launch."""
+        return self._residence is Residence.OWNED
+
     def start_gather(self) -> None:
-        if self._residence is Residence.OWNED:
+        if self.is_away:
             self.full.untyped_storage().resize_(self.full.numel() * self.full.element_size())
             self._arrivals = [self._send(index) for index in range(len(self.owned))]
             self._residence = Residence.ARRIVING
@@ -75,7 +80,7 @@ class FlatParameters:
             self._residence = Residence.FULL
 
     def release(self) -> None:
-        if self.lifetime is Lifetime.PERSISTENT or self._residence is Residence.OWNED:
+        if self.lifetime is Lifetime.PERSISTENT or self.is_away:
             return
         if self._residence is Residence.ARRIVING:
             self._await_arrivals()

@@ -10,7 +10,7 @@ message or a sum, and neither does `overlap`, which only decides when a launched
 """
 
 from collections import defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -56,10 +56,11 @@ class GradientReducer:
         axes: tuple[Axis, Axis],
         lifetime: Lifetime,
         overlap: bool,
+        before_launch: Callable[[int], None],
     ):
         self._shard_axis, self._replica_axis = axes
         self._scale = 1 / (self._shard_axis.size * self._replica_axis.size)
-        self._lifetime = lifetime
+        self._lifetime, self._before_launch = lifetime, before_launch
         self._max_in_flight = MAX_IN_FLIGHT if overlap else 0
         self.windows = {flat: self._windows_of(flat) for flat in flats}
         self._order = [window for windows in reversed(self.windows.values()) for window in reversed(windows)]
@@ -178,6 +179,7 @@ class GradientReducer:
 
     def _launch_complete_windows(self) -> None:
         while self._num_launched < len(self._order) and not self._order[self._num_launched].waiting:
+            self._before_launch(self._num_launched)
             self._launch(self._order[self._num_launched])
             self._num_launched += 1
 

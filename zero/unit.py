@@ -1,6 +1,6 @@
 """Units: the modules whose parameters are communicated together, how they are found, and in which order they run."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from itertools import islice
 
@@ -19,8 +19,8 @@ class Unit:
     outside while that one runs.
     """
 
-    def __init__(self, flats: list[FlatParameters]):
-        self.flats = flats
+    def __init__(self, flats: list[FlatParameters], before_launch: Callable[[], None] = lambda: None):
+        self.flats, self._before_launch = flats, before_launch
         self.flat_of = {param: flat for flat in flats for param in flat.params}
         self.backward: int | None = None  # the backward that it is in
         self.num_open_calls = 0  # calls in forward whose backward has not ended
@@ -34,6 +34,8 @@ class Unit:
         return sum(flat.full.numel() for flat in self.flats if flat.lifetime is Lifetime.TRANSIENT)
 
     def start_gather(self) -> None:
+        if any(flat.is_away for flat in self.flats):
+            self._before_launch()
         for flat in self.flats:
             flat.start_gather()
 
