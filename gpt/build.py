@@ -2,6 +2,7 @@
 
 import logging
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 
 from gpt.apex import choose_layer_norm, find_apex
 from gpt.model import GPT, ModelConfig, check_divides, initialize
+from gpt.pretrained import load_pretrained
 from gpt.schedule import check_batch_sizes, learning_rate
 from gpt.settings import LossScaleSettings, OptimizerSettings, ParallelSettings, Settings
 from parallel.errors import ConfigError
@@ -33,6 +35,12 @@ class Parts:
     model: ZeroDataParallel
     optimizer: ZeroOptimizer
     device: torch.device
+
+    @property
+    def config(self) -> ModelConfig:
+        gpt = self.model.module
+        assert isinstance(gpt, GPT)
+        return gpt.config
 
     @property
     def num_parameters(self) -> int:
@@ -83,6 +91,8 @@ def build(settings: Settings, mesh: Mesh, device: torch.device) -> Parts:
     with ShardedBirth(mesh.data, settings.zero.answers) as birth:
         gpt = build_model(settings.model, settings.activations, split, device, train.dtype)
         initialize(gpt, train.seed)
+        if train.initial_weights is not None:
+            load_pretrained(gpt, Path(train.initial_weights))
     model = ZeroDataParallel(gpt, mesh.data, settings.zero, birth)
     loss_scale = build_loss_scale(train.loss_scale, train.precision == "fp16", device)
     optimizer = build_optimizer(model, mesh.tensor, settings.optimizer, loss_scale)

@@ -1,29 +1,35 @@
-"""Checkpoints that a crash cannot harm: written beside, flushed, then renamed.
+"""Checkpoints: what a folder of them holds, and going on from one, at whatever layout.
 
     RUN/checkpoints/step-00000100/layout.json                what lies where, and how far the run had come
                                   rank-00000.safetensors     flat shards that rank 0 owns, and its random states
     RUN/checkpoints/latest                                   the name of the newest complete one
 
-A replica of another rank's shard is not written again: `layout.json` says whose file a rank reads.
+A replica of another rank's shards writes its random states only. `gpt/saver.py` writes these files.
 """
 
-import json
-import os
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from gpt.build import Parts
 from parallel.errors import ConfigError
-from zero.state import describe_layout, group_counters, load_owned_state, owned_state
+from zero.saved_state import SavedState, TensorRank, full_shapes, rank_file
+from zero.sealed_file import read_json, verify
+from zero.state import (
+    common_state,
+    describe_state,
+    group_counters,
+    load_common_state,
+    load_owned_state,
+    owned_state,
+)
 
-FORMAT = 1
+FORMAT = 2
+LAYOUT, LATEST = "layout.json", "latest"
 
 
 @dataclass(frozen=True)
@@ -34,53 +40,32 @@ class Progress:
     consumed_samples: int = 0
 
 
-def save(folder: Path, parts: Parts, progress: Progress, rank: int, keep: int) -> Path:
-    """Write the checkpoint of `progress` into `folder`, and drop all but the newest `keep`. Called by every rank."""
-    final = folder / f"step-{progress.step:08d}"
-    partial = folder / f".{final.name}.partial"
-    try:
-        if rank == 0:
-            shutil.rmtree(partial, ignore_errors=True)  # what an interrupted save has left
-            partial.mkdir(parents=True)
-        parts.mesh.barrier()
-        _save_rank(_rank_file(partial, rank), parts)
-        parts.mesh.barrier()
-        if rank == 0:
-            _write_durably(partial / "layout.json", json.dumps(_layout(parts, progress), indent=1))
-            partial.rename(final)
-            _write_durably(folder / "latest", final.name)
-            for old in complete_checkpoints(folder)[:-keep]:
-                shutil.rmtree(old)
-    except (OSError, SafetensorError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ConfigError(
-            f"checkpoint of step {progress.step} cannot be written to {partial}: {reason}; "
-            "make room or choose another run.dir (the checkpoint before it is untouched)"
-        ) from error
-    parts.mesh.barrier()
-    return final
+def checkpoint_name(step: int) -> str:
+    return f"step-{step:08d}"
 
 
 def find(folder: Path, resume: str) -> Path | None:
     """The checkpoint that `checkpoint.resume` asks for; None: start anew. Raises ConfigError if it isn't there."""
     if resume == "never":
         return None
-    if resume != "auto":
-        if not (Path(resume) / "layout.json").is_file():
-            raise ConfigError(
-                f"checkpoint.resume={resume} holds no complete checkpoint; give the folder of one, or auto"
-            )
-        return Path(resume)
-    latest = folder / "latest"
+    if resume == "auto":
+        return newest(folder)
+    if not (Path(resume) / LAYOUT).is_file():
+        raise ConfigError(f"checkpoint.resume={resume} holds no complete checkpoint; give the folder of one, or auto")
+    return Path(resume)
+
+
+def newest(folder: Path) -> Path | None:
+    latest = folder / LATEST
     named = folder / latest.read_text().strip() if latest.is_file() else None
-    if named and (named / "layout.json").is_file():
+    if named and (named / LAYOUT).is_file():
         return named
     return next(reversed(complete_checkpoints(folder)), None)
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:
     """Oldest first; a checkpoint has its final name only when all of it is on disk."""
-    return sorted(path.parent for path in folder.glob("step-*/layout.json"))
+    return sorted(path.parent for path in folder.glob(f"step-*/{LAYOUT}"))
 
 
 def set_aside_later(folder: Path, step: int) -> None:
@@ -93,94 +78,96 @@ def set_aside_later(folder: Path, step: int) -> None:
             path.rename(aside)
 
 
-def load(checkpoint: Path, parts: Parts, rank: int) -> Progress:
-    """Continue exactly where the checkpoint was written. Raises ConfigError if it holds another model or layout."""
-    layout = json.loads((checkpoint / "layout.json").read_text())
-    _check_fits(checkpoint, layout, _layout(parts, Progress()))
-    try:
-        own = load_file(_rank_file(checkpoint, rank))
-        shard_rank = layout["shard_files"][rank]
-        saved = own if shard_rank == rank else load_file(_rank_file(checkpoint, shard_rank))
-    except (OSError, SafetensorError) as error:
-        raise ConfigError(f"checkpoint {checkpoint} is damaged: {error}; choose the one before it") from error
-    load_owned_state(parts.model, parts.optimizer, saved)
-    for group, counters in zip(parts.optimizer.inner.param_groups, layout["optimizer_counters"], strict=True):
-        group.update(counters)
-    torch.set_rng_state(own["random.cpu"])
-    if parts.device.type == "cuda":
-        torch.cuda.set_rng_state(own["random.cuda"])
-    return Progress(**layout["progress"])
+def remove_partial(folder: Path) -> None:
+    """What interrupted saves have left."""
+    for path in folder.glob(".*.partial"):
+        shutil.rmtree(path, ignore_errors=True)
 
 
-def _save_rank(path: Path, parts: Parts) -> None:
-    tensors: dict[str, Tensor] = {"random.cpu": torch.get_rng_state()}
+def owned_tensors(parts: Parts) -> dict[str, Tensor]:
+    """What this rank writes: its random states and its own state; its shards too, unless it is a replica."""
+    tensors = {"random.cpu": torch.get_rng_state()} | common_state(parts.model, parts.optimizer)
     if parts.device.type == "cuda":
         tensors["random.cuda"] = torch.cuda.get_rng_state()
     if parts.model.replica_axis.rank == 0:
         tensors |= owned_state(parts.model, parts.optimizer)
-    save_file(tensors, path)
-    _flush(path)
+    return tensors
 
 
-def _layout(parts: Parts, progress: Progress) -> dict[str, Any]:
-    """What decides whether a checkpoint fits a run, and where a run goes on."""
-    model, mesh = parts.model, parts.mesh
-    num_owners = model.shard_axis.size * mesh.tensor.size  # shards lie on consecutive ranks, then their replicas
-    ranks = range(mesh.data.size * mesh.tensor.size)
+def describe(parts: Parts, progress: Progress) -> dict[str, Any]:
+    """What layout.json says. The same on every rank, and no larger for more of them."""
     return {
         "format": FORMAT,
         "progress": asdict(progress),
-        "device": parts.device.type,
+        "model": asdict(parts.config),
         "optimizer": type(parts.optimizer.inner).__name__,
-        "data_size": mesh.data.size,
-        "tensor_size": mesh.tensor.size,
-        "num_shards": model.shard_axis.size,
-        "shard_files": [rank % num_owners for rank in ranks],  # the first of the replicas has written it
-        "buffers": describe_layout(model),
         "optimizer_counters": group_counters(parts.optimizer),
+        "state": describe_state(parts.model, parts.mesh.data.size, parts.mesh.tensor.size),
     }
 
 
+def read_layout(checkpoint: Path) -> dict[str, Any]:
+    """Raises ConfigError where the file is damaged, or of another format."""
+    layout = read_json(checkpoint / LAYOUT)
+    if layout["format"] != FORMAT:
+        raise ConfigError(f"checkpoint {checkpoint} has format {layout['format']}, this program reads {FORMAT}")
+    return layout
+
+
+def load(checkpoint: Path, parts: Parts) -> Progress:
+    """Go on where the checkpoint was written: to the bit at the same layout, to rounding at any other.
+
+    Raises ConfigError if it holds another model, or is damaged. Every file is read once more for its checksum, by one
+    of the ranks.
+    """
+    mesh = parts.mesh
+    try:
+        layout = read_layout(checkpoint)
+        saved = SavedState(checkpoint, layout["state"])
+        for number in range(mesh.rank, saved.num_files, mesh.size):
+            verify(rank_file(checkpoint, number))
+    except ConfigError as error:
+        raise ConfigError(f"{error}; {_way_out(checkpoint)}") from error
+    _check_fits(checkpoint, layout, describe(parts, Progress()))
+    mesh.barrier()  # no rank goes on while another finds damage
+    load_owned_state(parts.model, parts.optimizer, saved, TensorRank(mesh.tensor.rank, mesh.tensor.size))
+    for group, counters in zip(parts.optimizer.inner.param_groups, layout["optimizer_counters"], strict=True):
+        group.update(counters)
+    _load_own(saved, parts)
+    return Progress(**layout["progress"])
+
+
+def _load_own(saved: SavedState, parts: Parts) -> None:
+    """From the rank whose place this one takes. Data-parallel ranks that are new keep the random stream of a start:
+    were they to share another's, they would drop the same activations.
+    """
+    mesh = parts.mesh
+    place = mesh.data.rank % saved.data_size * saved.tensor_size + mesh.tensor.rank % saved.tensor_size
+    file = saved.file(place)
+    load_common_state(parts.model, parts.optimizer, file)
+    if mesh.data.rank < saved.data_size:
+        torch.set_rng_state(file.tensor("random.cpu"))
+        if parts.device.type == "cuda" and "random.cuda" in file.names:
+            torch.cuda.set_rng_state(file.tensor("random.cuda"))
+
+
 def _check_fits(checkpoint: Path, saved: dict[str, Any], expected: dict[str, Any]) -> None:
-    if saved["format"] != FORMAT:
-        raise ConfigError(f"checkpoint {checkpoint} has format {saved['format']}, this program reads {FORMAT}")
-    saved_shapes, shapes = _shapes(saved), _shapes(expected)
+    saved_shapes, shapes = full_shapes(saved["state"]), full_shapes(expected["state"])
     for name in [*shapes, *saved_shapes]:
         if saved_shapes.get(name) != shapes.get(name):
             raise ConfigError(
                 f"checkpoint {checkpoint} is of another model: {name} is {saved_shapes.get(name, 'missing')} there and "
                 f"{shapes.get(name, 'missing')} in this run; take model.* from its config.yaml, or another run.dir"
             )
-    for name in ("data_size", "tensor_size", "num_shards", "device", "optimizer", "buffers"):
-        if saved[name] != expected[name]:
-            numbers = "" if name == "buffers" else f" {name}={saved[name]}, this run has {expected[name]}"
-            raise ConfigError(
-                f"checkpoint {checkpoint} was saved in another layout:{numbers}; start as many ranks on the same kind "
-                "of device, with zero.* and train.precision as in its config.yaml"
-            )
+    if saved["optimizer"] != expected["optimizer"]:
+        raise ConfigError(
+            f"checkpoint {checkpoint} was saved with the optimizer {saved['optimizer']}, this run has "
+            f"{expected['optimizer']}; start it where the same one is installed"
+        )
 
 
-def _shapes(layout: dict[str, Any]) -> dict[str, list[int]]:
-    return {name: shape for buffer in layout["buffers"] for name, (shape, *_) in buffer["spans"].items()}
-
-
-def _rank_file(folder: Path, rank: int) -> Path:
-    return folder / f"rank-{rank:05d}.safetensors"
-
-
-def _write_durably(path: Path, text: str) -> None:
-    """Replace a file so that a reader, or a crash, sees the old text or the new one."""
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text)
-    _flush(partial)
-    partial.replace(path)
-    _flush(path.parent)
-
-
-def _flush(path: Path) -> None:
-    """Onto the disk; of a folder, its entries."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _way_out(damaged: Path) -> str:
+    before = [path for path in complete_checkpoints(damaged.parent) if path.name < damaged.name]
+    if before:
+        return f"go on from the checkpoint before with --checkpoint.resume={before[-1]}"
+    return "there is no checkpoint before it; start anew with --checkpoint.resume=never"

@@ -8,9 +8,7 @@ head     lm_head.weight, tied                       no entry: the token embeddin
 
 import re
 from collections.abc import Mapping
-from pathlib import Path
 
-import safetensors.torch
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -32,6 +30,7 @@ MODULE_NAMES = {
     "mlp.down": "mlp.c_proj",
     "final_norm": "ln_f",
 }
+TOKEN_EMBEDDING = "token_embedding.weight"
 LINEAR_WEIGHTS = ("qkv.weight", "projection.weight", "up.weight", "down.weight")
 OUR_SETTINGS = {
     "activation_function": "gelu_new",
@@ -74,56 +73,55 @@ def config_to_huggingface(config: ModelConfig) -> GPT2Config:
     )
 
 
+def name_from_huggingface(name: str) -> str | None:
+    """Of a parameter of a GPT2LMHeadModel or GPT2Model; None for what is no weight of its own.
+
+    That is the tied head, and the causal masks that older files carry.
+    """
+    if name == "lm_head.weight" or name.endswith((".attn.bias", ".attn.masked_bias")):
+        return None
+    return _rename(name.removeprefix("transformer."), {theirs: ours for ours, theirs in MODULE_NAMES.items()})
+
+
+def name_to_huggingface(name: str) -> str:
+    return f"transformer.{_rename(name, MODULE_NAMES)}"
+
+
+def tensor_from_huggingface(name: str, tensor: Tensor, num_heads: int) -> Tensor:
+    """`name` is ours. Contiguous."""
+    tensor = tensor.T if name.endswith(LINEAR_WEIGHTS) else tensor
+    return (_swap_first_dims(tensor, 3, num_heads) if ".qkv." in name else tensor).contiguous()
+
+
+def tensor_to_huggingface(name: str, tensor: Tensor, config: ModelConfig) -> Tensor:
+    """`name` is ours. Contiguous, and without the rows that pad the vocabulary."""
+    if name == TOKEN_EMBEDDING:
+        return tensor[: config.vocab_size].contiguous()
+    tensor = _swap_first_dims(tensor, config.num_heads, 3) if ".qkv." in name else tensor
+    return (tensor.T if name.endswith(LINEAR_WEIGHTS) else tensor).contiguous()
+
+
 def weights_from_huggingface(weights: Mapping[str, Tensor], num_heads: int) -> dict[str, Tensor]:
     """Our state dict from that of a GPT2LMHeadModel or GPT2Model; `load_weights` takes it."""
-    our_modules = {theirs: ours for ours, theirs in MODULE_NAMES.items()}
-    ours = {}
-    for name, tensor in weights.items():
-        # The tied head, and the causal masks that older files carry, are no weights of their own.
-        if name == "lm_head.weight" or name.endswith((".attn.bias", ".attn.masked_bias")):
-            continue
-        our_name = _rename(name.removeprefix("transformer."), our_modules)
-        tensor = tensor.T if our_name.endswith(LINEAR_WEIGHTS) else tensor
-        ours[our_name] = _swap_first_dims(tensor, 3, num_heads) if ".qkv." in our_name else tensor.contiguous()
-    return ours
+    names = {name: name_from_huggingface(name) for name in weights}
+    return {ours: tensor_from_huggingface(ours, weights[name], num_heads) for name, ours in names.items() if ours}
 
 
-def weights_to_huggingface(weights: Mapping[str, Tensor], num_heads: int) -> dict[str, Tensor]:
+def weights_to_huggingface(weights: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
     """The state dict of a GPT2LMHeadModel, less its tied head, from ours."""
-    theirs = {}
-    for name, tensor in weights.items():
-        tensor = _swap_first_dims(tensor, num_heads, 3) if ".qkv." in name else tensor
-        tensor = tensor.T if name.endswith(LINEAR_WEIGHTS) else tensor
-        theirs[f"transformer.{_rename(name, MODULE_NAMES)}"] = tensor.contiguous()
-    return theirs
-
-
-def read_pretrained(folder: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
-    """Our configuration and state dict from a folder that transformers wrote: config.json and *.safetensors."""
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise ConfigError(f"{folder} holds 0 .safetensors files, 1 or more are needed; convert the weights first")
-    config = config_from_huggingface(GPT2Config.from_pretrained(folder))
-    weights = {name: tensor for file in files for name, tensor in safetensors.torch.load_file(file).items()}
-    return config, weights_from_huggingface(weights, config.num_heads)
-
-
-def write_pretrained(folder: Path, config: ModelConfig, weights: Mapping[str, Tensor]) -> None:
-    """A folder that `GPT2LMHeadModel.from_pretrained` reads, from our configuration and state dict."""
-    config_to_huggingface(config).save_pretrained(folder)
-    theirs = weights_to_huggingface(weights, config.num_heads)
-    padded = theirs["transformer.wte.weight"]
-    theirs["transformer.wte.weight"] = padded[: config.vocab_size].contiguous()
-    safetensors.torch.save_file(theirs, folder / "model.safetensors", metadata={"format": "pt"})
+    return {name_to_huggingface(name): tensor_to_huggingface(name, t, config) for name, t in weights.items()}
 
 
 def load_weights(model: GPT, weights: Mapping[str, Tensor]) -> None:
-    """Whole parameters, as `read_pretrained` gives them, into a model of any tensor size; padding becomes zero."""
+    """Whole parameters, as `gpt.pretrained` reads them, into a model of any tensor size; padding becomes zero.
+
+    One is read at a time, where reading `weights` is what brings it into memory.
+    """
     axis, dims = model.tokens.axis, split_dims(model)
     with torch.no_grad():
         for name, param in model.named_parameters():
             whole = weights[name]
-            if name == "token_embedding.weight":
+            if name == TOKEN_EMBEDDING:
                 whole = F.pad(whole, (0, 0, 0, model.config.padded_vocab_size - whole.shape[0]))
             param.copy_(whole.chunk(axis.size, dims[name])[axis.rank] if name in dims else whole)
 

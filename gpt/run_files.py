@@ -11,6 +11,7 @@ from typing import Any
 from parallel.errors import ConfigError
 
 CONFIG, METRICS, LOSS_PLOT, CHECKPOINTS = "config.yaml", "metrics.jsonl", "loss.png", "checkpoints"
+WEIGHTS = "weights"
 
 
 def start_run(folder: Path, config: str, last_step: int) -> None:

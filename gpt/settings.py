@@ -92,6 +92,8 @@ class TrainSettings:
     """Type of parameters, activations and gradients; master weights and moments are fp32."""
     loss_scale: LossScaleSettings = field(default_factory=LossScaleSettings)
     """The dynamic loss scale of fp16."""
+    initial_weights: str | None = None
+    """Folder of GPT-2 weights, as transformers writes them, that a run starts from; null: random values."""
     seed: int = 1234
     """Initial values, dropout and the order of samples follow from it."""
     log_every: int = 10
@@ -146,6 +148,10 @@ class CheckpointSettings:
     """Steps between checkpoints, and one at the end; 0 saves nothing."""
     keep: int = 2
     """Newest checkpoints that are kept."""
+    asynchronous: bool = True
+    """Copy to host memory and write behind the training; false: wait for the disk, without the copy."""
+    weights: bool = False
+    """Also leave the weights in run.dir/weights, in train.precision, as transformers reads them."""
     resume: str = "auto"
     """auto: go on from the newest checkpoint of run.dir, if any; never: start anew; or a checkpoint's folder."""
 

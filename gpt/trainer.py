@@ -1,5 +1,6 @@
 """The training loop: steps, what is measured of them, evaluations, checkpoints, and how a run ends."""
 
+import logging
 import math
 from collections.abc import Iterator
 from itertools import islice
@@ -14,16 +15,20 @@ from gpt.build import Parts
 from gpt.checkpoint import Progress
 from gpt.console import RunConsole, step_line, summary_table
 from gpt.corpus import Corpus
+from gpt.export import export_live
 from gpt.flops import peak_flops_per_second
 from gpt.metrics import StepTraffic, Throughput, peak_memory
 from gpt.plot import plot_loss
-from gpt.run_files import CHECKPOINTS, LOSS_PLOT, append_record, read_steps, start_run
+from gpt.run_files import CHECKPOINTS, LOSS_PLOT, WEIGHTS, append_record, read_steps, start_run
+from gpt.saver import SaveError, Saver, keep_newest
 from gpt.schedule import batch_plan, learning_rate
 from gpt.settings import Settings
 from gpt.tracking import WandbRun
 from gpt.train_step import agree, evaluate, mean_over, train_step
 from parallel.errors import ConfigError
 from parallel.world import World
+
+logger = logging.getLogger(__name__)
 
 
 class Trainer:
@@ -34,6 +39,8 @@ class Trainer:
         self._corpus, self._console = corpus, console
         self._folder = Path(settings.run.dir)
         self._progress = Progress()
+        saving = settings.checkpoint
+        self._saver = Saver(self._folder / CHECKPOINTS, parts, keep=saving.keep, is_async=saving.asynchronous)
         has_checkpoints = settings.activations.store != "none"
         self._throughput = Throughput(settings.model, world.size, has_checkpoints, self._peak_flops())
 
@@ -53,6 +60,7 @@ class Trainer:
                     append_record(self._folder, record)
                     wandb.log(record)
                 self._console.advance()
+        self._finish_save()
         if self._world.is_first:
             wandb.finish(self._report())
 
@@ -64,10 +72,12 @@ class Trainer:
                 f"run.dir={self._folder} on a file system that all nodes share"
             )
         if found is not None:
-            self._progress = checkpoint.load(found, self._parts, self._world.rank)
+            self._progress = checkpoint.load(found, self._parts)
             self._console.say(f"resumed from {found}: {self._progress.step} of {self._settings.train.steps} steps done")
         if self._world.is_first:
             start_run(self._folder, self._settings.to_yaml(), self._progress.step)
+            for folder in (CHECKPOINTS, WEIGHTS):
+                checkpoint.remove_partial(self._folder / folder)
             checkpoint.set_aside_later(self._folder / CHECKPOINTS, self._progress.step)
         self._parts.mesh.barrier()
 
@@ -138,10 +148,34 @@ class Trainer:
         return {"validation_loss": loss, "validation_perplexity": float(torch.tensor(loss).exp())}
 
     def _save(self) -> None:
-        folder, keep = self._folder / CHECKPOINTS, self._settings.checkpoint.keep
-        path = checkpoint.save(folder, self._parts, self._progress, self._world.rank, keep)
-        self._console.say(f"saved {path}")
+        """Begin the checkpoint of this step, when the one before is complete. One that fails ends no training."""
+        self._finish_save()
+        self._saver.start(self._progress)
+        if not self._settings.checkpoint.asynchronous:
+            self._finish_save()
+        if self._settings.checkpoint.weights:
+            self._export_weights()
         self._throughput.restart()
+
+    def _export_weights(self) -> None:
+        folder = self._folder / WEIGHTS
+        try:
+            export_live(self._parts, folder / checkpoint.checkpoint_name(self._progress.step))
+            if self._world.is_first:
+                keep_newest(sorted(folder.glob("step-*")), self._settings.checkpoint.keep)
+        except OSError as error:
+            logger.error("error: weights cannot be written to %s: %s; training goes on", folder, error.strerror)
+
+    def _finish_save(self) -> None:
+        is_last = self._progress.step == self._settings.train.steps
+        try:
+            if saved := self._saver.wait():
+                self._console.say(f"saved {saved}")
+        except SaveError as error:
+            if is_last:
+                raise
+            if self._world.is_first:
+                logger.error("error: %s; training goes on", error)
 
     def _report(self) -> dict[str, Any]:
         """The summary and the plot, of all steps, from before a resume too; returns the last record."""

@@ -198,6 +198,14 @@ class Mesh:
         whole = groups["replica", "shard"]._flatten("data").get_group()
         return cls(axis("data", whole, (shard, replica)), tensor, log)
 
+    @property
+    def rank(self) -> int:
+        return self.data.rank * self.tensor.size + self.tensor.rank
+
+    @property
+    def size(self) -> int:
+        return self.data.size * self.tensor.size
+
     def barrier(self) -> None:
         """Wait until every rank has come here. Never in a training step."""
         if dist.is_initialized():

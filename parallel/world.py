@@ -71,6 +71,14 @@ def stop_world() -> None:
         dist.destroy_process_group()
 
 
+def shared_store() -> dist.Store:
+    """Words between ranks beside the collectives, from any thread: the launcher's store, or a process's own alone.
+
+    A restarted job finds it empty.
+    """
+    return dist.distributed_c10d._get_default_store() if dist.is_initialized() else dist.HashStore()
+
+
 def leave_with(error: Exception) -> NoReturn:
     """End this rank with exit code 2 after one line, printed by the first rank that fails. Never returns, never hangs.
 

@@ -7,6 +7,7 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -70,10 +71,25 @@ class Layout:
             stop = round_up(spans[-1].elements.stop, ALIGNMENT)
         stop = max(stop, ALIGNMENT)  # parameters without elements need a place too
         grain = num_shards * ALIGNMENT
-        starts = range(0, stop, round_up(window_numel, grain))
-        stops = [*starts[1:], round_up(stop, grain)]
-        windows = (Window(range(*ends), num_shards) for ends in zip(starts, stops, strict=True))
-        return cls(tuple(spans), tuple(windows))
+        return cls(tuple(spans), _windows(round_up(stop, grain), round_up(window_numel, grain), num_shards))
+
+    @classmethod
+    def from_description(cls, description: dict[str, Any]) -> "Layout":
+        """The inverse of `describe`."""
+        spans = []
+        for name, (shape, start) in description["spans"].items():
+            spans.append(Span(name, torch.Size(shape), range(start, start + torch.Size(shape).numel())))
+        windows = _windows(description["numel"], description["window_numel"], description["num_shards"])
+        return cls(tuple(spans), windows)
+
+    def describe(self) -> dict[str, Any]:
+        """For JSON: names, shapes and starts. Windows and shards are arithmetic: nothing grows with their number."""
+        return {
+            "numel": self.numel,
+            "window_numel": len(self.windows[0].elements),
+            "num_shards": self.windows[0].num_shards,
+            "spans": {span.name: [list(span.shape), span.elements.start] for span in self.spans},
+        }
 
     @property
     def numel(self) -> int:
@@ -86,6 +102,15 @@ class Layout:
             if part:
                 yield span, part
 
+    def shards(self, elements: range) -> Iterator[tuple[int, range]]:
+        """(rank, part) of every shard that has a part of `elements`, in ascending order."""
+        window_numel = len(self.windows[0].elements)
+        for window in self.windows[elements.start // window_numel : -(-elements.stop // window_numel)]:
+            inside = overlap(window.elements, elements)
+            first, last = ((e - window.elements.start) // window.shard_numel for e in (inside.start, inside.stop - 1))
+            for rank in range(first, last + 1):
+                yield rank, overlap(window.shard(rank), inside)
+
     def gaps(self, elements: range) -> Iterator[range]:
         """The stretches of `elements` where no parameter lies."""
         start = elements.start
@@ -95,6 +120,12 @@ class Layout:
             start = part.stop
         if start < elements.stop:
             yield range(start, elements.stop)
+
+
+def _windows(numel: int, window_numel: int, num_shards: int) -> tuple[Window, ...]:
+    """All of `window_numel` elements, but for the last."""
+    starts = range(0, numel, window_numel)
+    return tuple(Window(range(s, min(s + window_numel, numel)), num_shards) for s in starts)
 
 
 def innermost_unit(parameter_names: Iterable[str], unit_names: Iterable[str]) -> str:

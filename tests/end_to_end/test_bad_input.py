@@ -1,9 +1,12 @@
 """Mistakes that a user can put right: one line with the setting, the numbers and the remedy; exit code 2; no trace."""
 
 import os
+import random
 import re
+import shutil
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +14,7 @@ import pytest
 
 from data.errors import DataError
 from data.indexed import IndexedWriter
+from gpt.checkpoint import find
 from gpt.settings import parse_settings
 from parallel.errors import ConfigError
 from parallel.world import start_world
@@ -78,10 +82,8 @@ def test_damaged_data_is_named(corpus, tmp_path, suffix, damage):
     [
         ({"model__hidden_size": 16}, "is of another model: token_embedding.weight is .384, 32. there and .384, 16."),
         ({"model__num_layers": 3}, "is of another model: blocks.2.* is missing there"),
-        ({"zero__window_numel": 4000}, "was saved in another layout"),
-        ({"train__precision": "bf16"}, "was saved in another layout"),
     ],
-    ids=["width", "depth", "windows", "precision"],
+    ids=["width", "depth"],
 )
 def test_a_checkpoint_of_another_model_is_refused_and_nothing_is_touched(corpus, tmp_path, settings, message):
     run_dir = tmp_path / "run"
@@ -93,13 +95,57 @@ def test_a_checkpoint_of_another_model_is_refused_and_nothing_is_touched(corpus,
     assert contents(run_dir) == before
 
 
-def test_a_damaged_checkpoint_is_named(corpus, tmp_path):
+@pytest.mark.parametrize("damage", ["flipped", "cut", "missing"])
+@pytest.mark.parametrize("name", ["layout.json", "rank-00000.safetensors", "rank-00001.safetensors"])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_offered(checkpoints, tmp_path, name, damage):
     run_dir = tmp_path / "run"
-    run_ranks(1, run_on_rank, options(corpus, run_dir, checkpoint__every=6), init_process_group=False)
-    file = run_dir / "checkpoints" / "step-00000006" / "rank-00000.safetensors"
-    file.write_bytes(file.read_bytes()[:-100])
-    with pytest.raises(ConfigError, match="step-00000006 is damaged"):
-        pretrain(parse_settings(options(corpus, run_dir, train__steps=9)), start_world())
+    shutil.copytree(checkpoints.run_dir, run_dir)
+    newest, before = (run_dir / "checkpoints" / f"step-0000000{step}" for step in (6, 3))
+    spoil(newest / name, damage)
+    if (name, damage) == ("layout.json", "missing"):  # then it is no checkpoint, and the newest is the one before
+        assert find(run_dir / "checkpoints", "auto") == before
+        return
+    before_the_attempt = contents(run_dir)
+    with pytest.raises(
+        ConfigError, match=rf"{newest / name} (is damaged|cannot be read).*--checkpoint.resume={before}"
+    ):
+        pretrain(parse_settings(options(checkpoints.corpus, run_dir, train__steps=9)), start_world())
+    assert contents(run_dir) == before_the_attempt
+
+
+def test_damage_that_one_rank_finds_is_told_once(checkpoints, tmp_path):
+    run_dir = tmp_path / "run"
+    shutil.copytree(checkpoints.run_dir, run_dir)
+    file = run_dir / "checkpoints" / "step-00000006" / "rank-00001.safetensors"
+    spoil(file, "flipped")
+    before_the_attempt = contents(run_dir)
+    errors = errors_under_torchrun(options(checkpoints.corpus, run_dir, train__steps=9))
+    assert_told_once(errors, rf"{file} is damaged.*--checkpoint.resume=.*step-00000003")
+    assert contents(run_dir) == before_the_attempt
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    corpus: Path
+    run_dir: Path
+
+
+@pytest.fixture(scope="module")
+def checkpoints(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
+    """Of two ranks after 3 and 6 steps."""
+    run_dir = tmp_path_factory.mktemp("checkpoints") / "run"
+    run_ranks(2, run_on_rank, options(corpus, run_dir, checkpoint__every=3), init_process_group=False)
+    return Checkpoints(corpus, run_dir)
+
+
+def spoil(file: Path, damage: str) -> None:
+    whole = bytearray(file.read_bytes())
+    place = random.Random(0).randrange(len(whole))
+    whole[place] ^= 1
+    if damage == "missing":
+        file.unlink()
+    else:
+        file.write_bytes(whole if damage == "flipped" else whole[:place])
 
 
 def test_the_program_ends_with_code_2_and_one_line():

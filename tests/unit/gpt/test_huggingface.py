@@ -9,11 +9,10 @@ from gpt.huggingface import (
     config_from_huggingface,
     config_to_huggingface,
     load_weights,
-    read_pretrained,
     weights_from_huggingface,
     weights_to_huggingface,
-    write_pretrained,
 )
+from gpt.pretrained import WeightsWriter, load_pretrained, read_pretrained, write_pretrained
 from parallel.errors import ConfigError
 from tests.unit.gpt.models import batch, small_config, small_gpt
 
@@ -57,7 +56,7 @@ def test_a_model_without_its_head_and_with_stored_masks_is_read_too():
 
 def test_our_weights_come_back_unchanged():
     ours = small_gpt(small_config(vocab_multiple=1)).state_dict()
-    back = weights_from_huggingface(weights_to_huggingface(ours, num_heads=3), num_heads=3)
+    back = weights_from_huggingface(weights_to_huggingface(ours, small_config(vocab_multiple=1)), num_heads=3)
     assert list(back) == list(ours)
     assert all(back[name].equal(ours[name]) for name in ours)
 
@@ -68,6 +67,31 @@ def test_a_written_folder_opens_in_transformers_with_our_logits(tmp_path):
     write_pretrained(tmp_path, config, ours.state_dict())
     theirs = GPT2LMHeadModel.from_pretrained(tmp_path, dtype=torch.float64).eval()
     torch.testing.assert_close(theirs(tokens).logits, ours(tokens), rtol=1e-10, atol=1e-10)
+
+
+def test_large_weights_are_written_and_read_in_several_files(tmp_path):
+    config = small_config()
+    ours, (tokens, _) = small_gpt(config).eval(), batch(config)
+    writer = WeightsWriter(tmp_path, config, file_bytes=50_000)
+    for name, tensor in ours.state_dict().items():
+        writer.add(name, tensor)
+    writer.finish()
+    files = list(tmp_path.glob("*.safetensors"))
+    assert len(files) > 5
+    assert max(file.stat().st_size for file in files) < 60_000
+    theirs = GPT2LMHeadModel.from_pretrained(tmp_path, dtype=torch.float64).eval()
+    torch.testing.assert_close(theirs(tokens).logits, ours(tokens), rtol=1e-10, atol=1e-10)
+    again = small_gpt(config, seed=2)
+    load_pretrained(again, tmp_path)
+    torch.testing.assert_close(again.state_dict(), ours.state_dict(), rtol=0, atol=0)
+    with pytest.raises(ConfigError, match=r"holds \.safetensors files already"):
+        WeightsWriter(tmp_path, config)
+
+
+def test_weights_of_another_shape_are_refused(tmp_path):
+    write_pretrained(tmp_path, small_config(), small_gpt(small_config()).state_dict())
+    with pytest.raises(ConfigError, match=r"model.num_layers=2, but .* has 5; choose model.num_layers=5"):
+        load_pretrained(small_gpt(small_config(num_layers=2)), tmp_path)
 
 
 def test_a_folder_that_transformers_wrote_in_several_files_is_read(tmp_path):
