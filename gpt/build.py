@@ -88,7 +88,7 @@ def build(settings: Settings, mesh: Mesh, device: torch.device) -> Parts:
         logger.warning("train.precision=fp16 on a CPU is slow and untuned; bf16 is the better half type there")
     train = settings.train
     split = SplitTokens(mesh.tensor) if settings.parallel.sequence_parallel else ReplicatedTokens(mesh.tensor)
-    with ShardedBirth(mesh.data, settings.zero.answers) as birth:
+    with ShardedBirth(mesh.data, settings.zero.answers, settings.zero.prefetch_numel) as birth:
         gpt = build_model(settings.model, settings.activations, split, device, train.dtype)
         initialize(gpt, train.seed)
         if train.initial_weights is not None:

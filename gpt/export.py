@@ -15,7 +15,7 @@ from torch import Tensor
 from gpt.build import Parts
 from gpt.checkpoint import newest, read_layout
 from gpt.model import ModelConfig
-from gpt.pretrained import WeightsWriter
+from gpt.pretrained import FILE_BYTES, WeightsWriter
 from gpt.settings import DTYPES
 from parallel.errors import ConfigError
 from parallel.layers import split_dims
@@ -23,7 +23,7 @@ from zero.saved_state import SavedState, rank_file
 from zero.sealed_file import verify
 
 
-def export_checkpoint(checkpoint: Path, output: Path, dtype: torch.dtype) -> int:
+def export_checkpoint(checkpoint: Path, output: Path, dtype: torch.dtype, file_bytes: int = FILE_BYTES) -> int:
     """Of the newest in a folder of several. Returns the number of parameters; holds one file's tensors at a time.
 
     Raises ConfigError where there is none, or a damaged one.
@@ -33,7 +33,7 @@ def export_checkpoint(checkpoint: Path, output: Path, dtype: torch.dtype) -> int
     saved = SavedState(checkpoint, layout["state"])
     for number in range(saved.num_files):
         verify(rank_file(checkpoint, number))
-    writer = WeightsWriter(output, ModelConfig(**layout["model"]))
+    writer = WeightsWriter(output, ModelConfig(**layout["model"]), file_bytes)
     for name in saved.parameters:
         writer.add(name, saved.whole(name).to(dtype))
     writer.finish()
@@ -41,12 +41,14 @@ def export_checkpoint(checkpoint: Path, output: Path, dtype: torch.dtype) -> int
 
 
 def export_live(parts: Parts, output: Path) -> None:
-    """The weights as they train, in their own type: written by the first rank, one unit gathered at a time.
+    """The weights as they train, in their own type: written by the first rank, one unit gathered, and held, at a time.
 
     Called by all ranks. Raises OSError on the first, when all units have been gathered: the others count on it.
     """
     failure, partial = None, output.with_name(f".{output.name}.partial")
-    writer = WeightsWriter(partial, parts.config) if parts.mesh.rank == 0 else None
+    largest_unit_bytes = max(flat.full.nbytes for flat in parts.model.flats) * parts.mesh.tensor.size
+    file_bytes = min(FILE_BYTES, largest_unit_bytes)
+    writer = WeightsWriter(partial, parts.config, file_bytes) if parts.mesh.rank == 0 else None
     for name, whole in _whole_parameters(parts):
         if writer:
             try:

@@ -185,18 +185,24 @@ class Mesh:
         if world_size == 1:
             return cls(Axis.trivial("data", log), Axis.trivial("tensor", log), log)
         inner = shard_size or data_size
-        groups = init_device_mesh(
-            device_type, (data_size // inner, inner, tensor_size), mesh_dim_names=("replica", "shard", "tensor")
-        )
+        sizes = {"replica": data_size // inner, "shard": inner, "tensor": tensor_size}
+        sizes = {name: size for name, size in sizes.items() if size > 1}  # a rank alone needs no group, nor its threads
+        groups = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
         def axis(name: str, group: dist.ProcessGroup, parts: tuple[Axis, Axis] | None = None) -> Axis:
             return Axis(name, dist.get_world_size(group), dist.get_rank(group), log, group, parts)
 
-        shard, replica, tensor = (axis(name, groups.get_group(name)) for name in ("shard", "replica", "tensor"))
-        if shard_size is None:
-            return cls(replace(shard, name="data"), tensor, log)
-        whole = groups["replica", "shard"]._flatten("data").get_group()
-        return cls(axis("data", whole, (shard, replica)), tensor, log)
+        def part(name: str) -> Axis:
+            return axis(name, groups.get_group(name)) if name in sizes else Axis.trivial(name, log)
+
+        shard, replica, tensor = part("shard"), part("replica"), part("tensor")
+        if replica.size == 1:
+            data = replace(shard, name="data", parts=(shard, replica) if shard_size else None)
+        elif shard.size == 1:
+            data = replace(replica, name="data", parts=(shard, replica))
+        else:
+            data = axis("data", groups["replica", "shard"]._flatten("data").get_group(), (shard, replica))
+        return cls(data, tensor, log)
 
     @property
     def rank(self) -> int:

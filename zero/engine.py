@@ -49,7 +49,8 @@ class ZeroConfig:
     accumulate: Literal["reduce", "local"] = "reduce"
     """Where gradients are partitioned: reduce in every micro-batch, or keep full gradients and reduce in the last."""
     prefetch_numel: int = 2**27
-    """Where parameters are partitioned: elements of the units to come that are gathered ahead; 0 for none."""
+    """Where parameters are partitioned: elements of the units to come that are gathered ahead; 0 for none. Also how
+    many are whole at a time while the model is built."""
     resident_numel: int = 0
     """Where parameters are partitioned: smaller ones than this stay gathered, such as norms and biases."""
     units: tuple[str, ...] | None = None
