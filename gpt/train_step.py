@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from gpt.generate import evaluation
+from parallel.ledger import Kind, allocating
 from parallel.mesh import Mesh
 from zero.engine import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
@@ -24,10 +25,11 @@ def train_step(
     losses = []
 
     def run(tokens: Tensor) -> None:
-        with mesh.log.during("forward"):
-            loss = model(tokens[:, :-1], tokens[:, 1:])
-        with mesh.log.during("backward"):
-            (loss * scale).backward()
+        with allocating(Kind.ACTIVATIONS):
+            with mesh.log.during("forward"):
+                loss = model(tokens[:, :-1], tokens[:, 1:])
+            with mesh.log.during("backward"):
+                (loss * scale).backward()
         losses.append(loss.detach())
 
     with model.accumulate():

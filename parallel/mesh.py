@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from parallel.comm_log import CommLog
 from parallel.errors import ConfigError
+from parallel.ledger import Kind, tagged
 
 
 class Handle:
@@ -45,7 +46,7 @@ class ReceiveBuffers:
         free = self._free[like.dtype, like.numel()]
         if free:
             return free.pop()
-        return like.new_empty(like.numel())
+        return tagged(Kind.BUFFERS, like.new_empty(like.numel()))
 
     def put_back(self, buffer: Tensor) -> None:
         if len(self._free) > self.MAX_SIZES:  # of sequences of any length, as in evaluation

@@ -16,6 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from parallel.errors import ConfigError
+from parallel.ledger import Kind, tagged
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class KeepStore:
     """Keeps the input itself."""
 
     def put(self, activation: Tensor) -> Tensor:
-        return activation
+        return tagged(Kind.CHECKPOINTS, activation)
 
     def take(self, stored: Tensor) -> Tensor:
         return stored

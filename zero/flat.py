@@ -7,6 +7,7 @@ from operator import attrgetter
 import torch
 from torch import Tensor, nn
 
+from parallel.ledger import Kind, tagged
 from parallel.mesh import Axis, Handle
 from zero.layout import Layout, Span, cut, overlap
 from zero.stage import Lifetime
@@ -37,7 +38,7 @@ class FlatParameters:
     ):
         self.params, self.axis, self.lifetime = list(params.values()), axis, lifetime
         self.layout = Layout.of({name: p.shape for name, p in params.items()}, axis.size, window_numel)
-        self.full = self.params[0].data.new_zeros(self.layout.numel, device=device)
+        self.full = tagged(Kind.PARAMETERS, self.params[0].data.new_zeros(self.layout.numel, device=device))
         self._absent = absent(self.full)
         self._span_of = dict(zip(self.params, self.layout.spans, strict=True))
         self._arrivals: list[Handle] = []
@@ -53,7 +54,7 @@ class FlatParameters:
             param.data = full  # at once: whatever it was is freed before the next is fetched
         self.owned = [cut(self.full, window.shard(axis.rank)) for window in self.layout.windows]
         if lifetime is Lifetime.TRANSIENT:
-            self.owned = [shard.clone() for shard in self.owned]
+            self.owned = [tagged(Kind.PARAMETERS, shard.clone()) for shard in self.owned]
         self.masters = list(self.owned)  # what an optimizer updates; its finer copies, where it keeps some
         self.release()
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from parallel.ledger import Kind, tagged
 from parallel.mesh import Axis, Handle
 from zero.flat import FlatParameters
 from zero.layout import Window, cut
@@ -98,7 +99,7 @@ class GradientReducer:
         """
         if grad.is_sparse:
             raise ValueError(f"sparse gradients are not supported: parameter of shape {tuple(param.shape)}")
-        grad = grad.reshape(-1)
+        grad = tagged(Kind.GRADIENTS, grad).reshape(-1)
         stop = grad.numel()
         for gradient in self._touched_by[param]:
             if gradient.position < self._num_launched:
@@ -169,11 +170,11 @@ class GradientReducer:
             parts = {param_of[span]: part for span, part in layout.pieces(window.elements)}
             gradient = WindowGradient(window, parts, list(layout.gaps(window.elements)), shard)
             if self._lifetime is Lifetime.PERSISTENT:
-                gradient.staged = shard.new_empty(len(window.elements))
+                gradient.staged = tagged(Kind.GRADIENTS, shard.new_empty(len(window.elements)))
                 gradient.owned = gradient.part_of_staged(window.shard(rank))
                 gradient.clear_staged()
             else:
-                gradient.owned = torch.zeros_like(shard)
+                gradient.owned = tagged(Kind.GRADIENTS, torch.zeros_like(shard))
             gradients.append(gradient)
         return gradients
 
@@ -223,7 +224,7 @@ class GradientReducer:
 
     def _new_block(self, like: Tensor) -> Tensor:
         self._num_staging_bytes += self._staging_numel * like.element_size()
-        return like.new_empty(self._staging_numel)
+        return tagged(Kind.BUFFERS, like.new_empty(self._staging_numel))
 
     def _fill_pool(self) -> None:
         """Enough where gradients come in the order of the layout; early, before activations fragment the memory."""

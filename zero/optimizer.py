@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from parallel.layers import split_dims
+from parallel.ledger import Kind, allocating, tagged
 from parallel.mesh import Axis, Handle
 from zero.elementwise import Piece, WindowedOptimizer, probe_elementwise
 from zero.engine import ZeroDataParallel
@@ -146,7 +147,8 @@ class ZeroOptimizer:
         grad = window.gradient.owned
         if grad.dtype != window.master.dtype:
             grad = self.cast_buffer[: grad.numel()].copy_(grad)
-        self._windowed.step(window.pieces, grad.mul_(coefficient))
+        with allocating(Kind.MOMENTS):  # a torch optimizer makes them in its first step
+            self._windowed.step(window.pieces, grad.mul_(coefficient))
         return window.write_back()
 
     @property
@@ -161,7 +163,8 @@ class ZeroOptimizer:
     def _make_cast_buffer(self) -> Tensor:
         """Gradients stay in the parameters' type; one window at a time is cast to the master's."""
         cast = [w.master for w in self.windows if w.gradient.owned.dtype != w.master.dtype]
-        return max(cast, key=Tensor.numel).new_empty(max(m.numel() for m in cast)) if cast else torch.empty(0)
+        largest = max(cast, key=Tensor.numel, default=torch.empty(0))
+        return tagged(Kind.BUFFERS, torch.empty_like(largest))
 
 
 def _number_groups(groups: list[dict[str, Any]], known: set[nn.Parameter]) -> dict[nn.Parameter, int]:
@@ -186,7 +189,9 @@ def _own_window(
 ) -> OwnedWindow:
     """Parameters in no group keep their values, as in torch."""
     owned = flat.owned[index]
-    master = flat.masters[index] = owned.to(torch.promote_types(owned.dtype, torch.float32))
+    dtype = torch.promote_types(owned.dtype, torch.float32)
+    master = owned if owned.dtype is dtype else tagged(Kind.MASTER, owned.to(dtype))
+    flat.masters[index] = master
     pieces = [
         Piece(nn.Parameter(master[elements.start : elements.stop]), elements, group_of[param])
         for param, elements in flat.owned_pieces(index)
