@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from gpt.apex import choose_layer_norm, find_apex
-from gpt.model import GPT, ModelConfig, check_divides, initialize
+from gpt.model import GPT, Attention, ModelConfig, check_divides, initialize
 from gpt.pretrained import load_pretrained
 from gpt.schedule import check_batch_sizes, learning_rate
 from gpt.settings import LossScaleSettings, OptimizerSettings, ParallelSettings, Settings
@@ -18,7 +18,7 @@ from parallel.layers import part_of, split_dims
 from parallel.mesh import Axis, Mesh
 from parallel.tokens import ReplicatedTokens, SplitTokens, TokenLayout
 from parallel.world import World
-from zero.activations import ActivationsConfig, checkpointed_blocks
+from zero.activations import ActivationsConfig, check_replicas, checkpointed_blocks, recomputed
 from zero.birth import ShardedBirth
 from zero.engine import ZeroDataParallel
 from zero.loss_scale import LossScale
@@ -35,6 +35,7 @@ class Parts:
     model: ZeroDataParallel
     optimizer: ZeroOptimizer
     device: torch.device
+    activations: ActivationsConfig  # as chosen, where the settings leave the choice
 
     @property
     def config(self) -> ModelConfig:
@@ -59,6 +60,7 @@ def build_mesh(settings: Settings, world: World) -> Mesh:
     check_node(settings.parallel, world)
     mesh = Mesh.create(settings.parallel.tensor_size, world.device.type, shard_size=settings.parallel.shard_size)
     check_divides(settings.model, mesh.tensor)
+    check_replicas(settings.activations, token_layout(settings, mesh).replicas)
     check_batch_sizes(settings.train.batch, mesh.data.size)
     num_tokens = settings.train.micro_batch_size * settings.model.seq_length
     if settings.parallel.sequence_parallel:
@@ -83,13 +85,17 @@ def check_node(settings: ParallelSettings, world: World) -> None:
     )
 
 
+def token_layout(settings: Settings, mesh: Mesh) -> TokenLayout:
+    return SplitTokens(mesh.tensor) if settings.parallel.sequence_parallel else ReplicatedTokens(mesh.tensor)
+
+
 def build(settings: Settings, mesh: Mesh, device: torch.device) -> Parts:
     if settings.train.precision == "fp16" and device.type == "cpu":
         logger.warning("train.precision=fp16 on a CPU is slow and untuned; bf16 is the better half type there")
     train = settings.train
-    split = SplitTokens(mesh.tensor) if settings.parallel.sequence_parallel else ReplicatedTokens(mesh.tensor)
+    activations = settings.activations
     with ShardedBirth(mesh.data, settings.zero.answers, settings.zero.prefetch_numel) as birth:
-        gpt = build_model(settings.model, settings.activations, split, device, train.dtype)
+        gpt = build_model(settings.model, activations, token_layout(settings, mesh), device, train.dtype)
         initialize(gpt, train.seed)
         if train.initial_weights is not None:
             load_pretrained(gpt, Path(train.initial_weights))
@@ -97,7 +103,7 @@ def build(settings: Settings, mesh: Mesh, device: torch.device) -> Parts:
     loss_scale = build_loss_scale(train.loss_scale, train.precision == "fp16", device)
     optimizer = build_optimizer(model, mesh.tensor, settings.optimizer, loss_scale)
     torch.manual_seed(train.seed + 1 + mesh.data.rank)  # dropout: its own on every data-parallel rank
-    return Parts(mesh, model, optimizer, device)
+    return Parts(mesh, model, optimizer, device, activations)
 
 
 def build_model(
@@ -110,9 +116,15 @@ def build_model(
     torch.set_default_dtype(dtype)
     try:
         with torch.device(device):
-            return GPT(config, tokens, checkpointed_blocks(activations), layer_norm)
+            run_blocks = checkpointed_blocks(activations, tokens.replicas, device)
+            gpt = GPT(config, tokens, run_blocks, layer_norm)
     finally:
         torch.set_default_dtype(default_dtype)
+    if activations.store == "selective":
+        for module in gpt.modules():
+            if isinstance(module, Attention):
+                module.kernel = recomputed(module.kernel)
+    return gpt
 
 
 def build_loss_scale(settings: LossScaleSettings, is_fp16: bool, device: torch.device) -> LossScale:

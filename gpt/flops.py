@@ -11,13 +11,16 @@ h = hidden_size, L = num_layers and V = vocab_size, forward costs for each token
 Megatron-LM's present 72 B s L h^2 (1 + s/12h + V/12Lh). Halved, because the masked half of the scores has no use and
 flash attention does not compute it: the number rates the hardware's use, so skipping useless work must not lower it.
 
-*Hardware FLOPs*, what is executed: attention in full where the kernel is `math`, the head with its padding, and the
-blocks' forward once more where activations are checkpointed. Not counted: flash attention's second look at the scores.
+*Hardware FLOPs*, what is executed: attention in full where the kernel is `math`, the head with its padding, and once
+more what runs again in backward: the blocks' forward where activations are checkpointed, the inside of attention where
+only that is recomputed (`math` the scores only: weights v is not needed again; `flash` its causal half of both). Not
+counted: flash attention's second look at the scores.
 """
 
 import torch
 
 from gpt.model import ModelConfig
+from zero.activations import Recomputes
 
 # Dense tensor-core rates from NVIDIA's data sheets; the first name that a device's name contains applies.
 PEAK_FLOPS_PER_SECOND = (
@@ -41,12 +44,16 @@ def model_flops(config: ModelConfig, num_sequences: int) -> int:
     )
 
 
-def hardware_flops(config: ModelConfig, num_sequences: int, has_checkpoints: bool) -> int:
-    """Of forward and backward over sequences of full length, with recomputation where activations are checkpointed."""
+def hardware_flops(config: ModelConfig, num_sequences: int, recomputes: Recomputes) -> int:
+    """Of forward and backward over sequences of full length, with what runs again in backward."""
     blocks = _blocks_forward(config, is_causal=config.attention == "flash")
-    num_block_passes = 4 if has_checkpoints else 3
+    again = {
+        "nothing": 0,
+        "attention": 2 * config.num_layers * config.seq_length * config.hidden_size,
+        "blocks": blocks,
+    }
     return (
-        (num_block_passes * blocks + 3 * _head_forward(config, config.padded_vocab_size))
+        (3 * blocks + again[recomputes] + 3 * _head_forward(config, config.padded_vocab_size))
         * num_sequences
         * config.seq_length
     )

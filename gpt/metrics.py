@@ -8,13 +8,14 @@ import torch
 from gpt.flops import hardware_flops, model_flops
 from gpt.model import ModelConfig
 from parallel.comm_log import CommLog
+from zero.activations import Recomputes
 
 
 class Throughput:
     """Tokens and FLOPs per second over the steps since the last `measure`."""
 
-    def __init__(self, model: ModelConfig, num_devices: int, has_checkpoints: bool, peak_flops: float | None):
-        self._model, self._num_devices, self._has_checkpoints = model, num_devices, has_checkpoints
+    def __init__(self, model: ModelConfig, num_devices: int, recomputes: Recomputes, peak_flops: float | None):
+        self._model, self._num_devices, self._recomputes = model, num_devices, recomputes
         self._peak_flops = peak_flops
         self._num_sequences, self._start = 0, time.perf_counter()
 
@@ -30,7 +31,7 @@ class Throughput:
         seconds = time.perf_counter() - self._start
         num_sequences, per_device = self._num_sequences, seconds * self._num_devices
         useful = model_flops(self._model, num_sequences) / per_device
-        executed = hardware_flops(self._model, num_sequences, self._has_checkpoints) / per_device
+        executed = hardware_flops(self._model, num_sequences, self._recomputes) / per_device
         self.restart()
         return {
             "tokens_per_second": num_sequences * self._model.seq_length / seconds,

@@ -99,7 +99,8 @@ def math_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
     return F.dropout(weights, dropout) @ v
 
 
-ATTENTION_KERNELS = {"flash": flash_attention, "math": math_attention}
+Kernel = Callable[[Tensor, Tensor, Tensor, float], Tensor]
+ATTENTION_KERNELS: dict[str, Kernel] = {"flash": flash_attention, "math": math_attention}
 
 
 class Attention(nn.Module):
@@ -108,7 +109,7 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig, tokens: TokenLayout):
         super().__init__()
         self.head_dim, self.dropout, self.axis = config.head_dim, config.dropout, tokens.axis
-        self.kernel = ATTENTION_KERNELS[config.attention]
+        self.kernel: Kernel = ATTENTION_KERNELS[config.attention]
         # Rows are ordered (head, q | k | v, head_dim): an equal cut of the rows is a cut between whole heads.
         self.qkv = ColumnParallelLinear(config.hidden_size, 3 * config.hidden_size, tokens)
         self.projection = RowParallelLinear(config.hidden_size, config.hidden_size, tokens)

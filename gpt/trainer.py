@@ -41,8 +41,8 @@ class Trainer:
         self._progress = Progress()
         saving = settings.checkpoint
         self._saver = Saver(self._folder / CHECKPOINTS, parts, keep=saving.keep, is_async=saving.asynchronous)
-        has_checkpoints = settings.activations.store != "none"
-        self._throughput = Throughput(settings.model, world.size, has_checkpoints, self._peak_flops())
+        recomputes = parts.activations.recomputes
+        self._throughput = Throughput(settings.model, world.size, recomputes, self._peak_flops())
 
     @property
     def num_steps_done(self) -> int:

@@ -3,7 +3,7 @@
 Each rank reduces its columns to two numbers a token, the log of its sum of exponentials and its part of the target's
 logit; one all-gather of those gives every rank the loss. Backward recomputes the probabilities, so that nothing of
 the logits' size is kept but the logits themselves. Sums are taken in fp32 at least, a constant number of elements at
-a time, in copies: the caller's logits stay as they are.
+a time (C_B), in copies: the caller's logits stay as they are.
 """
 
 from collections.abc import Iterator

@@ -30,6 +30,10 @@ class TokenLayout(Protocol):
     def num_parts(self) -> int:
         """The number of tokens must be divisible by this."""
 
+    @property
+    def replicas(self) -> Axis:
+        """The ranks that hold the same tokens."""
+
     def gather(self, local: Tensor) -> tuple[Tensor, Handle]:
         """The tokens of this rank -> all tokens. Not a copy where this rank has them all."""
 
@@ -49,6 +53,10 @@ class ReplicatedTokens:
 
     axis: Axis
     num_parts: int = 1
+
+    @property
+    def replicas(self) -> Axis:
+        return self.axis
 
     def gather(self, local: Tensor) -> tuple[Tensor, Handle]:
         return local, Handle()
@@ -72,6 +80,10 @@ class SplitTokens:
     @property
     def num_parts(self) -> int:
         return self.axis.size
+
+    @property
+    def replicas(self) -> Axis:
+        return self.axis.alone()
 
     def gather(self, local: Tensor) -> tuple[Tensor, Handle]:
         whole = local.new_empty(local.shape[0] * self.axis.size, *local.shape[1:])

@@ -2,88 +2,178 @@
 
     forward    input -> put                       group -> the next group's input
     backward   take -> the group runs again, with the same dropout -> its gradients
+               meanwhile the input of the group before it is on its way
 
-Where an input waits in between is a store's affair: a small class with the two verbs.
+Where an input waits in between is a store's affair (`zero/stores.py`).
 """
 
+import math
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from parallel.errors import ConfigError
-from parallel.ledger import Kind, tagged
+from parallel.mesh import Axis, Handle
+from zero.slab import Place
+from zero.stores import STORES, ActivationStore, StoredBytes, Surroundings
+from zero.streams import SideStream
+
+RunBlock = Callable[[Tensor], Tensor]
+Recomputes = Literal["nothing", "attention", "blocks"]  # what runs again in backward
 
 
 @dataclass(frozen=True)
 class ActivationsConfig:
-    """Which activations a training step keeps between forward and backward."""
+    """Which activations a training step keeps between forward and backward, and where."""
 
-    store: Literal["none", "keep"] = "none"
-    """none: no checkpoints, every activation is kept; keep: the checkpoints stay where they are."""
+    store: Literal["none", "selective", "keep", "partition", "partition_host"] = "none"
+    """none: all, on the device; selective: all but the inside of attention, which runs again; the others keep the
+    checkpoints only: keep: where they are; partition: divided over the tensor ranks (P_a); partition_host: that, in
+    host memory (P_a+cpu)."""
     layers_per_checkpoint: int = 1
     """Blocks that run again together; the last group may be smaller."""
+    defragment: bool = True
+    """M_D: checkpoints go into slabs that are allocated once; false: each is allocated anew, for comparison."""
 
     def __post_init__(self) -> None:
-        if self.store != "none" and self.store not in STORES:
-            raise ConfigError(f"activations.store={self.store} is unknown; choose none or {' or '.join(STORES)}")
+        choices = ["none", "selective", *STORES]
+        if self.store not in choices:
+            raise ConfigError(f"activations.store={self.store} is unknown; choose one of {', '.join(choices)}")
         if self.layers_per_checkpoint < 1:
             raise ConfigError(
                 f"activations.layers_per_checkpoint={self.layers_per_checkpoint} is below 1; choose 1 or more, "
                 "or activations.store=none for no checkpoints"
             )
 
-
-class ActivationStore(Protocol):
-    def put(self, activation: Tensor) -> Any:
-        """Called in forward with a group's input; returns what to remember it by."""
-
-    def take(self, stored: Any) -> Tensor:
-        """Called once in backward with what `put` returned; returns the same values."""
+    @property
+    def recomputes(self) -> Recomputes:
+        if self.store in STORES:
+            return "blocks"
+        return "attention" if self.store == "selective" else "nothing"
 
 
-class KeepStore:
-    """Keeps the input itself."""
+@dataclass(frozen=True, eq=False)
+class Checkpoint:
+    """The input of one group in one forward. Autograd holds it until the group's backward has run."""
 
-    def put(self, activation: Tensor) -> Tensor:
-        return tagged(Kind.CHECKPOINTS, activation)
-
-    def take(self, stored: Tensor) -> Tensor:
-        return stored
-
-
-STORES = {"keep": KeepStore}
+    place: Place
+    stored: Any
+    shape: torch.Size
+    generation: int  # how many of this place and shape came before
+    previous: "Checkpoint | None"
 
 
-@dataclass(frozen=True)
 class CheckpointedBlocks:
-    """Runs a model's blocks, each a function of one tensor, under one checkpoint a group."""
+    """Runs a model's blocks, each a function of one tensor, under one checkpoint a group.
 
-    store: ActivationStore
-    layers_per_checkpoint: int
+    `reuses_memory`: a forward writes over the checkpoints of the one before it, which must have had its backward.
+    """
 
-    def __call__(self, blocks: Sequence[Callable[[Tensor], Tensor]], x: Tensor) -> Tensor:
-        for first in range(0, len(blocks), self.layers_per_checkpoint):
-            group = partial(_run, blocks[first : first + self.layers_per_checkpoint])
-            # Inside, checkpoint's own hooks are the innermost: the store sees only what the checkpoint itself keeps, x
-            # (and, in older versions of torch, an empty tensor).
-            with saved_tensors_hooks(self.store.put, self.store.take):
+    def __init__(self, store: ActivationStore, layers_per_checkpoint: int, stream: SideStream, reuses_memory: bool):
+        self._store, self._layers_per_checkpoint = store, layers_per_checkpoint
+        self._stream, self._reuses_memory = stream, reuses_memory
+        self._generations: dict[tuple[Place, torch.Size], int] = {}
+        self._latest: Callable[[], Checkpoint | None] = lambda: None
+        self._ahead: tuple[Checkpoint, Tensor, Handle] | None = None
+
+    def __call__(self, blocks: Sequence[RunBlock], x: Tensor) -> Tensor:
+        self._await_ahead()  # of a backward that stopped short
+        starts = range(0, len(blocks), self._layers_per_checkpoint)
+        for number, first in enumerate(starts):
+            group = partial(_run, blocks[first : first + self._layers_per_checkpoint])
+            # Inside, checkpoint's own hooks are the innermost: these see only what the checkpoint itself keeps, x.
+            # Without gradients it keeps nothing, so evaluation and generation leave no trace.
+            with saved_tensors_hooks(partial(self._put, Place(number, len(starts))), self._take):
                 x = checkpoint(group, x, use_reentrant=False, preserve_rng_state=True)
         return x
 
+    def num_bytes(self, num_blocks: int, numel: int, itemsize: int) -> StoredBytes:
+        """What one forward of so many blocks keeps, where each checkpoint has `numel` elements."""
+        return self._store.num_bytes(math.ceil(num_blocks / self._layers_per_checkpoint), numel, itemsize)
 
-def _run(blocks: Sequence[Callable[[Tensor], Tensor]], x: Tensor) -> Tensor:
+    @torch.no_grad()
+    def _put(self, place: Place, activation: Tensor) -> Checkpoint | Tensor:
+        if not activation.numel():  # older versions of torch also save an empty tensor of their own
+            return activation
+        key = place, activation.shape
+        self._generations[key] = generation = self._generations.get(key, -1) + 1
+        latest = self._latest()
+        previous = latest if latest is not None and latest.place.number == place.number - 1 else None
+        stored = self._store.put(place, activation)
+        made = Checkpoint(place, stored, activation.shape, generation, previous)
+        self._latest = weakref.ref(made)
+        return made
+
+    @torch.no_grad()
+    def _take(self, wanted: Checkpoint | Tensor) -> Tensor:
+        """Called when autograd first needs the group: it runs again next, while the one before it is brought."""
+        if isinstance(wanted, Tensor):
+            return wanted
+        if self._ahead is None or self._ahead[0] is not wanted:
+            self._await_ahead()
+            self._ahead = self._fetch(wanted)
+        _, activation, arrival = self._ahead
+        arrival.wait()
+        self._ahead = self._fetch(wanted.previous) if wanted.previous is not None else None
+        return activation
+
+    def _fetch(self, wanted: Checkpoint) -> tuple[Checkpoint, Tensor, Handle]:
+        if self._reuses_memory and wanted.generation != self._generations[wanted.place, wanted.shape]:
+            raise ValueError(
+                f"a later forward has overwritten checkpoint {wanted.place.number} before the backward that needs it; "
+                "run each backward before the next forward, or set activations.defragment=false"
+            )
+        with self._stream.beside():
+            activation, arrival = self._store.take(wanted.place, wanted.stored)
+        queued = self._stream.queued()
+        return wanted, activation, Handle(arrival.wait, queued.wait)
+
+    def _await_ahead(self) -> None:
+        """Memory that something is on its way to must not be let go before it has come."""
+        if self._ahead is not None:
+            self._ahead[2].wait()
+            self._ahead = None
+
+
+def _run(blocks: Sequence[RunBlock], x: Tensor) -> Tensor:
     for block in blocks:
         x = block(x)
     return x
 
 
-def checkpointed_blocks(config: ActivationsConfig) -> CheckpointedBlocks | None:
-    """How to run the blocks under these settings; None: as the model would."""
-    if config.store == "none":
+def checkpointed_blocks(
+    config: ActivationsConfig, replicas: Axis | None = None, device: torch.device | None = None
+) -> CheckpointedBlocks | None:
+    """How to run the blocks under these settings; None: as the model would.
+
+    `replicas` is the axis along which all ranks hold the same activations. Raises ConfigError as `check_replicas`.
+    """
+    if config.store not in STORES:
         return None
-    return CheckpointedBlocks(STORES[config.store](), config.layers_per_checkpoint)
+    replicas, device = replicas or Axis.trivial("tensor"), device or torch.device("cpu")
+    check_replicas(config, replicas)
+    stream = SideStream(device)
+    store = STORES[config.store](Surroundings(replicas, device, stream, config.defragment))
+    return CheckpointedBlocks(store, config.layers_per_checkpoint, stream, reuses_memory=config.defragment)
+
+
+def check_replicas(config: ActivationsConfig, replicas: Axis) -> None:
+    """Raises ConfigError where activations are to be partitioned and every rank's are its own."""
+    if config.store == "partition" and replicas.size == 1:
+        raise ConfigError(
+            "activations.store=partition: no 2 tensor ranks hold the same activations, so there is nothing to "
+            "partition; choose keep or partition_host, or set parallel.tensor_size above 1 and "
+            "parallel.sequence_parallel=false, which divides activations by itself"
+        )
+
+
+def recomputed(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The same function, of which only the arguments are kept for backward, where it runs again."""
+    return partial(checkpoint, function, use_reentrant=False, preserve_rng_state=True)

@@ -58,7 +58,7 @@ def build(case: LayoutCase) -> Parts:
     rest = [param for param in gpt.parameters() if param.dim() <= 1]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
     optimizer = ZeroOptimizer(model, torch.optim.AdamW, groups, tensor=mesh.tensor, clip_norm=0.5, lr=1e-2, fused=True)
-    return Parts(mesh, model, optimizer, torch.device("cpu"))
+    return Parts(mesh, model, optimizer, torch.device("cpu"), ActivationsConfig())
 
 
 def train(parts: Parts, first: int, num_steps: int) -> list[float]:

@@ -25,7 +25,9 @@ def run(stage: int, store: str) -> list[dict]:
     mesh, found = Mesh.create(tensor_size=1), []
     with Ledger(torch.device("cpu")) as ledger:
         torch.set_default_dtype(torch.bfloat16)
-        gpt = GPT(CONFIG, ReplicatedTokens(mesh.tensor), checkpointed_blocks(ActivationsConfig(store)))
+        gpt = GPT(
+            CONFIG, ReplicatedTokens(mesh.tensor), checkpointed_blocks(ActivationsConfig(store, defragment=False))
+        )
         initialize(gpt, seed=0)
         model = ZeroDataParallel(gpt, mesh.data, ZeroConfig(stage, window_numel=1000))
         optimizer = ZeroOptimizer(model, torch.optim.AdamW, fused=True)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
+from gpt.build import build_model
 from gpt.huggingface import config_to_huggingface, load_weights, weights_from_huggingface
 from gpt.model import GPT, ModelConfig, initialize
 from parallel.layers import split_dims
@@ -18,7 +19,7 @@ from parallel.tokens import ReplicatedTokens, SplitTokens, TokenLayout
 from tests.pairwise import pairwise
 from tests.ranks import run_ranks
 from zero import memory
-from zero.activations import ActivationsConfig, checkpointed_blocks
+from zero.activations import ActivationsConfig
 from zero.engine import ZeroConfig, ZeroDataParallel
 from zero.loss_scale import LossScale
 from zero.optimizer import ZeroOptimizer
@@ -36,8 +37,8 @@ class Result:
     dims: dict[str, int]
 
 
-def config_of(vocab_size: int, dropout: float = 0.0) -> ModelConfig:
-    return ModelConfig(2, 32, 4, SEQ, vocab_size, vocab_multiple=128, dropout=dropout)
+def config_of(vocab_size: int, dropout: float = 0.0, num_layers: int = 2) -> ModelConfig:
+    return ModelConfig(num_layers, 32, 4, SEQ, vocab_size, vocab_multiple=128, dropout=dropout)
 
 
 def layout_of(axis: Axis, is_split: bool) -> TokenLayout:
@@ -46,7 +47,7 @@ def layout_of(axis: Axis, is_split: bool) -> TokenLayout:
 
 def build(config: ModelConfig, tokens: TokenLayout, activations: ActivationsConfig | None = None) -> GPT:
     torch.set_default_dtype(torch.float64)
-    model = GPT(config, tokens, checkpointed_blocks(activations or ActivationsConfig()))
+    model = build_model(config, activations or ActivationsConfig(), tokens, torch.device("cpu"), torch.float64)
     initialize(model, seed=3)
     for name, param in model.named_parameters():  # biases and norms that differ from one another, alike on all ranks
         if name not in split_dims(model) and param.dim() == 1:

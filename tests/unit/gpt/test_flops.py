@@ -4,14 +4,16 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from gpt.build import build_model
 from gpt.flops import hardware_flops, model_flops, peak_flops_per_second
-from gpt.model import ModelConfig
-from tests.unit.gpt.models import batch, small_config, small_gpt
-from zero.activations import ActivationsConfig, checkpointed_blocks
+from gpt.model import ModelConfig, initialize
+from tests.unit.gpt.models import ONE_DEVICE, batch, small_config
+from zero.activations import ActivationsConfig
 
 
 def counted_flops(config: ModelConfig, activations: ActivationsConfig) -> int:
-    model = small_gpt(config, checkpointed_blocks(activations))
+    model = build_model(config, activations, ONE_DEVICE, torch.device("cpu"), torch.float64)
+    initialize(model, seed=1)
     with FlopCounterMode(display=False) as counter:
         model(*batch(config, num_sequences=3)).backward()
     return counter.get_total_flops()
@@ -19,7 +21,7 @@ def counted_flops(config: ModelConfig, activations: ActivationsConfig) -> int:
 
 def test_hardware_flops_are_those_that_torch_counts():
     config = small_config(attention="math")
-    assert counted_flops(config, ActivationsConfig("none")) == hardware_flops(config, 3, has_checkpoints=False)
+    assert counted_flops(config, ActivationsConfig("none")) == hardware_flops(config, 3, "nothing")
 
 
 @pytest.mark.parametrize("layers_per_checkpoint", [1, 2])
@@ -27,15 +29,23 @@ def test_hardware_flops_with_checkpoints_are_those_that_torch_counts(layers_per_
     # With dropout, backward needs the output of every product; without, torch leaves out a group's last one.
     config = small_config(attention="math", dropout=0.1)
     activations = ActivationsConfig("keep", layers_per_checkpoint)
-    assert counted_flops(config, activations) == hardware_flops(config, 3, has_checkpoints=True)
+    assert counted_flops(config, activations) == hardware_flops(config, 3, "blocks")
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_hardware_flops_with_attention_recomputed_are_those_that_torch_counts(dropout):
+    config = small_config(attention="math", dropout=dropout)
+    expected = hardware_flops(config, 3, "attention")
+    assert counted_flops(config, ActivationsConfig("selective")) == expected
+    assert expected > hardware_flops(config, 3, "nothing")
 
 
 def test_model_flops_are_the_hardwares_less_the_masked_half_of_attention():
     config = small_config(attention="math", vocab_multiple=61)  # no padding, which only the hardware computes
     attention = 3 * 4 * config.num_layers * config.seq_length**2 * config.hidden_size * 3
-    assert hardware_flops(config, 3, has_checkpoints=False) - model_flops(config, 3) == attention // 2
+    assert hardware_flops(config, 3, "nothing") - model_flops(config, 3) == attention // 2
     flash = small_config(attention="flash", vocab_multiple=61)
-    assert hardware_flops(flash, 3, has_checkpoints=False) == model_flops(flash, 3) == model_flops(config, 3)
+    assert hardware_flops(flash, 3, "nothing") == model_flops(flash, 3) == model_flops(config, 3)
 
 
 def test_model_flops_are_megatrons_formula():
