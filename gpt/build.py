@@ -9,10 +9,12 @@ import torch
 from torch import nn
 
 from gpt.apex import choose_layer_norm, find_apex
+from gpt.choose_store import chosen_activations
 from gpt.model import GPT, Attention, ModelConfig, check_divides, initialize
 from gpt.pretrained import load_pretrained
 from gpt.schedule import check_batch_sizes, learning_rate
 from gpt.settings import LossScaleSettings, OptimizerSettings, ParallelSettings, Settings
+from parallel.cross_entropy import CHUNK_NUMEL
 from parallel.errors import ConfigError
 from parallel.layers import part_of, split_dims
 from parallel.mesh import Axis, Mesh
@@ -93,9 +95,10 @@ def build(settings: Settings, mesh: Mesh, device: torch.device) -> Parts:
     if settings.train.precision == "fp16" and device.type == "cpu":
         logger.warning("train.precision=fp16 on a CPU is slow and untuned; bf16 is the better half type there")
     train = settings.train
-    activations = settings.activations
+    tokens = token_layout(settings, mesh)
+    activations = chosen_activations(settings, mesh, tokens, device)
     with ShardedBirth(mesh.data, settings.zero.answers, settings.zero.prefetch_numel) as birth:
-        gpt = build_model(settings.model, activations, token_layout(settings, mesh), device, train.dtype)
+        gpt = build_model(settings.model, activations, tokens, device, train.dtype, settings.zero.window_numel)
         initialize(gpt, train.seed)
         if train.initial_weights is not None:
             load_pretrained(gpt, Path(train.initial_weights))
@@ -107,7 +110,12 @@ def build(settings: Settings, mesh: Mesh, device: torch.device) -> Parts:
 
 
 def build_model(
-    config: ModelConfig, activations: ActivationsConfig, tokens: TokenLayout, device: torch.device, dtype: torch.dtype
+    config: ModelConfig,
+    activations: ActivationsConfig,
+    tokens: TokenLayout,
+    device: torch.device,
+    dtype: torch.dtype,
+    chunk_numel: int | None = CHUNK_NUMEL,
 ) -> GPT:
     """The model, whose values are still to be initialized."""
     layer_norm, layer_norm_name = choose_layer_norm(device)
@@ -117,7 +125,7 @@ def build_model(
     try:
         with torch.device(device):
             run_blocks = checkpointed_blocks(activations, tokens.replicas, device)
-            gpt = GPT(config, tokens, run_blocks, layer_norm)
+            gpt = GPT(config, tokens, run_blocks, layer_norm, chunk_numel)
     finally:
         torch.set_default_dtype(default_dtype)
     if activations.store == "selective":

@@ -1,5 +1,6 @@
 """What a person sees: what the run is, where memory goes, a line a logged step, and how it ended. On the first rank."""
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
@@ -11,8 +12,11 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from rich.table import Table
 
 from gpt.build import Parts
+from gpt.model import GPT
 from gpt.settings import Settings
+from parallel.cross_entropy import temporary_bytes
 from zero import memory, traffic
+from zero.activations import CheckpointedBlocks
 
 
 class RunConsole:
@@ -74,9 +78,41 @@ def memory_table(settings: Settings, parts: Parts) -> Table:
         each = f"{num_bytes / num_parameters:.2f}"
         table.add_row(name, f"{num_bytes / 1e6:,.2f}", f"{getattr(promised, name) / 1e6:,.2f}", each)
     table.add_section()
-    for name, num_bytes in memory.buffer_bytes(parts.model, parts.optimizer).items():
-        table.add_row(f"buffer: {name}", f"{num_bytes / 1e6:,.2f}", "constant", "")
+    for name, num_bytes, remark in [*_checkpoint_rows(settings, parts), *_buffer_rows(settings, parts)]:
+        table.add_row(name, f"{num_bytes / 1e6:,.2f}", remark, "")
     return table
+
+
+def _checkpoint_rows(settings: Settings, parts: Parts) -> Iterator[tuple[str, float, str]]:
+    """(name, bytes, remark) of the activation checkpoints of one micro-batch."""
+    gpt, itemsize = parts.model.module, settings.train.dtype.itemsize
+    assert isinstance(gpt, GPT)
+    if not isinstance(gpt.run_blocks, CheckpointedBlocks):
+        return
+    num_tokens = settings.train.micro_batch_size * settings.model.seq_length // gpt.tokens.num_parts
+    numel, num_layers = num_tokens * settings.model.hidden_size, settings.model.num_layers
+    stored = gpt.run_blocks.num_bytes(num_layers, numel, itemsize)
+    whole = math.ceil(num_layers / parts.activations.layers_per_checkpoint) * numel * itemsize
+    places = {"device": stored.device, "host": stored.host}
+    for place, num_bytes in places.items():
+        if num_bytes or place == "device":
+            yield f"checkpoints, {place}", num_bytes, f"{num_bytes / whole:.0%} of {whole / 1e6:,.2f} whole"
+    yield "buffer: checkpoints", stored.in_transit, "constant"
+
+
+def _buffer_rows(settings: Settings, parts: Parts) -> Iterator[tuple[str, float, str]]:
+    """Buffers and temporaries of constant size (C_B), which `zero.window_numel` bounds."""
+    model, gpt, axis = parts.model, parts.model.module, parts.mesh.tensor
+    assert isinstance(gpt, GPT)
+    size = "constant" if settings.zero.window_numel else "the model's size"
+    for name, num_bytes in memory.buffer_bytes(model, parts.optimizer).items():
+        yield f"buffer: {name}", num_bytes, size
+    num_tokens = settings.train.micro_batch_size * settings.model.seq_length
+    num_columns = settings.model.padded_vocab_size // axis.size
+    yield "buffer: loss", temporary_bytes(num_tokens, num_columns, gpt.chunk_numel), size
+    yield "buffer: gradient norm", parts.optimizer.norm_bytes, size
+    if gathered := memory.gathered_bytes(model, settings.zero.prefetch_numel):
+        yield "buffer: gathered ahead", gathered, "at most"
 
 
 def step_line(record: dict[str, Any], settings: Settings) -> str:
@@ -111,5 +147,8 @@ def summary_table(settings: Settings, parts: Parts, records: list[dict[str, Any]
     )
     table.add_row("data axis", f"{last['data_axis_bytes'] / 1e6:,.2f} MB a step and rank; paper: {promised / 1e6:,.2f}")
     table.add_row("peak memory", f"{last['peak_allocated_bytes'] / 1e6:,.0f} MB")
+    if parts.device.type == "cuda":
+        unused, retries = last["reserved_unused_bytes"] / 1e6, last["allocation_retries"]
+        table.add_row("fragmentation", f"{unused:,.0f} MB reserved and unused, {retries} allocations tried again")
     table.add_row("skipped steps", str(last["skipped_steps"]))
     return table

@@ -58,9 +58,22 @@ class StepTraffic:
 
 
 def peak_memory(device: torch.device) -> dict[str, int]:
-    """Since the start: of torch's allocator on a GPU; of the whole process, resident, on a CPU, which has no such."""
-    if device.type == "cuda":
-        allocated, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
-    else:
-        allocated = reserved = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return {"peak_allocated_bytes": allocated, "peak_reserved_bytes": reserved}
+    """Since the start: of torch's allocator on a GPU; of the whole process, resident, on a CPU, which has no such.
+
+    Reserved less allocated now is what fragmentation and caching hold; an allocation is tried again after the cache has
+    been emptied.
+    """
+    if device.type != "cuda":
+        resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return {
+            "peak_allocated_bytes": resident,
+            "peak_reserved_bytes": resident,
+            "reserved_unused_bytes": 0,
+            "allocation_retries": 0,
+        }
+    return {
+        "peak_allocated_bytes": torch.cuda.max_memory_allocated(device),
+        "peak_reserved_bytes": torch.cuda.max_memory_reserved(device),
+        "reserved_unused_bytes": torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device),
+        "allocation_retries": torch.cuda.memory_stats(device).get("num_alloc_retries", 0),
+    }

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from parallel.cross_entropy import cross_entropy
+from parallel.cross_entropy import CHUNK_NUMEL, cross_entropy
 from parallel.errors import ConfigError
 from parallel.initial_values import fill_normal
 from parallel.layers import (
@@ -171,7 +171,8 @@ class GPT(nn.Module):
 
     `tokens` says how the residual stream lies over the tensor axis, and so how the layers are cut. `run_blocks` takes
     the blocks and their input to their output; activation checkpointing is another way of running them. `layer_norm`
-    is made with (hidden_size, eps). Raises ConfigError where the axis does not divide the model.
+    is made with (hidden_size, eps). `chunk_numel` bounds the loss's temporaries (`parallel/cross_entropy.py`). Raises
+    ConfigError where the axis does not divide the model.
     """
 
     def __init__(
@@ -180,9 +181,11 @@ class GPT(nn.Module):
         tokens: TokenLayout,
         run_blocks: RunBlocks | None = None,
         layer_norm: type[nn.Module] = nn.LayerNorm,
+        chunk_numel: int | None = CHUNK_NUMEL,
     ):
         super().__init__()
         check_divides(config, tokens.axis)
+        self.chunk_numel = chunk_numel
         self.config, self.tokens, self.run_blocks = config, tokens, run_blocks or run_in_order
         self.token_embedding = VocabParallelEmbedding(config.padded_vocab_size, config.hidden_size, tokens)
         self.position_embedding = nn.Embedding(config.seq_length, config.hidden_size)
@@ -212,7 +215,7 @@ class GPT(nn.Module):
         own_logits = self.own_logits(ids)
         axis, vocab_size = self.tokens.axis, self.config.vocab_size
         if targets is not None:
-            return cross_entropy(own_logits, targets.flatten(), vocab_size, axis)
+            return cross_entropy(own_logits, targets.flatten(), vocab_size, axis, self.chunk_numel)
         return gather_columns(own_logits, axis)[:, :vocab_size].unflatten(0, (num_sequences, seq_length))
 
     def own_logits(self, ids: Tensor) -> Tensor:

@@ -29,5 +29,5 @@ def out_of_memory_recorded(settings: Settings, world: World, step: Callable[[], 
         raise ConfigError(
             f"rank {world.rank} ran out of memory after step {step()}, {peak['peak_allocated_bytes'] / 1e9:.2f} GB at "
             f"peak; lower train.micro_batch_size={settings.train.micro_batch_size}, raise "
-            f"zero.stage={settings.zero.stage} or set activations.store=keep"
+            f"zero.stage={settings.zero.stage} or set activations.store=keep, partition or partition_host"
         ) from error

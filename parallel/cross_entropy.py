@@ -14,26 +14,37 @@ from torch import Tensor
 
 from parallel.mesh import Axis
 
-CHUNK_NUMEL = 2**24  # elements in fp32 at once
+CHUNK_NUMEL = 2**24
+COPIES_OF_A_CHUNK = 2  # the logits and their exponentials
 
 
-def cross_entropy(own_logits: Tensor, targets: Tensor, vocab_size: int, axis: Axis) -> Tensor:
+def cross_entropy(
+    own_logits: Tensor, targets: Tensor, vocab_size: int, axis: Axis, chunk_numel: int | None = CHUNK_NUMEL
+) -> Tensor:
     """Mean over tokens, 0-dim, of logits (tokens, padded vocabulary / size) and int64 targets (tokens,).
 
-    Columns from `vocab_size` on are padding: they have probability and gradient zero.
+    Columns from `vocab_size` on are padding: they have probability and gradient zero. `chunk_numel`: elements that are
+    summed at a time, at least a row; None: all at once.
     """
-    return _CrossEntropy.apply(own_logits, targets, vocab_size, axis)
+    return _CrossEntropy.apply(own_logits, targets, vocab_size, axis, chunk_numel)
+
+
+def temporary_bytes(num_tokens: int, num_columns: int, chunk_numel: int | None = CHUNK_NUMEL) -> int:
+    """Memory for chunks in fp32 while the loss or its gradient is computed."""
+    return COPIES_OF_A_CHUNK * 4 * min(num_tokens, _rows_at_once(num_columns, num_tokens, chunk_numel)) * num_columns
 
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, own_logits: Tensor, targets: Tensor, vocab_size: int, axis: Axis) -> Tensor:
+    def forward(
+        ctx: Any, own_logits: Tensor, targets: Tensor, vocab_size: int, axis: Axis, chunk_numel: int | None
+    ) -> Tensor:
         num_tokens, num_columns = own_logits.shape
         first = axis.rank * num_columns
         num_words = min(max(vocab_size - first, 0), num_columns)  # of these columns, the others are padding
         own_targets = targets - first
         summaries = own_logits.new_empty(num_tokens, 2, dtype=torch.promote_types(own_logits.dtype, torch.float32))
-        for rows, logits in _chunks(own_logits, summaries.dtype, num_words):
+        for rows, logits in _chunks(own_logits, summaries.dtype, num_words, chunk_numel):
             is_here, column = _locate(own_targets[rows], num_columns)
             torch.logsumexp(logits, dim=-1, out=summaries[rows, 0])
             summaries[rows, 1] = logits.gather(-1, column)[:, 0].masked_fill(~is_here, 0)
@@ -41,25 +52,32 @@ class _CrossEntropy(torch.autograd.Function):
         axis.all_gather(summaries, out=of_ranks).wait()
         log_sum, target_logit = of_ranks[..., 0].logsumexp(0), of_ranks[..., 1].sum(0)
         ctx.save_for_backward(own_logits, own_targets, log_sum)
-        ctx.num_words = num_words
+        ctx.num_words, ctx.chunk_numel = num_words, chunk_numel
         return (log_sum - target_logit).mean()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         own_logits, own_targets, log_sum = ctx.saved_tensors
         grad_logits = torch.empty_like(own_logits)
-        for rows, logits in _chunks(own_logits, log_sum.dtype, ctx.num_words):
+        for rows, logits in _chunks(own_logits, log_sum.dtype, ctx.num_words, ctx.chunk_numel):
             is_here, column = _locate(own_targets[rows], own_logits.shape[-1])
             probabilities = logits.sub_(log_sum[rows, None]).exp_()
             probabilities.scatter_add_(-1, column, -is_here[:, None].to(probabilities.dtype))
             grad_logits[rows] = probabilities.mul_(grad / len(own_logits))
-        return grad_logits, None, None, None
+        return grad_logits, None, None, None, None
 
 
-def _chunks(own_logits: Tensor, dtype: torch.dtype, num_words: int) -> Iterator[tuple[slice, Tensor]]:
+def _rows_at_once(num_columns: int, num_tokens: int, chunk_numel: int | None) -> int:
+    return num_tokens if chunk_numel is None else max(1, chunk_numel // num_columns)
+
+
+def _chunks(
+    own_logits: Tensor, dtype: torch.dtype, num_words: int, chunk_numel: int | None
+) -> Iterator[tuple[slice, Tensor]]:
     """(rows, a copy of their logits), with padding at -inf."""
-    num_rows = max(1, CHUNK_NUMEL // own_logits.shape[-1])
-    for start in range(0, len(own_logits), num_rows):
+    num_tokens, num_columns = own_logits.shape
+    num_rows = _rows_at_once(num_columns, num_tokens, chunk_numel)
+    for start in range(0, num_tokens, num_rows):
         rows = slice(start, start + num_rows)
         logits = own_logits[rows].to(dtype, copy=True)
         logits[:, num_words:] = -torch.inf

@@ -10,7 +10,7 @@ Where an input waits in between is a store's affair (`zero/stores.py`).
 import math
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from parallel.errors import ConfigError
 from parallel.mesh import Axis, Handle
+from zero.activation_choice import Hardware
 from zero.slab import Place
 from zero.stores import STORES, ActivationStore, StoredBytes, Surroundings
 from zero.streams import SideStream
@@ -33,17 +34,19 @@ Recomputes = Literal["nothing", "attention", "blocks"]  # what runs again in bac
 class ActivationsConfig:
     """Which activations a training step keeps between forward and backward, and where."""
 
-    store: Literal["none", "selective", "keep", "partition", "partition_host"] = "none"
+    store: Literal["none", "selective", "keep", "partition", "partition_host", "auto"] = "none"
     """none: all, on the device; selective: all but the inside of attention, which runs again; the others keep the
     checkpoints only: keep: where they are; partition: divided over the tensor ranks (P_a); partition_host: that, in
-    host memory (P_a+cpu)."""
+    host memory (P_a+cpu); auto: what the arithmetic of the paper's section 8 says."""
     layers_per_checkpoint: int = 1
     """Blocks that run again together; the last group may be smaller."""
     defragment: bool = True
     """M_D: checkpoints go into slabs that are allocated once; false: each is allocated anew, for comparison."""
+    hardware: Hardware = field(default_factory=Hardware)
+    """What auto reckons with."""
 
     def __post_init__(self) -> None:
-        choices = ["none", "selective", *STORES]
+        choices = ["none", "selective", *STORES, "auto"]
         if self.store not in choices:
             raise ConfigError(f"activations.store={self.store} is unknown; choose one of {', '.join(choices)}")
         if self.layers_per_checkpoint < 1:

@@ -43,7 +43,7 @@ class ZeroConfig:
     stage: int = 2
     """0: plain data parallelism; 1: optimizer states partitioned; 2: gradients too; 3: parameters too."""
     window_numel: int | None = 2**25
-    """C_B: elements communicated at once, whatever the model's size; null fuses the whole model in one buffer."""
+    """C_B: elements communicated, cast or summed at once, whatever the model's size; null: all of them at once."""
     overlap: bool = True
     """Reduce gradients while backward goes on. Off gives the same bits, later."""
     accumulate: Literal["reduce", "local"] = "reduce"

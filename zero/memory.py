@@ -69,6 +69,15 @@ def buffer_bytes(model: ZeroDataParallel, optimizer: ZeroOptimizer) -> dict[str,
     }
 
 
+def gathered_bytes(model: ZeroDataParallel, prefetch_numel: int) -> int:
+    """Transient parameters that are there at once, at most: those of two units, one inside the other, and what is
+    fetched ahead. The largest layer sets it, not their number."""
+    transient = [flat.full for flat in model.flats if flat.lifetime is Lifetime.TRANSIENT]
+    itemsize = max((full.element_size() for full in transient), default=0)
+    numels = sorted((full.numel() for full in transient), reverse=True)
+    return itemsize * min(sum(numels), sum(numels[:2]) + prefetch_numel)
+
+
 def _num_bytes(tensors: Iterable[Tensor]) -> int:
     """Each storage once, however many tensors look into it."""
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.numel()}.values())

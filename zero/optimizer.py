@@ -83,7 +83,11 @@ class ZeroOptimizer:
             for flat, gradients in model.reducer.windows.items()
             for index, gradient in enumerate(gradients)
         ]
-        self._counted = [chunk for grad in self._gradients_that_count() for chunk in grad.split(NORM_CHUNK_NUMEL)]
+        self._counted = [
+            [chunk for grad in grads for chunk in grad.split(NORM_CHUNK_NUMEL)]
+            for grads in self._gradients_that_count()
+            if grads
+        ]
         pieces = [piece for window in self.windows for piece in window.pieces]
         groups = [group | {"params": [p.param for p in pieces if p.group == n]} for n, group in enumerate(groups)]
         self._windowed = WindowedOptimizer(optimizer(groups, **settings))
@@ -108,30 +112,38 @@ class ZeroOptimizer:
         self._model.reducer.clear()
         return norm
 
+    @property
+    def norm_bytes(self) -> int:
+        """Of the norms of one window's chunks."""
+        return 2 * 4 * max(map(len, self._counted), default=0)
+
     def zero_grad(self) -> None:
         """Drop the gradients, as after a failed backward; `step` does so by itself."""
         self._model.reducer.clear()
 
     def _grad_norm(self) -> Tensor:
-        """Every element has one owner along the shard axis, and padding is zero."""
+        """Every element has one owner along the shard axis, and padding is zero. A window at a time (C_B)."""
         dtype = reduce(torch.promote_types, (window.master.dtype for window in self.windows), torch.float32)
-        norms = list(torch._foreach_norm(self._counted, 2, dtype)) if self._counted else []
-        squares = torch.stack(norms).square().sum() if norms else self.loss_scale.scale.new_zeros((), dtype=dtype)
+        squares = self.loss_scale.scale.new_zeros((), dtype=dtype)
+        for chunks in self._counted:
+            squares.add_(torch.stack(list(torch._foreach_norm(chunks, 2, dtype))).square().sum())
         for axis in (self._model.shard_axis, self._tensor):
             axis.all_reduce(squares, out=squares).wait()
         return squares.sqrt() / self.loss_scale.scale
 
-    def _gradients_that_count(self) -> list[Tensor]:
-        """The owned gradients, without those of replicated parameters on all tensor ranks but the first."""
+    def _gradients_that_count(self) -> list[list[Tensor]]:
+        """Each window's owned gradients, without those of replicated parameters on all tensor ranks but the first."""
         if self._tensor.rank == 0:
-            return [window.gradient.owned for window in self.windows]
+            return [[window.gradient.owned] for window in self.windows]
         module = self._model.module
         split = {module.get_parameter(name) for name in split_dims(module)}
         return [
-            window.gradient.owned[elements.start : elements.stop]
+            [
+                window.gradient.owned[elements.start : elements.stop]
+                for param, elements in window.flat.owned_pieces(window.index)
+                if param in split
+            ]
             for window in self.windows
-            for param, elements in window.flat.owned_pieces(window.index)
-            if param in split
         ]
 
     def _update_all(self, coefficient: Tensor, found_inf: Tensor) -> None:

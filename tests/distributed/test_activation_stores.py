@@ -11,10 +11,19 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 from gpt.generate import generate
 from gpt.model import ModelConfig
 from gpt.train_step import evaluate, train_step
+from parallel.errors import ConfigError
 from parallel.ledger import Kind, Ledger
 from parallel.mesh import Mesh
 from parallel.tokens import ReplicatedTokens
-from tests.distributed.test_tensor_parallel import SEQ, assert_equals_whole, build, config_of, train, train_whole
+from tests.distributed.test_tensor_parallel import (
+    SEQ,
+    assert_equals_whole,
+    build,
+    config_of,
+    layout_of,
+    train,
+    train_whole,
+)
 from tests.pairwise import pairwise
 from tests.ranks import run_ranks
 from zero.activations import ActivationsConfig
@@ -23,7 +32,7 @@ from zero.optimizer import ZeroOptimizer
 
 NUM_LAYERS = 5
 FACTORS = {
-    "sizes": [(1, 1), (2, 1), (1, 2), (2, 2), (1, 4)],  # data x tensor
+    "sizes": [(2, 1), (1, 2), (2, 2), (1, 4)],  # data x tensor
     "stage": [0, 1, 2, 3],
     "store": ["keep", "partition", "partition_host", "selective"],
     "layers_per_checkpoint": [1, 2],
@@ -64,7 +73,7 @@ def test_every_store_trains_as_one_process_without_checkpoints(combination):
 @pytest.mark.full
 @pytest.mark.parametrize(
     "values",
-    list(itertools.product([*FACTORS["sizes"], (2, 4)], *list(FACTORS.values())[1:])),
+    list(itertools.product([*FACTORS["sizes"], (1, 1), (2, 4)], *list(FACTORS.values())[1:])),
     ids=lambda v: "-".join(map(str, v)),
 )
 def test_all_stores_in_all_layouts_train_as_one_process(values):
@@ -84,6 +93,26 @@ def test_dropout_is_replayed_to_the_bit(store, stage):
         assert result.losses == expected.losses
         assert result.grad_norms == expected.grad_norms
         assert all(result.params[name].equal(expected.params[name]) for name in result.params)
+
+
+def test_what_is_split_along_the_sequence_goes_to_the_host_whole():
+    config, activations = config_of(97, num_layers=3), ActivationsConfig("partition_host")
+    results = run_ranks(2, train, config, 2, True, ZeroConfig(2, 2000), 1, activations)
+    assert_equals_whole(results, train_whole(config, 1), 2)
+
+
+def refusal(is_split: bool) -> str:
+    tokens = layout_of(Mesh.create(torch.distributed.get_world_size()).tensor, is_split)
+    with pytest.raises(ConfigError) as raised:
+        build(config_of(97), tokens, ActivationsConfig("partition"))
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(("num_ranks", "is_split"), [(1, False), (2, True)])
+def test_partitioning_what_nobody_holds_twice_is_refused(num_ranks, is_split):
+    for message in run_ranks(num_ranks, refusal, is_split):
+        assert "nothing to partition; choose keep or partition_host" in message
+        assert "parallel.sequence_parallel" in message
 
 
 def traffic_of_a_step(tensor_size: int, store: str, layers_per_checkpoint: int) -> tuple[Counter, int]:

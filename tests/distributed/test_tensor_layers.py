@@ -135,11 +135,13 @@ def test_layers_equal_the_whole_ones(layout, tensor_size):
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
-def loss_and_gradient(logits: Tensor, targets: Tensor, vocab_size: int) -> tuple[float, Tensor]:
+def loss_and_gradient(
+    logits: Tensor, targets: Tensor, vocab_size: int, chunk_numel: int | None = None
+) -> tuple[float, Tensor]:
     axis = Mesh.create(torch.distributed.get_world_size()).tensor
     own = logits.chunk(axis.size, dim=-1)[axis.rank].contiguous().requires_grad_()
     before = own.detach().clone()
-    loss = cross_entropy(own, targets, vocab_size, axis)
+    loss = cross_entropy(own, targets, vocab_size, axis, chunk_numel)
     (3 * loss).backward()
     assert own.detach().equal(before), "the caller's logits have changed"
     assert own.grad is not None
@@ -177,18 +179,11 @@ def test_the_loss_is_stable_in_half_precision(dtype):
 
 def test_the_loss_does_not_depend_on_how_many_rows_are_summed_at_once():
     logits, targets = torch.randn(50, 64, dtype=torch.float64), torch.randint(64, (50,))
-    at_once, in_rows = (run_ranks(2, loss_in_chunks_of, numel, logits, targets) for numel in (2**24, 100))
-    for (loss, gradient), (expected_loss, expected_gradient) in zip(in_rows, at_once, strict=True):
-        assert loss == expected_loss
-        assert gradient.equal(expected_gradient)
-
-
-def loss_in_chunks_of(numel: int, logits: Tensor, targets: Tensor) -> tuple[float, Tensor]:
-    from parallel import cross_entropy as module
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "CHUNK_NUMEL", numel)
-        return loss_and_gradient(logits, targets, 64)
+    at_once, *in_rows = (run_ranks(2, loss_and_gradient, logits, targets, 64, numel) for numel in (None, 100, 1))
+    for results in in_rows:
+        for (loss, gradient), (expected_loss, expected_gradient) in zip(results, at_once, strict=True):
+            assert loss == expected_loss
+            assert gradient.equal(expected_gradient)
 
 
 def initial_part(dim: int | None) -> tuple[Tensor, int]:

@@ -48,6 +48,8 @@ def contents(folder: Path) -> dict[str, bytes]:
         ({"train__global_batch_size": 7}, "train.global_batch_size=7 is not divisible by .*=2 x 1 .* = 2; choose 8"),
         ({"parallel__tensor_size": 3}, "parallel.tensor_size=3 does not divide the 1 ranks of a node; choose"),
         ({"parallel__tensor_size": 3, "parallel__tensor_across_nodes": True}, "does not divide the 1 ranks; choose 1"),
+        ({"activations__store": "partition"}, "store=partition: no 2 tensor ranks hold the same .*; choose keep or"),
+        ({"activations__hardware.memory_gb": -1}, "activations.hardware.memory_gb=-1.* is not above 0"),
         ({"schedule__warmup_steps": 9}, "schedule.warmup_steps=9 is above the 6 steps"),
         ({"model__vocab_size": 200}, f"model.vocab_size=200 is below the {VOCAB_SIZE} ids of .*; choose {VOCAB_SIZE}"),
         ({"model__seq_length": 10**6}, r"model.seq_length \+ 1 = 1000001; lower model.seq_length"),

@@ -18,9 +18,11 @@ from tests.end_to_end.runs import options, prepare_corpus, run_on_rank
 from tests.ranks import run_ranks
 
 MEASURED = {"tokens_per_second", "model_tflops_per_device", "hardware_tflops_per_device"}
-MEASURED |= {"peak_allocated_bytes", "peak_reserved_bytes"}
+MEASURED |= {"peak_allocated_bytes", "peak_reserved_bytes", "reserved_unused_bytes", "allocation_retries"}
 PROMISED_KEYS = MEASURED | {"step", "loss", "grad_norm", "lr", "tokens", "mfu", "skipped_steps"}
 PROMISED_KEYS |= {"data_axis_bytes", "tensor_axis_bytes"}
+ROOT = Path(__file__).resolve().parents[2]
+TENSOR_2 = {"parallel__tensor_size": 2, "train__steps": 2}
 
 
 @pytest.fixture(scope="module")
@@ -143,6 +145,42 @@ def test_checkpointed_activations_give_the_same_losses(corpus, tmp_path):
     kept = run(1, corpus, tmp_path / "keep", **settings)
     assert [record["loss"] for record in kept] == [record["loss"] for record in plain]
     assert kept[-1]["hardware_tflops_per_device"] > kept[-1]["model_tflops_per_device"]
+
+
+def test_the_five_configurations_of_the_papers_table_3_train_alike(corpus, tmp_path):
+    """C1 to C5 differ in where model states and activations are, in nothing that is computed."""
+    shrunk = {"model__num_layers": 4, "train__steps": 3}
+    expected = run(1, corpus, tmp_path / "plain", zero__stage=0, **shrunk)
+    answers = set()
+    for name in ("c1", "c2", "c3", "c4", "c5"):
+        config = ["--config", str(ROOT / "configs" / "paper" / f"{name}.yaml")]
+        arguments = config + options(corpus, tmp_path / name, parallel__tensor_size=2, **shrunk)
+        records = run_ranks(4, run_on_rank, arguments, init_process_group=False)[0]
+        assert [record["loss"] for record in records] == pytest.approx([r["loss"] for r in expected], rel=1e-4)
+        assert records[-1]["loss"] < records[0]["loss"]
+        settings = parse_settings(arguments)
+        answers.add((settings.zero.stage, settings.activations.store, settings.activations.defragment))
+    stores = ["keep", "partition"]
+    assert answers == {(stage, store, True) for stage in (1, 2) for store in stores} | {(2, "partition_host", True)}
+
+
+def test_the_store_may_be_left_to_the_paper(corpus, tmp_path):
+    roomy, narrow = (
+        run(2, corpus, tmp_path / f"{gb}", activations__store="auto", activations__hardware__memory_gb=gb, **TENSOR_2)
+        for gb in (1.0, 0.0001)
+    )
+    gathers = [records[-1]["tensor_axis_bytes"] for records in (roomy, narrow)]
+    assert gathers[1] > gathers[0], "the narrow one partitions its checkpoints"
+    assert [r["loss"] for r in roomy] == [r["loss"] for r in narrow]
+
+
+def test_selective_recomputation_gives_the_same_losses(corpus, tmp_path):
+    plain, selective = (
+        run(1, corpus, tmp_path / store, activations__store=store, model__attention="math", model__dropout=0.1)
+        for store in ("none", "selective")
+    )
+    assert [record["loss"] for record in selective] == [record["loss"] for record in plain]
+    assert selective[-1]["hardware_tflops_per_device"] > selective[-1]["model_tflops_per_device"]
 
 
 def test_explicit_attention_gives_the_same_losses(corpus, tmp_path):

@@ -43,12 +43,17 @@ def in_order(all_blocks: list[Block], x: Tensor) -> Tensor:
 SHAPES = [(4, 6), (5, 3), (7,), (1,), (2, 3, 5), (1, 1)]
 
 
+def activation(seed: int) -> Tensor:
+    dtype = (torch.float64, torch.bfloat16, torch.float32)[seed % 3]
+    return torch.randn(SHAPES[seed], generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
 def partitioned_gradients(store: str, defragment: bool) -> list[tuple[Tensor, StoredBytes]]:
     """For every shape: the gradient, and what is kept, which must be what the store says."""
     axis = Mesh.create(torch.distributed.get_world_size()).tensor
     found = []
-    for seed, shape in enumerate(SHAPES):
-        x = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    for seed in range(len(SHAPES)):
+        x = activation(seed)
         run = checkpointed_blocks(ActivationsConfig(store, 2, defragment), axis)
         assert run is not None
         with Ledger(CPU) as ledger:
@@ -56,7 +61,7 @@ def partitioned_gradients(store: str, defragment: bool) -> list[tuple[Tensor, St
             kept = StoredBytes(ledger.device.resident[Kind.CHECKPOINTS], ledger.host.resident[Kind.CHECKPOINTS])
             y.sum().backward()
             in_transit = ledger.device.peak[Kind.BUFFERS] if defragment else 0
-        promised = run.num_bytes(5, x.numel(), 8)
+        promised = run.num_bytes(5, x.numel(), x.element_size())
         assert kept == replace(promised, in_transit=0)
         assert in_transit == (promised.in_transit if defragment else 0)
         found.append((x.grad, kept))
@@ -68,10 +73,10 @@ def partitioned_gradients(store: str, defragment: bool) -> list[tuple[Tensor, St
 @pytest.mark.parametrize("store", ["partition", "partition_host"])
 def test_any_shape_is_partitioned_to_one_part_a_rank(store, defragment, num_ranks):
     for rank in run_ranks(num_ranks, partitioned_gradients, store, defragment):
-        for seed, (shape, (gradient, kept)) in enumerate(zip(SHAPES, rank, strict=True)):
-            x = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        for seed, (gradient, kept) in enumerate(rank):
+            x = activation(seed)
             assert gradient.equal(gradient_of(x, in_order))
-            part_bytes = 3 * math.ceil(x.numel() / num_ranks) * 8
+            part_bytes = 3 * math.ceil(x.numel() / num_ranks) * x.element_size()
             assert kept == (StoredBytes(device=part_bytes) if store == "partition" else StoredBytes(host=part_bytes))
 
 

@@ -1,0 +1,59 @@
+"""`activations.store: auto`: what the arithmetic of the paper's section 8 says of this run."""
+
+import logging
+import os
+from dataclasses import replace
+
+import torch
+
+from gpt.model import GPT
+from gpt.settings import Settings
+from parallel.mesh import Mesh
+from parallel.tokens import TokenLayout
+from zero import memory, traffic
+from zero.activation_choice import Workload, choose_store
+from zero.activations import ActivationsConfig
+
+logger = logging.getLogger(__name__)
+
+
+def chosen_activations(settings: Settings, mesh: Mesh, tokens: TokenLayout, device: torch.device) -> ActivationsConfig:
+    """The settings with a store that is no longer left open; the log says why."""
+    activations = settings.activations
+    if activations.store != "auto":
+        return activations
+    hardware = activations.hardware
+    memory_bytes = hardware.memory_gb * 1e9 if hardware.memory_gb else memory_of(device, mesh)
+    store, reason = choose_store(workload(settings, mesh, tokens), memory_bytes, hardware)
+    logger.info(reason)
+    return replace(activations, store=store)
+
+
+def workload(settings: Settings, mesh: Mesh, tokens: TokenLayout) -> Workload:
+    model, train, answers = settings.model, settings.train, settings.zero.answers
+    itemsize, data_size = train.dtype.itemsize, mesh.data.size
+    with torch.device("meta"):
+        num_parameters = sum(param.numel() for param in GPT(model, tokens).parameters())
+    shard_size = answers.axes(mesh.data)[0].size
+    num_micro_batches = train.global_batch_size / (train.micro_batch_size * data_size)
+    sent = traffic.step_bytes(answers, num_parameters * itemsize, data_size, max(1, round(num_micro_batches)))
+    return Workload(
+        b=train.micro_batch_size,
+        s=model.seq_length,
+        h=model.hidden_size,
+        L=model.num_layers,
+        k=settings.activations.layers_per_checkpoint,
+        N_m=tokens.replicas.size,
+        tensor_size=mesh.tensor.size,
+        vocab_size=model.padded_vocab_size,
+        itemsize=itemsize,
+        state_bytes=memory.formula(answers, num_parameters, shard_size, itemsize).total,
+        data_bytes=sent / max(1, num_micro_batches),
+    )
+
+
+def memory_of(device: torch.device, mesh: Mesh) -> float:
+    """Bytes; ranks on a CPU share the machine's, and are taken to be all on one."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / (mesh.data.size * mesh.tensor.size)
