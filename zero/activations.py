@@ -68,8 +68,8 @@ class Checkpoint:
 
     place: Place
     stored: Any
-    shape: torch.Size
-    generation: int  # how many of this place and shape came before
+    slot: tuple  # what has the same place, size and type has the same memory in a slab
+    generation: int  # how many had this slot before
     previous: "Checkpoint | None"
 
 
@@ -82,7 +82,7 @@ class CheckpointedBlocks:
     def __init__(self, store: ActivationStore, layers_per_checkpoint: int, stream: SideStream, reuses_memory: bool):
         self._store, self._layers_per_checkpoint = store, layers_per_checkpoint
         self._stream, self._reuses_memory = stream, reuses_memory
-        self._generations: dict[tuple[Place, torch.Size], int] = {}
+        self._generations: dict[tuple, int] = {}
         self._latest: Callable[[], Checkpoint | None] = lambda: None
         self._ahead: tuple[Checkpoint, Tensor, Handle] | None = None
 
@@ -105,12 +105,12 @@ class CheckpointedBlocks:
     def _put(self, place: Place, activation: Tensor) -> Checkpoint | Tensor:
         if not activation.numel():  # older versions of torch also save an empty tensor of their own
             return activation
-        key = place, activation.shape
-        self._generations[key] = generation = self._generations.get(key, -1) + 1
+        slot = place, activation.numel(), activation.dtype
+        self._generations[slot] = generation = self._generations.get(slot, -1) + 1
         latest = self._latest()
         previous = latest if latest is not None and latest.place.number == place.number - 1 else None
         stored = self._store.put(place, activation)
-        made = Checkpoint(place, stored, activation.shape, generation, previous)
+        made = Checkpoint(place, stored, slot, generation, previous)
         self._latest = weakref.ref(made)
         return made
 
@@ -128,7 +128,7 @@ class CheckpointedBlocks:
         return activation
 
     def _fetch(self, wanted: Checkpoint) -> tuple[Checkpoint, Tensor, Handle]:
-        if self._reuses_memory and wanted.generation != self._generations[wanted.place, wanted.shape]:
+        if self._reuses_memory and wanted.generation != self._generations[wanted.slot]:
             raise ValueError(
                 f"a later forward has overwritten checkpoint {wanted.place.number} before the backward that needs it; "
                 "run each backward before the next forward, or set activations.defragment=false"

@@ -143,9 +143,10 @@ def two_forwards_then_two_backwards(defragment: bool, **shapes: tuple[int, ...])
     return [x.grad for x in xs]
 
 
-def test_a_forward_over_another_that_waits_for_its_backward_is_an_error():
+@pytest.mark.parametrize("second", [(4, 6), (6, 4), (24,)])  # of one size they share a slab
+def test_a_forward_over_another_that_waits_for_its_backward_is_an_error(second):
     with pytest.raises(ValueError, match=r"overwritten checkpoint 2 .* activations.defragment=false"):
-        two_forwards_then_two_backwards(True, first=(4,), second=(4,))
+        two_forwards_then_two_backwards(True, first=(4, 6), second=second)
 
 
 def test_without_slabs_or_in_another_slab_forwards_may_wait():
