@@ -30,7 +30,7 @@ def pretrain(settings: Settings, world: World) -> None:
         trainer = Trainer(settings, world, parts, corpus, console)
         trainer.train()
         train, seq_length = settings.train, settings.model.seq_length
-        if corpus.tokenizer is not None and train.sample_tokens:
+        if corpus.tokenizer is not None and train.sample_tokens and not trainer.was_stopped:
             for text in sample_texts(parts.model, corpus.tokenizer, train.prompts, train.sample_tokens, seq_length):
                 console.say(f"--- the model writes\n{text}")
 

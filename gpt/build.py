@@ -10,6 +10,7 @@ from torch import nn
 
 from gpt.apex import choose_layer_norm, find_apex
 from gpt.choose_store import chosen_activations
+from gpt.loss_guard import LossGuard
 from gpt.model import GPT, Attention, ModelConfig, check_divides, initialize
 from gpt.pretrained import load_pretrained
 from gpt.schedule import check_batch_sizes, learning_rate
@@ -38,6 +39,7 @@ class Parts:
     optimizer: ZeroOptimizer
     device: torch.device
     activations: ActivationsConfig  # as chosen, where the settings leave the choice
+    guard: LossGuard | None = None  # None: losses are not judged
 
     @property
     def config(self) -> ModelConfig:
@@ -106,7 +108,8 @@ def build(settings: Settings, mesh: Mesh, device: torch.device) -> Parts:
     loss_scale = build_loss_scale(train.loss_scale, train.precision == "fp16", device)
     optimizer = build_optimizer(model, mesh.tensor, settings.optimizer, loss_scale)
     torch.manual_seed(train.seed + 1 + mesh.data.rank)  # dropout: its own on every data-parallel rank
-    return Parts(mesh, model, optimizer, device, activations)
+    guard = LossGuard(mesh.data, settings.guard.spike_factor, device) if settings.guard.judges else None
+    return Parts(mesh, model, optimizer, device, activations, guard)
 
 
 def build_model(

@@ -86,9 +86,10 @@ def remove_partial(folder: Path) -> None:
 
 def owned_tensors(parts: Parts) -> dict[str, Tensor]:
     """What this rank writes: its random states and its own state; its shards too, unless it is a replica."""
-    tensors = {"random.cpu": torch.get_rng_state()} | common_state(parts.model, parts.optimizer)
+    tensors = {"random.cpu": torch.get_rng_state()}
     if parts.device.type == "cuda":
         tensors["random.cuda"] = torch.cuda.get_rng_state()
+    tensors |= common_state(parts.model, parts.optimizer) | _guard_state(parts)
     if parts.model.replica_axis.rank == 0:
         tensors |= owned_state(parts.model, parts.optimizer)
     return tensors
@@ -145,10 +146,17 @@ def _load_own(saved: SavedState, parts: Parts) -> None:
     place = mesh.data.rank % saved.data_size * saved.tensor_size + mesh.tensor.rank % saved.tensor_size
     file = saved.file(place)
     load_common_state(parts.model, parts.optimizer, file)
+    for name, tensor in _guard_state(parts).items():
+        if name in file.names:
+            tensor.copy_(file.tensor(name))
     if mesh.data.rank < saved.data_size:
         torch.set_rng_state(file.tensor("random.cpu"))
         if parts.device.type == "cuda" and "random.cuda" in file.names:
             torch.cuda.set_rng_state(file.tensor("random.cuda"))
+
+
+def _guard_state(parts: Parts) -> dict[str, Tensor]:
+    return {f"guard.{name}": tensor for name, tensor in parts.guard.state().items()} if parts.guard else {}
 
 
 def _check_fits(checkpoint: Path, saved: dict[str, Any], expected: dict[str, Any]) -> None:

@@ -28,13 +28,20 @@ def start_run(folder: Path, config: str, last_step: int) -> None:
         config_file.write_text(config)
         if metrics.exists() and last_step == 0:
             metrics.rename(_first_free(metrics))
-        elif metrics.exists():
-            kept = [line for line in _complete_lines(metrics) if json.loads(line)["step"] <= last_step]
-            partial = metrics.with_suffix(".partial")
-            partial.write_text("".join(kept))
-            partial.replace(metrics)
+        else:
+            cut_metrics(folder, last_step)
     except OSError as error:
         raise ConfigError(f"run.dir={folder} cannot be written ({error.strerror}); choose another folder") from error
+
+
+def cut_metrics(folder: Path, last_step: int) -> None:
+    """Drop what was logged after `last_step`: those steps come again. Raises OSError."""
+    metrics = folder / METRICS
+    if metrics.exists():
+        kept = [line for line in _complete_lines(metrics) if json.loads(line)["step"] <= last_step]
+        partial = metrics.with_suffix(".partial")
+        partial.write_text("".join(kept))
+        partial.replace(metrics)
 
 
 def append_record(folder: Path, record: dict[str, Any]) -> None:

@@ -31,10 +31,15 @@ class SaveError(ConfigError):
 
 
 class Saver:
-    """Saves checkpoints of `parts` in `folder`, the newest `keep` of them. All ranks make the same calls."""
+    """Saves checkpoints of `parts` in `folder`, the newest `keep` of them. All ranks make the same calls.
 
-    def __init__(self, folder: Path, parts: Parts, *, keep: int, is_async: bool):
-        self._folder, self._parts, self._keep = folder, parts, keep
+    `on_chunk` is called, in another thread, whenever a few megabytes have been written.
+    """
+
+    def __init__(
+        self, folder: Path, parts: Parts, *, keep: int, is_async: bool, on_chunk: Callable[[], None] = lambda: None
+    ):
+        self._folder, self._parts, self._keep, self._on_chunk = folder, parts, keep, on_chunk
         self._store = shared_store()
         self._host_copies = HostCopies() if is_async else None
         self._num_saves = 0
@@ -74,7 +79,7 @@ class Saver:
     def _write_rank(self, key: str, partial: Path, tensors: Mapping[str, Tensor]) -> None:
         try:
             partial.mkdir(parents=True, exist_ok=True)
-            write_tensors(rank_file(partial, self._parts.mesh.rank), tensors)
+            write_tensors(rank_file(partial, self._parts.mesh.rank), tensors, on_chunk=self._on_chunk)
         except OSError as error:
             self._store.set(f"{key}/error", f"rank {self._parts.mesh.rank}: {error.strerror}")
         self._store.add(f"{key}/num_written", 1)

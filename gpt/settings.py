@@ -10,6 +10,7 @@ import torch
 import yaml
 from jsonargparse import ActionConfigFile, ArgumentError, ArgumentParser, set_parsing_settings
 
+from gpt.loss_guard import GuardSettings
 from gpt.model import ModelConfig
 from gpt.schedule import BatchConfig, RampUpConfig, ScheduleConfig
 from parallel.errors import ConfigError
@@ -145,7 +146,7 @@ class CheckpointSettings:
     """Saving what a run needs to go on, under run.dir/checkpoints."""
 
     every: int = 0
-    """Steps between checkpoints, and one at the end; 0 saves nothing."""
+    """Steps between checkpoints, and one at the end; 0: only where a signal ends the run early."""
     keep: int = 2
     """Newest checkpoints that are kept."""
     asynchronous: bool = True
@@ -168,6 +169,13 @@ class RunSettings:
 
     dir: str = "runs/default"
     """Folder of config.yaml, metrics.jsonl, loss.png and checkpoints."""
+    hang_seconds: float = 600.0
+    """Time without progress on any rank after which the one that holds up the others is named and the job ends; 0:
+    never."""
+
+    def __post_init__(self) -> None:
+        if self.hang_seconds < 0:
+            raise ConfigError(f"run.hang_seconds={self.hang_seconds} is below 0; choose 600, or 0 for no watch")
 
 
 @dataclass(frozen=True)
@@ -195,6 +203,7 @@ class Settings:
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     train: TrainSettings = field(default_factory=TrainSettings)
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
+    guard: GuardSettings = field(default_factory=GuardSettings)
     run: RunSettings = field(default_factory=RunSettings)
     wandb: WandbSettings = field(default_factory=WandbSettings)
 

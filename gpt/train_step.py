@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from gpt.generate import evaluation
+from gpt.loss_guard import LossGuard
 from parallel.ledger import Kind, allocating
 from parallel.mesh import Mesh
 from zero.engine import ZeroDataParallel
@@ -14,12 +15,16 @@ from zero.optimizer import ZeroOptimizer
 
 
 def train_step(
-    model: ZeroDataParallel, optimizer: ZeroOptimizer, micro_batches: list[Tensor], mesh: Mesh
+    model: ZeroDataParallel,
+    optimizer: ZeroOptimizer,
+    micro_batches: list[Tensor],
+    mesh: Mesh,
+    guard: LossGuard | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(loss, gradient norm), both 0-dim; the loss is this rank's mean, the norm that of all gradients before clipping.
 
     A micro-batch is int64 tokens (micro_batch_size, seq_length + 1). The gradient is that of the mean loss over all
-    micro-batches of all ranks.
+    micro-batches of all ranks. Where the guard finds the loss bad, nothing is updated.
     """
     scale = optimizer.loss_scale.scale / len(micro_batches)
     losses = []
@@ -36,9 +41,10 @@ def train_step(
         for tokens in micro_batches[:-1]:
             run(tokens)
     run(micro_batches[-1])
+    loss = torch.stack(losses).mean()
     with mesh.log.during("update"):
-        grad_norm = optimizer.step()
-    return torch.stack(losses).mean(), grad_norm
+        grad_norm = optimizer.step(skip=guard.judge(loss) if guard else None)
+    return loss, grad_norm
 
 
 @torch.no_grad()

@@ -1,6 +1,5 @@
 """The training loop: steps, what is measured of them, evaluations, checkpoints, and how a run ends."""
 
-import logging
 import math
 from collections.abc import Iterator
 from itertools import islice
@@ -10,25 +9,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpt import checkpoint
 from gpt.build import Parts
 from gpt.checkpoint import Progress
 from gpt.console import RunConsole, step_line, summary_table
 from gpt.corpus import Corpus
-from gpt.export import export_live
 from gpt.flops import peak_flops_per_second
 from gpt.metrics import StepTraffic, Throughput, peak_memory
 from gpt.plot import plot_loss
-from gpt.run_files import CHECKPOINTS, LOSS_PLOT, WEIGHTS, append_record, read_steps, start_run
-from gpt.saver import SaveError, Saver, keep_newest
+from gpt.recovery import Recovery
+from gpt.replicas import check_replicas
+from gpt.run_files import LOSS_PLOT, append_record, read_steps
 from gpt.schedule import batch_plan, learning_rate
 from gpt.settings import Settings
 from gpt.tracking import WandbRun
-from gpt.train_step import agree, evaluate, mean_over, train_step
+from gpt.train_step import evaluate, mean_over, train_step
 from parallel.errors import ConfigError
-from parallel.world import World
-
-logger = logging.getLogger(__name__)
+from parallel.stopping import Stopping
+from parallel.watchdog import Watchdog
+from parallel.world import World, shared_store
 
 
 class Trainer:
@@ -39,8 +37,12 @@ class Trainer:
         self._corpus, self._console = corpus, console
         self._folder = Path(settings.run.dir)
         self._progress = Progress()
-        saving = settings.checkpoint
-        self._saver = Saver(self._folder / CHECKPOINTS, parts, keep=saving.keep, is_async=saving.asynchronous)
+        store, mesh = shared_store(), parts.mesh
+        self._stopping = Stopping(store, world.rank, world.size)
+        self._watchdog = Watchdog(store, world.rank, world.size, mesh.log, settings.run.hang_seconds)
+        self._recovery = Recovery(settings, parts, console.say, self._watchdog.beat)
+        self._was_stopped = False
+        self._num_bad, self._num_roll_backs = 0, 0
         recomputes = parts.activations.recomputes
         self._throughput = Throughput(settings.model, world.size, recomputes, self._peak_flops())
 
@@ -48,38 +50,75 @@ class Trainer:
     def num_steps_done(self) -> int:
         return self._progress.step
 
+    @property
+    def was_stopped(self) -> bool:
+        """A signal has ended the run before its last step."""
+        return self._was_stopped
+
     def train(self) -> None:
         """Resume, run every step that is left, and report. Raises ConfigError for what the user can put right."""
-        self._resume()
-        wandb = WandbRun(self._settings, self._progress.step > 0, is_enabled=self._world.is_first)
-        self._throughput.restart()
-        with self._console.progress(self._progress.step, self._settings.train.steps):
-            for batch_size, micro_batches in self._batches():
-                record = self._step(batch_size, micro_batches)
-                if record and self._world.is_first:
-                    append_record(self._folder, record)
-                    wandb.log(record)
-                self._console.advance()
-        self._finish_save()
-        if self._world.is_first:
-            wandb.finish(self._report())
+        try:
+            self._progress = self._recovery.resume()
+            wandb = WandbRun(self._settings, self._progress.step > 0, is_enabled=self._world.is_first)
+            with (
+                self._stopping.listening(),
+                self._watchdog.watching(),
+                self._console.progress(self._progress.step, self._settings.train.steps),
+            ):
+                while self._run_steps(wandb):
+                    pass
+                if self._was_stopped:
+                    self._console.say(f"asked to stop after step {self._progress.step}; start again to go on")
+                    self._recovery.save(self._progress)
+                self._recovery.finish()
+            if self._world.is_first:
+                wandb.finish(self._report())
+        finally:
+            self._recovery.release()
 
-    def _resume(self) -> None:
-        found = checkpoint.find(self._folder / CHECKPOINTS, self._settings.checkpoint.resume)
-        if not agree(self._parts.mesh, str(found)):
+    def _run_steps(self, wandb: WandbRun) -> bool:
+        """Until the last step, or a signal; true: the run has gone back, and samples come that were not foreseen."""
+        self._throughput.restart()
+        for batch_size, micro_batches in self._batches():
+            if not self._stopping.may_begin(self._progress.step + 1):
+                self._was_stopped = True
+                return False
+            record = self._step(batch_size, micro_batches)
+            self._watchdog.beat()
+            if record and self._world.is_first:
+                append_record(self._folder, record)
+                wandb.log(record)
+            self._console.advance()
+            if record and self._must_go_back():
+                self._progress = self._recovery.go_back(self._progress)
+                return True
+            self._keep_safe()
+        return False
+
+    def _must_go_back(self) -> bool:
+        """Whether bad losses have come since the last logged step. Raises ConfigError where they end the run."""
+        guard, config = self._parts.guard, self._settings.guard
+        num_bad = int(guard.num_bad.item()) if guard else 0
+        if num_bad == self._num_bad or config.policy == "skip":
+            return False
+        self._num_bad = num_bad
+        if config.policy == "stop" or self._num_roll_backs == config.max_roll_backs:
             raise ConfigError(
-                f"rank {self._world.rank} would go on from {found}, another rank from elsewhere; put "
-                f"run.dir={self._folder} on a file system that all nodes share"
+                f"bad losses by step {self._progress.step}: {num_bad} not finite or above guard.spike_factor="
+                f"{config.spike_factor}, after {self._num_roll_backs} of {config.max_roll_backs} times back "
+                f"(guard.policy={config.policy}); lower optimizer.lr, or choose guard.policy=skip"
             )
-        if found is not None:
-            self._progress = checkpoint.load(found, self._parts)
-            self._console.say(f"resumed from {found}: {self._progress.step} of {self._settings.train.steps} steps done")
-        if self._world.is_first:
-            start_run(self._folder, self._settings.to_yaml(), self._progress.step)
-            for folder in (CHECKPOINTS, WEIGHTS):
-                checkpoint.remove_partial(self._folder / folder)
-            checkpoint.set_aside_later(self._folder / CHECKPOINTS, self._progress.step)
-        self._parts.mesh.barrier()
+        self._num_roll_backs += 1
+        return True
+
+    def _keep_safe(self) -> None:
+        """What is due after a step that is done and logged."""
+        step, every = self._progress.step, self._settings.guard.check_replicas_every
+        if every and step % every == 0:
+            check_replicas(self._parts, step)
+        if self._settings.checkpoint.every and self._is_due(self._settings.checkpoint.every):
+            self._recovery.save(self._progress)
+            self._throughput.restart()
 
     def _batches(self) -> Iterator[tuple[int, list[Tensor]]]:
         """(global batch size, this rank's micro-batches on its device) of every step that is left."""
@@ -93,13 +132,13 @@ class Trainer:
             yield batch_size, [tokens.to(self._parts.device, non_blocking=True) for tokens in micro_batches]
 
     def _step(self, batch_size: int, micro_batches: list[Tensor]) -> dict[str, Any] | None:
-        """One step and what is due after it; the record of a logged step."""
+        """One step, and the record of it where it is logged."""
         settings, parts = self._settings, self._parts
         lr = learning_rate(settings.schedule, settings.optimizer.lr, self._progress.step, settings.train.steps)
         for group in parts.optimizer.inner.param_groups:
             group["lr"] = lr
         traffic = StepTraffic(parts.mesh.log)
-        loss, grad_norm = train_step(parts.model, parts.optimizer, micro_batches, parts.mesh)
+        loss, grad_norm = train_step(parts.model, parts.optimizer, micro_batches, parts.mesh, parts.guard)
         sent = traffic.measure()
         self._progress = Progress(self._progress.step + 1, self._progress.consumed_samples + batch_size)
         self._throughput.count(batch_size)
@@ -110,8 +149,6 @@ class Trainer:
             if is_evaluated:
                 record |= self._evaluate()
             self._console.say(step_line(record, settings))
-        if settings.checkpoint.every and self._is_due(settings.checkpoint.every):
-            self._save()
         return record
 
     def _is_due(self, every: int) -> bool:
@@ -146,36 +183,6 @@ class Trainer:
         loss = evaluate(self._parts.model, on_device, self._parts.mesh)
         self._throughput.restart()
         return {"validation_loss": loss, "validation_perplexity": float(torch.tensor(loss).exp())}
-
-    def _save(self) -> None:
-        """Begin the checkpoint of this step, when the one before is complete. One that fails ends no training."""
-        self._finish_save()
-        self._saver.start(self._progress)
-        if not self._settings.checkpoint.asynchronous:
-            self._finish_save()
-        if self._settings.checkpoint.weights:
-            self._export_weights()
-        self._throughput.restart()
-
-    def _export_weights(self) -> None:
-        folder = self._folder / WEIGHTS
-        try:
-            export_live(self._parts, folder / checkpoint.checkpoint_name(self._progress.step))
-            if self._world.is_first:
-                keep_newest(sorted(folder.glob("step-*")), self._settings.checkpoint.keep)
-        except OSError as error:
-            logger.error("error: weights cannot be written to %s: %s; training goes on", folder, error.strerror)
-
-    def _finish_save(self) -> None:
-        is_last = self._progress.step == self._settings.train.steps
-        try:
-            if saved := self._saver.wait():
-                self._console.say(f"saved {saved}")
-        except SaveError as error:
-            if is_last:
-                raise
-            if self._world.is_first:
-                logger.error("error: %s; training goes on", error)
 
     def _report(self) -> dict[str, Any]:
         """The summary and the plot, of all steps, from before a resume too; returns the last record."""

@@ -28,6 +28,9 @@ class CommEvent:
         passes = 2 if self.op == "all_reduce" else 1
         return passes * self.message_bytes * (self.group_size - 1) // self.group_size
 
+    def __str__(self) -> str:
+        return f"{self.op} of {self.message_bytes:,} bytes along the {self.axis} axis in {self.phase}"
+
 
 class CommLog:
     """Bytes by (axis, op, phase); also the list of events with `keeps_events`, which grows without bound."""
@@ -35,6 +38,7 @@ class CommLog:
     def __init__(self, keeps_events: bool = False):
         self.keeps_events = keeps_events
         self.phase = "setup"
+        self.num_recorded, self.last = 0, None  # type: int, CommEvent | None
         self.clear()
 
     def clear(self) -> None:
@@ -52,6 +56,7 @@ class CommLog:
 
     def record(self, op: str, axis: str, group_size: int, message: torch.Tensor) -> None:
         event = CommEvent(op, axis, group_size, message.numel() * message.element_size(), message.dtype, self.phase)
+        self.num_recorded, self.last = self.num_recorded + 1, event
         self.wire_bytes_by[axis, op, self.phase] += event.wire_bytes
         if self.keeps_events:
             self.events.append(event)

@@ -164,14 +164,14 @@ def receive(worker: Worker, rank_name: str) -> Any:
 def dump_stacks(workers: list[Worker]) -> None:
     for worker in workers:
         assert worker.process.pid is not None  # it was started
-        os.kill(worker.process.pid, signal.SIGUSR1)
-    time.sleep(0.5)  # they write and do not answer; they are killed next
+        os.kill(worker.process.pid, signal.SIGABRT)
+    time.sleep(0.5)  # they write and end
 
 
 def serve(connection: Connection) -> None:
     """The life of a worker: answer calls until the test process closes the connection or ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the workers too; the test process ends them
-    faulthandler.register(signal.SIGUSR1)
+    faulthandler.enable()  # of all threads, at SIGABRT too
     threading.Thread(target=exit_with_test_process, daemon=True).start()
     while True:
         try:

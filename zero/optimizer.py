@@ -99,15 +99,19 @@ class ZeroOptimizer:
         return self._windowed.inner
 
     @torch.no_grad()
-    def step(self) -> Tensor:
-        """Update the parameters; returns the global norm of the gradients before clipping, without the loss scale."""
+    def step(self, *, skip: Tensor | None = None) -> Tensor:
+        """Update the parameters; returns the global norm of the gradients before clipping, without the loss scale.
+
+        `skip`: 0-dim, the same on all ranks; where it is not zero nothing is updated, as after an overflow.
+        """
         self._model.reducer.finish_missing()
         norm = self._grad_norm()
         coefficient = (self._clip_norm / (norm + 1e-6)).clamp(max=1.0) / self.loss_scale.scale
         found_inf = (~norm.isfinite()).float()
-        if not self._must_skip(found_inf):
-            self._update_all(coefficient, found_inf)
-        self.num_skipped.add_(found_inf.long())
+        skipped = found_inf if skip is None else torch.maximum(found_inf, skip.float())
+        if not self._must_skip(skipped):
+            self._update_all(coefficient, skipped)
+        self.num_skipped.add_(skipped.long())
         self.loss_scale.update(found_inf)
         self._model.reducer.clear()
         return norm

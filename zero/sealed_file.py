@@ -11,7 +11,7 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -37,7 +37,12 @@ DTYPE_NAMES = {
 }
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
+def write_tensors(
+    path: Path,
+    tensors: Mapping[str, Tensor],
+    metadata: Mapping[str, str] | None = None,
+    on_chunk: Callable[[], None] = lambda: None,
+) -> None:
     """From any device, through one chunk of host memory; on the disk when this returns. Raises OSError."""
     by_alignment = dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))
     header = _header(by_alignment, {"crc32": NO_CHECKSUM, **(metadata or {})})
@@ -48,6 +53,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
             for chunk in _chunks(tensor):
                 file.write(chunk)
                 checksum = zlib.crc32(chunk, checksum)
+                on_chunk()
         file.seek(_place_of_checksum(header))
         file.write(_digits(checksum))
         flush(file)

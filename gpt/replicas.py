@@ -1,0 +1,65 @@
+"""Whether ranks that hold the same bits still do: a machine that computes wrongly is found before it spoils the run."""
+
+from collections import Counter
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from gpt.build import Parts
+from parallel.errors import ConfigError
+from parallel.layers import split_dims
+from parallel.mesh import Axis
+from zero.stage import Lifetime
+
+INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class DivergenceError(ConfigError):
+    """Replicas differ: most likely a machine computes wrongly."""
+
+
+def check_replicas(parts: Parts, step: int) -> None:
+    """Compare checksums of the weights along every axis that replicates them. Raises DivergenceError.
+
+    Waits for the device.
+    """
+    model, mesh = parts.model, parts.mesh
+    persistent = [flat.full for flat in model.flats if flat.lifetime is Lifetime.PERSISTENT]
+    masters = [master for flat in model.flats for master in flat.masters]
+    for what, axis, tensors in (
+        ("parameters", mesh.data, persistent),
+        ("master weights", model.replica_axis, masters),
+        ("parameters that are not cut", mesh.tensor, _not_cut(parts)),
+    ):
+        _compare(f"step {step}: the {what}", axis, tensors)
+
+
+def _not_cut(parts: Parts) -> Iterable[Tensor]:
+    """What this rank owns of the parameters that all tensor ranks have whole."""
+    cut = split_dims(parts.model.module)
+    for flat in parts.model.flats:
+        for window, master in zip(flat.layout.windows, flat.masters, strict=True):
+            owned = window.shard(flat.axis.rank)
+            for span, part in flat.layout.pieces(owned):
+                if span.name not in cut:
+                    yield master[part.start - owned.start : part.stop - owned.start]
+
+
+def _compare(what: str, axis: Axis, tensors: Iterable[Tensor]) -> None:
+    own = torch.stack([_checksum(tensor) for tensor in tensors] or [torch.zeros((), dtype=torch.int64)]).sum()[None]
+    of_ranks = own.new_empty(axis.size)
+    axis.all_gather(own, out=of_ranks).wait()
+    found = of_ranks.tolist()
+    usual, _ = Counter(found).most_common(1)[0]
+    if odd := [rank for rank, checksum in enumerate(found) if checksum != usual]:
+        raise DivergenceError(
+            f"{what} of {axis.name} rank{'s' if len(odd) > 1 else ''} {', '.join(map(str, odd))} differ from those of "
+            f"the other {axis.size - len(odd)}, of which they are replicas: suspect that machine, and go on from a "
+            "checkpoint without it"
+        )
+
+
+def _checksum(tensor: Tensor) -> Tensor:
+    """The sum of the bits, as integers: int64, 0-dim."""
+    return tensor.detach().view(INTEGERS[tensor.element_size()]).sum(dtype=torch.int64)

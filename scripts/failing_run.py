@@ -1,0 +1,122 @@
+"""pretrain_gpt.py, killed on purpose: what a machine that dies looks like. The program itself knows nothing of it.
+
+torchrun --nproc_per_node=2 --max-restarts=2 -m scripts.failing_run \
+    --kill 0:1:reduce:5 --kill 1:0:save.rename:1 -- --config configs/quickstart.yaml
+
+A kill is ATTEMPT:RANK:POINT:NUMBER: in the launcher's ATTEMPTth start of the job (from 0), rank RANK gets SIGKILL when
+it comes to POINT for the NUMBERth time; at the point "moment", NUMBER milliseconds after it has started to train.
+"""
+
+import argparse
+import os
+import shutil
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+import pretrain_gpt
+from gpt import recovery, saver, trainer
+from gpt.model import GPT
+from zero import sealed_file
+from zero.flat import FlatParameters
+from zero.gradients import GradientReducer
+from zero.optimizer import ZeroOptimizer
+
+# A function that is about to be called, or (with "after") has just returned.
+POINTS: dict[str, tuple[Any, str, str]] = {
+    "forward": (GPT, "forward", "before"),
+    "backward": (GradientReducer, "accept", "before"),
+    "reduce": (GradientReducer, "_launch", "after"),
+    "update": (ZeroOptimizer, "_update", "before"),
+    "publish": (FlatParameters, "publish", "before"),
+    "log": (trainer, "append_record", "before"),
+    "save.begin": (saver, "write_tensors", "before"),
+    "save.middle": (sealed_file, "_chunks", "before"),
+    "save.written": (saver, "write_tensors", "after"),
+    "save.layout": (saver, "write_json", "before"),
+    "save.rename": (saver, "flush_folder", "after"),
+    "save.latest": (saver, "replace_text", "before"),
+    "save.keep": (saver, "keep_newest", "before"),
+    "save.remove": (shutil, "rmtree", "before"),
+}
+FIRST_RANK_ONLY = {"log", "save.layout", "save.rename", "save.latest", "save.keep", "save.remove"}
+MOMENT = "moment"
+
+
+@dataclass(frozen=True)
+class Kill:
+    attempt: int
+    rank: int
+    point: str
+    number: int
+
+    @classmethod
+    def parse(cls, text: str) -> "Kill":
+        attempt, rank, point, number = text.split(":")
+        if point not in POINTS and point != MOMENT:
+            raise ValueError(f"there is no point {point}")
+        return cls(int(attempt), int(rank), point, int(number))
+
+    def __str__(self) -> str:
+        return f"{self.attempt}:{self.rank}:{self.point}:{self.number}"
+
+    def arm(self) -> None:
+        if self.point == MOMENT:
+            timer = threading.Timer(self.number / 1000, die)
+            timer.daemon = True
+            wrap(recovery.Recovery, "resume", lambda function: before(function, timer.start))
+            return
+        owner, name, when = POINTS[self.point]
+        num_calls = count(1)
+
+        def die_when_due() -> None:
+            if next(num_calls) == self.number:
+                die()
+
+        wrap(owner, name, lambda function: (before if when == "before" else after)(function, die_when_due))
+
+
+def wrap(owner: Any, name: str, wrapper: Callable) -> None:
+    setattr(owner, name, wrapper(getattr(owner, name)))
+
+
+def before(function: Callable, action: Callable[[], None]) -> Callable:
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        action()
+        return function(*args, **kwargs)
+
+    return wrapped
+
+
+def after(function: Callable, action: Callable[[], None]) -> Callable:
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        action()
+        return result
+
+    return wrapped
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kill", type=Kill.parse, action="append", default=[])
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="those of pretrain_gpt.py, after --")
+    options = parser.parse_args()
+    attempt, rank = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), int(os.environ["RANK"])
+    for kill in options.kill:
+        if (kill.attempt, kill.rank) == (attempt, rank):
+            kill.arm()
+    sys.argv[1:] = [argument for argument in options.arguments if argument != "--"]
+    pretrain_gpt.main()
+
+
+if __name__ == "__main__":
+    main()

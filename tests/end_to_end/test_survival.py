@@ -1,0 +1,263 @@
+"""Runs that are killed, asked to leave, hang or find their disk full, and what becomes of them."""
+
+import json
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+from torch import Tensor
+
+from gpt.loss_guard import LossGuard
+from gpt.run_files import read_steps
+from gpt.run_lock import RunLock
+from gpt.settings import parse_settings
+from parallel.errors import ConfigError
+from parallel.world import start_world
+from pretrain_gpt import pretrain
+from scripts.failing_run import Kill
+from scripts.kills import run_under
+from tests.end_to_end.runs import options, prepare_corpus, run_on_rank
+from tests.ranks import MASTER_ADDRESS, run_ranks, torchrun_environment
+
+ROOT = Path(__file__).parents[2]
+LONG = {"train__steps": 2000, "train__eval_samples": 0, "train__sample_tokens": 0, "model__dropout": 0.1}
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepare_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+def run(num_ranks: int, corpus: Path, run_dir: Path, **settings: object) -> list[dict]:
+    return run_ranks(num_ranks, run_on_rank, options(corpus, run_dir, **settings), init_process_group=False)[0]
+
+
+def losses(records: list[dict]) -> list[tuple]:
+    return [(record["step"], record["loss"], record["grad_norm"]) for record in records]
+
+
+def test_a_run_killed_again_and_again_tells_the_story_of_an_undisturbed_one(corpus, tmp_path):
+    settings = {"train__steps": 10, "checkpoint__every": 2, "model__dropout": 0.1, "zero__stage": 3}
+    settings |= {"train__eval_samples": 0, "train__sample_tokens": 0}
+    undisturbed = run(2, corpus, tmp_path / "undisturbed", **settings)
+    arguments = dict(option[2:].split("=", 1) for option in options(corpus, tmp_path / "killed", **settings))
+    del arguments["run.dir"]
+    kills = [Kill(0, 1, "reduce", 25), Kill(1, 0, "save.rename", 1), Kill(2, 1, "update", 60)]
+    assert run_under(arguments, tmp_path / "killed", kills) == losses(undisturbed)
+    assert json.loads((tmp_path / "killed" / "checkpoints" / "step-00000010" / "layout.json").read_text())
+
+
+@contextmanager
+def started_ranks(num_ranks: int, arguments: list[str]) -> Iterator[list[subprocess.Popen]]:
+    """The program's ranks as processes of their own, as torchrun starts them."""
+    store = dist.TCPStore(MASTER_ADDRESS, 0, is_master=True, wait_for_workers=False)
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "pretrain_gpt.py", *arguments],
+            cwd=ROOT,
+            env=os.environ | torchrun_environment(rank, num_ranks, store.port) | {"OMP_NUM_THREADS": "1"},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(num_ranks)
+    ]
+    try:
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+
+
+def wait_for_steps(run_dir: Path, number: int) -> None:
+    deadline = time.monotonic() + 60
+    while len(read_steps(run_dir)) < number:
+        assert time.monotonic() < deadline, "no steps within a minute"
+        time.sleep(0.05)
+
+
+def test_a_signal_to_one_rank_makes_all_save_the_same_step_and_leave_with_code_0(corpus, tmp_path):
+    run_dir = tmp_path / "run"
+    with started_ranks(2, options(corpus, run_dir, **LONG)) as ranks:
+        wait_for_steps(run_dir, 3)
+        ranks[1].send_signal(signal.SIGUSR1)
+        assert [rank.wait(timeout=30) for rank in ranks] == [0, 0]
+    (saved,) = (run_dir / "checkpoints").glob("step-*")
+    last = read_steps(run_dir)[-1]["step"]
+    assert saved.name == f"step-{last:08d}"
+    more = {**LONG, "train__steps": last + 3, "schedule__decay": "constant"}
+    resumed = run(2, corpus, run_dir, **more)
+    assert [record["step"] for record in resumed] == list(range(1, last + 4))
+
+
+def test_a_second_signal_leaves_at_once(corpus, tmp_path):
+    """Also from inside a collective that will never end."""
+    run_dir = tmp_path / "run"
+    with started_ranks(2, options(corpus, run_dir, **LONG)) as ranks:
+        wait_for_steps(run_dir, 2)
+        ranks[1].send_signal(signal.SIGSTOP)
+        time.sleep(0.5)
+        ranks[0].send_signal(signal.SIGTERM)
+        time.sleep(0.5)
+        ranks[0].send_signal(signal.SIGTERM)
+        assert ranks[0].wait(timeout=5) == 128 + signal.SIGTERM
+
+
+def test_a_rank_that_hangs_is_named_with_its_last_collective_and_the_job_ends(corpus, tmp_path):
+    run_dir = tmp_path / "run"
+    with started_ranks(2, options(corpus, run_dir, run__hang_seconds=2, **LONG)) as ranks:
+        wait_for_steps(run_dir, 50)
+        ranks[1].send_signal(signal.SIGSTOP)
+        assert ranks[0].wait(timeout=20) == 3
+        told = ranks[0].stderr.read()
+    last = r"its last collective: \w+ of [\d,]+ bytes along the \w+ axis in \w+, number \d+"
+    assert re.search(rf"error: rank 1 does not answer; {last}; the job ends \(run.hang_seconds=2\)", told), told
+
+
+def test_a_second_job_in_a_folder_is_refused_and_nothing_is_touched(corpus, tmp_path):
+    run_dir = tmp_path / "run"
+    lock = RunLock(run_dir)
+    lock.take()
+    with pytest.raises(ConfigError, match=r"run.dir=.* is in use by another job.*choose another run.dir"):
+        pretrain(parse_settings(options(corpus, run_dir)), start_world())
+    assert [path.name for path in run_dir.iterdir()] == ["lock"]
+    lock.release()
+    assert len(run(1, corpus, run_dir)) == 6
+
+
+def test_a_killed_job_holds_no_lock(tmp_path):
+    hold = "from gpt.run_lock import RunLock; from pathlib import Path; import sys, time; "
+    hold += f"RunLock(Path({str(tmp_path)!r})).take(); print('held', flush=True); time.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", hold], cwd=ROOT, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout.readline() == "held\n"
+        with pytest.raises(ConfigError, match="in use"):
+            RunLock(tmp_path).take()
+        holder.kill()
+    RunLock(tmp_path).take()
+
+
+STEP_6_FAILS = r"checkpoint of step 6 cannot be written to .*: "
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_write_that_fails_costs_the_checkpoint_not_the_run_nor_the_checkpoint_before(
+    corpus, tmp_path, caplog, asynchronous
+):
+    """The system lets no file grow as large as it would have to be, from the second checkpoint on."""
+    run_dir = tmp_path / "run"
+    settings = {"checkpoint__every": 2, "checkpoint__asynchronous": asynchronous, "schedule__decay": "constant"}
+    first = run(1, corpus, run_dir, **settings, train__steps=2)
+    before = {path: path.read_bytes() for path in (run_dir / "checkpoints").rglob("*") if path.is_file()}
+    for _ in range(2):
+        with files_of_at_most(50_000), pytest.raises(ConfigError, match=STEP_6_FAILS + "rank 0: File too large"):
+            pretrain(parse_settings(options(corpus, run_dir, **settings)), start_world())
+        assert {path: path.read_bytes() for path in (run_dir / "checkpoints").rglob("*") if path.is_file()} == before
+        assert re.search(r"error: checkpoint of step 4 cannot be .*; training goes on", caplog.text)
+        assert losses(read_steps(run_dir))[:2] == losses(first)
+        assert len(read_steps(run_dir)) == 6
+
+
+def test_an_unwritable_place_costs_the_checkpoints_not_the_run(corpus, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "checkpoints").write_text("in the way")
+    with pytest.raises(ConfigError, match=STEP_6_FAILS + "rank 0: Not a directory"):
+        pretrain(parse_settings(options(corpus, tmp_path / "run", checkpoint__every=3)), start_world())
+    assert len(read_steps(tmp_path / "run")) == 6
+
+
+@contextmanager
+def files_of_at_most(num_bytes: int) -> Iterator[None]:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("mode", "reason"), [("rw", "No space left on device"), ("ro", "Read-only file system")])
+def test_a_small_or_read_only_disk_costs_the_checkpoints_not_the_run(corpus, tmp_path, mode, reason):
+    """On a file system of its own, which only root can mount."""
+    with small_disk(tmp_path / "run" / "checkpoints", 100_000, mode):
+        for _ in range(2):
+            with pytest.raises(ConfigError, match=STEP_6_FAILS + f"rank 0: {reason}"):
+                pretrain(parse_settings(options(corpus, tmp_path / "run", checkpoint__every=3)), start_world())
+            assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
+            assert len(read_steps(tmp_path / "run")) == 6
+
+
+@contextmanager
+def small_disk(folder: Path, num_bytes: int, mode: str) -> Iterator[None]:
+    folder.mkdir(parents=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={num_bytes},{mode}", "tmpfs", str(folder)], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+class Bad:
+    """A guard's judgement, forced to "bad" in chosen calls."""
+
+    def __init__(self, *calls: int):
+        self._calls, self._judge, self._num_calls = calls, LossGuard.judge, 0
+
+    def __call__(self, guard: LossGuard, loss: Tensor) -> Tensor:
+        self._num_calls += 1
+        return self._judge(guard, loss * float("nan") if self._num_calls in self._calls else loss)
+
+
+def guarded(corpus: Path, run_dir: Path, bad_steps: list[int], **settings: object) -> list[dict]:
+    bad = Bad(*bad_steps)
+    with mock.patch.object(LossGuard, "judge", lambda guard, loss: bad(guard, loss)):
+        pretrain(parse_settings(options(corpus, run_dir, schedule__decay="constant", **settings)), start_world())
+    return read_steps(run_dir)
+
+
+def test_a_bad_loss_skips_its_step_only(corpus, tmp_path):
+    good = run(1, corpus, tmp_path / "good", schedule__decay="constant")
+    found = guarded(corpus, tmp_path / "run", [3], guard__spike_factor=5)
+    assert losses(found[:3]) == losses(good[:3])
+    assert [record["skipped_steps"] for record in found] == [0, 0, 1, 1, 1, 1]
+    assert found[3]["loss"] != good[3]["loss"]
+
+
+def test_a_run_goes_back_and_leaves_the_samples_of_a_bad_loss_out(corpus, tmp_path):
+    settings = {"guard__policy": "roll_back", "checkpoint__every": 2}
+    good = run(1, corpus, tmp_path / "good", schedule__decay="constant", **settings)
+    found = guarded(corpus, tmp_path / "run", [5], **settings)
+    assert [record["step"] for record in found] == [1, 2, 3, 4, 5, 6]
+    assert losses(found[:4]) == losses(good[:4])
+    assert found[4]["tokens"] == good[4]["tokens"] + 8 * 16  # the step's own samples were left out
+    assert found[5]["skipped_steps"] == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "bad_steps", "message"),
+    [
+        ({"guard__policy": "stop"}, [3], r"bad losses by step 3: 1 not finite.*guard.policy=stop"),
+        ({"guard__policy": "roll_back", "guard__max_roll_backs": 1}, [3, 4], r"by step 3: 2 not .*after 1 of 1 times"),
+    ],
+)
+def test_bad_losses_end_the_run_where_that_is_asked_for(corpus, tmp_path, settings, bad_steps, message):
+    with pytest.raises(ConfigError, match=message):
+        guarded(corpus, tmp_path / "run", bad_steps, **settings, checkpoint__every=2)
+
+
+def test_a_checked_run_finds_its_replicas_alike(corpus, tmp_path):
+    settings = {"guard__check_replicas_every": 2, "zero__stage": 2, "parallel__tensor_size": 2}
+    assert losses(run(4, corpus, tmp_path / "checked", **settings)) == losses(
+        run(4, corpus, tmp_path / "plain", **settings | {"guard__check_replicas_every": 0})
+    )

@@ -1,0 +1,54 @@
+"""Which losses are bad, judged without a word to the host."""
+
+import math
+
+import pytest
+import torch
+
+from gpt.loss_guard import NUM_FOR_A_MEAN, GuardSettings, LossGuard
+from parallel.errors import ConfigError
+from parallel.mesh import Axis
+
+
+def judged(losses: list[float], spike_factor: float | None) -> list[float]:
+    guard = LossGuard(Axis.trivial("data"), spike_factor)
+    found = [guard.judge(torch.tensor(loss)).item() for loss in losses]
+    assert guard.num_bad.item() == sum(found)
+    return found
+
+
+def test_losses_that_are_not_finite_are_bad_from_the_first_step_on():
+    assert judged([math.nan, 3.0, math.inf, 3.0, -math.inf], None) == [1, 0, 1, 0, 1]
+
+
+def test_a_spike_is_bad_and_does_not_raise_the_mean_that_it_is_held_against():
+    steady = [10.0 - 0.1 * step for step in range(NUM_FOR_A_MEAN)]
+    assert judged([*steady, 30.0, 30.0, 9.0, 30.0], 2.0) == [0] * NUM_FOR_A_MEAN + [1, 1, 0, 1]
+    assert judged([*steady, 30.0], None) == [0] * (NUM_FOR_A_MEAN + 1)
+
+
+def test_nothing_is_a_spike_before_there_is_a_mean():
+    assert judged([1.0, 50.0, 1.0], 2.0) == [0, 0, 0]
+
+
+def test_the_mean_goes_on_after_a_resume():
+    losses = torch.linspace(5, 4, 30)
+    whole, first, second = (LossGuard(Axis.trivial("data"), 1.05) for _ in range(3))
+    for loss in losses:
+        whole.judge(loss)
+    for loss in losses[:15]:
+        first.judge(loss)
+    for name, tensor in second.state().items():
+        tensor.copy_(first.state()[name])
+    for loss in losses[15:]:
+        second.judge(loss)
+    assert {name: t.item() for name, t in second.state().items()} == {n: t.item() for n, t in whole.state().items()}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [({"spike_factor": 0.5}, "guard.spike_factor=0.5 is not above 1"), ({"max_roll_backs": -1}, "max_roll_backs=-1")],
+)
+def test_settings_that_cannot_work_are_refused(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        GuardSettings(**settings)

@@ -1,0 +1,73 @@
+"""Ranks, here threads on one store, that agree on their last step whatever step each is in when it is asked."""
+
+import os
+import random
+import signal
+import threading
+import time
+
+import pytest
+import torch.distributed as dist
+
+from parallel import stopping
+from parallel.stopping import Stopping
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_all_ranks_leave_after_the_same_step(seed):
+    """A step ends when all ranks have begun it, as with any collective: a rank that left early would hang the rest."""
+    size, store, chooser = 4, dist.HashStore(), random.Random(seed)
+    begun, all_begun, last_steps = [0] * size, threading.Condition(), [0] * size
+    stops = [Stopping(store, rank, size) for rank in range(size)]
+    pauses = [[chooser.random() * 0.01 for _ in range(500)] for _ in range(size)]
+
+    def train(rank: int) -> None:
+        for step in range(1, 500):
+            time.sleep(pauses[rank][step])
+            if not stops[rank].may_begin(step):
+                return
+            last_steps[rank] = step
+            with all_begun:
+                begun[rank] = step
+                all_begun.notify_all()
+                assert all_begun.wait_for(lambda step=step: min(begun) >= step, timeout=20)
+            if rank == 2 and step == 20:
+                stops[rank].request()
+
+    def watch(rank: int) -> None:
+        while not done.wait(pauses[rank][0]):
+            stops[rank]._agree()
+
+    done = threading.Event()
+    trainers = [threading.Thread(target=train, args=(rank,)) for rank in range(size)]
+    watchers = [threading.Thread(target=watch, args=(rank,)) for rank in range(size)]
+    for thread in trainers + watchers:
+        thread.start()
+    for thread in trainers:
+        thread.join()
+    done.set()
+    assert len(set(last_steps)) == 1
+    assert 20 <= last_steps[0] < 499
+
+
+def test_a_signal_asks_to_stop_and_its_handler_goes_with_the_block():
+    before = signal.getsignal(signal.SIGTERM)
+    stop = Stopping(dist.HashStore(), 0, 1)
+    with stop.listening():
+        assert stop.may_begin(1)
+        os.kill(os.getpid(), signal.SIGTERM)
+        deadline = time.monotonic() + 10
+        while stop._last is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert not stop.may_begin(2)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_peer_that_is_gone_is_not_waited_for_for_ever(monkeypatch):
+    monkeypatch.setattr(stopping, "AGREEMENT_SECONDS", 0.1)
+    stop = Stopping(dist.HashStore(), 0, 2)
+    stop.may_begin(1)
+    stop.request()
+    stop._agree()
+    with pytest.raises(TimeoutError, match=r"after step 1, and not all 2 ranks have answered within 0\.1 s"):
+        stop.may_begin(2)

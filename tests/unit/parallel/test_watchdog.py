@@ -1,0 +1,52 @@
+"""Who holds up the others, from what ranks have told."""
+
+from dataclasses import replace
+
+import torch
+
+from parallel.comm_log import CommLog
+from parallel.watchdog import Sign, find_culprits
+
+WAITING = Sign(
+    tick=40, idle_seconds=30.0, num_collectives=100, last="all_reduce of 8 bytes along the data axis in update"
+)
+BEFORE = dict.fromkeys(range(4), WAITING)
+AFTER = dict.fromkeys(range(4), replace(WAITING, tick=43))
+
+
+def verdict(**changed: Sign | None) -> str | None:
+    after = AFTER | {int(rank.removeprefix("rank_")): sign for rank, sign in changed.items()}
+    return find_culprits(BEFORE, {rank: sign for rank, sign in after.items() if sign}, 20.0, 4)
+
+
+def test_a_rank_with_fewer_collectives_than_the_others_is_named():
+    found = verdict(
+        rank_2=replace(AFTER[2], num_collectives=99, last="all_gather of 64 bytes along the data axis in forward")
+    )
+    assert found.startswith("rank 2 has made no progress for 20 s; its last collective: all_gather of 64 bytes")
+    assert "number 99" in found
+    assert "rank 1" not in found
+
+
+def test_a_rank_that_tells_nothing_any_more_is_named():
+    assert verdict(rank_3=WAITING).startswith(
+        f"rank 3 does not answer; its last collective: {WAITING.last}, number 100"
+    )
+    assert verdict(rank_0=None).startswith("rank 0 does not answer; its last collective: unknown")
+
+
+def test_nobody_is_named_while_any_rank_works():
+    assert verdict(rank_1=replace(AFTER[1], idle_seconds=1.0, num_collectives=1)) is None
+
+
+def test_ranks_that_are_not_told_apart_are_all_named_in_one_line():
+    found = verdict()
+    assert all(f"rank {rank} has made no progress" in found for rank in range(4))
+    assert "\n" not in found
+
+
+def test_the_log_knows_its_last_collective():
+    log = CommLog()
+    with log.during("forward"):
+        log.record("all_gather", "data", 4, torch.zeros(1000))
+    assert (log.num_recorded, str(log.last)) == (1, "all_gather of 4,000 bytes along the data axis in forward")
