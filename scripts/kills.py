@@ -41,17 +41,17 @@ OPTIONS = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=50)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--first", type=int, default=0, help="number of the first kill, where a round goes on")
     options = parser.parse_args()
-    chooser, num_kills, num_wrong = random.Random(options.seed), 0, 0
+    num_kills, num_wrong = options.first, 0
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         prefix = prepare_corpus(folder)
-        while num_kills < options.kills:
-            stage = len(list(folder.glob("undisturbed-*"))) % 4
+        while num_kills < options.first + options.kills:
+            stage = num_kills // KILLS_A_RUN % 4
             arguments = {**OPTIONS, "data.path": prefix, "zero.stage": stage, "checkpoint.asynchronous": stage % 2 == 0}
             expected = run_under(arguments, folder / f"undisturbed-{num_kills}", [])
-            kills = choose_kills(chooser, num_kills, min(KILLS_A_RUN, options.kills - num_kills))
+            kills = choose_kills(num_kills, min(KILLS_A_RUN, options.first + options.kills - num_kills))
             start = time.perf_counter()
             found = run_under(arguments, folder / f"killed-{num_kills}", kills)
             num_kills += len(kills)
@@ -62,10 +62,11 @@ def main() -> None:
     sys.exit(num_wrong > 0)
 
 
-def choose_kills(chooser: random.Random, first: int, number: int) -> list[Kill]:
+def choose_kills(first: int, number: int) -> list[Kill]:
     """One an attempt: all points in turn, every third time a random moment instead."""
     points, kills = list(POINTS), []
     for attempt in range(number):
+        chooser = random.Random(first + attempt)
         point = MOMENT if (first + attempt) % 3 == 2 else points[(first + attempt) % len(points)]
         rank = 0 if point in FIRST_RANK_ONLY else chooser.randrange(NUM_RANKS)
         most = 3000 if point == MOMENT else 1 if point in FIRST_RANK_ONLY else 30 if "." not in point else 2

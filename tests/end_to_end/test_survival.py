@@ -52,7 +52,7 @@ def test_a_run_killed_again_and_again_tells_the_story_of_an_undisturbed_one(corp
     undisturbed = run(2, corpus, tmp_path / "undisturbed", **settings)
     arguments = dict(option[2:].split("=", 1) for option in options(corpus, tmp_path / "killed", **settings))
     del arguments["run.dir"]
-    kills = [Kill(0, 1, "reduce", 25), Kill(1, 0, "save.rename", 1), Kill(2, 1, "update", 60)]
+    kills = [Kill(0, 1, "reduce", 25), Kill(1, 0, "save.rename", 1)]
     assert run_under(arguments, tmp_path / "killed", kills) == losses(undisturbed)
     assert json.loads((tmp_path / "killed" / "checkpoints" / "step-00000010" / "layout.json").read_text())
 
