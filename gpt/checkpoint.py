@@ -147,11 +147,11 @@ def _load_own(saved: SavedState, parts: Parts) -> None:
     file = saved.file(place)
     load_common_state(parts.model, parts.optimizer, file)
     for name, tensor in _guard_state(parts).items():
-        if name in file.names:
+        if name in file.entries:
             tensor.copy_(file.tensor(name))
     if mesh.data.rank < saved.data_size:
         torch.set_rng_state(file.tensor("random.cpu"))
-        if parts.device.type == "cuda" and "random.cuda" in file.names:
+        if parts.device.type == "cuda" and "random.cuda" in file.entries:
             torch.cuda.set_rng_state(file.tensor("random.cuda"))
 
 

@@ -7,7 +7,6 @@ import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from safetensors import safe_open
 from torch import Tensor
 from transformers import GPT2Config
 
@@ -22,7 +21,7 @@ from gpt.huggingface import (
 )
 from gpt.model import GPT, ModelConfig
 from parallel.errors import ConfigError
-from zero.sealed_file import write_tensors
+from zero.tensor_file import TensorFile, write_tensors
 
 FILE_BYTES = 2**28
 INDEX = "model.safetensors.index.json"
@@ -33,17 +32,17 @@ class PretrainedWeights(Mapping[str, Tensor]):
 
     def __init__(self, files: list[Path], num_heads: int):
         self._num_heads = num_heads
-        self._files = [safe_open(file, framework="pt") for file in files]
+        self._files = [TensorFile(file) for file in files]
         self._places = {
             ours: (file, theirs)
             for file in self._files
-            for theirs in file.keys()  # noqa: SIM118 - not a mapping
+            for theirs in file.entries
             if (ours := name_from_huggingface(theirs))
         }
 
     def __getitem__(self, name: str) -> Tensor:
         file, theirs = self._places[name]
-        return tensor_from_huggingface(name, file.get_tensor(theirs), self._num_heads)
+        return tensor_from_huggingface(name, file.tensor(theirs), self._num_heads)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._places)

@@ -21,7 +21,8 @@ from gpt.checkpoint import LATEST, LAYOUT, Progress, checkpoint_name, complete_c
 from parallel.errors import ConfigError
 from parallel.world import shared_store
 from zero.saved_state import rank_file
-from zero.sealed_file import flush_folder, replace_text, write_json, write_tensors
+from zero.sealed_file import flush_folder, replace_text, write_json
+from zero.tensor_file import write_tensors
 
 POLL_SECONDS = 0.02
 

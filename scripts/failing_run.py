@@ -21,7 +21,7 @@ from typing import Any
 import pretrain_gpt
 from gpt import recovery, saver, trainer
 from gpt.model import GPT
-from zero import sealed_file
+from zero import tensor_file
 from zero.flat import FlatParameters
 from zero.gradients import GradientReducer
 from zero.optimizer import ZeroOptimizer
@@ -35,7 +35,7 @@ POINTS: dict[str, tuple[Any, str, str]] = {
     "publish": (FlatParameters, "publish", "before"),
     "log": (trainer, "append_record", "before"),
     "save.begin": (saver, "write_tensors", "before"),
-    "save.middle": (sealed_file, "_chunks", "before"),
+    "save.middle": (tensor_file, "_chunks", "before"),
     "save.written": (saver, "write_tensors", "after"),
     "save.layout": (saver, "write_json", "before"),
     "save.rename": (saver, "flush_folder", "after"),
@@ -108,13 +108,12 @@ def die() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kill", type=Kill.parse, action="append", default=[])
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="those of pretrain_gpt.py, after --")
-    options = parser.parse_args()
+    options, arguments = parser.parse_known_args()
     attempt, rank = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), int(os.environ["RANK"])
     for kill in options.kill:
         if (kill.attempt, kill.rank) == (attempt, rank):
             kill.arm()
-    sys.argv[1:] = [argument for argument in options.arguments if argument != "--"]
+    sys.argv[1:] = [argument for argument in arguments if argument != "--"]
     pretrain_gpt.main()
 
 

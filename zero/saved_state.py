@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from parallel.errors import ConfigError
 from zero.layout import Layout
+from zero.tensor_file import TensorFile
 
 MASTER = "master"  # the kind of tensor that every parameter has: its weights
 MAX_OPEN_FILES = 32
@@ -53,18 +53,13 @@ class SavedParameter:
     elements: range  # in the buffer
 
 
-class SavedFile:
-    """One rank's file. Opens it, reads only its header."""
+class SavedFile(TensorFile):
+    """One rank's file, and which stretches of which buffers are in it."""
 
     def __init__(self, path: Path):
-        self.path = path
-        try:
-            self._file = safe_open(path, framework="pt")
-        except (OSError, SafetensorError) as error:
-            raise ConfigError(f"{path} is damaged: {error}") from error
-        self.names = set(self._file.keys())
+        super().__init__(path)
         starts: defaultdict[tuple[int, str], list[int]] = defaultdict(list)
-        for name in self.names:
+        for name in self.entries:
             buffer, _, rest = name.partition(".")
             kind, _, start = rest.rpartition(".")
             if buffer.isdecimal() and start.isdecimal():
@@ -73,19 +68,16 @@ class SavedFile:
 
     def kinds_at(self, buffer: int, start: int) -> list[str]:
         """The kinds of tensors that begin with this element of the buffer."""
-        return [kind for number, kind in self._starts if number == buffer and f"{buffer}.{kind}.{start}" in self.names]
+        kinds = [kind for number, kind in self._starts if number == buffer]
+        return [kind for kind in kinds if f"{buffer}.{kind}.{start}" in self.entries]
 
-    def tensor(self, name: str) -> Tensor:
-        return self._file.get_tensor(name)
-
-    def read(self, buffer: int, kind: str, elements: range) -> Tensor:
-        """A stretch of the buffer that lies in one of the file's tensors."""
+    def holder(self, buffer: int, kind: str, element: int) -> tuple[str, int]:
+        """(name, its first element of the buffer) of the tensor that holds an element."""
         starts = self._starts.get((buffer, kind), [])
-        index = bisect_right(starts, elements.start) - 1
-        start = starts[index] if index >= 0 else 0
-        found = self._file.get_slice(f"{buffer}.{kind}.{start}")[elements.start - start : elements.stop - start]
-        assert len(found) == len(elements), f"{self.path}: {buffer}.{kind}.{start} lacks {elements}"
-        return found
+        index = bisect_right(starts, element) - 1
+        if index < 0:
+            raise ConfigError(f"{self.path} lacks {kind} of element {element} of buffer {buffer}")
+        return f"{buffer}.{kind}.{starts[index]}", starts[index]
 
 
 class SavedState:
@@ -113,13 +105,13 @@ class SavedState:
     def scalar(self, name: str, kind: str) -> Tensor | None:
         """State of the parameter as a whole, 0-dim, such as a step counter; None where it has a value an element."""
         parameter = self.parameters[name]
-        first = self._first_file(parameter).tensor(f"{parameter.buffer}.{kind}.{parameter.elements.start}")
-        return first if first.dim() == 0 else None
+        file, first = self._first_file(parameter), f"{parameter.buffer}.{kind}.{parameter.elements.start}"
+        return None if file.entries[first].shape else file.tensor(first)
 
     def dtype(self, name: str, kind: str = MASTER) -> torch.dtype:
         parameter = self.parameters[name]
-        start = parameter.elements.start
-        return self._first_file(parameter).read(parameter.buffer, kind, range(start, start + 1)).dtype
+        file = self._first_file(parameter)
+        return file.entries[file.holder(parameter.buffer, kind, parameter.elements.start)[0]].dtype
 
     def whole(self, name: str, kind: str = MASTER) -> Tensor:
         """All elements of a parameter, in its full shape."""
@@ -163,8 +155,10 @@ class SavedState:
         start = parameter.elements.start
         in_buffer = range(start + elements.start, start + elements.stop)
         for shard, stretch in self._layouts[parameter.buffer].shards(in_buffer):
+            file = self.file(shard * self.tensor_size + part)
+            held, first = file.holder(parameter.buffer, kind, stretch.start)
             target = out[stretch.start - in_buffer.start : stretch.stop - in_buffer.start]
-            target.copy_(self.file(shard * self.tensor_size + part).read(parameter.buffer, kind, stretch))
+            file.read(held, range(stretch.start - first, stretch.stop - first), target)
 
     def _first_file(self, parameter: SavedParameter) -> SavedFile:
         start = parameter.elements.start

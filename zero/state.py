@@ -63,7 +63,7 @@ def load_owned_state(model: ZeroDataParallel, optimizer: ZeroOptimizer, saved: S
 def load_common_state(model: ZeroDataParallel, optimizer: ZeroOptimizer, file: SavedFile) -> None:
     """From the file of the rank whose place this one takes. A loss scale that was not saved, or is fixed, stays."""
     for name, tensor in common_state(model, optimizer).items():
-        if name in file.names:
+        if name in file.entries:
             tensor.copy_(file.tensor(name))
 
 

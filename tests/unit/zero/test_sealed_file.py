@@ -5,8 +5,9 @@ import safetensors.torch
 import torch
 
 from parallel.errors import ConfigError
-from zero import sealed_file
-from zero.sealed_file import read_json, verify, write_json, write_tensors
+from zero import tensor_file
+from zero.sealed_file import read_json, verify, write_json
+from zero.tensor_file import TensorFile, write_tensors
 
 TENSORS = {
     "counter": torch.tensor(7.0),
@@ -19,13 +20,27 @@ TENSORS = {
 
 
 def test_safetensors_reads_what_was_written(tmp_path, monkeypatch):
-    monkeypatch.setattr(sealed_file, "CHUNK_BYTES", 16)
+    monkeypatch.setattr(tensor_file, "CHUNK_BYTES", 16)
     write_tensors(tmp_path / "a", TENSORS, {"format": "pt"})
     found = safetensors.torch.load_file(tmp_path / "a")
     assert found.keys() == TENSORS.keys()
+    file = TensorFile(tmp_path / "a")
     for name, tensor in TENSORS.items():
-        assert found[name].dtype == tensor.dtype
-        assert found[name].equal(tensor)
+        for read in (found[name], file.tensor(name)):
+            assert read.dtype == tensor.dtype
+            assert read.equal(tensor)
+
+
+def test_any_stretch_is_read_into_any_type(tmp_path, monkeypatch):
+    monkeypatch.setattr(tensor_file, "CHUNK_BYTES", 16)
+    write_tensors(tmp_path / "a", TENSORS)
+    file, weights = TensorFile(tmp_path / "a"), TENSORS["weights"].flatten()
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        out = torch.empty(9, dtype=dtype)
+        file.read("weights", range(4, 13), out)
+        assert out.equal(weights[4:13].to(dtype))
+    with pytest.raises(ConfigError, match="weights has 15 elements, 16 are needed"):
+        file.read("weights", range(8, 16), torch.empty(8))
 
 
 def test_json_comes_back(tmp_path):

@@ -1,0 +1,141 @@
+"""Saving and loading beside plain copies of the same bytes: the stall, the bandwidth, and the peak of host memory.
+
+Started by scripts/bench/save_time.sh on every rank. All of a round in one run, interleaved; medians of its ratios.
+"""
+
+import argparse
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from gpt.build import Parts, build_loss_scale, build_model, build_optimizer
+from gpt.checkpoint import Progress, load, owned_tensors
+from gpt.model import ModelConfig, initialize
+from gpt.saver import HostCopies, Saver
+from gpt.settings import LossScaleSettings, OptimizerSettings
+from parallel.mesh import Mesh
+from parallel.tokens import ReplicatedTokens
+from parallel.world import shared_store, start_world, stop_world
+from zero.activations import ActivationsConfig
+from zero.engine import ZeroConfig, ZeroDataParallel
+from zero.sealed_file import CHUNK_BYTES, flush
+
+CONFIG = ModelConfig(8, 640, 10, 128, 8192, dropout=0.0)
+
+
+def build_parts(stage: int, device: torch.device) -> Parts:
+    mesh = Mesh.create(1, device.type)
+    gpt = build_model(CONFIG, ActivationsConfig(), ReplicatedTokens(mesh.tensor), device, torch.bfloat16)
+    initialize(gpt, 0)
+    model = ZeroDataParallel(gpt, mesh.data, ZeroConfig(stage))
+    scale = build_loss_scale(LossScaleSettings(), False, device)
+    return Parts(mesh, model, build_optimizer(model, mesh.tensor, OptimizerSettings(), scale), device)
+
+
+def train_step(parts: Parts) -> None:
+    ids = torch.zeros(1, 17, dtype=torch.int64, device=parts.device)
+    parts.model(ids[:, :-1], ids[:, 1:]).backward()
+    parts.optimizer.step()
+
+
+def plain_write(path: Path, tensors: dict[str, Tensor]) -> None:
+    with path.open("wb") as file:
+        for tensor in tensors.values():
+            for part in tensor.detach().reshape(-1).split(CHUNK_BYTES // tensor.element_size()):
+                file.write(memoryview(part.cpu().view(torch.uint8).numpy()))
+        flush(file)
+    path.unlink()
+
+
+class Bench:
+    def __init__(self, parts: Parts, folder: Path):
+        self.parts, self.folder = parts, folder
+        self.savers = {
+            name: Saver(folder / name, parts, keep=1, is_async=name == "asynchronous")
+            for name in ("waiting", "asynchronous")
+        }
+        self.plain_copies = HostCopies()
+        self.tensors = owned_tensors(parts)
+        self.num_bytes = sum(tensor.nbytes for tensor in self.tensors.values())
+        self.step = 0
+
+    def seconds(self, action: Callable[[], object]) -> float:
+        self.parts.mesh.barrier()
+        start = time.perf_counter()
+        action()
+        return time.perf_counter() - start
+
+    def round(self) -> dict[str, float]:
+        self.step += 1
+        progress, found = Progress(self.step), {}
+        plain_file = self.folder / f"plain-{self.parts.mesh.rank}"
+        found["copy to memory"] = self.seconds(lambda: self.plain_copies.take(self.tensors))
+        found["write to disk"] = self.seconds(lambda: plain_write(plain_file, self.tensors))
+        waiting, behind = self.savers.values()
+        found["save, waiting"] = self.seconds(lambda: (waiting.start(progress), waiting.wait()))
+        found["save, asynchronous: stall"] = self.seconds(lambda: behind.start(progress))
+        found["save, asynchronous: until complete"] = found["save, asynchronous: stall"] + self.seconds(behind.wait)
+        return found
+
+
+def peak_growth(action: Callable[[], object]) -> int:
+    """Bytes that this process's resident memory rises above what it was, at most, and above what stays: the less."""
+    Path("/proc/self/clear_refs").write_text("5")
+    before = memory("VmRSS")
+    action()
+    return memory("VmHWM") - max(before, memory("VmRSS"))
+
+
+def memory(name: str) -> int:
+    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(lines[name].split()[0]) * 1024
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--folder", type=Path, help="on the disk to measure; default: the system's temporary one")
+    options = parser.parse_args()
+    world = start_world()
+    store = shared_store()
+    if world.is_first:
+        store.set("folder", tempfile.mkdtemp(dir=options.folder))
+    folder = Path(store.get("folder").decode())
+    parts = build_parts(2, world.device)
+    train_step(parts)
+    bench = Bench(parts, folder)
+    bench.round()  # makes the host copies
+    rounds = [bench.round() for _ in range(options.rounds)]
+    saved = peak_growth(lambda: (bench.savers["waiting"].start(Progress(99)), bench.savers["waiting"].wait()))
+    other = build_parts(3, world.device)
+    loaded = peak_growth(lambda: load(folder / "waiting" / "step-00000099", other))
+    if world.is_first:
+        report(rounds, bench.num_bytes, {"save, waiting": saved, "load at another stage": loaded})
+    parts.mesh.barrier()
+    if world.is_first:
+        shutil.rmtree(folder)
+    stop_world()
+
+
+def report(rounds: list[dict[str, float]], num_bytes: int, peaks: dict[str, int]) -> None:
+    print(f"{num_bytes / 1e6:.0f} MB a rank, {len(rounds)} rounds, first rank\n")
+    print("| | median ms | GB/s | x plain copy to memory | x plain write to disk |\n|---|---|---|---|---|")
+    for name in rounds[0]:
+        seconds = statistics.median(found[name] for found in rounds)
+        ratios = [
+            statistics.median(found[name] / found[plain] for found in rounds)
+            for plain in ("copy to memory", "write to disk")
+        ]
+        print(f"| {name} | {1e3 * seconds:.0f} | {num_bytes / seconds / 1e9:.2f} | {ratios[0]:.2f} | {ratios[1]:.2f} |")
+    for name, peak in peaks.items():
+        print(f"\n{name}: host memory at most {peak / 1e6:.0f} MB above what it was or became")
+
+
+if __name__ == "__main__":
+    main()

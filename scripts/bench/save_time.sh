@@ -1,0 +1,12 @@
+#!/usr/bin/env bash
+# Saving and loading a checkpoint beside plain copies of the same bytes to memory and to disk.
+# Arguments go to scripts/bench/save_time.py; NUM_RANKS is 2 unless set.
+#
+#   scripts/bench/save_time.sh
+#   scripts/bench/save_time.sh --folder /mnt/scratch --rounds 15
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+source scripts/setup.sh
+
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+torchrun --standalone --nproc_per_node="${NUM_RANKS:-2}" -m scripts.bench.save_time "$@"
