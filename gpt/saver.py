@@ -81,8 +81,8 @@ class Saver:
         try:
             partial.mkdir(parents=True, exist_ok=True)
             write_tensors(rank_file(partial, self._parts.mesh.rank), tensors, on_chunk=self._on_chunk)
-        except OSError as error:
-            self._store.set(f"{key}/error", f"rank {self._parts.mesh.rank}: {error.strerror}")
+        except Exception as error:  # whatever it is, the others are waiting for an answer
+            self._store.set(f"{key}/error", f"rank {self._parts.mesh.rank}: {_reason(error)}")
         self._store.add(f"{key}/num_written", 1)
 
     def _complete(self, key: str, partial: Path, final: Path, layout: dict) -> None:
@@ -97,8 +97,8 @@ class Saver:
                 flush_folder(partial)
                 partial.rename(final)
                 replace_text(self._folder / LATEST, final.name)
-            except OSError as error:
-                reason = f"rank 0: {error.strerror}"
+            except Exception as error:
+                reason = f"rank 0: {_reason(error)}"
         if reason:
             shutil.rmtree(partial, ignore_errors=True)  # make room for the next attempt
         else:
@@ -133,6 +133,10 @@ class HostCopies:
         if torch.cuda.is_initialized():
             torch.cuda.current_stream().synchronize()
         return {name: self._copies[name] for name in tensors}
+
+
+def _reason(error: Exception) -> str:
+    return str(getattr(error, "strerror", None) or error)
 
 
 def keep_newest(folders: list[Path], keep: int) -> None:

@@ -103,7 +103,7 @@ class TensorFile:
             part.copy_(chunk[: len(part)])
 
     def _fill(self, out: Tensor) -> None:
-        left = memoryview(out.view(torch.uint8).numpy())
+        left = out.view(torch.uint8).numpy().data
         while len(left):
             num_read = self._file.readinto(left)
             if not num_read:
@@ -133,4 +133,4 @@ def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes
 
 def _chunks(tensor: Tensor) -> Iterator[memoryview]:
     for part in tensor.detach().reshape(-1).split(CHUNK_BYTES // tensor.element_size()):
-        yield memoryview(part.cpu().contiguous().view(torch.uint8).numpy())
+        yield part.cpu().contiguous().view(torch.uint8).numpy().data

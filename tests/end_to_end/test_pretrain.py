@@ -95,6 +95,18 @@ def test_a_resumed_run_equals_an_undisturbed_one_bit_for_bit(corpus, tmp_path, s
         assert repr(reproducible(resumed)) == repr(reproducible(undisturbed))  # an overflow's norm is NaN
 
 
+def test_two_resumes_across_epochs_equal_one_run(corpus, tmp_path):
+    settings = {"schedule__decay": "constant", "checkpoint__every": 7, "model__dropout": 0.1}
+    whole = run(1, corpus, tmp_path / "whole", train__steps=40, **settings)
+    num_tokens = corpus.with_suffix(".bin").stat().st_size // 2
+    assert whole[-1]["tokens"] > 1.5 * num_tokens
+    for num_steps in (12, 25, 40):
+        resumed = run(1, corpus, tmp_path / "resumed", train__steps=num_steps, **settings)
+    without_evaluation = [{k: v for k, v in r.items() if "validation" not in k} for r in reproducible(resumed)]
+    assert without_evaluation[:39] == reproducible(whole)[:39]
+    assert reproducible(resumed)[39] == reproducible(whole)[39]
+
+
 def test_a_finished_run_is_not_repeated_and_a_longer_one_goes_on(corpus, tmp_path):
     first = run(1, corpus, tmp_path / "run", checkpoint__every=3, schedule__decay="constant")
     again = run(1, corpus, tmp_path / "run", checkpoint__every=3, schedule__decay="constant")

@@ -1,0 +1,32 @@
+"""On one GPU: a checkpoint holds what was there when it was begun, whatever the device does meanwhile."""
+
+import pytest
+import torch
+
+from gpt.build import Parts
+from gpt.checkpoint import Progress, load, owned_tensors, read_layout
+from gpt.saver import Saver
+from gpt.train_step import train_step
+from tests.gpu.test_step import build, micro_batches
+from zero.saved_state import SavedState
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_training_goes_on_while_a_checkpoint_is_written(gpu, tmp_path, stage):
+    parts = Parts(*build(gpu, stage, torch.bfloat16), gpu)
+    batches = micro_batches(gpu)
+    train_step(parts.model, parts.optimizer, batches, parts.mesh)
+    expected = {name: tensor.to("cpu", copy=True) for name, tensor in owned_tensors(parts).items()}
+    saver = Saver(tmp_path, parts, keep=1, is_async=True)
+    saver.start(Progress(1, 4))
+    for _ in range(3):
+        train_step(parts.model, parts.optimizer, batches, parts.mesh)
+    checkpoint = saver.wait()
+    saved = SavedState(checkpoint, read_layout(checkpoint)["state"]).file(0)
+    assert saved.entries.keys() == expected.keys()
+    assert all(saved.tensor(name).equal(tensor) for name, tensor in expected.items())
+    again = Parts(*build(gpu, 3 - stage, torch.bfloat16), gpu)
+    assert load(checkpoint, again) == Progress(1, 4)
+    assert torch.cuda.get_rng_state().equal(expected["random.cuda"])
