@@ -9,6 +9,7 @@ import time
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import NoReturn
+from uuid import uuid4
 
 import torch
 import torch.distributed as dist
@@ -57,13 +58,50 @@ def start_world(timeout_seconds: float = 600.0) -> World:
     else:
         device = torch.device("cpu")
     if size > 1:
-        is_gpu = device.type == "cuda"
+        is_gpu, timeout = device.type == "cuda", timedelta(seconds=timeout_seconds)
+        store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
+        store.set_timeout(timeout)
         dist.init_process_group(
             "nccl" if is_gpu else "gloo",
-            timeout=timedelta(seconds=timeout_seconds),
+            store=_part_of_this_start(store, rank, size, timeout_seconds),
+            rank=rank,
+            world_size=size,
+            timeout=timeout,
             device_id=device if is_gpu else None,
         )
     return World(rank_from_environment(), size, local_rank, local_size, device)
+
+
+def _part_of_this_start(store: dist.Store, rank: int, size: int, timeout_seconds: float) -> dist.Store:
+    """A part of the launcher's store that only the ranks of this start of the job know.
+
+    torchrun keeps one store over its restarts (pytorch/pytorch#135712): a rank may read what a dead one has left, such
+    as an address that nobody listens on, and its restart counts differ between nodes. So the first rank counts its own
+    starts and gives that number to whoever asks with a word never used before. Raises TimeoutError.
+    """
+    deadline = time.monotonic() + timeout_seconds
+    if rank == 0:
+        number, answered = store.add("start/number", 1), set()
+        while store.add(f"start/{number}/num_told", 0) < size - 1:
+            for key in (f"start/asks/{peer}" for peer in range(1, size)):
+                if store.check([key]) and (word := store.get(key).decode()) not in answered:
+                    store.set(f"start/answers/{word}", str(number))
+                    answered.add(word)
+            _pause_until(deadline, f"not all of the {size - 1} other ranks have come")
+    else:
+        word = uuid4().hex
+        store.set(f"start/asks/{rank}", word)
+        while not store.check([f"start/answers/{word}"]):
+            _pause_until(deadline, "rank 0 has not come")
+        number = int(store.get(f"start/answers/{word}"))
+        store.add(f"start/{number}/num_told", 1)
+    return dist.PrefixStore(f"start/{number}", store)
+
+
+def _pause_until(deadline: float, complaint: str) -> None:
+    if time.monotonic() > deadline:
+        raise TimeoutError(f"{complaint} to this start of the job in time")
+    time.sleep(0.01)
 
 
 def stop_world() -> None:

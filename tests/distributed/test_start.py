@@ -1,0 +1,73 @@
+"""A job that is started again on the same store: nothing that a dead start has left there is believed."""
+
+import os
+import threading
+
+import pytest
+import torch.distributed as dist
+
+from parallel.world import _part_of_this_start, shared_store, start_world
+from tests.ranks import MASTER_ADDRESS, run_ranks
+
+
+def join(size: int, store: dist.Store) -> list[dist.Store]:
+    """What each rank of one start gets."""
+    found: list[dist.Store] = [store] * size
+
+    def start(rank: int) -> None:
+        found[rank] = _part_of_this_start(store, rank, size, 20.0)
+
+    threads = [threading.Thread(target=start, args=(rank,)) for rank in reversed(range(size))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def test_every_start_has_a_part_of_its_own():
+    store = dist.HashStore()
+    for number in range(3):
+        of_ranks = join(3, store)
+        assert not of_ranks[0].check(["word"])
+        of_ranks[1].set("word", str(number))
+        assert [part.get("word") for part in of_ranks] == [str(number).encode()] * 3
+
+
+def test_what_a_start_that_broke_off_has_left_is_harmless():
+    """Ranks that asked and died unanswered, and one that was answered and died before it could say so."""
+    store = dist.HashStore()
+    store.set("start/asks/1", "asked by the dead")
+    store.set("start/asks/2", "asked by the dead, too")
+    store.set("start/answers/asked by the dead", "7")
+    join(3, store)[0].set("word", "")
+    assert not join(3, store)[2].check(["word"])
+
+
+def test_a_rank_that_never_comes_is_not_waited_for_for_ever():
+    with pytest.raises(TimeoutError, match="rank 0 has not come to this start"):
+        _part_of_this_start(dist.HashStore(), 1, 2, 0.1)
+    with pytest.raises(TimeoutError, match="not all of the 1 other ranks"):
+        _part_of_this_start(dist.HashStore(), 0, 2, 0.1)
+
+
+def start_twice(port: int) -> tuple[bool, bool]:
+    """Whether a word was there before and after it was left; both starts on one store, as under torchrun."""
+    os.environ["MASTER_PORT"] = str(port)
+    found = []
+    for _ in range(2):
+        start_world()
+        store = shared_store()
+        found.append(store.check(["stop/asked"]))
+        dist.barrier()
+        store.set("stop/asked", "")
+        dist.barrier()
+        dist.destroy_process_group()
+    return tuple(found)
+
+
+def test_a_request_to_stop_does_not_reach_the_next_start():
+    store = dist.TCPStore(MASTER_ADDRESS, 0, is_master=True, wait_for_workers=False)
+    found = run_ranks(2, start_twice, store.port, init_process_group=False)
+    assert found[0][1] is False
+    assert found[1][1] is False
