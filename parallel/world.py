@@ -110,11 +110,13 @@ def stop_world() -> None:
 
 
 def shared_store() -> dist.Store:
-    """Words between ranks beside the collectives, from any thread: the launcher's store, or a process's own alone.
+    """Words between ranks beside the collectives: the launcher's store, or a process's own where it is alone.
 
-    A restarted job finds it empty.
+    By a connection of its own, for threads: who waits in the default one, keeps it from all others.
     """
-    return dist.distributed_c10d._get_default_store() if dist.is_initialized() else dist.HashStore()
+    if not dist.is_initialized():
+        return dist.HashStore()
+    return dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
 
 
 def leave_with(error: Exception) -> NoReturn:

@@ -107,6 +107,18 @@ def test_two_resumes_across_epochs_equal_one_run(corpus, tmp_path):
     assert reproducible(resumed)[39] == reproducible(whole)[39]
 
 
+def test_a_run_starts_from_the_weights_that_another_has_left(corpus, tmp_path):
+    settings = {"schedule__decay": "constant", "checkpoint__every": 3}
+    first = run(2, corpus, tmp_path / "first", checkpoint__weights=True, checkpoint__keep=1, **settings)
+    (weights,) = (tmp_path / "first" / "weights").iterdir()
+    assert weights.name == "step-00000006"
+    evaluated = {"train__initial_weights": weights, "train__steps": 1, "optimizer__lr": 0, "schedule__warmup_steps": 0}
+    for num_ranks, stage, tensor_size in ((1, 0, 1), (4, 3, 2)):
+        layout = {"zero__stage": stage, "parallel__tensor_size": tensor_size}
+        (found,) = run(num_ranks, corpus, tmp_path / f"from-{stage}", **evaluated, **layout)
+        assert found["validation_loss"] == pytest.approx(first[-1]["validation_loss"], rel=1e-5)
+
+
 def test_a_finished_run_is_not_repeated_and_a_longer_one_goes_on(corpus, tmp_path):
     first = run(1, corpus, tmp_path / "run", checkpoint__every=3, schedule__decay="constant")
     again = run(1, corpus, tmp_path / "run", checkpoint__every=3, schedule__decay="constant")
