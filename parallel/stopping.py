@@ -10,6 +10,7 @@ No collective and no wait for the device: a thread of each rank watches the laun
 import os
 import select
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,11 +20,13 @@ import torch.distributed as dist
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # SIGUSR1: Slurm's warning before the time is over
 POLL_SECONDS = 0.2
-AGREEMENT_SECONDS = 15.0  # well below the 30 that torchrun leaves its ranks between SIGTERM and SIGKILL
+AGREEMENT_SECONDS = 10.0  # torchrun sends SIGTERM to the peers of a dead rank, and SIGKILL only after 30
 
 
 class Stopping:
     """Between `listening` and its end, the first signal asks all ranks to stop and a second one ends this one at once.
+
+    So does the first where not all ranks answer: one has died, and what this one waits for will never come.
 
     `store` is shared by the ranks, and empty when a job starts.
     """
@@ -32,18 +35,14 @@ class Stopping:
         self._store, self._rank, self._size = store, rank, size
         self._changed = threading.Condition()
         self._begun = 0
-        self._told = False
+        self._told_at: float | None = None
         self._last: int | None = None
 
     def may_begin(self, step: int) -> bool:
-        """Call before every step; false: the one before was the last. Raises TimeoutError if ranks don't agree."""
+        """Call before every step; false: the one before was the last."""
         with self._changed:
-            must_wait = self._told and step > self._begun
-            if must_wait and not self._changed.wait_for(lambda: self._last is not None, AGREEMENT_SECONDS):
-                raise TimeoutError(
-                    f"asked to stop after step {self._begun}, and not all {self._size} ranks have answered within "
-                    f"{AGREEMENT_SECONDS:g} s: one of them is gone"
-                )
+            if self._told_at is not None and step > self._begun:
+                self._changed.wait_for(lambda: self._last is not None)
             if self._last is not None and step > self._last:
                 return False
             self._begun = max(self._begun, step)
@@ -86,6 +85,14 @@ class Stopping:
                 if received:
                     self._attempt(self.request)
             self._attempt(self._agree)
+            if self._last is None and self._told_at and time.monotonic() > self._told_at + AGREEMENT_SECONDS:
+                # The main thread may be inside a collective for ever: no exception would reach it.
+                sys.stderr.write(
+                    f"error: rank {self._rank} was asked to stop in step {self._begun}, and not all {self._size} ranks "
+                    f"have answered within {AGREEMENT_SECONDS:g} s: one of them is gone\n"
+                )
+                sys.stderr.flush()
+                os._exit(1)
 
     def _attempt(self, action: Callable[[], None]) -> None:
         """A store that is gone went with the rank that held it: the job ends by that, not by this."""
@@ -97,9 +104,9 @@ class Stopping:
     def _agree(self) -> None:
         if self._last is not None or not self._store.check(["stop/asked"]):
             return
-        if not self._told:
+        if self._told_at is None:
             with self._changed:
-                self._told = True
+                self._told_at = time.monotonic()
             self._store.set(f"stop/step/{self._rank}", str(self._begun))
             if self._store.add("stop/num_told", 1) == self._size:
                 steps = [int(self._store.get(f"stop/step/{rank}")) for rank in range(self._size)]

@@ -24,6 +24,7 @@ def test_losses_that_are_not_finite_are_bad_from_the_first_step_on():
 def test_a_spike_is_bad_and_does_not_raise_the_mean_that_it_is_held_against():
     steady = [10.0 - 0.1 * step for step in range(NUM_FOR_A_MEAN)]
     assert judged([*steady, 30.0, 30.0, 9.0, 30.0], 2.0) == [0] * NUM_FOR_A_MEAN + [1, 1, 0, 1]
+    assert judged([*steady, math.nan, 30.0, 9.0], 2.0) == [0] * NUM_FOR_A_MEAN + [1, 1, 0]
     assert judged([*steady, 30.0], None) == [0] * (NUM_FOR_A_MEAN + 1)
 
 
