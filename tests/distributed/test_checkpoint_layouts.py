@@ -173,12 +173,12 @@ def check_going_on(folder: Path, pair: dict, expected: list[float]) -> None:
     assert losses == pytest.approx(expected, rel=1e-10)
 
 
-@pytest.mark.parametrize("pair", PAIRS[:5], ids=lambda pair: " ".join(map(str, pair.values())))
+@pytest.mark.parametrize("pair", PAIRS[:3], ids=lambda pair: " ".join(map(str, pair.values())))
 def test_a_run_goes_on_at_another_layout(reference, tmp_path, pair):
     check_going_on(tmp_path, pair, reference[1])
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("pair", PAIRS[5:], ids=lambda pair: " ".join(map(str, pair.values())))
+@pytest.mark.parametrize("pair", PAIRS[3:], ids=lambda pair: " ".join(map(str, pair.values())))
 def test_a_run_goes_on_at_many_other_layouts(reference, tmp_path, pair):
     check_going_on(tmp_path, pair, reference[1])

@@ -51,7 +51,6 @@ def find(case: LayoutCase, what: str, odd_rank: int) -> str:
     ("case", "what", "odd_rank", "message"),
     [
         (LayoutCase(0, 4), "parameter", 2, "step 2: the parameters of data rank 2 differ"),
-        (LayoutCase(2, 4), "parameter", 3, "step 2: the parameters of data rank 3 differ"),
         (LayoutCase(3, 4, shard_size=2), "master", 2, "step 2: the master weights of replica rank 1 differ"),
     ],
     ids=str,

@@ -115,6 +115,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_offered(checkpoints
     assert contents(run_dir) == before_the_attempt
 
 
+@pytest.mark.full
 def test_damage_that_one_rank_finds_is_told_once(checkpoints, tmp_path):
     run_dir = tmp_path / "run"
     shutil.copytree(checkpoints.run_dir, run_dir)

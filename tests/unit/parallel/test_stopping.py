@@ -67,20 +67,31 @@ def test_a_signal_asks_to_stop_and_its_handler_goes_with_the_block():
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_a_peer_that_is_gone_is_not_waited_for_for_ever():
-    """Wherever the main thread is."""
-    program = """
+PROGRAM = """
 import os, signal, time
 import torch.distributed as dist
 from parallel import stopping
-stopping.AGREEMENT_SECONDS = 0.1
+stopping.AGREEMENT_SECONDS = {agreement_seconds}
 stop = stopping.Stopping(dist.HashStore(), 0, 2)
 with stop.listening():
     stop.may_begin(1)
-    os.kill(os.getpid(), signal.SIGTERM)
+    for _ in range({num_signals}):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(1)
     time.sleep(60)
 """
+
+
+@pytest.mark.parametrize(
+    ("num_signals", "agreement_seconds", "code", "message"),
+    [
+        (1, 0.1, 1, "rank 0 was asked to stop in step 1, and not all 2 ranks have answered within 0.1 s"),
+        (2, 60, 128 + signal.SIGTERM, ""),
+    ],
+    ids=["a peer is gone", "a second signal"],
+)
+def test_a_rank_that_cannot_stop_in_order_leaves_wherever_it_waits(num_signals, agreement_seconds, code, message):
+    program = PROGRAM.format(num_signals=num_signals, agreement_seconds=agreement_seconds)
     ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert ended.returncode == 1
-    message = "error: rank 0 was asked to stop in step 1, and not all 2 ranks have answered within 0.1 s"
+    assert ended.returncode == code
     assert message in ended.stderr
