@@ -5,6 +5,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from parallel.mesh import Axis
+from parallel.world import shared_store
 
 
 class NotMet(RuntimeError):
@@ -18,7 +19,7 @@ class Meetings:
         self._axis = axis
         self._num_meetings = 0
         if axis.has_peers:
-            self._store = dist.distributed_c10d._get_default_store()
+            self._store = shared_store()
             assert axis.group is not None
             first_rank = dist.get_global_rank(axis.group, 0)
             series = self._store.add(f"meetings/of/{axis.name}/{dist.get_rank()}", 1)

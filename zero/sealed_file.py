@@ -38,16 +38,17 @@ def read_json(path: Path) -> dict[str, Any]:
 def verify(path: Path) -> None:
     """Read the whole file. Raises ConfigError where it is missing, or not as it was written."""
     checksum, expected = 0, None
+    buffer = bytearray(CHUNK_BYTES)
     try:
-        with path.open("rb") as file:
-            while chunk := file.read(CHUNK_BYTES):
+        with path.open("rb", buffering=0) as file:
+            while num_bytes := file.readinto(buffer):
                 if expected is None:  # the checksum is near the beginning
-                    found = CHECKSUM.search(chunk[:CHUNK_BYTES])
+                    found = CHECKSUM.search(buffer, 0, num_bytes)
                     if found is None:
                         raise ConfigError(f"{path} is damaged: it has no checksum")
-                    expected = found[1]
-                    chunk = chunk[: found.start(1)] + NO_CHECKSUM.encode() + chunk[found.end(1) :]
-                checksum = zlib.crc32(chunk, checksum)
+                    expected, place = bytes(found[1]), found.start(1)
+                    buffer[place : place + len(NO_CHECKSUM)] = NO_CHECKSUM.encode()
+                checksum = zlib.crc32(memoryview(buffer)[:num_bytes], checksum)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
     if expected is None or digits(checksum) != expected:

@@ -6,7 +6,7 @@ under bf16 ours keeps fp32 master weights and moments, torch's update the bf16 w
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -33,6 +33,7 @@ class Contender:
     model: nn.Module
     accumulate: Callable[[], AbstractContextManager]
     update: Callable[[], object]  # clip, step, and drop the gradients
+    backward: Callable[[Tensor], object] = Tensor.backward
     memory_bytes: int = 0
     losses: list[Tensor] = field(default_factory=list)  # this rank's mean loss of every step
 
@@ -46,7 +47,7 @@ class Contender:
 
     def _backward(self, tokens: Tensor, num_micro_batches: int) -> Tensor:
         loss = self.model(tokens[:, :-1], tokens[:, 1:])
-        (loss / num_micro_batches).backward()
+        self.backward(loss / num_micro_batches)
         return loss.detach()
 
 
@@ -87,10 +88,28 @@ def fsdp2(name: str, model: nn.Module, terms: Terms) -> Contender:
     return Contender(name, model, partial(without_gradient_sync, model), torch_update(model, optimizer, terms))
 
 
+def deepspeed_stage_3(name: str, model: nn.Module, terms: Terms) -> Contender:
+    """With its own defaults, and AdamW from torch, which it takes on CPUs too."""
+    import deepspeed  # optional: docs/results/step_time.md says how to install it
+
+    optimizer = AdamW(model.parameters(), LR, fused=True)
+    settings = {
+        "train_micro_batch_size_per_gpu": 1,  # it only counts
+        "gradient_clipping": terms.clip_norm if math.isfinite(terms.clip_norm) else 0.0,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "bf16": {"enabled": next(model.parameters()).dtype is torch.bfloat16},
+        "zero_optimization": {"stage": 3},
+    }
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
+    return Contender(name, engine, nullcontext, engine.step, backward=engine.backward)
+
+
 CONTENDERS: dict[str, Callable[[str, nn.Module, Terms], Contender]] = {
     "ddp-default": partial(ddp, bucket_view=False, fused=None),
     "ddp-fused": partial(ddp, bucket_view=True, fused=True),
     "ddp-zero-redundancy": ddp_zero_redundancy,
+    "deepspeed-3": deepspeed_stage_3,
     "fsdp2": fsdp2,
     "zero-0": partial(zero, stage=0),
     "zero-1": partial(zero, stage=1),
