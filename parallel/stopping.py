@@ -19,7 +19,7 @@ from contextlib import contextmanager
 import torch.distributed as dist
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # SIGUSR1: Slurm's warning before the time is over
-POLL_SECONDS = 0.2
+POLL_SECONDS = 0.5
 AGREEMENT_SECONDS = 10.0  # torchrun sends SIGTERM to the peers of a dead rank, and SIGKILL only after 30
 
 
