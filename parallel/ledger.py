@@ -130,6 +130,8 @@ class Ledger(TorchDispatchMode):
         super().__exit__(*exception)
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.ops.prim.device.default:  # of a fake tensor: autograd asks several times a node
+            return args[0].fake_device
         output = function(*args, **(kwargs or {}))
         if isinstance(output, Tensor):
             self._meet(output)
@@ -142,6 +144,10 @@ class Ledger(TorchDispatchMode):
                         if isinstance(tensor, Tensor):
                             self._meet(tensor)
         return output
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # no compiler is near, and its guard would double the time of an operation
 
     def _meet(self, tensor: Tensor) -> _Holding:
         storage = tensor.untyped_storage()

@@ -5,6 +5,7 @@ activation is split, a rank draws from a stream that is a function of the shared
 no second state to keep: whoever restores the default generators, as a recomputation or a resume does, replays both.
 """
 
+import ctypes
 import hashlib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -45,7 +46,9 @@ def _own_cuda_stream(rank: int) -> Iterator[None]:
 def _own_cpu_stream(rank: int) -> Iterator[None]:
     """The CPU's generator has no offset: seed another from its state, then let it move on by one number."""
     state = torch.get_rng_state()
-    torch.default_generator.manual_seed(_derived_seed(hashlib.sha256(state.numpy().tobytes()).hexdigest(), rank))
+    # Past the dispatcher, for in a dry run this is the only tensor with values.
+    state_bytes = ctypes.string_at(state.data_ptr(), state.nbytes)
+    torch.default_generator.manual_seed(_derived_seed(hashlib.sha256(state_bytes).hexdigest(), rank))
     try:
         yield
     finally:

@@ -5,8 +5,10 @@
 | s0  |  s1  |  s2 | s0  |  s1  |  s2 | s0 ..|  equal shards: rank r owns shard r of every window
 """
 
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -97,9 +99,11 @@ class Layout:
 
     def pieces(self, elements: range) -> Iterator[tuple[Span, range]]:
         """The parameters that lie in `elements`, each with its part of them."""
-        for span in self.spans:
-            part = overlap(span.elements, elements)
-            if part:
+        first = bisect_right(self.spans, elements.start, key=lambda span: span.elements.stop)
+        for span in islice(self.spans, first, None):
+            if span.elements.start >= elements.stop:
+                break
+            if part := overlap(span.elements, elements):
                 yield span, part
 
     def shards(self, elements: range) -> Iterator[tuple[int, range]]:

@@ -1,0 +1,154 @@
+"""Tensors with shapes and types but no values, fast enough for a model of hundreds of layers.
+
+torch's `FakeTensorMode` spends up to several milliseconds on an operation, again and again where parameters lie at
+different places of one buffer. Three kinds of operations, nearly all of a training step, take a short way here:
+
+    writes to an argument       return that argument, whose shape cannot change
+    views                       the meta kernel says all there is to say
+    everything that allocates   has, for arguments of the same shapes, results of the same shapes
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+
+aten = torch.ops.aten
+DEVICE_OF = torch.ops.prim.device.default
+VIEWS_IN_SPITE_OF_THEIR_SCHEMA = {aten._unsafe_view.default, aten._reshape_alias.default}
+RESHAPE_THEIR_ARGUMENT = {"aten::resize_", "aten::resize_as_", "aten::set_"}
+NEVER_REPEATED = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output, torch.Tag.inplace_view}
+
+Shape = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]  # size, stride
+Written = Callable[[Sequence[Any], Mapping[str, Any]], Tensor | None]
+
+
+class QuickFakeTensorMode(FakeTensorMode):
+    """In here tensors are fake, on whatever device they are asked for; reading a value raises."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._results: dict[Any, tuple[bool, list[Shape]]] = {}
+
+    def dispatch(
+        self, func: OpOverload, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is DEVICE_OF:
+            return args[0].fake_device
+        if func.namespace == "c10d":  # a fake process group looks at nothing
+            with in_kernel_invocation_manager(self):
+                return func(*args, **kwargs)
+        if not all(tensor.constant is None for tensor in _fakes_in(args)):  # a value that torch goes on to compute with
+            return super().dispatch(func, types, args, kwargs)
+        if _is_view(func) and isinstance(args[0], FakeTensor):
+            with in_kernel_invocation_manager(self):
+                output = func(*args, **kwargs)
+            device = args[0].fake_device
+            return self._fake(output, device) if isinstance(output, Tensor) else [self._fake(t, device) for t in output]
+        if written := _written_by(func):
+            tensor = written(args, kwargs)
+            if tensor is None or tensor.numel():  # an empty `out` grows
+                return tensor
+        if _allocates(func):
+            return self._allocate(func, types, args, kwargs)
+        return super().dispatch(func, types, args, kwargs)
+
+    def _allocate(self, func: OpOverload, types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        key = (func, _key(args), _key(tuple(kwargs.items())))
+        found = self._results.get(key)
+        if found is None:
+            output = super().dispatch(func, types, args, kwargs)
+            tensors = [output] if isinstance(output, Tensor) else output
+            if isinstance(tensors, (tuple, list)) and _are_new(tensors, (args, tuple(kwargs.values()))):
+                self._results[key] = isinstance(output, Tensor), [_shape_of(tensor) for tensor in tensors]
+            return output
+        is_single, shapes = found
+        outputs = []
+        for size, stride, dtype, device in shapes:
+            with in_kernel_invocation_manager(self):
+                meta = torch.empty_strided(size, stride, dtype=dtype, device="meta")
+            outputs.append(self._fake(meta, device))
+        return outputs[0] if is_single else tuple(outputs)
+
+    def _fake(self, meta: Tensor, device: torch.device) -> FakeTensor:
+        return FakeTensor(self, meta, device)
+
+
+@cache
+def _written_by(func: OpOverload) -> Written | None:
+    """For an operation that only writes to its arguments: which of them it returns. None for every other."""
+    schema = func._schema
+    if func.namespace != "aten" or NEVER_REPEATED & set(func.tags) or schema.name in RESHAPE_THEIR_ARGUMENT:
+        return None
+    written = [n for n, arg in enumerate(schema.arguments) if arg.alias_info is not None and arg.alias_info.is_write]
+    if written and not schema.returns:
+        return lambda args, kwargs: None
+    if len(written) != 1 or len(schema.returns) != 1:
+        return None
+    argument = schema.arguments[written[0]]
+    if argument.kwarg_only:
+        return lambda args, kwargs: kwargs[argument.name]
+    return lambda args, kwargs: args[written[0]]
+
+
+@cache
+def _is_view(func: OpOverload) -> bool:
+    aliases = [result.alias_info for result in func._schema.returns]
+    is_view = bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)
+    is_composite = func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
+    return func in VIEWS_IN_SPITE_OF_THEIR_SCHEMA or (func.namespace == "aten" and is_view and not is_composite)
+
+
+@cache
+def _allocates(func: OpOverload) -> bool:
+    """Whether its results are new tensors, if the schema can be believed; composites may return an argument."""
+    aliases = [item.alias_info for item in (*func._schema.arguments, *func._schema.returns)]
+    is_composite = func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
+    is_plain = func.namespace == "aten" and not is_composite and not NEVER_REPEATED & set(func.tags)
+    return is_plain and not any(aliases) and bool(func._schema.returns)
+
+
+def _are_new(tensors: Sequence[Any], arguments: Any) -> bool:
+    """Whether each result has a storage of its own, as large as its shape needs: what `empty_strided` gives."""
+    if not all(isinstance(tensor, FakeTensor) and tensor.constant is None for tensor in tensors):
+        return False
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    known = {tensor.untyped_storage()._cdata for tensor in _fakes_in(arguments)}
+    are_apart = len(known | {storage._cdata for storage in storages}) == len(known) + len(storages)
+    return are_apart and all(
+        storage.nbytes() == _extent(tensor) * tensor.element_size() and tensor.storage_offset() == 0
+        for tensor, storage in zip(tensors, storages, strict=True)
+    )
+
+
+def _extent(tensor: Tensor) -> int:
+    """Elements from the first to the last."""
+    if not tensor.numel():
+        return 0
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _shape_of(tensor: FakeTensor) -> Shape:
+    return tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.fake_device
+
+
+def _key(value: Any) -> Any:
+    """Equal for arguments that give results of equal shapes."""
+    if isinstance(value, FakeTensor):
+        return _shape_of(value)
+    if isinstance(value, (tuple, list)):
+        return tuple(_key(item) for item in value)
+    return type(value), value  # 1 and 1.0 and True are equal, and promote to different types
+
+
+def _fakes_in(tree: Any) -> Iterator[FakeTensor]:
+    if isinstance(tree, FakeTensor):
+        yield tree
+    elif isinstance(tree, (tuple, list)):
+        for branch in tree:
+            yield from _fakes_in(branch)
