@@ -11,6 +11,7 @@ from gpt.build import build, build_mesh
 from gpt.console import RunConsole, describe_run, memory_table
 from gpt.corpus import Corpus
 from gpt.out_of_memory import out_of_memory_recorded
+from gpt.report import run_and_report
 from gpt.sampling import sample_texts
 from gpt.settings import Settings, parse_settings
 from gpt.trainer import Trainer
@@ -38,6 +39,9 @@ def pretrain(settings: Settings, world: World) -> None:
 def main() -> None:
     try:
         settings = parse_settings(sys.argv[1:])
+        if settings.dry_run.world_size is not None:
+            run_and_report(settings, RunConsole(is_quiet=False))
+            return
         world = start_world()
         logging.basicConfig(level=logging.INFO if world.is_first else logging.ERROR, format="%(message)s")
         pretrain(settings, world)

@@ -62,7 +62,12 @@ class Parts:
 def build_mesh(settings: Settings, world: World) -> Mesh:
     """Raises ConfigError if the settings and the ranks don't go together, before anything is read or allocated."""
     check_node(settings.parallel, world)
-    mesh = Mesh.create(settings.parallel.tensor_size, world.device.type, shard_size=settings.parallel.shard_size)
+    mesh = Mesh.create(
+        settings.parallel.tensor_size,
+        world.device.type,
+        shard_size=settings.parallel.shard_size,
+        imitated_backend=world.imitated_backend,
+    )
     check_divides(settings.model, mesh.tensor)
     check_replicas(settings.activations, token_layout(settings, mesh).replicas)
     check_batch_sizes(settings.train.batch, mesh.data.size)

@@ -179,6 +179,32 @@ class RunSettings:
 
 
 @dataclass(frozen=True)
+class DryRunSettings:
+    """Two steps of one rank of a world that does not exist, to see what a run needs and how fast it will be."""
+
+    world_size: int | None = None
+    """Ranks of the imitated run; null: no dry run."""
+    rank: int = 0
+    """The one that runs."""
+    cluster: str | None = None
+    """File of the machine, such as configs/clusters/dgx-2.yaml; null: one large node, no projection of time."""
+    backend: Literal["nccl", "gloo"] = "nccl"
+    """Whose buffers are imitated: gloo needs some to receive in."""
+    trace: str | None = None
+    """File for the projected timeline, to open in Perfetto or chrome://tracing; needs a cluster."""
+
+    def __post_init__(self) -> None:
+        if self.world_size is not None and self.world_size < 1:
+            raise ConfigError(f"dry_run.world_size={self.world_size} is below 1; choose 1 or more, or null")
+        if self.backend not in ("nccl", "gloo"):
+            raise ConfigError(f"dry_run.backend={self.backend} is unknown; choose nccl or gloo")
+        if self.trace and not self.cluster:
+            raise ConfigError(
+                f"dry_run.trace={self.trace} needs times; set dry_run.cluster=configs/clusters/dgx-2.yaml"
+            )
+
+
+@dataclass(frozen=True)
 class WandbSettings:
     """Weights & Biases."""
 
@@ -206,6 +232,7 @@ class Settings:
     guard: GuardSettings = field(default_factory=GuardSettings)
     run: RunSettings = field(default_factory=RunSettings)
     wandb: WandbSettings = field(default_factory=WandbSettings)
+    dry_run: DryRunSettings = field(default_factory=DryRunSettings)
 
     def to_yaml(self) -> str:
         """A file that `--config` reads back as the same settings."""

@@ -1,16 +1,20 @@
 """What was communicated: totals always, and every single collective where somebody asks for the events."""
 
+import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 
-@dataclass(frozen=True)
+@dataclass
 class CommEvent:
-    """One collective on one rank. `message_bytes` is the whole message: the unsharded side of a gather or scatter."""
+    """One collective on one rank. `message_bytes` is the whole message: the unsharded side of a gather or scatter.
+
+    Its times are the log's clock when it was launched, when somebody began to wait for it, and when that one went on.
+    """
 
     op: str
     axis: str
@@ -18,6 +22,9 @@ class CommEvent:
     message_bytes: int
     dtype: torch.dtype
     phase: str
+    launched: float = field(default=0, compare=False)
+    awaited: float = field(default=0, compare=False)
+    arrived: float = field(default=0, compare=False)
 
     @property
     def wire_bytes(self) -> int:
@@ -33,10 +40,13 @@ class CommEvent:
 
 
 class CommLog:
-    """Bytes by (axis, op, phase); also the list of events with `keeps_events`, which grows without bound."""
+    """Bytes by (axis, op, phase); also the list of events with `keeps_events`, which grows without bound.
 
-    def __init__(self, keeps_events: bool = False):
-        self.keeps_events = keeps_events
+    `clock` gives the events' times: seconds, or any number that grows.
+    """
+
+    def __init__(self, keeps_events: bool = False, clock: Callable[[], float] = time.perf_counter):
+        self.keeps_events, self.clock = keeps_events, clock
         self.phase = "setup"
         self.num_recorded, self.last = 0, None  # type: int, CommEvent | None
         self.clear()
@@ -54,12 +64,20 @@ class CommLog:
         finally:
             self.phase = outer
 
-    def record(self, op: str, axis: str, group_size: int, message: torch.Tensor) -> None:
-        event = CommEvent(op, axis, group_size, message.numel() * message.element_size(), message.dtype, self.phase)
+    def record(self, op: str, axis: str, group_size: int, message: torch.Tensor) -> CommEvent:
+        num_bytes = message.numel() * message.element_size()
+        event = CommEvent(op, axis, group_size, num_bytes, message.dtype, self.phase, self.clock())
         self.num_recorded, self.last = self.num_recorded + 1, event
         self.wire_bytes_by[axis, op, self.phase] += event.wire_bytes
         if self.keeps_events:
             self.events.append(event)
+        return event
+
+    def waits_for(self, event: CommEvent) -> None:
+        event.awaited = self.clock()
+
+    def has(self, event: CommEvent) -> None:
+        event.arrived = self.clock()
 
     def wire_bytes(self, axis: str) -> int:
         """Bytes that this rank has sent along `axis` since the log was cleared."""

@@ -9,13 +9,19 @@ different places of one buffer. Three kinds of operations, nearly all of a train
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+from torch._subclasses.fake_tensor import (
+    FakeTensor,
+    FakeTensorMode,
+    in_kernel_invocation_manager,
+    unset_fake_temporarily,
+)
 
 aten = torch.ops.aten
 DEVICE_OF = torch.ops.prim.device.default
@@ -77,6 +83,13 @@ class QuickFakeTensorMode(FakeTensorMode):
 
     def _fake(self, meta: Tensor, device: torch.device) -> FakeTensor:
         return FakeTensor(self, meta, device)
+
+
+@contextmanager
+def real_tensors() -> Iterator[None]:
+    """For what must look at values: in a dry run too, tensors made in here have some."""
+    with unset_fake_temporarily():
+        yield
 
 
 @cache

@@ -11,6 +11,7 @@ import math
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from parallel.errors import ConfigError
 from parallel.mesh import Axis
@@ -34,6 +35,8 @@ def fill_normal(param: Tensor, std: float, name: str, dim: int | None, axis: Axi
             f"parallel.tensor_size={axis.size} does not divide the {num_cells} cells in which initial values are "
             f"drawn; choose a tensor size that divides {num_cells}"
         )
+    if isinstance(param, FakeTensor):
+        return  # a dry run: drawing thousands of cells a parameter would only take time
     own_cells = num_cells // axis.size
     for number, part in enumerate(param.chunk(own_cells, dim)):
         part.copy_(_draw(part.shape, std, f"{name}/{axis.rank * own_cells + number}"))

@@ -112,6 +112,9 @@ class Ledger(TorchDispatchMode):
         for holding in self._holdings.values():
             holding.is_new = False
 
+    def is_on_host(self, tensor: Tensor) -> bool:
+        return self._meet(tensor).memory is self.host
+
     def __enter__(self) -> Self:
         # Resizing a storage is no operation: no dispatcher sees it.
         self._resize = resize = torch.UntypedStorage.resize_

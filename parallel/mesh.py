@@ -7,13 +7,14 @@ An axis of size 1 communicates nothing and still writes `out`, so no caller ever
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from parallel.comm_log import CommLog
+from parallel.comm_log import CommEvent, CommLog
 from parallel.errors import ConfigError
 from parallel.ledger import Kind, tagged
 
@@ -69,6 +70,7 @@ class Axis:
     log: CommLog
     group: dist.ProcessGroup | None = None
     parts: "tuple[Axis, Axis] | None" = None  # (inner, outer): consecutive ranks, and those at the same place in them
+    imitated_backend: str | None = None  # what a fake process group stands for
     received: ReceiveBuffers = field(default_factory=ReceiveBuffers, repr=False, compare=False)
 
     @classmethod
@@ -94,37 +96,48 @@ class Axis:
         """(n, ...) -> (size * n, ...), contiguous. In place where `shard` is this rank's part of `out`."""
         if self.size == 1:
             return _copy(shard, out)
-        self.log.record("all_gather", self.name, self.size, out)
-        if dist.get_backend(self.group) == "gloo":
-            return self._send_to_all(shard, out)
+        event = self.log.record("all_gather", self.name, self.size, out)
+        if self._is_gloo:
+            return self._timed(event, self._send_to_all(shard, out))
         gather = _first_named("all_gather_single", "all_gather_into_tensor")
-        return Handle(gather(out.view(-1), shard.view(-1), group=self.group, async_op=True).wait)
+        work = gather(out.view(-1), shard.view(-1), group=self.group, async_op=True)
+        return self._timed(event, Handle(work.wait))
 
     def reduce_scatter(self, full: Tensor, *, out: Tensor) -> Handle:
         """(size * n, ...) -> (n, ...), summed, contiguous. In place where `out` is this rank's part of `full`."""
         if self.size == 1:
             return _copy(full, out)
-        self.log.record("reduce_scatter", self.name, self.size, full)
-        if dist.get_backend(self.group) == "gloo":
-            return self._exchange_and_sum(full, out)
+        event = self.log.record("reduce_scatter", self.name, self.size, full)
+        if self._is_gloo:
+            return self._timed(event, self._exchange_and_sum(full, out))
         scatter = _first_named("reduce_scatter_single", "reduce_scatter_tensor")
-        return Handle(scatter(out.view(-1), full.view(-1), group=self.group, async_op=True).wait)
+        work = scatter(out.view(-1), full.view(-1), group=self.group, async_op=True)
+        return self._timed(event, Handle(work.wait))
 
     def all_reduce(self, tensor: Tensor, *, out: Tensor) -> Handle:
         """Summed over the axis, in place where `out` is `tensor`."""
         out.copy_(tensor)  # returns early where both are the same memory
         if self.size == 1:
             return Handle()
-        self.log.record("all_reduce", self.name, self.size, out)
-        return Handle(dist.all_reduce(out, group=self.group, async_op=True).wait)
+        event = self.log.record("all_reduce", self.name, self.size, out)
+        return self._timed(event, Handle(dist.all_reduce(out, group=self.group, async_op=True).wait))
 
     def broadcast(self, tensor: Tensor) -> Handle:
         """Every rank of the axis receives the contiguous tensor of its first rank."""
         if self.size == 1:
             return Handle()
-        self.log.record("broadcast", self.name, self.size, tensor)
+        event = self.log.record("broadcast", self.name, self.size, tensor)
         as_bytes = tensor.view(-1).view(torch.uint8)  # gloo lacks some types
-        return Handle(dist.broadcast(as_bytes, group=self.group, group_src=0, async_op=True).wait)
+        work = dist.broadcast(as_bytes, group=self.group, group_src=0, async_op=True)
+        return self._timed(event, Handle(work.wait))
+
+    @property
+    def _is_gloo(self) -> bool:
+        backend = dist.get_backend(self.group)
+        return (self.imitated_backend if backend == "fake" else backend) == "gloo"
+
+    def _timed(self, event: CommEvent, collective: Handle) -> Handle:
+        return Handle(partial(self.log.waits_for, event), collective.wait, partial(self.log.has, event))
 
     def _send_to_all(self, shard: Tensor, out: Tensor) -> Handle:
         """gloo's own all-gather receives in a fresh buffer and copies; straight into place it is four times faster."""
@@ -163,11 +176,17 @@ class Mesh:
 
     @classmethod
     def create(
-        cls, tensor_size: int, device_type: str = "cpu", log: CommLog | None = None, shard_size: int | None = None
+        cls,
+        tensor_size: int,
+        device_type: str = "cpu",
+        log: CommLog | None = None,
+        shard_size: int | None = None,
+        imitated_backend: str | None = None,
     ) -> "Mesh":
         """Lay the axes over torch's default process group, or over this process alone where there is none.
 
-        With `shard_size` the data axis has parts, "shard" of that size and "replica" across. Raises ConfigError.
+        With `shard_size` the data axis has parts, "shard" of that size and "replica" across. `imitated_backend` is what
+        a fake process group stands for. Raises ConfigError.
         """
         log = log or CommLog()
         world_size = dist.get_world_size() if dist.is_initialized() else 1
@@ -191,7 +210,8 @@ class Mesh:
         groups = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
         def axis(name: str, group: dist.ProcessGroup, parts: tuple[Axis, Axis] | None = None) -> Axis:
-            return Axis(name, dist.get_world_size(group), dist.get_rank(group), log, group, parts)
+            size, rank = dist.get_world_size(group), dist.get_rank(group)
+            return Axis(name, size, rank, log, group, parts, imitated_backend)
 
         def part(name: str) -> Axis:
             return axis(name, groups.get_group(name)) if name in sizes else Axis.trivial(name, log)

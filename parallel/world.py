@@ -6,6 +6,8 @@ The only file that reads the launcher's environment variables. Works alike under
 import os
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import NoReturn
@@ -13,6 +15,7 @@ from uuid import uuid4
 
 import torch
 import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from parallel.errors import ConfigError
 
@@ -29,6 +32,7 @@ class World:
     local_rank: int
     local_size: int
     device: torch.device
+    imitated_backend: str | None = None  # of a world whose other ranks do not exist
 
     @property
     def is_first(self) -> bool:
@@ -102,6 +106,22 @@ def _pause_until(deadline: float, complaint: str) -> None:
     if time.monotonic() > deadline:
         raise TimeoutError(f"{complaint} to this start of the job in time")
     time.sleep(0.01)
+
+
+@contextmanager
+def imitated_world(rank: int, size: int, local_size: int, backend: str) -> Iterator[World]:
+    """One rank of `size` on nodes of `local_size`: nobody else is there, and nothing is sent. Its device is the CPU.
+
+    Raises ConfigError where there is no such rank.
+    """
+    if not 0 <= rank < size:
+        raise ConfigError(f"dry_run.rank={rank} is not one of the {size} ranks; choose 0 to {size - 1}")
+    if size > 1:
+        dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
+    try:
+        yield World(rank, size, rank % local_size, local_size, torch.device("cpu"), backend)
+    finally:
+        stop_world()
 
 
 def stop_world() -> None:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from parallel.fake_tensors import real_tensors
 from parallel.mesh import Axis
 from zero.flat import absent
 from zero.layout import overlap
@@ -146,6 +147,7 @@ class BornParameters(dict[str, Any]):
         return dict, (dict(self.items()),)
 
 
+@real_tensors()
 def _share_random_states(data: Axis) -> dict[torch.Generator, Tensor]:
     """Every rank takes over the first one's random states; returns this rank's own, where they were others."""
     generators = [torch.default_generator]

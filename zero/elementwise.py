@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from parallel.errors import ConfigError
+from parallel.fake_tensors import real_tensors
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,6 +65,7 @@ def _replace(group: dict[str, Any], settings: dict[str, Any], params: list[nn.Pa
     group.update(settings, params=params)
 
 
+@real_tensors()
 def probe_elementwise(optimizer: type[Optimizer], settings: dict[str, Any], device: torch.device) -> float:
     """Try the optimizer whole and in flat pieces on a small parameter; returns its state in bytes an element (fp32).
 

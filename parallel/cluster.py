@@ -1,0 +1,64 @@
+"""The machine that a projection speaks of: its devices, its links, and how much of their peaks is reached."""
+
+from dataclasses import MISSING, dataclass, fields
+from pathlib import Path
+from typing import Any, Self
+
+import yaml
+
+from parallel.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class ClusterSpec:
+    """From a YAML file of these fields. Rates are in 1e9 bytes a second and each way, of one GPU unless said otherwise.
+
+    The `*_fraction`s say how much of a peak a real program reaches; they are what may be calibrated.
+    """
+
+    name: str
+    gpus_per_node: int
+    gpu_memory_gib: float
+    host_memory_gb: float  # of a node
+    peak_half_tflops: float  # with tensor cores
+    num_multiprocessors: int
+    memory_gb_per_second: float
+    intra_node_gb_per_second: float
+    node_gb_per_second: float  # of a whole node, to other nodes
+    network_card_gb_per_second: float  # of one network card
+    host_gb_per_second: float  # to host memory
+    gemm_fraction: float = 1.0
+    memory_fraction: float = 1.0
+    node_fraction: float = 1.0
+    kernel_seconds: float = 5e-6  # the least that a kernel takes
+    hop_seconds: float = 1e-5  # latency of one step of a ring
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name == "name":
+                continue
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
+                raise ConfigError(
+                    f"cluster {self.name}: {field.name}={value} is not a number above 0; correct the file"
+                )
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Raises ConfigError for no such file, or one in which a figure is missing, unknown or not positive."""
+        try:
+            figures: Any = yaml.safe_load(Path(path).read_text())
+        except (OSError, yaml.YAMLError) as error:
+            raise ConfigError(f"cluster file {path} cannot be read: {' '.join(str(error).split())}") from error
+        known = {field.name for field in fields(cls)}
+        required = {field.name for field in fields(cls) if field.default is MISSING}
+        if not isinstance(figures, dict) or (missing := sorted(required - set(figures))):
+            absent = ", ".join(missing) if isinstance(figures, dict) else "every figure"
+            raise ConfigError(f"cluster file {path} lacks {absent}; see configs/clusters/dgx-2.yaml for all of them")
+        if unknown := sorted(set(figures) - known):
+            raise ConfigError(f"cluster file {path} has {', '.join(unknown)}, which means nothing; remove it")
+        return cls(**figures)
+
+    @property
+    def gpu_memory_bytes(self) -> int:
+        return int(self.gpu_memory_gib * 2**30)

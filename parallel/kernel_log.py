@@ -1,0 +1,113 @@
+"""What a rank computes, kernel by kernel: how many operations each takes, and how many bytes it moves."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+
+aten = torch.ops.aten
+
+# Where in the arguments the two factors of a product stand.
+PRODUCTS = {aten.mm.default: 0, aten.bmm.default: 0, aten.addmm.default: 1, aten.baddbmm.default: 1}
+OVERWRITES = {"copy_", "fill_", "zero_", "normal_", "bernoulli_"}  # without reading what was there
+# CPUs take three kernels for a dropout and GPUs one: of these, the one that multiplies stands for all.
+FUSED_ON_A_GPU = {"bernoulli_", "div_"}
+NO_KERNELS = {"empty", "empty_strided", "empty_like", "detach", "new_empty", "new_empty_strided", "_unsafe_view"}
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """`product` is (batch, m, n, k) of a matrix product, else None. `is_transfer`: between device and host memory."""
+
+    name: str
+    phase: str
+    num_bytes: int
+    dtype: torch.dtype
+    product: tuple[int, int, int, int] | None = None
+    is_transfer: bool = False
+    to_host: bool = False
+
+    @property
+    def flops(self) -> int:
+        """A multiply-add counts as two; only those of matrix products."""
+        return 2 * prod(self.product) if self.product else 0
+
+
+class KernelLog(TorchDispatchMode):
+    """While active, `kernels` grows by one for each that a GPU would run.
+
+    `phase` names the present part of the step, `is_on_host` says which tensors lie in host memory.
+    """
+
+    def __init__(self, phase: Callable[[], str], is_on_host: Callable[[Tensor], bool]):
+        super().__init__()
+        self.kernels: list[Kernel] = []
+        self._phase, self._is_on_host = phase, is_on_host
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __torch_dispatch__(self, function: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function is torch.ops.prim.device.default:  # as in the ledger
+            return args[0].fake_device
+        output = function(*args, **kwargs)
+        if not _runs_a_kernel(function):
+            return output
+        tensors = list(_tensors_in((args, tuple(kwargs.values()))))
+        results = list(_tensors_in((output,)))
+        if tensors or results:
+            self.kernels.append(self._kernel(function, args, tensors, results))
+        return output
+
+    def _kernel(self, function: OpOverload, args: Any, tensors: list[Tensor], results: list[Tensor]) -> Kernel:
+        name = function._schema.name.removeprefix("aten::")
+        moved = tensors if name in OVERWRITES else tensors + (results or tensors)  # in place: read and written
+        num_bytes = sum(_touched_bytes(tensor) for tensor in moved)
+        dtype = (results or tensors)[0].dtype
+        on_host = [self._is_on_host(tensor) for tensor in args[:2]] if name == "copy_" else [False, False]
+        return Kernel(
+            name,
+            self._phase(),
+            num_bytes,
+            dtype,
+            _product(function, args),
+            is_transfer=on_host[0] != on_host[1],
+            to_host=on_host[0],
+        )
+
+
+@cache
+def _runs_a_kernel(function: OpOverload) -> bool:
+    schema = function._schema
+    name = schema.name.removeprefix("aten::")
+    aliases = [result.alias_info for result in schema.returns]
+    is_view = bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)
+    return function.namespace == "aten" and not is_view and name not in NO_KERNELS | FUSED_ON_A_GPU
+
+
+def _product(function: OpOverload, args: Any) -> tuple[int, int, int, int] | None:
+    if (first := PRODUCTS.get(function)) is None:
+        return None
+    *batch, m, k = args[first].shape
+    return prod(batch), m, args[first + 1].shape[-1], k
+
+
+def _touched_bytes(tensor: Tensor) -> int:
+    """An expanded tensor is no larger than its memory."""
+    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
+
+
+def _tensors_in(tree: Any) -> Iterator[Tensor]:
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, (tuple, list)):
+        for branch in tree:
+            yield from _tensors_in(branch)
