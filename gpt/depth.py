@@ -1,0 +1,73 @@
+"""Two shallow dry runs instead of a deep one: memory and time of a step are linear in the number of equal layers.
+
+    depth 4  ----x
+    depth 8  --------x          a line through both, read at depth 212: --------------- ... -----x
+
+What is rounded (the last window) or takes a while to fill (reductions in flight) makes a difference of one window.
+"""
+
+import math
+from dataclasses import dataclass, replace
+
+from gpt.dry_run import Recording, dry_run
+from gpt.report import DEVICE, HOST, projected
+from gpt.settings import Settings
+from parallel.cluster import ClusterSpec
+
+DEPTHS = 4, 8
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Of one rank and one step."""
+
+    parameters: float  # of the whole model
+    device_peak_bytes: float
+    device_resident_bytes: float
+    host_peak_bytes: float
+    seconds: float
+    compute_seconds: float
+
+
+@dataclass(frozen=True)
+class Line:
+    """The step at any depth, from two."""
+
+    depths: tuple[int, int]
+    estimates: tuple[Estimate, Estimate]
+
+    def at(self, num_layers: float) -> Estimate:
+        shallow, deeper = (vars(estimate).values() for estimate in self.estimates)
+        steps = (num_layers - self.depths[0]) / (self.depths[1] - self.depths[0])
+        return Estimate(*(a + steps * (b - a) for a, b in zip(shallow, deeper, strict=True)))
+
+    def deepest(self, room_bytes: float) -> int:
+        """Layers whose peak on the device is within `room_bytes`; 0 where not even one layer's is."""
+        first, per_layer = self.at(0).device_peak_bytes, self.at(1).device_peak_bytes - self.at(0).device_peak_bytes
+        return max(0, math.floor((room_bytes - first) / per_layer))
+
+
+def draw_line(settings: Settings, cluster: ClusterSpec) -> Line:
+    """`settings.dry_run` names the world. Raises ConfigError as a dry run does."""
+    num_layers, group = settings.model.num_layers, settings.activations.layers_per_checkpoint
+    # The last checkpoint is as full as at depth.
+    first, second = (math.ceil(depth / group) * group + num_layers % group for depth in DEPTHS)
+    estimates = tuple(estimate_at(depth, settings, cluster) for depth in (first, second))
+    return Line((first, second), (estimates[0], estimates[1]))
+
+
+def estimate_at(depth: int, settings: Settings, cluster: ClusterSpec) -> Estimate:
+    shallow = replace(settings, model=replace(settings.model, num_layers=depth))
+    return estimate(dry_run(shallow), shallow, cluster)
+
+
+def estimate(recording: Recording, settings: Settings, cluster: ClusterSpec) -> Estimate:
+    timeline = projected(recording, cluster, settings)
+    return Estimate(
+        recording.parts.num_parameters_of_model,
+        sum(recording.peak[DEVICE].values()),
+        sum(recording.resident[DEVICE].values()),
+        sum(recording.peak[HOST].values()),
+        timeline.seconds,
+        timeline.busy_seconds().get("compute", 0.0),
+    )

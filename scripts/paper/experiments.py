@@ -1,0 +1,123 @@
+"""Every configuration of the paper's figures as settings: one YAML file each, made from the tables in docs/paper.
+
+python -m scripts.paper.experiments        writes configs/paper/figure2/*.yaml and so on
+"""
+
+import csv
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+PAPER, CONFIGS = ROOT / "docs/paper", ROOT / "configs/paper"
+FIGURES = {
+    "figure2": "fig2_throughput.csv",
+    "figure3": "fig3_scaling.csv",
+    "figure4": "fig4_no_mp.csv",
+    "figure6": "fig6_max_model.csv",
+    "figure7": "fig7_max_cached_gb.csv",
+    "figure8": "fig8_throughput.csv",
+}
+# Table 3 of the paper: ZeRO-DP, and ZeRO-R beside C_B and M_D.
+ZERO_CONFIGS = {
+    "C1": (1, "keep"),
+    "C2": (1, "partition"),
+    "C3": (2, "keep"),
+    "C4": (2, "partition"),
+    "C5": (2, "partition_host"),
+}
+GPUS_PER_NODE = 16
+LAYERS_PER_CHECKPOINT = 2  # what explains section 6.1's 33 GB
+WINDOW_NUMEL = 2**25  # C_B
+
+
+@dataclass(frozen=True)
+class Experiment:
+    figure: str
+    row: dict[str, str]
+
+    @property
+    def name(self) -> str:
+        system = "baseline" if self.is_baseline else self.row.get("zero_config") or "zero"
+        return f"{self.row['model']}-{system}-{self.row['gpus']}".lower()
+
+    @property
+    def is_baseline(self) -> bool:
+        return self.row.get("system", "").startswith("Baseline")
+
+    @property
+    def num_gpus(self) -> int:
+        return int(self.row["gpus"])
+
+    @property
+    def measured_tflops(self) -> float | None:
+        """As printed; None where it is not known or the run did not fit."""
+        value = self.row.get("tflops_per_gpu", "")
+        return float(value) if value and value != "OOM" else None
+
+    @property
+    def path(self) -> Path:
+        return CONFIGS / self.figure / f"{self.name}.yaml"
+
+    def settings(self) -> dict[str, Any]:
+        row, tensor_size = self.row, int(self.row["mp"])
+        stage, store = self._zero_config(tensor_size)
+        zero: dict[str, Any] = {"stage": stage, "window_numel": WINDOW_NUMEL}
+        if self.is_baseline:
+            zero |= {"window_numel": None, "overlap": False}  # Megatron-LM of 2019 fuses all gradients after backward
+        parallel: dict[str, Any] = {"tensor_size": tensor_size}
+        if tensor_size > GPUS_PER_NODE:
+            parallel["tensor_across_nodes"] = True
+        return {
+            "model": {
+                "num_layers": int(row["layers"]),
+                "hidden_size": int(row["hidden"]),
+                "num_heads": int(row["heads"]),
+                "seq_length": 1024,
+                "vocab_size": 50257,
+                "vocab_multiple": max(128, tensor_size),
+                "attention": "math",
+            },
+            "data": {"path": "runs/data/openwebtext"},
+            "parallel": parallel,
+            "zero": zero,
+            "activations": {"store": store, "layers_per_checkpoint": 1 if self.is_baseline else LAYERS_PER_CHECKPOINT},
+            "train": {
+                "micro_batch_size": int(row["batch_per_replica"]),
+                "global_batch_size": int(row["total_batch"]),
+                "precision": "fp16",
+            },
+            "run": {"dir": f"runs/paper/{self.figure}/{self.name}"},
+        }
+
+    def _zero_config(self, tensor_size: int) -> tuple[int, str]:
+        """Where the figure does not say: P_os+g and P_a, and the host's memory too for 170B, as in Figure 8."""
+        if self.is_baseline:
+            return 0, "keep"
+        if "zero_config" in self.row:
+            return ZERO_CONFIGS[self.row["zero_config"]]
+        if self.row["model"] == "170B":
+            return ZERO_CONFIGS["C5"]
+        return ZERO_CONFIGS["C4" if tensor_size > 1 else "C3"]
+
+
+def experiments(*figures: str) -> Iterator[Experiment]:
+    for figure in figures or FIGURES:
+        with (PAPER / FIGURES[figure]).open() as file:
+            for row in csv.DictReader(file):
+                yield Experiment(figure, row)
+
+
+def main() -> None:
+    for experiment in experiments():
+        experiment.path.parent.mkdir(parents=True, exist_ok=True)
+        title = ", ".join(f"{key} {value}" for key, value in experiment.row.items() if value)
+        settings = yaml.safe_dump(experiment.settings(), sort_keys=False)
+        experiment.path.write_text(f"# {experiment.figure}: {title}\n{settings}")
+
+
+if __name__ == "__main__":
+    main()
