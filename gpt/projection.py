@@ -118,11 +118,12 @@ def collective_seconds(event: CommEvent, cluster: ClusterSpec, grid: Grid) -> fl
     if is_inside_a_node:
         rate = cluster.intra_node_gb_per_second
     else:
-        # Every ring through a node shares its links, and has one network card at the most. Rings of one axis run at
-        # the same time on all ranks, those of two axes are taken as not meeting.
+        # The rings of one axis run at the same time on all ranks and share a node's links; those of two axes are taken
+        # as not meeting. A group has the network cards of its GPUs in a node: one ring over all of them has them all.
         num_rings = min(distance, cluster.gpus_per_node)
-        of_node = cluster.node_gb_per_second * cluster.node_fraction
-        rate = min(of_node / num_rings, cluster.network_card_gb_per_second)
+        share = cluster.node_gb_per_second * cluster.node_fraction / num_rings
+        cards = max(1.0, cluster.node_gb_per_second / cluster.network_card_gb_per_second / num_rings)
+        rate = min(share, cards * cluster.network_card_gb_per_second)
     return event.wire_bytes / (rate * 1e9) + num_hops * cluster.hop_seconds
 
 

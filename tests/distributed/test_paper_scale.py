@@ -1,0 +1,39 @@
+"""What the paper says of a thousand GPUs, by dry run."""
+
+from pathlib import Path
+
+import pytest
+
+from gpt.depth import draw_line
+from gpt.dry_run import dry_run
+from gpt.report import DEVICE
+from gpt.settings import Settings, parse_settings
+from parallel.cluster import ClusterSpec
+
+ROOT = Path(__file__).resolve().parents[2]
+CLUSTER = ROOT / "configs/clusters/dgx-2.yaml"
+
+
+def settings_of(name: str, world_size: int, *options: str) -> Settings:
+    config = ROOT / f"configs/paper/{name}.yaml"
+    world = [f"--dry_run.world_size={world_size}", f"--dry_run.cluster={CLUSTER}"]
+    return parse_settings(["--config", str(config), *world, *options])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["1t-tensor16", "1t-data1024"])
+def test_one_trillion_parameters_fit_a_thousand_gpus(name: str):
+    settings, cluster = settings_of(name, 1024), ClusterSpec.load(CLUSTER)
+    found = draw_line(settings, cluster).at(settings.model.num_layers)
+    assert found.parameters == pytest.approx(1e12, rel=0.01)
+    assert 16 * found.parameters / 1024 < found.device_peak_bytes < 32e9
+
+
+def test_a_line_through_two_depths_meets_a_third():
+    settings, cluster = settings_of("figure2/100b-zero-400", 400, "--model.num_layers=20"), ClusterSpec.load(CLUSTER)
+    line = draw_line(settings, cluster)
+    recording = dry_run(settings)
+    promised = line.at(20)
+    assert promised.parameters == recording.parts.num_parameters_of_model
+    assert promised.device_peak_bytes == pytest.approx(sum(recording.peak[DEVICE].values()), rel=0.01)
+    assert 12 <= line.deepest(promised.device_peak_bytes) <= 20
