@@ -119,11 +119,12 @@ def collective_seconds(event: CommEvent, cluster: ClusterSpec, grid: Grid) -> fl
         rate = cluster.intra_node_gb_per_second
     else:
         # The rings of one axis run at the same time on all ranks and share a node's links; those of two axes are taken
-        # as not meeting. A group has the network cards of its GPUs in a node: one ring over all of them has them all.
+        # as not meeting. A data-parallel ring has one network card, and a tensor group, which has all GPUs of a node,
+        # all of its cards: Figure 4 of the paper shows the one, the baseline in Figure 2 the other.
         num_rings = min(distance, cluster.gpus_per_node)
-        share = cluster.node_gb_per_second * cluster.node_fraction / num_rings
-        cards = max(1.0, cluster.node_gb_per_second / cluster.network_card_gb_per_second / num_rings)
-        rate = min(share, cards * cluster.network_card_gb_per_second)
+        rate = cluster.node_gb_per_second * cluster.node_fraction / num_rings
+        if event.axis != "tensor":
+            rate = min(rate, cluster.network_card_gb_per_second)
     return event.wire_bytes / (rate * 1e9) + num_hops * cluster.hop_seconds
 
 

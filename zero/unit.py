@@ -100,14 +100,16 @@ def named_units(module: nn.Module, patterns: Sequence[str]) -> list[str]:
     Raises ConfigError for a pattern that matches nothing, and for units that share a module.
     """
     modules = dict(module.named_modules(remove_duplicate=False))
-    names = [""]
+    matching: set[str] = set()
     for pattern in patterns:
         found = [
             name for name in modules if name and fnmatchcase(name, pattern) and name.count(".") == pattern.count(".")
         ]
         if not found:
             raise ConfigError(f"zero.units={pattern} matches none of the {len(modules)} modules; name others, or null")
-        names += [name for name in found if name not in names]
+        matching.update(found)
+    # In the order of the modules, not of the patterns: windows are reduced in the reverse of it, as backward goes.
+    names = ["", *(name for name in modules if name in matching)]
     owner: dict[nn.Module, str] = {}
     for name in names[1:]:
         for submodule in modules[name].modules():

@@ -65,8 +65,14 @@ class Experiment:
     def settings(self) -> dict[str, Any]:
         row, tensor_size = self.row, int(self.row["mp"])
         stage, store = self._zero_config(tensor_size)
-        # Without overlap, as measured times of 120B and more suggest; Megatron-LM of 2019 fuses all gradients in one.
-        zero = {"stage": stage, "window_numel": None if self.is_baseline else WINDOW_NUMEL, "overlap": False}
+        # Without overlap, as measured times of 120B and more suggest. Megatron-LM of 2019 reduces all gradients in one
+        # piece, after backward; torch's DDP (Figure 4) in buckets, during backward.
+        is_megatron = self.is_baseline and self.figure == "figure2"
+        zero = {
+            "stage": stage,
+            "window_numel": None if is_megatron else WINDOW_NUMEL,
+            "overlap": self.is_baseline and not is_megatron,
+        }
         parallel: dict[str, Any] = {"tensor_size": tensor_size}
         if tensor_size > GPUS_PER_NODE:
             parallel["tensor_across_nodes"] = True
