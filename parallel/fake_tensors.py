@@ -10,6 +10,7 @@ different places of one buffer. Three kinds of operations, nearly all of a train
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from enum import Enum
 from functools import cache
 from typing import Any
 
@@ -44,23 +45,25 @@ class QuickFakeTensorMode(FakeTensorMode):
         self, func: OpOverload, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is DEVICE_OF:
+        way, written = _way(func)
+        if way is Way.DEVICE:
             return args[0].fake_device
-        if func.namespace == "c10d":  # a fake process group looks at nothing
+        if way is Way.COLLECTIVE:  # a fake process group looks at nothing
             with in_kernel_invocation_manager(self):
                 return func(*args, **kwargs)
-        if not all(tensor.constant is None for tensor in _fakes_in(args)):  # a value that torch goes on to compute with
-            return super().dispatch(func, types, args, kwargs)
-        if _is_view(func) and isinstance(args[0], FakeTensor):
+        for fake in _fakes_in(args):
+            if fake.constant is not None:  # a value that torch goes on to compute with
+                return super().dispatch(func, types, args, kwargs)
+        if way is Way.VIEW and isinstance(args[0], FakeTensor):
             with in_kernel_invocation_manager(self):
                 output = func(*args, **kwargs)
             device = args[0].fake_device
             return self._fake(output, device) if isinstance(output, Tensor) else [self._fake(t, device) for t in output]
-        if written := _written_by(func):
+        if written is not None:
             tensor = written(args, kwargs)
             if tensor is None or tensor.numel():  # an empty `out` grows
                 return tensor
-        if _allocates(func):
+        if way is Way.ALLOCATION:
             return self._allocate(func, types, args, kwargs)
         return super().dispatch(func, types, args, kwargs)
 
@@ -76,8 +79,7 @@ class QuickFakeTensorMode(FakeTensorMode):
         is_single, shapes = found
         outputs = []
         for size, stride, dtype, device in shapes:
-            with in_kernel_invocation_manager(self):
-                meta = torch.empty_strided(size, stride, dtype=dtype, device="meta")
+            meta = torch.empty_strided(size, stride, dtype=dtype, device="meta")
             outputs.append(self._fake(meta, device))
         return outputs[0] if is_single else tuple(outputs)
 
@@ -92,7 +94,27 @@ def real_tensors() -> Iterator[None]:
         yield
 
 
+class Way(Enum):
+    """How an operation is dispatched."""
+
+    DEVICE = "asks for the device of a tensor"
+    COLLECTIVE = "goes to the process group"
+    VIEW = "gives a view of its first argument"
+    ALLOCATION = "gives new tensors only"
+    OTHER = "whatever torch does with it, unless it only writes to its arguments"
+
+
 @cache
+def _way(func: OpOverload) -> tuple[Way, Written | None]:
+    if func is DEVICE_OF:
+        return Way.DEVICE, None
+    if func.namespace == "c10d":
+        return Way.COLLECTIVE, None
+    if _is_view(func):
+        return Way.VIEW, None
+    return Way.ALLOCATION if _allocates(func) else Way.OTHER, _written_by(func)
+
+
 def _written_by(func: OpOverload) -> Written | None:
     """For an operation that only writes to its arguments: which of them it returns. None for every other."""
     schema = func._schema
@@ -109,7 +131,6 @@ def _written_by(func: OpOverload) -> Written | None:
     return lambda args, kwargs: args[written[0]]
 
 
-@cache
 def _is_view(func: OpOverload) -> bool:
     aliases = [result.alias_info for result in func._schema.returns]
     is_view = bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)
@@ -117,7 +138,6 @@ def _is_view(func: OpOverload) -> bool:
     return func in VIEWS_IN_SPITE_OF_THEIR_SCHEMA or (func.namespace == "aten" and is_view and not is_composite)
 
 
-@cache
 def _allocates(func: OpOverload) -> bool:
     """Whether its results are new tensors, if the schema can be believed; composites may return an argument."""
     aliases = [item.alias_info for item in (*func._schema.arguments, *func._schema.returns)]
