@@ -30,7 +30,7 @@ class Branches(nn.Module):
         return x.sum()
 
 
-def follow(routes: list[list[list[int]]], seconds: float = 4.0) -> str:
+def follow(routes: list[list[list[int]]], seconds: float) -> str:
     """Train along routes[step][rank]; what the rank says in the end."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=seconds))
     mesh = Mesh.create(tensor_size=1)
@@ -49,7 +49,7 @@ def follow(routes: list[list[list[int]]], seconds: float = 4.0) -> str:
 ALL = [[0, 1, 2, 3]]
 
 
-@pytest.mark.parametrize("num_same_steps", [0, 1, 4])
+@pytest.mark.parametrize("num_same_steps", [0, 4])
 @pytest.mark.parametrize(
     "routes",
     [
@@ -61,7 +61,7 @@ ALL = [[0, 1, 2, 3]]
     ],
 )
 def test_different_branches_are_named(num_same_steps, routes):
-    said = run_ranks(2, follow, [ALL] * num_same_steps + [routes], init_process_group=False, timeout_seconds=30)
+    said = run_ranks(2, follow, [ALL] * num_same_steps + [routes], 2.0, init_process_group=False)
     named = [text for text in said if text.startswith("ranks took different branches of the model: ")]
     assert named
     for text in named:
@@ -71,7 +71,7 @@ def test_different_branches_are_named(num_same_steps, routes):
 
 def test_other_routes_on_all_ranks_are_fine():
     routes = [ALL, ALL, [[0, 2]], [[3, 1, 0, 1]], [[3, 1, 0, 1]], [[2]], ALL, ALL]
-    assert run_ranks(2, follow, routes, init_process_group=False) == ["", ""]
+    assert run_ranks(2, follow, routes, 60.0, init_process_group=False) == ["", ""]
 
 
 def exchanged_after_the_first_steps() -> int:

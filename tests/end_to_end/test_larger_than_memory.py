@@ -81,6 +81,7 @@ def large_run(folder: Path, stage: int) -> list[str]:
     )
 
 
+@pytest.mark.full
 def test_three_times_the_memory_of_a_rank_is_trained_saved_and_consolidated(tmp_path):
     losses = train_under_limit(tmp_path, stage=3)[0]
     assert len(losses) == 3
@@ -98,6 +99,7 @@ def consolidate_in_little_memory(checkpoints: Path, output: Path, num_bytes: int
         export_checkpoint(checkpoints, output, torch.float32, file_bytes=num_bytes // 4)
 
 
+@pytest.mark.full
 def test_without_partitioned_parameters_it_does_not_fit(tmp_path):
     with pytest.raises(RankError, match="allocate memory"):
         train_under_limit(tmp_path, stage=2)
