@@ -246,7 +246,7 @@ beside what is printed (`docs/paper/*.csv`). Throughput is 8 x parameters x toke
 
 Three constants are calibrated, on a coarse grid: `gemm_fraction`, `memory_fraction` and `node_fraction` in
 `configs/clusters/dgx-2.yaml`. The rows of Figure 2 that are marked stand for them, but the grid was looked at over
-Figures 2, 4 and 8, and so were choices that carry no number of their own: no overlap of communication, hops of 2 us, one
+Figures 2, 4 and 8, and so were choices beside them: no overlap of communication, hops of 2 us, one
 network card for a data-parallel ring. Read the errors as the quality of a fit with few constants, not of a blind
 prediction; Figure 3 and the 100B bars took no part in it. Assumptions stand in `gpt/projection.py`. A run counts as
 out of memory where its peak and 1 GB for CUDA and NCCL, a choice too, exceed 32480 MiB.
