@@ -13,6 +13,7 @@ Parameters, where they are transient, per unit
 """
 
 import math
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -194,9 +195,11 @@ class ZeroDataParallel(nn.Module):
                 module.register_forward_pre_hook(partial(self._before_forward, unit), with_kwargs=True)
                 module.register_forward_hook(partial(self._after_forward, unit))
             watch_parameters(self.module, self._on_access)
+        # Python's collector does not see what torch's hooks of this kind refer to: the engine would never be freed.
+        on_gradient = weakref.WeakMethod(self._on_gradient)
         for flat in self.reducer.windows:
             for param in flat.params:
-                param.register_post_accumulate_grad_hook(self._on_gradient)
+                param.register_post_accumulate_grad_hook(lambda param: (alive := on_gradient()) and alive(param))
 
     def _before_forward(self, unit: Unit, _module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         if current_backward() == NO_BACKWARD:

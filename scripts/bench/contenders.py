@@ -58,10 +58,13 @@ class Terms:
     mesh: Mesh
     clip_norm: float
     window_numel: int | None
+    prefetch_numel: int
 
 
 def zero(name: str, model: nn.Module, terms: Terms, *, stage: int) -> Contender:
-    engine = ZeroDataParallel(model, terms.mesh.data, ZeroConfig(stage, terms.window_numel))
+    engine = ZeroDataParallel(
+        model, terms.mesh.data, ZeroConfig(stage, terms.window_numel, prefetch_numel=terms.prefetch_numel)
+    )
     optimizer = ZeroOptimizer(engine, AdamW, clip_norm=terms.clip_norm, lr=LR, fused=True)
     return Contender(name, engine, engine.accumulate, optimizer.step)
 

@@ -62,6 +62,8 @@ class Settings:
     """Global gradient norm for all; .inf for no clipping."""
     window_numel: int | None = 2**25
     """zero.window_numel of our stages."""
+    prefetch_numel: int = 2**21
+    """zero.prefetch_numel of our stage 3: a block of this model, which is what fsdp2 fetches ahead."""
     micro_batches: int = 1
     """Micro-batches a step."""
     micro_batch_size: int = 4
@@ -149,7 +151,7 @@ def make_batches(settings: Settings, world: World) -> list[list[Tensor]]:
 
 def build_contenders(settings: Settings, world: World, mesh: Mesh, batches: list[list[Tensor]]) -> list[Contender]:
     """Build and warm up one after the other; what each adds to the memory in use is its own."""
-    terms = Terms(mesh, settings.clip_norm, settings.window_numel)
+    terms = Terms(mesh, settings.clip_norm, settings.window_numel, settings.prefetch_numel)
     template = build_model(settings, world.device)
     for micro_batch in batches[0]:  # the first forward and backward bring workspaces that stay: nobody's own
         template(micro_batch[:, :-1], micro_batch[:, 1:]).backward()

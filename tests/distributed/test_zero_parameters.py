@@ -1,5 +1,8 @@
 """Every kind of parameter, buffer and module that a model may have trains as in one process, or is refused."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -109,6 +112,18 @@ def test_groups_with_foreign_or_repeated_parameters_are_refused():
         ZeroOptimizer(model, torch.optim.SGD, [{"params": [module.weight]}, {"params": [stranger]}])
     with pytest.raises(ValueError, match=r"shape \(2,\) is in groups 0 and 1"):
         ZeroOptimizer(model, torch.optim.SGD, [{"params": [module.bias]}, {"params": [module.bias]}])
+
+
+@pytest.mark.parametrize("stage", ALL_STAGES)
+def test_an_engine_that_nobody_holds_is_freed(stage):
+    model = ZeroDataParallel(nn.Linear(3, 2), Axis.trivial("data"), ZeroConfig(stage))
+    optimizer = ZeroOptimizer(model, torch.optim.SGD, lr=0.1)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    engine = weakref.ref(model)
+    del model, optimizer
+    gc.collect()
+    assert engine() is None
 
 
 def test_a_parameter_without_elements_is_carried_along():
