@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +20,9 @@ from tests.twins import ALL_STAGES, Twins, assert_same_bits, configs, next_token
 from zero.engine import ZeroConfig, ZeroDataParallel
 from zero.loss_scale import LossScale
 from zero.optimizer import ZeroOptimizer
-from zero.state import load_owned_state, owned_state
+from zero.saved_state import SavedState, TensorRank, rank_file
+from zero.state import common_state, describe_state, load_common_state, load_owned_state, owned_state
+from zero.tensor_file import write_tensors
 
 CLIP_NORMS = [math.inf, 0.5, 1e3]
 
@@ -128,6 +131,10 @@ def train_fp16(
     return model, stepper
 
 
+def all_state(model: ZeroDataParallel, optimizer: ZeroOptimizer) -> dict[str, Tensor]:
+    return owned_state(model, optimizer) | common_state(model, optimizer)
+
+
 def check_overflows_leave_no_trace(optimizer: Optimizer) -> None:
     """Parameters, moments and Adam's step counter are as if the skipped steps had never been."""
     for config in configs(*ALL_STAGES, window_numel=[5000]):
@@ -135,7 +142,7 @@ def check_overflows_leave_no_trace(optimizer: Optimizer) -> None:
         expected_model, expected_stepper = train_fp16(config, optimizer, (False, False, False))
         assert_same_bits(params_of(model), params_of(expected_model))
         counters = {"num_skipped", "loss_scale.num_good"}
-        state, expected = owned_state(model, stepper), owned_state(expected_model, expected_stepper)
+        state, expected = all_state(model, stepper), all_state(expected_model, expected_stepper)
         assert (state["num_skipped"].item(), state["loss_scale.num_good"].item()) == (3, 2)
         assert_same_bits(*({k: v for k, v in s.items() if k not in counters} for s in (state, expected)))
         assert {tensor.item() for name, tensor in state.items() if ".step." in name} <= {3.0}
@@ -235,24 +242,29 @@ def copy_of(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in state.items()}
 
 
-def check_state_continues_bit_for_bit() -> None:
+def check_state_continues_bit_for_bit(folder: Path) -> None:
     all_configs = configs(*ALL_STAGES, window_numel=[500, None])
     for dtype, config in itertools.product((torch.float32, torch.bfloat16), all_configs):
         model, optimizer = start(config, dtype, offset=0)
         take_steps(model, optimizer, range(1))
-        saved = copy_of(owned_state(model, optimizer))
+        saved = copy_of(all_state(model, optimizer))
+        write_tensors(rank_file(folder, dist.get_rank()), saved)
+        dist.barrier()
         take_steps(model, optimizer, range(1, 4))
 
         other_model, other_optimizer = start(config, dtype, offset=1)
-        load_owned_state(other_model, other_optimizer, saved)
-        assert_same_bits(owned_state(other_model, other_optimizer), saved)
+        files = SavedState(folder, describe_state(model, dist.get_world_size(), 1))
+        load_owned_state(other_model, other_optimizer, files, TensorRank())
+        load_common_state(other_model, other_optimizer, files.file(dist.get_rank()))
+        assert_same_bits(all_state(other_model, other_optimizer), saved)
         take_steps(other_model, other_optimizer, range(1, 4))
         assert_same_bits(params_of(other_model), params_of(model))
-        assert_same_bits(owned_state(other_model, other_optimizer), owned_state(model, optimizer))
+        assert_same_bits(all_state(other_model, other_optimizer), all_state(model, optimizer))
+        dist.barrier()
 
 
-def test_loaded_state_continues_bit_for_bit():
-    run_ranks(2, check_state_continues_bit_for_bit)
+def test_loaded_state_continues_bit_for_bit(tmp_path):
+    run_ranks(2, check_state_continues_bit_for_bit, tmp_path)
 
 
 class Lamb(torch.optim.Optimizer):
