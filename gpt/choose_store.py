@@ -3,13 +3,15 @@
 import logging
 import os
 from dataclasses import replace
+from functools import cache
 
 import torch
 
-from gpt.model import GPT
+from gpt.model import GPT, ModelConfig
 from gpt.settings import Settings
-from parallel.mesh import Mesh
-from parallel.tokens import TokenLayout
+from parallel.comm_log import CommLog
+from parallel.mesh import Axis, Mesh
+from parallel.tokens import ReplicatedTokens, TokenLayout
 from zero import memory, traffic
 from zero.activation_choice import Workload, choose_store
 from zero.activations import ActivationsConfig
@@ -32,24 +34,51 @@ def chosen_activations(settings: Settings, mesh: Mesh, tokens: TokenLayout, devi
 def workload(settings: Settings, mesh: Mesh, tokens: TokenLayout) -> Workload:
     model, train, answers = settings.model, settings.train, settings.zero.answers
     itemsize, data_size = train.dtype.itemsize, mesh.data.size
-    with torch.device("meta"):
-        num_parameters = sum(param.numel() for param in GPT(model, tokens).parameters())
+    num_parameters = parameters_of_rank(model, mesh.tensor.size)
     shard_size = answers.axes(mesh.data)[0].size
     num_micro_batches = train.global_batch_size / (train.micro_batch_size * data_size)
     sent = traffic.step_bytes(answers, num_parameters * itemsize, data_size, max(1, round(num_micro_batches)))
-    return Workload(
+    return workload_of(
+        settings,
         b=train.micro_batch_size,
+        N_m=tokens.replicas.size,
+        tensor_size=mesh.tensor.size,
+        state_bytes=memory.formula(answers, num_parameters, shard_size, itemsize).total,
+        data_bytes=sent / max(1, num_micro_batches),
+    )
+
+
+def workload_of(
+    settings: Settings, *, b: int, N_m: int, tensor_size: int, state_bytes: float, data_bytes: float
+) -> Workload:
+    """One micro-batch of `b` sequences of the settings' model on one rank of any layout."""
+    model = settings.model
+    return Workload(
+        b=b,
         s=model.seq_length,
         h=model.hidden_size,
         L=model.num_layers,
         k=settings.activations.layers_per_checkpoint,
-        N_m=tokens.replicas.size,
-        tensor_size=mesh.tensor.size,
+        N_m=N_m,
+        tensor_size=tensor_size,
         vocab_size=model.padded_vocab_size,
-        itemsize=itemsize,
-        state_bytes=memory.formula(answers, num_parameters, shard_size, itemsize).total,
-        data_bytes=sent / max(1, num_micro_batches),
+        itemsize=settings.train.dtype.itemsize,
+        state_bytes=state_bytes,
+        data_bytes=data_bytes,
     )
+
+
+def parameters_of_rank(model: ModelConfig, tensor_size: int) -> int:
+    """Counted in models of one and two layers: a deep one takes long to build, on no device too."""
+    one_layer, two_layers = (shallow_parameters(replace(model, num_layers=n), tensor_size) for n in (1, 2))
+    return one_layer + (model.num_layers - 1) * (two_layers - one_layer)
+
+
+@cache
+def shallow_parameters(model: ModelConfig, tensor_size: int) -> int:
+    with torch.device("meta"):
+        tokens = ReplicatedTokens(Axis("tensor", tensor_size, 0, CommLog()))
+        return sum(param.numel() for param in GPT(model, tokens).parameters())
 
 
 def memory_of(device: torch.device, mesh: Mesh) -> float:

@@ -9,25 +9,21 @@ import argparse
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cache
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
+from gpt.choose_store import parameters_of_rank, workload_of
 from gpt.depth import Estimate, draw_line
 from gpt.flops import hardware_flops
-from gpt.model import GPT, ModelConfig
+from gpt.model import ModelConfig
 from gpt.settings import Settings, parse_settings
 from parallel.cluster import ClusterSpec
-from parallel.comm_log import CommLog
 from parallel.errors import ConfigError
-from parallel.mesh import Axis
-from parallel.tokens import ReplicatedTokens
 from zero import memory, traffic
 from zero.activation_choice import Hardware, StoreName, Workload, bytes_per_sequence, exposed_seconds
 from zero.activation_choice import model_parallel_volume as tensor_volume
-from zero.stage import STAGES
+from zero.stage import STAGES, Lifetime
 
 STORES: tuple[StoreName, ...] = ("keep", "partition", "partition_host")
 REALISTIC_FRACTION = 0.5  # of the peak, until a dry run knows better
@@ -88,20 +84,16 @@ def workload(layout: Layout, settings: Settings, data_size: int, num_micro_batch
     num_parameters = parameters_of_rank(model, layout.tensor_size)
     states = memory.formula(answers, num_parameters, data_size, itemsize).total
     window = (settings.zero.window_numel or num_parameters) * itemsize
-    gathered = 3 * itemsize * num_parameters / model.num_layers if layout.stage == max(STAGES) else 0
-    return Workload(
+    is_gathered = answers.full_params is Lifetime.TRANSIENT
+    gathered = 3 * itemsize * num_parameters / model.num_layers if is_gathered else 0
+    sent = traffic.step_bytes(answers, num_parameters * itemsize, data_size, num_micro_batches)
+    return workload_of(
+        settings,
         b=layout.micro_batch_size,
-        s=model.seq_length,
-        h=model.hidden_size,
-        L=model.num_layers,
-        k=settings.activations.layers_per_checkpoint,
         N_m=layout.tensor_size,
         tensor_size=layout.tensor_size,
-        vocab_size=model.padded_vocab_size,
-        itemsize=itemsize,
         state_bytes=states + 3 * window + gathered,
-        data_bytes=traffic.step_bytes(answers, num_parameters * itemsize, data_size, num_micro_batches)
-        / num_micro_batches,
+        data_bytes=sent / num_micro_batches,
     )
 
 
@@ -119,21 +111,6 @@ def seconds_of(work: Workload, layout: Layout, model: ModelConfig, cluster: Clus
         + volume / (cluster.intra_node_gb_per_second * 1e9)
         + work.b * exposed_seconds(work, layout.store, work.b, hardware)
     )
-
-
-def parameters_of_rank(model: ModelConfig, tensor_size: int) -> int:
-    one_layer, two_layers = (shallow_parameters(replace(model, num_layers=n), tensor_size) for n in (1, 2))
-    return one_layer + (model.num_layers - 1) * (two_layers - one_layer)
-
-
-@cache
-def shallow_parameters(model: ModelConfig, tensor_size: int) -> int:
-    with torch.device("meta"):
-        return sum(param.numel() for param in GPT(model, tokens_of(tensor_size)).parameters())
-
-
-def tokens_of(tensor_size: int) -> ReplicatedTokens:
-    return ReplicatedTokens(Axis("tensor", tensor_size, 0, CommLog()))
 
 
 def layouts(cluster: ClusterSpec, largest_micro_batch: int) -> Iterator[Layout]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,6 +32,7 @@ NEVER_REPEATED = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_outpu
 
 Shape = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]  # size, stride
 Written = Callable[[Sequence[Any], Mapping[str, Any]], Tensor | None]
+Instance = TypeVar("Instance")
 
 
 class QuickFakeTensorMode(FakeTensorMode):
@@ -51,7 +52,7 @@ class QuickFakeTensorMode(FakeTensorMode):
         if way is Way.COLLECTIVE:  # a fake process group looks at nothing
             with in_kernel_invocation_manager(self):
                 return func(*args, **kwargs)
-        for fake in _fakes_in(args):
+        for fake in instances_in(args, FakeTensor):
             if fake.constant is not None:  # a value that torch goes on to compute with
                 return super().dispatch(func, types, args, kwargs)
         if way is Way.VIEW and isinstance(args[0], FakeTensor):
@@ -151,7 +152,7 @@ def _are_new(tensors: Sequence[Any], arguments: Any) -> bool:
     if not all(isinstance(tensor, FakeTensor) and tensor.constant is None for tensor in tensors):
         return False
     storages = [tensor.untyped_storage() for tensor in tensors]
-    known = {tensor.untyped_storage()._cdata for tensor in _fakes_in(arguments)}
+    known = {tensor.untyped_storage()._cdata for tensor in instances_in(arguments, FakeTensor)}
     are_apart = len(known | {storage._cdata for storage in storages}) == len(known) + len(storages)
     return are_apart and all(
         storage.nbytes() == _extent(tensor) * tensor.element_size() and tensor.storage_offset() == 0
@@ -179,9 +180,10 @@ def _key(value: Any) -> Any:
     return type(value), value  # 1 and 1.0 and True are equal, and promote to different types
 
 
-def _fakes_in(tree: Any) -> Iterator[FakeTensor]:
-    if isinstance(tree, FakeTensor):
+def instances_in(tree: Any, kind: type[Instance]) -> Iterator[Instance]:
+    """In nested tuples and lists, such as the arguments of an operation."""
+    if isinstance(tree, kind):
         yield tree
     elif isinstance(tree, (tuple, list)):
         for branch in tree:
-            yield from _fakes_in(branch)
+            yield from instances_in(branch, kind)

@@ -1,6 +1,6 @@
 """What a rank computes, kernel by kernel: how many operations each takes, and how many bytes it moves."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from math import prod
@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from parallel.fake_tensors import instances_in
 
 aten = torch.ops.aten
 
@@ -61,8 +63,8 @@ class KernelLog(TorchDispatchMode):
         output = function(*args, **kwargs)
         if not _runs_a_kernel(function):
             return output
-        tensors = list(_tensors_in((args, tuple(kwargs.values()))))
-        results = list(_tensors_in((output,)))
+        tensors = list(instances_in((args, tuple(kwargs.values())), Tensor))
+        results = list(instances_in((output,), Tensor))
         if tensors or results:
             self.kernels.append(self._kernel(function, args, tensors, results))
         return output
@@ -103,11 +105,3 @@ def _product(function: OpOverload, args: Any) -> tuple[int, int, int, int] | Non
 def _touched_bytes(tensor: Tensor) -> int:
     """An expanded tensor is no larger than its memory."""
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
-
-
-def _tensors_in(tree: Any) -> Iterator[Tensor]:
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, (tuple, list)):
-        for branch in tree:
-            yield from _tensors_in(branch)

@@ -139,6 +139,12 @@ class Axis:
     def _timed(self, event: CommEvent, collective: Handle) -> Handle:
         return Handle(partial(self.log.waits_for, event), collective.wait, partial(self.log.has, event))
 
+    def values_of_first(self, tensor: Tensor) -> Tensor:
+        """What the axis's first rank has in the tensor, contiguous, where it can travel. May overwrite `tensor`."""
+        values = tensor.to(self.device_to_travel_from(tensor)).contiguous()
+        self.broadcast(values).wait()
+        return values
+
     def _send_to_all(self, shard: Tensor, out: Tensor) -> Handle:
         """gloo's own all-gather receives in a fresh buffer and copies; straight into place it is four times faster."""
         shards = out.view(-1).chunk(self.size)

@@ -156,9 +156,7 @@ def _share_random_states(data: Axis) -> dict[torch.Generator, Tensor]:
     own_states = {}
     for generator in generators:
         own = generator.get_state()
-        shared = own.to(data.device_to_travel_from(own), copy=True)
-        data.broadcast(shared).wait()
-        shared = shared.cpu()
+        shared = data.values_of_first(own.clone()).cpu()
         if not shared.equal(own):
             own_states[generator] = own
             generator.set_state(shared)

@@ -167,9 +167,7 @@ class ZeroDataParallel(nn.Module):
             values = birth.take(param) if birth else param.data
             if is_absent(values):
                 raise ValueError(f"a parameter of shape {tuple(param.shape)} is not here: give its `birth` too")
-            values = values.to(self._data.device_to_travel_from(values)).contiguous()
-            self._data.broadcast(values).wait()
-            return values
+            return self._data.values_of_first(values)
 
         units: dict[str, Unit] = {}
         for name, params in own.items():
@@ -307,7 +305,6 @@ class ZeroDataParallel(nn.Module):
 def _move_buffers(module: nn.Module, data: Axis, device: torch.device | None) -> None:
     """Every rank begins with the first one's buffers."""
     for buffer in module.buffers():
-        values = buffer.to(data.device_to_travel_from(buffer)).contiguous()
-        data.broadcast(values).wait()
+        values = data.values_of_first(buffer)
         buffer.data = buffer.data.to(device or buffer.device)
         buffer.copy_(values)
