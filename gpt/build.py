@@ -24,6 +24,7 @@ from zero.activations import ActivationsConfig, check_replicas, checkpointed_blo
 from zero.birth import ShardedBirth
 from zero.engine import ZeroDataParallel
 from zero.loss_scale import LossScale
+from zero.offload import Offload, Placement
 from zero.optimizer import ZeroOptimizer
 
 logger = logging.getLogger(__name__)
@@ -110,7 +111,7 @@ def build(settings: Settings, mesh: Mesh, device: torch.device) -> Parts:
             from gpt.pretrained import load_pretrained  # not at the top: transformers takes seconds to import
 
             load_pretrained(gpt, Path(train.initial_weights))
-    model = ZeroDataParallel(gpt, mesh.data, settings.zero, birth)
+    model = ZeroDataParallel(gpt, mesh.data, settings.zero, birth, offload=settings.offload)
     loss_scale = build_loss_scale(train.loss_scale, train.precision == "fp16", device)
     optimizer = build_optimizer(model, mesh.tensor, settings.optimizer, loss_scale)
     torch.manual_seed(train.seed + 1 + mesh.data.rank)  # dropout: its own on every data-parallel rank
@@ -160,7 +161,7 @@ def build_optimizer(
     model: ZeroDataParallel, tensor: Axis, settings: OptimizerSettings, loss_scale: LossScale
 ) -> ZeroOptimizer:
     """AdamW with weight decay on matrices only."""
-    adam, options, name = choose_adam(loss_scale.scale.device)
+    adam, options, name = choose_adam(model.offload)
     logger.info("optimizer: %s", name)
     params = [param for param in model.module.parameters() if param.requires_grad]
     groups = [
@@ -181,9 +182,11 @@ def build_optimizer(
     )
 
 
-def choose_adam(device: torch.device) -> tuple[type[torch.optim.Optimizer], dict[str, Any], str]:
-    """NVIDIA apex's fused Adam on a CUDA device where it works, else torch's; its options; its name for the log."""
-    params = [nn.Parameter(torch.zeros(1, device=device))]
-    if fused := find_apex("apex.optimizers", "FusedAdam", lambda fused: fused(params), device):
-        return fused, {"adam_w_mode": True}, "apex.optimizers.FusedAdam"
+def choose_adam(offload: Offload) -> tuple[type[torch.optim.Optimizer], dict[str, Any], str]:
+    """NVIDIA apex's fused Adam where it works and all states are on a CUDA device, else torch's; its options; its name
+    for the log."""
+    if offload.config.placement_of("optimizer") is Placement.ACCELERATOR:
+        params = [nn.Parameter(torch.zeros(1, device=offload.device))]
+        if fused := find_apex("apex.optimizers", "FusedAdam", lambda fused: fused(params), offload.device):
+            return fused, {"adam_w_mode": True}, "apex.optimizers.FusedAdam"
     return torch.optim.AdamW, {"fused": True}, "torch.optim.AdamW(fused=True)"

@@ -16,6 +16,7 @@ from gpt.schedule import BatchConfig, RampUpConfig, ScheduleConfig
 from parallel.errors import ConfigError
 from zero.activations import ActivationsConfig
 from zero.engine import ZeroConfig
+from zero.offload import OffloadConfig
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -224,6 +225,7 @@ class Settings:
     data: DataSettings
     parallel: ParallelSettings = field(default_factory=ParallelSettings)
     zero: ZeroConfig = field(default_factory=ZeroConfig)
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
     activations: ActivationsConfig = field(default_factory=ActivationsConfig)
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)

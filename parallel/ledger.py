@@ -46,12 +46,12 @@ def tagged(kind: Kind, tensor: Tensor, *, on_host: bool = False) -> Tensor:
 
 
 @contextmanager
-def allocating(kind: Kind) -> Iterator[None]:
+def allocating(kind: Kind, *, on_host: bool = False) -> Iterator[None]:
     """What is allocated in here, and not tagged, is of this kind: the innermost one counts."""
     ledgers = _active_ledgers()
     outer = [ledger._ambient for ledger in ledgers]
     for ledger in ledgers:
-        ledger._ambient = kind
+        ledger._ambient = kind, on_host
     try:
         yield
     finally:
@@ -102,7 +102,7 @@ class Ledger(TorchDispatchMode):
         super().__init__()
         self.device, self.host = Memory(), Memory()
         self._device_type = device.type
-        self._ambient = Kind.OTHER
+        self._ambient = Kind.OTHER, False  # kind, and whether in host memory
         self._holdings: dict[int, _Holding] = {}  # by the address of the storage
 
     def restart(self) -> None:
@@ -157,8 +157,9 @@ class Ledger(TorchDispatchMode):
         key, num_bytes = storage._cdata, storage.nbytes()
         holding = self._holdings.get(key)
         if holding is None:
-            memory = self.device if tensor.device.type == self._device_type else self.host
-            holding = _Holding(memory, self._ambient, weakref.ref(storage, partial(self._forget, key)))
+            kind, on_host = self._ambient
+            memory = self.device if tensor.device.type == self._device_type and not on_host else self.host
+            holding = _Holding(memory, kind, weakref.ref(storage, partial(self._forget, key)))
             self._holdings[key] = holding
         if holding.num_bytes != num_bytes:
             self._resized(holding, num_bytes)

@@ -31,6 +31,7 @@ from zero.autograd import NO_BACKWARD, call_at_end_of_backward, current_backward
 from zero.birth import ShardedBirth
 from zero.flat import FlatParameters, is_absent
 from zero.gradients import GradientReducer
+from zero.offload import NO_OFFLOAD, Offload, OffloadConfig
 from zero.stage import STAGES, Lifetime, ZeroStage
 from zero.unit import Itinerary, Unit, alike, assign_parameters, find_units, named_units
 
@@ -90,18 +91,27 @@ class ZeroDataParallel(nn.Module):
         config: ZeroConfig,
         birth: ShardedBirth | None = None,
         device: torch.device | None = None,
+        offload: OffloadConfig = NO_OFFLOAD,
     ):
         super().__init__()
         self.module = module
         self._data, self._stage, self._prefetch_numel = data, config.answers, config.prefetch_numel
         self.shard_axis, self.replica_axis = axes = self._stage.axes(data)
-        self._units = self._make_units(config, birth, device)
+        if self._stage.full_params is Lifetime.PERSISTENT and offload.leaves == {"parameters"}:
+            raise ConfigError(
+                f"offload.states=[parameters] leaves nothing to offload at zero.stage={config.stage}, whose parameters "
+                "stay whole; add optimizer, or choose stage 3"
+            )
+        self.offload = Offload(device or next(module.parameters()).device, offload)
+        self._units = self._make_units(config, birth)
         if birth:
             birth.close(module)
         _move_buffers(module, data, device)
         self._unit_of = {param: unit for unit in self._units.values() for param in unit.flat_of}
         trainable = [flat for flat in self.flats if flat.is_trainable]
-        self.reducer = GradientReducer(trainable, axes, self._stage.full_grads, config.overlap, self._before_reduction)
+        self.reducer = GradientReducer(
+            trainable, axes, self._stage.full_grads, config.overlap, self._before_reduction, self.offload
+        )
         self._forward_order, self._backward_order = Itinerary(), Itinerary()
         self._running: list[Unit] = []  # calls of units in forward, the innermost last
         self._backward = NO_BACKWARD
@@ -151,9 +161,7 @@ class ZeroDataParallel(nn.Module):
             for unit in units:
                 unit.release(visitor)
 
-    def _make_units(
-        self, config: ZeroConfig, birth: ShardedBirth | None, device: torch.device | None
-    ) -> dict[str, Unit]:
+    def _make_units(self, config: ZeroConfig, birth: ShardedBirth | None) -> dict[str, Unit]:
         """Each unit holds the buffers of its own parameters; what persists belongs to the root, the whole model."""
         own = assign_parameters(self.module, self._unit_names(config))
         self._launch_order = LaunchOrder(self._data, list(own))
@@ -174,7 +182,7 @@ class ZeroDataParallel(nn.Module):
             transient = {n: p for n, p in params.items() if n not in resident}
             held = {Lifetime.PERSISTENT: {} if name else resident, Lifetime.TRANSIENT: transient}
             flats = [
-                FlatParameters(group, self.shard_axis, lifetime, numel, values_of, device)
+                FlatParameters(group, self.shard_axis, lifetime, numel, values_of, self.offload)
                 for lifetime, params_held in held.items()
                 for group in alike(params_held)
             ]

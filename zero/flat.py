@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from parallel.ledger import Kind, tagged
 from parallel.mesh import Axis, Handle
 from zero.layout import Layout, Span, cut, overlap
+from zero.offload import Offload, Placement
 from zero.stage import Lifetime
 
 
@@ -22,9 +23,10 @@ class Residence(Enum):
 class FlatParameters:
     """Parameters of one dtype that are all trainable or all frozen. `gather` brings them, `release` lets them go.
 
-    `values_of` gives a parameter's initial values, `device` is where they are to live; by default all stays as it is.
-    The full buffer is one storage for the whole run, resized between nothing and everything: what autograd saved
-    during forward are views of that storage, and they must find the same weights there during backward.
+    `values_of` gives a parameter's initial values. Shards of transient parameters wait where `offload` places them, and
+    may have copies `near`, on the accelerator; by default all stays on the device where it is. The full buffer is one
+    storage for the whole run, resized between nothing and everything: what autograd saved during forward are views of
+    that storage, and they must find the same weights there during backward.
     """
 
     def __init__(
@@ -34,11 +36,14 @@ class FlatParameters:
         lifetime: Lifetime,
         window_numel: int,
         values_of: Callable[[nn.Parameter], Tensor] = attrgetter("data"),
-        device: torch.device | None = None,
+        offload: Offload | None = None,
     ):
         self.params, self.axis, self.lifetime = list(params.values()), axis, lifetime
+        self._offload = offload = offload or Offload(self.params[0].device)
+        is_transient = lifetime is Lifetime.TRANSIENT
+        self.placement = offload.config.placement_of("parameters") if is_transient else Placement.ACCELERATOR
         self.layout = Layout.of({name: p.shape for name, p in params.items()}, axis.size, window_numel)
-        self.full = tagged(Kind.PARAMETERS, self.params[0].data.new_zeros(self.layout.numel, device=device))
+        self.full = tagged(Kind.PARAMETERS, self.params[0].data.new_zeros(self.layout.numel, device=offload.device))
         self._absent = absent(self.full)
         self._span_of = dict(zip(self.params, self.layout.spans, strict=True))
         self._arrivals: list[Handle] = []
@@ -53,9 +58,10 @@ class FlatParameters:
             full.copy_(values)
             param.data = full  # at once: whatever it was is freed before the next is fetched
         self.owned = [cut(self.full, window.shard(axis.rank)) for window in self.layout.windows]
-        if lifetime is Lifetime.TRANSIENT:
-            self.owned = [tagged(Kind.PARAMETERS, shard.clone()) for shard in self.owned]
+        if is_transient:
+            self.owned = [self._copy_of(shard, self.placement) for shard in self.owned]
         self.masters = list(self.owned)  # what an optimizer updates; its finer copies, where it keeps some
+        self.near: dict[int, Tensor] = {}  # copies on the accelerator of shards that are placed on the host
         self.release()
 
     @property
@@ -91,9 +97,19 @@ class FlatParameters:
         self._residence = Residence.OWNED
 
     def publish(self, index: int) -> Handle:
-        """Owners have new values: a full buffer that persists receives them, any other is stale and goes."""
+        """Owners have new values: a full buffer that persists receives them, any other copy is stale and goes."""
         self.release()
+        if index in self.near:
+            return self._offload.to_accelerator(self.owned[index], out=self.near[index])
         return self._send(index) if self.lifetime is Lifetime.PERSISTENT else Handle()
+
+    def bring_near(self, index: int) -> None:
+        """While full: keep this rank's shard of a window on the accelerator until `let_go`."""
+        shard = cut(self.full, self.layout.windows[index].shard(self.axis.rank))
+        self.near[index] = self._copy_of(shard, Placement.ACCELERATOR)
+
+    def let_go(self, index: int) -> None:
+        del self.near[index]
 
     def assign(self, param: nn.Parameter, data: Axis) -> None:
         """While full: what the first rank of `data` has written into `param` is its value from now on, for all ranks.
@@ -109,7 +125,7 @@ class FlatParameters:
         for window, owned, master in zip(self.layout.windows, self.owned, self.masters, strict=True):
             shard = window.shard(self.axis.rank)
             if part := overlap(span.elements, shard):
-                new, fine = cut(self.full, part), cut(master, part, shard.start)
+                new, fine = cut(self.full, part).to(master.device), cut(master, part, shard.start)
                 fine.copy_(torch.where(fine.to(new.dtype) == new, fine, new.to(fine.dtype)))
                 cut(owned, part, shard.start).copy_(new)
 
@@ -122,13 +138,24 @@ class FlatParameters:
             for span, part in self.layout.pieces(owned)
         ]
 
-    def resident_tensors(self) -> list[Tensor]:
-        """What this buffer occupies between steps; owned shards lie inside a full buffer that persists."""
-        return [self.full] if self.lifetime is Lifetime.PERSISTENT else self.owned
+    def resident_tensors(self, placement: Placement) -> list[Tensor]:
+        """What it occupies in one of the memories between steps; owned shards lie inside a full buffer that
+        persists."""
+        resident = [self.full] if self.lifetime is Lifetime.PERSISTENT else self.owned
+        near = list(self.near.values()) if placement is Placement.ACCELERATOR else []
+        return near + (resident if placement is self.placement else [])
 
     def _send(self, index: int) -> Handle:
-        """Owners -> full buffer, one window; in place where the buffer persists."""
-        return self.axis.all_gather(self.owned[index], out=cut(self.full, self.layout.windows[index].elements))
+        """Owners -> full buffer, one window; in place where the buffer persists, or the shard comes from the host."""
+        window = self.layout.windows[index]
+        out = cut(self.full, window.elements)
+        if self.placement is Placement.ACCELERATOR or index in self.near:
+            return self.axis.all_gather(self.near.get(index, self.owned[index]), out=out)
+        shard = cut(self.full, window.shard(self.axis.rank))
+        return self._offload.to_accelerator(self.owned[index], shard, lambda: self.axis.all_gather(shard, out=out))
+
+    def _copy_of(self, shard: Tensor, placement: Placement) -> Tensor:
+        return self._offload.new(placement, Kind.PARAMETERS, shard.numel(), shard.dtype).copy_(shard)
 
     def _await_arrivals(self) -> None:
         for arrival in self._arrivals:

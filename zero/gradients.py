@@ -4,12 +4,13 @@ autograd -> param.grad -> staged window, averaged over ranks -> reduce-scatter -
 
 Where full gradients persist, every window is staged for good and the owned shard is a part of it (4 + 12/N bytes a
 parameter). Where they are transient, a window is staged when its first gradient arrives, in memory from a small pool,
-and the owned shard lies apart (2 + 14/N). A window may go when its last gradient has come. Windows go in one fixed
-order, the reverse of the layout, on every rank and in every backward: which gradients came first never changes a
-message or a sum, and neither does `overlap`, which only decides when a launched reduction is waited for.
+and the owned shard lies apart (2 + 14/N); so it does where it is placed on the host. A window may go when its last
+gradient has come. Windows go in one fixed order, the reverse of the layout, on every rank and in every backward: which
+gradients came first never changes a message or a sum, and neither does `overlap`, which only decides when a launched
+reduction is waited for.
 """
 
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -20,6 +21,7 @@ from parallel.ledger import Kind, tagged
 from parallel.mesh import Axis, Handle
 from zero.flat import FlatParameters
 from zero.layout import Window, cut
+from zero.offload import Offload, Placement
 from zero.stage import Lifetime
 
 MAX_IN_FLIGHT = 2  # reductions, hence staged windows beyond those still filling
@@ -32,7 +34,10 @@ class WindowGradient:
     window: Window
     parts: dict[nn.Parameter, range]  # where in the buffer each parameter's share of this window lies
     gaps: list[range]
-    owned: Tensor
+    dtype: torch.dtype
+    owned: Tensor = field(init=False)
+    placement: Placement = Placement.ACCELERATOR  # of `owned`
+    left: Handle = field(default_factory=Handle)  # `staged` has been copied to the host
     position: int = 0  # in the order of reductions
     staged: Tensor | None = None  # at least as long as the window
     is_reduced: bool = False  # `owned` holds a gradient
@@ -58,8 +63,9 @@ class GradientReducer:
         lifetime: Lifetime,
         overlap: bool,
         before_launch: Callable[[int], None],
+        offload: Offload,
     ):
-        self._shard_axis, self._replica_axis = axes
+        self._offload, (self._shard_axis, self._replica_axis) = offload, axes
         self._scale = 1 / (self._shard_axis.size * self._replica_axis.size)
         self._lifetime, self._before_launch = lifetime, before_launch
         self._max_in_flight = MAX_IN_FLIGHT if overlap else 0
@@ -71,7 +77,8 @@ class GradientReducer:
             for param in gradient.parts:
                 self._touched_by[param].append(gradient)
         self._staging_numel = max((len(w.window.elements) for w in self._order), default=0)
-        self._pool: defaultdict[torch.dtype, list[Tensor]] = defaultdict(list)
+        self._pool: defaultdict[torch.dtype, deque[tuple[Tensor, Handle]]] = defaultdict(deque)
+        self._earlier: dict[torch.dtype, Tensor] = {}  # an owned shard back from the host, to be added to
         self._num_staging_bytes = 0
         if lifetime is Lifetime.TRANSIENT:
             self._fill_pool()
@@ -156,25 +163,33 @@ class GradientReducer:
         """Memory of the pool for transient windows, staged or free."""
         return self._num_staging_bytes
 
-    def resident_tensors(self) -> list[Tensor]:
-        """Gradients that stay: full windows where they persist, owned shards where they don't."""
-        if self._lifetime is Lifetime.PERSISTENT:
-            return [gradient.staged for gradient in self._order if gradient.staged is not None]
-        return [gradient.owned for gradient in self._order]
+    def resident_tensors(self, placement: Placement) -> list[Tensor]:
+        """Gradients that stay in one of the memories: full windows where they persist, and owned shards."""
+        resident = [gradient.owned for gradient in self._order if gradient.placement is placement]
+        if self._lifetime is Lifetime.PERSISTENT and placement is Placement.ACCELERATOR:
+            resident += [gradient.staged for gradient in self._order if gradient.staged is not None]
+        return resident
+
+    def place(self, gradient: WindowGradient, placement: Placement) -> None:
+        """The owned shard is in that memory from now on; a gradient that it held is void."""
+        shard = gradient.window.shard(self._shard_axis.rank)
+        gradient.placement = placement
+        if self._lifetime is Lifetime.PERSISTENT and placement is Placement.ACCELERATOR:
+            gradient.owned = gradient.part_of_staged(shard)
+        else:
+            gradient.owned = self._offload.new(placement, Kind.GRADIENTS, len(shard), gradient.dtype).zero_()
 
     def _windows_of(self, flat: FlatParameters) -> list[WindowGradient]:
-        layout, rank = flat.layout, self._shard_axis.rank
+        layout, dtype = flat.layout, flat.full.dtype
         param_of = dict(zip(layout.spans, flat.params, strict=True))
         gradients = []
-        for window, shard in zip(layout.windows, flat.owned, strict=True):
+        for window in layout.windows:
             parts = {param_of[span]: part for span, part in layout.pieces(window.elements)}
-            gradient = WindowGradient(window, parts, list(layout.gaps(window.elements)), shard)
+            gradient = WindowGradient(window, parts, list(layout.gaps(window.elements)), dtype)
             if self._lifetime is Lifetime.PERSISTENT:
-                gradient.staged = tagged(Kind.GRADIENTS, shard.new_empty(len(window.elements)))
-                gradient.owned = gradient.part_of_staged(window.shard(rank))
+                gradient.staged = self._new(Kind.GRADIENTS, len(window.elements), dtype)
                 gradient.clear_staged()
-            else:
-                gradient.owned = tagged(Kind.GRADIENTS, torch.zeros_like(shard))
+            self.place(gradient, self._offload.config.placement_of("optimizer"))
             gradients.append(gradient)
         return gradients
 
@@ -198,14 +213,28 @@ class GradientReducer:
     def _land_oldest(self) -> None:
         gradient, shard, reduced = self._in_flight.popleft()
         reduced.wait()
-        if self._lifetime is Lifetime.TRANSIENT:
+        if gradient.placement is Placement.HOST:
+            self._send_to_host(gradient, shard)
+        elif self._lifetime is Lifetime.TRANSIENT:
             gradient.owned.add_(shard) if gradient.is_reduced else gradient.owned.copy_(shard)
+        if self._lifetime is Lifetime.TRANSIENT:
             self._unstage(gradient)
         gradient.is_reduced = True
 
+    def _send_to_host(self, gradient: WindowGradient, shard: Tensor) -> None:
+        """What earlier micro-batches left there comes back to be added to: the host waits for nothing."""
+        if gradient.is_reduced:
+            if shard.dtype not in self._earlier:
+                numel = self._staging_numel // self._shard_axis.size
+                self._earlier[shard.dtype] = self._new(Kind.BUFFERS, numel, shard.dtype)
+            earlier = self._earlier[shard.dtype][: shard.numel()]
+            self._offload.to_accelerator(gradient.owned, out=earlier).wait()
+            shard.add_(earlier)
+        gradient.left = self._offload.to_host(shard, out=gradient.owned)
+
     def _stage(self, gradient: WindowGradient) -> Tensor:
         if gradient.staged is None:
-            gradient.staged = self._take_from_pool(gradient.owned)
+            gradient.staged = self._take_from_pool(gradient.dtype)
             gradient.clear_staged()
         return gradient.part_of_staged(gradient.window.elements)
 
@@ -213,22 +242,28 @@ class GradientReducer:
         """The window's full gradients are void; memory that does not persist goes back to the pool."""
         assert gradient.staged is not None
         if self._lifetime is Lifetime.TRANSIENT:
-            self._pool[gradient.staged.dtype].append(gradient.staged)
+            self._pool[gradient.dtype].append((gradient.staged, gradient.left))
             gradient.staged = None
         else:
             gradient.clear_staged()
 
-    def _take_from_pool(self, like: Tensor) -> Tensor:
+    def _take_from_pool(self, dtype: torch.dtype) -> Tensor:
         """Memory for any window of this type. One window fills while others travel: the pool has a few at most."""
-        return self._pool[like.dtype].pop() if self._pool[like.dtype] else self._new_block(like)
+        if not self._pool[dtype]:
+            return self._new_block(dtype)
+        block, left = self._pool[dtype].popleft()
+        left.wait()
+        return block
 
-    def _new_block(self, like: Tensor) -> Tensor:
-        self._num_staging_bytes += self._staging_numel * like.element_size()
-        return tagged(Kind.BUFFERS, like.new_empty(self._staging_numel))
+    def _new_block(self, dtype: torch.dtype) -> Tensor:
+        self._num_staging_bytes += self._staging_numel * dtype.itemsize
+        return self._new(Kind.BUFFERS, self._staging_numel, dtype)
+
+    def _new(self, kind: Kind, numel: int, dtype: torch.dtype) -> Tensor:
+        return self._offload.new(Placement.ACCELERATOR, kind, numel, dtype)
 
     def _fill_pool(self) -> None:
         """Enough where gradients come in the order of the layout; early, before activations fragment the memory."""
-        for dtype in {gradient.owned.dtype for gradient in self._order}:
-            alike = [gradient.owned for gradient in self._order if gradient.owned.dtype is dtype]
-            num_blocks = min(len(alike), 1 + self._max_in_flight)
-            self._pool[dtype] = [self._new_block(alike[0]) for _ in range(num_blocks)]
+        for dtype, num_windows in Counter(gradient.dtype for gradient in self._order).items():
+            num_blocks = min(num_windows, 1 + self._max_in_flight)
+            self._pool[dtype].extend((self._new_block(dtype), Handle()) for _ in range(num_blocks))

@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 from torch import Tensor
 
 from zero.engine import ZeroDataParallel
+from zero.offload import Placement
 from zero.optimizer import ZeroOptimizer
 from zero.stage import Lifetime, ZeroStage
 
@@ -48,15 +49,19 @@ def formula(
     )
 
 
-def measured(model: ZeroDataParallel, optimizer: ZeroOptimizer) -> ModelStates:
-    """What is allocated now, storage by storage. A torch optimizer makes its moments in the first step."""
-    parameters = _num_bytes(tensor for flat in model.flats for tensor in flat.resident_tensors())
-    states = (value for state in optimizer.inner.state.values() for value in state.values())
+def measured(
+    model: ZeroDataParallel, optimizer: ZeroOptimizer, placement: Placement = Placement.ACCELERATOR
+) -> ModelStates:
+    """What is allocated now in one of the memories, storage by storage. A torch optimizer makes its moments in the
+    first step."""
+    here = [window for window in optimizer.windows if window.placement is placement]
+    states = (optimizer.inner.state.get(piece.param, {}) for window in here for piece in window.pieces)
+    values = (value for state in states for value in state.values())
     return ModelStates(
-        parameters=parameters,
-        gradients=_num_bytes(model.reducer.resident_tensors()),
-        master=_num_bytes(window.master for window in optimizer.windows if window.has_own_master),
-        moments=_num_bytes(value for value in states if isinstance(value, Tensor) and value.dim() > 0),
+        parameters=_num_bytes(tensor for flat in model.flats for tensor in flat.resident_tensors(placement)),
+        gradients=_num_bytes(model.reducer.resident_tensors(placement)),
+        master=_num_bytes(window.master for window in here if window.has_own_master),
+        moments=_num_bytes(value for value in values if isinstance(value, Tensor) and value.dim() > 0),
     )
 
 
@@ -65,7 +70,7 @@ def buffer_bytes(model: ZeroDataParallel, optimizer: ZeroOptimizer) -> dict[str,
     return {
         "staged gradients": model.reducer.staging_bytes,
         "received messages": model.shard_axis.received.num_bytes,
-        "gradient cast": _num_bytes([optimizer.cast_buffer]),
+        "gradient cast": _num_bytes(optimizer.cast_buffers.values()),
     }
 
 

@@ -6,20 +6,22 @@ Nothing here reads a tensor's value, so nothing waits for the device; the one ex
 
 import math
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from parallel.layers import split_dims
-from parallel.ledger import Kind, allocating, tagged
+from parallel.ledger import Kind, allocating
 from parallel.mesh import Axis, Handle
 from zero.elementwise import Piece, WindowedOptimizer, probe_elementwise
 from zero.engine import ZeroDataParallel
 from zero.flat import FlatParameters
 from zero.gradients import WindowGradient
+from zero.layout import cut
 from zero.loss_scale import LossScale
+from zero.offload import Offload, Placement
 
 # A CPU adds fp32 squares one after the other: the norm of 17M elements in one piece is wrong by 2e-4.
 NORM_CHUNK_NUMEL = 2**18
@@ -27,7 +29,7 @@ NORM_CHUNK_NUMEL = 2**18
 
 @dataclass(frozen=True, eq=False)
 class OwnedWindow:
-    """This rank's shard of one window, as the optimizer sees it."""
+    """This rank's shard of one window, as the optimizer sees it; all of its states but the parameters lie together."""
 
     flat: FlatParameters
     index: int
@@ -35,13 +37,24 @@ class OwnedWindow:
     pieces: list[Piece]  # views of `master`
 
     @property
+    def placement(self) -> Placement:
+        return self.gradient.placement
+
+    @property
     def master(self) -> Tensor:
-        """At least fp32; the owned parameters themselves where they are that already."""
+        """At least fp32; the owned parameters themselves where they are that already, in the same memory."""
         return self.flat.masters[self.index]
 
-    def write_back(self) -> Handle:
-        self.flat.owned[self.index].copy_(self.master)  # returns early where both are the same memory
-        return self.flat.publish(self.index)
+    def write_back(self, offload: Offload) -> Handle:
+        """Master -> owned parameters, wherever either lies -> full parameters."""
+        owned, publish = self.flat.owned[self.index], partial(self.flat.publish, self.index)
+        if self.placement is self.flat.placement:
+            owned.copy_(self.master)  # returns early where both are the same memory
+            return publish()
+        if self.placement is Placement.HOST:
+            return offload.to_accelerator(self.master, owned, publish)
+        rounded = self.master.to(owned.dtype)
+        return Handle(offload.to_host(rounded, owned).wait, rounded.size)  # `rounded` is held until then
 
     @property
     def has_own_master(self) -> bool:
@@ -71,27 +84,25 @@ class ZeroOptimizer:
         **settings: Any,
     ):
         self._model, self._clip_norm = model, clip_norm
-        device = next(model.module.parameters()).device
+        device = model.offload.device
         self.loss_scale = loss_scale or LossScale(device=device)
         self.num_skipped = torch.zeros((), dtype=torch.int64, device=device)
-        self.state_bytes_per_element = probe_elementwise(optimizer, settings, device)
+        self._device_of = {Placement.ACCELERATOR: device, Placement.HOST: torch.device("cpu")}
+        first = self._device_of[model.offload.config.placement_of("optimizer")]
+        self.state_bytes_per_element = probe_elementwise(optimizer, settings, first)
         self._tensor = tensor or Axis.trivial("tensor")
+        self._split = {model.module.get_parameter(name) for name in split_dims(model.module)}
         groups = groups or [{"params": list(model.module.parameters())}]
         group_of = _number_groups(groups, set(model.module.parameters()))
         self.windows = [
-            _own_window(flat, index, gradient, group_of)
+            self._own_window(flat, index, gradient, group_of)
             for flat, gradients in model.reducer.windows.items()
             for index, gradient in enumerate(gradients)
-        ]
-        self._counted = [
-            [chunk for grad in grads for chunk in grad.split(NORM_CHUNK_NUMEL)]
-            for grads in self._gradients_that_count()
-            if grads
         ]
         pieces = [piece for window in self.windows for piece in window.pieces]
         groups = [group | {"params": [p.param for p in pieces if p.group == n]} for n, group in enumerate(groups)]
         self._windowed = WindowedOptimizer(optimizer(groups, **settings))
-        self.cast_buffer = self._make_cast_buffer()
+        self._meet_placements()
 
     @property
     def inner(self) -> torch.optim.Optimizer:
@@ -105,6 +116,8 @@ class ZeroOptimizer:
         `skip`: 0-dim, the same on all ranks; where it is not zero nothing is updated, as after an overflow.
         """
         self._model.reducer.finish_missing()
+        if self._masters_on(Placement.HOST):
+            self._model.offload.arrive()
         norm = self._grad_norm()
         coefficient = (self._clip_norm / (norm + 1e-6)).clamp(max=1.0) / self.loss_scale.scale
         found_inf = (~norm.isfinite()).float()
@@ -119,53 +132,75 @@ class ZeroOptimizer:
     @property
     def norm_bytes(self) -> int:
         """Of the norms of one window's chunks."""
-        return 2 * 4 * max(map(len, self._counted), default=0)
+        return 2 * 4 * max((len(chunks) for counted in self._counted.values() for chunks in counted), default=0)
 
     def zero_grad(self) -> None:
         """Drop the gradients, as after a failed backward; `step` does so by itself."""
         self._model.reducer.clear()
 
+    def place(self, window: OwnedWindow, placement: Placement) -> None:
+        """Between steps: move a window's master weights, moments and owned gradient, of which only the values of the
+        gradient are lost."""
+        moved = self._master_of(window.flat, window.index, placement).copy_(window.master)
+        window.flat.masters[window.index] = moved
+        for piece in window.pieces:
+            piece.param.data = moved[piece.elements.start : piece.elements.stop]
+            state = self.inner.state.get(piece.param, {})
+            for name, value in state.items():
+                if isinstance(value, Tensor) and value.dim() > 0:
+                    to = self._model.offload.new(placement, Kind.MOMENTS, value.numel(), value.dtype)
+                    state[name] = to.copy_(value)
+                elif isinstance(value, Tensor) and self.inner.defaults.get("fused"):  # torch's step counters
+                    state[name] = value.to(moved.device)
+        self._model.reducer.place(window.gradient, placement)
+        self._meet_placements()
+
     def _grad_norm(self) -> Tensor:
         """Every element has one owner along the shard axis, and padding is zero. A window at a time (C_B)."""
         dtype = reduce(torch.promote_types, (window.master.dtype for window in self.windows), torch.float32)
         squares = self.loss_scale.scale.new_zeros((), dtype=dtype)
-        for chunks in self._counted:
-            squares.add_(torch.stack(list(torch._foreach_norm(chunks, 2, dtype))).square().sum())
+        for placement, counted in self._counted.items():
+            with allocating(Kind.OTHER, on_host=placement is Placement.HOST):
+                here = torch.zeros((), dtype=dtype, device=self._device_of[placement])
+                for chunks in counted:
+                    here.add_(torch.stack(list(torch._foreach_norm(chunks, 2, dtype))).square().sum())
+            if counted:
+                squares.add_(here.to(squares.device))
         for axis in (self._model.shard_axis, self._tensor):
             axis.all_reduce(squares, out=squares).wait()
         return squares.sqrt() / self.loss_scale.scale
 
-    def _gradients_that_count(self) -> list[list[Tensor]]:
-        """Each window's owned gradients, without those of replicated parameters on all tensor ranks but the first."""
+    def _gradients_that_count(self, window: OwnedWindow) -> list[Tensor]:
+        """A window's owned gradients, without those of replicated parameters on all tensor ranks but the first."""
+        owned = window.gradient.owned
         if self._tensor.rank == 0:
-            return [[window.gradient.owned] for window in self.windows]
-        module = self._model.module
-        split = {module.get_parameter(name) for name in split_dims(module)}
-        return [
-            [
-                window.gradient.owned[elements.start : elements.stop]
-                for param, elements in window.flat.owned_pieces(window.index)
-                if param in split
-            ]
-            for window in self.windows
-        ]
+            return [owned]
+        return [cut(owned, e) for param, e in window.flat.owned_pieces(window.index) if param in self._split]
 
     def _update_all(self, coefficient: Tensor, found_inf: Tensor) -> None:
-        if self._takes_found_inf:
-            self.inner.found_inf = found_inf  # type: ignore[attr-defined]
         self._windowed.begin_round()
-        published = [self._update(window, coefficient) for window in self.windows]
+        published = []
+        for placement in Placement:
+            if self._masters_on(placement):
+                here = self._device_of[placement]
+                published += self._update_at(placement, coefficient.to(here), found_inf.to(here))
         self._windowed.end_round()
         for handle in published:
             handle.wait()
 
+    def _update_at(self, placement: Placement, coefficient: Tensor, found_inf: Tensor) -> list[Handle]:
+        if self._takes_found_inf:
+            self.inner.found_inf = found_inf  # type: ignore[attr-defined]
+        return [self._update(window, coefficient) for window in self._masters_on(placement)]
+
     def _update(self, window: OwnedWindow, coefficient: Tensor) -> Handle:
         grad = window.gradient.owned
         if grad.dtype != window.master.dtype:
-            grad = self.cast_buffer[: grad.numel()].copy_(grad)
-        with allocating(Kind.MOMENTS):  # a torch optimizer makes them in its first step
+            grad = self.cast_buffers[window.placement][: grad.numel()].copy_(grad)
+        on_host = window.placement is Placement.HOST
+        with allocating(Kind.MOMENTS, on_host=on_host):  # a torch optimizer makes them in its first step
             self._windowed.step(window.pieces, grad.mul_(coefficient))
-        return window.write_back()
+        return window.write_back(self._model.offload)
 
     @property
     def _takes_found_inf(self) -> bool:
@@ -176,11 +211,44 @@ class ZeroOptimizer:
         """Reads the flag, hence waits for the device, only where the optimizer cannot take it as a tensor."""
         return not self._takes_found_inf and bool(found_inf)
 
-    def _make_cast_buffer(self) -> Tensor:
-        """Gradients stay in the parameters' type; one window at a time is cast to the master's."""
-        cast = [w.master for w in self.windows if w.gradient.owned.dtype != w.master.dtype]
-        largest = max(cast, key=Tensor.numel, default=torch.empty(0))
-        return tagged(Kind.BUFFERS, torch.empty_like(largest))
+    def _masters_on(self, placement: Placement) -> list[OwnedWindow]:
+        return [window for window in self.windows if window.placement is placement]
+
+    def _meet_placements(self) -> None:
+        """Buffers where they are needed, and what the norm goes over, as the windows lie now.
+
+        Gradients stay in the parameters' type; one window at a time is cast to the master's.
+        """
+        self.cast_buffers: dict[Placement, Tensor] = {}
+        self._counted: dict[Placement, list[list[Tensor]]] = {}
+        for placement in Placement:
+            windows = self._masters_on(placement)
+            cast = [w.master for w in windows if w.gradient.dtype != w.master.dtype]
+            if cast:
+                largest = max(cast, key=Tensor.numel)
+                new = self._model.offload.new
+                self.cast_buffers[placement] = new(placement, Kind.BUFFERS, largest.numel(), largest.dtype)
+            gradients = filter(None, map(self._gradients_that_count, windows))
+            self._counted[placement] = [[c for g in grads for c in g.split(NORM_CHUNK_NUMEL)] for grads in gradients]
+
+    def _own_window(
+        self, flat: FlatParameters, index: int, gradient: WindowGradient, group_of: dict[nn.Parameter, int]
+    ) -> OwnedWindow:
+        """Parameters in no group keep their values, as in torch."""
+        master = flat.masters[index] = self._master_of(flat, index, gradient.placement)
+        pieces = [
+            Piece(nn.Parameter(master[elements.start : elements.stop]), elements, group_of[param])
+            for param, elements in flat.owned_pieces(index)
+            if param in group_of
+        ]
+        return OwnedWindow(flat, index, gradient, pieces)
+
+    def _master_of(self, flat: FlatParameters, index: int, placement: Placement) -> Tensor:
+        owned = flat.owned[index]
+        dtype = torch.promote_types(owned.dtype, torch.float32)
+        if owned.dtype is dtype and flat.placement is placement:
+            return owned
+        return self._model.offload.new(placement, Kind.MASTER, owned.numel(), dtype).copy_(owned)
 
 
 def _number_groups(groups: list[dict[str, Any]], known: set[nn.Parameter]) -> dict[nn.Parameter, int]:
@@ -198,19 +266,3 @@ def _number_groups(groups: list[dict[str, Any]], known: set[nn.Parameter]) -> di
                 )
             group_of[param] = number
     return group_of
-
-
-def _own_window(
-    flat: FlatParameters, index: int, gradient: WindowGradient, group_of: dict[nn.Parameter, int]
-) -> OwnedWindow:
-    """Parameters in no group keep their values, as in torch."""
-    owned = flat.owned[index]
-    dtype = torch.promote_types(owned.dtype, torch.float32)
-    master = owned if owned.dtype is dtype else tagged(Kind.MASTER, owned.to(dtype))
-    flat.masters[index] = master
-    pieces = [
-        Piece(nn.Parameter(master[elements.start : elements.stop]), elements, group_of[param])
-        for param, elements in flat.owned_pieces(index)
-        if param in group_of
-    ]
-    return OwnedWindow(flat, index, gradient, pieces)

@@ -29,8 +29,12 @@ class SideStream:
             yield
 
     def queued(self) -> Handle:
-        """To wait for all that has been launched beside so far."""
+        """For the computation, or the stream that is current then, to wait for all that has been launched so far."""
         if self._stream is None:
             return Handle()
         event, device = self._stream.record_event(), self._stream.device
         return Handle(lambda: torch.cuda.current_stream(device).wait_event(event))
+
+    def landed(self) -> Handle:
+        """For the host to wait for all that has been launched beside so far."""
+        return Handle() if self._stream is None else Handle(self._stream.record_event().synchronize)

@@ -14,6 +14,7 @@ from tests.models import HARDER_MODELS, MODELS, batch, build, loss_of
 from tests.pairwise import pairwise
 from tests.ranks import run_ranks
 from zero.engine import ZeroConfig, ZeroDataParallel
+from zero.offload import NO_OFFLOAD, OffloadConfig
 from zero.optimizer import ZeroOptimizer
 
 NUM_STEPS, CLIP_NORM, LR, WEIGHT_DECAY = 5, 0.5, 1e-2, 0.1
@@ -66,9 +67,10 @@ def train_with_zero(
     checkpoints: bool,
     dtype: torch.dtype,
     shard_size: int | None = None,
+    offload: OffloadConfig = NO_OFFLOAD,
 ) -> Result:
     data = Mesh.create(tensor_size=1, shard_size=shard_size).data
-    model = ZeroDataParallel(build(name, checkpoints, dtype), data, config)
+    model = ZeroDataParallel(build(name, checkpoints, dtype), data, config, offload=offload)
     settings = {"lr": LR, "weight_decay": WEIGHT_DECAY, "eps": EPS[dtype], "fused": True}
     optimizer = ZeroOptimizer(model, torch.optim.AdamW, clip_norm=CLIP_NORM, **settings)
     losses, norms = [], []
