@@ -104,7 +104,7 @@ def build(settings: Settings, mesh: Mesh, device: torch.device) -> Parts:
     train = settings.train
     tokens = token_layout(settings, mesh)
     activations = chosen_activations(settings, mesh, tokens, device)
-    with ShardedBirth(mesh.data, settings.zero.answers, settings.zero.prefetch_numel) as birth:
+    with ShardedBirth(mesh.data, settings.zero.answers, settings.zero.prefetch_numel, settings.offload) as birth:
         gpt = build_model(settings.model, activations, tokens, device, train.dtype, settings.zero.window_numel)
         initialize(gpt, train.seed)
         if train.initial_weights is not None:

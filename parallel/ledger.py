@@ -68,6 +68,7 @@ class Memory:
     num_allocations: Counter[Kind] = field(default_factory=Counter)
     total: int = 0
     peak_total: int = 0
+    metered_peak: int = 0  # of a `PeakMeter`
 
     def restart(self) -> None:
         self.peak, self.peak_total = self.resident.copy(), self.total
@@ -76,6 +77,7 @@ class Memory:
     def change(self, kind: Kind, num_bytes: int) -> None:
         self.resident[kind] += num_bytes
         self.total += num_bytes
+        self.metered_peak = max(self.metered_peak, self.total)
         if self.total >= self.peak_total:  # equal after a tag: the peak then has the new kind
             self.peak, self.peak_total = self.resident.copy(), self.total
 
@@ -191,3 +193,22 @@ class Ledger(TorchDispatchMode):
 
 def _active_ledgers() -> list[Ledger]:
     return [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, Ledger)]
+
+
+class PeakMeter:
+    """The most that a device has held since `restart`: what CUDA's allocator says, or else an active ledger."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+
+    def restart(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+        for ledger in _active_ledgers():
+            ledger.device.metered_peak = ledger.device.total
+
+    def peak_bytes(self) -> int:
+        """0 where nobody counts: a CPU's memory is no accelerator's."""
+        if self._device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self._device)
+        return max((ledger.device.metered_peak for ledger in _active_ledgers()), default=0)

@@ -145,6 +145,16 @@ class Axis:
         self.broadcast(values).wait()
         return values
 
+    def least(self, number: int) -> int:
+        """Of the axis's ranks; waits for them, and for the device. Without peers to answer, this rank's."""
+        if not self.has_peers:
+            return number
+        own = torch.tensor([number])
+        own = own.to(self.device_to_travel_from(own))
+        numbers = own.new_empty(self.size)
+        self.all_gather(own, out=numbers).wait()
+        return int(numbers.min())
+
     def _send_to_all(self, shard: Tensor, out: Tensor) -> Handle:
         """gloo's own all-gather receives in a fresh buffer and copies; straight into place it is four times faster."""
         shards = out.view(-1).chunk(self.size)

@@ -18,9 +18,11 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from parallel.fake_tensors import real_tensors
+from parallel.ledger import Kind, tagged
 from parallel.mesh import Axis
 from zero.flat import absent
 from zero.layout import overlap
+from zero.offload import NO_OFFLOAD, OffloadConfig, Placement
 from zero.stage import Lifetime, ZeroStage
 
 NUM_JUST_TOUCHED = 4  # modules
@@ -33,11 +35,12 @@ class ShardedBirth:
     The model gets the values that it would have had outside, on the first rank: all ranks draw from its random state.
     Every rank must build the same model. `whole_numel` bounds the elements that are whole at a time, beside those of
     the few modules that were touched last: an expression may hold parameters of several. Where full parameters persist
-    there is nothing to cut.
+    there is nothing to cut. Shards wait where `offload` places them.
     """
 
-    def __init__(self, data: Axis, answers: ZeroStage, whole_numel: int = 2**26):
+    def __init__(self, data: Axis, answers: ZeroStage, whole_numel: int = 2**26, offload: OffloadConfig = NO_OFFLOAD):
         self._data = data
+        self._is_on_host = offload.placement_of("parameters") is Placement.HOST
         self._axis, _ = answers.axes(data)
         self._whole_numel = whole_numel if answers.full_params is Lifetime.TRANSIENT else math.inf
         self._whole: dict[nn.Parameter, int] = {}  # elements; the one touched last comes last
@@ -94,10 +97,10 @@ class ShardedBirth:
 
     def _make_whole(self, param: nn.Parameter) -> None:
         if (shard := self._shards.pop(param, None)) is not None:
-            here = shard.to(self._axis.device_to_travel_from(shard))
+            here = shard.to(self._axis.device_to_travel_from(param))
             whole = here.new_empty(self._axis.size * here.numel())
             self._axis.all_gather(here, out=whole).wait()
-            param.data = whole[: param.numel()].view(param.shape).to(shard.device)
+            param.data = whole[: param.numel()].view(param.shape).to(param.device)
         self._whole.pop(param, None)
         self._whole[param] = param.numel()
 
@@ -106,7 +109,9 @@ class ShardedBirth:
         flat = param.data.reshape(-1)
         numel = max(1, math.ceil(flat.numel() / self._axis.size))
         own = overlap(range(self._axis.rank * numel, (self._axis.rank + 1) * numel), range(flat.numel()))
-        shard = flat.new_zeros(numel)
+        shard = flat.new_zeros(numel, device="cpu" if self._is_on_host else None)
+        if self._is_on_host:
+            tagged(Kind.PARAMETERS, shard, on_host=True)
         shard[: len(own)].copy_(flat[own.start : own.stop])
         self._shards[param] = shard
         param.data = absent(param.data).expand(param.shape)

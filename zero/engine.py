@@ -12,6 +12,7 @@ Parameters, where they are transient, per unit
                   release, and close the unit's windows: what has no gradient by now counts as zero
 """
 
+import logging
 import math
 import weakref
 from collections.abc import Iterable, Iterator
@@ -29,13 +30,15 @@ from zero.access import watch_parameters
 from zero.agreement import LaunchOrder
 from zero.autograd import NO_BACKWARD, call_at_end_of_backward, current_backward, mark_end_of_backward, tensors_in
 from zero.birth import ShardedBirth
+from zero.chunks import search_chunk_size
 from zero.flat import FlatParameters, is_absent
 from zero.gradients import GradientReducer
 from zero.offload import NO_OFFLOAD, Offload, OffloadConfig
+from zero.residency import NUM_KEPT, Residency
 from zero.stage import STAGES, Lifetime, ZeroStage
 from zero.unit import Itinerary, Unit, alike, assign_parameters, find_units, named_units
 
-NUM_KEPT = 2  # units [Note: keeping]
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -95,7 +98,7 @@ class ZeroDataParallel(nn.Module):
     ):
         super().__init__()
         self.module = module
-        self._data, self._stage, self._prefetch_numel = data, config.answers, config.prefetch_numel
+        self._data, self._stage = data, config.answers
         self.shard_axis, self.replica_axis = axes = self._stage.axes(data)
         if self._stage.full_params is Lifetime.PERSISTENT and offload.leaves == {"parameters"}:
             raise ConfigError(
@@ -103,6 +106,7 @@ class ZeroDataParallel(nn.Module):
                 "stay whole; add optimizer, or choose stage 3"
             )
         self.offload = Offload(device or next(module.parameters()).device, offload)
+        self.residency = Residency(self.offload, config.prefetch_numel)
         self._units = self._make_units(config, birth)
         if birth:
             birth.close(module)
@@ -125,6 +129,7 @@ class ZeroDataParallel(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self._launch_order.restart()
         self._forward_order.restart()
+        self.residency.restart()
         self._running.clear()  # a forward that raised has left its calls here
         return self.module(*args, **kwargs)
 
@@ -168,7 +173,7 @@ class ZeroDataParallel(nn.Module):
         is_transient = self._stage.full_params is Lifetime.TRANSIENT
         resident_numel = config.resident_numel if is_transient else math.inf
         resident = {n: p for params in own.values() for n, p in params.items() if p.numel() < resident_numel}
-        numel = config.window_numel or sum(param.numel() for param in self.module.parameters())
+        numel = self._window_numel(config, own)
 
         def values_of(param: nn.Parameter) -> Tensor:
             """The first rank's."""
@@ -188,6 +193,15 @@ class ZeroDataParallel(nn.Module):
             ]
             units[name] = Unit(flats, partial(self._launch_order.before_gather, len(units)))
         return units
+
+    def _window_numel(self, config: ZeroConfig, own: dict[str, dict[str, nn.Parameter]]) -> int:
+        """One window for all, where none is configured; chunks of a searched size for Gemini."""
+        numels = [sum(param.numel() for param in params.values()) for params in own.values()]
+        if self.offload.config.mode == "auto":
+            chunk = search_chunk_size(numels, self.offload.config, self.shard_axis.size)
+            logger.info("offload: chunks of %d elements, %d unfilled", chunk.numel, chunk.unfilled_numel)
+            return chunk.numel
+        return config.window_numel or sum(numels)
 
     def _unit_names(self, config: ZeroConfig) -> list[str]:
         if self._stage.full_params is Lifetime.PERSISTENT:
@@ -231,8 +245,9 @@ class ZeroDataParallel(nn.Module):
 
     def _is_kept(self, unit: Unit) -> bool:
         """[Note: keeping]"""
-        is_last_call = current_backward() == NO_BACKWARD and torch.is_grad_enabled() and self._forward_order.is_complete
-        return is_last_call and unit in self._backward_order.first(NUM_KEPT)
+        if not self.residency.may_keep or current_backward() != NO_BACKWARD or not torch.is_grad_enabled():
+            return False
+        return self._forward_order.is_complete and unit in self._backward_order.first(NUM_KEPT)
 
     # [Note: keeping] The root and the unit that runs last are the first that backward reads. They stay in between, from
     # the second step on, when that is known: to gather them again would cost traffic and save no memory, since backward
@@ -279,8 +294,10 @@ class ZeroDataParallel(nn.Module):
 
     def _visit(self, unit: Unit, order: Itinerary) -> None:
         """Gather the unit, and start to gather as many of those that followed it last time as the budget allows."""
+        self.residency.before_visit(unit, "forward" if order is self._forward_order else "backward")
         unit.gather()
-        numel_left = self._prefetch_numel
+        self.residency.after_visit(unit)
+        numel_left = self.residency.prefetch_numel
         for following in order.visit(unit):
             numel_left -= following.transient_numel
             if numel_left < 0:

@@ -170,6 +170,10 @@ class GradientReducer:
             resident += [gradient.staged for gradient in self._order if gradient.staged is not None]
         return resident
 
+    def bytes_to_place(self, gradient: WindowGradient) -> int:
+        """What the owned shard takes on the accelerator; where full gradients persist it is a part of them."""
+        return 0 if self._lifetime is Lifetime.PERSISTENT else gradient.owned.nbytes
+
     def place(self, gradient: WindowGradient, placement: Placement) -> None:
         """The owned shard is in that memory from now on; a gradient that it held is void."""
         shard = gradient.window.shard(self._shard_axis.rank)

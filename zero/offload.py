@@ -90,10 +90,11 @@ class Offload:
         return allocate(self.device, kind)(numel, dtype)
 
     def to_host(self, source: Tensor, out: Tensor) -> Handle:
-        """Wait before `source` is overwritten; the host calls `arrive` before it reads `out`."""
+        """Wait before `source` is overwritten, and hold the handle till then; the host calls `arrive` before it reads
+        `out`."""
         with self._to_host.beside():
             out.copy_(source, non_blocking=True)
-        return self._to_host.queued()
+        return Handle(self._to_host.queued().wait, lambda: source)  # held, not freed while it is read
 
     def to_accelerator(self, source: Tensor, out: Tensor, then: Callable[[], Handle] = Handle) -> Handle:
         """Wait before `out` is read. `then` launches what follows the copy, such as a gather.

@@ -25,6 +25,7 @@ from zero.offload import Offload, Placement
 
 # A CPU adds fp32 squares one after the other: the norm of 17M elements in one piece is wrong by 2e-4.
 NORM_CHUNK_NUMEL = 2**18
+LEAST_ALLOCATION = 512  # bytes that CUDA's allocator gives for any smaller tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,8 +54,8 @@ class OwnedWindow:
             return publish()
         if self.placement is Placement.HOST:
             return offload.to_accelerator(self.master, owned, publish)
-        rounded = self.master.to(owned.dtype)
-        return Handle(offload.to_host(rounded, owned).wait, rounded.size)  # `rounded` is held until then
+        left = offload.to_host(self.master.to(owned.dtype), owned)
+        return Handle(publish().wait, left.wait)
 
     @property
     def has_own_master(self) -> bool:
@@ -116,6 +117,8 @@ class ZeroOptimizer:
         `skip`: 0-dim, the same on all ranks; where it is not zero nothing is updated, as after an overflow.
         """
         self._model.reducer.finish_missing()
+        axes = self._model.shard_axis, self._model.replica_axis, self._tensor
+        self._model.residency.before_update(axes)
         if self._masters_on(Placement.HOST):
             self._model.offload.arrive()
         norm = self._grad_norm()
@@ -127,6 +130,7 @@ class ZeroOptimizer:
         self.num_skipped.add_(skipped.long())
         self.loss_scale.update(found_inf)
         self._model.reducer.clear()
+        self._model.residency.after_update(self, axes)
         return norm
 
     @property
@@ -137,6 +141,16 @@ class ZeroOptimizer:
     def zero_grad(self) -> None:
         """Drop the gradients, as after a failed backward; `step` does so by itself."""
         self._model.reducer.clear()
+
+    def bytes_to_place(self, window: OwnedWindow) -> int:
+        """What `place` would bring to the accelerator, without the cast buffer."""
+        states = [value for piece in window.pieces for value in self.inner.state.get(piece.param, {}).values()]
+        moments = sum(
+            value.nbytes if value.dim() else LEAST_ALLOCATION for value in states if isinstance(value, Tensor)
+        )
+        needs_own_master = window.master.dtype != window.gradient.dtype or window.flat.placement is Placement.HOST
+        master = window.master.nbytes if needs_own_master else 0
+        return moments + master + self._model.reducer.bytes_to_place(window.gradient)
 
     def place(self, window: OwnedWindow, placement: Placement) -> None:
         """Between steps: move a window's master weights, moments and owned gradient, of which only the values of the
