@@ -48,9 +48,8 @@ def colossalai_search(numels: list[int], interval: int, range_m: float, min_m: f
             left -= numel
         return waste + left
 
-    return min(
-        ((size, wasted(size)) for size in range(start, start + round(range_m * MEBI) + 1, interval)), key=lambda c: c[1]
-    )
+    sizes = range(start, start + round(range_m * MEBI) + 1, interval)
+    return min(((size, wasted(size)) for size in sizes), key=lambda found: found[1])
 
 
 def our_waste(units: list[list[int]], chunk_numel: int, num_shards: int) -> int:
@@ -65,12 +64,10 @@ def our_waste(units: list[list[int]], chunk_numel: int, num_shards: int) -> int:
 def test_the_published_case_of_colossalai():
     """Their test (tests/test_zero/test_gemini/test_search.py) expects 527872 elements for this model; nothing is wasted
     there, and nothing here."""
-    units = units_of(gpt2(2, 128, vocab_size=50258))
-    numels = [numel for unit in units for numel in unit]
-    assert colossalai_search(numels, 128, 1, 0) == (527872, 0)
-    found = search_chunk_size(
-        map(sum, units), OffloadConfig(hidden_dim=128, min_chunk_size_m=1e-6, search_range_m=1), 1
-    )
+    model = gpt2(2, 128, vocab_size=50258)
+    assert colossalai_search([param.numel() for param in model.parameters()], 128, 1, 0) == (527872, 0)
+    units, config = units_of(model), OffloadConfig(hidden_dim=128, min_chunk_size_m=1e-6, search_range_m=1)
+    found = search_chunk_size(map(sum, units), config, 1)
     assert our_waste(units, found.numel, 1) == 0
 
 
