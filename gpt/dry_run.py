@@ -20,6 +20,7 @@ from parallel.comm_log import CommEvent
 from parallel.fake_tensors import QuickFakeTensorMode
 from parallel.kernel_log import Kernel, KernelLog
 from parallel.ledger import Kind, Ledger
+from parallel.watching import watching
 from parallel.world import World, imitated_world
 
 
@@ -55,6 +56,7 @@ def record_step(
         parts = build(settings, mesh, world.device)
         building_peak_bytes = ledger.device.peak_total
         micro_batches = blank_micro_batches(settings, mesh.data.size)
+        gc.collect()  # what building has left
         with no_garbage_collection():
             for _ in range(num_steps_before):
                 train_step(parts.model, parts.optimizer, micro_batches, mesh)
@@ -62,7 +64,7 @@ def record_step(
             kernel_log = KernelLog(lambda: mesh.log.phase, ledger.is_on_host)
             mesh.log.clear()
             mesh.log.keeps_events, mesh.log.clock = True, lambda: len(kernel_log.kernels)
-            with kernel_log:
+            with watching(kernel_log):
                 train_step(parts.model, parts.optimizer, micro_batches, mesh)
         memories = {"device": ledger.device, "host": ledger.host}
         return Recording(
@@ -79,7 +81,6 @@ def record_step(
 @contextmanager
 def no_garbage_collection() -> Iterator[None]:
     """A step leaves no cycles, and looking for them among a deep model's objects takes a tenth of the time."""
-    gc.collect()  # what building has left
     was_enabled = gc.isenabled()
     gc.disable()
     try:

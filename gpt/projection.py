@@ -84,10 +84,10 @@ def project(kernels: list[Kernel], events: list[CommEvent], cluster: ClusterSpec
         return free[lane]
 
     for position in range(len(kernels) + 1):
-        for number in launches[position]:
+        for number in launches.get(position, ()):
             event = events[number]
             ends[number] = run(event.axis, event.op, free["compute"], collective_seconds(event, cluster, grid))
-        for number in waits[position]:
+        for number in waits.get(position, ()):
             free["compute"] = max(free["compute"], ends[number])
         if position < len(kernels):
             kernel = kernels[position]

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from gpt.collectives import profile, profile_table
 from gpt.console import RunConsole
-from gpt.dry_run import Recording, dry_run
+from gpt.dry_run import Recording, dry_run, no_garbage_collection
 from gpt.flops import hardware_flops, model_flops
 from gpt.projection import Grid, Timeline, project
 from gpt.settings import Settings
@@ -24,6 +24,11 @@ HOST, DEVICE = "host", "device"
 def run_and_report(settings: Settings, console: RunConsole) -> dict[str, Any]:
     """The dry run of `settings`, shown and written."""
     recording = dry_run(settings)
+    with no_garbage_collection():
+        return _report(settings, recording, console)
+
+
+def _report(settings: Settings, recording: Recording, console: RunConsole) -> dict[str, Any]:
     cluster = ClusterSpec.load(settings.dry_run.cluster) if settings.dry_run.cluster else None
     timeline = projected(recording, cluster, settings) if cluster else None
     report = describe(settings, recording, cluster, timeline)

@@ -20,7 +20,6 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
-    in_kernel_invocation_manager,
     unset_fake_temporarily,
 )
 
@@ -41,23 +40,34 @@ class QuickFakeTensorMode(FakeTensorMode):
     def __init__(self) -> None:
         super().__init__()
         self._results: dict[Any, tuple[bool, list[Shape]]] = {}
+        self._attributes: dict[torch.device, dict[str, Any]] = {}  # of a fake tensor there
+        self.watchers: list[Any] = []  # see parallel/watching.py
 
-    def dispatch(
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # no compiler is near, and its guard costs as much as a view
+
+    def __torch_dispatch__(
         self, func: OpOverload, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
-        way, written = _way(func)
-        if way is Way.DEVICE:
+        if func is DEVICE_OF:  # autograd asks several times a node
             return args[0].fake_device
+        kwargs = kwargs or {}
+        output = self._answer(func, types, args, kwargs)
+        for watcher in self.watchers:
+            watcher.saw(func, args, kwargs, output)
+        return output
+
+    def _answer(self, func: OpOverload, types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        way, written = _way(func)
         if way is Way.COLLECTIVE:  # a fake process group looks at nothing
-            with in_kernel_invocation_manager(self):
-                return func(*args, **kwargs)
-        for fake in instances_in(args, FakeTensor):
-            if fake.constant is not None:  # a value that torch goes on to compute with
-                return super().dispatch(func, types, args, kwargs)
+            return self._on_meta(func, args, kwargs)
+        if way is Way.NO_TENSOR:
+            return func(*args, **kwargs)
+        if _has_constant(args):  # a value that torch goes on to compute with
+            return self._as_torch_does(func, types, args, kwargs)
         if way is Way.VIEW and isinstance(args[0], FakeTensor):
-            with in_kernel_invocation_manager(self):
-                output = func(*args, **kwargs)
+            output = self._on_meta(func, args, kwargs)
             device = args[0].fake_device
             return self._fake(output, device) if isinstance(output, Tensor) else [self._fake(t, device) for t in output]
         if written is not None:
@@ -66,13 +76,31 @@ class QuickFakeTensorMode(FakeTensorMode):
                 return tensor
         if way is Way.ALLOCATION:
             return self._allocate(func, types, args, kwargs)
-        return super().dispatch(func, types, args, kwargs)
+        return self._as_torch_does(func, types, args, kwargs)
+
+    def _as_torch_does(self, func: OpOverload, types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """The long way, on which some operations are made of others, which nobody shall see."""
+        watchers, self.watchers = self.watchers, []
+        try:
+            return self.dispatch(func, types, args, kwargs)
+        finally:
+            self.watchers = watchers
+
+    def _on_meta(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run the meta kernel: torch's `in_kernel_invocation_manager`, without the cost of a generator."""
+        with torch._C._DisableTorchDispatch(), torch._C._PreserveDispatchKeyGuard():
+            self.in_kernel_invocation = True
+            torch._C._set_meta_in_tls_dispatch_include(True)
+            try:
+                return func(*args, **kwargs)
+            finally:
+                self.in_kernel_invocation = False
 
     def _allocate(self, func: OpOverload, types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        key = (func, _key(args), _key(tuple(kwargs.items())))
+        key = (func, _key(args), _key(tuple(kwargs.items())) if kwargs else ())
         found = self._results.get(key)
         if found is None:
-            output = super().dispatch(func, types, args, kwargs)
+            output = self._as_torch_does(func, types, args, kwargs)
             tensors = [output] if isinstance(output, Tensor) else output
             if isinstance(tensors, (tuple, list)) and _are_new(tensors, (args, tuple(kwargs.values()))):
                 self._results[key] = isinstance(output, Tensor), [_shape_of(tensor) for tensor in tensors]
@@ -85,7 +113,16 @@ class QuickFakeTensorMode(FakeTensorMode):
         return outputs[0] if is_single else tuple(outputs)
 
     def _fake(self, meta: Tensor, device: torch.device) -> FakeTensor:
-        return FakeTensor(self, meta, device)
+        """Fake tensors of a device differ in what they wrap only: the first is torch's own, the others are copies."""
+        attributes = self._attributes.get(device)
+        if attributes is None:
+            first = FakeTensor(self, meta, device)
+            self._attributes[device] = dict(first.__dict__)
+            return first
+        fake = Tensor._make_subclass(FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=device)
+        torch._C._set_throw_on_mutable_data_ptr(fake)
+        fake.__dict__.update(attributes)
+        return fake
 
 
 @contextmanager
@@ -98,8 +135,8 @@ def real_tensors() -> Iterator[None]:
 class Way(Enum):
     """How an operation is dispatched."""
 
-    DEVICE = "asks for the device of a tensor"
     COLLECTIVE = "goes to the process group"
+    NO_TENSOR = "neither takes nor gives tensors"
     VIEW = "gives a view of its first argument"
     ALLOCATION = "gives new tensors only"
     OTHER = "whatever torch does with it, unless it only writes to its arguments"
@@ -107,10 +144,10 @@ class Way(Enum):
 
 @cache
 def _way(func: OpOverload) -> tuple[Way, Written | None]:
-    if func is DEVICE_OF:
-        return Way.DEVICE, None
     if func.namespace == "c10d":
         return Way.COLLECTIVE, None
+    if not any("Tensor" in str(item.type) for item in (*func._schema.arguments, *func._schema.returns)):
+        return Way.NO_TENSOR, None
     if _is_view(func):
         return Way.VIEW, None
     return Way.ALLOCATION if _allocates(func) else Way.OTHER, _written_by(func)
@@ -177,7 +214,18 @@ def _key(value: Any) -> Any:
         return _shape_of(value)
     if isinstance(value, (tuple, list)):
         return tuple(_key(item) for item in value)
-    return type(value), value  # 1 and 1.0 and True are equal, and promote to different types
+    # 1 and 1.0 and True are equal, and promote to different types; NaN is not even equal to itself.
+    return type(value), value if value == value else None
+
+
+def _has_constant(args: Sequence[Any]) -> bool:
+    for arg in args:
+        if isinstance(arg, FakeTensor):
+            if arg.constant is not None:
+                return True
+        elif isinstance(arg, (tuple, list)) and _has_constant(arg):
+            return True
+    return False
 
 
 def instances_in(tree: Any, kind: type[Instance]) -> Iterator[Instance]:

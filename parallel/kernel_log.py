@@ -1,6 +1,6 @@
 """What a rank computes, kernel by kernel: how many operations each takes, and how many bytes it moves."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import prod
@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from parallel.fake_tensors import instances_in
 
@@ -41,33 +40,23 @@ class Kernel:
         return 2 * prod(self.product) if self.product else 0
 
 
-class KernelLog(TorchDispatchMode):
-    """While active, `kernels` grows by one for each that a GPU would run.
+class KernelLog:
+    """While it is watching, `kernels` grows by one for each that a GPU would run.
 
     `phase` names the present part of the step, `is_on_host` says which tensors lie in host memory.
     """
 
     def __init__(self, phase: Callable[[], str], is_on_host: Callable[[Tensor], bool]):
-        super().__init__()
         self.kernels: list[Kernel] = []
         self._phase, self._is_on_host = phase, is_on_host
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
-
-    def __torch_dispatch__(self, function: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if function is torch.ops.prim.device.default:  # as in the ledger
-            return args[0].fake_device
-        output = function(*args, **kwargs)
+    def saw(self, function: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any) -> None:
         if not _runs_a_kernel(function):
-            return output
+            return
         tensors = list(instances_in((args, tuple(kwargs.values())), Tensor))
         results = list(instances_in((output,), Tensor))
         if tensors or results:
             self.kernels.append(self._kernel(function, args, tensors, results))
-        return output
 
     def _kernel(self, function: OpOverload, args: Any, tensors: list[Tensor], results: list[Tensor]) -> Kernel:
         name = function._schema.name.removeprefix("aten::")

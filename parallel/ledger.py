@@ -10,8 +10,8 @@ a look at an empty stack.
 
 import weakref
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
@@ -19,7 +19,9 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch._ops import OpOverload
+
+from parallel.watching import active_watchers, watching
 
 
 class Kind(StrEnum):
@@ -93,7 +95,7 @@ class _Holding:
     is_new: bool = False  # allocated since `restart`
 
 
-class Ledger(TorchDispatchMode):
+class Ledger:
     """Counts storages that are allocated while it is active; `device` is the run's accelerator, real or imitated.
 
     Fake tensors count as what they imitate: enter the ledger after the `FakeTensorMode`. A storage made before is
@@ -101,7 +103,6 @@ class Ledger(TorchDispatchMode):
     """
 
     def __init__(self, device: torch.device):
-        super().__init__()
         self.device, self.host = Memory(), Memory()
         self._device_type = device.type
         self._ambient = Kind.OTHER, False  # kind, and whether in host memory
@@ -128,16 +129,15 @@ class Ledger(TorchDispatchMode):
             return result
 
         torch.UntypedStorage.resize_ = resize_and_count  # type: ignore[method-assign,assignment]
-        return super().__enter__()
+        self._watching = ExitStack()
+        self._watching.enter_context(watching(self))
+        return self
 
     def __exit__(self, *exception: Any) -> None:
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
-        super().__exit__(*exception)
+        self._watching.close()
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is torch.ops.prim.device.default:  # of a fake tensor: autograd asks several times a node
-            return args[0].fake_device
-        output = function(*args, **(kwargs or {}))
+    def saw(self, function: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any) -> None:
         if isinstance(output, Tensor):
             self._meet(output)
         elif isinstance(output, (tuple, list)):
@@ -148,11 +148,6 @@ class Ledger(TorchDispatchMode):
                     for tensor in part:
                         if isinstance(tensor, Tensor):
                             self._meet(tensor)
-        return output
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # no compiler is near, and its guard would double the time of an operation
 
     def _meet(self, tensor: Tensor) -> _Holding:
         storage = tensor.untyped_storage()
@@ -192,7 +187,7 @@ class Ledger(TorchDispatchMode):
 
 
 def _active_ledgers() -> list[Ledger]:
-    return [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, Ledger)]
+    return [watcher for watcher in active_watchers() if isinstance(watcher, Ledger)]
 
 
 class PeakMeter:

@@ -100,7 +100,7 @@ class Axis:
         if self._is_gloo:
             return self._timed(event, self._send_to_all(shard, out))
         gather = _first_named("all_gather_single", "all_gather_into_tensor")
-        work = gather(out.view(-1), shard.view(-1), group=self.group, async_op=True)
+        work = gather(_flat(out), _flat(shard), group=self.group, async_op=True)
         return self._timed(event, Handle(work.wait))
 
     def reduce_scatter(self, full: Tensor, *, out: Tensor) -> Handle:
@@ -111,7 +111,7 @@ class Axis:
         if self._is_gloo:
             return self._timed(event, self._exchange_and_sum(full, out))
         scatter = _first_named("reduce_scatter_single", "reduce_scatter_tensor")
-        work = scatter(out.view(-1), full.view(-1), group=self.group, async_op=True)
+        work = scatter(_flat(out), _flat(full), group=self.group, async_op=True)
         return self._timed(event, Handle(work.wait))
 
     def all_reduce(self, tensor: Tensor, *, out: Tensor) -> Handle:
@@ -261,6 +261,10 @@ def _add_up(terms: Tensor, out: Tensor) -> None:
         torch.add(terms[0], terms[1], out=out)  # the same bits as the sum, several times faster
     else:
         torch.sum(terms, dim=0, out=out)
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    return tensor if tensor.dim() == 1 else tensor.view(-1)
 
 
 def _copy(source: Tensor, out: Tensor) -> Handle:

@@ -49,7 +49,7 @@ class ShardedBirth:
         self._is_open = False
 
     def __enter__(self) -> Self:
-        self._is_open = True
+        self._is_open = self._whole_numel != math.inf
         self._hook = register_module_parameter_registration_hook(self._before_registration)
         self._own_random_states = _share_random_states(self._data)
         return self
@@ -59,9 +59,8 @@ class ShardedBirth:
         self._hook.remove()
         for generator, state in self._own_random_states.items():
             generator.set_state(state)
-        if self._whole_numel != math.inf:
-            for param in list(self._whole):
-                self._cut(param)
+        for param in list(self._whole):
+            self._cut(param)
 
     def touch(self, params: Iterable[nn.Parameter | None]) -> None:
         """Whole they are, until so many others have been touched that memory is needed."""

@@ -44,12 +44,14 @@ class FlatParameters:
         self.placement = offload.config.placement_of("parameters") if is_transient else Placement.ACCELERATOR
         self.layout = Layout.of({name: p.shape for name, p in params.items()}, axis.size, window_numel)
         self.full = tagged(Kind.PARAMETERS, self.params[0].data.new_zeros(self.layout.numel, device=offload.device))
-        self._absent = absent(self.full)
+        self._full_windows = [cut(self.full, window.elements) for window in self.layout.windows]
         self._span_of = dict(zip(self.params, self.layout.spans, strict=True))
+        self._present = {param: span.view(self.full) for param, span in self._span_of.items()}
+        nothing = absent(self.full)
+        self._absent = {param: nothing.expand(param.shape) for param in self.params}
         self._arrivals: list[Handle] = []
         self._residence = Residence.FULL
-        for param, span in self._span_of.items():
-            full = span.view(self.full)
+        for param, full in self._present.items():
             values = values_of(param)
             if values.numel() > 1 and not any(values.stride()):
                 raise ValueError(
@@ -92,7 +94,7 @@ class FlatParameters:
         if self._residence is Residence.ARRIVING:
             self._await_arrivals()
         for param in self.params:
-            param.data = self._absent.expand(param.shape)
+            param.data = self._absent[param]
         self.full.untyped_storage().resize_(0)
         self._residence = Residence.OWNED
 
@@ -116,8 +118,7 @@ class FlatParameters:
 
         A master keeps its finer value wherever the rounded one is still the same.
         """
-        span = self._span_of[param]
-        full = span.view(self.full)
+        span, full = self._span_of[param], self._present[param]
         if param.data_ptr() != full.data_ptr():  # `param.data` was replaced
             full.copy_(param.data)
             param.data = full
@@ -147,11 +148,10 @@ class FlatParameters:
 
     def _send(self, index: int) -> Handle:
         """Owners -> full buffer, one window; in place where the buffer persists, or the shard comes from the host."""
-        window = self.layout.windows[index]
-        out = cut(self.full, window.elements)
+        out = self._full_windows[index]
         if self.placement is Placement.ACCELERATOR or index in self.near:
             return self.axis.all_gather(self.near.get(index, self.owned[index]), out=out)
-        shard = cut(self.full, window.shard(self.axis.rank))
+        shard = cut(self.full, self.layout.windows[index].shard(self.axis.rank))
         return self._offload.to_accelerator(self.owned[index], shard, lambda: self.axis.all_gather(shard, out=out))
 
     def _copy_of(self, shard: Tensor, placement: Placement) -> Tensor:
@@ -162,8 +162,8 @@ class FlatParameters:
             arrival.wait()
 
     def _point_params_at_full(self) -> None:
-        for param, span in self._span_of.items():
-            param.data = span.view(self.full)
+        for param, full in self._present.items():
+            param.data = full
 
 
 def absent(like: Tensor) -> Tensor:

@@ -204,7 +204,9 @@ class GradientReducer:
             self._num_launched += 1
 
     def _launch(self, gradient: WindowGradient) -> None:
-        staged, window = self._stage(gradient), gradient.window
+        self._stage(gradient)
+        window = gradient.window
+        staged = gradient.part_of_staged(window.elements)
         for param in gradient.blank:
             gradient.part_of_staged(gradient.parts[param]).zero_()
         shard = gradient.part_of_staged(window.shard(self._shard_axis.rank))
@@ -236,11 +238,10 @@ class GradientReducer:
             shard.add_(earlier)
         gradient.left = self._offload.to_host(shard, out=gradient.owned)
 
-    def _stage(self, gradient: WindowGradient) -> Tensor:
+    def _stage(self, gradient: WindowGradient) -> None:
         if gradient.staged is None:
             gradient.staged = self._take_from_pool(gradient.dtype)
             gradient.clear_staged()
-        return gradient.part_of_staged(gradient.window.elements)
 
     def _unstage(self, gradient: WindowGradient) -> None:
         """The window's full gradients are void; memory that does not persist goes back to the pool."""

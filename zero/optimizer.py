@@ -171,7 +171,7 @@ class ZeroOptimizer:
 
     def _grad_norm(self) -> Tensor:
         """Every element has one owner along the shard axis, and padding is zero. A window at a time (C_B)."""
-        dtype = reduce(torch.promote_types, (window.master.dtype for window in self.windows), torch.float32)
+        dtype = reduce(torch.promote_types, {window.master.dtype for window in self.windows}, torch.float32)
         squares = self.loss_scale.scale.new_zeros((), dtype=dtype)
         for placement, counted in self._counted.items():
             with allocating(Kind.OTHER, on_host=placement is Placement.HOST):
