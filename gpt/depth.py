@@ -47,18 +47,34 @@ class Line:
         return max(0, math.floor((room_bytes - first) / per_layer))
 
 
+@dataclass(frozen=True)
+class ShallowRun:
+    """A dry run of the same settings with fewer layers."""
+
+    settings: Settings
+    recording: Recording
+
+
 def draw_line(settings: Settings, cluster: ClusterSpec) -> Line:
     """`settings.dry_run` names the world. Raises ConfigError as a dry run does."""
+    return line_through(shallow_runs(settings), cluster)
+
+
+def shallow_runs(settings: Settings) -> tuple[ShallowRun, ShallowRun]:
     num_layers, group = settings.model.num_layers, settings.activations.layers_per_checkpoint
     # The last checkpoint is as full as at depth.
     first, second = (math.ceil(depth / group) * group + num_layers % group for depth in DEPTHS)
-    estimates = tuple(estimate_at(depth, settings, cluster) for depth in (first, second))
-    return Line((first, second), (estimates[0], estimates[1]))
+    return run_at(first, settings), run_at(second, settings)
 
 
-def estimate_at(depth: int, settings: Settings, cluster: ClusterSpec) -> Estimate:
+def run_at(depth: int, settings: Settings) -> ShallowRun:
     shallow = replace(settings, model=replace(settings.model, num_layers=depth))
-    return estimate(dry_run(shallow), shallow, cluster)
+    return ShallowRun(shallow, dry_run(shallow))
+
+
+def line_through(runs: tuple[ShallowRun, ShallowRun], cluster: ClusterSpec) -> Line:
+    first, second = (estimate(run.recording, run.settings, cluster) for run in runs)
+    return Line((runs[0].settings.model.num_layers, runs[1].settings.model.num_layers), (first, second))
 
 
 def estimate(recording: Recording, settings: Settings, cluster: ClusterSpec) -> Estimate:

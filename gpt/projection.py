@@ -5,8 +5,8 @@
     tensor      ...  all-reduce |                         and the one before it on its lane has ended
     host        ......... copy |                          one copy each way is at most one ahead of the computation
 
-Every assumption stands where it is made. Three figures of a cluster may be calibrated (`gemm_fraction`,
-`memory_fraction`, `node_fraction`); the rest is what data sheets say.
+Every assumption stands where it is made. A cluster's `gemm_fraction`, `memory_fraction` and `node_fraction` are
+measured or calibrated; the rest is what data sheets say.
 """
 
 from collections import defaultdict

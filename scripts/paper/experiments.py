@@ -11,8 +11,11 @@ from typing import Any
 
 import yaml
 
+from gpt.settings import Settings, parse_settings
+
 ROOT = Path(__file__).resolve().parents[2]
 PAPER, CONFIGS = ROOT / "docs/paper", ROOT / "configs/paper"
+CLUSTER_FILE = ROOT / "configs/clusters/dgx-2.yaml"
 FIGURES = {
     "figure2": "fig2_throughput.csv",
     "figure3": "fig3_scaling.csv",
@@ -57,6 +60,11 @@ class Experiment:
         """As printed; None where it is not known or the run did not fit."""
         value = self.row.get("tflops_per_gpu", "")
         return float(value) if value and value != "OOM" else None
+
+    def tflops(self, seconds: float) -> float:
+        """A device's for a step of so many seconds, with operations as the authors count: 8 x parameters x tokens."""
+        parameters = 12 * int(self.row["layers"]) * int(self.row["hidden"]) ** 2
+        return 8 * parameters * int(self.row["total_batch"]) * 1024 / self.num_gpus / seconds / 1e12
 
     @property
     def path(self) -> Path:
@@ -114,6 +122,12 @@ def experiments(*figures: str) -> Iterator[Experiment]:
         with (PAPER / FIGURES[figure]).open() as file:
             for row in csv.DictReader(file):
                 yield Experiment(figure, row)
+
+
+def parsed(settings: dict[str, Any], world_size: int) -> Settings:
+    """For a dry run on the paper's cluster."""
+    world = [f"--dry_run.world_size={world_size}", f"--dry_run.cluster={CLUSTER_FILE}"]
+    return parse_settings(["--config", yaml.safe_dump(settings), *world])
 
 
 def main() -> None:

@@ -1,5 +1,6 @@
 """What the paper says of a thousand GPUs, by dry run."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from gpt.dry_run import dry_run
 from gpt.report import DEVICE
 from gpt.settings import Settings, parse_settings
 from parallel.cluster import ClusterSpec
+from scripts.paper.calibrate import calibrated
 
 ROOT = Path(__file__).resolve().parents[2]
 CLUSTER = ROOT / "configs/clusters/dgx-2.yaml"
@@ -37,3 +39,11 @@ def test_a_line_through_two_depths_meets_a_third():
     assert promised.parameters == recording.parts.num_parameters_of_model
     assert promised.device_peak_bytes == pytest.approx(sum(recording.peak[DEVICE].values()), rel=0.01)
     assert 12 <= line.deepest(promised.device_peak_bytes) <= 20
+
+
+@pytest.mark.full
+def test_the_cluster_file_has_the_constants_that_three_rows_give():
+    cluster = ClusterSpec.load(CLUSTER)
+    found = calibrated(replace(cluster, gemm_fraction=1.0, node_fraction=1.0))
+    assert found.gemm_fraction == pytest.approx(cluster.gemm_fraction, abs=0.001)
+    assert found.node_fraction == pytest.approx(cluster.node_fraction, abs=0.001)

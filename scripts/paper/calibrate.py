@@ -1,0 +1,64 @@
+"""The two calibrated constants of the DGX-2's file, by least squares over three rows of the paper's Figure 2.
+
+    python -m scripts.paper.calibrate      prints them; they stand in configs/clusters/dgx-2.yaml
+
+`gemm_fraction` is told by the two 1.5B rows, which compute, and `node_fraction` by the 60B baseline, which waits for
+the network. No other row is read.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import product
+
+from gpt.depth import ShallowRun, line_through, shallow_runs
+from parallel.cluster import ClusterSpec
+from scripts.paper.experiments import CLUSTER_FILE, Experiment, experiments, parsed
+
+CALIBRATED = "1.5b-zero-400", "1.5b-baseline-400", "60b-baseline-384"  # rows of Figure 2
+FITTED = "gemm_fraction", "node_fraction"
+GRID_POINTS, ROUNDS = 9, 10  # each round takes the root of the spread
+
+
+def fit(error: Callable[[tuple[float, ...]], float], first: tuple[float, ...], spread: float) -> tuple[float, ...]:
+    """The constants with the smallest error, by ever finer grids of factors `spread` ** (-1 to 1)."""
+    best = first
+    for _ in range(ROUNDS):
+        factors = [spread ** (2 * step / (GRID_POINTS - 1) - 1) for step in range(GRID_POINTS)]
+        points = [tuple(b * f for b, f in zip(best, chosen, strict=True)) for chosen in product(factors, repeat=2)]
+        best, spread = min(points, key=error), math.sqrt(spread)
+    return best
+
+
+def calibrated(cluster: ClusterSpec) -> ClusterSpec:
+    """`cluster` with the constants that fit the three rows best."""
+    rows = [
+        (experiment, shallow_runs(parsed(experiment.settings(), experiment.num_gpus)))
+        for experiment in calibrated_rows()
+    ]
+
+    def error(constants: tuple[float, ...]) -> float:
+        chosen = replace(cluster, **dict(zip(FITTED, constants, strict=True)))
+        return sum(math.log(relative_tflops(experiment, runs, chosen)) ** 2 for experiment, runs in rows)
+
+    found = replace(cluster, **dict(zip(FITTED, fit(error, (0.5, 0.5), 2.0), strict=True)))
+    for experiment, runs in rows:
+        print(f"{experiment.name}: {relative_tflops(experiment, runs, found) - 1:+.1%}")
+    return found
+
+
+def calibrated_rows() -> Iterator[Experiment]:
+    return (experiment for experiment in experiments("figure2") if experiment.name in CALIBRATED)
+
+
+def relative_tflops(experiment: Experiment, runs: tuple[ShallowRun, ShallowRun], cluster: ClusterSpec) -> float:
+    """The projected rate over the printed one."""
+    seconds = line_through(runs, cluster).at(int(experiment.row["layers"])).seconds
+    assert experiment.measured_tflops is not None
+    return experiment.tflops(seconds) / experiment.measured_tflops
+
+
+if __name__ == "__main__":
+    chosen = calibrated(ClusterSpec.load(CLUSTER_FILE))
+    for name in FITTED:
+        print(f"{name}: {getattr(chosen, name):.3f}")
