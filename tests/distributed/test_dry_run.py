@@ -23,16 +23,12 @@ FACTORS = {
     "attention": ["flash", "math"],
     "others": ["", "--parallel.sequence_parallel=true", "--zero.overlap=false", "--activations.defragment=false"],
 }
-CHOSEN = [  # every stage with both tensor sizes, every store twice, every other value
-    (0, (2, 1), "keep", 2, "fp32", 0.1, "math", ""),
-    (0, (1, 2), "selective", 1, "bf16", 0.0, "flash", ""),
-    (1, (2, 1), "none", 1, "bf16", 0.0, "flash", "--zero.overlap=false"),
-    (1, (2, 2), "partition", 1, "fp16", 0.1, "math", ""),
-    (2, (2, 1), "selective", 2, "fp16", 0.1, "math", ""),
-    (2, (1, 2), "partition_host", 2, "bf16", 0.0, "flash", "--activations.defragment=false"),
-    (3, (2, 1), "keep", 2, "bf16", 0.0, "flash", ""),
-    (3, (1, 2), "none", 1, "fp32", 0.1, "flash", "--parallel.sequence_parallel=true"),
-    (3, (2, 2), "partition_host", 2, "bf16", 0.1, "math", ""),
+CHOSEN = [  # every value of every factor
+    (0, (2, 1), "selective", 2, "fp32", 0.1, "math", ""),
+    (1, (1, 2), "none", 1, "fp16", 0.0, "flash", "--parallel.sequence_parallel=true"),
+    (2, (2, 1), "keep", 2, "fp16", 0.1, "math", "--zero.overlap=false"),
+    (2, (1, 2), "partition_host", 1, "bf16", 0.0, "flash", "--activations.defragment=false"),
+    (3, (2, 2), "partition", 2, "bf16", 0.1, "flash", ""),
 ]
 
 
