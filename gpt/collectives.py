@@ -1,25 +1,35 @@
 """The profile of a step's collectives: what a tuner of the network needs, from a real log or from a dry run's.
 
-python -m gpt.collectives runs/a/report.json runs/b/report.json      compares two
+    python -m gpt.collectives runs/a runs/b      compares two, each the folder of a real run or of a dry one
+
+A real run writes it after the step `run.profile_step`, a dry run in its report.
 """
 
+import argparse
 import json
 import sys
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from parallel.comm_log import CommEvent
+from parallel.comm_log import CommEvent, CommLog
+from parallel.errors import ConfigError
+from parallel.kernel_log import KernelLog
+from parallel.watching import watching
+
+PROFILES = "collectives.json", "report.json"  # of a real run, and of a dry one
 
 
 def profile(events: list[CommEvent], step_length: float) -> list[dict[str, Any]]:
     """One row for each (axis, operation, phase), in the order of their first launch.
 
-    `step_length` is in the clock of the events: seconds of a real run, kernels of a dry one. Positions are shares of
-    the step; `blocking` counts those that were waited for before anything else was computed or launched.
+    `step_length` is in the clock of the events, a count of kernels. Positions are shares of the step; `blocking` counts
+    those that were waited for before anything was computed.
     """
     groups: dict[tuple[str, str, str], list[tuple[int, CommEvent]]] = {}
     for order, event in enumerate(events):
@@ -40,6 +50,28 @@ def profile(events: list[CommEvent], step_length: float) -> list[dict[str, Any]]
         }
         for (axis, op, phase), found in groups.items()
     ]
+
+
+@contextmanager
+def profiled(log: CommLog, folder: Path) -> Iterator[None]:
+    """A real run's step: its profile goes to `folder`. It takes longer, since Python sees every kernel to count it."""
+    kernels = KernelLog(lambda: log.phase, is_on_host=lambda _tensor: False)
+    with watching(kernels), log.keeping_events(kernels.count) as events:
+        yield
+    rows = profile(events, kernels.count())
+    (folder / PROFILES[0]).write_text(json.dumps({"collectives": rows}, indent=1) + "\n")
+
+
+def read_profile(path: Path) -> list[dict[str, Any]]:
+    """Of a run's folder, or a file. Raises ConfigError."""
+    found = [path / name for name in PROFILES if (path / name).is_file()] if path.is_dir() else [path]
+    try:
+        return json.loads(found[0].read_text())["collectives"]
+    except (IndexError, OSError, ValueError, KeyError) as error:
+        raise ConfigError(
+            f"{path} has no profile of collectives: a real run writes {PROFILES[0]} after run.profile_step, a dry run "
+            f"{PROFILES[1]}"
+        ) from error
 
 
 def _histogram(events: Any) -> dict[str, int]:
@@ -81,7 +113,12 @@ def comparison_table(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> 
 
 
 def main(arguments: list[str]) -> None:
-    one, other = (json.loads(Path(path).read_text())["collectives"] for path in arguments)
+    parser = argparse.ArgumentParser(prog="python -m gpt.collectives", description="Compare two profiles.")
+    parser.add_argument("runs", nargs=2, type=Path, help="folders of runs, real or dry")
+    try:
+        one, other = (read_profile(path) for path in parser.parse_args(arguments).runs)
+    except ConfigError as error:
+        parser.exit(2, f"error: {error}\n")
     Console().print(comparison_table(one, other))
 
 

@@ -63,8 +63,7 @@ def record_step(
             ledger.restart()
             kernel_log = KernelLog(lambda: mesh.log.phase, ledger.is_on_host)
             mesh.log.clear()
-            mesh.log.keeps_events, mesh.log.clock = True, lambda: len(kernel_log.kernels)
-            with watching(kernel_log):
+            with watching(kernel_log), mesh.log.keeping_events(kernel_log.count) as events:
                 train_step(parts.model, parts.optimizer, micro_batches, mesh)
         memories = {"device": ledger.device, "host": ledger.host}
         return Recording(
@@ -73,7 +72,7 @@ def record_step(
             {name: dict(+memory.peak) for name, memory in memories.items()},
             {name: dict(+memory.num_allocations) for name, memory in memories.items()},
             building_peak_bytes,
-            list(mesh.log.events),
+            events,
             kernel_log.kernels,
         )
 

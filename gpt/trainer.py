@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from contextlib import nullcontext
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from gpt.build import Parts
 from gpt.checkpoint import Progress
+from gpt.collectives import profiled
 from gpt.console import RunConsole, step_line, summary_table
 from gpt.corpus import Corpus
 from gpt.flops import peak_flops_per_second
@@ -138,7 +140,9 @@ class Trainer:
         for group in parts.optimizer.inner.param_groups:
             group["lr"] = lr
         traffic = StepTraffic(parts.mesh.log)
-        loss, grad_norm = train_step(parts.model, parts.optimizer, micro_batches, parts.mesh, parts.guard)
+        is_profiled = self._world.is_first and self._progress.step + 1 == settings.run.profile_step
+        with profiled(parts.mesh.log, self._folder) if is_profiled else nullcontext():
+            loss, grad_norm = train_step(parts.model, parts.optimizer, micro_batches, parts.mesh, parts.guard)
         sent = traffic.measure()
         self._progress = Progress(self._progress.step + 1, self._progress.consumed_samples + batch_size)
         self._throughput.count(batch_size)

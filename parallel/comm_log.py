@@ -64,6 +64,16 @@ class CommLog:
         finally:
             self.phase = outer
 
+    @contextmanager
+    def keeping_events(self, clock: Callable[[], float]) -> Iterator[list[CommEvent]]:
+        """The collectives of this block, with times by another clock; totals go on."""
+        outer = self.keeps_events, self.events, self.clock
+        self.keeps_events, self.events, self.clock = True, [], clock
+        try:
+            yield self.events
+        finally:
+            self.keeps_events, self.events, self.clock = outer
+
     def record(self, op: str, axis: str, group_size: int, message: torch.Tensor) -> CommEvent:
         num_bytes = message.numel() * message.element_size()
         event = CommEvent(op, axis, group_size, num_bytes, message.dtype, self.phase, self.clock())

@@ -9,6 +9,9 @@ import pytest
 import torch
 
 from gpt import trainer
+from gpt.collectives import read_profile
+from gpt.console import RunConsole
+from gpt.report import run_and_report
 from gpt.run_files import read_steps
 from gpt.settings import parse_settings
 from parallel.errors import ConfigError
@@ -50,6 +53,16 @@ def test_a_run_leaves_its_settings_metrics_and_plot(corpus, tmp_path):
     assert (tmp_path / "run" / "loss.png").read_bytes().startswith(b"\x89PNG")
     given = parse_settings(options(corpus, tmp_path / "run", train__eval_every=3))
     assert parse_settings(["--config", str(tmp_path / "run" / "config.yaml")]) == given
+
+
+def test_a_real_run_and_a_dry_one_have_the_same_profile_of_collectives(corpus, tmp_path):
+    settings = {"zero__stage": 3, "activations__store": "keep"}
+    run(2, corpus, tmp_path / "real", train__steps=5, train__eval_samples=0, train__sample_tokens=0, **settings)
+    dry = {"dry_run__world_size": 2, "dry_run__backend": "gloo"}
+    run_and_report(parse_settings(options(corpus, tmp_path / "dry", **settings, **dry)), RunConsole(is_quiet=True))
+    found = read_profile(tmp_path / "real")
+    assert found == read_profile(tmp_path / "dry")
+    assert {row["op"] for row in found} == {"all_gather", "reduce_scatter", "all_reduce"}
 
 
 def test_every_layout_tells_the_same_story(corpus, tmp_path):
