@@ -10,6 +10,7 @@ from torch import nn
 
 from gpt.apex import choose_layer_norm, find_apex
 from gpt.choose_store import chosen_activations
+from gpt.host_memory import check_host_memory
 from gpt.loss_guard import LossGuard
 from gpt.model import GPT, Attention, ModelConfig, check_divides, initialize
 from gpt.schedule import check_batch_sizes, learning_rate
@@ -75,6 +76,7 @@ def build_mesh(settings: Settings, world: World) -> Mesh:
     if settings.parallel.sequence_parallel:
         part_of(num_tokens, mesh.tensor, "train.micro_batch_size x model.seq_length")
     learning_rate(settings.schedule, settings.optimizer.lr, 0, settings.train.steps)
+    check_host_memory(settings, mesh, world)
     return mesh
 
 

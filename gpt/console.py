@@ -63,21 +63,27 @@ def describe_run(settings: Settings, parts: Parts) -> str:
 
 def memory_table(settings: Settings, parts: Parts) -> Table:
     """Model states of this rank beside the paper's formula; moments count as what the first step will make."""
-    num_parameters = parts.num_parameters
-    found = memory.measured(parts.model, parts.optimizer)
+    num_parameters, shard_size = parts.num_parameters, parts.model.shard_axis.size
     state_bytes = parts.optimizer.state_bytes_per_element
-    moments = found.moments or sum(window.master.numel() for window in parts.optimizer.windows) * state_bytes
     promised = memory.formula(
-        settings.zero.answers, num_parameters, parts.model.shard_axis.size, settings.train.dtype.itemsize, state_bytes
+        settings.zero.answers, num_parameters, shard_size, settings.train.dtype.itemsize, state_bytes
     )
     table = Table(title=f"Model states per rank, stage {settings.zero.stage}", title_justify="left")
     for heading in ("", "MB", "paper's formula, MB", "bytes a parameter"):
         table.add_column(heading, justify="left" if not heading else "right")
-    rows = {field.name: getattr(found, field.name) for field in fields(found)} | {"moments": moments}
-    for name, num_bytes in [*rows.items(), ("total", sum(rows.values()))]:
-        each = f"{num_bytes / num_parameters:.2f}"
-        table.add_row(name, f"{num_bytes / 1e6:,.2f}", f"{getattr(promised, name) / 1e6:,.2f}", each)
-    table.add_section()
+    leaves = settings.offload.leaves
+    for placement, here in memory.placed(promised, settings.zero.answers, shard_size, leaves).items():
+        if not here.total:
+            continue
+        found = memory.measured(parts.model, parts.optimizer, placement)
+        windows = [window for window in parts.optimizer.windows if window.placement is placement]
+        moments = found.moments or sum(window.master.numel() for window in windows) * state_bytes
+        rows = {field.name: getattr(found, field.name) for field in fields(found)} | {"moments": moments}
+        where = f", {placement.name.lower()}" if leaves else ""
+        for name, num_bytes in [*rows.items(), ("total", sum(rows.values()))]:
+            each = f"{num_bytes / num_parameters:.2f}"
+            table.add_row(name + where, f"{num_bytes / 1e6:,.2f}", f"{getattr(here, name) / 1e6:,.2f}", each)
+        table.add_section()
     for name, num_bytes, remark in [*_checkpoint_rows(settings, parts), *_buffer_rows(settings, parts)]:
         table.add_row(name, f"{num_bytes / 1e6:,.2f}", remark, "")
     return table
@@ -111,7 +117,7 @@ def _buffer_rows(settings: Settings, parts: Parts) -> Iterator[tuple[str, float,
     num_columns = settings.model.padded_vocab_size // axis.size
     yield "buffer: loss", temporary_bytes(num_tokens, num_columns, gpt.chunk_numel), size
     yield "buffer: gradient norm", parts.optimizer.norm_bytes, size
-    if gathered := memory.gathered_bytes(model, settings.zero.prefetch_numel):
+    if gathered := memory.gathered_bytes(model, model.residency.prefetch_numel):
         yield "buffer: gathered ahead", gathered, "at most"
 
 

@@ -32,7 +32,7 @@ def check_replicas(parts: Parts, step: int) -> None:
         ("master weights", model.replica_axis, masters),
         ("parameters that are not cut", mesh.tensor, _not_cut(parts)),
     ):
-        _compare(f"step {step}: the {what}", axis, tensors)
+        _compare(f"step {step}: the {what}", axis, tensors, parts.device)
 
 
 def _not_cut(parts: Parts) -> Iterable[Tensor]:
@@ -46,8 +46,10 @@ def _not_cut(parts: Parts) -> Iterable[Tensor]:
                     yield master[part.start - owned.start : part.stop - owned.start]
 
 
-def _compare(what: str, axis: Axis, tensors: Iterable[Tensor]) -> None:
-    own = torch.stack([_checksum(tensor) for tensor in tensors] or [torch.zeros((), dtype=torch.int64)]).sum()[None]
+def _compare(what: str, axis: Axis, tensors: Iterable[Tensor], device: torch.device) -> None:
+    """The tensors may lie in host memory; ranks talk from `device`."""
+    zero = torch.zeros((), dtype=torch.int64, device=device)
+    own = torch.stack([zero, *(_checksum(tensor).to(device) for tensor in tensors)]).sum()[None]
     of_ranks = own.new_empty(axis.size)
     axis.all_gather(own, out=of_ranks).wait()
     found = of_ranks.tolist()

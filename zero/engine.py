@@ -116,6 +116,7 @@ class ZeroDataParallel(nn.Module):
         self.reducer = GradientReducer(
             trainable, axes, self._stage.full_grads, config.overlap, self._before_reduction, self.offload
         )
+        self.residency.check_units(self._units.values(), self.reducer.staging_bytes)
         self._forward_order, self._backward_order = Itinerary(), Itinerary()
         self._running: list[Unit] = []  # calls of units in forward, the innermost last
         self._backward = NO_BACKWARD

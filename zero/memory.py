@@ -1,12 +1,12 @@
 """Bytes of model states on one rank: what the paper's formula promises, and what is there."""
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, fields
 
 from torch import Tensor
 
 from zero.engine import ZeroDataParallel
-from zero.offload import Placement
+from zero.offload import Placement, State
 from zero.optimizer import ZeroOptimizer
 from zero.stage import Lifetime, ZeroStage
 
@@ -47,6 +47,31 @@ def formula(
         master=resident(4 if parameter_bytes < 4 else 0, answers.shard_optimizer),
         moments=resident(moment_bytes, answers.shard_optimizer),
     )
+
+
+def placed(
+    states: ModelStates, answers: ZeroStage, data_size: int, leaves: Container[State]
+) -> dict[Placement, ModelStates]:
+    """Where the states of `formula` lie if those that `leaves` names are on the host.
+
+    What persists in full stays on the accelerator; of full gradients the host has a copy of those it owns.
+    """
+    persists = answers.full_grads is Lifetime.PERSISTENT
+    owned_gradients = states.gradients / (data_size if persists and answers.shard_optimizer else 1)
+    optimizer, parameters = "optimizer" in leaves, "parameters" in leaves and answers.full_params is Lifetime.TRANSIENT
+    on_host = ModelStates(
+        parameters=states.parameters * parameters,
+        gradients=owned_gradients * optimizer,
+        master=states.master * optimizer,
+        moments=states.moments * optimizer,
+    )
+    on_accelerator = ModelStates(
+        parameters=states.parameters - on_host.parameters,
+        gradients=states.gradients if persists else states.gradients - on_host.gradients,
+        master=states.master - on_host.master,
+        moments=states.moments - on_host.moments,
+    )
+    return {Placement.ACCELERATOR: on_accelerator, Placement.HOST: on_host}
 
 
 def measured(

@@ -63,6 +63,20 @@ class Residency:
     def _is_recording(self) -> bool:
         return self._num_steps_to_record > 0
 
+    def check_units(self, units: Iterable[Unit], staging_bytes: int) -> None:
+        """Raises ConfigError where the budget is too small for any step: for the two largest units, one inside the
+        other, and the gradients on their way."""
+        if self._budget_bytes is None:
+            return
+        num_bytes = [sum(flat.full.element_size() * flat.full.numel() for flat in unit.flats) for unit in units]
+        least = sum(sorted(num_bytes)[-2:]) + staging_bytes
+        if least > self._budget_bytes:
+            raise ConfigError(
+                f"offload.accelerator_memory_gb={self._budget_bytes / GIGA:g} is too small: the parameters of two "
+                f"units and staged gradients alone take {least / GIGA:.6g}, {(least - self._budget_bytes) / GIGA:.6g} "
+                "more; choose zero.stage=3, smaller zero.units or zero.window_numel, or a larger parallel.tensor_size"
+            )
+
     def restart(self) -> None:
         """A forward begins."""
         if not self._peaks:  # the first: what was needed to build the model is gone

@@ -18,6 +18,7 @@ from tests.pairwise import pairwise
 from tests.ranks import run_ranks
 from zero.activations import ActivationsConfig, checkpointed_blocks
 from zero.engine import ZeroConfig, ZeroDataParallel
+from zero.offload import NO_OFFLOAD, OffloadConfig
 from zero.optimizer import ZeroOptimizer
 from zero.saved_state import SavedState
 
@@ -37,6 +38,7 @@ class LayoutCase:
     shard_size: int | None = None
     resident_numel: int = 0
     units: tuple[str, ...] | None = None
+    offload: OffloadConfig = NO_OFFLOAD
 
     @property
     def num_ranks(self) -> int:
@@ -53,7 +55,7 @@ def build(case: LayoutCase) -> Parts:
     gpt = GPT(CONFIG, tokens, checkpointed_blocks(ActivationsConfig()))
     initialize(gpt, seed=3)
     zero = ZeroConfig(case.stage, case.window_numel, resident_numel=case.resident_numel, units=case.units)
-    model = ZeroDataParallel(gpt, mesh.data, zero)
+    model = ZeroDataParallel(gpt, mesh.data, zero, offload=case.offload)
     matrices = [param for param in gpt.parameters() if param.dim() > 1]
     rest = [param for param in gpt.parameters() if param.dim() <= 1]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
@@ -143,12 +145,14 @@ def test_every_layout_loads_and_saves_one_logical_form(reference, tmp_path, data
     assert_one_logical_form(cases, reference[0], tmp_path)
 
 
-def test_other_windows_units_and_groups_of_shards_are_read_too(reference, tmp_path):
+def test_other_windows_units_placements_and_groups_of_shards_are_read_too(reference, tmp_path):
     cases = [
         LayoutCase(2, 4, window_numel=None),
         LayoutCase(3, 4, window_numel=130, resident_numel=100),
         LayoutCase(3, 4, units=("blocks.*.attention", "blocks.*.mlp")),
         LayoutCase(3, 4, shard_size=2),
+        LayoutCase(1, 4, offload=OffloadConfig("host")),
+        LayoutCase(3, 4, offload=OffloadConfig("host")),
     ]
     assert_one_logical_form(cases, reference[0], tmp_path)
 

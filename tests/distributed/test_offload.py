@@ -101,6 +101,17 @@ def train_apart(config: ZeroConfig, offload: OffloadConfig, num_micro_batches: i
     return *found, counted, sum(flat.layout.numel for flat in model.flats), apart.num_copies
 
 
+# Bytes on the accelerator at two ranks: full parameters and gradients that persist, and what may not leave.
+LEFT_PER_PARAMETER = {
+    (0, OPTIMIZER): 4,
+    (1, OPTIMIZER): 4,
+    (2, BOTH): 2,
+    (3, OPTIMIZER): 1,
+    (3, PARAMETERS): 7,
+    (3, BOTH): 0,
+}
+
+
 @pytest.mark.parametrize("num_micro_batches", [1, 2])
 @pytest.mark.parametrize(
     ("stage", "states"), [(0, OPTIMIZER), (1, OPTIMIZER), (2, BOTH), (3, OPTIMIZER), (3, PARAMETERS), (3, BOTH)]
@@ -112,22 +123,14 @@ def test_what_leaves_the_accelerator_is_on_the_host(stage, states, num_micro_bat
     for device, host, counted, numel, num_copies in run_ranks(
         data_size, train_apart, config, OffloadConfig("host", states), num_micro_batches
     ):
-        promised = memory.formula(config.answers, numel, data_size)
-        leaves = {"parameters": "parameters" in states and stage == 3, "gradients": "optimizer" in states and stage > 1}
-        leaves |= dict.fromkeys(("master", "moments"), "optimizer" in states)
-        share = data_size if stage else 1
-        for field, has_left in leaves.items():
-            assert getattr(device, field) == (0 if has_left else getattr(promised, field)), field
-            here = getattr(promised, field) if has_left else _copied(field, states, numel / share)
-            assert getattr(host, field) == here, field
+        promised = memory.placed(
+            memory.formula(config.answers, numel, data_size), config.answers, data_size, set(states)
+        )
+        assert {Placement.ACCELERATOR: device, Placement.HOST: host} == promised
+        assert device.total / numel == pytest.approx(LEFT_PER_PARAMETER[stage, states])
         for pool, states_there in zip(counted, (device, host), strict=True):
             assert_ledger_agrees(pool, states_there)
-        assert (num_copies > 0) == any(leaves.values())
-
-
-def _copied(field: str, states: tuple, owned_numel: float) -> float:
-    """Where full gradients persist on the accelerator, the host has a copy of the owned ones."""
-    return 2 * owned_numel if field == "gradients" and "optimizer" in states else 0
+        assert num_copies
 
 
 def assert_ledger_agrees(pool: dict, states: ModelStates) -> None:

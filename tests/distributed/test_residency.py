@@ -108,6 +108,17 @@ def message_of(budget_gb: float, mode: str) -> str:
     return str(raised.value)
 
 
+def test_a_budget_below_one_unit_is_refused_while_the_model_is_built():
+    for message in run_ranks(2, message_of, 0.0001, "auto"):
+        found = re.fullmatch(
+            r"offload.accelerator_memory_gb=0.0001 is too small: the parameters of two units and staged gradients "
+            r"alone take (\S+), (\S+) more; .*",
+            message,
+        )
+        assert found, message
+        assert float(found[1]) == pytest.approx(0.0001 + float(found[2]), rel=1e-4)
+
+
 @pytest.mark.parametrize("mode", ["accelerator", "host", "auto"])
 def test_a_budget_that_cannot_be_kept_is_refused_before_the_first_update(mode):
     budget_gb = 0.0005

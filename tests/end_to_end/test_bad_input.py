@@ -44,6 +44,16 @@ def contents(folder: Path) -> dict[str, bytes]:
         ({"model__num_heads": 5}, "model.hidden_size=32 is not divisible by model.num_heads=5"),
         ({"train__precision": "fp8"}, "train.precision: Expected .*'fp32', 'bf16', 'fp16'.* Got value: fp8"),
         ({"train__steps": 0}, "train.steps=0 is below 1"),
+        ({"offload__mode": "nvme"}, "offload.mode: Expected .*'accelerator', 'host', 'auto'.* Got value: nvme"),
+        (
+            {"offload__mode": "auto"},
+            "offload.mode=auto on cpu has no accelerator to fill; set offload.accelerator_memory_gb",
+        ),
+        ({"offload__mode": "host", "offload__states": "[parameters]"}, "leaves nothing to offload at zero.stage=2"),
+        (
+            {"offload__mode": "host", "model__hidden_size": 65536, "model__num_layers": 100},
+            r"offload.mode=host places [\d,.]+ GB of model states in the memory of this node .1 ranks., where",
+        ),
         ({"config": "/nowhere.yaml"}, "config: File does not exist: '/nowhere.yaml'"),
         ({"train__global_batch_size": 7}, "train.global_batch_size=7 is not divisible by .*=2 x 1 .* = 2; choose 8"),
         ({"parallel__tensor_size": 3}, "parallel.tensor_size=3 does not divide the 1 ranks of a node; choose"),

@@ -78,18 +78,21 @@ def test_every_layout_tells_the_same_story(corpus, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("stage", "precision", "tensor_size", "is_split"),
+    ("stage", "precision", "tensor_size", "is_split", "offload"),
     [
-        (0, "bf16", 1, False),
-        (1, "fp32", 1, False),
-        (2, "fp16", 1, False),
-        (3, "bf16", 1, False),
-        (0, "bf16", 2, False),
-        (2, "fp32", 2, True),
+        (0, "bf16", 1, False, "accelerator"),
+        (1, "fp32", 1, False, "host"),
+        (2, "fp16", 1, False, "accelerator"),
+        (3, "bf16", 1, False, "auto"),
+        (2, "fp32", 2, True, "accelerator"),
     ],
 )
-def test_a_resumed_run_equals_an_undisturbed_one_bit_for_bit(corpus, tmp_path, stage, precision, tensor_size, is_split):
+def test_a_resumed_run_equals_an_undisturbed_one_bit_for_bit(
+    corpus, tmp_path, stage, precision, tensor_size, is_split, offload
+):
     settings = {
+        "offload__mode": offload,
+        "offload__accelerator_memory_gb": 1.0,
         "parallel__tensor_size": tensor_size,
         "parallel__sequence_parallel": is_split,
         "zero__stage": stage,

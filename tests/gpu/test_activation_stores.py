@@ -10,6 +10,7 @@ from gpt.train_step import train_step
 from parallel.ledger import Kind
 from parallel.mesh import Mesh
 from parallel.tokens import ReplicatedTokens
+from tests.gpu.waiting import waiting_is_an_error
 from zero.activations import ActivationsConfig
 from zero.engine import ZeroConfig, ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
@@ -54,12 +55,8 @@ def test_no_store_waits_for_the_device(gpu, store):
     mesh, model, optimizer = build(gpu, 2, ActivationsConfig(store))
     batches = micro_batches(gpu)
     train_step(model, optimizer, batches, mesh)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waiting_is_an_error():
         train_step(model, optimizer, batches, mesh)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_the_host_holds_the_checkpoints_and_the_device_what_is_in_transit(gpu):

@@ -8,6 +8,7 @@ from gpt.model import GPT, ModelConfig, initialize
 from gpt.train_step import train_step
 from parallel.mesh import Mesh
 from parallel.tokens import ReplicatedTokens
+from tests.gpu.waiting import waiting_is_an_error
 from zero.engine import ZeroConfig, ZeroDataParallel
 from zero.loss_scale import LossScale
 from zero.optimizer import ZeroOptimizer
@@ -36,12 +37,8 @@ def test_a_step_never_waits_for_the_device(gpu, stage, dtype):
     mesh, model, optimizer = build(gpu, stage, dtype)
     batches = micro_batches(gpu)
     train_step(model, optimizer, batches, mesh)  # the first step makes the moments
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waiting_is_an_error():
         train_step(model, optimizer, batches, mesh)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
