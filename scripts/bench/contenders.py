@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,7 @@ from torch.optim import AdamW
 
 from parallel.mesh import Mesh
 from zero.engine import ZeroConfig, ZeroDataParallel
+from zero.offload import NO_OFFLOAD, OffloadConfig
 from zero.optimizer import ZeroOptimizer
 from zero.unit import find_units
 
@@ -61,10 +63,9 @@ class Terms:
     prefetch_numel: int
 
 
-def zero(name: str, model: nn.Module, terms: Terms, *, stage: int) -> Contender:
-    engine = ZeroDataParallel(
-        model, terms.mesh.data, ZeroConfig(stage, terms.window_numel, prefetch_numel=terms.prefetch_numel)
-    )
+def zero(name: str, model: nn.Module, terms: Terms, *, stage: int, offload: OffloadConfig = NO_OFFLOAD) -> Contender:
+    config = ZeroConfig(stage, terms.window_numel, prefetch_numel=terms.prefetch_numel)
+    engine = ZeroDataParallel(model, terms.mesh.data, config, offload=offload)
     optimizer = ZeroOptimizer(engine, AdamW, clip_norm=terms.clip_norm, lr=LR, fused=True)
     return Contender(name, engine, engine.accumulate, optimizer.step)
 
@@ -91,20 +92,23 @@ def fsdp2(name: str, model: nn.Module, terms: Terms) -> Contender:
     return Contender(name, model, partial(without_gradient_sync, model), torch_update(model, optimizer, terms))
 
 
-def deepspeed_stage_3(name: str, model: nn.Module, terms: Terms) -> Contender:
+def deepspeed(name: str, model: nn.Module, terms: Terms, *, stage: int, offloads: bool = False) -> Contender:
     """With its own defaults, and AdamW from torch, which it takes on CPUs too."""
-    import deepspeed  # optional: docs/results/step_time.md says how to install it
+    from deepspeed import initialize  # optional: docs/results/step_time.md says how to install it
 
     optimizer = AdamW(model.parameters(), LR, fused=True)
-    settings = {
+    settings: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,  # it only counts
         "gradient_clipping": terms.clip_norm if math.isfinite(terms.clip_norm) else 0.0,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "bf16": {"enabled": next(model.parameters()).dtype is torch.bfloat16},
-        "zero_optimization": {"stage": 3},
+        "zero_optimization": {"stage": stage},
     }
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
+    if offloads:
+        places = ("offload_optimizer", "offload_param") if stage == 3 else ("offload_optimizer",)
+        settings["zero_optimization"] |= {place: {"device": "cpu"} for place in places}
+    engine, *_ = initialize(model=model, optimizer=optimizer, config=settings)
     return Contender(name, engine, nullcontext, engine.step, backward=engine.backward)
 
 
@@ -112,12 +116,16 @@ CONTENDERS: dict[str, Callable[[str, nn.Module, Terms], Contender]] = {
     "ddp-default": partial(ddp, bucket_view=False, fused=None),
     "ddp-fused": partial(ddp, bucket_view=True, fused=True),
     "ddp-zero-redundancy": ddp_zero_redundancy,
-    "deepspeed-3": deepspeed_stage_3,
+    "deepspeed-2-offload": partial(deepspeed, stage=2, offloads=True),
+    "deepspeed-3": partial(deepspeed, stage=3),
+    "deepspeed-3-offload": partial(deepspeed, stage=3, offloads=True),
     "fsdp2": fsdp2,
     "zero-0": partial(zero, stage=0),
     "zero-1": partial(zero, stage=1),
     "zero-2": partial(zero, stage=2),
+    "zero-2-offload": partial(zero, stage=2, offload=OffloadConfig("host")),
     "zero-3": partial(zero, stage=3),
+    "zero-3-offload": partial(zero, stage=3, offload=OffloadConfig("host")),
 }
 
 

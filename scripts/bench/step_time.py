@@ -34,7 +34,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 NUM_COMPARED_LOSSES = 16  # later AdamW amplifies rounding without bound
 LOSS_TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2}  # under bf16 only ours has master weights, and learns a little faster
 BASELINES = {"ddp-default", "ddp-fused"}
-OPTIONAL = {"deepspeed-3"}
+OPTIONAL = {name for name in CONTENDERS if "deepspeed" in name or "offload" in name}
 NUM_BATCHES = 8
 # glibc's malloc.h, and what its own adjustment comes to for programs that allocate megabytes
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
@@ -50,8 +50,8 @@ class Settings:
     precision: Literal["fp32", "bf16"] = "fp32"
     """Type of parameters, gradients and activations."""
     contenders: list[str] = field(default_factory=lambda: [name for name in CONTENDERS if name not in OPTIONAL])
-    """Which to compare; the faster of those called ddp-default and ddp-fused is the baseline. deepspeed-3 is there too,
-    where DeepSpeed is installed."""
+    """Which to compare; the faster of those called ddp-default and ddp-fused is the baseline. Named, the offloads and,
+    where it is installed, DeepSpeed's stages run too."""
     rounds: int = 40
     """Rounds that are measured."""
     steps: int = 2
