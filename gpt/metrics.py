@@ -2,6 +2,7 @@
 
 import resource
 import time
+from dataclasses import asdict
 
 import torch
 
@@ -9,6 +10,9 @@ from gpt.flops import hardware_flops, model_flops
 from gpt.model import ModelConfig
 from parallel.comm_log import CommLog
 from zero.activations import Recomputes
+from zero.engine import ZeroDataParallel
+from zero.memory import buffer_bytes, measured
+from zero.optimizer import ZeroOptimizer
 
 
 class Throughput:
@@ -55,6 +59,12 @@ class StepTraffic:
         """The data axis with its parts, where sharding is hierarchical."""
         data = sum(self._log.wire_bytes(axis) for axis in ("data", "shard", "replica"))
         return {"data_axis_bytes": data, "tensor_axis_bytes": self._log.wire_bytes("tensor")}
+
+
+def memory_by_kind(model: ZeroDataParallel, optimizer: ZeroOptimizer) -> dict[str, int]:
+    """Bytes that this rank keeps between steps."""
+    states = asdict(measured(model, optimizer)) | {"buffers": sum(buffer_bytes(model, optimizer).values())}
+    return {f"memory/{kind}_bytes": num_bytes for kind, num_bytes in states.items()}
 
 
 def peak_memory(device: torch.device) -> dict[str, int]:

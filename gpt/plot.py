@@ -1,4 +1,4 @@
-"""RUN/loss.png from RUN/metrics.jsonl."""
+"""Plots of metrics.jsonl: a run's own loss, and the losses of several runs."""
 
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,14 @@ matplotlib.use("Agg")  # no display on a cluster node
 from matplotlib import pyplot
 
 
+def plot_losses(runs: dict[str, list[dict[str, Any]]], path: Path) -> None:
+    """Training losses of several runs, by name, over tokens."""
+    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
+    for name, records in runs.items():
+        axes.plot([r["tokens"] for r in records], [r["loss"] for r in records], label=name, linewidth=1)
+    _finish(figure, axes, path)
+
+
 def plot_loss(records: list[dict[str, Any]], path: Path) -> None:
     """Training and validation loss over tokens."""
     figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
@@ -18,6 +26,10 @@ def plot_loss(records: list[dict[str, Any]], path: Path) -> None:
     validation = [(record["tokens"], record["validation_loss"]) for record in records if "validation_loss" in record]
     if validation:
         axes.plot(*zip(*validation, strict=True), label="validation", marker="o", markersize=3)
+    _finish(figure, axes, path)
+
+
+def _finish(figure: Any, axes: Any, path: Path) -> None:
     axes.set(xlabel="tokens", ylabel="loss (nats a token)")
     axes.grid(alpha=0.3)
     axes.legend()

@@ -21,7 +21,15 @@ logger = logging.getLogger(__name__)
 class Recovery:
     """All ranks make the same calls. `say` tells a person what was saved, or gone on from."""
 
-    def __init__(self, settings: Settings, parts: Parts, say: Callable[[str], None], on_chunk: Callable[[], None]):
+    def __init__(
+        self,
+        settings: Settings,
+        parts: Parts,
+        say: Callable[[str], None],
+        on_chunk: Callable[[], None],
+        on_save: Callable[[Path], None],
+    ):
+        self._on_save = on_save
         self._settings, self._config = settings, settings.checkpoint
         self._parts, self._say = parts, say
         self._run_dir = Path(settings.run.dir)
@@ -98,6 +106,7 @@ class Recovery:
             if saved := self._saver.wait():
                 self._failure = None
                 self._say(f"saved {saved}")
+                self._on_save(saved)
         except SaveError as error:
             self._failure, self._saved_step = error, None
             if self._is_first:

@@ -4,6 +4,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from importlib.util import find_spec
 from typing import Any, Literal
 
 import torch
@@ -100,6 +101,8 @@ class TrainSettings:
     """Initial values, dropout and the order of samples follow from it."""
     log_every: int = 10
     """Steps between lines in the console and in metrics.jsonl. Logging waits for the device."""
+    layer_norms_every: int = 0
+    """Steps between gradient norms of every layer, in logged steps; 0: never."""
     eval_every: int = 0
     """Steps between evaluations on the validation split; 0: only at the end."""
     eval_samples: int = 64
@@ -115,7 +118,7 @@ class TrainSettings:
         for name in ("steps", "log_every"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"train.{name}={getattr(self, name)} is below 1; choose 1 or more")
-        for name in ("eval_every", "eval_samples", "sample_tokens", "seed"):
+        for name in ("layer_norms_every", "eval_every", "eval_samples", "sample_tokens", "seed"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"train.{name}={getattr(self, name)} is below 0; choose 0 or more")
         if self.precision not in DTYPES:
@@ -176,12 +179,16 @@ class RunSettings:
     profile_step: int = 5
     """Step whose collectives the first rank counts in run.dir/collectives.json, to be compared with a dry run's or
     another run's; it is slower than others. 0: none."""
+    tensorboard: bool = False
+    """Also write the metrics for TensorBoard, in run.dir/tensorboard."""
 
     def __post_init__(self) -> None:
         if self.profile_step < 0:
             raise ConfigError(f"run.profile_step={self.profile_step} is below 0; choose 5, or 0 for none")
         if self.hang_seconds < 0:
             raise ConfigError(f"run.hang_seconds={self.hang_seconds} is below 0; choose 600, or 0 for no watch")
+        if self.tensorboard and find_spec("tensorboard") is None:
+            raise ConfigError("run.tensorboard=true needs a package; pip install tensorboard, or choose false")
 
 
 @dataclass(frozen=True)
@@ -220,6 +227,10 @@ class WandbSettings:
     """Project that the run appears in."""
     name: str | None = None
     """Name of the run; null: the last part of run.dir."""
+    group: str | None = None
+    """Runs that are shown together, such as those of one experiment."""
+    tags: tuple[str, ...] = ()
+    """Words to find the run by."""
 
 
 @dataclass(frozen=True)

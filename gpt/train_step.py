@@ -1,7 +1,7 @@
 """One optimizer step, and one evaluation. The step reads no tensor's value: the host runs ahead of the device."""
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -20,11 +20,12 @@ def train_step(
     micro_batches: list[Tensor],
     mesh: Mesh,
     guard: LossGuard | None = None,
+    look: Callable[[], object] = lambda: None,
 ) -> tuple[Tensor, Tensor]:
     """(loss, gradient norm), both 0-dim; the loss is this rank's mean, the norm that of all gradients before clipping.
 
     A micro-batch is int64 tokens (micro_batch_size, seq_length + 1). The gradient is that of the mean loss over all
-    micro-batches of all ranks. Where the guard finds the loss bad, nothing is updated.
+    micro-batches of all ranks. Where the guard finds the loss bad, nothing is updated. `look`: as the optimizer's.
     """
     scale = optimizer.loss_scale.scale / len(micro_batches)
     losses = []
@@ -43,7 +44,7 @@ def train_step(
     run(micro_batches[-1])
     loss = torch.stack(losses).mean()
     with mesh.log.during("update"):
-        grad_norm = optimizer.step(skip=guard.judge(loss) if guard else None)
+        grad_norm = optimizer.step(skip=guard.judge(loss) if guard else None, look=look)
     return loss, grad_norm
 
 

@@ -16,19 +16,20 @@ from gpt.collectives import profiled
 from gpt.console import RunConsole, step_line, summary_table
 from gpt.corpus import Corpus
 from gpt.flops import peak_flops_per_second
-from gpt.metrics import StepTraffic, Throughput, peak_memory
+from gpt.metrics import StepTraffic, Throughput, memory_by_kind, peak_memory
 from gpt.plot import plot_loss
 from gpt.recovery import Recovery
 from gpt.replicas import check_replicas
 from gpt.run_files import LOSS_PLOT, append_record, read_steps
 from gpt.schedule import batch_plan, learning_rate
 from gpt.settings import Settings
-from gpt.tracking import WandbRun
+from gpt.tracking import Tracking, open_tracking
 from gpt.train_step import evaluate, mean_over, train_step
 from parallel.errors import ConfigError
 from parallel.stopping import Stopping
 from parallel.watchdog import Watchdog
 from parallel.world import World, shared_store
+from zero.layer_norms import layer_norms
 
 
 class Trainer:
@@ -40,9 +41,14 @@ class Trainer:
         self._folder = Path(settings.run.dir)
         self._progress = Progress()
         store, mesh = shared_store(), parts.mesh
-        self._stopping = Stopping(store, world.rank, world.size)
-        self._watchdog = Watchdog(store, world.rank, world.size, mesh.log, settings.run.hang_seconds)
-        self._recovery = Recovery(settings, parts, console.say, self._watchdog.beat)
+        self._tracking = Tracking({})
+
+        def last_words(reason: str) -> None:
+            self._tracking.last_words(reason)
+
+        self._stopping = Stopping(store, world.rank, world.size, last_words)
+        self._watchdog = Watchdog(store, world.rank, world.size, mesh.log, settings.run.hang_seconds, last_words)
+        self._recovery = Recovery(settings, parts, console.say, self._watchdog.beat, self._on_save)
         self._was_stopped = False
         self._num_bad, self._num_roll_backs = 0, 0
         recomputes = parts.activations.recomputes
@@ -61,24 +67,25 @@ class Trainer:
         """Resume, run every step that is left, and report. Raises ConfigError for what the user can put right."""
         try:
             self._progress = self._recovery.resume()
-            wandb = WandbRun(self._settings, self._progress.step > 0, is_enabled=self._world.is_first)
+            self._tracking = open_tracking(self._settings, self._progress.step, self._world.is_first)
             with (
+                self._tracking,
                 self._stopping.listening(),
                 self._watchdog.watching(),
                 self._console.progress(self._progress.step, self._settings.train.steps),
             ):
-                while self._run_steps(wandb):
+                while self._run_steps():
                     pass
                 if self._was_stopped:
                     self._console.say(f"asked to stop after step {self._progress.step}; start again to go on")
                     self._recovery.save(self._progress)
                 self._recovery.finish()
-            if self._world.is_first:
-                wandb.finish(self._report())
+                if self._world.is_first:
+                    self._tracking.summary = self._report()
         finally:
             self._recovery.release()
 
-    def _run_steps(self, wandb: WandbRun) -> bool:
+    def _run_steps(self) -> bool:
         """Until the last step, or a signal; true: the run has gone back, and samples come that were not foreseen."""
         self._throughput.restart()
         for batch_size, micro_batches in self._batches():
@@ -89,10 +96,11 @@ class Trainer:
             self._watchdog.beat()
             if record and self._world.is_first:
                 append_record(self._folder, record)
-                wandb.log(record)
+                self._tracking.log(record)
             self._console.advance()
             if record and self._must_go_back():
                 self._progress = self._recovery.go_back(self._progress)
+                self._tracking.rewind(self._progress.step)
                 return True
             self._keep_safe()
         return False
@@ -135,21 +143,29 @@ class Trainer:
 
     def _step(self, batch_size: int, micro_batches: list[Tensor]) -> dict[str, Any] | None:
         """One step, and the record of it where it is logged."""
-        settings, parts = self._settings, self._parts
+        settings, parts, step = self._settings, self._parts, self._progress.step + 1
         lr = learning_rate(settings.schedule, settings.optimizer.lr, self._progress.step, settings.train.steps)
         for group in parts.optimizer.inner.param_groups:
             group["lr"] = lr
         traffic = StepTraffic(parts.mesh.log)
-        is_profiled = self._world.is_first and self._progress.step + 1 == settings.run.profile_step
+        norms: dict[str, Tensor] = {}
+        every = settings.train.layer_norms_every
+        look = (
+            (lambda: norms.update(layer_norms(parts.model, parts.optimizer, parts.mesh.tensor)))
+            if every and step % every == 0
+            else lambda: None
+        )
+        is_profiled = self._world.is_first and step == settings.run.profile_step
         with profiled(parts.mesh.log, self._folder) if is_profiled else nullcontext():
-            loss, grad_norm = train_step(parts.model, parts.optimizer, micro_batches, parts.mesh, parts.guard)
+            loss, grad_norm = train_step(parts.model, parts.optimizer, micro_batches, parts.mesh, parts.guard, look)
         sent = traffic.measure()
-        self._progress = Progress(self._progress.step + 1, self._progress.consumed_samples + batch_size)
+        self._progress = Progress(step, self._progress.consumed_samples + batch_size)
         self._throughput.count(batch_size)
         record = None
         is_evaluated = self._corpus.validation is not None and self._is_due(settings.train.eval_every)
         if is_evaluated or self._progress.step == 1 or self._is_due(settings.train.log_every):
             record = self._measure(loss, grad_norm, lr) | sent
+            record |= {f"grad_norm/{layer}": norm.item() for layer, norm in norms.items()}
             if is_evaluated:
                 record |= self._evaluate()
             self._console.say(step_line(record, settings))
@@ -173,6 +189,7 @@ class Trainer:
             "tokens": progress.consumed_samples * self._settings.model.seq_length,
         }
         record |= self._throughput.measure() | peak_memory(self._parts.device)
+        record |= memory_by_kind(self._parts.model, self._parts.optimizer)
         record["skipped_steps"] = int(optimizer.num_skipped.item())
         if optimizer.loss_scale.is_dynamic:
             record["loss_scale"] = optimizer.loss_scale.scale.item()
@@ -197,6 +214,9 @@ class Trainer:
         plot_loss(records, self._folder / LOSS_PLOT)
         self._console.say(f"{self._folder / LOSS_PLOT} shows the loss, {self._folder} holds the rest")
         return records[-1]
+
+    def _on_save(self, checkpoint: Path) -> None:
+        self._tracking.refer_to(checkpoint)
 
     def _peak_flops(self) -> float | None:
         train, device = self._settings.train, self._parts.device

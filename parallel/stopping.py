@@ -28,10 +28,14 @@ class Stopping:
 
     So does the first where not all ranks answer: one has died, and what this one waits for will never come.
 
-    `store` is shared by the ranks, and empty when a job starts.
+    `store` is shared by the ranks, and empty when a job starts. `last_words` is called with the reason, in a thread,
+    where not all ranks answer.
     """
 
-    def __init__(self, store: dist.Store, rank: int, size: int):
+    def __init__(
+        self, store: dist.Store, rank: int, size: int, last_words: Callable[[str], None] = lambda reason: None
+    ):
+        self._last_words = last_words
         self._store, self._rank, self._size = store, rank, size
         self._changed = threading.Condition()
         self._begun = 0
@@ -87,11 +91,13 @@ class Stopping:
             self._attempt(self._agree)
             if self._last is None and self._told_at and time.monotonic() > self._told_at + AGREEMENT_SECONDS:
                 # The main thread may be inside a collective for ever: no exception would reach it.
-                sys.stderr.write(
-                    f"error: rank {self._rank} was asked to stop in step {self._begun}, and not all {self._size} ranks "
-                    f"have answered within {AGREEMENT_SECONDS:g} s: one of them is gone\n"
+                reason = (
+                    f"rank {self._rank} was asked to stop in step {self._begun}, and not all {self._size} ranks "
+                    f"have answered within {AGREEMENT_SECONDS:g} s: one of them is gone"
                 )
+                sys.stderr.write(f"error: {reason}\n")
                 sys.stderr.flush()
+                self._last_words(reason)
                 os._exit(1)
 
     def _attempt(self, action: Callable[[], None]) -> None:

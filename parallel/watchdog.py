@@ -10,7 +10,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
@@ -33,10 +33,22 @@ class Sign:
 
 
 class Watchdog:
-    """`hang_seconds`: without a collective, or a `beat`, on any rank, after which the job ends; 0: never."""
+    """`hang_seconds`: without a collective, or a `beat`, on any rank, after which the job ends; 0: never.
 
-    def __init__(self, store: dist.Store, rank: int, size: int, log: CommLog, hang_seconds: float):
+    `last_words` is called with the reason, in a thread, on every rank that can still do so before its process ends.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        log: CommLog,
+        hang_seconds: float,
+        last_words: Callable[[str], None] = lambda reason: None,
+    ):
         self._store, self._rank, self._size, self._log = store, rank, size, log
+        self._last_words = last_words
         self._hang_seconds, self._poll_seconds = hang_seconds, hang_seconds / POLLS
         self._num_beats = self._tick = 0
         self._seen, self._seen_at = (0, 0), time.monotonic()
@@ -65,12 +77,14 @@ class Watchdog:
             try:
                 self._tell()
                 if self._store.check(["watch/verdict"]):
+                    self._last_words(self._store.get("watch/verdict").decode())
                     os._exit(EXIT_CODE)
                 if self._idle_seconds() > self._hang_seconds and self._store.add("watch/num_reporters", 1) == 1:
                     self._report(ended)
             except (RuntimeError, ValueError):  # the store went with the rank that held it, and the job will too
                 if self._idle_seconds() > self._hang_seconds:
-                    _end(f"rank {self._rank} has made no progress for {self._idle_seconds():.0f} s, and rank 0 is gone")
+                    idle = f"{self._idle_seconds():.0f} s"
+                    self._end(f"rank {self._rank} has made no progress for {idle}, and rank 0 is gone")
 
     def _idle_seconds(self) -> float:
         seen = (self._log.num_recorded, self._num_beats)
@@ -91,9 +105,16 @@ class Watchdog:
             self._tell()
         if verdict := find_culprits(before, self._signs(), self._hang_seconds, self._size):
             self._store.set("watch/verdict", verdict)
-            _end(verdict)
+            self._end(verdict)
         self._store.delete_key("watch/num_reporters")  # somebody works: look again later
         self._seen_at = time.monotonic() - self._hang_seconds / 2
+
+    def _end(self, reason: str) -> None:
+        """The main thread may be inside a collective for ever: no exception would reach it."""
+        sys.stderr.write(f"error: {reason}\n")
+        sys.stderr.flush()
+        self._last_words(reason)
+        os._exit(EXIT_CODE)
 
     def _signs(self) -> dict[int, Sign]:
         told = {rank: f"watch/{rank}" for rank in range(self._size)}
@@ -119,10 +140,3 @@ def find_culprits(before: Mapping[int, Sign], after: Mapping[int, Sign], hang_se
 
 def _last(signs: Mapping[int, Sign], rank: int) -> str:
     return f"{signs[rank].last}, number {signs[rank].num_collectives}" if rank in signs else "unknown"
-
-
-def _end(reason: str) -> None:
-    """The main thread may be inside a collective for ever: no exception would reach it."""
-    sys.stderr.write(f"error: {reason}\n")
-    sys.stderr.flush()
-    os._exit(EXIT_CODE)

@@ -5,6 +5,7 @@ Nothing here reads a tensor's value, so nothing waits for the device; the one ex
 """
 
 import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial, reduce
 from typing import Any
@@ -111,16 +112,18 @@ class ZeroOptimizer:
         return self._windowed.inner
 
     @torch.no_grad()
-    def step(self, *, skip: Tensor | None = None) -> Tensor:
+    def step(self, *, skip: Tensor | None = None, look: Callable[[], object] = lambda: None) -> Tensor:
         """Update the parameters; returns the global norm of the gradients before clipping, without the loss scale.
 
-        `skip`: 0-dim, the same on all ranks; where it is not zero nothing is updated, as after an overflow.
+        `skip`: 0-dim, the same on all ranks; where it is not zero nothing is updated, as after an overflow. `look` is
+        called while the owned gradients are there, reduced and not yet clipped.
         """
         self._model.reducer.finish_missing()
         axes = self._model.shard_axis, self._model.replica_axis, self._tensor
         self._model.residency.before_update(axes)
         if self._masters_on(Placement.HOST):
             self._model.offload.arrive()
+        look()
         norm = self._grad_norm()
         coefficient = (self._clip_norm / (norm + 1e-6)).clamp(max=1.0) / self.loss_scale.scale
         found_inf = (~norm.isfinite()).float()
@@ -186,10 +189,15 @@ class ZeroOptimizer:
 
     def _gradients_that_count(self, window: OwnedWindow) -> list[Tensor]:
         """A window's owned gradients, without those of replicated parameters on all tensor ranks but the first."""
-        owned = window.gradient.owned
         if self._tensor.rank == 0:
-            return [owned]
-        return [cut(owned, e) for param, e in window.flat.owned_pieces(window.index) if param in self._split]
+            return [window.gradient.owned]
+        return [gradient for _, gradient in self.pieces_that_count(window)]
+
+    def pieces_that_count(self, window: OwnedWindow) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """The same by parameter, for whoever looks at the gradients in a step."""
+        for param, elements in window.flat.owned_pieces(window.index):
+            if self._tensor.rank == 0 or param in self._split:
+                yield param, cut(window.gradient.owned, elements)
 
     def _update_all(self, coefficient: Tensor, found_inf: Tensor) -> None:
         self._windowed.begin_round()

@@ -1,16 +1,23 @@
 """Weights & Biases gets what metrics.jsonl gets; a tracking that fails never ends a run."""
 
 import json
+import math
+import os
+import signal
 import struct
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from gpt.run_files import read_steps
 from tests.end_to_end.runs import options, prepare_corpus, run_on_rank
 from tests.ranks import run_ranks
 
+ROOT = Path(__file__).parents[2]
 BLOCK_BYTES, FILE_HEADER_BYTES, RECORD_HEADER = 32768, 7, struct.Struct("<IHB")
 FULL, LAST = 1, 4
 
@@ -41,24 +48,85 @@ def history_of(file: Path) -> list[dict]:
     return [{"/".join(i.nested_key) or i.key: json.loads(i.value_json) for i in r.history.item} for r in records]
 
 
+def history_within_a_minute(folder: Path, num_steps: int) -> list[dict]:
+    """Of the newest offline run; its own process writes the file, and not before it likes."""
+    (file,) = (folder / "wandb" / "latest-run").glob("*.wandb")
+    deadline = time.monotonic() + 60
+    while len(history_of(file)) < num_steps and time.monotonic() < deadline:
+        time.sleep(0.2)
+    return history_of(file)
+
+
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return prepare_corpus(tmp_path_factory.mktemp("corpus"))
 
 
+def run_program(arguments: list[str], **environment: str) -> None:
+    """In a process of its own: W&B reads the environment once, and leaves a service behind."""
+    command = [sys.executable, "pretrain_gpt.py", *arguments]
+    subprocess.run(command, cwd=ROOT, env=os.environ | environment, check=True, capture_output=True)
+
+
 def test_an_offline_run_holds_the_same_metrics_the_settings_and_the_code_version(corpus, tmp_path):
-    arguments = options(corpus, tmp_path / "run", wandb__mode="offline", train__sample_tokens=0)
-    logged = run_ranks(2, run_on_rank, arguments, init_process_group=False)[0]
-    (file,) = (tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb")
-    deadline = time.monotonic() + 30  # its own process writes the file, and not before it likes
-    while len(history_of(file)) < len(logged) and time.monotonic() < deadline:
-        time.sleep(0.2)
-    history = history_of(file)
+    key = "0123456789" * 4
+    settings = {"wandb__mode": "offline", "wandb__group": "trials", "wandb__tags": "[a, b]", "checkpoint__every": 3}
+    settings |= {"train__layer_norms_every": 2, "train__sample_tokens": 0}
+    run_program(options(corpus, tmp_path / "run", **settings), WANDB_API_KEY=key)
+    logged = read_steps(tmp_path / "run")
+    history = history_within_a_minute(tmp_path / "run", len(logged))
     assert [{key: row[key] for key in expected} for row, expected in zip(history, logged, strict=True)] == logged
-    (run,) = [record.run for record in offline_records(file) if record.HasField("run")][:1]
+    (file,) = (tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb")
+    records = list(offline_records(file))
+    run = next(record.run for record in records if record.HasField("run"))
     config = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in run.config.update}
     assert config["zero"]["stage"] == 2
     assert len(config["code_version"]) >= len("unknown")
+    assert (run.run_group, list(run.tags)) == ("trials", ["a", "b"])
+    checkpoints = [set(r.artifact.aliases) for r in records if r.artifact.type == "checkpoint"]
+    assert checkpoints == [{"latest", "step-00000003"}, {"latest", "step-00000006"}]
+    assert [record.alert.title for record in records if record.HasField("alert")] == ["run: exit"]
+    written = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    assert [path for path in written if key.encode() in path.read_bytes()] == []
+
+
+def test_the_norms_of_layers_make_up_the_norm_of_all(corpus, tmp_path):
+    settings = {"train__layer_norms_every": 2, "parallel__tensor_size": 2, "zero__window_numel": 3000}
+    records = run_ranks(4, run_on_rank, options(corpus, tmp_path / "run", **settings), init_process_group=False)[0]
+    for record in records:
+        norms = {key: norm for key, norm in record.items() if key.startswith("grad_norm/")}
+        assert bool(norms) == (record["step"] % 2 == 0)
+        if norms:
+            names = {"token_embedding", "position_embedding", "blocks.0", "blocks.1", "final_norm"}
+            assert norms.keys() == {f"grad_norm/{name}" for name in names}
+            assert math.hypot(*norms.values()) == pytest.approx(record["grad_norm"], rel=1e-5)
+
+
+def test_a_run_that_is_killed_and_resumed_is_one_continuous_curve(corpus, tmp_path):
+    """Killed after step 8, with a checkpoint of step 6: W&B has lost what its process had not written by then."""
+    run_dir = tmp_path / "run"
+    settings = {"wandb__mode": "offline", "train__steps": 12, "train__eval_samples": 0, "train__sample_tokens": 0}
+    arguments = options(corpus, run_dir, checkpoint__every=3, **settings)
+    kill = [sys.executable, "-m", "scripts.failing_run", "--kill", "0:0:log:9", "--", *arguments]
+    environment = os.environ | {"RANK": "0", "TORCHELASTIC_RESTART_COUNT": "0"}
+    killed = subprocess.run(kill, cwd=ROOT, env=environment, capture_output=True, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert len(read_steps(run_dir)) == 8
+    run_id = (run_dir / "wandb_run_id").read_text()
+    run_program(arguments)
+    told = [(record["step"], record["loss"], record["grad_norm"]) for record in read_steps(run_dir)]
+    history = history_within_a_minute(run_dir, 12)
+    assert [row["_step"] for row in history] == list(range(1, 13))
+    assert [(row["step"], row["loss"], row["grad_norm"]) for row in history] == told
+    assert {file.name for file in (run_dir / "wandb").glob("offline-run-*/*.wandb")} == {f"run-{run_id}.wandb"}
+
+
+@pytest.mark.full
+def test_a_run_whose_wandb_cannot_be_reached_trains_on_and_is_kept_for_later(corpus, tmp_path):
+    environment = {"WANDB_API_KEY": "0" * 40, "WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_INIT_TIMEOUT": "1"}
+    run_program(options(corpus, tmp_path / "run", wandb__mode="online", train__sample_tokens=0), **environment)
+    assert len(read_steps(tmp_path / "run")) == 6
+    assert [row["step"] for row in history_within_a_minute(tmp_path / "run", 6)] == [1, 2, 3, 4, 5, 6]
 
 
 def test_a_tracking_that_cannot_start_does_not_stop_the_run(corpus, tmp_path):

@@ -1,0 +1,40 @@
+"""TensorBoard as a sink: event files in RUN/tensorboard, with every step once however often the run was resumed."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+class TensorboardRun:
+    """What earlier processes have written is purged: the whole history comes again, from metrics.jsonl."""
+
+    def __init__(self, run_dir: Path):
+        self._folder = run_dir / "tensorboard"
+        self._open(purge_step=0)
+
+    def log(self, record: Mapping[str, Any]) -> None:
+        for name, value in record.items():
+            if isinstance(value, (int, float)) and name != "step":
+                self._writer.add_scalar(name, value, record["step"])
+        self._step = record["step"]
+        self._writer.flush()  # a kill takes nothing that was logged
+
+    def rewind(self, step: int) -> None:
+        self._writer.close()
+        self._open(purge_step=step + 1)
+
+    def alert(self, title: str, text: str) -> None:
+        self._writer.add_text(f"alert/{title}", text, self._step)
+        self._writer.flush()
+
+    def refer_to(self, checkpoint: Path) -> None:
+        self._writer.add_text("checkpoint", str(checkpoint.resolve()), self._step)
+
+    def finish(self, summary: Mapping[str, Any], exit_code: int) -> None:
+        self._writer.close()
+
+    def _open(self, purge_step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # needs a package that only users of this sink have
+
+        self._writer = SummaryWriter(str(self._folder), purge_step=purge_step)
+        self._step = purge_step

@@ -1,0 +1,30 @@
+"""Gradient norms by layer, of gradients whose parts lie on many ranks: one message for all layers."""
+
+import torch
+from torch import Tensor
+
+from parallel.mesh import Axis
+from zero.engine import ZeroDataParallel
+from zero.optimizer import NORM_CHUNK_NUMEL, ZeroOptimizer
+
+
+def layer_norms(model: ZeroDataParallel, optimizer: ZeroOptimizer, tensor: Axis) -> dict[str, Tensor]:
+    """{layer: norm before clipping, without the loss scale, 0-dim}. Call it in the `look` of the optimizer's step."""
+    layers = {param: layer_of(name) for name, param in model.module.named_parameters()}
+    numbers = {layer: number for number, layer in enumerate(dict.fromkeys(layers.values()))}
+    squares = optimizer.loss_scale.scale.new_zeros(len(numbers))
+    for window in optimizer.windows:
+        for param, gradient in optimizer.pieces_that_count(window):
+            for chunk in gradient.split(NORM_CHUNK_NUMEL):
+                norm = torch.linalg.vector_norm(chunk, dtype=squares.dtype)
+                squares[numbers[layers[param]]] += norm.square().to(squares.device)
+    for axis in (model.shard_axis, tensor):
+        axis.all_reduce(squares, out=squares).wait()
+    return dict(zip(numbers, squares.sqrt() / optimizer.loss_scale.scale, strict=True))
+
+
+def layer_of(name: str) -> str:
+    """Of a parameter: its block or, outside the blocks, its module, as "blocks.3" of "blocks.3.mlp.up.weight"."""
+    parts = name.split(".")
+    first_number = next((index for index, part in enumerate(parts) if part.isdigit()), 0)
+    return ".".join(parts[: first_number + 1])
