@@ -1,0 +1,27 @@
+"""torchrun, with the exit code of the rank that failed first: torchrun's own is always 1.
+
+python -m parallel.launch --nnodes 2 --nproc-per-node 8 ... pretrain_gpt.py ...      every option is torchrun's
+"""
+
+import sys
+
+from torch.distributed import run
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+
+def main(arguments: list[str]) -> int:
+    """128 + the signal's number where a rank was killed, as a shell has it."""
+    try:
+        run.main(arguments)
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        sys.stderr.write(f"launch: rank {rank} failed first, with exit code {failure.exitcode}\n")
+        return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+    except SignalException as error:
+        return 128 + error.sigval
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,48 @@
+#!/usr/bin/env bash
+# Trains on the nodes of a list, by ssh: for clusters without a scheduler. Arguments go to pretrain_gpt.py.
+#
+#   HOSTS=hosts.txt scripts/launch/hostfile.sh --config configs/quickstart.yaml --run.dir /shared/runs/first
+#
+# hosts.txt has one host a line; the first is where all meet. Every node must have this folder at the same path, and
+# RDZV_PORT (29500) and the port after it must be free on the first. Exit code: of the first node that failed.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+
+mapfile -t hosts < <(sed 's/#.*//' "${HOSTS:?HOSTS names a file with one host a line}" | awk 'NF {print $1}')
+[[ ${#hosts[@]} -gt 0 ]] || {
+    echo "error: HOSTS=$HOSTS names no host" >&2
+    exit 2
+}
+
+# What torchrun.sh reads of this shell's environment goes along; ssh would leave it behind.
+settings="NNODES=${#hosts[@]} RDZV=${hosts[0]}:${RDZV_PORT:-29500} NODE_NAMES=$(
+    IFS=,
+    echo "${hosts[*]}"
+)"
+for name in RANKS_PER_NODE MAX_RESTARTS CHECK PREFLIGHT_SECONDS PYTHON OMP_NUM_THREADS RDZV_ID; do
+    [[ -z ${!name:-} ]] || settings+=" $name=$(printf %q "${!name}")"
+done
+command="cd $(printf %q "$PWD") && exec env $settings scripts/launch/torchrun.sh$(printf ' %q' "$@")"
+
+# -tt: when this script ends, or is interrupted, the terminal of every ssh goes, and with it what runs in there.
+children=()
+for host in "${hosts[@]}"; do
+    echo "+ ssh $host $command" >&2
+    ssh -tt -o BatchMode=yes "$host" "$command" </dev/null > >(sed -u "s/^/$host: /") 2>&1 &
+    children+=($!)
+done
+trap 'kill "${children[@]}" 2>/dev/null || true' EXIT
+
+# The others of a node that has failed end by themselves, or wait for it for ever: they get a while, then they go.
+code=0
+for _ in "${hosts[@]}"; do
+    wait -n "${children[@]}" || {
+        code=$?
+        break
+    }
+done
+deadline=$((SECONDS + ${GRACE_SECONDS:-30}))
+while [[ $code -ne 0 && $SECONDS -lt $deadline ]] && kill -0 "${children[@]}" 2>/dev/null; do
+    sleep 0.2
+done
+exit "$code"

@@ -1,0 +1,100 @@
+"""Two nodes on one machine: network namespaces with names, addresses and disks of their own, joined by a bridge.
+
+    n1  10.77.0.1  e0 ---- v1 [ bridge, in a namespace too ] v2 ---- e0  10.77.0.2  n2
+
+Needs root and Linux's namespaces. Nothing of it is left behind, and nothing of the machine's own network changes.
+"""
+
+import os
+import shlex
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+BURST_BYTES = 256 * 1024
+
+
+@dataclass(frozen=True)
+class Node:
+    name: str
+    address: str
+    namespace: str
+    switch: str
+    port: str  # of the switch
+
+    def command(self, words: list[str], before: str = "") -> list[str]:
+        """To run `words` on the node; `before` are shell lines, whose mounts only this command sees."""
+        script = f"hostname {self.name}; {before}\nexec {shlex.join(words)}"
+        return ["ip", "netns", "exec", self.namespace, "unshare", "--uts", "bash", "-ec", script]
+
+    def pids(self) -> list[int]:
+        return [int(pid) for pid in _ip("netns", "pids", self.namespace).split()]
+
+    def limit(self, mbit_per_second: float) -> None:
+        """What the node sends, and by the switch what it receives."""
+        for namespace, device in ((self.namespace, "e0"), (self.switch, self.port)):
+            rate = ["rate", f"{mbit_per_second}mbit", "burst", str(BURST_BYTES), "latency", "100ms"]
+            _run("tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", "tbf", *rate)
+
+    def set_link(self, *, is_up: bool) -> None:
+        _ip("-n", self.switch, "link", "set", self.port, "up" if is_up else "down")
+
+
+def why_not() -> str | None:
+    """The reason why this machine refuses a testbed."""
+    try:
+        with joined_nodes():
+            return None
+    except (OSError, subprocess.CalledProcessError) as error:
+        said = getattr(error, "stderr", "") or str(error)
+        return f"no network namespaces here: {said.strip()}"
+
+
+@contextmanager
+def joined_nodes(num_nodes: int = 2) -> Iterator[list[Node]]:
+    """Raises OSError or CalledProcessError where it cannot be made."""
+    prefix = f"zero{os.getpid()}"
+    switch = f"{prefix}sw"
+    nodes = [
+        Node(f"n{number}", f"10.77.0.{number}", f"{prefix}n{number}", switch, f"v{number}")
+        for number in range(1, num_nodes + 1)
+    ]
+    try:
+        _ip("netns", "add", switch)
+        _ip("-n", switch, "link", "add", "bridge0", "type", "bridge")
+        _ip("-n", switch, "link", "set", "bridge0", "up")
+        for node in nodes:
+            _ip("netns", "add", node.namespace)
+            _ip("-n", switch, "link", "add", node.port, "type", "veth", "peer", "name", "e0", "netns", node.namespace)
+            _ip("-n", switch, "link", "set", node.port, "master", "bridge0", "up")
+            _ip("-n", node.namespace, "address", "add", f"{node.address}/24", "dev", "e0")
+            for device in ("e0", "lo"):
+                _ip("-n", node.namespace, "link", "set", device, "up")
+        yield nodes
+    finally:
+        for namespace in (*(node.namespace for node in nodes), switch):
+            subprocess.run(["ip", "netns", "delete", namespace], capture_output=True, check=False)
+
+
+def ssh_to(nodes: list[Node], folder: Path) -> Path:
+    """A folder with an `ssh` that reaches the nodes by their addresses; put it first on PATH."""
+    folder.mkdir(parents=True)
+    lines = ["#!/usr/bin/env bash", "host=${*: -2:1} command=${*: -1}", 'case "$host" in']
+    for node in nodes:
+        enter = shlex.join(["ip", "netns", "exec", node.namespace, "unshare", "--uts", "bash", "-c"])
+        lines.append(f'{node.address}) exec {enter} "hostname {node.name}; $command" ;;')
+    lines.append("esac")
+    script = folder / "ssh"
+    script.write_text("\n".join(lines) + "\n")
+    script.chmod(0o755)
+    return folder
+
+
+def _ip(*words: str) -> str:
+    return _run("ip", *words)
+
+
+def _run(*words: str) -> str:
+    return subprocess.run(words, capture_output=True, text=True, check=True).stdout

@@ -1,0 +1,118 @@
+"""A run on two nodes of one machine, of which one is lost, must tell exactly the story of an undisturbed run.
+
+python -m scripts.two_nodes
+
+Data x tensor = 2 x 2 by scripts/launch/hostfile.sh over an `ssh` into two network namespaces: first undisturbed; then
+with the processes of a node killed; then with its link down. Each is started again and runs to its end.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from scripts.kills import OPTIONS, ROOT, prepare_corpus
+from scripts.testbed import Node, joined_nodes, ssh_to, why_not
+
+NUM_STEPS, HANG_SECONDS = 40, 8
+SECONDS_TO_END = 120.0  # of a job that has lost a node
+SETTINGS = OPTIONS | {
+    "parallel.tensor_size": 2,
+    "zero.stage": 2,
+    "train.steps": NUM_STEPS,
+    "checkpoint.every": 4,
+    "run.hang_seconds": HANG_SECONDS,
+}
+Story = list[tuple]
+
+
+class Job:
+    """The same training on both nodes, in a folder that they share."""
+
+    def __init__(self, nodes: list[Node], prefix: Path, run_dir: Path):
+        self._run_dir = run_dir
+        hosts = run_dir.with_suffix(".hosts")
+        hosts.write_text("".join(f"{node.address}\n" for node in nodes))
+        stubs = run_dir.with_suffix(".bin")
+        ssh = stubs if stubs.exists() else ssh_to(nodes, stubs)
+        self._environment = os.environ | {
+            "HOSTS": str(hosts),
+            "PATH": f"{ssh}:{os.environ['PATH']}",
+            "PYTHON": sys.executable,
+            "RANKS_PER_NODE": "2",
+            "OMP_NUM_THREADS": "1",
+            "PREFLIGHT_SECONDS": "60",
+            "GRACE_SECONDS": str(SECONDS_TO_END / 2),
+        }
+        settings = SETTINGS | {"data.path": prefix, "run.dir": run_dir}
+        self._command = ["scripts/launch/hostfile.sh", *(f"--{name}={value}" for name, value in settings.items())]
+
+    def start(self) -> subprocess.Popen:
+        log = self._run_dir.with_suffix(".log").open("a")
+        return subprocess.Popen(self._command, cwd=ROOT, env=self._environment, stdout=log, stderr=log)
+
+    def run_to_its_end(self) -> Story:
+        """Raises RuntimeError, with what it said, where it fails."""
+        if self.start().wait():
+            raise RuntimeError(self._run_dir.with_suffix(".log").read_text()[-6000:])
+        return self.story()
+
+    def story(self) -> Story:
+        """(step, loss, gradient norm) of what has been logged."""
+        metrics = self._run_dir / "metrics.jsonl"
+        lines = metrics.read_text().splitlines(keepends=True) if metrics.exists() else []
+        records = [json.loads(line) for line in lines if line.endswith("\n")]
+        return [(record["step"], record["loss"], record["grad_norm"]) for record in records]
+
+    def run_until_it_loses(self, lose: Callable[[], None], step: int) -> int:
+        """Start, `lose` a node after `step`, and return the exit code. Raises TimeoutExpired where it goes on."""
+        running = self.start()
+        while len(self.story()) < step and running.poll() is None:
+            time.sleep(0.02)
+        lose()
+        return running.wait(SECONDS_TO_END)
+
+
+def kill_processes(node: Node) -> None:
+    for pid in node.pids():
+        os.kill(pid, signal.SIGKILL)
+
+
+def lose_and_go_on(nodes: list[Node], prefix: Path, folder: Path) -> tuple[Story, dict[str, tuple[int, Story]]]:
+    """(the undisturbed story, what was lost: (the exit code, the story after going on))."""
+    undisturbed = Job(nodes, prefix, folder / "undisturbed").run_to_its_end()
+    losses: dict[str, Callable[[], None]] = {
+        "processes of n2": lambda: kill_processes(nodes[1]),
+        "link of n2": lambda: nodes[1].set_link(is_up=False),
+    }
+    found = {}
+    for what, lose in losses.items():
+        job = Job(nodes, prefix, folder / what.replace(" ", "-"))
+        code = job.run_until_it_loses(lose, step=10)
+        for node in nodes:
+            node.set_link(is_up=True)
+            kill_processes(node)  # what a scheduler does with the remains of a job
+        found[what] = code, job.run_to_its_end()
+    return undisturbed, found
+
+
+def main() -> None:
+    if reason := why_not():
+        sys.exit(f"skipped: {reason}")
+    with tempfile.TemporaryDirectory() as name, joined_nodes() as nodes:
+        folder = Path(name)
+        undisturbed, found = lose_and_go_on(nodes, prepare_corpus(folder), folder)
+        print(f"undisturbed: {len(undisturbed)} steps, loss {undisturbed[0][1]:.4f} -> {undisturbed[-1][1]:.4f}")
+        for what, (code, story) in found.items():
+            verdict = "the same losses" if story == undisturbed else "OTHER LOSSES"
+            print(f"lost the {what}: exit code {code}; started again: {verdict}")
+    sys.exit(any(code == 0 or story != undisturbed for code, story in found.values()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+"""Two nodes with a network between them: runs that lose one, and what the preflight finds wrong with one."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from scripts.kills import ROOT, prepare_corpus
+from scripts.testbed import Node, joined_nodes, why_not
+from scripts.two_nodes import NUM_STEPS, lose_and_go_on
+
+pytestmark = pytest.mark.full
+
+
+@pytest.fixture
+def nodes() -> Iterator[list[Node]]:
+    if reason := why_not():
+        pytest.skip(reason)
+    with joined_nodes() as nodes:
+        yield nodes
+
+
+def test_a_run_that_loses_a_node_goes_on_as_if_nothing_had_happened(nodes, tmp_path):
+    undisturbed, found = lose_and_go_on(nodes, prepare_corpus(tmp_path), tmp_path)
+    assert [step for step, _, _ in undisturbed] == list(range(1, NUM_STEPS + 1))
+    assert {what: story for what, (_, story) in found.items()} == dict.fromkeys(found, undisturbed)
+    assert all(code != 0 for code, _ in found.values())
+
+
+def preflight(
+    nodes: list[Node], arguments: list[str], on_second: str = "", num_nodes: int = 2
+) -> list[tuple[int, str]]:
+    """(exit code, standard error) of each node; `on_second`: shell lines before it on the second one."""
+    own = [
+        "--nodes",
+        str(num_nodes),
+        "--meet",
+        "10.77.0.1:29501",
+        "--wait",
+        "8",
+        "--names",
+        "n1,n2,n3"[: 3 * num_nodes],
+    ]
+    words = [sys.executable, "-m", "parallel.preflight", *own, "--", *arguments]
+    running = [
+        subprocess.Popen(
+            node.command(words, on_second if node is nodes[1] else ""),
+            cwd=ROOT,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for node in nodes
+    ]
+    said = [process.communicate(timeout=60)[1] for process in running]
+    return [(process.returncode, text) for process, text in zip(running, said, strict=True)]
+
+
+def test_nodes_that_are_alike_pass(nodes, tmp_path):
+    (first, said), (second, _) = preflight(nodes, [f"--data.path={prepare_corpus(tmp_path)}"])
+    assert (first, second) == (0, 0)
+    assert "preflight: 2 nodes are alike: n1, n2" in said
+
+
+@pytest.mark.parametrize(
+    ("on_second", "found"),
+    [
+        ("mount --bind /dev/null gpt/trainer.py", "n2: other code than elsewhere: gpt/trainer.py"),
+        ("mount --bind /dev/null {data}.idx", "n2: other data than elsewhere: {data}.idx"),
+        ("mount -t tmpfs -o size=100k tmpfs {run}", "n2: {run} cannot be written: No space left on device"),
+        ("mount -t tmpfs -o size=40m tmpfs {run}", "n2: {run} is nearly full: 0.04 GB are free"),
+        ("ip route replace blackhole 10.77.0.1/32", "1 of 2 nodes have come within 8 s: n1; missing: n2"),
+    ],
+    ids=["code", "data", "full disk", "nearly full disk", "blocked port"],
+)
+def test_what_is_wrong_with_a_node_is_found_with_its_name(nodes, tmp_path, on_second, found):
+    data, run = prepare_corpus(tmp_path), tmp_path / "run"
+    run.mkdir()
+    arguments = [f"--data.path={data}", f"--run.dir={run}"]
+    on_second, found = (text.format(data=data, run=run) for text in (on_second, found))
+    (first, said), (second, said_by_second) = preflight(nodes, arguments, on_second)
+    assert (first, second) == (2, 2)
+    assert f"error: preflight: {found}" in said
+    assert "n2" in said_by_second
+
+
+def test_a_node_that_does_not_come_is_named(nodes):
+    (_, said), _ = preflight(nodes, [], num_nodes=3)
+    assert "2 of 3 nodes have come within 8 s: n1, n2; missing: n3" in said
+
+
+def test_links_are_measured_and_a_slow_one_is_named(nodes, tmp_path):
+    for node in nodes:
+        node.limit(200)
+    launch = ["-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2", "--rdzv-backend=c10d"]
+    launch += ["--rdzv-endpoint=10.77.0.1:29500"]
+    written = tmp_path / "cluster.yaml"
+    own = ["-m", "parallel.preflight", "--expect", "configs/clusters/dgx-2.yaml", "--write", str(written)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "e0"}
+    running = []
+    for number, node in enumerate(nodes):
+        where = [f"--rdzv-conf=is_host={int(number == 0)}", f"--local-addr={node.address}"]
+        command = node.command([sys.executable, *launch, *where, *own])
+        running.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True))
+    said = "".join(process.communicate(timeout=120)[0] for process in running)
+    assert "slow link: rank 0 on n1 - rank 2 on n2: 0.0" in said
+    figures = dict(line.split(": ") for line in written.read_text().splitlines()[1:])
+    # 200 Mbit/s are 0.025 GB/s of a node, headers included, and a burst of 256 KiB comes on top.
+    assert float(figures["node_gb_per_second"]) == pytest.approx(0.025, rel=0.15)
+    assert float(figures["intra_node_gb_per_second"]) > 4 * float(figures["node_gb_per_second"])
