@@ -13,6 +13,7 @@ from jsonargparse import ActionConfigFile, ArgumentError, ArgumentParser, set_pa
 
 from gpt.loss_guard import GuardSettings
 from gpt.model import ModelConfig
+from gpt.profiling import ProfileSettings
 from gpt.schedule import BatchConfig, RampUpConfig, ScheduleConfig
 from parallel.errors import ConfigError
 from zero.activations import ActivationsConfig
@@ -250,6 +251,7 @@ class Settings:
     guard: GuardSettings = field(default_factory=GuardSettings)
     run: RunSettings = field(default_factory=RunSettings)
     wandb: WandbSettings = field(default_factory=WandbSettings)
+    profile: ProfileSettings = field(default_factory=ProfileSettings)
     dry_run: DryRunSettings = field(default_factory=DryRunSettings)
 
     def to_yaml(self) -> str:

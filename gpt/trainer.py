@@ -18,6 +18,7 @@ from gpt.corpus import Corpus
 from gpt.flops import peak_flops_per_second
 from gpt.metrics import StepTraffic, Throughput, memory_by_kind, peak_memory
 from gpt.plot import plot_loss
+from gpt.profiling import Profiler, straggler_lines, timer_table
 from gpt.recovery import Recovery
 from gpt.replicas import check_replicas
 from gpt.run_files import LOSS_PLOT, append_record, read_steps
@@ -26,6 +27,7 @@ from gpt.settings import Settings
 from gpt.tracking import Tracking, open_tracking
 from gpt.train_step import evaluate, mean_over, train_step
 from parallel.errors import ConfigError
+from parallel.placement import Placement, placement_table
 from parallel.stopping import Stopping
 from parallel.watchdog import Watchdog
 from parallel.world import World, shared_store
@@ -49,6 +51,9 @@ class Trainer:
         self._stopping = Stopping(store, world.rank, world.size, last_words)
         self._watchdog = Watchdog(store, world.rank, world.size, mesh.log, settings.run.hang_seconds, last_words)
         self._recovery = Recovery(settings, parts, console.say, self._watchdog.beat, self._on_save)
+        self._profiler = Profiler(settings.profile, mesh, parts.device, self._folder)
+        self._placement = Placement.find(world)
+        console.show(placement_table(self._placement, mesh))
         self._was_stopped = False
         self._num_bad, self._num_roll_backs = 0, 0
         recomputes = parts.activations.recomputes
@@ -88,11 +93,17 @@ class Trainer:
     def _run_steps(self) -> bool:
         """Until the last step, or a signal; true: the run has gone back, and samples come that were not foreseen."""
         self._throughput.restart()
-        for batch_size, micro_batches in self._batches():
+        batches, log = self._batches(), self._parts.mesh.log
+        while True:
+            self._profiler.begin(self._progress.step + 1)
+            with log.during("data"):
+                batch = next(batches, None)
+            if batch is None:
+                return False
             if not self._stopping.may_begin(self._progress.step + 1):
                 self._was_stopped = True
                 return False
-            record = self._step(batch_size, micro_batches)
+            record = self._step(*batch)
             self._watchdog.beat()
             if record and self._world.is_first:
                 append_record(self._folder, record)
@@ -103,7 +114,9 @@ class Trainer:
                 self._tracking.rewind(self._progress.step)
                 return True
             self._keep_safe()
-        return False
+            if timers := self._profiler.end(self._progress.step):
+                self._console.show(timer_table(timers))
+                self._console.say("\n".join(straggler_lines(timers, self._placement.nodes)) or "no rank lags behind")
 
     def _must_go_back(self) -> bool:
         """Whether bad losses have come since the last logged step. Raises ConfigError where they end the run."""
@@ -127,7 +140,8 @@ class Trainer:
         if every and step % every == 0:
             check_replicas(self._parts, step)
         if self._settings.checkpoint.every and self._is_due(self._settings.checkpoint.every):
-            self._recovery.save(self._progress)
+            with self._parts.mesh.log.during("checkpoint"):
+                self._recovery.save(self._progress)
             self._throughput.restart()
 
     def _batches(self) -> Iterator[tuple[int, list[Tensor]]]:

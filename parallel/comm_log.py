@@ -3,7 +3,7 @@
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -42,11 +42,12 @@ class CommEvent:
 class CommLog:
     """Bytes by (axis, op, phase); also the list of events with `keeps_events`, which grows without bound.
 
-    `clock` gives the events' times: seconds, or any number that grows.
+    `clock` gives the events' times: seconds, or any number that grows. `watch` is entered with every phase.
     """
 
     def __init__(self, keeps_events: bool = False, clock: Callable[[], float] = time.perf_counter):
         self.keeps_events, self.clock = keeps_events, clock
+        self.watch: Callable[[str], AbstractContextManager[object]] = nullcontext
         self.phase = "setup"
         self.num_recorded, self.last = 0, None  # type: int, CommEvent | None
         self.clear()
@@ -60,7 +61,8 @@ class CommLog:
         """Name the part of the step that the collectives of this block belong to."""
         outer, self.phase = self.phase, phase
         try:
-            yield
+            with self.watch(phase):
+                yield
         finally:
             self.phase = outer
 

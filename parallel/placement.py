@@ -1,0 +1,84 @@
+"""Which rank sits where, and what lies between the ranks that talk to each other, link by link."""
+
+import socket
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+
+from rich.table import Table
+
+from parallel.mesh import Mesh
+from parallel.world import World, shared_store
+
+MAX_ROWS = 16
+
+
+@dataclass(frozen=True)
+class Placement:
+    """`nodes[r]` is the name of rank r's node. A name that several nodes have gets their first rank behind it."""
+
+    nodes: tuple[str, ...]
+
+    @classmethod
+    def find(cls, world: World) -> "Placement":
+        """All ranks call it; the first gets all names, another one only its own."""
+        store, own = shared_store(), (socket.gethostname(), world.rank - world.local_rank)
+        store.set(f"placement/{world.rank}", f"{own[0]} {own[1]}")
+        ranks = range(world.size) if world.is_first else [world.rank]
+        found = {rank: tuple(store.get(f"placement/{rank}").decode().split()) for rank in ranks}
+        first_ranks: defaultdict[str, set[str]] = defaultdict(set)
+        for name, first in found.values():
+            first_ranks[name].add(first)
+        names = {
+            rank: name if len(first_ranks[name]) == 1 else f"{name}#{first}" for rank, (name, first) in found.items()
+        }
+        return cls(tuple(names.get(rank, "?") for rank in range(world.size)))
+
+    def links(self, axis: str, mesh: Mesh) -> Counter[tuple[str, str]]:
+        """{(node, node): how many neighbours in the rings of an axis it joins}; the same node twice: inside it."""
+        links: Counter[tuple[str, str]] = Counter()
+        for group in ring_members(axis, mesh.data.size, mesh.tensor.size):
+            last = len(group) if len(group) > 2 else len(group) - 1  # a ring of two has one link
+            for place in range(last):
+                ends = sorted((group[place], group[(place + 1) % len(group)]))
+                links[self.nodes[ends[0]], self.nodes[ends[1]]] += 1
+        return links
+
+
+def ring_members(axis: str, data_size: int, tensor_size: int) -> list[list[int]]:
+    """The ranks of every group: a tensor group is a run of ranks, a data group has one of each run."""
+    if axis == "tensor":
+        return [[d * tensor_size + t for t in range(tensor_size)] for d in range(data_size)]
+    return [[d * tensor_size + t for d in range(data_size)] for t in range(tensor_size)]
+
+
+def placement_table(placement: Placement, mesh: Mesh) -> Table:
+    table = Table("", "", "", title="Nodes and links", title_justify="left", show_header=False)
+    ranks_on: defaultdict[str, list[int]] = defaultdict(list)
+    for rank, node in enumerate(placement.nodes):
+        ranks_on[node].append(rank)
+    rows = [(node, "ranks", span(ranks)) for node, ranks in ranks_on.items()]
+    _add(table, rows)
+    for axis in ("tensor", "data"):
+        links = placement.links(axis, mesh)
+        if links:
+            table.add_section()
+        rows = [
+            (f"inside {a}" if a == b else f"{a} - {b}", f"{axis} axis", f"{number} link{'s' if number > 1 else ''}")
+            for (a, b), number in links.items()
+        ]
+        _add(table, rows)
+    return table
+
+
+def span(ranks: list[int]) -> str:
+    """0-7, or 0, 2, 4 where they are not consecutive."""
+    if len(ranks) > 1 and ranks == list(range(ranks[0], ranks[-1] + 1)):
+        return f"{ranks[0]}-{ranks[-1]}"
+    return ", ".join(map(str, ranks))
+
+
+def _add(table: Table, rows: list[tuple[str, str, str]]) -> None:
+    for row in rows[:MAX_ROWS]:
+        table.add_row(*row)
+    if len(rows) > MAX_ROWS:
+        table.add_row(f"and {len(rows) - MAX_ROWS} more", rows[-1][1], "")

@@ -1,0 +1,52 @@
+"""A profiled run is the same run, and leaves a trace with its phases named, and the timers of every rank."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from gpt.profiling import TIMERS, ProfileSettings, straggler_lines, stragglers
+from parallel.errors import ConfigError
+from tests.end_to_end.runs import options, prepare_corpus, run_on_rank
+from tests.ranks import run_ranks
+
+
+def run(corpus: Path, run_dir: Path, **settings: object) -> list[tuple]:
+    arguments = options(corpus, run_dir, checkpoint__every=3, train__sample_tokens=0, **settings)
+    records = run_ranks(2, run_on_rank, arguments, init_process_group=False)[0]
+    return [(record["step"], record["loss"], record["grad_norm"]) for record in records]
+
+
+def test_a_profiled_run_is_the_same_run_and_names_its_phases(tmp_path):
+    corpus, profiled = prepare_corpus(tmp_path), tmp_path / "profiled"
+    settings = {"zero__stage": 3, "profile__steps": "[2, 4]", "profile__ranks": "[1]"}
+    assert run(corpus, profiled, **settings) == run(corpus, tmp_path / "plain", zero__stage=3)
+    assert sorted(path.name for path in (profiled / "profile").iterdir()) == ["rank-1.json", "timers.json"]
+    trace = json.loads((profiled / "profile" / "rank-1.json").read_text())["traceEvents"]
+    named = [event["name"] for event in trace if event.get("cat") == "user_annotation"]
+    # Three steps of two micro-batches, with one save, and the one that evaluates not among them.
+    counts = {name: named.count(name) for name in ("data", "forward", "backward", "update", "checkpoint", "evaluation")}
+    assert counts == {"data": 3, "forward": 6, "backward": 6, "update": 3, "checkpoint": 1, "evaluation": 0}
+    for timers in json.loads((profiled / "profile" / "timers.json").read_text()):
+        assert timers.keys() == {*TIMERS, "step"}
+        assert all(seconds > 0 for seconds in timers.values())
+        assert sum(timers[name] for name in TIMERS) <= timers["step"]
+
+
+def computing(*seconds: float) -> list[dict[str, float]]:
+    """Ranks that take so long forward, and wait for the slowest of them."""
+    rest = dict.fromkeys(TIMERS, 0.0)
+    return [rest | {"forward": own, "reduce": max(seconds) - own, "step": max(seconds)} for own in seconds]
+
+
+def test_a_straggler_is_the_rank_that_computes_while_the_others_wait():
+    assert stragglers(computing(1.0, 1.0, 1.1)) == []
+    assert stragglers(computing(1.0, 2.0, 1.0, 1.0)) == [(1, 2.0)]
+    told = straggler_lines(computing(1.0, 2.0, 1.0, 1.0), ["n1", "n1", "n2", "n2"])
+    assert told == ["straggler: rank 1 on n1 computes 2.00 times as long as the median rank"]
+
+
+@pytest.mark.parametrize("steps", [(0, 2), (5, 4)])
+def test_steps_that_are_no_first_and_last_step_are_refused(steps):
+    with pytest.raises(ConfigError, match=r"profile.steps=\[\d, \d\] are no first and last step; choose \[10, 12\]"):
+        ProfileSettings(steps=steps)
