@@ -9,7 +9,7 @@ The links and devices too, all ranks of a job:
     torchrun ... -m parallel.preflight [--tensor_size 8] [--expect FILE] [--write FILE] -- TRAINING ARGUMENTS
 
 The first writes what it finds wrong with whom; the second also measures, names what is slow, and writes a cluster file
-for dry runs and the planner. Exit code 2: something is wrong; 1: something is slow.
+for dry runs and the planner. Exit code 2: something is wrong.
 """
 
 import argparse
@@ -51,7 +51,7 @@ class Measured:
     hop_seconds: float
 
 
-def check_nodes(options: argparse.Namespace, arguments: Sequence[str]) -> int:
+def check_nodes(options: argparse.Namespace, arguments: Sequence[str]) -> None:
     """One process a node."""
     route = find_route(options.meet)
     facts = find_out(arguments, route.local_address)
@@ -59,16 +59,15 @@ def check_nodes(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     if not route.is_host:
         if answer(store, facts, options.nodes, options.wait):
             raise ConfigError(f"{facts.name}: the preflight has found something; the first node says what")
-        return 0
+        return
     names = [name for name in options.names.split(",") if name]
     nodes, problems = call(store, facts, options.nodes, names, options.wait)
     if problems:
         raise ConfigError("preflight: " + "\n  ".join(problems))
     sys.stderr.write(f"preflight: {len(nodes)} nodes are alike: {', '.join(node.name for node in nodes)}\n")
-    return 0
 
 
-def check_and_measure(options: argparse.Namespace, arguments: Sequence[str]) -> int:
+def check_and_measure(options: argparse.Namespace, arguments: Sequence[str]) -> None:
     """All ranks of a job."""
     expected = ClusterSpec.load(options.expect) if options.expect else None
     world = start_world()
@@ -76,20 +75,14 @@ def check_and_measure(options: argparse.Namespace, arguments: Sequence[str]) -> 
     _check_by_store(world, options, arguments)
     found = measure(world, options.tensor_size)
     store.set(f"preflight/{world.rank}", json.dumps(asdict(found)))
-    code = 0
     if world.is_first:
         by_rank = [_parse(store.get(f"preflight/{rank}")) for rank in range(world.size)]
-        report, slow = describe(by_rank, expected)
-        sys.stdout.write(report)
-        code = int(bool(slow))
+        sys.stdout.write("\n".join(describe(by_rank, expected)) + "\n")
         if options.write:
             spec = cluster_of(by_rank, world, options.name)
             write_cluster(spec, Path(options.write), sorted({m.node for m in by_rank}))
             sys.stdout.write(f"{options.write} holds these figures, for --dry_run.cluster and gpt.plan --cluster\n")
-        store.set("preflight/code", str(code))
-    code = int(store.get("preflight/code"))
     stop_world()
-    return code
 
 
 def _check_by_store(world: World, options: argparse.Namespace, arguments: Sequence[str]) -> None:
@@ -126,8 +119,8 @@ def _parse(text: bytes) -> Measured:
     return Measured(**(found | {"device": DeviceRate(**found["device"])}))
 
 
-def describe(by_rank: Sequence[Measured], expected: ClusterSpec | None) -> tuple[str, list[str]]:
-    """The report, and those lines of it that name something slow."""
+def describe(by_rank: Sequence[Measured], expected: ClusterSpec | None) -> list[str]:
+    """The report, in lines; the last ones name what is slow."""
     lines, slow = [], []
     node_of = {measured.rank: measured.node for measured in by_rank}
     grids = {"inside nodes": INSIDE, "across nodes": ACROSS}
@@ -147,8 +140,7 @@ def describe(by_rank: Sequence[Measured], expected: ClusterSpec | None) -> tuple
     for device in bandwidth.slow_devices(devices, peak):
         tflops = device.flops_per_second / 1e12
         slow.append(f"slow device: rank {device.rank} on {node_of[device.rank]}: {tflops:.3g} TFLOPs")
-    slow = list(dict.fromkeys(slow))
-    return "\n".join(lines + slow) + "\n", slow
+    return lines + (slow or ["nothing is slow"])
 
 
 def _expected_rate(axis: str, expected: ClusterSpec | None, num_ranks: int) -> float:
@@ -211,7 +203,7 @@ def write_cluster(spec: ClusterSpec, path: Path, nodes: Sequence[str]) -> None:
     path.write_text(head + yaml.safe_dump(rounded, sort_keys=False))
 
 
-def main(words: Sequence[str]) -> int:
+def main(words: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m parallel.preflight", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--nodes", type=int, default=1, help="nodes of the job, without a launcher")
@@ -224,7 +216,10 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--name", default="measured", help="name of the measured cluster")
     own, rest = (list(words), []) if "--" not in words else _split(words)
     options = parser.parse_args(own)
-    return check_nodes(options, rest) if options.meet else check_and_measure(options, rest)
+    if options.meet:
+        check_nodes(options, rest)
+    else:
+        check_and_measure(options, rest)
 
 
 def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -234,7 +229,6 @@ def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 if __name__ == "__main__":
     try:
-        code = main(sys.argv[1:])
+        main(sys.argv[1:])
     except ConfigError as error:
         leave_with(error)
-    sys.exit(code)

@@ -6,7 +6,6 @@ Data x tensor = 2 x 2 by scripts/launch/hostfile.sh over an `ssh` into two netwo
 with the processes of a node killed; then with its link down. Each is started again and runs to its end.
 """
 
-import json
 import os
 import signal
 import subprocess
@@ -16,6 +15,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from gpt.run_files import read_steps
 from scripts.kills import OPTIONS, ROOT, prepare_corpus
 from scripts.testbed import Node, joined_nodes, ssh_to, why_not
 
@@ -32,9 +32,9 @@ Story = list[tuple]
 
 
 class Job:
-    """The same training on both nodes, in a folder that they share."""
+    """The same training on all nodes, in a folder that they share."""
 
-    def __init__(self, nodes: list[Node], prefix: Path, run_dir: Path):
+    def __init__(self, nodes: list[Node], settings: dict[str, object], run_dir: Path):
         self._run_dir = run_dir
         hosts = run_dir.with_suffix(".hosts")
         hosts.write_text("".join(f"{node.address}\n" for node in nodes))
@@ -49,8 +49,8 @@ class Job:
             "PREFLIGHT_SECONDS": "60",
             "GRACE_SECONDS": str(SECONDS_TO_END / 2),
         }
-        settings = SETTINGS | {"data.path": prefix, "run.dir": run_dir}
-        self._command = ["scripts/launch/hostfile.sh", *(f"--{name}={value}" for name, value in settings.items())]
+        options = (f"--{name}={value}" for name, value in (settings | {"run.dir": run_dir}).items())
+        self._command = ["scripts/launch/hostfile.sh", *options]
 
     def start(self) -> subprocess.Popen:
         log = self._run_dir.with_suffix(".log").open("a")
@@ -64,10 +64,7 @@ class Job:
 
     def story(self) -> Story:
         """(step, loss, gradient norm) of what has been logged."""
-        metrics = self._run_dir / "metrics.jsonl"
-        lines = metrics.read_text().splitlines(keepends=True) if metrics.exists() else []
-        records = [json.loads(line) for line in lines if line.endswith("\n")]
-        return [(record["step"], record["loss"], record["grad_norm"]) for record in records]
+        return [(record["step"], record["loss"], record["grad_norm"]) for record in read_steps(self._run_dir)]
 
     def run_until_it_loses(self, lose: Callable[[], None], step: int) -> int:
         """Start, `lose` a node after `step`, and return the exit code. Raises TimeoutExpired where it goes on."""
@@ -85,14 +82,15 @@ def kill_processes(node: Node) -> None:
 
 def lose_and_go_on(nodes: list[Node], prefix: Path, folder: Path) -> tuple[Story, dict[str, tuple[int, Story]]]:
     """(the undisturbed story, what was lost: (the exit code, the story after going on))."""
-    undisturbed = Job(nodes, prefix, folder / "undisturbed").run_to_its_end()
+    settings = SETTINGS | {"data.path": prefix}
+    undisturbed = Job(nodes, settings, folder / "undisturbed").run_to_its_end()
     losses: dict[str, Callable[[], None]] = {
         "processes of n2": lambda: kill_processes(nodes[1]),
         "link of n2": lambda: nodes[1].set_link(is_up=False),
     }
     found = {}
     for what, lose in losses.items():
-        job = Job(nodes, prefix, folder / what.replace(" ", "-"))
+        job = Job(nodes, settings, folder / what.replace(" ", "-"))
         code = job.run_until_it_loses(lose, step=10)
         for node in nodes:
             node.set_link(is_up=True)

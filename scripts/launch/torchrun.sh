@@ -17,27 +17,7 @@ rdzv=${RDZV:-localhost:29500}
 num_gpus=$( (nvidia-smi --list-gpus 2>/dev/null || true) | wc -l)
 ranks=${RANKS_PER_NODE:-$((num_gpus > 0 ? num_gpus : 2))}
 
-# How this node reaches the meeting point.
-is_host='' local_address='' interface=''
-route=$("$python" -m parallel.route "$rdzv")
-eval "$route"
-
-# The ranks of a node share its cores. Left to itself, torchrun would give each of them one thread.
-num_cores=$(getconf _NPROCESSORS_ONLN)
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(((num_cores + ranks - 1) / ranks))}
-# NCCL and gloo first meet over TCP. Without a name they take the first interface that they find, such as docker0, or
-# the address that the host's own name stands for, which is often 127.0.1.1. NCCL's data still goes over InfiniBand.
-if [[ $nnodes -gt 1 && -n $interface ]]; then
-    export NCCL_SOCKET_IFNAME=${NCCL_SOCKET_IFNAME:-$interface}
-    export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-$interface}
-fi
-# A collective that fails ends the process with an error, instead of leaving the others to wait for ever.
-export TORCH_NCCL_ASYNC_ERROR_HANDLING=${TORCH_NCCL_ASYNC_ERROR_HANDLING:-1}
-# One queue from the host keeps collectives and kernels in the order that overlap is planned for.
-export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
-# Segments that grow: fewer gaps between tensors of many sizes.
-export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF:-expandable_segments:True}
-export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-$PYTORCH_ALLOC_CONF} # its name before torch 2.9
+source scripts/launch/environment.sh
 
 # All nodes are there, with the same code, data and settings, clocks that agree, and disks that work.
 if [[ ${CHECK:-1} == 1 ]]; then
