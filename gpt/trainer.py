@@ -27,7 +27,7 @@ from gpt.settings import Settings
 from gpt.tracking import Tracking, open_tracking
 from gpt.train_step import evaluate, mean_over, train_step
 from parallel.errors import ConfigError
-from parallel.placement import Placement, placement_table
+from parallel.node_map import NodeMap, node_table
 from parallel.stopping import Stopping
 from parallel.watchdog import Watchdog
 from parallel.world import World, shared_store
@@ -52,8 +52,8 @@ class Trainer:
         self._watchdog = Watchdog(store, world.rank, world.size, mesh.log, settings.run.hang_seconds, last_words)
         self._recovery = Recovery(settings, parts, console.say, self._watchdog.beat, self._on_save)
         self._profiler = Profiler(settings.profile, mesh, parts.device, self._folder)
-        self._placement = Placement.find(world)
-        console.show(placement_table(self._placement, mesh))
+        self._node_map = NodeMap.find(world)
+        console.show(node_table(self._node_map, mesh))
         self._was_stopped = False
         self._num_bad, self._num_roll_backs = 0, 0
         recomputes = parts.activations.recomputes
@@ -116,7 +116,7 @@ class Trainer:
             self._keep_safe()
             if timers := self._profiler.end(self._progress.step):
                 self._console.show(timer_table(timers))
-                self._console.say("\n".join(straggler_lines(timers, self._placement.nodes)) or "no rank lags behind")
+                self._console.say("\n".join(straggler_lines(timers, self._node_map.nodes)) or "no rank lags behind")
 
     def _must_go_back(self) -> bool:
         """Whether bad losses have come since the last logged step. Raises ConfigError where they end the run."""

@@ -13,18 +13,18 @@ MAX_ROWS = 16
 
 
 @dataclass(frozen=True)
-class Placement:
+class NodeMap:
     """`nodes[r]` is the name of rank r's node. A name that several nodes have gets their first rank behind it."""
 
     nodes: tuple[str, ...]
 
     @classmethod
-    def find(cls, world: World) -> "Placement":
+    def find(cls, world: World) -> "NodeMap":
         """All ranks call it; the first gets all names, another one only its own."""
         store, own = shared_store(), (socket.gethostname(), world.rank - world.local_rank)
-        store.set(f"placement/{world.rank}", f"{own[0]} {own[1]}")
+        store.set(f"node/{world.rank}", f"{own[0]} {own[1]}")
         ranks = range(world.size) if world.is_first else [world.rank]
-        found = {rank: tuple(store.get(f"placement/{rank}").decode().split()) for rank in ranks}
+        found = {rank: tuple(store.get(f"node/{rank}").decode().split()) for rank in ranks}
         first_ranks: defaultdict[str, set[str]] = defaultdict(set)
         for name, first in found.values():
             first_ranks[name].add(first)
@@ -51,15 +51,15 @@ def ring_members(axis: str, data_size: int, tensor_size: int) -> list[list[int]]
     return [[d * tensor_size + t for d in range(data_size)] for t in range(tensor_size)]
 
 
-def placement_table(placement: Placement, mesh: Mesh) -> Table:
+def node_table(node_map: NodeMap, mesh: Mesh) -> Table:
     table = Table("", "", "", title="Nodes and links", title_justify="left", show_header=False)
     ranks_on: defaultdict[str, list[int]] = defaultdict(list)
-    for rank, node in enumerate(placement.nodes):
+    for rank, node in enumerate(node_map.nodes):
         ranks_on[node].append(rank)
     rows = [(node, "ranks", span(ranks)) for node, ranks in ranks_on.items()]
     _add(table, rows)
     for axis in ("tensor", "data"):
-        links = placement.links(axis, mesh)
+        links = node_map.links(axis, mesh)
         if links:
             table.add_section()
         rows = [

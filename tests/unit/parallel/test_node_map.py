@@ -6,7 +6,7 @@ import pytest
 
 from parallel.comm_log import CommLog
 from parallel.mesh import Axis, Mesh
-from parallel.placement import Placement, placement_table, ring_members, span
+from parallel.node_map import NodeMap, node_table, ring_members, span
 
 
 def mesh(data_size: int, tensor_size: int) -> Mesh:
@@ -14,7 +14,7 @@ def mesh(data_size: int, tensor_size: int) -> Mesh:
     return Mesh(Axis("data", data_size, 0, log), Axis("tensor", tensor_size, 0, log), log)
 
 
-TWO_NODES = Placement(("n1", "n1", "n2", "n2"))
+TWO_NODES = NodeMap(("n1", "n1", "n2", "n2"))
 
 
 def test_tensor_groups_stay_inside_nodes_and_data_groups_cross():
@@ -38,4 +38,4 @@ def test_ranks_are_written_as_spans(ranks, expected):
 
 def test_a_large_job_has_a_short_table():
     names = tuple(f"n{rank // 8}" for rank in range(800))
-    assert placement_table(Placement(names), mesh(100, 8)).row_count == 3 * 17
+    assert node_table(NodeMap(names), mesh(100, 8)).row_count == 3 * 17
