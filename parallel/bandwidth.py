@@ -39,7 +39,7 @@ class DeviceRate:
 
 
 def measure_axis(axis: Axis, device: torch.device) -> list[LinkRate]:
-    """The three operations that training is made of, on all groups of the axis at the same time."""
+    """The three operations that training is made of, on all groups at the same time; by the first rank of each."""
     if axis.size == 1:
         return []
     numel = MESSAGE_BYTES // 2 // axis.size * axis.size
@@ -55,7 +55,7 @@ def measure_axis(axis: Axis, device: torch.device) -> list[LinkRate]:
         seconds = _seconds(lambda launch=launch: launch().wait(), device, axis)  # type: ignore[misc]
         assert axis.log.last is not None
         rates.append(LinkRate(axis.name, name, _members(axis), axis.log.last.wire_bytes / seconds))
-    return rates
+    return rates if axis.rank == 0 else []
 
 
 def measure_links(axis: Axis, device: torch.device, takes_part: bool = True) -> list[LinkRate]:

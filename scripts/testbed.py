@@ -7,9 +7,10 @@ Needs root and Linux's namespaces. Nothing of it is left behind, and nothing of 
 
 import os
 import shlex
+import signal
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,8 +30,11 @@ class Node:
         script = f"hostname {self.name}; {before}\nexec {shlex.join(words)}"
         return ["ip", "netns", "exec", self.namespace, "unshare", "--uts", "bash", "-ec", script]
 
-    def pids(self) -> list[int]:
-        return [int(pid) for pid in _ip("netns", "pids", self.namespace).split()]
+    def kill_processes(self) -> None:
+        found = subprocess.run(["ip", "netns", "pids", self.namespace], capture_output=True, text=True, check=False)
+        for pid in map(int, found.stdout.split()):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
     def limit(self, mbit_per_second: float) -> None:
         """What the node sends, and by the switch what it receives."""
@@ -74,6 +78,8 @@ def joined_nodes(num_nodes: int = 2) -> Iterator[list[Node]]:
                 _ip("-n", node.namespace, "link", "set", device, "up")
         yield nodes
     finally:
+        for node in nodes:
+            node.kill_processes()
         for namespace in (*(node.namespace for node in nodes), switch):
             subprocess.run(["ip", "netns", "delete", namespace], capture_output=True, check=False)
 

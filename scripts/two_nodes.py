@@ -7,7 +7,6 @@ with the processes of a node killed; then with its link down. Each is started ag
 """
 
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -75,17 +74,12 @@ class Job:
         return running.wait(SECONDS_TO_END)
 
 
-def kill_processes(node: Node) -> None:
-    for pid in node.pids():
-        os.kill(pid, signal.SIGKILL)
-
-
 def lose_and_go_on(nodes: list[Node], prefix: Path, folder: Path) -> tuple[Story, dict[str, tuple[int, Story]]]:
     """(the undisturbed story, what was lost: (the exit code, the story after going on))."""
     settings = SETTINGS | {"data.path": prefix}
     undisturbed = Job(nodes, settings, folder / "undisturbed").run_to_its_end()
     losses: dict[str, Callable[[], None]] = {
-        "processes of n2": lambda: kill_processes(nodes[1]),
+        "processes of n2": nodes[1].kill_processes,
         "link of n2": lambda: nodes[1].set_link(is_up=False),
     }
     found = {}
@@ -94,7 +88,7 @@ def lose_and_go_on(nodes: list[Node], prefix: Path, folder: Path) -> tuple[Story
         code = job.run_until_it_loses(lose, step=10)
         for node in nodes:
             node.set_link(is_up=True)
-            kill_processes(node)  # what a scheduler does with the remains of a job
+            node.kill_processes()  # what a scheduler does with the remains of a job
         found[what] = code, job.run_to_its_end()
     return undisturbed, found
 

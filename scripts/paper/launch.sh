@@ -4,9 +4,7 @@
 #   NNODES=25 RDZV=node0:29500 scripts/paper/launch.sh configs/paper/figure2/100b-zero-400.yaml [--train.steps 50]
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
-source scripts/setup.sh
 
 config=$1
 shift
-torchrun --nnodes="${NNODES:-1}" --nproc_per_node="${GPUS_PER_NODE:-16}" --rdzv-backend=c10d \
-    --rdzv-endpoint="${RDZV:-localhost:29500}" pretrain_gpt.py --config "$config" --train.steps 20 --train.log_every 5 "$@"
+RANKS_PER_NODE=${GPUS_PER_NODE:-16} scripts/launch/torchrun.sh --config "$config" --train.steps 20 --train.log_every 5 "$@"
