@@ -41,10 +41,13 @@ class Line:
         steps = (num_layers - self.depths[0]) / (self.depths[1] - self.depths[0])
         return Estimate(*(a + steps * (b - a) for a, b in zip(shallow, deeper, strict=True)))
 
-    def deepest(self, room_bytes: float) -> int:
-        """Layers whose peak on the device is within `room_bytes`; 0 where not even one layer's is."""
-        first, per_layer = self.at(0).device_peak_bytes, self.at(1).device_peak_bytes - self.at(0).device_peak_bytes
-        return max(0, math.floor((room_bytes - first) / per_layer))
+    def deepest(self, room_bytes: float, host_room_bytes: float = math.inf) -> int:
+        """Layers whose peaks are within the room on the device and on the host; 0 where not even one layer's are."""
+        none, one = self.at(0), self.at(1)
+        on_device = (room_bytes - none.device_peak_bytes) / (one.device_peak_bytes - none.device_peak_bytes)
+        per_layer = one.host_peak_bytes - none.host_peak_bytes
+        on_host = (host_room_bytes - none.host_peak_bytes) / per_layer if per_layer > 0 else math.inf
+        return max(0, math.floor(min(on_device, on_host)))
 
 
 @dataclass(frozen=True)

@@ -2,127 +2,25 @@
 
     python -m gpt.plan --cluster configs/clusters/dgx-2.yaml --nodes 25 --config FILE [--largest]
 
-Every layout is judged by the closed forms; the best few are then run dry, two shallow steps each.
+Every layout is judged by the closed forms; the best few are then run dry at two shallow depths.
 """
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from rich.console import Console
 from rich.table import Table
 
-from gpt.choose_store import parameters_of_rank, workload_of
-from gpt.depth import Estimate, draw_line
+from gpt.depth import Estimate, Line, draw_line
 from gpt.flops import hardware_flops
-from gpt.model import ModelConfig
+from gpt.layouts import Judgement, Layout, describe, has_room, judge, layouts, room_bytes
 from gpt.settings import Settings, parse_settings
 from parallel.cluster import ClusterSpec
 from parallel.errors import ConfigError
-from zero import memory, traffic
-from zero.activation_choice import Hardware, StoreName, Workload, bytes_per_sequence, exposed_seconds
-from zero.activation_choice import model_parallel_volume as tensor_volume
-from zero.stage import STAGES, Lifetime
 
-STORES: tuple[StoreName, ...] = ("keep", "partition", "partition_host")
-REALISTIC_FRACTION = 0.5  # of the peak, until a dry run knows better
-USABLE_SHARE = 0.97  # of the memory: the closed forms leave out what is small
-
-
-@dataclass(frozen=True)
-class Layout:
-    tensor_size: int
-    stage: int
-    store: StoreName
-    micro_batch_size: int
-
-    def options(self, global_batch_size: int) -> list[str]:
-        return [
-            f"--parallel.tensor_size={self.tensor_size}",
-            f"--zero.stage={self.stage}",
-            f"--activations.store={self.store}",
-            f"--train.micro_batch_size={self.micro_batch_size}",
-            f"--train.global_batch_size={global_batch_size}",
-        ]
-
-
-@dataclass(frozen=True)
-class Judgement:
-    """By the closed forms, of one rank and one step."""
-
-    layout: Layout
-    memory_bytes: float
-    host_bytes: float
-    seconds: float
-    num_micro_batches: int
-
-
-def judge(layout: Layout, settings: Settings, cluster: ClusterSpec, world_size: int) -> Judgement | None:
-    """None where the global batch or the model cannot be divided so."""
-    model, train = settings.model, settings.train
-    data_size, uneven = divmod(world_size, layout.tensor_size)
-    num_micro_batches, rest = divmod(train.global_batch_size, layout.micro_batch_size * data_size)
-    heads = model.num_heads % layout.tensor_size + model.padded_vocab_size % layout.tensor_size
-    if uneven or rest or not num_micro_batches or heads:
-        return None
-    work = workload(layout, settings, data_size, num_micro_batches)
-    per_sequence = bytes_per_sequence(work, layout.store)
-    parts = layout.tensor_size if layout.store == "partition_host" else 1
-    on_host = work.checkpoint_bytes / parts * work.b if layout.store == "partition_host" else 0.0
-    return Judgement(
-        layout,
-        work.state_bytes + per_sequence * work.b,
-        on_host * cluster.gpus_per_node,
-        num_micro_batches * seconds_of(work, layout, model, cluster),
-        num_micro_batches,
-    )
-
-
-def workload(layout: Layout, settings: Settings, data_size: int, num_micro_batches: int) -> Workload:
-    model, itemsize, answers = settings.model, settings.train.dtype.itemsize, STAGES[layout.stage]
-    num_parameters = parameters_of_rank(model, layout.tensor_size)
-    states = memory.formula(answers, num_parameters, data_size, itemsize).total
-    window = (settings.zero.window_numel or num_parameters) * itemsize
-    is_gathered = answers.full_params is Lifetime.TRANSIENT
-    gathered = 3 * itemsize * num_parameters / model.num_layers if is_gathered else 0
-    sent = traffic.step_bytes(answers, num_parameters * itemsize, data_size, num_micro_batches)
-    return workload_of(
-        settings,
-        b=layout.micro_batch_size,
-        N_m=layout.tensor_size,
-        tensor_size=layout.tensor_size,
-        state_bytes=states + 3 * window + gathered,
-        data_bytes=sent / num_micro_batches,
-    )
-
-
-def seconds_of(work: Workload, layout: Layout, model: ModelConfig, cluster: ClusterSpec) -> float:
-    """Of one micro-batch: computation, tensor-parallel all-reduces, and what the store and the data axis leave bare."""
-    share = min(layout.tensor_size, cluster.gpus_per_node)
-    data_rate = min(cluster.node_gb_per_second * cluster.node_fraction / share, cluster.network_card_gb_per_second)
-    rate = cluster.peak_half_tflops * REALISTIC_FRACTION * 1e12
-    computing = hardware_flops(model, work.b, "blocks") / layout.tensor_size / rate
-    hardware = Hardware(None, rate / 1e12, cluster.intra_node_gb_per_second, data_rate, cluster.host_gb_per_second)
-    is_alone = layout.tensor_size == 1
-    volume = 0 if is_alone else tensor_volume(work.b, work.s, work.h, work.L) * work.itemsize
-    return (
-        computing
-        + volume / (cluster.intra_node_gb_per_second * 1e9)
-        + work.b * exposed_seconds(work, layout.store, work.b, hardware)
-    )
-
-
-def layouts(cluster: ClusterSpec, largest_micro_batch: int) -> Iterator[Layout]:
-    tensor_sizes = [2**n for n in range(20) if cluster.gpus_per_node % 2**n == 0]
-    micro_batches = [b for b in range(1, largest_micro_batch + 1) if b <= 4 or b % 4 == 0]
-    for tensor_size in tensor_sizes:
-        for stage in STAGES:
-            for store in STORES:
-                if store == "partition" and tensor_size == 1:
-                    continue
-                for micro_batch in micro_batches:
-                    yield Layout(tensor_size, stage, store, micro_batch)
+TRIES = 3  # dry runs for each layout that is to be verified: some turn out not to fit
 
 
 @dataclass(frozen=True)
@@ -133,16 +31,17 @@ class Plan:
 
 def make_plan(settings: Settings, cluster: ClusterSpec, world_size: int) -> Plan:
     """Raises ConfigError where no layout divides the world and the batch, or none fits, with how much is missing."""
-    largest = min(settings.train.global_batch_size, 128)
-    judged = [judge(layout, settings, cluster, world_size) for layout in layouts(cluster, largest)]
+    judged = [
+        judge(layout, settings, cluster, world_size) for layout in layouts(cluster, settings.train.global_batch_size)
+    ]
     possible = [found for found in judged if found is not None]
     if not possible:
         raise ConfigError(
             f"no layout divides train.global_batch_size={settings.train.global_batch_size} sequences over "
             f"{world_size} ranks; choose a multiple of {world_size}"
         )
-    room = USABLE_SHARE * cluster.gpu_memory_bytes
-    fitting = [f for f in possible if f.memory_bytes <= room and f.host_bytes <= cluster.host_memory_gb * 1e9]
+    room = room_bytes(cluster)
+    fitting = [found for found in possible if has_room(found, cluster)]
     if not fitting:
         smallest = min(possible, key=lambda found: found.memory_bytes)
         raise ConfigError(
@@ -164,8 +63,8 @@ def make_plan(settings: Settings, cluster: ClusterSpec, world_size: int) -> Plan
     return Plan(list(best.values()), nearest)
 
 
-def verify(judgement: Judgement, settings: Settings, cluster_file: str, world_size: int) -> Estimate:
-    layout = judgement.layout
+def line_of(layout: Layout, settings: Settings, cluster_file: str, world_size: int) -> Line:
+    """By two shallow dry runs."""
     chosen = replace(
         settings,
         parallel=replace(settings.parallel, tensor_size=layout.tensor_size),
@@ -174,34 +73,41 @@ def verify(judgement: Judgement, settings: Settings, cluster_file: str, world_si
         train=replace(settings.train, micro_batch_size=layout.micro_batch_size),
         dry_run=replace(settings.dry_run, world_size=world_size, cluster=cluster_file),
     )
-    return draw_line(chosen, ClusterSpec.load(cluster_file)).at(settings.model.num_layers)
+    return draw_line(chosen, ClusterSpec.load(cluster_file))
 
 
-def largest_model(settings: Settings, cluster: ClusterSpec, world_size: int) -> int:
-    """Layers of the settings' width. Raises ConfigError where not even one fits."""
+def roomiest(settings: Settings, cluster: ClusterSpec, world_size: int) -> list[tuple[int, Layout]]:
+    """(layers of the settings' width that fit by the closed forms, layout), the most first; each kind of layout with
+    the smallest micro-batch that divides. Raises ConfigError where not even one layer fits."""
 
-    def fits(num_layers: int) -> bool:
-        deep = replace(settings, model=replace(settings.model, num_layers=num_layers))
-        try:
-            make_plan(deep, cluster, world_size)
-        except ConfigError:
-            if num_layers == 1:
-                raise
-            return False
-        return True
+    def deep(num_layers: int) -> Settings:
+        return replace(settings, model=replace(settings.model, num_layers=num_layers))
 
-    low, high = 1, 2
-    fits(1)
+    make_plan(deep(1), cluster, world_size)
+    leanest: dict[tuple[int, int, str], Layout] = {}
+    for layout in layouts(cluster, settings.train.global_batch_size):
+        if judge(layout, settings, cluster, world_size) is not None:
+            leanest.setdefault((layout.tensor_size, layout.stage, layout.store), layout)
+    found = []
+    for layout in leanest.values():
+
+        def fits(num_layers: int, layout: Layout = layout) -> bool:
+            judged = judge(layout, deep(num_layers), cluster, world_size)
+            return judged is not None and has_room(judged, cluster)
+
+        found.append((largest(fits), layout))
+    return sorted(found, key=lambda one: one[0], reverse=True)
+
+
+def largest(fits: Callable[[int], bool]) -> int:
+    """The largest number that fits where all smaller ones do; 0 fits."""
+    low, high = 0, 1
     while fits(high):
         low, high = high, 2 * high
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     return low
-
-
-def describe(layout: Layout) -> str:
-    return f"tensor {layout.tensor_size}, stage {layout.stage}, {layout.store}, micro-batch {layout.micro_batch_size}"
 
 
 def plan_table(plan: Plan, verified: dict[Layout, Estimate], settings: Settings, cluster: ClusterSpec) -> Table:
@@ -228,37 +134,78 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--cluster", required=True, help="file of the machine, such as configs/clusters/dgx-2.yaml")
     parser.add_argument("--nodes", type=int, required=True, help="nodes of it")
     parser.add_argument("--largest", action="store_true", help="find the largest number of layers that fits")
-    parser.add_argument("--verify", type=int, default=3, help="layouts to run dry")
+    parser.add_argument("--verify", type=int, default=3, help="layouts that fit in a dry run")
     own, others = parser.parse_known_args(arguments)
     console = Console(soft_wrap=True, highlight=False, width=None if sys.stdout.isatty() else 120)
     settings, cluster = parse_settings(others), ClusterSpec.load(own.cluster)
     if own.nodes < 1 or own.verify < 1:
         raise ConfigError(f"--nodes={own.nodes} or --verify={own.verify} is below 1; choose 1 or more")
+    answer = say_largest if own.largest else say_plan
+    options = answer(own, settings, cluster, console)
+    launch = f"torchrun --nnodes={own.nodes} --nproc_per_node={cluster.gpus_per_node} --rdzv-endpoint=HOST:29500"
+    console.print(f"\n{launch} \\\n    pretrain_gpt.py {' '.join([*others, *options])}")
+
+
+def say_plan(own: argparse.Namespace, settings: Settings, cluster: ClusterSpec, console: Console) -> list[str]:
+    """Shows the layouts; returns the options of the best that was run dry."""
     world_size = own.nodes * cluster.gpus_per_node
-    if own.largest:
-        num_layers = largest_model(settings, cluster, world_size)
-        settings = replace(settings, model=replace(settings.model, num_layers=num_layers))
-        console.print(f"{num_layers} layers of {settings.model.hidden_size} are the most that fit")
     plan = make_plan(settings, cluster, world_size)
-    verified = {found.layout: verify(found, settings, own.cluster, world_size) for found in plan.fitting[: own.verify]}
+    verified, usable = verify(plan, own, settings, cluster)
     console.print(plan_table(plan, verified, settings, cluster))
-    room = USABLE_SHARE * cluster.gpu_memory_bytes
     for found in plan.nearest:
-        needed, node = found.memory_bytes - room, found.host_bytes / 1e9 - cluster.host_memory_gb
+        needed = found.memory_bytes - room_bytes(cluster)
+        node = found.host_bytes / 1e9 - cluster.host_memory_gb
         reason = f"{needed / 1e9:.1f} GB too much on a GPU" if needed > 0 else f"{node:.0f} GB too much on a host"
         console.print(f"does not fit: {describe(found.layout)}: {reason}")
-    usable = [x for x in verified if verified[x].device_peak_bytes <= cluster.gpu_memory_bytes]
     if not usable:
         raise ConfigError(f"none of the {len(verified)} best layouts fits in a dry run; raise --verify={own.verify}")
     best = min(usable, key=lambda layout: verified[layout].seconds)
-    options = " ".join(best.options(settings.train.global_batch_size))
-    layers = f" --model.num_layers={settings.model.num_layers}" if own.largest else ""
-    launch = f"torchrun --nnodes={own.nodes} --nproc_per_node={cluster.gpus_per_node} --rdzv-endpoint=HOST:29500"
-    console.print(f"\n{launch} \\\n    pretrain_gpt.py {' '.join(others)}{layers} {options}")
+    return best.options(settings.train.global_batch_size)
+
+
+def verify(
+    plan: Plan, own: argparse.Namespace, settings: Settings, cluster: ClusterSpec
+) -> tuple[dict[Layout, Estimate], list[Layout]]:
+    """(what was run dry, those that fit), the fastest first: one that fits for each tensor size and stage."""
+    verified: dict[Layout, Estimate] = {}
+    usable: dict[tuple[int, int], Layout] = {}
+    for layout in (found.layout for found in plan.fitting):
+        if len(usable) == own.verify or len(verified) == TRIES * own.verify:
+            break
+        if (layout.tensor_size, layout.stage) not in usable:
+            line = line_of(layout, settings, own.cluster, own.nodes * cluster.gpus_per_node)
+            verified[layout] = line.at(settings.model.num_layers)
+            if verified[layout].device_peak_bytes <= cluster.gpu_memory_bytes:
+                usable[layout.tensor_size, layout.stage] = layout
+    return verified, list(usable.values())
+
+
+def say_largest(own: argparse.Namespace, settings: Settings, cluster: ClusterSpec, console: Console) -> list[str]:
+    """Shows how deep the model may be in the roomiest layouts; returns the options of the deepest by dry run."""
+    world_size = own.nodes * cluster.gpus_per_node
+    table = Table(title=f"The most layers of {settings.model.hidden_size}", title_justify="left")
+    table.add_column("layout", no_wrap=True)
+    for heading in ("closed forms", "dry run", "parameters", "GB"):
+        table.add_column(heading, justify="right")
+    deepest: dict[Layout, int] = {}
+    for promised, layout in roomiest(settings, cluster, world_size)[: own.verify]:
+        # Of many micro-batches the second needs as much memory as any after it.
+        batch = min(settings.train.global_batch_size, 2 * layout.micro_batch_size * world_size // layout.tensor_size)
+        brief = replace(settings, train=replace(settings.train, global_batch_size=batch))
+        line = line_of(layout, brief, own.cluster, world_size)
+        deepest[layout] = line.deepest(cluster.gpu_memory_bytes, cluster.host_memory_gb * 1e9 / cluster.gpus_per_node)
+        there = line.at(deepest[layout])
+        figures = f"{there.parameters / 1e9:.1f}B", f"{there.device_peak_bytes / 1e9:.1f}"
+        table.add_row(describe(layout), str(promised), str(deepest[layout]), *figures)
+    console.print(table)
+    best = max(deepest, key=lambda layout: deepest[layout])
+    console.print(f"{deepest[best]} layers of {settings.model.hidden_size} are the most that fit, by dry run")
+    return [f"--model.num_layers={deepest[best]}", *best.options(settings.train.global_batch_size)]
 
 
 if __name__ == "__main__":
     try:
         main(sys.argv[1:])
     except ConfigError as error:
-        sys.exit(f"error: {error}")
+        sys.stderr.write(f"error: {error}\n")
+        sys.exit(2)

@@ -75,7 +75,11 @@ class ZeroConfig:
     @property
     def answers(self) -> ZeroStage:
         """The stage's row of the table, with what the other settings change of it."""
-        row = STAGES[self.stage]
+        return self.at_stage(self.stage)
+
+    def at_stage(self, stage: int) -> ZeroStage:
+        """What these settings would make of another stage."""
+        row = STAGES[stage]
         return replace(row, full_grads=Lifetime.PERSISTENT) if self.accumulate == "local" else row
 
 

@@ -9,7 +9,8 @@ import torch
 from gpt.collectives import comparison_table, profile
 from gpt.dry_run import dry_run
 from gpt.flops import hardware_flops
-from gpt.plan import largest_model, make_plan
+from gpt.layouts import Layout, judge
+from gpt.plan import make_plan, roomiest
 from gpt.projection import Grid, collective_seconds, kernel_seconds, project
 from gpt.settings import Settings, parse_settings
 from parallel.cluster import ClusterSpec
@@ -127,10 +128,22 @@ def test_the_planner_chooses_a_layout_that_fits():
 
 
 def test_the_largest_model_just_fits():
-    num_layers = largest_model(settings(), DGX_2, 400)
+    num_layers, layout = roomiest(settings(), DGX_2, 400)[0]
+    assert (
+        judge(layout, settings(f"--model.num_layers={num_layers}"), DGX_2, 400)
+        in make_plan(settings(f"--model.num_layers={num_layers}"), DGX_2, 400).fitting
+    )
     deeper = settings(f"--model.num_layers={num_layers + 1}")
     with pytest.raises(ConfigError, match=r"fits nowhere on 400 GPUs: the leanest layout .* needs [\d.]+ GB"):
         make_plan(deeper, DGX_2, 400)
+
+
+def test_gradients_that_accumulate_locally_are_planned_for():
+    layout = Layout(tensor_size=16, stage=2, store="partition", micro_batch_size=8)
+    reduced, local = (judge(layout, settings(f"--zero.accumulate={how}"), DGX_2, 400) for how in ("reduce", "local"))
+    full_gradients = 2 * 100e9 / 16
+    assert local.memory_bytes - reduced.memory_bytes == pytest.approx(full_gradients * 24 / 25, rel=0.02)
+    assert local.seconds < reduced.seconds, "4 micro-batches, of which the last alone reduces"
 
 
 def test_a_world_that_no_layout_divides_is_refused():
