@@ -31,9 +31,7 @@ class Plan:
 
 def make_plan(settings: Settings, cluster: ClusterSpec, world_size: int) -> Plan:
     """Raises ConfigError where no layout divides the world and the batch, or none fits, with how much is missing."""
-    judged = [
-        judge(layout, settings, cluster, world_size) for layout in layouts(cluster, settings.train.global_batch_size)
-    ]
+    judged = [judge(layout, settings, cluster, world_size) for layout in layouts(cluster, settings)]
     possible = [found for found in judged if found is not None]
     if not possible:
         raise ConfigError(
@@ -49,15 +47,12 @@ def make_plan(settings: Settings, cluster: ClusterSpec, world_size: int) -> Plan
             f"{smallest.memory_bytes / 1e9:.1f} GB of {room / 1e9:.1f}, {(smallest.memory_bytes - room) / 1e9:.1f} too "
             "much; take more nodes or a smaller model"
         )
-    best: dict[tuple[int, int, str], Judgement] = {}
+    best: dict[tuple, Judgement] = {}
     for found in sorted(fitting, key=lambda found: found.seconds):
-        best.setdefault((found.layout.tensor_size, found.layout.stage, found.layout.store), found)
-    kinds = {(f.layout.tensor_size, f.layout.stage, f.layout.store) for f in possible} - set(best)
+        best.setdefault(found.layout.kind, found)
+    kinds = {found.layout.kind for found in possible} - set(best)
     nearest = [
-        min(
-            (f for f in possible if (f.layout.tensor_size, f.layout.stage, f.layout.store) == kind),
-            key=lambda found: found.memory_bytes,
-        )
+        min((found for found in possible if found.layout.kind == kind), key=lambda found: found.memory_bytes)
         for kind in sorted(kinds)
     ]
     return Plan(list(best.values()), nearest)
@@ -70,6 +65,7 @@ def line_of(layout: Layout, settings: Settings, cluster_file: str, world_size: i
         parallel=replace(settings.parallel, tensor_size=layout.tensor_size),
         zero=replace(settings.zero, stage=layout.stage),
         activations=replace(settings.activations, store=layout.store),
+        offload=replace(settings.offload, mode=layout.offload),
         train=replace(settings.train, micro_batch_size=layout.micro_batch_size),
         dry_run=replace(settings.dry_run, world_size=world_size, cluster=cluster_file),
     )
@@ -84,10 +80,10 @@ def roomiest(settings: Settings, cluster: ClusterSpec, world_size: int) -> list[
         return replace(settings, model=replace(settings.model, num_layers=num_layers))
 
     make_plan(deep(1), cluster, world_size)
-    leanest: dict[tuple[int, int, str], Layout] = {}
-    for layout in layouts(cluster, settings.train.global_batch_size):
+    leanest: dict[tuple, Layout] = {}
+    for layout in layouts(cluster, settings):
         if judge(layout, settings, cluster, world_size) is not None:
-            leanest.setdefault((layout.tensor_size, layout.stage, layout.store), layout)
+            leanest.setdefault(layout.kind, layout)
     found = []
     for layout in leanest.values():
 
@@ -168,15 +164,15 @@ def verify(
 ) -> tuple[dict[Layout, Estimate], list[Layout]]:
     """(what was run dry, those that fit), the fastest first: one that fits for each tensor size and stage."""
     verified: dict[Layout, Estimate] = {}
-    usable: dict[tuple[int, int], Layout] = {}
+    usable: dict[tuple[int, int, str], Layout] = {}
     for layout in (found.layout for found in plan.fitting):
         if len(usable) == own.verify or len(verified) == TRIES * own.verify:
             break
-        if (layout.tensor_size, layout.stage) not in usable:
+        if (layout.tensor_size, layout.stage, layout.offload) not in usable:
             line = line_of(layout, settings, own.cluster, own.nodes * cluster.gpus_per_node)
             verified[layout] = line.at(settings.model.num_layers)
             if verified[layout].device_peak_bytes <= cluster.gpu_memory_bytes:
-                usable[layout.tensor_size, layout.stage] = layout
+                usable[layout.tensor_size, layout.stage, layout.offload] = layout
     return verified, list(usable.values())
 
 

@@ -3,7 +3,8 @@
     compute     kernel | kernel |  wait  | kernel ...     one after the other, in the recorded order
     data        ......  reduce-scatter  |  all-gather     one lane an axis; a collective starts when it was launched
     tensor      ...  all-reduce |                         and the one before it on its lane has ended
-    host        ......... copy |                          one copy each way is at most one ahead of the computation
+    to, from host ....... copy |                          one copy each way is at most one ahead of the computation
+    host        .............  update |                   what offloaded states take of the node's processors
 
 Every assumption stands where it is made. A cluster's `gemm_fraction`, `memory_fraction` and `node_fraction` are
 measured or calibrated; the rest is what data sheets say.
@@ -86,7 +87,8 @@ def project(kernels: list[Kernel], events: list[CommEvent], cluster: ClusterSpec
     for position in range(len(kernels) + 1):
         for number in launches.get(position, ()):
             event = events[number]
-            ends[number] = run(event.axis, event.op, free["compute"], collective_seconds(event, cluster, grid))
+            ready = max(free["compute"], free["from host"])  # it may pass on what is still coming from there
+            ends[number] = run(event.axis, event.op, ready, collective_seconds(event, cluster, grid))
         for number in waits.get(position, ()):
             free["compute"] = max(free["compute"], ends[number])
         if position < len(kernels):
@@ -94,7 +96,11 @@ def project(kernels: list[Kernel], events: list[CommEvent], cluster: ClusterSpec
             if kernel.is_transfer:
                 lane = "to host" if kernel.to_host else "from host"
                 free["compute"] = max(free["compute"], free[lane])  # the copy before this one has been waited for
-                run(lane, kernel.name, free["compute"], kernel.num_bytes / 2 / (cluster.host_gb_per_second * 1e9))
+                # What the host has computed is sent when it is done.
+                ready = free["compute"] if kernel.to_host else max(free["compute"], free["host"])
+                run(lane, kernel.name, ready, kernel.num_bytes / 2 / (cluster.host_gb_per_second * 1e9))
+            elif kernel.is_on_host:
+                run("host", kernel.name, max(free["compute"], free["to host"]), host_seconds(kernel, cluster))
             else:
                 run("compute", kernel.name, 0.0, kernel_seconds(kernel, cluster))
     return timeline
@@ -108,6 +114,11 @@ def kernel_seconds(kernel: Kernel, cluster: ClusterSpec) -> float:
         rate = cluster.peak_half_tflops * 1e12 * cluster.gemm_fraction * _share_of_peak(kernel, cluster)
         computing = kernel.flops / rate
     return max(moving, computing, cluster.kernel_seconds)
+
+
+def host_seconds(kernel: Kernel, cluster: ClusterSpec) -> float:
+    """A node's ranks share the memory of its processors, which limits an optimizer's update."""
+    return kernel.num_bytes / (cluster.host_memory_rate_of_a_gpu * 1e9)
 
 
 def collective_seconds(event: CommEvent, cluster: ClusterSpec, grid: Grid) -> float:

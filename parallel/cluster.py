@@ -27,6 +27,7 @@ class ClusterSpec:
     node_gb_per_second: float  # of a whole node, to other nodes
     network_card_gb_per_second: float  # of one network card
     host_gb_per_second: float  # to host memory
+    host_memory_gb_per_second: float = 200.0  # of the processors of a node
     gemm_fraction: float = 1.0
     memory_fraction: float = 1.0
     node_fraction: float = 1.0
@@ -58,6 +59,11 @@ class ClusterSpec:
         if unknown := sorted(set(figures) - known):
             raise ConfigError(f"cluster file {path} has {', '.join(unknown)}, which means nothing; remove it")
         return cls(**figures)
+
+    @property
+    def host_memory_rate_of_a_gpu(self) -> float:
+        """1e9 bytes a second that the ranks of a node leave each other."""
+        return self.host_memory_gb_per_second / self.gpus_per_node
 
     @property
     def gpu_memory_bytes(self) -> int:

@@ -24,7 +24,8 @@ NO_KERNELS = {"empty", "empty_strided", "empty_like", "detach", "new_empty", "ne
 
 @dataclass(frozen=True)
 class Kernel:
-    """`product` is (batch, m, n, k) of a matrix product, else None. `is_transfer`: between device and host memory."""
+    """`product` is (batch, m, n, k) of a matrix product, else None. `is_transfer`: between device and host memory.
+    `is_on_host`: it reads and writes host memory only, and a processor runs it."""
 
     name: str
     phase: str
@@ -33,6 +34,7 @@ class Kernel:
     product: tuple[int, int, int, int] | None = None
     is_transfer: bool = False
     to_host: bool = False
+    is_on_host: bool = False
 
     @property
     def flops(self) -> int:
@@ -67,15 +69,16 @@ class KernelLog:
         moved = tensors if name in OVERWRITES else tensors + (results or tensors)  # in place: read and written
         num_bytes = sum(_touched_bytes(tensor) for tensor in moved)
         dtype = (results or tensors)[0].dtype
-        on_host = [self._is_on_host(tensor) for tensor in args[:2]] if name == "copy_" else [False, False]
+        on_host = [self._is_on_host(tensor) for tensor in (args if name == "copy_" else tensors or results)[:2]]
         return Kernel(
             name,
             self._phase(),
             num_bytes,
             dtype,
             _product(function, args),
-            is_transfer=on_host[0] != on_host[1],
+            is_transfer=name == "copy_" and on_host[0] != on_host[1],
             to_host=on_host[0],
+            is_on_host=all(on_host),
         )
 
 

@@ -21,14 +21,20 @@ FACTORS = {
     "precision": ["bf16", "fp16", "fp32"],
     "dropout": [0.0, 0.1],
     "attention": ["flash", "math"],
-    "others": ["", "--parallel.sequence_parallel=true", "--zero.overlap=false", "--activations.defragment=false"],
+    "others": [
+        "",
+        "--parallel.sequence_parallel=true",
+        "--zero.overlap=false",
+        "--activations.defragment=false",
+        "--offload.mode=host",
+    ],
 }
 CHOSEN = [  # every value of every factor
     (0, (2, 1), "selective", 2, "fp32", 0.1, "math", ""),
     (1, (1, 2), "none", 1, "fp16", 0.0, "flash", "--parallel.sequence_parallel=true"),
     (2, (2, 1), "keep", 2, "fp16", 0.1, "math", "--zero.overlap=false"),
     (2, (1, 2), "partition_host", 1, "bf16", 0.0, "flash", "--activations.defragment=false"),
-    (3, (2, 2), "partition", 2, "bf16", 0.1, "flash", ""),
+    (3, (2, 2), "partition", 2, "bf16", 0.1, "flash", "--offload.mode=host"),
 ]
 
 

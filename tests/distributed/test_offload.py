@@ -4,13 +4,11 @@ import itertools
 
 import pytest
 import torch
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from parallel.fake_tensors import instances_in
 from parallel.ledger import Kind, Ledger
 from parallel.mesh import Mesh
 from tests.distributed.test_zero_equals_one_process import TOLERANCE, train_in_one_process, train_with_zero
+from tests.kept_apart import KeptApart
 from tests.models import batch, build, loss_of
 from tests.pairwise import pairwise
 from tests.ranks import run_ranks
@@ -64,22 +62,6 @@ ALL_COMBINATIONS = [dict(zip(FACTORS, values, strict=True)) for values in iterto
 )
 def test_all_placements_equal_one_process(combination):
     check_equals_no_offload(**combination)
-
-
-class KeptApart(TorchDispatchMode):
-    """Fails where one operation reads or writes both memories, as it would with a GPU. Only copies may."""
-
-    def __init__(self, ledger: Ledger):
-        super().__init__()
-        self.ledger, self.num_copies = ledger, 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        tensors = [*instances_in((args, tuple((kwargs or {}).values())), Tensor)]
-        places = {self.ledger.is_on_host(tensor) for tensor in tensors if tensor.dim()}
-        if len(places) == 2:
-            assert function is torch.ops.aten.copy_.default, f"{function} reads both memories"
-            self.num_copies += 1
-        return function(*args, **(kwargs or {}))
 
 
 def train_apart(config: ZeroConfig, offload: OffloadConfig, num_micro_batches: int) -> tuple:

@@ -11,6 +11,7 @@ from parallel.errors import ConfigError
 from parallel.ledger import Kind, Ledger
 from parallel.mesh import Axis, Mesh
 from parallel.tokens import ReplicatedTokens
+from tests.kept_apart import KeptApart
 from tests.models import SEQ, VOCAB, batch, loss_of
 from tests.ranks import run_ranks
 from zero.birth import ShardedBirth
@@ -48,14 +49,15 @@ def train(config: ZeroConfig, offload: OffloadConfig, num_micro_batches: int, dt
         if config.stage < 3:
             ledger.restart()  # parameters that persist are there twice while the model is wrapped
         losses = []
-        for step in range(NUM_STEPS):
-            with model.accumulate():
-                for micro_batch in range(num_micro_batches - 1):
-                    loss_of(model, batch(step, micro_batch, mesh.data.rank)).backward()
-            loss = loss_of(model, batch(step, num_micro_batches - 1, mesh.data.rank))
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
+        with KeptApart(ledger):
+            for step in range(NUM_STEPS):
+                with model.accumulate():
+                    for micro_batch in range(num_micro_batches - 1):
+                        loss_of(model, batch(step, micro_batch, mesh.data.rank)).backward()
+                loss = loss_of(model, batch(step, num_micro_batches - 1, mesh.data.rank))
+                loss.backward()
+                optimizer.step()
+                losses.append(loss.item())
         peak_bytes = ledger.device.peak_total
         shards = sum(flat.near[index].nbytes for flat in model.flats for index in flat.near)
     with model.gathered() as module:

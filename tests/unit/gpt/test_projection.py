@@ -146,6 +146,40 @@ def test_gradients_that_accumulate_locally_are_planned_for():
     assert local.seconds < reduced.seconds, "4 micro-batches, of which the last alone reduces"
 
 
+def test_with_offload_a_model_fits_where_its_states_do_not():
+    """13B on one node: 16 GB of states a GPU beside activations; with the host's memory stage 2 needs 2 bytes each."""
+    small = "--model.num_layers=40", "--model.hidden_size=5120", "--train.global_batch_size=64"
+    chosen = settings(*small, "--offload.mode=auto")
+    plan = make_plan(chosen, DGX_2, 16)
+    offloaded = [found for found in plan.fitting if found.layout.offload == "host"]
+    for found in offloaded:
+        inside = judge(dataclasses.replace(found.layout, offload="accelerator"), chosen, DGX_2, 16)
+        assert found.memory_bytes < inside.memory_bytes
+        assert found.host_bytes > inside.host_bytes
+        assert found.seconds > inside.seconds
+    in_stage_2 = {f.layout.offload for f in plan.fitting if (f.layout.tensor_size, f.layout.stage) == (1, 2)}
+    assert in_stage_2 == {"host"}
+    assert not any(found.layout.offload == "host" for found in make_plan(settings(*small), DGX_2, 16).fitting)
+
+
+def test_what_the_host_computes_is_sent_when_it_is_done_and_gathered_when_it_has_come():
+    host_rate = DGX_2.host_memory_rate_of_a_gpu * 1e9
+    half, up, down = torch.float16, {"is_transfer": True}, {"is_transfer": True, "to_host": True}
+    kernels = [
+        Kernel("copy_", "backward", int(2 * 15.75e9), half, **down),  # a second
+        Kernel("_fused_adamw_", "update", int(3 * host_rate), half, is_on_host=True),
+        Kernel("copy_", "update", int(2 * 15.75e9), half, **up),
+        moving(1.0),
+    ]
+    gather = event("all_gather", "data", 16, 1000, launched=3, awaited=4)
+    timeline = project(kernels, [gather], DGX_2, GRID)
+    spans = {task.name if task.lane != "from host" else "copy back": task for task in timeline.tasks}
+    assert spans["_fused_adamw_"].start == pytest.approx(1.0, rel=1e-6)
+    assert spans["copy back"].start == pytest.approx(4.0, rel=1e-6)
+    assert spans["all_gather"].start == pytest.approx(5.0, rel=1e-6)
+    assert spans["add"].start < 1.0, "the accelerator does not wait for what it does not read"
+
+
 def test_a_world_that_no_layout_divides_is_refused():
     with pytest.raises(ConfigError, match=r"no layout divides train.global_batch_size=800 sequences over 448 ranks"):
         make_plan(settings(), DGX_2, 448)

@@ -1,0 +1,26 @@
+"""On a CPU, accelerator and host share one memory: this tells them apart as a GPU would."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from parallel.fake_tensors import instances_in
+from parallel.ledger import Ledger
+
+
+class KeptApart(TorchDispatchMode):
+    """Fails where one operation reads or writes both memories, as it would with a GPU. Only copies may."""
+
+    def __init__(self, ledger: Ledger):
+        super().__init__()
+        self.ledger, self.num_copies = ledger, 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        tensors = [*instances_in((args, tuple((kwargs or {}).values())), Tensor)]
+        places = {self.ledger.is_on_host(tensor) for tensor in tensors if tensor.dim()}
+        if len(places) == 2:
+            assert function is torch.ops.aten.copy_.default, f"{function} reads both memories"
+            self.num_copies += 1
+        return function(*args, **(kwargs or {}))
