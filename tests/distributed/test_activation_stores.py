@@ -6,10 +6,8 @@ from collections import Counter
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from gpt.generate import generate
-from gpt.model import ModelConfig
 from gpt.train_step import evaluate, train_step
 from parallel.errors import ConfigError
 from parallel.ledger import Kind, Ledger
@@ -21,6 +19,7 @@ from tests.distributed.test_tensor_parallel import (
     build,
     config_of,
     layout_of,
+    traffic_of_a_step,
     train,
     train_whole,
 )
@@ -115,30 +114,17 @@ def test_partitioning_what_nobody_holds_twice_is_refused(num_ranks, is_split):
         assert "parallel.sequence_parallel" in message
 
 
-def traffic_of_a_step(tensor_size: int, store: str, layers_per_checkpoint: int) -> tuple[Counter, int]:
-    """((op, phase): bytes sent along the tensor axis in messages of a residual stream, bytes of one such stream)."""
-    mesh = Mesh.create(tensor_size)
-    mesh.log.keeps_events = True
-    config = ModelConfig(num_layers=6, hidden_size=32, num_heads=4, seq_length=64, vocab_size=97, dropout=0.0)
-    model = build(config, ReplicatedTokens(mesh.tensor), ActivationsConfig(store, layers_per_checkpoint))
-    ids = torch.randint(97, (2, 65), generator=torch.Generator().manual_seed(0))
-    with set_checkpoint_early_stop(False):
-        with mesh.log.during("forward"):
-            loss = model(ids[:, :-1], ids[:, 1:])
-        with mesh.log.during("backward"):
-            loss.backward()
-    stream_bytes = 2 * 64 * 32 * 8
-    large = [event for event in mesh.log.events if event.message_bytes >= stream_bytes]
-    assert all(event.message_bytes == stream_bytes for event in large)
-    return Counter((event.op, event.phase) for event in large), sum(event.wire_bytes for event in large)
-
-
 @pytest.mark.parametrize("store", ["partition", "partition_host"])
 @pytest.mark.parametrize(("tensor_size", "layers_per_checkpoint"), [(2, 1), (4, 2)])
 def test_partitioning_adds_one_all_gather_a_checkpoint(store, tensor_size, layers_per_checkpoint):
     """Of batch x sequence x hidden, to 12 of them a block: less than a tenth (paper, section 8)."""
-    (kept, kept_bytes), *_ = run_ranks(tensor_size, traffic_of_a_step, tensor_size, "keep", layers_per_checkpoint)
-    (cut, cut_bytes), *_ = run_ranks(tensor_size, traffic_of_a_step, tensor_size, store, layers_per_checkpoint)
+    (kept, kept_bytes), (cut, cut_bytes) = (
+        run_ranks(tensor_size, traffic_of_a_step, tensor_size, False, activations, False, 6)[0]
+        for activations in (
+            ActivationsConfig("keep", layers_per_checkpoint),
+            ActivationsConfig(store, layers_per_checkpoint),
+        )
+    )
     assert kept.keys() == {("all_reduce", "forward"), ("all_reduce", "backward")}
     assert cut - kept == {("all_gather", "backward"): 6 // layers_per_checkpoint}
     assert not kept - cut

@@ -245,15 +245,18 @@ def logits_of(config: ModelConfig, is_split: bool, weights: dict[str, Tensor], i
     return model(ids).detach()
 
 
-def traffic_of_a_step(tensor_size: int, is_split: bool, store: str, stops_early: bool) -> Counter:
-    """Collectives of one forward and backward by (op, phase), each of one residual stream, tokens x hidden.
+def traffic_of_a_step(
+    tensor_size: int, is_split: bool, activations: ActivationsConfig, stops_early: bool, num_layers: int = 3
+) -> tuple[Counter, int]:
+    """Collectives of one forward and backward by (op, phase), each of one residual stream, tokens x hidden; and the
+    bytes that they send.
 
     What the loss and small parameters send is left out: messages below one residual stream.
     """
     mesh = Mesh.create(tensor_size)
     mesh.log.keeps_events = True
-    config = ModelConfig(num_layers=3, hidden_size=32, num_heads=4, seq_length=64, vocab_size=97, dropout=0.0)
-    model = build(config, layout_of(mesh.tensor, is_split), ActivationsConfig(store))
+    config = ModelConfig(num_layers, hidden_size=32, num_heads=4, seq_length=64, vocab_size=97, dropout=0.0)
+    model = build(config, layout_of(mesh.tensor, is_split), activations)
     ids = torch.randint(97, (2, 65), generator=torch.Generator().manual_seed(0))
     with set_checkpoint_early_stop(stops_early):
         with mesh.log.during("forward"):
@@ -263,13 +266,13 @@ def traffic_of_a_step(tensor_size: int, is_split: bool, store: str, stops_early:
     stream_bytes = 2 * 64 * 32 * 8
     large = [event for event in mesh.log.events if event.message_bytes >= stream_bytes]
     assert all(event.message_bytes == stream_bytes for event in large)
-    return Counter((event.op, event.phase) for event in large)
+    return Counter((event.op, event.phase) for event in large), sum(event.wire_bytes for event in large)
 
 
 @pytest.mark.parametrize("tensor_size", [2, 4])
 def test_a_block_sends_two_all_reduces_forward_and_two_backward(tensor_size):
     blocks = 3
-    (plain, *_) = run_ranks(tensor_size, traffic_of_a_step, tensor_size, False, "none", True)
+    plain, _ = run_ranks(tensor_size, traffic_of_a_step, tensor_size, False, ActivationsConfig("none"), True)[0]
     # The embedding sums its words in forward, the head its input's gradient in backward.
     assert plain == {("all_reduce", "forward"): 2 * blocks + 1, ("all_reduce", "backward"): 2 * blocks + 1}
 
@@ -278,7 +281,7 @@ def test_a_block_sends_two_all_reduces_forward_and_two_backward(tensor_size):
 def test_full_recomputation_sends_what_section_8_says(stops_early, num_recomputed):
     """Six all-reduces of batch x sequence x hidden a block, 12 in bytes sent; five, hence 10, if it stops early."""
     blocks = 3
-    (found, *_) = run_ranks(2, traffic_of_a_step, 2, False, "keep", stops_early)
+    found, _ = run_ranks(2, traffic_of_a_step, 2, False, ActivationsConfig("keep"), stops_early)[0]
     expected_backward = (2 + num_recomputed) * blocks + 1
     assert found == {("all_reduce", "forward"): 2 * blocks + 1, ("all_reduce", "backward"): expected_backward}
     num_all_reduces_a_block = 4 + num_recomputed
@@ -288,7 +291,7 @@ def test_full_recomputation_sends_what_section_8_says(stops_early, num_recompute
 def test_sequence_parallelism_sends_as_much_and_one_input_gather_a_column_layer():
     """An all-reduce is a reduce-scatter and an all-gather: the same bytes, in two halves."""
     blocks = 3
-    (found, *_) = run_ranks(2, traffic_of_a_step, 2, True, "none", True)
+    found, _ = run_ranks(2, traffic_of_a_step, 2, True, ActivationsConfig("none"), True)[0]
     crossings = 2 * blocks + 1
     assert found == {
         ("reduce_scatter", "forward"): crossings,
