@@ -29,16 +29,16 @@ from scripts.two_nodes import Job
 RATES = (None, 1000, 200)  # Mbit/s; None: as fast as it is
 NUM_RANKS, NUM_WARM_UP = 4, 2
 SETTINGS = {
-    "model.num_layers": 6,
-    "model.hidden_size": 512,
+    "model.num_layers": 8,
+    "model.hidden_size": 256,  # narrow: few operations for a byte of activations, as on fast devices
     "model.num_heads": 8,
     "model.seq_length": 256,
-    "model.vocab_size": 8192,
+    "model.vocab_size": 1024,
     "model.dropout": 0.0,
     "zero.stage": 2,
     "train.precision": "bf16",
-    "train.micro_batch_size": 4,
-    "train.global_batch_size": 16,
+    "train.micro_batch_size": 8,
+    "train.global_batch_size": 32,
     "train.log_every": 1,
     "train.eval_samples": 0,
     "train.sample_tokens": 0,

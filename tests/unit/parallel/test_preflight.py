@@ -60,6 +60,11 @@ def test_a_node_that_differs_is_named_with_what_differs(odd, problem):
     assert find_problems(nodes(**odd)) == ([problem] if problem else [])
 
 
+def test_the_first_node_may_be_the_odd_one():
+    n1, odd, n3 = nodes(code={"gpt/trainer.py": "x", "gpt/model.py": "b"})
+    assert find_problems([odd, n1, n3]) == ["n2: other code than elsewhere: gpt/trainer.py"]
+
+
 def test_data_that_no_node_has_are_named():
     absent = [dataclasses.replace(node, data={"corpus.idx": "missing"}) for node in nodes()]
     assert find_problems(absent) == [f"{name}: no data: corpus.idx" for name in ("n1", "n2", "n3")]
