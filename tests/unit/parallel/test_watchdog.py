@@ -1,11 +1,14 @@
 """Who holds up the others, from what ranks have told."""
 
+import os
+import threading
 from dataclasses import replace
 
 import torch
+import torch.distributed as dist
 
 from parallel.comm_log import CommLog
-from parallel.watchdog import Sign, find_culprits
+from parallel.watchdog import EXIT_CODE, Sign, Watchdog, find_culprits
 
 WAITING = Sign(
     tick=40, idle_seconds=30.0, num_collectives=100, last="all_reduce of 8 bytes along the data axis in update"
@@ -50,3 +53,12 @@ def test_the_log_knows_its_last_collective():
     with log.during("forward"):
         log.record("all_gather", "data", 4, torch.zeros(1000))
     assert (log.num_recorded, str(log.last)) == (1, "all_gather of 4,000 bytes along the data axis in forward")
+
+
+def test_the_reason_is_told_before_the_process_ends(monkeypatch):
+    told, has_ended = [], threading.Event()
+    monkeypatch.setattr(os, "_exit", lambda code: (told.append(code), has_ended.set()))
+    with Watchdog(dist.HashStore(), 0, 1, CommLog(), hang_seconds=0.3, last_words=told.append).watching():
+        assert has_ended.wait(30)
+    assert told[0].startswith("rank 0 has made no progress for 0.3 s; its last collective: none")
+    assert told[1] == EXIT_CODE
