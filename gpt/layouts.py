@@ -80,10 +80,8 @@ def judge(layout: Layout, settings: Settings, cluster: ClusterSpec, world_size: 
 
 
 def model_states(layout: Layout, settings: Settings, data_size: int) -> dict[Placement, ModelStates]:
-    answers, num_parameters = (
-        settings.zero.at_stage(layout.stage),
-        parameters_of_rank(settings.model, layout.tensor_size),
-    )
+    answers = settings.zero.at_stage(layout.stage)
+    num_parameters = parameters_of_rank(settings.model, layout.tensor_size)
     states = memory.formula(answers, num_parameters, data_size, settings.train.dtype.itemsize)
     leaves = replace(settings.offload, mode=layout.offload).leaves
     return memory.placed(states, answers, data_size, leaves)

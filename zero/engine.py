@@ -58,6 +58,9 @@ class ZeroConfig:
     many are whole at a time while the model is built."""
     resident_numel: int = 0
     """Where parameters are partitioned: smaller ones than this stay gathered, such as norms and biases."""
+    defragment: bool = True
+    """M_D: what a rank owns of the gradients is allocated once, where full gradients are transient; false: from their
+    reduction to the update, which leaves more memory to activations and more work to the allocator."""
     units: tuple[str, ...] | None = None
     """Modules that are gathered at a time, by patterns such as blocks.*; null: the elements of the module lists."""
 
@@ -79,7 +82,7 @@ class ZeroConfig:
 
     def at_stage(self, stage: int) -> ZeroStage:
         """What these settings would make of another stage."""
-        row = STAGES[stage]
+        row = replace(STAGES[stage], owned_grads=Lifetime.PERSISTENT if self.defragment else Lifetime.TRANSIENT)
         return replace(row, full_grads=Lifetime.PERSISTENT) if self.accumulate == "local" else row
 
 
@@ -118,7 +121,7 @@ class ZeroDataParallel(nn.Module):
         self._unit_of = {param: unit for unit in self._units.values() for param in unit.flat_of}
         trainable = [flat for flat in self.flats if flat.is_trainable]
         self.reducer = GradientReducer(
-            trainable, axes, self._stage.full_grads, config.overlap, self._before_reduction, self.offload
+            trainable, axes, self._stage, config.overlap, self._before_reduction, self.offload
         )
         self.residency.check_units(self._units.values(), self.reducer.staging_bytes)
         self._forward_order, self._backward_order = Itinerary(), Itinerary()

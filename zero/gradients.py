@@ -22,7 +22,7 @@ from parallel.mesh import Axis, Handle
 from zero.flat import FlatParameters
 from zero.layout import Window, cut
 from zero.offload import Offload, Placement
-from zero.stage import Lifetime
+from zero.stage import Lifetime, ZeroStage
 
 MAX_IN_FLIGHT = 2  # reductions, hence staged windows beyond those still filling
 
@@ -60,14 +60,15 @@ class GradientReducer:
         self,
         flats: list[FlatParameters],
         axes: tuple[Axis, Axis],
-        lifetime: Lifetime,
+        answers: ZeroStage,
         overlap: bool,
         before_launch: Callable[[int], None],
         offload: Offload,
     ):
         self._offload, (self._shard_axis, self._replica_axis) = offload, axes
         self._scale = 1 / (self._shard_axis.size * self._replica_axis.size)
-        self._lifetime, self._before_launch = lifetime, before_launch
+        self._lifetime, self._owned_lifetime = answers.full_grads, answers.owned_grads
+        self._before_launch = before_launch
         self._max_in_flight = MAX_IN_FLIGHT if overlap else 0
         self.windows = {flat: self._windows_of(flat) for flat in flats}
         self._order = [window for windows in reversed(self.windows.values()) for window in reversed(windows)]
@@ -80,7 +81,7 @@ class GradientReducer:
         self._pool: defaultdict[torch.dtype, deque[tuple[Tensor, Handle]]] = defaultdict(deque)
         self._earlier: dict[torch.dtype, Tensor] = {}  # an owned shard back from the host, to be added to
         self._num_staging_bytes = 0
-        if lifetime is Lifetime.TRANSIENT:
+        if self._lifetime is Lifetime.TRANSIENT:
             self._fill_pool()
         self._num_launched = 0
         self._must_finish = False  # a backward that reduces has begun and not ended
@@ -157,6 +158,8 @@ class GradientReducer:
             gradient.is_reduced = False
             if gradient.staged is not None:
                 self._unstage(gradient)
+            if self._frees(gradient):
+                gradient.owned.untyped_storage().resize_(0)
 
     @property
     def staging_bytes(self) -> int:
@@ -194,6 +197,8 @@ class GradientReducer:
                 gradient.staged = self._new(Kind.GRADIENTS, len(window.elements), dtype)
                 gradient.clear_staged()
             self.place(gradient, self._offload.config.placement_of("optimizer"))
+            if self._frees(gradient):
+                gradient.owned.untyped_storage().resize_(0)
             gradients.append(gradient)
         return gradients
 
@@ -219,6 +224,8 @@ class GradientReducer:
     def _land_oldest(self) -> None:
         gradient, shard, reduced = self._in_flight.popleft()
         reduced.wait()
+        if not gradient.is_reduced and self._frees(gradient):
+            gradient.owned.untyped_storage().resize_(gradient.owned.numel() * gradient.dtype.itemsize)
         if gradient.placement is Placement.HOST:
             self._send_to_host(gradient, shard)
         elif self._lifetime is Lifetime.TRANSIENT:
@@ -237,6 +244,11 @@ class GradientReducer:
             self._offload.to_accelerator(gradient.owned, out=earlier).wait()
             shard.add_(earlier)
         gradient.left = self._offload.to_host(shard, out=gradient.owned)
+
+    def _frees(self, gradient: WindowGradient) -> bool:
+        """Whether the owned shard has memory of its own, and only while it holds a gradient. Pinned memory stays."""
+        is_apart = self._lifetime is Lifetime.TRANSIENT and gradient.placement is Placement.ACCELERATOR
+        return is_apart and self._owned_lifetime is Lifetime.TRANSIENT
 
     def _stage(self, gradient: WindowGradient) -> None:
         if gradient.staged is None:

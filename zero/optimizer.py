@@ -93,7 +93,6 @@ class ZeroOptimizer:
         first = self._device_of[model.offload.config.placement_of("optimizer")]
         self.state_bytes_per_element = probe_elementwise(optimizer, settings, first)
         self._tensor = tensor or Axis.trivial("tensor")
-        self._split = {model.module.get_parameter(name) for name in split_dims(model.module)}
         groups = groups or [{"params": list(model.module.parameters())}]
         group_of = _number_groups(groups, set(model.module.parameters()))
         self.windows = [
@@ -104,7 +103,16 @@ class ZeroOptimizer:
         pieces = [piece for window in self.windows for piece in window.pieces]
         groups = [group | {"params": [p.param for p in pieces if p.group == n]} for n, group in enumerate(groups)]
         self._windowed = WindowedOptimizer(optimizer(groups, **settings))
-        self._meet_placements()
+        split = {model.module.get_parameter(name) for name in split_dims(model.module)}
+        self._elements_that_count = {
+            window: [
+                (param, elements)
+                for param, elements in window.flat.owned_pieces(window.index)
+                if self._tensor.rank == 0 or param in split
+            ]
+            for window in self.windows
+        }
+        self._make_cast_buffers()
 
     @property
     def inner(self) -> torch.optim.Optimizer:
@@ -139,7 +147,7 @@ class ZeroOptimizer:
     @property
     def norm_bytes(self) -> int:
         """Of the norms of one window's chunks."""
-        return 2 * 4 * max((len(chunks) for counted in self._counted.values() for chunks in counted), default=0)
+        return 2 * 4 * max((math.ceil(window.master.numel() / NORM_CHUNK_NUMEL) for window in self.windows), default=0)
 
     def zero_grad(self) -> None:
         """Drop the gradients, as after a failed backward; `step` does so by itself."""
@@ -170,19 +178,20 @@ class ZeroOptimizer:
                 elif isinstance(value, Tensor) and self.inner.defaults.get("fused"):  # torch's step counters
                     state[name] = value.to(moved.device)
         self._model.reducer.place(window.gradient, placement)
-        self._meet_placements()
+        self._make_cast_buffers()
 
     def _grad_norm(self) -> Tensor:
         """Every element has one owner along the shard axis, and padding is zero. A window at a time (C_B)."""
         dtype = reduce(torch.promote_types, {window.master.dtype for window in self.windows}, torch.float32)
         squares = self.loss_scale.scale.new_zeros((), dtype=dtype)
-        for placement, counted in self._counted.items():
+        for placement in Placement:
             with allocating(Kind.OTHER, on_host=placement is Placement.HOST):
                 here = torch.zeros((), dtype=dtype, device=self._device_of[placement])
-                for chunks in counted:
-                    here.add_(torch.stack(list(torch._foreach_norm(chunks, 2, dtype))).square().sum())
-            if counted:
-                squares.add_(here.to(squares.device))
+                for window in self._masters_on(placement):
+                    grads = self._gradients_that_count(window)
+                    if chunks := [chunk for grad in grads for chunk in grad.split(NORM_CHUNK_NUMEL)]:
+                        here.add_(torch.stack(list(torch._foreach_norm(chunks, 2, dtype))).square().sum())
+            squares.add_(here.to(squares.device))
         for axis in (self._model.shard_axis, self._tensor):
             axis.all_reduce(squares, out=squares).wait()
         return squares.sqrt() / self.loss_scale.scale
@@ -195,9 +204,8 @@ class ZeroOptimizer:
 
     def pieces_that_count(self, window: OwnedWindow) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """The same by parameter, for whoever looks at the gradients in a step."""
-        for param, elements in window.flat.owned_pieces(window.index):
-            if self._tensor.rank == 0 or param in self._split:
-                yield param, cut(window.gradient.owned, elements)
+        for param, elements in self._elements_that_count[window]:
+            yield param, cut(window.gradient.owned, elements)
 
     def _update_all(self, coefficient: Tensor, found_inf: Tensor) -> None:
         self._windowed.begin_round()
@@ -236,22 +244,14 @@ class ZeroOptimizer:
     def _masters_on(self, placement: Placement) -> list[OwnedWindow]:
         return [window for window in self.windows if window.placement is placement]
 
-    def _meet_placements(self) -> None:
-        """Buffers where they are needed, and what the norm goes over, as the windows lie now.
-
-        Gradients stay in the parameters' type; one window at a time is cast to the master's.
-        """
+    def _make_cast_buffers(self) -> None:
+        """Gradients stay in the parameters' type; one window at a time is cast to the master's, where it lies."""
         self.cast_buffers: dict[Placement, Tensor] = {}
-        self._counted: dict[Placement, list[list[Tensor]]] = {}
         for placement in Placement:
-            windows = self._masters_on(placement)
-            cast = [w.master for w in windows if w.gradient.dtype != w.master.dtype]
-            if cast:
+            if cast := [w.master for w in self._masters_on(placement) if w.gradient.dtype != w.master.dtype]:
                 largest = max(cast, key=Tensor.numel)
                 new = self._model.offload.new
                 self.cast_buffers[placement] = new(placement, Kind.BUFFERS, largest.numel(), largest.dtype)
-            gradients = filter(None, map(self._gradients_that_count, windows))
-            self._counted[placement] = [[c for g in grads for c in g.split(NORM_CHUNK_NUMEL)] for grads in gradients]
 
     def _own_window(
         self, flat: FlatParameters, index: int, gradient: WindowGradient, group_of: dict[nn.Parameter, int]

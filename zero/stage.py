@@ -1,4 +1,4 @@
-"""The ZeRO stages (paper, section 5) as the answers to three questions. No stage number appears in any other logic."""
+"""The ZeRO stages (paper, section 5) as the answers to a few questions. No stage number appears in any other logic."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -16,6 +16,7 @@ class ZeroStage:
     shard_optimizer: bool  # does a rank own 1/N of the optimizer's state, or all of it?
     full_grads: Lifetime
     full_params: Lifetime
+    owned_grads: Lifetime = Lifetime.PERSISTENT  # where full ones are transient; persistent is M_D
 
     def axes(self, data: Axis) -> tuple[Axis, Axis]:
         """(shard axis, replica axis): a gradient is reduce-scattered along one, then all-reduced along the other.

@@ -64,6 +64,8 @@ class Settings:
     """zero.window_numel of our stages."""
     prefetch_numel: int = 2**21
     """zero.prefetch_numel of our stage 3: a block of this model, which is what fsdp2 fetches ahead."""
+    defragment: bool = True
+    """zero.defragment of our stages 2 and 3; false is what fsdp2 does, whose gradients go with the update."""
     micro_batches: int = 1
     """Micro-batches a step."""
     micro_batch_size: int = 4
@@ -151,7 +153,7 @@ def make_batches(settings: Settings, world: World) -> list[list[Tensor]]:
 
 def build_contenders(settings: Settings, world: World, mesh: Mesh, batches: list[list[Tensor]]) -> list[Contender]:
     """Build and warm up one after the other; what each adds to the memory in use is its own."""
-    terms = Terms(mesh, settings.clip_norm, settings.window_numel, settings.prefetch_numel)
+    terms = Terms(mesh, settings.clip_norm, settings.window_numel, settings.prefetch_numel, settings.defragment)
     template = build_model(settings, world.device)
     for micro_batch in batches[0]:  # the first forward and backward bring workspaces that stay: nobody's own
         template(micro_batch[:, :-1], micro_batch[:, 1:]).backward()

@@ -20,7 +20,7 @@ CONFIG = ModelConfig(3, 32, 4, 16, 128, dropout=0.0)
 BATCH = 2
 
 
-def run(stage: int, store: str) -> list[dict]:
+def run(stage: int, store: str, defragments_gradients: bool = True) -> list[dict]:
     """What the ledger says of two steps in bf16, and beside it what the tensors themselves say at their end."""
     mesh, found = Mesh.create(tensor_size=1), []
     with Ledger(torch.device("cpu")) as ledger:
@@ -29,7 +29,7 @@ def run(stage: int, store: str) -> list[dict]:
             CONFIG, ReplicatedTokens(mesh.tensor), checkpointed_blocks(ActivationsConfig(store, defragment=False))
         )
         initialize(gpt, seed=0)
-        model = ZeroDataParallel(gpt, mesh.data, ZeroConfig(stage, window_numel=1000))
+        model = ZeroDataParallel(gpt, mesh.data, ZeroConfig(stage, 1000, defragment=defragments_gradients))
         optimizer = ZeroOptimizer(model, torch.optim.AdamW, fused=True)
         micro_batches = [torch.zeros(BATCH, CONFIG.seq_length + 1, dtype=torch.int64) for _ in range(2)]
         for _ in range(2):
@@ -61,6 +61,14 @@ def test_resident_bytes_are_those_of_the_tensors(stage: int, store: str):
             assert resident.pop(Kind.BUFFERS) == step["buffers"]
             assert set(resident) <= {Kind.OTHER}, "no activation and no checkpoint outlives its step"
             assert resident[Kind.OTHER] < 1000, "two micro-batches and a few scalars"
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_owned_gradients_are_there_from_their_reduction_to_the_update_if_memory_is_not_defragmented(stage):
+    kept, freed = (run_ranks(2, run, stage, "none", defragments)[0][1] for defragments in (True, False))
+    assert kept["resident"][Kind.GRADIENTS] == kept["states"].gradients > 0
+    assert freed["resident"][Kind.GRADIENTS] == freed["states"].gradients == 0
+    assert freed["allocations"][Kind.GRADIENTS] > kept["allocations"][Kind.GRADIENTS]
 
 
 def test_checkpoints_at_the_peak_are_one_input_a_layer():

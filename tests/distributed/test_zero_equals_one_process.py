@@ -144,6 +144,7 @@ FACTORS_OF_PARTITIONED_PARAMETERS = {
     "resident_numel": [0, 100],
     "accumulate": ["reduce", "local"],
     "shard_size": [None, 1, 2],
+    "defragment": [True, False],
 }
 
 
