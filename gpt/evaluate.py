@@ -1,0 +1,202 @@
+"""Perplexity of a text, per word: a checkpoint or weights read it in overlapping windows, shared out to all ranks.
+
+    torchrun --nproc_per_node=2 -m gpt.evaluate --source wiki.test.tokens --wikitext --config runs/x/config.yaml
+
+    text      <end of text> t1 t2 t3 ......................... tn     a prediction for each of t1 to tn, once
+    window 0  |--------------|                                        scores all its predictions
+    window 1      |..........|---|                                    scores `stride`, with what came before to read
+    window 2          |..........|---|
+
+Negative log-likelihoods are summed and divided by the words of the text as it came, whatever the tokenizer made of it:
+so perplexities compare across vocabularies, as is customary for WikiText-103.
+"""
+
+import argparse
+import logging
+import math
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from data.blend import parse_path
+from data.errors import DataError
+from data.sources import Source, text_of
+from data.tokenizer import load_tokenizer, named_tokenizer
+from gpt import checkpoint
+from gpt.build import Parts, build, build_mesh
+from gpt.console import RunConsole
+from gpt.generate import evaluation
+from gpt.run_files import CHECKPOINTS
+from gpt.settings import Settings, parse_settings
+from parallel.errors import ConfigError
+from parallel.mesh import Axis
+from parallel.world import leave_with, start_world, stop_world
+from zero.engine import ZeroDataParallel
+
+# WikiText's own tokenization undone, as GPT-2's authors and Megatron-LM do before they evaluate.
+WIKITEXT_SPACES = (
+    (r" @([-,.])@ ", r"\1"),  # 3 @,@ 000 -> 3,000
+    (r" ([.,:;!?%)\]}])", r"\1"),
+    (r"([(\[{$]) ", r"\1"),
+    (r' " ([^"]*) " ', r' "\1" '),
+    (r' " ([^"]*) "', r' "\1"'),
+    (r" '(s|re|ve|ll|d|m|t)\b", r"'\1"),
+    (r"(s) ' ", r"\1' "),
+    (r"(=+) ([^=\n]+?) (=+) \n", r"\1 \2 \3\n"),
+    (r" \n", r"\n"),
+)
+
+
+@dataclass(frozen=True)
+class Score:
+    nll: float  # natural logarithms, summed over all tokens
+    num_tokens: int
+    num_words: int
+
+    @property
+    def perplexity(self) -> float:
+        """Per word."""
+        return math.exp(self.nll / self.num_words)
+
+    @property
+    def token_perplexity(self) -> float:
+        return math.exp(self.nll / self.num_tokens)
+
+
+@dataclass(frozen=True)
+class Window:
+    """Of a text whose prediction i is of token i + 1: what is read, and which of it counts."""
+
+    read: range
+    scored: range
+
+
+def windows(num_predictions: int, seq_length: int, stride: int) -> list[Window]:
+    """Each prediction is scored once, after the first window with at least `seq_length - stride` tokens before it."""
+    found: list[Window] = []
+    scored = 0
+    while scored < num_predictions:
+        stop = min(num_predictions, scored + (stride if scored else seq_length))
+        found.append(Window(range(max(0, stop - seq_length), stop), range(scored, stop)))
+        scored = stop
+    return found
+
+
+@torch.no_grad()
+def negative_log_likelihood(
+    model: ZeroDataParallel, tokens: Tensor, shares: Sequence[Window], data: Axis, micro_batch_size: int
+) -> float:
+    """Of the tokens (n + 1,) but the first, summed over the windows of all ranks. Waits for the device."""
+    total = torch.zeros((), dtype=torch.float64, device=tokens.device)
+    with evaluation(model):
+        for batch in batches(shares, data, micro_batch_size):
+            read = torch.stack([tokens[window.read.start : window.read.stop + 1] for window in batch])
+            logits = model(read[:, :-1])
+            for window, own_logits, own_tokens in zip(batch, logits, read, strict=True):
+                num_scored = len(window.scored)
+                own = own_logits[-num_scored:] if num_scored else own_logits[:0]
+                targets = own_tokens[len(own_tokens) - num_scored :]
+                total += F.cross_entropy(own.float(), targets, reduction="sum").double()
+    data.all_reduce(total, out=total).wait()
+    return total.item()
+
+
+def batches(found: Sequence[Window], data: Axis, micro_batch_size: int) -> Iterator[list[Window]]:
+    """This rank's windows; all ranks get equally many, for they may have to gather the model together."""
+    unscored = Window(found[0].read, range(0))
+    num_batches = math.ceil(len(found) / (micro_batch_size * data.size))
+    padded = [*found, *[unscored] * (num_batches * micro_batch_size * data.size - len(found))]
+    own = padded[data.rank :: data.size]
+    return (own[n : n + micro_batch_size] for n in range(0, len(own), micro_batch_size))
+
+
+def read_text(source: Source) -> str:
+    """All documents; each begins on a line of its own. Raises DataError where there are no words."""
+    texts = [text_of(document, source.text_key) for document in source.documents()]
+    joined = "".join(text if text.endswith("\n") else text + "\n" for text in texts if text)
+    if not joined.split():
+        raise DataError(f"--source {' '.join(source.names)} has 0 words, 1 or more are needed; give another")
+    return joined
+
+
+def undo_wikitext(text: str) -> str:
+    for pattern, replacement in WIKITEXT_SPACES:
+        text = re.sub(pattern, replacement, text)
+    return text
+
+
+def score_text(parts: Parts, settings: Settings, text: str, own: argparse.Namespace) -> Score:
+    _, prefixes = parse_path(settings.data.path)
+    tokenizer = named_tokenizer(own.tokenizer) if own.tokenizer else load_tokenizer(prefixes[0])
+    if tokenizer.vocab_size > settings.model.vocab_size:
+        raise ConfigError(
+            f"model.vocab_size={settings.model.vocab_size} is below the {tokenizer.vocab_size} ids of the tokenizer; "
+            "give the one that the model was trained with as --tokenizer"
+        )
+    num_words = len(text.split()) + (text.count("\n") if own.wikitext else 0)
+    ids = [tokenizer.eod, *tokenizer.encode(undo_wikitext(text) if own.wikitext else text)]
+    found = windows(len(ids) - 1, settings.model.seq_length, own.stride or settings.model.seq_length)
+    tokens = torch.tensor(ids, device=parts.device)
+    nll = negative_log_likelihood(parts.model, tokens, found, parts.mesh.data, settings.train.micro_batch_size)
+    return Score(nll, len(ids) - 1, num_words)
+
+
+def load_model(settings: Settings, own: argparse.Namespace, world: Any) -> tuple[Parts, str]:
+    """The parts, and where their weights are from: exported ones, or the newest checkpoint of the run's folder."""
+    if own.weights:
+        settings = replace(settings, train=replace(settings.train, initial_weights=own.weights))
+        return build(settings, build_mesh(settings, world), world.device), own.weights
+    folder = Path(settings.run.dir) / CHECKPOINTS
+    saved = checkpoint.find(folder, settings.checkpoint.resume)
+    if saved is None:
+        raise ConfigError(f"{folder} holds no checkpoint; give another --run.dir, or exported --weights FOLDER")
+    parts = build(settings, build_mesh(settings, world), world.device)
+    checkpoint.load(saved, parts)
+    return parts, str(saved)
+
+
+def evaluate_text(arguments: list[str]) -> Score:
+    """What the command line asks for; all ranks call it. Raises ConfigError or DataError."""
+    parser = argparse.ArgumentParser(prog="python -m gpt.evaluate", description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--source", nargs="+", required=True, help="text: files, or the hub name of a dataset")
+    add("--subset", help="the configuration of a hub dataset, such as wikitext-103-v1")
+    add("--split", default="test", help="the split of a dataset (%(default)s)")
+    add("--text_key", default="text", help="the key of JSON lines, or the column (%(default)s)")
+    add("--stride", type=int, help="predictions of a window but the first that count; default: windows don't overlap")
+    add("--tokenizer", help="a file, folder or hub name; default: that of data.path")
+    add("--weights", help="folder of exported weights; default: the newest checkpoint of run.dir")
+    add("--wikitext", action="store_true", help="undo WikiText's spaces, and count ends of lines as words, as it does")
+    own, others = parser.parse_known_args(arguments)
+    settings = parse_settings(others)
+    if own.stride is not None and not 1 <= own.stride <= settings.model.seq_length:
+        raise ConfigError(f"--stride={own.stride} is not within 1 and model.seq_length={settings.model.seq_length}")
+    text = read_text(Source(own.source, own.text_key, own.subset, own.split))
+    world = start_world()
+    logging.basicConfig(level=logging.INFO if world.is_first else logging.ERROR, format="%(message)s")
+    parts, origin = load_model(settings, own, world)
+    score = score_text(parts, settings, text, own)
+    RunConsole(is_quiet=not world.is_first).say(
+        f"{origin}: perplexity {score.perplexity:.4f} a word, {score.token_perplexity:.4f} a token "
+        f"({score.num_words:,} words, {score.num_tokens:,} tokens)"
+    )
+    return score
+
+
+def main() -> None:
+    try:
+        evaluate_text(sys.argv[1:])
+    except (ConfigError, DataError) as error:
+        leave_with(error)
+    stop_world()
+
+
+if __name__ == "__main__":
+    main()
