@@ -138,8 +138,8 @@ def main(arguments: list[str]) -> None:
         raise ConfigError(f"--nodes={own.nodes} or --verify={own.verify} is below 1; choose 1 or more")
     answer = say_largest if own.largest else say_plan
     options = answer(own, settings, cluster, console)
-    launch = f"torchrun --nnodes={own.nodes} --nproc_per_node={cluster.gpus_per_node} --rdzv-endpoint=HOST:29500"
-    console.print(f"\n{launch} \\\n    pretrain_gpt.py {' '.join([*others, *options])}")
+    launch = f"NNODES={own.nodes} RDZV=HOST:29500 RANKS_PER_NODE={cluster.gpus_per_node} scripts/launch/torchrun.sh"
+    console.print(f"\nOn every node:\n{launch} \\\n    {' '.join([*others, *options])}")
 
 
 def say_plan(own: argparse.Namespace, settings: Settings, cluster: ClusterSpec, console: Console) -> list[str]:

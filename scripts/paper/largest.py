@@ -1,0 +1,74 @@
+"""The search of largest.sh: which number of layers is the largest that trains.
+
+Whether a run did is read in its metrics.jsonl, not from how it ended: nodes that share the folder decide alike, and a
+search that was interrupted goes on from what is there.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from gpt.run_files import METRICS
+from parallel.errors import ConfigError
+
+STEPS = 3  # after the first all memory has been taken
+RUNS = Path("runs/paper/largest")
+
+
+def largest(fits: Callable[[int], bool], first: int, step: int) -> int:
+    """The largest of first + n * step that fits, where all smaller ones do; 0 where none does. Strides double."""
+    none = (first % step or step) - step  # 0 or less
+    low, high, stride = first, first, step
+    if fits(first):
+        while fits(high := low + stride):
+            low, stride = high, 2 * stride
+    else:
+        while (low := max(none, high - stride)) > none and not fits(low):
+            high, stride = low, 2 * stride
+    while high - low > step:
+        middle = low + (high - low) // (2 * step) * step
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return max(low, 0)
+
+
+def outcome(folder: Path) -> bool | None:
+    """Whether the run of this folder trained to its end or was out of memory; None: it did neither."""
+    metrics = folder / METRICS
+    records = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
+    if any(record.get("out_of_memory") for record in records):
+        return False
+    return True if any(record["step"] == STEPS for record in records) else None
+
+
+def main(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser(prog="scripts/paper/largest.sh", description=__doc__)
+    parser.add_argument("config", help="an experiment, such as configs/paper/figure6/140b-c4-400.yaml")
+    parser.add_argument("first", type=int, help="layers to begin with")
+    parser.add_argument("--step", type=int, default=1, help="how close to come")
+    parser.add_argument("--launch", default="scripts/paper/launch.sh", help="what starts a run of a configuration")
+    own, others = parser.parse_known_args(arguments)
+    if own.first < 1 or own.step < 1:
+        parser.exit(2, f"error: {own.first} layers or --step={own.step} is below 1; choose 1 or more\n")
+
+    def fits(num_layers: int) -> bool:
+        folder = RUNS / f"{Path(own.config).stem}-{num_layers}"
+        if outcome(folder) is None:
+            layers = ["--model.num_layers", str(num_layers), "--train.steps", str(STEPS), "--run.dir", str(folder)]
+            subprocess.run([own.launch, own.config, "--train.log_every", "1", *others, *layers], check=False)
+        found = outcome(folder)
+        if found is None:
+            raise ConfigError(f"the run of {num_layers} layers ended without a word of memory; see {folder}, try again")
+        print(f"{num_layers} layers {'fit' if found else 'do not fit'}", flush=True)
+        return found
+
+    try:
+        print(f"{largest(fits, own.first, own.step)} layers are the most that fit")
+    except ConfigError as error:
+        parser.exit(2, f"error: {error}\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
