@@ -1,0 +1,39 @@
+"""Units by patterns: windows are reduced as backward goes, in whatever order the patterns are written."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from parallel.mesh import Axis
+from zero.engine import ZeroConfig, ZeroDataParallel
+from zero.unit import named_units
+
+NUM_BLOCKS, WIDTH = 6, 16
+NUMEL = WIDTH * (WIDTH + 1)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x).tanh())
+
+
+@pytest.mark.parametrize("patterns", [["*.first", "*.second"], ["*.second", "*.first"]])
+def test_units_come_in_the_order_of_the_modules(patterns):
+    model = nn.Sequential(*[Block() for _ in range(NUM_BLOCKS)])
+    assert named_units(model, patterns) == [
+        "",
+        *(f"{n}.{half}" for n in range(NUM_BLOCKS) for half in Block()._modules),
+    ]
+
+
+@pytest.mark.parametrize("patterns", [("*.first", "*.second"), ("*.second", "*.first")])
+def test_gradients_of_few_units_are_staged_at_a_time(patterns):
+    model = nn.Sequential(*[Block() for _ in range(NUM_BLOCKS)])
+    config = ZeroConfig(stage=3, window_numel=NUMEL, overlap=False, units=patterns)
+    wrapped = ZeroDataParallel(model, Axis.trivial("data"), config)
+    wrapped(torch.ones(1, WIDTH, requires_grad=True)).sum().backward()
+    assert wrapped.reducer.staging_bytes <= 2 * 4 * NUMEL
