@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from gpt.build import Parts
+from gpt.run_files import first_free
 from parallel.errors import ConfigError
 from zero.saved_state import SavedState, TensorRank, full_shapes, rank_file
 from zero.sealed_file import read_json, verify
@@ -72,10 +73,7 @@ def set_aside_later(folder: Path, step: int) -> None:
     """A run that goes on from `step`, or begins, makes those of later steps anew; what is there keeps another name."""
     for path in complete_checkpoints(folder):
         if int(path.name.removeprefix("step-")) > step:
-            number = 1
-            while (aside := path.with_name(f"old-{number}-{path.name}")).exists():
-                number += 1
-            path.rename(aside)
+            path.rename(first_free(path.with_name(f"old-{{}}-{path.name}")))
 
 
 def remove_partial(folder: Path) -> None:

@@ -5,6 +5,7 @@ metrics.jsonl has one JSON object a logged step; a rank that runs out of memory 
 
 import json
 import math
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,10 @@ def start_run(folder: Path, config: str, last_step: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         config_file, metrics = folder / CONFIG, folder / METRICS
         if config_file.exists() and config_file.read_text() != config:
-            config_file.rename(_first_free(config_file))
+            config_file.rename(first_free(config_file.with_suffix(".{}.yaml")))
         config_file.write_text(config)
         if metrics.exists() and last_step == 0:
-            metrics.rename(_first_free(metrics))
+            metrics.rename(first_free(metrics.with_suffix(".{}.jsonl")))
         else:
             cut_metrics(folder, last_step)
     except OSError as error:
@@ -69,9 +70,7 @@ def _complete_lines(path: Path) -> list[str]:
     return [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
 
-def _first_free(path: Path) -> Path:
-    """metrics.1.jsonl, metrics.2.jsonl, ..."""
-    number = 1
-    while (candidate := path.with_suffix(f".{number}{path.suffix}")).exists():
-        number += 1
-    return candidate
+def first_free(path: Path) -> Path:
+    """With the first number in place of {} in its name that nothing else has."""
+    numbered = (path.with_name(path.name.format(number)) for number in count(1))
+    return next(candidate for candidate in numbered if not candidate.exists())

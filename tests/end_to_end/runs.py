@@ -7,6 +7,7 @@ from gpt.run_files import read_steps
 from gpt.settings import parse_settings
 from parallel.world import start_world
 from pretrain_gpt import pretrain
+from tests.ranks import run_ranks
 
 VOCAB_SIZE = 300
 TINY_MODEL = {
@@ -64,3 +65,8 @@ def run_on_rank(arguments: list[str]) -> list[dict]:
     settings = parse_settings(arguments)
     pretrain(settings, start_world())
     return read_steps(Path(settings.run.dir))
+
+
+def run(num_ranks: int, prefix: Path, run_dir: Path, **settings: object) -> list[dict]:
+    """A tiny run of the whole program; returns the logged steps."""
+    return run_ranks(num_ranks, run_on_rank, options(prefix, run_dir, **settings), init_process_group=False)[0]

@@ -19,15 +19,10 @@ from gpt.settings import parse_settings
 from parallel.errors import ConfigError
 from parallel.world import start_world
 from pretrain_gpt import pretrain
-from tests.end_to_end.runs import VOCAB_SIZE, options, prepare_corpus, run_on_rank
+from tests.end_to_end.runs import VOCAB_SIZE, options, run_on_rank
 from tests.ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return prepare_corpus(tmp_path_factory.mktemp("corpus"))
 
 
 def contents(folder: Path) -> dict[str, bytes]:

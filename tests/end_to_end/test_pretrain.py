@@ -17,7 +17,7 @@ from gpt.settings import parse_settings
 from parallel.errors import ConfigError
 from parallel.world import start_world
 from pretrain_gpt import pretrain
-from tests.end_to_end.runs import options, prepare_corpus, run_on_rank
+from tests.end_to_end.runs import options, run, run_on_rank
 from tests.ranks import run_ranks
 
 MEASURED = {"tokens_per_second", "model_tflops_per_device", "hardware_tflops_per_device"}
@@ -26,15 +26,6 @@ PROMISED_KEYS = MEASURED | {"step", "loss", "grad_norm", "lr", "tokens", "mfu", 
 PROMISED_KEYS |= {"data_axis_bytes", "tensor_axis_bytes"}
 ROOT = Path(__file__).resolve().parents[2]
 TENSOR_2 = {"parallel__tensor_size": 2, "train__steps": 2}
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return prepare_corpus(tmp_path_factory.mktemp("corpus"))
-
-
-def run(num_ranks: int, corpus: Path, run_dir: Path, **settings: object) -> list[dict]:
-    return run_ranks(num_ranks, run_on_rank, options(corpus, run_dir, **settings), init_process_group=False)[0]
 
 
 def reproducible(records: list[dict]) -> list[dict]:

@@ -26,20 +26,11 @@ from parallel.world import start_world
 from pretrain_gpt import pretrain
 from scripts.failing_run import Kill
 from scripts.kills import run_under
-from tests.end_to_end.runs import options, prepare_corpus, run_on_rank
-from tests.ranks import MASTER_ADDRESS, run_ranks, torchrun_environment
+from tests.end_to_end.runs import options, run
+from tests.ranks import MASTER_ADDRESS, torchrun_environment
 
 ROOT = Path(__file__).parents[2]
 LONG = {"train__steps": 2000, "train__eval_samples": 0, "train__sample_tokens": 0, "model__dropout": 0.1}
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return prepare_corpus(tmp_path_factory.mktemp("corpus"))
-
-
-def run(num_ranks: int, corpus: Path, run_dir: Path, **settings: object) -> list[dict]:
-    return run_ranks(num_ranks, run_on_rank, options(corpus, run_dir, **settings), init_process_group=False)[0]
 
 
 def losses(records: list[dict]) -> list[tuple]:

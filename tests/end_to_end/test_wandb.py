@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from gpt.run_files import read_steps
-from tests.end_to_end.runs import options, prepare_corpus, run_on_rank
+from tests.end_to_end.runs import options, run_on_rank
 from tests.ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -55,11 +55,6 @@ def history_within_a_minute(folder: Path, num_steps: int) -> list[dict]:
     while len(history_of(file)) < num_steps and time.monotonic() < deadline:
         time.sleep(0.2)
     return history_of(file)
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return prepare_corpus(tmp_path_factory.mktemp("corpus"))
 
 
 def run_program(arguments: list[str], **environment: str) -> None:
