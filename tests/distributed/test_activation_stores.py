@@ -69,16 +69,14 @@ def test_every_store_trains_as_one_process_without_checkpoints(combination):
     check_store(**combination)
 
 
+ALL_SIZES = [*FACTORS["sizes"], (1, 1), (2, 4)]
+
+
 @pytest.mark.full
-@pytest.mark.parametrize(
-    "values",
-    list(itertools.product([*FACTORS["sizes"], (1, 1), (2, 4)], *list(FACTORS.values())[1:])),
-    ids=lambda v: "-".join(map(str, v)),
-)
-def test_all_stores_in_all_layouts_train_as_one_process(values):
-    combination = dict(zip(FACTORS, values, strict=True))
-    if is_possible(combination):
-        check_store(**combination)
+@pytest.mark.parametrize(("sizes", "stage", "store"), itertools.product(ALL_SIZES, FACTORS["stage"], FACTORS["store"]))
+def test_all_stores_in_all_layouts_and_stages_train_as_one_process(sizes, stage, store):
+    if is_possible({"sizes": sizes, "store": store}):
+        check_store(sizes, stage, store, layers_per_checkpoint=2, defragment=True, num_micro_batches=2)
 
 
 @pytest.mark.parametrize(("store", "stage"), [("partition", 3), ("partition_host", 2), ("selective", 1)])

@@ -128,10 +128,18 @@ def test_stages_equal_one_process(combination):
     assert_equals_one_process(**combination)
 
 
+def product_of(factors: dict, *names: str) -> list[dict]:
+    return [dict(zip(names, values, strict=True)) for values in itertools.product(*(factors[name] for name in names))]
+
+
 @pytest.mark.full
-@pytest.mark.parametrize("values", list(itertools.product(*FACTORS.values())), ids=lambda v: "-".join(map(str, v)))
-def test_all_combinations_equal_one_process(values):
-    assert_equals_one_process(**dict(zip(FACTORS, values, strict=True)))
+@pytest.mark.parametrize(
+    "combination",
+    product_of(FACTORS, "name", "stage", "data_size", "num_micro_batches", "overlap"),
+    ids=lambda c: "-".join(map(str, c.values())),
+)
+def test_all_models_and_stages_equal_one_process(combination):
+    assert_equals_one_process(**combination, checkpoints=False, window_numel=500, dtype=torch.float64)
 
 
 FACTORS_OF_PARTITIONED_PARAMETERS = {
@@ -167,18 +175,16 @@ def test_partitioned_parameters_equal_one_process(combination):
     check_partitioned_parameters(**combination)
 
 
-MAIN_FACTORS = ("name", "data_size", "num_micro_batches", "overlap", "prefetch_numel")
-
-
 @pytest.mark.full
 @pytest.mark.parametrize(
-    "values",
-    list(itertools.product(*(FACTORS_OF_PARTITIONED_PARAMETERS[name] for name in MAIN_FACTORS))),
-    ids=lambda values: "-".join(map(str, values)),
+    "combination",
+    product_of(
+        FACTORS_OF_PARTITIONED_PARAMETERS, "name", "data_size", "num_micro_batches", "overlap", "prefetch_numel"
+    ),
+    ids=lambda c: "-".join(map(str, c.values())),
 )
-def test_all_models_with_partitioned_parameters_equal_one_process(values):
-    others = {"checkpoints": False, "resident_numel": 0, "accumulate": "reduce", "shard_size": None, "defragment": True}
-    check_partitioned_parameters(**dict(zip(MAIN_FACTORS, values, strict=True)), **others)
+def test_all_models_with_partitioned_parameters_equal_one_process(combination):
+    check_partitioned_parameters(**combination, checkpoints=False, shard_size=None)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
