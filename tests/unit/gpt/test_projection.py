@@ -51,6 +51,21 @@ def test_an_elementwise_kernel_runs_at_the_memorys_rate():
     assert kernel_seconds(moving(2.0), DGX_2) == pytest.approx(2.0)
 
 
+def test_a_kernel_takes_as_long_as_the_slower_of_arithmetic_and_memory_and_no_less_than_its_launch():
+    product = (1, 128 * 80, 128 * 4, 4096)
+    computing = kernel_seconds(Kernel("mm", "forward", 0, torch.float16, product), DGX_2)
+    for seconds in (0.5 * computing, 2 * computing):
+        both = dataclasses.replace(moving(seconds), product=product)
+        assert kernel_seconds(both, DGX_2) == pytest.approx(max(seconds, computing))
+    assert kernel_seconds(moving(0.0), dataclasses.replace(DGX_2, kernel_seconds=1e-6)) == 1e-6
+
+
+@pytest.mark.parametrize(("op", "num_hops"), [("all_gather", 15), ("reduce_scatter", 15), ("all_reduce", 30)])
+def test_a_small_message_takes_the_latency_of_every_hop(op, num_hops):
+    slow = dataclasses.replace(DGX_2, hop_seconds=1e-3)
+    assert collective_seconds(event(op, "tensor", 16, 16), slow, GRID) == pytest.approx(num_hops * 1e-3)
+
+
 @pytest.mark.parametrize(
     ("op", "axis", "size", "grid", "rate"),
     [
@@ -104,6 +119,12 @@ def test_four_stages_are_told_apart_by_their_profiles_alone():
     assert profiles[2]["data", "reduce_scatter", "backward"] == 2 * profiles[1]["data", "reduce_scatter", "backward"]
     assert ("data", "all_gather", "forward") in profiles[3]
     assert ("data", "all_gather", "update") not in profiles[3]
+
+
+def test_a_collective_blocks_that_is_waited_for_before_anything_is_computed():
+    events = [event("all_reduce", "data", 2, 100, launched, awaited) for launched, awaited in [(0, 0), (3, 5), (8, 8)]]
+    (row,) = profile(events, 10)
+    assert (row["blocking"], row["first_position"], row["last_position"]) == (2, 0.0, 0.8)
 
 
 def test_two_profiles_side_by_side():
