@@ -1,3 +1,5 @@
+"""What all tests of the whole program begin with."""
+
 from pathlib import Path
 
 import pytest
