@@ -29,13 +29,19 @@ from zero.sealed_file import CHUNK_BYTES, flush
 CONFIG = ModelConfig(8, 640, 10, 128, 8192, dropout=0.0)
 
 
+def save(saver: Saver, progress: Progress) -> None:
+    saver.start(progress)
+    saver.wait()
+
+
 def build_parts(stage: int, device: torch.device) -> Parts:
-    mesh = Mesh.create(1, device.type)
-    gpt = build_model(CONFIG, ActivationsConfig(), ReplicatedTokens(mesh.tensor), device, torch.bfloat16)
+    mesh, activations = Mesh.create(1, device.type), ActivationsConfig()
+    gpt = build_model(CONFIG, activations, ReplicatedTokens(mesh.tensor), device, torch.bfloat16)
     initialize(gpt, 0)
     model = ZeroDataParallel(gpt, mesh.data, ZeroConfig(stage))
     scale = build_loss_scale(LossScaleSettings(), False, device)
-    return Parts(mesh, model, build_optimizer(model, mesh.tensor, OptimizerSettings(), scale), device)
+    optimizer = build_optimizer(model, mesh.tensor, OptimizerSettings(), scale)
+    return Parts(mesh, model, optimizer, device, activations)
 
 
 def train_step(parts: Parts) -> None:
@@ -78,7 +84,7 @@ class Bench:
         found["copy to memory"] = self.seconds(lambda: self.plain_copies.take(self.tensors))
         found["write to disk"] = self.seconds(lambda: plain_write(plain_file, self.tensors))
         waiting, behind = self.savers.values()
-        found["save, waiting"] = self.seconds(lambda: (waiting.start(progress), waiting.wait()))
+        found["save, waiting"] = self.seconds(lambda: save(waiting, progress))
         found["save, asynchronous: stall"] = self.seconds(lambda: behind.start(progress))
         found["save, asynchronous: until complete"] = found["save, asynchronous: stall"] + self.seconds(behind.wait)
         return found
@@ -112,7 +118,7 @@ def main() -> None:
     bench = Bench(parts, folder)
     bench.round()  # makes the host copies
     rounds = [bench.round() for _ in range(options.rounds)]
-    saved = peak_growth(lambda: (bench.savers["waiting"].start(Progress(99)), bench.savers["waiting"].wait()))
+    saved = peak_growth(lambda: save(bench.savers["waiting"], Progress(99)))
     other = build_parts(3, world.device)
     loaded = peak_growth(lambda: load(folder / "waiting" / "step-00000099", other))
     if world.is_first:

@@ -7,9 +7,10 @@ the network. No other row is read.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 from gpt.depth import ShallowRun, line_through, shallow_runs
 from parallel.cluster import ClusterSpec
@@ -30,6 +31,11 @@ def fit(error: Callable[[tuple[float, ...]], float], first: tuple[float, ...], s
     return best
 
 
+def with_constants(cluster: ClusterSpec, constants: Sequence[float]) -> ClusterSpec:
+    found: dict[str, Any] = dict(zip(FITTED, constants, strict=True))
+    return replace(cluster, **found)
+
+
 def calibrated(cluster: ClusterSpec) -> ClusterSpec:
     """`cluster` with the constants that fit the three rows best."""
     rows = [
@@ -38,10 +44,10 @@ def calibrated(cluster: ClusterSpec) -> ClusterSpec:
     ]
 
     def error(constants: tuple[float, ...]) -> float:
-        chosen = replace(cluster, **dict(zip(FITTED, constants, strict=True)))
+        chosen = with_constants(cluster, constants)
         return sum(math.log(relative_tflops(experiment, runs, chosen)) ** 2 for experiment, runs in rows)
 
-    found = replace(cluster, **dict(zip(FITTED, fit(error, (0.5, 0.5), 2.0), strict=True)))
+    found = with_constants(cluster, fit(error, (0.5, 0.5), 2.0))
     for experiment, runs in rows:
         print(f"{experiment.name}: {relative_tflops(experiment, runs, found) - 1:+.1%}")
     return found

@@ -48,7 +48,5 @@ def finish(path: Path, title: str, unit: str, axes: Axes) -> None:
     axes.set(ylabel=unit, title=title, ylim=(0, None))
     axes.legend()
     axes.grid(alpha=0.3)
-    figure = axes.get_figure()
-    assert figure is not None
-    figure.savefig(path, dpi=100)
+    pyplot.savefig(path, dpi=100)
     pyplot.close()

@@ -134,8 +134,8 @@ def scaling_section(found: list[Result]) -> Iterator[str]:
     for r in found:
         total = r.tflops * r.experiment.num_gpus
         batch = r.experiment.row["batch_per_replica"]
-        gpus = r.experiment.num_gpus
-        yield f"| {gpus} | {batch} | {r.tflops:.1f} | {total / 1e3:.2f} | {total / first:.2f} (GPUs: {gpus / 64:.2f}) |"
+        num = r.experiment.num_gpus
+        yield f"| {num} | {batch} | {r.tflops:.1f} | {total / 1e3:.2f} | {total / first:.2f} (GPUs: {num / 64:.2f}) |"
     gpus = [r.experiment.num_gpus for r in found]
     totals = [r.tflops * r.experiment.num_gpus / 1e3 for r in found]
     linear = [totals[0] * num / gpus[0] for num in gpus]

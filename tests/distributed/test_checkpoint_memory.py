@@ -7,7 +7,7 @@ import torch
 
 from gpt.checkpoint import Progress, load, owned_tensors
 from gpt.saver import Saver
-from scripts.bench.save_time import build_parts, peak_growth, train_step
+from scripts.bench.save_time import build_parts, peak_growth, save, train_step
 from tests.ranks import run_ranks
 from zero.sealed_file import CHUNK_BYTES
 
@@ -19,8 +19,8 @@ def save_and_load(folder: Path) -> dict[str, int]:
     train_step(parts)
     waiting, behind = (Saver(folder / str(is_async), parts, keep=1, is_async=is_async) for is_async in (False, True))
     found = {"owned": sum(tensor.nbytes for tensor in owned_tensors(parts).values())}
-    found["save"] = peak_growth(lambda: (waiting.start(Progress(1)), waiting.wait()))
-    found["save behind"] = peak_growth(lambda: (behind.start(Progress(1)), behind.wait()), above_what_stays=False)
+    found["save"] = peak_growth(lambda: save(waiting, Progress(1)))
+    found["save behind"] = peak_growth(lambda: save(behind, Progress(1)), above_what_stays=False)
     other = build_parts(3, torch.device("cpu"))
     found["load"] = peak_growth(lambda: load(folder / "False" / "step-00000001", other))
     return found
