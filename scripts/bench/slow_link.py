@@ -15,6 +15,7 @@ import sys
 import tempfile
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import matplotlib
 
@@ -28,7 +29,7 @@ from scripts.two_nodes import Job
 
 RATES = (None, 1000, 200)  # Mbit/s; None: as fast as it is
 NUM_RANKS, NUM_WARM_UP = 4, 2
-SETTINGS = {
+SETTINGS: dict[str, Any] = {
     "model.num_layers": 8,
     "model.hidden_size": 256,  # narrow: few operations for a byte of activations, as on fast devices
     "model.num_heads": 8,
@@ -63,8 +64,9 @@ def main() -> None:
         settings = SETTINGS | {"data.path": prepare_corpus(folder), "train.steps": options.steps}
         for rate in RATES:
             with joined_nodes() as nodes:
-                for node in nodes if rate else []:
-                    node.limit(rate)
+                for node in nodes:
+                    if rate is not None:
+                        node.limit(rate)
                 rows.append(measure(nodes, settings, rate, folder / str(rate)))
                 print(json.dumps(rows[-1]))
     options.output.with_suffix(".json").write_text(json.dumps(rows, indent=1) + "\n")
