@@ -16,7 +16,7 @@ from gpt.sampling import sample_texts
 from gpt.settings import Settings, parse_settings
 from gpt.trainer import Trainer
 from parallel.errors import ConfigError
-from parallel.world import World, has_failed_elsewhere, leave_with, start_world, stop_world
+from parallel.world import World, has_failed_elsewhere, leave_with, rank_from_environment, start_world, stop_world
 
 
 def pretrain(settings: Settings, world: World) -> None:
@@ -38,9 +38,10 @@ def pretrain(settings: Settings, world: World) -> None:
 
 def main() -> None:
     try:
-        settings = parse_settings(sys.argv[1:])
+        console = RunConsole(is_quiet=rank_from_environment() > 0)
+        settings = parse_settings(sys.argv[1:], show=console.show)
         if settings.dry_run.world_size is not None:
-            run_and_report(settings, RunConsole(is_quiet=False))
+            run_and_report(settings, console)
             return
         world = start_world()
         logging.basicConfig(level=logging.INFO if world.is_first else logging.ERROR, format="%(message)s")

@@ -152,7 +152,8 @@ def build_loss_scale(settings: LossScaleSettings, is_fp16: bool, device: torch.d
         return LossScale(device=device)
     return LossScale(
         settings.initial,
-        is_dynamic=True,
+        is_dynamic=settings.dynamic,
+        minimum=settings.minimum,
         growth_interval=settings.growth_interval,
         hysteresis=settings.hysteresis,
         device=device,

@@ -1,26 +1,31 @@
 """All settings of a run: one tree of frozen dataclasses, read from YAML files and dotted options, checked at once."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import yaml
-from jsonargparse import ActionConfigFile, ArgumentError, ArgumentParser, set_parsing_settings
+from jsonargparse import ActionConfigFile, ArgumentError, ArgumentParser, Namespace, set_parsing_settings
+from rich.table import Table
 
+from gpt.deepspeed_config import Surroundings, translate
 from gpt.loss_guard import GuardSettings
 from gpt.model import ModelConfig
 from gpt.profiling import ProfileSettings
 from gpt.schedule import BatchConfig, RampUpConfig, ScheduleConfig
 from parallel.errors import ConfigError
+from parallel.world import num_ranks_from_environment
 from zero.activations import ActivationsConfig
 from zero.engine import ZeroConfig
 from zero.offload import OffloadConfig
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DEEPSPEED_CONFIG = "zero.deepspeed_config"  # no field of ZeroConfig: it speaks of more than ZeRO, and of no model
 
 
 @dataclass(frozen=True)
@@ -65,16 +70,23 @@ class OptimizerSettings:
 class LossScaleSettings:
     """fp16 only: the factor on the loss that keeps small gradients from vanishing."""
 
+    dynamic: bool = True
+    """Halve the scale when gradients overflow and double it when they have not for long; false: it stays."""
     initial: float = 65536.0
     """Scale at the first step."""
+    minimum: float = 1.0
+    """Scale that is not halved any more."""
     growth_interval: int = 1000
     """Good steps in a row after which the scale doubles."""
     hysteresis: int = 2
     """Overflows in a row before the scale is halved."""
 
     def __post_init__(self) -> None:
-        if self.initial < 1:
-            raise ConfigError(f"train.loss_scale.initial={self.initial} is below 1; choose 65536")
+        if not 0 < self.minimum <= self.initial:
+            raise ConfigError(
+                f"train.loss_scale.minimum={self.minimum} must be above 0 and not above initial={self.initial}; "
+                "choose 1 and 65536"
+            )
         for name in ("growth_interval", "hysteresis"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"train.loss_scale.{name}={getattr(self, name)} is below 1; choose 1 or more")
@@ -259,18 +271,60 @@ class Settings:
         return yaml.safe_dump(_plain(self), sort_keys=False)
 
 
-def parse_settings(arguments: Sequence[str]) -> Settings:
-    """`--config FILE --zero.stage 2 ...`: later ones win. Raises ConfigError with one line for whatever is wrong."""
+def parse_settings(
+    arguments: Sequence[str], num_ranks: int | None = None, show: Callable[[Table], None] = lambda table: None
+) -> Settings:
+    """`--config FILE --zero.stage 2 ...`: later ones win. Raises ConfigError with one line for whatever is wrong.
+
+    With `--zero.deepspeed_config FILE` what that file says comes after all of `--config` and before the options, and
+    `show` gets its keys as a table; batch sizes are reckoned with `num_ranks`, by default those that were launched.
+    """
     set_parsing_settings(docstring_parse_attribute_docstrings=True)
     parser = ArgumentParser(prog="pretrain_gpt.py", description=Settings.__doc__, exit_on_error=False)
     parser.add_argument("--config", action=ActionConfigFile, help="YAML file of settings; may be given several times")
     parser.add_class_arguments(Settings, as_group=False)
+    parser.add_argument(
+        f"--{DEEPSPEED_CONFIG}",
+        type=str | None,
+        help="DeepSpeed's JSON configuration: docs/deepspeed.md says what becomes of it",
+    )
     try:
         namespace = parser.parse_args(list(arguments))
+        if path := namespace.pop(DEEPSPEED_CONFIG):
+            namespace = _parse_with_deepspeed(parser, arguments, Path(path), num_ranks, show)
         instantiated = parser.instantiate(namespace)
     except ArgumentError as error:
         raise ConfigError(_explain(error, list(parser.get_defaults().keys()))) from error
     return Settings(**{name: getattr(instantiated, name) for name in Settings.__dataclass_fields__})
+
+
+def _parse_with_deepspeed(
+    parser: ArgumentParser,
+    arguments: Sequence[str],
+    path: Path,
+    num_ranks: int | None,
+    show: Callable[[Table], None],
+) -> Namespace:
+    configs, options = _split(arguments)
+    without = parser.parse_args([*configs, *options])
+    names = frozenset(option[2:].partition("=")[0] for option in options if option.startswith("--"))
+    num_ranks = num_ranks or without["dry_run.world_size"] or num_ranks_from_environment()
+    found = translate(path, Surroundings(without, names, num_ranks))
+    show(found.table())
+    found.check()
+    namespace = parser.parse_args([*configs, f"--config={yaml.safe_dump(found.as_tree())}", *options])
+    namespace.pop(DEEPSPEED_CONFIG)
+    return namespace
+
+
+def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """All of `--config FILE`, and what else there is, each in its order."""
+    configs: list[str] = []
+    options: list[str] = []
+    for previous, argument in zip(["", *arguments], arguments, strict=False):
+        is_config = argument.partition("=")[0] == "--config" or previous == "--config"
+        (configs if is_config else options).append(argument)
+    return configs, options
 
 
 def _explain(error: Exception, known_names: list[str]) -> str:

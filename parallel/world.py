@@ -43,12 +43,16 @@ def rank_from_environment() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
+def num_ranks_from_environment() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
 def start_world(timeout_seconds: float = 600.0) -> World:
     """Join the ranks that the launcher started: NCCL on GPUs, gloo on CPUs, nothing at all for a process alone.
 
     Raises ConfigError where there are more ranks than GPUs.
     """
-    size = int(os.environ.get("WORLD_SIZE", "1"))
+    size = num_ranks_from_environment()
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", str(size)))
     if torch.cuda.is_available():
