@@ -5,19 +5,21 @@ file -> keys, by their names today -> each judged by its row (`gpt/deepspeed_key
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+import yaml
 from rich.markup import escape
 from rich.table import Table
 
 from gpt.deepspeed_keys import KEYS, OTHER_SPELLINGS, UNREAD, Kind, same
 from gpt.deepspeed_rules import RULES, Reading, Surroundings
 from parallel.errors import ConfigError
+from parallel.world import num_ranks_from_environment
 
 AUTO = "auto"  # what transformers fills in from its own arguments
 LEFT_OPEN = None, AUTO
@@ -96,6 +98,37 @@ class Translation:
                 branch = branch.setdefault(parent, {})
             branch[name] = value
         return tree
+
+
+def with_translation(
+    arguments: Sequence[str],
+    path: Path,
+    parse: Callable[[list[str]], Any],
+    num_ranks: int | None,
+    show: Callable[[Table], None],
+) -> list[str]:
+    """The command line with what the file says as one more `--config`, after the others and before all options.
+
+    `parse` makes dotted names and their values of a command line. Raises ConfigError.
+    """
+    configs, options = _split(arguments)
+    settings = parse([*configs, *options])
+    names = frozenset(option[2:].partition("=")[0] for option in options if option.startswith("--"))
+    num_ranks = num_ranks or settings["dry_run.world_size"] or num_ranks_from_environment()
+    found = translate(path, Surroundings(settings, names, num_ranks))
+    show(found.table())
+    found.check()
+    return [*configs, f"--config={yaml.safe_dump(found.as_tree())}", *options]
+
+
+def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """All of `--config FILE`, and what else there is, each in its order."""
+    configs: list[str] = []
+    options: list[str] = []
+    for previous, argument in zip(["", *arguments], arguments, strict=False):
+        is_config = argument.partition("=")[0] == "--config" or previous == "--config"
+        (configs if is_config else options).append(argument)
+    return configs, options
 
 
 def translate(path: Path, beside: Surroundings) -> Translation:

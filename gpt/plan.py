@@ -133,7 +133,8 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--verify", type=int, default=3, help="layouts that fit in a dry run")
     own, others = parser.parse_known_args(arguments)
     console = Console(soft_wrap=True, highlight=False, width=None if sys.stdout.isatty() else 120)
-    settings, cluster = parse_settings(others), ClusterSpec.load(own.cluster)
+    cluster = ClusterSpec.load(own.cluster)
+    settings = parse_settings(others, max(1, own.nodes) * cluster.gpus_per_node, console.print)
     if own.nodes < 1 or own.verify < 1:
         raise ConfigError(f"--nodes={own.nodes} or --verify={own.verify} is below 1; choose 1 or more")
     answer = say_largest if own.largest else say_plan

@@ -80,6 +80,9 @@ def describe(
     if cluster is not None and timeline is not None:
         report["cluster"] = asdict(cluster)
         report["fits"] = sum(recording.peak[DEVICE].values()) <= cluster.gpu_memory_bytes
+        on_host = sum(recording.peak[HOST].values()) * min(size, cluster.gpus_per_node)
+        report["node_host_bytes"] = on_host
+        report["fits_host"] = on_host <= cluster.host_memory_gb * 1e9
         report["step"] = {
             "seconds": timeline.seconds,
             "busy_seconds": timeline.busy_seconds(),
@@ -107,10 +110,17 @@ def headline(report: dict[str, Any]) -> str:
         verdict = "fits" if report["fits"] else f"does NOT fit, by {(peak - available) / 1e9:,.2f} GB,"
         step = report["step"]
         line += (
-            f": {verdict} the {available / 1e9:,.2f} GB of {report['cluster']['name']}; projected step "
-            f"{step['seconds']:.2f} s, {step['hardware_tflops_per_device']:.1f} TFLOPs a device"
+            f": {verdict} the {available / 1e9:,.2f} GB of {report['cluster']['name']}{host_verdict(report)}; "
+            f"projected step {step['seconds']:.2f} s, {step['hardware_tflops_per_device']:.1f} TFLOPs a device"
         )
     return line
+
+
+def host_verdict(report: dict[str, Any]) -> str:
+    """Nothing where nothing is in host memory."""
+    needed, available = report["node_host_bytes"] / 1e9, report["cluster"]["host_memory_gb"]
+    verdict = "fits" if report["fits_host"] else f"does NOT fit, by {needed - available:,.0f} GB,"
+    return f"; {needed:,.1f} GB on a node's host: {verdict} its {available:,.0f} GB" if needed else ""
 
 
 def memory_table(report: dict[str, Any]) -> Table:

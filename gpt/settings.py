@@ -10,16 +10,15 @@ from typing import Any, Literal
 
 import torch
 import yaml
-from jsonargparse import ActionConfigFile, ArgumentError, ArgumentParser, Namespace, set_parsing_settings
+from jsonargparse import ActionConfigFile, ArgumentError, ArgumentParser, set_parsing_settings
 from rich.table import Table
 
-from gpt.deepspeed_config import Surroundings, translate
+from gpt.deepspeed_config import with_translation
 from gpt.loss_guard import GuardSettings
 from gpt.model import ModelConfig
 from gpt.profiling import ProfileSettings
 from gpt.schedule import BatchConfig, RampUpConfig, ScheduleConfig
 from parallel.errors import ConfigError
-from parallel.world import num_ranks_from_environment
 from zero.activations import ActivationsConfig
 from zero.engine import ZeroConfig
 from zero.offload import OffloadConfig
@@ -291,40 +290,12 @@ def parse_settings(
     try:
         namespace = parser.parse_args(list(arguments))
         if path := namespace.pop(DEEPSPEED_CONFIG):
-            namespace = _parse_with_deepspeed(parser, arguments, Path(path), num_ranks, show)
+            namespace = parser.parse_args(with_translation(arguments, Path(path), parser.parse_args, num_ranks, show))
+            namespace.pop(DEEPSPEED_CONFIG)
         instantiated = parser.instantiate(namespace)
     except ArgumentError as error:
         raise ConfigError(_explain(error, list(parser.get_defaults().keys()))) from error
     return Settings(**{name: getattr(instantiated, name) for name in Settings.__dataclass_fields__})
-
-
-def _parse_with_deepspeed(
-    parser: ArgumentParser,
-    arguments: Sequence[str],
-    path: Path,
-    num_ranks: int | None,
-    show: Callable[[Table], None],
-) -> Namespace:
-    configs, options = _split(arguments)
-    without = parser.parse_args([*configs, *options])
-    names = frozenset(option[2:].partition("=")[0] for option in options if option.startswith("--"))
-    num_ranks = num_ranks or without["dry_run.world_size"] or num_ranks_from_environment()
-    found = translate(path, Surroundings(without, names, num_ranks))
-    show(found.table())
-    found.check()
-    namespace = parser.parse_args([*configs, f"--config={yaml.safe_dump(found.as_tree())}", *options])
-    namespace.pop(DEEPSPEED_CONFIG)
-    return namespace
-
-
-def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """All of `--config FILE`, and what else there is, each in its order."""
-    configs: list[str] = []
-    options: list[str] = []
-    for previous, argument in zip(["", *arguments], arguments, strict=False):
-        is_config = argument.partition("=")[0] == "--config" or previous == "--config"
-        (configs if is_config else options).append(argument)
-    return configs, options
 
 
 def _explain(error: Exception, known_names: list[str]) -> str:

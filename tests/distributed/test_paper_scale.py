@@ -11,6 +11,8 @@ from gpt.report import DEVICE
 from gpt.settings import Settings, parse_settings
 from parallel.cluster import ClusterSpec
 from scripts.paper.calibrate import calibrated
+from zero.memory import formula, placed
+from zero.offload import Placement
 
 ROOT = Path(__file__).resolve().parents[2]
 CLUSTER = ROOT / "configs/clusters/dgx-2.yaml"
@@ -47,3 +49,24 @@ def test_the_cluster_file_has_the_constants_that_three_rows_give():
     found = calibrated(replace(cluster, gemm_fraction=1.0, node_fraction=1.0))
     assert found.gemm_fraction == pytest.approx(cluster.gemm_fraction, abs=0.001)
     assert found.node_fraction == pytest.approx(cluster.node_fraction, abs=0.001)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("name", "world_size", "billions"), [("2-1.5b", 8, 1.5), ("2-10b", 32, 10), ("-1t", 512, 1000)]
+)
+def test_the_runs_of_deepspeeds_tutorial_fit_their_gpus_and_hosts(
+    monkeypatch: pytest.MonkeyPatch, name: str, world_size: int, billions: float
+):
+    monkeypatch.chdir(ROOT)  # the YAML files name JSON files
+    cluster = ClusterSpec.load(CLUSTER)
+    settings = settings_of(f"../deepspeed/gpt{name}", world_size)
+    found = draw_line(settings, cluster).at(settings.model.num_layers)
+    assert found.parameters == pytest.approx(billions * 1e9, rel=0.05)
+    assert found.device_peak_bytes < cluster.gpu_memory_bytes
+    assert found.host_peak_bytes * min(world_size, cluster.gpus_per_node) < cluster.host_memory_gb * 1e9
+    answers, size = settings.zero.answers, world_size // settings.parallel.tensor_size
+    of_this_rank = formula(answers, found.parameters / settings.parallel.tensor_size, size)
+    states = placed(of_this_rank, answers, size, settings.offload.leaves)
+    assert found.device_peak_bytes > states[Placement.ACCELERATOR].total
+    assert found.host_peak_bytes >= states[Placement.HOST].total

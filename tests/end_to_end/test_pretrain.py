@@ -56,6 +56,39 @@ def test_a_real_run_and_a_dry_one_have_the_same_profile_of_collectives(corpus, t
     assert {row["op"] for row in found} == {"all_gather", "reduce_scatter", "all_reduce"}
 
 
+def test_a_run_from_a_deepspeed_file_equals_one_from_options(corpus, tmp_path):
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 2,
+        "zero_optimization": {
+            "stage": 3,
+            "reduce_bucket_size": 5e3,
+            "stage3_prefetch_bucket_size": 0,
+            "offload_optimizer": {"device": "cpu"},
+            "cpu_offload_params": True,
+        },
+        "fp16": {"enabled": False},
+        "gradient_clipping": 0.5,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "betas": [0.8, 0.9]}},
+        "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 2, "total_num_steps": 6}},
+    }
+    file = tmp_path / "ds_config.json"
+    file.write_text(json.dumps(config))
+    left_to_the_file = (
+        "--train.micro_batch_size",
+        "--train.global_batch_size",
+        "--zero.window_numel",
+        "--train.precision",
+    )
+    arguments = [option for option in options(corpus, tmp_path / "a") if not option.startswith(left_to_the_file)]
+    found = run_ranks(2, run_on_rank, [*arguments, f"--zero.deepspeed_config={file}"], init_process_group=False)[0]
+    same = {"zero__stage": 3, "zero__prefetch_numel": 0, "offload__mode": "host", "optimizer__clip_norm": 0.5}
+    same |= {"optimizer__lr": 0.01, "optimizer__betas": "[0.8, 0.9]", "schedule__decay": "linear"}
+    same |= {"schedule__warmup_steps": 2, "schedule__decay_steps": 6}
+    assert reproducible(found) == reproducible(run(2, corpus, tmp_path / "b", **same))
+    assert found[-1]["lr"] < found[2]["lr"] == 0.01
+
+
 def test_every_layout_tells_the_same_story(corpus, tmp_path):
     """The order of samples does not depend on the ranks: any stage on any number of ranks gives the same losses."""
     expected = run(1, corpus, tmp_path / "one", zero__stage=0)

@@ -455,3 +455,31 @@ def text_of(tables: list[Table]) -> str:
     for table in tables:
         console.print(table)
     return console.file.getvalue()
+
+
+TUTORIAL = [
+    ("gpt2-1.5b", 8, ZeroConfig(1, 500_000_000), OffloadConfig(), 8),
+    ("gpt2-10b", 32, ZeroConfig(2, 500_000_000), OffloadConfig(), 32),
+    (
+        "gpt-1t",
+        512,
+        ZeroConfig(3, 10_000_000, prefetch_numel=10_000_000, resident_numel=100_000),
+        OffloadConfig("host", ("optimizer", "parameters")),
+        32,
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "num_ranks", "zero", "offload", "batch_size"), TUTORIAL)
+def test_the_tutorials_files_are_these_settings(
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    num_ranks: int,
+    zero: ZeroConfig,
+    offload: OffloadConfig,
+    batch_size: int,
+):
+    monkeypatch.chdir(ROOT)
+    settings = parse_settings(["--config", f"configs/deepspeed/{name}.yaml"], num_ranks)
+    assert (settings.zero, settings.offload) == (zero, offload)
+    assert (settings.train.micro_batch_size, settings.train.global_batch_size) == (1, batch_size)
