@@ -229,4 +229,6 @@ def _likely(name: str) -> str:
 
 
 def _text(value: Any) -> str:
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
     return value if isinstance(value, str) else json.dumps(value, default=str)

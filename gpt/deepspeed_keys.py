@@ -101,9 +101,8 @@ def section(name: str, *keys: Key | Iterator[Key]) -> Iterator[Key]:
             yield replace(each, name=f"{name}.{each.name}")
 
 
-ON_THE_HOST_ONLY = "states live on the accelerator or in host memory, there is no NVMe; choose cpu"
-FOR_NVME = "is for NVMe only"
-HALF_STATES = "master weights, their gradients' sums and moments are fp32; set it to false"
+FOR_NVME = "for NVMe only"
+HALF_STATES = "master weights and moments are fp32; set it to false"
 
 BATCH = [
     joins("train_batch_size", Kind.SIZE, "train.global_batch_size"),
@@ -154,7 +153,7 @@ ZERO = section(
     needless(Kind.SWITCH, "a parameter without a gradient counts as zero", "ignore_unused_parameters"),
     needless(Kind.SWITCH, "there is one stage 1", "legacy_stage1"),
     needless(Kind.SWITCH, "every rank owns a part of every window, so all of them copy", "round_robin_gradients"),
-    needless(Kind.SWITCH, "is DeepSpeed's own checks", "enable_sanity_checks", "log_trace_cache_warnings"),
+    needless(Kind.SWITCH, "DeepSpeed's own checks", "enable_sanity_checks", "log_trace_cache_warnings"),
     needless(Kind.SWITCH, "there are no pipelines", "pipeline_loading_checkpoint"),
     needless(Kind.SWITCH, "there is no Muon", "save_muon_momentum_buffer_in_memory"),
     refused(
@@ -180,38 +179,40 @@ ZERO = section(
     refused("zenflow", Kind.ANYTHING, "every step updates every parameter; remove it"),
 )
 
-OFFLOAD = section(
-    "zero_optimization",
-    *(
-        section(
-            name,
-            only(
-                joins("device", Kind.TEXT, "offload.mode", "offload.states"),
-                "cpu",
-                "none",
-                else_say=ON_THE_HOST_ONLY,
-            ),
-            needless(Kind.SWITCH, "host memory is always pinned where there is an accelerator", "pin_memory"),
-            needless(Kind.ANYTHING, FOR_NVME, "nvme_path", "buffer_count", "buffer_size", "max_in_cpu"),
-            needless(Kind.SWITCH, FOR_NVME, "fast_init", "pipeline", "pipeline_read", "pipeline_write"),
-            needless(
-                Kind.ANYTHING,
-                "copies, update and casts go window by window, side by side",
-                "super_offload",
-                "convert_grad_on_cpu",
-            ),
-            needless(Kind.NUMBER, "torch's threads update (OMP_NUM_THREADS)", "cpuadam_cores_perc"),
-            refused(
-                "ratio",
-                Kind.NUMBER,
-                "a share cannot be chosen; set 1.0, or offload.mode=auto with offload.accelerator_memory_gb, which "
-                "keeps as much as fits",
-                1,
-            ),
-        )
-        for name in ("offload_optimizer", "offload_param")
+
+def offloaded(name: str, *others: Key | Iterator[Key]) -> Iterator[Key]:
+    device = joins("device", Kind.TEXT, "offload.mode", "offload.states")
+    return section(
+        f"zero_optimization.{name}",
+        only(
+            device, "cpu", "none", else_say="states are on the accelerator or in host memory, never on NVMe; choose cpu"
+        ),
+        needless(Kind.SWITCH, "host memory is always pinned where there is an accelerator", "pin_memory"),
+        needless(Kind.ANYTHING, FOR_NVME, "nvme_path", "buffer_count"),
+        *others,
+    )
+
+
+OFFLOAD = [
+    *offloaded(
+        "offload_optimizer",
+        needless(Kind.SWITCH, FOR_NVME, "fast_init", "pipeline", "pipeline_read", "pipeline_write"),
+        needless(
+            Kind.SWITCH,
+            "copies, update and casts go window by window, side by side",
+            "super_offload",
+            "convert_grad_on_cpu",
+        ),
+        needless(Kind.NUMBER, "OMP_NUM_THREADS is how many threads update", "cpuadam_cores_perc"),
+        refused(
+            "ratio",
+            Kind.NUMBER,
+            "no share can be chosen; set 1, or choose offload.mode=auto, which keeps as much as there is room for",
+            1,
+        ),
     ),
-)
+    *offloaded("offload_param", needless(Kind.COUNT, FOR_NVME, "buffer_size", "max_in_cpu")),
+]
 
 PRECISION = [
     *section(
@@ -252,7 +253,7 @@ GRADIENTS = [
         "prescale_gradients",
         "gradient_predivide_factor",
     ),
-    *needless(Kind.TEXT, "is for sequences split over ranks of their own", "seq_parallel_comm_data_type"),
+    *needless(Kind.TEXT, "for sequences that are split over ranks of their own", "seq_parallel_comm_data_type"),
     *needless(Kind.SWITCH, "the trainer knows a step's last micro-batch", "managed_gradient_accumulation"),
     refused("sparse_gradients", Kind.SWITCH, "gradients are dense; set it to false", False),
     refused("gradient_allreduce_op", Kind.TEXT, "gradients are means over ranks; choose avg", "avg"),
@@ -282,12 +283,8 @@ OPTIMIZER = [
         ),
         needless(Kind.SWITCH, "the update is always fused", "legacy_fusion"),
     ),
-    *needless(
-        Kind.SWITCH,
-        "an optimizer is tried out before it is used",
-        "zero_allow_untested_optimizer",
-        "zero_force_ds_cpu_optimizer",
-    ),
+    *needless(Kind.SWITCH, "an optimizer is tried out before it is used", "zero_allow_untested_optimizer"),
+    *needless(Kind.SWITCH, "torch's fused AdamW updates on the host", "zero_force_ds_cpu_optimizer"),
 ]
 
 WARM_UP = "the warm-up rises from zero; set it to 0 and shorten it"
@@ -299,7 +296,7 @@ SCHEDULER = section(
             Kind.TEXT,
             "schedule.decay",
             "schedule.min_lr",
-            why="the warm-up is a line, DeepSpeed's default a logarithm",
+            why="the warm-up is a line, not a logarithm",
         ),
         "WarmupLR",
         "WarmupDecayLR",
@@ -346,11 +343,12 @@ REPORTS = [
     *needless(Kind.SWITCH, "run.dir/config.yaml has every setting", "dump_state"),
     *needless(Kind.ANYTHING, "every run counts its FLOPs", "flops_profiler"),
     *needless(Kind.ANYTHING, "every run counts its traffic", "comms_logger"),
-    *needless(Kind.ANYTHING, "is DeepSpeed's own logging", "timers", "log_level"),
+    *needless(Kind.ANYTHING, "DeepSpeed's own logging", "timers", "log_level"),
 ]
 
 OTHERS = [
     *needless(Kind.ANYTHING, FOR_NVME, "aio"),
+    *needless(Kind.ANYTHING, "checkpoints are written behind the training", "datastates_ckpt"),
     *needless(Kind.SWITCH, "batches have no end and are never short", "dataloader_drop_last"),
     *needless(Kind.SIZE, "model.vocab_size is rounded up to model.vocab_multiple", "vocabulary_size"),
     *section(
@@ -386,9 +384,7 @@ FEATURES = {
     "eigenvalue": "it serves quantization only",
     "hybrid_engine": "it serves inference only",
     "compile": "nothing is compiled",
-    "nebula": "checkpoints are written behind the training as they are",
-    "datastates": "checkpoints are written behind the training as they are",
-    "data_sampling": "the order of samples follows from train.seed",
+    "nebula": "checkpoints are written behind the training, into run.dir",
 }
 
 KEYS = {

@@ -3,6 +3,7 @@
 A rule reads what the file says and what stands beside it, and returns settings; it raises ConfigError with the numbers.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -87,32 +88,32 @@ def loss_scale(file: Reading) -> dict[str, Any]:
     return made if power is None else made | {"train.loss_scale.initial": 2.0**power}
 
 
+BATCH_KEYS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
+
+
 def batch(file: Reading) -> dict[str, Any]:
     """DeepSpeed's arithmetic between three sizes and the data-parallel ranks; where it lacks one, ours."""
-    num_ranks, own = file.beside.data_size, file.beside.settings
-    micro, micro_name = file.named("train_micro_batch_size_per_gpu", "train.micro_batch_size")
-    steps = file.values.get("gradient_accumulation_steps")
-    total, total_name = file.named("train_batch_size", "train.global_batch_size")
-    if total is None and steps is None and micro is None:
+    if not any(key in file.values for key in BATCH_KEYS):
         return {}
-    if "train_batch_size" in file.autos and steps is not None and not file.beside.is_option("train.global_batch_size"):
+    total_key, micro_key, steps_key = BATCH_KEYS
+    total, total_name = file.named(total_key, "train.global_batch_size")
+    micro, micro_name = file.named(micro_key, "train.micro_batch_size")
+    steps, num_ranks = file.values.get(steps_key), file.beside.data_size
+    if total_key in file.autos and steps is not None and not file.beside.is_option("train.global_batch_size"):
         total = None  # the two others say what it must be
+    if total is None and micro is None:
+        micro = file.beside.settings["train.micro_batch_size"]
+    sizes = {micro_name: micro, f"{steps_key}={steps}": steps, f"{num_ranks} data-parallel ranks": num_ranks}
+    known = {name: size for name, size in sizes.items() if size}
+    product = math.prod(known.values())
     if total is None:
-        micro = own["train.micro_batch_size"] if micro is None else micro
-        total = micro * (steps or 1) * num_ranks
-    elif micro is None:
-        micro = total // (num_ranks * (steps or 1))
-        micro_name = f"train_micro_batch_size_per_gpu={micro}"
-    accumulated = total // (micro * num_ranks) if micro else 0
-    product = micro * (steps or max(1, accumulated)) * num_ranks
-    if product != total or not micro:
-        times = f"gradient_accumulation_steps={steps} x " if steps else ""
+        total = product
+    if total != product and (len(known) == len(sizes) or total % product):
+        relation = "" if len(known) == len(sizes) else "a multiple of "
         raise ConfigError(
-            f"{total_name} is not {micro_name} x {times}{num_ranks} data-parallel ranks"
-            + (f" = {product}" if steps or product > total else ", any number of times")
-            + "; change one of them, or leave one out"
+            f"{total_name} is not {relation}{' x '.join(known)} = {product}; change one of them, or leave one out"
         )
-    return {"train.micro_batch_size": micro, "train.global_batch_size": total}
+    return {"train.micro_batch_size": micro or total // product, "train.global_batch_size": total}
 
 
 def offload(file: Reading) -> dict[str, Any]:
@@ -124,7 +125,7 @@ def offload(file: Reading) -> dict[str, Any]:
         chosen[state] = file.values[key] == "cpu"
         if chosen[state] and stage < lowest:
             raise ConfigError(
-                f"{key}=cpu needs stage {lowest} or higher, and zero.stage={stage}; choose stage {max(lowest, stage)}, "
+                f"{key}=cpu needs stage {lowest} or higher, and zero.stage={stage}; choose stage {lowest}, "
                 "or none for the device"
             )
     if not chosen:

@@ -117,10 +117,10 @@ def headline(report: dict[str, Any]) -> str:
 
 
 def host_verdict(report: dict[str, Any]) -> str:
-    """Nothing where nothing is in host memory."""
+    """Nothing where nothing to speak of is in host memory."""
     needed, available = report["node_host_bytes"] / 1e9, report["cluster"]["host_memory_gb"]
     verdict = "fits" if report["fits_host"] else f"does NOT fit, by {needed - available:,.0f} GB,"
-    return f"; {needed:,.1f} GB on a node's host: {verdict} its {available:,.0f} GB" if needed else ""
+    return f"; {needed:,.1f} GB on a node's host: {verdict} its {available:,.0f} GB" if needed >= 0.05 else ""
 
 
 def memory_table(report: dict[str, Any]) -> Table:

@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 from rich.table import Table
 
+from gpt.build import build_loss_scale
 from gpt.deepspeed_config import translate
 from gpt.deepspeed_keys import KEYS, OTHER_SPELLINGS, UNREAD, Kind
 from gpt.deepspeed_rules import Surroundings
@@ -256,6 +258,17 @@ EXAMPLES = {
 }
 
 
+def test_a_static_scale_never_changes_and_a_dynamic_one_has_a_minimum(parse):
+    static, dynamic = (
+        build_loss_scale(parse({"fp16": {"enabled": True, **keys}}).train.loss_scale, True, torch.device("cpu"))
+        for keys in ({"loss_scale": 128}, {"initial_scale_power": 5, "hysteresis": 1, "min_loss_scale": 16})
+    )
+    for _ in range(3):
+        static.update(torch.tensor(1.0))
+        dynamic.update(torch.tensor(1.0))
+    assert (static.scale.item(), dynamic.scale.item()) == (128, 16)
+
+
 def test_what_needs_nothing_changes_nothing(parse, base):
     needless = [key for key in KEYS.values() if not key.settings and key.accepts is None]
     content = merged(*(nested(key.name, EXAMPLES[key.kind]) for key in needless))
@@ -281,7 +294,7 @@ def test_auto_everywhere_means_these_settings(parse):
     [
         (
             zero(offload_param={"device": "nvme"}),
-            "offload_param.device=nvme: .* no NVMe; choose cpu",
+            "offload_param.device=nvme: .* never on NVMe; choose cpu",
         ),
         (
             zero(offload_optimizer={"device": "nvme", "nvme_path": "/x"}),
@@ -329,9 +342,9 @@ def test_auto_everywhere_means_these_settings(parse):
         ),
         (
             {"train_batch_size": 30, "train_micro_batch_size_per_gpu": 4},
-            "train_batch_size=30 is not train_micro_batch_size_per_gpu=4 x 4 data-parallel ranks, any number of times;",
+            "train_batch_size=30 is not a multiple of train_micro_batch_size_per_gpu=4 x 4 data-parallel ranks = 16;",
         ),
-        ({"train_batch_size": 3}, "train_batch_size=3 is not train_micro_batch_size_per_gpu=0 x 4 data-parallel ranks"),
+        ({"train_batch_size": 3}, "train_batch_size=3 is not a multiple of 4 data-parallel ranks = 4;"),
         (
             {"bf16": {"enabled": True}, "communication_data_type": "fp32"},
             "communication_data_type=fp32 and train.precision=bf16; .*; remove it or choose --train.precision=fp32",
@@ -380,6 +393,26 @@ def test_any_two_batch_sizes_give_the_third(parse, present: tuple[bool, ...]):
         (True, False, False): (8, 32),
     }
     assert (train.micro_batch_size, train.global_batch_size) == expected.get(present, (2, 32))
+
+
+@pytest.mark.parametrize(
+    ("content", "options", "expected"),
+    [
+        (
+            {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4},
+            [],
+            (2, 32),
+        ),
+        ({"train_batch_size": 40, "train_micro_batch_size_per_gpu": "auto"}, [], (5, 40)),
+        ({}, ["--train.micro_batch_size=1"], (1, 20)),
+        ({}, ["--train.global_batch_size=40"], (5, 40)),
+        ({"train_micro_batch_size_per_gpu": 2}, ["--train.global_batch_size=40"], (2, 40)),
+        ({"gradient_accumulation_steps": 2}, ["--train.global_batch_size=40"], (5, 40)),
+    ],
+)
+def test_batch_sizes_that_the_file_leaves_open(parse, content: Any, options: list[str], expected: tuple[int, int]):
+    train = parse(content, "--config", "{train: {micro_batch_size: 5, global_batch_size: 20}}", *options).train
+    assert (train.micro_batch_size, train.global_batch_size) == expected
 
 
 @pytest.mark.parametrize(("tensor_size", "data_size"), [(1, 8), (2, 4), (8, 1)])
@@ -445,8 +478,8 @@ def test_the_table_has_every_key_once(parse):
     parse(content, show=tables.append)
     text = text_of(tables)
     assert re.search(r"zero_optimization.cpu_offload=true .*mapped .*offload.mode=host", text)
-    assert re.search(r"sub_group_size=1000000000.0 .*nothing needed .*window by window", text)
-    assert re.search(r"gradient_clipping=auto .*left to the settings .*optimizer.clip_norm=1.0", text)
+    assert re.search(r"sub_group_size=1000000000 .*nothing needed .*window by window", text)
+    assert re.search(r"gradient_clipping=auto .*left to the settings .*optimizer.clip_norm=1", text)
     assert all(text.count(name) == 1 for name in ("zero_optimization.stage=", "cpu_offload", "sub_group", "clipping="))
 
 
@@ -455,6 +488,28 @@ def text_of(tables: list[Table]) -> str:
     for table in tables:
         console.print(table)
     return console.file.getvalue()
+
+
+def documented() -> str:
+    """The table of docs/deepspeed.md: keys of one section that fare alike share a line."""
+    lines: dict[tuple[str, str, str], list[str]] = {}
+    for key in KEYS.values():
+        section, _, name = key.name.rpartition(".")
+        settings = ", ".join(f"`{setting}`" for setting in key.settings)
+        accepted = ", ".join(f"`{json.dumps(value)}`" for value in key.accepts or ())
+        why = "" if key.why == "is off" else key.why
+        verdict = "mapped" if settings else "nothing needed" if why else "refused"
+        refused = f"other than {accepted}: {key.refusal}" if accepted else key.refusal
+        lines.setdefault((section, verdict, "; ".join(filter(None, [settings, why, refused]))), []).append(name)
+    rows = [
+        f"| {f'`{section}`: ' if section else ''}{', '.join(f'`{name}`' for name in names)} | {verdict} | {here} |"
+        for (section, verdict, here), names in lines.items()
+    ]
+    return "\n".join(["| key | | here, and what is refused |", "| --- | --- | --- |", *rows])
+
+
+def test_the_documentation_has_every_key():
+    assert documented() in (ROOT / "docs/deepspeed.md").read_text()
 
 
 TUTORIAL = [
