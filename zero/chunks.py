@@ -17,6 +17,7 @@ from zero.layout import ALIGNMENT, round_up
 from zero.offload import OffloadConfig
 
 MEBI = 2**20
+NUM_ROUNDS = 3  # from nothing held to what is held in every round
 
 Chunk = TypeVar("Chunk", bound=Hashable)
 
@@ -54,7 +55,7 @@ class Cycle(Generic[Chunk]):
     """Which chunks are used at each position of a round that repeats."""
 
     def __init__(self, uses: Sequence[Collection[Chunk]]):
-        self._length = len(uses)
+        self._uses, self._length = uses, len(uses)
         self._positions: defaultdict[Chunk, list[int]] = defaultdict(list)
         for position, chunks in enumerate(uses):
             for chunk in chunks:
@@ -84,3 +85,17 @@ class Cycle(Generic[Chunk]):
                 break
             kept.append(chunk)
         return kept
+
+    def plan(
+        self, rooms_bytes: Sequence[float], num_bytes: Callable[[Chunk], int]
+    ) -> list[tuple[frozenset[Chunk], frozenset[Chunk]]]:
+        """(what is left when a position is reached, what stays when its chunks have been fetched) for each position,
+        where `rooms_bytes` may differ. Rounds are played until they repeat."""
+        held: list[Chunk] = []
+        for _ in range(NUM_ROUNDS):
+            found = []
+            for position, (uses, room_bytes) in enumerate(zip(self._uses, rooms_bytes, strict=True)):
+                before = self.stay(held, position - 1, room_bytes, num_bytes)
+                held = self.stay(dict.fromkeys([*before, *uses]), position, room_bytes, num_bytes)
+                found.append((frozenset(before), frozenset(held)))
+        return found

@@ -33,6 +33,8 @@ Phase = Literal["forward", "backward", "update"]
 Moment = tuple[Phase, int]  # the visit of a unit, counted from the beginning of its phase
 Chunk = tuple[FlatParameters, int]  # a window
 
+UPDATE: Moment = ("update", 0)  # and all that is between an update and the first visit
+NOTHING: tuple[frozenset[Chunk], frozenset[Chunk]] = (frozenset(), frozenset())
 GIGA = 1e9
 SHARE_WITHOUT_BUDGET = 0.9  # of the accelerator, for auto: CUDA and NCCL need some too
 NUM_RECORDED = 2  # steps
@@ -49,12 +51,13 @@ class Residency:
         self._budget_bytes = _budget_bytes(offload)
         self._num_steps_to_record = NUM_RECORDED if self._budget_bytes is not None else 0
         self._meter = PeakMeter(offload.device)
-        self._moment: Moment = ("update", 0)
+        self._moment = UPDATE
         self._peaks: defaultdict[Moment, int] = defaultdict(int)
         self._route: list[tuple[Moment, Unit]] = []
         self._num_visits: dict[Phase, int] = {}
-        self._rooms: dict[Moment, float] = {}
-        self._near: dict[Chunk, None] = {}
+        self._visited: dict[Moment, Unit] = {}
+        self._plan: dict[Moment, tuple[frozenset[Chunk], frozenset[Chunk]]] = {}
+        self._near: set[Chunk] = set()
         self._has_strayed = False  # from the recorded route, in this step
         self.prefetch_numel = 0 if self._adapts else prefetch_numel
         self.may_keep = not self._adapts
@@ -95,31 +98,28 @@ class Residency:
                 self._route.append((moment, unit))
         else:
             self._has_strayed |= self._visited.get(moment) is not unit
-            self._let_go()
+            self._let_go_all_but(self._planned()[0])
 
     def after_visit(self, unit: Unit) -> None:
         """The unit's parameters are there: their shards may stay."""
-        if not self._rooms or self._has_strayed:
-            return
-        new = [chunk for chunk in _chunks_on_host([unit]) if chunk not in self._near]
-        staying = dict.fromkeys(self._staying([*self._near, *new]))
-        self._let_go(staying)
-        for flat, index in new:
-            if (flat, index) in staying:
+        _, staying = self._planned()
+        self._let_go_all_but(staying)
+        for flat, index in _chunks_on_host([unit]) if staying else ():
+            if (flat, index) in staying and (flat, index) not in self._near:
                 flat.bring_near(index)
-                self._near[flat, index] = None
+                self._near.add((flat, index))
 
     def before_update(self, axes: Iterable[Axis]) -> None:
         """Raises ConfigError where the first forward and backward have needed more than the budget."""
-        self._enter(("update", 0))
+        self._enter(UPDATE)
         if self._is_recording:
             self._check_budget(axes)
-        self._let_go()
+        self._let_go_all_but(self._planned()[0])
 
     def after_update(self, optimizer: "ZeroOptimizer", axes: Iterable[Axis]) -> None:
         self._has_strayed = False
         if self._is_recording:
-            self._enter(("update", 0))
+            self._enter(UPDATE)
             least_room = self._check_budget(axes)
             self._num_steps_to_record -= 1
             if self._num_steps_to_record:
@@ -163,10 +163,12 @@ class Residency:
         reserved += kept_bytes * self.may_keep
         shard_bytes = sum(map(_num_bytes, _chunks_on_host(units)))
         placed_bytes = _place(optimizer, least_room - reserved - shard_bytes)
-        self._rooms = {m: self._budget_bytes - peak - reserved - placed_bytes for m, peak in self._peaks.items()}
         self._visited = dict(self._route)
-        self._positions = {moment: position for position, moment in enumerate(self._visited)}
-        self._cycle = Cycle([_chunks_on_host([unit]) for unit in self._visited.values()])
+        rooms = {moment: self._budget_bytes - peak - reserved - placed_bytes for moment, peak in self._peaks.items()}
+        moments = [*self._visited, UPDATE]
+        cycle = Cycle([_chunks_on_host([self._visited[m]] if m in self._visited else []) for m in moments])
+        plan = cycle.plan([rooms[moment] for moment in moments], _num_bytes)
+        self._plan = dict(zip(moments, plan, strict=True))
         logger.info(
             "offload: %.3g of %.3g GB are free at the tightest moment; %.3g for units fetched ahead or kept, %.3g for "
             "the optimizer's states of %d of %d windows, the rest for shards of parameters",
@@ -178,16 +180,14 @@ class Residency:
             len(optimizer.windows),
         )
 
-    def _staying(self, chunks: Iterable[Chunk]) -> list[Chunk]:
-        position = self._positions.get(self._moment, len(self._positions) - 1)  # an update comes last
-        return self._cycle.stay(chunks, position, self._rooms.get(self._moment, 0), _num_bytes)
+    def _planned(self) -> tuple[frozenset[Chunk], frozenset[Chunk]]:
+        """What of the shards stays when the present moment begins, and when its own have come."""
+        return NOTHING if self._has_strayed else self._plan.get(self._moment, NOTHING)
 
-    def _let_go(self, staying: dict[Chunk, None] | None = None) -> None:
-        if staying is None:
-            staying = {} if self._has_strayed or not self._near else dict.fromkeys(self._staying(self._near))
-        for flat, index in [chunk for chunk in self._near if chunk not in staying]:
+    def _let_go_all_but(self, staying: frozenset[Chunk]) -> None:
+        for flat, index in self._near - staying:
             flat.let_go(index)
-            del self._near[flat, index]
+        self._near &= staying
 
 
 def _budget_bytes(offload: Offload) -> float | None:

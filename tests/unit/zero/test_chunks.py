@@ -148,3 +148,17 @@ def test_ten_thousand_parameters_are_searched_by_their_units():
     sizes = Counter([12 * 1600**2 + 13 * 1600] * 833 + [50257 * 1600])
     found = search_chunk_size(sizes.elements(), OffloadConfig(hidden_dim=1600), 64)
     assert 32 * MEBI <= found.numel <= 64 * MEBI
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=12), st.integers(0, 4), st.randoms(use_true_random=False))
+@settings(max_examples=100, deadline=None)
+def test_a_plan_keeps_to_its_rooms_and_keeps_what_is_about_to_be_used(uses, num_places, random):
+    rooms = [random.randint(0, num_places) for _ in uses]
+    plan = Cycle([[chunk] for chunk in uses]).plan(rooms, lambda _chunk: 1)
+    for position, (before, after) in enumerate(plan):
+        assert len(before) <= rooms[position]
+        assert len(after) <= rooms[position]
+        assert after <= before | {uses[position]}
+        assert before <= plan[position - 1][1]
+        if rooms[position] and uses[position] in plan[position - 1][1]:
+            assert uses[position] in before, "the next to be used is the last to go"
