@@ -2,7 +2,7 @@
 
     python -m gpt.collectives runs/a runs/b      compares two, each the folder of a real run or of a dry one
 
-A real run writes it after the step `run.profile_step`, a dry run in its report.
+A real run writes it after the step `profile.collectives_step`, a dry run in its report.
 """
 
 import argparse
@@ -69,8 +69,8 @@ def read_profile(path: Path) -> list[dict[str, Any]]:
         return json.loads(found[0].read_text())["collectives"]
     except (IndexError, OSError, ValueError, KeyError) as error:
         raise ConfigError(
-            f"{path} has no profile of collectives: a real run writes {PROFILES[0]} after run.profile_step, a dry run "
-            f"{PROFILES[1]}"
+            f"{path} has no profile of collectives: a real run writes {PROFILES[0]} after the step "
+            f"profile.collectives_step, a dry run {PROFILES[1]}"
         ) from error
 
 

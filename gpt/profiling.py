@@ -43,8 +43,13 @@ class ProfileSettings:
     """First and last step that are timed and traced; null: none."""
     ranks: tuple[int, ...] = (0,)
     """Ranks whose trace is written, to run.dir/profile/rank-*.json; all ranks are timed."""
+    collectives_step: int = 5
+    """Step whose collectives the first rank counts in run.dir/collectives.json, to be compared with a dry run's or
+    another run's; it is slower than others. 0: none."""
 
     def __post_init__(self) -> None:
+        if self.collectives_step < 0:
+            raise ConfigError(f"profile.collectives_step={self.collectives_step} is below 0; choose 5, or 0 for none")
         if self.steps is not None and not 1 <= self.steps[0] <= self.steps[1]:
             raise ConfigError(f"profile.steps={list(self.steps)} are no first and last step; choose [10, 12]")
 

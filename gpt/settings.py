@@ -188,15 +188,10 @@ class RunSettings:
     hang_seconds: float = 600.0
     """Time without progress on any rank after which the one that holds up the others is named and the job ends; 0:
     never."""
-    profile_step: int = 5
-    """Step whose collectives the first rank counts in run.dir/collectives.json, to be compared with a dry run's or
-    another run's; it is slower than others. 0: none."""
     tensorboard: bool = False
     """Also write the metrics for TensorBoard, in run.dir/tensorboard."""
 
     def __post_init__(self) -> None:
-        if self.profile_step < 0:
-            raise ConfigError(f"run.profile_step={self.profile_step} is below 0; choose 5, or 0 for none")
         if self.hang_seconds < 0:
             raise ConfigError(f"run.hang_seconds={self.hang_seconds} is below 0; choose 600, or 0 for no watch")
         if self.tensorboard and find_spec("tensorboard") is None:

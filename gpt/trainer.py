@@ -169,7 +169,7 @@ class Trainer:
             if every and step % every == 0
             else lambda: None
         )
-        is_profiled = self._world.is_first and step == settings.run.profile_step
+        is_profiled = self._world.is_first and step == settings.profile.collectives_step
         with profiled(parts.mesh.log, self._folder) if is_profiled else nullcontext():
             loss, grad_norm = train_step(parts.model, parts.optimizer, micro_batches, parts.mesh, parts.guard, look)
         sent = traffic.measure()
