@@ -184,7 +184,7 @@ class ZeroOptimizer:
         """Every element has one owner along the shard axis, and padding is zero. A window at a time (C_B)."""
         dtype = reduce(torch.promote_types, {window.master.dtype for window in self.windows}, torch.float32)
         squares = self.loss_scale.scale.new_zeros((), dtype=dtype)
-        for placement in Placement:
+        for placement in dict.fromkeys(window.placement for window in self.windows):
             with allocating(Kind.OTHER, on_host=placement is Placement.HOST):
                 here = torch.zeros((), dtype=dtype, device=self._device_of[placement])
                 for window in self._masters_on(placement):
