@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from parallel.errors import ConfigError
 from parallel.ledger import Kind, tagged
 
 Allocate = Callable[[int, torch.dtype], Tensor]  # (elements, type) -> flat memory
@@ -64,6 +65,17 @@ def on_device(device: torch.device, kind: Kind) -> Allocate:
 
 
 def on_host_of(device: torch.device, kind: Kind) -> Allocate:
-    """Pinned where the device is a GPU, which then copies beside its computation."""
-    is_pinned = device.type == "cuda"
-    return lambda numel, dtype: tagged(kind, torch.empty(numel, dtype=dtype, pin_memory=is_pinned), on_host=True)
+    """Pinned where the device is a GPU, which then copies beside its computation. Raises ConfigError where there is
+    not as much."""
+
+    def allocate(numel: int, dtype: torch.dtype) -> Tensor:
+        try:
+            tensor = torch.empty(numel, dtype=dtype, pin_memory=device.type == "cuda")
+        except RuntimeError as error:
+            raise ConfigError(
+                f"{numel * dtype.itemsize / 1e9:,.3g} GB of host memory for {kind} could not be had: "
+                f"{str(error).splitlines()[0]}; offload less, or allow the process more (pinned) memory"
+            ) from error
+        return tagged(kind, tensor, on_host=True)
+
+    return allocate
