@@ -181,17 +181,18 @@ class ZeroOptimizer:
         self._make_cast_buffers()
 
     def _grad_norm(self) -> Tensor:
-        """Every element has one owner along the shard axis, and padding is zero. A window at a time (C_B)."""
+        """Every element has one owner along the shard axis, and padding is zero. A window at a time (C_B).
+
+        Windows add up in one order, wherever they lie: a run that is resumed places them anew.
+        """
         dtype = reduce(torch.promote_types, {window.master.dtype for window in self.windows}, torch.float32)
         squares = self.loss_scale.scale.new_zeros((), dtype=dtype)
-        for placement in dict.fromkeys(window.placement for window in self.windows):
-            with allocating(Kind.OTHER, on_host=placement is Placement.HOST):
-                here = torch.zeros((), dtype=dtype, device=self._device_of[placement])
-                for window in self._masters_on(placement):
-                    grads = self._gradients_that_count(window)
-                    if chunks := [chunk for grad in grads for chunk in grad.split(NORM_CHUNK_NUMEL)]:
-                        here.add_(torch.stack(list(torch._foreach_norm(chunks, 2, dtype))).square().sum())
-            squares.add_(here.to(squares.device))
+        for window in self.windows:
+            grads = self._gradients_that_count(window)
+            if chunks := [chunk for grad in grads for chunk in grad.split(NORM_CHUNK_NUMEL)]:
+                with allocating(Kind.OTHER, on_host=window.placement is Placement.HOST):
+                    square = torch.stack(list(torch._foreach_norm(chunks, 2, dtype))).square().sum()
+                squares.add_(square.to(squares.device))
         for axis in (self._model.shard_axis, self._tensor):
             axis.all_reduce(squares, out=squares).wait()
         return squares.sqrt() / self.loss_scale.scale

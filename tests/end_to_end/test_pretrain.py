@@ -29,9 +29,12 @@ TENSOR_2 = {"parallel__tensor_size": 2, "train__steps": 2}
 
 
 def reproducible(records: list[dict]) -> list[dict]:
-    """Without what is measured, traffic included: the first step of every start gathers what later ones know of."""
+    """Without what is measured, traffic and memory included: the first step of every start gathers what later ones know
+    of, and places what they know a place for."""
     left_out = MEASURED | {"data_axis_bytes", "tensor_axis_bytes"}
-    return [{k: v for k, v in record.items() if k not in left_out} for record in records]
+    return [
+        {k: v for k, v in record.items() if k not in left_out and not k.startswith("memory/")} for record in records
+    ]
 
 
 def test_a_run_leaves_its_settings_metrics_and_plot(corpus, tmp_path):
@@ -90,9 +93,9 @@ def test_a_run_from_a_deepspeed_file_equals_one_from_options(corpus, tmp_path):
 
 
 def test_every_layout_tells_the_same_story(corpus, tmp_path):
-    """The order of samples does not depend on the ranks: any stage on any number of ranks gives the same losses."""
+    """The order of samples does not depend on the ranks; that no layout changes a step is shown elsewhere."""
     expected = run(1, corpus, tmp_path / "one", zero__stage=0)
-    for num_ranks, stage, tensor_size in ((2, 0, 1), (2, 1, 2), (4, 2, 1), (4, 2, 2), (2, 3, 1), (4, 3, 4)):
+    for num_ranks, stage, tensor_size in ((2, 1, 2), (4, 2, 2), (2, 3, 1)):
         settings = {"zero__stage": stage, "parallel__tensor_size": tensor_size}
         settings |= {"parallel__sequence_parallel": stage == 2}
         found = run(num_ranks, corpus, tmp_path / f"{num_ranks}-{stage}-{tensor_size}", **settings)
@@ -104,7 +107,6 @@ def test_every_layout_tells_the_same_story(corpus, tmp_path):
 @pytest.mark.parametrize(
     ("stage", "precision", "tensor_size", "is_split", "offload"),
     [
-        (0, "bf16", 1, False, "accelerator"),
         (1, "fp32", 1, False, "host"),
         (2, "fp16", 1, False, "accelerator"),
         (3, "bf16", 1, False, "auto"),
@@ -215,7 +217,7 @@ def test_checkpointed_activations_give_the_same_losses(corpus, tmp_path):
 
 def test_the_five_configurations_of_the_papers_table_3_train_alike(corpus, tmp_path):
     """C1 to C5 differ in where model states and activations are, in nothing that is computed."""
-    shrunk = {"model__num_layers": 4, "train__steps": 3}
+    shrunk = {"model__num_layers": 4, "train__steps": 2, "train__eval_samples": 0, "train__sample_tokens": 0}
     expected = run(1, corpus, tmp_path / "plain", zero__stage=0, **shrunk)
     answers = set()
     for name in ("c1", "c2", "c3", "c4", "c5"):

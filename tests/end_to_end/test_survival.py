@@ -37,15 +37,23 @@ def losses(records: list[dict]) -> list[tuple]:
     return [(record["step"], record["loss"], record["grad_norm"]) for record in records]
 
 
-def test_a_run_killed_again_and_again_tells_the_story_of_an_undisturbed_one(corpus, tmp_path):
-    settings = {"train__steps": 10, "checkpoint__every": 2, "model__dropout": 0.1, "zero__stage": 3}
+def check_that_kills_change_nothing(corpus: Path, folder: Path, num_steps: int, kills: list[Kill]) -> None:
+    settings = {"train__steps": num_steps, "checkpoint__every": 2, "model__dropout": 0.1, "zero__stage": 3}
     settings |= {"train__eval_samples": 0, "train__sample_tokens": 0}
-    undisturbed = run(2, corpus, tmp_path / "undisturbed", **settings)
-    arguments = dict(option[2:].split("=", 1) for option in options(corpus, tmp_path / "killed", **settings))
+    undisturbed = run(2, corpus, folder / "undisturbed", **settings)
+    arguments = dict(option[2:].split("=", 1) for option in options(corpus, folder / "killed", **settings))
     del arguments["run.dir"]
-    kills = [Kill(0, 1, "reduce", 25), Kill(1, 0, "save.rename", 1)]
-    assert run_under(arguments, tmp_path / "killed", kills) == losses(undisturbed)
-    assert json.loads((tmp_path / "killed" / "checkpoints" / "step-00000010" / "layout.json").read_text())
+    assert run_under(arguments, folder / "killed", kills) == losses(undisturbed)
+    assert json.loads((folder / "killed" / "checkpoints" / f"step-{num_steps:08d}" / "layout.json").read_text())
+
+
+def test_a_run_killed_while_it_saves_tells_the_story_of_an_undisturbed_one(corpus, tmp_path):
+    check_that_kills_change_nothing(corpus, tmp_path, 6, [Kill(0, 0, "save.rename", 2)])
+
+
+@pytest.mark.full
+def test_a_run_killed_again_and_again_tells_the_story_of_an_undisturbed_one(corpus, tmp_path):
+    check_that_kills_change_nothing(corpus, tmp_path, 10, [Kill(0, 1, "reduce", 25), Kill(1, 0, "save.rename", 1)])
 
 
 @contextmanager
