@@ -52,8 +52,7 @@ def check_overlap_never_changes_a_bit(dtype: torch.dtype) -> list[dict[str, Tens
     return results
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("data_size", [2, 4])
+@pytest.mark.parametrize(("data_size", "dtype"), [(2, torch.float32), (4, torch.bfloat16)])
 def test_overlap_and_repetition_give_the_same_bits_on_all_ranks(data_size, dtype):
     first, *others = run_ranks(data_size, check_overlap_never_changes_a_bit, dtype)
     for other, stage in itertools.product(others, ALL_STAGES):
@@ -163,8 +162,8 @@ def raise_on_purpose(_grad: Tensor) -> None:
 
 @pytest.mark.parametrize(
     "zero_configs",
-    [configs(*ALL_STAGES), configs(*ALL_STAGES, overlap=[False]), configs(2, 3, accumulate=["local"])],
-    ids=["overlap", "no-overlap", "local"],
+    [configs(*ALL_STAGES), configs(2, 3, overlap=[False], accumulate=["local"])],
+    ids=["overlap", "no-overlap, local"],
 )
 def test_a_step_is_what_its_backwards_add_up_to(zero_configs):
     checks = [

@@ -42,7 +42,7 @@ def check_clipping() -> list[list[float]]:
     return norms
 
 
-@pytest.mark.parametrize("data_size", [1, 2, 4])
+@pytest.mark.parametrize("data_size", [1, 2])
 def test_clipping_equals_torchs(data_size):
     first, *others = run_ranks(data_size, check_clipping)
     assert all(norms == first for norms in others)
