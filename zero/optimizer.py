@@ -156,9 +156,9 @@ class ZeroOptimizer:
     def bytes_to_place(self, window: OwnedWindow) -> int:
         """What `place` would bring to the accelerator, without the cast buffer."""
         states = [value for piece in window.pieces for value in self.inner.state.get(piece.param, {}).values()]
-        moments = sum(
-            value.nbytes if value.dim() else LEAST_ALLOCATION for value in states if isinstance(value, Tensor)
-        )
+        moments = sum(max(value.nbytes, LEAST_ALLOCATION) for value in states if isinstance(value, Tensor))
+        # An optimizer that has skipped all steps so far has made none yet.
+        moments = max(moments, round(window.master.nbytes * self.state_bytes_per_element / 4))
         needs_own_master = window.master.dtype != window.gradient.dtype or window.flat.placement is Placement.HOST
         master = window.master.nbytes if needs_own_master else 0
         return moments + master + self._model.reducer.bytes_to_place(window.gradient)
