@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from parallel.comm_log import CommEvent, CommLog
-from parallel.errors import ConfigError
+from parallel.errors import ConfigError, told_in_one_line
 from parallel.kernel_log import KernelLog
 from parallel.watching import watching
 
@@ -115,10 +115,8 @@ def comparison_table(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> 
 def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m gpt.collectives", description="Compare two profiles.")
     parser.add_argument("runs", nargs=2, type=Path, help="folders of runs, real or dry")
-    try:
+    with told_in_one_line():
         one, other = (read_profile(path) for path in parser.parse_args(arguments).runs)
-    except ConfigError as error:
-        parser.exit(2, f"error: {error}\n")
     Console().print(comparison_table(one, other))
 
 

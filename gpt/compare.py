@@ -15,7 +15,7 @@ from rich.table import Table
 
 from gpt.plot import plot_losses
 from gpt.run_files import METRICS, read_steps
-from parallel.errors import ConfigError
+from parallel.errors import ConfigError, told_in_one_line
 
 Records = list[dict[str, Any]]
 
@@ -90,8 +90,5 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    try:
+    with told_in_one_line():
         main(sys.argv[1:])
-    except ConfigError as error:
-        sys.stderr.write(f"error: {error}\n")
-        sys.exit(2)

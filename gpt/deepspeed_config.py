@@ -16,7 +16,8 @@ import yaml
 from rich.markup import escape
 from rich.table import Table
 
-from gpt.deepspeed_keys import KEYS, OTHER_SPELLINGS, UNREAD, Kind, same
+from gpt.deepspeed_keys import KEYS, OTHER_SPELLINGS, UNREAD
+from gpt.deepspeed_row import Kind, same
 from gpt.deepspeed_rules import RULES, Reading, Surroundings
 from parallel.errors import ConfigError
 from parallel.world import num_ranks_from_environment

@@ -17,7 +17,7 @@ from gpt.checkpoint import newest, read_layout
 from gpt.model import ModelConfig
 from gpt.pretrained import FILE_BYTES, WeightsWriter
 from gpt.settings import DTYPES
-from parallel.errors import ConfigError
+from parallel.errors import told_in_one_line
 from parallel.layers import split_dims
 from zero.saved_state import SavedState, rank_file
 from zero.sealed_file import verify
@@ -87,10 +87,8 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--output", type=Path, required=True, help="folder that from_pretrained will open")
     parser.add_argument("--dtype", choices=DTYPES, default="fp32", help="type of the weights")
     options = parser.parse_args(arguments)
-    try:
+    with told_in_one_line(OSError):
         count = export_checkpoint(options.checkpoint, options.output, DTYPES[options.dtype])
-    except (ConfigError, OSError) as error:
-        parser.exit(2, f"error: {error}\n")
     sys.stdout.write(f"{count:,} parameters in {options.dtype}: {options.output}\n")
 
 

@@ -18,7 +18,7 @@ from gpt.flops import hardware_flops
 from gpt.layouts import Judgement, Layout, describe, has_room, judge, layouts, room_bytes
 from gpt.settings import Settings, parse_settings
 from parallel.cluster import ClusterSpec
-from parallel.errors import ConfigError
+from parallel.errors import ConfigError, told_in_one_line
 
 TRIES = 3  # dry runs for each layout that is to be verified: some turn out not to fit
 
@@ -201,8 +201,5 @@ def say_largest(own: argparse.Namespace, settings: Settings, cluster: ClusterSpe
 
 
 if __name__ == "__main__":
-    try:
+    with told_in_one_line():
         main(sys.argv[1:])
-    except ConfigError as error:
-        sys.stderr.write(f"error: {error}\n")
-        sys.exit(2)

@@ -164,11 +164,11 @@ class Trainer:
         traffic = StepTraffic(parts.mesh.log)
         norms: dict[str, Tensor] = {}
         every = settings.train.layer_norms_every
-        look = (
-            (lambda: norms.update(layer_norms(parts.model, parts.optimizer, parts.mesh.tensor)))
-            if every and step % every == 0
-            else lambda: None
-        )
+
+        def look() -> None:
+            if every and step % every == 0:
+                norms.update(layer_norms(parts.model, parts.optimizer, parts.mesh.tensor))
+
         is_profiled = self._world.is_first and step == settings.profile.collectives_step
         with profiled(parts.mesh.log, self._folder) if is_profiled else nullcontext():
             loss, grad_norm = train_step(parts.model, parts.optimizer, micro_batches, parts.mesh, parts.guard, look)

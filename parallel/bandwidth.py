@@ -4,12 +4,13 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel.mesh import Axis, Handle, Mesh
+from parallel.mesh import Axis, Mesh
 
 MESSAGE_BYTES = 8 * 2**20
 SECONDS_EACH = 0.5
@@ -45,14 +46,14 @@ def measure_axis(axis: Axis, device: torch.device) -> list[LinkRate]:
     numel = MESSAGE_BYTES // 2 // axis.size * axis.size
     full = torch.ones(numel, dtype=torch.bfloat16, device=device)
     shard = torch.ones(numel // axis.size, dtype=torch.bfloat16, device=device)
-    operations: dict[str, Callable[[], Handle]] = {
-        "all_reduce": lambda: axis.all_reduce(full, out=full),
-        "all_gather": lambda: axis.all_gather(shard, out=full),
-        "reduce_scatter": lambda: axis.reduce_scatter(full, out=shard),
+    operations: dict[str, Measurement] = {
+        "all_reduce": lambda: axis.all_reduce(full, out=full).wait(),
+        "all_gather": lambda: axis.all_gather(shard, out=full).wait(),
+        "reduce_scatter": lambda: axis.reduce_scatter(full, out=shard).wait(),
     }
     rates = []
-    for name, launch in operations.items():
-        seconds = _seconds(lambda launch=launch: launch().wait(), device, axis)  # type: ignore[misc]
+    for name, operation in operations.items():
+        seconds = _seconds(operation, device, axis)
         assert axis.log.last is not None
         rates.append(LinkRate(axis.name, name, _members(axis), axis.log.last.wire_bytes / seconds))
     return rates if axis.rank == 0 else []
@@ -71,7 +72,7 @@ def measure_links(axis: Axis, device: torch.device, takes_part: bool = True) -> 
         pairs = _pairs(axis.size, first)
         for mine in [pair for pair in pairs if axis.rank in pair and takes_part]:
             peer = mine[1] if axis.rank == mine[0] else mine[0]
-            seconds = _seconds(lambda peer=peer: _exchange(axis, peer, sent, received), device, pair=(axis, peer))  # type: ignore[misc]
+            seconds = _seconds(partial(_exchange, axis, peer, sent, received), device, pair=(axis, peer))
             if axis.rank == mine[0]:
                 ranks = tuple(sorted((members[axis.rank], members[peer])))
                 rates.append(LinkRate(axis.name, "link", ranks, MESSAGE_BYTES / seconds))

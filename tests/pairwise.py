@@ -1,4 +1,5 @@
-"""Every pair of values of any two factors, in few combinations: what the default suite runs of a large product."""
+"""Combinations of the values of factors: all of some factors, or few that hold every pair of values of any two, which
+is what the default suite runs of a large product."""
 
 import itertools
 from typing import Any
@@ -6,7 +7,7 @@ from typing import Any
 
 def pairwise(**factors: list[Any]) -> list[dict[str, Any]]:
     """Greedy and deterministic: each combination is the one of the product that covers most pairs still missing."""
-    product = [dict(zip(factors, values, strict=True)) for values in itertools.product(*factors.values())]
+    product = product_of(factors, *factors)
     missing = set().union(*map(_pairs, product))
     chosen = []
     while missing:
@@ -14,6 +15,10 @@ def pairwise(**factors: list[Any]) -> list[dict[str, Any]]:
         chosen.append(best)
         missing -= _pairs(best)
     return chosen
+
+
+def product_of(factors: dict[str, list[Any]], *names: str) -> list[dict[str, Any]]:
+    return [dict(zip(names, values, strict=True)) for values in itertools.product(*(factors[name] for name in names))]
 
 
 def _pairs(combination: dict[str, Any]) -> set[tuple]:

@@ -158,8 +158,7 @@ class GradientReducer:
             gradient.is_reduced = False
             if gradient.staged is not None:
                 self._unstage(gradient)
-            if self._frees(gradient):
-                gradient.owned.untyped_storage().resize_(0)
+            self._free_owned(gradient)
 
     @property
     def staging_bytes(self) -> int:
@@ -185,6 +184,7 @@ class GradientReducer:
             gradient.owned = gradient.part_of_staged(shard)
         else:
             gradient.owned = self._offload.new(placement, Kind.GRADIENTS, len(shard), gradient.dtype).zero_()
+            self._free_owned(gradient)
 
     def _windows_of(self, flat: FlatParameters) -> list[WindowGradient]:
         layout, dtype = flat.layout, flat.full.dtype
@@ -197,8 +197,6 @@ class GradientReducer:
                 gradient.staged = self._new(Kind.GRADIENTS, len(window.elements), dtype)
                 gradient.clear_staged()
             self.place(gradient, self._offload.config.placement_of("optimizer"))
-            if self._frees(gradient):
-                gradient.owned.untyped_storage().resize_(0)
             gradients.append(gradient)
         return gradients
 
@@ -244,6 +242,10 @@ class GradientReducer:
             self._offload.to_accelerator(gradient.owned, out=earlier).wait()
             shard.add_(earlier)
         gradient.left = self._offload.to_host(shard, out=gradient.owned)
+
+    def _free_owned(self, gradient: WindowGradient) -> None:
+        if self._frees(gradient):
+            gradient.owned.untyped_storage().resize_(0)
 
     def _frees(self, gradient: WindowGradient) -> bool:
         """Whether the owned shard has memory of its own, and only while it holds a gradient. Pinned memory stays."""

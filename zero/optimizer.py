@@ -212,17 +212,18 @@ class ZeroOptimizer:
         self._windowed.begin_round()
         published = []
         for placement in Placement:
-            if self._masters_on(placement):
+            if windows := self._masters_on(placement):
                 here = self._device_of[placement]
-                published += self._update_at(placement, coefficient.to(here), found_inf.to(here))
+                published += self._update_at(windows, coefficient.to(here), found_inf.to(here))
         self._windowed.end_round()
         for handle in published:
             handle.wait()
 
-    def _update_at(self, placement: Placement, coefficient: Tensor, found_inf: Tensor) -> list[Handle]:
+    def _update_at(self, windows: list[OwnedWindow], coefficient: Tensor, found_inf: Tensor) -> list[Handle]:
+        """Of windows in one memory, where the flag and the coefficient are too."""
         if self._takes_found_inf:
             self.inner.found_inf = found_inf  # type: ignore[attr-defined]
-        return [self._update(window, coefficient) for window in self._masters_on(placement)]
+        return [self._update(window, coefficient) for window in windows]
 
     def _update(self, window: OwnedWindow, coefficient: Tensor) -> Handle:
         grad = window.gradient.owned

@@ -53,7 +53,7 @@ class Residency:
         self._meter = PeakMeter(offload.device)
         self._moment = UPDATE
         self._peaks: defaultdict[Moment, int] = defaultdict(int)
-        self._route: list[tuple[Moment, Unit]] = []
+        self._route: dict[tuple[Moment, Unit], None] = {}
         self._num_visits: dict[Phase, int] = {}
         self._visited: dict[Moment, Unit] = {}
         self._plan: dict[Moment, tuple[frozenset[Chunk], frozenset[Chunk]]] = {}
@@ -94,8 +94,7 @@ class Residency:
         self._num_visits[phase] = moment[1] + 1
         self._enter(moment)
         if self._is_recording:
-            if (moment, unit) not in self._route:
-                self._route.append((moment, unit))
+            self._route[moment, unit] = None
         else:
             self._has_strayed |= self._visited.get(moment) is not unit
             self._let_go_all_but(self._planned()[0])
@@ -163,7 +162,7 @@ class Residency:
         reserved += kept_bytes * self.may_keep
         shard_bytes = sum(map(_num_bytes, _chunks_on_host(units)))
         placed_bytes = _place(optimizer, least_room - reserved - shard_bytes)
-        self._visited = dict(self._route)
+        self._visited = dict(self._route.keys())
         rooms = {moment: self._budget_bytes - peak - reserved - placed_bytes for moment, peak in self._peaks.items()}
         moments = [*self._visited, UPDATE]
         cycle = Cycle([_chunks_on_host([self._visited[m]] if m in self._visited else []) for m in moments])

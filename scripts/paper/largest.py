@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from gpt.run_files import METRICS
-from parallel.errors import ConfigError
+from parallel.errors import ConfigError, told_in_one_line
 
 STEPS = 3  # after the first all memory has been taken
 RUNS = Path("runs/paper/largest")
@@ -64,10 +64,8 @@ def main(arguments: list[str]) -> None:
         print(f"{num_layers} layers {'fit' if found else 'do not fit'}", flush=True)
         return found
 
-    try:
+    with told_in_one_line():
         print(f"{largest(fits, own.first, own.step)} layers are the most that fit")
-    except ConfigError as error:
-        parser.exit(2, f"error: {error}\n")
 
 
 if __name__ == "__main__":

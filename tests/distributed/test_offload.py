@@ -1,7 +1,5 @@
 """Model states in host memory: the same training, less on the accelerator, and the two memories kept apart."""
 
-import itertools
-
 import pytest
 import torch
 
@@ -10,7 +8,7 @@ from parallel.mesh import Mesh
 from tests.distributed.test_zero_equals_one_process import TOLERANCE, train_in_one_process, train_with_zero
 from tests.kept_apart import KeptApart
 from tests.models import batch, build, loss_of
-from tests.pairwise import pairwise
+from tests.pairwise import pairwise, product_of
 from tests.ranks import run_ranks
 from zero import memory
 from zero.engine import ZeroConfig, ZeroDataParallel
@@ -53,10 +51,9 @@ def test_every_placement_equals_one_process(combination):
     check_equals_no_offload(**combination)
 
 
-MAIN_FACTORS = ("stage", "states", "data_size", "num_micro_batches")
 ALL_COMBINATIONS = [
-    {"name": "gpt", "overlap": True, "accumulate": "reduce"} | dict(zip(MAIN_FACTORS, values, strict=True))
-    for values in itertools.product(*(FACTORS[name] for name in MAIN_FACTORS))
+    {"name": "gpt", "overlap": True, "accumulate": "reduce"} | main
+    for main in product_of(FACTORS, "stage", "states", "data_size", "num_micro_batches")
 ]
 
 

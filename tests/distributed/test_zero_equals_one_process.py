@@ -11,7 +11,7 @@ from torch import Tensor
 
 from parallel.mesh import Mesh
 from tests.models import HARDER_MODELS, MODELS, batch, build, loss_of
-from tests.pairwise import pairwise
+from tests.pairwise import pairwise, product_of
 from tests.ranks import run_ranks
 from zero.engine import ZeroConfig, ZeroDataParallel
 from zero.offload import NO_OFFLOAD, OffloadConfig
@@ -126,10 +126,6 @@ def assert_equals_one_process(
 @pytest.mark.parametrize("combination", pairwise(**FACTORS), ids=lambda c: "-".join(map(str, c.values())))
 def test_stages_equal_one_process(combination):
     assert_equals_one_process(**combination)
-
-
-def product_of(factors: dict, *names: str) -> list[dict]:
-    return [dict(zip(names, values, strict=True)) for values in itertools.product(*(factors[name] for name in names))]
 
 
 @pytest.mark.full

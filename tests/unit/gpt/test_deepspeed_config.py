@@ -17,7 +17,8 @@ from rich.table import Table
 
 from gpt.build import build_loss_scale
 from gpt.deepspeed_config import translate
-from gpt.deepspeed_keys import KEYS, OTHER_SPELLINGS, UNREAD, Kind
+from gpt.deepspeed_keys import KEYS, OTHER_SPELLINGS, UNREAD
+from gpt.deepspeed_row import Kind
 from gpt.deepspeed_rules import Surroundings
 from gpt.schedule import ScheduleConfig
 from gpt.settings import LossScaleSettings, OptimizerSettings, ParallelSettings, Settings, parse_settings
