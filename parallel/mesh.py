@@ -36,23 +36,30 @@ class Handle:
 
 
 class ReceiveBuffers:
-    """Memory for messages on their way in, used again: fresh pages for each would cost as much as sending it."""
+    """Memory for messages on their way in, used again: fresh pages for each would cost as much as sending it.
 
-    MAX_SIZES = 16
+    As many buffers a type as were on their way at once, each for the longest message so far."""
 
     def __init__(self) -> None:
-        self._free: defaultdict[tuple[torch.dtype, int], list[Tensor]] = defaultdict(list)
+        self._free: defaultdict[torch.dtype, list[Tensor]] = defaultdict(list)
 
     def take(self, like: Tensor) -> Tensor:
-        free = self._free[like.dtype, like.numel()]
-        if free:
+        """At least as long as `like`."""
+        free = self._free[like.dtype]
+        if free and free[-1].numel() >= like.numel():
             return free.pop()
+        if free:
+            free.pop(0)
         return tagged(Kind.BUFFERS, like.new_empty(like.numel()))
 
     def put_back(self, buffer: Tensor) -> None:
-        if len(self._free) > self.MAX_SIZES:  # of sequences of any length, as in evaluation
-            self._free.clear()
-        self._free[buffer.dtype, buffer.numel()].append(buffer)
+        free = self._free[buffer.dtype]
+        free.append(buffer)
+        free.sort(key=Tensor.numel)
+
+    def clear(self) -> None:
+        """Of what waits for a message; the next ones get memory of their own."""
+        self._free.clear()
 
     @property
     def num_bytes(self) -> int:
@@ -163,14 +170,15 @@ class Axis:
 
     def _exchange_and_sum(self, full: Tensor, out: Tensor) -> Handle:
         """gloo's own reduce-scatter sends as much as an all-reduce; an exchange and a local sum send half."""
-        received = self.received.take(full)
+        buffer = self.received.take(full)
+        received = buffer[: full.numel()]
         sent, terms = full.view(-1).chunk(self.size), received.chunk(self.size)
         terms[self.rank].copy_(sent[self.rank])
         exchanged = self._exchange(sent, terms)
 
         def add_up() -> None:
             _add_up(received.view(self.size, -1), out.view(-1))
-            self.received.put_back(received)
+            self.received.put_back(buffer)
 
         return Handle(exchanged.wait, add_up)
 

@@ -59,8 +59,9 @@ class ZeroConfig:
     resident_numel: int = 0
     """Where parameters are partitioned: smaller ones than this stay gathered, such as norms and biases."""
     defragment: bool = True
-    """M_D: what a rank owns of the gradients is allocated once, where full gradients are transient; false: from their
-    reduction to the update, which leaves more memory to activations and more work to the allocator."""
+    """M_D, where full gradients are transient: what they pass through, and what a rank owns of them, is allocated once;
+    false: in backward, until they have passed and until the update. That leaves more memory to activations and more
+    work to the allocator."""
     units: tuple[str, ...] | None = None
     """Modules that are gathered at a time, by patterns such as blocks.*; null: the elements of the module lists."""
 

@@ -4,10 +4,12 @@ autograd -> param.grad -> staged window, averaged over ranks -> reduce-scatter -
 
 Where full gradients persist, every window is staged for good and the owned shard is a part of it (4 + 12/N bytes a
 parameter). Where they are transient, a window is staged when its first gradient arrives, in memory from a small pool,
-and the owned shard lies apart (2 + 14/N); so it does where it is placed on the host. A window may go when its last
-gradient has come. Windows go in one fixed order, the reverse of the layout, on every rank and in every backward: which
-gradients came first never changes a message or a sum, and neither does `overlap`, which only decides when a launched
-reduction is waited for.
+and the owned shard lies apart (2 + 14/N); so it does where it is placed on the host. The pool and the owned shards stay
+for good (M_D), or come and go with the gradients.
+
+A window may go when its last gradient has come. Windows go in one fixed order, the reverse of the layout, on every rank
+and in every backward: which gradients came first never changes a message or a sum, and neither does `overlap`, which
+only decides when a launched reduction is waited for.
 """
 
 from collections import Counter, defaultdict, deque
@@ -140,6 +142,8 @@ class GradientReducer:
         while self._in_flight:
             self._land_oldest()
         self._must_finish = False
+        if self._owned_lifetime is Lifetime.TRANSIENT:
+            self._free_pool()
 
     def finish_missing(self) -> None:
         """Reduce what no backward outside `accumulate()` has, also where this rank's touched no parameter at all."""
@@ -162,7 +166,7 @@ class GradientReducer:
 
     @property
     def staging_bytes(self) -> int:
-        """Memory of the pool for transient windows, staged or free."""
+        """Memory of the pool for transient windows, when all of it is in use."""
         return self._num_staging_bytes
 
     def resident_tensors(self, placement: Placement) -> list[Tensor]:
@@ -223,7 +227,7 @@ class GradientReducer:
         gradient, shard, reduced = self._in_flight.popleft()
         reduced.wait()
         if not gradient.is_reduced and self._frees(gradient):
-            gradient.owned.untyped_storage().resize_(gradient.owned.numel() * gradient.dtype.itemsize)
+            _restore(gradient.owned)
         if gradient.placement is Placement.HOST:
             self._send_to_host(gradient, shard)
         elif self._lifetime is Lifetime.TRANSIENT:
@@ -272,6 +276,7 @@ class GradientReducer:
             return self._new_block(dtype)
         block, left = self._pool[dtype].popleft()
         left.wait()
+        _restore(block)
         return block
 
     def _new_block(self, dtype: torch.dtype) -> Tensor:
@@ -286,3 +291,17 @@ class GradientReducer:
         for dtype, num_windows in Counter(gradient.dtype for gradient in self._order).items():
             num_blocks = min(num_windows, 1 + self._max_in_flight)
             self._pool[dtype].extend((self._new_block(dtype), Handle()) for _ in range(num_blocks))
+
+    def _free_pool(self) -> None:
+        """Until the next backward."""
+        self._shard_axis.received.clear()
+        for blocks in self._pool.values():
+            for block, left in blocks:
+                left.wait()
+                block.untyped_storage().resize_(0)
+
+
+def _restore(tensor: Tensor) -> None:
+    """Memory for a tensor whose storage was resized to nothing; its values are void."""
+    if not tensor.untyped_storage().nbytes():
+        tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())

@@ -154,6 +154,7 @@ def make_batches(settings: Settings, world: World) -> list[list[Tensor]]:
 def build_contenders(settings: Settings, world: World, mesh: Mesh, batches: list[list[Tensor]]) -> list[Contender]:
     """Build and warm up one after the other; what each adds to the memory in use is its own."""
     terms = Terms(mesh, settings.clip_norm, settings.window_numel, settings.prefetch_numel, settings.defragment)
+    return_what_is_freed(at_least_bytes=2**16)  # from the first: what the heap has once, it hands out for good
     template = build_model(settings, world.device)
     for micro_batch in batches[0]:  # the first forward and backward bring workspaces that stay: nobody's own
         template(micro_batch[:, :-1], micro_batch[:, 1:]).backward()
