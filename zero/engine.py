@@ -145,11 +145,23 @@ class ZeroDataParallel(nn.Module):
     @contextmanager
     def accumulate(self) -> Iterator[None]:
         """Backwards in here add to the gradients of this step; the first one outside completes them."""
-        self._is_last_microbatch = False
+        earlier, self._is_last_microbatch = self._backward, False
         try:
             yield
+            if self._reduces_now and self._backward == earlier:
+                self._reduce_without_backward()
         finally:
             self._is_last_microbatch = True
+
+    def complete_gradients(self) -> None:
+        """For a step without a backward outside `accumulate()`."""
+        if not self.reducer.is_complete:
+            self._reduce_without_backward()
+
+    def _reduce_without_backward(self) -> None:
+        """This rank's micro-batch reached no parameter; others' may have."""
+        self.reducer.begin(may_launch=True, completes=self._is_last_microbatch)
+        self.reducer.finish()
 
     @contextmanager
     def gathered(self, params: Iterable[nn.Parameter] | None = None, *, modify: bool = False) -> Iterator[nn.Module]:
@@ -325,7 +337,7 @@ class ZeroDataParallel(nn.Module):
         if self._backward != current_backward():
             self._backward = current_backward()
             self._backward_order.restart()
-            self.reducer.begin(may_launch=self._reduces_now)
+            self.reducer.begin(may_launch=self._reduces_now, completes=self._is_last_microbatch)
             call_at_end_of_backward(self._leave_backward)
 
     def _leave_backward(self) -> None:

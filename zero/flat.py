@@ -169,10 +169,12 @@ class FlatParameters:
 def absent(like: Tensor) -> Tensor:
     """A number that, expanded to a parameter's shape, stands for values that are elsewhere (0-dim).
 
-    It reads as NaN, and most writes raise: torch refuses them where elements share memory; only `fill_` and `zero_` are
-    lost. A read of freed memory would end the process.
+    It reads as NaN (an integer as 0), and writes raise. A read of freed memory would end the process.
     """
-    return like.new_full((), float("nan") if like.is_floating_point() else 0)
+    number = like.new_full((), float("nan") if like.is_floating_point() else 0)
+    # Most writes torch refuses by itself, since all elements share memory; fill_, zero_ and those to one element not.
+    torch._C._set_throw_on_mutable_data_ptr(number)
+    return number
 
 
 def is_absent(data: Tensor) -> bool:

@@ -87,10 +87,14 @@ class GradientReducer:
             self._fill_pool()
         self._num_launched = 0
         self._must_finish = False  # a backward that reduces has begun and not ended
+        self.is_complete = False  # and it was the last of the step
         self._in_flight: deque[tuple[WindowGradient, Tensor, Handle]] = deque()
 
-    def begin(self, *, may_launch: bool) -> None:
-        """A backward starts: every parameter is expected once. Raises ValueError where the last one was not ended."""
+    def begin(self, *, may_launch: bool, completes: bool) -> None:
+        """A backward starts: every parameter is expected once. Raises ValueError where the last one was not ended.
+
+        `completes`: no other backward of this step needs to follow.
+        """
         if self._must_finish:
             raise ValueError("the backward before this one broke off; call `optimizer.zero_grad()` before the next")
         for gradient in self._order:
@@ -101,6 +105,7 @@ class GradientReducer:
                 )
             gradient.waiting = set(gradient.parts)
         self._num_launched, self._must_finish = 0, may_launch  # not before: a refused backward leaves nothing to end
+        self.is_complete |= completes
 
     def accept(self, param: nn.Parameter, grad: Tensor, *, closes: bool, may_launch: bool) -> None:
         """Take a gradient into the windows that the parameter lies in, the last of them first.
@@ -145,11 +150,6 @@ class GradientReducer:
         if self._owned_lifetime is Lifetime.TRANSIENT:
             self._free_pool()
 
-    def finish_missing(self) -> None:
-        """Reduce what no backward outside `accumulate()` has, also where this rank's touched no parameter at all."""
-        if not all(gradient.is_reduced for gradient in self._order):
-            self.finish()
-
     def clear(self) -> None:
         """Forget all gradients, reduced or not: the next backward starts from nothing.
 
@@ -157,7 +157,7 @@ class GradientReducer:
         """
         if self._must_finish:
             self.finish()
-        self._num_launched = 0
+        self._num_launched, self.is_complete = 0, False
         for gradient in self._order:
             gradient.is_reduced = False
             if gradient.staged is not None:

@@ -126,7 +126,7 @@ class ZeroOptimizer:
         `skip`: 0-dim, the same on all ranks; where it is not zero nothing is updated, as after an overflow. `look` is
         called while the owned gradients are there, reduced and not yet clipped.
         """
-        self._model.reducer.finish_missing()
+        self._model.complete_gradients()
         axes = self._model.shard_axis, self._model.replica_axis, self._tensor
         self._model.residency.before_update(axes)
         if self._masters_on(Placement.HOST):

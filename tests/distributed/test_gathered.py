@@ -74,6 +74,9 @@ def check_only_chosen_units_come(config: ZeroConfig) -> None:
     assert weight.isnan().all()
     with pytest.raises(RuntimeError, match="more than one element of the written-to tensor"):
         weight.data.mul_(2)
+    with pytest.raises(RuntimeError, match="Cannot access data pointer"):
+        weight.data.zero_()
+    assert weight.isnan().all()
     assert_same_bits(params_of(model), expected)
 
 

@@ -190,7 +190,10 @@ def all_parameters_or_none(module: nn.Module, step: int, rank: int) -> Tensor:
 
 def check_ranks_use_other_parameters(config: ZeroConfig) -> None:
     twins = toy_twins(config)
-    for step, loss in enumerate((all_parameters_or_one, all_parameters_or_none, all_parameters_or_one)):
+    losses = (all_parameters_or_one, all_parameters_or_none)
+    for step, (loss, accumulated) in enumerate(itertools.product(losses, repeat=2)):
+        with twins.model.accumulate():
+            twins.backward(10 + step, accumulated)
         twins.backward(step, loss)
         twins.step()
 
