@@ -13,6 +13,7 @@ from gpt.choose_store import chosen_activations
 from gpt.host_memory import check_host_memory
 from gpt.loss_guard import LossGuard
 from gpt.model import GPT, Attention, ModelConfig, check_divides, initialize
+from gpt.pretrained import load_pretrained
 from gpt.schedule import check_batch_sizes, learning_rate
 from gpt.settings import LossScaleSettings, OptimizerSettings, ParallelSettings, Settings
 from parallel.cross_entropy import CHUNK_NUMEL
@@ -110,8 +111,6 @@ def build(settings: Settings, mesh: Mesh, device: torch.device) -> Parts:
         gpt = build_model(settings.model, activations, tokens, device, train.dtype, settings.zero.window_numel)
         initialize(gpt, train.seed)
         if train.initial_weights is not None:
-            from gpt.pretrained import load_pretrained  # not at the top: transformers takes seconds to import
-
             load_pretrained(gpt, Path(train.initial_weights))
     model = ZeroDataParallel(gpt, mesh.data, settings.zero, birth, offload=settings.offload)
     loss_scale = build_loss_scale(train.loss_scale, train.precision == "fp16", device)

@@ -4,19 +4,24 @@
 linear   weight (in, out): Conv1D                   weight (out, in)
 qkv      columns (q | k | v, head, head_dim)        rows (head, q | k | v, head_dim)
 head     lm_head.weight, tied                       no entry: the token embedding
+
+transformers takes most of a second to import, so that happens where it is used: a rank that trains does without.
 """
 
 import re
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import GPT2Config
 
 from gpt.model import GPT, LAYER_NORM_EPS, ModelConfig
 from parallel.errors import ConfigError
 from parallel.layers import split_dims
+
+if TYPE_CHECKING:
+    from transformers import GPT2Config
 
 MODULE_NAMES = {
     "token_embedding": "wte",
@@ -41,7 +46,7 @@ OUR_SETTINGS = {
 }
 
 
-def config_from_huggingface(config: GPT2Config) -> ModelConfig:
+def config_from_huggingface(config: "GPT2Config") -> ModelConfig:
     """Raises ConfigError where the configuration asks for what this project's GPT-2 does not do."""
     for name, ours in {**OUR_SETTINGS, "attn_pdrop": config.resid_pdrop, "embd_pdrop": config.resid_pdrop}.items():
         if getattr(config, name) != ours:
@@ -58,7 +63,9 @@ def config_from_huggingface(config: GPT2Config) -> ModelConfig:
     )
 
 
-def config_to_huggingface(config: ModelConfig) -> GPT2Config:
+def config_to_huggingface(config: ModelConfig) -> "GPT2Config":
+    from transformers import GPT2Config
+
     return GPT2Config(
         n_layer=config.num_layers,
         n_embd=config.hidden_size,

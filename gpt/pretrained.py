@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from torch import Tensor
-from transformers import GPT2Config
 
 from gpt.huggingface import (
     config_from_huggingface,
@@ -56,6 +55,8 @@ def read_pretrained(folder: Path) -> tuple[ModelConfig, PretrainedWeights]:
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise ConfigError(f"{folder} holds 0 .safetensors files, 1 or more are needed; convert the weights first")
+    from transformers import GPT2Config  # gpt/huggingface.py says why here
+
     config = config_from_huggingface(GPT2Config.from_pretrained(folder))
     return config, PretrainedWeights(files, config.num_heads)
 

@@ -17,7 +17,6 @@ from gpt.console import RunConsole, step_line, summary_table
 from gpt.corpus import Corpus
 from gpt.flops import peak_flops_per_second
 from gpt.metrics import StepTraffic, Throughput, memory_by_kind, peak_memory
-from gpt.plot import plot_loss
 from gpt.profiling import Profiler, straggler_lines, timer_table
 from gpt.recovery import Recovery
 from gpt.replicas import check_replicas
@@ -224,6 +223,8 @@ class Trainer:
         records = read_steps(self._folder)
         if not records:
             return {}
+        from gpt.plot import plot_loss  # here: of all ranks only the first needs matplotlib, and not to begin with
+
         self._console.show(summary_table(self._settings, self._parts, records))
         plot_loss(records, self._folder / LOSS_PLOT)
         self._console.say(f"{self._folder / LOSS_PLOT} shows the loss, {self._folder} holds the rest")

@@ -4,6 +4,7 @@
 #   scripts/test.sh
 #   scripts/test.sh tests/unit -k layout       # some of the tests
 #   scripts/test.sh -m full                    # the whole product of configurations, minutes long
+#   scripts/test.sh -n 0 --pdb                 # in one process
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/setup.sh
@@ -19,4 +20,4 @@ ruff format --check .
 echo "== mypy: types"
 mypy
 echo "== pytest: unit tests, then ranks that talk through gloo"
-python -m pytest "$@"
+python -m pytest -n 2 --dist loadfile "$@"  # ranks wait a good deal: two files at a time

@@ -129,6 +129,7 @@ class ZeroDataParallel(nn.Module):
         self._running: list[Unit] = []  # calls of units in forward, the innermost last
         self._backward = NO_BACKWARD
         self._is_last_microbatch = True
+        self._awaits_backward = False  # of a forward since the last one
         self._install_hooks()
 
     @property
@@ -140,15 +141,16 @@ class ZeroDataParallel(nn.Module):
         self._forward_order.restart()
         self.residency.restart()
         self._running.clear()  # a forward that raised has left its calls here
+        self._awaits_backward |= torch.is_grad_enabled()
         return self.module(*args, **kwargs)
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
         """Backwards in here add to the gradients of this step; the first one outside completes them."""
-        earlier, self._is_last_microbatch = self._backward, False
+        self._awaits_backward = self._is_last_microbatch = False
         try:
             yield
-            if self._reduces_now and self._backward == earlier:
+            if self._awaits_backward and self._reduces_now:
                 self._reduce_without_backward()
         finally:
             self._is_last_microbatch = True
@@ -335,7 +337,7 @@ class ZeroDataParallel(nn.Module):
 
     def _enter_backward(self) -> None:
         if self._backward != current_backward():
-            self._backward = current_backward()
+            self._backward, self._awaits_backward = current_backward(), False
             self._backward_order.restart()
             self.reducer.begin(may_launch=self._reduces_now, completes=self._is_last_microbatch)
             call_at_end_of_backward(self._leave_backward)

@@ -73,7 +73,9 @@ ALL_SIZES = [*FACTORS["sizes"], (1, 1), (2, 4)]
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("sizes", "stage", "store"), itertools.product(ALL_SIZES, FACTORS["stage"], FACTORS["store"]))
+@pytest.mark.parametrize(
+    ("sizes", "stage", "store"), list(itertools.product(ALL_SIZES, FACTORS["stage"], FACTORS["store"]))
+)
 def test_all_stores_in_all_layouts_and_stages_train_as_one_process(sizes, stage, store):
     if is_possible({"sizes": sizes, "store": store}):
         check_store(sizes, stage, store, layers_per_checkpoint=2, defragment=True, num_micro_batches=2)

@@ -16,7 +16,7 @@ from zero.optimizer import ZeroOptimizer
 from zero.stage import STAGES, Lifetime
 from zero.traffic import axis_bytes
 
-WINDOW_NUMEL = 2**20
+WINDOW_NUMEL = 2**18
 
 
 def train(
@@ -31,8 +31,8 @@ def train(
         mesh.log.clear()
         with model.accumulate():
             for _ in range(num_micro_batches - 1):
-                model(torch.ones(1, 1001, dtype=dtype)).backward()
-        model(torch.ones(1, 1001, dtype=dtype)).backward()
+                model(torch.ones(1, 501, dtype=dtype)).backward()
+        model(torch.ones(1, 501, dtype=dtype)).backward()
         optimizer.step()
     flat_bytes = {flat: flat.layout.numel * dtype.itemsize for flat in model.flats}
     return {
@@ -47,11 +47,11 @@ def train(
 
 
 class _Chain(nn.Module):
-    """Ten million parameters, and hardly any activations."""
+    """2.5 million parameters, and hardly any activations."""
 
     def __init__(self, dtype: torch.dtype):
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(1001, 1001, dtype=dtype) for _ in range(10))
+        self.blocks = nn.ModuleList(nn.Linear(501, 501, dtype=dtype) for _ in range(10))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
@@ -94,7 +94,7 @@ def test_stage_2_reduces_in_every_micro_batch_and_stage_1_only_in_the_last():
 
 @pytest.mark.parametrize(
     "layout",
-    pairwise(stage=[1, 2, 3], sizes=[(2, None), (4, None), (4, 2)], num_micro_batches=[1, 2], resident_numel=[0, 2000]),
+    pairwise(stage=[1, 2, 3], sizes=[(2, None), (4, None), (4, 2)], num_micro_batches=[1, 2], resident_numel=[0, 1000]),
     ids=lambda layout: "-".join(map(str, layout.values())),
 )
 def test_traffic_along_each_axis(layout):
@@ -133,13 +133,13 @@ def test_the_wire_agrees_with_the_log(data_size):
 
 
 def step_under_observation(stage: int) -> tuple[int, int]:
-    """(bytes written according to the kernel, bytes sent according to the log) of a step of ten million parameters."""
+    """(bytes written according to the kernel, bytes sent according to the log) of a step of 2.5 million parameters."""
     mesh = Mesh.create(tensor_size=1)
     model = ZeroDataParallel(_Chain(torch.float32), mesh.data, ZeroConfig(stage, WINDOW_NUMEL))
     optimizer = ZeroOptimizer(model, torch.optim.AdamW, fused=True)
 
     def step() -> None:
-        model(torch.ones(1, 1001)).backward()
+        model(torch.ones(1, 501)).backward()
         optimizer.step()
         mesh.barrier()
 

@@ -45,7 +45,9 @@ def has_something_to_offload(combination: dict) -> bool:
 
 
 @pytest.mark.parametrize(
-    "combination", filter(has_something_to_offload, pairwise(**FACTORS)), ids=lambda c: "-".join(map(str, c.values()))
+    "combination",
+    list(filter(has_something_to_offload, pairwise(**FACTORS))),
+    ids=lambda c: "-".join(map(str, c.values())),
 )
 def test_every_placement_equals_one_process(combination):
     check_equals_no_offload(**combination)
@@ -59,7 +61,9 @@ ALL_COMBINATIONS = [
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    "combination", filter(has_something_to_offload, ALL_COMBINATIONS), ids=lambda c: "-".join(map(str, c.values()))
+    "combination",
+    list(filter(has_something_to_offload, ALL_COMBINATIONS)),
+    ids=lambda c: "-".join(map(str, c.values())),
 )
 def test_all_placements_equal_one_process(combination):
     check_equals_no_offload(**combination)

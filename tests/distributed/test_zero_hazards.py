@@ -185,7 +185,8 @@ def all_parameters_or_one(module: nn.Module, step: int, rank: int) -> Tensor:
 def all_parameters_or_none(module: nn.Module, step: int, rank: int) -> Tensor:
     """Odd ranks have a loss that no parameter made."""
     constant = torch.ones((), dtype=torch.float64, requires_grad=True)
-    return constant.cos() if rank % 2 else next_token_loss(module, step, rank)
+    loss = next_token_loss(module, step, rank)
+    return constant.cos() if rank % 2 else loss
 
 
 def check_ranks_use_other_parameters(config: ZeroConfig) -> None:

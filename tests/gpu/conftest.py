@@ -1,4 +1,4 @@
-"""Tests in this folder carry `pytestmark = pytest.mark.gpu` and run with `scripts/test.sh -m gpu tests/gpu`."""
+"""Tests in this folder carry `pytestmark = pytest.mark.gpu` and run with `scripts/test.sh -m gpu -n 0 tests/gpu`."""
 
 import pytest
 import torch

@@ -2,6 +2,8 @@
 
 import ast
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -182,3 +184,11 @@ def test_the_web_toolkit_named_apex_is_not_required(name: str):
     requirement = re.compile(r'^\s*"?apex\b', re.MULTILINE)
     assert requirement.search('torch\n    "apex>=0.9",')
     assert not requirement.search((ROOT / name).read_text())
+
+
+def test_a_rank_starts_without_what_it_may_never_use():
+    """A thousand ranks read from one file system what each of them imports."""
+    script = "import pretrain_gpt, sys; print([name for name in sys.argv[1:] if name in sys.modules])"
+    rarely_used = ["transformers", "matplotlib", "wandb", "datasets", "tensorboard"]
+    result = subprocess.run([sys.executable, "-c", script, *rarely_used], cwd=ROOT, capture_output=True, text=True)
+    assert result.stdout.strip() == "[]", result.stderr

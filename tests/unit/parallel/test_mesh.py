@@ -72,8 +72,15 @@ def test_receive_buffers_are_used_again_by_messages_of_their_size_and_type():
         assert buffers.take(other).dtype == other.dtype
 
 
-def test_receive_buffers_of_many_sizes_are_not_kept():
+def test_receive_buffers_are_as_many_as_travel_at_once_and_as_long_as_the_longest_message():
     buffers = ReceiveBuffers()
-    for numel in range(1, 1000):
-        buffers.put_back(buffers.take(torch.zeros(numel)))
-    assert buffers.num_bytes <= 4 * sum(range(1000 - ReceiveBuffers.MAX_SIZES - 1, 1000))
+    for numel in (5, 1000, 30, 999, 7, 1000):
+        together = [buffers.take(torch.zeros(n)) for n in (numel, 20)]
+        assert together[0].numel() >= numel
+        assert together[1].numel() >= 20
+        assert together[0].data_ptr() != together[1].data_ptr()
+        for buffer in together:
+            buffers.put_back(buffer)
+    assert buffers.num_bytes <= 4 * 2 * 1000
+    buffers.clear()
+    assert buffers.num_bytes == 0
