@@ -129,7 +129,7 @@ class ZeroDataParallel(nn.Module):
         self._running: list[Unit] = []  # calls of units in forward, the innermost last
         self._backward = NO_BACKWARD
         self._is_last_microbatch = True
-        self._awaits_backward = False  # of a forward since the last one
+        self._awaits_backward = False  # a forward has run since the last one
         self._install_hooks()
 
     @property

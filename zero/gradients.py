@@ -87,7 +87,7 @@ class GradientReducer:
             self._fill_pool()
         self._num_launched = 0
         self._must_finish = False  # a backward that reduces has begun and not ended
-        self.is_complete = False  # and it was the last of the step
+        self.is_complete = False  # the last backward of this step has begun
         self._in_flight: deque[tuple[WindowGradient, Tensor, Handle]] = deque()
 
     def begin(self, *, may_launch: bool, completes: bool) -> None:
