@@ -109,7 +109,7 @@ def build(settings: Settings, mesh: Mesh, device: torch.device) -> Parts:
     activations = chosen_activations(settings, mesh, tokens, device)
     with ShardedBirth(mesh.data, settings.zero.answers, settings.zero.prefetch_numel, settings.offload) as birth:
         gpt = build_model(settings.model, activations, tokens, device, train.dtype, settings.zero.window_numel)
-        initialize(gpt, train.seed)
+        initialize(gpt, train.seed, mesh.data)
         if train.initial_weights is not None:
             load_pretrained(gpt, Path(train.initial_weights))
     model = ZeroDataParallel(gpt, mesh.data, settings.zero, birth, offload=settings.offload)

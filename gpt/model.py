@@ -239,16 +239,19 @@ def check_divides(config: ModelConfig, axis: Axis) -> None:
     part_of(config.padded_vocab_size, axis, "model.vocab_size rounded up to model.vocab_multiple")
 
 
-def initialize(model: GPT, seed: int) -> None:
-    """GPT-2's initial values, whatever the order of construction, dtype (rounded), device or tensor size."""
-    dims = split_dims(model)
+def initialize(model: GPT, seed: int, data: Axis | None = None) -> None:
+    """GPT-2's initial values, whatever the order of construction, dtype (rounded), device or sizes of the mesh.
+
+    The ranks of `data` share the work; without it this rank does all.
+    """
+    dims, data = split_dims(model), data or Axis.trivial("data")
     with torch.no_grad():
         for name, param in model.named_parameters():
             std = initial_std(name, model.config.num_layers)
             if std is None:
                 param.fill_(1.0 if name.endswith("norm.weight") else 0.0)
             else:
-                fill_normal(param, std, f"{seed}/{name}", dims.get(name), model.tokens.axis)
+                fill_normal(param, std, f"{seed}/{name}", dims.get(name), model.tokens.axis, data)
         first_padding = model.config.vocab_size - model.token_embedding.first_word
         model.token_embedding.weight[max(first_padding, 0) :] = 0.0
 

@@ -1,9 +1,10 @@
-"""Initial values that do not depend on how a parameter is cut, and are never built larger than what a rank keeps.
+"""Initial values that do not depend on how a parameter is cut, nor on how many ranks share the work of drawing them.
 
 A parameter is divided along its cut dim into a fixed number of cells, each drawn from a generator of its own:
 
     weight (out, in), cut along dim 0     | cell 0 | cell 1 | ...            | cell 959 |
     tensor size 4                         |      rank 0       |   rank 1   | ...
+    3 data ranks each                     | draw  | draw | draw| ...                        then gathered
 """
 
 import hashlib
@@ -20,11 +21,11 @@ from parallel.mesh import Axis
 CELLS = 2**8 * 3 * 5
 
 
-def fill_normal(param: Tensor, std: float, name: str, dim: int | None, axis: Axis) -> None:
+def fill_normal(param: Tensor, std: float, name: str, dim: int | None, axis: Axis, data: Axis) -> None:
     """This rank's part of N(0, std) values that are a function of `name`; `dim` is that of the cut, None for no cut.
 
-    Drawn in fp32 on the CPU, so that every device and dtype has the same values, rounded. Raises ConfigError where the
-    axis does not divide the cells.
+    Drawn in fp32 on the CPU, so that every device and dtype has the same values, rounded; the ranks of `data`, which
+    have the same part, draw a stretch each. Raises ConfigError where the axis does not divide the cells.
     """
     if dim is None:
         param.copy_(_draw(param.shape, std, f"{name}/0"))
@@ -38,8 +39,21 @@ def fill_normal(param: Tensor, std: float, name: str, dim: int | None, axis: Axi
     if isinstance(param, FakeTensor):
         return  # a dry run: drawing thousands of cells a parameter would only take time
     own_cells = num_cells // axis.size
-    for number, part in enumerate(param.chunk(own_cells, dim)):
-        part.copy_(_draw(part.shape, std, f"{name}/{axis.rank * own_cells + number}"))
+    parts = param.chunk(own_cells, dim)
+    cell_numel = parts[0].numel()
+    stretch_numel = math.ceil(param.numel() / data.size)
+    values = param.new_empty(data.size * stretch_numel, device=data.device_to_travel_from(param))
+    stretch = values[data.rank * stretch_numel : (data.rank + 1) * stretch_numel]
+    first = data.rank * stretch_numel
+    stop = max(first, min(first + stretch_numel, param.numel()))  # the last ranks may have less, or nothing
+    for number in range(first // cell_numel, math.ceil(stop / cell_numel)):
+        cell = _draw(parts[0].shape, std, f"{name}/{axis.rank * own_cells + number}").view(-1)
+        start = number * cell_numel
+        low, high = max(first, start), min(stop, start + cell_numel)
+        stretch[low - first : high - first].copy_(cell[low - start : high - start])
+    data.all_gather(stretch, out=values).wait()
+    for part, cell in zip(parts, values[: param.numel()].split(cell_numel), strict=True):
+        part.copy_(cell.view(part.shape))
 
 
 def _draw(shape: torch.Size, std: float, name: str) -> Tensor:

@@ -12,12 +12,13 @@ from parallel.ledger import Kind, Ledger
 from parallel.mesh import Axis, Mesh
 from parallel.tokens import ReplicatedTokens
 from tests.kept_apart import KeptApart
-from tests.models import SEQ, VOCAB, batch, loss_of
+from tests.models import SEQ, VOCAB, batch, build, loss_of
 from tests.ranks import run_ranks
 from zero.birth import ShardedBirth
 from zero.engine import ZeroConfig, ZeroDataParallel
 from zero.offload import OffloadConfig, Placement
 from zero.optimizer import ZeroOptimizer
+from zero.state import owned_state
 
 NUM_STEPS = 5
 MODEL = ModelConfig(num_layers=6, hidden_size=64, num_heads=4, seq_length=SEQ, vocab_size=VOCAB, dropout=0.0)
@@ -100,6 +101,30 @@ def test_two_fifths_of_the_model_states_are_enough():
     budget_gb = 0.4 * GB_OF_STATES
     (result,) = run_ranks(1, train, ZeroConfig(3), auto(budget_gb), 2, torch.bfloat16)
     assert 0.8 * budget_gb < result["peak_bytes"] / 1e9 <= budget_gb
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_window_that_moves_keeps_masters_and_moments_to_the_bit(stage):
+    """In bf16, where masters are finer than the parameters beside which they lie."""
+    model = build("gpt").bfloat16()
+    engine = ZeroDataParallel(model, Axis.trivial("data"), ZeroConfig(stage, 1000), offload=OffloadConfig("host"))
+    optimizer = ZeroOptimizer(engine, torch.optim.AdamW, lr=1e-2, fused=True)
+
+    def step(number: int) -> None:
+        loss_of(engine, batch(number, 0, 0)).backward()
+        optimizer.step()
+
+    step(0)
+    before = {name: tensor.clone() for name, tensor in owned_state(engine, optimizer).items()}
+    for placement in (Placement.ACCELERATOR, Placement.HOST):
+        for window in optimizer.windows:
+            optimizer.place(window, placement)
+            assert window.placement is placement
+        after = owned_state(engine, optimizer)
+        assert before.keys() == after.keys()
+        assert all(after[name].equal(tensor) for name, tensor in before.items())
+    step(1)
+    assert not all(owned_state(engine, optimizer)[name].equal(tensor) for name, tensor in before.items())
 
 
 def message_of(budget_gb: float, mode: str) -> str:

@@ -186,26 +186,37 @@ def test_the_loss_does_not_depend_on_how_many_rows_are_summed_at_once():
             assert gradient.equal(expected_gradient)
 
 
-def initial_part(dim: int | None) -> tuple[Tensor, int]:
-    """(this rank's part of a parameter, the largest number of values that was drawn at once)."""
-    axis = Mesh.create(torch.distributed.get_world_size()).tensor
-    shape = [48, 40]
+def initial_part(dim: int | None, tensor_size: int) -> tuple[Tensor, list[int]]:
+    """(this rank's part of a parameter, how many values it drew at a time)."""
+    mesh, shape = Mesh.create(tensor_size), [48, 40]
     if dim is not None:
-        shape[dim] //= axis.size
+        shape[dim] //= tensor_size
     part, drawn, draw = torch.empty(shape), [], initial_values._draw
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(initial_values, "_draw", lambda shape, *rest: drawn.append(shape.numel()) or draw(shape, *rest))
-        fill_normal(part, 0.5, "7/name", dim, axis)
-    return part, max(drawn)
+        fill_normal(part, 0.5, "7/name", dim, mesh.tensor, mesh.data)
+    return part, drawn
 
 
 @pytest.mark.parametrize("dim", [0, 1, None])
-def test_initial_values_are_the_same_for_every_tensor_size(dim):
-    ((whole, _),) = run_ranks(1, initial_part, dim)
+def test_initial_values_are_the_same_in_every_mesh_whose_data_ranks_share_the_work(dim):
+    ((whole, _),) = run_ranks(1, initial_part, dim, 1)
     assert whole.std().item() == pytest.approx(0.5, rel=0.1)
     assert whole.unique().numel() == whole.numel()
-    for tensor_size in (2, 4):
-        parts = run_ranks(tensor_size, initial_part, dim)
-        for rank, (part, num_drawn) in enumerate(parts):
-            assert part.equal(whole if dim is None else whole.chunk(tensor_size, dim)[rank])
-            assert num_drawn <= part.numel()
+    for tensor_size, data_size in ((2, 1), (4, 1), (1, 2), (1, 3), (2, 2)):
+        for rank, (part, drawn) in enumerate(run_ranks(tensor_size * data_size, initial_part, dim, tensor_size)):
+            assert part.equal(whole if dim is None else whole.chunk(tensor_size, dim)[rank % tensor_size])
+            assert max(drawn) <= part.numel()
+            if dim is not None:
+                assert sum(drawn) <= part.numel() / data_size + 2 * max(drawn), "it begins and ends inside a cell"
+
+
+def tiny_part() -> Tensor:
+    mesh, part = Mesh.create(1), torch.empty(1, 5)
+    fill_normal(part, 0.5, "7/name", 0, mesh.tensor, mesh.data)
+    return part
+
+
+def test_more_ranks_than_a_parameter_has_stretches_share_it_too():
+    (alone,) = run_ranks(1, tiny_part)
+    assert all(part.equal(alone) for part in run_ranks(4, tiny_part))  # 2 + 2 + 1 + 0 elements
