@@ -152,7 +152,8 @@ class Residency:
         assert self._budget_bytes is not None
         units = list(dict.fromkeys(unit for _, unit in self._route))
         itemsize = max((flat.full.element_size() for unit in units for flat in unit.flats), default=1)
-        ahead_bytes = min(self._wished_prefetch_numel * itemsize, least_room // 2)
+        all_numel = sum(unit.transient_numel for unit in units)
+        ahead_bytes = min(min(self._wished_prefetch_numel, all_numel) * itemsize, least_room // 2)
         if ahead_bytes >= max((unit.transient_numel for unit in units), default=0) * itemsize:
             self.prefetch_numel = ahead_bytes // itemsize
         kept = [unit for (phase, _), unit in self._route if phase == "backward"][:NUM_KEPT]

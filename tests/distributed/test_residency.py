@@ -93,7 +93,8 @@ def test_a_budget_is_kept_and_filled_and_changes_nothing(stage, num_ranks, num_m
     assert little["placed"] + little["near_bytes"] < more["placed"] + more["near_bytes"]
     assert little["placed"] < little["windows"] == everything["placed"] == everything["windows"]
     if stage == 3:
-        assert everything["prefetch"] == config.prefetch_numel or everything["prefetch"] > NUM_PARAMETERS
+        all_that_could_be_fetched = pytest.approx(NUM_PARAMETERS, rel=0.02)
+        assert everything["prefetch"] == all_that_could_be_fetched
 
 
 def test_two_fifths_of_the_model_states_are_enough():
