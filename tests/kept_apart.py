@@ -11,7 +11,8 @@ from parallel.ledger import Ledger
 
 
 class KeptApart(TorchDispatchMode):
-    """Fails where one operation reads or writes both memories, as it would with a GPU. Only copies may."""
+    """Fails where one operation reads or writes both memories, as it would with a GPU; only copies may. Collectives, as
+    NCCL's, reach the accelerator's memory alone."""
 
     def __init__(self, ledger: Ledger):
         super().__init__()
@@ -20,6 +21,7 @@ class KeptApart(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         tensors = [*instances_in((args, tuple((kwargs or {}).values())), Tensor)]
         places = {self.ledger.is_on_host(tensor) for tensor in tensors if tensor.dim()}
+        assert function.namespace != "c10d" or True not in places, f"{function} reads host memory"
         if len(places) == 2:
             assert function is torch.ops.aten.copy_.default, f"{function} reads both memories"
             self.num_copies += 1
