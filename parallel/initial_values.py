@@ -43,9 +43,8 @@ def fill_normal(param: Tensor, std: float, name: str, dim: int | None, axis: Axi
     cell_numel = parts[0].numel()
     stretch_numel = math.ceil(param.numel() / data.size)
     values = param.new_empty(data.size * stretch_numel, device=data.device_to_travel_from(param))
-    stretch = values[data.rank * stretch_numel : (data.rank + 1) * stretch_numel]
-    first = data.rank * stretch_numel
-    stop = max(first, min(first + stretch_numel, param.numel()))  # the last ranks may have less, or nothing
+    first, stop = data.rank * stretch_numel, (data.rank + 1) * stretch_numel  # the last may go beyond the parameter
+    stretch = values[first:stop]
     for number in range(first // cell_numel, math.ceil(stop / cell_numel)):
         cell = _draw(parts[0].shape, std, f"{name}/{axis.rank * own_cells + number}").view(-1)
         start = number * cell_numel

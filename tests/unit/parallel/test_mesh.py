@@ -82,5 +82,8 @@ def test_receive_buffers_are_as_many_as_travel_at_once_and_as_long_as_the_longes
         for buffer in together:
             buffers.put_back(buffer)
     assert buffers.num_bytes <= 4 * 2 * 1000
+    for numel in range(1000, 1100):
+        buffers.put_back(buffers.take(torch.zeros(numel)))
+    assert buffers.num_bytes <= 4 * 2 * 1100, "a longer one takes the place of a shorter one"
     buffers.clear()
     assert buffers.num_bytes == 0
