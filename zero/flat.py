@@ -77,7 +77,7 @@ class FlatParameters:
 
     def start_gather(self) -> None:
         if self.is_away:
-            self.full.untyped_storage().resize_(self.full.numel() * self.full.element_size())
+            restore_storage(self.full)
             self._arrivals = [self._send(index) for index in range(len(self.owned))]
             self._residence = Residence.ARRIVING
 
@@ -95,7 +95,7 @@ class FlatParameters:
             self._await_arrivals()
         for param in self.params:
             param.data = self._absent[param]
-        self.full.untyped_storage().resize_(0)
+        free_storage(self.full)
         self._residence = Residence.OWNED
 
     def publish(self, index: int) -> Handle:
@@ -164,6 +164,17 @@ class FlatParameters:
     def _point_params_at_full(self) -> None:
         for param, full in self._present.items():
             param.data = full
+
+
+def free_storage(tensor: Tensor) -> None:
+    """Give back the memory of a tensor that fills its storage; it and views of it have none until `restore_storage`."""
+    tensor.untyped_storage().resize_(0)
+
+
+def restore_storage(tensor: Tensor) -> None:
+    """Memory again where `free_storage` took it, with values that are void; else nothing happens."""
+    if not tensor.untyped_storage().nbytes():
+        tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
 
 
 def absent(like: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from parallel.ledger import Kind, tagged
 from parallel.mesh import Axis, Handle
-from zero.flat import FlatParameters
+from zero.flat import FlatParameters, free_storage, restore_storage
 from zero.layout import Window, cut
 from zero.offload import Offload, Placement
 from zero.stage import Lifetime, ZeroStage
@@ -227,7 +227,7 @@ class GradientReducer:
         gradient, shard, reduced = self._in_flight.popleft()
         reduced.wait()
         if not gradient.is_reduced and self._frees(gradient):
-            _restore(gradient.owned)
+            restore_storage(gradient.owned)
         if gradient.placement is Placement.HOST:
             self._send_to_host(gradient, shard)
         elif self._lifetime is Lifetime.TRANSIENT:
@@ -249,7 +249,7 @@ class GradientReducer:
 
     def _free_owned(self, gradient: WindowGradient) -> None:
         if self._frees(gradient):
-            gradient.owned.untyped_storage().resize_(0)
+            free_storage(gradient.owned)
 
     def _frees(self, gradient: WindowGradient) -> bool:
         """Whether the owned shard has memory of its own, and only while it holds a gradient. Pinned memory stays."""
@@ -276,7 +276,7 @@ class GradientReducer:
             return self._new_block(dtype)
         block, left = self._pool[dtype].popleft()
         left.wait()
-        _restore(block)
+        restore_storage(block)
         return block
 
     def _new_block(self, dtype: torch.dtype) -> Tensor:
@@ -298,10 +298,4 @@ class GradientReducer:
         for blocks in self._pool.values():
             for block, left in blocks:
                 left.wait()
-                block.untyped_storage().resize_(0)
-
-
-def _restore(tensor: Tensor) -> None:
-    """Memory for a tensor whose storage was resized to nothing; its values are void."""
-    if not tensor.untyped_storage().nbytes():
-        tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
+                free_storage(block)

@@ -80,7 +80,7 @@ def run_for_real(settings: Settings) -> dict:
 
 def run_for_real_until_gloo_lets_go(settings: Settings, dry: dict) -> dict:
     """gloo's thread drops a message some time after it has been waited for, which only adds to what is counted: the
-    run with the least counts."""
+    first of a few runs that counts no more than the dry one, else the last."""
     for _ in range(MAX_REAL_RUNS):
         real = run_ranks(settings.dry_run.world_size, run_for_real, settings, init_process_group=False)[-1]
         if real["resident"] == dry["resident"] and all(
