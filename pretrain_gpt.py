@@ -8,10 +8,10 @@ import sys
 
 from data.errors import DataError
 from gpt.build import build, build_mesh
-from gpt.console import RunConsole, describe_run, memory_table
 from gpt.corpus import Corpus
-from gpt.out_of_memory import out_of_memory_recorded
-from gpt.report import run_and_report
+from gpt.monitor.console import RunConsole, describe_run, memory_table
+from gpt.planner.report import run_and_report
+from gpt.run_folder.out_of_memory import out_of_memory_recorded
 from gpt.sampling import sample_texts
 from gpt.settings import Settings, parse_settings
 from gpt.trainer import Trainer

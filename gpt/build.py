@@ -8,26 +8,26 @@ from typing import Any
 import torch
 from torch import nn
 
-from gpt.apex import choose_layer_norm, find_apex
-from gpt.choose_store import chosen_activations
-from gpt.host_memory import check_host_memory
 from gpt.loss_guard import LossGuard
-from gpt.model import GPT, Attention, ModelConfig, check_divides, initialize
-from gpt.pretrained import load_pretrained
+from gpt.model.apex import choose_layer_norm, find_apex
+from gpt.model.pretrained import load_pretrained
+from gpt.model.transformer import GPT, Attention, ModelConfig, check_divides, initialize
+from gpt.planner.activation_store import chosen_activations
+from gpt.planner.host_memory import check_host_memory
 from gpt.schedule import check_batch_sizes, learning_rate
 from gpt.settings import LossScaleSettings, OptimizerSettings, ParallelSettings, Settings
-from parallel.cross_entropy import CHUNK_NUMEL
 from parallel.errors import ConfigError
-from parallel.layers import part_of, split_dims
 from parallel.mesh import Axis, Mesh
-from parallel.tokens import ReplicatedTokens, SplitTokens, TokenLayout
+from parallel.tensor.cross_entropy import CHUNK_NUMEL
+from parallel.tensor.layers import part_of, split_dims
+from parallel.tensor.token_layout import ReplicatedTokens, SplitTokens, TokenLayout
 from parallel.world import World
-from zero.activations import ActivationsConfig, check_replicas, checkpointed_blocks, recomputed
-from zero.birth import ShardedBirth
+from zero.activations.checkpointed_blocks import ActivationsConfig, check_replicas, checkpointed_blocks, recomputed
 from zero.engine import ZeroDataParallel
 from zero.loss_scale import LossScale
-from zero.offload import Offload, Placement
+from zero.offload.placement import Offload, Placement
 from zero.optimizer import ZeroOptimizer
+from zero.sharded_init import ShardedBirth
 
 logger = logging.getLogger(__name__)
 

@@ -29,11 +29,11 @@ from data.blend import parse_path
 from data.errors import DataError
 from data.sources import Source, text_of
 from data.tokenizer import load_tokenizer, named_tokenizer
-from gpt import checkpoint
 from gpt.build import Parts, build, build_mesh
-from gpt.console import RunConsole
-from gpt.generate import evaluation
-from gpt.run_files import CHECKPOINTS
+from gpt.checkpoint import checkpoint
+from gpt.model.generate import evaluation
+from gpt.monitor.console import RunConsole
+from gpt.run_folder.files import CHECKPOINTS
 from gpt.settings import Settings, parse_settings
 from parallel.errors import ConfigError
 from parallel.mesh import Axis

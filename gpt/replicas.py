@@ -8,8 +8,8 @@ from torch import Tensor
 
 from gpt.build import Parts
 from parallel.errors import ConfigError
-from parallel.layers import split_dims
 from parallel.mesh import Axis
+from parallel.tensor.layers import split_dims
 from zero.stage import Lifetime
 
 INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from data.tokenizer import Tokenizer
-from gpt.generate import generate
+from gpt.model.generate import generate
 from zero.engine import ZeroDataParallel
 
 

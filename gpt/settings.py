@@ -13,15 +13,15 @@ import yaml
 from jsonargparse import ActionConfigFile, ArgumentError, ArgumentParser, set_parsing_settings
 from rich.table import Table
 
-from gpt.deepspeed_config import with_translation
+from gpt.deepspeed.config import with_translation
 from gpt.loss_guard import GuardSettings
-from gpt.model import ModelConfig
-from gpt.profiling import ProfileSettings
+from gpt.model.transformer import ModelConfig
+from gpt.monitor.profiling import ProfileSettings
 from gpt.schedule import BatchConfig, RampUpConfig, ScheduleConfig
 from parallel.errors import ConfigError
-from zero.activations import ActivationsConfig
+from zero.activations.checkpointed_blocks import ActivationsConfig
 from zero.engine import ZeroConfig
-from zero.offload import OffloadConfig
+from zero.offload.placement import OffloadConfig
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 DEEPSPEED_CONFIG = "zero.deepspeed_config"  # no field of ZeroConfig: it speaks of more than ZeRO, and of no model

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from gpt.generate import evaluation
 from gpt.loss_guard import LossGuard
-from parallel.ledger import Kind, allocating
+from gpt.model.generate import evaluation
+from parallel.instruments.memory_tracker import Kind, allocating
 from parallel.mesh import Mesh
 from zero.engine import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer

@@ -11,22 +11,22 @@ import torch
 from torch import Tensor
 
 from gpt.build import Parts
-from gpt.checkpoint import Progress
-from gpt.collectives import profiled
-from gpt.console import RunConsole, step_line, summary_table
+from gpt.checkpoint.checkpoint import Progress
+from gpt.checkpoint.recovery import Recovery
 from gpt.corpus import Corpus
-from gpt.flops import peak_flops_per_second
-from gpt.metrics import StepTraffic, Throughput, memory_by_kind, peak_memory
-from gpt.profiling import Profiler, straggler_lines, timer_table
-from gpt.recovery import Recovery
+from gpt.model.flops import peak_flops_per_second
+from gpt.monitor.collectives import profiled
+from gpt.monitor.console import RunConsole, step_line, summary_table
+from gpt.monitor.metrics import StepTraffic, Throughput, memory_by_kind, peak_memory
+from gpt.monitor.profiling import Profiler, straggler_lines, timer_table
+from gpt.monitor.tracking import Tracking, open_tracking
 from gpt.replicas import check_replicas
-from gpt.run_files import LOSS_PLOT, append_record, read_steps
+from gpt.run_folder.files import LOSS_PLOT, append_record, read_steps
 from gpt.schedule import batch_plan, learning_rate
 from gpt.settings import Settings
-from gpt.tracking import Tracking, open_tracking
 from gpt.train_step import evaluate, mean_over, train_step
 from parallel.errors import ConfigError
-from parallel.node_map import NodeMap, node_table
+from parallel.launch.node_map import NodeMap, node_table
 from parallel.stopping import Stopping
 from parallel.watchdog import Watchdog
 from parallel.world import World, shared_store
@@ -223,7 +223,9 @@ class Trainer:
         records = read_steps(self._folder)
         if not records:
             return {}
-        from gpt.plot import plot_loss  # here: of all ranks only the first needs matplotlib, and not to begin with
+        from gpt.monitor.plot import (
+            plot_loss,  # here: of all ranks only the first needs matplotlib, and not to begin with
+        )
 
         self._console.show(summary_table(self._settings, self._parts, records))
         plot_loss(records, self._folder / LOSS_PLOT)

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from parallel.comm_log import CommEvent, CommLog
 from parallel.errors import ConfigError
-from parallel.ledger import Kind, tagged
+from parallel.instruments.comm_log import CommEvent, CommLog
+from parallel.instruments.memory_tracker import Kind, tagged
 
 
 class Handle:

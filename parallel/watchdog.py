@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 
 import torch.distributed as dist
 
-from parallel.comm_log import CommLog
+from parallel.instruments.comm_log import CommLog
 
 EXIT_CODE = 3
 POLLS = 10  # within the time after which a rank counts as hanging

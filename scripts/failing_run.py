@@ -19,12 +19,13 @@ from itertools import count
 from typing import Any
 
 import pretrain_gpt
-from gpt import recovery, saver, trainer
-from gpt.model import GPT
-from zero import tensor_file
+from gpt import trainer
+from gpt.checkpoint import recovery, saver
+from gpt.model.transformer import GPT
 from zero.flat import FlatParameters
 from zero.gradients import GradientReducer
 from zero.optimizer import ZeroOptimizer
+from zero.state import tensor_file
 
 # A function that is about to be called, or (with "after") has just returned.
 POINTS: dict[str, tuple[Any, str, str]] = {

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from gpt.run_files import read_steps
+from gpt.run_folder.files import read_steps
 from scripts.kills import OPTIONS, ROOT, prepare_corpus
 from scripts.testbed import Node, joined_nodes, ssh_to, why_not
 

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from parallel.fake_tensors import instances_in
-from parallel.ledger import Ledger
+from parallel.instruments.fake_tensors import instances_in
+from parallel.instruments.memory_tracker import Ledger
 
 
 class KeptApart(TorchDispatchMode):

@@ -8,10 +8,10 @@ from torch.utils.checkpoint import checkpoint
 from transformers.models.llama import modeling_llama
 from transformers.models.t5 import modeling_t5
 
-from gpt.model import GPT, ModelConfig, initialize
+from gpt.model.transformer import GPT, ModelConfig, initialize
 from parallel.mesh import Axis
-from parallel.tokens import ReplicatedTokens
-from zero.activations import ActivationsConfig, checkpointed_blocks
+from parallel.tensor.token_layout import ReplicatedTokens
+from zero.activations.checkpointed_blocks import ActivationsConfig, checkpointed_blocks
 
 VOCAB = 97
 SEQ = 10

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from parallel.errors import ConfigError
-from parallel.fake_tensors import real_tensors
+from parallel.instruments.fake_tensors import real_tensors
 
 
 @dataclass(frozen=True, eq=False)

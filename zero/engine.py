@@ -29,12 +29,12 @@ from parallel.mesh import Axis
 from zero.access import watch_parameters
 from zero.agreement import LaunchOrder
 from zero.autograd import NO_BACKWARD, call_at_end_of_backward, current_backward, mark_end_of_backward, tensors_in
-from zero.birth import ShardedBirth
-from zero.chunks import search_chunk_size
 from zero.flat import FlatParameters, is_absent
 from zero.gradients import GradientReducer
-from zero.offload import NO_OFFLOAD, Offload, OffloadConfig
-from zero.residency import NUM_KEPT, Residency
+from zero.offload.chunks import search_chunk_size
+from zero.offload.placement import NO_OFFLOAD, Offload, OffloadConfig
+from zero.offload.planner import NUM_KEPT, Residency
+from zero.sharded_init import ShardedBirth
 from zero.stage import STAGES, Lifetime, ZeroStage
 from zero.unit import Itinerary, Unit, alike, assign_parameters, find_units, named_units
 

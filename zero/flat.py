@@ -7,10 +7,10 @@ from operator import attrgetter
 import torch
 from torch import Tensor, nn
 
-from parallel.ledger import Kind, tagged
+from parallel.instruments.memory_tracker import Kind, tagged
 from parallel.mesh import Axis, Handle
 from zero.layout import Layout, Span, cut, overlap
-from zero.offload import Offload, Placement
+from zero.offload.placement import Offload, Placement
 from zero.stage import Lifetime
 
 

@@ -19,11 +19,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from parallel.ledger import Kind, tagged
+from parallel.instruments.memory_tracker import Kind, tagged
 from parallel.mesh import Axis, Handle
 from zero.flat import FlatParameters, free_storage, restore_storage
 from zero.layout import Window, cut
-from zero.offload import Offload, Placement
+from zero.offload.placement import Offload, Placement
 from zero.stage import Lifetime, ZeroStage
 
 MAX_IN_FLIGHT = 2  # reductions, hence staged windows beyond those still filling

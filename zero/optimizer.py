@@ -13,16 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parallel.layers import split_dims
-from parallel.ledger import Kind, allocating
+from parallel.instruments.memory_tracker import Kind, allocating
 from parallel.mesh import Axis, Handle
+from parallel.tensor.layers import split_dims
 from zero.elementwise import Piece, WindowedOptimizer, probe_elementwise
 from zero.engine import ZeroDataParallel
 from zero.flat import FlatParameters
 from zero.gradients import WindowGradient
 from zero.layout import cut
 from zero.loss_scale import LossScale
-from zero.offload import Offload, Placement
+from zero.offload.placement import Offload, Placement
 
 # A CPU adds fp32 squares one after the other: the norm of 17M elements in one piece is wrong by 2e-4.
 NORM_CHUNK_NUMEL = 2**18
@@ -67,7 +67,7 @@ class ZeroOptimizer:
     """`groups` are torch's parameter groups, written with the model's own parameters.
 
     `tensor` is the axis along which the model itself is cut: the norm, and whether a step is skipped, hold for all of
-    it, and parameters that `parallel.layers.split_dims` does not name, which every rank has, count once.
+    it, and parameters that `parallel.tensor.layers.split_dims` does not name, which every rank has, count once.
 
     A step with a non-finite gradient changes nothing and counts in `num_skipped`. Torch's fused Adam and AdamW see to
     that on the device; for any other optimizer the host waits for the flag. Multiply the loss by `loss_scale.scale`

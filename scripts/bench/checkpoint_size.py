@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 import torch
 
-from gpt.model import GPT, ModelConfig
-from parallel.comm_log import CommLog
-from parallel.layers import split_dims
+from gpt.model.transformer import GPT, ModelConfig
+from parallel.instruments.comm_log import CommLog
 from parallel.mesh import Axis
-from parallel.tokens import ReplicatedTokens
+from parallel.tensor.layers import split_dims
+from parallel.tensor.token_layout import ReplicatedTokens
 from zero.layout import Layout
 from zero.unit import assign_parameters, find_units
 

@@ -20,7 +20,7 @@ from torch.optim import AdamW
 
 from parallel.mesh import Mesh
 from zero.engine import ZeroConfig, ZeroDataParallel
-from zero.offload import NO_OFFLOAD, OffloadConfig
+from zero.offload.placement import NO_OFFLOAD, OffloadConfig
 from zero.optimizer import ZeroOptimizer
 from zero.unit import find_units
 

@@ -15,16 +15,16 @@ import torch
 from torch import Tensor
 
 from gpt.build import Parts, build_loss_scale, build_model, build_optimizer
-from gpt.checkpoint import Progress, load, owned_tensors
-from gpt.model import ModelConfig, initialize
-from gpt.saver import HostCopies, Saver
+from gpt.checkpoint.checkpoint import Progress, load, owned_tensors
+from gpt.checkpoint.saver import HostCopies, Saver
+from gpt.model.transformer import ModelConfig, initialize
 from gpt.settings import LossScaleSettings, OptimizerSettings
 from parallel.mesh import Mesh
-from parallel.tokens import ReplicatedTokens
+from parallel.tensor.token_layout import ReplicatedTokens
 from parallel.world import shared_store, start_world, stop_world
-from zero.activations import ActivationsConfig
+from zero.activations.checkpointed_blocks import ActivationsConfig
 from zero.engine import ZeroConfig, ZeroDataParallel
-from zero.sealed_file import CHUNK_BYTES, flush
+from zero.state.sealed_file import CHUNK_BYTES, flush
 
 CONFIG = ModelConfig(8, 640, 10, 128, 8192, dropout=0.0)
 

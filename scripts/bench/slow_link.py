@@ -3,8 +3,8 @@
 python -m scripts.bench.slow_link --output docs/results/slow_link
 
 Two nodes of two ranks on one machine (scripts/testbed.py), the same model and batch, the link limited to each rate.
-Beside what was measured stands what the projection says, for a cluster file that parallel.preflight has measured at
-that rate.
+Beside what was measured stands what the projection says, for a cluster file that parallel.launch.preflight has
+measured at that rate.
 """
 
 import argparse
@@ -22,7 +22,7 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot
 
-from gpt.run_files import read_steps
+from gpt.run_folder.files import read_steps
 from scripts.kills import ROOT, prepare_corpus
 from scripts.testbed import Node, joined_nodes, why_not
 from scripts.two_nodes import Job
@@ -95,7 +95,7 @@ def preflight(nodes: list[Node], cluster: Path) -> None:
     running = []
     for number, node in enumerate(nodes):
         where = [f"--rdzv-conf=is_host={int(number == 0)}", f"--local-addr={node.address}"]
-        own = ["-m", "parallel.preflight", "--write", str(cluster)]
+        own = ["-m", "parallel.launch.preflight", "--write", str(cluster)]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "e0"}
         command = node.command([sys.executable, *launch, *where, *own])
         running.append(subprocess.Popen(command, cwd=ROOT, env=environment))

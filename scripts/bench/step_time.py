@@ -24,9 +24,9 @@ import transformers
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gpt.model import GPT, ModelConfig, initialize
+from gpt.model.transformer import GPT, ModelConfig, initialize
 from parallel.mesh import Axis, Mesh
-from parallel.tokens import ReplicatedTokens
+from parallel.tensor.token_layout import ReplicatedTokens
 from parallel.world import World, start_world, stop_world
 from scripts.bench.contenders import CONTENDERS, Contender, Terms
 

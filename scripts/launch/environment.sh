@@ -5,7 +5,7 @@
 # shellcheck disable=SC2034,SC2154  # variables of the script that sources this one
 
 is_host='' local_address='' interface=''
-route=$("$python" -m parallel.route "$rdzv")
+route=$("$python" -m parallel.launch.route "$rdzv")
 eval "$route"
 
 # The ranks of a node share its cores. Left to itself, torchrun would give each of them one thread.

@@ -12,8 +12,8 @@ from dataclasses import replace
 from itertools import product
 from typing import Any
 
-from gpt.depth import ShallowRun, line_through, shallow_runs
-from parallel.cluster import ClusterSpec
+from gpt.planner.depth import ShallowRun, line_through, shallow_runs
+from parallel.launch.cluster import ClusterSpec
 from scripts.paper.experiments import CLUSTER_FILE, Experiment, experiments, parsed
 
 CALIBRATED = "1.5b-zero-400", "1.5b-baseline-400", "60b-baseline-384"  # rows of Figure 2

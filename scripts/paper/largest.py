@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from gpt.run_files import METRICS
+from gpt.run_folder.files import METRICS
 from parallel.errors import ConfigError, told_in_one_line
 
 STEPS = 3  # after the first all memory has been taken

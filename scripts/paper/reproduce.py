@@ -2,8 +2,8 @@
 
     python -m scripts.paper.reproduce [figure2 ...]
 
-Each configuration is run dry at two depths and read at its own (gpt/depth.py). Results are kept in runs/paper/dry;
-runs of a real cluster, as runs/paper/FIGURE/NAME/metrics.jsonl, appear as a column of their own.
+Each configuration is run dry at two depths and read at its own (gpt/planner/depth.py). Results are kept in
+runs/paper/dry; runs of a real cluster, as runs/paper/FIGURE/NAME/metrics.jsonl, appear as a column of their own.
 """
 
 import csv
@@ -16,14 +16,14 @@ from dataclasses import asdict, dataclass
 
 import yaml
 
-from gpt.depth import Estimate, Line, draw_line
-from gpt.run_files import read_steps
-from parallel.cluster import ClusterSpec
+from gpt.planner.depth import Estimate, Line, draw_line
+from gpt.run_folder.files import read_steps
+from parallel.launch.cluster import ClusterSpec
 from scripts.paper.calibrate import CALIBRATED
 from scripts.paper.experiments import CLUSTER_FILE, PAPER, ROOT, Experiment, experiments, parsed
 from scripts.paper.plots import Series, plot_bars, plot_lines
-from zero.memory import formula
-from zero.paper_memory import largest_model
+from zero.formulas.memory import formula
+from zero.formulas.paper_memory import largest_model
 from zero.stage import STAGES
 
 CACHE = ROOT / "runs/paper/dry"
@@ -62,7 +62,7 @@ class Result:
 def line_of(settings: dict, world_size: int) -> Line:
     """By two dry runs, or from what they gave last time. Remove runs/paper/dry after changes to the step itself."""
     text = yaml.safe_dump(settings) + str(world_size) + CLUSTER_FILE.read_text()
-    text += "".join((ROOT / path).read_text() for path in ("gpt/projection.py", "gpt/depth.py"))
+    text += "".join((ROOT / path).read_text() for path in ("gpt/planner/projection.py", "gpt/planner/depth.py"))
     kept = CACHE / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
     if not kept.exists():
         CACHE.mkdir(parents=True, exist_ok=True)
@@ -253,8 +253,8 @@ over the three rows of Figure 2 that are marked, and no other (`python -m script
 was measured elsewhere. The form of the model was chosen with all rows in sight: no overlap of communication, hops of
 2 us, one network card for a data-parallel ring, whole tiles of a product. Read the errors as those of few constants in
 a form that suits, not of a blind prediction; Figure 3 and the 100B bars of Figure 7 took no part in any of it.
-Assumptions stand in `gpt/projection.py`. A run counts as out of memory where its peak and 1 GB for CUDA and NCCL, a
-choice too, exceed 32480 MiB.
+Assumptions stand in `gpt/planner/projection.py`. A run counts as out of memory where its peak and 1 GB for CUDA and
+NCCL, a choice too, exceed 32480 MiB.
 """
 
 CONTRADICTIONS = """

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from data import prepare
-from gpt.run_files import read_steps
+from gpt.run_folder.files import read_steps
 from gpt.settings import parse_settings
 from parallel.world import start_world
 from pretrain_gpt import pretrain

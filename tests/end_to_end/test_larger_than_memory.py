@@ -12,8 +12,8 @@ import pytest
 import torch
 from transformers import GPT2LMHeadModel
 
-from gpt.export import export_checkpoint
-from gpt.run_files import CHECKPOINTS, WEIGHTS, read_steps
+from gpt.checkpoint.export import export_checkpoint
+from gpt.run_folder.files import CHECKPOINTS, WEIGHTS, read_steps
 from gpt.settings import parse_settings
 from parallel.world import start_world
 from pretrain_gpt import pretrain

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from gpt import trainer
-from gpt.collectives import read_profile
-from gpt.console import RunConsole
-from gpt.report import run_and_report
-from gpt.run_files import read_steps
+from gpt.monitor.collectives import read_profile
+from gpt.monitor.console import RunConsole
+from gpt.planner.report import run_and_report
+from gpt.run_folder.files import read_steps
 from gpt.settings import parse_settings
 from parallel.errors import ConfigError
 from parallel.world import start_world

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from gpt.profiling import TIMERS, ProfileSettings, straggler_lines, stragglers
+from gpt.monitor.profiling import TIMERS, ProfileSettings, straggler_lines, stragglers
 from parallel.errors import ConfigError
 from tests.end_to_end.runs import options, prepare_corpus, run_on_rank
 from tests.ranks import run_ranks

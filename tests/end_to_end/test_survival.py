@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gpt.loss_guard import LossGuard
-from gpt.run_files import read_steps
-from gpt.run_lock import RunLock
+from gpt.run_folder.files import read_steps
+from gpt.run_folder.lock import RunLock
 from gpt.settings import parse_settings
 from parallel.errors import ConfigError
 from parallel.world import start_world
@@ -123,7 +123,7 @@ def test_a_second_job_in_a_folder_is_refused_and_nothing_is_touched(corpus, tmp_
 
 
 def test_a_killed_job_holds_no_lock(tmp_path):
-    hold = "from gpt.run_lock import RunLock; from pathlib import Path; import sys, time; "
+    hold = "from gpt.run_folder.lock import RunLock; from pathlib import Path; import sys, time; "
     hold += f"RunLock(Path({str(tmp_path)!r})).take(); print('held', flush=True); time.sleep(60)"
     with subprocess.Popen([sys.executable, "-c", hold], cwd=ROOT, stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout.readline() == "held\n"

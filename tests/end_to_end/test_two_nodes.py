@@ -43,7 +43,7 @@ def preflight(
         "--names",
         "n1,n2,n3"[: 3 * num_nodes],
     ]
-    words = [sys.executable, "-m", "parallel.preflight", *own, "--", *arguments]
+    words = [sys.executable, "-m", "parallel.launch.preflight", *own, "--", *arguments]
     running = [
         subprocess.Popen(
             node.command(words, on_second if node is nodes[1] else ""),
@@ -97,7 +97,7 @@ def test_links_are_measured_and_a_slow_one_is_named(nodes, tmp_path):
     launch = ["-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2", "--rdzv-backend=c10d"]
     launch += ["--rdzv-endpoint=10.77.0.1:29500"]
     written = tmp_path / "cluster.yaml"
-    own = ["-m", "parallel.preflight", "--expect", "configs/clusters/dgx-2.yaml", "--write", str(written)]
+    own = ["-m", "parallel.launch.preflight", "--expect", "configs/clusters/dgx-2.yaml", "--write", str(written)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "e0"}
     running = []
     for number, node in enumerate(nodes):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from gpt.run_files import read_steps
+from gpt.run_folder.files import read_steps
 from tests.end_to_end.runs import options, run_on_rank
 from tests.ranks import run_ranks
 

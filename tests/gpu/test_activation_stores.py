@@ -5,16 +5,16 @@ import torch
 from torch import Tensor
 
 from gpt.build import build_model
-from gpt.model import ModelConfig, initialize
+from gpt.model.transformer import ModelConfig, initialize
 from gpt.train_step import train_step
-from parallel.ledger import Kind
+from parallel.instruments.memory_tracker import Kind
 from parallel.mesh import Mesh
-from parallel.tokens import ReplicatedTokens
+from parallel.tensor.token_layout import ReplicatedTokens
 from tests.gpu.waiting import waiting_is_an_error
-from zero.activations import ActivationsConfig
+from zero.activations.checkpointed_blocks import ActivationsConfig
+from zero.activations.slab import on_host_of
 from zero.engine import ZeroConfig, ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
-from zero.slab import on_host_of
 
 pytestmark = pytest.mark.gpu
 CONFIG = ModelConfig(6, 256, 4, seq_length=128, vocab_size=97, dropout=0.1, attention="math")

@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from gpt.build import Parts
-from gpt.checkpoint import Progress, load, owned_tensors, read_layout
-from gpt.saver import Saver
+from gpt.checkpoint.checkpoint import Progress, load, owned_tensors, read_layout
+from gpt.checkpoint.saver import Saver
 from gpt.train_step import train_step
 from tests.gpu.test_step import build, micro_batches
-from zero.saved_state import SavedState
+from zero.state.saved_state import SavedState
 
 pytestmark = pytest.mark.gpu
 

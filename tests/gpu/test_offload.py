@@ -4,13 +4,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from gpt.model import GPT, ModelConfig, initialize
+from gpt.model.transformer import GPT, ModelConfig, initialize
 from gpt.train_step import train_step
 from parallel.mesh import Mesh
-from parallel.tokens import ReplicatedTokens
-from zero import memory
+from parallel.tensor.token_layout import ReplicatedTokens
 from zero.engine import ZeroConfig, ZeroDataParallel
-from zero.offload import NO_OFFLOAD, OffloadConfig, Placement
+from zero.formulas import memory
+from zero.offload.placement import NO_OFFLOAD, OffloadConfig, Placement
 from zero.optimizer import ZeroOptimizer
 
 pytestmark = pytest.mark.gpu

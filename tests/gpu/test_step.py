@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gpt.model import GPT, ModelConfig, initialize
+from gpt.model.transformer import GPT, ModelConfig, initialize
 from gpt.train_step import train_step
 from parallel.mesh import Mesh
-from parallel.tokens import ReplicatedTokens
+from parallel.tensor.token_layout import ReplicatedTokens
 from tests.gpu.waiting import waiting_is_an_error
 from zero.engine import ZeroConfig, ZeroDataParallel
 from zero.loss_scale import LossScale

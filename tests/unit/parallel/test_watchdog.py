@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from parallel.comm_log import CommLog
+from parallel.instruments.comm_log import CommLog
 from parallel.watchdog import EXIT_CODE, Sign, Watchdog, find_culprits
 
 WAITING = Sign(

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from parallel.comm_log import CommLog
+from parallel.instruments.comm_log import CommLog
 from parallel.mesh import Axis, Handle
 from zero.flat import FlatParameters
 from zero.stage import Lifetime

@@ -1,0 +1,122 @@
+"""What makes a run survive: checkpoints that it writes, goes on from and goes back to, and its hold on its folder."""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+from gpt.build import Parts
+from gpt.checkpoint import checkpoint
+from gpt.checkpoint.checkpoint import Progress
+from gpt.checkpoint.export import export_live
+from gpt.checkpoint.saver import SaveError, Saver, keep_newest
+from gpt.run_folder.files import CHECKPOINTS, WEIGHTS, cut_metrics, start_run
+from gpt.run_folder.lock import RunLock
+from gpt.settings import Settings
+from gpt.train_step import agree
+from parallel.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+
+class Recovery:
+    """All ranks make the same calls. `say` tells a person what was saved, or gone on from."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        parts: Parts,
+        say: Callable[[str], None],
+        on_chunk: Callable[[], None],
+        on_save: Callable[[Path], None],
+    ):
+        self._on_save = on_save
+        self._settings, self._config = settings, settings.checkpoint
+        self._parts, self._say = parts, say
+        self._run_dir = Path(settings.run.dir)
+        self._folder = self._run_dir / CHECKPOINTS
+        self._is_first = parts.mesh.rank == 0
+        self._lock = RunLock(self._run_dir)
+        is_async = self._config.asynchronous
+        self._saver = Saver(self._folder, parts, keep=self._config.keep, is_async=is_async, on_chunk=on_chunk)
+        self._saved_step: int | None = None
+        self._failure: SaveError | None = None  # of the last attempt
+
+    def resume(self) -> Progress:
+        """Take hold of the folder and go on from where `checkpoint.resume` says. Raises ConfigError."""
+        if self._is_first and self._run_dir.exists():
+            self._lock.take()
+        progress, found = Progress(), checkpoint.find(self._folder, self._config.resume)
+        if not agree(self._parts.mesh, str(found)):
+            raise ConfigError(
+                f"rank {self._parts.mesh.rank} would go on from {found}, another rank from elsewhere; put "
+                f"run.dir={self._run_dir} on a file system that all nodes share"
+            )
+        if found is not None:
+            progress = checkpoint.load(found, self._parts)
+            self._say(f"resumed from {found}: {progress.step} of {self._settings.train.steps} steps done")
+        if self._is_first:
+            self._lock.take()
+            start_run(self._run_dir, self._settings.to_yaml(), progress.step)
+            for folder in (self._folder, self._run_dir / WEIGHTS):
+                checkpoint.remove_partial(folder)
+            checkpoint.set_aside_later(self._folder, progress.step)
+        self._parts.mesh.barrier()
+        return progress
+
+    def save(self, progress: Progress) -> None:
+        """Begin the checkpoint of this step, when the one before is complete. One that fails ends no training."""
+        if self._saved_step == progress.step:
+            return
+        self._settle()
+        self._saver.start(progress)
+        self._saved_step = progress.step
+        if not self._config.asynchronous:
+            self._settle()
+        if self._config.weights:
+            self._export_weights(progress.step)
+
+    def finish(self) -> None:
+        """Wait for the last checkpoint. Raises SaveError where it could not be written: the run would be lost."""
+        self._settle()
+        if self._failure:
+            raise self._failure
+
+    def go_back(self, progress: Progress) -> Progress:
+        """To the newest checkpoint, with samples that come after `progress`. Raises ConfigError if there is none."""
+        self._settle()
+        found = checkpoint.newest(self._folder)
+        if found is None:
+            raise ConfigError("guard.policy=roll_back finds no checkpoint; choose a smaller checkpoint.every")
+        before = checkpoint.load(found, self._parts)
+        self._parts.mesh.barrier()
+        if self._is_first:
+            cut_metrics(self._run_dir, before.step)
+            checkpoint.set_aside_later(self._folder, before.step)
+        self._parts.mesh.barrier()
+        self._saved_step = before.step
+        self._say(f"went back from step {progress.step} to {found}; the samples in between are left out")
+        return Progress(before.step, progress.consumed_samples)
+
+    def release(self) -> None:
+        """Another job may use the folder."""
+        self._lock.release()
+
+    def _settle(self) -> None:
+        try:
+            if saved := self._saver.wait():
+                self._failure = None
+                self._say(f"saved {saved}")
+                self._on_save(saved)
+        except SaveError as error:
+            self._failure, self._saved_step = error, None
+            if self._is_first:
+                logger.error("error: %s; training goes on", error)
+
+    def _export_weights(self, step: int) -> None:
+        folder = self._run_dir / WEIGHTS
+        try:
+            export_live(self._parts, folder / checkpoint.checkpoint_name(step))
+            if self._is_first:
+                keep_newest(sorted(folder.glob("step-*")), self._config.keep)
+        except OSError as error:
+            logger.error("error: weights cannot be written to %s: %s; training goes on", folder, error.strerror)

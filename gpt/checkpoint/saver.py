@@ -1,0 +1,154 @@
+"""Writing checkpoints that a crash cannot harm: beside, flushed, then renamed; at once or behind the training.
+
+    every rank    copy to host memory (asynchronous only) -> its file, into .step-*.partial -> says so in the store
+    first rank    all have said so -> layout.json -> rename -> latest -> old ones go -> says how it ended in the store
+
+Ranks meet in the launcher's store, not in collectives: these must stay free for the training that goes on meanwhile.
+A save that fails is an error on all ranks and leaves the checkpoints before it as they were.
+"""
+
+import shutil
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from gpt.build import Parts
+from gpt.checkpoint.checkpoint import (
+    LATEST,
+    LAYOUT,
+    Progress,
+    checkpoint_name,
+    complete_checkpoints,
+    describe,
+    owned_tensors,
+)
+from parallel.errors import ConfigError
+from parallel.world import shared_store
+from zero.state.saved_state import rank_file
+from zero.state.sealed_file import flush_folder, replace_text, write_json
+from zero.state.tensor_file import write_tensors
+
+POLL_SECONDS = 0.02
+
+
+class SaveError(ConfigError):
+    """A checkpoint could not be written; training may go on."""
+
+
+class Saver:
+    """Saves checkpoints of `parts` in `folder`, the newest `keep` of them. All ranks make the same calls.
+
+    `on_chunk` is called, in another thread, whenever a few megabytes have been written.
+    """
+
+    def __init__(
+        self, folder: Path, parts: Parts, *, keep: int, is_async: bool, on_chunk: Callable[[], None] = lambda: None
+    ):
+        self._folder, self._parts, self._keep, self._on_chunk = folder, parts, keep, on_chunk
+        self._store = shared_store()
+        self._host_copies = HostCopies() if is_async else None
+        self._num_saves = 0
+        self._pending: tuple[threading.Thread, Callable[[], Path]] | None = None
+
+    def start(self, progress: Progress) -> None:
+        """Begin to write; asynchronous: the training may go on. Call `wait` before the next."""
+        assert self._pending is None, "the save before this one has not been waited for"
+        self._num_saves += 1
+        final = self._folder / checkpoint_name(progress.step)
+        key = f"save/{final}/{self._num_saves}"
+        partial = final.with_name(f".{final.name}.partial")
+        tensors, layout = owned_tensors(self._parts), describe(self._parts, progress)
+
+        def write() -> None:
+            self._write_rank(key, partial, tensors)
+            if self._parts.mesh.rank == 0:
+                self._complete(key, partial, final, layout)
+
+        if self._host_copies:
+            tensors = self._host_copies.take(tensors)
+        thread = threading.Thread(target=write, daemon=True)
+        thread.start()
+        self._pending = thread, lambda: self._outcome(key, progress, final)
+        if not self._host_copies:
+            thread.join()  # the tensors are the training's own
+
+    def wait(self) -> Path | None:
+        """The checkpoint that was begun, when it is complete; None where none was. Raises SaveError on all ranks."""
+        if self._pending is None:
+            return None
+        thread, outcome = self._pending
+        self._pending = None
+        thread.join()
+        return outcome()
+
+    def _write_rank(self, key: str, partial: Path, tensors: Mapping[str, Tensor]) -> None:
+        try:
+            partial.mkdir(parents=True, exist_ok=True)
+            write_tensors(rank_file(partial, self._parts.mesh.rank), tensors, on_chunk=self._on_chunk)
+        except Exception as error:  # whatever it is, the others are waiting for an answer
+            self._store.set(f"{key}/error", f"rank {self._parts.mesh.rank}: {_reason(error)}")
+        self._store.add(f"{key}/num_written", 1)
+
+    def _complete(self, key: str, partial: Path, final: Path, layout: dict) -> None:
+        while self._store.add(f"{key}/num_written", 0) < self._parts.mesh.size:
+            time.sleep(POLL_SECONDS)
+        reason = ""
+        if self._store.check([f"{key}/error"]):
+            reason = self._store.get(f"{key}/error").decode()
+        else:
+            try:
+                write_json(partial / LAYOUT, layout)
+                flush_folder(partial)
+                partial.rename(final)
+                replace_text(self._folder / LATEST, final.name)
+            except Exception as error:
+                reason = f"rank 0: {_reason(error)}"
+        if reason:
+            shutil.rmtree(partial, ignore_errors=True)  # make room for the next attempt
+        else:
+            keep_newest(complete_checkpoints(self._folder), self._keep)
+        self._store.set(f"{key}/outcome", reason)
+
+    def _outcome(self, key: str, progress: Progress, final: Path) -> Path:
+        while not self._store.check([f"{key}/outcome"]):
+            time.sleep(POLL_SECONDS)
+        if reason := self._store.get(f"{key}/outcome").decode():
+            raise SaveError(
+                f"checkpoint of step {progress.step} cannot be written to {final.parent}: {reason}; make room or "
+                "choose another run.dir (the checkpoint before it is untouched)"
+            )
+        return final
+
+
+class HostCopies:
+    """Copies of tensors in host memory, pinned where a device copies into it; the memory is used again every time."""
+
+    def __init__(self) -> None:
+        self._copies: dict[str, Tensor] = {}
+
+    def take(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Returns when the copies are there: the tensors may then change."""
+        for name, tensor in tensors.items():
+            copy = self._copies.get(name)
+            if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
+                copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+                self._copies[name] = copy
+            copy.copy_(tensor.detach(), non_blocking=True)
+        if torch.cuda.is_initialized():
+            torch.cuda.current_stream().synchronize()
+        return {name: self._copies[name] for name in tensors}
+
+
+def _reason(error: Exception) -> str:
+    return str(getattr(error, "strerror", None) or error)
+
+
+def keep_newest(folders: list[Path], keep: int) -> None:
+    """Of folders in order, drop the older ones, each first renamed: half a checkpoint never looks like a whole one."""
+    for old in folders[:-keep]:
+        doomed = old.rename(old.with_name(f".{old.name}.partial"))
+        shutil.rmtree(doomed, ignore_errors=True)

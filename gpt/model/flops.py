@@ -1,0 +1,76 @@
+"""Floating-point operations of training, by formula, in two conventions that differ by up to 1.4.
+
+Both count matrix products only, a multiply-add as two operations, and backward as twice forward. With s = seq_length,
+h = hidden_size, L = num_layers and V = vocab_size, forward costs for each token
+
+    blocks      24 L h^2    qkv 6, projection 2, up 8, down 8
+    attention    4 L s h    q k^T and weights v over all s positions; a causal model needs half of it, 2 L s h
+    head         2 h V
+
+*Model FLOPs*, what learning needs: 3 times forward with causal attention, whatever the implementation does. It is
+Megatron-LM's present 72 B s L h^2 (1 + s/12h + V/12Lh). Halved, because the masked half of the scores has no use and
+flash attention does not compute it: the number rates the hardware's use, so skipping useless work must not lower it.
+
+*Hardware FLOPs*, what is executed: attention in full where the kernel is `math`, the head with its padding, and once
+more what runs again in backward: the blocks' forward where activations are checkpointed, the inside of attention where
+only that is recomputed (`math` the scores only: weights v is not needed again; `flash` its causal half of both). Not
+counted: flash attention's second look at the scores.
+"""
+
+import torch
+
+from gpt.model.transformer import ModelConfig
+from zero.activations.checkpointed_blocks import Recomputes
+
+# Dense tensor-core rates from NVIDIA's data sheets; the first name that a device's name contains applies.
+PEAK_FLOPS_PER_SECOND = (
+    ("V100", {torch.float16: 125e12}),
+    ("A100", {torch.float16: 312e12, torch.bfloat16: 312e12}),
+    ("H100 PCIe", {torch.float16: 756e12, torch.bfloat16: 756e12}),
+    ("H100 NVL", {torch.float16: 835e12, torch.bfloat16: 835e12}),
+    ("H100", {torch.float16: 989e12, torch.bfloat16: 989e12}),
+    ("H200 NVL", {torch.float16: 835e12, torch.bfloat16: 835e12}),
+    ("H200", {torch.float16: 989e12, torch.bfloat16: 989e12}),
+)
+
+
+def model_flops(config: ModelConfig, num_sequences: int) -> int:
+    """Of forward and backward over sequences of full length, in Megatron-LM's convention."""
+    return (
+        3
+        * (_blocks_forward(config, is_causal=True) + _head_forward(config, config.vocab_size))
+        * num_sequences
+        * config.seq_length
+    )
+
+
+def hardware_flops(config: ModelConfig, num_sequences: int, recomputes: Recomputes) -> int:
+    """Of forward and backward over sequences of full length, with what runs again in backward."""
+    blocks = _blocks_forward(config, is_causal=config.attention == "flash")
+    again = {
+        "nothing": 0,
+        "attention": 2 * config.num_layers * config.seq_length * config.hidden_size,
+        "blocks": blocks,
+    }
+    return (
+        (3 * blocks + again[recomputes] + 3 * _head_forward(config, config.padded_vocab_size))
+        * num_sequences
+        * config.seq_length
+    )
+
+
+def peak_flops_per_second(device_name: str, dtype: torch.dtype) -> float | None:
+    """What one device could do at best; None where that is not known, as for a CPU or for fp32."""
+    for name, peaks in PEAK_FLOPS_PER_SECOND:
+        if name in device_name:
+            return peaks.get(dtype)
+    return None
+
+
+def _blocks_forward(config: ModelConfig, is_causal: bool) -> int:
+    attention = (2 if is_causal else 4) * config.seq_length * config.hidden_size
+    return config.num_layers * (24 * config.hidden_size**2 + attention)
+
+
+def _head_forward(config: ModelConfig, num_words: int) -> int:
+    return 2 * config.hidden_size * num_words

@@ -1,0 +1,144 @@
+"""GPT-2 weights between this project and transformers, in both directions.
+
+         transformers                               here
+linear   weight (in, out): Conv1D                   weight (out, in)
+qkv      columns (q | k | v, head, head_dim)        rows (head, q | k | v, head_dim)
+head     lm_head.weight, tied                       no entry: the token embedding
+
+transformers takes most of a second to import, so that happens where it is used: a rank that trains does without.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from gpt.model.transformer import GPT, LAYER_NORM_EPS, ModelConfig
+from parallel.errors import ConfigError
+from parallel.tensor.layers import split_dims
+
+if TYPE_CHECKING:
+    from transformers import GPT2Config
+
+MODULE_NAMES = {
+    "token_embedding": "wte",
+    "position_embedding": "wpe",
+    "blocks": "h",
+    "attention_norm": "ln_1",
+    "attention.qkv": "attn.c_attn",
+    "attention.projection": "attn.c_proj",
+    "mlp_norm": "ln_2",
+    "mlp.up": "mlp.c_fc",
+    "mlp.down": "mlp.c_proj",
+    "final_norm": "ln_f",
+}
+TOKEN_EMBEDDING = "token_embedding.weight"
+LINEAR_WEIGHTS = ("qkv.weight", "projection.weight", "up.weight", "down.weight")
+OUR_SETTINGS = {
+    "activation_function": "gelu_new",
+    "layer_norm_epsilon": LAYER_NORM_EPS,
+    "scale_attn_weights": True,
+    "scale_attn_by_inverse_layer_idx": False,
+    "tie_word_embeddings": True,
+}
+
+
+def config_from_huggingface(config: "GPT2Config") -> ModelConfig:
+    """Raises ConfigError where the configuration asks for what this project's GPT-2 does not do."""
+    for name, ours in {**OUR_SETTINGS, "attn_pdrop": config.resid_pdrop, "embd_pdrop": config.resid_pdrop}.items():
+        if getattr(config, name) != ours:
+            raise ConfigError(f"the model has {name}={getattr(config, name)}, ours has {ours}; choose another model")
+    if config.n_inner not in (None, 4 * config.n_embd):
+        raise ConfigError(f"the model has n_inner={config.n_inner}, ours {4 * config.n_embd}; choose another model")
+    return ModelConfig(
+        num_layers=config.n_layer,
+        hidden_size=config.n_embd,
+        num_heads=config.n_head,
+        seq_length=config.n_positions,
+        vocab_size=config.vocab_size,
+        dropout=config.resid_pdrop,
+    )
+
+
+def config_to_huggingface(config: ModelConfig) -> "GPT2Config":
+    from transformers import GPT2Config
+
+    return GPT2Config(
+        n_layer=config.num_layers,
+        n_embd=config.hidden_size,
+        n_head=config.num_heads,
+        n_positions=config.seq_length,
+        vocab_size=config.vocab_size,
+        resid_pdrop=config.dropout,
+        embd_pdrop=config.dropout,
+        attn_pdrop=config.dropout,
+        architectures=["GPT2LMHeadModel"],
+        **OUR_SETTINGS,
+    )
+
+
+def name_from_huggingface(name: str) -> str | None:
+    """Of a parameter of a GPT2LMHeadModel or GPT2Model; None for what is no weight of its own.
+
+    That is the tied head, and the causal masks that older files carry.
+    """
+    if name == "lm_head.weight" or name.endswith((".attn.bias", ".attn.masked_bias")):
+        return None
+    return _rename(name.removeprefix("transformer."), {theirs: ours for ours, theirs in MODULE_NAMES.items()})
+
+
+def name_to_huggingface(name: str) -> str:
+    return f"transformer.{_rename(name, MODULE_NAMES)}"
+
+
+def tensor_from_huggingface(name: str, tensor: Tensor, num_heads: int) -> Tensor:
+    """`name` is ours. Contiguous."""
+    tensor = tensor.T if name.endswith(LINEAR_WEIGHTS) else tensor
+    return (_swap_first_dims(tensor, 3, num_heads) if ".qkv." in name else tensor).contiguous()
+
+
+def tensor_to_huggingface(name: str, tensor: Tensor, config: ModelConfig) -> Tensor:
+    """`name` is ours. Contiguous, and without the rows that pad the vocabulary."""
+    if name == TOKEN_EMBEDDING:
+        return tensor[: config.vocab_size].contiguous()
+    tensor = _swap_first_dims(tensor, config.num_heads, 3) if ".qkv." in name else tensor
+    return (tensor.T if name.endswith(LINEAR_WEIGHTS) else tensor).contiguous()
+
+
+def weights_from_huggingface(weights: Mapping[str, Tensor], num_heads: int) -> dict[str, Tensor]:
+    """Our state dict from that of a GPT2LMHeadModel or GPT2Model; `load_weights` takes it."""
+    names = {name: name_from_huggingface(name) for name in weights}
+    return {ours: tensor_from_huggingface(ours, weights[name], num_heads) for name, ours in names.items() if ours}
+
+
+def weights_to_huggingface(weights: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
+    """The state dict of a GPT2LMHeadModel, less its tied head, from ours."""
+    return {name_to_huggingface(name): tensor_to_huggingface(name, t, config) for name, t in weights.items()}
+
+
+def load_weights(model: GPT, weights: Mapping[str, Tensor]) -> None:
+    """Whole parameters, as `gpt.model.pretrained` reads them, into a model of any tensor size; padding becomes zero.
+
+    One is read at a time, where reading `weights` is what brings it into memory.
+    """
+    axis, dims = model.tokens.axis, split_dims(model)
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            whole = weights[name]
+            if name == TOKEN_EMBEDDING:
+                whole = F.pad(whole, (0, 0, 0, model.config.padded_vocab_size - whole.shape[0]))
+            param.copy_(whole.chunk(axis.size, dims[name])[axis.rank] if name in dims else whole)
+
+
+def _rename(name: str, modules: Mapping[str, str]) -> str:
+    """A parameter's name with each module in its path renamed."""
+    paths = "|".join(map(re.escape, modules))
+    return re.sub(rf"(?<![^.])({paths})(?=\.)", lambda match: modules[match[1]], name)  # between dots, or first
+
+
+def _swap_first_dims(tensor: Tensor, outer: int, inner: int) -> Tensor:
+    """Rows ordered (outer, inner, head_dim) to rows ordered (inner, outer, head_dim)."""
+    return tensor.unflatten(0, (outer, inner, -1)).transpose(0, 1).flatten(0, 2)

@@ -1,0 +1,127 @@
+"""Folders of GPT-2 weights as transformers writes and reads them, larger than memory.
+
+config.json, model.safetensors.index.json, model-00001-of-00003.safetensors, ...
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from torch import Tensor
+
+from gpt.model.huggingface import (
+    config_from_huggingface,
+    config_to_huggingface,
+    load_weights,
+    name_from_huggingface,
+    name_to_huggingface,
+    tensor_from_huggingface,
+    tensor_to_huggingface,
+)
+from gpt.model.transformer import GPT, ModelConfig
+from parallel.errors import ConfigError
+from zero.state.tensor_file import TensorFile, write_tensors
+
+FILE_BYTES = 2**28
+INDEX = "model.safetensors.index.json"
+
+
+class PretrainedWeights(Mapping[str, Tensor]):
+    """Our state dict, from the files of a folder: each tensor is read when it is asked for."""
+
+    def __init__(self, files: list[Path], num_heads: int):
+        self._num_heads = num_heads
+        self._files = [TensorFile(file) for file in files]
+        self._places = {
+            ours: (file, theirs)
+            for file in self._files
+            for theirs in file.entries
+            if (ours := name_from_huggingface(theirs))
+        }
+
+    def __getitem__(self, name: str) -> Tensor:
+        file, theirs = self._places[name]
+        return tensor_from_huggingface(name, file.tensor(theirs), self._num_heads)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+
+def read_pretrained(folder: Path) -> tuple[ModelConfig, PretrainedWeights]:
+    """Our configuration and state dict. Raises ConfigError where the folder holds something else."""
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ConfigError(f"{folder} holds 0 .safetensors files, 1 or more are needed; convert the weights first")
+    from transformers import GPT2Config  # gpt/model/huggingface.py says why here
+
+    config = config_from_huggingface(GPT2Config.from_pretrained(folder))
+    return config, PretrainedWeights(files, config.num_heads)
+
+
+def load_pretrained(model: GPT, folder: Path) -> None:
+    """Raises ConfigError where the folder's model has another shape."""
+    config, weights = read_pretrained(folder)
+    for name in ("num_layers", "hidden_size", "num_heads", "seq_length", "vocab_size"):
+        found, expected = getattr(config, name), getattr(model.config, name)
+        if found != expected:
+            raise ConfigError(f"model.{name}={expected}, but {folder} has {found}; choose model.{name}={found}")
+    load_weights(model, weights)
+
+
+class WeightsWriter:
+    """Writes such a folder tensor by tensor; no more than `file_bytes`, or one tensor, are held.
+
+    Raises ConfigError for a folder that holds other weights, which a reader would mix with these.
+    """
+
+    def __init__(self, folder: Path, config: ModelConfig, file_bytes: int = FILE_BYTES):
+        self._folder, self._config, self._file_bytes = folder, config, file_bytes
+        self._held: dict[str, Tensor] = {}
+        self._files: list[dict[str, int]] = []  # the names that each holds, with their bytes
+        folder.mkdir(parents=True, exist_ok=True)
+        if any(folder.glob("*.safetensors")):
+            raise ConfigError(f"{folder} holds .safetensors files already; choose another folder, or empty it")
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """A whole parameter of ours, on any device. Raises OSError."""
+        theirs = tensor_to_huggingface(name, tensor.detach().cpu(), self._config).clone()  # a unit's memory goes soon
+        if self._held_bytes + theirs.nbytes > self._file_bytes:
+            self._write_held()
+        self._held[name_to_huggingface(name)] = theirs
+
+    def finish(self) -> None:
+        """The folder is complete. Raises OSError."""
+        self._write_held()
+        names = [f"model-{n:05d}-of-{len(self._files):05d}.safetensors" for n in range(1, len(self._files) + 1)]
+        for number, name in enumerate(names):
+            self._partial(number).rename(self._folder / name)
+        index = {
+            "metadata": {"total_size": sum(sum(held.values()) for held in self._files)},
+            "weight_map": {tensor: name for name, held in zip(names, self._files, strict=True) for tensor in held},
+        }
+        (self._folder / INDEX).write_text(json.dumps(index, indent=1))
+        config_to_huggingface(self._config).save_pretrained(self._folder)
+
+    @property
+    def _held_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self._held.values())
+
+    def _write_held(self) -> None:
+        if self._held:
+            write_tensors(self._partial(len(self._files)), self._held, {"format": "pt"})
+            self._files.append({name: tensor.nbytes for name, tensor in self._held.items()})
+            self._held = {}
+
+    def _partial(self, number: int) -> Path:
+        return self._folder / f".model-{number}.partial"
+
+
+def write_pretrained(folder: Path, config: ModelConfig, weights: Mapping[str, Tensor]) -> None:
+    """From our configuration and state dict."""
+    writer = WeightsWriter(folder, config)
+    for name, tensor in weights.items():
+        writer.add(name, tensor)
+    writer.finish()

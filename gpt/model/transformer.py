@@ -1,0 +1,263 @@
+"""GPT-2 as published, read as a program for one device: its layers know how they are cut, and ZeRO is put around it.
+
+ids -> token + position embedding -> dropout -> blocks -> LayerNorm -> logits by the (tied) token embedding
+block:  x += dropout(attention(LayerNorm(x)));  x += dropout(down(gelu(up(LayerNorm(x)))))
+
+The residual stream x is (tokens, hidden), the tokens of all sequences one after the other.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from parallel.errors import ConfigError
+from parallel.mesh import Axis
+from parallel.tensor.cross_entropy import CHUNK_NUMEL, cross_entropy
+from parallel.tensor.initial_values import fill_normal
+from parallel.tensor.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    column_parallel_linear,
+    gather_columns,
+    part_of,
+    split_dims,
+    sum_gradient_over,
+)
+from parallel.tensor.random_streams import own_random_stream
+from parallel.tensor.token_layout import TokenLayout
+
+RunBlock = Callable[[Tensor], Tensor]
+RunBlocks = Callable[[Sequence[RunBlock], Tensor], Tensor]
+
+LAYER_NORM_EPS = 1e-5
+INIT_STD = 0.02
+RESIDUAL_PROJECTIONS = ("attention.projection.weight", "mlp.down.weight")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The shape of a GPT-2. Raises ConfigError where no such model exists."""
+
+    num_layers: int
+    """Transformer blocks."""
+    hidden_size: int
+    """Width of the residual stream; the MLP is four times as wide."""
+    num_heads: int
+    """Attention heads; divides hidden_size."""
+    seq_length: int
+    """Longest sequence, in tokens: the number of learned positions."""
+    vocab_size: int
+    """Words that the model knows."""
+    dropout: float = 0.1
+    """Probability of dropping an embedding, an attention weight or a residual branch's output."""
+    vocab_multiple: int = 128
+    """The token embedding has its rows rounded up to this. Padding is never predicted and never learns."""
+    attention: Literal["flash", "math"] = "flash"
+    """flash: torch's fused kernel; math: the explicit seq x seq matrix, as in the ZeRO paper's baseline."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_layers", "hidden_size", "num_heads", "seq_length", "vocab_size", "vocab_multiple"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"model.{name}={getattr(self, name)} is below 1; choose a positive number")
+        if self.hidden_size % self.num_heads:
+            next_multiple = math.ceil(self.hidden_size / self.num_heads) * self.num_heads
+            raise ConfigError(
+                f"model.hidden_size={self.hidden_size} is not divisible by model.num_heads={self.num_heads}; "
+                f"choose a multiple of {self.num_heads}, such as hidden_size={next_multiple}"
+            )
+        if not 0 <= self.dropout < 1:
+            raise ConfigError(f"model.dropout={self.dropout} is outside [0, 1); choose 0 to switch dropout off")
+        if self.attention not in ATTENTION_KERNELS:
+            names = " or ".join(ATTENTION_KERNELS)
+            raise ConfigError(f"model.attention={self.attention} is unknown; choose {names}")
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_heads
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """The same for every tensor size."""
+        return math.ceil(self.vocab_size / self.vocab_multiple) * self.vocab_multiple
+
+
+def flash_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
+
+
+def math_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
+    scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1)  # (batch, heads, seq, seq)
+    is_future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+    weights = scores.masked_fill_(is_future, -math.inf).softmax(dim=-1)
+    return F.dropout(weights, dropout) @ v
+
+
+Kernel = Callable[[Tensor, Tensor, Tensor, float], Tensor]
+ATTENTION_KERNELS: dict[str, Kernel] = {"flash": flash_attention, "math": math_attention}
+
+
+class Attention(nn.Module):
+    """(tokens of this rank, hidden) -> the same; this rank computes its share of the heads, for all tokens."""
+
+    def __init__(self, config: ModelConfig, tokens: TokenLayout):
+        super().__init__()
+        self.head_dim, self.dropout, self.axis = config.head_dim, config.dropout, tokens.axis
+        self.kernel: Kernel = ATTENTION_KERNELS[config.attention]
+        # Rows are ordered (head, q | k | v, head_dim): an equal cut of the rows is a cut between whole heads.
+        self.qkv = ColumnParallelLinear(config.hidden_size, 3 * config.hidden_size, tokens)
+        self.projection = RowParallelLinear(config.hidden_size, config.hidden_size, tokens)
+
+    def forward(self, x: Tensor, num_sequences: int) -> Tensor:
+        qkv = self.qkv(x).unflatten(0, (num_sequences, -1)).unflatten(-1, (-1, 3, self.head_dim))
+        q, k, v = qkv.permute(3, 0, 2, 1, 4)  # (batch, own heads, seq, head_dim) each
+        with own_random_stream(self.axis):
+            attended = self.kernel(q, k, v, self.dropout if self.training else 0.0)
+        return self.projection(attended.transpose(1, 2).flatten(0, 1).flatten(1))
+
+
+class MLP(nn.Module):
+    def __init__(self, config: ModelConfig, tokens: TokenLayout):
+        super().__init__()
+        self.up = ColumnParallelLinear(config.hidden_size, 4 * config.hidden_size, tokens)
+        self.down = RowParallelLinear(4 * config.hidden_size, config.hidden_size, tokens)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x), approximate="tanh"))
+
+
+class TokenDropout(nn.Module):
+    """Dropout of this rank's tokens: alike on ranks that hold the same ones."""
+
+    def __init__(self, probability: float, tokens: TokenLayout):
+        super().__init__()
+        self.probability, self.tokens = probability, tokens
+
+    def forward(self, x: Tensor) -> Tensor:
+        with self.tokens.random_stream():
+            return F.dropout(x, self.probability, self.training)
+
+
+class Block(nn.Module):
+    """(tokens of this rank, hidden) -> the same, for tokens of `num_sequences` sequences of one length."""
+
+    def __init__(self, config: ModelConfig, tokens: TokenLayout, layer_norm: type[nn.Module]):
+        super().__init__()
+        self.attention_norm = layer_norm(config.hidden_size, eps=LAYER_NORM_EPS)
+        self.attention = Attention(config, tokens)
+        self.mlp_norm = layer_norm(config.hidden_size, eps=LAYER_NORM_EPS)
+        self.mlp = MLP(config, tokens)
+        self.dropout = TokenDropout(config.dropout, tokens)
+
+    def forward(self, x: Tensor, num_sequences: int) -> Tensor:
+        x = x + self.dropout(self.attention(self.attention_norm(x), num_sequences))
+        return x + self.dropout(self.mlp(self.mlp_norm(x)))
+
+
+def run_in_order(blocks: Sequence[RunBlock], x: Tensor) -> Tensor:
+    for block in blocks:
+        x = block(x)
+    return x
+
+
+class GPT(nn.Module):
+    """GPT-2 with torch's default device and dtype; `initialize` gives it its initial values.
+
+    `tokens` says how the residual stream lies over the tensor axis, and so how the layers are cut. `run_blocks` takes
+    the blocks and their input to their output; activation checkpointing is another way of running them. `layer_norm`
+    is made with (hidden_size, eps). `chunk_numel` bounds the loss's temporaries. Raises ConfigError
+    where the axis does not divide the model.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        tokens: TokenLayout,
+        run_blocks: RunBlocks | None = None,
+        layer_norm: type[nn.Module] = nn.LayerNorm,
+        chunk_numel: int | None = CHUNK_NUMEL,
+    ):
+        super().__init__()
+        check_divides(config, tokens.axis)
+        self.chunk_numel = chunk_numel
+        self.config, self.tokens, self.run_blocks = config, tokens, run_blocks or run_in_order
+        self.token_embedding = VocabParallelEmbedding(config.padded_vocab_size, config.hidden_size, tokens)
+        self.position_embedding = nn.Embedding(config.seq_length, config.hidden_size)
+        self.dropout = TokenDropout(config.dropout, tokens)
+        self.blocks = nn.ModuleList(Block(config, tokens, layer_norm) for _ in range(config.num_layers))
+        self.final_norm = layer_norm(config.hidden_size, eps=LAYER_NORM_EPS)
+        if tokens.num_parts > 1:
+            for param in self.parameters_of_own_tokens():
+                param.register_hook(sum_gradient_over(tokens.axis))
+
+    def parameters_of_own_tokens(self) -> Iterator[nn.Parameter]:
+        """Replicated parameters that meet this rank's tokens only. A row-parallel bias meets all tokens in backward."""
+        for name, param in self.named_parameters():
+            if "norm." in name or name.startswith("position_embedding."):
+                yield param
+
+    def forward(self, ids: Tensor, targets: Tensor | None = None) -> Tensor:
+        """Logits (batch, seq, vocab) of int64 ids (batch, seq); given targets (batch, seq), their mean loss, 0-dim.
+
+        Raises ValueError where the sequence is longer than the model's positions.
+        """
+        num_sequences, seq_length = ids.shape
+        if seq_length > self.config.seq_length:
+            raise ValueError(
+                f"a sequence of {seq_length} tokens exceeds model.seq_length={self.config.seq_length}; shorten it"
+            )
+        own_logits = self.own_logits(ids)
+        axis, vocab_size = self.tokens.axis, self.config.vocab_size
+        if targets is not None:
+            return cross_entropy(own_logits, targets.flatten(), vocab_size, axis, self.chunk_numel)
+        return gather_columns(own_logits, axis)[:, :vocab_size].unflatten(0, (num_sequences, seq_length))
+
+    def own_logits(self, ids: Tensor) -> Tensor:
+        """This rank's columns of the logits, (batch * seq, padded vocabulary / size)."""
+        num_sequences, seq_length = ids.shape
+        if ids.numel() % self.tokens.num_parts:  # a prompt, say: longer sequences give ranks equal stretches of tokens
+            padded = F.pad(ids, (0, -seq_length % self.tokens.num_parts))  # at the end, where no token sees them
+            return self.own_logits(padded).unflatten(0, (num_sequences, -1))[:, :seq_length].flatten(0, 1)
+        positions = torch.arange(seq_length, device=ids.device).clamp_(max=self.config.seq_length - 1)
+        positions = positions.repeat(num_sequences)
+        embedded = self.token_embedding(ids.flatten()) + self.position_embedding(self.tokens.cut(positions))
+        blocks = [partial(block, num_sequences=num_sequences) for block in self.blocks]
+        x = self.final_norm(self.run_blocks(blocks, self.dropout(embedded)))
+        return column_parallel_linear(x, self.token_embedding.weight, None, self.tokens)
+
+
+def check_divides(config: ModelConfig, axis: Axis) -> None:
+    """Every rank must get as many heads, and as many words. Raises ConfigError."""
+    for name, size in (("model.num_heads", config.num_heads), ("model.hidden_size", config.hidden_size)):
+        part_of(size, axis, name)
+    part_of(config.padded_vocab_size, axis, "model.vocab_size rounded up to model.vocab_multiple")
+
+
+def initialize(model: GPT, seed: int, data: Axis | None = None) -> None:
+    """GPT-2's initial values, whatever the order of construction, dtype (rounded), device or sizes of the mesh.
+
+    The ranks of `data` share the work; without it this rank does all.
+    """
+    dims, data = split_dims(model), data or Axis.trivial("data")
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            std = initial_std(name, model.config.num_layers)
+            if std is None:
+                param.fill_(1.0 if name.endswith("norm.weight") else 0.0)
+            else:
+                fill_normal(param, std, f"{seed}/{name}", dims.get(name), model.tokens.axis, data)
+        first_padding = model.config.vocab_size - model.token_embedding.first_word
+        model.token_embedding.weight[max(first_padding, 0) :] = 0.0
+
+
+def initial_std(name: str, num_layers: int) -> float | None:
+    """N(0, 0.02), less by sqrt(2 num_layers) where a weight writes to the residual stream; None: a constant."""
+    if name.endswith(("norm.weight", "bias")):
+        return None
+    return INIT_STD / math.sqrt(2 * num_layers) if name.endswith(RESIDUAL_PROJECTIONS) else INIT_STD

@@ -1,0 +1,124 @@
+"""The profile of a step's collectives: what a tuner of the network needs, from a real log or from a dry run's.
+
+    python -m gpt.monitor.collectives runs/a runs/b      compares two, each the folder of a real run or of a dry one
+
+A real run writes it after the step `profile.collectives_step`, a dry run in its report.
+"""
+
+import argparse
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from parallel.errors import ConfigError, told_in_one_line
+from parallel.instruments.comm_log import CommEvent, CommLog
+from parallel.instruments.kernel_log import KernelLog
+from parallel.instruments.watching import watching
+
+PROFILES = "collectives.json", "report.json"  # of a real run, and of a dry one
+
+
+def profile(events: list[CommEvent], step_length: float) -> list[dict[str, Any]]:
+    """One row for each (axis, operation, phase), in the order of their first launch.
+
+    `step_length` is in the clock of the events, a count of kernels. Positions are shares of the step; `blocking` counts
+    those that were waited for before anything was computed.
+    """
+    groups: dict[tuple[str, str, str], list[tuple[int, CommEvent]]] = {}
+    for order, event in enumerate(events):
+        groups.setdefault((event.axis, event.op, event.phase), []).append((order, event))
+    return [
+        {
+            "axis": axis,
+            "op": op,
+            "phase": phase,
+            "group_size": found[0][1].group_size,
+            "count": len(found),
+            "message_bytes": _histogram(event for _, event in found),
+            "wire_bytes": sum(event.wire_bytes for _, event in found),
+            "first_order": found[0][0],
+            "first_position": round(found[0][1].launched / step_length, 4) if step_length else 0.0,
+            "last_position": round(found[-1][1].launched / step_length, 4) if step_length else 0.0,
+            "blocking": sum(event.awaited == event.launched for _, event in found),
+        }
+        for (axis, op, phase), found in groups.items()
+    ]
+
+
+@contextmanager
+def profiled(log: CommLog, folder: Path) -> Iterator[None]:
+    """A real run's step: its profile goes to `folder`. It takes longer, since Python sees every kernel to count it."""
+    kernels = KernelLog(lambda: log.phase, is_on_host=lambda _tensor: False)
+    with watching(kernels), log.keeping_events(kernels.count) as events:
+        yield
+    rows = profile(events, kernels.count())
+    (folder / PROFILES[0]).write_text(json.dumps({"collectives": rows}, indent=1) + "\n")
+
+
+def read_profile(path: Path) -> list[dict[str, Any]]:
+    """Of a run's folder, or a file. Raises ConfigError."""
+    found = [path / name for name in PROFILES if (path / name).is_file()] if path.is_dir() else [path]
+    try:
+        return json.loads(found[0].read_text())["collectives"]
+    except (IndexError, OSError, ValueError, KeyError) as error:
+        raise ConfigError(
+            f"{path} has no profile of collectives: a real run writes {PROFILES[0]} after the step "
+            f"profile.collectives_step, a dry run {PROFILES[1]}"
+        ) from error
+
+
+def _histogram(events: Any) -> dict[str, int]:
+    """{size of the message in bytes: how many}, ascending."""
+    sizes = Counter(event.message_bytes for event in events)
+    return {str(size): sizes[size] for size in sorted(sizes)}
+
+
+def profile_table(rows: list[dict[str, Any]]) -> Table:
+    table = Table(title="Collectives of a step, in the order of their first launch", title_justify="left")
+    for heading in ("axis", "operation", "phase", "ranks", "count", "message, MB", "position", "blocking"):
+        table.add_column(heading)
+    for row in rows:
+        sizes = [int(size) / 1e6 for size in row["message_bytes"]]
+        table.add_row(
+            row["axis"],
+            row["op"],
+            row["phase"],
+            str(row["group_size"]),
+            str(row["count"]),
+            f"{sizes[0]:,.3f}" if len(sizes) == 1 else f"{sizes[0]:,.3f} to {sizes[-1]:,.3f}",
+            f"{row['first_position']:.0%} to {row['last_position']:.0%}",
+            f"{row['blocking'] / row['count']:.0%}",
+        )
+    return table
+
+
+def comparison_table(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> Table:
+    """Counts and bytes side by side; a row that only one of them has shows zeros for the other."""
+    table = Table("axis", "operation", "phase", title="Collectives, one and the other", title_justify="left")
+    for heading in ("count", "count", "sent, MB", "sent, MB"):
+        table.add_column(heading, justify="right")
+    first, second = ({(r["axis"], r["op"], r["phase"]): r for r in rows} for rows in (one, other))
+    for key in dict.fromkeys([*first, *second]):
+        rows = [side.get(key, {"count": 0, "wire_bytes": 0}) for side in (first, second)]
+        counts, sent = [str(row["count"]) for row in rows], [f"{row['wire_bytes'] / 1e6:,.3f}" for row in rows]
+        table.add_row(*key, *counts, *sent)
+    return table
+
+
+def main(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser(prog="python -m gpt.monitor.collectives", description="Compare two profiles.")
+    parser.add_argument("runs", nargs=2, type=Path, help="folders of runs, real or dry")
+    with told_in_one_line():
+        one, other = (read_profile(path) for path in parser.parse_args(arguments).runs)
+    Console().print(comparison_table(one, other))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

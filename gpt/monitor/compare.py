@@ -1,0 +1,94 @@
+"""Runs beside each other, from their metrics.jsonl alone: a table, and their losses in one plot.
+
+python -m gpt.monitor.compare RUN RUN ... [--plot FILE]
+"""
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from gpt.monitor.plot import plot_losses
+from gpt.run_folder.files import METRICS, read_steps
+from parallel.errors import ConfigError, told_in_one_line
+
+Records = list[dict[str, Any]]
+
+
+def last(key: str) -> Callable[[Records], float | None]:
+    """The newest value; None where the run never had one."""
+    return lambda records: next((record[key] for record in reversed(records) if key in record), None)
+
+
+def typical(key: str) -> Callable[[Records], float | None]:
+    """The median, without the first logged step, which warms up."""
+    return lambda records: median(record[key] for record in records[1:] or records)
+
+
+def highest(key: str) -> Callable[[Records], float | None]:
+    return lambda records: max(record[key] for record in records)
+
+
+def in_millions(figure: Callable[[Records], float | None]) -> Callable[[Records], float | None]:
+    return lambda records: None if (value := figure(records)) is None else value / 1e6
+
+
+# heading, format, figure
+COLUMNS: tuple[tuple[str, str, Callable[[Records], float | None]], ...] = (
+    ("step", ",", last("step")),
+    ("tokens, M", ",.2f", in_millions(last("tokens"))),
+    ("loss", ".4f", last("loss")),
+    ("validation", ".4f", last("validation_loss")),
+    ("tokens/s", ",.0f", typical("tokens_per_second")),
+    ("TFLOPs/device", ".3g", typical("model_tflops_per_device")),
+    ("peak MB", ",.0f", in_millions(highest("peak_allocated_bytes"))),
+    ("data axis, MB", ",.2f", in_millions(typical("data_axis_bytes"))),
+    ("tensor axis, MB", ",.2f", in_millions(typical("tensor_axis_bytes"))),
+    ("skipped", ",", last("skipped_steps")),
+)
+
+
+def read_runs(folders: list[Path]) -> dict[str, Records]:
+    """By the shortest names that tell the folders apart. Raises ConfigError where one holds no logged step."""
+    depth = 1
+    while len({folder.parts[-depth:] for folder in folders}) < len(set(folders)):
+        depth += 1
+    runs = {}
+    for folder in folders:
+        records = read_steps(folder)
+        if not records:
+            raise ConfigError(f"{folder / METRICS} has no logged step; name the run.dir of a run that has trained")
+        runs["/".join(folder.parts[-depth:])] = records
+    return runs
+
+
+def comparison(runs: dict[str, Records]) -> Table:
+    table = Table("run", title="Runs, and a step and rank of them", title_justify="left")
+    for heading, _, _ in COLUMNS:
+        table.add_column(heading, justify="right")
+    for name, records in runs.items():
+        values = [(figure(records), form) for _, form, figure in COLUMNS]
+        table.add_row(name, *("-" if value is None else format(value, form) for value, form in values))
+    return table
+
+
+def main(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser(prog="python -m gpt.monitor.compare", description=__doc__)
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run")
+    parser.add_argument("--plot", type=Path, default=Path("compare.png"), help="file for the plot (compare.png)")
+    options = parser.parse_args(arguments)
+    runs = read_runs(options.runs)
+    console = Console(soft_wrap=True, highlight=False, width=None if sys.stdout.isatty() else 160)
+    console.print(comparison(runs))
+    plot_losses(runs, options.plot)
+    console.print(f"{options.plot} shows their losses")
+
+
+if __name__ == "__main__":
+    with told_in_one_line():
+        main(sys.argv[1:])

@@ -1,0 +1,160 @@
+"""What a person sees: what the run is, where memory goes, a line a logged step, and how it ended. On the first rank."""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from datetime import timedelta
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from gpt.build import Parts
+from gpt.model.transformer import GPT
+from gpt.settings import Settings
+from parallel.tensor.cross_entropy import temporary_bytes
+from zero.activations.checkpointed_blocks import CheckpointedBlocks
+from zero.formulas import memory, traffic
+
+
+class RunConsole:
+    """Lines of text; on a terminal also a bar that moves with the steps. Other ranks have a quiet one."""
+
+    def __init__(self, is_quiet: bool):
+        self._console = Console(quiet=is_quiet, highlight=False, soft_wrap=True)
+        self._progress = Progress(
+            TextColumn("step {task.completed}/{task.total}"),
+            BarColumn(),
+            TimeElapsedColumn(),
+            TextColumn("elapsed,"),
+            TimeRemainingColumn(),
+            TextColumn("left"),
+            console=self._console,
+            transient=True,
+            disable=is_quiet or not self._console.is_terminal,
+        )
+
+    def say(self, text: str) -> None:
+        self._console.print(text, markup=False, emoji=False)
+
+    def show(self, table: Table) -> None:
+        self._console.print(table)
+
+    @contextmanager
+    def progress(self, first_step: int, num_steps: int) -> Iterator[None]:
+        with self._progress:
+            self._task = self._progress.add_task("", total=num_steps, completed=first_step)
+            yield
+
+    def advance(self) -> None:
+        self._progress.advance(self._task)
+
+
+def describe_run(settings: Settings, parts: Parts) -> str:
+    mesh, train, model = parts.mesh, settings.train, settings.model
+    return (
+        f"{parts.num_parameters_of_model / 1e6:,.1f}M parameters ({model.num_layers} layers x {model.hidden_size}), "
+        f"{train.precision}, ZeRO stage {settings.zero.stage}; {mesh.data.size} data x {mesh.tensor.size} tensor ranks "
+        f"on {parts.device.type}; batch {train.global_batch_size} x {model.seq_length} tokens; {settings.run.dir}"
+    )
+
+
+def memory_table(settings: Settings, parts: Parts) -> Table:
+    """Model states of this rank beside the paper's formula; moments count as what the first step will make."""
+    num_parameters, shard_size = parts.num_parameters, parts.model.shard_axis.size
+    state_bytes = parts.optimizer.state_bytes_per_element
+    promised = memory.formula(
+        settings.zero.answers, num_parameters, shard_size, settings.train.dtype.itemsize, state_bytes
+    )
+    table = Table(title=f"Model states per rank, stage {settings.zero.stage}", title_justify="left")
+    for heading in ("", "MB", "paper's formula, MB", "bytes a parameter"):
+        table.add_column(heading, justify="left" if not heading else "right")
+    leaves = settings.offload.leaves
+    for placement, here in memory.placed(promised, settings.zero.answers, shard_size, leaves).items():
+        if not here.total:
+            continue
+        found = memory.measured(parts.model, parts.optimizer, placement)
+        windows = [window for window in parts.optimizer.windows if window.placement is placement]
+        moments = found.moments or sum(window.master.numel() for window in windows) * state_bytes
+        rows = {field.name: getattr(found, field.name) for field in fields(found)} | {"moments": moments}
+        where = f", {placement.name.lower()}" if leaves else ""
+        for name, num_bytes in [*rows.items(), ("total", sum(rows.values()))]:
+            each = f"{num_bytes / num_parameters:.2f}"
+            table.add_row(name + where, f"{num_bytes / 1e6:,.2f}", f"{getattr(here, name) / 1e6:,.2f}", each)
+        table.add_section()
+    for name, num_bytes, remark in [*_checkpoint_rows(settings, parts), *_buffer_rows(settings, parts)]:
+        table.add_row(name, f"{num_bytes / 1e6:,.2f}", remark, "")
+    return table
+
+
+def _checkpoint_rows(settings: Settings, parts: Parts) -> Iterator[tuple[str, float, str]]:
+    """(name, bytes, remark) of the activation checkpoints of one micro-batch."""
+    gpt, itemsize = parts.model.module, settings.train.dtype.itemsize
+    assert isinstance(gpt, GPT)
+    if not isinstance(gpt.run_blocks, CheckpointedBlocks):
+        return
+    num_tokens = settings.train.micro_batch_size * settings.model.seq_length // gpt.tokens.num_parts
+    numel, num_layers = num_tokens * settings.model.hidden_size, settings.model.num_layers
+    stored = gpt.run_blocks.num_bytes(num_layers, numel, itemsize)
+    whole = math.ceil(num_layers / parts.activations.layers_per_checkpoint) * numel * itemsize
+    places = {"device": stored.device, "host": stored.host}
+    for place, num_bytes in places.items():
+        if num_bytes or place == "device":
+            yield f"checkpoints, {place}", num_bytes, f"{num_bytes / whole:.0%} of {whole / 1e6:,.2f} whole"
+    yield "buffer: checkpoints", stored.in_transit, "constant"
+
+
+def _buffer_rows(settings: Settings, parts: Parts) -> Iterator[tuple[str, float, str]]:
+    """Buffers and temporaries of constant size (C_B), which `zero.window_numel` bounds."""
+    model, gpt, axis = parts.model, parts.model.module, parts.mesh.tensor
+    assert isinstance(gpt, GPT)
+    size = "constant" if settings.zero.window_numel else "the model's size"
+    for name, num_bytes in memory.buffer_bytes(model, parts.optimizer).items():
+        yield f"buffer: {name}", num_bytes, size
+    num_tokens = settings.train.micro_batch_size * settings.model.seq_length
+    num_columns = settings.model.padded_vocab_size // axis.size
+    yield "buffer: loss", temporary_bytes(num_tokens, num_columns, gpt.chunk_numel), size
+    yield "buffer: gradient norm", parts.optimizer.norm_bytes, size
+    if gathered := memory.gathered_bytes(model, model.residency.prefetch_numel):
+        yield "buffer: gathered ahead", gathered, "at most"
+
+
+def step_line(record: dict[str, Any], settings: Settings) -> str:
+    tokens_left = (settings.train.steps - record["step"]) * settings.train.global_batch_size * settings.model.seq_length
+    seconds_left = tokens_left / record["tokens_per_second"]
+    mfu = f"{record['mfu']:.1%}" if record["mfu"] is not None else "-"
+    scale = f"  scale {record['loss_scale']:g}" if "loss_scale" in record else ""
+    evaluation = f"  validation {record['validation_loss']:.4f}" if "validation_loss" in record else ""
+    return (
+        f"step {record['step']:>6}/{settings.train.steps}  loss {record['loss']:.4f}  lr {record['lr']:.2e}  "
+        f"norm {record['grad_norm']:.3f}  {record['tokens_per_second']:,.0f} tokens/s  "
+        f"{record['model_tflops_per_device']:.3g} TFLOPs/device  MFU {mfu}{scale}  "
+        f"{timedelta(seconds=round(seconds_left))} left{evaluation}"
+    )
+
+
+def summary_table(settings: Settings, parts: Parts, records: list[dict[str, Any]]) -> Table:
+    """The end of the run beside its beginning, and a step's traffic beside the paper's."""
+    first, last = records[0], records[-1]
+    data_size = parts.mesh.data.size
+    num_micro_batches = settings.train.global_batch_size // (settings.train.micro_batch_size * data_size)
+    parameter_bytes = parts.num_parameters * settings.train.dtype.itemsize
+    promised = traffic.step_bytes(settings.zero.answers, parameter_bytes, data_size, num_micro_batches)
+    table = Table(title="Summary", show_header=False, title_justify="left")
+    table.add_row("loss", f"{first['loss']:.3f} (step {first['step']}) -> {last['loss']:.3f} (step {last['step']})")
+    if "validation_loss" in last:
+        loss, perplexity = last["validation_loss"], last["validation_perplexity"]
+        table.add_row("validation", f"loss {loss:.3f}, perplexity {perplexity:,.1f}")
+    table.add_row("tokens", f"{last['tokens']:,}")
+    table.add_row(
+        "speed", f"{last['tokens_per_second']:,.0f} tokens/s, {last['model_tflops_per_device']:.3g} TFLOPs/device"
+    )
+    table.add_row("data axis", f"{last['data_axis_bytes'] / 1e6:,.2f} MB a step and rank; paper: {promised / 1e6:,.2f}")
+    table.add_row("peak memory", f"{last['peak_allocated_bytes'] / 1e6:,.0f} MB")
+    if parts.device.type == "cuda":
+        unused, retries = last["reserved_unused_bytes"] / 1e6, last["allocation_retries"]
+        table.add_row("fragmentation", f"{unused:,.0f} MB reserved and unused, {retries} allocations tried again")
+    table.add_row("skipped steps", str(last["skipped_steps"]))
+    return table

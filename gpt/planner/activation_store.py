@@ -1,0 +1,88 @@
+"""`activations.store: auto`: what the arithmetic of the paper's section 8 says of this run."""
+
+import logging
+import os
+from dataclasses import replace
+from functools import cache
+
+import torch
+
+from gpt.model.transformer import GPT, ModelConfig
+from gpt.settings import Settings
+from parallel.instruments.comm_log import CommLog
+from parallel.mesh import Axis, Mesh
+from parallel.tensor.token_layout import ReplicatedTokens, TokenLayout
+from zero.activations.checkpointed_blocks import ActivationsConfig
+from zero.activations.choice import Workload, choose_store
+from zero.formulas import memory, traffic
+
+logger = logging.getLogger(__name__)
+
+
+def chosen_activations(settings: Settings, mesh: Mesh, tokens: TokenLayout, device: torch.device) -> ActivationsConfig:
+    """The settings with a store that is no longer left open; the log says why."""
+    activations = settings.activations
+    if activations.store != "auto":
+        return activations
+    hardware = activations.hardware
+    memory_bytes = hardware.memory_gb * 1e9 if hardware.memory_gb else memory_of(device, mesh)
+    store, reason = choose_store(workload(settings, mesh, tokens), memory_bytes, hardware)
+    logger.info(reason)
+    return replace(activations, store=store)
+
+
+def workload(settings: Settings, mesh: Mesh, tokens: TokenLayout) -> Workload:
+    model, train, answers = settings.model, settings.train, settings.zero.answers
+    itemsize, data_size = train.dtype.itemsize, mesh.data.size
+    num_parameters = parameters_of_rank(model, mesh.tensor.size)
+    shard_size = answers.axes(mesh.data)[0].size
+    num_micro_batches = train.global_batch_size / (train.micro_batch_size * data_size)
+    sent = traffic.step_bytes(answers, num_parameters * itemsize, data_size, max(1, round(num_micro_batches)))
+    return workload_of(
+        settings,
+        b=train.micro_batch_size,
+        N_m=tokens.replicas.size,
+        tensor_size=mesh.tensor.size,
+        state_bytes=memory.formula(answers, num_parameters, shard_size, itemsize).total,
+        data_bytes=sent / max(1, num_micro_batches),
+    )
+
+
+def workload_of(
+    settings: Settings, *, b: int, N_m: int, tensor_size: int, state_bytes: float, data_bytes: float
+) -> Workload:
+    """One micro-batch of `b` sequences of the settings' model on one rank of any layout."""
+    model = settings.model
+    return Workload(
+        b=b,
+        s=model.seq_length,
+        h=model.hidden_size,
+        L=model.num_layers,
+        k=settings.activations.layers_per_checkpoint,
+        N_m=N_m,
+        tensor_size=tensor_size,
+        vocab_size=model.padded_vocab_size,
+        itemsize=settings.train.dtype.itemsize,
+        state_bytes=state_bytes,
+        data_bytes=data_bytes,
+    )
+
+
+def parameters_of_rank(model: ModelConfig, tensor_size: int) -> int:
+    """Counted in models of one and two layers: a deep one takes long to build, on no device too."""
+    one_layer, two_layers = (shallow_parameters(replace(model, num_layers=n), tensor_size) for n in (1, 2))
+    return one_layer + (model.num_layers - 1) * (two_layers - one_layer)
+
+
+@cache
+def shallow_parameters(model: ModelConfig, tensor_size: int) -> int:
+    with torch.device("meta"):
+        tokens = ReplicatedTokens(Axis("tensor", tensor_size, 0, CommLog()))
+        return sum(param.numel() for param in GPT(model, tokens).parameters())
+
+
+def memory_of(device: torch.device, mesh: Mesh) -> float:
+    """Bytes; ranks on a CPU share the machine's, and are taken to be all on one."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / (mesh.data.size * mesh.tensor.size)

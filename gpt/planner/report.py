@@ -1,0 +1,161 @@
+"""What a dry run found, for people and for programs: RUN/report.json and tables."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from gpt.model.flops import hardware_flops, model_flops
+from gpt.monitor.collectives import profile, profile_table
+from gpt.monitor.console import RunConsole
+from gpt.planner.dry_run import Recording, dry_run, no_garbage_collection
+from gpt.planner.projection import Grid, Timeline, project
+from gpt.settings import Settings
+from parallel.errors import ConfigError
+from parallel.instruments.memory_tracker import Kind
+from parallel.launch.cluster import ClusterSpec
+
+REPORT = "report.json"
+HOST, DEVICE = "host", "device"
+
+
+def run_and_report(settings: Settings, console: RunConsole) -> dict[str, Any]:
+    """The dry run of `settings`, shown and written."""
+    recording = dry_run(settings)
+    with no_garbage_collection():
+        return _report(settings, recording, console)
+
+
+def _report(settings: Settings, recording: Recording, console: RunConsole) -> dict[str, Any]:
+    cluster = ClusterSpec.load(settings.dry_run.cluster) if settings.dry_run.cluster else None
+    timeline = projected(recording, cluster, settings) if cluster else None
+    report = describe(settings, recording, cluster, timeline)
+    folder = Path(settings.run.dir)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / REPORT).write_text(json.dumps(report, indent=1) + "\n")
+        if settings.dry_run.trace and timeline is not None:
+            Path(settings.dry_run.trace).write_text(json.dumps(trace_events(timeline)))
+    except OSError as error:
+        raise ConfigError(f"{error.filename} cannot be written ({error.strerror}); choose another run.dir") from error
+    console.say(headline(report))
+    for table in (memory_table(report), traffic_table(report), profile_table(report["collectives"])):
+        console.show(table)
+    console.say(f"{folder / REPORT} has all of it")
+    return report
+
+
+def projected(recording: Recording, cluster: ClusterSpec, settings: Settings) -> Timeline:
+    mesh = recording.parts.mesh
+    grid = Grid(mesh.data.size, mesh.tensor.size, settings.parallel.shard_size)
+    return project(recording.kernels, recording.events, cluster, grid)
+
+
+def describe(
+    settings: Settings, recording: Recording, cluster: ClusterSpec | None, timeline: Timeline | None
+) -> dict[str, Any]:
+    parts, train, model = recording.parts, settings.train, settings.model
+    size = parts.mesh.size
+    recomputes = parts.activations.recomputes
+    report: dict[str, Any] = {
+        "world_size": size,
+        "rank": settings.dry_run.rank,
+        "data_size": parts.mesh.data.size,
+        "tensor_size": parts.mesh.tensor.size,
+        "imitated_backend": settings.dry_run.backend,
+        "parameters": parts.num_parameters_of_model,
+        "parameters_of_this_rank": parts.num_parameters,
+        "resident_bytes": recording.resident,
+        "peak_bytes": recording.peak,
+        "allocations": recording.num_allocations,
+        "building_peak_bytes": recording.building_peak_bytes,
+        "traffic_bytes": traffic(recording),
+        "model_flops": model_flops(model, train.global_batch_size) / size,
+        "hardware_flops": hardware_flops(model, train.global_batch_size, recomputes) / size,
+        "counted_flops": sum(kernel.flops for kernel in recording.kernels),
+        "collectives": profile(recording.events, len(recording.kernels)),
+    }
+    if cluster is not None and timeline is not None:
+        report["cluster"] = asdict(cluster)
+        report["fits"] = sum(recording.peak[DEVICE].values()) <= cluster.gpu_memory_bytes
+        on_host = sum(recording.peak[HOST].values()) * min(size, cluster.gpus_per_node)
+        report["node_host_bytes"] = on_host
+        report["fits_host"] = on_host <= cluster.host_memory_gb * 1e9
+        report["step"] = {
+            "seconds": timeline.seconds,
+            "busy_seconds": timeline.busy_seconds(),
+            "model_tflops_per_device": report["model_flops"] / timeline.seconds / 1e12,
+            "hardware_tflops_per_device": report["hardware_flops"] / timeline.seconds / 1e12,
+            "tokens_per_second": train.global_batch_size * model.seq_length / timeline.seconds,
+        }
+    return report
+
+
+def traffic(recording: Recording) -> list[dict[str, Any]]:
+    """Bytes that this rank sends in a step."""
+    by = recording.parts.mesh.log.wire_bytes_by
+    return [{"axis": axis, "op": op, "phase": phase, "bytes": sent} for (axis, op, phase), sent in sorted(by.items())]
+
+
+def headline(report: dict[str, Any]) -> str:
+    peak = sum(report["peak_bytes"][DEVICE].values())
+    line = (
+        f"{report['parameters'] / 1e9:,.2f}B parameters on {report['world_size']} ranks "
+        f"({report['data_size']} data x {report['tensor_size']} tensor); peak {peak / 1e9:,.2f} GB a device"
+    )
+    if "cluster" in report:
+        available = int(report["cluster"]["gpu_memory_gib"] * 2**30)
+        verdict = "fits" if report["fits"] else f"does NOT fit, by {(peak - available) / 1e9:,.2f} GB,"
+        step = report["step"]
+        line += (
+            f": {verdict} the {available / 1e9:,.2f} GB of {report['cluster']['name']}{host_verdict(report)}; "
+            f"projected step {step['seconds']:.2f} s, {step['hardware_tflops_per_device']:.1f} TFLOPs a device"
+        )
+    return line
+
+
+def host_verdict(report: dict[str, Any]) -> str:
+    """Nothing where nothing to speak of is in host memory."""
+    needed, available = report["node_host_bytes"] / 1e9, report["cluster"]["host_memory_gb"]
+    verdict = "fits" if report["fits_host"] else f"does NOT fit, by {needed - available:,.0f} GB,"
+    return f"; {needed:,.1f} GB on a node's host: {verdict} its {available:,.0f} GB" if needed >= 0.05 else ""
+
+
+def memory_table(report: dict[str, Any]) -> Table:
+    table = Table(title="Bytes of this rank, GB", title_justify="left")
+    for heading in ("", "device, resident", "device, peak", "host, resident", "host, peak"):
+        table.add_column(heading, justify="left" if not heading else "right")
+    columns = [report[what][where] for where in (DEVICE, HOST) for what in ("resident_bytes", "peak_bytes")]
+    for kind in Kind:
+        if any(kind in column for column in columns):
+            table.add_row(kind, *(f"{column.get(kind, 0) / 1e9:,.3f}" for column in columns))
+    table.add_section()
+    table.add_row("total", *(f"{sum(column.values()) / 1e9:,.3f}" for column in columns))
+    return table
+
+
+def traffic_table(report: dict[str, Any]) -> Table:
+    table = Table("axis", "operation", "phase", title="Sent by this rank in a step", title_justify="left")
+    table.add_column("GB", justify="right")
+    for row in report["traffic_bytes"]:
+        table.add_row(row["axis"], row["op"], row["phase"], f"{row['bytes'] / 1e9:,.4f}")
+    return table
+
+
+def trace_events(timeline: Timeline) -> dict[str, Any]:
+    """In the format of chrome://tracing and Perfetto, whose times are microseconds."""
+    return {
+        "traceEvents": [
+            {
+                "name": task.name,
+                "ph": "X",
+                "pid": "projected step",
+                "tid": task.lane,
+                "ts": task.start * 1e6,
+                "dur": (task.end - task.start) * 1e6,
+            }
+            for task in timeline.tasks
+        ]
+    }

@@ -1,0 +1,33 @@
+"""Running out of memory leaves a record in metrics.jsonl, so that a search for the largest model can read it there."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from gpt.monitor.metrics import peak_memory
+from gpt.run_folder.files import append_record
+from gpt.settings import Settings
+from parallel.errors import ConfigError
+from parallel.world import World
+
+OTHER_SIGNS = ("can't allocate memory", "out of memory", "ALLOC_FAILED")  # of the CPU's allocator, NCCL's and cuBLAS's
+
+
+@contextmanager
+def out_of_memory_recorded(settings: Settings, world: World, step: Callable[[], int]) -> Iterator[None]:
+    """Turn an allocation that fails in this block, after `step` steps, into a record and a ConfigError."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(error, torch.OutOfMemoryError) and not any(sign in str(error) for sign in OTHER_SIGNS):
+            raise
+        peak = peak_memory(world.device)
+        record = {"step": step(), "out_of_memory": True, "rank": world.rank}
+        append_record(Path(settings.run.dir), record | peak)
+        raise ConfigError(
+            f"rank {world.rank} ran out of memory after step {step()}, {peak['peak_allocated_bytes'] / 1e9:.2f} GB at "
+            f"peak; lower train.micro_batch_size={settings.train.micro_batch_size}, raise "
+            f"zero.stage={settings.zero.stage} or set activations.store=keep, partition or partition_host"
+        ) from error

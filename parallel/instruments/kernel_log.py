@@ -1,0 +1,103 @@
+"""What a rank computes, kernel by kernel: how many operations each takes, and how many bytes it moves."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from parallel.instruments.fake_tensors import instances_in
+
+aten = torch.ops.aten
+
+# Where in the arguments the two factors of a product stand.
+PRODUCTS = {aten.mm.default: 0, aten.bmm.default: 0, aten.addmm.default: 1, aten.baddbmm.default: 1}
+OVERWRITES = {"copy_", "fill_", "zero_", "normal_", "bernoulli_"}  # without reading what was there
+# CPUs take three kernels for a dropout and GPUs one: of these, the one that multiplies stands for all.
+FUSED_ON_A_GPU = {"bernoulli_", "div_"}
+NO_KERNELS = {"empty", "empty_strided", "empty_like", "detach", "new_empty", "new_empty_strided", "_unsafe_view"}
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """`product` is (batch, m, n, k) of a matrix product, else None. `is_transfer`: between device and host memory.
+    `is_on_host`: it reads and writes host memory only, and a processor runs it."""
+
+    name: str
+    phase: str
+    num_bytes: int
+    dtype: torch.dtype
+    product: tuple[int, int, int, int] | None = None
+    is_transfer: bool = False
+    to_host: bool = False
+    is_on_host: bool = False
+
+    @property
+    def flops(self) -> int:
+        """A multiply-add counts as two; only those of matrix products."""
+        return 2 * prod(self.product) if self.product else 0
+
+
+class KernelLog:
+    """While it is watching, `kernels` grows by one for each that a GPU would run.
+
+    `phase` names the present part of the step, `is_on_host` says which tensors lie in host memory.
+    """
+
+    def __init__(self, phase: Callable[[], str], is_on_host: Callable[[Tensor], bool]):
+        self.kernels: list[Kernel] = []
+        self._phase, self._is_on_host = phase, is_on_host
+
+    def count(self) -> int:
+        """A clock for collectives: equal for the same step on any machine."""
+        return len(self.kernels)
+
+    def saw(self, function: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any) -> None:
+        if not _runs_a_kernel(function):
+            return
+        tensors = list(instances_in((args, tuple(kwargs.values())), Tensor))
+        results = list(instances_in((output,), Tensor))
+        if tensors or results:
+            self.kernels.append(self._kernel(function, args, tensors, results))
+
+    def _kernel(self, function: OpOverload, args: Any, tensors: list[Tensor], results: list[Tensor]) -> Kernel:
+        name = function._schema.name.removeprefix("aten::")
+        moved = tensors if name in OVERWRITES else tensors + (results or tensors)  # in place: read and written
+        num_bytes = sum(_touched_bytes(tensor) for tensor in moved)
+        dtype = (results or tensors)[0].dtype
+        on_host = [self._is_on_host(tensor) for tensor in (args if name == "copy_" else tensors or results)[:2]]
+        return Kernel(
+            name,
+            self._phase(),
+            num_bytes,
+            dtype,
+            _product(function, args),
+            is_transfer=name == "copy_" and on_host[0] != on_host[1],
+            to_host=on_host[0],
+            is_on_host=all(on_host),
+        )
+
+
+@cache
+def _runs_a_kernel(function: OpOverload) -> bool:
+    schema = function._schema
+    name = schema.name.removeprefix("aten::")
+    aliases = [result.alias_info for result in schema.returns]
+    is_view = bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)
+    return function.namespace == "aten" and not is_view and name not in NO_KERNELS | FUSED_ON_A_GPU
+
+
+def _product(function: OpOverload, args: Any) -> tuple[int, int, int, int] | None:
+    if (first := PRODUCTS.get(function)) is None:
+        return None
+    *batch, m, k = args[first].shape
+    return prod(batch), m, args[first + 1].shape[-1], k
+
+
+def _touched_bytes(tensor: Tensor) -> int:
+    """An expanded tensor is no larger than its memory."""
+    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())

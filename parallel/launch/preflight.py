@@ -1,0 +1,234 @@
+"""Before a job is started: is every node there and alike, and how fast are its links and devices?
+
+The nodes only, one process a node (scripts/launch does it before every training):
+
+    python -m parallel.launch.preflight --nodes 2 --meet node0:29501 [--names node0,node1] -- TRAINING ARGUMENTS
+
+The links and devices too, all ranks of a job:
+
+    torchrun ... -m parallel.launch.preflight [--tensor_size 8] [--expect FILE] [--write FILE] -- TRAINING ARGUMENTS
+
+The first writes what it finds wrong with whom; the second also measures, names what is slow, and writes a cluster file
+for dry runs and the planner. Exit code 2: something is wrong.
+"""
+
+import argparse
+import json
+import socket
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from datetime import date
+from pathlib import Path
+
+import torch
+import yaml
+
+from parallel.errors import ConfigError
+from parallel.launch import bandwidth
+from parallel.launch.bandwidth import DeviceRate, LinkRate
+from parallel.launch.cluster import ClusterSpec
+from parallel.launch.node_facts import find_out, memory_bytes
+from parallel.launch.roll_call import answer, call, meet
+from parallel.launch.route import find_route, resolve
+from parallel.mesh import Mesh
+from parallel.world import World, leave_with, shared_store, start_world, stop_world
+
+INSIDE, ACROSS = "tensor", "data"  # axes of a mesh whose tensor groups are whole nodes
+BYTES = 1e9
+
+
+@dataclass(frozen=True)
+class Measured:
+    """By one rank."""
+
+    node: str
+    rank: int
+    inside_and_across: list[LinkRate]
+    one_flow: list[LinkRate]  # links between nodes with nobody else on them
+    own_grid: list[LinkRate]
+    device: DeviceRate
+    hop_seconds: float
+
+
+def check_nodes(options: argparse.Namespace, arguments: Sequence[str]) -> None:
+    """One process a node."""
+    route = find_route(options.meet)
+    facts = find_out(arguments, route.local_address)
+    store = meet(resolve(options.meet), route.is_host, facts.name, options.wait)
+    if not route.is_host:
+        if answer(store, facts, options.nodes, options.wait):
+            raise ConfigError(f"{facts.name}: the preflight has found something; the first node says what")
+        return
+    names = [name for name in options.names.split(",") if name]
+    nodes, problems = call(store, facts, options.nodes, names, options.wait)
+    if problems:
+        raise ConfigError("preflight: " + "\n  ".join(problems))
+    sys.stderr.write(f"preflight: {len(nodes)} nodes are alike: {', '.join(node.name for node in nodes)}\n")
+
+
+def check_and_measure(options: argparse.Namespace, arguments: Sequence[str]) -> None:
+    """All ranks of a job."""
+    expected = ClusterSpec.load(options.expect) if options.expect else None
+    world = start_world()
+    store = shared_store()
+    _check_by_store(world, options, arguments)
+    found = measure(world, options.tensor_size)
+    store.set(f"preflight/{world.rank}", json.dumps(asdict(found)))
+    if world.is_first:
+        by_rank = [_parse(store.get(f"preflight/{rank}")) for rank in range(world.size)]
+        sys.stdout.write("\n".join(describe(by_rank, expected)) + "\n")
+        if options.write:
+            spec = cluster_of(by_rank, world, options.name)
+            write_cluster(spec, Path(options.write), sorted({m.node for m in by_rank}))
+            sys.stdout.write(f"{options.write} holds these figures, for --dry_run.cluster and the planner\n")
+    stop_world()
+
+
+def _check_by_store(world: World, options: argparse.Namespace, arguments: Sequence[str]) -> None:
+    """The first rank of each node speaks for it. Raises ConfigError on all ranks alike."""
+    store = shared_store()
+    num_nodes = world.size // world.local_size
+    if world.is_first:
+        call(store, find_out(arguments), num_nodes, [], options.wait)
+    elif world.local_rank == 0:
+        answer(store, find_out(arguments), num_nodes, options.wait)
+    if problems := json.loads(store.get("nodes/verdict")):
+        raise ConfigError("preflight: " + "\n  ".join(problems))
+
+
+def measure(world: World, tensor_size: int | None) -> Measured:
+    """All ranks at once: the links inside and between nodes, those of the grid that was asked for, the devices."""
+    nodes = Mesh.create(world.local_size, world.device.type)
+    links = bandwidth.measure_mesh(nodes, world.device)
+    is_lead = world.local_rank == 0
+    one_flow = bandwidth.measure_links(nodes.data, world.device, is_lead) if nodes.data.size > 1 else []
+    grid = []
+    if tensor_size not in (None, world.local_size):
+        grid = bandwidth.measure_mesh(Mesh.create(tensor_size or 1, world.device.type), world.device)
+    nodes.barrier()
+    device = bandwidth.measure_device(world.rank, world.device)
+    slowest_hop = max(bandwidth.latency(axis, world.device) for axis in (nodes.data, nodes.tensor))
+    return Measured(socket.gethostname(), world.rank, links, one_flow, grid, device, slowest_hop)
+
+
+def _parse(text: bytes) -> Measured:
+    found = json.loads(text)
+    for key in ("inside_and_across", "one_flow", "own_grid"):
+        found[key] = [LinkRate(**(link | {"ranks": tuple(link["ranks"])})) for link in found[key]]
+    return Measured(**(found | {"device": DeviceRate(**found["device"])}))
+
+
+def describe(by_rank: Sequence[Measured], expected: ClusterSpec | None) -> list[str]:
+    """The report, in lines; the last ones name what is slow."""
+    lines, slow = [], []
+    node_of = {measured.rank: measured.node for measured in by_rank}
+    grids = {"inside nodes": INSIDE, "across nodes": ACROSS}
+    for title, axis in grids.items():
+        links = [link for m in by_rank for link in m.inside_and_across if link.axis == axis]
+        lines += _summary(title, links)
+        per_rank = _expected_rate(axis, expected, len(by_rank))
+        slow += [_told(link, node_of) for link in bandwidth.slow_links(links, {axis: per_rank})]
+    for axis in (INSIDE, ACROSS):
+        links = [link for m in by_rank for link in m.own_grid if link.axis == axis]
+        lines += _summary(f"along the {axis} axis", links)
+        slow += [_told(link, node_of) for link in bandwidth.slow_links(links, {})]
+    devices = [measured.device for measured in by_rank]
+    flops = sorted(device.flops_per_second / 1e12 for device in devices)
+    lines.append(f"devices: {flops[0]:.3g} to {flops[-1]:.3g} TFLOPs in half precision")
+    peak = expected.peak_half_tflops * expected.gemm_fraction * 1e12 if expected else 0.0
+    for device in bandwidth.slow_devices(devices, peak):
+        tflops = device.flops_per_second / 1e12
+        slow.append(f"slow device: rank {device.rank} on {node_of[device.rank]}: {tflops:.3g} TFLOPs")
+    return lines + (slow or ["nothing is slow"])
+
+
+def _expected_rate(axis: str, expected: ClusterSpec | None, num_ranks: int) -> float:
+    if expected is None:
+        return 0.0
+    between = expected.node_gb_per_second * expected.node_fraction / min(expected.gpus_per_node, num_ranks)
+    return (expected.intra_node_gb_per_second if axis == INSIDE else between) * BYTES
+
+
+def _summary(title: str, links: Sequence[LinkRate]) -> list[str]:
+    """A line for each operation: the slowest and the fastest group, GB/s that a rank sends."""
+    lines = []
+    for what in dict.fromkeys(link.what for link in links):
+        rates = sorted(link.bytes_per_second / BYTES for link in links if link.what == what)
+        lines.append(f"{title}: {what}: {rates[0]:.3g} to {rates[-1]:.3g} GB/s a rank")
+    return lines
+
+
+def _told(link: LinkRate, node_of: dict[int, str]) -> str:
+    ends = " - ".join(f"rank {rank} on {node_of[rank]}" for rank in link.ranks)
+    return f"slow {'link' if link.what == 'link' else link.what}: {ends}: {link.bytes_per_second / BYTES:.3g} GB/s"
+
+
+def cluster_of(by_rank: Sequence[Measured], world: World, name: str) -> ClusterSpec:
+    """What was reached counts as peak; with one node only, its inside stands for what lies between nodes."""
+
+    def slowest(axis: str) -> float:
+        links = [link for measured in by_rank for link in measured.inside_and_across if link.axis == axis]
+        return min((link.bytes_per_second for link in links if link.what == "all_reduce"), default=0.0)
+
+    devices = [measured.device for measured in by_rank]
+    flows = [link.bytes_per_second for measured in by_rank for link in measured.one_flow]
+    memory_rate = min(device.memory_bytes_per_second for device in devices)
+    inside, across = slowest(INSIDE), slowest(ACROSS)
+    inside, across = inside or across or memory_rate, across or inside or memory_rate
+    properties = torch.cuda.get_device_properties(world.device) if world.device.type == "cuda" else None
+    host_bytes = memory_bytes()
+    return ClusterSpec(
+        name=name,
+        gpus_per_node=world.local_size,
+        gpu_memory_gib=(properties.total_memory if properties else host_bytes / world.local_size) / 2**30,
+        host_memory_gb=host_bytes / 1e9,
+        peak_half_tflops=min(device.flops_per_second for device in devices) / 1e12,
+        num_multiprocessors=properties.multi_processor_count if properties else 1,
+        memory_gb_per_second=memory_rate / BYTES,
+        intra_node_gb_per_second=inside / BYTES,
+        node_gb_per_second=across * world.local_size / BYTES,
+        network_card_gb_per_second=min(flows, default=across) / BYTES,
+        host_gb_per_second=min(device.host_bytes_per_second for device in devices) / BYTES,
+        kernel_seconds=max(device.kernel_seconds for device in devices),
+        hop_seconds=max(measured.hop_seconds for measured in by_rank) or 1e-5,
+    )
+
+
+def write_cluster(spec: ClusterSpec, path: Path, nodes: Sequence[str]) -> None:
+    rounded = {f.name: float(f"{v:.4g}") if isinstance(v := getattr(spec, f.name), float) else v for f in fields(spec)}
+    where = f"on {date.today()}, on {', '.join(nodes)}"
+    head = f"# Measured by parallel.launch.preflight {where}: what was reached, not what data sheets promise.\n"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(head + yaml.safe_dump(rounded, sort_keys=False))
+
+
+def main(words: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(prog="python -m parallel.launch.preflight", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--nodes", type=int, default=1, help="nodes of the job, without a launcher")
+    parser.add_argument("--meet", help="HOST:PORT of the first node, where all meet; without a launcher")
+    parser.add_argument("--names", default="", help="the nodes' names, so that one that is missing can be named")
+    parser.add_argument("--wait", type=float, default=120.0, help="seconds to wait for the others")
+    parser.add_argument("--tensor_size", type=int, help="parallel.tensor_size of the job, if it is not a whole node")
+    parser.add_argument("--expect", help="cluster file: below half of its figures counts as slow")
+    parser.add_argument("--write", help="file for the measured cluster")
+    parser.add_argument("--name", default="measured", help="name of the measured cluster")
+    own, rest = (list(words), []) if "--" not in words else _split(words)
+    options = parser.parse_args(own)
+    if options.meet:
+        check_nodes(options, rest)
+    else:
+        check_and_measure(options, rest)
+
+
+def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    place = list(words).index("--")
+    return list(words[:place]), list(words[place + 1 :])
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except ConfigError as error:
+        leave_with(error)

@@ -1,0 +1,184 @@
+"""Layers whose weights are cut along the tensor axis (Megatron-LM): each rank computes its columns, rows or words.
+
+    x -> column-parallel -> own columns -> (activation, attention heads) -> row-parallel -> sum over ranks
+
+All activations are (tokens, features). A parameter that is cut says so in its module's `split_dims`; every other one
+is replicated, and its gradient is the same on all ranks of the axis, to the bit.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from parallel.errors import ConfigError
+from parallel.mesh import Axis
+from parallel.tensor.token_layout import TokenLayout
+
+
+def split_dims(module: nn.Module) -> dict[str, int]:
+    """For every parameter of the module that is cut along the tensor axis, by name: the dim of the cut."""
+    return {
+        f"{prefix}.{name}" if prefix else name: dim
+        for prefix, submodule in module.named_modules()
+        for name, dim in getattr(submodule, "split_dims", {}).items()
+    }
+
+
+def part_of(size: int, axis: Axis, what: str) -> int:
+    """An equal part of `size` along the axis. Raises ConfigError where there is none."""
+    if size % axis.size:
+        raise ConfigError(
+            f"{what}={size} is not divisible by parallel.tensor_size={axis.size}; choose a tensor size that divides it"
+        )
+    return size // axis.size
+
+
+class ColumnParallelLinear(nn.Module):
+    """(tokens of this rank, in) -> (all tokens, out / size): own rows of weight (out, in) and of bias (out,)."""
+
+    split_dims: ClassVar = {"weight": 0, "bias": 0}
+
+    def __init__(self, in_features: int, out_features: int, tokens: TokenLayout):
+        super().__init__()
+        self.tokens = tokens
+        own_features = part_of(out_features, tokens.axis, "the number of output features")
+        self.weight = nn.Parameter(torch.empty(own_features, in_features))
+        self.bias = nn.Parameter(torch.empty(own_features))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return column_parallel_linear(x, self.weight, self.bias, self.tokens)
+
+
+class RowParallelLinear(nn.Module):
+    """(all tokens, in / size) -> (tokens of this rank, out): own columns of weight (out, in), all of the bias."""
+
+    split_dims: ClassVar = {"weight": 1}
+
+    def __init__(self, in_features: int, out_features: int, tokens: TokenLayout):
+        super().__init__()
+        self.tokens = tokens
+        own_features = part_of(in_features, tokens.axis, "the number of input features")
+        self.weight = nn.Parameter(torch.empty(out_features, own_features))
+        self.bias = nn.Parameter(torch.empty(out_features))
+
+    def forward(self, x: Tensor) -> Tensor:
+        # The bias enters the sum over ranks once, within the product: no pass of its own over the activations.
+        bias = _OnFirstRank.apply(self.bias, self.tokens.axis)
+        return _Reduce.apply(F.linear(x, self.weight, bias), self.tokens)
+
+
+class VocabParallelEmbedding(nn.Module):
+    """int64 ids (all tokens,) -> (tokens of this rank, features): this rank's rows of weight (words, features)."""
+
+    split_dims: ClassVar = {"weight": 0}
+
+    def __init__(self, num_words: int, features: int, tokens: TokenLayout):
+        super().__init__()
+        self.tokens = tokens
+        num_own_words = part_of(num_words, tokens.axis, "the padded vocabulary")
+        self.first_word = tokens.axis.rank * num_own_words
+        self.weight = nn.Parameter(torch.empty(num_own_words, features))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        own_ids = ids - self.first_word
+        is_elsewhere = (own_ids < 0) | (own_ids >= self.weight.shape[0])
+        rows = F.embedding(own_ids.masked_fill(is_elsewhere, 0), self.weight)
+        return _Reduce.apply(rows.masked_fill_(is_elsewhere[:, None], 0), self.tokens)
+
+
+def column_parallel_linear(x: Tensor, weight: Tensor, bias: Tensor | None, tokens: TokenLayout) -> Tensor:
+    """(tokens of this rank, in) -> (all tokens, own out)."""
+    return _ColumnLinear.apply(x, weight, bias, tokens)
+
+
+def gather_columns(own: Tensor, axis: Axis) -> Tensor:
+    """(tokens, n) -> (tokens, size * n), the same on every rank; so is the gradient that comes back."""
+    return _GatherColumns.apply(own, axis)
+
+
+def sum_gradient_over(axis: Axis) -> Callable[[Tensor], Tensor]:
+    """A gradient hook for replicated parameters that see only this rank's tokens: their gradients are partial sums."""
+    return partial(_summed, axis=axis)
+
+
+def _summed(grad: Tensor, axis: Axis) -> Tensor:
+    total = torch.empty_like(grad, memory_format=torch.contiguous_format)
+    axis.all_reduce(grad, out=total).wait()
+    return total
+
+
+class _ColumnLinear(torch.autograd.Function):
+    """A linear layer whose input is gathered and whose input gradient is reduced while its weight's is computed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, tokens: TokenLayout) -> Tensor:
+        ctx.tokens, ctx.has_bias = tokens, bias is not None
+        ctx.save_for_backward(x, weight)  # only this rank's tokens: the others are gathered again
+        whole, gathered = tokens.gather(x)
+        gathered.wait()
+        return F.linear(whole, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        grad_x = grad_weight = reduced = None
+        if needs_weight:
+            whole, gathered = ctx.tokens.gather(x)
+        if needs_x:
+            grad_x, reduced = ctx.tokens.reduce(grad @ weight)
+        if needs_weight:
+            gathered.wait()
+            grad_weight = grad.t() @ whole
+        grad_bias = grad.sum(0) if ctx.has_bias and needs_bias else None
+        if reduced is not None:
+            reduced.wait()
+        return grad_x, grad_weight, grad_bias, None
+
+
+class _Reduce(torch.autograd.Function):
+    """Partial sums of all tokens -> sums of this rank's. Saves nothing, so that recomputation can stop before it."""
+
+    @staticmethod
+    def forward(ctx: Any, partial_sums: Tensor, tokens: TokenLayout) -> Tensor:
+        ctx.tokens = tokens
+        sums, reduced = tokens.reduce(partial_sums)
+        if sums is partial_sums:
+            ctx.mark_dirty(partial_sums)
+        reduced.wait()
+        return sums
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        whole, gathered = ctx.tokens.gather(grad)
+        gathered.wait()
+        return whole, None
+
+
+class _OnFirstRank(torch.autograd.Function):
+    """The tensor on the first rank of an axis and zeros elsewhere; every rank gets the same gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, replicated: Tensor, axis: Axis) -> Tensor:
+        return replicated.view_as(replicated) if axis.rank == 0 else torch.zeros_like(replicated)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class _GatherColumns(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        parts = own.new_empty(axis.size, *own.shape)
+        axis.all_gather(own.contiguous(), out=parts).wait()
+        return parts.movedim(0, -2).flatten(-2)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.chunk(ctx.axis.size, dim=-1)[ctx.axis.rank], None

@@ -1,0 +1,100 @@
+"""How the residual stream, (tokens, hidden), lies over the tensor axis, and the two ways across its border.
+
+    outside a split layer                                         inside (columns, heads)
+    ReplicatedTokens   every rank: all tokens    - gather ->      all tokens
+                                                 <- reduce -      all tokens, partial sums       all-reduce
+    SplitTokens        rank r: r-th stretch      - gather ->      all tokens                     all-gather
+                                                 <- reduce -      all tokens, partial sums       reduce-scatter
+
+Tokens of all sequences are in one dim, so a stretch is contiguous and nothing is transposed on its way.
+"""
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from parallel.mesh import Axis, Handle
+from parallel.tensor.random_streams import own_random_stream
+
+
+class TokenLayout(Protocol):
+    """`gather` and `reduce` start a collective; its result may be read after the handle has been waited for."""
+
+    @property
+    def axis(self) -> Axis:
+        """The tensor axis."""
+
+    @property
+    def num_parts(self) -> int:
+        """The number of tokens must be divisible by this."""
+
+    @property
+    def replicas(self) -> Axis:
+        """The ranks that hold the same tokens."""
+
+    def gather(self, local: Tensor) -> tuple[Tensor, Handle]:
+        """The tokens of this rank -> all tokens. Not a copy where this rank has them all."""
+
+    def reduce(self, partial: Tensor) -> tuple[Tensor, Handle]:
+        """All tokens, to be summed over ranks -> the sums for the tokens of this rank. May overwrite `partial`."""
+
+    def cut(self, whole: Tensor) -> Tensor:
+        """What is known of all tokens -> the part for the tokens of this rank, a view."""
+
+    def random_stream(self) -> AbstractContextManager[None]:
+        """Context in which random numbers agree between ranks exactly where their tokens are the same."""
+
+
+@dataclass(frozen=True)
+class ReplicatedTokens:
+    """Every rank holds all tokens (Megatron-LM, 2019)."""
+
+    axis: Axis
+    num_parts: int = 1
+
+    @property
+    def replicas(self) -> Axis:
+        return self.axis
+
+    def gather(self, local: Tensor) -> tuple[Tensor, Handle]:
+        return local, Handle()
+
+    def reduce(self, partial: Tensor) -> tuple[Tensor, Handle]:
+        return partial, self.axis.all_reduce(partial, out=partial)
+
+    def cut(self, whole: Tensor) -> Tensor:
+        return whole
+
+    def random_stream(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+@dataclass(frozen=True)
+class SplitTokens:
+    """Every rank holds one stretch of the tokens: sequence parallelism (Korthikanti et al., 2022)."""
+
+    axis: Axis
+
+    @property
+    def num_parts(self) -> int:
+        return self.axis.size
+
+    @property
+    def replicas(self) -> Axis:
+        return self.axis.alone()
+
+    def gather(self, local: Tensor) -> tuple[Tensor, Handle]:
+        whole = local.new_empty(local.shape[0] * self.axis.size, *local.shape[1:])
+        return whole, self.axis.all_gather(local.contiguous(), out=whole)
+
+    def reduce(self, partial: Tensor) -> tuple[Tensor, Handle]:
+        local = partial.new_empty(partial.shape[0] // self.axis.size, *partial.shape[1:])
+        return local, self.axis.reduce_scatter(partial.contiguous(), out=local)
+
+    def cut(self, whole: Tensor) -> Tensor:
+        return whole.chunk(self.axis.size)[self.axis.rank]
+
+    def random_stream(self) -> AbstractContextManager[None]:
+        return own_random_stream(self.axis)

@@ -1,0 +1,187 @@
+"""Every layout reads what any other has written: one canonical logical form, and training that goes on."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from gpt.build import Parts
+from gpt.checkpoint.checkpoint import Progress, checkpoint
+from gpt.checkpoint.saver import Saver
+from gpt.model.transformer import GPT, ModelConfig, initialize
+from parallel.mesh import Mesh
+from parallel.tensor.token_layout import ReplicatedTokens, SplitTokens
+from tests.pairwise import pairwise
+from tests.ranks import run_ranks
+from zero.activations.checkpointed_blocks import ActivationsConfig, checkpointed_blocks
+from zero.engine import ZeroConfig, ZeroDataParallel
+from zero.offload.placement import NO_OFFLOAD, OffloadConfig
+from zero.optimizer import ZeroOptimizer
+from zero.state.saved_state import SavedState
+
+CONFIG = ModelConfig(2, 32, 4, 12, 97, dropout=0.0)
+GLOBAL_BATCH = 4  # sequences, cut over the data-parallel ranks
+
+
+@dataclass(frozen=True)
+class LayoutCase:
+    """How a run is laid out; the number of ranks is data x tensor."""
+
+    stage: int
+    data: int = 1
+    tensor: int = 1
+    is_split: bool = False
+    window_numel: int | None = 700
+    shard_size: int | None = None
+    resident_numel: int = 0
+    units: tuple[str, ...] | None = None
+    offload: OffloadConfig = NO_OFFLOAD
+
+    @property
+    def num_ranks(self) -> int:
+        return self.data * self.tensor
+
+
+REFERENCE = LayoutCase(0)
+
+
+def build(case: LayoutCase) -> Parts:
+    torch.set_default_dtype(torch.float64)
+    mesh = Mesh.create(case.tensor, shard_size=case.shard_size)
+    tokens = SplitTokens(mesh.tensor) if case.is_split else ReplicatedTokens(mesh.tensor)
+    gpt = GPT(CONFIG, tokens, checkpointed_blocks(ActivationsConfig()))
+    initialize(gpt, seed=3)
+    zero = ZeroConfig(case.stage, case.window_numel, resident_numel=case.resident_numel, units=case.units)
+    model = ZeroDataParallel(gpt, mesh.data, zero, offload=case.offload)
+    matrices = [param for param in gpt.parameters() if param.dim() > 1]
+    rest = [param for param in gpt.parameters() if param.dim() <= 1]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
+    optimizer = ZeroOptimizer(model, torch.optim.AdamW, groups, tensor=mesh.tensor, clip_norm=0.5, lr=1e-2, fused=True)
+    return Parts(mesh, model, optimizer, torch.device("cpu"), ActivationsConfig())
+
+
+def train(parts: Parts, first: int, num_steps: int) -> list[float]:
+    """The losses of the global batches; the same sequences whatever the layout."""
+    losses = []
+    for step in range(first, first + num_steps):
+        generator = torch.Generator().manual_seed(step)
+        ids = torch.randint(CONFIG.vocab_size, (GLOBAL_BATCH, CONFIG.seq_length + 1), generator=generator)
+        own = ids.chunk(parts.mesh.data.size)[parts.mesh.data.rank]
+        loss = parts.model(own[:, :-1], own[:, 1:])
+        loss.backward()
+        parts.optimizer.step()
+        total = loss.detach() / parts.mesh.data.size
+        parts.mesh.data.all_reduce(total, out=total).wait()
+        losses.append(total.item())
+    return losses
+
+
+def save(parts: Parts, folder: Path, step: int, *, is_async: bool = False) -> Path:
+    saver = Saver(folder, parts, keep=9, is_async=is_async)
+    saver.start(Progress(step, step * GLOBAL_BATCH))
+    found = saver.wait()
+    assert found is not None
+    return found
+
+
+def train_and_save(case: LayoutCase, folder: Path, num_steps: int, num_more: int = 0) -> list[float]:
+    parts = build(case)
+    train(parts, 0, num_steps)
+    save(parts, folder, num_steps)
+    return train(parts, num_steps, num_more)
+
+
+def load_and_save(cases: list[LayoutCase], source: Path, folder: Path) -> None:
+    for number, case in enumerate(cases):
+        parts = build(case)
+        assert checkpoint.load(source, parts) == Progress(2, 2 * GLOBAL_BATCH)
+        save(parts, folder / f"{case.data}-{case.tensor}-{number}", 2, is_async=bool(number % 2))
+
+
+def load_and_train(case: LayoutCase, source: Path, num_steps: int) -> list[float]:
+    parts = build(case)
+    progress = checkpoint.load(source, parts)
+    return train(parts, progress.step, num_steps)
+
+
+def logical(folder: Path) -> dict[str, Tensor]:
+    """Every tensor of a checkpoint, whole, by name and kind."""
+    saved = SavedState(folder, checkpoint.read_layout(folder)["state"])
+    found = {}
+    for name in saved.parameters:
+        for kind in ["master", *saved.state_kinds(name)]:
+            scalar = saved.scalar(name, kind) if kind != "master" else None
+            found[f"{kind} of {name}"] = saved.whole(name, kind) if scalar is None else scalar
+    return found
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]:
+    """A checkpoint of one process after two steps, and the losses of the five steps after it."""
+    folder = tmp_path_factory.mktemp("reference")
+    (losses,) = run_ranks(1, train_and_save, REFERENCE, folder, 2, 5)
+    return folder / "step-00000002", losses
+
+
+def assert_one_logical_form(cases: list[LayoutCase], source: Path, folder: Path) -> None:
+    expected = logical(source)
+    assert {name.split()[0] for name in expected} == {"master", "exp_avg", "exp_avg_sq", "step"}
+    run_ranks(cases[0].num_ranks, load_and_save, cases, source, folder)
+    for number, case in enumerate(cases):
+        found = logical(folder / f"{case.data}-{case.tensor}-{number}" / "step-00000002")
+        assert found.keys() == expected.keys()
+        for name in expected:
+            assert found[name].dtype == expected[name].dtype
+            assert found[name].shape == expected[name].shape, f"{name} at {case}"
+            assert found[name].equal(expected[name]), f"{name} at {case}"
+
+
+@pytest.mark.parametrize(("data", "tensor"), [(1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (4, 1)])
+def test_every_layout_loads_and_saves_one_logical_form(reference, tmp_path, data, tensor):
+    cases = [LayoutCase(stage, data, tensor, is_split=tensor > 1 and stage % 2 == 1) for stage in range(4)]
+    assert_one_logical_form(cases, reference[0], tmp_path)
+
+
+def test_other_windows_units_placements_and_groups_of_shards_are_read_too(reference, tmp_path):
+    cases = [
+        LayoutCase(2, 4, window_numel=None),
+        LayoutCase(3, 4, window_numel=130, resident_numel=100),
+        LayoutCase(3, 4, units=("blocks.*.attention", "blocks.*.mlp")),
+        LayoutCase(3, 4, shard_size=2),
+        LayoutCase(1, 4, offload=OffloadConfig("host")),
+        LayoutCase(3, 4, offload=OffloadConfig("host")),
+    ]
+    assert_one_logical_form(cases, reference[0], tmp_path)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("data", "tensor"), [(2, 4), (4, 2), (4, 4)])
+def test_every_large_layout_loads_and_saves_one_logical_form(reference, tmp_path, data, tensor):
+    cases = [LayoutCase(stage, data, tensor, is_split=is_split) for stage in range(4) for is_split in (False, True)]
+    assert_one_logical_form(cases, reference[0], tmp_path)
+
+
+SAVED_PLACES, PLACES = [(2, 1), (1, 2), (4, 1)], [(4, 1), (2, 2), (1, 4)]  # (data, tensor)
+PAIRS = pairwise(saved_stage=[0, 1, 2, 3], stage=[3, 2, 1, 0], saved_place=SAVED_PLACES, place=PLACES)
+
+
+def check_going_on(folder: Path, pair: dict, expected: list[float]) -> None:
+    """To rounding: the sums over ranks are taken in another order."""
+    saved_case = LayoutCase(pair["saved_stage"], *pair["saved_place"], is_split=pair["saved_place"][1] > 1)
+    case = LayoutCase(pair["stage"], *pair["place"], window_numel=1100)
+    run_ranks(saved_case.num_ranks, train_and_save, saved_case, folder, 2)
+    losses = run_ranks(case.num_ranks, load_and_train, case, folder / "step-00000002", 5)[0]
+    assert losses == pytest.approx(expected, rel=1e-10)
+
+
+@pytest.mark.parametrize("pair", PAIRS[:3], ids=lambda pair: " ".join(map(str, pair.values())))
+def test_a_run_goes_on_at_another_layout(reference, tmp_path, pair):
+    check_going_on(tmp_path, pair, reference[1])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("pair", PAIRS[3:], ids=lambda pair: " ".join(map(str, pair.values())))
+def test_a_run_goes_on_at_many_other_layouts(reference, tmp_path, pair):
+    check_going_on(tmp_path, pair, reference[1])

@@ -1,0 +1,35 @@
+"""Host memory while a checkpoint is written and read: what a rank owns, and a constant."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from gpt.checkpoint.checkpoint import Progress, load, owned_tensors
+from gpt.checkpoint.saver import Saver
+from scripts.bench.save_time import build_parts, peak_growth, save, train_step
+from tests.ranks import run_ranks
+from zero.state.sealed_file import CHUNK_BYTES
+
+CONSTANT = 4 * CHUNK_BYTES
+
+
+def save_and_load(folder: Path) -> dict[str, int]:
+    parts = build_parts(2, torch.device("cpu"))
+    train_step(parts)
+    waiting, behind = (Saver(folder / str(is_async), parts, keep=1, is_async=is_async) for is_async in (False, True))
+    found = {"owned": sum(tensor.nbytes for tensor in owned_tensors(parts).values())}
+    found["save"] = peak_growth(lambda: save(waiting, Progress(1)))
+    found["save behind"] = peak_growth(lambda: save(behind, Progress(1)), above_what_stays=False)
+    other = build_parts(3, torch.device("cpu"))
+    found["load"] = peak_growth(lambda: load(folder / "False" / "step-00000001", other))
+    return found
+
+
+@pytest.mark.full
+def test_a_rank_needs_a_constant_buffer_beside_what_it_owns(tmp_path):
+    for found in run_ranks(2, save_and_load, tmp_path):
+        assert found["owned"] > 10 * CHUNK_BYTES
+        assert found["save"] < CONSTANT
+        assert found["save behind"] < found["owned"] + CONSTANT
+        assert found["load"] < CONSTANT

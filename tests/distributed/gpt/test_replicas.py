@@ -1,0 +1,65 @@
+"""A single flipped bit in what ranks hold in common is found, and the rank that differs is named."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from gpt.build import Parts
+from gpt.replicas import DivergenceError, check_replicas
+from tests.distributed.gpt.test_checkpoint_layouts import LayoutCase, build, train
+from tests.ranks import run_ranks
+
+
+def flip(parts: Parts, what: str) -> None:
+    """The lowest bit of one element."""
+    flats = parts.model.flats
+    if what == "parameter":
+        tensor = flats[0].full[:1]
+    elif what == "master":
+        tensor = flats[-1].masters[0][:1]
+    else:
+        tensor = owned_norm(parts)[:1]
+    bits = tensor.view(torch.int64)
+    bits ^= 1
+
+
+def owned_norm(parts: Parts) -> Tensor:
+    """The first stretch of the last norm that this rank owns."""
+    return next(
+        master[part.start - window.elements.start : part.stop - window.elements.start]
+        for flat in parts.model.flats
+        for window, master in zip(flat.layout.windows, flat.masters, strict=True)
+        for span, part in flat.layout.pieces(window.elements)
+        if span.name == "final_norm.weight"
+    )
+
+
+def find(case: LayoutCase, what: str, odd_rank: int) -> str:
+    parts = build(case)
+    train(parts, 0, 1)
+    check_replicas(parts, 1)
+    if parts.mesh.rank == odd_rank:
+        flip(parts, what)
+    try:
+        check_replicas(parts, 2)
+    except DivergenceError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("case", "what", "odd_rank", "message"),
+    [
+        (LayoutCase(0, 4), "parameter", 2, "step 2: the parameters of data rank 2 differ"),
+        (LayoutCase(3, 4, shard_size=2), "master", 2, "step 2: the master weights of replica rank 1 differ"),
+    ],
+    ids=str,
+)
+def test_a_flipped_bit_is_found(case, what, odd_rank, message):
+    found = run_ranks(case.num_ranks, find, case, what, odd_rank)
+    assert any(text.startswith(message) for text in found), found
+
+
+def test_what_the_tensor_axis_replicates_is_compared_too():
+    found = run_ranks(4, find, LayoutCase(3, 1, 4), "norm", 1)
+    assert all("the parameters that are not cut of tensor rank 1 differ" in text for text in found), found

@@ -1,0 +1,352 @@
+"""A GPT cut along the tensor axis, under ZeRO along the data axis, trains as the whole one does in one process."""
+
+import itertools
+from collections import Counter
+from dataclasses import dataclass
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import set_checkpoint_early_stop
+
+from gpt.build import build_model
+from gpt.model.huggingface import config_to_huggingface, load_weights, weights_from_huggingface
+from gpt.model.transformer import GPT, ModelConfig, initialize
+from parallel.mesh import Axis, Mesh
+from parallel.tensor.layers import split_dims
+from parallel.tensor.token_layout import ReplicatedTokens, SplitTokens, TokenLayout
+from tests.pairwise import pairwise
+from tests.ranks import run_ranks
+from zero.activations.checkpointed_blocks import ActivationsConfig
+from zero.engine import ZeroConfig, ZeroDataParallel
+from zero.formulas import memory
+from zero.loss_scale import LossScale
+from zero.optimizer import ZeroOptimizer
+from zero.stage import STAGES
+
+NUM_STEPS, CLIP_NORM, TOLERANCE = 5, 0.5, 1e-10
+BATCH, SEQ = 2, 12
+
+
+@dataclass(frozen=True)
+class Result:
+    losses: list[float]
+    grad_norms: list[float]
+    params: dict[str, Tensor]  # this tensor rank's
+    dims: dict[str, int]
+
+
+def config_of(vocab_size: int, dropout: float = 0.0, num_layers: int = 2) -> ModelConfig:
+    return ModelConfig(num_layers, 32, 4, SEQ, vocab_size, vocab_multiple=128, dropout=dropout)
+
+
+def layout_of(axis: Axis, is_split: bool) -> TokenLayout:
+    return SplitTokens(axis) if is_split else ReplicatedTokens(axis)
+
+
+def build(config: ModelConfig, tokens: TokenLayout, activations: ActivationsConfig | None = None) -> GPT:
+    torch.set_default_dtype(torch.float64)
+    model = build_model(config, activations or ActivationsConfig(), tokens, torch.device("cpu"), torch.float64)
+    initialize(model, seed=3)
+    for name, param in model.named_parameters():  # biases and norms that differ from one another, alike on all ranks
+        if name not in split_dims(model) and param.dim() == 1:
+            param.data += torch.linspace(-0.1, 0.1, param.numel())
+    return model
+
+
+def batch(config: ModelConfig, step: int, micro_batch: int, data_rank: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(10_000 * step + 100 * micro_batch + data_rank)
+    ids = torch.randint(config.vocab_size, (BATCH, SEQ + 1), generator=generator)
+    return ids[:, :-1], ids[:, 1:]
+
+
+def train(
+    config: ModelConfig,
+    tensor_size: int,
+    is_split: bool,
+    zero: ZeroConfig,
+    num_micro_batches: int = 1,
+    activations: ActivationsConfig | None = None,
+) -> Result:
+    mesh = Mesh.create(tensor_size)
+    gpt = build(config, layout_of(mesh.tensor, is_split), activations)
+    model = ZeroDataParallel(gpt, mesh.data, zero)
+    optimizer = ZeroOptimizer(
+        model, torch.optim.AdamW, tensor=mesh.tensor, clip_norm=CLIP_NORM, lr=1e-2, weight_decay=0.1, fused=True
+    )
+    torch.manual_seed(17 + mesh.data.rank)  # dropout
+    losses, norms = [], []
+    for step in range(NUM_STEPS):
+        total = torch.zeros(())
+
+        def backward(micro_batch: int, step: int = step, total: Tensor = total) -> None:
+            loss = model(*batch(config, step, micro_batch, mesh.data.rank)) / num_micro_batches
+            loss.backward()
+            total += loss.detach() / mesh.data.size
+
+        with model.accumulate():
+            for micro_batch in range(num_micro_batches - 1):
+                backward(micro_batch)
+        backward(num_micro_batches - 1)
+        norms.append(optimizer.step().item())
+        mesh.data.all_reduce(total, out=total).wait()
+        losses.append(total.item())
+    with model.gathered() as module:
+        params = {name: param.detach().clone() for name, param in module.named_parameters()}
+    return Result(losses, norms, params, split_dims(gpt))
+
+
+@cache
+def train_whole(config: ModelConfig, data_size: int, num_micro_batches: int = 1) -> Result:
+    model = build(config, ReplicatedTokens(Axis.trivial("tensor")))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    losses, norms = [], []
+    for step in range(NUM_STEPS):
+        total = 0.0
+        for micro_batch, rank in itertools.product(range(num_micro_batches), range(data_size)):
+            loss = model(*batch(config, step, micro_batch, rank)) / (num_micro_batches * data_size)
+            loss.backward()
+            total += loss.item()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM).item())
+        losses.append(total)
+        optimizer.step()
+        optimizer.zero_grad()
+    return Result(losses, norms, {name: param.detach() for name, param in model.named_parameters()}, {})
+
+
+def whole_params(results: list[Result], tensor_size: int) -> dict[str, Tensor]:
+    """The parameters of one data-parallel replica, put together; replicated ones must agree to the bit."""
+    replica = results[:tensor_size]
+    whole = {}
+    for name in replica[0].params:
+        parts = [result.params[name] for result in replica]
+        if name in replica[0].dims:
+            whole[name] = torch.cat(parts, dim=replica[0].dims[name])
+        else:
+            assert all(part.equal(parts[0]) for part in parts), name
+            whole[name] = parts[0]
+    return whole
+
+
+def assert_equals_whole(results: list[Result], expected: Result, tensor_size: int) -> None:
+    for result in results:
+        assert result.losses == pytest.approx(expected.losses, abs=TOLERANCE, rel=0)
+        assert result.grad_norms == pytest.approx(expected.grad_norms, abs=TOLERANCE, rel=0)
+    for name, param in whole_params(results, tensor_size).items():
+        torch.testing.assert_close(param, expected.params[name], rtol=0, atol=TOLERANCE)
+
+
+FACTORS = {
+    "sizes": [(1, 2), (2, 2), (1, 4), (4, 1), (2, 1)],  # data x tensor
+    "stage": [0, 1, 2, 3],
+    "is_split": [False, True],
+    "num_micro_batches": [1, 3],
+    "store": ["none", "keep"],
+    "vocab_size": [97, 300],
+}
+
+
+def check_layout(
+    sizes: tuple[int, int], stage: int, is_split: bool, num_micro_batches: int, store: str, vocab_size: int
+) -> None:
+    data_size, tensor_size = sizes
+    config, zero, activations = config_of(vocab_size), ZeroConfig(stage, 2000), ActivationsConfig(store, 2)
+    arguments = (config, tensor_size, is_split, zero, num_micro_batches, activations)
+    results = run_ranks(data_size * tensor_size, train, *arguments)
+    assert_equals_whole(results, train_whole(config, data_size, num_micro_batches), tensor_size)
+
+
+@pytest.mark.parametrize("combination", pairwise(**FACTORS), ids=lambda c: "-".join(map(str, c.values())))
+def test_tensor_and_data_parallel_equal_one_process(combination):
+    check_layout(**combination)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("values", list(itertools.product(*FACTORS.values())), ids=lambda v: "-".join(map(str, v)))
+def test_all_layouts_equal_one_process(values):
+    check_layout(**dict(zip(FACTORS, values, strict=True)))
+
+
+@pytest.mark.parametrize("is_split", [False, True])
+def test_the_vocabulary_of_gpt2_is_cut_too(is_split):
+    config = config_of(50257)
+    results = run_ranks(4, train, config, 4, is_split, ZeroConfig(1))
+    assert_equals_whole(results, train_whole(config, 1), 4)
+
+
+def test_dropout_differs_where_activations_are_split_and_agrees_where_they_are_not():
+    for is_split in (False, True):
+        for seen in run_ranks(2, observe_dropout, is_split):
+            assert seen["attention differs"]
+            assert seen["residual agrees"] == (not is_split)
+            assert seen["next number agrees"]
+
+
+def observe_dropout(is_split: bool) -> dict[str, bool]:
+    axis = Mesh.create(2).tensor
+    model = build(config_of(97, dropout=0.5), layout_of(axis, is_split))
+    torch.manual_seed(5)
+    block = model.blocks[0]
+    attention_weights = []
+    block.attention.kernel = lambda q, k, v, p: attention_weights.append(torch.dropout(torch.ones(64), p, True)) or v
+    num_own_tokens = 24 // model.tokens.num_parts
+    residual = block.dropout(torch.ones(num_own_tokens, 32))
+    block.attention(torch.ones(num_own_tokens, 32), 2)
+
+    def agrees(mine: Tensor) -> bool:
+        of_all = mine.new_empty(2, *mine.shape)
+        axis.all_gather(mine, out=of_all).wait()
+        return of_all[0].equal(of_all[1])
+
+    return {
+        "attention differs": not agrees(attention_weights[0]),
+        "residual agrees": agrees(residual),
+        "next number agrees": agrees(torch.rand(8)),
+    }
+
+
+@pytest.mark.parametrize("is_split", [False, True])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_dropout_is_deterministic_and_replayed_by_recomputation(is_split, stage):
+    config = config_of(97, dropout=0.2)
+    plain, again, recomputed = (
+        run_ranks(4, train, config, 2, is_split, ZeroConfig(stage, 2000), 1, ActivationsConfig(store))
+        for store in ("none", "none", "keep")
+    )
+    for results in (again, recomputed):
+        for result, expected in zip(results, plain, strict=True):
+            assert result.losses == expected.losses
+            assert result.grad_norms == expected.grad_norms
+            assert all(result.params[name].equal(expected.params[name]) for name in result.params)
+    assert plain[0].losses != train_whole(config_of(97), 2).losses
+
+
+@pytest.mark.parametrize("tensor_size", [1, 2, 4])
+@pytest.mark.parametrize("is_split", [False, True])
+def test_weights_of_transformers_give_its_logits_at_any_tensor_size(tensor_size, is_split):
+    import transformers
+
+    config = config_of(97)
+    torch.manual_seed(0)
+    theirs = transformers.GPT2LMHeadModel(config_to_huggingface(config)).double().eval()
+    for param in theirs.parameters():
+        torch.nn.init.normal_(param, 0, 0.3)
+    ids = torch.randint(97, (3, 7))  # 21 tokens: no equal stretches for two or four ranks
+    weights = weights_from_huggingface(theirs.state_dict(), config.num_heads)
+    for logits in run_ranks(tensor_size, logits_of, config, is_split, weights, ids):
+        torch.testing.assert_close(logits, theirs(ids).logits.detach(), rtol=1e-10, atol=1e-10)
+
+
+def logits_of(config: ModelConfig, is_split: bool, weights: dict[str, Tensor], ids: Tensor) -> Tensor:
+    torch.set_default_dtype(torch.float64)
+    model = GPT(config, layout_of(Mesh.create(torch.distributed.get_world_size()).tensor, is_split)).eval()
+    load_weights(model, weights)
+    return model(ids).detach()
+
+
+def traffic_of_a_step(
+    tensor_size: int, is_split: bool, activations: ActivationsConfig, stops_early: bool, num_layers: int = 3
+) -> tuple[Counter, int]:
+    """Collectives of one forward and backward by (op, phase), each of one residual stream, tokens x hidden; and the
+    bytes that they send.
+
+    What the loss and small parameters send is left out: messages below one residual stream.
+    """
+    mesh = Mesh.create(tensor_size)
+    mesh.log.keeps_events = True
+    config = ModelConfig(num_layers, hidden_size=32, num_heads=4, seq_length=64, vocab_size=97, dropout=0.0)
+    model = build(config, layout_of(mesh.tensor, is_split), activations)
+    ids = torch.randint(97, (2, 65), generator=torch.Generator().manual_seed(0))
+    with set_checkpoint_early_stop(stops_early):
+        with mesh.log.during("forward"):
+            loss = model(ids[:, :-1], ids[:, 1:])
+        with mesh.log.during("backward"):
+            loss.backward()
+    stream_bytes = 2 * 64 * 32 * 8
+    large = [event for event in mesh.log.events if event.message_bytes >= stream_bytes]
+    assert all(event.message_bytes == stream_bytes for event in large)
+    return Counter((event.op, event.phase) for event in large), sum(event.wire_bytes for event in large)
+
+
+@pytest.mark.parametrize("tensor_size", [2, 4])
+def test_a_block_sends_two_all_reduces_forward_and_two_backward(tensor_size):
+    blocks = 3
+    plain, _ = run_ranks(tensor_size, traffic_of_a_step, tensor_size, False, ActivationsConfig("none"), True)[0]
+    # The embedding sums its words in forward, the head its input's gradient in backward.
+    assert plain == {("all_reduce", "forward"): 2 * blocks + 1, ("all_reduce", "backward"): 2 * blocks + 1}
+
+
+@pytest.mark.parametrize(("stops_early", "num_recomputed"), [(True, 1), (False, 2)])
+def test_full_recomputation_sends_what_section_8_says(stops_early, num_recomputed):
+    """Six all-reduces of batch x sequence x hidden a block, 12 in bytes sent; five, hence 10, if it stops early."""
+    blocks = 3
+    found, _ = run_ranks(2, traffic_of_a_step, 2, False, ActivationsConfig("keep"), stops_early)[0]
+    expected_backward = (2 + num_recomputed) * blocks + 1
+    assert found == {("all_reduce", "forward"): 2 * blocks + 1, ("all_reduce", "backward"): expected_backward}
+    num_all_reduces_a_block = 4 + num_recomputed
+    assert 2 * num_all_reduces_a_block == {True: 10, False: 12}[stops_early]
+
+
+def test_sequence_parallelism_sends_as_much_and_one_input_gather_a_column_layer():
+    """An all-reduce is a reduce-scatter and an all-gather: the same bytes, in two halves."""
+    blocks = 3
+    found, _ = run_ranks(2, traffic_of_a_step, 2, True, ActivationsConfig("none"), True)[0]
+    crossings = 2 * blocks + 1
+    assert found == {
+        ("reduce_scatter", "forward"): crossings,
+        ("all_gather", "forward"): crossings,
+        ("reduce_scatter", "backward"): crossings,
+        ("all_gather", "backward"): crossings + crossings,  # the second: the inputs of qkv, up and the head
+    }
+
+
+def states_of(tensor_size: int, stage: int) -> tuple[float, int, int]:
+    mesh = Mesh.create(tensor_size)
+    config = ModelConfig(num_layers=4, hidden_size=256, num_heads=8, seq_length=16, vocab_size=512)
+    torch.set_default_dtype(torch.bfloat16)
+    gpt = GPT(config, ReplicatedTokens(mesh.tensor))
+    initialize(gpt, seed=0)
+    model = ZeroDataParallel(gpt, mesh.data, ZeroConfig(stage))
+    optimizer = ZeroOptimizer(model, torch.optim.AdamW, tensor=mesh.tensor, fused=True)
+    model(*batch(config, 0, 0, 0)).backward()
+    optimizer.step()
+    dims = split_dims(gpt)
+    num_replicated = sum(param.numel() for name, param in gpt.named_parameters() if name not in dims)
+    return memory.measured(model, optimizer).total, num_replicated, sum(p.numel() for p in gpt.parameters())
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_model_states_fall_with_both_axes(stage):
+    whole_numel = states_of_one_rank = None
+    (states_of_one_rank, num_replicated, whole_numel), *_ = run_ranks(1, states_of, 1, stage)
+    for data_size, tensor_size in ((2, 1), (1, 2), (2, 2), (1, 4)):
+        for found, _, numel in run_ranks(data_size * tensor_size, states_of, tensor_size, stage):
+            expected_numel = (whole_numel - num_replicated) / tensor_size + num_replicated
+            assert numel == expected_numel
+            promised = memory.formula(STAGES[stage], expected_numel, data_size)
+            assert found == pytest.approx(promised.total, rel=0.02)
+    assert states_of_one_rank == pytest.approx(16 * whole_numel, rel=0.02)
+
+
+def skip_after_overflow_on(overflowing_rank: int) -> tuple[int, bool, float]:
+    """(skipped steps, whether nothing has changed, the loss scale) after one rank alone meets an overflow."""
+    mesh = Mesh.create(tensor_size=2)
+    torch.set_default_dtype(torch.float16)
+    gpt = GPT(config_of(97), ReplicatedTokens(mesh.tensor))
+    initialize(gpt, seed=0)
+    model = ZeroDataParallel(gpt, mesh.data, ZeroConfig(stage=2))
+    scale = LossScale(2.0**10, is_dynamic=True, hysteresis=1)
+    optimizer = ZeroOptimizer(model, torch.optim.AdamW, tensor=mesh.tensor, loss_scale=scale, fused=True)
+    if torch.distributed.get_rank() == overflowing_rank:
+        gpt.blocks[0].mlp.up.weight.register_hook(lambda grad: grad * torch.inf)
+    before = [param.detach().clone() for param in gpt.parameters()]
+    (model(*batch(config_of(97), 0, 0, mesh.data.rank)) * scale.scale).backward()
+    optimizer.step()
+    is_unchanged = all(param.equal(old) for param, old in zip(gpt.parameters(), before, strict=True))
+    return int(optimizer.num_skipped), is_unchanged, scale.scale.item()
+
+
+@pytest.mark.parametrize("overflowing_rank", [0, 1, 2, 3])
+def test_an_overflow_on_one_rank_skips_the_step_on_both_axes(overflowing_rank):
+    assert run_ranks(4, skip_after_overflow_on, overflowing_rank) == [(1, True, 512.0)] * 4

@@ -1,0 +1,71 @@
+"""Weights out of training, at any layout, into transformers: the same logits, one unit at a time."""
+
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import GPT2LMHeadModel
+
+from gpt.checkpoint.checkpoint import export
+from gpt.checkpoint.export import export_checkpoint, export_live
+from gpt.model.generate import evaluation
+from gpt.model.pretrained import WeightsWriter
+from tests.distributed.gpt.test_checkpoint_layouts import CONFIG, LayoutCase, build, save, train
+from tests.ranks import run_ranks
+from zero.engine import ZeroDataParallel
+from zero.stage import Lifetime
+
+IDS = torch.arange(2 * CONFIG.seq_length).view(2, -1) % CONFIG.vocab_size
+LARGEST_UNIT = 1  # of the root, which stands aside of the blocks, and the blocks
+
+
+def train_and_export(case: LayoutCase, folder: Path) -> tuple[Tensor, list[int]]:
+    """(logits after two steps, how many units were in place whenever a parameter was written)."""
+    parts, num_gathered = build(case), []
+    train(parts, 0, 2)
+
+    class WatchingWriter(WeightsWriter):
+        def add(self, name: str, tensor: Tensor) -> None:
+            num_gathered.append(count_gathered(parts.model))
+            super().add(name, tensor)
+
+    with mock.patch.object(export, "WeightsWriter", WatchingWriter):
+        export_live(parts, folder / "live")
+    save(parts, folder, 2)
+    with torch.no_grad(), evaluation(parts.model):
+        return parts.model(IDS), num_gathered
+
+
+def count_gathered(model: ZeroDataParallel) -> int:
+    return sum(flat.lifetime is Lifetime.TRANSIENT and flat.full.untyped_storage().size() > 0 for flat in model.flats)
+
+
+DEFAULT_CASES = [LayoutCase(0), LayoutCase(3, 2, 2, is_split=True)]
+OTHER_CASES = [LayoutCase(2, 2, 2), LayoutCase(3, 1, 4), LayoutCase(3, 4)]
+
+
+@pytest.mark.parametrize("case", [*DEFAULT_CASES, *(pytest.param(c, marks=pytest.mark.full) for c in OTHER_CASES)])
+def test_transformers_computes_the_logits_of_the_run(tmp_path, case):
+    results = run_ranks(case.num_ranks, train_and_export, case, tmp_path)
+    num_parameters = export_checkpoint(tmp_path / "step-00000002", tmp_path / "offline", torch.float64)
+    logits, num_gathered = results[0]
+    assert len(num_gathered) == 4 + 12 * CONFIG.num_layers
+    assert max(num_gathered) == (LARGEST_UNIT if case.stage == 3 else 0)
+    for folder in ("live", "offline"):
+        theirs = GPT2LMHeadModel.from_pretrained(tmp_path / folder, dtype=torch.float64).eval()
+        torch.testing.assert_close(theirs(IDS).logits, logits, rtol=1e-10, atol=1e-10)
+    padding = 128 * CONFIG.hidden_size - CONFIG.vocab_size * CONFIG.hidden_size
+    assert num_parameters == sum(param.numel() for param in theirs.parameters()) + padding
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_weights_are_the_rounded_masters(tmp_path, dtype):
+    run_ranks(2, train_and_export, LayoutCase(2, 2), tmp_path)
+    export_checkpoint(tmp_path / "step-00000002", tmp_path / "half", dtype)
+    export_checkpoint(tmp_path / "step-00000002", tmp_path / "full", torch.float64)
+    half = GPT2LMHeadModel.from_pretrained(tmp_path / "half", dtype=dtype).state_dict()
+    full = GPT2LMHeadModel.from_pretrained(tmp_path / "full", dtype=torch.float64).state_dict()
+    for name in full:
+        assert half[name].equal(full[name].to(dtype))

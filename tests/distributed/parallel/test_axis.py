@@ -1,0 +1,189 @@
+"""The verbs of an axis against the obvious local computation, and the log of what they sent."""
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from parallel.instruments.comm_log import CommEvent
+from parallel.mesh import Axis, Mesh
+from tests.ranks import run_ranks
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+NUMEL = 12  # of a shard
+
+
+def message(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
+    """Small integers, other on every rank: sums over eight ranks are exact in every type."""
+    return ((torch.arange(numel) * 7 + rank * 3) % 16).to(dtype)
+
+
+def assert_equal(found: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def check_all_gather(axis: Axis, dtype: torch.dtype) -> None:
+    shards = [message(rank, NUMEL, dtype) for rank in range(axis.size)]
+    out = torch.full((axis.size * NUMEL,), 99, dtype=dtype)
+    axis.all_gather(shards[axis.rank], out=out).wait()
+    assert_equal(out, torch.cat(shards))
+
+    own = out.fill_(99)[axis.rank * NUMEL : (axis.rank + 1) * NUMEL].copy_(shards[axis.rank])
+    axis.all_gather(own, out=out).wait()  # in place
+    assert_equal(out, torch.cat(shards))
+
+
+def check_reduce_scatter(axis: Axis, dtype: torch.dtype) -> None:
+    full = message(axis.rank, axis.size * NUMEL, dtype)
+    total = sum(message(rank, axis.size * NUMEL, dtype) for rank in range(axis.size))
+    own = slice(axis.rank * NUMEL, (axis.rank + 1) * NUMEL)
+    out = torch.full((NUMEL,), 99, dtype=dtype)
+    axis.reduce_scatter(full, out=out).wait()
+    assert_equal(out, total[own])
+    assert_equal(full, message(axis.rank, axis.size * NUMEL, dtype))
+
+    axis.reduce_scatter(full, out=full[own]).wait()  # in place
+    assert_equal(full[own], total[own])
+
+
+def check_all_reduce(axis: Axis, dtype: torch.dtype) -> None:
+    tensor = message(axis.rank, NUMEL, dtype)
+    total = sum(message(rank, NUMEL, dtype) for rank in range(axis.size))
+    out = torch.full_like(tensor, 99)
+    axis.all_reduce(tensor, out=out).wait()
+    assert_equal(out, total)
+    assert_equal(tensor, message(axis.rank, NUMEL, dtype))
+
+    axis.all_reduce(tensor, out=tensor).wait()  # in place
+    assert_equal(tensor, total)
+
+
+def check_broadcast(axis: Axis, dtype: torch.dtype) -> None:
+    tensor = message(axis.rank, NUMEL, dtype).view(3, 4)
+    axis.broadcast(tensor).wait()
+    assert_equal(tensor, message(0, NUMEL, dtype).view(3, 4))
+
+
+def check_chain(axis: Axis, dtype: torch.dtype) -> None:
+    """Scatter, then gather what was scattered: launched when the first is there, waited for by one handle."""
+    full, out = message(axis.rank, axis.size * NUMEL, dtype), torch.full((axis.size * NUMEL,), 99, dtype=dtype)
+    shard = torch.full((NUMEL,), 99, dtype=dtype)
+    axis.reduce_scatter(full, out=shard).then(lambda: axis.all_gather(shard, out=out)).wait()
+    assert_equal(out, sum(message(rank, axis.size * NUMEL, dtype) for rank in range(axis.size)))
+
+
+def check_two_in_flight(axis: Axis, dtype: torch.dtype) -> None:
+    """Messages of one size, both under way, waited for in the other order: each has its own receive buffer."""
+    fulls = [message(axis.rank + add, axis.size * NUMEL, dtype) for add in (0, 5)]
+    outs = [torch.full((NUMEL,), 99, dtype=dtype) for _ in fulls]
+    handles = [axis.reduce_scatter(full, out=out) for full, out in zip(fulls, outs, strict=True)]
+    for handle in reversed(handles):
+        handle.wait()
+    for add, out in zip((0, 5), outs, strict=True):
+        total = sum(message(rank + add, axis.size * NUMEL, dtype) for rank in range(axis.size))
+        assert_equal(out, total[axis.rank * NUMEL : (axis.rank + 1) * NUMEL])
+
+
+VERBS = [check_all_gather, check_reduce_scatter, check_all_reduce, check_broadcast, check_chain, check_two_in_flight]
+
+
+def check_verbs(verbs: list[Callable[[Axis, torch.dtype], None]]) -> None:
+    data = Mesh.create(tensor_size=1).data
+    assert (data.rank, data.size) == (dist.get_rank(), dist.get_world_size())
+    for check, dtype in itertools.product(verbs, DTYPES):
+        check(data, dtype)
+        check(data.alone(), dtype)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_verbs_equal_the_local_computation(num_ranks):
+    run_ranks(num_ranks, check_verbs, VERBS)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("check", VERBS, ids=lambda check: check.__name__)
+def test_an_axis_of_one_rank_writes_out_and_sends_nothing(check, dtype):
+    axis = Axis.trivial("data")
+    axis.log.keeps_events = True
+    check(axis, dtype)
+    assert axis.log.events == []
+    assert axis.received.num_bytes == 0
+
+
+def check_names_of_both_torch_versions() -> None:
+    """The collectives that NCCL runs, under the names of torch 2.11 and of 2.13, as far as this torch has them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "get_backend", lambda _group: "nccl")
+        check_verbs(VERBS)
+        for name in ("all_gather_single", "reduce_scatter_single"):
+            patch.delattr(dist, name, raising=False)
+        check_verbs(VERBS)
+
+
+def test_verbs_work_under_the_older_names():
+    run_ranks(2, check_names_of_both_torch_versions)
+
+
+def check_broadcast_of_any_tensor() -> None:
+    data = Mesh.create(tensor_size=1).data
+    for dtype in (torch.bool, torch.uint8, torch.int16, torch.int32, torch.int64, torch.bfloat16, torch.float64):
+        for shape in ((), (1,), (5,), (2, 3)):
+            expected = torch.ones(shape).to(dtype)
+            tensor = expected.clone() if data.rank == 0 else torch.zeros_like(expected)
+            data.broadcast(tensor).wait()
+            assert_equal(tensor, expected)
+
+
+def test_any_type_and_shape_is_broadcast():
+    run_ranks(3, check_broadcast_of_any_tensor)
+
+
+def check_sub_axes() -> None:
+    """Four ranks as 2 x 2: the tensor axis runs along neighbours, the data axis across them."""
+    rank, mesh = dist.get_rank(), Mesh.create(tensor_size=2)
+    assert (mesh.data.rank, mesh.tensor.rank) == divmod(rank, 2)
+    assert (mesh.data.size, mesh.tensor.size) == (2, 2)
+    for axis, peers in ((mesh.data, [rank % 2, rank % 2 + 2]), (mesh.tensor, [rank // 2 * 2, rank // 2 * 2 + 1])):
+        out = torch.empty(2)
+        axis.all_gather(torch.tensor([float(rank)]), out=out).wait()
+        assert out.tolist() == peers
+        first = torch.tensor([float(rank)])
+        axis.broadcast(first).wait()
+        assert first.item() == peers[0]
+
+
+def test_axes_of_a_mesh_run_along_their_ranks():
+    run_ranks(4, check_sub_axes)
+
+
+def logged_events() -> tuple[list[CommEvent], int, int]:
+    """(events, bytes sent, bytes of receive buffers) of one verb each, the reduce-scatter three times."""
+    mesh = Mesh.create(tensor_size=1)
+    axis, mesh.log.keeps_events = mesh.data, True
+    shard, full = torch.zeros(NUMEL), torch.zeros(NUMEL * axis.size)
+    axis.all_gather(shard, out=full).wait()
+    with mesh.log.during("backward"):
+        for _ in range(3):
+            axis.reduce_scatter(full, out=shard).wait()
+    axis.all_reduce(shard.half(), out=shard.half()).wait()
+    axis.broadcast(full).wait()
+    return mesh.log.events, mesh.log.wire_bytes("data"), axis.received.num_bytes
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_every_verb_is_logged_with_its_whole_message(num_ranks):
+    full_bytes = 4 * NUMEL * num_ranks
+    expected = [
+        CommEvent("all_gather", "data", num_ranks, full_bytes, torch.float32, "setup"),
+        *[CommEvent("reduce_scatter", "data", num_ranks, full_bytes, torch.float32, "backward")] * 3,
+        CommEvent("all_reduce", "data", num_ranks, 2 * NUMEL, torch.float16, "setup"),
+        CommEvent("broadcast", "data", num_ranks, full_bytes, torch.float32, "setup"),
+    ]
+    share = (num_ranks - 1) / num_ranks
+    for events, sent, received_bytes in run_ranks(num_ranks, logged_events):
+        assert events == expected
+        assert sent == (1 + 3 + 1) * full_bytes * share + 2 * 2 * NUMEL * share
+        assert received_bytes == full_bytes  # one buffer, used three times

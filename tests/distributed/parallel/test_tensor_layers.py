@@ -1,0 +1,222 @@
+"""Tensor-parallel layers, the loss and initial values against the whole computation on one rank."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from parallel.mesh import Axis, Mesh
+from parallel.tensor import initial_values
+from parallel.tensor.cross_entropy import cross_entropy
+from parallel.tensor.initial_values import fill_normal
+from parallel.tensor.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    _Reduce,
+    gather_columns,
+    split_dims,
+    sum_gradient_over,
+)
+from parallel.tensor.token_layout import ReplicatedTokens, SplitTokens, TokenLayout
+from tests.ranks import run_ranks
+
+LAYOUTS = {"replicated": ReplicatedTokens, "split": SplitTokens}
+
+
+def tensor_axis() -> Axis:
+    torch.set_default_dtype(torch.float64)
+    return Mesh.create(torch.distributed.get_world_size()).tensor
+
+
+# Megatron-core's expectations for its mappings (tests/unit_tests/tensor_parallel/test_mappings.py): eight ranks in two
+# tensor groups of four, each contributing its rank, so that sums are 0+1+2+3 = 6 and 4+5+6+7 = 22.
+
+
+def reduced_and_gathered(first_rank: int) -> dict[str, list[float]]:
+    axis = tensor_axis()
+    value = float(first_rank + axis.rank)
+    replicated, split = ReplicatedTokens(axis), SplitTokens(axis)
+    partial_sums = torch.full((4,), value, requires_grad=True)
+    summed = _Reduce.apply(partial_sums.clone(), replicated)
+    summed.sum().backward()
+    spread = torch.full((8,), value, requires_grad=True)
+    scattered = _Reduce.apply(spread, split)
+    scattered.backward(torch.full((2,), value))
+    gathered, handle = split.gather(torch.full((1,), value))
+    handle.wait()
+    columns = torch.full((1, 1), value, requires_grad=True)
+    wide = gather_columns(columns, axis)
+    wide.backward(torch.arange(4.0)[None])
+    assert partial_sums.grad is not None
+    assert spread.grad is not None
+    assert columns.grad is not None
+    return {
+        "reduce": summed.tolist(),
+        "gradient of reduce": partial_sums.grad.tolist(),
+        "reduce_scatter": scattered.tolist(),
+        "gradient of reduce_scatter": spread.grad.tolist(),
+        "gather of tokens": gathered.tolist(),
+        "gather of columns": wide[0].tolist(),
+        "gradient of gather of columns": columns.grad[0].tolist(),
+        "gradient of shared parameters": sum_gradient_over(axis)(torch.full((1,), value)).tolist(),
+    }
+
+
+@pytest.mark.parametrize(("first_rank", "total"), [(0, 6.0), (4, 22.0)])
+def test_mappings_meet_megatrons_expectations(first_rank, total):
+    values = [float(first_rank + rank) for rank in range(4)]
+    for rank, found in enumerate(run_ranks(4, reduced_and_gathered, first_rank)):
+        assert found == {
+            "reduce": [total] * 4,
+            "gradient of reduce": [1.0] * 4,
+            "reduce_scatter": [total] * 2,
+            "gradient of reduce_scatter": [value for value in values for _ in range(2)],
+            "gather of tokens": values,
+            "gather of columns": values,
+            "gradient of gather of columns": [float(rank)],
+            "gradient of shared parameters": [total],
+        }
+
+
+def whole_layers() -> tuple[nn.Embedding, nn.Linear, nn.Linear]:
+    torch.manual_seed(1)
+    return nn.Embedding(32, 16), nn.Linear(16, 24), nn.Linear(24, 16)
+
+
+def run_whole(ids: Tensor) -> tuple[Tensor, list[Tensor]]:
+    torch.set_default_dtype(torch.float64)
+    embedding, column, row = whole_layers()
+    output = row(F.gelu(column(embedding(ids))))
+    output.square().sum().backward()
+    return output.detach(), [p.grad for layer in (embedding, column, row) for p in layer.parameters()]
+
+
+def run_split(layout: str, ids: Tensor) -> tuple[Tensor, dict[str, Tensor], dict[str, int]]:
+    """(output of this rank's tokens, gradients, dims of their cuts)."""
+    axis = tensor_axis()
+    tokens: TokenLayout = LAYOUTS[layout](axis)
+    layers = nn.ModuleList(
+        [
+            VocabParallelEmbedding(32, 16, tokens),
+            ColumnParallelLinear(16, 24, tokens),
+            RowParallelLinear(24, 16, tokens),
+        ]
+    )
+    dims = split_dims(layers)
+    for number, whole in enumerate(whole_layers()):
+        for name, param in whole.named_parameters():
+            own = layers.get_parameter(f"{number}.{name}")
+            dim = dims.get(f"{number}.{name}")
+            own.data.copy_(param if dim is None else param.chunk(axis.size, dim)[axis.rank])
+    embedding, column, row = layers
+    output = row(F.gelu(column(embedding(ids))))
+    output.square().sum().backward()
+    return output.detach(), {name: param.grad for name, param in layers.named_parameters()}, dims
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("tensor_size", [1, 2, 4])
+def test_layers_equal_the_whole_ones(layout, tensor_size):
+    ids = torch.randint(32, (12,))
+    expected_output, expected_grads = run_whole(ids)
+    results = run_ranks(tensor_size, run_split, layout, ids)
+    outputs = [output for output, _, _ in results]
+    output = torch.cat(outputs) if layout == "split" else outputs[0]
+    torch.testing.assert_close(output, expected_output, rtol=0, atol=1e-12)
+    _, grads, dims = results[0]
+    for name, expected in zip(grads, expected_grads, strict=True):
+        parts = [result[1][name] for result in results]
+        if name in dims:
+            found = torch.cat(parts, dims[name])
+        else:
+            found = parts[0]
+            assert all(part.equal(found) for part in parts), name
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+def loss_and_gradient(
+    logits: Tensor, targets: Tensor, vocab_size: int, chunk_numel: int | None = None
+) -> tuple[float, Tensor]:
+    axis = Mesh.create(torch.distributed.get_world_size()).tensor
+    own = logits.chunk(axis.size, dim=-1)[axis.rank].contiguous().requires_grad_()
+    before = own.detach().clone()
+    loss = cross_entropy(own, targets, vocab_size, axis, chunk_numel)
+    (3 * loss).backward()
+    assert own.detach().equal(before), "the caller's logits have changed"
+    assert own.grad is not None
+    return loss.item(), own.grad
+
+
+@pytest.mark.parametrize("tensor_size", [1, 2, 4])
+@pytest.mark.parametrize("vocab_size", [64, 61, 17])  # of 64 columns: no padding, some, whole ranks of it
+def test_the_loss_equals_that_of_whole_logits(tensor_size, vocab_size, monkeypatch):
+    logits = torch.randn(33, 64, dtype=torch.float64) * 5
+    targets = torch.randint(vocab_size, (33,))
+    whole = logits[:, :vocab_size].clone().requires_grad_()
+    expected = F.cross_entropy(whole, targets)
+    (3 * expected).backward()
+    results = run_ranks(tensor_size, loss_and_gradient, logits, targets, vocab_size)
+    gradient = torch.cat([own for _, own in results], dim=-1)
+    for loss, _ in results:
+        assert loss == pytest.approx(expected.item(), rel=1e-14)
+    torch.testing.assert_close(gradient[:, :vocab_size], whole.grad, rtol=1e-12, atol=1e-15)
+    assert gradient[:, vocab_size:].eq(0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_the_loss_is_stable_in_half_precision(dtype):
+    """Logits whose exponentials overflow; sums are taken in fp32, so the loss is that of the rounded logits."""
+    logits = (torch.randn(16, 64) * 3000).to(dtype)
+    targets = logits.argmax(-1)
+    targets[::2] = torch.randint(64, (8,))
+    expected = F.cross_entropy(logits.double(), targets)
+    for loss, gradient in run_ranks(2, loss_and_gradient, logits, targets, 64):
+        assert loss == pytest.approx(expected.item(), rel=1e-6)
+        assert gradient.dtype == dtype
+        assert gradient.isfinite().all()
+
+
+def test_the_loss_does_not_depend_on_how_many_rows_are_summed_at_once():
+    logits, targets = torch.randn(50, 64, dtype=torch.float64), torch.randint(64, (50,))
+    at_once, *in_rows = (run_ranks(2, loss_and_gradient, logits, targets, 64, numel) for numel in (None, 100, 1))
+    for results in in_rows:
+        for (loss, gradient), (expected_loss, expected_gradient) in zip(results, at_once, strict=True):
+            assert loss == expected_loss
+            assert gradient.equal(expected_gradient)
+
+
+def initial_part(dim: int | None, tensor_size: int) -> tuple[Tensor, list[int]]:
+    """(this rank's part of a parameter, how many values it drew at a time)."""
+    mesh, shape = Mesh.create(tensor_size), [48, 40]
+    if dim is not None:
+        shape[dim] //= tensor_size
+    part, drawn, draw = torch.empty(shape), [], initial_values._draw
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(initial_values, "_draw", lambda shape, *rest: drawn.append(shape.numel()) or draw(shape, *rest))
+        fill_normal(part, 0.5, "7/name", dim, mesh.tensor, mesh.data)
+    return part, drawn
+
+
+@pytest.mark.parametrize("dim", [0, 1, None])
+def test_initial_values_are_the_same_in_every_mesh_whose_data_ranks_share_the_work(dim):
+    ((whole, _),) = run_ranks(1, initial_part, dim, 1)
+    assert whole.std().item() == pytest.approx(0.5, rel=0.1)
+    assert whole.unique().numel() == whole.numel()
+    for tensor_size, data_size in ((2, 1), (4, 1), (1, 2), (1, 3), (2, 2)):
+        for rank, (part, drawn) in enumerate(run_ranks(tensor_size * data_size, initial_part, dim, tensor_size)):
+            assert part.equal(whole if dim is None else whole.chunk(tensor_size, dim)[rank % tensor_size])
+            assert max(drawn) <= part.numel()
+            if dim is not None:
+                assert sum(drawn) <= part.numel() / data_size + 2 * max(drawn), "it begins and ends inside a cell"
+
+
+def tiny_part() -> Tensor:
+    mesh, part = Mesh.create(1), torch.empty(1, 5)
+    fill_normal(part, 0.5, "7/name", 0, mesh.tensor, mesh.data)
+    return part
+
+
+def test_more_ranks_than_a_parameter_has_stretches_share_it_too():
+    (alone,) = run_ranks(1, tiny_part)
+    assert all(part.equal(alone) for part in run_ranks(4, tiny_part))  # 2 + 2 + 1 + 0 elements

@@ -1,0 +1,173 @@
+"""Activation stores under ZeRO and tensor parallelism: the same training, fewer bytes, and one gather a checkpoint."""
+
+import itertools
+from collections import Counter
+
+import pytest
+import torch
+from torch import Tensor
+
+from gpt.model.generate import generate
+from gpt.train_step import evaluate, train_step
+from parallel.errors import ConfigError
+from parallel.instruments.memory_tracker import Kind, Ledger
+from parallel.mesh import Mesh
+from parallel.tensor.token_layout import ReplicatedTokens
+from tests.distributed.gpt.test_tensor_parallel import (
+    SEQ,
+    assert_equals_whole,
+    build,
+    config_of,
+    layout_of,
+    traffic_of_a_step,
+    train,
+    train_whole,
+)
+from tests.pairwise import pairwise
+from tests.ranks import run_ranks
+from zero.activations.checkpointed_blocks import ActivationsConfig
+from zero.engine import ZeroConfig, ZeroDataParallel
+from zero.optimizer import ZeroOptimizer
+
+NUM_LAYERS = 5
+FACTORS = {
+    "sizes": [(2, 1), (1, 2), (2, 2), (1, 4)],  # data x tensor
+    "stage": [0, 1, 2, 3],
+    "store": ["keep", "partition", "partition_host", "selective"],
+    "layers_per_checkpoint": [1, 2],
+    "defragment": [True, False],
+    "num_micro_batches": [1, 2],
+}
+
+
+def is_possible(combination: dict) -> bool:
+    return combination["store"] != "partition" or combination["sizes"][1] > 1
+
+
+def check_store(
+    sizes: tuple[int, int],
+    stage: int,
+    store: str,
+    layers_per_checkpoint: int,
+    defragment: bool,
+    num_micro_batches: int,
+) -> None:
+    data_size, tensor_size = sizes
+    config = config_of(97, num_layers=NUM_LAYERS)
+    activations = ActivationsConfig(store, layers_per_checkpoint, defragment)
+    arguments = (config, tensor_size, False, ZeroConfig(stage, 2000), num_micro_batches, activations)
+    results = run_ranks(data_size * tensor_size, train, *arguments)
+    assert_equals_whole(results, train_whole(config, data_size, num_micro_batches), tensor_size)
+
+
+@pytest.mark.parametrize(
+    "combination",
+    [chosen for chosen in pairwise(**FACTORS) if is_possible(chosen)],
+    ids=lambda c: "-".join(map(str, c.values())),
+)
+def test_every_store_trains_as_one_process_without_checkpoints(combination):
+    check_store(**combination)
+
+
+ALL_SIZES = [*FACTORS["sizes"], (1, 1), (2, 4)]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("sizes", "stage", "store"), list(itertools.product(ALL_SIZES, FACTORS["stage"], FACTORS["store"]))
+)
+def test_all_stores_in_all_layouts_and_stages_train_as_one_process(sizes, stage, store):
+    if is_possible({"sizes": sizes, "store": store}):
+        check_store(sizes, stage, store, layers_per_checkpoint=2, defragment=True, num_micro_batches=2)
+
+
+@pytest.mark.parametrize(("store", "stage"), [("partition", 3), ("partition_host", 2), ("selective", 1)])
+def test_dropout_is_replayed_to_the_bit(store, stage):
+    config = config_of(97, dropout=0.2, num_layers=3)
+    plain, recomputed = (
+        run_ranks(4, train, config, 2, False, ZeroConfig(stage, 2000), 2, ActivationsConfig(chosen))
+        for chosen in ("none", store)
+    )
+    for result, expected in zip(recomputed, plain, strict=True):
+        assert result.losses == expected.losses
+        assert result.grad_norms == expected.grad_norms
+        assert all(result.params[name].equal(expected.params[name]) for name in result.params)
+
+
+def test_what_is_split_along_the_sequence_goes_to_the_host_whole():
+    config, activations = config_of(97, num_layers=3), ActivationsConfig("partition_host")
+    results = run_ranks(2, train, config, 2, True, ZeroConfig(2, 2000), 1, activations)
+    assert_equals_whole(results, train_whole(config, 1), 2)
+
+
+def refusal(is_split: bool) -> str:
+    tokens = layout_of(Mesh.create(torch.distributed.get_world_size()).tensor, is_split)
+    with pytest.raises(ConfigError) as raised:
+        build(config_of(97), tokens, ActivationsConfig("partition"))
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(("num_ranks", "is_split"), [(1, False), (2, True)])
+def test_partitioning_what_nobody_holds_twice_is_refused(num_ranks, is_split):
+    for message in run_ranks(num_ranks, refusal, is_split):
+        assert "nothing to partition; choose keep or partition_host" in message
+        assert "parallel.sequence_parallel" in message
+
+
+@pytest.mark.parametrize("store", ["partition", "partition_host"])
+@pytest.mark.parametrize(("tensor_size", "layers_per_checkpoint"), [(2, 1), (4, 2)])
+def test_partitioning_adds_one_all_gather_a_checkpoint(store, tensor_size, layers_per_checkpoint):
+    """Of batch x sequence x hidden, to 12 of them a block: less than a tenth (paper, section 8)."""
+    (kept, kept_bytes), (cut, cut_bytes) = (
+        run_ranks(tensor_size, traffic_of_a_step, tensor_size, False, activations, False, 6)[0]
+        for activations in (
+            ActivationsConfig("keep", layers_per_checkpoint),
+            ActivationsConfig(store, layers_per_checkpoint),
+        )
+    )
+    assert kept.keys() == {("all_reduce", "forward"), ("all_reduce", "backward")}
+    assert cut - kept == {("all_gather", "backward"): 6 // layers_per_checkpoint}
+    assert not kept - cut
+    assert 0 < cut_bytes - kept_bytes <= kept_bytes / 10
+
+
+def build_parts(
+    stage: int, activations: ActivationsConfig, num_layers: int = 3
+) -> tuple[Mesh, ZeroDataParallel, ZeroOptimizer]:
+    """All ranks along the tensor axis."""
+    mesh = Mesh.create(torch.distributed.get_world_size())
+    gpt = build(config_of(97, num_layers=num_layers), ReplicatedTokens(mesh.tensor), activations)
+    model = ZeroDataParallel(gpt, mesh.data, ZeroConfig(stage, 2000, prefetch_numel=15_000))
+    return mesh, model, ZeroOptimizer(model, torch.optim.AdamW, tensor=mesh.tensor, fused=True)
+
+
+def micro_batches() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(97, (2, SEQ + 1), generator=generator) for _ in range(2)]
+
+
+def allocations_of_ten_steps(stage: int, store: str) -> tuple[Counter, Counter, int]:
+    """By kind, on the device and on the host, after the first step; and how many gradients autograd has made."""
+    mesh, model, optimizer = build_parts(stage, ActivationsConfig(store))
+    with Ledger(torch.device("cpu")) as ledger:
+        train_step(model, optimizer, micro_batches(), mesh)
+        ledger.restart()
+        resident = ledger.device.resident.copy()
+        for step in range(10):
+            train_step(model, optimizer, micro_batches(), mesh)
+            if step == 5:
+                evaluate(model, micro_batches(), mesh)
+                generate(model, torch.zeros(1, 3, dtype=torch.int64), 2, SEQ)
+        for kind in (Kind.CHECKPOINTS, Kind.GRADIENTS):
+            assert ledger.device.resident[kind] == resident[kind]
+    num_grads = 10 * 2 * len(list(model.module.parameters()))
+    return +ledger.device.num_allocations, +ledger.host.num_allocations, num_grads
+
+
+@pytest.mark.parametrize(("stage", "store"), [(0, "keep"), (2, "partition"), (3, "partition_host")])
+def test_after_the_first_step_neither_checkpoints_nor_gradients_are_allocated(stage, store):
+    """Autograd's own gradients pass: each is copied once into its window and freed."""
+    for on_device, on_host, num_grads in run_ranks(2, allocations_of_ten_steps, stage, store):
+        assert on_host == {}
+        assert on_device[Kind.CHECKPOINTS] == on_device[Kind.BUFFERS] == 0
+        assert on_device[Kind.GRADIENTS] == num_grads

@@ -1,0 +1,157 @@
+"""Memory and traffic of the model states against the paper's formulas (sections 3, 5 and 7)."""
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from parallel.mesh import Mesh
+from tests.pairwise import pairwise
+from tests.ranks import run_ranks
+from zero.engine import ZeroConfig, ZeroDataParallel
+from zero.formulas import memory
+from zero.formulas.traffic import axis_bytes
+from zero.optimizer import ZeroOptimizer
+from zero.stage import STAGES, Lifetime
+
+WINDOW_NUMEL = 2**18
+
+
+def train(
+    stage: int, num_micro_batches: int, dtype: torch.dtype, shard_size: int | None = None, resident_numel: int = 0
+) -> dict:
+    mesh = Mesh.create(tensor_size=1, shard_size=shard_size)
+    mesh.log.keeps_events = True
+    config = ZeroConfig(stage, WINDOW_NUMEL, resident_numel=resident_numel)
+    model = ZeroDataParallel(_Chain(dtype), mesh.data, config)
+    optimizer = ZeroOptimizer(model, torch.optim.AdamW, fused=True)
+    for _ in range(4):  # by the fourth the order of units is known, and known to be common
+        mesh.log.clear()
+        with model.accumulate():
+            for _ in range(num_micro_batches - 1):
+                model(torch.ones(1, 501, dtype=dtype)).backward()
+        model(torch.ones(1, 501, dtype=dtype)).backward()
+        optimizer.step()
+    flat_bytes = {flat: flat.layout.numel * dtype.itemsize for flat in model.flats}
+    return {
+        "states": memory.measured(model, optimizer),
+        "buffers": memory.buffer_bytes(model, optimizer),
+        "num_parameters": sum(param.numel() for param in model.module.parameters()),
+        "padded_bytes": sum(flat_bytes.values()),
+        "resident_bytes": sum(size for flat, size in flat_bytes.items() if flat.lifetime is Lifetime.PERSISTENT),
+        "last_block_bytes": flat_bytes[model.flats[-1]],
+        "events": mesh.log.events,
+    }
+
+
+class _Chain(nn.Module):
+    """2.5 million parameters, and hardly any activations."""
+
+    def __init__(self, dtype: torch.dtype):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(501, 501, dtype=dtype) for _ in range(10))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.sum()
+
+
+@pytest.mark.parametrize("data_size", [2, 4])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("num_micro_batches", [1, 2])
+def test_model_states_are_the_papers(stage, data_size, num_micro_batches):
+    bytes_each = {0: 16, 1: 4 + 12 / data_size, 2: 2 + 14 / data_size, 3: 16 / data_size}[stage]
+    for found in run_ranks(data_size, train, stage, num_micro_batches, torch.bfloat16):
+        promised = memory.formula(STAGES[stage], found["num_parameters"], data_size)
+        assert promised.total == pytest.approx(bytes_each * found["num_parameters"])
+        for kind in ("parameters", "gradients", "master", "moments"):
+            assert getattr(found["states"], kind) == pytest.approx(getattr(promised, kind), rel=0.01)
+        assert found["states"].total == pytest.approx(promised.total, rel=0.01)
+
+
+@pytest.mark.parametrize("data_size", [2, 4])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_traffic_of_a_step_is_twice_the_parameters(stage, data_size):
+    """2 Psi (N-1)/N over padded windows: a reduce-scatter and an all-gather, or the all-reduce that is both."""
+    for found in run_ranks(data_size, train, stage, 1, torch.bfloat16):
+        windows = [event for event in found["events"] if event.message_bytes > 8]  # the rest: the norm, a scalar
+        expected_ops = {"all_reduce"} if stage == 0 else {"reduce_scatter", "all_gather"}
+        assert {event.op for event in windows} == expected_ops
+        assert sum(event.wire_bytes for event in windows) == 2 * found["padded_bytes"] * (data_size - 1) // data_size
+        assert max(event.message_bytes for event in windows) <= WINDOW_NUMEL * 2
+        assert found["padded_bytes"] <= 1.001 * 2 * found["num_parameters"]
+
+
+def test_stage_2_reduces_in_every_micro_batch_and_stage_1_only_in_the_last():
+    for stage, passes in ((1, 2), (2, 4)):
+        found = run_ranks(2, train, stage, 3, torch.bfloat16)[0]
+        windows = [event for event in found["events"] if event.message_bytes > 8]
+        assert sum(event.wire_bytes for event in windows) == passes * found["padded_bytes"] // 2
+
+
+@pytest.mark.parametrize(
+    "layout",
+    pairwise(stage=[1, 2, 3], sizes=[(2, None), (4, None), (4, 2)], num_micro_batches=[1, 2], resident_numel=[0, 1000]),
+    ids=lambda layout: "-".join(map(str, layout.values())),
+)
+def test_traffic_along_each_axis(layout):
+    """Stage 3 gathers twice what does not stay; the root, which has no parameters here, and the last block stay."""
+    stage, (data_size, shard_size), num_micro_batches, resident_numel = layout.values()
+    for found in run_ranks(data_size, train, stage, num_micro_batches, torch.bfloat16, shard_size, resident_numel):
+        sent = Counter()
+        for event in found["events"]:
+            sent[event.axis] += event.wire_bytes if event.message_bytes > 8 else 0
+        inner = shard_size or data_size
+        expected = axis_bytes(
+            STAGES[stage],
+            found["padded_bytes"],
+            inner,
+            data_size // inner,
+            num_micro_batches,
+            resident_bytes=found["resident_bytes"],
+            kept_bytes=found["last_block_bytes"],
+        )
+        assert (sent["shard" if shard_size else "data"], sent["replica"]) == expected
+
+
+def test_buffers_do_not_depend_on_the_model():
+    found = run_ranks(2, train, 2, 1, torch.bfloat16)[0]
+    assert found["buffers"]["staged gradients"] <= 3 * WINDOW_NUMEL * 2
+    assert found["buffers"]["received messages"] <= 4 * WINDOW_NUMEL * 2
+    assert found["buffers"]["gradient cast"] == WINDOW_NUMEL // 2 * 4
+
+
+@pytest.mark.parametrize("data_size", [2, 4])
+def test_the_wire_agrees_with_the_log(data_size):
+    """What the kernel says that a rank wrote, to its sockets, against its log: within 2% for scalars and headers."""
+    for stage in (0, 1, 2, 3):
+        for written, logged in run_ranks(data_size, step_under_observation, stage):
+            assert written == pytest.approx(logged, rel=0.02)
+
+
+def step_under_observation(stage: int) -> tuple[int, int]:
+    """(bytes written according to the kernel, bytes sent according to the log) of a step of 2.5 million parameters."""
+    mesh = Mesh.create(tensor_size=1)
+    model = ZeroDataParallel(_Chain(torch.float32), mesh.data, ZeroConfig(stage, WINDOW_NUMEL))
+    optimizer = ZeroOptimizer(model, torch.optim.AdamW, fused=True)
+
+    def step() -> None:
+        model(torch.ones(1, 501)).backward()
+        optimizer.step()
+        mesh.barrier()
+
+    step()
+    step()  # knows the order of units
+    mesh.log.clear()
+    before = bytes_written()
+    step()
+    return bytes_written() - before, mesh.log.wire_bytes("data")
+
+
+def bytes_written() -> int:
+    """By this process, to files and sockets: unlike the loopback device's counter, it knows no other talkers."""
+    counters = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(counters["wchar"])

@@ -1,0 +1,289 @@
+"""The step: clipping, skipped fp16 steps, other optimizers, saved and loaded state, and no waiting for values."""
+
+import itertools
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gpt.train_step import train_step
+from parallel.errors import ConfigError
+from parallel.mesh import Axis, Mesh
+from tests.models import VOCAB, build
+from tests.ranks import run_ranks
+from tests.twins import ALL_STAGES, Twins, assert_same_bits, configs, next_token_loss, params_of
+from zero.engine import ZeroConfig, ZeroDataParallel
+from zero.loss_scale import LossScale
+from zero.optimizer import ZeroOptimizer
+from zero.state.owned_state import common_state, describe_state, load_common_state, load_owned_state, owned_state
+from zero.state.saved_state import SavedState, TensorRank, rank_file
+from zero.state.tensor_file import write_tensors
+
+CLIP_NORMS = [math.inf, 0.5, 1e3]
+
+
+def small_gpt(dtype: torch.dtype = torch.float64) -> nn.Module:
+    return build("gpt", dtype=dtype)
+
+
+def check_clipping() -> list[list[float]]:
+    """Against torch's own; returns the norms, which every rank must know to the last bit."""
+    norms = []
+    for config, clip_norm in itertools.product(configs(*ALL_STAGES, window_numel=[5000]), CLIP_NORMS):
+        twins = Twins(small_gpt(), config, torch.optim.SGD, clip_norm=clip_norm, lr=0.1)
+        twins.train(2)
+        next_token_loss(twins.model, 2, twins.data.rank).backward()
+        norms.append(twins.optimizer.step().item())
+    return norms
+
+
+@pytest.mark.parametrize("data_size", [1, 2])
+def test_clipping_equals_torchs(data_size):
+    first, *others = run_ranks(data_size, check_clipping)
+    assert all(norms == first for norms in others)
+
+
+class CountingSGD(torch.optim.Optimizer):
+    """Keeps one step counter per parameter group, as apex's FusedAdam does: made in the first step, groups without
+    parameters passed over. The learning rate falls as one over the counter."""
+
+    def __init__(self, params: Any, lr: float = 1e-2):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            if not group["params"]:
+                continue
+            group["step"] = group.get("step", 0) + 1
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.sub_(param.grad, alpha=group["lr"] / group["step"])
+
+
+OPTIMIZERS: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
+    (torch.optim.SGD, {}),
+    (torch.optim.SGD, {"momentum": 0.9, "nesterov": True, "foreach": True}),
+    (torch.optim.SGD, {"momentum": 0.9, "fused": True}),
+    (torch.optim.Adam, {"amsgrad": True}),
+    (torch.optim.AdamW, {"foreach": False}),
+    (torch.optim.AdamW, {"foreach": True}),
+    (torch.optim.AdamW, {"fused": True}),
+    (torch.optim.RMSprop, {"momentum": 0.5, "centered": True, "eps": 1e-3}),
+    (torch.optim.Adagrad, {}),
+    (CountingSGD, {}),
+]
+
+
+def matrices_and_vectors(module: nn.Module) -> list[dict[str, Any]]:
+    """Two groups with settings of their own; the position embedding is in neither and keeps its values."""
+    params = [param for name, param in module.named_parameters() if "position" not in name]
+    return [
+        {"params": [param for param in params if param.dim() > 1], "weight_decay": 0.1},
+        {"params": [param for param in params if param.dim() == 1], "lr": 3e-3},
+    ]
+
+
+def check_optimizer(optimizer: type[torch.optim.Optimizer], settings: dict[str, Any]) -> None:
+    for config in configs(1, 3, window_numel=[5000]):
+        twins = Twins(small_gpt(), config, optimizer, groups=matrices_and_vectors, **settings | {"lr": 1e-2})
+        before = params_of(twins.model)["position_embedding.weight"]
+        for step in range(4):
+            for either in (twins.optimizer.inner, twins.plain_optimizer):  # a schedule changes the first group's only
+                either.param_groups[0]["lr"] = 1e-2 / (step + 1)
+            twins.train(1, first=step)
+        assert_same_bits({"": params_of(twins.model)["position_embedding.weight"]}, {"": before})
+
+
+@pytest.mark.parametrize(("optimizer", "settings"), OPTIMIZERS, ids=lambda value: getattr(value, "__name__", value))
+def test_elementwise_optimizers_equal_one_process(optimizer, settings):
+    run_ranks(2, check_optimizer, optimizer, settings)
+
+
+Optimizer = tuple[type[torch.optim.Optimizer], dict[str, Any]]
+
+
+def train_fp16(
+    config: ZeroConfig, optimizer: Optimizer, overflows: tuple[bool, ...]
+) -> tuple[ZeroDataParallel, ZeroOptimizer]:
+    """Steps on batches 0, 1, ...; in the `overflows` among them the last rank has one infinite gradient element."""
+    data = Mesh.create(tensor_size=1).data
+    model = ZeroDataParallel(small_gpt(torch.float16), data, config)
+    loss_scale = LossScale(8.0, is_dynamic=True, hysteresis=3)  # as many in a row never come
+    kind, settings = optimizer
+    stepper = ZeroOptimizer(model, kind, loss_scale=loss_scale, **settings | {"lr": 1e-2})
+    good_steps = itertools.count()
+    for overflow in overflows:
+        loss = next_token_loss(model, 99 if overflow else next(good_steps), data.rank) * loss_scale.scale
+        is_infinite = overflow and data.rank == data.size - 1
+        hook = model.module.final_norm.bias.register_hook(
+            lambda grad, last=math.inf if is_infinite else 1.0: torch.cat([grad[:-1], grad[-1:] * last])
+        )
+        loss.backward()
+        norm = stepper.step()
+        hook.remove()
+        assert bool(norm.isfinite()) is not overflow
+    return model, stepper
+
+
+def all_state(model: ZeroDataParallel, optimizer: ZeroOptimizer) -> dict[str, Tensor]:
+    return owned_state(model, optimizer) | common_state(model, optimizer)
+
+
+def check_overflows_leave_no_trace(optimizer: Optimizer) -> None:
+    """Parameters, moments and Adam's step counter are as if the skipped steps had never been."""
+    for config in configs(*ALL_STAGES, window_numel=[5000]):
+        model, stepper = train_fp16(config, optimizer, (True, False, True, True, False, False))
+        expected_model, expected_stepper = train_fp16(config, optimizer, (False, False, False))
+        assert_same_bits(params_of(model), params_of(expected_model))
+        counters = {"num_skipped", "loss_scale.num_good"}
+        state, expected = all_state(model, stepper), all_state(expected_model, expected_stepper)
+        assert (state["num_skipped"].item(), state["loss_scale.num_good"].item()) == (3, 2)
+        assert_same_bits(*({k: v for k, v in s.items() if k not in counters} for s in (state, expected)))
+        assert {tensor.item() for name, tensor in state.items() if ".step." in name} <= {3.0}
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        (torch.optim.AdamW, {"fused": True}),
+        (torch.optim.AdamW, {"foreach": True}),
+        (torch.optim.SGD, {"momentum": 0.9}),
+        (torch.optim.SGD, {"momentum": 0.9, "fused": True}),
+    ],
+    ids=str,
+)
+def test_an_overflow_on_one_rank_skips_the_step_on_all(optimizer):
+    run_ranks(2, check_overflows_leave_no_trace, optimizer)
+
+
+def check_same_parameters_whatever_the_scale(dtype: torch.dtype) -> None:
+    """Powers of two cancel exactly where nothing underflows: norm, clipping and update are those without a scale."""
+    data = Mesh.create(tensor_size=1).data
+    found = []
+    for scale in (1.0, 1024.0):
+        model = ZeroDataParallel(small_gpt(dtype), data, ZeroConfig(2, 5000))
+        loss_scale = LossScale(scale)
+        optimizer = ZeroOptimizer(model, torch.optim.AdamW, clip_norm=0.5, loss_scale=loss_scale, lr=1e-2, fused=True)
+        for step in range(2):
+            (next_token_loss(model, step, data.rank) * loss_scale.scale).backward()
+            norm = optimizer.step()
+        found.append(params_of(model) | {"norm": norm})
+    assert_same_bits(found[0], found[1])
+
+
+def test_the_loss_scale_cancels():
+    run_ranks(2, check_same_parameters_whatever_the_scale, torch.bfloat16)
+
+
+class NoWaiting(TorchDispatchMode):
+    """Raises where a tensor's value is read: on a GPU the host would wait for the device."""
+
+    READS = ("_local_scalar_dense", "nonzero", "equal", "masked_select")
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func.overloadpacket.__name__ in self.READS:
+            raise AssertionError(f"{func} reads a tensor's value")
+        return func(*args, **kwargs or {})
+
+
+def tokens_of(step: int, rank: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    return list(torch.randint(0, VOCAB, (2, 2, 9), generator=generator))  # two micro-batches
+
+
+def check_step_waits_for_nothing(dtype: torch.dtype) -> None:
+    mesh = Mesh.create(tensor_size=1)
+    for config in configs(*ALL_STAGES, window_numel=[5000]):
+        model = ZeroDataParallel(small_gpt(dtype), mesh.data, config)
+        scale = LossScale(64.0, is_dynamic=dtype is torch.float16)
+        optimizer = ZeroOptimizer(model, torch.optim.AdamW, loss_scale=scale, clip_norm=1.0, fused=True)
+        for step in range(2):
+            with NoWaiting():
+                train_step(model, optimizer, tokens_of(step, mesh.data.rank), mesh)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_step_reads_no_tensors_value(dtype):
+    run_ranks(2, check_step_waits_for_nothing, dtype)
+
+
+def test_an_optimizer_that_cannot_take_the_flag_waits_for_it():
+    mesh = Mesh.create(tensor_size=1)
+    model = ZeroDataParallel(small_gpt(torch.float16), mesh.data, ZeroConfig())
+    optimizer = ZeroOptimizer(model, torch.optim.SGD, loss_scale=LossScale(2.0, is_dynamic=True))
+    with NoWaiting(), pytest.raises(AssertionError, match="reads a tensor's value"):
+        train_step(model, optimizer, tokens_of(0, 0), mesh)
+
+
+def start(config: ZeroConfig, dtype: torch.dtype, offset: int) -> tuple[ZeroDataParallel, ZeroOptimizer]:
+    """Weights, buffers and loss scale depend on `offset`."""
+    module = build("toy", dtype=dtype)
+    with torch.no_grad():
+        for tensor in (*module.parameters(), *module.buffers()):
+            tensor.add_(offset)
+    model = ZeroDataParallel(module, Mesh.create(tensor_size=1).data, config)
+    loss_scale = LossScale(4.0 + offset, is_dynamic=True, growth_interval=2)
+    return model, ZeroOptimizer(model, torch.optim.AdamW, loss_scale=loss_scale, lr=1e-2, fused=True)
+
+
+def take_steps(model: ZeroDataParallel, optimizer: ZeroOptimizer, steps: range) -> None:
+    for step in steps:
+        (next_token_loss(model, step, dist.get_rank()) * optimizer.loss_scale.scale).backward()
+        optimizer.step()
+
+
+def copy_of(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in state.items()}
+
+
+def check_state_continues_bit_for_bit(folder: Path) -> None:
+    all_configs = configs(*ALL_STAGES, window_numel=[500, None])
+    for dtype, config in itertools.product((torch.float32, torch.bfloat16), all_configs):
+        model, optimizer = start(config, dtype, offset=0)
+        take_steps(model, optimizer, range(1))
+        saved = copy_of(all_state(model, optimizer))
+        write_tensors(rank_file(folder, dist.get_rank()), saved)
+        dist.barrier()
+        take_steps(model, optimizer, range(1, 4))
+
+        other_model, other_optimizer = start(config, dtype, offset=1)
+        files = SavedState(folder, describe_state(model, dist.get_world_size(), 1))
+        load_owned_state(other_model, other_optimizer, files, TensorRank())
+        load_common_state(other_model, other_optimizer, files.file(dist.get_rank()))
+        assert_same_bits(all_state(other_model, other_optimizer), saved)
+        take_steps(other_model, other_optimizer, range(1, 4))
+        assert_same_bits(params_of(other_model), params_of(model))
+        assert_same_bits(all_state(other_model, other_optimizer), all_state(model, optimizer))
+        dist.barrier()
+
+
+def test_loaded_state_continues_bit_for_bit(tmp_path):
+    run_ranks(2, check_state_continues_bit_for_bit, tmp_path)
+
+
+class Lamb(torch.optim.Optimizer):
+    """The essence of LAMB: a step as long as the whole parameter is large."""
+
+    def __init__(self, params: Any, lr: float = 1e-2):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.sub_(param.grad, alpha=group["lr"] * (param.norm() / param.grad.norm()).item())
+
+
+@pytest.mark.parametrize("lr", [1e-2, 0.0])
+@pytest.mark.parametrize("optimizer", [Lamb, torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.Muon])
+def test_optimizers_that_look_at_whole_parameters_are_refused(optimizer, lr):
+    model = ZeroDataParallel(nn.Linear(4, 4), Axis.trivial("data"), ZeroConfig())
+    with pytest.raises(ConfigError, match=f"optimizer {optimizer.__name__} (is not element-wise|cannot step flat)"):
+        ZeroOptimizer(model, optimizer, lr=lr)

@@ -1,0 +1,541 @@
+"""DeepSpeed's JSON configurations as settings: what each key becomes, and what is said of those that cannot."""
+
+import json
+import math
+import re
+from dataclasses import replace
+from functools import reduce
+from io import StringIO
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from gpt.build import build_loss_scale
+from gpt.deepspeed.config import translate
+from gpt.deepspeed.keys import KEYS, OTHER_SPELLINGS, UNREAD
+from gpt.deepspeed.row import Kind
+from gpt.deepspeed.rules import Surroundings
+from gpt.schedule import ScheduleConfig
+from gpt.settings import LossScaleSettings, OptimizerSettings, ParallelSettings, Settings, parse_settings
+from parallel.errors import ConfigError
+from zero.activations.checkpointed_blocks import ActivationsConfig
+from zero.engine import ZeroConfig
+from zero.offload.placement import OffloadConfig
+
+ROOT = Path(__file__).resolve().parents[4]
+MODEL = {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "seq_length": 16, "vocab_size": 300}
+BASE = ["--data.path=nowhere", *(f"--model.{name}={value}" for name, value in MODEL.items())]
+
+
+class Flat(dict[str, Any]):
+    """Settings by dotted names, as the parser holds them while it parses."""
+
+    def __init__(self, settings: Settings):
+        self.settings = settings
+
+    def __getitem__(self, name: str) -> Any:
+        return look_up(self.settings, name)
+
+
+@pytest.fixture
+def written(tmp_path: Path):
+    def written(content: Any) -> Path:
+        path = tmp_path / "ds_config.json"
+        path.write_text(content if isinstance(content, str) else json.dumps(content))
+        return path
+
+    return written
+
+
+@pytest.fixture
+def parse(written):
+    """Through the whole parser."""
+
+    def parse(content: Any, *options: str, num_ranks: int | None = 4, **others: Any) -> Settings:
+        return parse_settings([*BASE, f"--zero.deepspeed_config={written(content)}", *options], num_ranks, **others)
+
+    return parse
+
+
+@pytest.fixture(scope="module")
+def base() -> Settings:
+    return parse_settings(BASE)
+
+
+@pytest.fixture
+def translated(written, base):
+    """What the file alone says."""
+
+    def translated(content: Any, options: frozenset[str] = frozenset(), settings: Settings = base) -> dict[str, Any]:
+        found = translate(written(content), Surroundings(Flat(settings), options, 4))
+        found.check()
+        return found.settings
+
+    return translated
+
+
+def nested(name: str, value: Any) -> dict[str, Any]:
+    return reduce(lambda inner, part: {part: inner}, reversed(name.split(".")), value)
+
+
+def merged(*contents: dict[str, Any]) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for content in contents:
+        for name, value in content.items():
+            result[name] = merged(result.get(name, {}), value) if isinstance(value, dict) else value
+    return result
+
+
+def zero(**keys: Any) -> dict[str, Any]:
+    return {"zero_optimization": keys}
+
+
+def look_up(settings: Settings, name: str) -> Any:
+    return reduce(getattr, name.split("."), settings)
+
+
+FULL = {"train_batch_size": 32, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4}
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (zero(stage=1), {"zero.stage": 1}),
+        (zero(overlap_comm=False), {"zero.overlap": False}),
+        (zero(reduce_bucket_size=5e8), {"zero.window_numel": 500_000_000}),
+        (zero(stage3_prefetch_bucket_size=1e7), {"zero.prefetch_numel": 10_000_000}),
+        (zero(stage3_param_persistence_threshold=1e5), {"zero.resident_numel": 100_000}),
+        (zero(stage3_gather_16bit_weights_on_model_save=True), {"checkpoint.weights": True}),
+        (zero(mics_shard_size=2), {"parallel.shard_size": 2}),
+        (zero(mics_shard_size=-1), {"parallel.shard_size": None}),
+        (zero(offload_optimizer={"device": "cpu"}), {"offload.mode": "host", "offload.states": ["optimizer"]}),
+        (
+            zero(stage=3, offload_param={"device": "cpu"}),
+            {"zero.stage": 3, "offload.mode": "host", "offload.states": ["parameters"]},
+        ),
+        (
+            zero(stage=3, offload_param={"device": "cpu"}, offload_optimizer={"device": "cpu", "ratio": 1.0}),
+            {"zero.stage": 3, "offload.mode": "host", "offload.states": ["optimizer", "parameters"]},
+        ),
+        (zero(offload_param={"device": "none"}, offload_optimizer={"device": "none"}), {"offload.mode": "accelerator"}),
+        ({"fp16": {"enabled": True}}, {"train.precision": "fp16"}),
+        ({"bf16": {"enabled": True}, "fp16": {"enabled": False}}, {"train.precision": "bf16"}),
+        ({"fp16": {"enabled": False, "loss_scale": 8}}, {"train.precision": "fp32"}),
+        ({"fp16": {"enabled": "auto"}, "bf16": {"enabled": False}}, {}),
+        (
+            {"fp16": {"enabled": "auto", "loss_scale": 128, "initial_scale_power": 20}},
+            {"train.loss_scale.dynamic": False, "train.loss_scale.initial": 128},
+        ),
+        (
+            {"fp16": {"enabled": "auto", "loss_scale": 0, "initial_scale_power": 20, "min_loss_scale": 2}},
+            {"train.loss_scale.dynamic": True, "train.loss_scale.initial": 2**20, "train.loss_scale.minimum": 2},
+        ),
+        (
+            {"fp16": {"enabled": "auto", "loss_scale_window": 50, "hysteresis": 3}},
+            {"train.loss_scale.growth_interval": 50, "train.loss_scale.hysteresis": 3},
+        ),
+        ({"fp16": {"enabled": True}, "communication_data_type": "fp16"}, {"train.precision": "fp16"}),
+        ({"gradient_clipping": 0.5}, {"optimizer.clip_norm": 0.5}),
+        ({"gradient_clipping": 0}, {"optimizer.clip_norm": math.inf}),
+        (
+            {"optimizer": {"type": "Adam", "params": {"lr": 1e-3, "betas": [0.8, 0.9], "eps": 1e-6}}},
+            {"optimizer.lr": 1e-3, "optimizer.betas": [0.8, 0.9], "optimizer.eps": 1e-6},
+        ),
+        ({"optimizer": {"params": {"weight_decay": 3e-7}}}, {"optimizer.weight_decay": 3e-7}),
+        (
+            {
+                "optimizer": {"params": {"lr": 0.02}},
+                "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.01, "warmup_num_steps": 7}},
+            },
+            {"optimizer.lr": 0.01, "schedule.decay": "constant", "schedule.min_lr": 0, "schedule.warmup_steps": 7},
+        ),
+        (
+            {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 90}}},
+            {"schedule.decay": "linear", "schedule.min_lr": 0, "schedule.decay_steps": 90},
+        ),
+        (
+            {
+                "optimizer": {"params": {"lr": 1e-2}},
+                "scheduler": {"type": "WarmupCosineLR", "params": {"cos_min_ratio": 0.5}},
+            },
+            {"optimizer.lr": 1e-2, "schedule.decay": "cosine", "schedule.min_lr": 5e-3},
+        ),
+        ({"activation_checkpointing": {"partition_activations": True}}, {"activations.store": "keep"}),
+        ({"activation_checkpointing": {"partition_activations": False}}, {}),
+        (
+            {"activation_checkpointing": {"partition_activations": True, "cpu_checkpointing": True}},
+            {"activations.store": "partition_host"},
+        ),
+        (
+            {"activation_checkpointing": {"contiguous_memory_optimization": False}},
+            {"activations.defragment": False},
+        ),
+        ({"steps_per_print": 25}, {"train.log_every": 25}),
+        ({"wandb": {"enabled": True, "project": "p"}}, {"wandb.mode": "online", "wandb.project": "p"}),
+        ({"wandb": {"enabled": "auto", "group": "g"}}, {"wandb.group": "g"}),
+        ({"tensorboard": {"enabled": True, "job_name": "j"}}, {"run.tensorboard": True}),
+        ({"wandb": {"enabled": False, "team": "t", "project": "p"}}, {"wandb.mode": "disabled"}),
+    ],
+    ids=lambda value: json.dumps(value)[:60] if isinstance(value, dict) else "",
+)
+def test_a_key_becomes_a_setting(translated, content: dict[str, Any], expected: dict[str, Any]):
+    assert translated(content) == expected
+
+
+def test_a_file_of_all_keys_is_what_its_settings_are(parse, base):
+    """Every setting of the rows exists, and has the type that the rows give it."""
+    content = merged(zero(stage=3, reduce_bucket_size=5e6, mics_shard_size=2, stage3_prefetch_bucket_size=0), FULL)
+    content |= {"gradient_clipping": 0, "steps_per_print": 3, "wandb": {"enabled": True, "project": "p"}}
+    content |= {"fp16": {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 9, "hysteresis": 1}}
+    content |= {"optimizer": {"type": "AdamW", "params": {"lr": 0.01, "betas": [0.8, 0.9], "eps": 1e-5}}}
+    content |= {"scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 2, "total_num_steps": 9}}}
+    content |= {"activation_checkpointing": {"cpu_checkpointing": True, "contiguous_memory_optimization": False}}
+    content["zero_optimization"] |= {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
+    settings = parse(content)
+    assert settings.zero == ZeroConfig(3, 5_000_000, prefetch_numel=0)
+    assert settings.parallel.shard_size == 2
+    assert settings.offload == OffloadConfig("host", ("optimizer", "parameters"))
+    assert settings.train.loss_scale == LossScaleSettings(initial=256.0, growth_interval=9, hysteresis=1)
+    assert settings.optimizer == OptimizerSettings(0.01, clip_norm=math.inf, betas=(0.8, 0.9), eps=1e-5)
+    assert settings.schedule == ScheduleConfig(0.0, 2, "linear", 9)
+    assert settings.activations == ActivationsConfig("partition_host", defragment=False)
+    assert (settings.wandb.mode, settings.wandb.project) == ("online", "p")
+    train = settings.train
+    assert (train.micro_batch_size, train.global_batch_size, train.log_every, train.precision) == (2, 32, 3, "fp16")
+
+
+def test_partitioned_activations_need_tensor_ranks(translated, base):
+    content = {"activation_checkpointing": {"partition_activations": True}}
+    with_tensor_ranks = replace(base, parallel=ParallelSettings(tensor_size=2))
+    assert translated(content, settings=with_tensor_ranks) == {"activations.store": "partition"}
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ({"zero_optimization": True}, zero(stage=1)),
+        (zero(cpu_offload=True), zero(offload_optimizer={"device": "cpu"})),
+        (zero(cpu_offload=False), zero(offload_optimizer={"device": "none"})),
+        (zero(stage=3, cpu_offload_params=True), zero(stage=3, offload_param={"device": "cpu"})),
+        (zero(stage=3, cpu_offload_param=True), zero(stage=3, offload_param={"device": "cpu"})),
+        (zero(cpu_offload_use_pin_memory=True), zero(offload_optimizer={"pin_memory": True})),
+        (
+            zero(stage3_gather_fp16_weights_on_model_save=True),
+            zero(stage3_gather_16bit_weights_on_model_save=True),
+        ),
+        (zero(prefetch_bucket_size=9), zero(stage3_prefetch_bucket_size=9)),
+        ({"bfloat16": {"enabled": True}}, {"bf16": {"enabled": True}}),
+        ({"optimizer": {"params": {"max_grad_norm": 2.0}}}, {"gradient_clipping": 2.0}),
+        (
+            {"fp32_allreduce": True, "fp16": {"enabled": False}},
+            {"communication_data_type": "fp32", "fp16": {"enabled": False}},
+        ),
+    ],
+    ids=lambda value: json.dumps(value)[:60],
+)
+def test_old_and_new_spellings_are_equal(translated, old: dict[str, Any], new: dict[str, Any]):
+    assert translated(old) == translated(new)
+
+
+def test_every_other_spelling_is_of_a_key():
+    assert {name for name, _ in OTHER_SPELLINGS.values()} <= set(KEYS)
+    assert not set(OTHER_SPELLINGS) & set(KEYS)
+
+
+EXAMPLES = {
+    Kind.SWITCH: True,
+    Kind.COUNT: 7,
+    Kind.SIZE: 7,
+    Kind.INTEGER: 7,
+    Kind.NUMBER: 0.5,
+    Kind.PAIR: [0.5, 0.5],
+    Kind.TEXT: "something",
+    Kind.ANYTHING: 3,
+}
+
+
+def test_a_static_scale_never_changes_and_a_dynamic_one_has_a_minimum(parse):
+    static, dynamic = (
+        build_loss_scale(parse({"fp16": {"enabled": True, **keys}}).train.loss_scale, True, torch.device("cpu"))
+        for keys in ({"loss_scale": 128}, {"initial_scale_power": 5, "hysteresis": 1, "min_loss_scale": 16})
+    )
+    for _ in range(3):
+        static.update(torch.tensor(1.0))
+        dynamic.update(torch.tensor(1.0))
+    assert (static.scale.item(), dynamic.scale.item()) == (128, 16)
+
+
+def test_what_needs_nothing_changes_nothing(parse, base):
+    needless = [key for key in KEYS.values() if not key.settings and key.accepts is None]
+    content = merged(*(nested(key.name, EXAMPLES[key.kind]) for key in needless))
+    assert len(needless) > 40
+    assert parse(content) == base
+
+
+def test_features_that_are_switched_off_change_nothing(translated):
+    features = {key.name: {"enabled": False, "whatever": {"it": 1}} for key in KEYS.values() if key.name in UNREAD}
+    assert translated(merged(*(nested(name, value) for name, value in features.items()))) == {}
+
+
+def test_auto_everywhere_means_these_settings(parse):
+    """As transformers' integration writes files, to be filled in from its own arguments."""
+    content = merged(*(nested(key.name, "auto") for key in KEYS.values() if key.settings))
+    given = ["--train.precision=bf16", "--train.micro_batch_size=2", "--train.global_batch_size=16"]
+    assert parse(content, *given) == parse_settings([*BASE, *given])
+    assert parse(json.dumps(content).replace('"auto"', "null"), *given) == parse_settings([*BASE, *given])
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (
+            zero(offload_param={"device": "nvme"}),
+            "offload_param.device=nvme: .* never on NVMe; choose cpu",
+        ),
+        (
+            zero(offload_optimizer={"device": "nvme", "nvme_path": "/x"}),
+            "device=nvme: .*; choose cpu",
+        ),
+        (zero(offload_optimizer={"device": "cpu", "ratio": 0.3}), "ratio=0.3: .* offload.mode=auto"),
+        (zero(zero_quantized_weights=True), "zero_quantized_weights=true: nothing is quantized; set false, .*mics"),
+        (zero(zero_hpz_partition_size=8), "zero_hpz_partition_size=8: .*mics_shard_size"),
+        (zero(stge=1), "zero_optimization.stge=1: there is no such key; did you mean zero_optimization.stage?"),
+        ({"stage": 2}, "stage=2: there is no such key; did you mean zero_optimization.stage?"),
+        ({"tensorbord": {"enabled": True}}, "tensorbord.enabled=true: there is no such key; did you mean tensorboard?"),
+        (zero(stage="two"), "zero_optimization.stage=two: is not an integer of 0 or more"),
+        (zero(stage=1.5), "zero_optimization.stage=1.5: is not an integer"),
+        (zero(stage=True), "zero_optimization.stage=true: is not an integer"),
+        (zero(overlap_comm="yes"), "overlap_comm=yes: is not true or false"),
+        (zero(reduce_bucket_size=0), "reduce_bucket_size=0: is not an integer of 1 or more"),
+        (zero(cpu_offload="cpu"), "cpu_offload=cpu: is not true or false"),
+        ({"optimizer": {"type": "OneBitAdam"}}, "optimizer.type=OneBitAdam: the optimizer is AdamW; choose Adam"),
+        ({"optimizer": {"params": {"betas": [0.9]}}}, r"betas=\[0.9\]: is not a list of two numbers"),
+        ({"scheduler": {"type": "OneCycle"}}, "scheduler.type=OneCycle: choose WarmupLR, WarmupDecayLR"),
+        ({"scheduler": {"params": {"warmup_min_lr": 1e-5}}}, "warmup_min_lr=1e-05: the warm-up rises from zero; set"),
+        ({"amp": {"enabled": True}}, 'amp={"enabled": true}: choose fp16 or bf16; remove it'),
+        ({"comet": {"enabled": True}}, "choose wandb or tensorboard"),
+        ({"sparse_gradients": True}, "sparse_gradients=true: gradients are dense; set it to false"),
+        ('{"a": 1, "a": 2}', "has the key a twice; remove one"),
+        ("{", "is no JSON file that can be read: Expecting"),
+        ("[1]", r"holds \[1\]; it must be an object"),
+        # contradictions within the file
+        ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "fp16.enabled=true and bf16.enabled=true; switch one"),
+        (
+            zero(stage=2, offload_param={"device": "cpu"}),
+            "device=cpu needs stage 3 .*zero.stage=2; choose",
+        ),
+        (
+            zero(stage=0, offload_optimizer={"device": "cpu"}),
+            "device=cpu needs stage 1 .*zero.stage=0",
+        ),
+        (
+            zero(cpu_offload=True, offload_optimizer={"device": "none"}),
+            "device=none: is another spelling of zero_optimization.cpu_offload=true; keep one of them",
+        ),
+        (
+            {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4},
+            "train_batch_size=64 is not train_micro_batch_size_per_gpu=2 x gradient_acc.*=4 x 4 data-.* = 32;",
+        ),
+        (
+            {"train_batch_size": 30, "train_micro_batch_size_per_gpu": 4},
+            "train_batch_size=30 is not a multiple of train_micro_batch_size_per_gpu=4 x 4 data-parallel ranks = 16;",
+        ),
+        ({"train_batch_size": 3}, "train_batch_size=3 is not a multiple of 4 data-parallel ranks = 4;"),
+        (
+            {"bf16": {"enabled": True}, "communication_data_type": "fp32"},
+            "communication_data_type=fp32 and train.precision=bf16; .*; remove it or choose --train.precision=fp32",
+        ),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+def test_what_cannot_be_is_told_in_one_line(translated, content: Any, message: str):
+    with pytest.raises(ConfigError, match=message) as raised:
+        translated(content)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (zero(stage=7), "zero.stage=7 does not exist; choose 0, 1, 2, 3"),
+        ({"fp16": {"enabled": True, "min_loss_scale": 1e6}}, "loss_scale.minimum=1000000.* above initial=65536"),
+    ],
+)
+def test_values_that_settings_refuse_are_refused(parse, content: dict[str, Any], message: str):
+    with pytest.raises(ConfigError, match=message):
+        parse(content)
+
+
+def test_a_missing_file_is_named():
+    with pytest.raises(ConfigError, match=r"zero.deepspeed_config=/nowhere.json is no JSON file .*No such file"):
+        parse_settings([*BASE, "--zero.deepspeed_config=/nowhere.json"])
+
+
+def test_all_that_is_refused_is_told_at_once_and_shown(parse):
+    tables: list[Table] = []
+    with pytest.raises(ConfigError, match=r"is quantized.*; amp="):
+        parse(merged(zero(stage=1, zero_quantized_weights=True), {"amp": {"enabled": True}}), show=tables.append)
+    assert text_of(tables).count("│ refused ") == 2
+
+
+@pytest.mark.parametrize("present", list(product([False, True], repeat=3)))
+def test_any_two_batch_sizes_give_the_third(parse, present: tuple[bool, ...]):
+    content = {name: value for (name, value), is_there in zip(FULL.items(), present, strict=True) if is_there}
+    train = parse(content, "--config", "{train: {micro_batch_size: 5, global_batch_size: 20}}").train
+    expected = {
+        (False, False, False): (5, 20),  # nothing is said
+        (False, False, True): (5, 5 * 4 * 4),  # of this project's micro-batches
+        (False, True, False): (2, 2 * 4),
+        (True, False, False): (8, 32),
+    }
+    assert (train.micro_batch_size, train.global_batch_size) == expected.get(present, (2, 32))
+
+
+@pytest.mark.parametrize(
+    ("content", "options", "expected"),
+    [
+        (
+            {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4},
+            [],
+            (2, 32),
+        ),
+        ({"train_batch_size": 40, "train_micro_batch_size_per_gpu": "auto"}, [], (5, 40)),
+        ({}, ["--train.micro_batch_size=1"], (1, 20)),
+        ({}, ["--train.global_batch_size=40"], (5, 40)),
+        ({"train_micro_batch_size_per_gpu": 2}, ["--train.global_batch_size=40"], (2, 40)),
+        ({"gradient_accumulation_steps": 2}, ["--train.global_batch_size=40"], (5, 40)),
+    ],
+)
+def test_batch_sizes_that_the_file_leaves_open(parse, content: Any, options: list[str], expected: tuple[int, int]):
+    train = parse(content, "--config", "{train: {micro_batch_size: 5, global_batch_size: 20}}", *options).train
+    assert (train.micro_batch_size, train.global_batch_size) == expected
+
+
+@pytest.mark.parametrize(("tensor_size", "data_size"), [(1, 8), (2, 4), (8, 1)])
+def test_batch_sizes_count_data_parallel_ranks(parse, tensor_size: int, data_size: int):
+    content = {"train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 2}
+    settings = parse(content, f"--parallel.tensor_size={tensor_size}", num_ranks=8)
+    assert settings.train.global_batch_size == 3 * 2 * data_size
+
+
+def test_the_ranks_of_a_dry_run_are_those_it_imitates(parse):
+    settings = parse({"train_micro_batch_size_per_gpu": 3}, "--dry_run.world_size=64", num_ranks=None)
+    assert settings.train.global_batch_size == 3 * 64
+
+
+@pytest.mark.parametrize(
+    ("content", "option", "message"),
+    [
+        (
+            FULL,
+            "--train.micro_batch_size=4",
+            "batch_size=32 is not --train.micro_.*=4 x grad.*=4 x 4 .*= 64",
+        ),
+        (
+            FULL,
+            "--train.global_batch_size=64",
+            "--train.glob.*=64 is not train_micro_.*=2 x grad.*4 x 4 .*= 32",
+        ),
+        (zero(stage=3, offload_param={"device": "cpu"}), "--zero.stage=2", "offload_param.device=cpu needs stage 3"),
+    ],
+)
+def test_an_option_that_contradicts_the_rest_of_the_file_is_told(parse, content: Any, option: str, message: str):
+    with pytest.raises(ConfigError, match=message):
+        parse(content, option)
+
+
+def test_options_win_over_the_file_and_the_file_over_yaml(parse):
+    content = merged(zero(stage=1, reduce_bucket_size=5e6, overlap_comm=False), {"gradient_clipping": 0.5})
+    config = ["--config", "{zero: {stage: 3, window_numel: 77}, optimizer: {clip_norm: 7.0, eps: 1.0e-6}}"]
+    tables: list[Table] = []
+    settings = parse(content, "--zero.stage=2", *config, show=tables.append)
+    assert (settings.zero.stage, settings.zero.window_numel, settings.zero.overlap) == (2, 5_000_000, False)
+    assert (settings.optimizer.clip_norm, settings.optimizer.eps) == (0.5, 1e-6)
+    assert re.search(r"zero_optimization.stage=1 .*mapped .*zero.stage=2 by option", text_of(tables))
+
+
+def test_a_yaml_file_may_name_the_json_file(parse, tmp_path: Path):
+    by_option = parse(zero(stage=3))
+    by_file = parse_settings([*BASE, "--config", f"{{zero: {{deepspeed_config: {tmp_path / 'ds_config.json'}}}}}"])
+    assert by_file == by_option
+
+
+def test_the_written_settings_need_the_file_no_more(parse, tmp_path: Path):
+    settings = parse(merged(zero(stage=3, offload_param={"device": "cpu"}), FULL, {"gradient_clipping": 0}))
+    written = tmp_path / "config.yaml"
+    written.write_text(settings.to_yaml())
+    (tmp_path / "ds_config.json").unlink()
+    assert parse_settings(["--config", str(written)]) == settings
+
+
+def test_the_table_has_every_key_once(parse):
+    content = merged(zero(stage=1, cpu_offload=True, sub_group_size=1e9), {"gradient_clipping": "auto"})
+    tables: list[Table] = []
+    parse(content, show=tables.append)
+    text = text_of(tables)
+    assert re.search(r"zero_optimization.cpu_offload=true .*mapped .*offload.mode=host", text)
+    assert re.search(r"sub_group_size=1000000000 .*nothing needed .*window by window", text)
+    assert re.search(r"gradient_clipping=auto .*left to the settings .*optimizer.clip_norm=1", text)
+    assert all(text.count(name) == 1 for name in ("zero_optimization.stage=", "cpu_offload", "sub_group", "clipping="))
+
+
+def text_of(tables: list[Table]) -> str:
+    console = Console(width=200, file=StringIO())
+    for table in tables:
+        console.print(table)
+    return console.file.getvalue()
+
+
+def documented() -> str:
+    """The table of docs/deepspeed.md: keys of one section that fare alike share a line."""
+    lines: dict[tuple[str, str, str], list[str]] = {}
+    for key in KEYS.values():
+        section, _, name = key.name.rpartition(".")
+        settings = ", ".join(f"`{setting}`" for setting in key.settings)
+        accepted = ", ".join(f"`{json.dumps(value)}`" for value in key.accepts or ())
+        why = "" if key.why == "is off" else key.why
+        verdict = "mapped" if settings else "nothing needed" if why else "refused"
+        refused = f"other than {accepted}: {key.refusal}" if accepted else key.refusal
+        lines.setdefault((section, verdict, "; ".join(filter(None, [settings, why, refused]))), []).append(name)
+    rows = [
+        f"| {f'`{section}`: ' if section else ''}{', '.join(f'`{name}`' for name in names)} | {verdict} | {here} |"
+        for (section, verdict, here), names in lines.items()
+    ]
+    return "\n".join(["| key | | here, and what is refused |", "| --- | --- | --- |", *rows])
+
+
+def test_the_documentation_has_every_key():
+    assert documented() in (ROOT / "docs/deepspeed.md").read_text()
+
+
+TUTORIAL = [
+    ("gpt2-1.5b", 8, ZeroConfig(1, 500_000_000), OffloadConfig(), 8),
+    ("gpt2-10b", 32, ZeroConfig(2, 500_000_000), OffloadConfig(), 32),
+    (
+        "gpt-1t",
+        512,
+        ZeroConfig(3, 10_000_000, prefetch_numel=10_000_000, resident_numel=100_000),
+        OffloadConfig("host", ("optimizer", "parameters")),
+        32,
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "num_ranks", "zero", "offload", "batch_size"), TUTORIAL)
+def test_the_tutorials_files_are_these_settings(
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    num_ranks: int,
+    zero: ZeroConfig,
+    offload: OffloadConfig,
+    batch_size: int,
+):
+    monkeypatch.chdir(ROOT)
+    settings = parse_settings(["--config", f"configs/deepspeed/{name}.yaml"], num_ranks)
+    assert (settings.zero, settings.offload) == (zero, offload)
+    assert (settings.train.micro_batch_size, settings.train.global_batch_size) == (1, batch_size)

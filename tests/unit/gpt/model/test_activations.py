@@ -1,0 +1,84 @@
+"""Activation checkpoints change nothing but memory, and a store sees what it should."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from gpt.build import build_model
+from gpt.model.transformer import initialize
+from parallel.errors import ConfigError
+from parallel.mesh import Handle
+from tests.unit.gpt.model.models import ONE_DEVICE, batch, small_config, small_gpt
+from zero.activations.checkpointed_blocks import ActivationsConfig, CheckpointedBlocks
+from zero.activations.slab import Place
+from zero.offload.streams import SideStream
+
+
+def loss_and_gradients(config, activations: ActivationsConfig) -> list[Tensor]:
+    model = build_model(config, activations, ONE_DEVICE, torch.device("cpu"), torch.float64)
+    initialize(model, seed=1)
+    torch.manual_seed(7)
+    loss = model(*batch(config))
+    loss.backward()
+    return [loss.detach(), *(param.grad for param in model.parameters()), torch.rand(4)]
+
+
+@pytest.mark.parametrize("layers_per_checkpoint", [1, 2, 5, 8])
+@pytest.mark.parametrize("defragment", [False, True])
+@pytest.mark.parametrize("store", ["keep", "partition_host"])
+@pytest.mark.parametrize("attention", ["flash", "math"])
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_checkpoints_change_neither_the_loss_nor_a_gradient_nor_the_next_random_number(
+    dropout, attention, store, defragment, layers_per_checkpoint
+):
+    config = small_config(dropout=dropout, attention=attention)
+    expected = loss_and_gradients(config, ActivationsConfig("none"))
+    actual = loss_and_gradients(config, ActivationsConfig(store, layers_per_checkpoint, defragment))
+    for tensor, expected_tensor in zip(actual, expected, strict=True):
+        assert tensor.equal(expected_tensor)
+
+
+@pytest.mark.parametrize("attention", ["flash", "math"])
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_recomputing_attention_alone_changes_nothing_either(dropout, attention):
+    config = small_config(dropout=dropout, attention=attention)
+    expected = loss_and_gradients(config, ActivationsConfig("none"))
+    actual = loss_and_gradients(config, ActivationsConfig("selective"))
+    for tensor, expected_tensor in zip(actual, expected, strict=True):
+        assert tensor.equal(expected_tensor)
+
+
+class CopyingStore:
+    """Moves every input to memory of its own, as a store that partitions does, and writes down the traffic."""
+
+    def __init__(self):
+        self.put_shapes, self.num_taken = [], 0
+
+    def put(self, place: Place, activation: Tensor) -> Tensor:
+        self.put_shapes.append(tuple(activation.shape))
+        return activation.detach().clone()
+
+    def take(self, place: Place, stored: Tensor) -> tuple[Tensor, Handle]:
+        self.num_taken += 1
+        return stored, Handle()
+
+
+def test_a_store_sees_the_input_of_each_group_once_and_nothing_else():
+    config, store = small_config(dropout=0.1), CopyingStore()
+    model = small_gpt(config, CheckpointedBlocks(store, 2, SideStream(torch.device("cpu")), reuses_memory=False))
+    torch.manual_seed(7)
+    loss = model(*batch(config))
+    assert store.put_shapes == 3 * [(2 * config.seq_length, config.hidden_size)]
+    assert store.num_taken == 0
+    loss.backward()
+    assert len(store.put_shapes) == store.num_taken == 3
+    expected = loss_and_gradients(config, ActivationsConfig("none"))[1:-1]
+    for param, gradient in zip(model.parameters(), expected, strict=True):
+        assert param.grad.equal(gradient)
+
+
+def test_impossible_settings_are_refused():
+    with pytest.raises(ConfigError, match=r"activations.store=disk is unknown; choose one of none, selective, keep"):
+        ActivationsConfig("disk")
+    with pytest.raises(ConfigError, match=r"activations.layers_per_checkpoint=0 is below 1"):
+        ActivationsConfig("keep", 0)

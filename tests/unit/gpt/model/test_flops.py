@@ -1,0 +1,72 @@
+"""The formulas against torch's own counter of executed operations, and Megatron-LM's formula."""
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from gpt.build import build_model
+from gpt.model.flops import hardware_flops, model_flops, peak_flops_per_second
+from gpt.model.transformer import ModelConfig, initialize
+from tests.unit.gpt.model.models import ONE_DEVICE, batch, small_config
+from zero.activations.checkpointed_blocks import ActivationsConfig
+
+
+def counted_flops(config: ModelConfig, activations: ActivationsConfig) -> int:
+    model = build_model(config, activations, ONE_DEVICE, torch.device("cpu"), torch.float64)
+    initialize(model, seed=1)
+    with FlopCounterMode(display=False) as counter:
+        model(*batch(config, num_sequences=3)).backward()
+    return counter.get_total_flops()
+
+
+def test_hardware_flops_are_those_that_torch_counts():
+    config = small_config(attention="math")
+    assert counted_flops(config, ActivationsConfig("none")) == hardware_flops(config, 3, "nothing")
+
+
+@pytest.mark.parametrize("layers_per_checkpoint", [1, 2])
+def test_hardware_flops_with_checkpoints_are_those_that_torch_counts(layers_per_checkpoint):
+    # With dropout, backward needs the output of every product; without, torch leaves out a group's last one.
+    config = small_config(attention="math", dropout=0.1)
+    activations = ActivationsConfig("keep", layers_per_checkpoint)
+    assert counted_flops(config, activations) == hardware_flops(config, 3, "blocks")
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_hardware_flops_with_attention_recomputed_are_those_that_torch_counts(dropout):
+    config = small_config(attention="math", dropout=dropout)
+    expected = hardware_flops(config, 3, "attention")
+    assert counted_flops(config, ActivationsConfig("selective")) == expected
+    assert expected > hardware_flops(config, 3, "nothing")
+
+
+def test_model_flops_are_the_hardwares_less_the_masked_half_of_attention():
+    config = small_config(attention="math", vocab_multiple=61)  # no padding, which only the hardware computes
+    attention = 3 * 4 * config.num_layers * config.seq_length**2 * config.hidden_size * 3
+    assert hardware_flops(config, 3, "nothing") - model_flops(config, 3) == attention // 2
+    flash = small_config(attention="flash", vocab_multiple=61)
+    assert hardware_flops(flash, 3, "nothing") == model_flops(flash, 3) == model_flops(config, 3)
+
+
+def test_model_flops_are_megatrons_formula():
+    config = ModelConfig(num_layers=48, hidden_size=1600, num_heads=25, seq_length=1024, vocab_size=50304)
+    layers, h, s, vocab = 48, 1600, 1024, 50304
+    expected = 72 * 512 * s * layers * h**2 * (1 + s / (12 * h) + vocab / (12 * layers * h))
+    assert model_flops(config, 512) == pytest.approx(expected, rel=1e-14)
+
+
+@pytest.mark.parametrize(
+    ("device_name", "dtype", "expected"),
+    [
+        ("Tesla V100-SXM3-32GB", torch.float16, 125e12),
+        ("Tesla V100-SXM3-32GB", torch.bfloat16, None),
+        ("NVIDIA A100-SXM4-80GB", torch.bfloat16, 312e12),
+        ("NVIDIA H100 80GB HBM3", torch.bfloat16, 989e12),
+        ("NVIDIA H100 PCIe", torch.bfloat16, 756e12),
+        ("NVIDIA H200", torch.float16, 989e12),
+        ("NVIDIA H200", torch.float32, None),
+        ("cpu", torch.bfloat16, None),
+    ],
+)
+def test_peaks_of_known_devices(device_name, dtype, expected):
+    assert peak_flops_per_second(device_name, dtype) == expected

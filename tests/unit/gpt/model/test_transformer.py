@@ -1,0 +1,183 @@
+"""The model alone: loss, causality, the order of heads, initial values, refusals, the choice of LayerNorm."""
+
+import math
+import sys
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from gpt.model.apex import choose_layer_norm
+from gpt.model.transformer import GPT, Attention, ModelConfig, initialize
+from parallel.errors import ConfigError
+from parallel.instruments.comm_log import CommLog
+from parallel.mesh import Axis
+from parallel.tensor.token_layout import ReplicatedTokens
+from tests.unit.gpt.model.models import ONE_DEVICE, batch, small_config, small_gpt
+
+
+@pytest.mark.parametrize("attention", ["flash", "math"])
+def test_the_loss_is_the_cross_entropy_of_the_logits(attention):
+    config = small_config(attention=attention)
+    model, (tokens, targets) = small_gpt(config), batch(config)
+    expected = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+    assert model(tokens, targets).dtype == torch.float64
+    # Two orders of summation over 61 words: a few roundings of 2**-53.
+    torch.testing.assert_close(model(tokens, targets), expected, rtol=16 * 2**-53, atol=0)
+
+
+def test_both_attention_kernels_give_the_same_gradients():
+    (tokens, targets), gradients = batch(small_config()), []
+    for attention in ("flash", "math"):
+        model = small_gpt(small_config(attention=attention))
+        model(tokens, targets).backward()
+        gradients.append([param.grad for param in model.parameters()])
+    for flash, math_ in zip(*gradients, strict=True):
+        torch.testing.assert_close(flash, math_, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("attention", ["flash", "math"])
+def test_no_position_sees_a_later_token(attention):
+    config = small_config(attention=attention)
+    model, (tokens, _) = small_gpt(config), batch(config)
+    changed = tokens.clone()
+    changed[:, 9:] = (changed[:, 9:] + 1) % config.vocab_size
+    assert model(tokens)[:, :9].equal(model(changed)[:, :9])
+    assert not model(tokens)[:, 9:].equal(model(changed)[:, 9:])
+
+
+def attention_layer(config: ModelConfig) -> Attention:
+    layer = Attention(config, ONE_DEVICE).double()
+    for param in layer.parameters():
+        nn.init.normal_(param)
+    return layer
+
+
+@pytest.mark.parametrize("attention", ["flash", "math"])
+def test_attention_weights_are_dropped_in_training_only(attention):
+    layer, x = attention_layer(small_config(dropout=0.5, attention=attention)), torch.randn(32, 24, dtype=torch.float64)
+    assert not layer(x, 2).equal(layer(x, 2))
+    layer.eval()
+    assert layer(x, 2).equal(layer(x, 2))
+
+
+def test_heads_computed_apart_from_equal_cuts_of_the_qkv_rows_are_the_whole_attention():
+    config, x = small_config(), torch.randn(32, 24, dtype=torch.float64)
+    whole = attention_layer(config)
+    heads = []
+    for weight, bias in zip(whole.qkv.weight.chunk(3), whole.qkv.bias.chunk(3), strict=True):
+        part = attention_layer(config)
+        part.qkv.weight, part.qkv.bias = nn.Parameter(weight), nn.Parameter(bias)
+        part.projection = nn.Identity()
+        heads.append(part(x, 2))
+    torch.testing.assert_close(whole.projection(torch.cat(heads, dim=-1)), whole(x, 2), rtol=1e-12, atol=1e-14)
+
+
+def test_initial_values_depend_on_seed_and_name_not_on_construction_or_dtype():
+    torch.manual_seed(5)
+    whole, rounded = small_gpt(small_config()).float(), small_gpt(small_config(num_layers=5)).bfloat16()
+    for module in rounded.modules():
+        module._parameters = dict(reversed(module._parameters.items()))
+    initialize(whole, seed=3)
+    initialize(rounded, seed=3)
+    reinitialized = {name: param.clone() for name, param in whole.named_parameters()}
+    for name, param in rounded.named_parameters():
+        assert param.equal(reinitialized[name].bfloat16())
+    initialize(whole, seed=4)
+    assert not whole.token_embedding.weight.equal(reinitialized["token_embedding.weight"])
+
+
+def test_initial_values_have_gpt2s_spread():
+    config = small_config(hidden_size=192, vocab_size=500)
+    values = dict(small_gpt(config).named_parameters())
+    for name, param in values.items():
+        if name.endswith("bias"):
+            assert param.eq(0).all()
+        elif "norm" in name:
+            assert param.eq(1).all()
+        else:
+            param = param[:500]  # of the token embedding, the rest is padding
+            is_residual = name.endswith(("projection.weight", "down.weight"))
+            std = 0.02 / math.sqrt(2 * config.num_layers) if is_residual else 0.02
+            # The standard deviation of n normal values has a relative error of 1 / sqrt(2n); five of those.
+            assert param.std().item() == pytest.approx(std, rel=5 / math.sqrt(2 * param.numel())), name
+    assert not values["blocks.0.mlp.up.weight"].equal(values["blocks.1.mlp.up.weight"])
+
+
+def test_initialization_leaves_the_global_random_state_alone():
+    model = small_gpt(small_config())
+    before = torch.get_rng_state()
+    initialize(model, seed=3)
+    assert torch.get_rng_state().equal(before)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size": 100, "num_heads": 12}, r"model.hidden_size=100 .* model.num_heads=12; .* hidden_size=108"),
+        ({"num_layers": 0}, "model.num_layers=0 is below 1"),
+        ({"vocab_size": -3}, "model.vocab_size=-3 is below 1"),
+        ({"dropout": 1.0}, r"model.dropout=1.0 is outside \[0, 1\)"),
+        ({"attention": "fast"}, "model.attention=fast is unknown; choose flash or math"),
+    ],
+)
+def test_an_impossible_model_is_refused(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        small_config(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "size", "message"),
+    [
+        ({}, 2, "model.num_heads=3 is not divisible by parallel.tensor_size=2"),
+        ({}, 3, "model.vocab_size rounded up to model.vocab_multiple=128 is not divisible by parallel.tensor_size=3"),
+    ],
+)
+def test_a_tensor_axis_that_does_not_divide_the_model_is_refused(changes, size, message):
+    with pytest.raises(ConfigError, match=message):
+        GPT(small_config(**changes), ReplicatedTokens(Axis("tensor", size, 0, CommLog())))
+
+
+def test_padding_is_never_predicted_and_never_learns():
+    config = small_config()
+    model, (tokens, targets) = small_gpt(config), batch(config)
+    assert model.token_embedding.weight.shape == (128, 24)
+    assert model(tokens).shape == (2, 16, 61)
+    model(tokens, targets).backward()
+    assert model.token_embedding.weight[61:].eq(0).all()
+    assert model.token_embedding.weight.grad[61:].eq(0).all()
+    with torch.no_grad():
+        loss = model(tokens, targets)
+        model.token_embedding.weight[61:] = 100.0
+        assert model(tokens, targets).equal(loss)
+
+
+def test_a_sequence_without_positions_is_refused():
+    config = small_config()
+    with pytest.raises(ValueError, match=r"17 tokens exceeds model.seq_length=16"):
+        small_gpt(config)(torch.zeros(1, config.seq_length + 1, dtype=torch.int64))
+
+
+APEX_SOURCES = {  # the file of the package's `normalization`, if it has one
+    "absent": None,
+    "unrelated": "",
+    "without its CUDA extension": "class FusedLayerNorm:\n    def __init__(self, n): import no_such_extension",
+    "working": "class FusedLayerNorm:\n    def __init__(self, n): pass",
+}
+
+
+@pytest.mark.parametrize("apex", APEX_SOURCES)
+def test_apex_is_used_where_it_works_on_a_cuda_device(apex, tmp_path, monkeypatch):
+    (tmp_path / "apex").mkdir()
+    (tmp_path / "apex" / "__init__.py").touch()
+    if APEX_SOURCES[apex] is not None:
+        (tmp_path / "apex" / "normalization.py").write_text(APEX_SOURCES[apex])
+    monkeypatch.syspath_prepend(tmp_path)
+    for module in ("apex", "apex.normalization"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    expected = "apex.normalization.FusedLayerNorm" if apex == "working" else "torch.nn.LayerNorm"
+    assert choose_layer_norm(torch.device("cuda"))[1] == expected
+    assert choose_layer_norm(torch.device("cpu")) == (nn.LayerNorm, "torch.nn.LayerNorm")
+    for module in ("apex", "apex.normalization"):
+        sys.modules.pop(module, None)

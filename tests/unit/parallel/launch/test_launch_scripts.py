@@ -1,0 +1,211 @@
+"""What the launch scripts run, on which node, with which environment and exit code; cluster commands are stubs."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[4]
+SCRIPTS = ROOT / "scripts" / "launch"
+WATCHED = ("OMP_NUM_THREADS", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "CUDA_DEVICE_MAX_CONNECTIONS", "RANK")
+WATCHED += (
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "NNODES",
+    "RDZV",
+    "NODE_NAMES",
+)
+
+# Writes down how it was called, and ends as asked. As `python` it answers for the route.
+STUB = f"""#!{sys.executable}
+import json, os, sys, time
+name, words = os.path.basename(sys.argv[0]), sys.argv[1:]
+with open(os.environ["CALLS"], "a") as file:
+    seen = {{key: os.environ[key] for key in {WATCHED} if key in os.environ}}
+    file.write(json.dumps([os.environ.get("NODE", ""), [name, *words], seen]) + "\\n")
+if "parallel.launch.route" in words:
+    print("is_host=1 local_address=10.0.0.1 interface=ib0")
+elif name == "scontrol" and words[:2] == ["show", "hostnames"]:
+    print("n1\\nn2")
+for program, code in json.loads(os.environ.get("ENDS", "{{}}")).items():
+    if program in words:
+        time.sleep(float(os.environ.get("TAKES", "0")))
+        sys.exit(code)
+"""
+# Runs what it is given, once for each node or task.
+SRUN = """#!/usr/bin/env bash
+"$(dirname "$0")/noted" srun "$@"
+while [[ $1 == --* ]]; do [[ $1 != --ntasks=* ]] || tasks=${1#*=}; shift; done
+for ((task = 0; task < ${tasks:-$SLURM_NTASKS}; task++)); do
+    NODE=n$((task + 1)) SLURM_PROCID=$task SLURM_LOCALID=$((task % SLURM_NTASKS_PER_NODE)) "$@" || exit
+done
+"""
+SSH = """#!/usr/bin/env bash
+NODE=${*: -2:1} exec bash -c "${*: -1}"
+"""
+
+
+@dataclass(frozen=True)
+class Call:
+    node: str
+    words: list[str]
+    environment: dict[str, str]
+
+
+@pytest.fixture
+def stubs(tmp_path: Path) -> Path:
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    programs = {"python": STUB, "scontrol": STUB, "scancel": STUB, "noted": STUB, "srun": SRUN, "ssh": SSH}
+    for name, source in programs.items():
+        (folder / name).write_text(source)
+        (folder / name).chmod(0o755)
+    return folder
+
+
+def environment(stubs: Path, **settings: str) -> dict[str, str]:
+    kept = {key: value for key, value in os.environ.items() if key not in WATCHED and not key.startswith("SLURM")}
+    own = {"PATH": f"{stubs}:{os.environ['PATH']}", "PYTHON": str(stubs / "python"), "CALLS": str(stubs / "calls")}
+    return kept | own | settings
+
+
+def calls_in(stubs: Path) -> list[Call]:
+    return [Call(*json.loads(line)) for line in (stubs / "calls").read_text().splitlines()]
+
+
+def launch(script: str, stubs: Path, *arguments: str, **settings: str) -> tuple[int, list[Call], str]:
+    """(exit code, the calls of stubs, what it printed)."""
+    ended = subprocess.run(
+        [SCRIPTS / script, *arguments], env=environment(stubs, **settings), capture_output=True, text=True, check=False
+    )
+    return ended.returncode, calls_in(stubs), ended.stdout + ended.stderr
+
+
+def test_torchrun_checks_the_nodes_then_starts_their_ranks_and_says_so(stubs):
+    settings = {"NNODES": "2", "RDZV": "n1:29500", "RANKS_PER_NODE": "4", "NODE_NAMES": "n1,n2"}
+    code, calls, said = launch("torchrun.sh", stubs, "--train.steps=5", **settings)
+    assert code == 0
+    route, check, start = calls
+    assert route.words[1:] == ["-m", "parallel.launch.route", "n1:29500"]
+    nodes = ["--nodes", "2", "--meet", "n1:29501", "--names", "n1,n2", "--wait", "120"]
+    assert check.words[1:] == ["-m", "parallel.launch.preflight", *nodes, "--", "--train.steps=5"]
+    assert start.words[1:3] == ["-m", "parallel.launch"]
+    assert {"--nnodes=2", "--nproc-per-node=4", "--rdzv-endpoint=n1:29500"} < set(start.words)
+    assert {"--rdzv-conf=is_host=1", "--local-addr=10.0.0.1"} < set(start.words)
+    assert start.words[-2:] == ["pretrain_gpt.py", "--train.steps=5"]
+    seen = start.environment
+    assert (seen["NCCL_SOCKET_IFNAME"], seen["GLOO_SOCKET_IFNAME"]) == ("ib0", "ib0")
+    assert int(seen["OMP_NUM_THREADS"]) == -(-os.sysconf("SC_NPROCESSORS_ONLN") // 4)
+    assert "+ " + " ".join([str(stubs / "python"), *start.words[1:]]) in said
+
+
+def test_torchrun_leaves_what_the_user_has_set(stubs):
+    settings = {"NNODES": "2", "RDZV": "n1:29500", "OMP_NUM_THREADS": "7", "NCCL_SOCKET_IFNAME": "eth9"}
+    _, (_, start), _ = launch("torchrun.sh", stubs, CHECK="0", **settings)[0:3]
+    assert (start.environment["OMP_NUM_THREADS"], start.environment["NCCL_SOCKET_IFNAME"]) == ("7", "eth9")
+
+
+@pytest.mark.parametrize(
+    ("ends", "expected", "num_calls"), [("parallel.launch.preflight", 2, 2), ("parallel.launch", 3, 3)]
+)
+def test_exit_codes_pass_through_and_nothing_starts_after_a_failed_check(stubs, ends, expected, num_calls):
+    code, calls, _ = launch("torchrun.sh", stubs, ENDS=json.dumps({ends: expected}))
+    assert (code, len(calls)) == (expected, num_calls)
+
+
+def test_hostfile_starts_the_same_on_every_host_and_passes_on_the_code_of_the_one_that_fails(stubs, tmp_path):
+    hosts = tmp_path / "hosts"
+    hosts.write_text("n1  # the first\n\n# n9\nn2\n")
+    settings = {"HOSTS": str(hosts), "RANKS_PER_NODE": "3", "GRACE_SECONDS": "5"}
+    code, calls, said = launch("hostfile.sh", stubs, "--run.dir=a b", **settings, ENDS='{"parallel.launch": 5}')
+    assert code == 5
+    starts = [call for call in calls if "parallel.launch" in call.words]
+    assert sorted(call.node for call in starts) == ["n1", "n2"]
+    for call in starts:
+        assert {"--nnodes=2", "--nproc-per-node=3", "--rdzv-endpoint=n1:29500", "--run.dir=a b"} < set(call.words)
+        assert call.environment["NODE_NAMES"] == "n1,n2"
+    assert re.search(r"^n2: \+ .*parallel.launch", said, re.MULTILINE)
+    (stubs / "calls").unlink()
+    assert launch("hostfile.sh", stubs, **settings)[0] == 0
+
+
+def slurm(**more: str) -> dict[str, str]:
+    job = {"SLURM_JOB_ID": "123", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_NUM_NODES": "2", "SLURM_NTASKS": "2"}
+    return job | {"SLURM_NTASKS_PER_NODE": "1", "SLURM_SUBMIT_DIR": str(ROOT)} | more
+
+
+def test_slurm_runs_torchrun_on_every_node_of_the_job(stubs):
+    code, calls, said = launch("slurm.sbatch", stubs, "--train.steps=5", **slurm())
+    assert code == 0
+    step = next(call for call in calls if call.words[:2] == ["noted", "srun"])
+    assert step.words[2:] == ["--kill-on-bad-exit=1", "--label", "scripts/launch/torchrun.sh", "--train.steps=5"]
+    starts = [call for call in calls if "parallel.launch" in call.words]
+    assert [call.node for call in starts] == ["n1", "n2"]
+    for call in starts:
+        assert {"--nnodes=2", "--rdzv-endpoint=n1:20246", "--rdzv-id=123", "--signals-to-handle=SIGINT"} < set(
+            call.words
+        )
+        assert call.environment["NODE_NAMES"] == "n1,n2"
+    assert "+ srun" in said
+
+
+def test_slurm_itself_starts_the_ranks_where_that_is_asked_for(stubs):
+    ranks = {"LAUNCH": "srun", "SLURM_NTASKS": "4", "SLURM_NTASKS_PER_NODE": "2"}
+    code, calls, _ = launch("slurm.sbatch", stubs, "--run.dir=a b", **slurm(**ranks))
+    assert code == 0
+    assert len([call for call in calls if "parallel.launch.preflight" in call.words and call.words[0] == "python"]) == 2
+    starts = [call for call in calls if "pretrain_gpt.py" in call.words and call.words[0] == "python"]
+    assert [call.words[1:] for call in starts] == [["pretrain_gpt.py", "--run.dir=a b"]] * 4
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    found = [tuple(call.environment[name] for name in names) for call in starts]
+    assert found == [(str(rank), str(rank % 2), "4", "2", "n1", "20246") for rank in range(4)]
+
+
+def test_slurm_starts_a_container_where_one_is_named(stubs):
+    _, calls, _ = launch("slurm.sbatch", stubs, **slurm(CONTAINER="image.sqsh"))
+    step = next(call for call in calls if call.words[:2] == ["noted", "srun"])
+    assert {"--container-image=image.sqsh", f"--container-mounts={ROOT}:{ROOT}"} < set(step.words)
+
+
+def test_slurm_passes_the_code_of_a_rank_on(stubs):
+    code, calls, _ = launch("slurm.sbatch", stubs, **slurm(ENDS='{"parallel.launch": 3}'))
+    assert code == 3
+    assert "requeue" not in calls[-1].words
+
+
+def test_slurms_warning_reaches_the_ranks_and_the_job_goes_back_into_the_queue(stubs):
+    settings = slurm(ENDS='{"parallel.launch": 0}', TAKES="1", SLURM_NTASKS="1")
+    with subprocess.Popen([SCRIPTS / "slurm.sbatch"], env=environment(stubs, **settings)) as job:
+        while not (stubs / "calls").exists() or '"parallel.launch"' not in (stubs / "calls").read_text():
+            time.sleep(0.05)
+        job.send_signal(signal.SIGUSR1)
+    assert job.returncode == 0
+    last = [call.words for call in calls_in(stubs)[-2:]]
+    assert last == [["scancel", "--signal=USR1", "123"], ["scontrol", "requeue", "123"]]
+
+
+@pytest.mark.parametrize(("ends", "expected"), [("sys.exit(7 * rank)", 7), ("os.kill(os.getpid(), 9 * rank)", 137)])
+def test_the_launcher_ends_with_the_code_of_the_rank_that_failed(tmp_path, ends, expected):
+    program = tmp_path / "program.py"
+    program.write_text(f"import os, sys\nrank = int(os.environ['RANK'])\n{ends}\n")
+    command = [sys.executable, "-m", "parallel.launch", "--standalone", "--nproc-per-node=2", str(program)]
+    assert subprocess.run(command, cwd=ROOT, capture_output=True, check=False).returncode == expected
+
+
+def test_the_scripts_pass_shellcheck():
+    if not shutil.which("shellcheck"):
+        pytest.skip("shellcheck is not installed")
+    scripts = sorted(map(str, SCRIPTS.iterdir()))
+    ended = subprocess.run(["shellcheck", "-x", *scripts], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert ended.stdout == ""

@@ -1,0 +1,41 @@
+"""Which links the neighbours of an axis talk over."""
+
+from collections import Counter
+
+import pytest
+
+from parallel.instruments.comm_log import CommLog
+from parallel.launch.node_map import NodeMap, node_table, ring_members, span
+from parallel.mesh import Axis, Mesh
+
+
+def mesh(data_size: int, tensor_size: int) -> Mesh:
+    log = CommLog()
+    return Mesh(Axis("data", data_size, 0, log), Axis("tensor", tensor_size, 0, log), log)
+
+
+TWO_NODES = NodeMap(("n1", "n1", "n2", "n2"))
+
+
+def test_tensor_groups_stay_inside_nodes_and_data_groups_cross():
+    assert ring_members("tensor", 2, 2) == [[0, 1], [2, 3]]
+    assert ring_members("data", 2, 2) == [[0, 2], [1, 3]]
+    assert TWO_NODES.links("tensor", mesh(2, 2)) == Counter({("n1", "n1"): 1, ("n2", "n2"): 1})
+    assert TWO_NODES.links("data", mesh(2, 2)) == Counter({("n1", "n2"): 2})
+
+
+def test_a_tensor_group_over_nodes_crosses_both_ways_round_its_ring():
+    assert TWO_NODES.links("tensor", mesh(1, 4)) == Counter({("n1", "n1"): 1, ("n1", "n2"): 2, ("n2", "n2"): 1})
+    assert TWO_NODES.links("data", mesh(1, 4)) == Counter()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "expected"), [([3], "3"), ([0, 1, 2, 3], "0-3"), ([0, 2, 4], "0, 2, 4"), ([4, 5], "4-5")]
+)
+def test_ranks_are_written_as_spans(ranks, expected):
+    assert span(ranks) == expected
+
+
+def test_a_large_job_has_a_short_table():
+    names = tuple(f"n{rank // 8}" for rank in range(800))
+    assert node_table(NodeMap(names), mesh(100, 8)).row_count == 3 * 17

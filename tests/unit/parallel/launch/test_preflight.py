@@ -1,0 +1,157 @@
+"""What is wrong with a node, a link or a device is found, with its name."""
+
+import dataclasses
+import threading
+
+import pytest
+import torch.distributed as dist
+
+from parallel.errors import ConfigError
+from parallel.launch.bandwidth import DeviceRate, LinkRate, slow_devices, slow_links
+from parallel.launch.cluster import ClusterSpec
+from parallel.launch.node_facts import NodeFacts, find_out, find_problems
+from parallel.launch.preflight import main
+from parallel.launch.roll_call import answer, call, meet
+from parallel.launch.route import find_route
+from tests.ranks import run_ranks
+
+ALIKE = NodeFacts(
+    name="n1",
+    address="10.0.0.1",
+    code={"gpt/trainer.py": "a", "gpt/build.py": "b"},
+    versions="Python 3.11.7, torch 2.13.0",
+    arguments=["train.steps=10"],
+    data={"corpus.idx": "c"},
+    num_devices=8,
+    disk="/shared/runs",
+    free_bytes=10**12,
+    disk_bytes_per_second=1e9,
+)
+
+
+def nodes(**odd: object) -> list[NodeFacts]:
+    """n1, n2 and n3, of which n2 is odd."""
+    n1, n2, n3 = (dataclasses.replace(ALIKE, name=name) for name in ("n1", "n2", "n3"))
+    return [n1, dataclasses.replace(n2, **odd), n3]
+
+
+@pytest.mark.parametrize(
+    ("odd", "problem"),
+    [
+        ({}, None),
+        (
+            {"code": {"gpt/trainer.py": "x", "gpt/build.py": "b"}},
+            "n2: other code than elsewhere: gpt/trainer.py",
+        ),
+        ({"code": {"gpt/build.py": "b"}}, "n2: other code than elsewhere: gpt/trainer.py"),
+        ({"data": {"corpus.idx": "missing"}}, "n2: other data than elsewhere: corpus.idx"),
+        ({"arguments": ["train.steps=9"]}, "n2: other settings than elsewhere: train.steps=10, train.steps=9"),
+        (
+            {"versions": "Python 3.11.7, torch 2.11.0"},
+            "n2: versions: Python 3.11.7, torch 2.11.0, elsewhere Python 3.11.7, torch 2.13.0",
+        ),
+        ({"num_devices": 7}, "n2: number of GPUs: 7, elsewhere 8"),
+        ({"clock_seconds": -3.5}, "n2: its clock differs from n1's by -3.5 s"),
+        ({"clock_seconds": 1.9}, None),
+        ({"disk_error": "No space left on device"}, "n2: /shared/runs cannot be written: No space left on device"),
+        ({"free_bytes": 10**9}, "n2: /shared/runs is nearly full: 1.00 GB are free"),
+        ({"disk_bytes_per_second": 1e8}, "n2: /shared/runs is slow: 100.0 MB/s, the fastest node has 1000.0"),
+        ({"disk_bytes_per_second": 3e8}, None),
+    ],
+)
+def test_a_node_that_differs_is_named_with_what_differs(odd, problem):
+    assert find_problems(nodes(**odd)) == ([problem] if problem else [])
+
+
+def test_the_first_node_may_be_the_odd_one():
+    n1, odd, n3 = nodes(code={"gpt/trainer.py": "x", "gpt/build.py": "b"})
+    assert find_problems([odd, n1, n3]) == ["n2: other code than elsewhere: gpt/trainer.py"]
+
+
+def test_data_that_no_node_has_are_named():
+    absent = [dataclasses.replace(node, data={"corpus.idx": "missing"}) for node in nodes()]
+    assert find_problems(absent) == [f"{name}: no data: corpus.idx" for name in ("n1", "n2", "n3")]
+
+
+def test_settings_and_data_are_found_in_files_and_options_alike(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.idx").write_text(name)
+    config = tmp_path / "config.yaml"
+    config.write_text(f"train:\n  steps: 5\ndata:\n  path: [0.3:{tmp_path / 'a'}, 0.7:{tmp_path / 'b'}]\n")
+    facts = find_out(["--config", str(config), "--train.steps=7", f"--run.dir={tmp_path / 'not' / 'yet'}"])
+    assert facts.arguments[-1] == "train.steps=7"
+    assert list(facts.data) == [str(tmp_path / "a.idx"), str(tmp_path / "b.idx")]
+    assert "missing" not in facts.data.values()
+    assert facts.disk == str(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.idx", "b.idx", "config.yaml"]
+
+
+def test_nodes_meet_and_all_hear_the_same_verdict():
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    first, second, third = nodes(num_devices=7)
+    heard = {}
+
+    def come(facts: NodeFacts) -> None:
+        theirs = dist.TCPStore("127.0.0.1", store.port, is_master=False)
+        heard[facts.name] = answer(theirs, facts, num_nodes=3, wait_seconds=20)
+
+    threads = [threading.Thread(target=come, args=(facts,)) for facts in (second, third)]
+    for thread in threads:
+        thread.start()
+    found, problems = call(store, first, num_nodes=3, names=[], wait_seconds=20)
+    for thread in threads:
+        thread.join()
+    assert {node.name for node in found} == {"n1", "n2", "n3"}
+    assert all(abs(node.clock_seconds) < 1 for node in found)
+    assert heard == {"n2": problems, "n3": problems}
+    assert problems == ["n2: number of GPUs: 7, elsewhere 8"]
+
+
+def test_nodes_that_do_not_come_are_named_and_one_too_many_is_told():
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    _, problems = call(store, ALIKE, num_nodes=3, names=["10.0.0.1", "n2", "n3.cluster"], wait_seconds=0.1)
+    assert problems == ["1 of 3 nodes have come within 0.1 s: n1; missing: n2, n3.cluster"]
+    store.set("nodes/number", "1")
+    with pytest.raises(ConfigError, match=r"n4: is one node too many: 2 were announced"):
+        answer(store, dataclasses.replace(ALIKE, name="n4"), num_nodes=2, wait_seconds=1)
+
+
+def test_a_first_node_that_cannot_be_reached_or_served_is_told_with_the_name_of_who_tried():
+    with pytest.raises(ConfigError, match=r"n2: 127.0.0.1:1 cannot be reached within 0.5 s: start the first node"):
+        meet(("127.0.0.1", 1), is_host=False, node="n2", wait_seconds=0.5)
+    taken = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with pytest.raises(ConfigError, match=rf"n1: port {taken.port} cannot be served here"):
+        meet(("127.0.0.1", taken.port), is_host=True, node="n1", wait_seconds=5)
+
+
+def test_the_node_that_owns_the_address_is_the_host():
+    route = find_route("localhost:29500")
+    assert (route.is_host, route.local_address, route.interface) == (True, "127.0.0.1", "lo")
+    with pytest.raises(ConfigError, match=r"RDZV=node0 is no HOST:PORT"):
+        find_route("node0")
+
+
+def rates(*gb_per_second: float) -> list[LinkRate]:
+    return [LinkRate("data", "link", (rank, rank + 1), rate * 1e9) for rank, rate in enumerate(gb_per_second)]
+
+
+def test_slow_links_are_those_far_below_the_median_or_the_expected():
+    assert [link.ranks for link in slow_links(rates(10, 9, 6, 10), {})] == [(2, 3)]
+    assert slow_links(rates(10), {}) == []
+    assert [link.ranks for link in slow_links(rates(10), {"data": 25e9})] == [(0, 1)]
+    assert slow_links(rates(10), {"data": 15e9}) == []
+
+
+def test_slow_devices_are_those_below_the_median_or_far_below_the_expected():
+    devices = [DeviceRate(rank, tflops * 1e12, 1.0, 1.0, 1.0) for rank, tflops in enumerate((100, 70, 100))]
+    assert [device.rank for device in slow_devices(devices, 0.0)] == [1]
+    assert [device.rank for device in slow_devices(devices, 250e12)] == [0, 1, 2]
+
+
+def test_a_job_measures_itself_and_writes_a_cluster_file(tmp_path):
+    path = tmp_path / "cluster.yaml"
+    words = ["--write", str(path), "--name", "two ranks", "--tensor_size", "1"]
+    run_ranks(2, main, words, init_process_group=False)
+    cluster = ClusterSpec.load(path)
+    assert (cluster.name, cluster.gpus_per_node) == ("two ranks", 2)
+    assert cluster.node_gb_per_second == pytest.approx(2 * cluster.intra_node_gb_per_second, rel=1e-3)

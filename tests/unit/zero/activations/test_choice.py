@@ -1,0 +1,112 @@
+"""Section 8's arithmetic: its volumes, and the choices that the paper itself made."""
+
+import pytest
+import torch
+
+from parallel.errors import ConfigError
+from parallel.instruments.comm_log import CommLog
+from parallel.mesh import Axis
+from zero.activations.choice import (
+    Hardware,
+    Workload,
+    arithmetic_intensity,
+    bytes_per_sequence,
+    choose_store,
+    exposed_seconds,
+    largest_batch,
+    model_parallel_volume,
+    partition_volume,
+    pays,
+)
+from zero.activations.stores import STORES, Surroundings
+from zero.formulas.memory import formula
+from zero.formulas.traffic import step_bytes
+from zero.offload.streams import SideStream
+from zero.stage import STAGES
+
+V100_BYTES = 32480 * 2**20
+
+
+def workload(billions: float, L: int, b: int, stage: int, N_d: int, **changes: int) -> Workload:
+    """A row of the paper's Figure 8: hidden 8192, sequence 1024, 16 tensor ranks, fp16."""
+    psi = billions * 1e9 / 16
+    states = formula(STAGES[stage], psi, N_d).total
+    sent = step_bytes(STAGES[stage], 2 * psi, N_d)
+    shape = {"s": 1024, "h": 8192, "k": 2, "N_m": 16, "tensor_size": 16, "vocab_size": 50304, "itemsize": 2}
+    return Workload(b=b, L=L, state_bytes=states, data_bytes=sent, **(shape | changes))
+
+
+def test_volumes_are_section_8s():
+    assert model_parallel_volume(32, 1024, 8192, 1) == 12 * 32 * 1024 * 8192
+    for k, share in ((1, 1 / 12), (2, 1 / 24)):
+        assert partition_volume(32, 1024, 8192, 10, k) / model_parallel_volume(32, 1024, 8192, 10) == share
+        assert share < 0.1
+
+
+def test_arithmetic_intensity_is_section_6s():
+    """More than 10K operations a byte for large models, and linear in the hidden size."""
+    assert arithmetic_intensity(8192, 1, 2) > 10_000
+    assert arithmetic_intensity(8192, 1, 2) == 4 * arithmetic_intensity(2048, 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("billions", "L", "b", "stage", "N_d", "store"),
+    [
+        (60, 75, 2, 1, 8, "keep"),  # C1
+        (60, 75, 8, 2, 8, "keep"),  # C3
+        (60, 75, 32, 2, 8, "partition"),  # C4, faster than C5 with the same batch
+        (170, 212, 12, 2, 25, "partition_host"),  # C5; C1 to C4 ran out of memory
+    ],
+)
+def test_the_choices_of_figure_8(billions, L, b, stage, N_d, store):
+    chosen, reason = choose_store(workload(billions, L, b, stage, N_d), V100_BYTES, Hardware())
+    assert chosen == store
+    assert f"the first that holds a micro-batch of {b}" in reason
+
+
+def test_partitioning_pays_where_the_data_axis_is_slow_and_not_where_it_is_fast():
+    """The batch grows, so a sequence costs less traffic along the data axis; the gathers are what that costs."""
+    w = workload(60, 75, 8, 2, 8)
+    assert largest_batch(w, "partition", V100_BYTES) > 5 * largest_batch(w, "keep", V100_BYTES)
+    assert pays(w, "partition", "keep", V100_BYTES, Hardware())
+    assert not pays(w, "partition", "keep", V100_BYTES, Hardware(data_gb_per_second=1e6))
+    assert "partition pays" in choose_store(w, V100_BYTES, Hardware())[1]
+    assert "partition does not pay" in choose_store(w, V100_BYTES, Hardware(data_gb_per_second=1e6))[1]
+
+
+def test_offload_is_hidden_from_an_arithmetic_intensity_on():
+    """Two copies of a byte take as long as its operations at 2 x FLOPs a second / bytes a second."""
+    w = workload(170, 212, 12, 2, 25)
+    hidden = Hardware(host_gb_per_second=1.01 * 2 * 40e12 / arithmetic_intensity(8192, 2, 2) / 1e9)
+    exposed = Hardware(host_gb_per_second=0.99 * 2 * 40e12 / arithmetic_intensity(8192, 2, 2) / 1e9)
+    assert exposed_seconds(w, "partition_host", 12, hidden) == exposed_seconds(w, "partition", 12, hidden)
+    assert exposed_seconds(w, "partition_host", 12, exposed) > exposed_seconds(w, "partition", 12, exposed)
+    assert pays(w, "partition_host", "partition", V100_BYTES, Hardware())
+    assert not pays(w, "partition_host", "partition", V100_BYTES, Hardware(host_gb_per_second=0.001))
+
+
+def test_where_nothing_is_replicated_the_choice_is_between_keeping_and_the_host():
+    alone = workload(1, 75, 400, 2, 8, N_m=1)
+    assert choose_store(alone, V100_BYTES, Hardware())[0] == "partition_host"
+    assert "partition " not in choose_store(alone, V100_BYTES, Hardware())[1]
+
+
+def test_what_fits_nowhere_says_so():
+    chosen, reason = choose_store(workload(1000, 212, 1, 2, 25), V100_BYTES, Hardware())
+    assert chosen == "partition_host"
+    assert "too small for a micro-batch of 1; sequences that fit: keep 0, partition 0, partition_host 0" in reason
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_the_bytes_reckoned_with_are_those_that_stores_keep(store):
+    w = workload(60, 75, 1, 2, 8)
+    replicas = Axis("tensor", 16, 0, CommLog())
+    kept = STORES[store](Surroundings(replicas, torch.device("cpu"), SideStream(torch.device("cpu")), True))
+    promised = kept.num_bytes(38, w.s * w.h, w.itemsize)
+    working = w.itemsize * (12 * w.h * w.k + 2 * w.vocab_size) * w.s / 16
+    assert bytes_per_sequence(w, store) == promised.device + promised.in_transit + working
+
+
+def test_a_figure_of_the_hardware_that_is_not_positive_is_refused():
+    with pytest.raises(ConfigError, match=r"activations.hardware.host_gb_per_second=0 is not above 0"):
+        Hardware(host_gb_per_second=0)

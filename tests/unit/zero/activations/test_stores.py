@@ -1,0 +1,240 @@
+"""Stores of activation checkpoints: what they keep, when they bring it, and what they refuse."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from parallel.errors import ConfigError
+from parallel.instruments.memory_tracker import Kind, Ledger
+from parallel.mesh import Axis, Handle, Mesh
+from tests.ranks import run_ranks
+from zero.activations.checkpointed_blocks import ActivationsConfig, CheckpointedBlocks, checkpointed_blocks
+from zero.activations.slab import Place, on_host_of
+from zero.activations.stores import STORES, StoredBytes, Surroundings
+from zero.offload.streams import SideStream
+
+CPU = torch.device("cpu")
+Block = Callable[[Tensor], Tensor]
+
+
+def blocks(num_blocks: int) -> list[Block]:
+    """Each keeps its input for backward, and is told from the others."""
+    return [lambda x, factor=factor: (x * x.sigmoid() * factor).cos() for factor in range(1, num_blocks + 1)]
+
+
+def gradient_of(x: Tensor, run: Callable[[list[Block], Tensor], Tensor], num_blocks: int = 5) -> Tensor:
+    x = x.clone().requires_grad_()
+    run(blocks(num_blocks), x * 1).sum().backward()
+    assert x.grad is not None
+    return x.grad
+
+
+def in_order(all_blocks: list[Block], x: Tensor) -> Tensor:
+    for block in all_blocks:
+        x = block(x)
+    return x
+
+
+SHAPES = [(4, 6), (5, 3), (7,), (1,), (2, 3, 5), (1, 1)]
+
+
+def activation(seed: int) -> Tensor:
+    dtype = (torch.float64, torch.bfloat16, torch.float32)[seed % 3]
+    return torch.randn(SHAPES[seed], generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def partitioned_gradients(store: str, defragment: bool) -> list[tuple[Tensor, StoredBytes]]:
+    """For every shape: the gradient, and what is kept, which must be what the store says."""
+    axis = Mesh.create(torch.distributed.get_world_size()).tensor
+    found = []
+    for seed in range(len(SHAPES)):
+        x = activation(seed)
+        run = checkpointed_blocks(ActivationsConfig(store, 2, defragment), axis)
+        assert run is not None
+        with Ledger(CPU) as ledger:
+            y = run(blocks(5), x.requires_grad_() * 1)
+            kept = StoredBytes(ledger.device.resident[Kind.CHECKPOINTS], ledger.host.resident[Kind.CHECKPOINTS])
+            y.sum().backward()
+            in_transit = ledger.device.peak[Kind.BUFFERS] if defragment else 0
+        promised = run.num_bytes(5, x.numel(), x.element_size())
+        assert kept == replace(promised, in_transit=0)
+        assert in_transit == (promised.in_transit if defragment else 0)
+        found.append((x.grad, kept))
+    return found
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("defragment", [True, False])
+@pytest.mark.parametrize("store", ["partition", "partition_host"])
+def test_any_shape_is_partitioned_to_one_part_a_rank(store, defragment, num_ranks):
+    for rank in run_ranks(num_ranks, partitioned_gradients, store, defragment):
+        for seed, (gradient, kept) in enumerate(rank):
+            x = activation(seed)
+            assert gradient.equal(gradient_of(x, in_order))
+            part_bytes = 3 * math.ceil(x.numel() / num_ranks) * x.element_size()
+            assert kept == (StoredBytes(device=part_bytes) if store == "partition" else StoredBytes(host=part_bytes))
+
+
+def run_with(store: object, layers_per_checkpoint: int = 1, reuses_memory: bool = False) -> CheckpointedBlocks:
+    return CheckpointedBlocks(store, layers_per_checkpoint, SideStream(CPU), reuses_memory)
+
+
+class Diary:
+    """Keeps checkpoints and writes down what happens; what is being brought has not come before it is waited for."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+
+    def put(self, place: Place, activation: Tensor) -> Tensor:
+        self.events.append(f"put {place.number}")
+        return activation
+
+    def take(self, place: Place, stored: Tensor) -> tuple[Tensor, Handle]:
+        self.events.append(f"bring {place.number}")
+        arriving = torch.full_like(stored, torch.nan)
+        return arriving, Handle(partial(self.events.append, f"come {place.number}"), lambda: arriving.copy_(stored))
+
+    def num_bytes(self, count: int, numel: int, itemsize: int) -> StoredBytes:
+        return StoredBytes()
+
+
+def test_the_checkpoint_before_is_on_its_way_while_a_group_runs_again():
+    diary = Diary()
+
+    def noted(number: int, x: Tensor) -> Tensor:
+        diary.events.append(f"run {number}")
+        return blocks(3)[number](x)
+
+    x = torch.randn(4, requires_grad=True)
+    run_with(diary)([partial(noted, number) for number in range(3)], x * 1).sum().backward()
+    forward, backward = diary.events[:6], diary.events[6:]
+    assert forward == ["put 0", "run 0", "put 1", "run 1", "put 2", "run 2"]
+    assert backward == ["bring 2", "come 2", "bring 1", "run 2", "come 1", "bring 0", "run 1", "come 0", "run 0"]
+    assert x.grad.equal(gradient_of(x.detach(), in_order, num_blocks=3))
+
+
+def test_what_was_brought_in_vain_is_waited_for():
+    diary, x = Diary(), torch.randn(4, requires_grad=True)
+    run = run_with(diary)
+
+    def frozen_below(x: Tensor) -> Tensor:
+        return run([*blocks(1), lambda x: x.detach() * scale, *blocks(1)], x * 1).sum()
+
+    scale = torch.ones(4, requires_grad=True)
+    frozen_below(x).backward()  # ends in the second group: the first one's checkpoint is not needed
+    assert diary.events[-1] == "bring 0"
+    assert "come 0" not in diary.events
+    frozen_below(x)
+    assert diary.events.index("come 0") < diary.events.index("put 0", 3)  # the second forward's
+
+
+def two_forwards_then_two_backwards(defragment: bool, **shapes: tuple[int, ...]) -> list[Tensor]:
+    run = checkpointed_blocks(ActivationsConfig("keep", 2, defragment))
+    assert run is not None
+    xs = [torch.ones(shape, requires_grad=True) for shape in shapes.values()]
+    losses = [run(blocks(5), x * 1).sum() for x in xs]
+    for loss in losses:
+        loss.backward()
+    return [x.grad for x in xs]
+
+
+@pytest.mark.parametrize("second", [(4, 6), (6, 4), (24,)])  # of one size they share a slab
+def test_a_forward_over_another_that_waits_for_its_backward_is_an_error(second):
+    with pytest.raises(ValueError, match=r"overwritten checkpoint 2 .* activations.defragment=false"):
+        two_forwards_then_two_backwards(True, first=(4, 6), second=second)
+
+
+def test_without_slabs_or_in_another_slab_forwards_may_wait():
+    expected = [gradient_of(torch.ones(4), in_order), gradient_of(torch.ones(6), in_order)]
+    for found in (
+        two_forwards_then_two_backwards(False, first=(4,), second=(6,)),
+        two_forwards_then_two_backwards(True, first=(4,), second=(6,)),
+    ):
+        assert all(gradient.equal(other) for gradient, other in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("store", ["keep", "partition_host"])
+def test_micro_batches_use_the_slab_again_and_evaluation_does_not_touch_it(store):
+    run, x = checkpointed_blocks(ActivationsConfig(store, 2)), torch.randn(4, 6)
+    assert run is not None
+    expected = gradient_of(x, in_order)
+    with Ledger(CPU) as ledger:
+        assert gradient_of(x, run).equal(expected)
+        ledger.restart()
+        for _ in range(3):
+            assert gradient_of(x, run).equal(expected)
+            with torch.no_grad():
+                run(blocks(5), torch.randn(9, 5))  # of another shape, as generation's
+                between = run(blocks(5), x)
+            assert between.equal(in_order(blocks(5), x))
+        for memory in (ledger.device, ledger.host):
+            assert memory.num_allocations[Kind.CHECKPOINTS] == memory.num_allocations[Kind.BUFFERS] == 0
+
+
+@pytest.mark.parametrize("store", ["keep", "partition_host"])
+def test_an_evaluation_between_a_forward_and_its_backward_is_harmless(store):
+    run, x = checkpointed_blocks(ActivationsConfig(store, 2)), torch.randn(4, 6, requires_grad=True)
+    assert run is not None
+    loss = run(blocks(5), x * 1).sum()
+    with torch.no_grad():
+        run(blocks(5), torch.randn(4, 6))
+    loss.backward()
+    assert x.grad.equal(gradient_of(x.detach(), in_order))
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_stores_copy_and_change_nothing(store):
+    """With slabs the caller may do with its tensor what it likes; no store ever writes to it."""
+    around = Surroundings(Axis.trivial("tensor"), CPU, SideStream(CPU), defragments=True)
+    chosen = STORES[store](around)
+    x = torch.arange(12.0).view(3, 4).t()  # not contiguous
+    before = x.clone()
+    stored = chosen.put(Place(0, 2), x)
+    assert x.equal(before)
+    x.zero_()
+    chosen.put(Place(1, 2), torch.ones(4, 3))
+    taken, handle = chosen.take(Place(0, 2), stored)
+    handle.wait()
+    assert taken.equal(before)
+
+
+def test_a_backward_that_is_repeated_takes_again():
+    x = torch.randn(4, requires_grad=True)
+    run = checkpointed_blocks(ActivationsConfig("partition_host", 2))
+    assert run is not None
+    loss = run(blocks(5), x * 1).sum()
+    (first,) = torch.autograd.grad(loss, x, retain_graph=True)
+    (second,) = torch.autograd.grad(loss, x)
+    assert first.equal(second)
+    assert first.equal(gradient_of(x.detach(), in_order))
+
+
+def test_checkpoints_go_as_backward_goes_on_where_there_is_no_slab():
+    """Autograd holds each until its group is done: at the end of backward the later ones are gone."""
+    run = checkpointed_blocks(ActivationsConfig("keep", 1, defragment=False))
+    assert run is not None
+    left = []
+    with Ledger(CPU) as ledger:
+        x = torch.randn(100, requires_grad=True) * 1
+        x.register_hook(lambda _: left.append(ledger.device.resident[Kind.CHECKPOINTS]))
+        loss = run(blocks(5), x).sum()
+        assert ledger.device.resident[Kind.CHECKPOINTS] == 5 * 400
+        loss.backward()
+    assert left == [400]
+
+
+def test_partitioning_what_every_rank_has_for_itself_is_refused():
+    with pytest.raises(ConfigError, match=r"activations.store=partition: no 2 tensor ranks .* choose keep"):
+        checkpointed_blocks(ActivationsConfig("partition"))
+
+
+def test_host_memory_that_is_not_there_is_an_error_with_its_size():
+    with pytest.raises(
+        ConfigError, match=r"1\.13e\+06 GB of host memory for moments could not be had: .*; offload less"
+    ):
+        on_host_of(CPU, Kind.MOMENTS)(2**50 // 4, torch.float32)

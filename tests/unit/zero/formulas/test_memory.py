@@ -1,0 +1,93 @@
+"""The closed forms of memory and traffic against the paper's tables and sentences."""
+
+from decimal import ROUND_DOWN, ROUND_HALF_UP, Decimal
+
+import pytest
+
+from parallel.errors import ConfigError
+from parallel.instruments.comm_log import CommLog
+from parallel.mesh import Axis
+from zero.engine import ZeroConfig
+from zero.formulas.memory import formula
+from zero.formulas.traffic import step_bytes
+from zero.stage import STAGES
+
+# Table 1 of the paper: GB of model states per GPU, as printed, some rounded and some truncated.
+TABLE_1 = """
+ DP | 7.5B: Pos Pos+g Pos+g+p | 128B                | 1T
+  1 | 120       120   120     | 2048    2048   2048 | 16000   16000  16000
+  4 | 52.5      41.3  30      | 896     704    512  | 7000    5500   4000
+ 16 | 35.6      21.6  7.5     | 608     368    128  | 4750    2875   1000
+ 64 | 31.4      16.6  1.88    | 536     284    32   | 4187    2218   250
+256 | 30.4      15.4  0.47    | 518     263    8    | 4046    2054   62.5
+1024| 30.1      15.1  0.12    | 513     257    2    | 4011    2013   15.6
+"""
+NUM_PARAMETERS = (7.5e9, 128e9, 1e12)
+
+
+def cells() -> list[tuple[int, float, int, str]]:
+    """(data size, parameters, stage, printed GB)."""
+    found = []
+    for line in TABLE_1.strip().splitlines()[1:]:
+        data_size, *models = line.split("|")
+        for num_parameters, printed in zip(NUM_PARAMETERS, models, strict=True):
+            found += [(int(data_size), num_parameters, stage, gb) for stage, gb in enumerate(printed.split(), start=1)]
+    assert len(found) == 54
+    return found
+
+
+@pytest.mark.parametrize(("data_size", "num_parameters", "stage", "printed"), cells())
+def test_table_1(data_size, num_parameters, stage, printed):
+    gb = Decimal(formula(STAGES[stage], num_parameters, data_size).total) / 10**9
+    digits = Decimal(printed)
+    assert digits in (gb.quantize(digits, ROUND_HALF_UP), gb.quantize(digits, ROUND_DOWN))
+
+
+@pytest.mark.parametrize("data_size", [1, 4, 64])
+@pytest.mark.parametrize(("stage", "bytes_each"), [(0, (16, 0)), (1, (4, 12)), (2, (2, 14)), (3, (0, 16))])
+def test_bytes_a_parameter_in_mixed_precision(stage, bytes_each, data_size):
+    replicated, divided = bytes_each
+    assert formula(STAGES[stage], 640.0, data_size).total == pytest.approx(640 * (replicated + divided / data_size))
+
+
+def test_figure_1_by_kind():
+    """7.5 billion parameters, K = 12, on 64 ranks."""
+    states = formula(STAGES[2], 7.5e9, 64)
+    assert (states.parameters, states.gradients) == (15e9, 15e9 / 64)
+    assert (states.master, states.moments) == (30e9 / 64, 60e9 / 64)
+
+
+@pytest.mark.parametrize(("stage", "expected"), [(0, 16), (1, 8 + 8 / 4), (2, 4 + 12 / 4), (3, 16 / 4)])
+def test_fp32_parameters_are_their_own_master(stage, expected):
+    assert formula(STAGES[stage], 1.0, 4, parameter_bytes=4).total == expected
+    assert formula(STAGES[stage], 1.0, 4, parameter_bytes=4).master == 0
+
+
+@pytest.mark.parametrize(
+    ("stage", "num_micro_batches", "times_psi"),
+    [(0, 1, 2), (1, 1, 2), (2, 1, 2), (3, 1, 3), (0, 5, 2), (1, 5, 2), (2, 5, 6), (3, 5, 15)],
+)
+def test_traffic_is_two_or_three_times_the_parameters(stage, num_micro_batches, times_psi):
+    assert step_bytes(STAGES[stage], 1000.0, 4, num_micro_batches) == times_psi * 1000 * 3 / 4
+    assert step_bytes(STAGES[stage], 1000.0, 1, num_micro_batches) == 0
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_one_axis_divides_and_the_other_replicates(stage):
+    data = Axis("data", 4, 3, CommLog())
+    shard_axis, replica_axis = STAGES[stage].axes(data)
+    assert (shard_axis.size, shard_axis.rank) == ((1, 0) if stage == 0 else (4, 3))
+    assert (replica_axis.size, replica_axis.rank) == ((4, 3) if stage == 0 else (1, 0))
+    assert shard_axis.log is replica_axis.log is data.log
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"stage": 4}, r"zero\.stage=4 does not exist; choose 0, 1, 2, 3"),
+        ({"window_numel": 0}, r"zero\.window_numel=0 is below 1"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        ZeroConfig(**settings)

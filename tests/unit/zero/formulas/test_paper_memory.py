@@ -1,0 +1,54 @@
+"""The closed forms of activations and of the largest models, against the paper's sentences and its Table 2."""
+
+import csv
+from pathlib import Path
+
+import pytest
+
+from zero.formulas.paper_memory import (
+    activation_bytes,
+    checkpoint_bytes,
+    fused_buffer_bytes,
+    largest_model,
+    transformer_parameters,
+)
+from zero.stage import STAGES
+
+PAPER = Path(__file__).resolve().parents[4] / "docs/paper"
+COLUMNS = {"baseline_B_paper": 0, "Pos_B_paper": 1, "Posg_B_paper": 2, "Posgp_B_paper": 3}
+
+
+def table_2() -> list[tuple[int, int, int, str]]:
+    """(model-parallel degree, data-parallel degree, stage, printed billions) of the 20 theoretical cells."""
+    with (PAPER / "table2_max_model_billion.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    return [(int(row["mp"]), int(row["dp"]), stage, row[name]) for row in rows for name, stage in COLUMNS.items()]
+
+
+@pytest.mark.parametrize(("mp", "dp", "stage", "printed"), table_2())
+def test_table_2(mp: int, dp: int, stage: int, printed: str):
+    """The paper rounds the first row, to a tenth, and multiplies it; it calls 512 billion half a trillion."""
+    first_row = round(largest_model(STAGES[stage], 32e9, dp) / 1e9, 1)
+    found = largest_model(STAGES[stage], 32e9, dp, mp) / 1e9
+    assert found == pytest.approx(mp * first_row, rel=0.01)
+    if printed.endswith("T"):
+        assert round(found / 1024, 1) == float(printed.removesuffix("T"))
+    else:
+        assert mp * first_row == pytest.approx(float(printed))
+
+
+def test_all_cells_are_there():
+    assert len(table_2()) == 20
+
+
+def test_the_sentences_of_section_3():
+    assert transformer_parameters(1600, 48) == pytest.approx(1.5e9, rel=0.02)
+    assert activation_bytes(32, 1024, 1600, 48) == pytest.approx(60e9, rel=0.02)
+    assert checkpoint_bytes(32, 1024, 1600, 48) == pytest.approx(60e9 / 12, rel=0.02)
+    assert fused_buffer_bytes(1.5e9) == 6e9
+
+
+def test_the_sentences_of_section_6():
+    """100B, batch 32, 16 model-parallel ranks: 33 GB of checkpoints every two layers, about 2 GB with P_a."""
+    assert checkpoint_bytes(32, 1024, 8192, 125, k=2) == pytest.approx(33e9, rel=0.03)
+    assert checkpoint_bytes(32, 1024, 8192, 125, k=2, N_m=16) == pytest.approx(2e9, rel=0.06)

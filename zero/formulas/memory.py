@@ -1,0 +1,113 @@
+"""Bytes of model states on one rank: what the paper's formula promises, and what is there."""
+
+from collections.abc import Container, Iterable
+from dataclasses import dataclass, fields
+
+from torch import Tensor
+
+from zero.engine import ZeroDataParallel
+from zero.offload.placement import Placement, State
+from zero.optimizer import ZeroOptimizer
+from zero.stage import Lifetime, ZeroStage
+
+
+@dataclass(frozen=True)
+class ModelStates:
+    """In bytes. `moments` is all of the optimizer's state but the master weights: for Adam both moments, in fp32."""
+
+    parameters: float
+    gradients: float
+    master: float
+    moments: float
+
+    @property
+    def total(self) -> float:
+        return sum(getattr(self, field.name) for field in fields(self))
+
+
+def formula(
+    answers: ZeroStage,
+    num_parameters: float,
+    data_size: int,
+    parameter_bytes: int = 2,
+    moment_bytes: float = 8,
+) -> ModelStates:
+    """Paper, section 3.1 and figure 1, with K = 4 (master) + `moment_bytes` = 12 for Adam in mixed precision.
+
+    `data_size` is that of the shard axis. At parameter_bytes=2: 16 (stage 0), 4 + 12/N (1), 2 + 14/N (2), 16/N (3)
+    times the parameters. Parameters of four bytes or more are their own master weights.
+    """
+
+    def resident(bytes_each: float, is_divided: bool) -> float:
+        return num_parameters * bytes_each / (data_size if is_divided else 1)
+
+    return ModelStates(
+        parameters=resident(parameter_bytes, answers.full_params is Lifetime.TRANSIENT),
+        gradients=resident(parameter_bytes, answers.full_grads is Lifetime.TRANSIENT),
+        master=resident(4 if parameter_bytes < 4 else 0, answers.shard_optimizer),
+        moments=resident(moment_bytes, answers.shard_optimizer),
+    )
+
+
+def placed(
+    states: ModelStates, answers: ZeroStage, data_size: int, leaves: Container[State]
+) -> dict[Placement, ModelStates]:
+    """Where the states of `formula` lie if those that `leaves` names are on the host.
+
+    What persists in full stays on the accelerator; of full gradients the host has a copy of those it owns.
+    """
+    persists = answers.full_grads is Lifetime.PERSISTENT
+    owned_gradients = states.gradients / (data_size if persists and answers.shard_optimizer else 1)
+    optimizer, parameters = "optimizer" in leaves, "parameters" in leaves and answers.full_params is Lifetime.TRANSIENT
+    on_host = ModelStates(
+        parameters=states.parameters * parameters,
+        gradients=owned_gradients * optimizer,
+        master=states.master * optimizer,
+        moments=states.moments * optimizer,
+    )
+    on_accelerator = ModelStates(
+        parameters=states.parameters - on_host.parameters,
+        gradients=states.gradients if persists else states.gradients - on_host.gradients,
+        master=states.master - on_host.master,
+        moments=states.moments - on_host.moments,
+    )
+    return {Placement.ACCELERATOR: on_accelerator, Placement.HOST: on_host}
+
+
+def measured(
+    model: ZeroDataParallel, optimizer: ZeroOptimizer, placement: Placement = Placement.ACCELERATOR
+) -> ModelStates:
+    """What is allocated now in one of the memories, storage by storage. A torch optimizer makes its moments in the
+    first step."""
+    here = [window for window in optimizer.windows if window.placement is placement]
+    states = (optimizer.inner.state.get(piece.param, {}) for window in here for piece in window.pieces)
+    values = (value for state in states for value in state.values())
+    return ModelStates(
+        parameters=_num_bytes(tensor for flat in model.flats for tensor in flat.resident_tensors(placement)),
+        gradients=_num_bytes(model.reducer.resident_tensors(placement)),
+        master=_num_bytes(window.master for window in here if window.has_own_master),
+        moments=_num_bytes(value for value in values if isinstance(value, Tensor) and value.dim() > 0),
+    )
+
+
+def buffer_bytes(model: ZeroDataParallel, optimizer: ZeroOptimizer) -> dict[str, int]:
+    """Buffers of constant size (C_B): they depend on `window_numel`, never on how large the model is."""
+    return {
+        "staged gradients": model.reducer.staging_bytes,
+        "received messages": model.shard_axis.received.num_bytes,
+        "gradient cast": _num_bytes(optimizer.cast_buffers.values()),
+    }
+
+
+def gathered_bytes(model: ZeroDataParallel, prefetch_numel: int) -> int:
+    """Transient parameters that are there at once, at most: those of two units, one inside the other, and what is
+    fetched ahead. The largest layer sets it, not their number."""
+    transient = [flat.full for flat in model.flats if flat.lifetime is Lifetime.TRANSIENT]
+    itemsize = max((full.element_size() for full in transient), default=0)
+    numels = sorted((full.numel() for full in transient), reverse=True)
+    return itemsize * min(sum(numels), sum(numels[:2]) + prefetch_numel)
+
+
+def _num_bytes(tensors: Iterable[Tensor]) -> int:
+    """Each storage once, however many tensors look into it."""
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.numel()}.values())

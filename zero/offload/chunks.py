@@ -1,0 +1,101 @@
+"""Chunks: how large (the search), and which of them stay where there is room for some (Belady's rule).
+
+A chunk is a window. Chunks of one size let a memory of equal blocks hold any of them; the last one of a unit is
+shorter, and a parameter may lie in several, so that nothing but alignment is ever allocated in vain.
+"""
+
+import math
+from bisect import bisect_right
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import numpy as np
+
+from zero.layout import ALIGNMENT, round_up
+from zero.offload.placement import OffloadConfig
+
+MEBI = 2**20
+NUM_ROUNDS = 3  # from nothing held to what is held in every round
+
+Chunk = TypeVar("Chunk", bound=Hashable)
+
+
+@dataclass(frozen=True)
+class ChunkSize:
+    numel: int
+    """Elements of a chunk."""
+    unfilled_numel: int
+    """Elements of equal blocks that the model's chunks would leave empty."""
+
+
+def search_chunk_size(unit_numels: Iterable[int], config: OffloadConfig, num_shards: int) -> ChunkSize:
+    """The size within the configured range that fills its blocks best, of equals the largest.
+
+    A chunk divides evenly over `num_shards` ranks.
+    """
+    grain = num_shards * ALIGNMENT
+    counted = Counter(round_up(numel, grain) for numel in unit_numels if numel)
+    if not counted:
+        return ChunkSize(grain, 0)
+    smallest = max(1, round(config.min_chunk_size_m * MEBI))
+    largest = smallest + round(config.search_range_m * MEBI)
+    candidates = np.arange(smallest, largest + 1, config.hidden_dim, dtype=np.int64)
+    candidates = np.unique(-(-candidates // grain) * grain)
+    candidates = candidates[: np.searchsorted(candidates, max(counted)) + 1]  # one chunk holds any unit from there on
+    unfilled = np.zeros_like(candidates)
+    for numel, count in counted.items():
+        unfilled += count * (-numel % candidates)
+    best = len(candidates) - 1 - int(np.argmin(unfilled[::-1]))
+    return ChunkSize(int(candidates[best]), int(unfilled[best]))
+
+
+class Cycle(Generic[Chunk]):
+    """Which chunks are used at each position of a round that repeats."""
+
+    def __init__(self, uses: Sequence[Collection[Chunk]]):
+        self._uses, self._length = uses, len(uses)
+        self._positions: defaultdict[Chunk, list[int]] = defaultdict(list)
+        for position, chunks in enumerate(uses):
+            for chunk in chunks:
+                self._positions[chunk].append(position)
+
+    def next_use(self, chunk: Chunk, position: int) -> float:
+        """How many positions after this one it is used again, in the next round if not in this."""
+        positions = self._positions.get(chunk)
+        if not positions:
+            return math.inf
+        following = bisect_right(positions, position)
+        if following < len(positions):
+            return positions[following] - position
+        return positions[0] + self._length - position
+
+    def stay(
+        self, chunks: Iterable[Chunk], position: int, room_bytes: float, num_bytes: Callable[[Chunk], int]
+    ) -> list[Chunk]:
+        """Those of `chunks` that are used soonest after this position, as many as there is room for.
+
+        With equal sizes no other choice, with whatever foresight, fetches fewer chunks (Belady 1966).
+        """
+        kept = []
+        for chunk in sorted(chunks, key=lambda chunk: self.next_use(chunk, position)):
+            room_bytes -= num_bytes(chunk)
+            if room_bytes < 0:
+                break
+            kept.append(chunk)
+        return kept
+
+    def plan(
+        self, rooms_bytes: Sequence[float], num_bytes: Callable[[Chunk], int]
+    ) -> list[tuple[frozenset[Chunk], frozenset[Chunk]]]:
+        """(what is left when a position is reached, what stays when its chunks have been fetched) for each position,
+        where `rooms_bytes` may differ. Rounds are played until they repeat."""
+        held: list[Chunk] = []
+        for _ in range(NUM_ROUNDS):
+            found = []
+            for position, (uses, room_bytes) in enumerate(zip(self._uses, rooms_bytes, strict=True)):
+                before = self.stay(held, position - 1, room_bytes, num_bytes)
+                held = self.stay(dict.fromkeys([*before, *uses]), position, room_bytes, num_bytes)
+                found.append((frozenset(before), frozenset(held)))
+        return found
