@@ -16,7 +16,7 @@ from gpt.sampling import sample_texts
 from gpt.settings import Settings, parse_settings
 from gpt.trainer import Trainer
 from parallel.errors import ConfigError
-from parallel.world import World, has_failed_elsewhere, leave_with, rank_from_environment, start_world, stop_world
+from parallel.world import World, exit_with_error, has_failed_elsewhere, rank_from_environment, start_world, stop_world
 
 
 def pretrain(settings: Settings, world: World) -> None:
@@ -47,10 +47,10 @@ def main() -> None:
         logging.basicConfig(level=logging.INFO if world.is_first else logging.ERROR, format="%(message)s")
         pretrain(settings, world)
     except (ConfigError, DataError) as error:
-        leave_with(error)
+        exit_with_error(error)
     except RuntimeError as error:
         if has_failed_elsewhere():  # this rank's collective broke off because a peer has left, with its reason told
-            leave_with(error)
+            exit_with_error(error)
         raise
     stop_world()
 

@@ -27,13 +27,13 @@ from zero.engine import ZeroDataParallel
 from zero.loss_scale import LossScale
 from zero.offload.placement import Offload, Placement
 from zero.optimizer import ZeroOptimizer
-from zero.sharded_init import ShardedBirth
+from zero.sharded_init import ShardedInit
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Parts:
+class TrainState:
     """What a training step needs."""
 
     mesh: Mesh
@@ -101,23 +101,23 @@ def token_layout(settings: Settings, mesh: Mesh) -> TokenLayout:
     return SplitTokens(mesh.tensor) if settings.parallel.sequence_parallel else ReplicatedTokens(mesh.tensor)
 
 
-def build(settings: Settings, mesh: Mesh, device: torch.device) -> Parts:
+def build(settings: Settings, mesh: Mesh, device: torch.device) -> TrainState:
     if settings.train.precision == "fp16" and device.type == "cpu":
         logger.warning("train.precision=fp16 on a CPU is slow and untuned; bf16 is the better half type there")
     train = settings.train
     tokens = token_layout(settings, mesh)
     activations = chosen_activations(settings, mesh, tokens, device)
-    with ShardedBirth(mesh.data, settings.zero.answers, settings.zero.prefetch_numel, settings.offload) as birth:
-        gpt = build_model(settings.model, activations, tokens, device, train.dtype, settings.zero.window_numel)
+    with ShardedInit(mesh.data, settings.zero.policy, settings.zero.prefetch_numel, settings.offload) as init:
+        gpt = build_model(settings.model, activations, tokens, device, train.dtype, settings.zero.bucket_numel)
         initialize(gpt, train.seed, mesh.data)
         if train.initial_weights is not None:
             load_pretrained(gpt, Path(train.initial_weights))
-    model = ZeroDataParallel(gpt, mesh.data, settings.zero, birth, offload=settings.offload)
+    model = ZeroDataParallel(gpt, mesh.data, settings.zero, init=init, offload=settings.offload)
     loss_scale = build_loss_scale(train.loss_scale, train.precision == "fp16", device)
     optimizer = build_optimizer(model, mesh.tensor, settings.optimizer, loss_scale)
     torch.manual_seed(train.seed + 1 + mesh.data.rank)  # dropout: its own on every data-parallel rank
     guard = LossGuard(mesh.data, settings.guard.spike_factor, device) if settings.guard.judges else None
-    return Parts(mesh, model, optimizer, device, activations, guard)
+    return TrainState(mesh, model, optimizer, device, activations, guard)
 
 
 def build_model(

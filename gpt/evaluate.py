@@ -29,7 +29,7 @@ from data.blend import parse_path
 from data.errors import DataError
 from data.sources import Source, text_of
 from data.tokenizer import load_tokenizer, named_tokenizer
-from gpt.build import Parts, build, build_mesh
+from gpt.build import TrainState, build, build_mesh
 from gpt.checkpoint import checkpoint
 from gpt.model.generate import evaluation
 from gpt.monitor.console import RunConsole
@@ -37,7 +37,7 @@ from gpt.run_folder.files import CHECKPOINTS
 from gpt.settings import Settings, parse_settings
 from parallel.errors import ConfigError
 from parallel.mesh import Axis
-from parallel.world import leave_with, start_world, stop_world
+from parallel.world import exit_with_error, start_world, stop_world
 from zero.engine import ZeroDataParallel
 
 # WikiText's own tokenization undone, as GPT-2's authors and Megatron-LM do before they evaluate.
@@ -132,7 +132,7 @@ def undo_wikitext(text: str) -> str:
     return text
 
 
-def score_text(parts: Parts, settings: Settings, text: str, own: argparse.Namespace) -> Score:
+def score_text(parts: TrainState, settings: Settings, text: str, own: argparse.Namespace) -> Score:
     _, prefixes = parse_path(settings.data.path)
     tokenizer = named_tokenizer(own.tokenizer) if own.tokenizer else load_tokenizer(prefixes[0])
     if tokenizer.vocab_size > settings.model.vocab_size:
@@ -148,7 +148,7 @@ def score_text(parts: Parts, settings: Settings, text: str, own: argparse.Namesp
     return Score(nll, len(ids) - 1, num_words)
 
 
-def load_model(settings: Settings, own: argparse.Namespace, world: Any) -> tuple[Parts, str]:
+def load_model(settings: Settings, own: argparse.Namespace, world: Any) -> tuple[TrainState, str]:
     """The parts, and where their weights are from: exported ones, or the newest checkpoint of the run's folder."""
     if own.weights:
         settings = replace(settings, train=replace(settings.train, initial_weights=own.weights))
@@ -194,7 +194,7 @@ def main() -> None:
     try:
         evaluate_text(sys.argv[1:])
     except (ConfigError, DataError) as error:
-        leave_with(error)
+        exit_with_error(error)
     stop_world()
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from gpt.build import Parts
+from gpt.build import TrainState
 from parallel.errors import ConfigError
 from parallel.mesh import Axis
 from parallel.tensor.layers import split_dims
@@ -19,7 +19,7 @@ class DivergenceError(ConfigError):
     """Replicas differ: most likely a machine computes wrongly."""
 
 
-def check_replicas(parts: Parts, step: int) -> None:
+def check_replicas(parts: TrainState, step: int) -> None:
     """Compare checksums of the weights along every axis that replicates them. Raises DivergenceError.
 
     Waits for the device.
@@ -35,12 +35,12 @@ def check_replicas(parts: Parts, step: int) -> None:
         _compare(f"step {step}: the {what}", axis, tensors, parts.device)
 
 
-def _not_cut(parts: Parts) -> Iterable[Tensor]:
+def _not_cut(parts: TrainState) -> Iterable[Tensor]:
     """What this rank owns of the parameters that all tensor ranks have whole."""
     cut = split_dims(parts.model.module)
     for flat in parts.model.flats:
-        for window, master in zip(flat.layout.windows, flat.masters, strict=True):
-            owned = window.shard(flat.axis.rank)
+        for bucket, master in zip(flat.layout.buckets, flat.masters, strict=True):
+            owned = bucket.shard(flat.axis.rank)
             for span, part in flat.layout.pieces(owned):
                 if span.name not in cut:
                     yield master[part.start - owned.start : part.stop - owned.start]

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from gpt.loss_guard import LossGuard
 from gpt.model.generate import evaluation
-from parallel.instruments.memory_tracker import Kind, allocating
+from parallel.instruments.memory_tracker import TensorKind, allocating
 from parallel.mesh import Mesh
 from zero.engine import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
@@ -31,7 +31,7 @@ def train_step(
     losses = []
 
     def run(tokens: Tensor) -> None:
-        with allocating(Kind.ACTIVATIONS):
+        with allocating(TensorKind.ACTIVATIONS):
             with mesh.log.during("forward"):
                 loss = model(tokens[:, :-1], tokens[:, 1:])
             with mesh.log.during("backward"):

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpt.build import Parts
+from gpt.build import TrainState
 from gpt.checkpoint.checkpoint import Progress
 from gpt.checkpoint.recovery import Recovery
 from gpt.corpus import Corpus
@@ -36,7 +36,7 @@ from zero.layer_norms import layer_norms
 class Trainer:
     """Trains `parts` on a corpus, from where the run stands to its last step."""
 
-    def __init__(self, settings: Settings, world: World, parts: Parts, corpus: Corpus, console: RunConsole):
+    def __init__(self, settings: Settings, world: World, parts: TrainState, corpus: Corpus, console: RunConsole):
         self._settings, self._world, self._parts = settings, world, parts
         self._corpus, self._console = corpus, console
         self._folder = Path(settings.run.dir)
@@ -44,11 +44,11 @@ class Trainer:
         store, mesh = shared_store(), parts.mesh
         self._tracking = Tracking({})
 
-        def last_words(reason: str) -> None:
-            self._tracking.last_words(reason)
+        def on_abort(reason: str) -> None:
+            self._tracking.on_abort(reason)
 
-        self._stopping = Stopping(store, world.rank, world.size, last_words)
-        self._watchdog = Watchdog(store, world.rank, world.size, mesh.log, settings.run.hang_seconds, last_words)
+        self._stopping = Stopping(store, world.rank, world.size, on_abort)
+        self._watchdog = Watchdog(store, world.rank, world.size, mesh.log, settings.run.hang_seconds, on_abort)
         self._recovery = Recovery(settings, parts, console.say, self._watchdog.beat, self._on_save)
         self._profiler = Profiler(settings.profile, mesh, parts.device, self._folder)
         self._node_map = NodeMap.find(world)

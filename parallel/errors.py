@@ -10,7 +10,7 @@ class ConfigError(ValueError):
 
 
 @contextmanager
-def told_in_one_line(*others: type[Exception]) -> Iterator[None]:
+def exit_on_config_error(*others: type[Exception]) -> Iterator[None]:
     """For commands of one process: a ConfigError, or one of `others`, ends the program: its line, exit code 2."""
     mistakes: tuple[type[Exception], ...] = (ConfigError, *others)
     try:

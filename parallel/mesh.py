@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from parallel.errors import ConfigError
 from parallel.instruments.comm_log import CommEvent, CommLog
-from parallel.instruments.memory_tracker import Kind, tagged
+from parallel.instruments.memory_tracker import TensorKind, tagged
 
 
 class Handle:
@@ -50,7 +50,7 @@ class ReceiveBuffers:
             return free.pop()
         if free:
             free.pop(0)
-        return tagged(Kind.BUFFERS, like.new_empty(like.numel()))
+        return tagged(TensorKind.BUFFERS, like.new_empty(like.numel()))
 
     def put_back(self, buffer: Tensor) -> None:
         free = self._free[buffer.dtype]

@@ -28,14 +28,12 @@ class Stopping:
 
     So does the first where not all ranks answer: one has died, and what this one waits for will never come.
 
-    `store` is shared by the ranks, and empty when a job starts. `last_words` is called with the reason, in a thread,
+    `store` is shared by the ranks, and empty when a job starts. `on_abort` is called with the reason, in a thread,
     where not all ranks answer.
     """
 
-    def __init__(
-        self, store: dist.Store, rank: int, size: int, last_words: Callable[[str], None] = lambda reason: None
-    ):
-        self._last_words = last_words
+    def __init__(self, store: dist.Store, rank: int, size: int, on_abort: Callable[[str], None] = lambda reason: None):
+        self._on_abort = on_abort
         self._store, self._rank, self._size = store, rank, size
         self._changed = threading.Condition()
         self._begun = 0
@@ -97,7 +95,7 @@ class Stopping:
                 )
                 sys.stderr.write(f"error: {reason}\n")
                 sys.stderr.flush()
-                self._last_words(reason)
+                self._on_abort(reason)
                 os._exit(1)
 
     def _attempt(self, action: Callable[[], None]) -> None:

@@ -35,7 +35,7 @@ class Sign:
 class Watchdog:
     """`hang_seconds`: without a collective, or a `beat`, on any rank, after which the job ends; 0: never.
 
-    `last_words` is called with the reason, in a thread, on every rank that can still do so before its process ends.
+    `on_abort` is called with the reason, in a thread, on every rank that can still do so before its process ends.
     """
 
     def __init__(
@@ -45,10 +45,10 @@ class Watchdog:
         size: int,
         log: CommLog,
         hang_seconds: float,
-        last_words: Callable[[str], None] = lambda reason: None,
+        on_abort: Callable[[str], None] = lambda reason: None,
     ):
         self._store, self._rank, self._size, self._log = store, rank, size, log
-        self._last_words = last_words
+        self._on_abort = on_abort
         self._hang_seconds, self._poll_seconds = hang_seconds, hang_seconds / POLLS
         self._num_beats = self._tick = 0
         self._seen, self._seen_at = (0, 0), time.monotonic()
@@ -77,7 +77,7 @@ class Watchdog:
             try:
                 self._tell()
                 if self._store.check(["watch/verdict"]):
-                    self._last_words(self._store.get("watch/verdict").decode())
+                    self._on_abort(self._store.get("watch/verdict").decode())
                     os._exit(EXIT_CODE)
                 if self._idle_seconds() > self._hang_seconds and self._store.add("watch/num_reporters", 1) == 1:
                     self._report(ended)
@@ -113,7 +113,7 @@ class Watchdog:
         """The main thread may be inside a collective for ever: no exception would reach it."""
         sys.stderr.write(f"error: {reason}\n")
         sys.stderr.flush()
-        self._last_words(reason)
+        self._on_abort(reason)
         os._exit(EXIT_CODE)
 
     def _signs(self) -> dict[int, Sign]:

@@ -143,7 +143,7 @@ def shared_store() -> dist.Store:
     return dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
 
 
-def leave_with(error: Exception) -> NoReturn:
+def exit_with_error(error: Exception) -> NoReturn:
     """End this rank with exit code 2 after one line, printed by the first rank that fails. Never returns, never hangs.
 
     Ranks that find the same mistake say it once; a rank that fails alone is heard, and its peers, whose collectives

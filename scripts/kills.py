@@ -25,7 +25,7 @@ OPTIONS = {
     "model.seq_length": 16,
     "model.vocab_size": 300,
     "model.dropout": 0.1,
-    "zero.window_numel": 5000,
+    "zero.bucket_numel": 5000,
     "train.precision": "fp32",
     "train.steps": 40,
     "train.micro_batch_size": 2,

@@ -7,20 +7,20 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from parallel.instruments.fake_tensors import instances_in
-from parallel.instruments.memory_tracker import Ledger
+from parallel.instruments.memory_tracker import MemoryTracker
 
 
 class KeptApart(TorchDispatchMode):
     """Fails where one operation reads or writes both memories, as it would with a GPU; only copies may. Collectives, as
     NCCL's, reach the accelerator's memory alone."""
 
-    def __init__(self, ledger: Ledger):
+    def __init__(self, tracker: MemoryTracker):
         super().__init__()
-        self.ledger, self.num_copies = ledger, 0
+        self.tracker, self.num_copies = tracker, 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         tensors = [*instances_in((args, tuple((kwargs or {}).values())), Tensor)]
-        places = {self.ledger.is_on_host(tensor) for tensor in tensors if tensor.dim()}
+        places = {self.tracker.is_on_host(tensor) for tensor in tensors if tensor.dim()}
         assert function.namespace != "c10d" or True not in places, f"{function} reads host memory"
         if len(places) == 2:
             assert function is torch.ops.aten.copy_.default, f"{function} reads both memories"

@@ -24,7 +24,7 @@ class ToyBlock(nn.Module):
         self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 40), nn.Linear(40, 16)
         self.frozen = nn.Parameter(torch.randn(16), requires_grad=False)
         self.unused = nn.Parameter(torch.randn(7, 3))
-        self.gate = nn.Linear(16, 16)  # used for some batches, hence on some ranks; its window is the first to go
+        self.gate = nn.Linear(16, 16)  # used for some batches, hence on some ranks; its bucket is the first to go
 
     def forward(self, x: Tensor, *, context: dict) -> dict:
         h = checkpoint(self.mlp, x, use_reentrant=False) if self.checkpoints else self.mlp(x)
@@ -39,7 +39,7 @@ class ToyBlock(nn.Module):
 
 
 class Toy(nn.Module):
-    """Tied embedding and head, tied weights across blocks, a buffer, one parameter far larger than a window."""
+    """Tied embedding and head, tied weights across blocks, a buffer, one parameter far larger than a bucket."""
 
     def __init__(self, checkpoints: bool):
         super().__init__()

@@ -89,8 +89,8 @@ def assert_same_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> N
 
 
 def configs(*stages: int, **factors: list[Any]) -> list[ZeroConfig]:
-    """Every combination, with windows far smaller than the largest parameter."""
-    factors = {"window_numel": [500]} | factors
+    """Every combination, with buckets far smaller than the largest parameter."""
+    factors = {"bucket_numel": [500]} | factors
     return [
         ZeroConfig(stage, **dict(zip(factors, values, strict=True)))
         for stage, *values in itertools.product(stages, *factors.values())

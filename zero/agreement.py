@@ -1,4 +1,4 @@
-"""All ranks gather the same units and reduce the same windows in the same order, or learn at once that they don't.
+"""All ranks gather the same units and reduce the same buckets in the same order, or learn at once that they don't.
 
 Ranks match their collectives by order. Two that gather different units at the same point would take one's parameters
 for the other's where both are as large, and wait for ever, or die, where not. Each rank therefore knows the order of
@@ -22,7 +22,7 @@ class DivergedRanks(RuntimeError):
 
 
 class LaunchOrder:
-    """Launches are numbered: the gathers of the units first, then the reductions of the windows."""
+    """Launches are numbered: the gathers of the units first, then the reductions of the buckets."""
 
     def __init__(self, data: Axis, unit_names: Sequence[str]):
         self._data, self._unit_names = data, [name or "the root" for name in unit_names]
@@ -41,9 +41,9 @@ class LaunchOrder:
         """Raises DivergedRanks where other ranks do otherwise."""
         self._next(unit)
 
-    def before_reduction(self, window: int) -> None:
+    def before_reduction(self, bucket: int) -> None:
         """Raises DivergedRanks where other ranks do otherwise."""
-        self._next(len(self._unit_names) + window)
+        self._next(len(self._unit_names) + bucket)
 
     def _next(self, launch: int) -> None:
         position = len(self._launched)
@@ -85,7 +85,7 @@ class LaunchOrder:
         if launch == END:
             return "begins the next forward"
         num_units = len(self._unit_names)
-        return f"gathers {self._unit_names[launch]}" if launch < num_units else f"reduces window {launch - num_units}"
+        return f"gathers {self._unit_names[launch]}" if launch < num_units else f"reduces bucket {launch - num_units}"
 
     def _diverged(self, what: str) -> DivergedRanks:
         return DivergedRanks(

@@ -22,24 +22,24 @@ class Piece:
     """A stretch of one parameter, flat, as the optimizer sees it; `group` is the number of its parameter group."""
 
     param: nn.Parameter
-    elements: range  # in the window's shard
+    elements: range  # in the bucket's shard
     group: int
 
 
-class WindowedOptimizer:
-    """Steps `inner` for the pieces of one window; what it counts per group, it counts once a round."""
+class BucketedOptimizer:
+    """Steps `inner` for the pieces of one bucket; what it counts per group, it counts once a round."""
 
     def __init__(self, inner: Optimizer):
         self.inner = inner
         self._all_params = [group["params"] for group in inner.param_groups]
 
     def begin_round(self) -> None:
-        """Before the first window of a step. The groups' settings (learning rate, ...) are read here."""
+        """Before the first bucket of a step. The groups' settings (learning rate, ...) are read here."""
         self._before = [_settings(group) for group in self.inner.param_groups]
         self._after = list(self._before)
 
     def step(self, pieces: Sequence[Piece], grad: Tensor) -> None:
-        """`grad`: flat, the gradient of the window's shard. Leaves every piece without a gradient."""
+        """`grad`: flat, the gradient of the bucket's shard. Leaves every piece without a gradient."""
         for number, group in enumerate(self.inner.param_groups):
             _replace(group, self._before[number], [piece.param for piece in pieces if piece.group == number])
         for piece in pieces:
@@ -83,14 +83,14 @@ def probe_elementwise(optimizer: type[Optimizer], settings: dict[str, Any], devi
     ]
     try:
         inner = optimizer([whole], **settings)
-        windowed = WindowedOptimizer(optimizer([piece.param for piece in pieces], **settings))
+        bucketed = BucketedOptimizer(optimizer([piece.param for piece in pieces], **settings))
         for grad in grads:
             whole.grad = grad.clone()
             inner.step()
-            windowed.begin_round()
-            windowed.step(pieces[:1], grad.flatten()[:cut].clone())
-            windowed.step(pieces[1:], grad.flatten()[cut:].clone())
-            windowed.end_round()
+            bucketed.begin_round()
+            bucketed.step(pieces[:1], grad.flatten()[:cut].clone())
+            bucketed.step(pieces[1:], grad.flatten()[cut:].clone())
+            bucketed.end_round()
         joined = torch.cat([piece.param.detach() for piece in pieces])
         is_elementwise = torch.allclose(whole.detach().flatten(), joined, rtol=1e-5, atol=1e-7)
     except (RuntimeError, TypeError, ValueError) as error:

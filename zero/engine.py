@@ -2,14 +2,14 @@
 
 Gradients, in every stage
 
-    a gradient    goes into its window; a complete window starts its reduction while backward goes on
-    the end       windows still open are closed, zeros for what is missing, and reduced in fixed order
+    a gradient    goes into its bucket; a complete bucket starts its reduction while backward goes on
+    the end       buckets still open are closed, zeros for what is missing, and reduced in fixed order
 
 Parameters, where they are transient, per unit
 
     forward       gather, start to gather the next units | compute | release
     backward      an output's gradient arrives: gather, start the next | compute | the input's gradient arrives:
-                  release, and close the unit's windows: what has no gradient by now counts as zero
+                  release, and close the unit's buckets: what has no gradient by now counts as zero
 """
 
 import logging
@@ -34,8 +34,8 @@ from zero.gradients import GradientReducer
 from zero.offload.chunks import search_chunk_size
 from zero.offload.placement import NO_OFFLOAD, Offload, OffloadConfig
 from zero.offload.planner import NUM_KEPT, Residency
-from zero.sharded_init import ShardedBirth
-from zero.stage import STAGES, Lifetime, ZeroStage
+from zero.sharded_init import ShardedInit
+from zero.stage import STAGES, Lifetime, ShardingPolicy
 from zero.unit import Itinerary, Unit, alike, assign_parameters, find_units, named_units
 
 logger = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ class ZeroConfig:
 
     stage: int = 2
     """0: plain data parallelism; 1: optimizer states partitioned; 2: gradients too; 3: parameters too."""
-    window_numel: int | None = 2**25
+    bucket_numel: int | None = 2**25
     """C_B: elements communicated, cast or summed at once, whatever the model's size; null: all of them at once."""
     overlap: bool = True
     """Reduce gradients while backward goes on. Off gives the same bits, later."""
@@ -68,20 +68,20 @@ class ZeroConfig:
     def __post_init__(self) -> None:
         if self.stage not in STAGES:
             raise ConfigError(f"zero.stage={self.stage} does not exist; choose {', '.join(map(str, STAGES))}")
-        if self.window_numel is not None and self.window_numel < 1:
+        if self.bucket_numel is not None and self.bucket_numel < 1:
             raise ConfigError(
-                f"zero.window_numel={self.window_numel} is below 1; choose 1 or more, or null for one window"
+                f"zero.bucket_numel={self.bucket_numel} is below 1; choose 1 or more, or null for one bucket"
             )
         for name in ("prefetch_numel", "resident_numel"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"zero.{name}={getattr(self, name)} is below 0; choose 0 for none")
 
     @property
-    def answers(self) -> ZeroStage:
+    def policy(self) -> ShardingPolicy:
         """The stage's row of the table, with what the other settings change of it."""
         return self.at_stage(self.stage)
 
-    def at_stage(self, stage: int) -> ZeroStage:
+    def at_stage(self, stage: int) -> ShardingPolicy:
         """What these settings would make of another stage."""
         row = replace(STAGES[stage], owned_grads=Lifetime.PERSISTENT if self.defragment else Lifetime.TRANSIENT)
         return replace(row, full_grads=Lifetime.PERSISTENT) if self.accumulate == "local" else row
@@ -92,7 +92,7 @@ class ZeroDataParallel(nn.Module):
 
     Put `with model.accumulate():` around every micro-batch but the last. All ranks start with the parameters and
     buffers of the first. `requires_grad` and types are read here, once: change them before wrapping. A module built
-    inside a `ShardedBirth` comes with its `birth`; with `device` it moves there, a unit at a time.
+    inside a `ShardedInit` comes with its `init`; with `device` it moves there, a unit at a time.
     """
 
     def __init__(
@@ -100,13 +100,13 @@ class ZeroDataParallel(nn.Module):
         module: nn.Module,
         data: Axis,
         config: ZeroConfig,
-        birth: ShardedBirth | None = None,
+        init: ShardedInit | None = None,
         device: torch.device | None = None,
         offload: OffloadConfig = NO_OFFLOAD,
     ):
         super().__init__()
         self.module = module
-        self._data, self._stage = data, config.answers
+        self._data, self._stage = data, config.policy
         self.shard_axis, self.replica_axis = axes = self._stage.axes(data)
         if self._stage.full_params is Lifetime.PERSISTENT and offload.leaves == {"parameters"}:
             raise ConfigError(
@@ -115,9 +115,9 @@ class ZeroDataParallel(nn.Module):
             )
         self.offload = Offload(device or next(module.parameters()).device, offload)
         self.residency = Residency(self.offload, config.prefetch_numel)
-        self._units = self._make_units(config, birth)
-        if birth:
-            birth.close(module)
+        self._units = self._make_units(config, init)
+        if init:
+            init.close(module)
         _move_buffers(module, data, device)
         self._unit_of = {param: unit for unit in self._units.values() for param in unit.flat_of}
         trainable = [flat for flat in self.flats if flat.is_trainable]
@@ -189,20 +189,22 @@ class ZeroDataParallel(nn.Module):
             for unit in units:
                 unit.release(visitor)
 
-    def _make_units(self, config: ZeroConfig, birth: ShardedBirth | None) -> dict[str, Unit]:
+    def _make_units(self, config: ZeroConfig, init: ShardedInit | None) -> dict[str, Unit]:
         """Each unit holds the buffers of its own parameters; what persists belongs to the root, the whole model."""
         own = assign_parameters(self.module, self._unit_names(config))
         self._launch_order = LaunchOrder(self._data, list(own))
         is_transient = self._stage.full_params is Lifetime.TRANSIENT
         resident_numel = config.resident_numel if is_transient else math.inf
         resident = {n: p for params in own.values() for n, p in params.items() if p.numel() < resident_numel}
-        numel = self._window_numel(config, own)
+        numel = self._bucket_numel(config, own)
 
         def values_of(param: nn.Parameter) -> Tensor:
             """The first rank's."""
-            values = birth.take(param) if birth else param.data
+            values = init.take(param) if init else param.data
             if is_absent(values):
-                raise ValueError(f"a parameter of shape {tuple(param.shape)} is not here: give its `birth` too")
+                raise ValueError(
+                    f"a parameter of shape {tuple(param.shape)} is still sharded; pass `init=` to ZeroDataParallel"
+                )
             return self._data.values_of_first(values)
 
         units: dict[str, Unit] = {}
@@ -217,14 +219,14 @@ class ZeroDataParallel(nn.Module):
             units[name] = Unit(flats, partial(self._launch_order.before_gather, len(units)))
         return units
 
-    def _window_numel(self, config: ZeroConfig, own: dict[str, dict[str, nn.Parameter]]) -> int:
-        """One window for all, where none is configured; chunks of a searched size for Gemini."""
+    def _bucket_numel(self, config: ZeroConfig, own: dict[str, dict[str, nn.Parameter]]) -> int:
+        """One bucket for all, where none is configured; chunks of a searched size for Gemini."""
         numels = [sum(param.numel() for param in params.values()) for params in own.values()]
         if self.offload.config.mode == "auto":
             chunk = search_chunk_size(numels, self.offload.config, self.shard_axis.size)
             logger.info("offload: chunks of %d elements, %d unfilled", chunk.numel, chunk.unfilled_numel)
             return chunk.numel
-        return config.window_numel or sum(numels)
+        return config.bucket_numel or sum(numels)
 
     def _unit_names(self, config: ZeroConfig) -> list[str]:
         if self._stage.full_params is Lifetime.PERSISTENT:
@@ -240,7 +242,7 @@ class ZeroDataParallel(nn.Module):
             watch_parameters(self.module, self._on_access)
         # Python's collector does not see what torch's hooks of this kind refer to: the engine would never be freed.
         on_gradient = weakref.WeakMethod(self._on_gradient)
-        for flat in self.reducer.windows:
+        for flat in self.reducer.buckets:
             for param in flat.params:
                 param.register_post_accumulate_grad_hook(lambda param: (alive := on_gradient()) and alive(param))
 
@@ -285,7 +287,7 @@ class ZeroDataParallel(nn.Module):
     # [Note: borrowing] A parameter may be read by a unit that is not its own: a parent that multiplies with a child's
     # weight, or adds a bias that the child returned. The reader then holds the owner's parameters until it is released
     # itself, and from then on whenever it runs, in backward too, where autograd reads what it saved. The owner's
-    # windows stay open until the end of backward.
+    # buckets stay open until the end of backward.
 
     def _before_backward(self, unit: Unit) -> None:
         self._enter_backward()
@@ -301,11 +303,11 @@ class ZeroDataParallel(nn.Module):
             self.reducer.close(unit.flat_of, may_launch=self._reduces_now)
 
     # [Note: closing] Ranks meet in the order in which each launches its collectives. A parameter that only some ranks
-    # used would complete its window there now and elsewhere at the very end, with gathers in between: ranks would wait
-    # for each other for ever. So a unit's windows are complete when its backward ends, used or not, on every rank, and
+    # used would complete its bucket there now and elsewhere at the very end, with gathers in between: ranks would wait
+    # for each other for ever. So a unit's buckets are complete when its backward ends, used or not, on every rank, and
     # never before, whatever gradients have come. The root, units called without differentiable inputs and calls left
     # over from another forward end with the backward. Where parameters persist nothing is gathered in backward: there a
-    # window may go as soon as its gradients have come.
+    # bucket may go as soon as its gradients have come.
 
     def _on_gradient(self, param: nn.Parameter) -> None:
         # Releases nothing: with frozen weights this runs before the input's gradient has read the parameters.
@@ -327,9 +329,9 @@ class ZeroDataParallel(nn.Module):
                 break
             following.start_gather()
 
-    def _before_reduction(self, window: int) -> None:
+    def _before_reduction(self, bucket: int) -> None:
         if self._stage.full_params is Lifetime.TRANSIENT:  # elsewhere the order is fixed, whatever the model does
-            self._launch_order.before_reduction(window)
+            self._launch_order.before_reduction(bucket)
 
     @property
     def _reduces_now(self) -> bool:

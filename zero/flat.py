@@ -7,7 +7,7 @@ from operator import attrgetter
 import torch
 from torch import Tensor, nn
 
-from parallel.instruments.memory_tracker import Kind, tagged
+from parallel.instruments.memory_tracker import TensorKind, tagged
 from parallel.mesh import Axis, Handle
 from zero.layout import Layout, Span, cut, overlap
 from zero.offload.placement import Offload, Placement
@@ -34,7 +34,7 @@ class FlatParameters:
         params: dict[str, nn.Parameter],
         axis: Axis,
         lifetime: Lifetime,
-        window_numel: int,
+        bucket_numel: int,
         values_of: Callable[[nn.Parameter], Tensor] = attrgetter("data"),
         offload: Offload | None = None,
     ):
@@ -42,9 +42,11 @@ class FlatParameters:
         self._offload = offload = offload or Offload(self.params[0].device)
         is_transient = lifetime is Lifetime.TRANSIENT
         self.placement = offload.config.placement_of("parameters") if is_transient else Placement.ACCELERATOR
-        self.layout = Layout.of({name: p.shape for name, p in params.items()}, axis.size, window_numel)
-        self.full = tagged(Kind.PARAMETERS, self.params[0].data.new_zeros(self.layout.numel, device=offload.device))
-        self._full_windows = [cut(self.full, window.elements) for window in self.layout.windows]
+        self.layout = Layout.of({name: p.shape for name, p in params.items()}, axis.size, bucket_numel)
+        self.full = tagged(
+            TensorKind.PARAMETERS, self.params[0].data.new_zeros(self.layout.numel, device=offload.device)
+        )
+        self._full_buckets = [cut(self.full, bucket.elements) for bucket in self.layout.buckets]
         self._span_of = dict(zip(self.params, self.layout.spans, strict=True))
         self._present = {param: span.view(self.full) for param, span in self._span_of.items()}
         nothing = absent(self.full)
@@ -55,11 +57,11 @@ class FlatParameters:
             values = values_of(param)
             if values.numel() > 1 and not any(values.stride()):
                 raise ValueError(
-                    f"a parameter of shape {tuple(param.shape)} is not here: give the `birth` it was built in"
+                    f"a parameter of shape {tuple(param.shape)} is still sharded; pass `init=` to ZeroDataParallel"
                 )
             full.copy_(values)
             param.data = full  # at once: whatever it was is freed before the next is fetched
-        self.owned = [cut(self.full, window.shard(axis.rank)) for window in self.layout.windows]
+        self.owned = [cut(self.full, bucket.shard(axis.rank)) for bucket in self.layout.buckets]
         if is_transient:
             self.owned = [self._copy_of(shard, self.placement) for shard in self.owned]
         self.masters = list(self.owned)  # what an optimizer updates; its finer copies, where it keeps some
@@ -106,8 +108,8 @@ class FlatParameters:
         return self._send(index) if self.lifetime is Lifetime.PERSISTENT else Handle()
 
     def bring_near(self, index: int) -> None:
-        """While full: keep this rank's shard of a window on the accelerator until `let_go`."""
-        shard = cut(self.full, self.layout.windows[index].shard(self.axis.rank))
+        """While full: keep this rank's shard of a bucket on the accelerator until `let_go`."""
+        shard = cut(self.full, self.layout.buckets[index].shard(self.axis.rank))
         self.near[index] = self._copy_of(shard, Placement.ACCELERATOR)
 
     def let_go(self, index: int) -> None:
@@ -123,16 +125,16 @@ class FlatParameters:
             full.copy_(param.data)
             param.data = full
         data.broadcast(full).wait()
-        for window, owned, master in zip(self.layout.windows, self.owned, self.masters, strict=True):
-            shard = window.shard(self.axis.rank)
+        for bucket, owned, master in zip(self.layout.buckets, self.owned, self.masters, strict=True):
+            shard = bucket.shard(self.axis.rank)
             if part := overlap(span.elements, shard):
                 new, fine = cut(self.full, part).to(master.device), cut(master, part, shard.start)
                 fine.copy_(torch.where(fine.to(new.dtype) == new, fine, new.to(fine.dtype)))
                 cut(owned, part, shard.start).copy_(new)
 
     def owned_pieces(self, index: int) -> list[tuple[nn.Parameter, range]]:
-        """The parameters of which this rank owns a part in one window, and where in the owned shard that part lies."""
-        owned = self.layout.windows[index].shard(self.axis.rank)
+        """The parameters of which this rank owns a part in one bucket, and where in the owned shard that part lies."""
+        owned = self.layout.buckets[index].shard(self.axis.rank)
         param_of: dict[Span, nn.Parameter] = dict(zip(self.layout.spans, self.params, strict=True))
         return [
             (param_of[span], range(part.start - owned.start, part.stop - owned.start))
@@ -147,15 +149,15 @@ class FlatParameters:
         return near + (resident if placement is self.placement else [])
 
     def _send(self, index: int) -> Handle:
-        """Owners -> full buffer, one window; in place where the buffer persists, or the shard comes from the host."""
-        out = self._full_windows[index]
+        """Owners -> full buffer, one bucket; in place where the buffer persists, or the shard comes from the host."""
+        out = self._full_buckets[index]
         if self.placement is Placement.ACCELERATOR or index in self.near:
             return self.axis.all_gather(self.near.get(index, self.owned[index]), out=out)
-        shard = cut(self.full, self.layout.windows[index].shard(self.axis.rank))
+        shard = cut(self.full, self.layout.buckets[index].shard(self.axis.rank))
         return self._offload.to_accelerator(self.owned[index], shard, lambda: self.axis.all_gather(shard, out=out))
 
     def _copy_of(self, shard: Tensor, placement: Placement) -> Tensor:
-        return self._offload.new(placement, Kind.PARAMETERS, shard.numel(), shard.dtype).copy_(shard)
+        return self._offload.new(placement, TensorKind.PARAMETERS, shard.numel(), shard.dtype).copy_(shard)
 
     def _await_arrivals(self) -> None:
         for arrival in self._arrivals:

@@ -13,8 +13,8 @@ def layer_norms(model: ZeroDataParallel, optimizer: ZeroOptimizer, tensor: Axis)
     layers = {param: layer_of(name) for name, param in model.module.named_parameters()}
     numbers = {layer: number for number, layer in enumerate(dict.fromkeys(layers.values()))}
     squares = optimizer.loss_scale.scale.new_zeros(len(numbers))
-    for window in optimizer.windows:
-        for param, gradient in optimizer.pieces_that_count(window):
+    for bucket in optimizer.buckets:
+        for param, gradient in optimizer.pieces_that_count(bucket):
             for chunk in gradient.split(NORM_CHUNK_NUMEL):
                 norm = torch.linalg.vector_norm(chunk, dtype=squares.dtype)
                 squares[numbers[layers[param]]] += norm.square().to(squares.device)

@@ -1,8 +1,8 @@
 """Where every parameter element lies and who owns it. Pure arithmetic on names and shapes: no memory, no ranks' state.
 
 | w1 ................ | w2 .... |0| b |0|0|    one flat buffer; starts are aligned, gaps and the end are zero
-|     window 0     |     window 1     | w. 2 |  one window = one communication; parameters may cross windows
-| s0  |  s1  |  s2 | s0  |  s1  |  s2 | s0 ..|  equal shards: rank r owns shard r of every window
+|     bucket 0     |     bucket 1     | w. 2 |  one bucket = one communication; parameters may cross buckets
+| s0  |  s1  |  s2 | s0  |  s1  |  s2 | s0 ..|  equal shards: rank r owns shard r of every bucket
 """
 
 from bisect import bisect_right
@@ -43,7 +43,7 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Window:
+class Bucket:
     """A stretch of a buffer that is communicated at once."""
 
     elements: range
@@ -60,20 +60,20 @@ class Window:
 
 @dataclass(frozen=True)
 class Layout:
-    """The spans and windows of one buffer, both in ascending order."""
+    """The spans and buckets of one buffer, both in ascending order."""
 
     spans: tuple[Span, ...]
-    windows: tuple[Window, ...]
+    buckets: tuple[Bucket, ...]
 
     @classmethod
-    def of(cls, shapes: dict[str, torch.Size], num_shards: int, window_numel: int) -> "Layout":
+    def of(cls, shapes: dict[str, torch.Size], num_shards: int, bucket_numel: int) -> "Layout":
         spans, stop = [], 0
         for name, shape in shapes.items():
             spans.append(Span(name, shape, range(stop, stop + shape.numel())))
             stop = round_up(spans[-1].elements.stop, ALIGNMENT)
         stop = max(stop, ALIGNMENT)  # parameters without elements need a place too
         grain = num_shards * ALIGNMENT
-        return cls(tuple(spans), _windows(round_up(stop, grain), round_up(window_numel, grain), num_shards))
+        return cls(tuple(spans), _buckets(round_up(stop, grain), round_up(bucket_numel, grain), num_shards))
 
     @classmethod
     def from_description(cls, description: dict[str, Any]) -> "Layout":
@@ -81,21 +81,21 @@ class Layout:
         spans = []
         for name, (shape, start) in description["spans"].items():
             spans.append(Span(name, torch.Size(shape), range(start, start + torch.Size(shape).numel())))
-        windows = _windows(description["numel"], description["window_numel"], description["num_shards"])
-        return cls(tuple(spans), windows)
+        buckets = _buckets(description["numel"], description["bucket_numel"], description["num_shards"])
+        return cls(tuple(spans), buckets)
 
     def describe(self) -> dict[str, Any]:
-        """For JSON: names, shapes and starts. Windows and shards are arithmetic: nothing grows with their number."""
+        """For JSON: names, shapes and starts. Buckets and shards are arithmetic: nothing grows with their number."""
         return {
             "numel": self.numel,
-            "window_numel": len(self.windows[0].elements),
-            "num_shards": self.windows[0].num_shards,
+            "bucket_numel": len(self.buckets[0].elements),
+            "num_shards": self.buckets[0].num_shards,
             "spans": {span.name: [list(span.shape), span.elements.start] for span in self.spans},
         }
 
     @property
     def numel(self) -> int:
-        return self.windows[-1].elements.stop
+        return self.buckets[-1].elements.stop
 
     def pieces(self, elements: range) -> Iterator[tuple[Span, range]]:
         """The parameters that lie in `elements`, each with its part of them."""
@@ -108,12 +108,12 @@ class Layout:
 
     def shards(self, elements: range) -> Iterator[tuple[int, range]]:
         """(rank, part) of every shard that has a part of `elements`, in ascending order."""
-        window_numel = len(self.windows[0].elements)
-        for window in self.windows[elements.start // window_numel : -(-elements.stop // window_numel)]:
-            inside = overlap(window.elements, elements)
-            first, last = ((e - window.elements.start) // window.shard_numel for e in (inside.start, inside.stop - 1))
+        bucket_numel = len(self.buckets[0].elements)
+        for bucket in self.buckets[elements.start // bucket_numel : -(-elements.stop // bucket_numel)]:
+            inside = overlap(bucket.elements, elements)
+            first, last = ((e - bucket.elements.start) // bucket.shard_numel for e in (inside.start, inside.stop - 1))
             for rank in range(first, last + 1):
-                yield rank, overlap(window.shard(rank), inside)
+                yield rank, overlap(bucket.shard(rank), inside)
 
     def gaps(self, elements: range) -> Iterator[range]:
         """The stretches of `elements` where no parameter lies."""
@@ -126,10 +126,10 @@ class Layout:
             yield range(start, elements.stop)
 
 
-def _windows(numel: int, window_numel: int, num_shards: int) -> tuple[Window, ...]:
-    """All of `window_numel` elements, but for the last."""
-    starts = range(0, numel, window_numel)
-    return tuple(Window(range(s, min(s + window_numel, numel)), num_shards) for s in starts)
+def _buckets(numel: int, bucket_numel: int, num_shards: int) -> tuple[Bucket, ...]:
+    """All of `bucket_numel` elements, but for the last."""
+    starts = range(0, numel, bucket_numel)
+    return tuple(Bucket(range(s, min(s + bucket_numel, numel)), num_shards) for s in starts)
 
 
 def innermost_unit(parameter_names: Iterable[str], unit_names: Iterable[str]) -> str:

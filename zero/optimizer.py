@@ -1,6 +1,6 @@
 """Any element-wise torch optimizer, run on the pieces of parameters that this rank owns.
 
-Per step: norm of all gradients -> clip coefficient (a tensor) -> per window: cast, update, write back, publish.
+Per step: norm of all gradients -> clip coefficient (a tensor) -> per bucket: cast, update, write back, publish.
 Nothing here reads a tensor's value, so nothing waits for the device; the one exception is named (`_must_skip`).
 """
 
@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parallel.instruments.memory_tracker import Kind, allocating
+from parallel.instruments.memory_tracker import TensorKind, allocating
 from parallel.mesh import Axis, Handle
 from parallel.tensor.layers import split_dims
-from zero.elementwise import Piece, WindowedOptimizer, probe_elementwise
+from zero.elementwise import BucketedOptimizer, Piece, probe_elementwise
 from zero.engine import ZeroDataParallel
 from zero.flat import FlatParameters
-from zero.gradients import WindowGradient
+from zero.gradients import BucketGradient
 from zero.layout import cut
 from zero.loss_scale import LossScale
 from zero.offload.placement import Offload, Placement
@@ -30,12 +30,12 @@ LEAST_ALLOCATION = 512  # bytes that CUDA's allocator gives for any smaller tens
 
 
 @dataclass(frozen=True, eq=False)
-class OwnedWindow:
-    """This rank's shard of one window, as the optimizer sees it; all of its states but the parameters lie together."""
+class OwnedBucket:
+    """This rank's shard of one bucket, as the optimizer sees it; all of its states but the parameters lie together."""
 
     flat: FlatParameters
     index: int
-    gradient: WindowGradient
+    gradient: BucketGradient
     pieces: list[Piece]  # views of `master`
 
     @property
@@ -95,29 +95,29 @@ class ZeroOptimizer:
         self._tensor = tensor or Axis.trivial("tensor")
         groups = groups or [{"params": list(model.module.parameters())}]
         group_of = _number_groups(groups, set(model.module.parameters()))
-        self.windows = [
-            self._own_window(flat, index, gradient, group_of)
-            for flat, gradients in model.reducer.windows.items()
+        self.buckets = [
+            self._own_bucket(flat, index, gradient, group_of)
+            for flat, gradients in model.reducer.buckets.items()
             for index, gradient in enumerate(gradients)
         ]
-        pieces = [piece for window in self.windows for piece in window.pieces]
+        pieces = [piece for bucket in self.buckets for piece in bucket.pieces]
         groups = [group | {"params": [p.param for p in pieces if p.group == n]} for n, group in enumerate(groups)]
-        self._windowed = WindowedOptimizer(optimizer(groups, **settings))
+        self._bucketed = BucketedOptimizer(optimizer(groups, **settings))
         split = {model.module.get_parameter(name) for name in split_dims(model.module)}
         self._elements_that_count = {
-            window: [
+            bucket: [
                 (param, elements)
-                for param, elements in window.flat.owned_pieces(window.index)
+                for param, elements in bucket.flat.owned_pieces(bucket.index)
                 if self._tensor.rank == 0 or param in split
             ]
-            for window in self.windows
+            for bucket in self.buckets
         }
         self._make_cast_buffers()
 
     @property
     def inner(self) -> torch.optim.Optimizer:
         """The torch optimizer, whose parameters are the owned pieces; set learning rates in its `param_groups`."""
-        return self._windowed.inner
+        return self._bucketed.inner
 
     @torch.no_grad()
     def step(self, *, skip: Tensor | None = None, look: Callable[[], object] = lambda: None) -> Tensor:
@@ -146,93 +146,93 @@ class ZeroOptimizer:
 
     @property
     def norm_bytes(self) -> int:
-        """Of the norms of one window's chunks."""
-        return 2 * 4 * max((math.ceil(window.master.numel() / NORM_CHUNK_NUMEL) for window in self.windows), default=0)
+        """Of the norms of one bucket's chunks."""
+        return 2 * 4 * max((math.ceil(bucket.master.numel() / NORM_CHUNK_NUMEL) for bucket in self.buckets), default=0)
 
     def zero_grad(self) -> None:
         """Drop the gradients, as after a failed backward; `step` does so by itself."""
         self._model.reducer.clear()
 
-    def bytes_to_place(self, window: OwnedWindow) -> int:
+    def bytes_to_place(self, bucket: OwnedBucket) -> int:
         """What `place` would bring to the accelerator, without the cast buffer."""
-        states = [value for piece in window.pieces for value in self.inner.state.get(piece.param, {}).values()]
+        states = [value for piece in bucket.pieces for value in self.inner.state.get(piece.param, {}).values()]
         moments = sum(max(value.nbytes, LEAST_ALLOCATION) for value in states if isinstance(value, Tensor))
         # An optimizer that has skipped all steps so far has made none yet.
-        moments = max(moments, round(window.master.nbytes * self.state_bytes_per_element / 4))
-        needs_own_master = window.master.dtype != window.gradient.dtype or window.flat.placement is Placement.HOST
-        master = window.master.nbytes if needs_own_master else 0
-        return moments + master + self._model.reducer.bytes_to_place(window.gradient)
+        moments = max(moments, round(bucket.master.nbytes * self.state_bytes_per_element / 4))
+        needs_own_master = bucket.master.dtype != bucket.gradient.dtype or bucket.flat.placement is Placement.HOST
+        master = bucket.master.nbytes if needs_own_master else 0
+        return moments + master + self._model.reducer.bytes_to_place(bucket.gradient)
 
-    def place(self, window: OwnedWindow, placement: Placement) -> None:
-        """Between steps: move a window's master weights, moments and owned gradient, of which only the values of the
+    def place(self, bucket: OwnedBucket, placement: Placement) -> None:
+        """Between steps: move a bucket's master weights, moments and owned gradient, of which only the values of the
         gradient are lost."""
-        moved = self._master_of(window.flat, window.index, placement).copy_(window.master)
-        window.flat.masters[window.index] = moved
-        for piece in window.pieces:
+        moved = self._master_of(bucket.flat, bucket.index, placement).copy_(bucket.master)
+        bucket.flat.masters[bucket.index] = moved
+        for piece in bucket.pieces:
             piece.param.data = moved[piece.elements.start : piece.elements.stop]
             state = self.inner.state.get(piece.param, {})
             for name, value in state.items():
                 if isinstance(value, Tensor) and value.dim() > 0:
-                    to = self._model.offload.new(placement, Kind.MOMENTS, value.numel(), value.dtype)
+                    to = self._model.offload.new(placement, TensorKind.MOMENTS, value.numel(), value.dtype)
                     state[name] = to.copy_(value)
                 elif isinstance(value, Tensor) and self.inner.defaults.get("fused"):  # torch's step counters
                     state[name] = value.to(moved.device)
-        self._model.reducer.place(window.gradient, placement)
+        self._model.reducer.place(bucket.gradient, placement)
         self._make_cast_buffers()
 
     def _grad_norm(self) -> Tensor:
-        """Every element has one owner along the shard axis, and padding is zero. A window at a time (C_B).
+        """Every element has one owner along the shard axis, and padding is zero. A bucket at a time (C_B).
 
-        Windows add up in one order, wherever they lie: a run that is resumed places them anew.
+        Buckets add up in one order, wherever they lie: a run that is resumed places them anew.
         """
-        dtype = reduce(torch.promote_types, {window.master.dtype for window in self.windows}, torch.float32)
+        dtype = reduce(torch.promote_types, {bucket.master.dtype for bucket in self.buckets}, torch.float32)
         squares = self.loss_scale.scale.new_zeros((), dtype=dtype)
-        for window in self.windows:
-            grads = self._gradients_that_count(window)
+        for bucket in self.buckets:
+            grads = self._gradients_that_count(bucket)
             if chunks := [chunk for grad in grads for chunk in grad.split(NORM_CHUNK_NUMEL)]:
-                with allocating(Kind.OTHER, on_host=window.placement is Placement.HOST):
+                with allocating(TensorKind.OTHER, on_host=bucket.placement is Placement.HOST):
                     square = torch.stack(list(torch._foreach_norm(chunks, 2, dtype))).square().sum()
                 squares.add_(square.to(squares.device))
         for axis in (self._model.shard_axis, self._tensor):
             axis.all_reduce(squares, out=squares).wait()
         return squares.sqrt() / self.loss_scale.scale
 
-    def _gradients_that_count(self, window: OwnedWindow) -> list[Tensor]:
-        """A window's owned gradients, without those of replicated parameters on all tensor ranks but the first."""
+    def _gradients_that_count(self, bucket: OwnedBucket) -> list[Tensor]:
+        """A bucket's owned gradients, without those of replicated parameters on all tensor ranks but the first."""
         if self._tensor.rank == 0:
-            return [window.gradient.owned]
-        return [gradient for _, gradient in self.pieces_that_count(window)]
+            return [bucket.gradient.owned]
+        return [gradient for _, gradient in self.pieces_that_count(bucket)]
 
-    def pieces_that_count(self, window: OwnedWindow) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    def pieces_that_count(self, bucket: OwnedBucket) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """The same by parameter, for whoever looks at the gradients in a step."""
-        for param, elements in self._elements_that_count[window]:
-            yield param, cut(window.gradient.owned, elements)
+        for param, elements in self._elements_that_count[bucket]:
+            yield param, cut(bucket.gradient.owned, elements)
 
     def _update_all(self, coefficient: Tensor, found_inf: Tensor) -> None:
-        self._windowed.begin_round()
+        self._bucketed.begin_round()
         published = []
         for placement in Placement:
-            if windows := self._masters_on(placement):
+            if buckets := self._masters_on(placement):
                 here = self._device_of[placement]
-                published += self._update_at(windows, coefficient.to(here), found_inf.to(here))
-        self._windowed.end_round()
+                published += self._update_at(buckets, coefficient.to(here), found_inf.to(here))
+        self._bucketed.end_round()
         for handle in published:
             handle.wait()
 
-    def _update_at(self, windows: list[OwnedWindow], coefficient: Tensor, found_inf: Tensor) -> list[Handle]:
-        """Of windows in one memory, where the flag and the coefficient are too."""
+    def _update_at(self, buckets: list[OwnedBucket], coefficient: Tensor, found_inf: Tensor) -> list[Handle]:
+        """Of buckets in one memory, where the flag and the coefficient are too."""
         if self._takes_found_inf:
             self.inner.found_inf = found_inf  # type: ignore[attr-defined]
-        return [self._update(window, coefficient) for window in windows]
+        return [self._update(bucket, coefficient) for bucket in buckets]
 
-    def _update(self, window: OwnedWindow, coefficient: Tensor) -> Handle:
-        grad = window.gradient.owned
-        if grad.dtype != window.master.dtype:
-            grad = self.cast_buffers[window.placement][: grad.numel()].copy_(grad)
-        on_host = window.placement is Placement.HOST
-        with allocating(Kind.MOMENTS, on_host=on_host):  # a torch optimizer makes them in its first step
-            self._windowed.step(window.pieces, grad.mul_(coefficient))
-        return window.write_back(self._model.offload)
+    def _update(self, bucket: OwnedBucket, coefficient: Tensor) -> Handle:
+        grad = bucket.gradient.owned
+        if grad.dtype != bucket.master.dtype:
+            grad = self.cast_buffers[bucket.placement][: grad.numel()].copy_(grad)
+        on_host = bucket.placement is Placement.HOST
+        with allocating(TensorKind.MOMENTS, on_host=on_host):  # a torch optimizer makes them in its first step
+            self._bucketed.step(bucket.pieces, grad.mul_(coefficient))
+        return bucket.write_back(self._model.offload)
 
     @property
     def _takes_found_inf(self) -> bool:
@@ -243,21 +243,21 @@ class ZeroOptimizer:
         """Reads the flag, hence waits for the device, only where the optimizer cannot take it as a tensor."""
         return not self._takes_found_inf and bool(found_inf)
 
-    def _masters_on(self, placement: Placement) -> list[OwnedWindow]:
-        return [window for window in self.windows if window.placement is placement]
+    def _masters_on(self, placement: Placement) -> list[OwnedBucket]:
+        return [bucket for bucket in self.buckets if bucket.placement is placement]
 
     def _make_cast_buffers(self) -> None:
-        """Gradients stay in the parameters' type; one window at a time is cast to the master's, where it lies."""
+        """Gradients stay in the parameters' type; one bucket at a time is cast to the master's, where it lies."""
         self.cast_buffers: dict[Placement, Tensor] = {}
         for placement in Placement:
             if cast := [w.master for w in self._masters_on(placement) if w.gradient.dtype != w.master.dtype]:
                 largest = max(cast, key=Tensor.numel)
                 new = self._model.offload.new
-                self.cast_buffers[placement] = new(placement, Kind.BUFFERS, largest.numel(), largest.dtype)
+                self.cast_buffers[placement] = new(placement, TensorKind.BUFFERS, largest.numel(), largest.dtype)
 
-    def _own_window(
-        self, flat: FlatParameters, index: int, gradient: WindowGradient, group_of: dict[nn.Parameter, int]
-    ) -> OwnedWindow:
+    def _own_bucket(
+        self, flat: FlatParameters, index: int, gradient: BucketGradient, group_of: dict[nn.Parameter, int]
+    ) -> OwnedBucket:
         """Parameters in no group keep their values, as in torch."""
         master = flat.masters[index] = self._master_of(flat, index, gradient.placement)
         pieces = [
@@ -265,14 +265,14 @@ class ZeroOptimizer:
             for param, elements in flat.owned_pieces(index)
             if param in group_of
         ]
-        return OwnedWindow(flat, index, gradient, pieces)
+        return OwnedBucket(flat, index, gradient, pieces)
 
     def _master_of(self, flat: FlatParameters, index: int, placement: Placement) -> Tensor:
         owned = flat.owned[index]
         dtype = torch.promote_types(owned.dtype, torch.float32)
         if owned.dtype is dtype and flat.placement is placement:
             return owned
-        return self._model.offload.new(placement, Kind.MASTER, owned.numel(), dtype).copy_(owned)
+        return self._model.offload.new(placement, TensorKind.MASTER, owned.numel(), dtype).copy_(owned)
 
 
 def _number_groups(groups: list[dict[str, Any]], known: set[nn.Parameter]) -> dict[nn.Parameter, int]:

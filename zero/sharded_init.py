@@ -18,18 +18,18 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from parallel.instruments.fake_tensors import real_tensors
-from parallel.instruments.memory_tracker import Kind, tagged
+from parallel.instruments.memory_tracker import TensorKind, tagged
 from parallel.mesh import Axis
 from zero.flat import absent
 from zero.layout import overlap
 from zero.offload.placement import NO_OFFLOAD, OffloadConfig, Placement
-from zero.stage import Lifetime, ZeroStage
+from zero.stage import Lifetime, ShardingPolicy
 
 NUM_JUST_TOUCHED = 4  # modules
 
 
-class ShardedBirth:
-    """Inside `with ShardedBirth(data, config.answers) as birth:` build any model, then give `birth` to
+class ShardedInit:
+    """Inside `with ShardedInit(data, config.policy) as init:` build any model, then give `init` to
     `ZeroDataParallel`.
 
     The model gets the values that it would have had outside, on the first rank: all ranks draw from its random state.
@@ -38,11 +38,13 @@ class ShardedBirth:
     there is nothing to cut. Shards wait where `offload` places them.
     """
 
-    def __init__(self, data: Axis, answers: ZeroStage, whole_numel: int = 2**26, offload: OffloadConfig = NO_OFFLOAD):
+    def __init__(
+        self, data: Axis, policy: ShardingPolicy, whole_numel: int = 2**26, offload: OffloadConfig = NO_OFFLOAD
+    ):
         self._data = data
         self._is_on_host = offload.placement_of("parameters") is Placement.HOST
-        self._axis, _ = answers.axes(data)
-        self._whole_numel = whole_numel if answers.full_params is Lifetime.TRANSIENT else math.inf
+        self._axis, _ = policy.axes(data)
+        self._whole_numel = whole_numel if policy.full_params is Lifetime.TRANSIENT else math.inf
         self._whole: dict[nn.Parameter, int] = {}  # elements; the one touched last comes last
         self._just_touched: deque[dict[nn.Parameter, None]] = deque(maxlen=NUM_JUST_TOUCHED)
         self._shards: dict[nn.Parameter, Tensor] = {}
@@ -91,8 +93,8 @@ class ShardedBirth:
             submodule._parameters = dict(submodule._parameters)
 
     def _before_registration(self, module: nn.Module, _name: str, _param: nn.Parameter) -> None:
-        if not isinstance(module._parameters, BornParameters):
-            module._parameters = BornParameters(module._parameters, self)
+        if not isinstance(module._parameters, GatheringParameters):
+            module._parameters = GatheringParameters(module._parameters, self)
 
     def _make_whole(self, param: nn.Parameter) -> None:
         if (shard := self._shards.pop(param, None)) is not None:
@@ -110,23 +112,23 @@ class ShardedBirth:
         own = overlap(range(self._axis.rank * numel, (self._axis.rank + 1) * numel), range(flat.numel()))
         shard = flat.new_zeros(numel, device="cpu" if self._is_on_host else None)
         if self._is_on_host:
-            tagged(Kind.PARAMETERS, shard, on_host=True)
+            tagged(TensorKind.PARAMETERS, shard, on_host=True)
         shard[: len(own)].copy_(flat[own.start : own.stop])
         self._shards[param] = shard
         param.data = absent(param.data).expand(param.shape)
         del self._whole[param]
 
 
-class BornParameters(dict[str, Any]):
+class GatheringParameters(dict[str, Any]):
     """What `nn.Module` keeps in `_parameters` while it is born: all of a module's own come when one is reached for."""
 
-    def __init__(self, params: dict[str, Any], birth: ShardedBirth):
+    def __init__(self, params: dict[str, Any], init: ShardedInit):
         super().__init__(params)
-        self._birth = birth
+        self._init = init
         self._touch()
 
     def _touch(self) -> None:
-        self._birth.touch(super().values())
+        self._init.touch(super().values())
 
     def __getitem__(self, name: str) -> Any:
         self._touch()
@@ -144,8 +146,8 @@ class BornParameters(dict[str, Any]):
         self._touch()
         return super().values()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "BornParameters":
-        return BornParameters({name: copy.deepcopy(param, memo) for name, param in self.items()}, self._birth)
+    def __deepcopy__(self, memo: dict[int, Any]) -> "GatheringParameters":
+        return GatheringParameters({name: copy.deepcopy(param, memo) for name, param in self.items()}, self._init)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return dict, (dict(self.items()),)

@@ -1,4 +1,4 @@
-"""The ZeRO stages (paper, section 5) as the answers to a few questions. No stage number appears in any other logic."""
+"""The ZeRO stages (paper, section 5) as the policy to a few questions. No stage number appears in any other logic."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -12,7 +12,7 @@ class Lifetime(Enum):
 
 
 @dataclass(frozen=True)
-class ZeroStage:
+class ShardingPolicy:
     shard_optimizer: bool  # does a rank own 1/N of the optimizer's state, or all of it?
     full_grads: Lifetime
     full_params: Lifetime
@@ -29,8 +29,8 @@ class ZeroStage:
 
 
 STAGES = {
-    0: ZeroStage(False, Lifetime.PERSISTENT, Lifetime.PERSISTENT),  # plain data parallelism
-    1: ZeroStage(True, Lifetime.PERSISTENT, Lifetime.PERSISTENT),  # P_os
-    2: ZeroStage(True, Lifetime.TRANSIENT, Lifetime.PERSISTENT),  # P_os+g
-    3: ZeroStage(True, Lifetime.TRANSIENT, Lifetime.TRANSIENT),  # P_os+g+p
+    0: ShardingPolicy(False, Lifetime.PERSISTENT, Lifetime.PERSISTENT),  # plain data parallelism
+    1: ShardingPolicy(True, Lifetime.PERSISTENT, Lifetime.PERSISTENT),  # P_os
+    2: ShardingPolicy(True, Lifetime.TRANSIENT, Lifetime.PERSISTENT),  # P_os+g
+    3: ShardingPolicy(True, Lifetime.TRANSIENT, Lifetime.TRANSIENT),  # P_os+g+p
 }

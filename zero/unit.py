@@ -108,7 +108,7 @@ def named_units(module: nn.Module, patterns: Sequence[str]) -> list[str]:
         if not found:
             raise ConfigError(f"zero.units={pattern} matches none of the {len(modules)} modules; name others, or null")
         matching.update(found)
-    # In the order of the modules, not of the patterns: windows are reduced in the reverse of it, as backward goes.
+    # In the order of the modules, not of the patterns: buckets are reduced in the reverse of it, as backward goes.
     names = ["", *(name for name in modules if name in matching)]
     owner: dict[nn.Module, str] = {}
     for name in names[1:]:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpt.build import Parts
+from gpt.build import TrainState
 from gpt.run_folder.files import first_free
 from parallel.errors import ConfigError
 from zero.state.owned_state import (
@@ -82,7 +82,7 @@ def remove_partial(folder: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def owned_tensors(parts: Parts) -> dict[str, Tensor]:
+def owned_tensors(parts: TrainState) -> dict[str, Tensor]:
     """What this rank writes: its random states and its own state; its shards too, unless it is a replica."""
     tensors = {"random.cpu": torch.get_rng_state()}
     if parts.device.type == "cuda":
@@ -93,7 +93,7 @@ def owned_tensors(parts: Parts) -> dict[str, Tensor]:
     return tensors
 
 
-def describe(parts: Parts, progress: Progress) -> dict[str, Any]:
+def describe(parts: TrainState, progress: Progress) -> dict[str, Any]:
     """What layout.json says. The same on every rank, and no larger for more of them."""
     return {
         "format": FORMAT,
@@ -108,12 +108,16 @@ def describe(parts: Parts, progress: Progress) -> dict[str, Any]:
 def read_layout(checkpoint: Path) -> dict[str, Any]:
     """Raises ConfigError where the file is damaged, or of another format."""
     layout = read_json(checkpoint / LAYOUT)
+    if layout["format"] == 1:  # format 2 renamed one key
+        for buffer in layout["state"]["buffers"]:
+            buffer["bucket_numel"] = buffer.pop("window_numel")
+        layout["format"] = FORMAT
     if layout["format"] != FORMAT:
         raise ConfigError(f"checkpoint {checkpoint} has format {layout['format']}, this program reads {FORMAT}")
     return layout
 
 
-def load(checkpoint: Path, parts: Parts) -> Progress:
+def load(checkpoint: Path, parts: TrainState) -> Progress:
     """Go on where the checkpoint was written: to the bit at the same layout, to rounding at any other.
 
     Raises ConfigError if it holds another model, or is damaged. Every file is read once more for its checksum, by one
@@ -136,7 +140,7 @@ def load(checkpoint: Path, parts: Parts) -> Progress:
     return Progress(**layout["progress"])
 
 
-def _load_own(saved: SavedState, parts: Parts) -> None:
+def _load_own(saved: SavedState, parts: TrainState) -> None:
     """From the rank whose place this one takes. Data-parallel ranks that are new keep the random stream of a start:
     were they to share another's, they would drop the same activations.
     """
@@ -153,7 +157,7 @@ def _load_own(saved: SavedState, parts: Parts) -> None:
             torch.cuda.set_rng_state(file.tensor("random.cuda"))
 
 
-def _guard_state(parts: Parts) -> dict[str, Tensor]:
+def _guard_state(parts: TrainState) -> dict[str, Tensor]:
     return {f"guard.{name}": tensor for name, tensor in parts.guard.state().items()} if parts.guard else {}
 
 

@@ -12,12 +12,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from gpt.build import Parts
+from gpt.build import TrainState
 from gpt.checkpoint.checkpoint import newest, read_layout
 from gpt.model.pretrained import FILE_BYTES, WeightsWriter
 from gpt.model.transformer import ModelConfig
 from gpt.settings import DTYPES
-from parallel.errors import told_in_one_line
+from parallel.errors import exit_on_config_error
 from parallel.tensor.layers import split_dims
 from zero.state.saved_state import SavedState, rank_file
 from zero.state.sealed_file import verify
@@ -40,7 +40,7 @@ def export_checkpoint(checkpoint: Path, output: Path, dtype: torch.dtype, file_b
     return sum(parameter.shape.numel() for parameter in saved.parameters.values())
 
 
-def export_live(parts: Parts, output: Path) -> None:
+def export_live(parts: TrainState, output: Path) -> None:
     """The weights as they train, in their own type: written by the first rank, one unit gathered, and held, at a time.
 
     Called by all ranks. Raises OSError on the first, when all units have been gathered: the others count on it.
@@ -64,7 +64,7 @@ def export_live(parts: Parts, output: Path) -> None:
         partial.rename(output)
 
 
-def _whole_parameters(parts: Parts) -> Iterator[tuple[str, Tensor]]:
+def _whole_parameters(parts: TrainState) -> Iterator[tuple[str, Tensor]]:
     """Every parameter, joined along both axes; the tensor axis only where the first data-parallel ranks have it."""
     dims, tensor = split_dims(parts.model.module), parts.mesh.tensor
     for flat in parts.model.flats:
@@ -87,7 +87,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--output", type=Path, required=True, help="folder that from_pretrained will open")
     parser.add_argument("--dtype", choices=DTYPES, default="fp32", help="type of the weights")
     options = parser.parse_args(arguments)
-    with told_in_one_line(OSError):
+    with exit_on_config_error(OSError):
         count = export_checkpoint(options.checkpoint, options.output, DTYPES[options.dtype])
     sys.stdout.write(f"{count:,} parameters in {options.dtype}: {options.output}\n")
 

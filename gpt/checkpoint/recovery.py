@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
-from gpt.build import Parts
+from gpt.build import TrainState
 from gpt.checkpoint import checkpoint
 from gpt.checkpoint.checkpoint import Progress
 from gpt.checkpoint.export import export_live
@@ -24,7 +24,7 @@ class Recovery:
     def __init__(
         self,
         settings: Settings,
-        parts: Parts,
+        parts: TrainState,
         say: Callable[[str], None],
         on_chunk: Callable[[], None],
         on_save: Callable[[Path], None],

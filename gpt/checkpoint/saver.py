@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from gpt.build import Parts
+from gpt.build import TrainState
 from gpt.checkpoint.checkpoint import (
     LATEST,
     LAYOUT,
@@ -46,7 +46,7 @@ class Saver:
     """
 
     def __init__(
-        self, folder: Path, parts: Parts, *, keep: int, is_async: bool, on_chunk: Callable[[], None] = lambda: None
+        self, folder: Path, parts: TrainState, *, keep: int, is_async: bool, on_chunk: Callable[[], None] = lambda: None
     ):
         self._folder, self._parts, self._keep, self._on_chunk = folder, parts, keep, on_chunk
         self._store = shared_store()

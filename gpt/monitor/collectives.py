@@ -17,7 +17,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from parallel.errors import ConfigError, told_in_one_line
+from parallel.errors import ConfigError, exit_on_config_error
 from parallel.instruments.comm_log import CommEvent, CommLog
 from parallel.instruments.kernel_log import KernelLog
 from parallel.instruments.watching import watching
@@ -115,7 +115,7 @@ def comparison_table(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> 
 def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m gpt.monitor.collectives", description="Compare two profiles.")
     parser.add_argument("runs", nargs=2, type=Path, help="folders of runs, real or dry")
-    with told_in_one_line():
+    with exit_on_config_error():
         one, other = (read_profile(path) for path in parser.parse_args(arguments).runs)
     Console().print(comparison_table(one, other))
 

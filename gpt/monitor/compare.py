@@ -15,7 +15,7 @@ from rich.table import Table
 
 from gpt.monitor.plot import plot_losses
 from gpt.run_folder.files import METRICS, read_steps
-from parallel.errors import ConfigError, told_in_one_line
+from parallel.errors import ConfigError, exit_on_config_error
 
 Records = list[dict[str, Any]]
 
@@ -90,5 +90,5 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    with told_in_one_line():
+    with exit_on_config_error():
         main(sys.argv[1:])

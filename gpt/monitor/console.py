@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from gpt.build import Parts
+from gpt.build import TrainState
 from gpt.model.transformer import GPT
 from gpt.settings import Settings
 from parallel.tensor.cross_entropy import temporary_bytes
@@ -52,7 +52,7 @@ class RunConsole:
         self._progress.advance(self._task)
 
 
-def describe_run(settings: Settings, parts: Parts) -> str:
+def describe_run(settings: Settings, parts: TrainState) -> str:
     mesh, train, model = parts.mesh, settings.train, settings.model
     return (
         f"{parts.num_parameters_of_model / 1e6:,.1f}M parameters ({model.num_layers} layers x {model.hidden_size}), "
@@ -61,23 +61,23 @@ def describe_run(settings: Settings, parts: Parts) -> str:
     )
 
 
-def memory_table(settings: Settings, parts: Parts) -> Table:
+def memory_table(settings: Settings, parts: TrainState) -> Table:
     """Model states of this rank beside the paper's formula; moments count as what the first step will make."""
     num_parameters, shard_size = parts.num_parameters, parts.model.shard_axis.size
     state_bytes = parts.optimizer.state_bytes_per_element
     promised = memory.formula(
-        settings.zero.answers, num_parameters, shard_size, settings.train.dtype.itemsize, state_bytes
+        settings.zero.policy, num_parameters, shard_size, settings.train.dtype.itemsize, state_bytes
     )
     table = Table(title=f"Model states per rank, stage {settings.zero.stage}", title_justify="left")
     for heading in ("", "MB", "paper's formula, MB", "bytes a parameter"):
         table.add_column(heading, justify="left" if not heading else "right")
     leaves = settings.offload.leaves
-    for placement, here in memory.placed(promised, settings.zero.answers, shard_size, leaves).items():
+    for placement, here in memory.placed(promised, settings.zero.policy, shard_size, leaves).items():
         if not here.total:
             continue
         found = memory.measured(parts.model, parts.optimizer, placement)
-        windows = [window for window in parts.optimizer.windows if window.placement is placement]
-        moments = found.moments or sum(window.master.numel() for window in windows) * state_bytes
+        buckets = [bucket for bucket in parts.optimizer.buckets if bucket.placement is placement]
+        moments = found.moments or sum(bucket.master.numel() for bucket in buckets) * state_bytes
         rows = {field.name: getattr(found, field.name) for field in fields(found)} | {"moments": moments}
         where = f", {placement.name.lower()}" if leaves else ""
         for name, num_bytes in [*rows.items(), ("total", sum(rows.values()))]:
@@ -89,7 +89,7 @@ def memory_table(settings: Settings, parts: Parts) -> Table:
     return table
 
 
-def _checkpoint_rows(settings: Settings, parts: Parts) -> Iterator[tuple[str, float, str]]:
+def _checkpoint_rows(settings: Settings, parts: TrainState) -> Iterator[tuple[str, float, str]]:
     """(name, bytes, remark) of the activation checkpoints of one micro-batch."""
     gpt, itemsize = parts.model.module, settings.train.dtype.itemsize
     assert isinstance(gpt, GPT)
@@ -106,11 +106,11 @@ def _checkpoint_rows(settings: Settings, parts: Parts) -> Iterator[tuple[str, fl
     yield "buffer: checkpoints", stored.in_transit, "constant"
 
 
-def _buffer_rows(settings: Settings, parts: Parts) -> Iterator[tuple[str, float, str]]:
-    """Buffers and temporaries of constant size (C_B), which `zero.window_numel` bounds."""
+def _buffer_rows(settings: Settings, parts: TrainState) -> Iterator[tuple[str, float, str]]:
+    """Buffers and temporaries of constant size (C_B), which `zero.bucket_numel` bounds."""
     model, gpt, axis = parts.model, parts.model.module, parts.mesh.tensor
     assert isinstance(gpt, GPT)
-    size = "constant" if settings.zero.window_numel else "the model's size"
+    size = "constant" if settings.zero.bucket_numel else "the model's size"
     for name, num_bytes in memory.buffer_bytes(model, parts.optimizer).items():
         yield f"buffer: {name}", num_bytes, size
     num_tokens = settings.train.micro_batch_size * settings.model.seq_length
@@ -135,13 +135,13 @@ def step_line(record: dict[str, Any], settings: Settings) -> str:
     )
 
 
-def summary_table(settings: Settings, parts: Parts, records: list[dict[str, Any]]) -> Table:
+def summary_table(settings: Settings, parts: TrainState, records: list[dict[str, Any]]) -> Table:
     """The end of the run beside its beginning, and a step's traffic beside the paper's."""
     first, last = records[0], records[-1]
     data_size = parts.mesh.data.size
     num_micro_batches = settings.train.global_batch_size // (settings.train.micro_batch_size * data_size)
     parameter_bytes = parts.num_parameters * settings.train.dtype.itemsize
-    promised = traffic.step_bytes(settings.zero.answers, parameter_bytes, data_size, num_micro_batches)
+    promised = traffic.step_bytes(settings.zero.policy, parameter_bytes, data_size, num_micro_batches)
     table = Table(title="Summary", show_header=False, title_justify="left")
     table.add_row("loss", f"{first['loss']:.3f} (step {first['step']}) -> {last['loss']:.3f} (step {last['step']})")
     if "validation_loss" in last:

@@ -68,7 +68,7 @@ class Tracking:
     def refer_to(self, checkpoint: Path) -> None:
         self._to_all(lambda sink: sink.refer_to(checkpoint))
 
-    def last_words(self, text: str) -> None:
+    def on_abort(self, text: str) -> None:
         """From a thread of a process that is about to end whatever its main thread does."""
         self.alert("stall", text)
         self._finish(exit_code=1, seconds=SECONDS_FOR_LAST_WORDS)

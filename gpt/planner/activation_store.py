@@ -32,18 +32,18 @@ def chosen_activations(settings: Settings, mesh: Mesh, tokens: TokenLayout, devi
 
 
 def workload(settings: Settings, mesh: Mesh, tokens: TokenLayout) -> Workload:
-    model, train, answers = settings.model, settings.train, settings.zero.answers
+    model, train, policy = settings.model, settings.train, settings.zero.policy
     itemsize, data_size = train.dtype.itemsize, mesh.data.size
     num_parameters = parameters_of_rank(model, mesh.tensor.size)
-    shard_size = answers.axes(mesh.data)[0].size
+    shard_size = policy.axes(mesh.data)[0].size
     num_micro_batches = train.global_batch_size / (train.micro_batch_size * data_size)
-    sent = traffic.step_bytes(answers, num_parameters * itemsize, data_size, max(1, round(num_micro_batches)))
+    sent = traffic.step_bytes(policy, num_parameters * itemsize, data_size, max(1, round(num_micro_batches)))
     return workload_of(
         settings,
         b=train.micro_batch_size,
         N_m=tokens.replicas.size,
         tensor_size=mesh.tensor.size,
-        state_bytes=memory.formula(answers, num_parameters, shard_size, itemsize).total,
+        state_bytes=memory.formula(policy, num_parameters, shard_size, itemsize).total,
         data_bytes=sent / max(1, num_micro_batches),
     )
 

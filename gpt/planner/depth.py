@@ -3,7 +3,7 @@
     depth 4  ----x
     depth 8  --------x          a line through both, read at depth 212: --------------- ... -----x
 
-What is rounded (the last window) or takes a while to fill (reductions in flight) makes a difference of one window.
+What is rounded (the last bucket) or takes a while to fill (reductions in flight) makes a difference of one bucket.
 """
 
 import math

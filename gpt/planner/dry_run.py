@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
-from gpt.build import Parts, build, build_mesh
+from gpt.build import TrainState, build, build_mesh
 from gpt.settings import Settings
 from gpt.train_step import train_step
 from parallel.instruments.comm_log import CommEvent
 from parallel.instruments.fake_tensors import QuickFakeTensorMode
 from parallel.instruments.kernel_log import Kernel, KernelLog
-from parallel.instruments.memory_tracker import Kind, Ledger
+from parallel.instruments.memory_tracker import MemoryTracker, TensorKind
 from parallel.instruments.watching import watching
 from parallel.launch.cluster import ClusterSpec
 from parallel.world import World, imitated_world
@@ -28,10 +28,10 @@ from parallel.world import World, imitated_world
 class Recording:
     """What a rank did in a step that had one before it. Bytes by kind; `resident` is between two steps."""
 
-    parts: Parts
-    resident: dict[str, dict[Kind, int]]  # of "device" and of "host"
-    peak: dict[str, dict[Kind, int]]
-    num_allocations: dict[str, dict[Kind, int]]
+    parts: TrainState
+    resident: dict[str, dict[TensorKind, int]]  # of "device" and of "host"
+    peak: dict[str, dict[TensorKind, int]]
+    num_allocations: dict[str, dict[TensorKind, int]]
     building_peak_bytes: int
     events: list[CommEvent]  # times are counts of kernels
     kernels: list[Kernel]
@@ -52,20 +52,20 @@ def record_step(
 ) -> Recording:
     """In any world, also a real one: `tensors` is the context in which they are made."""
     mesh = build_mesh(settings, world)
-    with tensors, Ledger(world.device) as ledger:
+    with tensors, MemoryTracker(world.device) as tracker:
         parts = build(settings, mesh, world.device)
-        building_peak_bytes = ledger.device.peak_total
+        building_peak_bytes = tracker.device.peak_total
         micro_batches = blank_micro_batches(settings, mesh.data.size)
         gc.collect()  # what building has left
         with no_garbage_collection():
             for _ in range(num_steps_before):
                 train_step(parts.model, parts.optimizer, micro_batches, mesh)
-            ledger.restart()
-            kernel_log = KernelLog(lambda: mesh.log.phase, ledger.is_on_host)
+            tracker.restart()
+            kernel_log = KernelLog(lambda: mesh.log.phase, tracker.is_on_host)
             mesh.log.clear()
             with watching(kernel_log), mesh.log.keeping_events(kernel_log.count) as events:
                 train_step(parts.model, parts.optimizer, micro_batches, mesh)
-        memories = {"device": ledger.device, "host": ledger.host}
+        memories = {"device": tracker.device, "host": tracker.host}
         return Recording(
             parts,
             {name: dict(+memory.resident) for name, memory in memories.items()},

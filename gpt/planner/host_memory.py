@@ -28,11 +28,11 @@ def check_host_memory(settings: Settings, mesh: Mesh, world: World) -> None:
 
 def bytes_on_host(settings: Settings, mesh: Mesh) -> float:
     """Model states that one rank places there; with auto, at most."""
-    answers = settings.zero.answers
-    shard_size = answers.axes(mesh.data)[0].size
+    policy = settings.zero.policy
+    shard_size = policy.axes(mesh.data)[0].size
     num_parameters = parameters_of_rank(settings.model, mesh.tensor.size)
-    states = memory.formula(answers, num_parameters, shard_size, settings.train.dtype.itemsize)
-    return memory.placed(states, answers, shard_size, settings.offload.leaves)[Placement.HOST].total
+    states = memory.formula(policy, num_parameters, shard_size, settings.train.dtype.itemsize)
+    return memory.placed(states, policy, shard_size, settings.offload.leaves)[Placement.HOST].total
 
 
 def available_bytes() -> int:

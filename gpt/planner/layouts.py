@@ -80,11 +80,11 @@ def judge(layout: Layout, settings: Settings, cluster: ClusterSpec, world_size: 
 
 
 def model_states(layout: Layout, settings: Settings, data_size: int) -> dict[Placement, ModelStates]:
-    answers = settings.zero.at_stage(layout.stage)
+    policy = settings.zero.at_stage(layout.stage)
     num_parameters = parameters_of_rank(settings.model, layout.tensor_size)
-    states = memory.formula(answers, num_parameters, data_size, settings.train.dtype.itemsize)
+    states = memory.formula(policy, num_parameters, data_size, settings.train.dtype.itemsize)
     leaves = replace(settings.offload, mode=layout.offload).leaves
-    return memory.placed(states, answers, data_size, leaves)
+    return memory.placed(states, policy, data_size, leaves)
 
 
 def offload_seconds(on_host: ModelStates, itemsize: int, num_micro_batches: int, cluster: ClusterSpec) -> float:
@@ -97,19 +97,19 @@ def offload_seconds(on_host: ModelStates, itemsize: int, num_micro_batches: int,
 
 
 def workload(layout: Layout, settings: Settings, data_size: int, num_micro_batches: int) -> Workload:
-    model, itemsize, answers = settings.model, settings.train.dtype.itemsize, settings.zero.at_stage(layout.stage)
+    model, itemsize, policy = settings.model, settings.train.dtype.itemsize, settings.zero.at_stage(layout.stage)
     num_parameters = parameters_of_rank(model, layout.tensor_size)
     states = model_states(layout, settings, data_size)[Placement.ACCELERATOR].total
-    window = (settings.zero.window_numel or num_parameters) * itemsize
-    is_gathered = answers.full_params is Lifetime.TRANSIENT
+    bucket = (settings.zero.bucket_numel or num_parameters) * itemsize
+    is_gathered = policy.full_params is Lifetime.TRANSIENT
     gathered = 3 * itemsize * num_parameters / model.num_layers if is_gathered else 0
-    sent = traffic.step_bytes(answers, num_parameters * itemsize, data_size, num_micro_batches)
+    sent = traffic.step_bytes(policy, num_parameters * itemsize, data_size, num_micro_batches)
     return workload_of(
         settings,
         b=layout.micro_batch_size,
         N_m=layout.tensor_size,
         tensor_size=layout.tensor_size,
-        state_bytes=states + 3 * window + gathered,
+        state_bytes=states + 3 * bucket + gathered,
         data_bytes=sent / num_micro_batches,
     )
 

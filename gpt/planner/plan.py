@@ -17,7 +17,7 @@ from gpt.model.flops import hardware_flops
 from gpt.planner.depth import Estimate, Line, draw_line
 from gpt.planner.layouts import Judgement, Layout, describe, has_room, judge, layouts, room_bytes
 from gpt.settings import Settings, parse_settings
-from parallel.errors import ConfigError, told_in_one_line
+from parallel.errors import ConfigError, exit_on_config_error
 from parallel.launch.cluster import ClusterSpec
 
 TRIES = 3  # dry runs for each layout that is to be verified: some turn out not to fit
@@ -201,5 +201,5 @@ def say_largest(own: argparse.Namespace, settings: Settings, cluster: ClusterSpe
 
 
 if __name__ == "__main__":
-    with told_in_one_line():
+    with exit_on_config_error():
         main(sys.argv[1:])

@@ -14,7 +14,7 @@ from gpt.planner.dry_run import Recording, dry_run, no_garbage_collection
 from gpt.planner.projection import Grid, Timeline, project
 from gpt.settings import Settings
 from parallel.errors import ConfigError
-from parallel.instruments.memory_tracker import Kind
+from parallel.instruments.memory_tracker import TensorKind
 from parallel.launch.cluster import ClusterSpec
 
 REPORT = "report.json"
@@ -128,7 +128,7 @@ def memory_table(report: dict[str, Any]) -> Table:
     for heading in ("", "device, resident", "device, peak", "host, resident", "host, peak"):
         table.add_column(heading, justify="left" if not heading else "right")
     columns = [report[what][where] for where in (DEVICE, HOST) for what in ("resident_bytes", "peak_bytes")]
-    for kind in Kind:
+    for kind in TensorKind:
         if any(kind in column for column in columns):
             table.add_row(kind, *(f"{column.get(kind, 0) / 1e9:,.3f}" for column in columns))
     table.add_section()

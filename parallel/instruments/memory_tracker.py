@@ -1,10 +1,10 @@
-"""A ledger of bytes: what tensors occupy, what they are, and the most that was occupied at once.
+"""Tracking memory: what tensors occupy, what they are, and the most that was occupied at once.
 
-    with Ledger(device) as ledger:      follows every storage from its allocation to its death; views share one
+    with MemoryTracker(device) as tracker:    follows every storage from its allocation to its death; views share one
         ...
-    ledger.device.peak                  {Kind.PARAMETERS: ..., Kind.ACTIVATIONS: ...} at the moment of the highest total
+    tracker.device.peak                       {TensorKind.PARAMETERS: bytes, ...} at the moment of the highest total
 
-Python sees every operation while a ledger is active, so a step under it is slow. Without one, the tags below cost
+Python sees every operation while a tracker is active, so a step under it is slow. Without one, the tags below cost
 a look at an empty stack.
 """
 
@@ -24,7 +24,7 @@ from torch._ops import OpOverload
 from parallel.instruments.watching import active_watchers, watching
 
 
-class Kind(StrEnum):
+class TensorKind(StrEnum):
     """What a storage is for. A temporary is of the kind of what it belongs to."""
 
     PARAMETERS = "parameters"
@@ -37,37 +37,37 @@ class Kind(StrEnum):
     OTHER = "other"
 
 
-def tagged(kind: Kind, tensor: Tensor, *, on_host: bool = False) -> Tensor:
-    """The same tensor; an active ledger counts its storage as `kind` from now on, and in host memory if told so.
+def tagged(kind: TensorKind, tensor: Tensor, *, on_host: bool = False) -> Tensor:
+    """The same tensor; an active tracker counts its storage as `kind` from now on, and in host memory if told so.
 
     Where a run's accelerator is the CPU itself, only `on_host` tells the two kinds of memory apart.
     """
-    for ledger in _active_ledgers():
-        ledger._tag(tensor, kind, on_host)
+    for tracker in _active_trackers():
+        tracker._tag(tensor, kind, on_host)
     return tensor
 
 
 @contextmanager
-def allocating(kind: Kind, *, on_host: bool = False) -> Iterator[None]:
+def allocating(kind: TensorKind, *, on_host: bool = False) -> Iterator[None]:
     """What is allocated in here, and not tagged, is of this kind: the innermost one counts."""
-    ledgers = _active_ledgers()
-    outer = [ledger._ambient for ledger in ledgers]
-    for ledger in ledgers:
-        ledger._ambient = kind, on_host
+    trackers = _active_trackers()
+    outer = [tracker._ambient for tracker in trackers]
+    for tracker in trackers:
+        tracker._ambient = kind, on_host
     try:
         yield
     finally:
-        for ledger, before in zip(ledgers, outer, strict=True):
-            ledger._ambient = before
+        for tracker, before in zip(trackers, outer, strict=True):
+            tracker._ambient = before
 
 
 @dataclass(eq=False)
 class Memory:
     """One memory, in bytes by kind: now, and at the moment of the highest total since `restart`."""
 
-    resident: Counter[Kind] = field(default_factory=Counter)
-    peak: Counter[Kind] = field(default_factory=Counter)
-    num_allocations: Counter[Kind] = field(default_factory=Counter)
+    resident: Counter[TensorKind] = field(default_factory=Counter)
+    peak: Counter[TensorKind] = field(default_factory=Counter)
+    num_allocations: Counter[TensorKind] = field(default_factory=Counter)
     total: int = 0
     peak_total: int = 0
     metered_peak: int = 0  # of a `PeakMeter`
@@ -76,7 +76,7 @@ class Memory:
         self.peak, self.peak_total = self.resident.copy(), self.total
         self.num_allocations.clear()
 
-    def change(self, kind: Kind, num_bytes: int) -> None:
+    def change(self, kind: TensorKind, num_bytes: int) -> None:
         self.resident[kind] += num_bytes
         self.total += num_bytes
         self.metered_peak = max(self.metered_peak, self.total)
@@ -89,23 +89,23 @@ class _Holding:
     """One living storage."""
 
     memory: Memory
-    kind: Kind
+    kind: TensorKind
     reference: weakref.ref
     num_bytes: int = 0
     is_new: bool = False  # allocated since `restart`
 
 
-class Ledger:
+class MemoryTracker:
     """Counts storages that are allocated while it is active; `device` is the run's accelerator, real or imitated.
 
-    Fake tensors count as what they imitate: enter the ledger after the `FakeTensorMode`. A storage made before is
+    Fake tensors count as what they imitate: enter the tracker after the `FakeTensorMode`. A storage made before is
     counted when an operation first returns it.
     """
 
     def __init__(self, device: torch.device):
         self.device, self.host = Memory(), Memory()
         self._device_type = device.type
-        self._ambient = Kind.OTHER, False  # kind, and whether in host memory
+        self._ambient = TensorKind.OTHER, False  # kind, and whether in host memory
         self._holdings: dict[int, _Holding] = {}  # by the address of the storage
 
     def restart(self) -> None:
@@ -169,7 +169,7 @@ class Ledger:
         holding.memory.change(holding.kind, num_bytes - holding.num_bytes)
         holding.num_bytes = num_bytes
 
-    def _tag(self, tensor: Tensor, kind: Kind, on_host: bool) -> None:
+    def _tag(self, tensor: Tensor, kind: TensorKind, on_host: bool) -> None:
         """An allocation moves with its storage from kind to kind."""
         holding = self._meet(tensor)
         memory = self.host if on_host else holding.memory
@@ -186,12 +186,12 @@ class Ledger:
         holding.memory.change(holding.kind, -holding.num_bytes)
 
 
-def _active_ledgers() -> list[Ledger]:
-    return [watcher for watcher in active_watchers() if isinstance(watcher, Ledger)]
+def _active_trackers() -> list[MemoryTracker]:
+    return [watcher for watcher in active_watchers() if isinstance(watcher, MemoryTracker)]
 
 
 class PeakMeter:
-    """The most that a device has held since `restart`: what CUDA's allocator says, or else an active ledger."""
+    """The most that a device has held since `restart`: what CUDA's allocator says, or else an active tracker."""
 
     def __init__(self, device: torch.device):
         self._device = device
@@ -199,11 +199,11 @@ class PeakMeter:
     def restart(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
-        for ledger in _active_ledgers():
-            ledger.device.metered_peak = ledger.device.total
+        for tracker in _active_trackers():
+            tracker.device.metered_peak = tracker.device.total
 
     def peak_bytes(self) -> int:
         """0 where nobody counts: a CPU's memory is no accelerator's."""
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device)
-        return max((ledger.device.metered_peak for ledger in _active_ledgers()), default=0)
+        return max((tracker.device.metered_peak for tracker in _active_trackers()), default=0)

@@ -32,7 +32,7 @@ from parallel.launch.node_facts import find_out, memory_bytes
 from parallel.launch.roll_call import answer, call, meet
 from parallel.launch.route import find_route, resolve
 from parallel.mesh import Mesh
-from parallel.world import World, leave_with, shared_store, start_world, stop_world
+from parallel.world import World, exit_with_error, shared_store, start_world, stop_world
 
 INSIDE, ACROSS = "tensor", "data"  # axes of a mesh whose tensor groups are whole nodes
 BYTES = 1e9
@@ -231,4 +231,4 @@ if __name__ == "__main__":
     try:
         main(sys.argv[1:])
     except ConfigError as error:
-        leave_with(error)
+        exit_with_error(error)

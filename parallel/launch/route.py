@@ -9,7 +9,7 @@ import struct
 import sys
 from dataclasses import dataclass
 
-from parallel.errors import ConfigError, told_in_one_line
+from parallel.errors import ConfigError, exit_on_config_error
 
 GET_ADDRESS = 0x8915  # SIOCGIFADDR
 ELSEWHERE = "192.0.2.1"  # an address that nobody has (RFC 5737): the way to it is the way out of this node
@@ -85,5 +85,5 @@ def main(endpoint: str) -> None:
 
 
 if __name__ == "__main__":
-    with told_in_one_line():
+    with exit_on_config_error():
         main(sys.argv[1])

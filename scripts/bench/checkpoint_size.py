@@ -17,7 +17,7 @@ from zero.layout import Layout
 from zero.unit import assign_parameters, find_units
 
 ADAM_TENSORS = 4  # of a piece of a parameter: its weights, both moments and the step
-WINDOW_NUMEL = 2**25
+BUCKET_NUMEL = 2**25
 
 
 @dataclass(frozen=True)
@@ -50,12 +50,12 @@ def measure(case: Case, *, is_by_unit: bool) -> CheckpointSize:
     shards = case.num_ranks // case.tensor_size
     units = assign_parameters(model, find_units(model) if is_by_unit else [""])
     layouts = [
-        Layout.of({name: param.shape for name, param in params.items()}, shards, WINDOW_NUMEL)
+        Layout.of({name: param.shape for name, param in params.items()}, shards, BUCKET_NUMEL)
         for params in units.values()
     ]
     description = {"split_dims": split_dims(model), "buffers": [layout.describe() for layout in layouts]}
     num_pieces = max(
-        sum(len(list(layout.pieces(window.shard(rank)))) for layout in layouts for window in layout.windows)
+        sum(len(list(layout.pieces(bucket.shard(rank)))) for layout in layouts for bucket in layout.buckets)
         for rank in (0, shards // 2, shards - 1)
     )
     owned = sum(layout.numel for layout in layouts) // shards

@@ -59,13 +59,13 @@ class Terms:
 
     mesh: Mesh
     clip_norm: float
-    window_numel: int | None
+    bucket_numel: int | None
     prefetch_numel: int
     defragment: bool
 
 
 def zero(name: str, model: nn.Module, terms: Terms, *, stage: int, offload: OffloadConfig = NO_OFFLOAD) -> Contender:
-    config = ZeroConfig(stage, terms.window_numel, prefetch_numel=terms.prefetch_numel, defragment=terms.defragment)
+    config = ZeroConfig(stage, terms.bucket_numel, prefetch_numel=terms.prefetch_numel, defragment=terms.defragment)
     engine = ZeroDataParallel(model, terms.mesh.data, config, offload=offload)
     optimizer = ZeroOptimizer(engine, AdamW, clip_norm=terms.clip_norm, lr=LR, fused=True)
     return Contender(name, engine, engine.accumulate, optimizer.step)

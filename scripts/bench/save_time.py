@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from gpt.build import Parts, build_loss_scale, build_model, build_optimizer
+from gpt.build import TrainState, build_loss_scale, build_model, build_optimizer
 from gpt.checkpoint.checkpoint import Progress, load, owned_tensors
 from gpt.checkpoint.saver import HostCopies, Saver
 from gpt.model.transformer import ModelConfig, initialize
@@ -34,17 +34,17 @@ def save(saver: Saver, progress: Progress) -> None:
     saver.wait()
 
 
-def build_parts(stage: int, device: torch.device) -> Parts:
+def build_parts(stage: int, device: torch.device) -> TrainState:
     mesh, activations = Mesh.create(1, device.type), ActivationsConfig()
     gpt = build_model(CONFIG, activations, ReplicatedTokens(mesh.tensor), device, torch.bfloat16)
     initialize(gpt, 0)
     model = ZeroDataParallel(gpt, mesh.data, ZeroConfig(stage))
     scale = build_loss_scale(LossScaleSettings(), False, device)
     optimizer = build_optimizer(model, mesh.tensor, OptimizerSettings(), scale)
-    return Parts(mesh, model, optimizer, device, activations)
+    return TrainState(mesh, model, optimizer, device, activations)
 
 
-def train_step(parts: Parts) -> None:
+def train_step(parts: TrainState) -> None:
     ids = torch.zeros(1, 17, dtype=torch.int64, device=parts.device)
     parts.model(ids[:, :-1], ids[:, 1:]).backward()
     parts.optimizer.step()
@@ -60,7 +60,7 @@ def plain_write(path: Path, tensors: dict[str, Tensor]) -> None:
 
 
 class Bench:
-    def __init__(self, parts: Parts, folder: Path):
+    def __init__(self, parts: TrainState, folder: Path):
         self.parts, self.folder = parts, folder
         self.savers = {
             name: Saver(folder / name, parts, keep=1, is_async=name == "asynchronous")

@@ -60,8 +60,8 @@ class Settings:
     """Steps of each contender before the first round, after the one that allocates."""
     clip_norm: float = 1.0
     """Global gradient norm for all; .inf for no clipping."""
-    window_numel: int | None = 2**25
-    """zero.window_numel of our stages."""
+    bucket_numel: int | None = 2**25
+    """zero.bucket_numel of our stages."""
     prefetch_numel: int = 2**21
     """zero.prefetch_numel of our stage 3: a block of this model, which is what fsdp2 fetches ahead."""
     defragment: bool = True
@@ -153,7 +153,7 @@ def make_batches(settings: Settings, world: World) -> list[list[Tensor]]:
 
 def build_contenders(settings: Settings, world: World, mesh: Mesh, batches: list[list[Tensor]]) -> list[Contender]:
     """Build and warm up one after the other; what each adds to the memory in use is its own."""
-    terms = Terms(mesh, settings.clip_norm, settings.window_numel, settings.prefetch_numel, settings.defragment)
+    terms = Terms(mesh, settings.clip_norm, settings.bucket_numel, settings.prefetch_numel, settings.defragment)
     return_what_is_freed(at_least_bytes=2**16)  # from the first: what the heap has once, it hands out for good
     template = build_model(settings, world.device)
     for micro_batch in batches[0]:  # the first forward and backward bring workspaces that stay: nobody's own

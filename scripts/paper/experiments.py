@@ -34,7 +34,7 @@ ZERO_CONFIGS = {
 }
 GPUS_PER_NODE = 16
 LAYERS_PER_CHECKPOINT = 2  # what explains section 6.1's 33 GB
-WINDOW_NUMEL = 2**25  # C_B
+BUCKET_NUMEL = 2**25  # C_B
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Experiment:
         is_megatron = self.is_baseline and self.figure == "figure2"
         zero = {
             "stage": stage,
-            "window_numel": None if is_megatron else WINDOW_NUMEL,
+            "bucket_numel": None if is_megatron else BUCKET_NUMEL,
             "overlap": self.is_baseline and not is_megatron,
         }
         parallel: dict[str, Any] = {"tensor_size": tensor_size}

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from gpt.run_folder.files import METRICS
-from parallel.errors import ConfigError, told_in_one_line
+from parallel.errors import ConfigError, exit_on_config_error
 
 STEPS = 3  # after the first all memory has been taken
 RUNS = Path("runs/paper/largest")
@@ -64,7 +64,7 @@ def main(arguments: list[str]) -> None:
         print(f"{num_layers} layers {'fit' if found else 'do not fit'}", flush=True)
         return found
 
-    with told_in_one_line():
+    with exit_on_config_error():
         print(f"{largest(fits, own.first, own.step)} layers are the most that fit")
 
 

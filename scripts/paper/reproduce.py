@@ -237,7 +237,7 @@ def table_2_settings(tensor_size: int, data_size: int, stage: int) -> dict:
         },
         "data": {"path": "runs/data/openwebtext"},
         "parallel": {"tensor_size": tensor_size},
-        "zero": {"stage": stage, "window_numel": None if stage == 0 else 2**25},
+        "zero": {"stage": stage, "bucket_numel": None if stage == 0 else 2**25},
         "activations": {"store": "keep", "layers_per_checkpoint": 2},
         "train": {"micro_batch_size": 1, "global_batch_size": data_size, "precision": "fp16"},
     }

@@ -47,7 +47,7 @@ def options(prefix: Path, run_dir: Path, **settings: object) -> list[str]:
         "data.path": prefix,
         "data.split": "[0.8, 0.1, 0.1]",
         "run.dir": run_dir,
-        "zero.window_numel": 5000,
+        "zero.bucket_numel": 5000,
         "train.precision": "fp32",
         "train.steps": 6,
         "train.micro_batch_size": 2,

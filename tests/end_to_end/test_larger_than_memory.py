@@ -68,7 +68,7 @@ def large_run(folder: Path, stage: int) -> list[str]:
         folder / "run",
         **{f"model__{name}": value for name, value in MODEL.items()},
         zero__stage=stage,
-        zero__window_numel=2**16,
+        zero__bucket_numel=2**16,
         zero__prefetch_numel=0,
         activations__store="keep",
         train__steps=3,

@@ -80,7 +80,7 @@ def test_a_run_from_a_deepspeed_file_equals_one_from_options(corpus, tmp_path):
     left_to_the_file = (
         "--train.micro_batch_size",
         "--train.global_batch_size",
-        "--zero.window_numel",
+        "--zero.bucket_numel",
         "--train.precision",
     )
     arguments = [option for option in options(corpus, tmp_path / "a") if not option.startswith(left_to_the_file)]

@@ -86,7 +86,7 @@ def test_an_offline_run_holds_the_same_metrics_the_settings_and_the_code_version
 
 
 def test_the_norms_of_layers_make_up_the_norm_of_all(corpus, tmp_path):
-    settings = {"train__layer_norms_every": 2, "parallel__tensor_size": 2, "zero__window_numel": 3000}
+    settings = {"train__layer_norms_every": 2, "parallel__tensor_size": 2, "zero__bucket_numel": 3000}
     settings |= {"train__steps": 2, "train__eval_samples": 0, "train__sample_tokens": 0}
     records = run_ranks(4, run_on_rank, options(corpus, tmp_path / "run", **settings), init_process_group=False)[0]
     for record in records:

@@ -7,7 +7,7 @@ from torch import Tensor
 from gpt.build import build_model
 from gpt.model.transformer import ModelConfig, initialize
 from gpt.train_step import train_step
-from parallel.instruments.memory_tracker import Kind
+from parallel.instruments.memory_tracker import TensorKind
 from parallel.mesh import Mesh
 from parallel.tensor.token_layout import ReplicatedTokens
 from tests.gpu.waiting import waiting_is_an_error
@@ -27,7 +27,7 @@ def build(
     mesh = Mesh.create(tensor_size=1, device_type=device.type)
     gpt = build_model(CONFIG, activations, ReplicatedTokens(mesh.tensor), device, torch.float32)
     initialize(gpt, seed=0)
-    model = ZeroDataParallel(gpt, mesh.data, ZeroConfig(stage, window_numel=50_000))
+    model = ZeroDataParallel(gpt, mesh.data, ZeroConfig(stage, bucket_numel=50_000))
     torch.manual_seed(5)
     return mesh, model, ZeroOptimizer(model, torch.optim.AdamW, clip_norm=1.0, fused=True, lr=1e-3)
 
@@ -61,7 +61,7 @@ def test_no_store_waits_for_the_device(gpu, store):
 
 def test_the_host_holds_the_checkpoints_and_the_device_what_is_in_transit(gpu):
     """What is resident after a step differs by the slab; the allocator makes nothing new from the second step on."""
-    assert on_host_of(gpu, Kind.CHECKPOINTS)(8, torch.float32).is_pinned()
+    assert on_host_of(gpu, TensorKind.CHECKPOINTS)(8, torch.float32).is_pinned()
     resident = {}
     for store in ("keep", "partition_host"):
         mesh, model, optimizer = build(gpu, 2, ActivationsConfig(store))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from gpt.build import Parts
+from gpt.build import TrainState
 from gpt.checkpoint.checkpoint import Progress, load, owned_tensors, read_layout
 from gpt.checkpoint.saver import Saver
 from gpt.train_step import train_step
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_training_goes_on_while_a_checkpoint_is_written(gpu, tmp_path, stage):
-    parts = Parts(*build(gpu, stage, torch.bfloat16), gpu)
+    parts = TrainState(*build(gpu, stage, torch.bfloat16), gpu)
     batches = micro_batches(gpu)
     train_step(parts.model, parts.optimizer, batches, parts.mesh)
     expected = {name: tensor.to("cpu", copy=True) for name, tensor in owned_tensors(parts).items()}
@@ -27,6 +27,6 @@ def test_training_goes_on_while_a_checkpoint_is_written(gpu, tmp_path, stage):
     saved = SavedState(checkpoint, read_layout(checkpoint)["state"]).file(0)
     assert saved.entries.keys() == expected.keys()
     assert all(saved.tensor(name).equal(tensor) for name, tensor in expected.items())
-    again = Parts(*build(gpu, 3 - stage, torch.bfloat16), gpu)
+    again = TrainState(*build(gpu, 3 - stage, torch.bfloat16), gpu)
     assert load(checkpoint, again) == Progress(1, 4)
     assert torch.cuda.get_rng_state().equal(expected["random.cuda"])

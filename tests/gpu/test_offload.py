@@ -24,7 +24,7 @@ def build(
     mesh = Mesh.create(tensor_size=1, device_type=device.type)
     gpt = GPT(CONFIG, ReplicatedTokens(mesh.tensor)).to(device, dtype)
     initialize(gpt, seed=0)
-    model = ZeroDataParallel(gpt, mesh.data, ZeroConfig(stage, window_numel=200_000), offload=offload)
+    model = ZeroDataParallel(gpt, mesh.data, ZeroConfig(stage, bucket_numel=200_000), offload=offload)
     return mesh, model, ZeroOptimizer(model, torch.optim.AdamW, clip_norm=1.0, fused=True, lr=1e-3)
 
 
@@ -55,8 +55,8 @@ def test_states_leave_the_device_for_pinned_memory(gpu, stage, bytes_left):
     numel = sum(flat.layout.numel for flat in model.flats)
     assert memory.measured(model, optimizer).total == bytes_left * numel
     assert memory.measured(model, optimizer, Placement.HOST).total == (16 - bytes_left) * numel
-    assert all(window.master.is_pinned() and window.gradient.owned.is_pinned() for window in optimizer.windows)
-    assert all(piece.param.device.type == "cpu" for window in optimizer.windows for piece in window.pieces)
+    assert all(bucket.master.is_pinned() and bucket.gradient.owned.is_pinned() for bucket in optimizer.buckets)
+    assert all(piece.param.device.type == "cpu" for bucket in optimizer.buckets for piece in bucket.pieces)
 
 
 @pytest.mark.parametrize("share", [0.5, 0.8])

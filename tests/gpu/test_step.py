@@ -21,7 +21,7 @@ def build(device: torch.device, stage: int, dtype: torch.dtype) -> tuple[Mesh, Z
     mesh = Mesh.create(tensor_size=1, device_type=device.type)
     model: nn.Module = GPT(CONFIG, ReplicatedTokens(mesh.tensor)).to(device, dtype)
     initialize(model, seed=0)
-    model = ZeroDataParallel(model, mesh.data, ZeroConfig(stage, window_numel=5000))
+    model = ZeroDataParallel(model, mesh.data, ZeroConfig(stage, bucket_numel=5000))
     scale = LossScale(2.0**10 if dtype is torch.float16 else 1.0, is_dynamic=dtype is torch.float16, device=device)
     return mesh, model, ZeroOptimizer(model, torch.optim.AdamW, loss_scale=scale, clip_norm=1.0, fused=True, lr=1e-3)
 

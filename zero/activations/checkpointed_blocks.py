@@ -23,7 +23,7 @@ from parallel.errors import ConfigError
 from parallel.mesh import Axis, Handle
 from zero.activations.choice import Hardware
 from zero.activations.slab import Place
-from zero.activations.stores import STORES, ActivationStore, StoredBytes, Surroundings
+from zero.activations.stores import STORES, ActivationStore, StoreContext, StoredBytes
 from zero.offload.streams import SideStream
 
 RunBlock = Callable[[Tensor], Tensor]
@@ -163,7 +163,7 @@ def checkpointed_blocks(
     replicas, device = replicas or Axis.trivial("tensor"), device or torch.device("cpu")
     check_replicas(config, replicas)
     stream = SideStream(device)
-    store = STORES[config.store](Surroundings(replicas, device, stream, config.defragment))
+    store = STORES[config.store](StoreContext(replicas, device, stream, config.defragment))
     return CheckpointedBlocks(store, config.layers_per_checkpoint, stream, reuses_memory=config.defragment)
 
 

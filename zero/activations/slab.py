@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from parallel.errors import ConfigError
-from parallel.instruments.memory_tracker import Kind, tagged
+from parallel.instruments.memory_tracker import TensorKind, tagged
 
 Allocate = Callable[[int, torch.dtype], Tensor]  # (elements, type) -> flat memory
 
@@ -60,11 +60,11 @@ class Pieces:
         return self._allocate(numel, dtype)
 
 
-def on_device(device: torch.device, kind: Kind) -> Allocate:
+def on_device(device: torch.device, kind: TensorKind) -> Allocate:
     return lambda numel, dtype: tagged(kind, torch.empty(numel, dtype=dtype, device=device))
 
 
-def on_host_of(device: torch.device, kind: Kind) -> Allocate:
+def on_host_of(device: torch.device, kind: TensorKind) -> Allocate:
     """Pinned where the device is a GPU, which then copies beside its computation. Raises ConfigError where there is
     not as much."""
 

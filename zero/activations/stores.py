@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from parallel.instruments.memory_tracker import Kind, tagged
+from parallel.instruments.memory_tracker import TensorKind, tagged
 from parallel.mesh import Axis, Handle
 from zero.activations.slab import Allocate, Memory, Pieces, Place, Slab, on_device, on_host_of
 from zero.offload.streams import SideStream
@@ -49,7 +49,7 @@ class KeepStore:
     """Keeps the checkpoint itself."""
 
     def put(self, place: Place, activation: Tensor) -> Tensor:
-        return tagged(Kind.CHECKPOINTS, activation)
+        return tagged(TensorKind.CHECKPOINTS, activation)
 
     def take(self, place: Place, stored: Tensor) -> tuple[Tensor, Handle]:
         return stored, Handle()
@@ -129,14 +129,14 @@ class PartitionStore:
         return math.ceil(numel / self._replicas.size)
 
     def _own_part(self, flat: Tensor) -> Tensor:
-        """Parts are of one size; the last ones are filled up with zeros."""
+        """TrainState are of one size; the last ones are filled up with zeros."""
         numel = self._part_numel(flat.numel())
         part = flat[self._replicas.rank * numel :][:numel]
         return part if part.numel() == numel else F.pad(part, (0, numel - part.numel()))
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class StoreContext:
     """What stores are made of."""
 
     replicas: Axis  # ranks that hold the same checkpoints
@@ -145,33 +145,33 @@ class Surroundings:
     defragments: bool
 
     def on_device(self) -> Memory:
-        return self._memory(on_device(self.device, Kind.CHECKPOINTS))
+        return self._memory(on_device(self.device, TensorKind.CHECKPOINTS))
 
     def on_host(self) -> Memory:
-        return self._memory(on_host_of(self.device, Kind.CHECKPOINTS))
+        return self._memory(on_host_of(self.device, TensorKind.CHECKPOINTS))
 
     def in_transit(self) -> Memory:
-        return self._memory(on_device(self.device, Kind.BUFFERS))
+        return self._memory(on_device(self.device, TensorKind.BUFFERS))
 
     def _memory(self, allocate: Allocate) -> Memory:
         return Slab(allocate) if self.defragments else Pieces(allocate)
 
 
-def keep(around: Surroundings) -> ActivationStore:
+def keep(around: StoreContext) -> ActivationStore:
     return CopyStore(around.on_device()) if around.defragments else KeepStore()
 
 
-def partition(around: Surroundings) -> ActivationStore:
+def partition(around: StoreContext) -> ActivationStore:
     return PartitionStore(around.replicas, CopyStore(around.on_device()), around.in_transit())
 
 
-def partition_host(around: Surroundings) -> ActivationStore:
+def partition_host(around: StoreContext) -> ActivationStore:
     """Where every rank's checkpoints are its own there is nothing to cut, and the whole goes to the host."""
     host = HostStore(around.on_host(), around.in_transit(), around.stream)
     return PartitionStore(around.replicas, host, around.in_transit()) if around.replicas.size > 1 else host
 
 
-STORES: dict[str, Callable[[Surroundings], ActivationStore]] = {
+STORES: dict[str, Callable[[StoreContext], ActivationStore]] = {
     "keep": keep,
     "partition": partition,
     "partition_host": partition_host,

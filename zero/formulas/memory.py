@@ -8,7 +8,7 @@ from torch import Tensor
 from zero.engine import ZeroDataParallel
 from zero.offload.placement import Placement, State
 from zero.optimizer import ZeroOptimizer
-from zero.stage import Lifetime, ZeroStage
+from zero.stage import Lifetime, ShardingPolicy
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class ModelStates:
 
 
 def formula(
-    answers: ZeroStage,
+    policy: ShardingPolicy,
     num_parameters: float,
     data_size: int,
     parameter_bytes: int = 2,
@@ -42,23 +42,23 @@ def formula(
         return num_parameters * bytes_each / (data_size if is_divided else 1)
 
     return ModelStates(
-        parameters=resident(parameter_bytes, answers.full_params is Lifetime.TRANSIENT),
-        gradients=resident(parameter_bytes, answers.full_grads is Lifetime.TRANSIENT),
-        master=resident(4 if parameter_bytes < 4 else 0, answers.shard_optimizer),
-        moments=resident(moment_bytes, answers.shard_optimizer),
+        parameters=resident(parameter_bytes, policy.full_params is Lifetime.TRANSIENT),
+        gradients=resident(parameter_bytes, policy.full_grads is Lifetime.TRANSIENT),
+        master=resident(4 if parameter_bytes < 4 else 0, policy.shard_optimizer),
+        moments=resident(moment_bytes, policy.shard_optimizer),
     )
 
 
 def placed(
-    states: ModelStates, answers: ZeroStage, data_size: int, leaves: Container[State]
+    states: ModelStates, policy: ShardingPolicy, data_size: int, leaves: Container[State]
 ) -> dict[Placement, ModelStates]:
     """Where the states of `formula` lie if those that `leaves` names are on the host.
 
     What persists in full stays on the accelerator; of full gradients the host has a copy of those it owns.
     """
-    persists = answers.full_grads is Lifetime.PERSISTENT
-    owned_gradients = states.gradients / (data_size if persists and answers.shard_optimizer else 1)
-    optimizer, parameters = "optimizer" in leaves, "parameters" in leaves and answers.full_params is Lifetime.TRANSIENT
+    persists = policy.full_grads is Lifetime.PERSISTENT
+    owned_gradients = states.gradients / (data_size if persists and policy.shard_optimizer else 1)
+    optimizer, parameters = "optimizer" in leaves, "parameters" in leaves and policy.full_params is Lifetime.TRANSIENT
     on_host = ModelStates(
         parameters=states.parameters * parameters,
         gradients=owned_gradients * optimizer,
@@ -79,19 +79,19 @@ def measured(
 ) -> ModelStates:
     """What is allocated now in one of the memories, storage by storage. A torch optimizer makes its moments in the
     first step."""
-    here = [window for window in optimizer.windows if window.placement is placement]
-    states = (optimizer.inner.state.get(piece.param, {}) for window in here for piece in window.pieces)
+    here = [bucket for bucket in optimizer.buckets if bucket.placement is placement]
+    states = (optimizer.inner.state.get(piece.param, {}) for bucket in here for piece in bucket.pieces)
     values = (value for state in states for value in state.values())
     return ModelStates(
         parameters=_num_bytes(tensor for flat in model.flats for tensor in flat.resident_tensors(placement)),
         gradients=_num_bytes(model.reducer.resident_tensors(placement)),
-        master=_num_bytes(window.master for window in here if window.has_own_master),
+        master=_num_bytes(bucket.master for bucket in here if bucket.has_own_master),
         moments=_num_bytes(value for value in values if isinstance(value, Tensor) and value.dim() > 0),
     )
 
 
 def buffer_bytes(model: ZeroDataParallel, optimizer: ZeroOptimizer) -> dict[str, int]:
-    """Buffers of constant size (C_B): they depend on `window_numel`, never on how large the model is."""
+    """Buffers of constant size (C_B): they depend on `bucket_numel`, never on how large the model is."""
     return {
         "staged gradients": model.reducer.staging_bytes,
         "received messages": model.shard_axis.received.num_bytes,

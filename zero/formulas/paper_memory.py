@@ -9,7 +9,7 @@ Model states are in `zero/formulas/memory.py`, volumes in `zero/formulas/traffic
 import math
 
 from zero.formulas.memory import formula
-from zero.stage import ZeroStage
+from zero.stage import ShardingPolicy
 
 HALF = 2  # bytes of fp16
 
@@ -34,6 +34,6 @@ def fused_buffer_bytes(parameters: float) -> float:
     return 4 * parameters
 
 
-def largest_model(answers: ZeroStage, memory_bytes: float, N_d: int, N_m: int = 1) -> float:
+def largest_model(policy: ShardingPolicy, memory_bytes: float, N_d: int, N_m: int = 1) -> float:
     """Section 5 and Table 2: parameters whose model states alone fill `memory_bytes` on every one of the ranks."""
-    return N_m * memory_bytes / formula(answers, 1.0, N_d).total
+    return N_m * memory_bytes / formula(policy, 1.0, N_d).total

@@ -1,20 +1,20 @@
 """Bytes that data parallelism sends per rank and step (paper, section 7), in closed form."""
 
-from zero.stage import Lifetime, ZeroStage
+from zero.stage import Lifetime, ShardingPolicy
 
 
-def step_bytes(answers: ZeroStage, parameter_bytes: float, data_size: int, num_micro_batches: int = 1) -> float:
+def step_bytes(policy: ShardingPolicy, parameter_bytes: float, data_size: int, num_micro_batches: int = 1) -> float:
     """With Psi = `parameter_bytes`, of all parameters: 2 Psi (N-1)/N in stages 0 to 2 and 3 Psi (N-1)/N in stage 3.
 
     More micro-batches cost nothing where full gradients persist, a reduction each where they are transient, and two
     gathers each where full parameters are.
     """
-    shard_size, replica_size = (data_size, 1) if answers.shard_optimizer else (1, data_size)
-    return sum(axis_bytes(answers, parameter_bytes, shard_size, replica_size, num_micro_batches))
+    shard_size, replica_size = (data_size, 1) if policy.shard_optimizer else (1, data_size)
+    return sum(axis_bytes(policy, parameter_bytes, shard_size, replica_size, num_micro_batches))
 
 
 def axis_bytes(
-    answers: ZeroStage,
+    policy: ShardingPolicy,
     parameter_bytes: float,
     shard_size: int,
     replica_size: int,
@@ -28,9 +28,9 @@ def axis_bytes(
     Where full parameters are transient, `resident_bytes` of them are gathered once a step all the same, and
     `kept_bytes` are not gathered for backward: they stay from forward (the root and the unit that runs last).
     """
-    num_reductions = num_micro_batches if answers.full_grads is Lifetime.TRANSIENT else 1
+    num_reductions = num_micro_batches if policy.full_grads is Lifetime.TRANSIENT else 1
     gathered_bytes = parameter_bytes
-    if answers.full_params is Lifetime.TRANSIENT:
+    if policy.full_params is Lifetime.TRANSIENT:
         in_forward = parameter_bytes - resident_bytes
         gathered_bytes = num_micro_batches * (2 * in_forward - kept_bytes) + resident_bytes
     reduced_bytes = num_reductions * parameter_bytes

@@ -1,6 +1,6 @@
 """Chunks: how large (the search), and which of them stay where there is room for some (Belady's rule).
 
-A chunk is a window. Chunks of one size let a memory of equal blocks hold any of them; the last one of a unit is
+A chunk is a bucket. Chunks of one size let a memory of equal blocks hold any of them; the last one of a unit is
 shorter, and a parameter may lie in several, so that nothing but alignment is ever allocated in vain.
 """
 

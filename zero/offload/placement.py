@@ -1,4 +1,4 @@
-"""Which memory the states of a window live in, and the copies between the two.
+"""Which memory the states of a bucket live in, and the copies between the two.
 
     accelerator     full parameters and gradients while in use | what is placed there
                         | gradients, reduced     ^ weights, cast      each way on a stream of its own,
@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from parallel.errors import ConfigError
-from parallel.instruments.memory_tracker import Kind
+from parallel.instruments.memory_tracker import TensorKind
 from parallel.mesh import Handle
 from zero.activations.slab import on_device, on_host_of
 from zero.offload.streams import SideStream
 
-NUM_CASTS = 2  # windows on their way to the accelerator in another type: one is filled while the other travels
+NUM_CASTS = 2  # buckets on their way to the accelerator in another type: one is filled while the other travels
 
 Mode = Literal["accelerator", "host", "auto"]
 State = Literal["optimizer", "parameters"]
@@ -69,7 +69,7 @@ class OffloadConfig:
         return set() if self.mode == "accelerator" else set(self.states)
 
     def placement_of(self, state: State) -> Placement:
-        """Of every window; auto may bring some to the accelerator once it knows how much room there is."""
+        """Of every bucket; auto may bring some to the accelerator once it knows how much room there is."""
         return Placement.HOST if state in self.leaves else Placement.ACCELERATOR
 
 
@@ -84,7 +84,7 @@ class Offload:
         self._to_host, self._to_accelerator = SideStream(device), SideStream(device)
         self._casting: defaultdict[torch.dtype, deque[tuple[Tensor, Handle]]] = defaultdict(deque)
 
-    def new(self, placement: Placement, kind: Kind, numel: int, dtype: torch.dtype) -> Tensor:
+    def new(self, placement: Placement, kind: TensorKind, numel: int, dtype: torch.dtype) -> Tensor:
         """Flat memory, not initialized."""
         allocate = on_host_of if placement is Placement.HOST else on_device
         return allocate(self.device, kind)(numel, dtype)
@@ -127,4 +127,4 @@ class Offload:
             landed.wait()
             if place.numel() >= like.numel():
                 return place
-        return self.new(Placement.HOST, Kind.BUFFERS, like.numel(), like.dtype)
+        return self.new(Placement.HOST, TensorKind.BUFFERS, like.numel(), like.dtype)

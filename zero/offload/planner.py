@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 Phase = Literal["forward", "backward", "update"]
 Moment = tuple[Phase, int]  # the visit of a unit, counted from the beginning of its phase
-Chunk = tuple[FlatParameters, int]  # a window
+Chunk = tuple[FlatParameters, int]  # a bucket
 
 UPDATE: Moment = ("update", 0)  # and all that is between an update and the first visit
 NOTHING: tuple[frozenset[Chunk], frozenset[Chunk]] = (frozenset(), frozenset())
@@ -77,7 +77,7 @@ class Residency:
             raise ConfigError(
                 f"offload.accelerator_memory_gb={self._budget_bytes / GIGA:g} is too small: the parameters of two "
                 f"units and staged gradients alone take {least / GIGA:.6g}, {(least - self._budget_bytes) / GIGA:.6g} "
-                "more; choose zero.stage=3, smaller zero.units or zero.window_numel, or a larger parallel.tensor_size"
+                "more; choose zero.stage=3, smaller zero.units or zero.bucket_numel, or a larger parallel.tensor_size"
             )
 
     def restart(self) -> None:
@@ -171,13 +171,13 @@ class Residency:
         self._plan = dict(zip(moments, plan, strict=True))
         logger.info(
             "offload: %.3g of %.3g GB are free at the tightest moment; %.3g for units fetched ahead or kept, %.3g for "
-            "the optimizer's states of %d of %d windows, the rest for shards of parameters",
+            "the optimizer's states of %d of %d buckets, the rest for shards of parameters",
             least_room / GIGA,
             self._budget_bytes / GIGA,
             reserved / GIGA,
             placed_bytes / GIGA,
-            sum(window.placement is Placement.ACCELERATOR for window in optimizer.windows),
-            len(optimizer.windows),
+            sum(bucket.placement is Placement.ACCELERATOR for bucket in optimizer.buckets),
+            len(optimizer.buckets),
         )
 
     def _planned(self) -> tuple[frozenset[Chunk], frozenset[Chunk]]:
@@ -205,17 +205,17 @@ def _budget_bytes(offload: Offload) -> float | None:
 
 
 def _place(optimizer: "ZeroOptimizer", room_bytes: float) -> int:
-    """Bring the states of as many windows to the accelerator as fit; returns their bytes."""
+    """Bring the states of as many buckets to the accelerator as fit; returns their bytes."""
     used = cast = 0
-    for window in optimizer.windows:
-        if window.placement is Placement.HOST:
-            if window.gradient.dtype != window.master.dtype:
-                cast = max(cast, window.master.nbytes)
-            num_bytes = optimizer.bytes_to_place(window)
+    for bucket in optimizer.buckets:
+        if bucket.placement is Placement.HOST:
+            if bucket.gradient.dtype != bucket.master.dtype:
+                cast = max(cast, bucket.master.nbytes)
+            num_bytes = optimizer.bytes_to_place(bucket)
             if used + num_bytes + cast > room_bytes:
                 break
             used += num_bytes
-            optimizer.place(window, Placement.ACCELERATOR)
+            optimizer.place(bucket, Placement.ACCELERATOR)
     return used + cast if used else 0
 
 

@@ -15,7 +15,7 @@ from zero.elementwise import Piece
 from zero.engine import ZeroDataParallel
 from zero.flat import FlatParameters
 from zero.layout import Span
-from zero.optimizer import OwnedWindow, ZeroOptimizer
+from zero.optimizer import OwnedBucket, ZeroOptimizer
 from zero.state.saved_state import MASTER, SavedFile, SavedState, TensorRank
 
 
@@ -27,12 +27,12 @@ def owned_state(model: ZeroDataParallel, optimizer: ZeroOptimizer) -> dict[str, 
         for flat, number in numbers.items()
         for index, master in enumerate(flat.masters)
     }
-    for window in optimizer.windows:
-        start = _owned_elements(window.flat, window.index).start
-        for piece in window.pieces:
+    for bucket in optimizer.buckets:
+        start = _owned_elements(bucket.flat, bucket.index).start
+        for piece in bucket.pieces:
             for kind, value in optimizer.inner.state.get(piece.param, {}).items():
                 if isinstance(value, Tensor):
-                    state[f"{numbers[window.flat]}.{kind}.{start + piece.elements.start}"] = value
+                    state[f"{numbers[bucket.flat]}.{kind}.{start + piece.elements.start}"] = value
     return state
 
 
@@ -50,8 +50,8 @@ def load_owned_state(model: ZeroDataParallel, optimizer: ZeroOptimizer, saved: S
 
     `tensor`: this rank's place along the axis that cuts the model. Parameters' names and full shapes must be the saved.
     """
-    for window in optimizer.windows:
-        _load_optimizer_state(optimizer, window, saved, tensor)
+    for bucket in optimizer.buckets:
+        _load_optimizer_state(optimizer, bucket, saved, tensor)
     for flat in model.flats:
         for index, (master, owned) in enumerate(zip(flat.masters, flat.owned, strict=True)):
             _load_weights(flat, index, saved, master, tensor)
@@ -95,10 +95,10 @@ def _load_weights(flat: FlatParameters, index: int, saved: SavedState, shard: Te
         saved.read(span.name, MASTER, _within(span, part), out=out, tensor=tensor)
 
 
-def _load_optimizer_state(optimizer: ZeroOptimizer, window: OwnedWindow, saved: SavedState, tensor: TensorRank) -> None:
-    owned = _owned_elements(window.flat, window.index)
-    pieces = {piece.elements.start: piece for piece in window.pieces}
-    for span, part in window.flat.layout.pieces(owned):
+def _load_optimizer_state(optimizer: ZeroOptimizer, bucket: OwnedBucket, saved: SavedState, tensor: TensorRank) -> None:
+    owned = _owned_elements(bucket.flat, bucket.index)
+    pieces = {piece.elements.start: piece for piece in bucket.pieces}
+    for span, part in bucket.flat.layout.pieces(owned):
         if piece := pieces.get(part.start - owned.start):  # none: a parameter that the optimizer does not have
             state = optimizer.inner.state[piece.param]
             for kind in saved.state_kinds(span.name):
@@ -118,8 +118,8 @@ def _state_dtype(saved: SavedState, name: str, kind: str, piece: Piece) -> torch
 
 
 def _owned_elements(flat: FlatParameters, index: int) -> range:
-    """Of the buffer: this rank's shard of a window."""
-    return flat.layout.windows[index].shard(flat.axis.rank)
+    """Of the buffer: this rank's shard of a bucket."""
+    return flat.layout.buckets[index].shard(flat.axis.rank)
 
 
 def _within(span: Span, part: range) -> range:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gpt.build import Parts
+from gpt.build import TrainState
 from gpt.checkpoint.checkpoint import Progress, checkpoint
 from gpt.checkpoint.saver import Saver
 from gpt.model.transformer import GPT, ModelConfig, initialize
@@ -33,7 +33,7 @@ class LayoutCase:
     data: int = 1
     tensor: int = 1
     is_split: bool = False
-    window_numel: int | None = 700
+    bucket_numel: int | None = 700
     shard_size: int | None = None
     resident_numel: int = 0
     units: tuple[str, ...] | None = None
@@ -47,22 +47,22 @@ class LayoutCase:
 REFERENCE = LayoutCase(0)
 
 
-def build(case: LayoutCase) -> Parts:
+def build(case: LayoutCase) -> TrainState:
     torch.set_default_dtype(torch.float64)
     mesh = Mesh.create(case.tensor, shard_size=case.shard_size)
     tokens = SplitTokens(mesh.tensor) if case.is_split else ReplicatedTokens(mesh.tensor)
     gpt = GPT(CONFIG, tokens, checkpointed_blocks(ActivationsConfig()))
     initialize(gpt, seed=3)
-    zero = ZeroConfig(case.stage, case.window_numel, resident_numel=case.resident_numel, units=case.units)
+    zero = ZeroConfig(case.stage, case.bucket_numel, resident_numel=case.resident_numel, units=case.units)
     model = ZeroDataParallel(gpt, mesh.data, zero, offload=case.offload)
     matrices = [param for param in gpt.parameters() if param.dim() > 1]
     rest = [param for param in gpt.parameters() if param.dim() <= 1]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
     optimizer = ZeroOptimizer(model, torch.optim.AdamW, groups, tensor=mesh.tensor, clip_norm=0.5, lr=1e-2, fused=True)
-    return Parts(mesh, model, optimizer, torch.device("cpu"), ActivationsConfig())
+    return TrainState(mesh, model, optimizer, torch.device("cpu"), ActivationsConfig())
 
 
-def train(parts: Parts, first: int, num_steps: int) -> list[float]:
+def train(parts: TrainState, first: int, num_steps: int) -> list[float]:
     """The losses of the global batches; the same sequences whatever the layout."""
     losses = []
     for step in range(first, first + num_steps):
@@ -78,7 +78,7 @@ def train(parts: Parts, first: int, num_steps: int) -> list[float]:
     return losses
 
 
-def save(parts: Parts, folder: Path, step: int, *, is_async: bool = False) -> Path:
+def save(parts: TrainState, folder: Path, step: int, *, is_async: bool = False) -> Path:
     saver = Saver(folder, parts, keep=9, is_async=is_async)
     saver.start(Progress(step, step * GLOBAL_BATCH))
     found = saver.wait()
@@ -144,10 +144,10 @@ def test_every_layout_loads_and_saves_one_logical_form(reference, tmp_path, data
     assert_one_logical_form(cases, reference[0], tmp_path)
 
 
-def test_other_windows_units_placements_and_groups_of_shards_are_read_too(reference, tmp_path):
+def test_other_buckets_units_placements_and_groups_of_shards_are_read_too(reference, tmp_path):
     cases = [
-        LayoutCase(2, 4, window_numel=None),
-        LayoutCase(3, 4, window_numel=130, resident_numel=100),
+        LayoutCase(2, 4, bucket_numel=None),
+        LayoutCase(3, 4, bucket_numel=130, resident_numel=100),
         LayoutCase(3, 4, units=("blocks.*.attention", "blocks.*.mlp")),
         LayoutCase(3, 4, shard_size=2),
         LayoutCase(1, 4, offload=OffloadConfig("host")),
@@ -170,7 +170,7 @@ PAIRS = pairwise(saved_stage=[0, 1, 2, 3], stage=[3, 2, 1, 0], saved_place=SAVED
 def check_going_on(folder: Path, pair: dict, expected: list[float]) -> None:
     """To rounding: the sums over ranks are taken in another order."""
     saved_case = LayoutCase(pair["saved_stage"], *pair["saved_place"], is_split=pair["saved_place"][1] > 1)
-    case = LayoutCase(pair["stage"], *pair["place"], window_numel=1100)
+    case = LayoutCase(pair["stage"], *pair["place"], bucket_numel=1100)
     run_ranks(saved_case.num_ranks, train_and_save, saved_case, folder, 2)
     losses = run_ranks(case.num_ranks, load_and_train, case, folder / "step-00000002", 5)[0]
     assert losses == pytest.approx(expected, rel=1e-10)

@@ -51,7 +51,7 @@ def settings_of(combination: dict) -> Settings:
         "model.attention": combination["attention"],
         "data.path": "unread",
         "zero.stage": combination["stage"],
-        "zero.window_numel": 3000,
+        "zero.bucket_numel": 3000,
         "parallel.tensor_size": tensor_size,
         "activations.store": combination["store"],
         "train.precision": combination["precision"],

@@ -61,13 +61,13 @@ def test_the_runs_of_deepspeeds_tutorial_fit_their_gpus_and_hosts(
     monkeypatch.chdir(ROOT)  # the YAML files name JSON files
     cluster = ClusterSpec.load(CLUSTER)
     settings = settings_of(f"../deepspeed/gpt{name}", world_size)
-    recording = dry_run(settings)  # whole: the tutorial's windows are larger than the layers of a line's depths
+    recording = dry_run(settings)  # whole: the tutorial's buckets are larger than the layers of a line's depths
     device, host = (sum(recording.peak[where].values()) for where in (DEVICE, HOST))
     assert recording.parts.num_parameters_of_model == pytest.approx(billions * 1e9, rel=0.05)
     assert device < cluster.gpu_memory_bytes
     assert host * cluster.gpus_per_node < cluster.host_memory_gb * 1e9
-    answers, size = settings.zero.answers, world_size // settings.parallel.tensor_size
-    of_this_rank = formula(answers, recording.parts.num_parameters, size)
-    states = placed(of_this_rank, answers, size, settings.offload.leaves)
+    policy, size = settings.zero.policy, world_size // settings.parallel.tensor_size
+    of_this_rank = formula(policy, recording.parts.num_parameters, size)
+    states = placed(of_this_rank, policy, size, settings.offload.leaves)
     assert device > states[Placement.ACCELERATOR].total
     assert host > 0.99 * states[Placement.HOST].total  # what is resident is on no host

@@ -4,13 +4,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from gpt.build import Parts
+from gpt.build import TrainState
 from gpt.replicas import DivergenceError, check_replicas
 from tests.distributed.gpt.test_checkpoint_layouts import LayoutCase, build, train
 from tests.ranks import run_ranks
 
 
-def flip(parts: Parts, what: str) -> None:
+def flip(parts: TrainState, what: str) -> None:
     """The lowest bit of one element."""
     flats = parts.model.flats
     if what == "parameter":
@@ -23,13 +23,13 @@ def flip(parts: Parts, what: str) -> None:
     bits ^= 1
 
 
-def owned_norm(parts: Parts) -> Tensor:
+def owned_norm(parts: TrainState) -> Tensor:
     """The first stretch of the last norm that this rank owns."""
     return next(
-        master[part.start - window.elements.start : part.stop - window.elements.start]
+        master[part.start - bucket.elements.start : part.stop - bucket.elements.start]
         for flat in parts.model.flats
-        for window, master in zip(flat.layout.windows, flat.masters, strict=True)
-        for span, part in flat.layout.pieces(window.elements)
+        for bucket, master in zip(flat.layout.buckets, flat.masters, strict=True)
+        for span, part in flat.layout.pieces(bucket.elements)
         if span.name == "final_norm.weight"
     )
 

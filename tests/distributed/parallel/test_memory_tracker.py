@@ -1,4 +1,4 @@
-"""The ledger of a real run against an independent count of its tensors, and against the paper's checkpoints."""
+"""The tracker of a real run against an independent count of its tensors, and against the paper's checkpoints."""
 
 from collections import Counter
 
@@ -7,7 +7,7 @@ import torch
 
 from gpt.model.transformer import GPT, ModelConfig, initialize
 from gpt.train_step import train_step
-from parallel.instruments.memory_tracker import Kind, Ledger
+from parallel.instruments.memory_tracker import MemoryTracker, TensorKind
 from parallel.mesh import Mesh
 from parallel.tensor.token_layout import ReplicatedTokens
 from tests.ranks import run_ranks
@@ -21,9 +21,9 @@ BATCH = 2
 
 
 def run(stage: int, store: str, defragments_gradients: bool = True) -> list[dict]:
-    """What the ledger says of two steps in bf16, and beside it what the tensors themselves say at their end."""
+    """What the tracker says of two steps in bf16, and beside it what the tensors themselves say at their end."""
     mesh, found = Mesh.create(tensor_size=1), []
-    with Ledger(torch.device("cpu")) as ledger:
+    with MemoryTracker(torch.device("cpu")) as tracker:
         torch.set_default_dtype(torch.bfloat16)
         gpt = GPT(
             CONFIG, ReplicatedTokens(mesh.tensor), checkpointed_blocks(ActivationsConfig(store, defragment=False))
@@ -33,16 +33,16 @@ def run(stage: int, store: str, defragments_gradients: bool = True) -> list[dict
         optimizer = ZeroOptimizer(model, torch.optim.AdamW, fused=True)
         micro_batches = [torch.zeros(BATCH, CONFIG.seq_length + 1, dtype=torch.int64) for _ in range(2)]
         for _ in range(2):
-            ledger.restart()
+            tracker.restart()
             train_step(model, optimizer, micro_batches, mesh)
             found.append(
                 {
-                    "resident": +ledger.device.resident,
-                    "peak": +ledger.device.peak,
-                    "allocations": +ledger.device.num_allocations,
+                    "resident": +tracker.device.resident,
+                    "peak": +tracker.device.peak,
+                    "allocations": +tracker.device.num_allocations,
                     "states": memory.measured(model, optimizer),
                     "buffers": memory.buffer_bytes(model, optimizer),
-                    "num_pieces": sum(len(window.pieces) for window in optimizer.windows),
+                    "num_pieces": sum(len(bucket.pieces) for bucket in optimizer.buckets),
                 }
             )
     return found
@@ -54,23 +54,27 @@ def test_resident_bytes_are_those_of_the_tensors(stage: int, store: str):
         for step in found:
             resident, states = Counter(step["resident"]), step["states"]
             scalars_of_a_piece = 4  # AdamW counts steps
-            assert resident.pop(Kind.PARAMETERS) == states.parameters
-            assert resident.pop(Kind.GRADIENTS) == states.gradients
-            assert resident.pop(Kind.MASTER) == states.master
-            assert resident.pop(Kind.MOMENTS) == states.moments + step["num_pieces"] * scalars_of_a_piece
-            assert resident.pop(Kind.BUFFERS) == sum(step["buffers"].values())
-            assert set(resident) <= {Kind.OTHER}, "no activation and no checkpoint outlives its step"
-            assert resident[Kind.OTHER] < 1000, "two micro-batches and a few scalars"
+            assert resident.pop(TensorKind.PARAMETERS) == states.parameters
+            assert resident.pop(TensorKind.GRADIENTS) == states.gradients
+            assert resident.pop(TensorKind.MASTER) == states.master
+            assert resident.pop(TensorKind.MOMENTS) == states.moments + step["num_pieces"] * scalars_of_a_piece
+            assert resident.pop(TensorKind.BUFFERS) == sum(step["buffers"].values())
+            assert set(resident) <= {TensorKind.OTHER}, "no activation and no checkpoint outlives its step"
+            assert resident[TensorKind.OTHER] < 1000, "two micro-batches and a few scalars"
 
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_gradients_and_what_they_pass_through_come_and_go_if_memory_is_not_defragmented(stage):
     kept, freed = (run_ranks(2, run, stage, "none", defragments)[0][1] for defragments in (True, False))
-    assert kept["resident"][Kind.GRADIENTS] == kept["states"].gradients > 0
-    assert freed["resident"][Kind.GRADIENTS] == freed["states"].gradients == 0
-    assert freed["allocations"][Kind.GRADIENTS] > kept["allocations"][Kind.GRADIENTS]
-    assert kept["resident"][Kind.BUFFERS] > freed["resident"][Kind.BUFFERS] == freed["buffers"]["gradient cast"]
-    assert freed["peak"][Kind.BUFFERS] == freed["buffers"]["gradient cast"], "when activations need the memory"
+    assert kept["resident"][TensorKind.GRADIENTS] == kept["states"].gradients > 0
+    assert freed["resident"][TensorKind.GRADIENTS] == freed["states"].gradients == 0
+    assert freed["allocations"][TensorKind.GRADIENTS] > kept["allocations"][TensorKind.GRADIENTS]
+    assert (
+        kept["resident"][TensorKind.BUFFERS]
+        > freed["resident"][TensorKind.BUFFERS]
+        == freed["buffers"]["gradient cast"]
+    )
+    assert freed["peak"][TensorKind.BUFFERS] == freed["buffers"]["gradient cast"], "when activations need the memory"
 
 
 def test_checkpoints_at_the_peak_are_one_input_a_layer():
@@ -78,8 +82,8 @@ def test_checkpoints_at_the_peak_are_one_input_a_layer():
     for found in run_ranks(2, run, 1, "keep"):
         checkpoint_bytes = 2 * BATCH * CONFIG.seq_length * CONFIG.hidden_size
         first, second = found
-        assert second["peak"][Kind.CHECKPOINTS] == CONFIG.num_layers * checkpoint_bytes
-        assert second["allocations"][Kind.CHECKPOINTS] == 2 * CONFIG.num_layers
-        for kind in (Kind.MASTER, Kind.MOMENTS, Kind.BUFFERS):
+        assert second["peak"][TensorKind.CHECKPOINTS] == CONFIG.num_layers * checkpoint_bytes
+        assert second["allocations"][TensorKind.CHECKPOINTS] == 2 * CONFIG.num_layers
+        for kind in (TensorKind.MASTER, TensorKind.MOMENTS, TensorKind.BUFFERS):
             assert kind not in second["allocations"], "states are allocated once"
-        assert first["allocations"][Kind.MOMENTS] == 3 * first["num_pieces"]
+        assert first["allocations"][TensorKind.MOMENTS] == 3 * first["num_pieces"]

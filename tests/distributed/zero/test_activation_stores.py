@@ -10,7 +10,7 @@ from torch import Tensor
 from gpt.model.generate import generate
 from gpt.train_step import evaluate, train_step
 from parallel.errors import ConfigError
-from parallel.instruments.memory_tracker import Kind, Ledger
+from parallel.instruments.memory_tracker import MemoryTracker, TensorKind
 from parallel.mesh import Mesh
 from parallel.tensor.token_layout import ReplicatedTokens
 from tests.distributed.gpt.test_tensor_parallel import (
@@ -149,25 +149,25 @@ def micro_batches() -> list[Tensor]:
 def allocations_of_ten_steps(stage: int, store: str) -> tuple[Counter, Counter, int]:
     """By kind, on the device and on the host, after the first step; and how many gradients autograd has made."""
     mesh, model, optimizer = build_parts(stage, ActivationsConfig(store))
-    with Ledger(torch.device("cpu")) as ledger:
+    with MemoryTracker(torch.device("cpu")) as tracker:
         train_step(model, optimizer, micro_batches(), mesh)
-        ledger.restart()
-        resident = ledger.device.resident.copy()
+        tracker.restart()
+        resident = tracker.device.resident.copy()
         for step in range(10):
             train_step(model, optimizer, micro_batches(), mesh)
             if step == 5:
                 evaluate(model, micro_batches(), mesh)
                 generate(model, torch.zeros(1, 3, dtype=torch.int64), 2, SEQ)
-        for kind in (Kind.CHECKPOINTS, Kind.GRADIENTS):
-            assert ledger.device.resident[kind] == resident[kind]
+        for kind in (TensorKind.CHECKPOINTS, TensorKind.GRADIENTS):
+            assert tracker.device.resident[kind] == resident[kind]
     num_grads = 10 * 2 * len(list(model.module.parameters()))
-    return +ledger.device.num_allocations, +ledger.host.num_allocations, num_grads
+    return +tracker.device.num_allocations, +tracker.host.num_allocations, num_grads
 
 
 @pytest.mark.parametrize(("stage", "store"), [(0, "keep"), (2, "partition"), (3, "partition_host")])
 def test_after_the_first_step_neither_checkpoints_nor_gradients_are_allocated(stage, store):
-    """Autograd's own gradients pass: each is copied once into its window and freed."""
+    """Autograd's own gradients pass: each is copied once into its bucket and freed."""
     for on_device, on_host, num_grads in run_ranks(2, allocations_of_ten_steps, stage, store):
         assert on_host == {}
-        assert on_device[Kind.CHECKPOINTS] == on_device[Kind.BUFFERS] == 0
-        assert on_device[Kind.GRADIENTS] == num_grads
+        assert on_device[TensorKind.CHECKPOINTS] == on_device[TensorKind.BUFFERS] == 0
+        assert on_device[TensorKind.GRADIENTS] == num_grads

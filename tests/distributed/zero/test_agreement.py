@@ -14,7 +14,7 @@ from tests.ranks import run_ranks
 from zero.agreement import DivergedRanks
 from zero.engine import ZeroConfig, ZeroDataParallel
 
-STAGE_3 = ZeroConfig(stage=3, window_numel=500, prefetch_numel=600)
+STAGE_3 = ZeroConfig(stage=3, bucket_numel=500, prefetch_numel=600)
 
 
 class Branches(nn.Module):

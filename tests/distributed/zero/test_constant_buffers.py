@@ -7,7 +7,7 @@ import torch
 
 from gpt.build import build_model
 from gpt.model.transformer import ModelConfig, initialize
-from parallel.instruments.memory_tracker import Ledger
+from parallel.instruments.memory_tracker import MemoryTracker
 from parallel.mesh import Axis, Mesh
 from parallel.tensor.cross_entropy import cross_entropy, temporary_bytes
 from parallel.tensor.token_layout import ReplicatedTokens
@@ -33,30 +33,30 @@ class Found:
         return self.in_passes + self.in_update + self.constant
 
 
-def measure(num_layers: int, stage: int, store: str, window_numel: int | None) -> Found:
+def measure(num_layers: int, stage: int, store: str, bucket_numel: int | None) -> Found:
     mesh = Mesh.create(tensor_size=1)
     config = ModelConfig(num_layers, 32, 4, seq_length=16, vocab_size=97, dropout=0.0)
     tokens = ReplicatedTokens(mesh.tensor)
-    gpt = build_model(config, ActivationsConfig(store), tokens, CPU, torch.bfloat16, window_numel)
+    gpt = build_model(config, ActivationsConfig(store), tokens, CPU, torch.bfloat16, bucket_numel)
     initialize(gpt, seed=0)
-    model = ZeroDataParallel(gpt, mesh.data, ZeroConfig(stage, window_numel, prefetch_numel=15_000))
+    model = ZeroDataParallel(gpt, mesh.data, ZeroConfig(stage, bucket_numel, prefetch_numel=15_000))
     optimizer = ZeroOptimizer(model, torch.optim.AdamW, tensor=mesh.tensor, fused=True)
     batch = torch.randint(97, (2, 17), generator=torch.Generator().manual_seed(0))
 
     def backward() -> None:
         model(batch[:, :-1], batch[:, 1:]).backward()
 
-    with Ledger(CPU) as ledger:
+    with MemoryTracker(CPU) as tracker:
         backward()
         optimizer.step()
-        ledger.restart()
-        at_rest = ledger.device.total
+        tracker.restart()
+        at_rest = tracker.device.total
         backward()
-        in_passes = ledger.device.peak_total - at_rest
-        ledger.restart()
-        at_rest = ledger.device.total
+        in_passes = tracker.device.peak_total - at_rest
+        tracker.restart()
+        at_rest = tracker.device.total
         optimizer.step()
-        in_update = ledger.device.peak_total - at_rest
+        in_update = tracker.device.peak_total - at_rest
     return Found(in_passes, in_update, sum(memory.buffer_bytes(model, optimizer).values()))
 
 
@@ -64,14 +64,14 @@ def measure(num_layers: int, stage: int, store: str, window_numel: int | None) -
     ("stage", "store"), [(0, "keep"), (1, "partition_host"), (2, "keep"), (3, "keep"), (3, "partition_host")]
 )
 def test_peak_temporaries_do_not_grow_when_the_layers_double(stage, store):
-    window_numel = 2000
-    of_four, of_eight = (run_ranks(2, measure, n, stage, store, window_numel) for n in (4, 8))
-    num_windows = 16  # staged, received and cast, at most; a unit's last, smaller window is received by itself
+    bucket_numel = 2000
+    of_four, of_eight = (run_ranks(2, measure, n, stage, store, bucket_numel) for n in (4, 8))
+    num_buckets = 16  # staged, received and cast, at most; a unit's last, smaller bucket is received by itself
     few_scalars = 16  # that gloo has not let go of yet
     for four, eight in zip(of_four, of_eight, strict=True):
         assert eight.in_passes == four.in_passes
         assert abs(eight.in_update - four.in_update) <= few_scalars
-        assert max(four.constant, eight.constant) <= num_windows * window_numel * 2
+        assert max(four.constant, eight.constant) <= num_buckets * bucket_numel * 2
 
 
 def test_without_constant_buffers_they_grow():
@@ -85,14 +85,14 @@ def test_the_loss_needs_what_it_says(chunk_numel):
     """In bf16: chunks in fp32 beside the logits, and for each token a few numbers."""
     num_tokens, num_columns = 64, 128
     targets = torch.randint(num_columns, (num_tokens,))
-    with Ledger(CPU) as ledger:
+    with MemoryTracker(CPU) as tracker:
         logits = torch.randn(num_tokens, num_columns, dtype=torch.bfloat16, requires_grad=True)
-        at_rest = ledger.device.total
+        at_rest = tracker.device.total
         loss = cross_entropy(logits, targets, num_columns, Axis.trivial("tensor"), chunk_numel)
-        in_forward = ledger.device.peak_total - at_rest
-        ledger.restart()
+        in_forward = tracker.device.peak_total - at_rest
+        tracker.restart()
         loss.backward()
-        in_backward = ledger.device.peak_total - at_rest - logits.nbytes  # its gradient
+        in_backward = tracker.device.peak_total - at_rest - logits.nbytes  # its gradient
     promised = temporary_bytes(num_tokens, num_columns, chunk_numel)
     num_rows = num_tokens if chunk_numel is None else max(1, chunk_numel // num_columns)
     assert promised == 2 * 4 * num_rows * num_columns

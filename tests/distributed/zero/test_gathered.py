@@ -13,7 +13,7 @@ from zero.optimizer import ZeroOptimizer
 
 
 def chosen(module: nn.Module) -> list[nn.Parameter]:
-    """Tied, larger than a window, frozen, of a block, of one element per row."""
+    """Tied, larger than a bucket, frozen, of a block, of one element per row."""
     return [module.tokens.weight, module.large.weight, module.blocks[1].frozen, module.blocks[0].norm.bias]
 
 
@@ -33,7 +33,7 @@ def check_changes_reach_ranks_and_optimizer(config: ZeroConfig) -> None:
 
 
 def test_changed_parameters_train_on_as_in_one_process():
-    run_ranks(2, check_all, [check_changes_reach_ranks_and_optimizer], configs(*ALL_STAGES, window_numel=[500, None]))
+    run_ranks(2, check_all, [check_changes_reach_ranks_and_optimizer], configs(*ALL_STAGES, bucket_numel=[500, None]))
 
 
 def check_masters_keep_what_rounding_hides(config: ZeroConfig) -> None:
@@ -41,13 +41,13 @@ def check_masters_keep_what_rounding_hides(config: ZeroConfig) -> None:
     data = Mesh.create(tensor_size=1).data
     model = ZeroDataParallel(nn.Linear(20, 3).bfloat16(), data, config)
     optimizer = ZeroOptimizer(model, torch.optim.SGD, lr=1.0)
-    for window in optimizer.windows:
-        window.master.mul_(1 + 2**-12)  # hidden by rounding to bf16
-    fine = [window.master.clone() for window in optimizer.windows]
+    for bucket in optimizer.buckets:
+        bucket.master.mul_(1 + 2**-12)  # hidden by rounding to bf16
+    fine = [bucket.master.clone() for bucket in optimizer.buckets]
     weight = model.module.weight
     with model.gathered([weight], modify=True):
         weight[1, 4] = 7.0
-    differing = [window.master[window.master != before] for window, before in zip(optimizer.windows, fine, strict=True)]
+    differing = [bucket.master[bucket.master != before] for bucket, before in zip(optimizer.buckets, fine, strict=True)]
     num_differing = torch.tensor([float(torch.cat(differing).numel())])
     model.shard_axis.all_reduce(num_differing, out=num_differing).wait()
     assert num_differing == 1
@@ -56,7 +56,7 @@ def check_masters_keep_what_rounding_hides(config: ZeroConfig) -> None:
 
 
 def test_masters_keep_what_was_not_changed():
-    run_ranks(2, check_all, [check_masters_keep_what_rounding_hides], configs(*ALL_STAGES, window_numel=[40]))
+    run_ranks(2, check_all, [check_masters_keep_what_rounding_hides], configs(*ALL_STAGES, bucket_numel=[40]))
 
 
 def check_only_chosen_units_come(config: ZeroConfig) -> None:

@@ -16,7 +16,7 @@ from zero.formulas.traffic import axis_bytes
 from zero.optimizer import ZeroOptimizer
 from zero.stage import STAGES, Lifetime
 
-WINDOW_NUMEL = 2**18
+BUCKET_NUMEL = 2**18
 
 
 def train(
@@ -24,7 +24,7 @@ def train(
 ) -> dict:
     mesh = Mesh.create(tensor_size=1, shard_size=shard_size)
     mesh.log.keeps_events = True
-    config = ZeroConfig(stage, WINDOW_NUMEL, resident_numel=resident_numel)
+    config = ZeroConfig(stage, BUCKET_NUMEL, resident_numel=resident_numel)
     model = ZeroDataParallel(_Chain(dtype), mesh.data, config)
     optimizer = ZeroOptimizer(model, torch.optim.AdamW, fused=True)
     for _ in range(4):  # by the fourth the order of units is known, and known to be common
@@ -75,21 +75,21 @@ def test_model_states_are_the_papers(stage, data_size, num_micro_batches):
 @pytest.mark.parametrize("data_size", [2, 4])
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_traffic_of_a_step_is_twice_the_parameters(stage, data_size):
-    """2 Psi (N-1)/N over padded windows: a reduce-scatter and an all-gather, or the all-reduce that is both."""
+    """2 Psi (N-1)/N over padded buckets: a reduce-scatter and an all-gather, or the all-reduce that is both."""
     for found in run_ranks(data_size, train, stage, 1, torch.bfloat16):
-        windows = [event for event in found["events"] if event.message_bytes > 8]  # the rest: the norm, a scalar
+        buckets = [event for event in found["events"] if event.message_bytes > 8]  # the rest: the norm, a scalar
         expected_ops = {"all_reduce"} if stage == 0 else {"reduce_scatter", "all_gather"}
-        assert {event.op for event in windows} == expected_ops
-        assert sum(event.wire_bytes for event in windows) == 2 * found["padded_bytes"] * (data_size - 1) // data_size
-        assert max(event.message_bytes for event in windows) <= WINDOW_NUMEL * 2
+        assert {event.op for event in buckets} == expected_ops
+        assert sum(event.wire_bytes for event in buckets) == 2 * found["padded_bytes"] * (data_size - 1) // data_size
+        assert max(event.message_bytes for event in buckets) <= BUCKET_NUMEL * 2
         assert found["padded_bytes"] <= 1.001 * 2 * found["num_parameters"]
 
 
 def test_stage_2_reduces_in_every_micro_batch_and_stage_1_only_in_the_last():
     for stage, passes in ((1, 2), (2, 4)):
         found = run_ranks(2, train, stage, 3, torch.bfloat16)[0]
-        windows = [event for event in found["events"] if event.message_bytes > 8]
-        assert sum(event.wire_bytes for event in windows) == passes * found["padded_bytes"] // 2
+        buckets = [event for event in found["events"] if event.message_bytes > 8]
+        assert sum(event.wire_bytes for event in buckets) == passes * found["padded_bytes"] // 2
 
 
 @pytest.mark.parametrize(
@@ -119,9 +119,9 @@ def test_traffic_along_each_axis(layout):
 
 def test_buffers_do_not_depend_on_the_model():
     found = run_ranks(2, train, 2, 1, torch.bfloat16)[0]
-    assert found["buffers"]["staged gradients"] <= 3 * WINDOW_NUMEL * 2
-    assert found["buffers"]["received messages"] <= 4 * WINDOW_NUMEL * 2
-    assert found["buffers"]["gradient cast"] == WINDOW_NUMEL // 2 * 4
+    assert found["buffers"]["staged gradients"] <= 3 * BUCKET_NUMEL * 2
+    assert found["buffers"]["received messages"] <= 4 * BUCKET_NUMEL * 2
+    assert found["buffers"]["gradient cast"] == BUCKET_NUMEL // 2 * 4
 
 
 @pytest.mark.parametrize("data_size", [2, 4])
@@ -135,7 +135,7 @@ def test_the_wire_agrees_with_the_log(data_size):
 def step_under_observation(stage: int) -> tuple[int, int]:
     """(bytes written according to the kernel, bytes sent according to the log) of a step of 2.5 million parameters."""
     mesh = Mesh.create(tensor_size=1)
-    model = ZeroDataParallel(_Chain(torch.float32), mesh.data, ZeroConfig(stage, WINDOW_NUMEL))
+    model = ZeroDataParallel(_Chain(torch.float32), mesh.data, ZeroConfig(stage, BUCKET_NUMEL))
     optimizer = ZeroOptimizer(model, torch.optim.AdamW, fused=True)
 
     def step() -> None:

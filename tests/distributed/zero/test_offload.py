@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from parallel.instruments.memory_tracker import Kind, Ledger
+from parallel.instruments.memory_tracker import MemoryTracker, TensorKind
 from parallel.mesh import Mesh
 from tests.distributed.zero.test_zero_equals_one_process import TOLERANCE, train_in_one_process, train_with_zero
 from tests.kept_apart import KeptApart
@@ -32,7 +32,7 @@ FACTORS = {
 def check_equals_no_offload(
     name: str, stage: int, states: tuple, data_size: int, num_micro_batches: int, **settings: object
 ) -> None:
-    config = ZeroConfig(stage, window_numel=500, prefetch_numel=4000, **settings)
+    config = ZeroConfig(stage, bucket_numel=500, prefetch_numel=4000, **settings)
     offload = OffloadConfig("host", states)
     arguments = name, config, num_micro_batches, False, torch.float64, None, offload
     expected = train_in_one_process(name, data_size, num_micro_batches, torch.float64)
@@ -72,11 +72,11 @@ def test_all_placements_equal_one_process(combination):
 def train_apart(config: ZeroConfig, offload: OffloadConfig, num_micro_batches: int) -> tuple:
     """(states on the accelerator, on the host, the ledger's gradients there, parameters, copies) of a bf16 model."""
     mesh = Mesh.create(tensor_size=1)
-    with Ledger(torch.device("cpu")) as ledger:
+    with MemoryTracker(torch.device("cpu")) as tracker:
         gpt = build("gpt", dtype=torch.bfloat16)
         model = ZeroDataParallel(gpt, mesh.data, config, offload=offload)
         optimizer = ZeroOptimizer(model, torch.optim.AdamW, clip_norm=1.0, fused=True)
-        with KeptApart(ledger) as apart:
+        with KeptApart(tracker) as apart:
             for step in range(2):
                 with model.accumulate():
                     for micro_batch in range(num_micro_batches - 1):
@@ -84,7 +84,7 @@ def train_apart(config: ZeroConfig, offload: OffloadConfig, num_micro_batches: i
                 loss_of(model, batch(step, num_micro_batches - 1, mesh.data.rank)).backward()
                 optimizer.step()
         found = [memory.measured(model, optimizer, placement) for placement in Placement]
-        counted = [dict(pool.resident) for pool in (ledger.device, ledger.host)]
+        counted = [dict(pool.resident) for pool in (tracker.device, tracker.host)]
     return *found, counted, sum(flat.layout.numel for flat in model.flats), apart.num_copies
 
 
@@ -106,21 +106,19 @@ LEFT_PER_PARAMETER = {
 def test_what_leaves_the_accelerator_is_on_the_host(stage, states, num_micro_batches):
     """Bytes a parameter: 2 stay in stage 2 under optimizer offload, nothing in stage 3 with the parameters."""
     data_size = 2
-    config = ZeroConfig(stage, window_numel=5000)
+    config = ZeroConfig(stage, bucket_numel=5000)
     for device, host, counted, numel, num_copies in run_ranks(
         data_size, train_apart, config, OffloadConfig("host", states), num_micro_batches
     ):
-        promised = memory.placed(
-            memory.formula(config.answers, numel, data_size), config.answers, data_size, set(states)
-        )
+        promised = memory.placed(memory.formula(config.policy, numel, data_size), config.policy, data_size, set(states))
         assert {Placement.ACCELERATOR: device, Placement.HOST: host} == promised
         assert device.total / numel == pytest.approx(LEFT_PER_PARAMETER[stage, states])
         for pool, states_there in zip(counted, (device, host), strict=True):
-            assert_ledger_agrees(pool, states_there)
+            assert_tracker_agrees(pool, states_there)
         assert num_copies
 
 
-def assert_ledger_agrees(pool: dict, states: ModelStates) -> None:
-    assert pool.get(Kind.MASTER, 0) == states.master
-    assert pool.get(Kind.GRADIENTS, 0) == states.gradients
-    assert pool.get(Kind.MOMENTS, 0) >= states.moments  # and step counters
+def assert_tracker_agrees(pool: dict, states: ModelStates) -> None:
+    assert pool.get(TensorKind.MASTER, 0) == states.master
+    assert pool.get(TensorKind.GRADIENTS, 0) == states.gradients
+    assert pool.get(TensorKind.MOMENTS, 0) >= states.moments  # and step counters

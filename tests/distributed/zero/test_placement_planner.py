@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from gpt.model.transformer import GPT, ModelConfig, initialize
 from parallel.errors import ConfigError
-from parallel.instruments.memory_tracker import Kind, Ledger
+from parallel.instruments.memory_tracker import MemoryTracker, TensorKind
 from parallel.mesh import Axis, Mesh
 from parallel.tensor.token_layout import ReplicatedTokens
 from tests.kept_apart import KeptApart
@@ -17,7 +17,7 @@ from tests.ranks import run_ranks
 from zero.engine import ZeroConfig, ZeroDataParallel
 from zero.offload.placement import OffloadConfig, Placement
 from zero.optimizer import ZeroOptimizer
-from zero.sharded_init import ShardedBirth
+from zero.sharded_init import ShardedInit
 from zero.state.owned_state import owned_state
 
 NUM_STEPS = 5
@@ -40,17 +40,17 @@ def auto(budget_gb: float) -> OffloadConfig:
 
 def train(config: ZeroConfig, offload: OffloadConfig, num_micro_batches: int, dtype: torch.dtype) -> dict:
     mesh = Mesh.create(tensor_size=1)
-    with Ledger(torch.device("cpu")) as ledger:
-        with ShardedBirth(mesh.data, config.answers, 30_000, offload) as birth:
+    with MemoryTracker(torch.device("cpu")) as tracker:
+        with ShardedInit(mesh.data, config.policy, 30_000, offload) as init:
             gpt = GPT(MODEL, ReplicatedTokens(Axis.trivial("tensor"))).to(dtype)
             initialize(gpt, seed=0)
-        model = ZeroDataParallel(gpt, mesh.data, config, birth, offload=offload)
+        model = ZeroDataParallel(gpt, mesh.data, config, init=init, offload=offload)
         optimizer = ZeroOptimizer(model, torch.optim.AdamW, lr=1e-2, clip_norm=0.5, fused=True)
         del gpt
         if config.stage < 3:
-            ledger.restart()  # parameters that persist are there twice while the model is wrapped
+            tracker.restart()  # parameters that persist are there twice while the model is wrapped
         losses = []
-        with KeptApart(ledger):
+        with KeptApart(tracker):
             for step in range(NUM_STEPS):
                 with model.accumulate():
                     for micro_batch in range(num_micro_batches - 1):
@@ -59,7 +59,7 @@ def train(config: ZeroConfig, offload: OffloadConfig, num_micro_batches: int, dt
                 loss.backward()
                 optimizer.step()
                 losses.append(loss.item())
-        peak_bytes = ledger.device.peak_total
+        peak_bytes = tracker.device.peak_total
         shards = sum(flat.near[index].nbytes for flat in model.flats for index in flat.near)
     with model.gathered() as module:
         params = {name: param.detach().clone() for name, param in module.named_parameters()}
@@ -68,17 +68,17 @@ def train(config: ZeroConfig, offload: OffloadConfig, num_micro_batches: int, dt
         "params": params,
         "peak_bytes": peak_bytes,
         "near_bytes": shards,
-        "placed": sum(window.placement is Placement.ACCELERATOR for window in optimizer.windows),
-        "windows": len(optimizer.windows),
+        "placed": sum(bucket.placement is Placement.ACCELERATOR for bucket in optimizer.buckets),
+        "buckets": len(optimizer.buckets),
         "prefetch": model.residency.prefetch_numel,
-        "master_bytes": ledger.device.resident[Kind.MASTER],
+        "master_bytes": tracker.device.resident[TensorKind.MASTER],
     }
 
 
 @pytest.mark.parametrize(("stage", "num_ranks", "num_micro_batches"), [(2, 1, 3), (3, 2, 1)])
 def test_a_budget_is_kept_and_filled_and_changes_nothing(stage, num_ranks, num_micro_batches):
     """From the least that a step needs to more than all of it."""
-    config = ZeroConfig(stage, window_numel=10_000)
+    config = ZeroConfig(stage, bucket_numel=10_000)
     plain = run_ranks(num_ranks, train, config, OffloadConfig(), num_micro_batches, torch.float64)
     found = {}
     for share in (LEAST_SHARE[stage], 0.85, 3.0):
@@ -91,7 +91,7 @@ def test_a_budget_is_kept_and_filled_and_changes_nothing(stage, num_ranks, num_m
                 torch.testing.assert_close(result["params"][name], param, atol=1e-10, rtol=0)
     little, more, everything = (found[share][0] for share in found)
     assert little["placed"] + little["near_bytes"] < more["placed"] + more["near_bytes"]
-    assert little["placed"] < little["windows"] == everything["placed"] == everything["windows"]
+    assert little["placed"] < little["buckets"] == everything["placed"] == everything["buckets"]
     if stage == 3:
         all_that_could_be_fetched = pytest.approx(NUM_PARAMETERS, rel=0.02)
         assert everything["prefetch"] == all_that_could_be_fetched
@@ -105,7 +105,7 @@ def test_two_fifths_of_the_model_states_are_enough():
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_window_that_moves_keeps_masters_and_moments_to_the_bit(stage):
+def test_a_bucket_that_moves_keeps_masters_and_moments_to_the_bit(stage):
     """In bf16, where masters are finer than the parameters beside which they lie."""
     model = build("gpt").bfloat16()
     engine = ZeroDataParallel(model, Axis.trivial("data"), ZeroConfig(stage, 1000), offload=OffloadConfig("host"))
@@ -118,9 +118,9 @@ def test_a_window_that_moves_keeps_masters_and_moments_to_the_bit(stage):
     step(0)
     before = {name: tensor.clone() for name, tensor in owned_state(engine, optimizer).items()}
     for placement in (Placement.ACCELERATOR, Placement.HOST):
-        for window in optimizer.windows:
-            optimizer.place(window, placement)
-            assert window.placement is placement
+        for bucket in optimizer.buckets:
+            optimizer.place(bucket, placement)
+            assert bucket.placement is placement
         after = owned_state(engine, optimizer)
         assert before.keys() == after.keys()
         assert all(after[name].equal(tensor) for name, tensor in before.items())
@@ -131,7 +131,7 @@ def test_a_window_that_moves_keeps_masters_and_moments_to_the_bit(stage):
 def message_of(budget_gb: float, mode: str) -> str:
     offload = auto(budget_gb) if mode == "auto" else OffloadConfig(mode, accelerator_memory_gb=budget_gb)
     with pytest.raises(ConfigError) as raised:
-        train(ZeroConfig(3, window_numel=10_000), offload, 1, torch.bfloat16)
+        train(ZeroConfig(3, bucket_numel=10_000), offload, 1, torch.bfloat16)
     return str(raised.value)
 
 

@@ -13,9 +13,9 @@ from tests.models import HARDER_MODELS, MODELS, build
 from tests.ranks import run_ranks
 from tests.twins import assert_same_bits, params_of
 from zero.engine import ZeroConfig, ZeroDataParallel
-from zero.sharded_init import ShardedBirth
+from zero.sharded_init import ShardedInit
 
-STAGE_3 = ZeroConfig(stage=3, window_numel=500)
+STAGE_3 = ZeroConfig(stage=3, bucket_numel=500)
 
 
 class Copied(nn.Module):
@@ -43,17 +43,17 @@ def copied() -> nn.Module:
 def born(make: Callable[[], nn.Module], config: ZeroConfig, whole_numel: int, shard_size: int | None) -> None:
     data = Mesh.create(tensor_size=1, shard_size=shard_size).data
     expected = make()
-    with ShardedBirth(data, config.answers, whole_numel) as birth:
+    with ShardedInit(data, config.policy, whole_numel) as init:
         module = make()
     if config.stage == 3:
         assert all(param.isnan().all() for param in module.parameters() if param.is_floating_point())
-    model = ZeroDataParallel(module, data, config, birth)
+    model = ZeroDataParallel(module, data, config, init=init)
     assert_same_bits(params_of(model), {name: param.detach() for name, param in expected.named_parameters()})
     assert_same_bits(dict(module.named_buffers()), dict(expected.named_buffers()))
     assert [p.requires_grad for p in module.parameters()] == [p.requires_grad for p in expected.parameters()]
 
 
-def check_births(names: list[str]) -> None:
+def check_sharded_init(names: list[str]) -> None:
     for make in (copied, *(partial(build, name) for name in names)):
         born(make, STAGE_3, 0, None)
     born(copied, STAGE_3, 3000, None)
@@ -63,7 +63,7 @@ def check_births(names: list[str]) -> None:
 
 @pytest.mark.parametrize(("num_ranks", "names"), [(1, ["toy"]), (2, [*MODELS, *HARDER_MODELS]), (3, ["toy"])])
 def test_born_models_have_the_values_of_whole_ones(num_ranks, names):
-    run_ranks(num_ranks, check_births, names)
+    run_ranks(num_ranks, check_sharded_init, names)
 
 
 def check_first_ranks_values() -> None:
@@ -73,10 +73,10 @@ def check_first_ranks_values() -> None:
     expected = nn.Linear(30, 20)
     torch.manual_seed(data.rank)
     own = torch.get_rng_state()
-    with ShardedBirth(data, STAGE_3.answers, 0) as birth:
+    with ShardedInit(data, STAGE_3.policy, 0) as init:
         module = nn.Linear(30, 20)
     assert torch.get_rng_state().equal(own) == (data.rank > 0)
-    model = ZeroDataParallel(module, data, STAGE_3, birth)
+    model = ZeroDataParallel(module, data, STAGE_3, init=init)
     assert_same_bits(params_of(model), {name: param.detach() for name, param in expected.named_parameters()})
 
 
@@ -98,12 +98,12 @@ def most_whole() -> int:
             params.extend(self.linear._parameters[name] for name in ("weight", "bias"))
 
     params: list[nn.Parameter] = []
-    with ShardedBirth(data, STAGE_3.answers, whole_numel=2000) as birth:
+    with ShardedInit(data, STAGE_3.policy, whole_numel=2000) as init:
         module = nn.ModuleList(Watchful() for _ in range(20))
         for param in module.parameters():
             param.data.normal_()
             most = max(most, sum(p.untyped_storage().size() // 4 for p in params if p.untyped_storage().size() > 4))
-    ZeroDataParallel(module, data, STAGE_3, birth)
+    ZeroDataParallel(module, data, STAGE_3, init=init)
     return most
 
 
@@ -112,21 +112,21 @@ def test_no_more_is_whole_than_was_granted():
         assert 2000 - 272 < most <= 2000 + 272  # the newest is made before an older one goes
 
 
-def test_a_forgotten_birth_is_refused():
-    with ShardedBirth(Axis.trivial("data"), STAGE_3.answers):
+def test_a_forgotten_init_is_refused():
+    with ShardedInit(Axis.trivial("data"), STAGE_3.policy):
         module = nn.Linear(3, 2)
-    with pytest.raises(ValueError, match=r"shape \(2, 3\) is not here: give its `birth`"):
+    with pytest.raises(ValueError, match=r"shape \(2, 3\) is still sharded; pass `init=`"):
         ZeroDataParallel(module, Axis.trivial("data"), STAGE_3)
 
 
-def test_a_birth_that_breaks_off_leaves_torch_as_it_was():
-    with pytest.raises(KeyError), ShardedBirth(Axis.trivial("data"), STAGE_3.answers):
+def test_an_init_that_breaks_off_leaves_torch_as_it_was():
+    with pytest.raises(KeyError), ShardedInit(Axis.trivial("data"), STAGE_3.policy):
         raise KeyError
     assert type(nn.Linear(3, 2)._parameters) is dict
 
 
 def test_copies_of_a_born_module_are_plain():
-    with ShardedBirth(Axis.trivial("data"), STAGE_3.answers) as birth:
+    with ShardedInit(Axis.trivial("data"), STAGE_3.policy) as init:
         module = nn.Linear(3, 2)
-    model = ZeroDataParallel(module, Axis.trivial("data"), ZeroConfig(1), birth)
+    model = ZeroDataParallel(module, Axis.trivial("data"), ZeroConfig(1), init=init)
     assert_same_bits(params_of(model), dict(copy.deepcopy(module).named_parameters()))

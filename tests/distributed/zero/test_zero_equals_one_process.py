@@ -101,7 +101,7 @@ FACTORS = {
     "num_micro_batches": [1, 3],
     "checkpoints": [False, True],
     "overlap": [True, False],
-    "window_numel": [500, None],
+    "bucket_numel": [500, None],
     "dtype": [torch.float64, torch.float32],
 }
 
@@ -113,10 +113,10 @@ def assert_equals_one_process(
     num_micro_batches: int,
     checkpoints: bool,
     overlap: bool,
-    window_numel: int | None,
+    bucket_numel: int | None,
     dtype: torch.dtype,
 ) -> None:
-    config = ZeroConfig(stage, window_numel, overlap)
+    config = ZeroConfig(stage, bucket_numel, overlap)
     found = run_ranks(data_size, train_with_zero, name, config, num_micro_batches, checkpoints, dtype)
     expected = train_in_one_process(name, data_size, num_micro_batches, dtype)
     for rank, result in enumerate(found):
@@ -135,7 +135,7 @@ def test_stages_equal_one_process(combination):
     ids=lambda c: "-".join(map(str, c.values())),
 )
 def test_all_models_and_stages_equal_one_process(combination):
-    assert_equals_one_process(**combination, checkpoints=False, window_numel=500, dtype=torch.float64)
+    assert_equals_one_process(**combination, checkpoints=False, bucket_numel=500, dtype=torch.float64)
 
 
 FACTORS_OF_PARTITIONED_PARAMETERS = {
@@ -156,7 +156,7 @@ def check_partitioned_parameters(
     name: str, data_size: int, num_micro_batches: int, checkpoints: bool, shard_size: int | None, **settings: object
 ) -> None:
     shard_size = min(shard_size, data_size) if shard_size else None
-    config = ZeroConfig(stage=3, window_numel=500, **settings)
+    config = ZeroConfig(stage=3, bucket_numel=500, **settings)
     dtype = torch.float64
     found = run_ranks(data_size, train_with_zero, name, config, num_micro_batches, checkpoints, dtype, shard_size)
     expected = train_in_one_process(name, data_size, num_micro_batches, dtype)
@@ -185,7 +185,7 @@ def test_all_models_with_partitioned_parameters_equal_one_process(combination):
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_sharding_inside_groups_and_replicating_across_equals_one_process(stage):
-    config = ZeroConfig(stage, window_numel=500)
+    config = ZeroConfig(stage, bucket_numel=500)
     found = run_ranks(4, train_with_zero, "toy", config, 1, False, torch.float64, 2)
     expected = train_in_one_process("toy", 4, 1, torch.float64)
     assert all(result.distance(expected) < TOLERANCE[torch.float64] for result in found)

@@ -60,25 +60,25 @@ def test_overlap_and_repetition_give_the_same_bits_on_all_ranks(data_size, dtype
 
 
 @pytest.mark.parametrize(("overlap", "num_staged"), [(True, 3), (False, 1)])
-def test_only_with_overlap_a_window_fills_while_others_travel(overlap, num_staged):
+def test_only_with_overlap_a_bucket_fills_while_others_travel(overlap, num_staged):
     model = ZeroDataParallel(build("toy"), Axis.trivial("data"), ZeroConfig(2, 512, overlap))
     assert model.reducer.staging_bytes == num_staged * 512 * torch.float64.itemsize
 
 
-def check_stages_and_windows_give_the_same_bits() -> None:
+def check_stages_and_buckets_give_the_same_bits() -> None:
     """A sum of two has one order, so with two ranks even bf16 must agree."""
     for name in ("toy", "gpt"):
-        found = [train(name, torch.bfloat16, config) for config in configs(*ALL_STAGES, window_numel=[500, 2000, None])]
+        found = [train(name, torch.bfloat16, config) for config in configs(*ALL_STAGES, bucket_numel=[500, 2000, None])]
         for other in found[1:]:
             assert_same_bits(other, found[0])
 
 
-def test_stages_and_windows_give_the_same_bits():
-    run_ranks(2, check_stages_and_windows_give_the_same_bits)
+def test_stages_and_buckets_give_the_same_bits():
+    run_ranks(2, check_stages_and_buckets_give_the_same_bits)
 
 
 def is_transient(config: ZeroConfig) -> bool:
-    return config.answers.full_grads is Lifetime.TRANSIENT
+    return config.policy.full_grads is Lifetime.TRANSIENT
 
 
 def check_micro_batches(config: ZeroConfig) -> None:
@@ -107,10 +107,10 @@ def check_when_gradients_travel(config: ZeroConfig) -> None:
             next_token_loss(model, 1, mesh.data.rank).backward()
         with mesh.log.during("step"):
             optimizer.step()
-        num_windows = sum(len(windows) for windows in model.reducer.windows.values())
+        num_buckets = sum(len(buckets) for buckets in model.reducer.buckets.values())
         reductions = [event for event in mesh.log.events if event.op in ("all_reduce", "reduce_scatter")]
         found = Counter(event.phase for event in reductions if event.message_bytes > 8)  # the rest: the norm
-        assert found == {"last": num_windows} | ({"first": num_windows} if is_transient(config) else {}), (
+        assert found == {"last": num_buckets} | ({"first": num_buckets} if is_transient(config) else {}), (
             config,
             found,
         )
@@ -208,13 +208,13 @@ def check_a_gate_is_open_on_some_ranks(config: ZeroConfig) -> None:
 
 @pytest.mark.parametrize("data_size", [2, 4])
 def test_ranks_may_use_different_parameters(data_size):
-    windows = {"window_numel": [500 * data_size]}
-    run_ranks(data_size, check_all, [check_ranks_use_other_parameters], configs(0, 1, 2, **windows))
-    run_ranks(data_size, check_all, [check_a_gate_is_open_on_some_ranks], configs(*ALL_STAGES, **windows))
+    buckets = {"bucket_numel": [500 * data_size]}
+    run_ranks(data_size, check_all, [check_ranks_use_other_parameters], configs(0, 1, 2, **buckets))
+    run_ranks(data_size, check_all, [check_a_gate_is_open_on_some_ranks], configs(*ALL_STAGES, **buckets))
 
 
 def check_launches_have_one_order() -> None:
-    """Also where the ranks' batches open different gates, and in every window order of events."""
+    """Also where the ranks' batches open different gates, and in every bucket order of events."""
     mesh = Mesh.create(tensor_size=1)
     mesh.log.keeps_events = True
     for config in configs(*ALL_STAGES):

@@ -34,7 +34,7 @@ def small_gpt(dtype: torch.dtype = torch.float64) -> nn.Module:
 def check_clipping() -> list[list[float]]:
     """Against torch's own; returns the norms, which every rank must know to the last bit."""
     norms = []
-    for config, clip_norm in itertools.product(configs(*ALL_STAGES, window_numel=[5000]), CLIP_NORMS):
+    for config, clip_norm in itertools.product(configs(*ALL_STAGES, bucket_numel=[5000]), CLIP_NORMS):
         twins = Twins(small_gpt(), config, torch.optim.SGD, clip_norm=clip_norm, lr=0.1)
         twins.train(2)
         next_token_loss(twins.model, 2, twins.data.rank).backward()
@@ -90,7 +90,7 @@ def matrices_and_vectors(module: nn.Module) -> list[dict[str, Any]]:
 
 
 def check_optimizer(optimizer: type[torch.optim.Optimizer], settings: dict[str, Any]) -> None:
-    for config in configs(1, 3, window_numel=[5000]):
+    for config in configs(1, 3, bucket_numel=[5000]):
         twins = Twins(small_gpt(), config, optimizer, groups=matrices_and_vectors, **settings | {"lr": 1e-2})
         before = params_of(twins.model)["position_embedding.weight"]
         for step in range(4):
@@ -137,7 +137,7 @@ def all_state(model: ZeroDataParallel, optimizer: ZeroOptimizer) -> dict[str, Te
 
 def check_overflows_leave_no_trace(optimizer: Optimizer) -> None:
     """Parameters, moments and Adam's step counter are as if the skipped steps had never been."""
-    for config in configs(*ALL_STAGES, window_numel=[5000]):
+    for config in configs(*ALL_STAGES, bucket_numel=[5000]):
         model, stepper = train_fp16(config, optimizer, (True, False, True, True, False, False))
         expected_model, expected_stepper = train_fp16(config, optimizer, (False, False, False))
         assert_same_bits(params_of(model), params_of(expected_model))
@@ -199,7 +199,7 @@ def tokens_of(step: int, rank: int) -> list[Tensor]:
 
 def check_step_waits_for_nothing(dtype: torch.dtype) -> None:
     mesh = Mesh.create(tensor_size=1)
-    for config in configs(*ALL_STAGES, window_numel=[5000]):
+    for config in configs(*ALL_STAGES, bucket_numel=[5000]):
         model = ZeroDataParallel(small_gpt(dtype), mesh.data, config)
         scale = LossScale(64.0, is_dynamic=dtype is torch.float16)
         optimizer = ZeroOptimizer(model, torch.optim.AdamW, loss_scale=scale, clip_norm=1.0, fused=True)
@@ -243,7 +243,7 @@ def copy_of(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def check_state_continues_bit_for_bit(folder: Path) -> None:
-    all_configs = configs(*ALL_STAGES, window_numel=[500, None])
+    all_configs = configs(*ALL_STAGES, bucket_numel=[500, None])
     for dtype, config in itertools.product((torch.float32, torch.bfloat16), all_configs):
         model, optimizer = start(config, dtype, offset=0)
         take_steps(model, optimizer, range(1))

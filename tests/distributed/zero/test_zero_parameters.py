@@ -63,7 +63,7 @@ def check_every_kind_of_parameter(config: ZeroConfig) -> None:
 @pytest.mark.parametrize("data_size", [1, 2, 4])
 def test_ranks_start_alike_and_train_every_kind_of_parameter(data_size):
     checks = [check_ranks_start_alike, check_every_kind_of_parameter]
-    run_ranks(data_size, check_all, checks, configs(*ALL_STAGES, window_numel=[20, None]))
+    run_ranks(data_size, check_all, checks, configs(*ALL_STAGES, bucket_numel=[20, None]))
 
 
 class Containers(nn.Module):
@@ -91,7 +91,7 @@ def check_containers(config: ZeroConfig) -> None:
 
 
 def test_lists_and_dicts_of_blocks_train():
-    run_ranks(2, check_all, [check_containers], configs(*ALL_STAGES, window_numel=[30]))
+    run_ranks(2, check_all, [check_containers], configs(*ALL_STAGES, bucket_numel=[30]))
 
 
 def check_sparse_gradients_are_refused(config: ZeroConfig) -> None:

@@ -16,7 +16,7 @@ from tests.twins import Twins, next_token_loss
 from zero.engine import ZeroConfig, ZeroDataParallel
 
 NUM_BLOCKS, BLOCK_NUMEL = 5, 288  # with padding
-STAGE_3 = ZeroConfig(stage=3, window_numel=500, prefetch_numel=BLOCK_NUMEL)
+STAGE_3 = ZeroConfig(stage=3, bucket_numel=500, prefetch_numel=BLOCK_NUMEL)
 
 
 class Noted(nn.Module):

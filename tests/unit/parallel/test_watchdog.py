@@ -58,7 +58,7 @@ def test_the_log_knows_its_last_collective():
 def test_the_reason_is_told_before_the_process_ends(monkeypatch):
     told, has_ended = [], threading.Event()
     monkeypatch.setattr(os, "_exit", lambda code: (told.append(code), has_ended.set()))
-    with Watchdog(dist.HashStore(), 0, 1, CommLog(), hang_seconds=0.3, last_words=told.append).watching():
+    with Watchdog(dist.HashStore(), 0, 1, CommLog(), hang_seconds=0.3, on_abort=told.append).watching():
         assert has_ended.wait(30)
     assert told[0].startswith("rank 0 has made no progress for 0.3 s; its last collective: none")
     assert told[1] == EXIT_CODE

@@ -1,4 +1,4 @@
-"""Stepping a window at a time equals stepping at once; optimizers for which it does not are found out."""
+"""Stepping a bucket at a time equals stepping at once; optimizers for which it does not are found out."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from parallel.errors import ConfigError
-from zero.elementwise import Piece, WindowedOptimizer, probe_elementwise
+from zero.elementwise import BucketedOptimizer, Piece, probe_elementwise
 
 CPU = torch.device("cpu")
 
@@ -70,26 +70,26 @@ class Recorder(torch.optim.Optimizer):
                 self.seen.append(([p.item() for p in group["params"]], grads, (group["lr"], group["counter"])))
 
 
-def test_a_window_steps_its_own_pieces_with_their_groups_settings():
+def test_a_bucket_steps_its_own_pieces_with_their_groups_settings():
     params = [nn.Parameter(torch.tensor([float(index)])) for index in range(3)]
     groups = [{"params": [params[0], params[2]], "lr": 0.5}, {"params": [params[1]]}]
-    windowed = WindowedOptimizer(Recorder(groups))
-    windows = [
+    bucketed = BucketedOptimizer(Recorder(groups))
+    buckets = [
         [Piece(params[0], range(1, 2), 0), Piece(params[1], range(3, 4), 1)],
         [Piece(params[2], range(1), 0)],
     ]
     for lr in (0.5, 0.25):
-        windowed.inner.param_groups[0]["lr"] = lr
-        windowed.begin_round()
-        for window in windows:
-            windowed.step(window, torch.arange(10.0, 15.0))
-        windowed.end_round()
+        bucketed.inner.param_groups[0]["lr"] = lr
+        bucketed.begin_round()
+        for bucket in buckets:
+            bucketed.step(bucket, torch.arange(10.0, 15.0))
+        bucketed.end_round()
     first = torch.tensor([11.0]), torch.tensor([13.0]), torch.tensor([10.0])
-    assert windowed.inner.seen == [
+    assert bucketed.inner.seen == [
         ([value], [grad], (lr, counter))
         for counter, rate in ((1, 0.5), (2, 0.25))
         for value, grad, lr in ((0.0, first[0], rate), (1.0, first[1], 1.0), (2.0, first[2], rate))
     ]
-    assert [group["params"] for group in windowed.inner.param_groups] == [[params[0], params[2]], [params[1]]]
-    assert [group["counter"] for group in windowed.inner.param_groups] == [2, 2]
+    assert [group["params"] for group in bucketed.inner.param_groups] == [[params[0], params[2]], [params[1]]]
+    assert [group["counter"] for group in bucketed.inner.param_groups] == [2, 2]
     assert all(param.grad is None for param in params)

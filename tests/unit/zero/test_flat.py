@@ -27,10 +27,10 @@ class LateAxis(Axis):
 
 
 def flat_parameters(lifetime: Lifetime) -> FlatParameters:
-    """Two equal halves of 32, one for each rank, in windows of 32."""
+    """Two equal halves of 32, one for each rank, in buckets of 32."""
     half = torch.arange(32.0)
     params = {"first": nn.Parameter(half.view(4, 8).clone()), "second": nn.Parameter(half.clone())}
-    return FlatParameters(params, LateAxis("data", 2, 0, CommLog()), lifetime, window_numel=32)
+    return FlatParameters(params, LateAxis("data", 2, 0, CommLog()), lifetime, bucket_numel=32)
 
 
 def test_parameters_come_and_go():

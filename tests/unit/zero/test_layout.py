@@ -9,8 +9,8 @@ from zero.layout import ALIGNMENT, Layout, cut, innermost_unit, overlap, round_u
 
 SHAPES = st.lists(st.lists(st.integers(1, 40), max_size=3).map(torch.Size), min_size=1, max_size=8)
 LAYOUTS = st.builds(
-    lambda shapes, num_shards, window_numel: Layout.of(
-        {f"w{index}": shape for index, shape in enumerate(shapes)}, num_shards, window_numel
+    lambda shapes, num_shards, bucket_numel: Layout.of(
+        {f"w{index}": shape for index, shape in enumerate(shapes)}, num_shards, bucket_numel
     ),
     SHAPES,
     st.integers(1, 5),
@@ -32,48 +32,48 @@ def test_spans_are_aligned_and_as_long_as_their_parameters(layout):
 
 
 @given(LAYOUTS)
-def test_windows_follow_each_other_and_hold_every_span(layout):
-    assert layout.windows[0].elements.start == 0
-    assert layout.spans[-1].elements.stop <= layout.numel == layout.windows[-1].elements.stop
-    for before, after in zip(layout.windows, layout.windows[1:], strict=False):
+def test_buckets_follow_each_other_and_hold_every_span(layout):
+    assert layout.buckets[0].elements.start == 0
+    assert layout.spans[-1].elements.stop <= layout.numel == layout.buckets[-1].elements.stop
+    for before, after in zip(layout.buckets, layout.buckets[1:], strict=False):
         assert after.elements.start == before.elements.stop
-    assert len({len(window.elements) for window in layout.windows[:-1]}) <= 1
-    assert len(layout.windows[-1].elements) <= len(layout.windows[0].elements)
+    assert len({len(bucket.elements) for bucket in layout.buckets[:-1]}) <= 1
+    assert len(layout.buckets[-1].elements) <= len(layout.buckets[0].elements)
 
 
 @given(SHAPES, st.integers(1, 5), st.integers(1, 3000))
-def test_a_window_is_as_long_as_asked_but_for_alignment_and_the_end_wastes_little(shapes, num_shards, window_numel):
-    layout = Layout.of({str(index): shape for index, shape in enumerate(shapes)}, num_shards, window_numel)
+def test_a_bucket_is_as_long_as_asked_but_for_alignment_and_the_end_wastes_little(shapes, num_shards, bucket_numel):
+    layout = Layout.of({str(index): shape for index, shape in enumerate(shapes)}, num_shards, bucket_numel)
     grain = num_shards * ALIGNMENT
-    assert all(len(window.elements) < window_numel + grain for window in layout.windows)
+    assert all(len(bucket.elements) < bucket_numel + grain for bucket in layout.buckets)
     assert layout.numel - round_up(layout.spans[-1].elements.stop, ALIGNMENT) < grain
 
 
 @given(LAYOUTS)
-def test_the_shards_of_a_window_are_equal_aligned_and_cover_it(layout):
-    for window in layout.windows:
-        shards = [window.shard(rank) for rank in range(window.num_shards)]
-        assert elements_of(*shards) == list(window.elements)
-        assert {len(shard) for shard in shards} == {window.shard_numel}
+def test_the_shards_of_a_bucket_are_equal_aligned_and_cover_it(layout):
+    for bucket in layout.buckets:
+        shards = [bucket.shard(rank) for rank in range(bucket.num_shards)]
+        assert elements_of(*shards) == list(bucket.elements)
+        assert {len(shard) for shard in shards} == {bucket.shard_numel}
         assert all(shard.start % ALIGNMENT == 0 for shard in shards)
 
 
 @given(LAYOUTS)
-def test_pieces_and_gaps_cover_a_window_once(layout):
-    for window in layout.windows:
-        pieces = [part for _, part in layout.pieces(window.elements)]
-        gaps = list(layout.gaps(window.elements))
+def test_pieces_and_gaps_cover_a_bucket_once(layout):
+    for bucket in layout.buckets:
+        pieces = [part for _, part in layout.pieces(bucket.elements)]
+        gaps = list(layout.gaps(bucket.elements))
         assert all(gaps)
-        assert sorted(elements_of(*pieces, *gaps)) == list(window.elements)
+        assert sorted(elements_of(*pieces, *gaps)) == list(bucket.elements)
 
 
 @given(LAYOUTS, st.integers(0, 2**32))
 def test_the_owned_pieces_of_all_ranks_are_the_parameters(layout, seed):
     buffer = torch.rand(layout.numel, generator=torch.Generator().manual_seed(seed))
     found = {span.name: [] for span in layout.spans}
-    for window in layout.windows:
-        for rank in range(window.num_shards):
-            for span, part in layout.pieces(window.shard(rank)):
+    for bucket in layout.buckets:
+        for rank in range(bucket.num_shards):
+            for span, part in layout.pieces(bucket.shard(rank)):
                 found[span.name].append(cut(buffer, part))
     for span in layout.spans:
         assert torch.equal(torch.cat(found[span.name]).view(span.shape), span.view(buffer))
@@ -81,10 +81,10 @@ def test_the_owned_pieces_of_all_ranks_are_the_parameters(layout, seed):
 
 def test_a_known_layout():
     shapes = {"w": torch.Size([5, 7]), "b": torch.Size([5]), "gain": torch.Size([])}
-    layout = Layout.of(shapes, num_shards=2, window_numel=40)
+    layout = Layout.of(shapes, num_shards=2, bucket_numel=40)
     assert [span.elements for span in layout.spans] == [range(35), range(48, 53), range(64, 65)]
-    assert [window.elements for window in layout.windows] == [range(64), range(64, 96)]
-    assert [window.shard(1) for window in layout.windows] == [range(32, 64), range(80, 96)]
+    assert [bucket.elements for bucket in layout.buckets] == [range(64), range(64, 96)]
+    assert [bucket.shard(1) for bucket in layout.buckets] == [range(32, 64), range(80, 96)]
     assert list(layout.gaps(range(64))) == [range(35, 48), range(53, 64)]
 
 

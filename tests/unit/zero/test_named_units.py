@@ -1,4 +1,4 @@
-"""Units by patterns: windows are reduced as backward goes, in whatever order the patterns are written."""
+"""Units by patterns: buckets are reduced as backward goes, in whatever order the patterns are written."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ def test_units_come_in_the_order_of_the_modules(patterns):
 @pytest.mark.parametrize("patterns", [("*.first", "*.second"), ("*.second", "*.first")])
 def test_gradients_of_few_units_are_staged_at_a_time(patterns):
     model = nn.Sequential(*[Block() for _ in range(NUM_BLOCKS)])
-    config = ZeroConfig(stage=3, window_numel=NUMEL, overlap=False, units=patterns)
+    config = ZeroConfig(stage=3, bucket_numel=NUMEL, overlap=False, units=patterns)
     wrapped = ZeroDataParallel(model, Axis.trivial("data"), config)
     wrapped(torch.ones(1, WIDTH, requires_grad=True)).sum().backward()
     assert wrapped.reducer.staging_bytes <= 2 * 4 * NUMEL

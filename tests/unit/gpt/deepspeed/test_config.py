@@ -107,7 +107,7 @@ FULL = {"train_batch_size": 32, "train_micro_batch_size_per_gpu": 2, "gradient_a
     [
         (zero(stage=1), {"zero.stage": 1}),
         (zero(overlap_comm=False), {"zero.overlap": False}),
-        (zero(reduce_bucket_size=5e8), {"zero.window_numel": 500_000_000}),
+        (zero(reduce_bucket_size=5e8), {"zero.bucket_numel": 500_000_000}),
         (zero(stage3_prefetch_bucket_size=1e7), {"zero.prefetch_numel": 10_000_000}),
         (zero(stage3_param_persistence_threshold=1e5), {"zero.resident_numel": 100_000}),
         (zero(stage3_gather_16bit_weights_on_model_save=True), {"checkpoint.weights": True}),
@@ -451,10 +451,10 @@ def test_an_option_that_contradicts_the_rest_of_the_file_is_told(parse, content:
 
 def test_options_win_over_the_file_and_the_file_over_yaml(parse):
     content = merged(zero(stage=1, reduce_bucket_size=5e6, overlap_comm=False), {"gradient_clipping": 0.5})
-    config = ["--config", "{zero: {stage: 3, window_numel: 77}, optimizer: {clip_norm: 7.0, eps: 1.0e-6}}"]
+    config = ["--config", "{zero: {stage: 3, bucket_numel: 77}, optimizer: {clip_norm: 7.0, eps: 1.0e-6}}"]
     tables: list[Table] = []
     settings = parse(content, "--zero.stage=2", *config, show=tables.append)
-    assert (settings.zero.stage, settings.zero.window_numel, settings.zero.overlap) == (2, 5_000_000, False)
+    assert (settings.zero.stage, settings.zero.bucket_numel, settings.zero.overlap) == (2, 5_000_000, False)
     assert (settings.optimizer.clip_norm, settings.optimizer.eps) == (0.5, 1e-6)
     assert re.search(r"zero_optimization.stage=1 .*mapped .*zero.stage=2 by option", text_of(tables))
 
@@ -479,7 +479,7 @@ def test_the_table_has_every_key_once(parse):
     parse(content, show=tables.append)
     text = text_of(tables)
     assert re.search(r"zero_optimization.cpu_offload=true .*mapped .*offload.mode=host", text)
-    assert re.search(r"sub_group_size=1000000000 .*nothing needed .*window by window", text)
+    assert re.search(r"sub_group_size=1000000000 .*nothing needed .*bucket by bucket", text)
     assert re.search(r"gradient_clipping=auto .*left to the settings .*optimizer.clip_norm=1", text)
     assert all(text.count(name) == 1 for name in ("zero_optimization.stage=", "cpu_offload", "sub_group", "clipping="))
 

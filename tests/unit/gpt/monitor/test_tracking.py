@@ -95,7 +95,7 @@ def test_a_sink_that_hangs_holds_nothing_up_and_is_not_waited_for_long(monkeypat
 
 def test_last_words_are_told_before_a_process_ends():
     notes = Notes()
-    Tracking({"notes": lambda: notes}).last_words("rank 1 does not answer")
+    Tracking({"notes": lambda: notes}).on_abort("rank 1 does not answer")
     assert notes.told == [("stall", "rank 1 does not answer"), ("finish", {}, 1)]
 
 

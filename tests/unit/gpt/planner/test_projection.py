@@ -108,7 +108,7 @@ def shallow(*options: str) -> Settings:
 def test_four_stages_are_told_apart_by_their_profiles_alone():
     profiles = []
     for stage in range(4):
-        recording = dry_run(shallow(f"--zero.stage={stage}", "--zero.window_numel=5000"))
+        recording = dry_run(shallow(f"--zero.stage={stage}", "--zero.bucket_numel=5000"))
         rows = profile(recording.events, len(recording.kernels))
         profiles.append({(r["axis"], r["op"], r["phase"]): r["count"] for r in rows if r["axis"] == "data"})
         assert sum(row["count"] for row in rows) == len(recording.events)

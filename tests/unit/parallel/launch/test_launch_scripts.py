@@ -27,7 +27,7 @@ WATCHED += (
     "NODE_NAMES",
 )
 
-# Writes down how it was called, and ends as asked. As `python` it answers for the route.
+# Writes down how it was called, and ends as asked. As `python` it policy for the route.
 STUB = f"""#!{sys.executable}
 import json, os, sys, time
 name, words = os.path.basename(sys.argv[0]), sys.argv[1:]

@@ -18,7 +18,7 @@ from zero.activations.choice import (
     partition_volume,
     pays,
 )
-from zero.activations.stores import STORES, Surroundings
+from zero.activations.stores import STORES, StoreContext
 from zero.formulas.memory import formula
 from zero.formulas.traffic import step_bytes
 from zero.offload.streams import SideStream
@@ -101,7 +101,7 @@ def test_what_fits_nowhere_says_so():
 def test_the_bytes_reckoned_with_are_those_that_stores_keep(store):
     w = workload(60, 75, 1, 2, 8)
     replicas = Axis("tensor", 16, 0, CommLog())
-    kept = STORES[store](Surroundings(replicas, torch.device("cpu"), SideStream(torch.device("cpu")), True))
+    kept = STORES[store](StoreContext(replicas, torch.device("cpu"), SideStream(torch.device("cpu")), True))
     promised = kept.num_bytes(38, w.s * w.h, w.itemsize)
     working = w.itemsize * (12 * w.h * w.k + 2 * w.vocab_size) * w.s / 16
     assert bytes_per_sequence(w, store) == promised.device + promised.in_transit + working

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from parallel.errors import ConfigError
-from parallel.instruments.memory_tracker import Kind, Ledger
+from parallel.instruments.memory_tracker import MemoryTracker, TensorKind
 from parallel.mesh import Axis, Handle, Mesh
 from tests.ranks import run_ranks
 from zero.activations.checkpointed_blocks import ActivationsConfig, CheckpointedBlocks, checkpointed_blocks
 from zero.activations.slab import Place, on_host_of
-from zero.activations.stores import STORES, StoredBytes, Surroundings
+from zero.activations.stores import STORES, StoreContext, StoredBytes
 from zero.offload.streams import SideStream
 
 CPU = torch.device("cpu")
@@ -56,11 +56,13 @@ def partitioned_gradients(store: str, defragment: bool) -> list[tuple[Tensor, St
         x = activation(seed)
         run = checkpointed_blocks(ActivationsConfig(store, 2, defragment), axis)
         assert run is not None
-        with Ledger(CPU) as ledger:
+        with MemoryTracker(CPU) as tracker:
             y = run(blocks(5), x.requires_grad_() * 1)
-            kept = StoredBytes(ledger.device.resident[Kind.CHECKPOINTS], ledger.host.resident[Kind.CHECKPOINTS])
+            kept = StoredBytes(
+                tracker.device.resident[TensorKind.CHECKPOINTS], tracker.host.resident[TensorKind.CHECKPOINTS]
+            )
             y.sum().backward()
-            in_transit = ledger.device.peak[Kind.BUFFERS] if defragment else 0
+            in_transit = tracker.device.peak[TensorKind.BUFFERS] if defragment else 0
         promised = run.num_bytes(5, x.numel(), x.element_size())
         assert kept == replace(promised, in_transit=0)
         assert in_transit == (promised.in_transit if defragment else 0)
@@ -163,17 +165,17 @@ def test_micro_batches_use_the_slab_again_and_evaluation_does_not_touch_it(store
     run, x = checkpointed_blocks(ActivationsConfig(store, 2)), torch.randn(4, 6)
     assert run is not None
     expected = gradient_of(x, in_order)
-    with Ledger(CPU) as ledger:
+    with MemoryTracker(CPU) as tracker:
         assert gradient_of(x, run).equal(expected)
-        ledger.restart()
+        tracker.restart()
         for _ in range(3):
             assert gradient_of(x, run).equal(expected)
             with torch.no_grad():
                 run(blocks(5), torch.randn(9, 5))  # of another shape, as generation's
                 between = run(blocks(5), x)
             assert between.equal(in_order(blocks(5), x))
-        for memory in (ledger.device, ledger.host):
-            assert memory.num_allocations[Kind.CHECKPOINTS] == memory.num_allocations[Kind.BUFFERS] == 0
+        for memory in (tracker.device, tracker.host):
+            assert memory.num_allocations[TensorKind.CHECKPOINTS] == memory.num_allocations[TensorKind.BUFFERS] == 0
 
 
 @pytest.mark.parametrize("store", ["keep", "partition_host"])
@@ -190,7 +192,7 @@ def test_an_evaluation_between_a_forward_and_its_backward_is_harmless(store):
 @pytest.mark.parametrize("store", STORES)
 def test_stores_copy_and_change_nothing(store):
     """With slabs the caller may do with its tensor what it likes; no store ever writes to it."""
-    around = Surroundings(Axis.trivial("tensor"), CPU, SideStream(CPU), defragments=True)
+    around = StoreContext(Axis.trivial("tensor"), CPU, SideStream(CPU), defragments=True)
     chosen = STORES[store](around)
     x = torch.arange(12.0).view(3, 4).t()  # not contiguous
     before = x.clone()
@@ -219,11 +221,11 @@ def test_checkpoints_go_as_backward_goes_on_where_there_is_no_slab():
     run = checkpointed_blocks(ActivationsConfig("keep", 1, defragment=False))
     assert run is not None
     left = []
-    with Ledger(CPU) as ledger:
+    with MemoryTracker(CPU) as tracker:
         x = torch.randn(100, requires_grad=True) * 1
-        x.register_hook(lambda _: left.append(ledger.device.resident[Kind.CHECKPOINTS]))
+        x.register_hook(lambda _: left.append(tracker.device.resident[TensorKind.CHECKPOINTS]))
         loss = run(blocks(5), x).sum()
-        assert ledger.device.resident[Kind.CHECKPOINTS] == 5 * 400
+        assert tracker.device.resident[TensorKind.CHECKPOINTS] == 5 * 400
         loss.backward()
     assert left == [400]
 
@@ -237,4 +239,4 @@ def test_host_memory_that_is_not_there_is_an_error_with_its_size():
     with pytest.raises(
         ConfigError, match=r"1\.13e\+06 GB of host memory for moments could not be had: .*; offload less"
     ):
-        on_host_of(CPU, Kind.MOMENTS)(2**50 // 4, torch.float32)
+        on_host_of(CPU, TensorKind.MOMENTS)(2**50 // 4, torch.float32)
