@@ -1,6 +1,6 @@
-"""The parameters of one unit in one flat buffer: what is owned stays, what is full comes and goes."""
+"""The parameters of one unit in one flat buffer: owned shards stay, the full buffer is filled and freed."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from enum import Enum
 from operator import attrgetter
 
@@ -9,24 +9,28 @@ from torch import Tensor, nn
 
 from parallel.instruments.memory_tracker import TensorKind, tagged
 from parallel.mesh import Axis, Handle
-from zero.layout import Layout, Span, cut, overlap
-from zero.offload.placement import Offload, Placement
-from zero.stage import Lifetime
+from zero.bucket import Bucket, GradShard, ParamShard
+from zero.layout import BucketRange, Layout, cut, overlap
+from zero.offload.placement import Offload
+from zero.stage import Lifetime, ShardingPolicy
+from zero.staging import free_storage, restore_storage
+from zero.torch_internals import forbid_writes
 
 
-class Residence(Enum):
-    OWNED = "only this rank's shard is in memory; parameters read as NaN"
-    ARRIVING = "the full buffer is allocated and other ranks' shards are on their way"
-    FULL = "the full buffer holds every parameter, and the parameters point into it"
+class FullState(Enum):
+    """The state of the full buffer, and of the parameters, which are views of it."""
+
+    SHARDED = "only owned shards are allocated, and the parameters read as NaN"
+    UNSHARDING = "the full buffer is allocated, and all-gathers are filling it"
+    UNSHARDED = "the full buffer holds every parameter"
 
 
 class FlatParameters:
-    """Parameters of one dtype that are all trainable or all frozen. `gather` brings them, `release` lets them go.
+    """Parameters of one dtype, all trainable or all frozen, as views of one flat buffer that is cut into buckets.
 
-    `values_of` gives a parameter's initial values. Shards of transient parameters wait where `offload` places them, and
-    may have copies `near`, on the accelerator; by default all stays on the device where it is. The full buffer is one
-    storage for the whole run, resized between nothing and everything: what autograd saved during forward are views of
-    that storage, and they must find the same weights there during backward.
+    `values_of` returns a parameter's initial values. The full buffer is one storage for the whole run, resized between
+    its size and zero: tensors that autograd saved during forward are views of this storage, and must read the same
+    weights from it in backward.
     """
 
     def __init__(
@@ -35,161 +39,108 @@ class FlatParameters:
         axis: Axis,
         lifetime: Lifetime,
         bucket_numel: int,
+        policy: ShardingPolicy,
         values_of: Callable[[nn.Parameter], Tensor] = attrgetter("data"),
         offload: Offload | None = None,
     ):
         self.params, self.axis, self.lifetime = list(params.values()), axis, lifetime
-        self._offload = offload = offload or Offload(self.params[0].device)
-        is_transient = lifetime is Lifetime.TRANSIENT
-        self.placement = offload.config.placement_of("parameters") if is_transient else Placement.ACCELERATOR
+        offload = offload or Offload(self.params[0].device)
         self.layout = Layout.of({name: p.shape for name, p in params.items()}, axis.size, bucket_numel)
-        self.full = tagged(
-            TensorKind.PARAMETERS, self.params[0].data.new_zeros(self.layout.numel, device=offload.device)
-        )
-        self._full_buckets = [cut(self.full, bucket.elements) for bucket in self.layout.buckets]
+        full = self.params[0].data.new_zeros(self.layout.numel, device=offload.device)
+        self.full = tagged(TensorKind.PARAMETERS, full)
         self._span_of = dict(zip(self.params, self.layout.spans, strict=True))
-        self._present = {param: span.view(self.full) for param, span in self._span_of.items()}
-        nothing = absent(self.full)
-        self._absent = {param: nothing.expand(param.shape) for param in self.params}
-        self._arrivals: list[Handle] = []
-        self._residence = Residence.FULL
-        for param, full in self._present.items():
-            values = values_of(param)
-            if values.numel() > 1 and not any(values.stride()):
-                raise ValueError(
-                    f"a parameter of shape {tuple(param.shape)} is still sharded; pass `init=` to ZeroDataParallel"
-                )
-            full.copy_(values)
-            param.data = full  # at once: whatever it was is freed before the next is fetched
-        self.owned = [cut(self.full, bucket.shard(axis.rank)) for bucket in self.layout.buckets]
-        if is_transient:
-            self.owned = [self._copy_of(shard, self.placement) for shard in self.owned]
-        self.masters = list(self.owned)  # what an optimizer updates; its finer copies, where it keeps some
-        self.near: dict[int, Tensor] = {}  # copies on the accelerator of shards that are placed on the host
-        self.release()
+        self._param_of = {span: param for param, span in self._span_of.items()}
+        self._unsharded = {param: span.view(full) for param, span in self._span_of.items()}
+        placeholder = absent(full)
+        self._sharded = {param: placeholder.expand(param.shape) for param in self.params}
+        for param, view in self._unsharded.items():
+            view.copy_(values_of(param))
+            param.data = view  # at once: the parameter's own memory is freed before the next values are made
+        self.buckets = [self._bucket(stretch, policy, offload) for stretch in self.layout.buckets]
+        self._gathers: list[Handle] = []
+        self._state = FullState.UNSHARDED
+        self.reshard()
 
     @property
     def is_trainable(self) -> bool:
         return self.params[0].requires_grad
 
     @property
-    def is_away(self) -> bool:
-        """Whether a gather has collectives to launch."""
-        return self._residence is Residence.OWNED
+    def is_sharded(self) -> bool:
+        """True if `start_unshard` has collectives to launch."""
+        return self._state is FullState.SHARDED
 
-    def start_gather(self) -> None:
-        if self.is_away:
+    def start_unshard(self) -> None:
+        """Allocate the full buffer and launch its all-gathers, if it is sharded."""
+        if self.is_sharded:
             restore_storage(self.full)
-            self._arrivals = [self._send(index) for index in range(len(self.owned))]
-            self._residence = Residence.ARRIVING
+            self._gathers = [bucket.params.all_gather() for bucket in self.buckets]
+            self._state = FullState.UNSHARDING
 
-    def gather(self) -> None:
-        self.start_gather()
-        if self._residence is Residence.ARRIVING:
-            self._await_arrivals()
-            self._point_params_at_full()
-            self._residence = Residence.FULL
+    def unshard(self) -> None:
+        """Make the parameters readable by what is launched after this."""
+        self.start_unshard()
+        if self._state is FullState.UNSHARDING:
+            self._wait_for_gathers()
+            for param, view in self._unsharded.items():
+                param.data = view
+            self._state = FullState.UNSHARDED
 
-    def release(self) -> None:
-        if self.lifetime is Lifetime.PERSISTENT or self.is_away:
+    def reshard(self) -> None:
+        """Free the full buffer, unless it persists."""
+        if self.lifetime is Lifetime.PERSISTENT or self.is_sharded:
             return
-        if self._residence is Residence.ARRIVING:
-            self._await_arrivals()
-        for param in self.params:
-            param.data = self._absent[param]
+        if self._state is FullState.UNSHARDING:
+            self._wait_for_gathers()  # before the memory that they write is freed
+        for param, placeholder in self._sharded.items():
+            param.data = placeholder
         free_storage(self.full)
-        self._residence = Residence.OWNED
-
-    def publish(self, index: int) -> Handle:
-        """Owners have new values: a full buffer that persists receives them, any other copy is stale and goes."""
-        self.release()
-        if index in self.near:
-            return self._offload.to_accelerator(self.owned[index], out=self.near[index])
-        return self._send(index) if self.lifetime is Lifetime.PERSISTENT else Handle()
-
-    def bring_near(self, index: int) -> None:
-        """While full: keep this rank's shard of a bucket on the accelerator until `let_go`."""
-        shard = cut(self.full, self.layout.buckets[index].shard(self.axis.rank))
-        self.near[index] = self._copy_of(shard, Placement.ACCELERATOR)
-
-    def let_go(self, index: int) -> None:
-        del self.near[index]
+        self._state = FullState.SHARDED
 
     def assign(self, param: nn.Parameter, data: Axis) -> None:
-        """While full: what the first rank of `data` has written into `param` is its value from now on, for all ranks.
+        """Take what the first rank of `data` has written into `param` as its value on all ranks. It must be unsharded.
 
-        A master keeps its finer value wherever the rounded one is still the same.
+        Elements of the master weights whose rounded value is still the same keep their finer one.
         """
-        span, full = self._span_of[param], self._present[param]
+        span, full = self._span_of[param], self._unsharded[param]
         if param.data_ptr() != full.data_ptr():  # `param.data` was replaced
             full.copy_(param.data)
             param.data = full
         data.broadcast(full).wait()
-        for bucket, owned, master in zip(self.layout.buckets, self.owned, self.masters, strict=True):
-            shard = bucket.shard(self.axis.rank)
-            if part := overlap(span.elements, shard):
-                new, fine = cut(self.full, part).to(master.device), cut(master, part, shard.start)
-                fine.copy_(torch.where(fine.to(new.dtype) == new, fine, new.to(fine.dtype)))
-                cut(owned, part, shard.start).copy_(new)
+        for bucket in self.buckets:
+            if part := overlap(span.elements, bucket.shard):
+                master = bucket.owned_part(bucket.master, part)
+                new = cut(self.full, part).to(master.device)
+                master.copy_(torch.where(master.to(new.dtype) == new, master, new.to(master.dtype)))
+                bucket.owned_part(bucket.params.owned, part).copy_(new)
 
-    def owned_pieces(self, index: int) -> list[tuple[nn.Parameter, range]]:
-        """The parameters of which this rank owns a part in one bucket, and where in the owned shard that part lies."""
-        owned = self.layout.buckets[index].shard(self.axis.rank)
-        param_of: dict[Span, nn.Parameter] = dict(zip(self.layout.spans, self.params, strict=True))
-        return [
-            (param_of[span], range(part.start - owned.start, part.stop - owned.start))
-            for span, part in self.layout.pieces(owned)
-        ]
+    def pieces(self, elements: range) -> Iterator[tuple[nn.Parameter, range]]:
+        """Iterate over the parameters that have elements in `elements` of the buffer, each with its part of them."""
+        return ((self._param_of[span], part) for span, part in self.layout.pieces(elements))
 
-    def resident_tensors(self, placement: Placement) -> list[Tensor]:
-        """What it occupies in one of the memories between steps; owned shards lie inside a full buffer that
-        persists."""
-        resident = [self.full] if self.lifetime is Lifetime.PERSISTENT else self.owned
-        near = list(self.near.values()) if placement is Placement.ACCELERATOR else []
-        return near + (resident if placement is self.placement else [])
+    def _bucket(self, stretch: BucketRange, policy: ShardingPolicy, offload: Offload) -> Bucket:
+        elements, shard = stretch.elements, stretch.shard(self.axis.rank)
+        own = range(shard.start - elements.start, shard.stop - elements.start)
+        params = ParamShard(cut(self.full, elements), own, self.axis, offload, self.lifetime)
+        parts, gaps = dict(self.pieces(elements)), list(self.layout.gaps(elements))
+        grads = GradShard(elements, shard, parts, gaps, self.full.dtype, policy, offload) if self.is_trainable else None
+        return Bucket(elements, shard, params, grads, offload)
 
-    def _send(self, index: int) -> Handle:
-        """Owners -> full buffer, one bucket; in place where the buffer persists, or the shard comes from the host."""
-        out = self._full_buckets[index]
-        if self.placement is Placement.ACCELERATOR or index in self.near:
-            return self.axis.all_gather(self.near.get(index, self.owned[index]), out=out)
-        shard = cut(self.full, self.layout.buckets[index].shard(self.axis.rank))
-        return self._offload.to_accelerator(self.owned[index], shard, lambda: self.axis.all_gather(shard, out=out))
-
-    def _copy_of(self, shard: Tensor, placement: Placement) -> Tensor:
-        return self._offload.new(placement, TensorKind.PARAMETERS, shard.numel(), shard.dtype).copy_(shard)
-
-    def _await_arrivals(self) -> None:
-        for arrival in self._arrivals:
-            arrival.wait()
-
-    def _point_params_at_full(self) -> None:
-        for param, full in self._present.items():
-            param.data = full
-
-
-def free_storage(tensor: Tensor) -> None:
-    """Give back the memory of a tensor that fills its storage; it and views of it have none until `restore_storage`."""
-    tensor.untyped_storage().resize_(0)
-
-
-def restore_storage(tensor: Tensor) -> None:
-    """Memory again where `free_storage` took it, with values that are void; else nothing happens."""
-    if not tensor.untyped_storage().nbytes():
-        tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
+    def _wait_for_gathers(self) -> None:
+        for gather in self._gathers:
+            gather.wait()
 
 
 def absent(like: Tensor) -> Tensor:
-    """A number that, expanded to a parameter's shape, stands for values that are elsewhere (0-dim).
+    """Return a scalar that, expanded to a parameter's shape, stands for values that are sharded.
 
-    It reads as NaN (an integer as 0), and writes raise. A read of freed memory would end the process.
+    It reads as NaN (an integer as 0), and writes raise. A read of freed memory would crash the process.
     """
-    number = like.new_full((), float("nan") if like.is_floating_point() else 0)
-    # Most writes torch refuses by itself, since all elements share memory; fill_, zero_ and those to one element not.
-    torch._C._set_throw_on_mutable_data_ptr(number)
-    return number
+    scalar = like.new_full((), float("nan") if like.is_floating_point() else 0)
+    forbid_writes(scalar)
+    return scalar
 
 
 def is_absent(data: Tensor) -> bool:
-    """Whether a parameter holds `absent` instead of values. Waits for the device."""
+    """Return whether a parameter holds `absent` instead of values. Blocks the host until the device has finished."""
     return data.numel() > 1 and not any(data.stride()) and bool(data.flatten()[0].isnan())

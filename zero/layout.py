@@ -1,12 +1,14 @@
-"""Where every parameter element lies and who owns it. Pure arithmetic on names and shapes: no memory, no ranks' state.
+"""Where every parameter is in its flat buffer, and which rank owns which elements of it.
 
 | w1 ................ | w2 .... |0| b |0|0|    one flat buffer; starts are aligned, gaps and the end are zero
-|     bucket 0     |     bucket 1     | w. 2 |  one bucket = one communication; parameters may cross buckets
+|     bucket 0     |     bucket 1     | b. 2 |  one bucket = one collective; parameters may cross buckets
 | s0  |  s1  |  s2 | s0  |  s1  |  s2 | s0 ..|  equal shards: rank r owns shard r of every bucket
+
+This file is arithmetic on names and shapes: it allocates nothing and is the same on every rank.
 """
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -18,66 +20,72 @@ ALIGNMENT = 16  # elements: shards and parameters start on 32 bytes in bf16
 
 
 def round_up(numel: int, multiple: int) -> int:
+    """Return the smallest multiple of `multiple` that is not below `numel`."""
     return -(-numel // multiple) * multiple
 
 
 def overlap(a: range, b: range) -> range:
+    """Return the elements that are in both ranges."""
     return range(max(a.start, b.start), min(a.stop, b.stop))
 
 
 def cut(flat: Tensor, elements: range, origin: int = 0) -> Tensor:
-    """The `elements` of a buffer, from a tensor whose first element is the buffer's element `origin`."""
+    """Return a view of the `elements` of a buffer; the first element of `flat` is the buffer's element `origin`."""
     return flat[elements.start - origin : elements.stop - origin]
 
 
 @dataclass(frozen=True)
 class Span:
-    """Where one parameter lies in its buffer."""
+    """The place of one parameter in its buffer."""
 
     name: str
     shape: torch.Size
     elements: range
 
     def view(self, buffer: Tensor) -> Tensor:
+        """Return the parameter, in its shape, as a view of the full buffer."""
         return cut(buffer, self.elements).view(self.shape)
 
 
 @dataclass(frozen=True)
-class Bucket:
-    """A stretch of a buffer that is communicated at once."""
+class BucketRange:
+    """The elements of one bucket, which are divided into equal shards."""
 
     elements: range
     num_shards: int
 
     @property
     def shard_numel(self) -> int:
+        """The number of elements in each shard."""
         return len(self.elements) // self.num_shards
 
     def shard(self, rank: int) -> range:
+        """Return the elements of the buffer that `rank` owns."""
         start = self.elements.start + rank * self.shard_numel
         return range(start, start + self.shard_numel)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The spans and buckets of one buffer, both in ascending order."""
+    """The spans and buckets of one flat buffer, both in ascending order."""
 
     spans: tuple[Span, ...]
-    buckets: tuple[Bucket, ...]
+    buckets: tuple[BucketRange, ...]
 
     @classmethod
     def of(cls, shapes: dict[str, torch.Size], num_shards: int, bucket_numel: int) -> "Layout":
+        """Lay out parameters of these names and shapes; `bucket_numel` is rounded up to a multiple of the alignment."""
         spans, stop = [], 0
         for name, shape in shapes.items():
             spans.append(Span(name, shape, range(stop, stop + shape.numel())))
             stop = round_up(spans[-1].elements.stop, ALIGNMENT)
-        stop = max(stop, ALIGNMENT)  # parameters without elements need a place too
+        stop = max(stop, ALIGNMENT)  # a parameter without elements needs a buffer too
         grain = num_shards * ALIGNMENT
         return cls(tuple(spans), _buckets(round_up(stop, grain), round_up(bucket_numel, grain), num_shards))
 
     @classmethod
     def from_description(cls, description: dict[str, Any]) -> "Layout":
-        """The inverse of `describe`."""
+        """Return the layout that `describe` has described."""
         spans = []
         for name, (shape, start) in description["spans"].items():
             spans.append(Span(name, torch.Size(shape), range(start, start + torch.Size(shape).numel())))
@@ -85,7 +93,10 @@ class Layout:
         return cls(tuple(spans), buckets)
 
     def describe(self) -> dict[str, Any]:
-        """For JSON: names, shapes and starts. Buckets and shards are arithmetic: nothing grows with their number."""
+        """Return names, shapes and starts, for JSON.
+
+        Buckets and shards follow from them by arithmetic: the description does not grow with their number.
+        """
         return {
             "numel": self.numel,
             "bucket_numel": len(self.buckets[0].elements),
@@ -95,10 +106,11 @@ class Layout:
 
     @property
     def numel(self) -> int:
+        """The number of elements in the buffer, gaps and padding included."""
         return self.buckets[-1].elements.stop
 
     def pieces(self, elements: range) -> Iterator[tuple[Span, range]]:
-        """The parameters that lie in `elements`, each with its part of them."""
+        """Iterate over the parameters that have elements in `elements`, each with its part of them."""
         first = bisect_right(self.spans, elements.start, key=lambda span: span.elements.stop)
         for span in islice(self.spans, first, None):
             if span.elements.start >= elements.stop:
@@ -107,7 +119,7 @@ class Layout:
                 yield span, part
 
     def shards(self, elements: range) -> Iterator[tuple[int, range]]:
-        """(rank, part) of every shard that has a part of `elements`, in ascending order."""
+        """Iterate over (rank, part) of every shard that has a part of `elements`, in ascending order."""
         bucket_numel = len(self.buckets[0].elements)
         for bucket in self.buckets[elements.start // bucket_numel : -(-elements.stop // bucket_numel)]:
             inside = overlap(bucket.elements, elements)
@@ -116,7 +128,7 @@ class Layout:
                 yield rank, overlap(bucket.shard(rank), inside)
 
     def gaps(self, elements: range) -> Iterator[range]:
-        """The stretches of `elements` where no parameter lies."""
+        """Iterate over the stretches of `elements` that belong to no parameter."""
         start = elements.start
         for _, part in self.pieces(elements):
             if start < part.start:
@@ -126,16 +138,7 @@ class Layout:
             yield range(start, elements.stop)
 
 
-def _buckets(numel: int, bucket_numel: int, num_shards: int) -> tuple[Bucket, ...]:
-    """All of `bucket_numel` elements, but for the last."""
+def _buckets(numel: int, bucket_numel: int, num_shards: int) -> tuple[BucketRange, ...]:
+    """Return buckets of `bucket_numel` elements; the last one may be shorter."""
     starts = range(0, numel, bucket_numel)
-    return tuple(Bucket(range(s, min(s + bucket_numel, numel)), num_shards) for s in starts)
-
-
-def innermost_unit(parameter_names: Iterable[str], unit_names: Iterable[str]) -> str:
-    """The smallest unit that holds a parameter under all of its names; "" is the whole model and holds everything.
-
-    A parameter tied across two units so belongs to the unit around both, and is there whenever either runs.
-    """
-    names = list(parameter_names)
-    return max((u for u in unit_names if all(f".{name}".startswith(f".{u}." if u else ".") for name in names)), key=len)
+    return tuple(BucketRange(range(s, min(s + bucket_numel, numel)), num_shards) for s in starts)

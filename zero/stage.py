@@ -1,4 +1,4 @@
-"""The ZeRO stages (paper, section 5) as the policy to a few questions. No stage number appears in any other logic."""
+"""The stages of ZeRO (paper, section 5) as rows of a table. No other file knows a stage by its number."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -7,21 +7,27 @@ from parallel.mesh import Axis
 
 
 class Lifetime(Enum):
+    """How long a full buffer is allocated."""
+
     PERSISTENT = "the full buffer stays allocated from step to step"
-    TRANSIENT = "the full buffer exists only while it is in use"
+    TRANSIENT = "the full buffer is allocated only while it is in use"
 
 
 @dataclass(frozen=True)
 class ShardingPolicy:
-    shard_optimizer: bool  # does a rank own 1/N of the optimizer's state, or all of it?
+    """What is sharded, and how long full buffers are allocated: a row of the table of stages."""
+
+    shard_optimizer: bool
+    """True if a rank owns 1/N of the optimizer's states; false if it owns all of them."""
     full_grads: Lifetime
     full_params: Lifetime
-    owned_grads: Lifetime = Lifetime.PERSISTENT  # where full ones are transient; persistent is M_D
+    owned_grads: Lifetime = Lifetime.PERSISTENT
+    """Lifetime of the gradients that a rank owns, if full ones are transient. Persistent is M_D (section 6.3)."""
 
     def axes(self, data: Axis) -> tuple[Axis, Axis]:
-        """(shard axis, replica axis): a gradient is reduce-scattered along one, then all-reduced along the other.
+        """Return (shard axis, replica axis): gradients are reduce-scattered along one, all-reduced along the other.
 
-        Both are larger than one where the data axis has parts: hierarchical sharding.
+        Both are larger than one if the data axis has parts: hierarchical sharding.
         """
         if not self.shard_optimizer:
             return data.alone(), data

@@ -14,7 +14,7 @@ from parallel.mesh import Axis
 from parallel.tensor.layers import split_dims
 from parallel.tensor.token_layout import ReplicatedTokens
 from zero.layout import Layout
-from zero.unit import assign_parameters, find_units
+from zero.units.unit import assign_parameters, find_units
 
 ADAM_TENSORS = 4  # of a piece of a parameter: its weights, both moments and the step
 BUCKET_NUMEL = 2**25

@@ -22,7 +22,7 @@ from parallel.mesh import Mesh
 from zero.engine import ZeroConfig, ZeroDataParallel
 from zero.offload.placement import NO_OFFLOAD, OffloadConfig
 from zero.optimizer import ZeroOptimizer
-from zero.unit import find_units
+from zero.units.unit import find_units
 
 LR = 3e-4
 

@@ -1,7 +1,7 @@
-"""Chunks: how large (the search), and which of them stay where there is room for some (Belady's rule).
+"""Chunks (Gemini): the search for their size, and the choice of those that stay in a memory that cannot hold them all.
 
-A chunk is a bucket. Chunks of one size let a memory of equal blocks hold any of them; the last one of a unit is
-shorter, and a parameter may lie in several, so that nothing but alignment is ever allocated in vain.
+A chunk is a bucket. If all chunks have one size, a memory of equal blocks holds any of them. The last chunk of a unit
+is shorter, and a parameter may have elements in several chunks, so that only alignment is wasted.
 """
 
 import math
@@ -17,23 +17,25 @@ from zero.layout import ALIGNMENT, round_up
 from zero.offload.placement import OffloadConfig
 
 MEBI = 2**20
-NUM_ROUNDS = 3  # from nothing held to what is held in every round
+NUM_ROUNDS = 3  # the first begins with nothing held; the third repeats what the second has led to
 
 Chunk = TypeVar("Chunk", bound=Hashable)
 
 
 @dataclass(frozen=True)
 class ChunkSize:
+    """The chunk size that a search has found."""
+
     numel: int
-    """Elements of a chunk."""
+    """Elements in a chunk."""
     unfilled_numel: int
-    """Elements of equal blocks that the model's chunks would leave empty."""
+    """Elements of equal blocks that the model's chunks leave empty."""
 
 
 def search_chunk_size(unit_numels: Iterable[int], config: OffloadConfig, num_shards: int) -> ChunkSize:
-    """The size within the configured range that fills its blocks best, of equals the largest.
+    """Return the size in the configured range that leaves the least of its blocks empty; of equals, the largest.
 
-    A chunk divides evenly over `num_shards` ranks.
+    A chunk is divided evenly over `num_shards` ranks.
     """
     grain = num_shards * ALIGNMENT
     counted = Counter(round_up(numel, grain) for numel in unit_numels if numel)
@@ -52,7 +54,7 @@ def search_chunk_size(unit_numels: Iterable[int], config: OffloadConfig, num_sha
 
 
 class Cycle(Generic[Chunk]):
-    """Which chunks are used at each position of a round that repeats."""
+    """The chunks that are used at each position of a round, such as a training step, that repeats."""
 
     def __init__(self, uses: Sequence[Collection[Chunk]]):
         self._uses, self._length = uses, len(uses)
@@ -62,7 +64,7 @@ class Cycle(Generic[Chunk]):
                 self._positions[chunk].append(position)
 
     def next_use(self, chunk: Chunk, position: int) -> float:
-        """How many positions after this one it is used again, in the next round if not in this."""
+        """Return the number of positions from this one to the chunk's next use, which may be in the next round."""
         positions = self._positions.get(chunk)
         if not positions:
             return math.inf
@@ -74,9 +76,9 @@ class Cycle(Generic[Chunk]):
     def stay(
         self, chunks: Iterable[Chunk], position: int, room_bytes: float, num_bytes: Callable[[Chunk], int]
     ) -> list[Chunk]:
-        """Those of `chunks` that are used soonest after this position, as many as there is room for.
+        """Return those of `chunks` that are used soonest after this position, as many as there is room for.
 
-        With equal sizes no other choice, with whatever foresight, fetches fewer chunks (Belady 1966).
+        If all sizes are equal, no other choice fetches fewer chunks (Belady 1966).
         """
         kept = []
         for chunk in sorted(chunks, key=lambda chunk: self.next_use(chunk, position)):
@@ -89,8 +91,10 @@ class Cycle(Generic[Chunk]):
     def plan(
         self, rooms_bytes: Sequence[float], num_bytes: Callable[[Chunk], int]
     ) -> list[tuple[frozenset[Chunk], frozenset[Chunk]]]:
-        """(what is left when a position is reached, what stays when its chunks have been fetched) for each position,
-        where `rooms_bytes` may differ. Rounds are played until they repeat."""
+        """Return (chunks held when a position is reached, chunks held after its own were fetched) for each position.
+
+        `rooms_bytes` is the room at each position. Three rounds are simulated, and the last one is the plan.
+        """
         held: list[Chunk] = []
         for _ in range(NUM_ROUNDS):
             found = []

@@ -1,9 +1,9 @@
-"""Which memory the states of a bucket live in, and the copies between the two.
+"""The placement of model states in device or host memory, and the copies between the two.
 
-    accelerator     full parameters and gradients while in use | what is placed there
-                        | gradients, reduced     ^ weights, cast      each way on a stream of its own,
-                        v                        |                    beside the computation
-    host (pinned)   what is placed there
+    accelerator     full parameters and gradients while in use, and the states that are placed there
+                        | gradients, reduced     ^ parameters, cast     each direction on a side stream of its own
+                        v                        |
+    host (pinned)   the states that are placed there
 
 On a CPU both are the same memory and copies are copies: the same code, in the same order.
 """
@@ -23,35 +23,38 @@ from parallel.mesh import Handle
 from zero.activations.slab import on_device, on_host_of
 from zero.offload.streams import SideStream
 
-NUM_CASTS = 2  # buckets on their way to the accelerator in another type: one is filled while the other travels
+NUM_CASTS = 2  # buffers of casts on their way to the accelerator: one is filled while the other is copied
 
 Mode = Literal["accelerator", "host", "auto"]
 State = Literal["optimizer", "parameters"]
 
 
 class Placement(Enum):
+    """One of the two memories of a rank."""
+
     ACCELERATOR = "the memory of the device that computes"
-    HOST = "pinned memory beside it"
+    HOST = "host memory, pinned if the device is a GPU"
 
 
 @dataclass(frozen=True)
 class OffloadConfig:
-    """Model states in host memory, where the accelerator's is too small for them."""
+    """Which model states are stored in host memory, if the accelerator's is too small for them."""
 
     mode: Mode = "accelerator"
-    """accelerator: nothing leaves; host: all of `states` does; auto: as much stays as the memory allows (Gemini)."""
+    """accelerator: no state is offloaded; host: all of `states` are; auto: only those that do not fit on the
+    accelerator (Gemini)."""
     states: tuple[State, ...] = ("optimizer", "parameters")
-    """What may leave. optimizer: owned gradients, master weights and moments, updated by the host; parameters: the
-    shards of stage 3, which are fetched with every gather."""
+    """The states that may be offloaded. optimizer: owned gradients, master weights and moments, updated by the host;
+    parameters: the shards of stage 3, which are copied to the accelerator for every all-gather."""
     accelerator_memory_gb: float | None = None
-    """What the process may occupy on the accelerator, in 1e9 bytes; a run that needs more ends before its first update
-    and says by how much. null: no limit, and with auto nine tenths of the device."""
+    """Limit of the memory that the process may use on the accelerator, in 1e9 bytes. A run that needs more ends before
+    its first update and says how much more. null: no limit or, with auto, nine tenths of the device."""
     hidden_dim: int = 1024
-    """auto: sizes of chunks are tried in steps of this many elements; the model's hidden size divides blocks best."""
+    """auto: chunk sizes are searched in steps of this many elements; the model's hidden size suits its blocks best."""
     min_chunk_size_m: float = 32.0
-    """auto: the smallest chunk to be tried, in 2**20 elements."""
+    """auto: the smallest chunk size to try, in 2**20 elements."""
     search_range_m: float = 32.0
-    """auto: how far above the smallest to try, in 2**20 elements."""
+    """auto: how far above the smallest size to search, in 2**20 elements."""
 
     def __post_init__(self) -> None:
         if self.mode not in get_args(Mode):
@@ -60,71 +63,78 @@ class OffloadConfig:
             raise ConfigError(f"offload.states={sorted(unknown)} is unknown; choose among {', '.join(get_args(State))}")
         for name in ("accelerator_memory_gb", "hidden_dim", "min_chunk_size_m"):
             if (value := getattr(self, name)) is not None and value <= 0:
-                raise ConfigError(f"offload.{name}={value} is not above 0")
+                raise ConfigError(f"offload.{name}={value} is not above 0; choose a positive number")
         if self.search_range_m < 0:
             raise ConfigError(f"offload.search_range_m={self.search_range_m} is below 0; choose 0 or more")
 
     @property
-    def leaves(self) -> set[State]:
+    def offloaded_states(self) -> set[State]:
+        """The states that may be in host memory."""
         return set() if self.mode == "accelerator" else set(self.states)
 
     def placement_of(self, state: State) -> Placement:
-        """Of every bucket; auto may bring some to the accelerator once it knows how much room there is."""
-        return Placement.HOST if state in self.leaves else Placement.ACCELERATOR
+        """Return the placement of every bucket at the start; with auto, some move to the accelerator later."""
+        return Placement.HOST if state in self.offloaded_states else Placement.ACCELERATOR
 
 
 NO_OFFLOAD = OffloadConfig()
 
 
 class Offload:
-    """The two memories of a rank: starts copies between them, and says when they have arrived."""
+    """The two memories of a rank: allocates in either, and launches copies between them on side streams."""
 
     def __init__(self, device: torch.device, config: OffloadConfig = NO_OFFLOAD):
         self.device, self.config = device, config
         self._to_host, self._to_accelerator = SideStream(device), SideStream(device)
-        self._casting: defaultdict[torch.dtype, deque[tuple[Tensor, Handle]]] = defaultdict(deque)
+        self._casts: defaultdict[torch.dtype, deque[tuple[Tensor, Handle]]] = defaultdict(deque)
 
     def new(self, placement: Placement, kind: TensorKind, numel: int, dtype: torch.dtype) -> Tensor:
-        """Flat memory, not initialized."""
+        """Return a flat tensor, not initialized."""
         allocate = on_host_of if placement is Placement.HOST else on_device
         return allocate(self.device, kind)(numel, dtype)
 
+    def device_of(self, placement: Placement) -> torch.device:
+        """Return the torch device on which tensors of this placement are updated."""
+        return torch.device("cpu") if placement is Placement.HOST else self.device
+
     def to_host(self, source: Tensor, out: Tensor) -> Handle:
-        """Wait before `source` is overwritten, and hold the handle till then; the host calls `arrive` before it reads
-        `out`."""
-        with self._to_host.beside():
+        """Launch a copy to the host; wait on the handle before `source` is overwritten, and keep it until then.
+
+        The host calls `synchronize` before it reads `out`.
+        """
+        with self._to_host.context():
             out.copy_(source, non_blocking=True)
-        return Handle(self._to_host.queued().wait, lambda: source)  # held, not freed while it is read
+        return Handle(self._to_host.device_handle().wait, lambda: source)  # the handle keeps `source` allocated
 
     def to_accelerator(self, source: Tensor, out: Tensor, then: Callable[[], Handle] = Handle) -> Handle:
-        """Wait before `out` is read. `then` launches what follows the copy, such as a gather.
+        """Launch a copy to the accelerator, and behind it what `then` launches, such as a gather; wait before reading.
 
-        `source` may be on its way to the host still. In another type than `out` it is cast first and may be
-        overwritten at once; else the host calls `arrive` before it overwrites it.
+        A copy of `source` to the host may still be running. If the dtypes differ, `source` is cast first and may be
+        overwritten at once; if not, the host calls `synchronize` before it overwrites it.
         """
         cast = None
         if source.dtype != out.dtype:
-            cast = self._place_to_cast(out)
+            cast = self._cast_buffer(out)
             source = cast[: source.numel()].copy_(source)
-        with self._to_accelerator.beside():
-            self._to_host.queued().wait()
+        with self._to_accelerator.context():
+            self._to_host.device_handle().wait()  # first: a running copy to the host may still write `source`
             out.copy_(source, non_blocking=True)
             followed = then()
         if cast is not None:
-            self._casting[cast.dtype].append((cast, self._to_accelerator.landed()))
-        return Handle(self._to_accelerator.queued().wait, followed.wait)
+            self._casts[cast.dtype].append((cast, self._to_accelerator.host_handle()))
+        return Handle(self._to_accelerator.device_handle().wait, followed.wait)
 
-    def arrive(self) -> None:
-        """The host waits for all copies: it may read what came, and overwrite what went."""
-        self._to_host.landed().wait()
-        self._to_accelerator.landed().wait()
+    def synchronize(self) -> None:
+        """Block the host until all copies have ended: it may then read their outputs and overwrite their inputs."""
+        self._to_host.host_handle().wait()
+        self._to_accelerator.host_handle().wait()
 
-    def _place_to_cast(self, like: Tensor) -> Tensor:
-        """In pinned memory, one of a few; the host waits until it is free."""
-        casting = self._casting[like.dtype]
-        if len(casting) == NUM_CASTS:
-            place, landed = casting.popleft()
-            landed.wait()
-            if place.numel() >= like.numel():
-                return place
+    def _cast_buffer(self, like: Tensor) -> Tensor:
+        """Return one of a few pinned buffers, at least as long as `like`; block the host until it is free."""
+        casts = self._casts[like.dtype]
+        if len(casts) == NUM_CASTS:
+            buffer, copied = casts.popleft()
+            copied.wait()
+            if buffer.numel() >= like.numel():
+                return buffer
         return self.new(Placement.HOST, TensorKind.BUFFERS, like.numel(), like.dtype)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from parallel.meeting import Meetings, NotMet
 from parallel.mesh import Mesh
 from tests.ranks import run_ranks
-from zero.agreement import DivergedRanks
+from zero.units.agreement import DivergedRanks
 from zero.engine import ZeroConfig, ZeroDataParallel
 
 STAGE_3 = ZeroConfig(stage=3, bucket_numel=500, prefetch_numel=600)

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from parallel.mesh import Axis
 from zero.engine import ZeroConfig, ZeroDataParallel
-from zero.unit import named_units
+from zero.units.unit import named_units
 
 NUM_BLOCKS, WIDTH = 6, 16
 NUMEL = WIDTH * (WIDTH + 1)

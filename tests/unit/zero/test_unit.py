@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from tests.models import build
-from zero.autograd import mark_end_of_backward, replace_tensors, tensors_in
-from zero.unit import Itinerary, Unit, alike, assign_parameters, find_units
+from zero.units.autograd import mark_end_of_backward, replace_tensors, tensors_in
+from zero.units.unit import Itinerary, Unit, alike, assign_parameters, find_units
 
 
 def test_units_are_the_elements_of_the_outermost_module_lists():

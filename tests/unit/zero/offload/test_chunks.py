@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from zero.layout import Layout
 from zero.offload.chunks import MEBI, Cycle, search_chunk_size
 from zero.offload.placement import OffloadConfig
-from zero.unit import assign_parameters, find_units
+from zero.units.unit import assign_parameters, find_units
 
 GPT2_SIZES = {"gpt2": (12, 768), "gpt2-medium": (24, 1024), "gpt2-large": (36, 1280), "gpt2-xl": (48, 1600)}
 

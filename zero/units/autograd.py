@@ -1,4 +1,4 @@
-"""What the engine needs of autograd: which backward is running, and when a module's backward has ended."""
+"""Hooks in the autograd graph: when has the backward of a module ended?"""
 
 from collections.abc import Callable, Iterator
 from dataclasses import is_dataclass
@@ -6,23 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Variable
-
-NO_BACKWARD = -1
-
-
-def current_backward() -> int:
-    """Autograd's number of the running backward: state that carries it is void once that backward ends or raises."""
-    return torch._C._current_graph_task_id()
-
-
-def call_at_end_of_backward(callback: Callable[[], None]) -> None:
-    """Only inside a backward; once for every call."""
-    Variable._execution_engine.queue_callback(callback)
 
 
 class _EndOfBackward(torch.autograd.Function):
-    """The identity; its backward runs after that of every node made later: autograd takes the newest first."""
+    """The identity. Its backward runs after that of every node made later, since autograd takes the newest first."""
 
     @staticmethod
     def forward(ctx: Any, on_end: Callable[[], None], *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -37,7 +24,10 @@ class _EndOfBackward(torch.autograd.Function):
 
 
 def mark_end_of_backward(inputs: Any, on_end: Callable[[], None]) -> Any:
-    """The same inputs; `on_end` is called when their gradients are known. Not called where none is differentiable."""
+    """Return the same inputs; `on_end` is called when their gradients are known.
+
+    It is never called if none of the inputs is differentiable.
+    """
     differentiable = {id(tensor): tensor for tensor in tensors_in(inputs) if tensor.requires_grad}
     if not differentiable:
         return inputs
@@ -46,6 +36,7 @@ def mark_end_of_backward(inputs: Any, on_end: Callable[[], None]) -> Any:
 
 
 def tensors_in(tree: Any) -> Iterator[Tensor]:
+    """Iterate over the tensors in nested dictionaries, tuples, lists and dataclasses."""
     if isinstance(tree, Tensor):
         yield tree
     elif isinstance(tree, dict):
@@ -57,13 +48,15 @@ def tensors_in(tree: Any) -> Iterator[Tensor]:
         yield from tensors_in(vars(tree))
 
 
-def replace_tensors(tree: Any, marked: dict[int, Tensor]) -> Any:
-    """The same tree with other tensors. Only plain containers are rebuilt: a cache or a list that the module writes
-    to must stay the caller's own."""
+def replace_tensors(tree: Any, replacements: dict[int, Tensor]) -> Any:
+    """Return the tree with the tensors replaced whose `id` is a key of `replacements`.
+
+    Only plain dictionaries and tuples are rebuilt: a cache or a list that the module writes to must stay the caller's.
+    """
     if isinstance(tree, Tensor):
-        return marked.get(id(tree), tree)
+        return replacements.get(id(tree), tree)
     if type(tree) is dict:
-        return {key: replace_tensors(branch, marked) for key, branch in tree.items()}
+        return {key: replace_tensors(branch, replacements) for key, branch in tree.items()}
     if type(tree) is tuple:
-        return tuple(replace_tensors(branch, marked) for branch in tree)
+        return tuple(replace_tensors(branch, replacements) for branch in tree)
     return tree

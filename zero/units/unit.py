@@ -1,26 +1,24 @@
-"""Units: the modules whose parameters are communicated together, how they are found, and in which order they run."""
+"""Units: the modules whose parameters are unsharded together, and how they are found in a model."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
-from itertools import islice
 
 from torch import nn
 
 from parallel.errors import ConfigError
 from zero.flat import FlatParameters
-from zero.layout import innermost_unit
 from zero.stage import Lifetime
 
 
 class Unit:
-    """A module whose parameters are needed, and done with, together; its own are those of no smaller unit.
+    """A module whose own parameters, those of no smaller unit, are needed and freed together.
 
-    Gathered for as long as somebody holds it: itself while it runs, and any unit that reads its parameters from
-    outside while that one runs.
+    It is unsharded for as long as it has a holder: itself while it runs, and any unit that reads its parameters from
+    outside while that one runs. `before_gather` is called before it launches all-gathers.
     """
 
-    def __init__(self, flats: list[FlatParameters], before_launch: Callable[[], None] = lambda: None):
-        self.flats, self._before_launch = flats, before_launch
+    def __init__(self, flats: list[FlatParameters], before_gather: Callable[[], None] = lambda: None):
+        self.flats, self._before_gather = flats, before_gather
         self.flat_of = {param: flat for flat in flats for param in flat.params}
         self.backward: int | None = None  # the backward that it is in
         self.num_open_calls = 0  # calls in forward whose backward has not ended
@@ -30,74 +28,48 @@ class Unit:
 
     @property
     def transient_numel(self) -> int:
-        """Elements that a gather brings."""
+        """The number of elements that unsharding allocates."""
         return sum(flat.full.numel() for flat in self.flats if flat.lifetime is Lifetime.TRANSIENT)
 
-    def start_gather(self) -> None:
-        if any(flat.is_away for flat in self.flats):
-            self._before_launch()
+    def start_unshard(self) -> None:
+        """Launch the all-gathers, if any of its parameters are sharded."""
+        if any(flat.is_sharded for flat in self.flats):
+            self._before_gather()
         for flat in self.flats:
-            flat.start_gather()
+            flat.start_unshard()
 
-    def gather(self, holder: object | None = None) -> None:
-        """Bring the parameters, for another holder, or for itself and then those that it is known to borrow."""
+    def unshard(self, holder: object | None = None) -> None:
+        """Make the parameters readable, and add a holder; by default itself, then unshard what it borrows too."""
         self._holders.add(holder or self)
-        self.start_gather()
+        self.start_unshard()
         for flat in self.flats:
-            flat.gather()
+            flat.unshard()
         if holder is None:
             for lender in self.borrowed:
-                lender.gather(self)
+                lender.unshard(self)
 
-    def release(self, holder: object | None = None) -> None:
-        """Done with the parameters; they go when nobody else holds them."""
+    def reshard(self, holder: object | None = None) -> None:
+        """Remove a holder, by default itself; free the parameters if it was the last."""
         if holder is None:
             self.backward = None
             for lender in self.borrowed:
-                lender.release(self)
+                lender.reshard(self)
         self._holders.discard(holder or self)
         if not self._holders:
             for flat in self.flats:
-                flat.release()
+                flat.reshard()
 
     def borrow(self, lender: "Unit") -> None:
-        """This unit, which is running, reads parameters of another."""
+        """Unshard another unit, whose parameters this one reads while it runs."""
         self.borrowed[lender] = None
         lender.is_lent = True
-        lender.gather(self)
-
-
-class Itinerary:
-    """The order in which units were visited last time, to know which come next."""
-
-    def __init__(self) -> None:
-        self._last: list[Unit] = []
-        self._visited: list[Unit] = []
-
-    def visit(self, unit: Unit) -> Iterator[Unit]:
-        """The units that came after this one last time; none where this time the order is another."""
-        position = len(self._visited)
-        self._visited.append(unit)
-        foretold = self._last[position : position + 1] == [unit]
-        return islice(self._last, position + 1 if foretold else len(self._last), None)
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether as many units have been visited as last time."""
-        return len(self._visited) == len(self._last)
-
-    def first(self, num_units: int) -> list[Unit]:
-        """Of the visits since the last restart."""
-        return self._visited[:num_units]
-
-    def restart(self) -> None:
-        self._last, self._visited = self._visited, []
+        lender.unshard(self)
 
 
 def named_units(module: nn.Module, patterns: Sequence[str]) -> list[str]:
-    """The whole model, and every module whose name matches a pattern such as "encoder.layers.*".
+    """Return the names of the units: the whole model, and each module that matches a pattern like "encoder.layers.*".
 
-    Raises ConfigError for a pattern that matches nothing, and for units that share a module.
+    Raises ConfigError if a pattern matches nothing, or if two units share a module.
     """
     modules = dict(module.named_modules(remove_duplicate=False))
     matching: set[str] = set()
@@ -106,9 +78,11 @@ def named_units(module: nn.Module, patterns: Sequence[str]) -> list[str]:
             name for name in modules if name and fnmatchcase(name, pattern) and name.count(".") == pattern.count(".")
         ]
         if not found:
-            raise ConfigError(f"zero.units={pattern} matches none of the {len(modules)} modules; name others, or null")
+            raise ConfigError(
+                f"zero.units={pattern} matches none of the {len(modules)} modules; choose another pattern, or null"
+            )
         matching.update(found)
-    # In the order of the modules, not of the patterns: buckets are reduced in the reverse of it, as backward goes.
+    # In the order of the modules, not of the patterns: buckets are reduced in the reverse order, as backward runs.
     names = ["", *(name for name in modules if name in matching)]
     owner: dict[nn.Module, str] = {}
     for name in names[1:]:
@@ -125,12 +99,12 @@ def _is_inside(name: str, other: str) -> bool:
 
 
 def find_units(module: nn.Module) -> list[str]:
-    """The whole model, and every element of its outermost module lists: the repeated blocks."""
+    """Return the names of the units: the whole model, and the elements of its outermost module lists (the blocks)."""
     return ["", *_list_elements(module, "")]
 
 
 def _list_elements(module: nn.Module, prefix: str) -> Iterator[str]:
-    """Containers are never called, so they are no units themselves, as elements neither."""
+    """Iterate over the elements' names. ModuleList and ModuleDict are never called, so they are never units."""
     for name, child in module.named_children():
         if isinstance(module, nn.ModuleList) and not isinstance(child, (nn.ModuleList, nn.ModuleDict)):
             yield f"{prefix}{name}"
@@ -139,7 +113,10 @@ def _list_elements(module: nn.Module, prefix: str) -> Iterator[str]:
 
 
 def assign_parameters(module: nn.Module, unit_names: list[str]) -> dict[str, dict[str, nn.Parameter]]:
-    """For every unit its own parameters by name, each parameter once."""
+    """Return the own parameters of each unit by name, each parameter once.
+
+    A parameter that is tied across two units belongs to the unit around both, and is unsharded when either runs.
+    """
     aliases: dict[nn.Parameter, list[str]] = {}
     for name, param in module.named_parameters(remove_duplicate=False):
         aliases.setdefault(param, []).append(name)
@@ -149,8 +126,14 @@ def assign_parameters(module: nn.Module, unit_names: list[str]) -> dict[str, dic
     return units
 
 
-def alike(params: dict[str, nn.Parameter]) -> list[dict[str, nn.Parameter]]:
-    """Apart by what cannot share a buffer: the type, and whether they are trained."""
+def innermost_unit(parameter_names: Iterable[str], unit_names: Iterable[str]) -> str:
+    """Return the smallest unit that contains a parameter under all of its names; "" is the whole model."""
+    names = list(parameter_names)
+    return max((u for u in unit_names if all(f".{name}".startswith(f".{u}." if u else ".") for name in names)), key=len)
+
+
+def group_alike(params: dict[str, nn.Parameter]) -> list[dict[str, nn.Parameter]]:
+    """Group parameters by (dtype, requires_grad): only those of one group can share a flat buffer."""
     groups: dict[tuple, dict[str, nn.Parameter]] = {}
     for name, param in params.items():
         groups.setdefault((param.dtype, param.requires_grad), {})[name] = param

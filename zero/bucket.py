@@ -1,0 +1,240 @@
+"""Buckets: the stretches of a flat buffer that are communicated, updated and placed at once. Rank r owns shard r.
+
+params.full      all shards, while the parameters are unsharded
+params.owned     this rank's shard: a part of `full` if full parameters persist, else memory of its own
+params.cached    a copy of `owned` on the device, if `owned` is in host memory and there is room for the copy
+grads.staged     full gradients, averaged over ranks, while they are filled and reduced
+grads.owned      this rank's shard of the reduced gradients: a part of `staged` if that persists
+master           the owned parameters in the optimizer's dtype, stored beside its states
+"""
+
+from enum import Enum
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from parallel.instruments.memory_tracker import TensorKind
+from parallel.mesh import Axis, Handle
+from zero.layout import cut
+from zero.offload.placement import Offload, Placement
+from zero.stage import Lifetime, ShardingPolicy
+from zero.staging import StagingPool, free_storage, restore_storage
+
+
+class ParamShard:
+    """The parameters of one bucket: a view of the full buffer, and the shard that this rank owns."""
+
+    def __init__(self, full: Tensor, shard: range, axis: Axis, offload: Offload, lifetime: Lifetime):
+        """Take `shard`, elements of `full`, into memory of its own if full parameters are transient."""
+        self.full, self._full_shard = full, cut(full, shard)
+        self._axis, self._offload = axis, offload
+        self.persists = lifetime is Lifetime.PERSISTENT
+        self.placement = Placement.ACCELERATOR if self.persists else offload.config.placement_of("parameters")
+        self.owned = self._full_shard if self.persists else self._copy_shard(self.placement)
+        self.cached: Tensor | None = None
+
+    def all_gather(self) -> Handle:
+        """Fill `full` with the shards of all owners; wait before it is read."""
+        if self.placement is Placement.HOST and self.cached is None:
+            # The shard is copied into its place in `full`, and the all-gather is launched behind the copy, in place.
+            gather = partial(self._axis.all_gather, self._full_shard, out=self.full)
+            return self._offload.to_accelerator(self.owned, self._full_shard, gather)
+        return self._axis.all_gather(self.owned if self.cached is None else self.cached, out=self.full)
+
+    def all_gather_updated(self) -> Handle:
+        """Replace every copy of `owned`, whose values are new; a full buffer that is transient has none by now."""
+        if self.cached is not None:
+            return self._offload.to_accelerator(self.owned, out=self.cached)
+        return self.all_gather() if self.persists else Handle()
+
+    def fetch(self) -> None:
+        """Keep a copy of the shard on the device until `evict`. The parameters must be unsharded."""
+        self.cached = self._copy_shard(Placement.ACCELERATOR)
+
+    def evict(self) -> None:
+        """Free the copy on the device; the host has the same values."""
+        self.cached = None
+
+    def resident_tensors(self, placement: Placement) -> list[Tensor]:
+        """Return what is allocated in one of the memories from step to step."""
+        resident = [self.full if self.persists else self.owned] if placement is self.placement else []
+        return resident + ([self.cached] if self.cached is not None and placement is Placement.ACCELERATOR else [])
+
+    def _copy_shard(self, placement: Placement) -> Tensor:
+        shard = self._full_shard
+        return self._offload.new(placement, TensorKind.PARAMETERS, shard.numel(), shard.dtype).copy_(shard)
+
+
+class Staging(Enum):
+    """What the memory of a bucket's full gradients is doing in this step."""
+
+    FREE = "no gradient has been written: there is no staging memory, or its values are void"
+    FILLING = "gradients of one or more backwards have been written, and more may be added"
+    REDUCING = "the reduction has been launched, and the memory belongs to it"
+
+
+class GradShard:
+    """The gradients of one bucket: `staged` in full until they are reduced, then `owned`, the mean over all ranks.
+
+    Whether `owned` holds a gradient does not depend on the staging: with accumulation it holds one, of earlier
+    micro-batches, while the next is staged.
+    """
+
+    def __init__(
+        self,
+        elements: range,
+        shard: range,
+        parts: dict[nn.Parameter, range],
+        gaps: list[range],
+        dtype: torch.dtype,
+        policy: ShardingPolicy,
+        offload: Offload,
+    ):
+        """`parts`: the elements of the buffer that each parameter has in this bucket; `gaps`: those that none has."""
+        self.elements, self.shard, self.parts, self._gaps, self.dtype = elements, shard, parts, gaps, dtype
+        self._offload = offload
+        self.persists = policy.full_grads is Lifetime.PERSISTENT
+        self._owned_lifetime = policy.owned_grads
+        self.staging, self.holds_gradient = Staging.FREE, False
+        self.expected: set[nn.Parameter] = set()  # parameters whose gradient may still arrive in this backward
+        self._unwritten: set[nn.Parameter] = set()  # parameters without a value in `staged`
+        self.copied = Handle()  # `staged` has been copied to the host
+        self.staged: Tensor | None = None  # at least as long as the bucket
+        if self.persists:
+            self.staged = offload.new(Placement.ACCELERATOR, TensorKind.GRADIENTS, len(elements), dtype)
+        self.place(offload.config.placement_of("optimizer"))
+
+    @property
+    def staged_shard(self) -> Tensor:
+        """The elements of `staged` that this rank owns."""
+        return self._part(self.shard)
+
+    @property
+    def staged_bucket(self) -> Tensor:
+        """The elements of `staged` that belong to the bucket."""
+        return self._part(self.elements)
+
+    def place(self, placement: Placement) -> None:
+        """Move the owned shard to one of the memories. The values of a gradient that it holds are lost."""
+        self.placement = placement
+        if self.persists and placement is Placement.ACCELERATOR:
+            self.owned = self.staged_shard
+        else:
+            self.owned = self._offload.new(placement, TensorKind.GRADIENTS, len(self.shard), self.dtype).zero_()
+            self.free_owned()
+
+    @property
+    def bytes_on_accelerator(self) -> int:
+        """Memory that the owned shard takes if it is placed on the accelerator; it may be a part of full gradients."""
+        return 0 if self.persists else self.owned.nbytes
+
+    def write(self, param: nn.Parameter, grad: Tensor, scale: float, pool: StagingPool) -> None:
+        """Write, or add, `scale` times the part of a flat gradient that is in this bucket."""
+        self._begin_to_fill(pool)
+        staged = self._part(self.parts[param])
+        if param in self._unwritten:
+            torch.mul(grad, scale, out=staged)
+            self._unwritten.discard(param)
+        else:
+            staged.add_(grad, alpha=scale)
+
+    def finish(self, pool: StagingPool) -> None:
+        """Fill what no gradient has been written to with zeros; the caller launches the reduction next."""
+        self._begin_to_fill(pool)
+        for param in self._unwritten:
+            self._part(self.parts[param]).zero_()
+        self.staging = Staging.REDUCING
+
+    def unstage(self, pool: StagingPool) -> None:
+        """Discard the full gradients, and return their memory to the pool unless it persists."""
+        self.staging = Staging.FREE
+        if self.staged is not None and not self.persists:
+            pool.put_back(self.staged, self.copied)
+            self.staged = None
+
+    def _begin_to_fill(self, pool: StagingPool) -> None:
+        if self.staging is not Staging.FREE:
+            return
+        if self.staged is None:
+            self.staged = pool.take(self.dtype)
+        self.copied.wait()  # before anything is written: a copy of the last gradient to the host may still read it
+        for gap in self._gaps:
+            self._part(gap).zero_()
+        self._unwritten, self.staging = set(self.parts), Staging.FILLING
+
+    def accumulate(self, shard: Tensor) -> None:
+        """Add the reduced shard to `owned`, on the accelerator; in place if `owned` is the same memory."""
+        if self.persists:
+            return
+        if self._is_freed_between_steps and not self.holds_gradient:
+            restore_storage(self.owned)
+        self.owned.add_(shard) if self.holds_gradient else self.owned.copy_(shard)
+
+    def free_owned(self) -> None:
+        """Discard the owned gradient; free its memory too, unless it stays for good (M_D)."""
+        self.holds_gradient = False
+        if self._is_freed_between_steps:
+            free_storage(self.owned)
+
+    def resident_tensors(self, placement: Placement) -> list[Tensor]:
+        """Return what is allocated in one of the memories from step to step: the owned shard, full gradients."""
+        persists = self.persists and placement is Placement.ACCELERATOR
+        full = [self.staged] if persists and self.staged is not None else []
+        return full + ([self.owned] if placement is self.placement else [])
+
+    @property
+    def _is_freed_between_steps(self) -> bool:
+        # Only memory of its own on the accelerator: pinned memory is expensive to allocate, so it stays.
+        is_apart = not self.persists and self.placement is Placement.ACCELERATOR
+        return is_apart and self._owned_lifetime is Lifetime.TRANSIENT
+
+    def _part(self, elements: range) -> Tensor:
+        assert self.staged is not None
+        return cut(self.staged, elements, self.elements.start)
+
+
+class Bucket:
+    """A stretch of a flat buffer that is communicated at once: its parameters, gradients and master weights."""
+
+    def __init__(self, elements: range, shard: range, params: ParamShard, grads: GradShard | None, offload: Offload):
+        """`elements`, `shard`: of the buffer, all and this rank's. `grads` is None if the parameters are frozen."""
+        self.elements, self.shard, self.params = elements, shard, params
+        self._grads, self._offload = grads, offload
+        self.master = params.owned  # until an optimizer calls `place_master`
+
+    @property
+    def is_trainable(self) -> bool:
+        return self._grads is not None
+
+    @property
+    def grads(self) -> GradShard:
+        """The gradients of a bucket that is trainable."""
+        assert self._grads is not None
+        return self._grads
+
+    @property
+    def optimizer_placement(self) -> Placement:
+        """The memory of the owned gradient, the master weights and the optimizer's states."""
+        return self.grads.placement
+
+    def owned_part(self, owned: Tensor, elements: range) -> Tensor:
+        """Return a view of `elements` of the buffer, which this rank owns, from a tensor that covers its shard."""
+        return cut(owned, elements, self.shard.start)
+
+    def place_master(self, placement: Placement) -> None:
+        """Store the master weights, with their values, in one of the memories and in at least fp32.
+
+        They share the memory of the owned parameters if dtype and placement agree.
+        """
+        owned, values = self.params.owned, self.master
+        dtype = torch.promote_types(owned.dtype, torch.float32)
+        self.master = owned
+        if dtype is not owned.dtype or placement is not self.params.placement:
+            self.master = self._offload.new(placement, TensorKind.MASTER, owned.numel(), dtype)
+        self.master.copy_(values)  # returns early if both are the same memory
+
+    @property
+    def has_own_master(self) -> bool:
+        """True if the master weights are a copy, false if they are the owned parameters themselves."""
+        return self.master.data_ptr() != self.params.owned.data_ptr()

@@ -1,0 +1,99 @@
+"""Checking that all ranks launch the same collectives in the same order, and raising at once if they do not.
+
+Ranks match their collectives by order. If two ranks gather different units at the same point, each takes the other's
+parameters for its own if both are as large, and hangs or crashes if they are not. Every rank therefore remembers the
+order of its launches from one forward to the next, and knows that this order was the same on all ranks. As long as it
+repeats, nothing is exchanged. A rank that is about to deviate waits until all the others are about to deviate too, and
+from there to the next forward each launch is compared before it is made.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from parallel.meeting import Meetings, NotMet
+from parallel.mesh import Axis
+from zero.units.execution_order import ExecutionOrder
+
+END = -1  # stands for a launch: the next forward begins
+
+
+class DivergedRanks(RuntimeError):
+    """Raised if ranks run different modules, or in different orders, while parameters are partitioned."""
+
+
+class LaunchOrder:
+    """The order of this rank's launches, by number: first the gathers of the units, then the reductions of the buckets.
+
+    Both methods that record a launch raise DivergedRanks if another rank is about to launch something else.
+    """
+
+    def __init__(self, data: Axis, unit_names: Sequence[str]):
+        self._data, self._unit_names = data, [name or "the root" for name in unit_names]
+        self._meetings = Meetings(data)
+        self._order = ExecutionOrder[int]()
+        self._is_compared = False
+
+    def restart(self) -> None:
+        """Begin a forward."""
+        if len(self._order.current) < len(self._order.last) or self._is_compared:
+            self._agree(END)
+        self._order.restart()
+        self._is_compared = False
+
+    def before_gather(self, unit: int) -> None:
+        """Record that the parameters of unit number `unit` are gathered next."""
+        self._record(unit)
+
+    def before_reduction(self, bucket: int) -> None:
+        """Record that the gradients of bucket number `bucket` are reduced next."""
+        self._record(len(self._unit_names) + bucket)
+
+    def _record(self, launch: int) -> None:
+        # Before it is recorded: the error says what was launched before this.
+        if self._is_compared or not self._order.predicts(launch):
+            self._agree(launch)
+        self._order.record(launch)
+
+    def _agree(self, launch: int) -> None:
+        if not self._data.has_peers:
+            return
+        if self._is_compared:
+            self._compare(launch)
+            return
+        try:
+            self._meetings.meet(self._describe(launch))
+        except NotMet as error:
+            raise self._diverged(str(error)) from error
+        self._is_compared = True
+
+    def _compare(self, launch: int) -> None:
+        """Compare the next launch of all ranks. Blocks the host and the device, but only in steps of a new order."""
+        own = torch.tensor([launch])
+        own = own.to(self._data.device_to_travel_from(own))
+        launches = own.new_empty(self._data.size)
+        with self._data.log.during("agreement"):
+            self._data.all_gather(own, out=launches).wait()
+        for rank, other in enumerate(launches.tolist()):
+            if other != launch:
+                name, own_rank = self._data.name, self._data.rank
+                raise self._diverged(
+                    f"{name} rank {own_rank} {self._describe(launch)}, {name} rank {rank} {self._describe(other)}"
+                )
+
+    def _describe(self, launch: int) -> str:
+        launched = self._order.current
+        before = self._name(launched[-1]) if launched else "begins"
+        return f"{before}, then {self._name(launch)}"
+
+    def _name(self, launch: int) -> str:
+        if launch == END:
+            return "begins the next forward"
+        num_units = len(self._unit_names)
+        return f"gathers {self._unit_names[launch]}" if launch < num_units else f"reduces bucket {launch - num_units}"
+
+    def _diverged(self, what: str) -> DivergedRanks:
+        return DivergedRanks(
+            f"ranks took different branches of the model: {what}; if parameters are partitioned, all ranks must run "
+            "the same modules in the same order: choose the same branches on all ranks, or a zero.stage below 3"
+        )
