@@ -11,8 +11,8 @@ from gpt.model.transformer import ModelConfig
 from parallel.instruments.comm_log import CommLog
 from zero.activations.checkpointed_blocks import Recomputes
 from zero.engine import ZeroDataParallel
-from zero.formulas.memory import buffer_bytes, measured
 from zero.optimizer import ZeroOptimizer
+from zero.state.resident import buffer_bytes, resident_states
 
 
 class Throughput:
@@ -63,7 +63,7 @@ class StepTraffic:
 
 def memory_by_kind(model: ZeroDataParallel, optimizer: ZeroOptimizer) -> dict[str, int]:
     """Bytes that this rank keeps between steps."""
-    states = asdict(measured(model, optimizer)) | {"buffers": sum(buffer_bytes(model, optimizer).values())}
+    states = asdict(resident_states(model, optimizer)) | {"buffers": sum(buffer_bytes(model, optimizer).values())}
     return {f"memory/{kind}_bytes": num_bytes for kind, num_bytes in states.items()}
 
 

@@ -18,7 +18,8 @@ from torch.nn import functional as F
 
 from parallel.instruments.memory_tracker import TensorKind, tagged
 from parallel.mesh import Axis, Handle
-from zero.activations.slab import Allocate, Memory, Pieces, Place, Slab, on_device, on_host_of
+from zero.activations.slab import Memory, Pieces, Place, Slab
+from zero.offload.host_memory import Allocate, on_device, on_host_of
 from zero.offload.streams import SideStream
 
 NUM_IN_TRANSIT = 2  # the checkpoint that is being read, and the one that is fetched meanwhile

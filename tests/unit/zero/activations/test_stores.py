@@ -14,7 +14,7 @@ from parallel.instruments.memory_tracker import MemoryTracker, TensorKind
 from parallel.mesh import Axis, Handle, Mesh
 from tests.ranks import run_ranks
 from zero.activations.checkpointed_blocks import ActivationsConfig, CheckpointedBlocks, checkpointed_blocks
-from zero.activations.slab import Place, on_host_of
+from zero.activations.slab import Place
 from zero.activations.stores import STORES, StoreContext, StoredBytes
 from zero.offload.streams import SideStream
 
@@ -233,10 +233,3 @@ def test_checkpoints_go_as_backward_goes_on_where_there_is_no_slab():
 def test_partitioning_what_every_rank_has_for_itself_is_refused():
     with pytest.raises(ConfigError, match=r"activations.store=partition: no 2 tensor ranks .* choose keep"):
         checkpointed_blocks(ActivationsConfig("partition"))
-
-
-def test_host_memory_that_is_not_there_is_an_error_with_its_size():
-    with pytest.raises(
-        ConfigError, match=r"1\.13e\+06 GB of host memory for moments could not be had: .*; offload less"
-    ):
-        on_host_of(CPU, TensorKind.MOMENTS)(2**50 // 4, torch.float32)
