@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -23,10 +23,11 @@ from parallel.errors import ConfigError
 from parallel.mesh import Axis, Handle
 from zero.activations.choice import Hardware
 from zero.activations.slab import Place
-from zero.activations.stores import STORES, ActivationStore, StoreContext, StoredBytes
+from zero.activations.stores import STORES, ActivationStore, StoreContext, StoredBytes, StoreName
 from zero.offload.streams import SideStream
 
 RunBlock = Callable[[Tensor], Tensor]
+StoreChoice = Literal["none", "selective", StoreName, "auto"]
 Recomputes = Literal["nothing", "attention", "blocks"]  # what runs again in backward
 
 
@@ -34,7 +35,7 @@ Recomputes = Literal["nothing", "attention", "blocks"]  # what runs again in bac
 class ActivationsConfig:
     """Which activations a training step keeps between forward and backward, and where."""
 
-    store: Literal["none", "selective", "keep", "partition", "partition_host", "auto"] = "none"
+    store: StoreChoice = "none"
     """none: all, on the device; selective: all but the inside of attention, which runs again; the others keep the
     checkpoints only: keep: where they are; partition: divided over the tensor ranks (P_a); partition_host: that, in
     host memory (P_a+cpu); auto: what the arithmetic of the paper's section 8 says."""
@@ -46,7 +47,7 @@ class ActivationsConfig:
     """What auto reckons with."""
 
     def __post_init__(self) -> None:
-        choices = ["none", "selective", *STORES, "auto"]
+        choices = get_args(StoreChoice)
         if self.store not in choices:
             raise ConfigError(f"activations.store={self.store} is unknown; choose one of {', '.join(choices)}")
         if self.layers_per_checkpoint < 1:

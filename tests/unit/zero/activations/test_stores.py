@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import get_args
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from parallel.mesh import Axis, Handle, Mesh
 from tests.ranks import run_ranks
 from zero.activations.checkpointed_blocks import ActivationsConfig, CheckpointedBlocks, checkpointed_blocks
 from zero.activations.slab import Place
-from zero.activations.stores import STORES, StoreContext, StoredBytes
+from zero.activations.stores import STORES, StoreContext, StoredBytes, StoreName
 from zero.offload.streams import SideStream
 
 CPU = torch.device("cpu")
@@ -228,6 +229,10 @@ def test_checkpoints_go_as_backward_goes_on_where_there_is_no_slab():
         assert tracker.device.resident[TensorKind.CHECKPOINTS] == 5 * 400
         loss.backward()
     assert left == [400]
+
+
+def test_every_name_of_a_store_is_a_row_of_the_table():
+    assert tuple(STORES) == get_args(StoreName)
 
 
 def test_partitioning_what_every_rank_has_for_itself_is_refused():
