@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
+from parallel.blocks import Recomputation, RunBlock, run_in_order
 from parallel.errors import ConfigError
 from parallel.mesh import Axis, Handle
 from zero.activations.choice import Hardware
@@ -26,9 +27,7 @@ from zero.activations.slab import Place
 from zero.activations.stores import STORES, ActivationStore, StoreContext, StoredBytes, StoreName
 from zero.offload.streams import SideStream
 
-RunBlock = Callable[[Tensor], Tensor]
 StoreChoice = Literal["none", "selective", StoreName, "auto"]
-Recomputes = Literal["nothing", "attention", "blocks"]  # what runs again in backward
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,7 @@ class ActivationsConfig:
             )
 
     @property
-    def recomputes(self) -> Recomputes:
+    def recomputes(self) -> Recomputation:
         if self.store in STORES:
             return "blocks"
         return "attention" if self.store == "selective" else "nothing"
@@ -91,7 +90,7 @@ class CheckpointedBlocks:
         self._await_ahead()  # of a backward that stopped short
         starts = range(0, len(blocks), self._layers_per_checkpoint)
         for number, first in enumerate(starts):
-            group = partial(_run, blocks[first : first + self._layers_per_checkpoint])
+            group = partial(run_in_order, blocks[first : first + self._layers_per_checkpoint])
             # Inside, checkpoint's own hooks are the innermost: these see only what the checkpoint itself keeps, x.
             # Without gradients it keeps nothing, so evaluation and generation leave no trace.
             with saved_tensors_hooks(partial(self._put, Place(number, len(starts))), self._take):
@@ -144,12 +143,6 @@ class CheckpointedBlocks:
         if self._ahead is not None:
             self._ahead[2].wait()
             self._ahead = None
-
-
-def _run(blocks: Sequence[RunBlock], x: Tensor) -> Tensor:
-    for block in blocks:
-        x = block(x)
-    return x
 
 
 def checkpointed_blocks(
