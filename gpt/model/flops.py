@@ -20,7 +20,7 @@ counted: flash attention's second look at the scores.
 import torch
 
 from gpt.model.transformer import ModelConfig
-from zero.activations.checkpointed_blocks import Recomputes
+from parallel.blocks import Recomputation
 
 # Dense tensor-core rates from NVIDIA's data sheets; the first name that a device's name contains applies.
 PEAK_FLOPS_PER_SECOND = (
@@ -44,7 +44,7 @@ def model_flops(config: ModelConfig, num_sequences: int) -> int:
     )
 
 
-def hardware_flops(config: ModelConfig, num_sequences: int, recomputes: Recomputes) -> int:
+def hardware_flops(config: ModelConfig, num_sequences: int, recomputes: Recomputation) -> int:
     """Of forward and backward over sequences of full length, with what runs again in backward."""
     blocks = _blocks_forward(config, is_causal=config.attention == "flash")
     again = {

@@ -7,7 +7,7 @@ The residual stream x is (tokens, hidden), the tokens of all sequences one after
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from parallel.blocks import RunBlocks, run_in_order
 from parallel.errors import ConfigError
 from parallel.mesh import Axis
 from parallel.tensor.cross_entropy import CHUNK_NUMEL, cross_entropy
@@ -32,9 +33,6 @@ from parallel.tensor.layers import (
 )
 from parallel.tensor.random_streams import own_random_stream
 from parallel.tensor.token_layout import TokenLayout
-
-RunBlock = Callable[[Tensor], Tensor]
-RunBlocks = Callable[[Sequence[RunBlock], Tensor], Tensor]
 
 LAYER_NORM_EPS = 1e-5
 INIT_STD = 0.02
@@ -158,12 +156,6 @@ class Block(nn.Module):
     def forward(self, x: Tensor, num_sequences: int) -> Tensor:
         x = x + self.dropout(self.attention(self.attention_norm(x), num_sequences))
         return x + self.dropout(self.mlp(self.mlp_norm(x)))
-
-
-def run_in_order(blocks: Sequence[RunBlock], x: Tensor) -> Tensor:
-    for block in blocks:
-        x = block(x)
-    return x
 
 
 class GPT(nn.Module):

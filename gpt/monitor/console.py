@@ -17,6 +17,7 @@ from gpt.settings import Settings
 from parallel.tensor.cross_entropy import temporary_bytes
 from zero.activations.checkpointed_blocks import CheckpointedBlocks
 from zero.formulas import memory, traffic
+from zero.state import resident
 
 
 class RunConsole:
@@ -75,7 +76,7 @@ def memory_table(settings: Settings, parts: TrainState) -> Table:
     for placement, here in memory.placed(promised, settings.zero.policy, shard_size, leaves).items():
         if not here.total:
             continue
-        found = memory.measured(parts.model, parts.optimizer, placement)
+        found = resident.resident_states(parts.model, parts.optimizer, placement)
         buckets = [bucket for bucket in parts.optimizer.buckets if bucket.placement is placement]
         moments = found.moments or sum(bucket.master.numel() for bucket in buckets) * state_bytes
         rows = {field.name: getattr(found, field.name) for field in fields(found)} | {"moments": moments}
@@ -111,13 +112,13 @@ def _buffer_rows(settings: Settings, parts: TrainState) -> Iterator[tuple[str, f
     model, gpt, axis = parts.model, parts.model.module, parts.mesh.tensor
     assert isinstance(gpt, GPT)
     size = "constant" if settings.zero.bucket_numel else "the model's size"
-    for name, num_bytes in memory.buffer_bytes(model, parts.optimizer).items():
+    for name, num_bytes in resident.buffer_bytes(model, parts.optimizer).items():
         yield f"buffer: {name}", num_bytes, size
     num_tokens = settings.train.micro_batch_size * settings.model.seq_length
     num_columns = settings.model.padded_vocab_size // axis.size
     yield "buffer: loss", temporary_bytes(num_tokens, num_columns, gpt.chunk_numel), size
     yield "buffer: gradient norm", parts.optimizer.norm_bytes, size
-    if gathered := memory.gathered_bytes(model, model.residency.prefetch_numel):
+    if gathered := resident.gathered_bytes(model, model.residency.prefetch_numel):
         yield "buffer: gathered ahead", gathered, "at most"
 
 

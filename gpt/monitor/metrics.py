@@ -8,17 +8,17 @@ import torch
 
 from gpt.model.flops import hardware_flops, model_flops
 from gpt.model.transformer import ModelConfig
+from parallel.blocks import Recomputation
 from parallel.instruments.comm_log import CommLog
-from zero.activations.checkpointed_blocks import Recomputes
 from zero.engine import ZeroDataParallel
-from zero.formulas.memory import buffer_bytes, measured
 from zero.optimizer import ZeroOptimizer
+from zero.state.resident import buffer_bytes, resident_states
 
 
 class Throughput:
     """Tokens and FLOPs per second over the steps since the last `measure`."""
 
-    def __init__(self, model: ModelConfig, num_devices: int, recomputes: Recomputes, peak_flops: float | None):
+    def __init__(self, model: ModelConfig, num_devices: int, recomputes: Recomputation, peak_flops: float | None):
         self._model, self._num_devices, self._recomputes = model, num_devices, recomputes
         self._peak_flops = peak_flops
         self._num_sequences, self._start = 0, time.perf_counter()
@@ -63,7 +63,7 @@ class StepTraffic:
 
 def memory_by_kind(model: ZeroDataParallel, optimizer: ZeroOptimizer) -> dict[str, int]:
     """Bytes that this rank keeps between steps."""
-    states = asdict(measured(model, optimizer)) | {"buffers": sum(buffer_bytes(model, optimizer).values())}
+    states = asdict(resident_states(model, optimizer)) | {"buffers": sum(buffer_bytes(model, optimizer).values())}
     return {f"memory/{kind}_bytes": num_bytes for kind, num_bytes in states.items()}
 
 

@@ -8,14 +8,14 @@ from gpt.model.transformer import ModelConfig
 from gpt.planner.activation_store import parameters_of_rank, workload_of
 from gpt.settings import Settings
 from parallel.launch.cluster import ClusterSpec
-from zero.activations.choice import Hardware, StoreName, Workload, bytes_per_sequence, exposed_seconds
+from zero.activations.choice import Hardware, Workload, bytes_per_sequence, exposed_seconds
 from zero.activations.choice import model_parallel_volume as tensor_volume
+from zero.activations.stores import STORES, StoreName
 from zero.formulas import memory, traffic
 from zero.formulas.memory import ModelStates
 from zero.offload.placement import Mode, Placement
 from zero.stage import STAGES, Lifetime
 
-STORES: tuple[StoreName, ...] = ("keep", "partition", "partition_host")
 REALISTIC_FRACTION = 0.5  # of the peak, until a dry run knows better
 USABLE_SHARE = 0.97  # of the memory: the closed forms leave out what is small
 LARGEST_MICRO_BATCH = 128

@@ -23,8 +23,7 @@ from scripts.paper.calibrate import CALIBRATED
 from scripts.paper.experiments import CLUSTER_FILE, PAPER, ROOT, Experiment, experiments, parsed
 from scripts.paper.plots import Series, plot_bars, plot_lines
 from zero.formulas.memory import formula
-from zero.formulas.paper_memory import largest_model
-from zero.stage import STAGES
+from zero.stage import STAGES, ShardingPolicy
 
 CACHE = ROOT / "runs/paper/dry"
 RESISTS = "figure2/40b-baseline-384"  # reported by itself: half of what its neighbours reach
@@ -203,6 +202,14 @@ def table_1() -> Iterator[str]:
         num_equal += float(row["paper_GB"]) in (round(found + 1e-9, digits), truncated)
     yield "\n## Table 1: model states of a GPU\n"
     yield f"{num_equal} of {len(rows)} cells equal the closed form (1T and some 128B cells are truncated there)."
+
+
+def largest_model(policy: ShardingPolicy, memory_bytes: float, N_d: int, N_m: int = 1) -> float:
+    """Return the number of parameters whose model states alone fill `memory_bytes` on every rank (section 5, Table 2).
+
+    `N_d` and `N_m` are the numbers of data-parallel and of model-parallel ranks.
+    """
+    return N_m * memory_bytes / formula(policy, 1.0, N_d).total
 
 
 def table_2(room_bytes: float) -> Iterator[str]:

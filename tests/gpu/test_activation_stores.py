@@ -12,8 +12,8 @@ from parallel.mesh import Mesh
 from parallel.tensor.token_layout import ReplicatedTokens
 from tests.gpu.waiting import waiting_is_an_error
 from zero.activations.checkpointed_blocks import ActivationsConfig
-from zero.activations.slab import on_host_of
 from zero.engine import ZeroConfig, ZeroDataParallel
+from zero.offload.host_memory import on_host_of
 from zero.optimizer import ZeroOptimizer
 
 pytestmark = pytest.mark.gpu

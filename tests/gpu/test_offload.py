@@ -9,9 +9,9 @@ from gpt.train_step import train_step
 from parallel.mesh import Mesh
 from parallel.tensor.token_layout import ReplicatedTokens
 from zero.engine import ZeroConfig, ZeroDataParallel
-from zero.formulas import memory
 from zero.offload.placement import NO_OFFLOAD, OffloadConfig, Placement
 from zero.optimizer import ZeroOptimizer
+from zero.state import resident
 
 pytestmark = pytest.mark.gpu
 CONFIG = ModelConfig(num_layers=8, hidden_size=256, num_heads=4, seq_length=64, vocab_size=97, dropout=0.0)
@@ -53,8 +53,8 @@ def test_states_leave_the_device_for_pinned_memory(gpu, stage, bytes_left):
     mesh, model, optimizer = build(gpu, stage, OffloadConfig("host"), torch.bfloat16)
     train_step(model, optimizer, micro_batches(gpu, 0), mesh)
     numel = sum(flat.layout.numel for flat in model.flats)
-    assert memory.measured(model, optimizer).total == bytes_left * numel
-    assert memory.measured(model, optimizer, Placement.HOST).total == (16 - bytes_left) * numel
+    assert resident.resident_states(model, optimizer).total == bytes_left * numel
+    assert resident.resident_states(model, optimizer, Placement.HOST).total == (16 - bytes_left) * numel
     assert all(bucket.master.is_pinned() and bucket.gradient.owned.is_pinned() for bucket in optimizer.buckets)
     assert all(piece.param.device.type == "cpu" for bucket in optimizer.buckets for piece in bucket.pieces)
 

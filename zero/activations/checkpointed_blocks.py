@@ -12,29 +12,29 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
+from parallel.blocks import Recomputation, RunBlock, run_in_order
 from parallel.errors import ConfigError
 from parallel.mesh import Axis, Handle
 from zero.activations.choice import Hardware
 from zero.activations.slab import Place
-from zero.activations.stores import STORES, ActivationStore, StoreContext, StoredBytes
+from zero.activations.stores import STORES, ActivationStore, StoreContext, StoredBytes, StoreName
 from zero.offload.streams import SideStream
 
-RunBlock = Callable[[Tensor], Tensor]
-Recomputes = Literal["nothing", "attention", "blocks"]  # what runs again in backward
+StoreChoice = Literal["none", "selective", StoreName, "auto"]
 
 
 @dataclass(frozen=True)
 class ActivationsConfig:
     """Which activations a training step keeps between forward and backward, and where."""
 
-    store: Literal["none", "selective", "keep", "partition", "partition_host", "auto"] = "none"
+    store: StoreChoice = "none"
     """none: all, on the device; selective: all but the inside of attention, which runs again; the others keep the
     checkpoints only: keep: where they are; partition: divided over the tensor ranks (P_a); partition_host: that, in
     host memory (P_a+cpu); auto: what the arithmetic of the paper's section 8 says."""
@@ -46,7 +46,7 @@ class ActivationsConfig:
     """What auto reckons with."""
 
     def __post_init__(self) -> None:
-        choices = ["none", "selective", *STORES, "auto"]
+        choices = get_args(StoreChoice)
         if self.store not in choices:
             raise ConfigError(f"activations.store={self.store} is unknown; choose one of {', '.join(choices)}")
         if self.layers_per_checkpoint < 1:
@@ -56,7 +56,7 @@ class ActivationsConfig:
             )
 
     @property
-    def recomputes(self) -> Recomputes:
+    def recomputes(self) -> Recomputation:
         if self.store in STORES:
             return "blocks"
         return "attention" if self.store == "selective" else "nothing"
@@ -90,7 +90,7 @@ class CheckpointedBlocks:
         self._await_ahead()  # of a backward that stopped short
         starts = range(0, len(blocks), self._layers_per_checkpoint)
         for number, first in enumerate(starts):
-            group = partial(_run, blocks[first : first + self._layers_per_checkpoint])
+            group = partial(run_in_order, blocks[first : first + self._layers_per_checkpoint])
             # Inside, checkpoint's own hooks are the innermost: these see only what the checkpoint itself keeps, x.
             # Without gradients it keeps nothing, so evaluation and generation leave no trace.
             with saved_tensors_hooks(partial(self._put, Place(number, len(starts))), self._take):
@@ -143,12 +143,6 @@ class CheckpointedBlocks:
         if self._ahead is not None:
             self._ahead[2].wait()
             self._ahead = None
-
-
-def _run(blocks: Sequence[RunBlock], x: Tensor) -> Tensor:
-    for block in blocks:
-        x = block(x)
-    return x
 
 
 def checkpointed_blocks(

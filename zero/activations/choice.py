@@ -8,13 +8,11 @@ checkpoint, and N_m ranks that hold the same activations.
 import math
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal
 
 from parallel.errors import ConfigError
+from zero.activations.stores import STORES, StoreName
 
 USABLE_SHARE = 0.85  # of a device's memory: the rest goes to contexts, communication libraries and gaps
-StoreName = Literal["keep", "partition", "partition_host"]
-STORES_BY_COST: tuple[StoreName, ...] = ("keep", "partition", "partition_host")
 
 
 @dataclass(frozen=True)
@@ -124,7 +122,7 @@ def pays(w: Workload, store: StoreName, instead_of: StoreName, memory_bytes: flo
 def choose_store(w: Workload, memory_bytes: float, hardware: Hardware) -> tuple[StoreName, str]:
     """(store, the reason). At a given batch P_a and P_a+cpu only cost, so the first store that holds it is chosen;
     whether they would pay by letting the batch grow is part of the reason."""
-    stores = [store for store in STORES_BY_COST if store != "partition" or w.N_m > 1]
+    stores = [store for store in STORES if store != "partition" or w.N_m > 1]
     largest = {store: largest_batch(w, store, memory_bytes) for store in stores}
     chosen = next((store for store in stores if largest[store] >= w.b), stores[-1])
     holds = "the first that holds" if largest[chosen] >= w.b else "though it is too small for"

@@ -6,17 +6,13 @@
 Checkpoints live long and what lies between them does not: without a slab they break the memory into pieces.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from parallel.errors import ConfigError
-from parallel.instruments.memory_tracker import TensorKind, tagged
-
-Allocate = Callable[[int, torch.dtype], Tensor]  # (elements, type) -> flat memory
+from zero.offload.host_memory import Allocate
 
 
 @dataclass(frozen=True)
@@ -58,24 +54,3 @@ class Pieces:
 
     def at(self, place: Place, numel: int, dtype: torch.dtype) -> Tensor:
         return self._allocate(numel, dtype)
-
-
-def on_device(device: torch.device, kind: TensorKind) -> Allocate:
-    return lambda numel, dtype: tagged(kind, torch.empty(numel, dtype=dtype, device=device))
-
-
-def on_host_of(device: torch.device, kind: TensorKind) -> Allocate:
-    """Pinned where the device is a GPU, which then copies beside its computation. Raises ConfigError where there is
-    not as much."""
-
-    def allocate(numel: int, dtype: torch.dtype) -> Tensor:
-        try:
-            tensor = torch.empty(numel, dtype=dtype, pin_memory=device.type == "cuda")
-        except RuntimeError as error:
-            raise ConfigError(
-                f"{numel * dtype.itemsize / 1e9:,.3g} GB of host memory for {kind} could not be had: "
-                f"{str(error).splitlines()[0]}; offload less, or allow the process more (pinned) memory"
-            ) from error
-        return tagged(kind, tensor, on_host=True)
-
-    return allocate

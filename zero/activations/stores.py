@@ -10,7 +10,7 @@ Stores copy what they cut: they change nothing that anyone else holds, and nobod
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -18,7 +18,8 @@ from torch.nn import functional as F
 
 from parallel.instruments.memory_tracker import TensorKind, tagged
 from parallel.mesh import Axis, Handle
-from zero.activations.slab import Allocate, Memory, Pieces, Place, Slab, on_device, on_host_of
+from zero.activations.slab import Memory, Pieces, Place, Slab
+from zero.offload.host_memory import Allocate, on_device, on_host_of
 from zero.offload.streams import SideStream
 
 NUM_IN_TRANSIT = 2  # the checkpoint that is being read, and the one that is fetched meanwhile
@@ -171,7 +172,9 @@ def partition_host(around: StoreContext) -> ActivationStore:
     return PartitionStore(around.replicas, host, around.in_transit()) if around.replicas.size > 1 else host
 
 
-STORES: dict[str, Callable[[StoreContext], ActivationStore]] = {
+# The one list of stores, from the cheapest to the most expensive: settings, choice and planner read it.
+StoreName = Literal["keep", "partition", "partition_host"]
+STORES: dict[StoreName, Callable[[StoreContext], ActivationStore]] = {
     "keep": keep,
     "partition": partition,
     "partition_host": partition_host,

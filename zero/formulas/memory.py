@@ -1,13 +1,9 @@
 """Bytes of model states on one rank: what the paper's formula promises, and what is there."""
 
-from collections.abc import Container, Iterable
+from collections.abc import Container
 from dataclasses import dataclass, fields
 
-from torch import Tensor
-
-from zero.engine import ZeroDataParallel
 from zero.offload.placement import Placement, State
-from zero.optimizer import ZeroOptimizer
 from zero.stage import Lifetime, ShardingPolicy
 
 
@@ -72,42 +68,3 @@ def placed(
         moments=states.moments - on_host.moments,
     )
     return {Placement.ACCELERATOR: on_accelerator, Placement.HOST: on_host}
-
-
-def measured(
-    model: ZeroDataParallel, optimizer: ZeroOptimizer, placement: Placement = Placement.ACCELERATOR
-) -> ModelStates:
-    """What is allocated now in one of the memories, storage by storage. A torch optimizer makes its moments in the
-    first step."""
-    here = [bucket for bucket in optimizer.buckets if bucket.placement is placement]
-    states = (optimizer.inner.state.get(piece.param, {}) for bucket in here for piece in bucket.pieces)
-    values = (value for state in states for value in state.values())
-    return ModelStates(
-        parameters=_num_bytes(tensor for flat in model.flats for tensor in flat.resident_tensors(placement)),
-        gradients=_num_bytes(model.reducer.resident_tensors(placement)),
-        master=_num_bytes(bucket.master for bucket in here if bucket.has_own_master),
-        moments=_num_bytes(value for value in values if isinstance(value, Tensor) and value.dim() > 0),
-    )
-
-
-def buffer_bytes(model: ZeroDataParallel, optimizer: ZeroOptimizer) -> dict[str, int]:
-    """Buffers of constant size (C_B): they depend on `bucket_numel`, never on how large the model is."""
-    return {
-        "staged gradients": model.reducer.staging_bytes,
-        "received messages": model.shard_axis.received.num_bytes,
-        "gradient cast": _num_bytes(optimizer.cast_buffers.values()),
-    }
-
-
-def gathered_bytes(model: ZeroDataParallel, prefetch_numel: int) -> int:
-    """Transient parameters that are there at once, at most: those of two units, one inside the other, and what is
-    fetched ahead. The largest layer sets it, not their number."""
-    transient = [flat.full for flat in model.flats if flat.lifetime is Lifetime.TRANSIENT]
-    itemsize = max((full.element_size() for full in transient), default=0)
-    numels = sorted((full.numel() for full in transient), reverse=True)
-    return itemsize * min(sum(numels), sum(numels[:2]) + prefetch_numel)
-
-
-def _num_bytes(tensors: Iterable[Tensor]) -> int:
-    """Each storage once, however many tensors look into it."""
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.numel()}.values())

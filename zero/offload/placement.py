@@ -20,7 +20,7 @@ from torch import Tensor
 from parallel.errors import ConfigError
 from parallel.instruments.memory_tracker import TensorKind
 from parallel.mesh import Handle
-from zero.activations.slab import on_device, on_host_of
+from zero.offload.host_memory import on_device, on_host_of
 from zero.offload.streams import SideStream
 
 NUM_CASTS = 2  # buffers of casts on their way to the accelerator: one is filled while the other is copied

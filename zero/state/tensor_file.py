@@ -1,9 +1,14 @@
-"""One rank's tensors in one safetensors file, with its checksum, written and read through one chunk of host memory.
+"""Files of tensors in the safetensors format, with a checksum, written and read through one chunk of host memory.
 
     8 bytes: length of the header | {"__metadata__": {"crc32": ...}, name: type, shape, offsets, ...} | data
 
-Written and read here rather than by the safetensors package, which wants all tensors in host memory, or maps the file
-into it. Either reads what the other writes.
+The safetensors package reads these files, and `TensorFile` reads the package's, but neither uses the other: the package
+writes from tensors that are all in host memory, and reads by mapping the file, whose pages count as the process's
+memory. Measured on 2026-11-21 (two CPU cores, 24 GiB; safetensors 0.8.0, torch 2.13), with one tensor of 2**28 fp32
+elements: reading it in ranges of 4 MiB raises the peak resident memory by 8 MiB here and by 1,033 MiB with
+`safe_open(...).get_slice(...)`; either takes 0.7 to 1.2 s from a cold disk cache. 1,000 ranges of 16 KiB take 0.006 s and
+2 MiB here, 0.017 s and 972 MiB there, from a warm one. Opening the file anew for each range of 4 MiB needs 14 MiB, but
+takes 0.62 s instead of 0.13 s (warm). And a slice counts rows: it cannot return elements 4 to 12 of a (3, 5) tensor.
 """
 
 import json
@@ -18,7 +23,7 @@ import torch
 from torch import Tensor
 
 from parallel.errors import ConfigError
-from zero.state.sealed_file import CHUNK_BYTES, NO_CHECKSUM, digits, flush, place_of_checksum
+from zero.state.sealed_file import CHUNK_BYTES, NO_CHECKSUM, checksum_digits, checksum_offset, flush
 
 DTYPE_NAMES = {
     torch.float64: "F64",
@@ -41,7 +46,11 @@ def write_tensors(
     metadata: Mapping[str, str] | None = None,
     on_chunk: Callable[[], None] = lambda: None,
 ) -> None:
-    """From any device; on the disk when this returns. Raises OSError."""
+    """Write tensors from any device to one file, which is on the disk when this returns. Raise OSError.
+
+    `on_chunk` is called after each chunk of at most `CHUNK_BYTES`.
+    """
+    # The types with the largest elements come first, so that every tensor is aligned.
     by_alignment = dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))
     header = _header(by_alignment, {"crc32": NO_CHECKSUM, **(metadata or {})})
     with path.open("wb") as file:
@@ -52,22 +61,26 @@ def write_tensors(
                 file.write(chunk)
                 checksum = zlib.crc32(chunk, checksum)
                 on_chunk()
-        file.seek(place_of_checksum(header))
-        file.write(digits(checksum))
+        # The checksum covers all that follows the header too, so it can only be written last.
+        file.seek(checksum_offset(header))
+        file.write(checksum_digits(checksum))
         flush(file)
 
 
 @dataclass(frozen=True)
-class Entry:
-    """A tensor in a file; `place` is that of its first byte."""
+class TensorEntry:
+    """A tensor in a file."""
 
     dtype: torch.dtype
     shape: torch.Size
-    place: int
+    offset: int  # of its first byte in the file
 
 
 class TensorFile:
-    """Reads such a file, any stretch of any tensor. Raises ConfigError where it is missing or no such file."""
+    """A reader of any range of any tensor of a safetensors file.
+
+    Raises ConfigError if the file cannot be read, or is not a safetensors file.
+    """
 
     def __init__(self, path: Path):
         self.path = path
@@ -80,20 +93,25 @@ class TensorFile:
         except OSError as error:
             raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ConfigError(f"{path} is damaged: it is no safetensors file") from error
+            raise ConfigError(f"{path} is damaged: it is not a safetensors file") from error
 
     def tensor(self, name: str) -> Tensor:
+        """Return a whole tensor, in host memory."""
         entry = self.entries[name]
         out = torch.empty(entry.shape, dtype=entry.dtype)
         self.read(name, range(out.numel()), out.view(-1))
         return out
 
     def read(self, name: str, elements: range, out: Tensor) -> None:
-        """Fill `out` (flat, contiguous, any type and device) with `elements` of a tensor, counted flat."""
+        """Fill `out` with `elements` of a tensor, counted in row-major order.
+
+        `out` is one-dimensional and contiguous, of any dtype and on any device. Raises ConfigError if the tensor has
+        fewer elements, or if the file ends too early.
+        """
         entry, out = self.entries[name], out.detach()
         if elements.stop > math.prod(entry.shape):
             raise ConfigError(f"{self.path}: {name} has {math.prod(entry.shape)} elements, {elements.stop} are needed")
-        self._file.seek(entry.place + elements.start * entry.dtype.itemsize)
+        self._file.seek(entry.offset + elements.start * entry.dtype.itemsize)
         if out.dtype == entry.dtype and not out.is_cuda:
             self._fill(out)
             return
@@ -103,6 +121,7 @@ class TensorFile:
             part.copy_(chunk[: len(part)])
 
     def _fill(self, out: Tensor) -> None:
+        """Read the file from its current position into the memory of `out`."""
         left = out.view(torch.uint8).numpy().data
         while len(left):
             num_read = self._file.readinto(left)
@@ -111,8 +130,8 @@ class TensorFile:
             left = left[num_read:]
 
 
-def _entry(found: Mapping[str, Any], data_place: int) -> Entry:
-    return Entry(DTYPES[found["dtype"]], torch.Size(found["shape"]), data_place + found["data_offsets"][0])
+def _entry(found: Mapping[str, Any], data_offset: int) -> TensorEntry:
+    return TensorEntry(DTYPES[found["dtype"]], torch.Size(found["shape"]), data_offset + found["data_offsets"][0])
 
 
 def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:

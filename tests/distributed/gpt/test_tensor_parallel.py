@@ -24,6 +24,7 @@ from zero.formulas import memory
 from zero.loss_scale import LossScale
 from zero.optimizer import ZeroOptimizer
 from zero.stage import STAGES
+from zero.state import resident
 
 NUM_STEPS, CLIP_NORM, TOLERANCE = 5, 0.5, 1e-10
 BATCH, SEQ = 2, 12
@@ -313,7 +314,7 @@ def states_of(tensor_size: int, stage: int) -> tuple[float, int, int]:
     optimizer.step()
     dims = split_dims(gpt)
     num_replicated = sum(param.numel() for name, param in gpt.named_parameters() if name not in dims)
-    return memory.measured(model, optimizer).total, num_replicated, sum(p.numel() for p in gpt.parameters())
+    return resident.resident_states(model, optimizer).total, num_replicated, sum(p.numel() for p in gpt.parameters())
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

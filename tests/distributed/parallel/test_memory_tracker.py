@@ -13,8 +13,8 @@ from parallel.tensor.token_layout import ReplicatedTokens
 from tests.ranks import run_ranks
 from zero.activations.checkpointed_blocks import ActivationsConfig, checkpointed_blocks
 from zero.engine import ZeroConfig, ZeroDataParallel
-from zero.formulas import memory
 from zero.optimizer import ZeroOptimizer
+from zero.state import resident
 
 CONFIG = ModelConfig(3, 32, 4, 16, 128, dropout=0.0)
 BATCH = 2
@@ -40,8 +40,8 @@ def run(stage: int, store: str, defragments_gradients: bool = True) -> list[dict
                     "resident": +tracker.device.resident,
                     "peak": +tracker.device.peak,
                     "allocations": +tracker.device.num_allocations,
-                    "states": memory.measured(model, optimizer),
-                    "buffers": memory.buffer_bytes(model, optimizer),
+                    "states": resident.resident_states(model, optimizer),
+                    "buffers": resident.buffer_bytes(model, optimizer),
                     "num_pieces": sum(len(bucket.pieces) for bucket in optimizer.buckets),
                 }
             )

@@ -14,8 +14,8 @@ from parallel.tensor.token_layout import ReplicatedTokens
 from tests.ranks import run_ranks
 from zero.activations.checkpointed_blocks import ActivationsConfig
 from zero.engine import ZeroConfig, ZeroDataParallel
-from zero.formulas import memory
 from zero.optimizer import ZeroOptimizer
+from zero.state import resident
 
 CPU = torch.device("cpu")
 
@@ -57,7 +57,7 @@ def measure(num_layers: int, stage: int, store: str, bucket_numel: int | None) -
         at_rest = tracker.device.total
         optimizer.step()
         in_update = tracker.device.peak_total - at_rest
-    return Found(in_passes, in_update, sum(memory.buffer_bytes(model, optimizer).values()))
+    return Found(in_passes, in_update, sum(resident.buffer_bytes(model, optimizer).values()))
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from zero.formulas import memory
 from zero.formulas.traffic import axis_bytes
 from zero.optimizer import ZeroOptimizer
 from zero.stage import STAGES, Lifetime
+from zero.state import resident
 
 BUCKET_NUMEL = 2**18
 
@@ -36,8 +37,8 @@ def train(
         optimizer.step()
     flat_bytes = {flat: flat.layout.numel * dtype.itemsize for flat in model.flats}
     return {
-        "states": memory.measured(model, optimizer),
-        "buffers": memory.buffer_bytes(model, optimizer),
+        "states": resident.resident_states(model, optimizer),
+        "buffers": resident.buffer_bytes(model, optimizer),
         "num_parameters": sum(param.numel() for param in model.module.parameters()),
         "padded_bytes": sum(flat_bytes.values()),
         "resident_bytes": sum(size for flat, size in flat_bytes.items() if flat.lifetime is Lifetime.PERSISTENT),

@@ -15,6 +15,7 @@ from zero.formulas import memory
 from zero.formulas.memory import ModelStates
 from zero.offload.placement import OffloadConfig, Placement
 from zero.optimizer import ZeroOptimizer
+from zero.state import resident
 
 OPTIMIZER, PARAMETERS, BOTH = ("optimizer",), ("parameters",), ("optimizer", "parameters")
 
@@ -83,7 +84,7 @@ def train_apart(config: ZeroConfig, offload: OffloadConfig, num_micro_batches: i
                         loss_of(model, batch(step, micro_batch, mesh.data.rank)).backward()
                 loss_of(model, batch(step, num_micro_batches - 1, mesh.data.rank)).backward()
                 optimizer.step()
-        found = [memory.measured(model, optimizer, placement) for placement in Placement]
+        found = [resident.resident_states(model, optimizer, placement) for placement in Placement]
         counted = [dict(pool.resident) for pool in (tracker.device, tracker.host)]
     return *found, counted, sum(flat.layout.numel for flat in model.flats), apart.num_copies
 

@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from gpt.model.transformer import GPT, ModelConfig, RunBlocks, initialize
+from gpt.model.transformer import GPT, ModelConfig, initialize
+from parallel.blocks import RunBlocks
 from parallel.mesh import Axis
 from parallel.tensor.token_layout import ReplicatedTokens
 

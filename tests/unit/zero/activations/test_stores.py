@@ -4,18 +4,20 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import get_args
 
 import pytest
 import torch
 from torch import Tensor
 
+from parallel.blocks import run_in_order
 from parallel.errors import ConfigError
 from parallel.instruments.memory_tracker import MemoryTracker, TensorKind
 from parallel.mesh import Axis, Handle, Mesh
 from tests.ranks import run_ranks
 from zero.activations.checkpointed_blocks import ActivationsConfig, CheckpointedBlocks, checkpointed_blocks
-from zero.activations.slab import Place, on_host_of
-from zero.activations.stores import STORES, StoreContext, StoredBytes
+from zero.activations.slab import Place
+from zero.activations.stores import STORES, StoreContext, StoredBytes, StoreName
 from zero.offload.streams import SideStream
 
 CPU = torch.device("cpu")
@@ -32,12 +34,6 @@ def gradient_of(x: Tensor, run: Callable[[list[Block], Tensor], Tensor], num_blo
     run(blocks(num_blocks), x * 1).sum().backward()
     assert x.grad is not None
     return x.grad
-
-
-def in_order(all_blocks: list[Block], x: Tensor) -> Tensor:
-    for block in all_blocks:
-        x = block(x)
-    return x
 
 
 SHAPES = [(4, 6), (5, 3), (7,), (1,), (2, 3, 5), (1, 1)]
@@ -77,7 +73,7 @@ def test_any_shape_is_partitioned_to_one_part_a_rank(store, defragment, num_rank
     for rank in run_ranks(num_ranks, partitioned_gradients, store, defragment):
         for seed, (gradient, kept) in enumerate(rank):
             x = activation(seed)
-            assert gradient.equal(gradient_of(x, in_order))
+            assert gradient.equal(gradient_of(x, run_in_order))
             part_bytes = 3 * math.ceil(x.numel() / num_ranks) * x.element_size()
             assert kept == (StoredBytes(device=part_bytes) if store == "partition" else StoredBytes(host=part_bytes))
 
@@ -117,7 +113,7 @@ def test_the_checkpoint_before_is_on_its_way_while_a_group_runs_again():
     forward, backward = diary.events[:6], diary.events[6:]
     assert forward == ["put 0", "run 0", "put 1", "run 1", "put 2", "run 2"]
     assert backward == ["bring 2", "come 2", "bring 1", "run 2", "come 1", "bring 0", "run 1", "come 0", "run 0"]
-    assert x.grad.equal(gradient_of(x.detach(), in_order, num_blocks=3))
+    assert x.grad.equal(gradient_of(x.detach(), run_in_order, num_blocks=3))
 
 
 def test_what_was_brought_in_vain_is_waited_for():
@@ -152,7 +148,7 @@ def test_a_forward_over_another_that_waits_for_its_backward_is_an_error(second):
 
 
 def test_without_slabs_or_in_another_slab_forwards_may_wait():
-    expected = [gradient_of(torch.ones(4), in_order), gradient_of(torch.ones(6), in_order)]
+    expected = [gradient_of(torch.ones(4), run_in_order), gradient_of(torch.ones(6), run_in_order)]
     for found in (
         two_forwards_then_two_backwards(False, first=(4,), second=(6,)),
         two_forwards_then_two_backwards(True, first=(4,), second=(6,)),
@@ -164,7 +160,7 @@ def test_without_slabs_or_in_another_slab_forwards_may_wait():
 def test_micro_batches_use_the_slab_again_and_evaluation_does_not_touch_it(store):
     run, x = checkpointed_blocks(ActivationsConfig(store, 2)), torch.randn(4, 6)
     assert run is not None
-    expected = gradient_of(x, in_order)
+    expected = gradient_of(x, run_in_order)
     with MemoryTracker(CPU) as tracker:
         assert gradient_of(x, run).equal(expected)
         tracker.restart()
@@ -173,7 +169,7 @@ def test_micro_batches_use_the_slab_again_and_evaluation_does_not_touch_it(store
             with torch.no_grad():
                 run(blocks(5), torch.randn(9, 5))  # of another shape, as generation's
                 between = run(blocks(5), x)
-            assert between.equal(in_order(blocks(5), x))
+            assert between.equal(run_in_order(blocks(5), x))
         for memory in (tracker.device, tracker.host):
             assert memory.num_allocations[TensorKind.CHECKPOINTS] == memory.num_allocations[TensorKind.BUFFERS] == 0
 
@@ -186,7 +182,7 @@ def test_an_evaluation_between_a_forward_and_its_backward_is_harmless(store):
     with torch.no_grad():
         run(blocks(5), torch.randn(4, 6))
     loss.backward()
-    assert x.grad.equal(gradient_of(x.detach(), in_order))
+    assert x.grad.equal(gradient_of(x.detach(), run_in_order))
 
 
 @pytest.mark.parametrize("store", STORES)
@@ -213,7 +209,7 @@ def test_a_backward_that_is_repeated_takes_again():
     (first,) = torch.autograd.grad(loss, x, retain_graph=True)
     (second,) = torch.autograd.grad(loss, x)
     assert first.equal(second)
-    assert first.equal(gradient_of(x.detach(), in_order))
+    assert first.equal(gradient_of(x.detach(), run_in_order))
 
 
 def test_checkpoints_go_as_backward_goes_on_where_there_is_no_slab():
@@ -230,13 +226,10 @@ def test_checkpoints_go_as_backward_goes_on_where_there_is_no_slab():
     assert left == [400]
 
 
+def test_every_name_of_a_store_is_a_row_of_the_table():
+    assert tuple(STORES) == get_args(StoreName)
+
+
 def test_partitioning_what_every_rank_has_for_itself_is_refused():
     with pytest.raises(ConfigError, match=r"activations.store=partition: no 2 tensor ranks .* choose keep"):
         checkpointed_blocks(ActivationsConfig("partition"))
-
-
-def test_host_memory_that_is_not_there_is_an_error_with_its_size():
-    with pytest.raises(
-        ConfigError, match=r"1\.13e\+06 GB of host memory for moments could not be had: .*; offload less"
-    ):
-        on_host_of(CPU, TensorKind.MOMENTS)(2**50 // 4, torch.float32)
