@@ -26,7 +26,7 @@ def check_replicas(parts: TrainState, step: int) -> None:
     """
     model, mesh = parts.model, parts.mesh
     persistent = [flat.full for flat in model.flats if flat.lifetime is Lifetime.PERSISTENT]
-    masters = [master for flat in model.flats for master in flat.masters]
+    masters = [bucket.master for bucket in model.buckets]
     for what, axis, tensors in (
         ("parameters", mesh.data, persistent),
         ("master weights", model.replica_axis, masters),
@@ -39,11 +39,10 @@ def _not_cut(parts: TrainState) -> Iterable[Tensor]:
     """What this rank owns of the parameters that all tensor ranks have whole."""
     cut = split_dims(parts.model.module)
     for flat in parts.model.flats:
-        for bucket, master in zip(flat.layout.buckets, flat.masters, strict=True):
-            owned = bucket.shard(flat.axis.rank)
-            for span, part in flat.layout.pieces(owned):
+        for bucket in flat.buckets:
+            for span, part in flat.layout.pieces(bucket.shard):
                 if span.name not in cut:
-                    yield master[part.start - owned.start : part.stop - owned.start]
+                    yield bucket.owned_part(bucket.master, part)
 
 
 def _compare(what: str, axis: Axis, tensors: Iterable[Tensor], device: torch.device) -> None:

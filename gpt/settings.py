@@ -20,7 +20,7 @@ from gpt.monitor.profiling import ProfileSettings
 from gpt.schedule import BatchConfig, RampUpConfig, ScheduleConfig
 from parallel.errors import ConfigError
 from zero.activations.checkpointed_blocks import ActivationsConfig
-from zero.engine import ZeroConfig
+from zero.config import ZeroConfig
 from zero.offload.placement import OffloadConfig
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

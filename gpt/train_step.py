@@ -44,7 +44,7 @@ def train_step(
     run(micro_batches[-1])
     loss = torch.stack(losses).mean()
     with mesh.log.during("update"):
-        grad_norm = optimizer.step(skip=guard.judge(loss) if guard else None, look=look)
+        grad_norm = optimizer.step(skip=guard.judge(loss) if guard else None, gradient_hook=look)
     return loss, grad_norm
 
 

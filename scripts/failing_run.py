@@ -22,7 +22,7 @@ import pretrain_gpt
 from gpt import trainer
 from gpt.checkpoint import recovery, saver
 from gpt.model.transformer import GPT
-from zero.flat import FlatParameters
+from zero.bucket import ParamShard
 from zero.gradients import GradientReducer
 from zero.optimizer import ZeroOptimizer
 from zero.state import tensor_file
@@ -33,7 +33,7 @@ POINTS: dict[str, tuple[Any, str, str]] = {
     "backward": (GradientReducer, "accept", "before"),
     "reduce": (GradientReducer, "_launch", "after"),
     "update": (ZeroOptimizer, "_update", "before"),
-    "publish": (FlatParameters, "publish", "before"),
+    "publish": (ParamShard, "all_gather_updated", "before"),
     "log": (trainer, "append_record", "before"),
     "save.begin": (saver, "write_tensors", "before"),
     "save.middle": (tensor_file, "_chunks", "before"),

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from parallel.mesh import Mesh
 from tests.models import batch, loss_of
-from zero.engine import ZeroConfig, ZeroDataParallel
+from zero.config import ZeroConfig
+from zero.engine import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
 
 Loss = Callable[[nn.Module, int, int], Tensor]  # of a module in one step on one rank

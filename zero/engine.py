@@ -104,20 +104,12 @@ class ZeroDataParallel(nn.Module):
         self._awaits_backward = self._is_last_microbatch = False
         try:
             yield
+            # This rank's micro-batch reached no parameter, but other ranks' may have: take part in their reduction.
             if self._awaits_backward and self.reducer.reduces(is_last=False):
-                self._reduce_without_backward()
+                self.reducer.begin(is_last=False)
+                self.reducer.end()
         finally:
             self._is_last_microbatch = True
-
-    def complete_gradients(self) -> None:
-        """Reduce the gradients of a step that has had no backward outside `accumulate()`."""
-        if not self.reducer.is_complete:
-            self._reduce_without_backward()
-
-    def _reduce_without_backward(self) -> None:
-        """Take part in a reduction, although this rank's micro-batch reached no parameter: other ranks' may have."""
-        self.reducer.begin(self._is_last_microbatch)
-        self.reducer.end()
 
     @contextmanager
     def gathered(self, params: Iterable[nn.Parameter] | None = None, *, modify: bool = False) -> Iterator[nn.Module]:

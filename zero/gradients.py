@@ -97,6 +97,12 @@ class GradientReducer:
         self._backward = Backward.REDUCING if self.reduces(is_last) else Backward.ACCUMULATING
         self.is_complete |= is_last
 
+    def complete(self) -> None:
+        """Reduce the gradients of a step whose last backward has not run, or reached no parameter on this rank."""
+        if not self.is_complete:
+            self.begin(is_last=True)
+            self.end()
+
     def accept(self, param: nn.Parameter, grad: Tensor) -> None:
         """Take a gradient into the buckets that the parameter has elements in, the one that is reduced first first."""
         if grad.is_sparse:

@@ -55,7 +55,6 @@ class ZeroOptimizer:
         **settings: Any,
     ):
         self._reducer, self._planner, self._offload = model.reducer, model.planner, model.offload
-        self._complete_gradients = model.complete_gradients
         self._flats = [flat for flat in model.flats if flat.is_trainable]
         self._tensor, self._clip_norm = tensor or Axis.trivial("tensor"), clip_norm
         self._norm_axes = model.shard_axis, self._tensor
@@ -100,7 +99,7 @@ class ZeroOptimizer:
         `skip`: 0-dim, the same on all ranks; if it is not zero nothing is updated, as after an overflow.
         `gradient_hook` is called while the owned gradients are reduced and not yet clipped.
         """
-        self._complete_gradients()
+        self._reducer.complete()
         self._planner.before_update(self._axes)
         if self._buckets_on(Placement.HOST):
             self._offload.synchronize()  # before the host reads gradients that were copied to it

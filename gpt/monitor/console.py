@@ -72,12 +72,12 @@ def memory_table(settings: Settings, parts: TrainState) -> Table:
     table = Table(title=f"Model states per rank, stage {settings.zero.stage}", title_justify="left")
     for heading in ("", "MB", "paper's formula, MB", "bytes a parameter"):
         table.add_column(heading, justify="left" if not heading else "right")
-    leaves = settings.offload.leaves
+    leaves = settings.offload.offloaded_states
     for placement, here in memory.placed(promised, settings.zero.policy, shard_size, leaves).items():
         if not here.total:
             continue
         found = resident.resident_states(parts.model, parts.optimizer, placement)
-        buckets = [bucket for bucket in parts.optimizer.buckets if bucket.placement is placement]
+        buckets = [bucket for bucket in parts.optimizer.buckets if bucket.optimizer_placement is placement]
         moments = found.moments or sum(bucket.master.numel() for bucket in buckets) * state_bytes
         rows = {field.name: getattr(found, field.name) for field in fields(found)} | {"moments": moments}
         where = f", {placement.name.lower()}" if leaves else ""
@@ -118,7 +118,7 @@ def _buffer_rows(settings: Settings, parts: TrainState) -> Iterator[tuple[str, f
     num_columns = settings.model.padded_vocab_size // axis.size
     yield "buffer: loss", temporary_bytes(num_tokens, num_columns, gpt.chunk_numel), size
     yield "buffer: gradient norm", parts.optimizer.norm_bytes, size
-    if gathered := resident.gathered_bytes(model, model.residency.prefetch_numel):
+    if gathered := resident.gathered_bytes(model, model.planner.prefetch_numel):
         yield "buffer: gathered ahead", gathered, "at most"
 
 

@@ -14,7 +14,7 @@ from zero.offload.placement import Placement
 
 def check_host_memory(settings: Settings, mesh: Mesh, world: World) -> None:
     """Raises ConfigError. An imitated world's memory is not this machine's."""
-    if not settings.offload.leaves or world.imitated_backend:
+    if not settings.offload.offloaded_states or world.imitated_backend:
         return
     needed = bytes_on_host(settings, mesh) * world.local_size
     available = available_bytes()
@@ -32,7 +32,7 @@ def bytes_on_host(settings: Settings, mesh: Mesh) -> float:
     shard_size = policy.axes(mesh.data)[0].size
     num_parameters = parameters_of_rank(settings.model, mesh.tensor.size)
     states = memory.formula(policy, num_parameters, shard_size, settings.train.dtype.itemsize)
-    return memory.placed(states, policy, shard_size, settings.offload.leaves)[Placement.HOST].total
+    return memory.placed(states, policy, shard_size, settings.offload.offloaded_states)[Placement.HOST].total
 
 
 def available_bytes() -> int:

@@ -83,7 +83,7 @@ def model_states(layout: Layout, settings: Settings, data_size: int) -> dict[Pla
     policy = settings.zero.at_stage(layout.stage)
     num_parameters = parameters_of_rank(settings.model, layout.tensor_size)
     states = memory.formula(policy, num_parameters, data_size, settings.train.dtype.itemsize)
-    leaves = replace(settings.offload, mode=layout.offload).leaves
+    leaves = replace(settings.offload, mode=layout.offload).offloaded_states
     return memory.placed(states, policy, data_size, leaves)
 
 

@@ -19,7 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
 from parallel.mesh import Mesh
-from zero.engine import ZeroConfig, ZeroDataParallel
+from zero.config import ZeroConfig
+from zero.engine import ZeroDataParallel
 from zero.offload.placement import NO_OFFLOAD, OffloadConfig
 from zero.optimizer import ZeroOptimizer
 from zero.units.unit import find_units

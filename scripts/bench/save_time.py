@@ -23,7 +23,8 @@ from parallel.mesh import Mesh
 from parallel.tensor.token_layout import ReplicatedTokens
 from parallel.world import shared_store, start_world, stop_world
 from zero.activations.checkpointed_blocks import ActivationsConfig
-from zero.engine import ZeroConfig, ZeroDataParallel
+from zero.config import ZeroConfig
+from zero.engine import ZeroDataParallel
 from zero.state.sealed_file import CHUNK_BYTES, flush
 
 CONFIG = ModelConfig(8, 640, 10, 128, 8192, dropout=0.0)

@@ -12,7 +12,8 @@ from parallel.mesh import Mesh
 from parallel.tensor.token_layout import ReplicatedTokens
 from tests.gpu.waiting import waiting_is_an_error
 from zero.activations.checkpointed_blocks import ActivationsConfig
-from zero.engine import ZeroConfig, ZeroDataParallel
+from zero.config import ZeroConfig
+from zero.engine import ZeroDataParallel
 from zero.offload.host_memory import on_host_of
 from zero.optimizer import ZeroOptimizer
 

@@ -8,7 +8,8 @@ from gpt.model.transformer import GPT, ModelConfig, initialize
 from gpt.train_step import train_step
 from parallel.mesh import Mesh
 from parallel.tensor.token_layout import ReplicatedTokens
-from zero.engine import ZeroConfig, ZeroDataParallel
+from zero.config import ZeroConfig
+from zero.engine import ZeroDataParallel
 from zero.offload.placement import NO_OFFLOAD, OffloadConfig, Placement
 from zero.optimizer import ZeroOptimizer
 from zero.state import resident
@@ -55,8 +56,10 @@ def test_states_leave_the_device_for_pinned_memory(gpu, stage, bytes_left):
     numel = sum(flat.layout.numel for flat in model.flats)
     assert resident.resident_states(model, optimizer).total == bytes_left * numel
     assert resident.resident_states(model, optimizer, Placement.HOST).total == (16 - bytes_left) * numel
-    assert all(bucket.master.is_pinned() and bucket.gradient.owned.is_pinned() for bucket in optimizer.buckets)
-    assert all(piece.param.device.type == "cpu" for bucket in optimizer.buckets for piece in bucket.pieces)
+    assert all(bucket.master.is_pinned() and bucket.grads.owned.is_pinned() for bucket in optimizer.buckets)
+    assert all(
+        piece.param.device.type == "cpu" for bucket in optimizer.buckets for piece in optimizer.pieces_of(bucket)
+    )
 
 
 @pytest.mark.parametrize("share", [0.5, 0.8])

@@ -9,7 +9,8 @@ from gpt.train_step import train_step
 from parallel.mesh import Mesh
 from parallel.tensor.token_layout import ReplicatedTokens
 from tests.gpu.waiting import waiting_is_an_error
-from zero.engine import ZeroConfig, ZeroDataParallel
+from zero.config import ZeroConfig
+from zero.engine import ZeroDataParallel
 from zero.loss_scale import LossScale
 from zero.optimizer import ZeroOptimizer
 

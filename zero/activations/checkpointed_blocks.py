@@ -133,9 +133,9 @@ class CheckpointedBlocks:
                 f"a later forward has overwritten checkpoint {wanted.place.number} before the backward that needs it; "
                 "run each backward before the next forward, or set activations.defragment=false"
             )
-        with self._stream.beside():
+        with self._stream.context():
             activation, arrival = self._store.take(wanted.place, wanted.stored)
-        queued = self._stream.queued()
+        queued = self._stream.device_handle()
         return wanted, activation, Handle(arrival.wait, queued.wait)
 
     def _await_ahead(self) -> None:

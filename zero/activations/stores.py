@@ -39,7 +39,7 @@ class ActivationStore(Protocol):
         """Called in forward with a checkpoint; returns what to remember it by."""
 
     def take(self, place: Place, stored: Any) -> tuple[Tensor, Handle]:
-        """Called in backward, beside the computation (`SideStream.beside`): starts to bring the same values. They may
+        """Called in backward, beside the computation (`SideStream.context`): starts to bring the same values. They may
         be read once the handle has been waited for, until two more have been taken."""
 
     def num_bytes(self, count: int, numel: int, itemsize: int) -> StoredBytes:
@@ -90,9 +90,9 @@ class HostStore:
         size = activation.numel(), activation.dtype
         passing, stored = self._transit.at(ring, *size), self._host.at(place, *size)
         passing.view(activation.shape).copy_(activation)
-        with self._stream.beside():
+        with self._stream.context():
             stored.copy_(passing, non_blocking=True)
-        self._leaving[ring] = passing, self._stream.queued()  # held: until then it is being read
+        self._leaving[ring] = passing, self._stream.device_handle()  # held: until then it is being read
         return stored, activation.shape
 
     def take(self, place: Place, stored: tuple[Tensor, torch.Size]) -> tuple[Tensor, Handle]:

@@ -11,28 +11,24 @@ import torch
 from torch import Tensor
 
 from parallel.tensor.layers import split_dims
+from zero.bucket import Bucket
 from zero.elementwise import Piece
 from zero.engine import ZeroDataParallel
 from zero.flat import FlatParameters
 from zero.layout import Span
-from zero.optimizer import OwnedBucket, ZeroOptimizer
+from zero.optimizer import ZeroOptimizer
 from zero.state.saved_state import MASTER, SavedFile, SavedState, TensorRank
 
 
 def owned_state(model: ZeroDataParallel, optimizer: ZeroOptimizer) -> dict[str, Tensor]:
     """The tensors themselves, no copies: save them before the next step. Replicas own the same."""
-    numbers = {flat: number for number, flat in enumerate(model.flats)}
-    state = {
-        f"{number}.{MASTER}.{_owned_elements(flat, index).start}": master
-        for flat, number in numbers.items()
-        for index, master in enumerate(flat.masters)
-    }
+    numbers = {bucket: number for number, flat in enumerate(model.flats) for bucket in flat.buckets}
+    state = {f"{number}.{MASTER}.{bucket.shard.start}": bucket.master for bucket, number in numbers.items()}
     for bucket in optimizer.buckets:
-        start = _owned_elements(bucket.flat, bucket.index).start
-        for piece in bucket.pieces:
+        for piece in optimizer.pieces_of(bucket):
             for kind, value in optimizer.inner.state.get(piece.param, {}).items():
                 if isinstance(value, Tensor):
-                    state[f"{numbers[bucket.flat]}.{kind}.{start + piece.elements.start}"] = value
+                    state[f"{numbers[bucket]}.{kind}.{bucket.shard.start + piece.elements.start}"] = value
     return state
 
 
@@ -50,13 +46,15 @@ def load_owned_state(model: ZeroDataParallel, optimizer: ZeroOptimizer, saved: S
 
     `tensor`: this rank's place along the axis that cuts the model. Parameters' names and full shapes must be the saved.
     """
-    for bucket in optimizer.buckets:
-        _load_optimizer_state(optimizer, bucket, saved, tensor)
+    trainable = set(optimizer.buckets)
     for flat in model.flats:
-        for index, (master, owned) in enumerate(zip(flat.masters, flat.owned, strict=True)):
-            _load_weights(flat, index, saved, master, tensor)
-            owned.copy_(master)  # returns early where both are the same memory
-            flat.publish(index).wait()
+        flat.reshard()  # before its values change: a transient full buffer would keep the old ones
+        for bucket in flat.buckets:
+            if bucket in trainable:
+                _load_optimizer_state(optimizer, flat, bucket, saved, tensor)
+            _load_weights(flat, bucket, saved, tensor)
+            bucket.params.owned.copy_(bucket.master)  # returns early if both are the same memory
+            bucket.params.all_gather_updated().wait()
 
 
 @torch.no_grad()
@@ -88,18 +86,18 @@ def describe_state(model: ZeroDataParallel, data_size: int, tensor_size: int) ->
     }
 
 
-def _load_weights(flat: FlatParameters, index: int, saved: SavedState, shard: Tensor, tensor: TensorRank) -> None:
-    owned = _owned_elements(flat, index)
-    for span, part in flat.layout.pieces(owned):
-        out = shard[part.start - owned.start : part.stop - owned.start]
+def _load_weights(flat: FlatParameters, bucket: Bucket, saved: SavedState, tensor: TensorRank) -> None:
+    for span, part in flat.layout.pieces(bucket.shard):
+        out = bucket.owned_part(bucket.master, part)
         saved.read(span.name, MASTER, _within(span, part), out=out, tensor=tensor)
 
 
-def _load_optimizer_state(optimizer: ZeroOptimizer, bucket: OwnedBucket, saved: SavedState, tensor: TensorRank) -> None:
-    owned = _owned_elements(bucket.flat, bucket.index)
-    pieces = {piece.elements.start: piece for piece in bucket.pieces}
-    for span, part in bucket.flat.layout.pieces(owned):
-        if piece := pieces.get(part.start - owned.start):  # none: a parameter that the optimizer does not have
+def _load_optimizer_state(
+    optimizer: ZeroOptimizer, flat: FlatParameters, bucket: Bucket, saved: SavedState, tensor: TensorRank
+) -> None:
+    pieces = {piece.elements.start: piece for piece in optimizer.pieces_of(bucket)}
+    for span, part in flat.layout.pieces(bucket.shard):
+        if piece := pieces.get(part.start - bucket.shard.start):  # none: a parameter that the optimizer does not have
             state = optimizer.inner.state[piece.param]
             for kind in saved.state_kinds(span.name):
                 scalar = saved.scalar(span.name, kind)
@@ -115,11 +113,6 @@ def _state_dtype(saved: SavedState, name: str, kind: str, piece: Piece) -> torch
     """What was kept in the type of the weights still is; what was not (8-bit moments, say) stays what it was."""
     dtype = saved.dtype(name, kind)
     return piece.param.dtype if dtype == saved.dtype(name) else dtype
-
-
-def _owned_elements(flat: FlatParameters, index: int) -> range:
-    """Of the buffer: this rank's shard of a bucket."""
-    return flat.layout.buckets[index].shard(flat.axis.rank)
 
 
 def _within(span: Span, part: range) -> range:

@@ -18,12 +18,17 @@ def resident_states(
 
     A torch optimizer allocates its moments in the first step: before it, `moments` is 0.
     """
-    here = [bucket for bucket in optimizer.buckets if bucket.placement is placement]
-    states = (optimizer.inner.state.get(piece.param, {}) for bucket in here for piece in bucket.pieces)
+    here = [bucket for bucket in optimizer.buckets if bucket.optimizer_placement is placement]
+    pieces = [piece for bucket in here for piece in optimizer.pieces_of(bucket)]
+    states = (optimizer.inner.state.get(piece.param, {}) for piece in pieces)
     values = (value for state in states for value in state.values())
     return ModelStates(
-        parameters=_num_bytes(tensor for flat in model.flats for tensor in flat.resident_tensors(placement)),
-        gradients=_num_bytes(model.reducer.resident_tensors(placement)),
+        parameters=_num_bytes(
+            tensor for bucket in model.buckets for tensor in bucket.params.resident_tensors(placement)
+        ),
+        gradients=_num_bytes(
+            tensor for bucket in optimizer.buckets for tensor in bucket.grads.resident_tensors(placement)
+        ),
         master=_num_bytes(bucket.master for bucket in here if bucket.has_own_master),
         moments=_num_bytes(value for value in values if isinstance(value, Tensor) and value.dim() > 0),
     )
@@ -35,7 +40,7 @@ def buffer_bytes(model: ZeroDataParallel, optimizer: ZeroOptimizer) -> dict[str,
     They depend on `zero.bucket_numel` and never on the number of the model's parameters.
     """
     return {
-        "staged gradients": model.reducer.staging_bytes,
+        "staged gradients": model.reducer.staging.num_bytes,
         "received messages": model.shard_axis.received.num_bytes,
         "gradient cast": _num_bytes(optimizer.cast_buffers.values()),
     }

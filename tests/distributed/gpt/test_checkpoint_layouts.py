@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from gpt.build import TrainState
-from gpt.checkpoint.checkpoint import Progress, checkpoint
+from gpt.checkpoint import checkpoint
+from gpt.checkpoint.checkpoint import Progress
 from gpt.checkpoint.saver import Saver
 from gpt.model.transformer import GPT, ModelConfig, initialize
 from parallel.mesh import Mesh
@@ -16,7 +17,8 @@ from parallel.tensor.token_layout import ReplicatedTokens, SplitTokens
 from tests.pairwise import pairwise
 from tests.ranks import run_ranks
 from zero.activations.checkpointed_blocks import ActivationsConfig, checkpointed_blocks
-from zero.engine import ZeroConfig, ZeroDataParallel
+from zero.config import ZeroConfig
+from zero.engine import ZeroDataParallel
 from zero.offload.placement import NO_OFFLOAD, OffloadConfig
 from zero.optimizer import ZeroOptimizer
 from zero.state.saved_state import SavedState

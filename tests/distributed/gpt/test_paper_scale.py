@@ -68,6 +68,6 @@ def test_the_runs_of_deepspeeds_tutorial_fit_their_gpus_and_hosts(
     assert host * cluster.gpus_per_node < cluster.host_memory_gb * 1e9
     policy, size = settings.zero.policy, world_size // settings.parallel.tensor_size
     of_this_rank = formula(policy, recording.parts.num_parameters, size)
-    states = placed(of_this_rank, policy, size, settings.offload.leaves)
+    states = placed(of_this_rank, policy, size, settings.offload.offloaded_states)
     assert device > states[Placement.ACCELERATOR].total
     assert host > 0.99 * states[Placement.HOST].total  # what is resident is on no host

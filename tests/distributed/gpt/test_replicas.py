@@ -16,7 +16,7 @@ def flip(parts: TrainState, what: str) -> None:
     if what == "parameter":
         tensor = flats[0].full[:1]
     elif what == "master":
-        tensor = flats[-1].masters[0][:1]
+        tensor = flats[-1].buckets[0].master[:1]
     else:
         tensor = owned_norm(parts)[:1]
     bits = tensor.view(torch.int64)
@@ -26,9 +26,9 @@ def flip(parts: TrainState, what: str) -> None:
 def owned_norm(parts: TrainState) -> Tensor:
     """The first stretch of the last norm that this rank owns."""
     return next(
-        master[part.start - bucket.elements.start : part.stop - bucket.elements.start]
+        bucket.master[part.start - bucket.elements.start : part.stop - bucket.elements.start]
         for flat in parts.model.flats
-        for bucket, master in zip(flat.layout.buckets, flat.masters, strict=True)
+        for bucket in flat.buckets
         for span, part in flat.layout.pieces(bucket.elements)
         if span.name == "final_norm.weight"
     )

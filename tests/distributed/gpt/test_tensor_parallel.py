@@ -19,7 +19,8 @@ from parallel.tensor.token_layout import ReplicatedTokens, SplitTokens, TokenLay
 from tests.pairwise import pairwise
 from tests.ranks import run_ranks
 from zero.activations.checkpointed_blocks import ActivationsConfig
-from zero.engine import ZeroConfig, ZeroDataParallel
+from zero.config import ZeroConfig
+from zero.engine import ZeroDataParallel
 from zero.formulas import memory
 from zero.loss_scale import LossScale
 from zero.optimizer import ZeroOptimizer

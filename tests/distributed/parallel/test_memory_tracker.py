@@ -12,7 +12,8 @@ from parallel.mesh import Mesh
 from parallel.tensor.token_layout import ReplicatedTokens
 from tests.ranks import run_ranks
 from zero.activations.checkpointed_blocks import ActivationsConfig, checkpointed_blocks
-from zero.engine import ZeroConfig, ZeroDataParallel
+from zero.config import ZeroConfig
+from zero.engine import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
 from zero.state import resident
 
@@ -42,7 +43,7 @@ def run(stage: int, store: str, defragments_gradients: bool = True) -> list[dict
                     "allocations": +tracker.device.num_allocations,
                     "states": resident.resident_states(model, optimizer),
                     "buffers": resident.buffer_bytes(model, optimizer),
-                    "num_pieces": sum(len(bucket.pieces) for bucket in optimizer.buckets),
+                    "num_pieces": sum(len(optimizer.pieces_of(bucket)) for bucket in optimizer.buckets),
                 }
             )
     return found

@@ -26,7 +26,8 @@ from tests.distributed.gpt.test_tensor_parallel import (
 from tests.pairwise import pairwise
 from tests.ranks import run_ranks
 from zero.activations.checkpointed_blocks import ActivationsConfig
-from zero.engine import ZeroConfig, ZeroDataParallel
+from zero.config import ZeroConfig
+from zero.engine import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
 
 NUM_LAYERS = 5

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from parallel.meeting import Meetings, NotMet
 from parallel.mesh import Mesh
 from tests.ranks import run_ranks
+from zero.config import ZeroConfig
+from zero.engine import ZeroDataParallel
 from zero.units.agreement import DivergedRanks
-from zero.engine import ZeroConfig, ZeroDataParallel
 
 STAGE_3 = ZeroConfig(stage=3, bucket_numel=500, prefetch_numel=600)
 

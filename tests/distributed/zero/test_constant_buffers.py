@@ -13,7 +13,8 @@ from parallel.tensor.cross_entropy import cross_entropy, temporary_bytes
 from parallel.tensor.token_layout import ReplicatedTokens
 from tests.ranks import run_ranks
 from zero.activations.checkpointed_blocks import ActivationsConfig
-from zero.engine import ZeroConfig, ZeroDataParallel
+from zero.config import ZeroConfig
+from zero.engine import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
 from zero.state import resident
 

@@ -8,7 +8,8 @@ from parallel.mesh import Axis, Mesh
 from tests.models import build
 from tests.ranks import run_ranks
 from tests.twins import ALL_STAGES, Twins, assert_same_bits, check_all, configs, params_of
-from zero.engine import ZeroConfig, ZeroDataParallel
+from zero.config import ZeroConfig
+from zero.engine import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
 
 

@@ -10,7 +10,8 @@ from torch import nn
 from parallel.mesh import Mesh
 from tests.pairwise import pairwise
 from tests.ranks import run_ranks
-from zero.engine import ZeroConfig, ZeroDataParallel
+from zero.config import ZeroConfig
+from zero.engine import ZeroDataParallel
 from zero.formulas import memory
 from zero.formulas.traffic import axis_bytes
 from zero.optimizer import ZeroOptimizer

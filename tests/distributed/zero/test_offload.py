@@ -10,7 +10,8 @@ from tests.kept_apart import KeptApart
 from tests.models import batch, build, loss_of
 from tests.pairwise import pairwise, product_of
 from tests.ranks import run_ranks
-from zero.engine import ZeroConfig, ZeroDataParallel
+from zero.config import ZeroConfig
+from zero.engine import ZeroDataParallel
 from zero.formulas import memory
 from zero.formulas.memory import ModelStates
 from zero.offload.placement import OffloadConfig, Placement

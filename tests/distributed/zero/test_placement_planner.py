@@ -14,7 +14,8 @@ from parallel.tensor.token_layout import ReplicatedTokens
 from tests.kept_apart import KeptApart
 from tests.models import SEQ, VOCAB, batch, build, loss_of
 from tests.ranks import run_ranks
-from zero.engine import ZeroConfig, ZeroDataParallel
+from zero.config import ZeroConfig
+from zero.engine import ZeroDataParallel
 from zero.offload.placement import OffloadConfig, Placement
 from zero.optimizer import ZeroOptimizer
 from zero.sharded_init import ShardedInit
@@ -60,17 +61,17 @@ def train(config: ZeroConfig, offload: OffloadConfig, num_micro_batches: int, dt
                 optimizer.step()
                 losses.append(loss.item())
         peak_bytes = tracker.device.peak_total
-        shards = sum(flat.near[index].nbytes for flat in model.flats for index in flat.near)
+        shards = sum(b.params.cached.nbytes for b in model.buckets if b.params.cached is not None)
     with model.gathered() as module:
         params = {name: param.detach().clone() for name, param in module.named_parameters()}
     return {
         "losses": losses,
         "params": params,
         "peak_bytes": peak_bytes,
-        "near_bytes": shards,
-        "placed": sum(bucket.placement is Placement.ACCELERATOR for bucket in optimizer.buckets),
+        "cached_bytes": shards,
+        "placed": sum(bucket.optimizer_placement is Placement.ACCELERATOR for bucket in optimizer.buckets),
         "buckets": len(optimizer.buckets),
-        "prefetch": model.residency.prefetch_numel,
+        "prefetch": model.planner.prefetch_numel,
         "master_bytes": tracker.device.resident[TensorKind.MASTER],
     }
 
@@ -90,7 +91,7 @@ def test_a_budget_is_kept_and_filled_and_changes_nothing(stage, num_ranks, num_m
             for name, param in expected["params"].items():
                 torch.testing.assert_close(result["params"][name], param, atol=1e-10, rtol=0)
     little, more, everything = (found[share][0] for share in found)
-    assert little["placed"] + little["near_bytes"] < more["placed"] + more["near_bytes"]
+    assert little["placed"] + little["cached_bytes"] < more["placed"] + more["cached_bytes"]
     assert little["placed"] < little["buckets"] == everything["placed"] == everything["buckets"]
     if stage == 3:
         all_that_could_be_fetched = pytest.approx(NUM_PARAMETERS, rel=0.02)
@@ -120,7 +121,7 @@ def test_a_bucket_that_moves_keeps_masters_and_moments_to_the_bit(stage):
     for placement in (Placement.ACCELERATOR, Placement.HOST):
         for bucket in optimizer.buckets:
             optimizer.place(bucket, placement)
-            assert bucket.placement is placement
+            assert bucket.optimizer_placement is placement
         after = owned_state(engine, optimizer)
         assert before.keys() == after.keys()
         assert all(after[name].equal(tensor) for name, tensor in before.items())

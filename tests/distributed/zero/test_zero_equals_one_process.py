@@ -13,7 +13,8 @@ from parallel.mesh import Mesh
 from tests.models import HARDER_MODELS, MODELS, batch, build, loss_of
 from tests.pairwise import pairwise, product_of
 from tests.ranks import run_ranks
-from zero.engine import ZeroConfig, ZeroDataParallel
+from zero.config import ZeroConfig
+from zero.engine import ZeroDataParallel
 from zero.offload.placement import NO_OFFLOAD, OffloadConfig
 from zero.optimizer import ZeroOptimizer
 

@@ -17,7 +17,8 @@ from parallel.mesh import Axis, Mesh
 from tests.models import VOCAB, build
 from tests.ranks import run_ranks
 from tests.twins import ALL_STAGES, Twins, assert_same_bits, configs, next_token_loss, params_of
-from zero.engine import ZeroConfig, ZeroDataParallel
+from zero.config import ZeroConfig
+from zero.engine import ZeroDataParallel
 from zero.loss_scale import LossScale
 from zero.optimizer import ZeroOptimizer
 from zero.state.owned_state import common_state, describe_state, load_common_state, load_owned_state, owned_state

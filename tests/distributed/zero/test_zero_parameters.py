@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from parallel.mesh import Axis, Mesh
 from tests.ranks import run_ranks
 from tests.twins import ALL_STAGES, Twins, assert_same_bits, check_all, configs, params_of
-from zero.engine import ZeroConfig, ZeroDataParallel
+from zero.config import ZeroConfig
+from zero.engine import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from parallel.instruments.comm_log import CommLog
 from parallel.mesh import Axis, Handle
 from zero.flat import FlatParameters
-from zero.stage import Lifetime
+from zero.stage import STAGES, Lifetime
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ def flat_parameters(lifetime: Lifetime) -> FlatParameters:
     """Two equal halves of 32, one for each rank, in buckets of 32."""
     half = torch.arange(32.0)
     params = {"first": nn.Parameter(half.view(4, 8).clone()), "second": nn.Parameter(half.clone())}
-    return FlatParameters(params, LateAxis("data", 2, 0, CommLog()), lifetime, bucket_numel=32)
+    return FlatParameters(params, LateAxis("data", 2, 0, CommLog()), lifetime, 32, STAGES[3])
 
 
 def test_parameters_come_and_go():
@@ -39,20 +39,20 @@ def test_parameters_come_and_go():
     for _ in range(2):
         assert flat.full.untyped_storage().nbytes() == 0
         assert first.shape == (4, 8)
-        assert first.isnan().all()  # reads after release are noticed, and do not end the process
-        flat.start_gather()
-        flat.gather()
+        assert first.isnan().all()  # reads of sharded parameters are noticed, and do not end the process
+        flat.start_unshard()
+        flat.unshard()
         assert first.flatten().tolist() == [*range(16)] * 2
         assert second.tolist() == [*range(16)] * 2
-        flat.release()
+        flat.reshard()
 
 
 def test_what_is_on_its_way_arrives_before_it_is_freed():
     flat = flat_parameters(Lifetime.TRANSIENT)
-    flat.start_gather()
+    flat.start_unshard()
     assert flat.axis.arrived == []
-    flat.release()
-    assert len(flat.axis.arrived) == len(flat.owned)
+    flat.reshard()
+    assert len(flat.axis.arrived) == len(flat.buckets)
     assert flat.full.untyped_storage().nbytes() == 0
 
 
@@ -60,19 +60,20 @@ def test_what_is_on_its_way_arrives_before_it_is_freed():
 def test_new_values_replace_what_was_gathered(is_gathered):
     flat = flat_parameters(Lifetime.TRANSIENT)
     if is_gathered:
-        flat.gather()
-    for index, owned in enumerate(flat.owned):
-        owned.fill_(7.0)
-        flat.publish(index).wait()
-    flat.gather()
+        flat.unshard()
+    flat.reshard()
+    for bucket in flat.buckets:
+        bucket.params.owned.fill_(7.0)
+        bucket.params.all_gather_updated().wait()
+    flat.unshard()
     assert flat.params[0].eq(7.0).all()
 
 
 def test_a_persistent_buffer_owns_a_part_of_itself():
     flat = flat_parameters(Lifetime.PERSISTENT)
-    assert flat.owned[0].data_ptr() == flat.full.data_ptr() == flat.params[0].data_ptr()
-    flat.owned[1].fill_(7.0)
-    flat.publish(1).wait()
+    assert flat.buckets[0].params.owned.data_ptr() == flat.full.data_ptr() == flat.params[0].data_ptr()
+    flat.buckets[1].params.owned.fill_(7.0)
+    flat.buckets[1].params.all_gather_updated().wait()
     assert flat.params[1].eq(7.0).all()
-    flat.release()
+    flat.reshard()
     assert flat.params[1].eq(7.0).all()

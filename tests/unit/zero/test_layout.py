@@ -5,7 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zero.layout import ALIGNMENT, Layout, cut, innermost_unit, overlap, round_up
+from zero.layout import ALIGNMENT, Layout, cut, overlap, round_up
+from zero.units.unit import innermost_unit
 
 SHAPES = st.lists(st.lists(st.integers(1, 40), max_size=3).map(torch.Size), min_size=1, max_size=8)
 LAYOUTS = st.builds(

@@ -24,7 +24,7 @@ from gpt.schedule import ScheduleConfig
 from gpt.settings import LossScaleSettings, OptimizerSettings, ParallelSettings, Settings, parse_settings
 from parallel.errors import ConfigError
 from zero.activations.checkpointed_blocks import ActivationsConfig
-from zero.engine import ZeroConfig
+from zero.config import ZeroConfig
 from zero.offload.placement import OffloadConfig
 
 ROOT = Path(__file__).resolve().parents[4]

@@ -7,7 +7,7 @@ import pytest
 from parallel.errors import ConfigError
 from parallel.instruments.comm_log import CommLog
 from parallel.mesh import Axis
-from zero.engine import ZeroConfig
+from zero.config import ZeroConfig
 from zero.formulas.memory import formula
 from zero.formulas.traffic import step_bytes
 from zero.stage import STAGES

@@ -6,7 +6,8 @@ from torch import nn
 
 from tests.models import build
 from zero.units.autograd import mark_end_of_backward, replace_tensors, tensors_in
-from zero.units.unit import Itinerary, Unit, alike, assign_parameters, find_units
+from zero.units.execution_order import ExecutionOrder
+from zero.units.unit import assign_parameters, find_units, group_alike
 
 
 def test_units_are_the_elements_of_the_outermost_module_lists():
@@ -32,19 +33,19 @@ def test_a_buffer_holds_one_type_trained_or_frozen():
     model = nn.ParameterDict({"a": torch.zeros(1), "b": torch.zeros(1), "c": torch.zeros(1).half()})
     model["b"].requires_grad_(False)
     model["d"] = nn.Parameter(torch.zeros(2))
-    assert [list(group) for group in alike(dict(model.items()))] == [["a", "d"], ["b"], ["c"]]
+    assert [list(group) for group in group_alike(dict(model.items()))] == [["a", "d"], ["b"], ["c"]]
 
 
-def test_an_itinerary_foretells_what_it_saw_last_time():
-    a, b, c = (Unit([]) for _ in range(3))
-    order = Itinerary()
-    assert [list(order.visit(unit)) for unit in (a, b, c)] == [[], [], []]
+def test_an_execution_order_predicts_what_ran_last_time():
+    order = ExecutionOrder[str]()
+    assert [list(order.record(item)) for item in "abc"] == [[], [], []]
     order.restart()
-    assert [list(order.visit(unit)) for unit in (a, b, c)] == [[b, c], [c], []]
+    assert [list(order.record(item)) for item in "abc"] == [["b", "c"], ["c"], []]
     order.restart()
-    assert [list(order.visit(unit)) for unit in (a, c, b)] == [[b, c], [], []]  # another way: nothing is foretold
+    assert not order.predicts("c")
+    assert [list(order.record(item)) for item in "acb"] == [["b", "c"], [], []]  # a deviation: nothing is predicted
     order.restart()
-    assert [list(order.visit(unit)) for unit in (a, c, b)] == [[c, b], [b], []]
+    assert [list(order.record(item)) for item in "acb"] == [["c", "b"], ["b"], []]
 
 
 def test_tensors_are_found_in_and_replaced_in_plain_containers_only():

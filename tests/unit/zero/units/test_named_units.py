@@ -5,7 +5,8 @@ import torch
 from torch import Tensor, nn
 
 from parallel.mesh import Axis
-from zero.engine import ZeroConfig, ZeroDataParallel
+from zero.config import ZeroConfig
+from zero.engine import ZeroDataParallel
 from zero.units.unit import named_units
 
 NUM_BLOCKS, WIDTH = 6, 16
@@ -34,4 +35,4 @@ def test_gradients_of_few_units_are_staged_at_a_time(patterns):
     config = ZeroConfig(stage=3, bucket_numel=NUMEL, overlap=False, units=patterns)
     wrapped = ZeroDataParallel(model, Axis.trivial("data"), config)
     wrapped(torch.ones(1, WIDTH, requires_grad=True)).sum().backward()
-    assert wrapped.reducer.staging_bytes <= 2 * 4 * NUMEL
+    assert wrapped.reducer.staging.num_bytes <= 2 * 4 * NUMEL
