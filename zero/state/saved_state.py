@@ -80,7 +80,9 @@ class SavedFile(TensorFile):
         starts = self._starts.get((buffer, kind), [])
         index = bisect_right(starts, element) - 1
         if index < 0:
-            raise ConfigError(f"{self.path} lacks {kind} of element {element} of buffer {buffer}")
+            raise ConfigError(
+                f"{self.path} does not match layout.json: it lacks values of {kind}; choose another checkpoint"
+            )
         return f"{buffer}.{kind}.{starts[index]}", starts[index]
 
 
