@@ -1,15 +1,15 @@
-"""The loss scale that keeps fp16 gradients above underflow. Its state is tensors: nothing waits for the device."""
+"""The loss scale that keeps fp16 gradients from underflow. Its state is tensors, so updates do not block the host."""
 
 import torch
 from torch import Tensor
 
 
 class LossScale:
-    """Multiply the loss by `scale`; `update` with whether any gradient was non-finite.
+    """A factor for the loss, static or dynamic.
 
-    Dynamic: the scale halves when `hysteresis` steps in a row have overflowed, and at every further one until a step
-    is good again, down to `minimum`; it doubles after `growth_interval` good steps in a row. Static: it stays what it
-    is.
+    Multiply the loss by `scale`, and call `update` in each step. A dynamic scale is halved when `hysteresis` steps in a
+    row have overflowed, and again in each further step that overflows, down to `minimum`. It is doubled after
+    `growth_interval` steps in a row without overflow. A static scale never changes.
     """
 
     def __init__(
@@ -29,7 +29,10 @@ class LossScale:
         self._num_overflowed = torch.zeros((), dtype=torch.int64, device=device)
 
     def update(self, found_inf: Tensor) -> None:
-        """`found_inf`: 0-dim, 0 or 1, the same on every rank."""
+        """Adapt the scale after a step.
+
+        `found_inf` is 0-dim and the same on every rank: 1 if a gradient was not finite, else 0.
+        """
         if not self.is_dynamic:
             return
         overflowed = found_inf.bool()
@@ -41,5 +44,5 @@ class LossScale:
         self._num_good.mul_(~doubles)
 
     def state(self) -> dict[str, Tensor]:
-        """The tensors themselves, to save or to copy into."""
+        """Return the tensors of the state themselves, not copies: to save, or to load by copying into them."""
         return {"scale": self.scale, "num_good": self._num_good, "num_overflowed": self._num_overflowed}

@@ -17,6 +17,7 @@ from gpt.settings import Settings
 from parallel.tensor.cross_entropy import temporary_bytes
 from zero.activations.checkpointed_blocks import CheckpointedBlocks
 from zero.formulas import memory, traffic
+from zero.offload.placement import Placement
 from zero.state import resident
 
 
@@ -73,7 +74,8 @@ def memory_table(settings: Settings, parts: TrainState) -> Table:
     for heading in ("", "MB", "paper's formula, MB", "bytes a parameter"):
         table.add_column(heading, justify="left" if not heading else "right")
     leaves = settings.offload.offloaded_states
-    for placement, here in memory.placed(promised, settings.zero.policy, shard_size, leaves).items():
+    placed = memory.placed(promised, settings.zero.policy, shard_size, leaves)
+    for placement, here in ((Placement.ACCELERATOR, placed.accelerator), (Placement.HOST, placed.host)):
         if not here.total:
             continue
         found = resident.resident_states(parts.model, parts.optimizer, placement)

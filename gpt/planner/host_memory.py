@@ -9,7 +9,6 @@ from parallel.errors import ConfigError
 from parallel.mesh import Mesh
 from parallel.world import World
 from zero.formulas import memory
-from zero.offload.placement import Placement
 
 
 def check_host_memory(settings: Settings, mesh: Mesh, world: World) -> None:
@@ -32,7 +31,7 @@ def bytes_on_host(settings: Settings, mesh: Mesh) -> float:
     shard_size = policy.axes(mesh.data)[0].size
     num_parameters = parameters_of_rank(settings.model, mesh.tensor.size)
     states = memory.formula(policy, num_parameters, shard_size, settings.train.dtype.itemsize)
-    return memory.placed(states, policy, shard_size, settings.offload.offloaded_states)[Placement.HOST].total
+    return memory.placed(states, policy, shard_size, settings.offload.offloaded_states).host.total
 
 
 def available_bytes() -> int:

@@ -12,8 +12,8 @@ from zero.activations.choice import Hardware, Workload, bytes_per_sequence, expo
 from zero.activations.choice import model_parallel_volume as tensor_volume
 from zero.activations.stores import STORES, StoreName
 from zero.formulas import memory, traffic
-from zero.formulas.memory import ModelStates
-from zero.offload.placement import Mode, Placement
+from zero.formulas.memory import ModelStates, PlacedStates
+from zero.offload.placement import Mode
 from zero.stage import STAGES, Lifetime
 
 REALISTIC_FRACTION = 0.5  # of the peak, until a dry run knows better
@@ -68,7 +68,7 @@ def judge(layout: Layout, settings: Settings, cluster: ClusterSpec, world_size: 
     per_sequence = bytes_per_sequence(work, layout.store)
     parts = layout.tensor_size if layout.store == "partition_host" else 1
     on_host = work.checkpoint_bytes / parts * work.b if layout.store == "partition_host" else 0.0
-    states_on_host = model_states(layout, settings, data_size)[Placement.HOST]
+    states_on_host = model_states(layout, settings, data_size).host
     return Judgement(
         layout,
         work.state_bytes + per_sequence * work.b,
@@ -79,7 +79,7 @@ def judge(layout: Layout, settings: Settings, cluster: ClusterSpec, world_size: 
     )
 
 
-def model_states(layout: Layout, settings: Settings, data_size: int) -> dict[Placement, ModelStates]:
+def model_states(layout: Layout, settings: Settings, data_size: int) -> PlacedStates:
     policy = settings.zero.at_stage(layout.stage)
     num_parameters = parameters_of_rank(settings.model, layout.tensor_size)
     states = memory.formula(policy, num_parameters, data_size, settings.train.dtype.itemsize)
@@ -99,7 +99,7 @@ def offload_seconds(on_host: ModelStates, itemsize: int, num_micro_batches: int,
 def workload(layout: Layout, settings: Settings, data_size: int, num_micro_batches: int) -> Workload:
     model, itemsize, policy = settings.model, settings.train.dtype.itemsize, settings.zero.at_stage(layout.stage)
     num_parameters = parameters_of_rank(model, layout.tensor_size)
-    states = model_states(layout, settings, data_size)[Placement.ACCELERATOR].total
+    states = model_states(layout, settings, data_size).accelerator.total
     bucket = (settings.zero.bucket_numel or num_parameters) * itemsize
     is_gathered = policy.full_params is Lifetime.TRANSIENT
     gathered = 3 * itemsize * num_parameters / model.num_layers if is_gathered else 0

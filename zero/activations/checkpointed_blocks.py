@@ -1,10 +1,10 @@
-"""Activation checkpoints (ZeRO-R): a model's blocks run a few at a time, and only the input of each group is kept.
+"""Activation checkpoints (ZeRO-R): a model's blocks run in groups, and only the input of each group is kept.
 
     forward    input -> put                       group -> the next group's input
     backward   take -> the group runs again, with the same dropout -> its gradients
-               meanwhile the input of the group before it is on its way
+               at the same time the input of the group before it is fetched
 
-Where an input waits in between is a store's affair (`zero/activations/stores.py`).
+A store (`zero/activations/stores.py`) decides where an input is kept between forward and backward.
 """
 
 import math
@@ -23,7 +23,7 @@ from parallel.blocks import Recomputation, RunBlock, run_in_order
 from parallel.errors import ConfigError
 from parallel.mesh import Axis, Handle
 from zero.activations.choice import Hardware
-from zero.activations.slab import Place
+from zero.activations.slab import Slot
 from zero.activations.stores import STORES, ActivationStore, StoreContext, StoredBytes, StoreName
 from zero.offload.streams import SideStream
 
@@ -32,18 +32,18 @@ StoreChoice = Literal["none", "selective", StoreName, "auto"]
 
 @dataclass(frozen=True)
 class ActivationsConfig:
-    """Which activations a training step keeps between forward and backward, and where."""
+    """The activations that a training step keeps between forward and backward, and where it keeps them."""
 
     store: StoreChoice = "none"
-    """none: all, on the device; selective: all but the inside of attention, which runs again; the others keep the
-    checkpoints only: keep: where they are; partition: divided over the tensor ranks (P_a); partition_host: that, in
-    host memory (P_a+cpu); auto: what the arithmetic of the paper's section 8 says."""
+    """none: keep all, on the device; selective: all but the inside of attention, which is computed again. The others
+    keep only checkpoints. keep: on the device; partition: divided over the tensor ranks (P_a); partition_host: divided
+    over the tensor ranks, in host memory (P_a+cpu); auto: one of these three, by the paper's section 8."""
     layers_per_checkpoint: int = 1
-    """Blocks that run again together; the last group may be smaller."""
+    """Number of blocks that share a checkpoint and are computed again together; the last group may be smaller."""
     defragment: bool = True
-    """M_D: checkpoints go into slabs that are allocated once; false: each is allocated anew, for comparison."""
+    """M_D: checkpoints are copied into slabs that are allocated once; false: each is allocated anew."""
     hardware: Hardware = field(default_factory=Hardware)
-    """What auto reckons with."""
+    """The device and its links, from which auto computes its choice."""
 
     def __post_init__(self) -> None:
         choices = get_args(StoreChoice)
@@ -57,6 +57,7 @@ class ActivationsConfig:
 
     @property
     def recomputes(self) -> Recomputation:
+        """The part of the model that is computed again in backward."""
         if self.store in STORES:
             return "blocks"
         return "attention" if self.store == "selective" else "nothing"
@@ -66,17 +67,17 @@ class ActivationsConfig:
 class Checkpoint:
     """The input of one group in one forward. Autograd holds it until the group's backward has run."""
 
-    place: Place
+    slot: Slot
     stored: Any
-    slot: tuple  # what has the same place, size and type has the same memory in a slab
-    generation: int  # how many had this slot before
-    previous: "Checkpoint | None"
+    memory_key: tuple  # (slot, size, dtype): checkpoints with the same one have the same memory in a slab
+    generation: int  # number of earlier checkpoints with the same key
+    previous: "Checkpoint | None"  # of the group before it
 
 
 class CheckpointedBlocks:
-    """Runs a model's blocks, each a function of one tensor, under one checkpoint a group.
+    """A `RunBlocks` that runs a model's blocks with one checkpoint for each group of them.
 
-    `reuses_memory`: a forward writes over the checkpoints of the one before it, which must have had its backward.
+    With `reuses_memory` a forward overwrites the checkpoints of the one before it, whose backward must have ended.
     """
 
     def __init__(self, store: ActivationStore, layers_per_checkpoint: int, stream: SideStream, reuses_memory: bool):
@@ -84,71 +85,79 @@ class CheckpointedBlocks:
         self._stream, self._reuses_memory = stream, reuses_memory
         self._generations: dict[tuple, int] = {}
         self._latest: Callable[[], Checkpoint | None] = lambda: None
-        self._ahead: tuple[Checkpoint, Tensor, Handle] | None = None
+        self._prefetched: tuple[Checkpoint, Tensor, Handle] | None = None
 
     def __call__(self, blocks: Sequence[RunBlock], x: Tensor) -> Tensor:
-        self._await_ahead()  # of a backward that stopped short
+        # A backward that ended early has not waited for the checkpoint it was fetching, whose memory is used again now.
+        self._wait_for_prefetch()
         starts = range(0, len(blocks), self._layers_per_checkpoint)
         for number, first in enumerate(starts):
             group = partial(run_in_order, blocks[first : first + self._layers_per_checkpoint])
-            # Inside, checkpoint's own hooks are the innermost: these see only what the checkpoint itself keeps, x.
-            # Without gradients it keeps nothing, so evaluation and generation leave no trace.
-            with saved_tensors_hooks(partial(self._put, Place(number, len(starts))), self._take):
+            # Inside the group torch's own hooks are the innermost, so these see only what `checkpoint` itself saves: x.
+            # Without gradients it saves nothing, so evaluation and generation store nothing.
+            with saved_tensors_hooks(partial(self._put, Slot(number, len(starts))), self._take):
                 x = checkpoint(group, x, use_reentrant=False, preserve_rng_state=True)
         return x
 
     def num_bytes(self, num_blocks: int, numel: int, itemsize: int) -> StoredBytes:
-        """What one forward of so many blocks keeps, where each checkpoint has `numel` elements."""
+        """Return the bytes that the checkpoints of one forward occupy, if each has `numel` elements."""
         return self._store.num_bytes(math.ceil(num_blocks / self._layers_per_checkpoint), numel, itemsize)
 
     @torch.no_grad()
-    def _put(self, place: Place, activation: Tensor) -> Checkpoint | Tensor:
+    def _put(self, slot: Slot, activation: Tensor) -> Checkpoint | Tensor:
+        """Store the input of a group. Autograd calls this when it saves the tensor."""
         if not activation.numel():  # older versions of torch also save an empty tensor of their own
             return activation
-        slot = place, activation.numel(), activation.dtype
-        self._generations[slot] = generation = self._generations.get(slot, -1) + 1
+        key = slot, activation.numel(), activation.dtype
+        self._generations[key] = generation = self._generations.get(key, -1) + 1
         latest = self._latest()
-        previous = latest if latest is not None and latest.place.number == place.number - 1 else None
-        stored = self._store.put(place, activation)
-        made = Checkpoint(place, stored, slot, generation, previous)
-        self._latest = weakref.ref(made)
+        previous = latest if latest is not None and latest.slot.number == slot.number - 1 else None
+        stored = self._store.put(slot, activation)
+        made = Checkpoint(slot, stored, key, generation, previous)
+        self._latest = weakref.ref(made)  # weak: only autograd decides how long a checkpoint is kept
         return made
 
     @torch.no_grad()
     def _take(self, wanted: Checkpoint | Tensor) -> Tensor:
-        """Called when autograd first needs the group: it runs again next, while the one before it is brought."""
+        """Return the input of a group, and start to fetch that of the group before it.
+
+        Autograd calls this when it first needs the group, which then runs again while the other is fetched.
+        """
         if isinstance(wanted, Tensor):
             return wanted
-        if self._ahead is None or self._ahead[0] is not wanted:
-            self._await_ahead()
-            self._ahead = self._fetch(wanted)
-        _, activation, arrival = self._ahead
+        if self._prefetched is None or self._prefetched[0] is not wanted:
+            self._wait_for_prefetch()
+            self._prefetched = self._fetch(wanted)
+        _, activation, arrival = self._prefetched
         arrival.wait()
-        self._ahead = self._fetch(wanted.previous) if wanted.previous is not None else None
+        # The next fetch may overwrite the buffer of the group that ran before this one. It starts after all computation
+        # that is queued by now, hence after that buffer has been read.
+        self._prefetched = self._fetch(wanted.previous) if wanted.previous is not None else None
         return activation
 
     def _fetch(self, wanted: Checkpoint) -> tuple[Checkpoint, Tensor, Handle]:
-        if self._reuses_memory and wanted.generation != self._generations[wanted.slot]:
+        """Start to fetch a checkpoint. Raise ValueError if a later forward has overwritten it."""
+        if self._reuses_memory and wanted.generation != self._generations[wanted.memory_key]:
             raise ValueError(
-                f"a later forward has overwritten checkpoint {wanted.place.number} before the backward that needs it; "
+                f"a later forward has overwritten checkpoint {wanted.slot.number} before the backward that needs it; "
                 "run each backward before the next forward, or set activations.defragment=false"
             )
         with self._stream.context():
-            activation, arrival = self._store.take(wanted.place, wanted.stored)
+            activation, arrival = self._store.take(wanted.slot, wanted.stored)
         queued = self._stream.device_handle()
         return wanted, activation, Handle(arrival.wait, queued.wait)
 
-    def _await_ahead(self) -> None:
-        """Memory that something is on its way to must not be let go before it has come."""
-        if self._ahead is not None:
-            self._ahead[2].wait()
-            self._ahead = None
+    def _wait_for_prefetch(self) -> None:
+        """Wait until the prefetched checkpoint is complete: its memory must not be freed or reused while written."""
+        if self._prefetched is not None:
+            self._prefetched[2].wait()
+            self._prefetched = None
 
 
 def checkpointed_blocks(
     config: ActivationsConfig, replicas: Axis | None = None, device: torch.device | None = None
 ) -> CheckpointedBlocks | None:
-    """How to run the blocks under these settings; None: as the model would.
+    """Return what runs the blocks under these settings, or None if the model runs them without checkpoints.
 
     `replicas` is the axis along which all ranks hold the same activations. Raises ConfigError as `check_replicas`.
     """
@@ -162,7 +171,7 @@ def checkpointed_blocks(
 
 
 def check_replicas(config: ActivationsConfig, replicas: Axis) -> None:
-    """Raises ConfigError where activations are to be partitioned and every rank's are its own."""
+    """Raise ConfigError if activations are to be partitioned and no two ranks hold the same ones."""
     if config.store == "partition" and replicas.size == 1:
         raise ConfigError(
             "activations.store=partition: no 2 tensor ranks hold the same activations, so there is nothing to "
@@ -172,5 +181,5 @@ def check_replicas(config: ActivationsConfig, replicas: Axis) -> None:
 
 
 def recomputed(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The same function, of which only the arguments are kept for backward, where it runs again."""
+    """Return `function` such that only its arguments are kept for backward, where it is called again."""
     return partial(checkpoint, function, use_reentrant=False, preserve_rng_state=True)

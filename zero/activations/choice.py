@@ -1,8 +1,11 @@
-"""Whether partitioned activation checkpoints (P_a) and their offload (P_a+cpu) pay: the paper's sections 6.1 and 8.
+"""The choice of an activation store, by the arithmetic of the paper's sections 6.1 and 8.
 
-Volumes are elements that a rank sends, counted as the paper does: an all-reduce sends twice its message, an all-gather
-once. The letters are the paper's: batch b of one replica, sequence s, hidden h, layers L, of which k share a
-checkpoint, and N_m ranks that hold the same activations.
+It decides if partitioned activation checkpoints (P_a) and their offload (P_a+cpu) pay. Volumes are elements that a rank
+sends, counted as the paper does: an all-reduce sends twice its message, an all-gather once. The letters of the paper:
+
+    b, s, h, L     sequences of one replica at once, tokens of each, hidden size, layers
+    k              layers that share a checkpoint
+    N_m            ranks that hold the same activations
 """
 
 import math
@@ -12,23 +15,23 @@ from itertools import pairwise
 from parallel.errors import ConfigError
 from zero.activations.stores import STORES, StoreName
 
-USABLE_SHARE = 0.85  # of a device's memory: the rest goes to contexts, communication libraries and gaps
+USABLE_FRACTION = 0.85  # of a device's memory: contexts, communication libraries and fragmentation take the rest
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """A device of the cluster, and its links, one way. By default the paper's: a V100 in a DGX-2."""
+    """A device of the cluster and the bandwidths of its links in one direction; by default a V100 in a DGX-2."""
 
     memory_gb: float | None = None
-    """Memory of a device, in 1e9 bytes; null: what this one has."""
+    """Memory of a device, in 1e9 bytes; null: the memory of the device that the run uses."""
     tflops: float = 40.0
-    """What a device reaches in training."""
+    """Operations per second that a device reaches in training, in 1e12."""
     tensor_gb_per_second: float = 150.0
-    """Between the ranks of a tensor group."""
+    """Bandwidth between the ranks of a tensor group, in 1e9 bytes per second."""
     data_gb_per_second: float = 6.25
-    """Between data-parallel ranks: one device's part of its node's network."""
+    """Bandwidth between data-parallel ranks, in 1e9 bytes per second: one device's part of its node's network."""
     host_gb_per_second: float = 15.75
-    """Between a device and its host."""
+    """Bandwidth between a device and its host, in 1e9 bytes per second."""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -38,7 +41,10 @@ class Hardware:
 
 @dataclass(frozen=True)
 class Workload:
-    """One micro-batch on one rank. Activations are replicated along `N_m` of the `tensor_size` ranks: all, or one."""
+    """One micro-batch on one rank.
+
+    `N_m` is `tensor_size` if all tensor ranks hold the same activations, and 1 if each holds its own.
+    """
 
     b: int
     s: int
@@ -49,38 +55,40 @@ class Workload:
     tensor_size: int
     vocab_size: int
     itemsize: int
-    state_bytes: float  # model states, and buffers that stay
-    data_bytes: float  # sent along the data axis
+    state_bytes: float  # of model states and permanent buffers
+    data_bytes: float  # that the rank sends along the data axis
 
     @property
     def checkpoint_bytes(self) -> float:
-        """Of a sequence: L/k inputs of this rank's tokens."""
+        """The bytes of one sequence's checkpoints: L/k inputs, for the tokens that this rank holds."""
         return partition_volume(1, self.s, self.h, self.L, self.k) * self.itemsize * self.N_m / self.tensor_size
 
 
 def model_parallel_volume(b: float, s: int, h: int, L: int) -> float:
-    """Six all-reduces a block: two in forward, two in recomputation, two in backward."""
+    """Return the elements of six all-reduces a block: two each in forward, recomputation and backward."""
     return 12 * b * s * h * L
 
 
 def partition_volume(b: float, s: int, h: int, L: int, k: int) -> float:
-    """One all-gather a checkpoint: 1/12k of the above."""
+    """Return the elements of one all-gather a checkpoint: 1/12k of `model_parallel_volume`."""
     return b * s * h * math.ceil(L / k)
 
 
 def arithmetic_intensity(h: int, k: int, itemsize: int) -> float:
-    """Operations a byte of a checkpoint: forward, backward and recomputation of k layers with 12 h^2 parameters each.
+    """Return the operations per byte of a checkpoint.
 
-    It grows with the model and not with the batch: above 10^5 at h = 8192 (section 6.1).
+    These are forward, backward and recomputation of k layers with 12 h^2 parameters each. The intensity grows with the
+    model, not with the batch: it is above 10^5 at h = 8192 (section 6.1).
     """
     return 8 * 12 * h * k / itemsize
 
 
 def bytes_per_sequence(w: Workload, store: StoreName) -> float:
-    """On the device: checkpoints, what is in transit of them, and what one group needs while it runs again.
+    """Return the bytes that one sequence needs on the device.
 
-    That is 12 h elements a token and layer (section 3.2), divided over the tensor ranks, as are the logits and their
-    gradient.
+    They are its checkpoints, the buffers for those in transit, and the activations of one group while it runs again:
+    12 h elements for each token and layer (section 3.2). These, the logits and the gradient of the logits are divided
+    over the tensor ranks.
     """
     one = w.checkpoint_bytes / math.ceil(w.L / w.k)
     whole_in_transit = 2 * one if w.N_m > 1 else 0
@@ -93,13 +101,16 @@ def bytes_per_sequence(w: Workload, store: StoreName) -> float:
 
 
 def largest_batch(w: Workload, store: StoreName, memory_bytes: float) -> int:
-    """Sequences that fit; 0 where not even one does."""
-    return max(0, int((USABLE_SHARE * memory_bytes - w.state_bytes) // bytes_per_sequence(w, store)))
+    """Return the number of sequences that fit into `memory_bytes`, which may be 0."""
+    return max(0, int((USABLE_FRACTION * memory_bytes - w.state_bytes) // bytes_per_sequence(w, store)))
 
 
 def exposed_seconds(w: Workload, store: StoreName, b: float, hardware: Hardware) -> float:
-    """Of a sequence, what depends on the store: traffic along the data axis, P_a's gathers, and of P_a+cpu's two
-    copies what is longer than the computation beside them."""
+    """Return the seconds of one sequence that depend on the store, with a batch of `b` sequences.
+
+    They are traffic along the data axis, P_a's gathers, and the part of P_a+cpu's two copies that takes longer than the
+    computation that runs at the same time.
+    """
     seconds = w.data_bytes / b / (hardware.data_gb_per_second * 1e9)
     if store != "keep" and w.N_m > 1:
         seconds += w.checkpoint_bytes / (hardware.tensor_gb_per_second * 1e9)
@@ -111,7 +122,7 @@ def exposed_seconds(w: Workload, store: StoreName, b: float, hardware: Hardware)
 
 
 def pays(w: Workload, store: StoreName, instead_of: StoreName, memory_bytes: float, hardware: Hardware) -> bool:
-    """Whether a sequence costs less with the largest batch that `store` allows (section 8)."""
+    """Return True if a sequence takes less time with `store`, each store with its largest batch (section 8)."""
     seconds = []
     for each in (store, instead_of):
         b = largest_batch(w, each, memory_bytes)
@@ -120,8 +131,11 @@ def pays(w: Workload, store: StoreName, instead_of: StoreName, memory_bytes: flo
 
 
 def choose_store(w: Workload, memory_bytes: float, hardware: Hardware) -> tuple[StoreName, str]:
-    """(store, the reason). At a given batch P_a and P_a+cpu only cost, so the first store that holds it is chosen;
-    whether they would pay by letting the batch grow is part of the reason."""
+    """Return the store to use and the reason, as a line for the log.
+
+    At a given batch P_a and P_a+cpu only add cost, so the first store that has room for the batch is chosen. The reason
+    also says if each store would pay by allowing a larger batch.
+    """
     stores = [store for store in STORES if store != "partition" or w.N_m > 1]
     largest = {store: largest_batch(w, store, memory_bytes) for store in stores}
     chosen = next((store for store in stores if largest[store] >= w.b), stores[-1])

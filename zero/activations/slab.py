@@ -1,9 +1,9 @@
-"""Memory for what waits between forward and backward.
+"""The memory that holds activation checkpoints between forward and backward.
 
-    Slab    | place 0 | place 1 | ... | place n-1 |     one for each size, allocated once: M_D (paper, section 6.3)
-    Pieces    place 0 ...  place 1 .....  place n-1     each anew, wherever the allocator finds room
+    Slab                   | slot 0 | slot 1 | ... | slot n-1 |   allocated once for each size: M_D (paper, section 6.3)
+    SeparateAllocations    slot 0 ...  slot 1 .....  slot n-1     allocated anew, wherever the allocator finds room
 
-Checkpoints live long and what lies between them does not: without a slab they break the memory into pieces.
+Checkpoints are kept long, and what is allocated between them is freed soon: without a slab they fragment the memory.
 """
 
 from dataclasses import dataclass
@@ -16,41 +16,46 @@ from zero.offload.host_memory import Allocate
 
 
 @dataclass(frozen=True)
-class Place:
-    """Number `number` of `count` equal ones in a row."""
+class Slot:
+    """The position of one of `count` equal stretches of memory."""
 
     number: int
     count: int
 
-    def on_ring(self, count: int) -> "Place":
-        """Its place where only `count` are there at a time."""
-        return Place(self.number % count, count)
+    def in_ring(self, count: int) -> "Slot":
+        """Return this slot's place in a ring of `count` slots, which are used in turn."""
+        return Slot(self.number % count, count)
 
 
-class Memory(Protocol):
-    def at(self, place: Place, numel: int, dtype: torch.dtype) -> Tensor:
-        """Flat memory to write to."""
+class SlotMemory(Protocol):
+    """A source of memory for checkpoints."""
+
+    def at(self, slot: Slot, numel: int, dtype: torch.dtype) -> Tensor:
+        """Return flat memory of `numel` elements to write to."""
 
 
 class Slab:
-    """The same memory for the same place and size every time: whoever had it must be done with it."""
+    """A source that returns the same memory for the same slot, size and dtype every time.
+
+    The caller must have finished with what the slot held before.
+    """
 
     def __init__(self, allocate: Allocate):
         self._allocate = allocate
         self._slabs: dict[tuple[int, int, torch.dtype], Tensor] = {}
 
-    def at(self, place: Place, numel: int, dtype: torch.dtype) -> Tensor:
-        key = place.count, numel, dtype
+    def at(self, slot: Slot, numel: int, dtype: torch.dtype) -> Tensor:
+        key = slot.count, numel, dtype
         if key not in self._slabs:
-            self._slabs[key] = self._allocate(place.count * numel, dtype).view(place.count, numel)
-        return self._slabs[key][place.number]
+            self._slabs[key] = self._allocate(slot.count * numel, dtype).view(slot.count, numel)
+        return self._slabs[key][slot.number]
 
 
-class Pieces:
-    """Memory of its own for every caller, which goes when the caller lets it go."""
+class SeparateAllocations:
+    """A source that allocates new memory for each call; it is freed when the caller drops the tensor."""
 
     def __init__(self, allocate: Allocate):
         self._allocate = allocate
 
-    def at(self, place: Place, numel: int, dtype: torch.dtype) -> Tensor:
+    def at(self, slot: Slot, numel: int, dtype: torch.dtype) -> Tensor:
         return self._allocate(numel, dtype)

@@ -1,10 +1,10 @@
-"""Where activation checkpoints wait between forward and backward: small classes with the two verbs `put` and `take`.
+"""Stores of activation checkpoints between forward and backward: small classes with two methods, `put` and `take`.
 
     keep             the checkpoint itself; with M_D, a copy in a slab
-    partition        this rank's 1/N of it, gathered along the ranks that hold the same one: P_a (paper, section 6.1)
-    partition_host   that part in host memory, which leaves nothing on the device: P_a+cpu
+    partition        1/N of it on each of N ranks that hold the same one, gathered in backward: P_a (paper, section 6.1)
+    partition_host   that part in host memory, so that nothing stays on the device: P_a+cpu
 
-Stores copy what they cut: they change nothing that anyone else holds, and nobody changes what they hold.
+A store changes no tensor of its caller. Except `keep` without a slab, it copies what it is given.
 """
 
 import math
@@ -18,41 +18,45 @@ from torch.nn import functional as F
 
 from parallel.instruments.memory_tracker import TensorKind, tagged
 from parallel.mesh import Axis, Handle
-from zero.activations.slab import Memory, Pieces, Place, Slab
+from zero.activations.slab import SeparateAllocations, Slab, Slot, SlotMemory
 from zero.offload.host_memory import Allocate, on_device, on_host_of
 from zero.offload.streams import SideStream
 
-NUM_IN_TRANSIT = 2  # the checkpoint that is being read, and the one that is fetched meanwhile
+NUM_IN_TRANSIT = 2  # the checkpoint that is being read, and the one that is fetched at the same time
 
 
 @dataclass(frozen=True)
 class StoredBytes:
-    """What the checkpoints of one forward occupy."""
+    """The bytes that the checkpoints of one forward occupy."""
 
     device: int = 0
     host: int = 0
-    in_transit: int = 0  # buffers on the device, whatever the number of checkpoints
+    in_transit: int = 0  # buffers on the device, the same for any number of checkpoints
 
 
 class ActivationStore(Protocol):
-    def put(self, place: Place, activation: Tensor) -> Any:
-        """Called in forward with a checkpoint; returns what to remember it by."""
+    """The interface of a store."""
 
-    def take(self, place: Place, stored: Any) -> tuple[Tensor, Handle]:
-        """Called in backward, beside the computation (`SideStream.context`): starts to bring the same values. They may
-        be read once the handle has been waited for, until two more have been taken."""
+    def put(self, slot: Slot, activation: Tensor) -> Any:
+        """Store a checkpoint of the forward, and return what `take` needs to find it."""
+
+    def take(self, slot: Slot, stored: Any) -> tuple[Tensor, Handle]:
+        """Start to fetch a checkpoint in backward; return its tensor and the handle to wait for before reading it.
+
+        Call it on the side stream. The values stay valid until two more checkpoints have been taken.
+        """
 
     def num_bytes(self, count: int, numel: int, itemsize: int) -> StoredBytes:
-        """For `count` checkpoints of `numel` elements each."""
+        """Return the bytes that `count` checkpoints of `numel` elements each occupy."""
 
 
 class KeepStore:
-    """Keeps the checkpoint itself."""
+    """A store of the checkpoints themselves."""
 
-    def put(self, place: Place, activation: Tensor) -> Tensor:
+    def put(self, slot: Slot, activation: Tensor) -> Tensor:
         return tagged(TensorKind.CHECKPOINTS, activation)
 
-    def take(self, place: Place, stored: Tensor) -> tuple[Tensor, Handle]:
+    def take(self, slot: Slot, stored: Tensor) -> tuple[Tensor, Handle]:
         return stored, Handle()
 
     def num_bytes(self, count: int, numel: int, itemsize: int) -> StoredBytes:
@@ -60,16 +64,16 @@ class KeepStore:
 
 
 class CopyStore:
-    """Keeps a copy in memory of the same device."""
+    """A store of copies in memory of the same device."""
 
-    def __init__(self, memory: Memory):
+    def __init__(self, memory: SlotMemory):
         self._memory = memory
 
-    def put(self, place: Place, activation: Tensor) -> Tensor:
-        copy = self._memory.at(place, activation.numel(), activation.dtype)
+    def put(self, slot: Slot, activation: Tensor) -> Tensor:
+        copy = self._memory.at(slot, activation.numel(), activation.dtype)
         return copy.view(activation.shape).copy_(activation)
 
-    def take(self, place: Place, stored: Tensor) -> tuple[Tensor, Handle]:
+    def take(self, slot: Slot, stored: Tensor) -> tuple[Tensor, Handle]:
         return stored, Handle()
 
     def num_bytes(self, count: int, numel: int, itemsize: int) -> StoredBytes:
@@ -77,46 +81,52 @@ class CopyStore:
 
 
 class HostStore:
-    """Keeps a copy in host memory. Both ways it passes through a place of its own on the device, one of a few."""
+    """A store of copies in host memory, copied both ways through one of a few staging buffers on the device."""
 
-    def __init__(self, host: Memory, transit: Memory, stream: SideStream):
-        self._host, self._transit, self._stream = host, transit, stream
-        self._leaving: dict[Place, tuple[Tensor, Handle]] = {}
+    def __init__(self, host: SlotMemory, staging: SlotMemory, stream: SideStream):
+        self._host, self._staging, self._stream = host, staging, stream
+        self._copying_out: dict[Slot, tuple[Tensor, Handle]] = {}
 
-    def put(self, place: Place, activation: Tensor) -> tuple[Tensor, torch.Size]:
-        ring = place.on_ring(NUM_IN_TRANSIT)
-        if ring in self._leaving:
-            self._leaving.pop(ring)[1].wait()
+    def put(self, slot: Slot, activation: Tensor) -> tuple[Tensor, torch.Size]:
+        ring_slot = slot.in_ring(NUM_IN_TRANSIT)
+        # The side stream must have read the staging buffer before the computation overwrites it.
+        if ring_slot in self._copying_out:
+            self._copying_out.pop(ring_slot)[1].wait()
         size = activation.numel(), activation.dtype
-        passing, stored = self._transit.at(ring, *size), self._host.at(place, *size)
-        passing.view(activation.shape).copy_(activation)
+        staged, stored = self._staging.at(ring_slot, *size), self._host.at(slot, *size)
+        staged.view(activation.shape).copy_(activation)
+        # The side stream starts after the copy above, because `context` waits for what the computation has queued.
         with self._stream.context():
-            stored.copy_(passing, non_blocking=True)
-        self._leaving[ring] = passing, self._stream.device_handle()  # held: until then it is being read
+            stored.copy_(staged, non_blocking=True)
+        self._copying_out[ring_slot] = staged, self._stream.device_handle()  # keeps `staged` allocated while it is read
         return stored, activation.shape
 
-    def take(self, place: Place, stored: tuple[Tensor, torch.Size]) -> tuple[Tensor, Handle]:
+    def take(self, slot: Slot, stored: tuple[Tensor, torch.Size]) -> tuple[Tensor, Handle]:
         on_host, shape = stored
-        passing = self._transit.at(place.on_ring(NUM_IN_TRANSIT), on_host.numel(), on_host.dtype)
-        return passing.copy_(on_host, non_blocking=True).view(shape), Handle()
+        # The side stream runs this copy after all copies of `put`, so it may overwrite their staging buffers.
+        staged = self._staging.at(slot.in_ring(NUM_IN_TRANSIT), on_host.numel(), on_host.dtype)
+        return staged.copy_(on_host, non_blocking=True).view(shape), Handle()
 
     def num_bytes(self, count: int, numel: int, itemsize: int) -> StoredBytes:
         return StoredBytes(host=count * numel * itemsize, in_transit=NUM_IN_TRANSIT * numel * itemsize)
 
 
 class PartitionStore:
-    """Hands this rank's equal part of a checkpoint, which all ranks of `replicas` hold alike, to another store."""
+    """A store that cuts a checkpoint into equal parts and puts this rank's part into another store.
 
-    def __init__(self, replicas: Axis, parts: ActivationStore, gathered: Memory):
+    All ranks of `replicas` hold the same checkpoint.
+    """
+
+    def __init__(self, replicas: Axis, parts: ActivationStore, gathered: SlotMemory):
         self._replicas, self._parts, self._gathered = replicas, parts, gathered
 
-    def put(self, place: Place, activation: Tensor) -> tuple[Any, torch.Size]:
-        return self._parts.put(place, self._own_part(activation.reshape(-1))), activation.shape
+    def put(self, slot: Slot, activation: Tensor) -> tuple[Any, torch.Size]:
+        return self._parts.put(slot, self._own_part(activation.reshape(-1))), activation.shape
 
-    def take(self, place: Place, stored: tuple[Any, torch.Size]) -> tuple[Tensor, Handle]:
+    def take(self, slot: Slot, stored: tuple[Any, torch.Size]) -> tuple[Tensor, Handle]:
         part, shape = stored
-        own, arrived = self._parts.take(place, part)
-        whole = self._gathered.at(place.on_ring(NUM_IN_TRANSIT), own.numel() * self._replicas.size, own.dtype)
+        own, arrived = self._parts.take(slot, part)
+        whole = self._gathered.at(slot.in_ring(NUM_IN_TRANSIT), own.numel() * self._replicas.size, own.dtype)
         gathered = arrived.then(lambda: self._replicas.all_gather(own, out=whole))
         return whole[: shape.numel()].view(shape), gathered
 
@@ -130,7 +140,7 @@ class PartitionStore:
         return math.ceil(numel / self._replicas.size)
 
     def _own_part(self, flat: Tensor) -> Tensor:
-        """TrainState are of one size; the last ones are filled up with zeros."""
+        """Return this rank's part. All parts have the same size; the last ones are padded with zeros."""
         numel = self._part_numel(flat.numel())
         part = flat[self._replicas.rank * numel :][:numel]
         return part if part.numel() == numel else F.pad(part, (0, numel - part.numel()))
@@ -138,38 +148,46 @@ class PartitionStore:
 
 @dataclass(frozen=True)
 class StoreContext:
-    """What stores are made of."""
+    """The ranks, device, stream and memory that a store works with."""
 
     replicas: Axis  # ranks that hold the same checkpoints
     device: torch.device
     stream: SideStream
     defragments: bool
 
-    def on_device(self) -> Memory:
+    def on_device(self) -> SlotMemory:
+        """Return memory for checkpoints on the device."""
         return self._memory(on_device(self.device, TensorKind.CHECKPOINTS))
 
-    def on_host(self) -> Memory:
+    def on_host(self) -> SlotMemory:
+        """Return memory for checkpoints in host memory."""
         return self._memory(on_host_of(self.device, TensorKind.CHECKPOINTS))
 
-    def in_transit(self) -> Memory:
+    def in_transit(self) -> SlotMemory:
+        """Return memory for buffers on the device that checkpoints pass through."""
         return self._memory(on_device(self.device, TensorKind.BUFFERS))
 
-    def _memory(self, allocate: Allocate) -> Memory:
-        return Slab(allocate) if self.defragments else Pieces(allocate)
+    def _memory(self, allocate: Allocate) -> SlotMemory:
+        return Slab(allocate) if self.defragments else SeparateAllocations(allocate)
 
 
-def keep(around: StoreContext) -> ActivationStore:
-    return CopyStore(around.on_device()) if around.defragments else KeepStore()
+def keep(context: StoreContext) -> ActivationStore:
+    """Return the store that keeps whole checkpoints on the device."""
+    return CopyStore(context.on_device()) if context.defragments else KeepStore()
 
 
-def partition(around: StoreContext) -> ActivationStore:
-    return PartitionStore(around.replicas, CopyStore(around.on_device()), around.in_transit())
+def partition(context: StoreContext) -> ActivationStore:
+    """Return the store that keeps this rank's part of each checkpoint on the device."""
+    return PartitionStore(context.replicas, CopyStore(context.on_device()), context.in_transit())
 
 
-def partition_host(around: StoreContext) -> ActivationStore:
-    """Where every rank's checkpoints are its own there is nothing to cut, and the whole goes to the host."""
-    host = HostStore(around.on_host(), around.in_transit(), around.stream)
-    return PartitionStore(around.replicas, host, around.in_transit()) if around.replicas.size > 1 else host
+def partition_host(context: StoreContext) -> ActivationStore:
+    """Return the store that keeps this rank's part of each checkpoint in host memory.
+
+    If no other rank holds the same checkpoints, the part is the whole checkpoint.
+    """
+    host = HostStore(context.on_host(), context.in_transit(), context.stream)
+    return PartitionStore(context.replicas, host, context.in_transit()) if context.replicas.size > 1 else host
 
 
 # The one list of stores, from the cheapest to the most expensive: settings, choice and planner read it.

@@ -1,15 +1,18 @@
-"""Bytes of model states on one rank: what the paper's formula promises, and what is there."""
+"""Bytes of model states on one rank, by the paper's formula. `zero/state/resident.py` measures the real ones."""
 
 from collections.abc import Container
 from dataclasses import dataclass, fields
+from typing import NamedTuple
 
-from zero.offload.placement import Placement, State
 from zero.stage import Lifetime, ShardingPolicy
 
 
 @dataclass(frozen=True)
 class ModelStates:
-    """In bytes. `moments` is all of the optimizer's state but the master weights: for Adam both moments, in fp32."""
+    """The bytes of each kind of model state.
+
+    `moments` is all of the optimizer's state except the master weights: for Adam both moments, in fp32.
+    """
 
     parameters: float
     gradients: float
@@ -21,6 +24,13 @@ class ModelStates:
         return sum(getattr(self, field.name) for field in fields(self))
 
 
+class PlacedStates(NamedTuple):
+    """The model states in each of the two memories that a rank uses."""
+
+    accelerator: ModelStates
+    host: ModelStates
+
+
 def formula(
     policy: ShardingPolicy,
     num_parameters: float,
@@ -28,10 +38,11 @@ def formula(
     parameter_bytes: int = 2,
     moment_bytes: float = 8,
 ) -> ModelStates:
-    """Paper, section 3.1 and figure 1, with K = 4 (master) + `moment_bytes` = 12 for Adam in mixed precision.
+    """Return the bytes of model states that a rank holds (paper, section 3.1 and figure 1).
 
-    `data_size` is that of the shard axis. At parameter_bytes=2: 16 (stage 0), 4 + 12/N (1), 2 + 14/N (2), 16/N (3)
-    times the parameters. Parameters of four bytes or more are their own master weights.
+    The paper's K is 4 (master weights) + `moment_bytes`: 12 for Adam in mixed precision. `data_size` is the size N of
+    the shard axis. With parameter_bytes=2 a parameter takes 16 (stage 0), 4 + 12/N (1), 2 + 14/N (2) or 16/N (3) bytes.
+    Parameters of four bytes or more are their own master weights.
     """
 
     def resident(bytes_each: float, is_divided: bool) -> float:
@@ -45,16 +56,16 @@ def formula(
     )
 
 
-def placed(
-    states: ModelStates, policy: ShardingPolicy, data_size: int, leaves: Container[State]
-) -> dict[Placement, ModelStates]:
-    """Where the states of `formula` lie if those that `leaves` names are on the host.
+def placed(states: ModelStates, policy: ShardingPolicy, data_size: int, offloaded: Container[str]) -> PlacedStates:
+    """Return the part of `states` that is in each memory, if `offloaded` names those that are placed on the host.
 
-    What persists in full stays on the accelerator; of full gradients the host has a copy of those it owns.
+    `offloaded` may contain "optimizer" (owned gradients, master weights and moments) and "parameters" (their shards).
+    Full buffers that persist stay on the accelerator. If full gradients persist, the host has a copy of the owned ones.
     """
     persists = policy.full_grads is Lifetime.PERSISTENT
     owned_gradients = states.gradients / (data_size if persists and policy.shard_optimizer else 1)
-    optimizer, parameters = "optimizer" in leaves, "parameters" in leaves and policy.full_params is Lifetime.TRANSIENT
+    optimizer = "optimizer" in offloaded
+    parameters = "parameters" in offloaded and policy.full_params is Lifetime.TRANSIENT
     on_host = ModelStates(
         parameters=states.parameters * parameters,
         gradients=owned_gradients * optimizer,
@@ -67,4 +78,4 @@ def placed(
         master=states.master - on_host.master,
         moments=states.moments - on_host.moments,
     )
-    return {Placement.ACCELERATOR: on_accelerator, Placement.HOST: on_host}
+    return PlacedStates(on_accelerator, on_host)

@@ -1,13 +1,14 @@
-"""Bytes that data parallelism sends per rank and step (paper, section 7), in closed form."""
+"""The bytes that each rank sends in a step of data parallelism, in closed form (paper, section 7)."""
 
 from zero.stage import Lifetime, ShardingPolicy
 
 
 def step_bytes(policy: ShardingPolicy, parameter_bytes: float, data_size: int, num_micro_batches: int = 1) -> float:
-    """With Psi = `parameter_bytes`, of all parameters: 2 Psi (N-1)/N in stages 0 to 2 and 3 Psi (N-1)/N in stage 3.
+    """Return the bytes that one rank sends in a step.
 
-    More micro-batches cost nothing where full gradients persist, a reduction each where they are transient, and two
-    gathers each where full parameters are.
+    With Psi = `parameter_bytes`, the bytes of all parameters: 2 Psi (N-1)/N in stages 0 to 2, 3 Psi (N-1)/N in stage 3.
+    A further micro-batch adds nothing if full gradients persist, a reduction if they are transient, and two all-gathers
+    if full parameters are transient.
     """
     shard_size, replica_size = (data_size, 1) if policy.shard_optimizer else (1, data_size)
     return sum(axis_bytes(policy, parameter_bytes, shard_size, replica_size, num_micro_batches))
@@ -23,10 +24,10 @@ def axis_bytes(
     resident_bytes: float = 0.0,
     kept_bytes: float = 0.0,
 ) -> tuple[float, float]:
-    """(along the shard axis, along the replica axis), of all that `parameter_bytes` counts.
+    """Return the bytes that one rank sends in a step along the shard axis, and along the replica axis.
 
-    Where full parameters are transient, `resident_bytes` of them are gathered once a step all the same, and
-    `kept_bytes` are not gathered for backward: they stay from forward (the root and the unit that runs last).
+    If full parameters are transient, `resident_bytes` of `parameter_bytes` are nevertheless gathered only once a step,
+    and `kept_bytes` are not gathered for backward, because they are kept from forward (the root and the last unit).
     """
     num_reductions = num_micro_batches if policy.full_grads is Lifetime.TRANSIENT else 1
     gathered_bytes = parameter_bytes

@@ -1,7 +1,7 @@
-"""What one rank owns, as named tensors to save, and the same out of the saved states of any other layout.
+"""The state that one rank owns: as named tensors to save, and loaded from the saved state of any layout.
 
-"3.master.640"         buffer 3: the weights from element 640 on, to the end of a shard, in the master's type
-"3.exp_avg.640"        the optimizer's state for the piece of a parameter that begins there; 0-dim: for all of it
+"3.master.640"         master weights of buffer 3, from its element 640 to the end of a shard
+"3.exp_avg.640"        optimizer state of the piece of a parameter that begins there; 0-dim if it is one number
 "buffer.NAME", "loss_scale.NAME", "num_skipped"
 """
 
@@ -21,7 +21,10 @@ from zero.state.saved_state import MASTER, SavedFile, SavedState, TensorRank
 
 
 def owned_state(model: ZeroDataParallel, optimizer: ZeroOptimizer) -> dict[str, Tensor]:
-    """The tensors themselves, no copies: save them before the next step. Replicas own the same."""
+    """Return the owned weights and optimizer state by name. Replicas own the same.
+
+    The tensors are not copies: save them before the next step.
+    """
     numbers = {bucket: number for number, flat in enumerate(model.flats) for bucket in flat.buckets}
     state = {f"{number}.{MASTER}.{bucket.shard.start}": bucket.master for bucket, number in numbers.items()}
     for bucket in optimizer.buckets:
@@ -33,7 +36,7 @@ def owned_state(model: ZeroDataParallel, optimizer: ZeroOptimizer) -> dict[str, 
 
 
 def common_state(model: ZeroDataParallel, optimizer: ZeroOptimizer) -> dict[str, Tensor]:
-    """What every rank has to itself: the module's buffers, and how the loss scale and the skipped steps stand."""
+    """Return the state that is not sharded: the module's buffers, the loss scale and the number of skipped steps."""
     state = {f"buffer.{name}": buffer for name, buffer in model.module.named_buffers()}
     if optimizer.loss_scale.is_dynamic:
         state |= {f"loss_scale.{name}": tensor for name, tensor in optimizer.loss_scale.state().items()}
@@ -42,9 +45,10 @@ def common_state(model: ZeroDataParallel, optimizer: ZeroOptimizer) -> dict[str,
 
 @torch.no_grad()
 def load_owned_state(model: ZeroDataParallel, optimizer: ZeroOptimizer, saved: SavedState, tensor: TensorRank) -> None:
-    """Read what this rank owns, whatever layout wrote it; every rank's full parameters follow.
+    """Read what this rank owns, whatever layout wrote it, then update the full parameters of all ranks.
 
-    `tensor`: this rank's place along the axis that cuts the model. Parameters' names and full shapes must be the saved.
+    `tensor` is this rank's position along the tensor axis. The names and full shapes of the parameters must be those
+    of the saved state.
     """
     trainable = set(optimizer.buckets)
     for flat in model.flats:
@@ -59,14 +63,17 @@ def load_owned_state(model: ZeroDataParallel, optimizer: ZeroOptimizer, saved: S
 
 @torch.no_grad()
 def load_common_state(model: ZeroDataParallel, optimizer: ZeroOptimizer, file: SavedFile) -> None:
-    """From the file of the rank whose place this one takes. A loss scale that was not saved, or is fixed, stays."""
+    """Read the state that is not sharded from the file of one saved rank.
+
+    What the file does not contain keeps its value. A loss scale is read only if it was dynamic and still is.
+    """
     for name, tensor in common_state(model, optimizer).items():
         if name in file.entries:
             tensor.copy_(file.tensor(name))
 
 
 def group_counters(optimizer: ZeroOptimizer) -> list[dict[str, Any]]:
-    """Numbers that a torch optimizer keeps per parameter group beside its settings, such as apex's step counter."""
+    """Return the numbers in each parameter group that are not settings, such as the step counter of apex's Adam."""
     return [
         {k: v for k, v in group.items() if k not in optimizer.inner.defaults and isinstance(v, (int, float))}
         for group in optimizer.inner.param_groups
@@ -74,9 +81,9 @@ def group_counters(optimizer: ZeroOptimizer) -> list[dict[str, Any]]:
 
 
 def describe_state(model: ZeroDataParallel, data_size: int, tensor_size: int) -> dict[str, Any]:
-    """For `SavedState`: where any element of any parameter lies in the files of `data_size` x `tensor_size` ranks.
+    """Return the description, as JSON, by which `SavedState` finds any element of any parameter in the ranks' files.
 
-    The same on every rank, and no larger for more of them.
+    It is the same on each of the `data_size` x `tensor_size` ranks, and its size does not depend on their number.
     """
     return {
         "data_size": data_size,
@@ -97,7 +104,7 @@ def _load_optimizer_state(
 ) -> None:
     pieces = {piece.elements.start: piece for piece in optimizer.pieces_of(bucket)}
     for span, part in flat.layout.pieces(bucket.shard):
-        if piece := pieces.get(part.start - bucket.shard.start):  # none: a parameter that the optimizer does not have
+        if piece := pieces.get(part.start - bucket.shard.start):  # None if the parameter is in none of the groups
             state = optimizer.inner.state[piece.param]
             for kind in saved.state_kinds(span.name):
                 scalar = saved.scalar(span.name, kind)
@@ -105,16 +112,19 @@ def _load_optimizer_state(
                     state[kind] = torch.empty_like(piece.param, dtype=_state_dtype(saved, span.name, kind, piece))
                     saved.read(span.name, kind, _within(span, part), out=state[kind], tensor=tensor)
                 else:
-                    is_on_host = not optimizer.inner.defaults.get("fused")  # torch's step counters
+                    is_on_host = not optimizer.inner.defaults.get("fused")  # where torch keeps step counters
                     state[kind] = scalar.to("cpu" if is_on_host else piece.param.device, copy=True)
 
 
 def _state_dtype(saved: SavedState, name: str, kind: str, piece: Piece) -> torch.dtype:
-    """What was kept in the type of the weights still is; what was not (8-bit moments, say) stays what it was."""
+    """Return the piece's dtype if the state was saved in the dtype of the weights, else the dtype that was saved.
+
+    The second case is, for example, that of 8-bit moments.
+    """
     dtype = saved.dtype(name, kind)
     return piece.param.dtype if dtype == saved.dtype(name) else dtype
 
 
 def _within(span: Span, part: range) -> range:
-    """Elements of the buffer as elements of the parameter."""
+    """Convert elements of the buffer to elements of the parameter."""
     return range(part.start - span.elements.start, part.stop - span.elements.start)

@@ -1,11 +1,11 @@
-"""Logical tensors of saved states: any elements of any parameter, of its weights or its moments, by name.
+"""Logical tensors of a saved state: any elements of any parameter, of its weights or its moments, by name.
 
-What the ranks of one layout have written is read as any other layout needs it: nothing is converted, and no rank
-holds more than what it asks for.
+A rank of any layout reads the elements that it needs from the files of the layout that was saved. No file is converted,
+and no rank holds more than the elements that it reads.
 
-    parameter, cut along the tensor axis    row k of a rank | row k of the next | ...     asked for: any cut, any range
-    one rank's part, flat, in its buffer    | ... span ... |                              `Layout`: whose shard
-    a rank's file                           "3.exp_avg.640": buffer 3, from its element 640 on
+    parameter, cut along the tensor axis   row k of a rank | row k of the next | ...   a reader names a part and a range
+    one rank's part, flat, in its buffer   | ... span ... |                            `Layout` tells which rank owns it
+    a rank's file                          "3.exp_avg.640": buffer 3, from its element 640 on
 """
 
 from bisect import bisect_right
@@ -25,16 +25,17 @@ from zero.state.tensor_file import TensorFile
 
 MASTER = "master"  # the kind of tensor that every parameter has: its weights
 MAX_OPEN_FILES = 32
-BLOCK_NUMEL = 2**22  # elements read at once where a row of the parameter has more than is asked for
+BLOCK_NUMEL = 2**22  # elements read at once if only some columns of the parameter are needed
 
 
 def rank_file(folder: Path, rank: int) -> Path:
+    """Return the path of the file that a rank writes."""
     return folder / f"rank-{rank:05d}.safetensors"
 
 
 @dataclass(frozen=True)
 class TensorRank:
-    """Whose part of the parameters is meant, where the tensor axis cuts them: (0, 1) for whole ones."""
+    """A position along a tensor axis, which determines a part of each parameter; (0, 1) stands for all of it."""
 
     rank: int = 0
     size: int = 1
@@ -45,16 +46,16 @@ WHOLE = TensorRank()
 
 @dataclass(frozen=True)
 class SavedParameter:
-    """A parameter, and where the part lies that each tensor rank has of it."""
+    """A parameter, and the position of each tensor rank's part in its buffer."""
 
-    shape: torch.Size  # of the whole
-    dim: int | None  # of the cut; None: every tensor rank has all of it
+    shape: torch.Size  # of the whole parameter
+    dim: int | None  # along which it is cut; None if every tensor rank has all of it
     buffer: int
     elements: range  # in the buffer
 
 
 class SavedFile(TensorFile):
-    """One rank's file, and which stretches of which buffers are in it."""
+    """The file of one rank, with an index of the ranges of buffers that it contains."""
 
     def __init__(self, path: Path):
         super().__init__(path)
@@ -67,21 +68,29 @@ class SavedFile(TensorFile):
         self._starts = {key: sorted(found) for key, found in starts.items()}
 
     def kinds_at(self, buffer: int, start: int) -> list[str]:
-        """The kinds of tensors that begin with this element of the buffer."""
+        """Return the kinds of tensors that begin with this element of the buffer."""
         kinds = [kind for number, kind in self._starts if number == buffer]
         return [kind for kind in kinds if f"{buffer}.{kind}.{start}" in self.entries]
 
     def holder(self, buffer: int, kind: str, element: int) -> tuple[str, int]:
-        """(name, its first element of the buffer) of the tensor that holds an element."""
+        """Return the name of the tensor that contains an element of the buffer, and the tensor's first element.
+
+        Raises ConfigError if the file contains no such tensor.
+        """
         starts = self._starts.get((buffer, kind), [])
         index = bisect_right(starts, element) - 1
         if index < 0:
-            raise ConfigError(f"{self.path} lacks {kind} of element {element} of buffer {buffer}")
+            raise ConfigError(
+                f"{self.path} does not match layout.json: it lacks values of {kind}; choose another checkpoint"
+            )
         return f"{buffer}.{kind}.{starts[index]}", starts[index]
 
 
 class SavedState:
-    """`description` is what `owned_state.describe_state` gave when the ranks wrote their files into `folder`."""
+    """A reader of the files that all ranks of one layout wrote into `folder`.
+
+    `description` is the result of `owned_state.describe_state` on those ranks.
+    """
 
     def __init__(self, folder: Path, description: dict[str, Any]):
         self.folder = folder
@@ -92,10 +101,11 @@ class SavedState:
 
     @property
     def num_files(self) -> int:
+        """The number of the ranks' files."""
         return self.data_size * self.tensor_size
 
     def state_kinds(self, name: str) -> list[str]:
-        """What the optimizer keeps for a parameter, such as exp_avg, exp_avg_sq and step."""
+        """Return the kinds of optimizer state of a parameter, such as exp_avg, exp_avg_sq and step."""
         parameter = self.parameters[name]
         if not parameter.elements:
             return []
@@ -103,30 +113,36 @@ class SavedState:
         return sorted(set(kinds) - {MASTER})
 
     def scalar(self, name: str, kind: str) -> Tensor | None:
-        """State of the parameter as a whole, 0-dim, such as a step counter; None where it has a value an element."""
+        """Return 0-dim state of a parameter, such as a step counter; None if the state has a value for each element."""
         parameter = self.parameters[name]
         file, first = self._first_file(parameter), f"{parameter.buffer}.{kind}.{parameter.elements.start}"
         return None if file.entries[first].shape else file.tensor(first)
 
     def dtype(self, name: str, kind: str = MASTER) -> torch.dtype:
+        """Return the dtype in which one kind of state of a parameter was saved."""
         parameter = self.parameters[name]
         file = self._first_file(parameter)
         return file.entries[file.holder(parameter.buffer, kind, parameter.elements.start)[0]].dtype
 
     def whole(self, name: str, kind: str = MASTER) -> Tensor:
-        """All elements of a parameter, in its full shape."""
+        """Return all elements of a parameter, in its full shape."""
         shape = self.parameters[name].shape
         out = torch.empty(shape.numel(), dtype=self.dtype(name, kind) if shape.numel() else torch.float32)
         self.read(name, kind, range(shape.numel()), out=out)
         return out.view(shape)
 
     def read(self, name: str, kind: str, elements: range, *, out: Tensor, tensor: TensorRank = WHOLE) -> None:
-        """Fill `out` (flat, any type and device) with `elements` of the part that a tensor rank has, counted flat."""
+        """Fill `out` with `elements` of the part of a parameter that belongs to a tensor rank.
+
+        The elements are counted in row-major order within that part. `out` is one-dimensional, of any dtype and on any
+        device. `tensor` need not be a rank of the layout that was saved.
+        """
         parameter = self.parameters[name]
         if parameter.dim is None or tensor.size == self.tensor_size:
             self._read_part(parameter, kind, tensor.rank % self.tensor_size, elements, out)
             return
-        row = parameter.shape[parameter.dim :].numel()  # of the whole; along it the ranks' parts follow one another
+        # A row is all dims from the cut on: in a row of the whole parameter the ranks' parts follow one another.
+        row = parameter.shape[parameter.dim :].numel()
         own_row, saved_row = row // tensor.size, row // self.tensor_size
         for first, num_rows, columns in _blocks(elements, own_row, max(1, BLOCK_NUMEL // saved_row)):
             block, out = out[: num_rows * len(columns)].view(num_rows, -1), out[num_rows * len(columns) :]
@@ -140,7 +156,7 @@ class SavedState:
     def _read_columns(
         self, parameter: SavedParameter, kind: str, part: int, block: tuple[int, int, range, int], out: Tensor
     ) -> None:
-        """Some columns of some rows of a saved part; what lies between them is read too and dropped."""
+        """Read some columns of some rows of a saved part; the elements between them are read too and dropped."""
         first, num_rows, columns, row = block
         elements = range(first * row + columns.start, (first + num_rows - 1) * row + columns.stop)
         if num_rows == 1:
@@ -151,7 +167,7 @@ class SavedState:
         out.copy_(found.as_strided((num_rows, len(columns)), (row, 1)))
 
     def _read_part(self, parameter: SavedParameter, kind: str, part: int, elements: range, out: Tensor) -> None:
-        """Elements of what one saved tensor rank had."""
+        """Read elements of the part that belonged to one tensor rank of the saved layout."""
         start = parameter.elements.start
         in_buffer = range(start + elements.start, start + elements.stop)
         for shard, stretch in self._layouts[parameter.buffer].shards(in_buffer):
@@ -161,13 +177,17 @@ class SavedState:
             file.read(held, range(stretch.start - first, stretch.stop - first), target)
 
     def _first_file(self, parameter: SavedParameter) -> SavedFile:
+        """Return the file that contains the first element of a parameter."""
         start = parameter.elements.start
         shard, _ = next(self._layouts[parameter.buffer].shards(range(start, start + 1)))
         return self.file(shard * self.tensor_size)
 
 
 def full_shapes(description: dict[str, Any]) -> dict[str, list[int]]:
-    """Of every parameter that a description names: two models with the same can read each other's states."""
+    """Return the full shape of every parameter of a description.
+
+    Two models with the same names and shapes can read each other's states.
+    """
     layouts = [Layout.from_description(buffer) for buffer in description["buffers"]]
     found = _parameters(layouts, description["split_dims"], description["tensor_size"])
     return {name: list(parameter.shape) for name, parameter in found.items()}
@@ -184,7 +204,10 @@ def _parameters(layouts: list[Layout], dims: dict[str, int], tensor_size: int) -
 
 
 def _blocks(elements: range, row_numel: int, max_rows: int) -> Iterator[tuple[int, int, range]]:
-    """(first row, number of rows, columns): whole rows together, and the rest of a row at either end."""
+    """Divide `elements` into blocks of whole rows, and the incomplete rows at both ends.
+
+    Yields (first row, number of rows, columns). A block has at most `max_rows` rows.
+    """
     start = elements.start
     while start < elements.stop:
         row, column = divmod(start, row_numel)

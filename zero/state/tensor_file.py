@@ -6,9 +6,9 @@ The safetensors package reads these files, and `TensorFile` reads the package's,
 writes from tensors that are all in host memory, and reads by mapping the file, whose pages count as the process's
 memory. Measured on 2026-11-21 (two CPU cores, 24 GiB; safetensors 0.8.0, torch 2.13), with one tensor of 2**28 fp32
 elements: reading it in ranges of 4 MiB raises the peak resident memory by 8 MiB here and by 1,033 MiB with
-`safe_open(...).get_slice(...)`; either takes 0.7 to 1.2 s from a cold disk cache. 1,000 ranges of 16 KiB take 0.006 s and
-2 MiB here, 0.017 s and 972 MiB there, from a warm one. Opening the file anew for each range of 4 MiB needs 14 MiB, but
-takes 0.62 s instead of 0.13 s (warm). And a slice counts rows: it cannot return elements 4 to 12 of a (3, 5) tensor.
+`safe_open(...).get_slice(...)`; either takes 0.7 to 1.2 s from a cold disk cache. 1,000 ranges of 16 KiB take 0.006 s
+and 2 MiB here, 0.017 s and 972 MiB there, from a warm one. Opening the file anew for each range of 4 MiB needs 14 MiB,
+but takes 0.62 s instead of 0.13 s (warm). A slice counts rows: it cannot return elements 4 to 12 of a (3, 5) tensor.
 """
 
 import json

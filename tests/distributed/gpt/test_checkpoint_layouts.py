@@ -1,4 +1,4 @@
-"""Every layout reads what any other has written: one canonical logical form, and training that goes on."""
+"""Every layout reads what any other has written: the logical tensors are equal, and training continues."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +29,7 @@ GLOBAL_BATCH = 4  # sequences, cut over the data-parallel ranks
 
 @dataclass(frozen=True)
 class LayoutCase:
-    """How a run is laid out; the number of ranks is data x tensor."""
+    """The layout of a run on data x tensor ranks."""
 
     stage: int
     data: int = 1
@@ -65,7 +65,7 @@ def build(case: LayoutCase) -> TrainState:
 
 
 def train(parts: TrainState, first: int, num_steps: int) -> list[float]:
-    """The losses of the global batches; the same sequences whatever the layout."""
+    """Return the losses of the global batches, whose sequences do not depend on the layout."""
     losses = []
     for step in range(first, first + num_steps):
         generator = torch.Generator().manual_seed(step)
@@ -109,7 +109,7 @@ def load_and_train(case: LayoutCase, source: Path, num_steps: int) -> list[float
 
 
 def logical(folder: Path) -> dict[str, Tensor]:
-    """Every tensor of a checkpoint, whole, by name and kind."""
+    """Return every tensor of a checkpoint, in its full shape, by name and kind."""
     saved = SavedState(folder, checkpoint.read_layout(folder)["state"])
     found = {}
     for name in saved.parameters:
@@ -121,7 +121,7 @@ def logical(folder: Path) -> dict[str, Tensor]:
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]:
-    """A checkpoint of one process after two steps, and the losses of the five steps after it."""
+    """Return a checkpoint of one process after two steps, and the losses of the five steps after it."""
     folder = tmp_path_factory.mktemp("reference")
     (losses,) = run_ranks(1, train_and_save, REFERENCE, folder, 2, 5)
     return folder / "step-00000002", losses
@@ -169,8 +169,8 @@ SAVED_PLACES, PLACES = [(2, 1), (1, 2), (4, 1)], [(4, 1), (2, 2), (1, 4)]  # (da
 PAIRS = pairwise(saved_stage=[0, 1, 2, 3], stage=[3, 2, 1, 0], saved_place=SAVED_PLACES, place=PLACES)
 
 
-def check_going_on(folder: Path, pair: dict, expected: list[float]) -> None:
-    """To rounding: the sums over ranks are taken in another order."""
+def check_continuation(folder: Path, pair: dict, expected: list[float]) -> None:
+    """Check the losses up to rounding, since sums over ranks are taken in another order."""
     saved_case = LayoutCase(pair["saved_stage"], *pair["saved_place"], is_split=pair["saved_place"][1] > 1)
     case = LayoutCase(pair["stage"], *pair["place"], bucket_numel=1100)
     run_ranks(saved_case.num_ranks, train_and_save, saved_case, folder, 2)
@@ -179,11 +179,11 @@ def check_going_on(folder: Path, pair: dict, expected: list[float]) -> None:
 
 
 @pytest.mark.parametrize("pair", PAIRS[:3], ids=lambda pair: " ".join(map(str, pair.values())))
-def test_a_run_goes_on_at_another_layout(reference, tmp_path, pair):
-    check_going_on(tmp_path, pair, reference[1])
+def test_a_run_continues_at_another_layout(reference, tmp_path, pair):
+    check_continuation(tmp_path, pair, reference[1])
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("pair", PAIRS[3:], ids=lambda pair: " ".join(map(str, pair.values())))
-def test_a_run_goes_on_at_many_other_layouts(reference, tmp_path, pair):
-    check_going_on(tmp_path, pair, reference[1])
+def test_a_run_continues_at_many_other_layouts(reference, tmp_path, pair):
+    check_continuation(tmp_path, pair, reference[1])

@@ -12,7 +12,6 @@ from gpt.settings import Settings, parse_settings
 from parallel.launch.cluster import ClusterSpec
 from scripts.paper.calibrate import calibrated
 from zero.formulas.memory import formula, placed
-from zero.offload.placement import Placement
 
 ROOT = Path(__file__).resolve().parents[3]
 CLUSTER = ROOT / "configs/clusters/dgx-2.yaml"
@@ -69,5 +68,5 @@ def test_the_runs_of_deepspeeds_tutorial_fit_their_gpus_and_hosts(
     policy, size = settings.zero.policy, world_size // settings.parallel.tensor_size
     of_this_rank = formula(policy, recording.parts.num_parameters, size)
     states = placed(of_this_rank, policy, size, settings.offload.offloaded_states)
-    assert device > states[Placement.ACCELERATOR].total
-    assert host > 0.99 * states[Placement.HOST].total  # what is resident is on no host
+    assert device > states.accelerator.total
+    assert host > 0.99 * states.host.total  # what is resident is on no host

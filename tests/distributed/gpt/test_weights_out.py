@@ -1,4 +1,4 @@
-"""Weights out of training, at any layout, into transformers: the same logits, one unit at a time."""
+"""Export of weights from training at any layout to transformers: the same logits, one unit in memory at a time."""
 
 from pathlib import Path
 from unittest import mock
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import GPT2LMHeadModel
 
-from gpt.checkpoint.checkpoint import export
+from gpt.checkpoint import export
 from gpt.checkpoint.export import export_checkpoint, export_live
 from gpt.model.generate import evaluation
 from gpt.model.pretrained import WeightsWriter
@@ -18,11 +18,11 @@ from zero.engine import ZeroDataParallel
 from zero.stage import Lifetime
 
 IDS = torch.arange(2 * CONFIG.seq_length).view(2, -1) % CONFIG.vocab_size
-LARGEST_UNIT = 1  # of the root, which stands aside of the blocks, and the blocks
+LARGEST_UNIT = 1  # one of the units: the blocks, and the root with the rest
 
 
 def train_and_export(case: LayoutCase, folder: Path) -> tuple[Tensor, list[int]]:
-    """(logits after two steps, how many units were in place whenever a parameter was written)."""
+    """Return the logits after two steps, and the number of unsharded units whenever a parameter was written."""
     parts, num_gathered = build(case), []
     train(parts, 0, 2)
 

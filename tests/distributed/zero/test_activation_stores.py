@@ -95,7 +95,7 @@ def test_dropout_is_replayed_to_the_bit(store, stage):
         assert all(result.params[name].equal(expected.params[name]) for name in result.params)
 
 
-def test_what_is_split_along_the_sequence_goes_to_the_host_whole():
+def test_with_sequence_parallelism_whole_checkpoints_are_kept_on_the_host():
     config, activations = config_of(97, num_layers=3), ActivationsConfig("partition_host")
     results = run_ranks(2, train, config, 2, True, ZeroConfig(2, 2000), 1, activations)
     assert_equals_whole(results, train_whole(config, 1), 2)
@@ -109,7 +109,7 @@ def refusal(is_split: bool) -> str:
 
 
 @pytest.mark.parametrize(("num_ranks", "is_split"), [(1, False), (2, True)])
-def test_partitioning_what_nobody_holds_twice_is_refused(num_ranks, is_split):
+def test_partitioning_what_no_two_ranks_hold_is_refused(num_ranks, is_split):
     for message in run_ranks(num_ranks, refusal, is_split):
         assert "nothing to partition; choose keep or partition_host" in message
         assert "parallel.sequence_parallel" in message
@@ -118,7 +118,7 @@ def test_partitioning_what_nobody_holds_twice_is_refused(num_ranks, is_split):
 @pytest.mark.parametrize("store", ["partition", "partition_host"])
 @pytest.mark.parametrize(("tensor_size", "layers_per_checkpoint"), [(2, 1), (4, 2)])
 def test_partitioning_adds_one_all_gather_a_checkpoint(store, tensor_size, layers_per_checkpoint):
-    """Of batch x sequence x hidden, to 12 of them a block: less than a tenth (paper, section 8)."""
+    """It has batch x sequence x hidden elements, to 12 times that a block: less than a tenth (paper, section 8)."""
     (kept, kept_bytes), (cut, cut_bytes) = (
         run_ranks(tensor_size, traffic_of_a_step, tensor_size, False, activations, False, 6)[0]
         for activations in (
@@ -135,7 +135,7 @@ def test_partitioning_adds_one_all_gather_a_checkpoint(store, tensor_size, layer
 def build_parts(
     stage: int, activations: ActivationsConfig, num_layers: int = 3
 ) -> tuple[Mesh, ZeroDataParallel, ZeroOptimizer]:
-    """All ranks along the tensor axis."""
+    """Build the model, engine and optimizer with all ranks along the tensor axis."""
     mesh = Mesh.create(torch.distributed.get_world_size())
     gpt = build(config_of(97, num_layers=num_layers), ReplicatedTokens(mesh.tensor), activations)
     model = ZeroDataParallel(gpt, mesh.data, ZeroConfig(stage, 2000, prefetch_numel=15_000))
@@ -148,7 +148,7 @@ def micro_batches() -> list[Tensor]:
 
 
 def allocations_of_ten_steps(stage: int, store: str) -> tuple[Counter, Counter, int]:
-    """By kind, on the device and on the host, after the first step; and how many gradients autograd has made."""
+    """Return the allocations after the first step by kind, on device and host, and the number of gradients."""
     mesh, model, optimizer = build_parts(stage, ActivationsConfig(store))
     with MemoryTracker(torch.device("cpu")) as tracker:
         train_step(model, optimizer, micro_batches(), mesh)
@@ -167,7 +167,7 @@ def allocations_of_ten_steps(stage: int, store: str) -> tuple[Counter, Counter, 
 
 @pytest.mark.parametrize(("stage", "store"), [(0, "keep"), (2, "partition"), (3, "partition_host")])
 def test_after_the_first_step_neither_checkpoints_nor_gradients_are_allocated(stage, store):
-    """Autograd's own gradients pass: each is copied once into its bucket and freed."""
+    """Only autograd's own gradients are: each is copied once into its bucket and freed."""
     for on_device, on_host, num_grads in run_ranks(2, allocations_of_ten_steps, stage, store):
         assert on_host == {}
         assert on_device[TensorKind.CHECKPOINTS] == on_device[TensorKind.BUFFERS] == 0

@@ -113,7 +113,7 @@ def test_what_leaves_the_accelerator_is_on_the_host(stage, states, num_micro_bat
         data_size, train_apart, config, OffloadConfig("host", states), num_micro_batches
     ):
         promised = memory.placed(memory.formula(config.policy, numel, data_size), config.policy, data_size, set(states))
-        assert {Placement.ACCELERATOR: device, Placement.HOST: host} == promised
+        assert (device, host) == (promised.accelerator, promised.host)
         assert device.total / numel == pytest.approx(LEFT_PER_PARAMETER[stage, states])
         for pool, states_there in zip(counted, (device, host), strict=True):
             assert_tracker_agrees(pool, states_there)

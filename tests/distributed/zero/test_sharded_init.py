@@ -1,4 +1,4 @@
-"""A model built straight into shards has the values of one built whole, and never all of it in memory."""
+"""A model that is initialized sharded has the values of one that is not, and is never in memory as a whole."""
 
 import copy
 from collections.abc import Callable
@@ -20,7 +20,7 @@ STAGE_3 = ZeroConfig(stage=3, bucket_numel=500)
 
 
 class Copied(nn.Module):
-    """Blocks that are copies of one, and values that are read and changed after they were made."""
+    """A model with blocks that are copies of one, and values that are read and changed after they were made."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,10 +41,12 @@ def copied() -> nn.Module:
     return Copied().bfloat16()
 
 
-def born(make: Callable[[], nn.Module], config: ZeroConfig, whole_numel: int, shard_size: int | None) -> None:
+def check_values(
+    make: Callable[[], nn.Module], config: ZeroConfig, unsharded_numel: int, shard_size: int | None
+) -> None:
     data = Mesh.create(tensor_size=1, shard_size=shard_size).data
     expected = make()
-    with ShardedInit(data, config.policy, whole_numel) as init:
+    with ShardedInit(data, config.policy, unsharded_numel) as init:
         module = make()
     if config.stage == 3:
         assert all(param.isnan().all() for param in module.parameters() if param.is_floating_point())
@@ -56,19 +58,19 @@ def born(make: Callable[[], nn.Module], config: ZeroConfig, whole_numel: int, sh
 
 def check_sharded_init(names: list[str]) -> None:
     for make in (copied, *(partial(build, name) for name in names)):
-        born(make, STAGE_3, 0, None)
-    born(copied, STAGE_3, 3000, None)
-    born(copied, ZeroConfig(stage=2), 0, None)
-    born(copied, STAGE_3, 0, 1)
+        check_values(make, STAGE_3, 0, None)
+    check_values(copied, STAGE_3, 3000, None)
+    check_values(copied, ZeroConfig(stage=2), 0, None)
+    check_values(copied, STAGE_3, 0, 1)
 
 
 @pytest.mark.parametrize(("num_ranks", "names"), [(1, ["toy"]), (2, [*MODELS, *HARDER_MODELS]), (3, ["toy"])])
-def test_born_models_have_the_values_of_whole_ones(num_ranks, names):
+def test_sharded_initialization_gives_the_values_of_ordinary_initialization(num_ranks, names):
     run_ranks(num_ranks, check_sharded_init, names)
 
 
 def check_first_ranks_values() -> None:
-    """Ranks draw what the first one draws, and go on from their own random states."""
+    """Check that ranks draw the values of the first one, and continue from their own random states."""
     data = Mesh.create(tensor_size=1).data
     torch.manual_seed(0)
     expected = nn.Linear(30, 20)
@@ -85,8 +87,8 @@ def test_ranks_with_other_seeds_draw_what_the_first_draws():
     run_ranks(2, check_first_ranks_values)
 
 
-def most_whole() -> int:
-    """Elements in memory, at most, over construction and initialization of many layers."""
+def most_unsharded() -> int:
+    """Return the most elements in memory at a time, over construction and initialization of many layers."""
     most = 0
     data = Mesh.create(tensor_size=1).data
 
@@ -99,7 +101,7 @@ def most_whole() -> int:
             params.extend(self.linear._parameters[name] for name in ("weight", "bias"))
 
     params: list[nn.Parameter] = []
-    with ShardedInit(data, STAGE_3.policy, whole_numel=2000) as init:
+    with ShardedInit(data, STAGE_3.policy, unsharded_numel=2000) as init:
         module = nn.ModuleList(Watchful() for _ in range(20))
         for param in module.parameters():
             param.data.normal_()
@@ -108,9 +110,9 @@ def most_whole() -> int:
     return most
 
 
-def test_no_more_is_whole_than_was_granted():
-    for most in run_ranks(2, most_whole):
-        assert 2000 - 272 < most <= 2000 + 272  # the newest is made before an older one goes
+def test_no_more_is_unsharded_than_the_limit():
+    for most in run_ranks(2, most_unsharded):
+        assert 2000 - 272 < most <= 2000 + 272  # the newest is made before an older one is sharded
 
 
 def test_a_forgotten_init_is_refused():
@@ -120,13 +122,13 @@ def test_a_forgotten_init_is_refused():
         ZeroDataParallel(module, Axis.trivial("data"), STAGE_3)
 
 
-def test_an_init_that_breaks_off_leaves_torch_as_it_was():
+def test_an_init_that_raises_leaves_torch_as_it_was():
     with pytest.raises(KeyError), ShardedInit(Axis.trivial("data"), STAGE_3.policy):
         raise KeyError
     assert type(nn.Linear(3, 2)._parameters) is dict
 
 
-def test_copies_of_a_born_module_are_plain():
+def test_copies_of_a_module_are_plain():
     with ShardedInit(Axis.trivial("data"), STAGE_3.policy) as init:
         module = nn.Linear(3, 2)
     model = ZeroDataParallel(module, Axis.trivial("data"), ZeroConfig(1), init=init)

@@ -8,9 +8,9 @@ from zero.loss_scale import LossScale
 # (growth interval, hysteresis, initial scale, a letter per step: o overflowed, g good; the scale after each)
 TRAJECTORIES = [
     (3, 1, 8.0, "oogggggg", [4, 2, 2, 2, 4, 4, 4, 8]),
-    (3, 1, 8.0, "ggogggo", [8, 8, 4, 4, 4, 8, 4]),  # an overflow starts the count of good steps again
+    (3, 1, 8.0, "ggogggo", [8, 8, 4, 4, 4, 8, 4]),  # an overflow restarts the count of good steps
     (3, 2, 8.0, "ogogoo", [8, 8, 8, 8, 8, 4]),  # only overflows in a row count
-    (3, 2, 8.0, "oooog", [8, 4, 2, 1, 1]),  # past the hysteresis every further one halves
+    (3, 2, 8.0, "oooog", [8, 4, 2, 1, 1]),  # after the hysteresis every further one halves it
     (2, 3, 8.0, "ooogoooggoo", [8, 8, 4, 4, 4, 4, 2, 2, 4, 4, 4]),
     (1, 1, 1.0, "gggo", [2, 4, 8, 4]),
     (9, 1, 2.5, "ooo", [1.25, 1, 1]),  # never below 1
@@ -34,7 +34,7 @@ def test_a_static_scale_stays():
     assert loss_scale.scale.item() == 128.0
 
 
-def test_a_copied_state_continues_alike():
+def test_a_loaded_state_continues_as_the_saved_one():
     first, second = (LossScale(2.0**initial, is_dynamic=True, growth_interval=3) for initial in (4, 9))
     for step in "ogg":
         first.update(torch.tensor(float(step == "o")))

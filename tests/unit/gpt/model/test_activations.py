@@ -10,7 +10,7 @@ from parallel.errors import ConfigError
 from parallel.mesh import Handle
 from tests.unit.gpt.model.models import ONE_DEVICE, batch, small_config, small_gpt
 from zero.activations.checkpointed_blocks import ActivationsConfig, CheckpointedBlocks
-from zero.activations.slab import Place
+from zero.activations.slab import Slot
 from zero.offload.streams import SideStream
 
 
@@ -54,11 +54,11 @@ class CopyingStore:
     def __init__(self):
         self.put_shapes, self.num_taken = [], 0
 
-    def put(self, place: Place, activation: Tensor) -> Tensor:
+    def put(self, slot: Slot, activation: Tensor) -> Tensor:
         self.put_shapes.append(tuple(activation.shape))
         return activation.detach().clone()
 
-    def take(self, place: Place, stored: Tensor) -> tuple[Tensor, Handle]:
+    def take(self, slot: Slot, stored: Tensor) -> tuple[Tensor, Handle]:
         self.num_taken += 1
         return stored, Handle()
 

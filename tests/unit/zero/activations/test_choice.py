@@ -1,4 +1,4 @@
-"""Section 8's arithmetic: its volumes, and the choices that the paper itself made."""
+"""The arithmetic of the paper's section 8: its volumes, and the choices that the paper itself made."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ V100_BYTES = 32480 * 2**20
 
 
 def workload(billions: float, L: int, b: int, stage: int, N_d: int, **changes: int) -> Workload:
-    """A row of the paper's Figure 8: hidden 8192, sequence 1024, 16 tensor ranks, fp16."""
+    """Return a row of the paper's Figure 8: hidden 8192, sequence 1024, 16 tensor ranks, fp16."""
     psi = billions * 1e9 / 16
     states = formula(STAGES[stage], psi, N_d).total
     sent = step_bytes(STAGES[stage], 2 * psi, N_d)
@@ -44,7 +44,7 @@ def test_volumes_are_section_8s():
 
 
 def test_arithmetic_intensity_is_section_6s():
-    """More than 10K operations a byte for large models, and linear in the hidden size."""
+    """It is above 10K operations a byte for large models, and linear in the hidden size."""
     assert arithmetic_intensity(8192, 1, 2) > 10_000
     assert arithmetic_intensity(8192, 1, 2) == 4 * arithmetic_intensity(2048, 1, 2)
 
@@ -64,8 +64,8 @@ def test_the_choices_of_figure_8(billions, L, b, stage, N_d, store):
     assert f"the first that holds a micro-batch of {b}" in reason
 
 
-def test_partitioning_pays_where_the_data_axis_is_slow_and_not_where_it_is_fast():
-    """The batch grows, so a sequence costs less traffic along the data axis; the gathers are what that costs."""
+def test_partitioning_pays_if_the_data_axis_is_slow_and_not_if_it_is_fast():
+    """With a larger batch a sequence takes less traffic along the data axis, at the price of the gathers."""
     w = workload(60, 75, 8, 2, 8)
     assert largest_batch(w, "partition", V100_BYTES) > 5 * largest_batch(w, "keep", V100_BYTES)
     assert pays(w, "partition", "keep", V100_BYTES, Hardware())
@@ -85,20 +85,20 @@ def test_offload_is_hidden_from_an_arithmetic_intensity_on():
     assert not pays(w, "partition_host", "partition", V100_BYTES, Hardware(host_gb_per_second=0.001))
 
 
-def test_where_nothing_is_replicated_the_choice_is_between_keeping_and_the_host():
+def test_if_nothing_is_replicated_the_choice_is_between_keeping_and_the_host():
     alone = workload(1, 75, 400, 2, 8, N_m=1)
     assert choose_store(alone, V100_BYTES, Hardware())[0] == "partition_host"
     assert "partition " not in choose_store(alone, V100_BYTES, Hardware())[1]
 
 
-def test_what_fits_nowhere_says_so():
+def test_a_micro_batch_that_no_store_holds_is_reported():
     chosen, reason = choose_store(workload(1000, 212, 1, 2, 25), V100_BYTES, Hardware())
     assert chosen == "partition_host"
     assert "too small for a micro-batch of 1; sequences that fit: keep 0, partition 0, partition_host 0" in reason
 
 
 @pytest.mark.parametrize("store", STORES)
-def test_the_bytes_reckoned_with_are_those_that_stores_keep(store):
+def test_the_bytes_of_the_choice_are_those_that_stores_keep(store):
     w = workload(60, 75, 1, 2, 8)
     replicas = Axis("tensor", 16, 0, CommLog())
     kept = STORES[store](StoreContext(replicas, torch.device("cpu"), SideStream(torch.device("cpu")), True))

@@ -1,4 +1,4 @@
-"""Stores of activation checkpoints: what they keep, when they bring it, and what they refuse."""
+"""Stores of activation checkpoints: what they keep, when they fetch it, and which settings they refuse."""
 
 import math
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from parallel.instruments.memory_tracker import MemoryTracker, TensorKind
 from parallel.mesh import Axis, Handle, Mesh
 from tests.ranks import run_ranks
 from zero.activations.checkpointed_blocks import ActivationsConfig, CheckpointedBlocks, checkpointed_blocks
-from zero.activations.slab import Place
+from zero.activations.slab import Slot
 from zero.activations.stores import STORES, StoreContext, StoredBytes, StoreName
 from zero.offload.streams import SideStream
 
@@ -25,7 +25,7 @@ Block = Callable[[Tensor], Tensor]
 
 
 def blocks(num_blocks: int) -> list[Block]:
-    """Each keeps its input for backward, and is told from the others."""
+    """Return blocks that each save their input for backward, and all compute something else."""
     return [lambda x, factor=factor: (x * x.sigmoid() * factor).cos() for factor in range(1, num_blocks + 1)]
 
 
@@ -45,7 +45,7 @@ def activation(seed: int) -> Tensor:
 
 
 def partitioned_gradients(store: str, defragment: bool) -> list[tuple[Tensor, StoredBytes]]:
-    """For every shape: the gradient, and what is kept, which must be what the store says."""
+    """Return for every shape the gradient, and the bytes that are kept, which must be those that the store promises."""
     axis = Mesh.create(torch.distributed.get_world_size()).tensor
     found = []
     for seed in range(len(SHAPES)):
@@ -82,53 +82,57 @@ def run_with(store: object, layers_per_checkpoint: int = 1, reuses_memory: bool 
     return CheckpointedBlocks(store, layers_per_checkpoint, SideStream(CPU), reuses_memory)
 
 
-class Diary:
-    """Keeps checkpoints and writes down what happens; what is being brought has not come before it is waited for."""
+class LoggingStore:
+    """A store that logs its calls; the values that `take` returns are valid only after the wait for its handle."""
 
     def __init__(self) -> None:
         self.events: list[str] = []
 
-    def put(self, place: Place, activation: Tensor) -> Tensor:
-        self.events.append(f"put {place.number}")
+    def put(self, slot: Slot, activation: Tensor) -> Tensor:
+        self.events.append(f"put {slot.number}")
         return activation
 
-    def take(self, place: Place, stored: Tensor) -> tuple[Tensor, Handle]:
-        self.events.append(f"bring {place.number}")
+    def take(self, slot: Slot, stored: Tensor) -> tuple[Tensor, Handle]:
+        self.events.append(f"fetch {slot.number}")
         arriving = torch.full_like(stored, torch.nan)
-        return arriving, Handle(partial(self.events.append, f"come {place.number}"), lambda: arriving.copy_(stored))
+        return arriving, Handle(partial(self.events.append, f"arrived {slot.number}"), lambda: arriving.copy_(stored))
 
     def num_bytes(self, count: int, numel: int, itemsize: int) -> StoredBytes:
         return StoredBytes()
 
 
-def test_the_checkpoint_before_is_on_its_way_while_a_group_runs_again():
-    diary = Diary()
+def test_the_checkpoint_before_is_fetched_while_a_group_runs_again():
+    store = LoggingStore()
 
     def noted(number: int, x: Tensor) -> Tensor:
-        diary.events.append(f"run {number}")
+        store.events.append(f"run {number}")
         return blocks(3)[number](x)
 
     x = torch.randn(4, requires_grad=True)
-    run_with(diary)([partial(noted, number) for number in range(3)], x * 1).sum().backward()
-    forward, backward = diary.events[:6], diary.events[6:]
+    run_with(store)([partial(noted, number) for number in range(3)], x * 1).sum().backward()
+    forward, backward = store.events[:6], store.events[6:]
     assert forward == ["put 0", "run 0", "put 1", "run 1", "put 2", "run 2"]
-    assert backward == ["bring 2", "come 2", "bring 1", "run 2", "come 1", "bring 0", "run 1", "come 0", "run 0"]
+    assert backward == [
+        *("fetch 2", "arrived 2", "fetch 1", "run 2"),
+        *("arrived 1", "fetch 0", "run 1"),
+        *("arrived 0", "run 0"),
+    ]
     assert x.grad.equal(gradient_of(x.detach(), run_in_order, num_blocks=3))
 
 
-def test_what_was_brought_in_vain_is_waited_for():
-    diary, x = Diary(), torch.randn(4, requires_grad=True)
-    run = run_with(diary)
+def test_a_checkpoint_that_was_fetched_in_vain_is_waited_for():
+    store, x = LoggingStore(), torch.randn(4, requires_grad=True)
+    run = run_with(store)
 
     def frozen_below(x: Tensor) -> Tensor:
         return run([*blocks(1), lambda x: x.detach() * scale, *blocks(1)], x * 1).sum()
 
     scale = torch.ones(4, requires_grad=True)
     frozen_below(x).backward()  # ends in the second group: the first one's checkpoint is not needed
-    assert diary.events[-1] == "bring 0"
-    assert "come 0" not in diary.events
+    assert store.events[-1] == "fetch 0"
+    assert "arrived 0" not in store.events
     frozen_below(x)
-    assert diary.events.index("come 0") < diary.events.index("put 0", 3)  # the second forward's
+    assert store.events.index("arrived 0") < store.events.index("put 0", 3)  # the second forward's
 
 
 def two_forwards_then_two_backwards(defragment: bool, **shapes: tuple[int, ...]) -> list[Tensor]:
@@ -141,13 +145,13 @@ def two_forwards_then_two_backwards(defragment: bool, **shapes: tuple[int, ...])
     return [x.grad for x in xs]
 
 
-@pytest.mark.parametrize("second", [(4, 6), (6, 4), (24,)])  # of one size they share a slab
-def test_a_forward_over_another_that_waits_for_its_backward_is_an_error(second):
+@pytest.mark.parametrize("second", [(4, 6), (6, 4), (24,)])  # all have the same size, hence the same slab
+def test_a_forward_before_the_backward_of_the_last_one_is_an_error(second):
     with pytest.raises(ValueError, match=r"overwritten checkpoint 2 .* activations.defragment=false"):
         two_forwards_then_two_backwards(True, first=(4, 6), second=second)
 
 
-def test_without_slabs_or_in_another_slab_forwards_may_wait():
+def test_without_slabs_or_in_another_slab_a_backward_may_follow_later():
     expected = [gradient_of(torch.ones(4), run_in_order), gradient_of(torch.ones(6), run_in_order)]
     for found in (
         two_forwards_then_two_backwards(False, first=(4,), second=(6,)),
@@ -167,7 +171,7 @@ def test_micro_batches_use_the_slab_again_and_evaluation_does_not_touch_it(store
         for _ in range(3):
             assert gradient_of(x, run).equal(expected)
             with torch.no_grad():
-                run(blocks(5), torch.randn(9, 5))  # of another shape, as generation's
+                run(blocks(5), torch.randn(9, 5))  # of another shape, as in generation
                 between = run(blocks(5), x)
             assert between.equal(run_in_order(blocks(5), x))
         for memory in (tracker.device, tracker.host):
@@ -187,21 +191,21 @@ def test_an_evaluation_between_a_forward_and_its_backward_is_harmless(store):
 
 @pytest.mark.parametrize("store", STORES)
 def test_stores_copy_and_change_nothing(store):
-    """With slabs the caller may do with its tensor what it likes; no store ever writes to it."""
-    around = StoreContext(Axis.trivial("tensor"), CPU, SideStream(CPU), defragments=True)
-    chosen = STORES[store](around)
+    """With slabs the caller may change its tensor afterwards; no store ever writes to it."""
+    context = StoreContext(Axis.trivial("tensor"), CPU, SideStream(CPU), defragments=True)
+    chosen = STORES[store](context)
     x = torch.arange(12.0).view(3, 4).t()  # not contiguous
     before = x.clone()
-    stored = chosen.put(Place(0, 2), x)
+    stored = chosen.put(Slot(0, 2), x)
     assert x.equal(before)
     x.zero_()
-    chosen.put(Place(1, 2), torch.ones(4, 3))
-    taken, handle = chosen.take(Place(0, 2), stored)
+    chosen.put(Slot(1, 2), torch.ones(4, 3))
+    taken, handle = chosen.take(Slot(0, 2), stored)
     handle.wait()
     assert taken.equal(before)
 
 
-def test_a_backward_that_is_repeated_takes_again():
+def test_a_backward_may_be_repeated():
     x = torch.randn(4, requires_grad=True)
     run = checkpointed_blocks(ActivationsConfig("partition_host", 2))
     assert run is not None
@@ -212,8 +216,8 @@ def test_a_backward_that_is_repeated_takes_again():
     assert first.equal(gradient_of(x.detach(), run_in_order))
 
 
-def test_checkpoints_go_as_backward_goes_on_where_there_is_no_slab():
-    """Autograd holds each until its group is done: at the end of backward the later ones are gone."""
+def test_without_a_slab_checkpoints_are_freed_as_backward_goes_on():
+    """Autograd holds each until its group's backward has run: at the end of backward the later ones are freed."""
     run = checkpointed_blocks(ActivationsConfig("keep", 1, defragment=False))
     assert run is not None
     left = []
@@ -230,6 +234,6 @@ def test_every_name_of_a_store_is_a_row_of_the_table():
     assert tuple(STORES) == get_args(StoreName)
 
 
-def test_partitioning_what_every_rank_has_for_itself_is_refused():
+def test_partitioning_what_no_two_ranks_hold_is_refused():
     with pytest.raises(ConfigError, match=r"activations.store=partition: no 2 tensor ranks .* choose keep"):
         checkpointed_blocks(ActivationsConfig("partition"))

@@ -26,7 +26,7 @@ NUM_PARAMETERS = (7.5e9, 128e9, 1e12)
 
 
 def cells() -> list[tuple[int, float, int, str]]:
-    """(data size, parameters, stage, printed GB)."""
+    """Return (data size, parameters, stage, printed GB) of every cell."""
     found = []
     for line in TABLE_1.strip().splitlines()[1:]:
         data_size, *models = line.split("|")

@@ -14,7 +14,7 @@ COLUMNS = {"baseline_B_paper": 0, "Pos_B_paper": 1, "Posg_B_paper": 2, "Posgp_B_
 
 
 def table_2() -> list[tuple[int, int, int, str]]:
-    """(model-parallel degree, data-parallel degree, stage, printed billions) of the 20 theoretical cells."""
+    """Return (model-parallel degree, data-parallel degree, stage, printed billions) of the 20 theoretical cells."""
     with (PAPER / "table2_max_model_billion.csv").open() as file:
         rows = list(csv.DictReader(file))
     return [(int(row["mp"]), int(row["dp"]), stage, row[name]) for row in rows for name, stage in COLUMNS.items()]
@@ -40,22 +40,22 @@ FP16_BYTES = 2
 
 
 def transformer_parameters(h: int, L: int) -> float:
-    """Section 3.1: 12 L h^2, without embeddings."""
+    """Return 12 L h^2, without embeddings (section 3.1)."""
     return 12 * L * h**2
 
 
 def activation_bytes(b: int, s: int, h: int, L: int) -> float:
-    """Section 3.2, footnote 3: about 12 h b s L elements, if all are kept."""
+    """Return the bytes of about 12 h b s L elements, if all are kept (section 3.2, footnote 3)."""
     return 12 * FP16_BYTES * b * s * h * L
 
 
 def checkpoint_bytes(b: int, s: int, h: int, L: int, k: int = 1, N_m: int = 1) -> float:
-    """Sections 3.2 and 6.1: one input of every k layers, of which each rank keeps 1/N_m with P_a."""
+    """Return the bytes of one input of every k layers, of which each rank keeps 1/N_m with P_a (sections 3.2, 6.1)."""
     return FP16_BYTES * partition_volume(b, s, h, L, k) / N_m
 
 
 def fused_buffer_bytes(num_parameters: float) -> float:
-    """Section 3.2: the gradients of the whole model in one fp32 buffer, which C_B replaces by a constant."""
+    """Return the bytes of all gradients in one fp32 buffer, which C_B replaces by a constant (section 3.2)."""
     return 4 * num_parameters
 
 

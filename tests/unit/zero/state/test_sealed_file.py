@@ -1,4 +1,4 @@
-"""Files that notice any change: every byte, every length, and what safetensors itself reads of them."""
+"""Files with a checksum: any change of a byte or of the length is noticed, and safetensors reads the same tensors."""
 
 import pytest
 import safetensors.torch
@@ -31,7 +31,7 @@ def test_safetensors_reads_what_was_written(tmp_path, monkeypatch):
             assert read.equal(tensor)
 
 
-def test_any_stretch_is_read_into_any_type(tmp_path, monkeypatch):
+def test_any_range_is_read_into_any_dtype(tmp_path, monkeypatch):
     monkeypatch.setattr(tensor_file, "CHUNK_BYTES", 16)
     write_tensors(tmp_path / "a", TENSORS)
     file, weights = TensorFile(tmp_path / "a"), TENSORS["weights"].flatten()
@@ -43,7 +43,7 @@ def test_any_stretch_is_read_into_any_type(tmp_path, monkeypatch):
         file.read("weights", range(8, 16), torch.empty(8))
 
 
-def test_json_comes_back(tmp_path):
+def test_json_is_read_as_it_was_written(tmp_path):
     content = {"step": 3, "name": "x", "list": [1, 2.5, None]}
     write_json(tmp_path / "a.json", content)
     found = read_json(tmp_path / "a.json")
@@ -52,17 +52,17 @@ def test_json_comes_back(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["tensors", "json"])
-def test_every_changed_byte_and_every_cut_is_noticed(tmp_path, kind):
+def test_every_changed_byte_and_every_truncation_is_noticed(tmp_path, kind):
     file = tmp_path / "file"
     write_tensors(file, TENSORS) if kind == "tensors" else write_json(file, {"step": 3, "names": ["a", "b"]})
     verify(file)
     whole = file.read_bytes()
-    for place in range(len(whole)):
+    for offset in range(len(whole)):
         for bit in (1, 32):
-            file.write_bytes(whole[:place] + bytes([whole[place] ^ bit]) + whole[place + 1 :])
+            file.write_bytes(whole[:offset] + bytes([whole[offset] ^ bit]) + whole[offset + 1 :])
             with pytest.raises(ConfigError, match=rf"{file} is damaged"):
                 verify(file)
-        file.write_bytes(whole[:place])
+        file.write_bytes(whole[:offset])
         with pytest.raises(ConfigError, match=rf"{file} is damaged"):
             verify(file)
     file.unlink()
