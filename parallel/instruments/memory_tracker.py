@@ -47,6 +47,11 @@ def tagged(kind: TensorKind, tensor: Tensor, *, on_host: bool = False) -> Tensor
     return tensor
 
 
+def allocate_buffer(like: Tensor, numel: int) -> Tensor:
+    """Return an uninitialized tensor (numel,) of the dtype and device of `like`, which counts as BUFFERS."""
+    return tagged(TensorKind.BUFFERS, like.new_empty(numel))
+
+
 @contextmanager
 def allocating(kind: TensorKind, *, on_host: bool = False) -> Iterator[None]:
     """What is allocated in here, and not tagged, is of this kind: the innermost one counts."""
