@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from parallel.errors import ConfigError
 from parallel.instruments.comm_log import CommEvent, CommLog
 from parallel.receive_buffers import Allocate, ReceiveBuffers, new_buffer
+from parallel.torch_internals import flatten_mesh
 
 
 class Handle:
@@ -127,7 +128,8 @@ class Axis:
         return (self.imitated_backend if backend == "fake" else backend) == "gloo"
 
     def _timed(self, event: CommEvent, collective: Handle) -> Handle:
-        return Handle(partial(self.log.waits_for, event), collective.wait, partial(self.log.has, event))
+        start, end = partial(self.log.record_wait_start, event), partial(self.log.record_wait_end, event)
+        return Handle(start, collective.wait, end)
 
     def values_of_first(self, tensor: Tensor) -> Tensor:
         """Return the first rank's values of the tensor, contiguous, on a device that can communicate.
@@ -239,7 +241,7 @@ class Mesh:
         elif shard.size == 1:
             data = replace(replica, name="data", parts=(shard, replica))
         else:
-            data = axis("data", groups["replica", "shard"]._flatten("data").get_group(), (shard, replica))
+            data = axis("data", flatten_mesh(groups["replica", "shard"], "data"), (shard, replica))
         return cls(data, tensor, log)
 
     @property
