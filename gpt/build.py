@@ -17,6 +17,7 @@ from gpt.planner.host_memory import check_host_memory
 from gpt.schedule import check_batch_sizes, learning_rate
 from gpt.settings import LossScaleSettings, OptimizerSettings, ParallelSettings, Settings
 from parallel.errors import ConfigError
+from parallel.instruments.memory_tracker import allocate_buffer
 from parallel.mesh import Axis, Mesh
 from parallel.tensor.cross_entropy import CHUNK_NUMEL
 from parallel.tensor.layers import part_of, split_dims
@@ -69,6 +70,7 @@ def build_mesh(settings: Settings, world: World) -> Mesh:
         world.device.type,
         shard_size=settings.parallel.shard_size,
         imitated_backend=world.imitated_backend,
+        allocate=allocate_buffer,
     )
     check_divides(settings.model, mesh.tensor)
     check_replicas(settings.activations, token_layout(settings, mesh).replicas)

@@ -1,10 +1,10 @@
-"""The mesh: named axes, each carrying the collectives that run along it. Every byte between ranks passes this door.
+"""The mesh: named axes, each with the collectives that run along it. All communication between ranks is in this file.
 
-A verb writes `out`, returns at once, and gives a `Handle` to wait on before `out` is read or its inputs overwritten.
-An axis of size 1 communicates nothing and still writes `out`, so no caller ever asks how large an axis is.
+A collective writes `out`, returns at once, and returns a `Handle` to wait for before `out` is read or the inputs are
+overwritten. An axis of size 1 communicates nothing and still writes `out`, so callers never test the size of an axis.
 """
 
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -16,91 +16,72 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from parallel.errors import ConfigError
 from parallel.instruments.comm_log import CommEvent, CommLog
-from parallel.instruments.memory_tracker import TensorKind, tagged
+from parallel.receive_buffers import Allocate, ReceiveBuffers, new_buffer
+from parallel.torch_internals import flatten_mesh
 
 
 class Handle:
-    """A collective under way: the steps still to be taken before its output may be read."""
+    """An asynchronous collective: the steps that remain before its output may be read."""
 
     def __init__(self, *steps: Callable[[], object]):
         self._steps = deque(steps)
 
     def wait(self) -> None:
-        """On a GPU the stream waits, not the host."""
+        """Complete the collective. On a GPU the current stream waits for it, and the host does not."""
         while self._steps:
+            # A step is removed before it is called: a second wait, also one from inside a step, never repeats it.
             self._steps.popleft()()
 
     def then(self, launch: Callable[[], "Handle"]) -> "Handle":
-        """Launch a collective that reads this one's output: now if it is there already, else when waited for."""
+        """Return a handle on this collective followed by one that reads its output.
+
+        `launch` starts the second one: at once if this handle is already complete, otherwise when the result is
+        waited for.
+        """
         return Handle(self.wait, lambda: launch().wait()) if self._steps else launch()
-
-
-class ReceiveBuffers:
-    """Memory for messages on their way in, used again: fresh pages for each would cost as much as sending it.
-
-    As many buffers a type as were on their way at once, each for the longest message so far."""
-
-    def __init__(self) -> None:
-        self._free: defaultdict[torch.dtype, list[Tensor]] = defaultdict(list)
-
-    def take(self, like: Tensor) -> Tensor:
-        """At least as long as `like`."""
-        free = self._free[like.dtype]
-        if free and free[-1].numel() >= like.numel():
-            return free.pop()
-        if free:
-            free.pop(0)
-        return tagged(TensorKind.BUFFERS, like.new_empty(like.numel()))
-
-    def put_back(self, buffer: Tensor) -> None:
-        free = self._free[buffer.dtype]
-        free.append(buffer)
-        free.sort(key=Tensor.numel)
-
-    def clear(self) -> None:
-        """Of what waits for a message; the next ones get memory of their own."""
-        self._free.clear()
-
-    @property
-    def num_bytes(self) -> int:
-        """Of the buffers that wait for a message; none is on its way between steps."""
-        return sum(b.numel() * b.element_size() for free in self._free.values() for b in free)
 
 
 @dataclass(frozen=True)
 class Axis:
-    """The ranks that differ only in their place along one dimension of the mesh; `rank` is that place."""
+    """The ranks that differ in one coordinate of the mesh only; `rank` is this process's coordinate.
+
+    `parts` is (inner, outer) if the axis is divided: consecutive ranks, and the ranks at the same position in them.
+    `imitated_backend` is the backend that a fake process group stands for.
+    """
 
     name: str
     size: int
     rank: int
     log: CommLog
     group: dist.ProcessGroup | None = None
-    parts: "tuple[Axis, Axis] | None" = None  # (inner, outer): consecutive ranks, and those at the same place in them
-    imitated_backend: str | None = None  # what a fake process group stands for
+    parts: "tuple[Axis, Axis] | None" = None
+    imitated_backend: str | None = None
     received: ReceiveBuffers = field(default_factory=ReceiveBuffers, repr=False, compare=False)
 
     @classmethod
     def trivial(cls, name: str, log: CommLog | None = None) -> "Axis":
-        """The axis of one rank: no process group, no traffic."""
+        """Return an axis of one rank, which has no process group and no traffic."""
         return cls(name, 1, 0, log or CommLog())
 
     def alone(self) -> "Axis":
-        """This axis as seen by a rank without peers."""
+        """Return this axis reduced to the present rank, without a process group."""
         return replace(self, size=1, rank=0, group=None, parts=None)
 
     @property
     def has_peers(self) -> bool:
-        """Whether other processes are there to answer; those of the fake backend are not."""
+        """True if other processes can answer; the peers of a fake process group cannot."""
         return self.size > 1 and dist.get_backend(self.group) != "fake"
 
     def device_to_travel_from(self, tensor: Tensor) -> torch.device:
-        """Where a copy of the tensor must lie to be communicated: NCCL takes nothing from host memory."""
+        """Return the device that a copy of the tensor must be on to be communicated: NCCL cannot send host memory."""
         is_nccl = self.size > 1 and dist.get_backend(self.group) == "nccl"
         return torch.device("cuda", torch.cuda.current_device()) if is_nccl else tensor.device
 
     def all_gather(self, shard: Tensor, *, out: Tensor) -> Handle:
-        """(n, ...) -> (size * n, ...), contiguous. In place where `shard` is this rank's part of `out`."""
+        """Gather (n, ...) from every rank into `out`, (size * n, ...), contiguous.
+
+        In place if `shard` is this rank's part of `out`.
+        """
         if self.size == 1:
             return _copy(shard, out)
         event = self.log.record("all_gather", self.name, self.size, out)
@@ -111,7 +92,10 @@ class Axis:
         return self._timed(event, Handle(work.wait))
 
     def reduce_scatter(self, full: Tensor, *, out: Tensor) -> Handle:
-        """(size * n, ...) -> (n, ...), summed, contiguous. In place where `out` is this rank's part of `full`."""
+        """Sum (size * n, ...) over the ranks and write this rank's part to `out`, (n, ...), contiguous.
+
+        In place if `out` is this rank's part of `full`.
+        """
         if self.size == 1:
             return _copy(full, out)
         event = self.log.record("reduce_scatter", self.name, self.size, full)
@@ -122,19 +106,19 @@ class Axis:
         return self._timed(event, Handle(work.wait))
 
     def all_reduce(self, tensor: Tensor, *, out: Tensor) -> Handle:
-        """Summed over the axis, in place where `out` is `tensor`."""
-        out.copy_(tensor)  # returns early where both are the same memory
+        """Sum the tensor over the ranks into `out`. In place if `out` is `tensor`."""
+        out.copy_(tensor)  # returns early if both are the same memory
         if self.size == 1:
             return Handle()
         event = self.log.record("all_reduce", self.name, self.size, out)
         return self._timed(event, Handle(dist.all_reduce(out, group=self.group, async_op=True).wait))
 
     def broadcast(self, tensor: Tensor) -> Handle:
-        """Every rank of the axis receives the contiguous tensor of its first rank."""
+        """Overwrite the contiguous tensor of every rank with that of the first rank."""
         if self.size == 1:
             return Handle()
         event = self.log.record("broadcast", self.name, self.size, tensor)
-        as_bytes = tensor.view(-1).view(torch.uint8)  # gloo lacks some types
+        as_bytes = tensor.view(-1).view(torch.uint8)  # gloo does not support every dtype
         work = dist.broadcast(as_bytes, group=self.group, group_src=0, async_op=True)
         return self._timed(event, Handle(work.wait))
 
@@ -144,16 +128,23 @@ class Axis:
         return (self.imitated_backend if backend == "fake" else backend) == "gloo"
 
     def _timed(self, event: CommEvent, collective: Handle) -> Handle:
-        return Handle(partial(self.log.waits_for, event), collective.wait, partial(self.log.has, event))
+        start, end = partial(self.log.record_wait_start, event), partial(self.log.record_wait_end, event)
+        return Handle(start, collective.wait, end)
 
     def values_of_first(self, tensor: Tensor) -> Tensor:
-        """What the axis's first rank has in the tensor, contiguous, where it can travel. May overwrite `tensor`."""
+        """Return the first rank's values of the tensor, contiguous, on a device that can communicate.
+
+        May overwrite `tensor`. The stream waits for the values.
+        """
         values = tensor.to(self.device_to_travel_from(tensor)).contiguous()
         self.broadcast(values).wait()
         return values
 
     def least(self, number: int) -> int:
-        """Of the axis's ranks; waits for them, and for the device. Without peers to answer, this rank's."""
+        """Return the minimum of `number` over the axis; `number` itself if no peer can answer.
+
+        Blocks the host until all ranks have called it and the device has finished.
+        """
         if not self.has_peers:
             return number
         own = torch.tensor([number])
@@ -163,13 +154,19 @@ class Axis:
         return int(numbers.min())
 
     def _send_to_all(self, shard: Tensor, out: Tensor) -> Handle:
-        """gloo's own all-gather receives in a fresh buffer and copies; straight into place it is four times faster."""
+        """Gather by pairwise messages that are received in place.
+
+        gloo's own all-gather receives into a new buffer and copies it, which takes four times as long.
+        """
         shards = out.view(-1).chunk(self.size)
-        shards[self.rank].copy_(shard.view(-1))  # returns early where both are the same memory
+        shards[self.rank].copy_(shard.view(-1))  # returns early if both are the same memory
         return self._exchange([shard.view(-1)] * self.size, shards)
 
     def _exchange_and_sum(self, full: Tensor, out: Tensor) -> Handle:
-        """gloo's own reduce-scatter sends as much as an all-reduce; an exchange and a local sum send half."""
+        """Reduce and scatter by an exchange of shards and a local sum.
+
+        gloo's own reduce-scatter sends as many bytes as an all-reduce, which is twice as many.
+        """
         buffer = self.received.take(full)
         received = buffer[: full.numel()]
         sent, terms = full.view(-1).chunk(self.size), received.chunk(self.size)
@@ -177,13 +174,17 @@ class Axis:
         exchanged = self._exchange(sent, terms)
 
         def add_up() -> None:
+            # The buffer is put back after the sum has read it: the next message may overwrite it at once.
             _add_up(received.view(self.size, -1), out.view(-1))
             self.received.put_back(buffer)
 
         return Handle(exchanged.wait, add_up)
 
     def _exchange(self, sent: Sequence[Tensor], received: Sequence[Tensor]) -> Handle:
-        """`sent[k]` to every other rank k, which fills `received[k]`. Pairs of ranks match in the order of calls."""
+        """Send `sent[k]` to every other rank k and fill `received[k]` with what rank k sends.
+
+        Two ranks match their messages in the order of their calls, so all ranks must call in the same order.
+        """
         peers = [rank for rank in range(self.size) if rank != self.rank]
         messages = [dist.P2POp(dist.irecv, received[peer], group=self.group, group_peer=peer) for peer in peers]
         messages += [dist.P2POp(dist.isend, sent[peer], group=self.group, group_peer=peer) for peer in peers]
@@ -192,7 +193,10 @@ class Axis:
 
 @dataclass(frozen=True)
 class Mesh:
-    """rank = data.rank * tensor.size + tensor.rank: a tensor group is a run of consecutive ranks, inside a node."""
+    """The grid of ranks: rank = data.rank * tensor.size + tensor.rank.
+
+    A tensor group is a run of consecutive ranks, which a launcher places on one node.
+    """
 
     data: Axis
     tensor: Axis
@@ -206,36 +210,27 @@ class Mesh:
         log: CommLog | None = None,
         shard_size: int | None = None,
         imitated_backend: str | None = None,
+        allocate: Allocate = new_buffer,
     ) -> "Mesh":
-        """Lay the axes over torch's default process group, or over this process alone where there is none.
+        """Lay the axes over torch's default process group, or over this process alone if there is none.
 
-        With `shard_size` the data axis has parts, "shard" of that size and "replica" across. `imitated_backend` is what
-        a fake process group stands for. Raises ConfigError.
+        With `shard_size` the data axis has parts: "shard" of that size, and "replica" across the shard groups.
+        `imitated_backend` is the backend that a fake process group stands for. `allocate` makes the buffers that
+        messages are received in. Raises ConfigError if a size does not divide the ranks.
         """
         log = log or CommLog()
         world_size = dist.get_world_size() if dist.is_initialized() else 1
-        if tensor_size < 1 or world_size % tensor_size:
-            divisors = [str(n) for n in range(1, world_size + 1) if world_size % n == 0]
-            raise ConfigError(
-                f"parallel.tensor_size={tensor_size} does not divide the {world_size} ranks; "
-                f"choose {', '.join(divisors)}, or start another number of ranks"
-            )
-        data_size = world_size // tensor_size
-        if shard_size is not None and (shard_size < 1 or data_size % shard_size):
-            raise ConfigError(
-                f"parallel.shard_size={shard_size} does not divide the {data_size} data-parallel ranks; "
-                "choose a divisor, or null to shard over all of them"
-            )
+        data_size = _data_size(world_size, tensor_size, shard_size)
         if world_size == 1:
             return cls(Axis.trivial("data", log), Axis.trivial("tensor", log), log)
         inner = shard_size or data_size
         sizes = {"replica": data_size // inner, "shard": inner, "tensor": tensor_size}
-        sizes = {name: size for name, size in sizes.items() if size > 1}  # a rank alone needs no group, nor its threads
+        sizes = {name: size for name, size in sizes.items() if size > 1}  # a group of one would start useless threads
         groups = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
         def axis(name: str, group: dist.ProcessGroup, parts: tuple[Axis, Axis] | None = None) -> Axis:
             size, rank = dist.get_world_size(group), dist.get_rank(group)
-            return Axis(name, size, rank, log, group, parts, imitated_backend)
+            return Axis(name, size, rank, log, group, parts, imitated_backend, ReceiveBuffers(allocate))
 
         def part(name: str) -> Axis:
             return axis(name, groups.get_group(name)) if name in sizes else Axis.trivial(name, log)
@@ -246,7 +241,7 @@ class Mesh:
         elif shard.size == 1:
             data = replace(replica, name="data", parts=(shard, replica))
         else:
-            data = axis("data", groups["replica", "shard"]._flatten("data").get_group(), (shard, replica))
+            data = axis("data", flatten_mesh(groups["replica", "shard"], "data"), (shard, replica))
         return cls(data, tensor, log)
 
     @property
@@ -258,13 +253,30 @@ class Mesh:
         return self.data.size * self.tensor.size
 
     def barrier(self) -> None:
-        """Wait until every rank has come here. Never in a training step."""
+        """Wait until every rank has called this. Not for use in a training step: it blocks the host."""
         if dist.is_initialized():
             dist.barrier()
 
 
+def _data_size(world_size: int, tensor_size: int, shard_size: int | None) -> int:
+    """Return the size of the data axis. Raises ConfigError if `tensor_size` or `shard_size` does not divide."""
+    if tensor_size < 1 or world_size % tensor_size:
+        divisors = [str(n) for n in range(1, world_size + 1) if world_size % n == 0]
+        raise ConfigError(
+            f"parallel.tensor_size={tensor_size} does not divide the {world_size} ranks; "
+            f"choose {', '.join(divisors)}, or start another number of ranks"
+        )
+    data_size = world_size // tensor_size
+    if shard_size is not None and (shard_size < 1 or data_size % shard_size):
+        raise ConfigError(
+            f"parallel.shard_size={shard_size} does not divide the {data_size} data-parallel ranks; "
+            "choose a divisor, or null to shard over all of them"
+        )
+    return data_size
+
+
 def _add_up(terms: Tensor, out: Tensor) -> None:
-    """(size, n) -> (n,), in the order of ranks; half types are added in fp32 and rounded once."""
+    """Sum (size, n) over the first dim into (n,), in the order of ranks; half types in fp32, rounded once."""
     if len(terms) == 2:
         torch.add(terms[0], terms[1], out=out)  # the same bits as the sum, several times faster
     else:
@@ -281,5 +293,5 @@ def _copy(source: Tensor, out: Tensor) -> Handle:
 
 
 def _first_named(*names: str) -> Callable:
-    """The first of `names` that this torch has: collectives were renamed between 2.11 and 2.13."""
+    """Return the first of `names` that this torch has: two collectives have other names in 2.11 than in 2.13."""
     return next(getattr(dist, name) for name in names if hasattr(dist, name))

@@ -15,9 +15,9 @@ from uuid import uuid4
 
 import torch
 import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from parallel.errors import ConfigError
+from parallel.torch_internals import FakeStore, default_store
 
 FAILURE_KEY = "failed_ranks"  # in the launcher's store: how many ranks have failed so far
 SECONDS_FOR_THE_LINE = 2.0  # the launcher ends every rank at the first exit: let the error line get out before
@@ -140,7 +140,7 @@ def shared_store() -> dist.Store:
     """
     if not dist.is_initialized():
         return dist.HashStore()
-    return dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
+    return default_store().clone()  # type: ignore[attr-defined]
 
 
 def exit_with_error(error: Exception) -> NoReturn:
@@ -160,7 +160,7 @@ def exit_with_error(error: Exception) -> NoReturn:
 def has_failed_elsewhere() -> bool:
     """Whether a peer has told why it failed, so that this rank's broken collective needs no words."""
     try:
-        return dist.is_initialized() and dist.distributed_c10d._get_default_store().check([FAILURE_KEY])
+        return dist.is_initialized() and default_store().check([FAILURE_KEY])
     except (RuntimeError, ValueError):  # the store went with the rank that held it
         return True
 
@@ -170,6 +170,6 @@ def _count_failure() -> int:
     if not dist.is_initialized():
         return 1 + rank_from_environment()
     try:
-        return dist.distributed_c10d._get_default_store().add(FAILURE_KEY, 1)
+        return default_store().add(FAILURE_KEY, 1)
     except (RuntimeError, ValueError):
         return 1

@@ -20,7 +20,7 @@ from rich.table import Table
 from parallel.errors import ConfigError, exit_on_config_error
 from parallel.instruments.comm_log import CommEvent, CommLog
 from parallel.instruments.kernel_log import KernelLog
-from parallel.instruments.watching import watching
+from parallel.instruments.operation_observer import observe_operations
 
 PROFILES = "collectives.json", "report.json"  # of a real run, and of a dry one
 
@@ -56,7 +56,7 @@ def profile(events: list[CommEvent], step_length: float) -> list[dict[str, Any]]
 def profiled(log: CommLog, folder: Path) -> Iterator[None]:
     """A real run's step: its profile goes to `folder`. It takes longer, since Python sees every kernel to count it."""
     kernels = KernelLog(lambda: log.phase, is_on_host=lambda _tensor: False)
-    with watching(kernels), log.keeping_events(kernels.count) as events:
+    with observe_operations(kernels), log.keeping_events(kernels.count) as events:
         yield
     rows = profile(events, kernels.count())
     (folder / PROFILES[0]).write_text(json.dumps({"collectives": rows}, indent=1) + "\n")

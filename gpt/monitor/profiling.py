@@ -67,8 +67,8 @@ class Profiler:
         if self._settings.steps is None or step != self._settings.steps[0]:
             return
         log = self._mesh.log
-        self._before = log.keeps_events, log.clock, log.watch
-        log.keeps_events, log.clock, log.watch = True, self._stamp, self._watch
+        self._before = log.keeps_events, log.clock, log.on_phase
+        log.keeps_events, log.clock, log.on_phase = True, self._stamp, self._watch
         log.events.clear()
         activities = [ProfilerActivity.CPU]
         if self._device.type == "cuda":
@@ -82,7 +82,7 @@ class Profiler:
         if self._trace is None or self._settings.steps is None or step < self._settings.steps[1]:
             return None
         stop, log = self._stamp(), self._mesh.log
-        log.keeps_events, log.clock, log.watch = self._before
+        log.keeps_events, log.clock, log.on_phase = self._before
         self._trace.stop()
         num_steps = step - self._settings.steps[0] + 1
         own = self._timers(log.events, stop)
@@ -102,8 +102,8 @@ class Profiler:
         for phase, start, end in self._phases:
             seconds[phase] += self._seconds(start, end)
         for event in events:
-            if event.awaited and event.arrived and event.phase in COMPUTING:
-                waited = self._seconds(event.awaited, event.arrived)
+            if event.awaited and event.completed and event.phase in COMPUTING:
+                waited = self._seconds(event.awaited, event.completed)
                 seconds[event.phase] -= waited
                 seconds[WAITING[event.op]] += waited
         self._phases.clear()

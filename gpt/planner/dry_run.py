@@ -19,7 +19,7 @@ from parallel.instruments.comm_log import CommEvent
 from parallel.instruments.fake_tensors import QuickFakeTensorMode
 from parallel.instruments.kernel_log import Kernel, KernelLog
 from parallel.instruments.memory_tracker import MemoryTracker, TensorKind
-from parallel.instruments.watching import watching
+from parallel.instruments.operation_observer import observe_operations
 from parallel.launch.cluster import ClusterSpec
 from parallel.world import World, imitated_world
 
@@ -63,7 +63,7 @@ def record_step(
             tracker.restart()
             kernel_log = KernelLog(lambda: mesh.log.phase, tracker.is_on_host)
             mesh.log.clear()
-            with watching(kernel_log), mesh.log.keeping_events(kernel_log.count) as events:
+            with observe_operations(kernel_log), mesh.log.keeping_events(kernel_log.count) as events:
                 train_step(parts.model, parts.optimizer, micro_batches, mesh)
         memories = {"device": tracker.device, "host": tracker.host}
         return Recording(

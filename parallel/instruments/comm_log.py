@@ -1,4 +1,4 @@
-"""What was communicated: totals always, and every single collective where somebody asks for the events."""
+"""A log of collectives: always their totals, and every single one if it keeps events."""
 
 import time
 from collections import Counter
@@ -13,7 +13,7 @@ import torch
 class CommEvent:
     """One collective on one rank. `message_bytes` is the whole message: the unsharded side of a gather or scatter.
 
-    Its times are the log's clock when it was launched, when somebody began to wait for it, and when that one went on.
+    The times are the log's clock when the collective was launched, and when the wait for it began and ended.
     """
 
     op: str
@@ -24,13 +24,14 @@ class CommEvent:
     phase: str
     launched: float = field(default=0, compare=False)
     awaited: float = field(default=0, compare=False)
-    arrived: float = field(default=0, compare=False)
+    completed: float = field(default=0, compare=False)
 
     @property
     def wire_bytes(self) -> int:
-        """What a bandwidth-optimal algorithm sends per rank; an all-reduce is a reduce-scatter and an all-gather.
+        """The bytes that a rank sends in a bandwidth-optimal algorithm.
 
-        A broadcast is counted as the pipelined one, in which every rank but the last passes the message on.
+        An all-reduce is a reduce-scatter and an all-gather. A broadcast is a pipeline, in which every rank but the last
+        passes the message on.
         """
         passes = 2 if self.op == "all_reduce" else 1
         return passes * self.message_bytes * (self.group_size - 1) // self.group_size
@@ -40,14 +41,15 @@ class CommEvent:
 
 
 class CommLog:
-    """Bytes by (axis, op, phase); also the list of events with `keeps_events`, which grows without bound.
+    """Bytes sent, by (axis, op, phase); with `keeps_events` also the list of events, which grows without bound.
 
-    `clock` gives the events' times: seconds, or any number that grows. `watch` is entered with every phase.
+    `clock` returns the times of events: seconds, or any number that grows. `on_phase` returns a context manager that is
+    entered with every phase.
     """
 
     def __init__(self, keeps_events: bool = False, clock: Callable[[], float] = time.perf_counter):
         self.keeps_events, self.clock = keeps_events, clock
-        self.watch: Callable[[str], AbstractContextManager[object]] = nullcontext
+        self.on_phase: Callable[[str], AbstractContextManager[object]] = nullcontext
         self.phase = "setup"
         self.num_recorded, self.last = 0, None  # type: int, CommEvent | None
         self.clear()
@@ -58,17 +60,17 @@ class CommLog:
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """Name the part of the step that the collectives of this block belong to."""
+        """Assign the collectives of this block to a phase, a part of the step."""
         outer, self.phase = self.phase, phase
         try:
-            with self.watch(phase):
+            with self.on_phase(phase):
                 yield
         finally:
             self.phase = outer
 
     @contextmanager
     def keeping_events(self, clock: Callable[[], float]) -> Iterator[list[CommEvent]]:
-        """The collectives of this block, with times by another clock; totals go on."""
+        """Keep the events of this block in a list of their own, with times by another clock. Totals go on."""
         outer = self.keeps_events, self.events, self.clock
         self.keeps_events, self.events, self.clock = True, [], clock
         try:
@@ -85,12 +87,12 @@ class CommLog:
             self.events.append(event)
         return event
 
-    def waits_for(self, event: CommEvent) -> None:
+    def record_wait_start(self, event: CommEvent) -> None:
         event.awaited = self.clock()
 
-    def has(self, event: CommEvent) -> None:
-        event.arrived = self.clock()
+    def record_wait_end(self, event: CommEvent) -> None:
+        event.completed = self.clock()
 
     def wire_bytes(self, axis: str) -> int:
-        """Bytes that this rank has sent along `axis` since the log was cleared."""
+        """Return the bytes that this rank has sent along `axis` since the log was cleared."""
         return sum(sent for (name, _, _), sent in self.wire_bytes_by.items() if name == axis)

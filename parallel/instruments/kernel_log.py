@@ -1,4 +1,4 @@
-"""What a rank computes, kernel by kernel: how many operations each takes, and how many bytes it moves."""
+"""A log of the kernels that a rank runs: how many operations each computes, and how many bytes it moves."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -8,24 +8,27 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
 from parallel.instruments.fake_tensors import instances_in
+from parallel.torch_internals import OpOverload, schema_of
 
 aten = torch.ops.aten
 
-# Where in the arguments the two factors of a product stand.
+# The position of the first factor among the arguments of a matrix product; the second factor follows it.
 PRODUCTS = {aten.mm.default: 0, aten.bmm.default: 0, aten.addmm.default: 1, aten.baddbmm.default: 1}
-OVERWRITES = {"copy_", "fill_", "zero_", "normal_", "bernoulli_"}  # without reading what was there
-# CPUs take three kernels for a dropout and GPUs one: of these, the one that multiplies stands for all.
+OVERWRITES = {"copy_", "fill_", "zero_", "normal_", "bernoulli_"}  # without reading the old values
+# A dropout takes three kernels on a CPU and one on a GPU: only the one that multiplies is logged.
 FUSED_ON_A_GPU = {"bernoulli_", "div_"}
 NO_KERNELS = {"empty", "empty_strided", "empty_like", "detach", "new_empty", "new_empty_strided", "_unsafe_view"}
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """`product` is (batch, m, n, k) of a matrix product, else None. `is_transfer`: between device and host memory.
-    `is_on_host`: it reads and writes host memory only, and a processor runs it."""
+    """One kernel of a GPU, or one operation that the host's processors run.
+
+    `product` is (batch, m, n, k) of a matrix product, otherwise None. `is_transfer`: it copies between device and host
+    memory, to the host if `to_host`. `is_on_host`: it reads and writes host memory only.
+    """
 
     name: str
     phase: str
@@ -38,14 +41,14 @@ class Kernel:
 
     @property
     def flops(self) -> int:
-        """A multiply-add counts as two; only those of matrix products."""
+        """The floating-point operations of a matrix product, 2 per multiply-add; 0 for other kernels."""
         return 2 * prod(self.product) if self.product else 0
 
 
 class KernelLog:
-    """While it is watching, `kernels` grows by one for each that a GPU would run.
+    """An observer of operations that appends one entry to `kernels` for each that a GPU would run.
 
-    `phase` names the present part of the step, `is_on_host` says which tensors lie in host memory.
+    `phase` names the present part of the step, `is_on_host` says which tensors are in host memory.
     """
 
     def __init__(self, phase: Callable[[], str], is_on_host: Callable[[Tensor], bool]):
@@ -53,10 +56,10 @@ class KernelLog:
         self._phase, self._is_on_host = phase, is_on_host
 
     def count(self) -> int:
-        """A clock for collectives: equal for the same step on any machine."""
+        """Return the number of kernels so far: a clock for collectives that is the same on any machine."""
         return len(self.kernels)
 
-    def saw(self, function: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any) -> None:
+    def on_operation(self, function: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any) -> None:
         if not _runs_a_kernel(function):
             return
         tensors = list(instances_in((args, tuple(kwargs.values())), Tensor))
@@ -65,8 +68,9 @@ class KernelLog:
             self.kernels.append(self._kernel(function, args, tensors, results))
 
     def _kernel(self, function: OpOverload, args: Any, tensors: list[Tensor], results: list[Tensor]) -> Kernel:
-        name = function._schema.name.removeprefix("aten::")
-        moved = tensors if name in OVERWRITES else tensors + (results or tensors)  # in place: read and written
+        name = schema_of(function).name.removeprefix("aten::")
+        # An operation in place reads its argument and writes it: both count.
+        moved = tensors if name in OVERWRITES else tensors + (results or tensors)
         num_bytes = sum(_touched_bytes(tensor) for tensor in moved)
         dtype = (results or tensors)[0].dtype
         on_host = [self._is_on_host(tensor) for tensor in (args if name == "copy_" else tensors or results)[:2]]
@@ -84,7 +88,7 @@ class KernelLog:
 
 @cache
 def _runs_a_kernel(function: OpOverload) -> bool:
-    schema = function._schema
+    schema = schema_of(function)
     name = schema.name.removeprefix("aten::")
     aliases = [result.alias_info for result in schema.returns]
     is_view = bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)
@@ -99,5 +103,5 @@ def _product(function: OpOverload, args: Any) -> tuple[int, int, int, int] | Non
 
 
 def _touched_bytes(tensor: Tensor) -> int:
-    """An expanded tensor is no larger than its memory."""
+    """Return the bytes of memory behind a tensor: an expanded one has more elements than memory."""
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())

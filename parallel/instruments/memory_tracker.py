@@ -1,11 +1,11 @@
-"""Tracking memory: what tensors occupy, what they are, and the most that was occupied at once.
+"""A tracker of memory: what tensors occupy by kind, now and when the most was occupied at once.
 
-    with MemoryTracker(device) as tracker:    follows every storage from its allocation to its death; views share one
+    with MemoryTracker(device) as tracker:    counts every storage from its allocation until it is freed
         ...
     tracker.device.peak                       {TensorKind.PARAMETERS: bytes, ...} at the moment of the highest total
 
-Python sees every operation while a tracker is active, so a step under it is slow. Without one, the tags below cost
-a look at an empty stack.
+Python handles every operation while a tracker is active, so a step under it is slow. Without one, the tags below only
+look at an empty stack.
 """
 
 import weakref
@@ -19,13 +19,13 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
-from parallel.instruments.watching import active_watchers, watching
+from parallel.instruments.operation_observer import active_observers, observe_operations
+from parallel.torch_internals import OpOverload, observe_resizes, storage_id
 
 
 class TensorKind(StrEnum):
-    """What a storage is for. A temporary is of the kind of what it belongs to."""
+    """The purpose of a storage. A temporary has the kind of the tensors that it is computed from or for."""
 
     PARAMETERS = "parameters"
     GRADIENTS = "gradients"
@@ -38,39 +38,44 @@ class TensorKind(StrEnum):
 
 
 def tagged(kind: TensorKind, tensor: Tensor, *, on_host: bool = False) -> Tensor:
-    """The same tensor; an active tracker counts its storage as `kind` from now on, and in host memory if told so.
+    """Return the tensor; active trackers count its storage as `kind` from now on, in host memory if `on_host`.
 
-    Where a run's accelerator is the CPU itself, only `on_host` tells the two kinds of memory apart.
+    If the run's accelerator is the CPU itself, `on_host` is the only difference between the two memories.
     """
     for tracker in _active_trackers():
         tracker._tag(tensor, kind, on_host)
     return tensor
 
 
+def allocate_buffer(like: Tensor, numel: int) -> Tensor:
+    """Return an uninitialized tensor (numel,) of the dtype and device of `like`, which counts as BUFFERS."""
+    return tagged(TensorKind.BUFFERS, like.new_empty(numel))
+
+
 @contextmanager
 def allocating(kind: TensorKind, *, on_host: bool = False) -> Iterator[None]:
-    """What is allocated in here, and not tagged, is of this kind: the innermost one counts."""
+    """Count storages that are allocated in this block, and not tagged, as `kind`. The innermost block counts."""
     trackers = _active_trackers()
-    outer = [tracker._ambient for tracker in trackers]
+    outer = [tracker._default for tracker in trackers]
     for tracker in trackers:
-        tracker._ambient = kind, on_host
+        tracker._default = kind, on_host
     try:
         yield
     finally:
         for tracker, before in zip(trackers, outer, strict=True):
-            tracker._ambient = before
+            tracker._default = before
 
 
 @dataclass(eq=False)
-class Memory:
-    """One memory, in bytes by kind: now, and at the moment of the highest total since `restart`."""
+class MemoryUsage:
+    """The use of one memory, in bytes by kind: now, and at the moment of the highest total since `restart`."""
 
     resident: Counter[TensorKind] = field(default_factory=Counter)
     peak: Counter[TensorKind] = field(default_factory=Counter)
     num_allocations: Counter[TensorKind] = field(default_factory=Counter)
     total: int = 0
     peak_total: int = 0
-    metered_peak: int = 0  # of a `PeakMeter`
+    metered_peak: int = 0  # the highest total since a `PeakMeter` was restarted
 
     def restart(self) -> None:
         self.peak, self.peak_total = self.resident.copy(), self.total
@@ -80,15 +85,15 @@ class Memory:
         self.resident[kind] += num_bytes
         self.total += num_bytes
         self.metered_peak = max(self.metered_peak, self.total)
-        if self.total >= self.peak_total:  # equal after a tag: the peak then has the new kind
+        if self.total >= self.peak_total:  # equal if a tag has changed the kind: the peak takes it over
             self.peak, self.peak_total = self.resident.copy(), self.total
 
 
 @dataclass
-class _Holding:
-    """One living storage."""
+class _TrackedStorage:
+    """A storage that has not been freed."""
 
-    memory: Memory
+    memory: MemoryUsage
     kind: TensorKind
     reference: weakref.ref
     num_bytes: int = 0
@@ -96,102 +101,103 @@ class _Holding:
 
 
 class MemoryTracker:
-    """Counts storages that are allocated while it is active; `device` is the run's accelerator, real or imitated.
+    """A counter of the storages that are allocated while it is active; `device` is the accelerator, real or imitated.
 
-    Fake tensors count as what they imitate: enter the tracker after the `FakeTensorMode`. A storage made before is
-    counted when an operation first returns it.
+    Fake tensors count as what they imitate: enter the tracker after the `FakeTensorMode`. A storage that is older than
+    the tracker is counted when an operation first returns it. Views count once, with their storage.
+
+    While a tracker is active, `torch.UntypedStorage.resize_` is replaced for the whole process: no dispatch mode sees
+    a resize. `observe_resizes` (parallel/torch_internals.py) does this, and undoes it when the last active tracker
+    exits, in whatever order trackers exit and also if the block raises.
     """
 
     def __init__(self, device: torch.device):
-        self.device, self.host = Memory(), Memory()
+        self.device, self.host = MemoryUsage(), MemoryUsage()
         self._device_type = device.type
-        self._ambient = TensorKind.OTHER, False  # kind, and whether in host memory
-        self._holdings: dict[int, _Holding] = {}  # by the address of the storage
+        self._default = TensorKind.OTHER, False  # kind of what is not tagged, and whether it is in host memory
+        self._storages: dict[int, _TrackedStorage] = {}  # by `storage_id`
 
     def restart(self) -> None:
-        """Begin a new stretch: peaks and allocations are those from now on."""
+        """Count peaks and allocations from now on; what is resident stays counted."""
         self.device.restart()
         self.host.restart()
-        for holding in self._holdings.values():
-            holding.is_new = False
+        for tracked in self._storages.values():
+            tracked.is_new = False
 
     def is_on_host(self, tensor: Tensor) -> bool:
-        return self._meet(tensor).memory is self.host
+        return self._track(tensor).memory is self.host
 
     def __enter__(self) -> Self:
-        # Resizing a storage is no operation: no dispatcher sees it.
-        self._resize = resize = torch.UntypedStorage.resize_
-
-        def resize_and_count(storage: torch.UntypedStorage, num_bytes: int) -> Any:
-            result = resize(storage, num_bytes)
-            if holding := self._holdings.get(storage._cdata):
-                self._resized(holding, num_bytes)
-            return result
-
-        torch.UntypedStorage.resize_ = resize_and_count  # type: ignore[method-assign,assignment]
-        self._watching = ExitStack()
-        self._watching.enter_context(watching(self))
+        with ExitStack() as stack:
+            stack.enter_context(observe_resizes(self._on_resize))
+            stack.enter_context(observe_operations(self))
+            self._active = stack.pop_all()  # nothing is left behind if one of the two raises
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
-        self._watching.close()
+        self._active.close()
 
-    def saw(self, function: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any) -> None:
+    def on_operation(self, function: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any) -> None:
         if isinstance(output, Tensor):
-            self._meet(output)
+            self._track(output)
         elif isinstance(output, (tuple, list)):
             for part in output:
                 if isinstance(part, Tensor):
-                    self._meet(part)
+                    self._track(part)
                 elif isinstance(part, (tuple, list)):  # collectives return lists of lists
                     for tensor in part:
                         if isinstance(tensor, Tensor):
-                            self._meet(tensor)
+                            self._track(tensor)
 
-    def _meet(self, tensor: Tensor) -> _Holding:
+    def _track(self, tensor: Tensor) -> _TrackedStorage:
+        """Return the record of the tensor's storage, which is made if this is the first time that it is seen."""
         storage = tensor.untyped_storage()
-        key, num_bytes = storage._cdata, storage.nbytes()
-        holding = self._holdings.get(key)
-        if holding is None:
-            kind, on_host = self._ambient
+        key, num_bytes = storage_id(storage), storage.nbytes()
+        tracked = self._storages.get(key)
+        if tracked is None:
+            kind, on_host = self._default
             memory = self.device if tensor.device.type == self._device_type and not on_host else self.host
-            holding = _Holding(memory, kind, weakref.ref(storage, partial(self._forget, key)))
-            self._holdings[key] = holding
-        if holding.num_bytes != num_bytes:
-            self._resized(holding, num_bytes)
-        return holding
+            tracked = _TrackedStorage(memory, kind, weakref.ref(storage, partial(self._on_free, key)))
+            self._storages[key] = tracked
+        if tracked.num_bytes != num_bytes:
+            self._set_size(tracked, num_bytes)
+        return tracked
 
-    def _resized(self, holding: _Holding, num_bytes: int) -> None:
-        if num_bytes > holding.num_bytes:
-            holding.is_new = True
-            holding.memory.num_allocations[holding.kind] += 1
-        holding.memory.change(holding.kind, num_bytes - holding.num_bytes)
-        holding.num_bytes = num_bytes
+    def _on_resize(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
+        if tracked := self._storages.get(storage_id(storage)):
+            self._set_size(tracked, num_bytes)
+
+    def _on_free(self, key: int, _reference: weakref.ref) -> None:
+        tracked = self._storages.pop(key)
+        tracked.memory.change(tracked.kind, -tracked.num_bytes)
+
+    def _set_size(self, tracked: _TrackedStorage, num_bytes: int) -> None:
+        if num_bytes > tracked.num_bytes:
+            tracked.is_new = True
+            tracked.memory.num_allocations[tracked.kind] += 1
+        tracked.memory.change(tracked.kind, num_bytes - tracked.num_bytes)
+        tracked.num_bytes = num_bytes
 
     def _tag(self, tensor: Tensor, kind: TensorKind, on_host: bool) -> None:
-        """An allocation moves with its storage from kind to kind."""
-        holding = self._meet(tensor)
-        memory = self.host if on_host else holding.memory
-        if memory is holding.memory and kind is holding.kind:
+        """Move the bytes of the tensor's storage, and its allocation if that is new, to another kind or memory."""
+        tracked = self._track(tensor)
+        memory = self.host if on_host else tracked.memory
+        if memory is tracked.memory and kind is tracked.kind:
             return
-        holding.memory.num_allocations[holding.kind] -= holding.is_new
-        holding.memory.change(holding.kind, -holding.num_bytes)
-        holding.memory, holding.kind = memory, kind
-        memory.change(kind, holding.num_bytes)
-        memory.num_allocations[kind] += holding.is_new
-
-    def _forget(self, key: int, _reference: weakref.ref) -> None:
-        holding = self._holdings.pop(key)
-        holding.memory.change(holding.kind, -holding.num_bytes)
+        # Out of the old kind first, then into the new one: the other order would count the bytes twice at the peak.
+        tracked.memory.num_allocations[tracked.kind] -= tracked.is_new
+        tracked.memory.change(tracked.kind, -tracked.num_bytes)
+        tracked.memory, tracked.kind = memory, kind
+        memory.change(kind, tracked.num_bytes)
+        memory.num_allocations[kind] += tracked.is_new
 
 
 def _active_trackers() -> list[MemoryTracker]:
-    return [watcher for watcher in active_watchers() if isinstance(watcher, MemoryTracker)]
+    return [observer for observer in active_observers() if isinstance(observer, MemoryTracker)]
 
 
 class PeakMeter:
-    """The most that a device has held since `restart`: what CUDA's allocator says, or else an active tracker."""
+    """A meter of a device's peak since `restart`, by CUDA's allocator, or on a CPU by the active trackers."""
 
     def __init__(self, device: torch.device):
         self._device = device
@@ -203,7 +209,7 @@ class PeakMeter:
             tracker.device.metered_peak = tracker.device.total
 
     def peak_bytes(self) -> int:
-        """0 where nobody counts: a CPU's memory is no accelerator's."""
+        """Return the most bytes that were allocated at once since `restart`; 0 on a CPU without an active tracker."""
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device)
         return max((tracker.device.metered_peak for tracker in _active_trackers()), default=0)

@@ -1,4 +1,4 @@
-"""What must be alike on all nodes before a job starts, and what must work on each: found out here, compared there."""
+"""Facts of one node, compared before a job starts: what must be alike on all nodes, and what must work on each."""
 
 import hashlib
 import os
@@ -13,9 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
-
-from parallel.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 MAX_CLOCK_SECONDS = 2.0
@@ -25,30 +22,42 @@ MIN_DISK_BYTES_PER_SECOND, MIN_SHARE_OF_FASTEST = 5e6, 0.2
 
 
 @dataclass(frozen=True)
+class Job:
+    """The program that is to be started, as far as its nodes are compared by it.
+
+    `settings` are lines NAME=VALUE, or the program's arguments as they are. `files` are read by every node and must
+    have the same contents. `folder` is written to; it need not exist yet.
+    """
+
+    settings: tuple[str, ...] = ()
+    files: tuple[Path, ...] = ()
+    folder: Path = Path()
+
+
+@dataclass(frozen=True)
 class NodeFacts:
-    """Of one node. Files are known by the digests of their contents; "missing" where there is none."""
+    """What one node reports. A file is represented by a digest of its contents, or by "missing"."""
 
     name: str
     address: str
     code: dict[str, str]
     versions: str
-    arguments: list[str]
+    settings: list[str]
     data: dict[str, str]
     num_devices: int
     disk: str
     free_bytes: int
     disk_bytes_per_second: float
     disk_error: str = ""
-    clock_seconds: float = 0.0  # ahead of the first node's
+    clock_seconds: float = 0.0  # ahead of the first node's clock
 
     def is_called(self, name: str) -> bool:
         return name in (self.name, self.name.split(".")[0], self.address)
 
 
-def find_out(arguments: Sequence[str], address: str = "") -> NodeFacts:
-    """Of this node, for a training that is to be started with `arguments`. Writes 32 MiB where run.dir will be."""
-    settings = dict(_settings(arguments))
-    disk = _existing(Path(settings.get("run.dir", "runs/default")))
+def find_facts(job: Job, address: str = "") -> NodeFacts:
+    """Return the facts of this node for a job. Writes 32 MiB to the disk of the job's folder, and deletes them."""
+    disk = _existing(job.folder)
     error, rate = "", 0.0
     try:
         rate = _write_rate(disk)
@@ -59,8 +68,8 @@ def find_out(arguments: Sequence[str], address: str = "") -> NodeFacts:
         address=address,
         code={str(path.relative_to(ROOT)): _digest(path) for path in _source_files()},
         versions=f"Python {platform.python_version()}, torch {torch.__version__}",
-        arguments=[f"{name}={value}" for name, value in sorted(settings.items())],
-        data={str(path): _digest(path) for path in _data_files(settings.get("data.path", []))},
+        settings=sorted(job.settings),
+        data={str(path): _digest(path) for path in job.files},
         num_devices=torch.cuda.device_count(),
         disk=str(disk),
         free_bytes=shutil.disk_usage(disk).free,
@@ -70,7 +79,10 @@ def find_out(arguments: Sequence[str], address: str = "") -> NodeFacts:
 
 
 def find_problems(nodes: Sequence[NodeFacts]) -> list[str]:
-    """In words, each with the node's name. What most nodes have is right; in a tie, what the first one has."""
+    """Return a line for each problem, with the name of its node.
+
+    A node is wrong if it differs from most others; in a tie, if it differs from the first one.
+    """
     problems = []
     for what, values in (
         ("versions", [node.versions for node in nodes]),
@@ -84,9 +96,9 @@ def find_problems(nodes: Sequence[NodeFacts]) -> list[str]:
         ]
     problems += _other_files(nodes, "code", [node.code for node in nodes])
     problems += _other_files(nodes, "data", [node.data for node in nodes])
-    usual_arguments = set(_usual([tuple(node.arguments) for node in nodes]))
+    usual_settings = set(_usual([tuple(node.settings) for node in nodes]))
     for node in nodes:
-        if other := sorted(set(node.arguments) ^ usual_arguments):
+        if other := sorted(set(node.settings) ^ usual_settings):
             problems.append(f"{node.name}: other settings than elsewhere: {', '.join(other[:4])}")
         if abs(node.clock_seconds) > MAX_CLOCK_SECONDS:
             problems.append(f"{node.name}: its clock differs from {nodes[0].name}'s by {node.clock_seconds:+.1f} s")
@@ -118,45 +130,12 @@ def _other_files(nodes: Sequence[NodeFacts], what: str, files: Sequence[dict[str
             more = f" and {len(other) - 4} more" if len(other) > 4 else ""
             problems.append(f"{node.name}: other {what} than elsewhere: {', '.join(other[:4])}{more}")
         if absent := [path for path in paths if found.get(path) == usual[path] == "missing"]:
-            problems.append(f"{node.name}: no {what}: {', '.join(absent)}")
+            problems.append(f"{node.name}: missing {what}: {', '.join(absent)}")
     return problems
 
 
 def _usual(values: Sequence[Any]) -> Any:
-    return Counter(values).most_common(1)[0][0]  # of equally common ones, the first that came
-
-
-def _settings(arguments: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    """(dotted name, value) of the options, and of the YAML files that --config names, in their order. ConfigError."""
-    words = iter(arguments)
-    for word in words:
-        if word.startswith("--"):
-            name, has_value, value = word[2:].partition("=")
-            value = value if has_value else next(words, "")
-            yield from _of_file(Path(value)) if name == "config" else [(name, value)]
-
-
-def _of_file(path: Path) -> Iterator[tuple[str, Any]]:
-    try:
-        yield from _flat(yaml.safe_load(path.read_text()) or {})
-    except (OSError, yaml.YAMLError) as error:
-        node = socket.gethostname()
-        raise ConfigError(f"{node}: config {path} cannot be read: {' '.join(str(error).split())}") from error
-
-
-def _flat(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in tree.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield prefix + name, value
-
-
-def _data_files(value: Any) -> Iterator[Path]:
-    """The indices of the PREFIX, or of the WEIGHT:PREFIX entries: what they say, the .bin files must hold."""
-    entries = yaml.safe_load(value) if isinstance(value, str) and value.startswith("[") else value
-    for entry in [entries] if isinstance(entries, str) else entries:
-        yield Path(str(entry).rpartition(":")[2] + ".idx")
+    return Counter(values).most_common(1)[0][0]  # the first of several that are equally common
 
 
 def _source_files() -> Iterator[Path]:
@@ -175,7 +154,7 @@ def _existing(folder: Path) -> Path:
 
 
 def _write_rate(folder: Path) -> float:
-    """Bytes a second onto the disk. Raises OSError."""
+    """Return the bytes per second that the disk of a folder takes. Raises OSError."""
     probe = folder / f".preflight-{socket.gethostname()}-{os.getpid()}"
     block = os.urandom(2**20)
     start = time.perf_counter()
@@ -183,6 +162,7 @@ def _write_rate(folder: Path) -> float:
         with probe.open("wb") as file:
             for _ in range(PROBE_BYTES // len(block)):
                 file.write(block)
+            # Python's buffer first, then the system's: the clock is read when the bytes are on the disk.
             file.flush()
             os.fsync(file.fileno())
     finally:
@@ -191,5 +171,5 @@ def _write_rate(folder: Path) -> float:
 
 
 def memory_bytes() -> int:
-    """Of this node."""
+    """Return the size of this node's memory."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

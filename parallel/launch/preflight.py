@@ -1,22 +1,25 @@
-"""Before a job is started: is every node there and alike, and how fast are its links and devices?
+"""Checks before a job starts: all nodes are present and alike, and how fast are their links and devices?
 
-The nodes only, one process a node (scripts/launch does it before every training):
+The nodes only, one process per node:
 
-    python -m parallel.launch.preflight --nodes 2 --meet node0:29501 [--names node0,node1] -- TRAINING ARGUMENTS
+    python -m parallel.launch.preflight --nodes 2 --meet node0:29501 [--names node0,node1] -- ARGUMENTS OF THE PROGRAM
 
 The links and devices too, all ranks of a job:
 
-    torchrun ... -m parallel.launch.preflight [--tensor_size 8] [--expect FILE] [--write FILE] -- TRAINING ARGUMENTS
+    torchrun ... -m parallel.launch.preflight [--tensor_size 8] [--expect FILE] [--write FILE] -- ARGUMENTS
 
-The first writes what it finds wrong with whom; the second also measures, names what is slow, and writes a cluster file
-for dry runs and the planner. Exit code 2: something is wrong.
+The first form reports what differs on which node. The second one also measures, names what is slow, and writes a
+cluster file for dry runs and the planner. The exit code is 2 if something is wrong.
+
+Run like this it compares the program's arguments as they are. A program that can say which settings and files they
+stand for calls `main` with a function for that (`gpt/preflight.py`, which scripts/launch runs before every training).
 """
 
 import argparse
 import json
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 from datetime import date
 from pathlib import Path
@@ -28,51 +31,59 @@ from parallel.errors import ConfigError
 from parallel.launch import bandwidth
 from parallel.launch.bandwidth import DeviceRate, LinkRate
 from parallel.launch.cluster import ClusterSpec
-from parallel.launch.node_facts import find_out, memory_bytes
-from parallel.launch.roll_call import answer, call, meet
+from parallel.launch.node_facts import Job, find_facts, memory_bytes
+from parallel.launch.roll_call import collect_facts, connect, report_facts
 from parallel.launch.route import find_route, resolve
 from parallel.mesh import Mesh
 from parallel.world import World, exit_with_error, shared_store, start_world, stop_world
 
 INSIDE, ACROSS = "tensor", "data"  # axes of a mesh whose tensor groups are whole nodes
-BYTES = 1e9
+BYTES = 1e9  # in a unit of the report and of a cluster file
+DescribeJob = Callable[[Sequence[str], int | None], Job]  # (arguments of the program, ranks of the job if known)
 
 
 @dataclass(frozen=True)
 class Measured:
-    """By one rank."""
+    """What one rank has measured."""
 
     node: str
     rank: int
     inside_and_across: list[LinkRate]
-    one_flow: list[LinkRate]  # links between nodes with nobody else on them
-    own_grid: list[LinkRate]
+    one_flow: list[LinkRate]  # between nodes, one pair of ranks per pair of nodes at a time
+    own_grid: list[LinkRate]  # of the job's own tensor size
     device: DeviceRate
     hop_seconds: float
 
 
-def check_nodes(options: argparse.Namespace, arguments: Sequence[str]) -> None:
-    """One process a node."""
+def arguments_only(arguments: Sequence[str], num_ranks: int | None) -> Job:
+    """Describe a job by its program's arguments as they are, without knowing what they mean."""
+    return Job(settings=tuple(arguments))
+
+
+def check_nodes(options: argparse.Namespace, job: Job) -> None:
+    """Compare the nodes, by one process per node. Raises ConfigError on all nodes if one of them is wrong."""
     route = find_route(options.meet)
-    facts = find_out(arguments, route.local_address)
-    store = meet(resolve(options.meet), route.is_host, facts.name, options.wait)
+    # The facts are found before the nodes meet: the first node's time limit then covers the differences only.
+    facts = find_facts(job, route.local_address)
+    store = connect(resolve(options.meet), route.is_host, facts.name, options.wait)
     if not route.is_host:
-        if answer(store, facts, options.nodes, options.wait):
-            raise ConfigError(f"{facts.name}: the preflight has found something; the first node says what")
+        if report_facts(store, facts, options.nodes, options.wait):
+            raise ConfigError(f"{facts.name}: the preflight has found problems; the first node prints them")
         return
     names = [name for name in options.names.split(",") if name]
-    nodes, problems = call(store, facts, options.nodes, names, options.wait)
+    nodes, problems = collect_facts(store, facts, options.nodes, names, options.wait)
     if problems:
         raise ConfigError("preflight: " + "\n  ".join(problems))
     sys.stderr.write(f"preflight: {len(nodes)} nodes are alike: {', '.join(node.name for node in nodes)}\n")
 
 
-def check_and_measure(options: argparse.Namespace, arguments: Sequence[str]) -> None:
-    """All ranks of a job."""
+def check_and_measure(options: argparse.Namespace, arguments: Sequence[str], describe_job: DescribeJob) -> None:
+    """Compare the nodes and measure links and devices, by all ranks of a job. Raises ConfigError on all ranks."""
     expected = ClusterSpec.load(options.expect) if options.expect else None
     world = start_world()
     store = shared_store()
-    _check_by_store(world, options, arguments)
+    # Nodes are compared before anything is measured: figures of a job that cannot start are of no use.
+    _check_by_store(world, options, describe_job(arguments, world.size))
     found = measure(world, options.tensor_size)
     store.set(f"preflight/{world.rank}", json.dumps(asdict(found)))
     if world.is_first:
@@ -81,24 +92,26 @@ def check_and_measure(options: argparse.Namespace, arguments: Sequence[str]) -> 
         if options.write:
             spec = cluster_of(by_rank, world, options.name)
             write_cluster(spec, Path(options.write), sorted({m.node for m in by_rank}))
-            sys.stdout.write(f"{options.write} holds these figures, for --dry_run.cluster and the planner\n")
+            sys.stdout.write(f"{options.write} has these figures, for --dry_run.cluster and the planner\n")
+    # The first rank has read all figures when it leaves: the store may end with its process.
     stop_world()
 
 
-def _check_by_store(world: World, options: argparse.Namespace, arguments: Sequence[str]) -> None:
-    """The first rank of each node speaks for it. Raises ConfigError on all ranks alike."""
+def _check_by_store(world: World, options: argparse.Namespace, job: Job) -> None:
+    """Compare the nodes, each represented by its first rank. Raises ConfigError on all ranks."""
     store = shared_store()
     num_nodes = world.size // world.local_size
     if world.is_first:
-        call(store, find_out(arguments), num_nodes, [], options.wait)
+        collect_facts(store, find_facts(job), num_nodes, [], options.wait)
     elif world.local_rank == 0:
-        answer(store, find_out(arguments), num_nodes, options.wait)
+        report_facts(store, find_facts(job), num_nodes, options.wait)
+    # All ranks wait here for the verdict, which the first rank sets when every node has reported.
     if problems := json.loads(store.get("nodes/verdict")):
         raise ConfigError("preflight: " + "\n  ".join(problems))
 
 
 def measure(world: World, tensor_size: int | None) -> Measured:
-    """All ranks at once: the links inside and between nodes, those of the grid that was asked for, the devices."""
+    """Measure, on all ranks at once, links inside and between nodes, those of the job's own grid, and devices."""
     nodes = Mesh.create(world.local_size, world.device.type)
     links = bandwidth.measure_mesh(nodes, world.device)
     is_lead = world.local_rank == 0
@@ -106,6 +119,7 @@ def measure(world: World, tensor_size: int | None) -> Measured:
     grid = []
     if tensor_size not in (None, world.local_size):
         grid = bandwidth.measure_mesh(Mesh.create(tensor_size or 1, world.device.type), world.device)
+    # Links before devices, with a barrier between: copies to the host would share its memory with messages.
     nodes.barrier()
     device = bandwidth.measure_device(world.rank, world.device)
     slowest_hop = max(bandwidth.latency(axis, world.device) for axis in (nodes.data, nodes.tensor))
@@ -120,7 +134,7 @@ def _parse(text: bytes) -> Measured:
 
 
 def describe(by_rank: Sequence[Measured], expected: ClusterSpec | None) -> list[str]:
-    """The report, in lines; the last ones name what is slow."""
+    """Return the lines of the report; the last ones name what is slow."""
     lines, slow = [], []
     node_of = {measured.rank: measured.node for measured in by_rank}
     grids = {"inside nodes": INSIDE, "across nodes": ACROSS}
@@ -128,11 +142,11 @@ def describe(by_rank: Sequence[Measured], expected: ClusterSpec | None) -> list[
         links = [link for m in by_rank for link in m.inside_and_across if link.axis == axis]
         lines += _summary(title, links)
         per_rank = _expected_rate(axis, expected, len(by_rank))
-        slow += [_told(link, node_of) for link in bandwidth.slow_links(links, {axis: per_rank})]
+        slow += [_describe_slow(link, node_of) for link in bandwidth.slow_links(links, {axis: per_rank})]
     for axis in (INSIDE, ACROSS):
         links = [link for m in by_rank for link in m.own_grid if link.axis == axis]
         lines += _summary(f"along the {axis} axis", links)
-        slow += [_told(link, node_of) for link in bandwidth.slow_links(links, {})]
+        slow += [_describe_slow(link, node_of) for link in bandwidth.slow_links(links, {})]
     devices = [measured.device for measured in by_rank]
     flops = sorted(device.flops_per_second / 1e12 for device in devices)
     lines.append(f"devices: {flops[0]:.3g} to {flops[-1]:.3g} TFLOPs in half precision")
@@ -151,7 +165,7 @@ def _expected_rate(axis: str, expected: ClusterSpec | None, num_ranks: int) -> f
 
 
 def _summary(title: str, links: Sequence[LinkRate]) -> list[str]:
-    """A line for each operation: the slowest and the fastest group, GB/s that a rank sends."""
+    """Return a line for each operation: the GB/s that a rank sends in the slowest and in the fastest group."""
     lines = []
     for what in dict.fromkeys(link.what for link in links):
         rates = sorted(link.bytes_per_second / BYTES for link in links if link.what == what)
@@ -159,13 +173,16 @@ def _summary(title: str, links: Sequence[LinkRate]) -> list[str]:
     return lines
 
 
-def _told(link: LinkRate, node_of: dict[int, str]) -> str:
+def _describe_slow(link: LinkRate, node_of: dict[int, str]) -> str:
     ends = " - ".join(f"rank {rank} on {node_of[rank]}" for rank in link.ranks)
     return f"slow {'link' if link.what == 'link' else link.what}: {ends}: {link.bytes_per_second / BYTES:.3g} GB/s"
 
 
 def cluster_of(by_rank: Sequence[Measured], world: World, name: str) -> ClusterSpec:
-    """What was reached counts as peak; with one node only, its inside stands for what lies between nodes."""
+    """Return the measured machine as a cluster: what was reached counts as peak.
+
+    With a single node, the rate inside it also stands for the rate between nodes.
+    """
 
     def slowest(axis: str) -> float:
         links = [link for measured in by_rank for link in measured.inside_and_across if link.axis == axis]
@@ -198,28 +215,30 @@ def cluster_of(by_rank: Sequence[Measured], world: World, name: str) -> ClusterS
 def write_cluster(spec: ClusterSpec, path: Path, nodes: Sequence[str]) -> None:
     rounded = {f.name: float(f"{v:.4g}") if isinstance(v := getattr(spec, f.name), float) else v for f in fields(spec)}
     where = f"on {date.today()}, on {', '.join(nodes)}"
-    head = f"# Measured by parallel.launch.preflight {where}: what was reached, not what data sheets promise.\n"
+    head = f"# Measured by parallel.launch.preflight {where}: rates that were reached, not those of data sheets.\n"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(head + yaml.safe_dump(rounded, sort_keys=False))
 
 
-def main(words: Sequence[str]) -> None:
+def main(words: Sequence[str], describe_job: DescribeJob = arguments_only) -> None:
+    """Run the preflight with its command line, whose words after `--` are the program's. Raises ConfigError."""
     parser = argparse.ArgumentParser(prog="python -m parallel.launch.preflight", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--nodes", type=int, default=1, help="nodes of the job, without a launcher")
-    parser.add_argument("--meet", help="HOST:PORT of the first node, where all meet; without a launcher")
-    parser.add_argument("--names", default="", help="the nodes' names, so that one that is missing can be named")
+    parser.add_argument("--num_ranks", type=int, help="ranks of the job, without a launcher")
+    parser.add_argument("--meet", help="HOST:PORT of a store on the first node; without a launcher")
+    parser.add_argument("--names", default="", help="names of the nodes, so that a missing one can be named")
     parser.add_argument("--wait", type=float, default=120.0, help="seconds to wait for the others")
-    parser.add_argument("--tensor_size", type=int, help="parallel.tensor_size of the job, if it is not a whole node")
-    parser.add_argument("--expect", help="cluster file: below half of its figures counts as slow")
-    parser.add_argument("--write", help="file for the measured cluster")
+    parser.add_argument("--tensor_size", type=int, help="tensor size of the job, if it is not a whole node")
+    parser.add_argument("--expect", help="cluster file; less than half of its rates counts as slow")
+    parser.add_argument("--write", help="cluster file to write the measured rates to")
     parser.add_argument("--name", default="measured", help="name of the measured cluster")
     own, rest = (list(words), []) if "--" not in words else _split(words)
     options = parser.parse_args(own)
     if options.meet:
-        check_nodes(options, rest)
+        check_nodes(options, describe_job(rest, options.num_ranks))
     else:
-        check_and_measure(options, rest)
+        check_and_measure(options, rest, describe_job)
 
 
 def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:

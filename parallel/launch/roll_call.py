@@ -1,7 +1,9 @@
-"""All nodes of a job meet before it starts, one process each, and the first one says what is wrong with whom.
+"""A comparison of all nodes before a job starts, by one process per node, in a store that the first node serves.
 
-first node      serves a store -> reads the clock for whoever asks -> has everybody's facts, or waited long enough
-every node      asks for the clock -> tells its facts -> waits for the verdict, which ends it alike everywhere
+first node      serve the store -> answer requests for its clock -> has all facts, or the time is over -> verdict
+other nodes     request the first node's clock -> report own facts -> wait for the verdict
+
+The verdict is the list of problems. Every node reads the same one, so all of them start the job or none does.
 """
 
 import json
@@ -15,12 +17,12 @@ import torch.distributed as dist
 from parallel.errors import ConfigError
 from parallel.launch.node_facts import NodeFacts, find_problems
 
-NUM_CLOCK_QUESTIONS = 5
+NUM_CLOCK_REQUESTS = 5
 POLL_SECONDS = 0.002
 
 
-def meet(endpoint: tuple[str, int], is_host: bool, node: str, wait_seconds: float) -> dist.Store:
-    """The store of the first node. Raises ConfigError with this node's name where it cannot be served, or reached."""
+def connect(endpoint: tuple[str, int], is_host: bool, node: str, wait_seconds: float) -> dist.Store:
+    """Return a connection to the first node's store. Raises ConfigError if it cannot be served or reached."""
     address, port = endpoint
     try:
         timeout = timedelta(seconds=wait_seconds)
@@ -34,66 +36,77 @@ def meet(endpoint: tuple[str, int], is_host: bool, node: str, wait_seconds: floa
         ) from error
 
 
-def answer(store: dist.Store, facts: NodeFacts, num_nodes: int, wait_seconds: float) -> list[str]:
-    """Of a node that is not the first: tell the facts, and return the problems of all. Raises ConfigError."""
+def report_facts(store: dist.Store, facts: NodeFacts, num_nodes: int, wait_seconds: float) -> list[str]:
+    """Report the facts of a node other than the first; return the problems of all. Raises ConfigError."""
     number = store.add("nodes/number", 1)
     if number >= num_nodes:
-        raise ConfigError(f"{facts.name}: is one node too many: {num_nodes} were announced (NNODES)")
+        raise ConfigError(
+            f"{facts.name}: is one node too many: NNODES={num_nodes}; raise it, or start the job on {num_nodes} nodes"
+        )
     try:
+        # The clock is compared before the facts are set: the first node may give its verdict when it has all facts.
         facts = replace(facts, clock_seconds=_clock_difference(store, number))
         store.set(f"nodes/facts/{number}", json.dumps(asdict(facts)))
         store.wait(["nodes/verdict"], timedelta(seconds=2 * wait_seconds))
         return json.loads(store.get("nodes/verdict"))
     except (RuntimeError, ValueError) as error:
-        raise ConfigError(f"{facts.name}: the first node is gone, or does not answer: {_line(error)}") from error
+        raise ConfigError(f"{facts.name}: the first node has ended, or does not answer: {_line(error)}") from error
     finally:
-        _attempt_to_leave(store)
+        _sign_off(store)
 
 
-def call(
+def collect_facts(
     store: dist.Store, facts: NodeFacts, num_nodes: int, names: Sequence[str], wait_seconds: float
 ) -> tuple[list[NodeFacts], list[str]]:
-    """Of the first node: (everybody's facts, the problems), the same for all."""
-    found, num_answered = {0: facts}, [0] * num_nodes
+    """Serve the other nodes; return (the facts of all that reported, the problems). For the first node.
+
+    Returns when all nodes have read the verdict.
+    """
+    found, num_replies = {0: facts}, [0] * num_nodes
     deadline = time.monotonic() + wait_seconds
     while len(found) < num_nodes and time.monotonic() < deadline:
         for number in range(1, store.add("nodes/number", 0) + 1):
-            if number < num_nodes and store.add(f"nodes/asked/{number}", 0) > num_answered[number]:
-                num_answered[number] += 1
-                store.set(f"nodes/clock/{number}/{num_answered[number]}", repr(time.time()))
+            if number < num_nodes and store.add(f"nodes/asked/{number}", 0) > num_replies[number]:
+                num_replies[number] += 1
+                store.set(f"nodes/clock/{number}/{num_replies[number]}", repr(time.time()))
             if number not in found and store.check([f"nodes/facts/{number}"]):
                 found[number] = NodeFacts(**json.loads(store.get(f"nodes/facts/{number}")))
         time.sleep(POLL_SECONDS)
     nodes = [found[number] for number in sorted(found)]
-    problems = _absent(nodes, num_nodes, names, wait_seconds) + find_problems(nodes)
+    problems = _missing(nodes, num_nodes, names, wait_seconds) + find_problems(nodes)
+    # The verdict is set before the wait, and the store is served until all have read it: it ends with this process.
     store.set("nodes/verdict", json.dumps(problems))
     _wait_until_read(store, num_others=len(nodes) - 1)
     return nodes, problems
 
 
-def _absent(nodes: Sequence[NodeFacts], num_nodes: int, names: Sequence[str], wait_seconds: float) -> list[str]:
+def _missing(nodes: Sequence[NodeFacts], num_nodes: int, names: Sequence[str], wait_seconds: float) -> list[str]:
     here = ", ".join(node.name for node in nodes)
     if len(nodes) == num_nodes:
         return []
-    absent = [name for name in names if not any(node.is_called(name) for node in nodes)]
-    who = f"; missing: {', '.join(absent)}" if absent else ""
-    return [f"{len(nodes)} of {num_nodes} nodes have come within {wait_seconds:g} s: {here}{who}"]
+    missing = [name for name in names if not any(node.is_called(name) for node in nodes)]
+    which = f"; missing: {', '.join(missing)}" if missing else ""
+    return [f"{len(nodes)} of {num_nodes} nodes have reported within {wait_seconds:g} s: {here}{which}"]
 
 
 def _clock_difference(store: dist.Store, number: int) -> float:
-    """Seconds that this node is ahead. The quickest of a few answers is the closest: the first node may be busy."""
+    """Return the seconds that this node's clock is ahead of the first node's; 0 if they are fewer than a reply took.
+
+    Of several requests the one with the quickest reply counts: the first node may be busy with others.
+    """
     best = (float("inf"), 0.0)
-    for question in range(1, NUM_CLOCK_QUESTIONS + 1):
+    for request in range(1, NUM_CLOCK_REQUESTS + 1):
         asked = time.time()
         store.add(f"nodes/asked/{number}", 1)
-        theirs = float(store.get(f"nodes/clock/{number}/{question}"))
+        theirs = float(store.get(f"nodes/clock/{number}/{request}"))
         took = time.time() - asked
         best = min(best, (took, asked + took / 2 - theirs))
     took, ahead = best
-    return ahead if abs(ahead) > took else 0.0  # not known better than that
+    return ahead if abs(ahead) > took else 0.0
 
 
-def _attempt_to_leave(store: dist.Store) -> None:
+def _sign_off(store: dist.Store) -> None:
+    """Tell the first node that this one has read the verdict, if the store is still served."""
     try:
         store.add("nodes/num_left", 1)
     except (RuntimeError, ValueError):
@@ -101,11 +114,12 @@ def _attempt_to_leave(store: dist.Store) -> None:
 
 
 def _wait_until_read(store: dist.Store, num_others: int, seconds: float = 10.0) -> None:
-    """The store goes with this process."""
+    """Wait until the other nodes have read the verdict, or the time is over."""
     deadline = time.monotonic() + seconds
     while store.add("nodes/num_left", 0) < num_others and time.monotonic() < deadline:
         time.sleep(POLL_SECONDS)
 
 
 def _line(error: Exception) -> str:
+    """Return the first line of an error: torch appends a C++ stack."""
     return str(error).splitlines()[0][:200]

@@ -12,10 +12,10 @@ import math
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from parallel.errors import ConfigError
 from parallel.mesh import Axis
+from parallel.torch_internals import FakeTensor
 
 # A dim has as many cells as it shares factors with this: every tensor size that divides both can be used.
 CELLS = 2**8 * 3 * 5

@@ -21,7 +21,7 @@ source scripts/launch/environment.sh
 
 # All nodes are there, with the same code, data and settings, clocks that agree, and disks that work.
 if [[ ${CHECK:-1} == 1 ]]; then
-    "$python" -m parallel.launch.preflight --nodes "$nnodes" --meet "${rdzv%:*}:$((${rdzv##*:} + 1))" \
+    "$python" -m gpt.preflight --nodes "$nnodes" --num_ranks "$((nnodes * ranks))" --meet "${rdzv%:*}:$((${rdzv##*:} + 1))" \
         --names "${NODE_NAMES:-}" --wait "${PREFLIGHT_SECONDS:-120}" -- "$@"
 fi
 

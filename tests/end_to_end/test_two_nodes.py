@@ -43,7 +43,8 @@ def preflight(
         "--names",
         "n1,n2,n3"[: 3 * num_nodes],
     ]
-    words = [sys.executable, "-m", "parallel.launch.preflight", *own, "--", *arguments]
+    settings = ["--config", "configs/quickstart.yaml", *arguments]
+    words = [sys.executable, "-m", "gpt.preflight", *own, "--", *settings]
     running = [
         subprocess.Popen(
             node.command(words, on_second if node is nodes[1] else ""),
@@ -71,7 +72,7 @@ def test_nodes_that_are_alike_pass(nodes, tmp_path):
         ("mount --bind /dev/null {data}.idx", "n2: other data than elsewhere: {data}.idx"),
         ("mount -t tmpfs -o size=100k tmpfs {run}", "n2: {run} cannot be written: No space left on device"),
         ("mount -t tmpfs -o size=40m tmpfs {run}", "n2: {run} is nearly full: 0.04 GB are free"),
-        ("ip route replace blackhole 10.77.0.1/32", "1 of 2 nodes have come within 8 s: n1; missing: n2"),
+        ("ip route replace blackhole 10.77.0.1/32", "1 of 2 nodes have reported within 8 s: n1; missing: n2"),
     ],
     ids=["code", "data", "full disk", "nearly full disk", "blocked port"],
 )
@@ -88,7 +89,7 @@ def test_what_is_wrong_with_a_node_is_found_with_its_name(nodes, tmp_path, on_se
 
 def test_a_node_that_does_not_come_is_named(nodes):
     (_, said), _ = preflight(nodes, [], num_nodes=3)
-    assert "2 of 3 nodes have come within 8 s: n1, n2; missing: n3" in said
+    assert "2 of 3 nodes have reported within 8 s: n1, n2; missing: n3" in said
 
 
 def test_links_are_measured_and_a_slow_one_is_named(nodes, tmp_path):

@@ -7,7 +7,7 @@ import torch
 
 from gpt.model.transformer import GPT, ModelConfig, initialize
 from gpt.train_step import train_step
-from parallel.instruments.memory_tracker import MemoryTracker, TensorKind
+from parallel.instruments.memory_tracker import MemoryTracker, TensorKind, allocate_buffer
 from parallel.mesh import Mesh
 from parallel.tensor.token_layout import ReplicatedTokens
 from tests.ranks import run_ranks
@@ -23,7 +23,7 @@ BATCH = 2
 
 def run(stage: int, store: str, defragments_gradients: bool = True) -> list[dict]:
     """What the tracker says of two steps in bf16, and beside it what the tensors themselves say at their end."""
-    mesh, found = Mesh.create(tensor_size=1), []
+    mesh, found = Mesh.create(tensor_size=1, allocate=allocate_buffer), []
     with MemoryTracker(torch.device("cpu")) as tracker:
         torch.set_default_dtype(torch.bfloat16)
         gpt = GPT(

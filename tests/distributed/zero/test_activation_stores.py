@@ -10,7 +10,7 @@ from torch import Tensor
 from gpt.model.generate import generate
 from gpt.train_step import evaluate, train_step
 from parallel.errors import ConfigError
-from parallel.instruments.memory_tracker import MemoryTracker, TensorKind
+from parallel.instruments.memory_tracker import MemoryTracker, TensorKind, allocate_buffer
 from parallel.mesh import Mesh
 from parallel.tensor.token_layout import ReplicatedTokens
 from tests.distributed.gpt.test_tensor_parallel import (
@@ -136,7 +136,7 @@ def build_parts(
     stage: int, activations: ActivationsConfig, num_layers: int = 3
 ) -> tuple[Mesh, ZeroDataParallel, ZeroOptimizer]:
     """Build the model, engine and optimizer with all ranks along the tensor axis."""
-    mesh = Mesh.create(torch.distributed.get_world_size())
+    mesh = Mesh.create(torch.distributed.get_world_size(), allocate=allocate_buffer)
     gpt = build(config_of(97, num_layers=num_layers), ReplicatedTokens(mesh.tensor), activations)
     model = ZeroDataParallel(gpt, mesh.data, ZeroConfig(stage, 2000, prefetch_numel=15_000))
     return mesh, model, ZeroOptimizer(model, torch.optim.AdamW, tensor=mesh.tensor, fused=True)

@@ -1,10 +1,9 @@
-"""A mesh of one rank, meshes that cannot be, handles and receive buffers: what needs no second rank."""
+"""A mesh of one rank, meshes that are refused, and handles: what can be tested without a second rank."""
 
 import pytest
-import torch
 
 from parallel.errors import ConfigError
-from parallel.mesh import Handle, Mesh, ReceiveBuffers
+from parallel.mesh import Handle, Mesh
 from tests.ranks import run_ranks
 
 
@@ -59,31 +58,3 @@ def test_what_follows_is_launched_now_if_nothing_is_awaited_and_else_when_waited
     assert taken == []
     chained.wait()
     assert taken == ["first", "launched", "done"]
-
-
-def test_receive_buffers_are_used_again_by_messages_of_their_size_and_type():
-    buffers = ReceiveBuffers()
-    first = buffers.take(torch.zeros(6))
-    assert buffers.take(torch.zeros(6)).data_ptr() != first.data_ptr()  # the first is still in use
-    buffers.put_back(first)
-    assert buffers.num_bytes == 24
-    assert buffers.take(torch.zeros(2, 3)).data_ptr() == first.data_ptr()
-    for other in (torch.zeros(6).half(), torch.zeros(5)):
-        assert buffers.take(other).dtype == other.dtype
-
-
-def test_receive_buffers_are_as_many_as_travel_at_once_and_as_long_as_the_longest_message():
-    buffers = ReceiveBuffers()
-    for numel in (5, 1000, 30, 999, 7, 1000):
-        together = [buffers.take(torch.zeros(n)) for n in (numel, 20)]
-        assert together[0].numel() >= numel
-        assert together[1].numel() >= 20
-        assert together[0].data_ptr() != together[1].data_ptr()
-        for buffer in together:
-            buffers.put_back(buffer)
-    assert buffers.num_bytes <= 4 * 2 * 1000
-    for numel in range(1000, 1100):
-        buffers.put_back(buffers.take(torch.zeros(numel)))
-    assert buffers.num_bytes <= 4 * 2 * 1100, "a longer one takes the place of a shorter one"
-    buffers.clear()
-    assert buffers.num_bytes == 0

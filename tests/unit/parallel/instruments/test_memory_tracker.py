@@ -9,6 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 from parallel.instruments.memory_tracker import MemoryTracker, TensorKind, allocating, tagged
+from parallel.instruments.operation_observer import active_observers
 
 CPU = torch.device("cpu")
 
@@ -19,7 +20,7 @@ def tensor_mode(request):
         yield
 
 
-def test_views_share_a_storage_which_dies_with_the_last():
+def test_views_share_a_storage_which_is_freed_with_the_last():
     with MemoryTracker(CPU) as tracker:
         whole = torch.empty(1000)
         view = whole.view(10, 100)[3:]
@@ -42,7 +43,7 @@ def test_a_storage_may_be_resized():
         assert tracker.device.resident[TensorKind.PARAMETERS] == 400
         assert tracker.device.num_allocations[TensorKind.PARAMETERS] == 1
         assert tracker.device.peak_total == 400
-    tensor.untyped_storage().resize_(0)  # nobody looks any more
+    tensor.untyped_storage().resize_(0)  # the tracker has exited
     assert tracker.device.total == 400
 
 
@@ -73,7 +74,7 @@ def test_a_tag_takes_the_bytes_and_the_allocation_along():
         assert tracker.device.total == tracker.host.total == 0
 
 
-def test_the_peak_is_told_by_kind():
+def test_the_peak_is_known_by_kind():
     with MemoryTracker(CPU) as tracker:
         parameter = tagged(TensorKind.PARAMETERS, torch.empty(10))
         with allocating(TensorKind.ACTIVATIONS):
@@ -105,7 +106,33 @@ def test_activations_between_forward_and_backward():
         assert tracker.device.resident[TensorKind.ACTIVATIONS] == 4
 
 
-def test_without_a_ledger_tags_do_nothing():
+def test_without_a_tracker_tags_do_nothing():
     tensor = torch.empty(3)
     with allocating(TensorKind.BUFFERS):
         assert tagged(TensorKind.BUFFERS, tensor) is tensor
+
+
+def resize_and_total(tracker: MemoryTracker, tensor: torch.Tensor, num_bytes: int) -> int:
+    tensor.untyped_storage().resize_(num_bytes)
+    return tracker.device.total
+
+
+def test_trackers_may_be_nested_and_exit_in_any_order():
+    outer, inner = MemoryTracker(CPU), MemoryTracker(CPU)
+    outer.__enter__()
+    inner.__enter__()
+    tensor = torch.empty(100)
+    assert resize_and_total(outer, tensor, 200) == inner.device.total == 200
+    outer.__exit__(None, None, None)
+    assert resize_and_total(inner, tensor, 300) == 300
+    assert outer.device.total == 200, "it has exited"
+    inner.__exit__(None, None, None)
+    assert resize_and_total(inner, tensor, 400) == 300
+    assert "resize_" not in vars(torch.UntypedStorage)
+
+
+def test_a_tracker_exits_by_an_exception_too():
+    with pytest.raises(KeyError), MemoryTracker(CPU):
+        raise KeyError
+    assert "resize_" not in vars(torch.UntypedStorage)
+    assert active_observers() == []

@@ -98,8 +98,8 @@ def test_torchrun_checks_the_nodes_then_starts_their_ranks_and_says_so(stubs):
     assert code == 0
     route, check, start = calls
     assert route.words[1:] == ["-m", "parallel.launch.route", "n1:29500"]
-    nodes = ["--nodes", "2", "--meet", "n1:29501", "--names", "n1,n2", "--wait", "120"]
-    assert check.words[1:] == ["-m", "parallel.launch.preflight", *nodes, "--", "--train.steps=5"]
+    nodes = ["--nodes", "2", "--num_ranks", "8", "--meet", "n1:29501", "--names", "n1,n2", "--wait", "120"]
+    assert check.words[1:] == ["-m", "gpt.preflight", *nodes, "--", "--train.steps=5"]
     assert start.words[1:3] == ["-m", "parallel.launch"]
     assert {"--nnodes=2", "--nproc-per-node=4", "--rdzv-endpoint=n1:29500"} < set(start.words)
     assert {"--rdzv-conf=is_host=1", "--local-addr=10.0.0.1"} < set(start.words)
@@ -116,9 +116,7 @@ def test_torchrun_leaves_what_the_user_has_set(stubs):
     assert (start.environment["OMP_NUM_THREADS"], start.environment["NCCL_SOCKET_IFNAME"]) == ("7", "eth9")
 
 
-@pytest.mark.parametrize(
-    ("ends", "expected", "num_calls"), [("parallel.launch.preflight", 2, 2), ("parallel.launch", 3, 3)]
-)
+@pytest.mark.parametrize(("ends", "expected", "num_calls"), [("gpt.preflight", 2, 2), ("parallel.launch", 3, 3)])
 def test_exit_codes_pass_through_and_nothing_starts_after_a_failed_check(stubs, ends, expected, num_calls):
     code, calls, _ = launch("torchrun.sh", stubs, ENDS=json.dumps({ends: expected}))
     assert (code, len(calls)) == (expected, num_calls)
@@ -164,7 +162,7 @@ def test_slurm_itself_starts_the_ranks_where_that_is_asked_for(stubs):
     ranks = {"LAUNCH": "srun", "SLURM_NTASKS": "4", "SLURM_NTASKS_PER_NODE": "2"}
     code, calls, _ = launch("slurm.sbatch", stubs, "--run.dir=a b", **slurm(**ranks))
     assert code == 0
-    assert len([call for call in calls if "parallel.launch.preflight" in call.words and call.words[0] == "python"]) == 2
+    assert len([call for call in calls if "gpt.preflight" in call.words and call.words[0] == "python"]) == 2
     starts = [call for call in calls if "pretrain_gpt.py" in call.words and call.words[0] == "python"]
     assert [call.words[1:] for call in starts] == [["pretrain_gpt.py", "--run.dir=a b"]] * 4
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

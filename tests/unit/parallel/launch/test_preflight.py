@@ -1,4 +1,4 @@
-"""What is wrong with a node, a link or a device is found, with its name."""
+"""Problems of nodes, links and devices are found and named."""
 
 import dataclasses
 import threading
@@ -9,9 +9,9 @@ import torch.distributed as dist
 from parallel.errors import ConfigError
 from parallel.launch.bandwidth import DeviceRate, LinkRate, slow_devices, slow_links
 from parallel.launch.cluster import ClusterSpec
-from parallel.launch.node_facts import NodeFacts, find_out, find_problems
-from parallel.launch.preflight import main
-from parallel.launch.roll_call import answer, call, meet
+from parallel.launch.node_facts import Job, NodeFacts, find_facts, find_problems
+from parallel.launch.preflight import arguments_only, main
+from parallel.launch.roll_call import collect_facts, connect, report_facts
 from parallel.launch.route import find_route
 from tests.ranks import run_ranks
 
@@ -20,7 +20,7 @@ ALIKE = NodeFacts(
     address="10.0.0.1",
     code={"gpt/trainer.py": "a", "gpt/build.py": "b"},
     versions="Python 3.11.7, torch 2.13.0",
-    arguments=["train.steps=10"],
+    settings=["train.steps=10"],
     data={"corpus.idx": "c"},
     num_devices=8,
     disk="/shared/runs",
@@ -45,7 +45,7 @@ def nodes(**odd: object) -> list[NodeFacts]:
         ),
         ({"code": {"gpt/build.py": "b"}}, "n2: other code than elsewhere: gpt/trainer.py"),
         ({"data": {"corpus.idx": "missing"}}, "n2: other data than elsewhere: corpus.idx"),
-        ({"arguments": ["train.steps=9"]}, "n2: other settings than elsewhere: train.steps=10, train.steps=9"),
+        ({"settings": ["train.steps=9"]}, "n2: other settings than elsewhere: train.steps=10, train.steps=9"),
         (
             {"versions": "Python 3.11.7, torch 2.11.0"},
             "n2: versions: Python 3.11.7, torch 2.11.0, elsewhere Python 3.11.7, torch 2.13.0",
@@ -68,60 +68,63 @@ def test_the_first_node_may_be_the_odd_one():
     assert find_problems([odd, n1, n3]) == ["n2: other code than elsewhere: gpt/trainer.py"]
 
 
-def test_data_that_no_node_has_are_named():
+def test_data_that_is_missing_on_every_node_is_named():
     absent = [dataclasses.replace(node, data={"corpus.idx": "missing"}) for node in nodes()]
-    assert find_problems(absent) == [f"{name}: no data: corpus.idx" for name in ("n1", "n2", "n3")]
+    assert find_problems(absent) == [f"{name}: missing data: corpus.idx" for name in ("n1", "n2", "n3")]
 
 
-def test_settings_and_data_are_found_in_files_and_options_alike(tmp_path):
-    for name in ("a", "b"):
-        (tmp_path / f"{name}.idx").write_text(name)
-    config = tmp_path / "config.yaml"
-    config.write_text(f"train:\n  steps: 5\ndata:\n  path: [0.3:{tmp_path / 'a'}, 0.7:{tmp_path / 'b'}]\n")
-    facts = find_out(["--config", str(config), "--train.steps=7", f"--run.dir={tmp_path / 'not' / 'yet'}"])
-    assert facts.arguments[-1] == "train.steps=7"
-    assert list(facts.data) == [str(tmp_path / "a.idx"), str(tmp_path / "b.idx")]
-    assert "missing" not in facts.data.values()
+def test_facts_are_those_of_the_job_that_is_handed_in(tmp_path):
+    (tmp_path / "a.idx").write_text("a")
+    files = (tmp_path / "a.idx", tmp_path / "b.idx")
+    facts = find_facts(Job(("train.steps=7", "run.dir=x"), files, tmp_path / "not" / "yet"))
+    assert facts.settings == ["run.dir=x", "train.steps=7"]
+    assert list(facts.data) == [str(path) for path in files]
+    assert facts.data[str(files[0])] != "missing"
+    assert facts.data[str(files[1])] == "missing"
     assert facts.disk == str(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.idx", "b.idx", "config.yaml"]
+    assert [path.name for path in tmp_path.iterdir()] == ["a.idx"], "the probe is deleted"
 
 
-def test_nodes_meet_and_all_hear_the_same_verdict():
+def test_without_a_description_the_arguments_are_compared_as_they_are():
+    assert arguments_only(["--steps", "7"], None) == Job(settings=("--steps", "7"))
+
+
+def test_all_nodes_read_the_same_verdict():
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     first, second, third = nodes(num_devices=7)
-    heard = {}
+    verdicts = {}
 
-    def come(facts: NodeFacts) -> None:
+    def report(facts: NodeFacts) -> None:
         theirs = dist.TCPStore("127.0.0.1", store.port, is_master=False)
-        heard[facts.name] = answer(theirs, facts, num_nodes=3, wait_seconds=20)
+        verdicts[facts.name] = report_facts(theirs, facts, num_nodes=3, wait_seconds=20)
 
-    threads = [threading.Thread(target=come, args=(facts,)) for facts in (second, third)]
+    threads = [threading.Thread(target=report, args=(facts,)) for facts in (second, third)]
     for thread in threads:
         thread.start()
-    found, problems = call(store, first, num_nodes=3, names=[], wait_seconds=20)
+    found, problems = collect_facts(store, first, num_nodes=3, names=[], wait_seconds=20)
     for thread in threads:
         thread.join()
     assert {node.name for node in found} == {"n1", "n2", "n3"}
     assert all(abs(node.clock_seconds) < 1 for node in found)
-    assert heard == {"n2": problems, "n3": problems}
+    assert verdicts == {"n2": problems, "n3": problems}
     assert problems == ["n2: number of GPUs: 7, elsewhere 8"]
 
 
-def test_nodes_that_do_not_come_are_named_and_one_too_many_is_told():
+def test_missing_nodes_are_named_and_one_too_many_is_refused():
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    _, problems = call(store, ALIKE, num_nodes=3, names=["10.0.0.1", "n2", "n3.cluster"], wait_seconds=0.1)
-    assert problems == ["1 of 3 nodes have come within 0.1 s: n1; missing: n2, n3.cluster"]
+    _, problems = collect_facts(store, ALIKE, num_nodes=3, names=["10.0.0.1", "n2", "n3.cluster"], wait_seconds=0.1)
+    assert problems == ["1 of 3 nodes have reported within 0.1 s: n1; missing: n2, n3.cluster"]
     store.set("nodes/number", "1")
-    with pytest.raises(ConfigError, match=r"n4: is one node too many: 2 were announced"):
-        answer(store, dataclasses.replace(ALIKE, name="n4"), num_nodes=2, wait_seconds=1)
+    with pytest.raises(ConfigError, match=r"n4: is one node too many: NNODES=2"):
+        report_facts(store, dataclasses.replace(ALIKE, name="n4"), num_nodes=2, wait_seconds=1)
 
 
-def test_a_first_node_that_cannot_be_reached_or_served_is_told_with_the_name_of_who_tried():
+def test_a_store_that_cannot_be_reached_or_served_is_an_error_with_the_name_of_the_node():
     with pytest.raises(ConfigError, match=r"n2: 127.0.0.1:1 cannot be reached within 0.5 s: start the first node"):
-        meet(("127.0.0.1", 1), is_host=False, node="n2", wait_seconds=0.5)
+        connect(("127.0.0.1", 1), is_host=False, node="n2", wait_seconds=0.5)
     taken = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with pytest.raises(ConfigError, match=rf"n1: port {taken.port} cannot be served here"):
-        meet(("127.0.0.1", taken.port), is_host=True, node="n1", wait_seconds=5)
+        connect(("127.0.0.1", taken.port), is_host=True, node="n1", wait_seconds=5)
 
 
 def test_the_node_that_owns_the_address_is_the_host():

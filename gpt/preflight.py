@@ -1,0 +1,52 @@
+"""The preflight of a training: its nodes must also agree on the settings and the data, and write to its run folder.
+
+python -m gpt.preflight --nodes 2 --meet node0:29501 -- OPTIONS OF pretrain_gpt.py
+
+The options before `--`, and the checks, are those of parallel/launch/preflight.py.
+"""
+
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from data.blend import parse_path
+from data.errors import DataError
+from gpt.settings import parse_settings
+from parallel.errors import ConfigError
+from parallel.launch import preflight
+from parallel.launch.node_facts import Job
+from parallel.world import exit_with_error
+
+
+def describe_job(arguments: Sequence[str], num_ranks: int | None) -> Job:
+    """Describe a training by all its settings and its data. Raises ConfigError or DataError if it could not start.
+
+    A file of data is represented by its index, which the .bin file beside it must match. `num_ranks` is needed by
+    batch sizes in DeepSpeed's words only.
+    """
+    settings = parse_settings(arguments, num_ranks)
+    _, prefixes = parse_path(settings.data.path)
+    return Job(
+        settings=tuple(f"{name}={value}" for name, value in _dotted(yaml.safe_load(settings.to_yaml()))),
+        files=tuple(Path(f"{prefix}.idx") for prefix in prefixes),
+        folder=Path(settings.run.dir),
+    )
+
+
+def _dotted(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (dotted name, value) of every leaf."""
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            yield from _dotted(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
+
+
+if __name__ == "__main__":
+    try:
+        preflight.main(sys.argv[1:], describe_job)
+    except (ConfigError, DataError) as error:
+        exit_with_error(error)

@@ -1,0 +1,168 @@
+"""The private parts of torch that this project uses, each with the reason why nothing public serves.
+
+No other module of `parallel` uses them. tests/unit/parallel/test_torch_internals.py has a test for each, which fails if
+a new torch behaves differently. On the way of every operation a call costs: what is called there is torch's own object
+under a public name.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C import _DisableTorchDispatch as DisableTorchDispatch
+from torch._C import _PreserveDispatchKeyGuard as PreserveDispatchKeys
+from torch._C import _set_meta_in_tls_dispatch_include as include_meta_in_dispatch
+from torch._C import _set_throw_on_mutable_data_ptr as forbid_data_access
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.distributed.device_mesh import DeviceMesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+
+__all__ = [
+    "DEVICE_OF",
+    "FakeStore",
+    "FakeTensor",
+    "FakeTensorMode",
+    "OpOverload",
+    "TorchDispatchMode",
+    "UnguardedDispatchMode",
+    "UnguardedFakeTensorMode",
+    "active_dispatch_modes",
+    "default_store",
+    "fake_from_meta",
+    "flatten_mesh",
+    "is_composite",
+    "observe_resizes",
+    "run_meta_kernel",
+    "schema_of",
+    "storage_id",
+    "unset_fake_temporarily",
+]
+
+DEVICE_OF = torch.ops.prim.device.default  # the operation by which autograd asks a fake tensor for its device
+
+
+def default_store() -> dist.Store:
+    """Return the store of the default process group.
+
+    The launcher's store is wrapped in prefixes while the group is made, and no public function returns the result.
+    """
+    return dist.distributed_c10d._get_default_store()
+
+
+def flatten_mesh(mesh: DeviceMesh, name: str) -> dist.ProcessGroup:
+    """Return the process group, called `name`, of all ranks of a mesh of several dims.
+
+    `new_group` would have to be called for the groups of other ranks too; the mesh knows them.
+    """
+    return mesh._flatten(name).get_group()
+
+
+def schema_of(operation: OpOverload) -> torch.FunctionSchema:
+    """Return the schema of an operation: which arguments it writes to, and which results alias an argument.
+
+    An operation has no public attribute that says so.
+    """
+    return operation._schema
+
+
+def is_composite(operation: OpOverload) -> bool:
+    """Return True if torch carries the operation out as a sequence of others under autograd.
+
+    The schema of a composite may say that it returns a view although it copies, as `reshape` does.
+    """
+    return operation.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
+
+
+def storage_id(storage: torch.UntypedStorage) -> int:
+    """Return a number that all Python objects of one storage share, unique as long as the storage exists.
+
+    `id` differs between Python objects, and fake storages have no `data_ptr`.
+    """
+    return storage._cdata
+
+
+def active_dispatch_modes() -> list[TorchDispatchMode]:
+    """Return the dispatch modes that see operations of this thread, the innermost one last.
+
+    An observer joins a mode that is active already, since each further mode costs more than a fake operation.
+    """
+    return _get_current_dispatch_mode_stack()
+
+
+class UnguardedDispatchMode(TorchDispatchMode):
+    """A dispatch mode whose operations do not ask whether a compiler traces them.
+
+    No compiler is used here, and the question doubles the time of an operation.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # read when a subclass is created: True wraps its __torch_dispatch__ in the question
+
+
+class UnguardedFakeTensorMode(FakeTensorMode):
+    """A mode of fake tensors whose operations do not ask whether a compiler traces them."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+def run_meta_kernel(mode: FakeTensorMode, operation: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Return the result of an operation on the meta tensors inside fake tensors: its shape, dtype and strides.
+
+    This is torch's `in_kernel_invocation_manager` without a generator, which takes longer than most meta kernels.
+    """
+    with DisableTorchDispatch(), PreserveDispatchKeys():
+        # Both marks, inside both guards: the first makes fake tensors show their meta device, the second selects the
+        # meta kernel. The guards undo the second; a mark left behind would break every later operation.
+        mode.in_kernel_invocation = True
+        include_meta_in_dispatch(True)
+        try:
+            return operation(*args, **kwargs)
+        finally:
+            mode.in_kernel_invocation = False
+
+
+def fake_from_meta(meta: Tensor, device: torch.device, attributes: Mapping[str, Any]) -> FakeTensor:
+    """Return a fake tensor on `device` around a meta tensor, with the attributes of another fake tensor there.
+
+    `FakeTensor` itself computes the same attributes again, which takes several times as long. Reading values raises.
+    """
+    fake = Tensor._make_subclass(FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=device)
+    forbid_data_access(fake)
+    fake.__dict__.update(attributes)
+    return fake
+
+
+@contextmanager
+def observe_resizes(observer: Callable[[torch.UntypedStorage, int], None]) -> Iterator[None]:
+    """Call `observer` with every storage that is resized in this block, and its new size in bytes, after the resize.
+
+    Resizing a storage is not an operation: no dispatch mode sees it. So `torch.UntypedStorage.resize_` is replaced
+    while at least one observer is active. Blocks may end in any order, and by exceptions; the last one undoes it.
+    """
+    observers: list[Callable] | None = getattr(torch.UntypedStorage.resize_, "observers", None)
+    if observers is None:
+        original, observers = torch.UntypedStorage.resize_, []
+
+        def resize_and_report(storage: torch.UntypedStorage, num_bytes: int) -> Any:
+            result = original(storage, num_bytes)
+            for observe in resize_and_report.observers:  # type: ignore[attr-defined]
+                observe(storage, num_bytes)
+            return result
+
+        resize_and_report.observers = observers  # type: ignore[attr-defined]
+        torch.UntypedStorage.resize_ = resize_and_report  # type: ignore[method-assign,assignment]
+    observers.append(observer)
+    try:
+        yield
+    finally:
+        observers.remove(observer)
+        if not observers:
+            del torch.UntypedStorage.resize_  # the method is inherited from torch's C++ base class

@@ -1,0 +1,212 @@
+"""Private parts of torch behave as this project needs: a test for each part of parallel/torch_internals.py.
+
+If one fails after an update of torch, the function that it tests is the place to adapt.
+"""
+
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from parallel import torch_internals as internals
+from tests.ranks import run_ranks
+
+aten = torch.ops.aten
+CPU = torch.device("cpu")
+
+
+def word_in_default_store() -> str:
+    store = internals.default_store()
+    if dist.get_rank() == 0:
+        store.set("word", "from rank 0")
+    word = store.clone().get("word").decode()
+    dist.barrier()  # a rank that leaves early would close the connections that others are still making
+    return word
+
+
+def test_the_default_store_is_shared_by_the_ranks_and_can_be_connected_to_again():
+    assert run_ranks(2, word_in_default_store) == ["from rank 0"] * 2
+
+
+def flattened_ranks() -> tuple[list[int], list[int]]:
+    """(ranks of the flattened group, values that an all-gather along it finds)."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
+    group = internals.flatten_mesh(mesh["replica", "shard"], "data")
+    out = torch.empty(4)
+    dist.all_gather_into_tensor(out, torch.tensor([float(dist.get_rank())]), group=group)
+    return dist.get_process_group_ranks(group), out.tolist()
+
+
+def test_a_flattened_mesh_has_all_ranks_in_their_order():
+    assert run_ranks(4, flattened_ranks) == [([0, 1, 2, 3], [0.0, 1.0, 2.0, 3.0])] * 4
+
+
+def test_a_fake_process_group_has_any_size_and_sends_nothing():
+    dist.init_process_group("fake", rank=3, world_size=400, store=internals.FakeStore())
+    try:
+        tensor = torch.ones(2)
+        dist.all_reduce(tensor)
+        assert (dist.get_rank(), dist.get_world_size(), dist.get_backend()) == (3, 400, "fake")
+        assert tensor.tolist() == [1.0, 1.0]
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_schema_says_what_is_written_and_what_is_a_view():
+    def aliases(operation: Any) -> list[bool | None]:
+        returns = internals.schema_of(operation).returns
+        return [None if item.alias_info is None else item.alias_info.is_write for item in returns]
+
+    assert aliases(aten.add_.Tensor) == [True]
+    assert aliases(aten.view.default) == [False]
+    assert aliases(aten.mm.default) == [None]
+    assert internals.schema_of(aten.add_.Tensor).name == "aten::add_"
+
+
+def test_composites_are_told_apart():
+    assert internals.is_composite(aten.reshape.default)
+    assert internals.is_composite(aten.matmul.default)
+    assert not internals.is_composite(aten.view.default)
+    assert not internals.is_composite(aten.mm.default)
+
+
+@pytest.mark.parametrize("is_fake", [False, True], ids=["real", "fake"])
+def test_views_share_a_storage_id_and_other_tensors_have_another(is_fake):
+    with internals.FakeTensorMode() if is_fake else ExitStack():
+        tensor, other = torch.empty(4), torch.empty(4)
+    ids = [internals.storage_id(t.untyped_storage()) for t in (tensor, tensor[2:], tensor.detach(), other)]
+    assert ids[0] == ids[1] == ids[2] != ids[3]
+
+
+class CountingMode(internals.UnguardedDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def test_active_modes_are_listed_with_the_innermost_last():
+    assert internals.active_dispatch_modes() == []
+    with CountingMode() as outer, CountingMode() as inner:
+        assert internals.active_dispatch_modes() == [outer, inner]
+    assert internals.active_dispatch_modes() == []
+
+
+@pytest.mark.parametrize(
+    ("guarded", "unguarded"),
+    [
+        (internals.TorchDispatchMode, internals.UnguardedDispatchMode),
+        (internals.FakeTensorMode, internals.UnguardedFakeTensorMode),
+    ],
+)
+def test_the_method_of_an_unguarded_mode_is_not_wrapped(guarded, unguarded):
+    def dispatch(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError
+
+    def method_of(base: type) -> Any:
+        return type("Mode", (base,), {"__torch_dispatch__": dispatch}).__dict__["__torch_dispatch__"]
+
+    assert method_of(unguarded) is dispatch
+    assert method_of(guarded) is not dispatch, "torch guards no mode any more: the unguarded ones can go"
+
+
+def test_a_meta_kernel_gives_shapes_and_leaves_no_mark_behind():
+    with internals.FakeTensorMode() as mode:
+        x = torch.empty(4, 6)
+    with mode, CountingMode() as counting:
+        view = internals.run_meta_kernel(mode, aten.view.default, (x, [6, 4]), {})
+    assert (type(view), view.device.type, view.shape) == (torch.Tensor, "meta", (6, 4))
+    assert internals.storage_id(view.untyped_storage()) == internals.storage_id(x.untyped_storage())
+    assert counting.seen == [], "no mode sees what happens in a kernel"
+    with pytest.raises(RuntimeError, match="shape"):
+        internals.run_meta_kernel(mode, aten.view.default, (x, [5, 5]), {})
+    for _ in range(2):
+        assert not mode.in_kernel_invocation
+        assert torch.empty(3).add(1).tolist() != [], "real tensors still have values"
+        with mode:
+            assert x.add(1).device == CPU
+            assert (x @ x.t()).shape == (4, 4)
+
+
+def test_a_fake_tensor_from_attributes_equals_torchs_own():
+    mode = internals.FakeTensorMode()
+    meta = torch.empty_strided((4, 6), (1, 4), dtype=torch.bfloat16, device="meta")
+    expected = internals.FakeTensor(mode, meta, CPU)
+    made = internals.fake_from_meta(meta, CPU, expected.__dict__)
+    assert type(made) is internals.FakeTensor
+    assert made.__dict__ == expected.__dict__
+    assert {"constant", "fake_device", "fake_mode"} <= set(dir(made))
+    assert (made.constant, made.fake_device, made.fake_mode) == (None, CPU, mode)
+    for found in (made, expected):
+        assert (found.device, found.dtype, found.stride(), found.is_leaf) == (CPU, torch.bfloat16, (1, 4), True)
+        with pytest.raises(RuntimeError, match="data"):
+            found.data_ptr()
+        with mode:
+            assert (found + 1).shape == (4, 6)
+            weight = nn.Parameter(found)
+            (weight * 2).sum().backward()
+            assert weight.grad is not None
+
+
+def test_autograd_asks_a_fake_tensor_for_its_device_by_this_operation():
+    seen: list[Any] = []
+
+    class Mode(internals.UnguardedFakeTensorMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func)
+            return self.dispatch(func, types, args, kwargs or {})
+
+    with Mode():
+        x = torch.ones(3, requires_grad=True)
+        (x * 2).sum().backward()
+        assert internals.DEVICE_OF(x.detach()) == CPU
+    assert internals.DEVICE_OF in seen[:-1]
+
+
+def test_real_tensors_can_be_made_among_fake_ones():
+    with internals.FakeTensorMode():
+        with internals.unset_fake_temporarily():
+            assert torch.ones(2).tolist() == [1.0, 1.0]
+        assert isinstance(torch.ones(2), internals.FakeTensor)
+
+
+def resized(observed: list[int]) -> list[int]:
+    """The sizes that were observed while a storage was resized to 8 bytes."""
+    observed.clear()
+    torch.empty(4).untyped_storage().resize_(8)
+    return observed.copy()
+
+
+@pytest.mark.parametrize("first_to_end", [0, 1])
+def test_resizes_are_observed_until_the_last_block_ends_in_whatever_order(first_to_end):
+    observed: list[int] = []
+    blocks = [ExitStack(), ExitStack()]
+    for block in blocks:
+        block.enter_context(internals.observe_resizes(lambda _storage, num_bytes: observed.append(num_bytes)))
+    assert resized(observed) == [8, 8]
+    blocks[first_to_end].close()
+    assert resized(observed) == [8]
+    blocks[1 - first_to_end].close()
+    assert resized(observed) == []
+    assert "resize_" not in vars(torch.UntypedStorage)
+
+
+def test_resizes_are_no_longer_observed_after_an_exception():
+    observed: list[int] = []
+    with pytest.raises(KeyError), internals.observe_resizes(lambda _storage, num_bytes: observed.append(num_bytes)):
+        raise KeyError
+    assert resized(observed) == []
+
+
+def test_no_dispatch_mode_sees_a_resize():
+    storage = torch.empty(4).untyped_storage()
+    with CountingMode() as counting:
+        storage.resize_(8)
+    assert counting.seen == [], "torch dispatches it now: resizes need not be observed by a replaced method"
