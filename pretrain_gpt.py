@@ -25,14 +25,14 @@ def pretrain(settings: Settings, world: World) -> None:
     corpus = Corpus.open(settings, mesh, world)
     trainer = None
     with out_of_memory_recorded(settings, world, step=lambda: trainer.num_steps_done if trainer else 0):
-        parts = build(settings, mesh, world.device)
-        console.say(describe_run(settings, parts))
-        console.show(memory_table(settings, parts))
-        trainer = Trainer(settings, world, parts, corpus, console)
+        state = build(settings, mesh, world.device)
+        console.say(describe_run(settings, state))
+        console.show(memory_table(settings, state))
+        trainer = Trainer(settings, world, state, corpus, console)
         trainer.train()
         train, seq_length = settings.train, settings.model.seq_length
         if corpus.tokenizer is not None and train.sample_tokens and not trainer.was_stopped:
-            for text in sample_texts(parts.model, corpus.tokenizer, train.prompts, train.sample_tokens, seq_length):
+            for text in sample_texts(state.model, corpus.tokenizer, train.prompts, train.sample_tokens, seq_length):
                 console.say(f"--- the model writes\n{text}")
 
 

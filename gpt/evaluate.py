@@ -132,7 +132,7 @@ def undo_wikitext(text: str) -> str:
     return text
 
 
-def score_text(parts: TrainState, settings: Settings, text: str, own: argparse.Namespace) -> Score:
+def score_text(state: TrainState, settings: Settings, text: str, own: argparse.Namespace) -> Score:
     _, prefixes = parse_path(settings.data.path)
     tokenizer = named_tokenizer(own.tokenizer) if own.tokenizer else load_tokenizer(prefixes[0])
     if tokenizer.vocab_size > settings.model.vocab_size:
@@ -143,13 +143,13 @@ def score_text(parts: TrainState, settings: Settings, text: str, own: argparse.N
     num_words = len(text.split()) + (text.count("\n") if own.wikitext else 0)
     ids = [tokenizer.eod, *tokenizer.encode(undo_wikitext(text) if own.wikitext else text)]
     found = windows(len(ids) - 1, settings.model.seq_length, own.stride or settings.model.seq_length)
-    tokens = torch.tensor(ids, device=parts.device)
-    nll = negative_log_likelihood(parts.model, tokens, found, parts.mesh.data, settings.train.micro_batch_size)
+    tokens = torch.tensor(ids, device=state.device)
+    nll = negative_log_likelihood(state.model, tokens, found, state.mesh.data, settings.train.micro_batch_size)
     return Score(nll, len(ids) - 1, num_words)
 
 
 def load_model(settings: Settings, own: argparse.Namespace, world: Any) -> tuple[TrainState, str]:
-    """The parts, and where their weights are from: exported ones, or the newest checkpoint of the run's folder."""
+    """The state, and where their weights are from: exported ones, or the newest checkpoint of the run's folder."""
     if own.weights:
         settings = replace(settings, train=replace(settings.train, initial_weights=own.weights))
         return build(settings, build_mesh(settings, world), world.device), own.weights
@@ -157,9 +157,9 @@ def load_model(settings: Settings, own: argparse.Namespace, world: Any) -> tuple
     saved = checkpoint.find(folder, settings.checkpoint.resume)
     if saved is None:
         raise ConfigError(f"{folder} holds no checkpoint; give another --run.dir, or exported --weights FOLDER")
-    parts = build(settings, build_mesh(settings, world), world.device)
-    checkpoint.load(saved, parts)
-    return parts, str(saved)
+    state = build(settings, build_mesh(settings, world), world.device)
+    checkpoint.load(saved, state)
+    return state, str(saved)
 
 
 def evaluate_text(arguments: list[str]) -> Score:
@@ -181,8 +181,8 @@ def evaluate_text(arguments: list[str]) -> Score:
     text = read_text(Source(own.source, own.text_key, own.subset, own.split))
     world = start_world()
     logging.basicConfig(level=logging.INFO if world.is_first else logging.ERROR, format="%(message)s")
-    parts, origin = load_model(settings, own, world)
-    score = score_text(parts, settings, text, own)
+    state, origin = load_model(settings, own, world)
+    score = score_text(state, settings, text, own)
     RunConsole(is_quiet=not world.is_first).say(
         f"{origin}: perplexity {score.perplexity:.4f} a word, {score.token_perplexity:.4f} a token "
         f"({score.num_words:,} words, {score.num_tokens:,} tokens)"

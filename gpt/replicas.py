@@ -19,26 +19,26 @@ class DivergenceError(ConfigError):
     """Replicas differ: most likely a machine computes wrongly."""
 
 
-def check_replicas(parts: TrainState, step: int) -> None:
+def check_replicas(state: TrainState, step: int) -> None:
     """Compare checksums of the weights along every axis that replicates them. Raises DivergenceError.
 
     Waits for the device.
     """
-    model, mesh = parts.model, parts.mesh
+    model, mesh = state.model, state.mesh
     persistent = [flat.full for flat in model.flats if flat.lifetime is Lifetime.PERSISTENT]
     masters = [master for flat in model.flats for master in flat.masters]
     for what, axis, tensors in (
         ("parameters", mesh.data, persistent),
         ("master weights", model.replica_axis, masters),
-        ("parameters that are not cut", mesh.tensor, _not_cut(parts)),
+        ("parameters that are not cut", mesh.tensor, _not_cut(state)),
     ):
-        _compare(f"step {step}: the {what}", axis, tensors, parts.device)
+        _compare(f"step {step}: the {what}", axis, tensors, state.device)
 
 
-def _not_cut(parts: TrainState) -> Iterable[Tensor]:
+def _not_cut(state: TrainState) -> Iterable[Tensor]:
     """What this rank owns of the parameters that all tensor ranks have whole."""
-    cut = split_dims(parts.model.module)
-    for flat in parts.model.flats:
+    cut = split_dims(state.model.module)
+    for flat in state.model.flats:
         for bucket, master in zip(flat.layout.buckets, flat.masters, strict=True):
             owned = bucket.shard(flat.axis.rank)
             for span, part in flat.layout.pieces(owned):

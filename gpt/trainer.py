@@ -34,14 +34,14 @@ from zero.layer_norms import layer_norms
 
 
 class Trainer:
-    """Trains `parts` on a corpus, from where the run stands to its last step."""
+    """Trains `state` on a corpus, from where the run stands to its last step."""
 
-    def __init__(self, settings: Settings, world: World, parts: TrainState, corpus: Corpus, console: RunConsole):
-        self._settings, self._world, self._parts = settings, world, parts
+    def __init__(self, settings: Settings, world: World, state: TrainState, corpus: Corpus, console: RunConsole):
+        self._settings, self._world, self._state = settings, world, state
         self._corpus, self._console = corpus, console
         self._folder = Path(settings.run.dir)
         self._progress = Progress()
-        store, mesh = shared_store(), parts.mesh
+        store, mesh = shared_store(), state.mesh
         self._tracking = Tracking({})
 
         def on_abort(reason: str) -> None:
@@ -49,13 +49,13 @@ class Trainer:
 
         self._stopping = Stopping(store, world.rank, world.size, on_abort)
         self._watchdog = Watchdog(store, world.rank, world.size, mesh.log, settings.run.hang_seconds, on_abort)
-        self._recovery = Recovery(settings, parts, console.say, self._watchdog.beat, self._on_save)
-        self._profiler = Profiler(settings.profile, mesh, parts.device, self._folder)
+        self._recovery = Recovery(settings, state, console.say, self._watchdog.beat, self._on_save)
+        self._profiler = Profiler(settings.profile, mesh, state.device, self._folder)
         self._node_map = NodeMap.find(world)
         console.show(node_table(self._node_map, mesh))
         self._was_stopped = False
         self._num_bad, self._num_roll_backs = 0, 0
-        recomputes = parts.activations.recomputes
+        recomputes = state.activations.recomputes
         self._throughput = Throughput(settings.model, world.size, recomputes, self._peak_flops())
 
     @property
@@ -92,7 +92,7 @@ class Trainer:
     def _run_steps(self) -> bool:
         """Until the last step, or a signal; true: the run has gone back, and samples come that were not foreseen."""
         self._throughput.restart()
-        batches, log = self._batches(), self._parts.mesh.log
+        batches, log = self._batches(), self._state.mesh.log
         while True:
             self._profiler.begin(self._progress.step + 1)
             with log.during("data"):
@@ -119,7 +119,7 @@ class Trainer:
 
     def _must_go_back(self) -> bool:
         """Whether bad losses have come since the last logged step. Raises ConfigError where they end the run."""
-        guard, config = self._parts.guard, self._settings.guard
+        guard, config = self._state.guard, self._settings.guard
         num_bad = int(guard.num_bad.item()) if guard else 0
         if num_bad == self._num_bad or config.policy == "skip":
             return False
@@ -137,9 +137,9 @@ class Trainer:
         """What is due after a step that is done and logged."""
         step, every = self._progress.step, self._settings.guard.check_replicas_every
         if every and step % every == 0:
-            check_replicas(self._parts, step)
+            check_replicas(self._state, step)
         if self._settings.checkpoint.every and self._is_due(self._settings.checkpoint.every):
-            with self._parts.mesh.log.during("checkpoint"):
+            with self._state.mesh.log.during("checkpoint"):
                 self._recovery.save(self._progress)
             self._throughput.restart()
 
@@ -152,25 +152,25 @@ class Trainer:
 
         first = self._progress
         for (_, batch_size), micro_batches in zip(plan(), self._corpus.training.steps(plan()), strict=True):
-            yield batch_size, [tokens.to(self._parts.device, non_blocking=True) for tokens in micro_batches]
+            yield batch_size, [tokens.to(self._state.device, non_blocking=True) for tokens in micro_batches]
 
     def _step(self, batch_size: int, micro_batches: list[Tensor]) -> dict[str, Any] | None:
         """One step, and the record of it where it is logged."""
-        settings, parts, step = self._settings, self._parts, self._progress.step + 1
+        settings, state, step = self._settings, self._state, self._progress.step + 1
         lr = learning_rate(settings.schedule, settings.optimizer.lr, self._progress.step, settings.train.steps)
-        for group in parts.optimizer.inner.param_groups:
+        for group in state.optimizer.inner.param_groups:
             group["lr"] = lr
-        traffic = StepTraffic(parts.mesh.log)
+        traffic = StepTraffic(state.mesh.log)
         norms: dict[str, Tensor] = {}
         every = settings.train.layer_norms_every
 
         def look() -> None:
             if every and step % every == 0:
-                norms.update(layer_norms(parts.model, parts.optimizer, parts.mesh.tensor))
+                norms.update(layer_norms(state.model, state.optimizer, state.mesh.tensor))
 
         is_profiled = self._world.is_first and step == settings.profile.collectives_step
-        with profiled(parts.mesh.log, self._folder) if is_profiled else nullcontext():
-            loss, grad_norm = train_step(parts.model, parts.optimizer, micro_batches, parts.mesh, parts.guard, look)
+        with profiled(state.mesh.log, self._folder) if is_profiled else nullcontext():
+            loss, grad_norm = train_step(state.model, state.optimizer, micro_batches, state.mesh, state.guard, look)
         sent = traffic.measure()
         self._progress = Progress(step, self._progress.consumed_samples + batch_size)
         self._throughput.count(batch_size)
@@ -191,9 +191,9 @@ class Trainer:
 
     def _measure(self, loss: Tensor, grad_norm: Tensor, lr: float) -> dict[str, Any]:
         """Waits for the device, and for the other ranks."""
-        optimizer, progress = self._parts.optimizer, self._progress
-        with self._parts.mesh.log.during("metrics"):
-            mean_loss = mean_over(self._parts.mesh, loss)
+        optimizer, progress = self._state.optimizer, self._progress
+        with self._state.mesh.log.during("metrics"):
+            mean_loss = mean_over(self._state.mesh, loss)
         record: dict[str, Any] = {
             "step": progress.step,
             "loss": mean_loss,
@@ -201,8 +201,8 @@ class Trainer:
             "lr": lr,
             "tokens": progress.consumed_samples * self._settings.model.seq_length,
         }
-        record |= self._throughput.measure() | peak_memory(self._parts.device)
-        record |= memory_by_kind(self._parts.model, self._parts.optimizer)
+        record |= self._throughput.measure() | peak_memory(self._state.device)
+        record |= memory_by_kind(self._state.model, self._state.optimizer)
         record["skipped_steps"] = int(optimizer.num_skipped.item())
         if optimizer.loss_scale.is_dynamic:
             record["loss_scale"] = optimizer.loss_scale.scale.item()
@@ -210,11 +210,11 @@ class Trainer:
 
     def _evaluate(self) -> dict[str, float]:
         assert self._corpus.validation is not None
-        share = self._settings.train.micro_batch_size * self._parts.mesh.data.size
+        share = self._settings.train.micro_batch_size * self._state.mesh.data.size
         num_samples = math.ceil(self._settings.train.eval_samples / share) * share
         (micro_batches,) = self._corpus.validation.steps([(0, num_samples)])
-        on_device = (tokens.to(self._parts.device, non_blocking=True) for tokens in micro_batches)
-        loss = evaluate(self._parts.model, on_device, self._parts.mesh)
+        on_device = (tokens.to(self._state.device, non_blocking=True) for tokens in micro_batches)
+        loss = evaluate(self._state.model, on_device, self._state.mesh)
         self._throughput.restart()
         return {"validation_loss": loss, "validation_perplexity": float(torch.tensor(loss).exp())}
 
@@ -227,7 +227,7 @@ class Trainer:
             plot_loss,  # here: of all ranks only the first needs matplotlib, and not to begin with
         )
 
-        self._console.show(summary_table(self._settings, self._parts, records))
+        self._console.show(summary_table(self._settings, self._state, records))
         plot_loss(records, self._folder / LOSS_PLOT)
         self._console.say(f"{self._folder / LOSS_PLOT} shows the loss, {self._folder} holds the rest")
         return records[-1]
@@ -236,7 +236,7 @@ class Trainer:
         self._tracking.refer_to(checkpoint)
 
     def _peak_flops(self) -> float | None:
-        train, device = self._settings.train, self._parts.device
+        train, device = self._settings.train, self._state.device
         if train.peak_tflops is not None:
             return train.peak_tflops * 1e12
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"

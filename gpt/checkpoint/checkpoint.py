@@ -82,26 +82,26 @@ def remove_partial(folder: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def owned_tensors(parts: TrainState) -> dict[str, Tensor]:
+def owned_tensors(state: TrainState) -> dict[str, Tensor]:
     """What this rank writes: its random states and its own state; its shards too, unless it is a replica."""
     tensors = {"random.cpu": torch.get_rng_state()}
-    if parts.device.type == "cuda":
+    if state.device.type == "cuda":
         tensors["random.cuda"] = torch.cuda.get_rng_state()
-    tensors |= common_state(parts.model, parts.optimizer) | _guard_state(parts)
-    if parts.model.replica_axis.rank == 0:
-        tensors |= owned_state(parts.model, parts.optimizer)
+    tensors |= common_state(state.model, state.optimizer) | _guard_state(state)
+    if state.model.replica_axis.rank == 0:
+        tensors |= owned_state(state.model, state.optimizer)
     return tensors
 
 
-def describe(parts: TrainState, progress: Progress) -> dict[str, Any]:
+def describe(state: TrainState, progress: Progress) -> dict[str, Any]:
     """What layout.json says. The same on every rank, and no larger for more of them."""
     return {
         "format": FORMAT,
         "progress": asdict(progress),
-        "model": asdict(parts.config),
-        "optimizer": type(parts.optimizer.inner).__name__,
-        "optimizer_counters": group_counters(parts.optimizer),
-        "state": describe_state(parts.model, parts.mesh.data.size, parts.mesh.tensor.size),
+        "model": asdict(state.config),
+        "optimizer": type(state.optimizer.inner).__name__,
+        "optimizer_counters": group_counters(state.optimizer),
+        "state": describe_state(state.model, state.mesh.data.size, state.mesh.tensor.size),
     }
 
 
@@ -117,13 +117,13 @@ def read_layout(checkpoint: Path) -> dict[str, Any]:
     return layout
 
 
-def load(checkpoint: Path, parts: TrainState) -> Progress:
+def load(checkpoint: Path, state: TrainState) -> Progress:
     """Go on where the checkpoint was written: to the bit at the same layout, to rounding at any other.
 
     Raises ConfigError if it holds another model, or is damaged. Every file is read once more for its checksum, by one
     of the ranks.
     """
-    mesh = parts.mesh
+    mesh = state.mesh
     try:
         layout = read_layout(checkpoint)
         saved = SavedState(checkpoint, layout["state"])
@@ -131,34 +131,34 @@ def load(checkpoint: Path, parts: TrainState) -> Progress:
             verify(rank_file(checkpoint, number))
     except ConfigError as error:
         raise ConfigError(f"{error}; {_way_out(checkpoint)}") from error
-    _check_fits(checkpoint, layout, describe(parts, Progress()))
+    _check_fits(checkpoint, layout, describe(state, Progress()))
     mesh.barrier()  # no rank goes on while another finds damage
-    load_owned_state(parts.model, parts.optimizer, saved, TensorRank(mesh.tensor.rank, mesh.tensor.size))
-    for group, counters in zip(parts.optimizer.inner.param_groups, layout["optimizer_counters"], strict=True):
+    load_owned_state(state.model, state.optimizer, saved, TensorRank(mesh.tensor.rank, mesh.tensor.size))
+    for group, counters in zip(state.optimizer.inner.param_groups, layout["optimizer_counters"], strict=True):
         group.update(counters)
-    _load_own(saved, parts)
+    _load_own(saved, state)
     return Progress(**layout["progress"])
 
 
-def _load_own(saved: SavedState, parts: TrainState) -> None:
+def _load_own(saved: SavedState, state: TrainState) -> None:
     """From the rank whose place this one takes. Data-parallel ranks that are new keep the random stream of a start:
     were they to share another's, they would drop the same activations.
     """
-    mesh = parts.mesh
+    mesh = state.mesh
     place = mesh.data.rank % saved.data_size * saved.tensor_size + mesh.tensor.rank % saved.tensor_size
     file = saved.file(place)
-    load_common_state(parts.model, parts.optimizer, file)
-    for name, tensor in _guard_state(parts).items():
+    load_common_state(state.model, state.optimizer, file)
+    for name, tensor in _guard_state(state).items():
         if name in file.entries:
             tensor.copy_(file.tensor(name))
     if mesh.data.rank < saved.data_size:
         torch.set_rng_state(file.tensor("random.cpu"))
-        if parts.device.type == "cuda" and "random.cuda" in file.entries:
+        if state.device.type == "cuda" and "random.cuda" in file.entries:
             torch.cuda.set_rng_state(file.tensor("random.cuda"))
 
 
-def _guard_state(parts: TrainState) -> dict[str, Tensor]:
-    return {f"guard.{name}": tensor for name, tensor in parts.guard.state().items()} if parts.guard else {}
+def _guard_state(state: TrainState) -> dict[str, Tensor]:
+    return {f"guard.{name}": tensor for name, tensor in state.guard.state().items()} if state.guard else {}
 
 
 def _check_fits(checkpoint: Path, saved: dict[str, Any], expected: dict[str, Any]) -> None:

@@ -40,16 +40,16 @@ def export_checkpoint(checkpoint: Path, output: Path, dtype: torch.dtype, file_b
     return sum(parameter.shape.numel() for parameter in saved.parameters.values())
 
 
-def export_live(parts: TrainState, output: Path) -> None:
+def export_live(state: TrainState, output: Path) -> None:
     """The weights as they train, in their own type: written by the first rank, one unit gathered, and held, at a time.
 
     Called by all ranks. Raises OSError on the first, when all units have been gathered: the others count on it.
     """
     failure, partial = None, output.with_name(f".{output.name}.partial")
-    largest_unit_bytes = max(flat.full.nbytes for flat in parts.model.flats) * parts.mesh.tensor.size
+    largest_unit_bytes = max(flat.full.nbytes for flat in state.model.flats) * state.mesh.tensor.size
     file_bytes = min(FILE_BYTES, largest_unit_bytes)
-    writer = WeightsWriter(partial, parts.config, file_bytes) if parts.mesh.rank == 0 else None
-    for name, whole in _whole_parameters(parts):
+    writer = WeightsWriter(partial, state.config, file_bytes) if state.mesh.rank == 0 else None
+    for name, whole in _whole_parameters(state):
         if writer:
             try:
                 writer.add(name, whole)
@@ -64,21 +64,21 @@ def export_live(parts: TrainState, output: Path) -> None:
         partial.rename(output)
 
 
-def _whole_parameters(parts: TrainState) -> Iterator[tuple[str, Tensor]]:
+def _whole_parameters(state: TrainState) -> Iterator[tuple[str, Tensor]]:
     """Every parameter, joined along both axes; the tensor axis only where the first data-parallel ranks have it."""
-    dims, tensor = split_dims(parts.model.module), parts.mesh.tensor
-    for flat in parts.model.flats:
-        with parts.model.gathered(flat.params[:1]):  # and all others of its unit
+    dims, tensor = split_dims(state.model.module), state.mesh.tensor
+    for flat in state.model.flats:
+        with state.model.gathered(flat.params[:1]):  # and all others of its unit
             for span, param in zip(flat.layout.spans, flat.params, strict=True):
-                if parts.mesh.data.rank > 0:
+                if state.mesh.data.rank > 0:
                     continue
                 own = param.detach().contiguous()
                 if span.name not in dims:
                     yield span.name, own
                     continue
-                parts_of_all = own.new_empty(tensor.size, *own.shape)
-                tensor.all_gather(own, out=parts_of_all).wait()
-                yield span.name, torch.cat(list(parts_of_all), dims[span.name])
+                of_all_ranks = own.new_empty(tensor.size, *own.shape)
+                tensor.all_gather(own, out=of_all_ranks).wait()
+                yield span.name, torch.cat(list(of_all_ranks), dims[span.name])
 
 
 def main(arguments: list[str]) -> None:

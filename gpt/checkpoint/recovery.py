@@ -24,20 +24,20 @@ class Recovery:
     def __init__(
         self,
         settings: Settings,
-        parts: TrainState,
+        state: TrainState,
         say: Callable[[str], None],
         on_chunk: Callable[[], None],
         on_save: Callable[[Path], None],
     ):
         self._on_save = on_save
         self._settings, self._config = settings, settings.checkpoint
-        self._parts, self._say = parts, say
+        self._state, self._say = state, say
         self._run_dir = Path(settings.run.dir)
         self._folder = self._run_dir / CHECKPOINTS
-        self._is_first = parts.mesh.rank == 0
+        self._is_first = state.mesh.rank == 0
         self._lock = RunLock(self._run_dir)
         is_async = self._config.asynchronous
-        self._saver = Saver(self._folder, parts, keep=self._config.keep, is_async=is_async, on_chunk=on_chunk)
+        self._saver = Saver(self._folder, state, keep=self._config.keep, is_async=is_async, on_chunk=on_chunk)
         self._saved_step: int | None = None
         self._failure: SaveError | None = None  # of the last attempt
 
@@ -46,13 +46,13 @@ class Recovery:
         if self._is_first and self._run_dir.exists():
             self._lock.take()
         progress, found = Progress(), checkpoint.find(self._folder, self._config.resume)
-        if not agree(self._parts.mesh, str(found)):
+        if not agree(self._state.mesh, str(found)):
             raise ConfigError(
-                f"rank {self._parts.mesh.rank} would go on from {found}, another rank from elsewhere; put "
+                f"rank {self._state.mesh.rank} would go on from {found}, another rank from elsewhere; put "
                 f"run.dir={self._run_dir} on a file system that all nodes share"
             )
         if found is not None:
-            progress = checkpoint.load(found, self._parts)
+            progress = checkpoint.load(found, self._state)
             self._say(f"resumed from {found}: {progress.step} of {self._settings.train.steps} steps done")
         if self._is_first:
             self._lock.take()
@@ -60,7 +60,7 @@ class Recovery:
             for folder in (self._folder, self._run_dir / WEIGHTS):
                 checkpoint.remove_partial(folder)
             checkpoint.set_aside_later(self._folder, progress.step)
-        self._parts.mesh.barrier()
+        self._state.mesh.barrier()
         return progress
 
     def save(self, progress: Progress) -> None:
@@ -87,12 +87,12 @@ class Recovery:
         found = checkpoint.newest(self._folder)
         if found is None:
             raise ConfigError("guard.policy=roll_back finds no checkpoint; choose a smaller checkpoint.every")
-        before = checkpoint.load(found, self._parts)
-        self._parts.mesh.barrier()
+        before = checkpoint.load(found, self._state)
+        self._state.mesh.barrier()
         if self._is_first:
             cut_metrics(self._run_dir, before.step)
             checkpoint.set_aside_later(self._folder, before.step)
-        self._parts.mesh.barrier()
+        self._state.mesh.barrier()
         self._saved_step = before.step
         self._say(f"went back from step {progress.step} to {found}; the samples in between are left out")
         return Progress(before.step, progress.consumed_samples)
@@ -115,7 +115,7 @@ class Recovery:
     def _export_weights(self, step: int) -> None:
         folder = self._run_dir / WEIGHTS
         try:
-            export_live(self._parts, folder / checkpoint.checkpoint_name(step))
+            export_live(self._state, folder / checkpoint.checkpoint_name(step))
             if self._is_first:
                 keep_newest(sorted(folder.glob("step-*")), self._config.keep)
         except OSError as error:

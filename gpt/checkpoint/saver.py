@@ -40,15 +40,15 @@ class SaveError(ConfigError):
 
 
 class Saver:
-    """Saves checkpoints of `parts` in `folder`, the newest `keep` of them. All ranks make the same calls.
+    """Saves checkpoints of `state` in `folder`, the newest `keep` of them. All ranks make the same calls.
 
     `on_chunk` is called, in another thread, whenever a few megabytes have been written.
     """
 
     def __init__(
-        self, folder: Path, parts: TrainState, *, keep: int, is_async: bool, on_chunk: Callable[[], None] = lambda: None
+        self, folder: Path, state: TrainState, *, keep: int, is_async: bool, on_chunk: Callable[[], None] = lambda: None
     ):
-        self._folder, self._parts, self._keep, self._on_chunk = folder, parts, keep, on_chunk
+        self._folder, self._state, self._keep, self._on_chunk = folder, state, keep, on_chunk
         self._store = shared_store()
         self._host_copies = HostCopies() if is_async else None
         self._num_saves = 0
@@ -61,11 +61,11 @@ class Saver:
         final = self._folder / checkpoint_name(progress.step)
         key = f"save/{final}/{self._num_saves}"
         partial = final.with_name(f".{final.name}.partial")
-        tensors, layout = owned_tensors(self._parts), describe(self._parts, progress)
+        tensors, layout = owned_tensors(self._state), describe(self._state, progress)
 
         def write() -> None:
             self._write_rank(key, partial, tensors)
-            if self._parts.mesh.rank == 0:
+            if self._state.mesh.rank == 0:
                 self._complete(key, partial, final, layout)
 
         if self._host_copies:
@@ -88,13 +88,13 @@ class Saver:
     def _write_rank(self, key: str, partial: Path, tensors: Mapping[str, Tensor]) -> None:
         try:
             partial.mkdir(parents=True, exist_ok=True)
-            write_tensors(rank_file(partial, self._parts.mesh.rank), tensors, on_chunk=self._on_chunk)
+            write_tensors(rank_file(partial, self._state.mesh.rank), tensors, on_chunk=self._on_chunk)
         except Exception as error:  # whatever it is, the others are waiting for an answer
-            self._store.set(f"{key}/error", f"rank {self._parts.mesh.rank}: {_reason(error)}")
+            self._store.set(f"{key}/error", f"rank {self._state.mesh.rank}: {_reason(error)}")
         self._store.add(f"{key}/num_written", 1)
 
     def _complete(self, key: str, partial: Path, final: Path, layout: dict) -> None:
-        while self._store.add(f"{key}/num_written", 0) < self._parts.mesh.size:
+        while self._store.add(f"{key}/num_written", 0) < self._state.mesh.size:
             time.sleep(POLL_SECONDS)
         reason = ""
         if self._store.check([f"{key}/error"]):

@@ -52,19 +52,19 @@ class RunConsole:
         self._progress.advance(self._task)
 
 
-def describe_run(settings: Settings, parts: TrainState) -> str:
-    mesh, train, model = parts.mesh, settings.train, settings.model
+def describe_run(settings: Settings, state: TrainState) -> str:
+    mesh, train, model = state.mesh, settings.train, settings.model
     return (
-        f"{parts.num_parameters_of_model / 1e6:,.1f}M parameters ({model.num_layers} layers x {model.hidden_size}), "
+        f"{state.num_parameters_of_model / 1e6:,.1f}M parameters ({model.num_layers} layers x {model.hidden_size}), "
         f"{train.precision}, ZeRO stage {settings.zero.stage}; {mesh.data.size} data x {mesh.tensor.size} tensor ranks "
-        f"on {parts.device.type}; batch {train.global_batch_size} x {model.seq_length} tokens; {settings.run.dir}"
+        f"on {state.device.type}; batch {train.global_batch_size} x {model.seq_length} tokens; {settings.run.dir}"
     )
 
 
-def memory_table(settings: Settings, parts: TrainState) -> Table:
+def memory_table(settings: Settings, state: TrainState) -> Table:
     """Model states of this rank beside the paper's formula; moments count as what the first step will make."""
-    num_parameters, shard_size = parts.num_parameters, parts.model.shard_axis.size
-    state_bytes = parts.optimizer.state_bytes_per_element
+    num_parameters, shard_size = state.num_parameters, state.model.shard_axis.size
+    state_bytes = state.optimizer.state_bytes_per_element
     promised = memory.formula(
         settings.zero.policy, num_parameters, shard_size, settings.train.dtype.itemsize, state_bytes
     )
@@ -75,8 +75,8 @@ def memory_table(settings: Settings, parts: TrainState) -> Table:
     for placement, here in memory.placed(promised, settings.zero.policy, shard_size, leaves).items():
         if not here.total:
             continue
-        found = memory.measured(parts.model, parts.optimizer, placement)
-        buckets = [bucket for bucket in parts.optimizer.buckets if bucket.placement is placement]
+        found = memory.measured(state.model, state.optimizer, placement)
+        buckets = [bucket for bucket in state.optimizer.buckets if bucket.placement is placement]
         moments = found.moments or sum(bucket.master.numel() for bucket in buckets) * state_bytes
         rows = {field.name: getattr(found, field.name) for field in fields(found)} | {"moments": moments}
         where = f", {placement.name.lower()}" if leaves else ""
@@ -84,21 +84,21 @@ def memory_table(settings: Settings, parts: TrainState) -> Table:
             each = f"{num_bytes / num_parameters:.2f}"
             table.add_row(name + where, f"{num_bytes / 1e6:,.2f}", f"{getattr(here, name) / 1e6:,.2f}", each)
         table.add_section()
-    for name, num_bytes, remark in [*_checkpoint_rows(settings, parts), *_buffer_rows(settings, parts)]:
+    for name, num_bytes, remark in [*_checkpoint_rows(settings, state), *_buffer_rows(settings, state)]:
         table.add_row(name, f"{num_bytes / 1e6:,.2f}", remark, "")
     return table
 
 
-def _checkpoint_rows(settings: Settings, parts: TrainState) -> Iterator[tuple[str, float, str]]:
+def _checkpoint_rows(settings: Settings, state: TrainState) -> Iterator[tuple[str, float, str]]:
     """(name, bytes, remark) of the activation checkpoints of one micro-batch."""
-    gpt, itemsize = parts.model.module, settings.train.dtype.itemsize
+    gpt, itemsize = state.model.module, settings.train.dtype.itemsize
     assert isinstance(gpt, GPT)
     if not isinstance(gpt.run_blocks, CheckpointedBlocks):
         return
     num_tokens = settings.train.micro_batch_size * settings.model.seq_length // gpt.tokens.num_parts
     numel, num_layers = num_tokens * settings.model.hidden_size, settings.model.num_layers
     stored = gpt.run_blocks.num_bytes(num_layers, numel, itemsize)
-    whole = math.ceil(num_layers / parts.activations.layers_per_checkpoint) * numel * itemsize
+    whole = math.ceil(num_layers / state.activations.layers_per_checkpoint) * numel * itemsize
     places = {"device": stored.device, "host": stored.host}
     for place, num_bytes in places.items():
         if num_bytes or place == "device":
@@ -106,17 +106,17 @@ def _checkpoint_rows(settings: Settings, parts: TrainState) -> Iterator[tuple[st
     yield "buffer: checkpoints", stored.in_transit, "constant"
 
 
-def _buffer_rows(settings: Settings, parts: TrainState) -> Iterator[tuple[str, float, str]]:
+def _buffer_rows(settings: Settings, state: TrainState) -> Iterator[tuple[str, float, str]]:
     """Buffers and temporaries of constant size (C_B), which `zero.bucket_numel` bounds."""
-    model, gpt, axis = parts.model, parts.model.module, parts.mesh.tensor
+    model, gpt, axis = state.model, state.model.module, state.mesh.tensor
     assert isinstance(gpt, GPT)
     size = "constant" if settings.zero.bucket_numel else "the model's size"
-    for name, num_bytes in memory.buffer_bytes(model, parts.optimizer).items():
+    for name, num_bytes in memory.buffer_bytes(model, state.optimizer).items():
         yield f"buffer: {name}", num_bytes, size
     num_tokens = settings.train.micro_batch_size * settings.model.seq_length
     num_columns = settings.model.padded_vocab_size // axis.size
     yield "buffer: loss", temporary_bytes(num_tokens, num_columns, gpt.chunk_numel), size
-    yield "buffer: gradient norm", parts.optimizer.norm_bytes, size
+    yield "buffer: gradient norm", state.optimizer.norm_bytes, size
     if gathered := memory.gathered_bytes(model, model.residency.prefetch_numel):
         yield "buffer: gathered ahead", gathered, "at most"
 
@@ -135,12 +135,12 @@ def step_line(record: dict[str, Any], settings: Settings) -> str:
     )
 
 
-def summary_table(settings: Settings, parts: TrainState, records: list[dict[str, Any]]) -> Table:
+def summary_table(settings: Settings, state: TrainState, records: list[dict[str, Any]]) -> Table:
     """The end of the run beside its beginning, and a step's traffic beside the paper's."""
     first, last = records[0], records[-1]
-    data_size = parts.mesh.data.size
+    data_size = state.mesh.data.size
     num_micro_batches = settings.train.global_batch_size // (settings.train.micro_batch_size * data_size)
-    parameter_bytes = parts.num_parameters * settings.train.dtype.itemsize
+    parameter_bytes = state.num_parameters * settings.train.dtype.itemsize
     promised = traffic.step_bytes(settings.zero.policy, parameter_bytes, data_size, num_micro_batches)
     table = Table(title="Summary", show_header=False, title_justify="left")
     table.add_row("loss", f"{first['loss']:.3f} (step {first['step']}) -> {last['loss']:.3f} (step {last['step']})")
@@ -153,7 +153,7 @@ def summary_table(settings: Settings, parts: TrainState, records: list[dict[str,
     )
     table.add_row("data axis", f"{last['data_axis_bytes'] / 1e6:,.2f} MB a step and rank; paper: {promised / 1e6:,.2f}")
     table.add_row("peak memory", f"{last['peak_allocated_bytes'] / 1e6:,.0f} MB")
-    if parts.device.type == "cuda":
+    if state.device.type == "cuda":
         unused, retries = last["reserved_unused_bytes"] / 1e6, last["allocation_retries"]
         table.add_row("fragmentation", f"{unused:,.0f} MB reserved and unused, {retries} allocations tried again")
     table.add_row("skipped steps", str(last["skipped_steps"]))

@@ -71,7 +71,7 @@ def is_possible(combination: dict) -> bool:
 
 
 def summary(recording: Recording) -> dict:
-    return {name: value for name, value in vars(recording).items() if name != "parts"}
+    return {name: value for name, value in vars(recording).items() if name != "state"}
 
 
 def run_for_real(settings: Settings) -> dict:

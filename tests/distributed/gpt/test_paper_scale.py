@@ -38,7 +38,7 @@ def test_a_line_through_two_depths_meets_a_third():
     line = draw_line(settings, cluster)
     recording = dry_run(settings)
     promised = line.at(20)
-    assert promised.parameters == recording.parts.num_parameters_of_model
+    assert promised.parameters == recording.state.num_parameters_of_model
     assert promised.device_peak_bytes == pytest.approx(sum(recording.peak[DEVICE].values()), rel=0.01)
     assert 12 <= line.deepest(promised.device_peak_bytes) <= 20
 
@@ -63,11 +63,11 @@ def test_the_runs_of_deepspeeds_tutorial_fit_their_gpus_and_hosts(
     settings = settings_of(f"../deepspeed/gpt{name}", world_size)
     recording = dry_run(settings)  # whole: the tutorial's buckets are larger than the layers of a line's depths
     device, host = (sum(recording.peak[where].values()) for where in (DEVICE, HOST))
-    assert recording.parts.num_parameters_of_model == pytest.approx(billions * 1e9, rel=0.05)
+    assert recording.state.num_parameters_of_model == pytest.approx(billions * 1e9, rel=0.05)
     assert device < cluster.gpu_memory_bytes
     assert host * cluster.gpus_per_node < cluster.host_memory_gb * 1e9
     policy, size = settings.zero.policy, world_size // settings.parallel.tensor_size
-    of_this_rank = formula(policy, recording.parts.num_parameters, size)
+    of_this_rank = formula(policy, recording.state.num_parameters, size)
     states = placed(of_this_rank, policy, size, settings.offload.leaves)
     assert device > states[Placement.ACCELERATOR].total
     assert host > 0.99 * states[Placement.HOST].total  # what is resident is on no host

@@ -10,24 +10,24 @@ from tests.distributed.gpt.test_checkpoint_layouts import LayoutCase, build, tra
 from tests.ranks import run_ranks
 
 
-def flip(parts: TrainState, what: str) -> None:
+def flip(state: TrainState, what: str) -> None:
     """The lowest bit of one element."""
-    flats = parts.model.flats
+    flats = state.model.flats
     if what == "parameter":
         tensor = flats[0].full[:1]
     elif what == "master":
         tensor = flats[-1].masters[0][:1]
     else:
-        tensor = owned_norm(parts)[:1]
+        tensor = owned_norm(state)[:1]
     bits = tensor.view(torch.int64)
     bits ^= 1
 
 
-def owned_norm(parts: TrainState) -> Tensor:
+def owned_norm(state: TrainState) -> Tensor:
     """The first stretch of the last norm that this rank owns."""
     return next(
         master[part.start - bucket.elements.start : part.stop - bucket.elements.start]
-        for flat in parts.model.flats
+        for flat in state.model.flats
         for bucket, master in zip(flat.layout.buckets, flat.masters, strict=True)
         for span, part in flat.layout.pieces(bucket.elements)
         if span.name == "final_norm.weight"
@@ -35,13 +35,13 @@ def owned_norm(parts: TrainState) -> Tensor:
 
 
 def find(case: LayoutCase, what: str, odd_rank: int) -> str:
-    parts = build(case)
-    train(parts, 0, 1)
-    check_replicas(parts, 1)
-    if parts.mesh.rank == odd_rank:
-        flip(parts, what)
+    state = build(case)
+    train(state, 0, 1)
+    check_replicas(state, 1)
+    if state.mesh.rank == odd_rank:
+        flip(state, what)
     try:
-        check_replicas(parts, 2)
+        check_replicas(state, 2)
     except DivergenceError as error:
         return str(error)
     return ""
