@@ -13,7 +13,8 @@ from gpt.monitor.console import RunConsole, describe_run, memory_table
 from gpt.planner.report import run_and_report
 from gpt.run_folder.out_of_memory import out_of_memory_recorded
 from gpt.sampling import sample_texts
-from gpt.settings import Settings, parse_settings
+from gpt.settings import Settings
+from gpt.settings_parser import parse_settings
 from gpt.trainer import Trainer
 from parallel.errors import ConfigError
 from parallel.world import World, exit_with_error, has_failed_elsewhere, rank_from_environment, start_world, stop_world

@@ -34,7 +34,8 @@ from gpt.checkpoint import checkpoint
 from gpt.model.generate import evaluation
 from gpt.monitor.console import RunConsole
 from gpt.run_folder.files import CHECKPOINTS
-from gpt.settings import Settings, parse_settings
+from gpt.settings import Settings
+from gpt.settings_parser import parse_settings
 from parallel.errors import ConfigError
 from parallel.mesh import Axis
 from parallel.world import exit_with_error, start_world, stop_world

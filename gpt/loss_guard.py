@@ -3,44 +3,13 @@
 The judgement is made on the device in every step, by tensors; the host reads how many were bad at logged steps.
 """
 
-from dataclasses import dataclass
-from typing import Literal
-
 import torch
 from torch import Tensor
 
-from parallel.errors import ConfigError
 from parallel.mesh import Axis
 
 MEMORY = 0.98  # of the running mean, a step
 NUM_FOR_A_MEAN = 20  # losses before any can be a spike
-
-
-@dataclass(frozen=True)
-class GuardSettings:
-    """What is done about losses that are not finite, or spikes, and about replicas that differ."""
-
-    policy: Literal["skip", "stop", "roll_back"] = "skip"
-    """A bad step updates nothing; then go on, or stop, or go back to the newest checkpoint and leave those samples out.
-    fp16 overflows are no bad losses."""
-    spike_factor: float | None = None
-    """A loss above so many times the running mean is bad; null: only losses that are not finite are."""
-    max_roll_backs: int = 3
-    """Times that a run goes back before it stops."""
-    check_replicas_every: int = 0
-    """Steps between comparisons of what replicas hold, by checksum; 0: never. Waits for the device."""
-
-    def __post_init__(self) -> None:
-        if self.spike_factor is not None and self.spike_factor <= 1:
-            raise ConfigError(f"guard.spike_factor={self.spike_factor} is not above 1; choose 3, or null for none")
-        for name in ("max_roll_backs", "check_replicas_every"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"guard.{name}={getattr(self, name)} is below 0; choose 0 or more")
-
-    @property
-    def judges(self) -> bool:
-        """Whether the loss has to be looked at: a non-finite gradient is skipped without."""
-        return self.policy != "skip" or self.spike_factor is not None
 
 
 class LossGuard:

@@ -1,22 +1,13 @@
 """All settings of a run: one tree of frozen dataclasses, read from YAML files and dotted options, checked at once."""
 
-import re
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import yaml
-from jsonargparse import ActionConfigFile, ArgumentError, ArgumentParser, set_parsing_settings
-from rich.table import Table
 
-from gpt.deepspeed.config import with_translation
-from gpt.loss_guard import GuardSettings
 from gpt.model.transformer import ModelConfig
-from gpt.monitor.profiling import ProfileSettings
 from gpt.schedule import BatchConfig, RampUpConfig, ScheduleConfig
 from parallel.errors import ConfigError
 from zero.activations.checkpointed_blocks import ActivationsConfig
@@ -24,7 +15,6 @@ from zero.engine import ZeroConfig
 from zero.offload.placement import OffloadConfig
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-DEEPSPEED_CONFIG = "zero.deepspeed_config"  # no field of ZeroConfig: it speaks of more than ZeRO, and of no model
 
 
 @dataclass(frozen=True)
@@ -180,6 +170,33 @@ class CheckpointSettings:
 
 
 @dataclass(frozen=True)
+class GuardSettings:
+    """What is done about losses that are not finite, or spikes, and about replicas that differ."""
+
+    policy: Literal["skip", "stop", "roll_back"] = "skip"
+    """A bad step updates nothing; then go on, or stop, or go back to the newest checkpoint and leave those samples out.
+    fp16 overflows are no bad losses."""
+    spike_factor: float | None = None
+    """A loss above so many times the running mean is bad; null: only losses that are not finite are."""
+    max_roll_backs: int = 3
+    """Times that a run goes back before it stops."""
+    check_replicas_every: int = 0
+    """Steps between comparisons of what replicas hold, by checksum; 0: never. Waits for the device."""
+
+    def __post_init__(self) -> None:
+        if self.spike_factor is not None and self.spike_factor <= 1:
+            raise ConfigError(f"guard.spike_factor={self.spike_factor} is not above 1; choose 3, or null for none")
+        for name in ("max_roll_backs", "check_replicas_every"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"guard.{name}={getattr(self, name)} is below 0; choose 0 or more")
+
+    @property
+    def judges(self) -> bool:
+        """Whether the loss has to be looked at: a non-finite gradient is skipped without."""
+        return self.policy != "skip" or self.spike_factor is not None
+
+
+@dataclass(frozen=True)
 class RunSettings:
     """Where a run leaves what it makes."""
 
@@ -196,6 +213,25 @@ class RunSettings:
             raise ConfigError(f"run.hang_seconds={self.hang_seconds} is below 0; choose 600, or 0 for no watch")
         if self.tensorboard and find_spec("tensorboard") is None:
             raise ConfigError("run.tensorboard=true needs a package; pip install tensorboard, or choose false")
+
+
+@dataclass(frozen=True)
+class ProfileSettings:
+    """A look at where the time of a few steps goes."""
+
+    steps: tuple[int, int] | None = None
+    """First and last step that are timed and traced; null: none."""
+    ranks: tuple[int, ...] = (0,)
+    """Ranks whose trace is written, to run.dir/profile/rank-*.json; all ranks are timed."""
+    collectives_step: int = 5
+    """Step whose collectives the first rank counts in run.dir/collectives.json, to be compared with a dry run's or
+    another run's; it is slower than others. 0: none."""
+
+    def __post_init__(self) -> None:
+        if self.collectives_step < 0:
+            raise ConfigError(f"profile.collectives_step={self.collectives_step} is below 0; choose 5, or 0 for none")
+        if self.steps is not None and not 1 <= self.steps[0] <= self.steps[1]:
+            raise ConfigError(f"profile.steps={list(self.steps)} are no first and last step; choose [10, 12]")
 
 
 @dataclass(frozen=True)
@@ -263,46 +299,6 @@ class Settings:
     def to_yaml(self) -> str:
         """A file that `--config` reads back as the same settings."""
         return yaml.safe_dump(_plain(self), sort_keys=False)
-
-
-def parse_settings(
-    arguments: Sequence[str], num_ranks: int | None = None, show: Callable[[Table], None] = lambda table: None
-) -> Settings:
-    """`--config FILE --zero.stage 2 ...`: later ones win. Raises ConfigError with one line for whatever is wrong.
-
-    With `--zero.deepspeed_config FILE` what that file says comes after all of `--config` and before the options, and
-    `show` gets its keys as a table; batch sizes are reckoned with `num_ranks`, by default those that were launched.
-    """
-    set_parsing_settings(docstring_parse_attribute_docstrings=True)
-    parser = ArgumentParser(prog="pretrain_gpt.py", description=Settings.__doc__, exit_on_error=False)
-    parser.add_argument("--config", action=ActionConfigFile, help="YAML file of settings; may be given several times")
-    parser.add_class_arguments(Settings, as_group=False)
-    parser.add_argument(
-        f"--{DEEPSPEED_CONFIG}",
-        type=str | None,
-        help="DeepSpeed's JSON configuration: docs/deepspeed.md says what becomes of it",
-    )
-    try:
-        namespace = parser.parse_args(list(arguments))
-        if path := namespace.pop(DEEPSPEED_CONFIG):
-            namespace = parser.parse_args(with_translation(arguments, Path(path), parser.parse_args, num_ranks, show))
-            namespace.pop(DEEPSPEED_CONFIG)
-        instantiated = parser.instantiate(namespace)
-    except ArgumentError as error:
-        raise ConfigError(_explain(error, list(parser.get_defaults().keys()))) from error
-    return Settings(**{name: getattr(instantiated, name) for name in Settings.__dataclass_fields__})
-
-
-def _explain(error: Exception, known_names: list[str]) -> str:
-    """The parser's message in one line, with the likeliest setting where the given one does not exist."""
-    message = re.sub(r'^Parser key "([^"]+)":', r"\1:", " ".join(str(error).split()))
-    unknown = re.search(r"unrecognized arguments: --([\w.]+)|Group '(\w+)' does not accept option '(\w+)'", message)
-    if unknown is None:
-        return message
-    name = ".".join(filter(None, unknown.groups()))
-    likely = get_close_matches(name, known_names, n=1)
-    remedy = f"did you mean {likely[0]}?" if likely else "see pretrain_gpt.py --help"
-    return f"{name}: there is no such setting; {remedy}"
 
 
 def _plain(value: Any) -> Any:

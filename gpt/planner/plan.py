@@ -16,7 +16,8 @@ from rich.table import Table
 from gpt.model.flops import hardware_flops
 from gpt.planner.depth import Estimate, Line, draw_line
 from gpt.planner.layouts import Judgement, Layout, describe, has_room, judge, layouts, room_bytes
-from gpt.settings import Settings, parse_settings
+from gpt.settings import Settings
+from gpt.settings_parser import parse_settings
 from parallel.errors import ConfigError, exit_on_config_error
 from parallel.launch.cluster import ClusterSpec
 

@@ -15,7 +15,7 @@ import pytest
 from data.errors import DataError
 from data.indexed import IndexedWriter
 from gpt.checkpoint.checkpoint import find
-from gpt.settings import parse_settings
+from gpt.settings_parser import parse_settings
 from parallel.errors import ConfigError
 from parallel.world import start_world
 from pretrain_gpt import pretrain

@@ -13,7 +13,7 @@ from gpt.monitor.collectives import read_profile
 from gpt.monitor.console import RunConsole
 from gpt.planner.report import run_and_report
 from gpt.run_folder.files import read_steps
-from gpt.settings import parse_settings
+from gpt.settings_parser import parse_settings
 from parallel.errors import ConfigError
 from parallel.world import start_world
 from pretrain_gpt import pretrain

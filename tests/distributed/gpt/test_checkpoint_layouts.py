@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from gpt.build import TrainState
-from gpt.checkpoint.checkpoint import Progress, checkpoint
+from gpt.checkpoint import checkpoint
+from gpt.checkpoint.checkpoint import Progress
 from gpt.checkpoint.saver import Saver
 from gpt.model.transformer import GPT, ModelConfig, initialize
 from parallel.mesh import Mesh

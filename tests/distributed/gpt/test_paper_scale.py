@@ -8,7 +8,8 @@ import pytest
 from gpt.planner.depth import draw_line
 from gpt.planner.dry_run import dry_run
 from gpt.planner.report import DEVICE, HOST
-from gpt.settings import Settings, parse_settings
+from gpt.settings import Settings
+from gpt.settings_parser import parse_settings
 from parallel.launch.cluster import ClusterSpec
 from scripts.paper.calibrate import calibrated
 from zero.formulas.memory import formula, placed

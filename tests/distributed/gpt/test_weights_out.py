@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import GPT2LMHeadModel
 
-from gpt.checkpoint.checkpoint import export
+from gpt.checkpoint import export
 from gpt.checkpoint.export import export_checkpoint, export_live
 from gpt.model.generate import evaluation
 from gpt.model.pretrained import WeightsWriter

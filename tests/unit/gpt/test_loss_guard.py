@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from gpt.loss_guard import NUM_FOR_A_MEAN, GuardSettings, LossGuard
+from gpt.loss_guard import NUM_FOR_A_MEAN, LossGuard
+from gpt.settings import GuardSettings
 from parallel.errors import ConfigError
 from parallel.mesh import Axis
 
