@@ -5,6 +5,7 @@ torchrun --nproc_per_node=2 pretrain_gpt.py --config configs/quickstart.yaml --z
 
 import logging
 import sys
+from pathlib import Path
 
 from data.errors import DataError
 from gpt.build import build, build_mesh
@@ -23,17 +24,21 @@ from parallel.world import World, exit_with_error, has_failed_elsewhere, rank_fr
 def pretrain(settings: Settings, world: World) -> None:
     console = RunConsole(is_quiet=not world.is_first)
     mesh = build_mesh(settings, world)
-    corpus = Corpus.open(settings, mesh, world)
+    train, zero = settings.train, settings.zero
+    corpus = Corpus.open(settings.data, settings.model, train, mesh, world)
     trainer = None
-    with out_of_memory_recorded(settings, world, step=lambda: trainer.num_steps_done if trainer else 0):
+    with out_of_memory_recorded(
+        Path(settings.run.dir), train, zero, world, lambda: trainer.num_steps_done if trainer else 0
+    ):
         state = build(settings, mesh, world.device)
-        console.say(describe_run(settings, state))
-        console.show(memory_table(settings, state))
+        console.say(describe_run(state, train, zero, settings.run.dir))
+        console.show(memory_table(state, train, zero))
         trainer = Trainer(settings, world, state, corpus, console)
         trainer.train()
-        train, seq_length = settings.train, settings.model.seq_length
         if corpus.tokenizer is not None and train.sample_tokens and not trainer.was_stopped:
-            for text in sample_texts(state.model, corpus.tokenizer, train.prompts, train.sample_tokens, seq_length):
+            for text in sample_texts(
+                state.model, corpus.tokenizer, train.prompts, train.sample_tokens, settings.model.seq_length
+            ):
                 console.say(f"--- the model writes\n{text}")
 
 

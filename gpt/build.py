@@ -71,13 +71,13 @@ def build_mesh(settings: Settings, world: World) -> Mesh:
         imitated_backend=world.imitated_backend,
     )
     check_divides(settings.model, mesh.tensor)
-    check_replicas(settings.activations, token_layout(settings, mesh).replicas)
+    check_replicas(settings.activations, token_layout(settings.parallel, mesh).replicas)
     check_batch_sizes(settings.train.batch, mesh.data.size)
     num_tokens = settings.train.micro_batch_size * settings.model.seq_length
     if settings.parallel.sequence_parallel:
         part_of(num_tokens, mesh.tensor, "train.micro_batch_size x model.seq_length")
     learning_rate(settings.schedule, settings.optimizer.lr, 0, settings.train.steps)
-    check_host_memory(settings, mesh, world)
+    check_host_memory(settings.model, settings.train.dtype, settings.zero, settings.offload, mesh, world)
     return mesh
 
 
@@ -97,16 +97,15 @@ def check_node(settings: ParallelSettings, world: World) -> None:
     )
 
 
-def token_layout(settings: Settings, mesh: Mesh) -> TokenLayout:
-    return SplitTokens(mesh.tensor) if settings.parallel.sequence_parallel else ReplicatedTokens(mesh.tensor)
+def token_layout(settings: ParallelSettings, mesh: Mesh) -> TokenLayout:
+    return SplitTokens(mesh.tensor) if settings.sequence_parallel else ReplicatedTokens(mesh.tensor)
 
 
 def build(settings: Settings, mesh: Mesh, device: torch.device) -> TrainState:
     if settings.train.precision == "fp16" and device.type == "cpu":
         logger.warning("train.precision=fp16 on a CPU is slow and untuned; bf16 is the better half type there")
-    train = settings.train
-    tokens = token_layout(settings, mesh)
-    activations = chosen_activations(settings, mesh, tokens, device)
+    train, tokens = settings.train, token_layout(settings.parallel, mesh)
+    activations = chosen_activations(settings.activations, settings.model, train, settings.zero, mesh, tokens, device)
     with ShardedInit(mesh.data, settings.zero.policy, settings.zero.prefetch_numel, settings.offload) as init:
         gpt = build_model(settings.model, activations, tokens, device, train.dtype, settings.zero.bucket_numel)
         initialize(gpt, train.seed, mesh.data)

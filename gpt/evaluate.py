@@ -28,7 +28,7 @@ from torch.nn import functional as F
 from data.blend import parse_path
 from data.errors import DataError
 from data.sources import Source, text_of
-from data.tokenizer import load_tokenizer, named_tokenizer
+from data.tokenizer import Tokenizer, load_tokenizer, named_tokenizer
 from gpt.build import TrainState, build, build_mesh
 from gpt.checkpoint import checkpoint
 from gpt.model.generate import evaluation
@@ -133,19 +133,30 @@ def undo_wikitext(text: str) -> str:
     return text
 
 
-def score_text(state: TrainState, settings: Settings, text: str, own: argparse.Namespace) -> Score:
-    _, prefixes = parse_path(settings.data.path)
-    tokenizer = named_tokenizer(own.tokenizer) if own.tokenizer else load_tokenizer(prefixes[0])
-    if tokenizer.vocab_size > settings.model.vocab_size:
+def find_tokenizer(name: str | None, data_path: str | list[str], model_vocab_size: int) -> Tokenizer:
+    """Return the tokenizer of that name, by default that of the training data.
+
+    Raises ConfigError if it has more ids than the model has words.
+    """
+    _, prefixes = parse_path(data_path)
+    tokenizer = named_tokenizer(name) if name else load_tokenizer(prefixes[0])
+    if tokenizer.vocab_size > model_vocab_size:
         raise ConfigError(
-            f"model.vocab_size={settings.model.vocab_size} is below the {tokenizer.vocab_size} ids of the tokenizer; "
+            f"model.vocab_size={model_vocab_size} is below the {tokenizer.vocab_size} ids of the tokenizer; "
             "give the one that the model was trained with as --tokenizer"
         )
-    num_words = len(text.split()) + (text.count("\n") if own.wikitext else 0)
-    ids = [tokenizer.eod, *tokenizer.encode(undo_wikitext(text) if own.wikitext else text)]
-    found = windows(len(ids) - 1, settings.model.seq_length, own.stride or settings.model.seq_length)
+    return tokenizer
+
+
+def score_text(
+    state: TrainState, tokenizer: Tokenizer, text: str, *, stride: int, is_wikitext: bool, micro_batch_size: int
+) -> Score:
+    """Return the score of the text; see `windows` for `stride`. All ranks call it."""
+    num_words = len(text.split()) + (text.count("\n") if is_wikitext else 0)
+    ids = [tokenizer.eod, *tokenizer.encode(undo_wikitext(text) if is_wikitext else text)]
+    found = windows(len(ids) - 1, state.config.seq_length, stride)
     tokens = torch.tensor(ids, device=state.device)
-    nll = negative_log_likelihood(state.model, tokens, found, state.mesh.data, settings.train.micro_batch_size)
+    nll = negative_log_likelihood(state.model, tokens, found, state.mesh.data, micro_batch_size)
     return Score(nll, len(ids) - 1, num_words)
 
 
@@ -183,7 +194,15 @@ def evaluate_text(arguments: list[str]) -> Score:
     world = start_world()
     logging.basicConfig(level=logging.INFO if world.is_first else logging.ERROR, format="%(message)s")
     state, origin = load_model(settings, own, world)
-    score = score_text(state, settings, text, own)
+    tokenizer = find_tokenizer(own.tokenizer, settings.data.path, settings.model.vocab_size)
+    score = score_text(
+        state,
+        tokenizer,
+        text,
+        stride=own.stride or settings.model.seq_length,
+        is_wikitext=own.wikitext,
+        micro_batch_size=settings.train.micro_batch_size,
+    )
     RunConsole(is_quiet=not world.is_first).say(
         f"{origin}: perplexity {score.perplexity:.4f} a word, {score.token_perplexity:.4f} a token "
         f"({score.num_words:,} words, {score.num_tokens:,} tokens)"

@@ -49,7 +49,9 @@ class Trainer:
 
         self._stopping = Stopping(store, world.rank, world.size, on_abort)
         self._watchdog = Watchdog(store, world.rank, world.size, mesh.log, settings.run.hang_seconds, on_abort)
-        self._recovery = Recovery(settings, state, console.say, self._watchdog.beat, self._on_save)
+        self._recovery = Recovery(
+            settings.checkpoint, self._folder, state, console.say, self._watchdog.beat, self._on_save
+        )
         self._profiler = Profiler(settings.profile, mesh, state.device, self._folder)
         self._node_map = NodeMap.find(world)
         console.show(node_table(self._node_map, mesh))
@@ -70,7 +72,7 @@ class Trainer:
     def train(self) -> None:
         """Resume, run every step that is left, and report. Raises ConfigError for what the user can put right."""
         try:
-            self._progress = self._recovery.resume()
+            self._progress = self._recovery.resume(self._settings.to_yaml(), self._settings.train.steps)
             self._tracking = open_tracking(self._settings, self._progress.step, self._world.is_first)
             with (
                 self._tracking,
@@ -181,7 +183,7 @@ class Trainer:
             record |= {f"grad_norm/{layer}": norm.item() for layer, norm in norms.items()}
             if is_evaluated:
                 record |= self._evaluate()
-            self._console.say(step_line(record, settings))
+            self._console.say(step_line(record, settings.train, settings.model.seq_length))
         return record
 
     def _is_due(self, every: int) -> bool:
@@ -227,7 +229,7 @@ class Trainer:
             plot_loss,  # here: of all ranks only the first needs matplotlib, and not to begin with
         )
 
-        self._console.show(summary_table(self._settings, self._state, records))
+        self._console.show(summary_table(self._state, self._settings.train, self._settings.zero, records))
         plot_loss(records, self._folder / LOSS_PLOT)
         self._console.say(f"{self._folder / LOSS_PLOT} shows the loss, {self._folder} holds the rest")
         return records[-1]

@@ -11,7 +11,7 @@ from gpt.checkpoint.export import export_live
 from gpt.checkpoint.saver import SaveError, Saver, keep_newest
 from gpt.run_folder.files import CHECKPOINTS, WEIGHTS, cut_metrics, start_run
 from gpt.run_folder.lock import RunLock
-from gpt.settings import Settings
+from gpt.settings import CheckpointSettings
 from gpt.train_step import agree
 from parallel.errors import ConfigError
 
@@ -23,16 +23,16 @@ class Recovery:
 
     def __init__(
         self,
-        settings: Settings,
+        config: CheckpointSettings,
+        run_dir: Path,
         state: TrainState,
         say: Callable[[str], None],
         on_chunk: Callable[[], None],
         on_save: Callable[[Path], None],
     ):
         self._on_save = on_save
-        self._settings, self._config = settings, settings.checkpoint
+        self._config, self._run_dir = config, run_dir
         self._state, self._say = state, say
-        self._run_dir = Path(settings.run.dir)
         self._folder = self._run_dir / CHECKPOINTS
         self._is_first = state.mesh.rank == 0
         self._lock = RunLock(self._run_dir)
@@ -41,7 +41,7 @@ class Recovery:
         self._saved_step: int | None = None
         self._failure: SaveError | None = None  # of the last attempt
 
-    def resume(self) -> Progress:
+    def resume(self, settings: str, num_steps: int) -> Progress:
         """Take hold of the folder and go on from where `checkpoint.resume` says. Raises ConfigError."""
         if self._is_first and self._run_dir.exists():
             self._lock.take()
@@ -53,10 +53,10 @@ class Recovery:
             )
         if found is not None:
             progress = checkpoint.load(found, self._state)
-            self._say(f"resumed from {found}: {progress.step} of {self._settings.train.steps} steps done")
+            self._say(f"resumed from {found}: {progress.step} of {num_steps} steps done")
         if self._is_first:
             self._lock.take()
-            start_run(self._run_dir, self._settings.to_yaml(), progress.step)
+            start_run(self._run_dir, settings, progress.step)
             for folder in (self._folder, self._run_dir / WEIGHTS):
                 checkpoint.remove_partial(folder)
             checkpoint.set_aside_later(self._folder, progress.step)

@@ -105,10 +105,12 @@ def workload(layout: Layout, settings: Settings, data_size: int, num_micro_batch
     gathered = 3 * itemsize * num_parameters / model.num_layers if is_gathered else 0
     sent = traffic.step_bytes(policy, num_parameters * itemsize, data_size, num_micro_batches)
     return workload_of(
-        settings,
+        model,
         b=layout.micro_batch_size,
+        k=settings.activations.layers_per_checkpoint,
         N_m=layout.tensor_size,
         tensor_size=layout.tensor_size,
+        itemsize=itemsize,
         state_bytes=states + 3 * bucket + gathered,
         data_bytes=sent / num_micro_batches,
     )

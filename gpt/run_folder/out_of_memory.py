@@ -8,15 +8,18 @@ import torch
 
 from gpt.monitor.metrics import peak_memory
 from gpt.run_folder.files import append_record
-from gpt.settings import Settings
+from gpt.settings import TrainSettings
 from parallel.errors import ConfigError
 from parallel.world import World
+from zero.engine import ZeroConfig
 
 OTHER_SIGNS = ("can't allocate memory", "out of memory", "ALLOC_FAILED")  # of the CPU's allocator, NCCL's and cuBLAS's
 
 
 @contextmanager
-def out_of_memory_recorded(settings: Settings, world: World, step: Callable[[], int]) -> Iterator[None]:
+def out_of_memory_recorded(
+    run_dir: Path, train: TrainSettings, zero: ZeroConfig, world: World, step: Callable[[], int]
+) -> Iterator[None]:
     """Turn an allocation that fails in this block, after `step` steps, into a record and a ConfigError."""
     try:
         yield
@@ -25,9 +28,9 @@ def out_of_memory_recorded(settings: Settings, world: World, step: Callable[[], 
             raise
         peak = peak_memory(world.device)
         record = {"step": step(), "out_of_memory": True, "rank": world.rank}
-        append_record(Path(settings.run.dir), record | peak)
+        append_record(run_dir, record | peak)
         raise ConfigError(
             f"rank {world.rank} ran out of memory after step {step()}, {peak['peak_allocated_bytes'] / 1e9:.2f} GB at "
-            f"peak; lower train.micro_batch_size={settings.train.micro_batch_size}, raise "
-            f"zero.stage={settings.zero.stage} or set activations.store=keep, partition or partition_host"
+            f"peak; lower train.micro_batch_size={train.micro_batch_size}, raise "
+            f"zero.stage={zero.stage} or set activations.store=keep, partition or partition_host"
         ) from error
