@@ -124,7 +124,7 @@ def test_a_second_job_in_a_folder_is_refused_and_nothing_is_touched(corpus, tmp_
 
 def test_a_killed_job_holds_no_lock(tmp_path):
     hold = "from gpt.run_folder.lock import RunLock; from pathlib import Path; import sys, time; "
-    hold += f"RunLock(Path({str(tmp_path)!r})).take(); print('held', flush=True); time.sleep(60)"
+    hold += f"lock = RunLock(Path({str(tmp_path)!r})); lock.take(); print('held', flush=True); time.sleep(60)"
     with subprocess.Popen([sys.executable, "-c", hold], cwd=ROOT, stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout.readline() == "held\n"
         with pytest.raises(ConfigError, match="in use"):
