@@ -108,17 +108,6 @@ def tensor_to_huggingface(name: str, tensor: Tensor, config: ModelConfig) -> Ten
     return (tensor.T if name.endswith(LINEAR_WEIGHTS) else tensor).contiguous()
 
 
-def weights_from_huggingface(weights: Mapping[str, Tensor], num_heads: int) -> dict[str, Tensor]:
-    """Our state dict from that of a GPT2LMHeadModel or GPT2Model; `load_weights` takes it."""
-    names = {name: name_from_huggingface(name) for name in weights}
-    return {ours: tensor_from_huggingface(ours, weights[name], num_heads) for name, ours in names.items() if ours}
-
-
-def weights_to_huggingface(weights: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """The state dict of a GPT2LMHeadModel, less its tied head, from ours."""
-    return {name_to_huggingface(name): tensor_to_huggingface(name, t, config) for name, t in weights.items()}
-
-
 def load_weights(model: GPT, weights: Mapping[str, Tensor]) -> None:
     """Whole parameters, as `gpt.model.pretrained` reads them, into a model of any tensor size; padding becomes zero.
 

@@ -117,11 +117,3 @@ class WeightsWriter:
 
     def _partial(self, number: int) -> Path:
         return self._folder / f".model-{number}.partial"
-
-
-def write_pretrained(folder: Path, config: ModelConfig, weights: Mapping[str, Tensor]) -> None:
-    """From our configuration and state dict."""
-    writer = WeightsWriter(folder, config)
-    for name, tensor in weights.items():
-        writer.add(name, tensor)
-    writer.finish()

@@ -11,12 +11,13 @@ from torch import Tensor
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from gpt.build import build_model
-from gpt.model.huggingface import config_to_huggingface, load_weights, weights_from_huggingface
+from gpt.model.huggingface import config_to_huggingface, load_weights
 from gpt.model.transformer import GPT, ModelConfig, initialize
 from parallel.mesh import Axis, Mesh
 from parallel.tensor.layers import split_dims
 from parallel.tensor.token_layout import ReplicatedTokens, SplitTokens, TokenLayout
 from tests.pairwise import pairwise
+from tests.pretrained_weights import weights_from_huggingface
 from tests.ranks import run_ranks
 from zero.activations.checkpointed_blocks import ActivationsConfig
 from zero.engine import ZeroConfig, ZeroDataParallel

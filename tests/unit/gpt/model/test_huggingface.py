@@ -9,11 +9,10 @@ from gpt.model.huggingface import (
     config_from_huggingface,
     config_to_huggingface,
     load_weights,
-    weights_from_huggingface,
-    weights_to_huggingface,
 )
-from gpt.model.pretrained import WeightsWriter, load_pretrained, read_pretrained, write_pretrained
+from gpt.model.pretrained import WeightsWriter, load_pretrained, read_pretrained
 from parallel.errors import ConfigError
+from tests.pretrained_weights import weights_from_huggingface, weights_to_huggingface, write_pretrained
 from tests.unit.gpt.model.models import batch, small_config, small_gpt
 
 
