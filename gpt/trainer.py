@@ -110,16 +110,16 @@ class Trainer:
                 append_record(self._folder, record)
                 self._tracking.log(record)
             self._console.advance()
-            if record and self._must_go_back():
-                self._progress = self._recovery.go_back(self._progress)
-                self._tracking.rewind(self._progress.step)
+            if record and self._must_roll_back():
+                self._progress = self._recovery.roll_back(self._progress)
+                self._tracking.roll_back(self._progress.step)
                 return True
             self._keep_safe()
             if timers := self._profiler.end(self._progress.step):
                 self._console.show(timer_table(timers))
                 self._console.say("\n".join(straggler_lines(timers, self._node_map.nodes)) or "no rank lags behind")
 
-    def _must_go_back(self) -> bool:
+    def _must_roll_back(self) -> bool:
         """Whether bad losses have come since the last logged step. Raises ConfigError where they end the run."""
         guard, config = self._state.guard, self._settings.guard
         num_bad = int(guard.num_bad.item()) if guard else 0
@@ -129,7 +129,7 @@ class Trainer:
         if config.policy == "stop" or self._num_roll_backs == config.max_roll_backs:
             raise ConfigError(
                 f"bad losses by step {self._progress.step}: {num_bad} not finite or above guard.spike_factor="
-                f"{config.spike_factor}, after {self._num_roll_backs} of {config.max_roll_backs} times back "
+                f"{config.spike_factor}, after {self._num_roll_backs} of {config.max_roll_backs} roll-backs "
                 f"(guard.policy={config.policy}); lower optimizer.lr, or choose guard.policy=skip"
             )
         self._num_roll_backs += 1

@@ -81,7 +81,7 @@ class Recovery:
         if self._failure:
             raise self._failure
 
-    def go_back(self, progress: Progress) -> Progress:
+    def roll_back(self, progress: Progress) -> Progress:
         """To the newest checkpoint, with samples that come after `progress`. Raises ConfigError if there is none."""
         self._settle()
         found = checkpoint.newest(self._folder)
@@ -94,7 +94,7 @@ class Recovery:
             checkpoint.set_aside_later(self._folder, before.step)
         self._state.mesh.barrier()
         self._saved_step = before.step
-        self._say(f"went back from step {progress.step} to {found}; the samples in between are left out")
+        self._say(f"rolled back from step {progress.step} to {found}; the samples in between are left out")
         return Progress(before.step, progress.consumed_samples)
 
     def release(self) -> None:

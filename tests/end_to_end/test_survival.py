@@ -220,7 +220,7 @@ def test_a_bad_loss_skips_its_step_only(corpus, tmp_path):
     assert found[3]["loss"] != good[3]["loss"]
 
 
-def test_a_run_goes_back_and_leaves_the_samples_of_a_bad_loss_out(corpus, tmp_path):
+def test_a_run_rolls_back_and_leaves_the_samples_of_a_bad_loss_out(corpus, tmp_path):
     settings = {"guard__policy": "roll_back", "checkpoint__every": 2}
     good = run(1, corpus, tmp_path / "good", schedule__decay="constant", **settings)
     found = guarded(corpus, tmp_path / "run", [5], **settings)
@@ -234,7 +234,11 @@ def test_a_run_goes_back_and_leaves_the_samples_of_a_bad_loss_out(corpus, tmp_pa
     ("settings", "bad_steps", "message"),
     [
         ({"guard__policy": "stop"}, [3], r"bad losses by step 3: 1 not finite.*guard.policy=stop"),
-        ({"guard__policy": "roll_back", "guard__max_roll_backs": 1}, [3, 4], r"by step 3: 2 not .*after 1 of 1 times"),
+        (
+            {"guard__policy": "roll_back", "guard__max_roll_backs": 1},
+            [3, 4],
+            r"by step 3: 2 not .*after 1 of 1 roll-backs",
+        ),
     ],
 )
 def test_bad_losses_end_the_run_where_that_is_asked_for(corpus, tmp_path, settings, bad_steps, message):

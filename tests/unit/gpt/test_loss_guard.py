@@ -5,10 +5,12 @@ import math
 import pytest
 import torch
 
-from gpt.loss_guard import NUM_FOR_A_MEAN, LossGuard
+from gpt.loss_guard import LossGuard
 from gpt.settings import GuardSettings
 from parallel.errors import ConfigError
 from parallel.mesh import Axis
+
+NUM_FOR_A_MEAN = 20  # losses before one can be a spike
 
 
 def judged(losses: list[float], spike_factor: float | None) -> list[float]:
