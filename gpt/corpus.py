@@ -1,4 +1,4 @@
-"""What a run reads: batches for training and validation, and the tokenizer that wrote them."""
+"""The data of a run: batches for training and validation, and the tokenizer that they were made with."""
 
 from dataclasses import dataclass
 from typing import Self
@@ -17,7 +17,10 @@ from parallel.world import World
 
 @dataclass(frozen=True)
 class Corpus:
-    """`tokenizer` is None for files that other programs wrote: they are trained on and no text is sampled."""
+    """The batches of a run and their tokenizer.
+
+    `tokenizer` is None for token files that another program has written; no text is then generated.
+    """
 
     training: BatchLoader
     validation: BatchLoader | None
@@ -25,7 +28,10 @@ class Corpus:
 
     @classmethod
     def open(cls, data: DataSettings, model: ModelConfig, train: TrainSettings, mesh: Mesh, world: World) -> Self:
-        """Raises DataError or ConfigError where the files and the settings don't go together."""
+        """Open the data of the run.
+
+        Raises DataError or ConfigError if the files and the settings do not fit together.
+        """
         prefix = _check_vocabulary(data.path, model.vocab_size)
 
         def loader(part: str, num_samples: int) -> BatchLoader:
@@ -37,7 +43,7 @@ class Corpus:
                 seed=train.seed,
                 cache_dir=data.cache_dir,
             )
-            if world.local_rank == 0:  # one rank a node builds the indices that the others map
+            if world.local_rank == 0:  # first one rank of each node builds the indices, then all of its ranks map them
                 samples.build_cache(0, num_samples)
             mesh.barrier()
             return BatchLoader(
@@ -57,7 +63,7 @@ class Corpus:
 
 
 def _check_vocabulary(path: str | list[str], model_vocab_size: int) -> str:
-    """Every prefix's vocabulary must fit the model; returns the first prefix."""
+    """Return the first prefix of the path. Raises ConfigError if the vocabulary of any prefix exceeds the model's."""
     _, prefixes = parse_path(path)
     for prefix in prefixes:
         if Sidecar.path(prefix).is_file():

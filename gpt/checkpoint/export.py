@@ -1,4 +1,4 @@
-"""Weights out of training, in the form that transformers reads: from a checkpoint, or from ranks that train.
+"""Exports weights in the format of transformers, from a checkpoint or from a model in training.
 
 python -m gpt.checkpoint.export runs/quickstart/checkpoints --output weights --dtype bf16
 """
@@ -24,9 +24,9 @@ from zero.state.sealed_file import verify
 
 
 def export_checkpoint(checkpoint: Path, output: Path, dtype: torch.dtype, file_bytes: int = FILE_BYTES) -> int:
-    """Of the newest in a folder of several. Returns the number of parameters; holds one file's tensors at a time.
+    """Export a checkpoint, or the newest in a folder of several, and return the number of parameters.
 
-    Raises ConfigError where there is none, or a damaged one.
+    The tensors of one file are held at a time. Raises ConfigError if there is no checkpoint, or if it is damaged.
     """
     checkpoint = newest(checkpoint) or checkpoint
     layout = read_layout(checkpoint)
@@ -41,9 +41,10 @@ def export_checkpoint(checkpoint: Path, output: Path, dtype: torch.dtype, file_b
 
 
 def export_live(state: TrainState, output: Path) -> None:
-    """The weights as they train, in their own type: written by the first rank, one unit gathered, and held, at a time.
+    """Export the weights of the model in training, in their own data type.
 
-    Called by all ranks. Raises OSError on the first, when all units have been gathered: the others count on it.
+    All ranks call it. One unit at a time is gathered, and written by the first rank. If that rank cannot write, it
+    still takes part in gathering the rest, as the other ranks expect, and then raises OSError.
     """
     failure, partial = None, output.with_name(f".{output.name}.partial")
     largest_unit_bytes = max(flat.full.nbytes for flat in state.model.flats) * state.mesh.tensor.size
@@ -60,15 +61,18 @@ def export_live(state: TrainState, output: Path) -> None:
         raise failure
     if writer:
         writer.finish()
-        shutil.rmtree(output, ignore_errors=True)  # of the same step, before the run went back
+        shutil.rmtree(output, ignore_errors=True)  # an export of the same step, from before a roll-back
         partial.rename(output)
 
 
 def _whole_parameters(state: TrainState) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter, joined along both axes; the tensor axis only where the first data-parallel ranks have it."""
+    """Yield every parameter whole: gathered over the data axis on all ranks, and joined over the tensor axis.
+
+    Only the ranks of the first data-parallel rank yield any.
+    """
     dims, tensor = split_dims(state.model.module), state.mesh.tensor
     for flat in state.model.flats:
-        with state.model.gathered(flat.params[:1]):  # and all others of its unit
+        with state.model.gathered(flat.params[:1]):  # which gathers all parameters of the unit
             for span, param in zip(flat.layout.spans, flat.params, strict=True):
                 if state.mesh.data.rank > 0:
                     continue

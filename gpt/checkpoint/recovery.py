@@ -1,4 +1,4 @@
-"""What makes a run survive: checkpoints that it writes, goes on from and goes back to, and its hold on its folder."""
+"""Recovery of a run: checkpoints that it saves, resumes from and rolls back to, and the lock on its folder."""
 
 import logging
 from collections.abc import Callable
@@ -19,7 +19,11 @@ logger = logging.getLogger(__name__)
 
 
 class Recovery:
-    """All ranks make the same calls. `say` tells a person what was saved, or gone on from."""
+    """Saves, resumes and rolls back a run. All ranks make the same calls.
+
+    `say` prints what was saved or loaded; `on_chunk` and `on_save` are called after a few megabytes and after a whole
+    checkpoint have been written.
+    """
 
     def __init__(
         self,
@@ -39,16 +43,19 @@ class Recovery:
         is_async = self._config.asynchronous
         self._saver = Saver(self._folder, state, keep=self._config.keep, is_async=is_async, on_chunk=on_chunk)
         self._saved_step: int | None = None
-        self._failure: SaveError | None = None  # of the last attempt
+        self._failure: SaveError | None = None  # of the last save
 
     def resume(self, settings: str, num_steps: int) -> Progress:
-        """Take hold of the folder and go on from where `checkpoint.resume` says. Raises ConfigError."""
+        """Lock the folder and load the checkpoint that `checkpoint.resume` asks for. Raises ConfigError.
+
+        `settings` is the text of config.yaml.
+        """
         if self._is_first and self._run_dir.exists():
             self._lock.take()
         progress, found = Progress(), checkpoint.find(self._folder, self._config.resume)
         if not agree(self._state.mesh, str(found)):
             raise ConfigError(
-                f"rank {self._state.mesh.rank} would go on from {found}, another rank from elsewhere; put "
+                f"rank {self._state.mesh.rank} would resume from {found}, another rank from elsewhere; put "
                 f"run.dir={self._run_dir} on a file system that all nodes share"
             )
         if found is not None:
@@ -64,7 +71,10 @@ class Recovery:
         return progress
 
     def save(self, progress: Progress) -> None:
-        """Begin the checkpoint of this step, when the one before is complete. One that fails ends no training."""
+        """Begin to save the checkpoint of this step, after the one before is complete.
+
+        A save that fails is logged, and training goes on.
+        """
         if self._saved_step == progress.step:
             return
         self._settle()
@@ -76,17 +86,20 @@ class Recovery:
             self._export_weights(progress.step)
 
     def finish(self) -> None:
-        """Wait for the last checkpoint. Raises SaveError where it could not be written: the run would be lost."""
+        """Wait for the last checkpoint. Raises SaveError if it could not be written, as its steps would be lost."""
         self._settle()
         if self._failure:
             raise self._failure
 
     def roll_back(self, progress: Progress) -> Progress:
-        """To the newest checkpoint, with samples that come after `progress`. Raises ConfigError if there is none."""
+        """Load the newest checkpoint, and return its step with the samples consumed so far.
+
+        The samples since that checkpoint are left out. Raises ConfigError if there is no checkpoint.
+        """
         self._settle()
         found = checkpoint.newest(self._folder)
         if found is None:
-            raise ConfigError("guard.policy=roll_back finds no checkpoint; choose a smaller checkpoint.every")
+            raise ConfigError("guard.policy=roll_back found no checkpoint; choose a smaller checkpoint.every")
         before = checkpoint.load(found, self._state)
         self._state.mesh.barrier()
         if self._is_first:
@@ -98,10 +111,11 @@ class Recovery:
         return Progress(before.step, progress.consumed_samples)
 
     def release(self) -> None:
-        """Another job may use the folder."""
+        """Release the lock on the folder."""
         self._lock.release()
 
     def _settle(self) -> None:
+        """Wait for the save that has begun, and report how it ended."""
         try:
             if saved := self._saver.wait():
                 self._failure = None

@@ -1,4 +1,4 @@
-"""Running out of memory leaves a record in metrics.jsonl, so that a search for the largest model can read it there."""
+"""A record in metrics.jsonl if a rank runs out of memory, which a search for the largest model can read."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,14 +13,15 @@ from parallel.errors import ConfigError
 from parallel.world import World
 from zero.engine import ZeroConfig
 
-OTHER_SIGNS = ("can't allocate memory", "out of memory", "ALLOC_FAILED")  # of the CPU's allocator, NCCL's and cuBLAS's
+# In messages of the CPU's allocator, NCCL and cuBLAS.
+OTHER_SIGNS = ("can't allocate memory", "out of memory", "ALLOC_FAILED")
 
 
 @contextmanager
 def out_of_memory_recorded(
     run_dir: Path, train: TrainSettings, zero: ZeroConfig, world: World, step: Callable[[], int]
 ) -> Iterator[None]:
-    """Turn an allocation that fails in this block, after `step` steps, into a record and a ConfigError."""
+    """Turn a failed allocation in this block into a record and a ConfigError. `step()` is the number of steps done."""
     try:
         yield
     except RuntimeError as error:

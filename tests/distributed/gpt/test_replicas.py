@@ -62,4 +62,4 @@ def test_a_flipped_bit_is_found(case, what, odd_rank, message):
 
 def test_what_the_tensor_axis_replicates_is_compared_too():
     found = run_ranks(4, find, LayoutCase(3, 1, 4), "norm", 1)
-    assert all("the parameters that are not cut of tensor rank 1 differ" in text for text in found), found
+    assert all("the parameters that are not split of tensor rank 1 differ" in text for text in found), found
