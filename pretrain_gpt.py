@@ -1,4 +1,6 @@
-"""Train a GPT: settings -> world -> mesh -> data -> model and ZeRO -> trainer. For `python` and `torchrun` alike.
+"""Train a GPT: settings -> world -> mesh -> data -> model and ZeRO -> trainer.
+
+Run it with `python` for one process, or with `torchrun` for several:
 
 torchrun --nproc_per_node=2 pretrain_gpt.py --config configs/quickstart.yaml --zero.stage 1
 """
@@ -22,6 +24,7 @@ from parallel.world import World, exit_with_error, has_failed_elsewhere, rank_fr
 
 
 def pretrain(settings: Settings, world: World) -> None:
+    """Train a model as the settings say, and print texts that it generates. All ranks call it."""
     console = RunConsole(is_quiet=not world.is_first)
     mesh = build_mesh(settings, world)
     train, zero = settings.train, settings.zero
@@ -55,7 +58,8 @@ def main() -> None:
     except (ConfigError, DataError) as error:
         exit_with_error(error)
     except RuntimeError as error:
-        if has_failed_elsewhere():  # this rank's collective broke off because a peer has left, with its reason told
+        # A collective fails if another rank has left; that rank has printed its reason.
+        if has_failed_elsewhere():
             exit_with_error(error)
         raise
     stop_world()

@@ -1,14 +1,16 @@
-"""Perplexity of a text, per word: a checkpoint or weights read it in overlapping windows, shared out to all ranks.
+"""Measures the perplexity of a text per word, with a checkpoint or exported weights.
 
     torchrun --nproc_per_node=2 -m gpt.evaluate --source wiki.test.tokens --wikitext --config runs/x/config.yaml
 
-    text      <end of text> t1 t2 t3 ......................... tn     a prediction for each of t1 to tn, once
-    window 0  |--------------|                                        scores all its predictions
-    window 1      |..........|---|                                    scores `stride`, with what came before to read
+The text is read in overlapping windows, which are divided among all ranks:
+
+    text      <end of text> t1 t2 t3 ......................... tn     each of t1 to tn is predicted once
+    window 0  |--------------|                                        all its predictions are scored
+    window 1      |..........|---|                                    the last `stride` are scored, the rest is context
     window 2          |..........|---|
 
-Negative log-likelihoods are summed and divided by the words of the text as it came, whatever the tokenizer made of it:
-so perplexities compare across vocabularies, as is customary for WikiText-103.
+Negative log-likelihoods are summed and divided by the number of words of the original text, not of tokens, so that
+perplexities of different vocabularies can be compared, as is customary for WikiText-103.
 """
 
 import argparse
@@ -19,7 +21,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,10 +39,10 @@ from gpt.settings import Settings
 from gpt.settings_parser import parse_settings
 from parallel.errors import ConfigError
 from parallel.mesh import Axis
-from parallel.world import exit_with_error, start_world, stop_world
+from parallel.world import World, exit_with_error, start_world, stop_world
 from zero.engine import ZeroDataParallel
 
-# WikiText's own tokenization undone, as GPT-2's authors and Megatron-LM do before they evaluate.
+# These undo WikiText's own tokenization, as GPT-2's authors and Megatron-LM do before they evaluate.
 WIKITEXT_SPACES = (
     (r" @([-,.])@ ", r"\1"),  # 3 @,@ 000 -> 3,000
     (r" ([.,:;!?%)\]}])", r"\1"),
@@ -57,30 +58,36 @@ WIKITEXT_SPACES = (
 
 @dataclass(frozen=True)
 class Score:
-    nll: float  # natural logarithms, summed over all tokens
+    """The likelihood of a text."""
+
+    nll: float  # negative log-likelihood, natural logarithm, summed over all tokens
     num_tokens: int
     num_words: int
 
     @property
     def perplexity(self) -> float:
-        """Per word."""
+        """The perplexity per word."""
         return math.exp(self.nll / self.num_words)
 
     @property
     def token_perplexity(self) -> float:
+        """The perplexity per token."""
         return math.exp(self.nll / self.num_tokens)
 
 
 @dataclass(frozen=True)
 class Window:
-    """Of a text whose prediction i is of token i + 1: what is read, and which of it counts."""
+    """A stretch of a text that is read at once, and its predictions that are scored; prediction i is of token i + 1."""
 
     read: range
     scored: range
 
 
 def windows(num_predictions: int, seq_length: int, stride: int) -> list[Window]:
-    """Each prediction is scored once, after the first window with at least `seq_length - stride` tokens before it."""
+    """Return windows that score each prediction once.
+
+    After the first window, each prediction has at least `seq_length - stride` tokens of context.
+    """
     found: list[Window] = []
     scored = 0
     while scored < num_predictions:
@@ -94,7 +101,10 @@ def windows(num_predictions: int, seq_length: int, stride: int) -> list[Window]:
 def negative_log_likelihood(
     model: ZeroDataParallel, tokens: Tensor, shares: Sequence[Window], data: Axis, micro_batch_size: int
 ) -> float:
-    """Of the tokens (n + 1,) but the first, summed over the windows of all ranks. Waits for the device."""
+    """Return the negative log-likelihood of the tokens (n + 1,) except the first, over the windows of all ranks.
+
+    Waits for the device.
+    """
     total = torch.zeros((), dtype=torch.float64, device=tokens.device)
     with evaluation(model):
         for batch in batches(shares, data, micro_batch_size):
@@ -110,7 +120,10 @@ def negative_log_likelihood(
 
 
 def batches(found: Sequence[Window], data: Axis, micro_batch_size: int) -> Iterator[list[Window]]:
-    """This rank's windows; all ranks get equally many, for they may have to gather the model together."""
+    """Return this rank's windows, in batches.
+
+    All ranks get the same number, because they may have to gather parameters together; the extra windows score nothing.
+    """
     unscored = Window(found[0].read, range(0))
     num_batches = math.ceil(len(found) / (micro_batch_size * data.size))
     padded = [*found, *[unscored] * (num_batches * micro_batch_size * data.size - len(found))]
@@ -119,7 +132,7 @@ def batches(found: Sequence[Window], data: Axis, micro_batch_size: int) -> Itera
 
 
 def read_text(source: Source) -> str:
-    """All documents; each begins on a line of its own. Raises DataError where there are no words."""
+    """Return all documents, each beginning on a new line. Raises DataError if they have no words."""
     texts = [text_of(document, source.text_key) for document in source.documents()]
     joined = "".join(text if text.endswith("\n") else text + "\n" for text in texts if text)
     if not joined.split():
@@ -128,6 +141,7 @@ def read_text(source: Source) -> str:
 
 
 def undo_wikitext(text: str) -> str:
+    """Return the text without WikiText's extra spaces."""
     for pattern, replacement in WIKITEXT_SPACES:
         text = re.sub(pattern, replacement, text)
     return text
@@ -160,32 +174,45 @@ def score_text(
     return Score(nll, len(ids) - 1, num_words)
 
 
-def load_model(settings: Settings, own: argparse.Namespace, world: Any) -> tuple[TrainState, str]:
-    """The state, and where their weights are from: exported ones, or the newest checkpoint of the run's folder."""
-    if own.weights:
-        settings = replace(settings, train=replace(settings.train, initial_weights=own.weights))
-        return build(settings, build_mesh(settings, world), world.device), own.weights
+def load_model(settings: Settings, weights: str | None, world: World) -> tuple[TrainState, str]:
+    """Return the model, and the folder that its weights are from.
+
+    They are exported `weights`, or else those of the newest checkpoint in run.dir. Raises ConfigError if it has none.
+    """
+    if weights:
+        settings = replace(settings, train=replace(settings.train, initial_weights=weights))
+        return build(settings, build_mesh(settings, world), world.device), weights
     folder = Path(settings.run.dir) / CHECKPOINTS
     saved = checkpoint.find(folder, settings.checkpoint.resume)
     if saved is None:
-        raise ConfigError(f"{folder} holds no checkpoint; give another --run.dir, or exported --weights FOLDER")
+        raise ConfigError(
+            f"{folder} holds no checkpoint; give another --run.dir, or exported weights with --weights FOLDER"
+        )
     state = build(settings, build_mesh(settings, world), world.device)
     checkpoint.load(saved, state)
     return state, str(saved)
 
 
 def evaluate_text(arguments: list[str]) -> Score:
-    """What the command line asks for; all ranks call it. Raises ConfigError or DataError."""
+    """Evaluate what the command line asks for. All ranks call it. Raises ConfigError or DataError."""
     parser = argparse.ArgumentParser(prog="python -m gpt.evaluate", description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--source", nargs="+", required=True, help="text: files, or the hub name of a dataset")
+    add("--source", nargs="+", required=True, help="text files, or the hub name of a dataset")
     add("--subset", help="the configuration of a hub dataset, such as wikitext-103-v1")
-    add("--split", default="test", help="the split of a dataset (%(default)s)")
-    add("--text_key", default="text", help="the key of JSON lines, or the column (%(default)s)")
-    add("--stride", type=int, help="predictions of a window but the first that count; default: windows don't overlap")
+    add("--split", default="test", help="the split of a dataset (default: %(default)s)")
+    add("--text_key", default="text", help="the key of the text in JSON lines, or its column (default: %(default)s)")
+    add(
+        "--stride",
+        type=int,
+        help="predictions scored by each window after the first; default: all",
+    )
     add("--tokenizer", help="a file, folder or hub name; default: that of data.path")
-    add("--weights", help="folder of exported weights; default: the newest checkpoint of run.dir")
-    add("--wikitext", action="store_true", help="undo WikiText's spaces, and count ends of lines as words, as it does")
+    add("--weights", help="folder of exported weights; default: the newest checkpoint in run.dir")
+    add(
+        "--wikitext",
+        action="store_true",
+        help="undo WikiText's extra spaces, and count ends of lines as words",
+    )
     own, others = parser.parse_known_args(arguments)
     settings = parse_settings(others)
     if own.stride is not None and not 1 <= own.stride <= settings.model.seq_length:
@@ -193,7 +220,7 @@ def evaluate_text(arguments: list[str]) -> Score:
     text = read_text(Source(own.source, own.text_key, own.subset, own.split))
     world = start_world()
     logging.basicConfig(level=logging.INFO if world.is_first else logging.ERROR, format="%(message)s")
-    state, origin = load_model(settings, own, world)
+    state, origin = load_model(settings, own.weights, world)
     tokenizer = find_tokenizer(own.tokenizer, settings.data.path, settings.model.vocab_size)
     score = score_text(
         state,

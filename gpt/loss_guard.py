@@ -43,7 +43,7 @@ class SpikeDetector:
 
 
 class LossGuard:
-    """Judges the loss of every step, alike on all ranks, and counts those that are bad."""
+    """The judge of every step's loss, with the same verdict on all ranks; it counts the bad ones."""
 
     def __init__(self, data: Axis, spike_factor: float | None, device: torch.device | str = "cpu"):
         self._data = data

@@ -22,7 +22,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class ParallelSettings:
-    """How the ranks are divided: tensor_size of them share one copy of the model; the copies form the data axis."""
+    """The division of the ranks: tensor_size of them share one copy of the model; the copies form the data axis."""
 
     tensor_size: int = 1
     """Ranks that share one copy of the model by tensor parallelism; they should be on one node."""
@@ -183,7 +183,7 @@ class CheckpointSettings:
 
 @dataclass(frozen=True)
 class GuardSettings:
-    """What happens if a loss is not finite or spikes, or if replicas of the same weights differ."""
+    """The response to losses that are not finite or that spike, and the comparison of replicas."""
 
     policy: Literal["skip", "stop", "roll_back"] = "skip"
     """A step with a bad loss never updates the weights. skip: training then goes on; stop: the run ends; roll_back: the
@@ -215,7 +215,7 @@ class GuardSettings:
 
 @dataclass(frozen=True)
 class RunSettings:
-    """The folder of the run, and how it is watched."""
+    """The folder of the run, and the watch over its progress."""
 
     dir: str = "runs/default"
     """Folder to which the run writes config.yaml, metrics.jsonl, loss.png and its checkpoints."""

@@ -23,14 +23,14 @@ def train_step(
     micro_batches: list[Tensor],
     mesh: Mesh,
     guard: LossGuard | None = None,
-    look: Callable[[], object] = lambda: None,
+    gradient_hook: Callable[[], object] = lambda: None,
 ) -> tuple[Tensor, Tensor]:
     """Run one optimizer step and return (loss, gradient norm), both 0-dim.
 
     The loss is the mean over this rank's micro-batches; the norm is that of all gradients before clipping. A
     micro-batch is int64 tokens of shape (micro_batch_size, seq_length + 1). The gradient is that of the mean loss over
-    all micro-batches of all ranks. If the guard finds the loss bad, nothing is updated. `look` is passed to the
-    optimizer.
+    all micro-batches of all ranks. If the guard finds the loss bad, nothing is updated. `gradient_hook` is
+    called when the gradients are complete, before the update.
     """
     scale = optimizer.loss_scale.scale / len(micro_batches)
     losses = []
@@ -49,7 +49,7 @@ def train_step(
     run(micro_batches[-1])
     loss = torch.stack(losses).mean()
     with mesh.log.during("update"):
-        grad_norm = optimizer.step(skip=guard.judge(loss) if guard else None, look=look)
+        grad_norm = optimizer.step(skip=guard.judge(loss) if guard else None, look=gradient_hook)
     return loss, grad_norm
 
 

@@ -60,8 +60,10 @@ def export_live(state: TrainState, output: Path) -> None:
         shutil.rmtree(partial, ignore_errors=True)
         raise failure
     if writer:
+        # The folder gets its final name only when it is complete. An export of the same step may be there from before a
+        # roll-back.
         writer.finish()
-        shutil.rmtree(output, ignore_errors=True)  # an export of the same step, from before a roll-back
+        shutil.rmtree(output, ignore_errors=True)
         partial.rename(output)
 
 

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 class Recovery:
-    """Saves, resumes and rolls back a run. All ranks make the same calls.
+    """The checkpoints of a run and the lock on its folder. All ranks make the same calls.
 
     `say` prints what was saved or loaded; `on_chunk` and `on_save` are called after a few megabytes and after a whole
     checkpoint have been written.
@@ -50,6 +50,7 @@ class Recovery:
 
         `settings` is the text of config.yaml.
         """
+        # Before anything is read: another job may be writing in the folder.
         if self._is_first and self._run_dir.exists():
             self._lock.take()
         progress, found = Progress(), checkpoint.find(self._folder, self._config.resume)
@@ -67,6 +68,7 @@ class Recovery:
             for folder in (self._folder, self._run_dir / WEIGHTS):
                 checkpoint.remove_partial(folder)
             checkpoint.set_aside_later(self._folder, progress.step)
+        # No rank begins a save before the first has removed what earlier ones have left.
         self._state.mesh.barrier()
         return progress
 
@@ -101,6 +103,7 @@ class Recovery:
         if found is None:
             raise ConfigError("guard.policy=roll_back found no checkpoint; choose a smaller checkpoint.every")
         before = checkpoint.load(found, self._state)
+        # All ranks have read the checkpoint before the first changes the folder, and it is done before any saves again.
         self._state.mesh.barrier()
         if self._is_first:
             cut_metrics(self._run_dir, before.step)

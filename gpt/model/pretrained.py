@@ -95,6 +95,7 @@ class WeightsWriter:
 
     def finish(self) -> None:
         """Write what is still held, and the index and the configuration. Raises OSError."""
+        # The files get the names that readers look for only when all of them are written.
         self._write_held()
         names = [f"model-{n:05d}-of-{len(self._files):05d}.safetensors" for n in range(1, len(self._files) + 1)]
         for number, name in enumerate(names):
