@@ -1,4 +1,4 @@
-"""Every layout reads what any other has written: one canonical logical form, and training that goes on."""
+"""Checkpoints of every layout are read by any other: one canonical logical form, and training that continues."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,12 +23,12 @@ from zero.optimizer import ZeroOptimizer
 from zero.state.saved_state import SavedState
 
 CONFIG = ModelConfig(2, 32, 4, 12, 97, dropout=0.0)
-GLOBAL_BATCH = 4  # sequences, cut over the data-parallel ranks
+GLOBAL_BATCH = 4  # sequences, divided over the data-parallel ranks
 
 
 @dataclass(frozen=True)
 class LayoutCase:
-    """How a run is laid out; the number of ranks is data x tensor."""
+    """The layout of a run; it has data x tensor ranks."""
 
     stage: int
     data: int = 1
@@ -64,7 +64,7 @@ def build(case: LayoutCase) -> TrainState:
 
 
 def train(state: TrainState, first: int, num_steps: int) -> list[float]:
-    """The losses of the global batches; the same sequences whatever the layout."""
+    """Train, and return the losses of the global batches, whose sequences are the same at every layout."""
     losses = []
     for step in range(first, first + num_steps):
         generator = torch.Generator().manual_seed(step)
@@ -108,7 +108,7 @@ def load_and_train(case: LayoutCase, source: Path, num_steps: int) -> list[float
 
 
 def logical(folder: Path) -> dict[str, Tensor]:
-    """Every tensor of a checkpoint, whole, by name and kind."""
+    """Return every tensor of a checkpoint, whole, by name and kind."""
     saved = SavedState(folder, checkpoint.read_layout(folder)["state"])
     found = {}
     for name in saved.parameters:
@@ -120,7 +120,7 @@ def logical(folder: Path) -> dict[str, Tensor]:
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]:
-    """A checkpoint of one process after two steps, and the losses of the five steps after it."""
+    """Return a checkpoint of one process after two steps, and the losses of the five steps after it."""
     folder = tmp_path_factory.mktemp("reference")
     (losses,) = run_ranks(1, train_and_save, REFERENCE, folder, 2, 5)
     return folder / "step-00000002", losses
@@ -178,11 +178,11 @@ def check_going_on(folder: Path, pair: dict, expected: list[float]) -> None:
 
 
 @pytest.mark.parametrize("pair", PAIRS[:3], ids=lambda pair: " ".join(map(str, pair.values())))
-def test_a_run_goes_on_at_another_layout(reference, tmp_path, pair):
+def test_a_run_continues_at_another_layout(reference, tmp_path, pair):
     check_going_on(tmp_path, pair, reference[1])
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("pair", PAIRS[3:], ids=lambda pair: " ".join(map(str, pair.values())))
-def test_a_run_goes_on_at_many_other_layouts(reference, tmp_path, pair):
+def test_a_run_continues_at_many_other_layouts(reference, tmp_path, pair):
     check_going_on(tmp_path, pair, reference[1])

@@ -1,4 +1,4 @@
-"""Host memory while a checkpoint is written and read: what a rank owns, and a constant."""
+"""Host memory while a checkpoint is written and read: the size of what a rank owns, and a constant."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What the paper says of a thousand GPUs, by dry run."""
+"""The paper's statements about a thousand GPUs, confirmed by dry runs."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -34,7 +34,7 @@ def test_one_trillion_parameters_fit_a_thousand_gpus(name: str):
     assert 16 * found.parameters / 1024 < found.device_peak_bytes < cluster.gpu_memory_bytes
 
 
-def test_a_line_through_two_depths_meets_a_third():
+def test_a_line_through_two_depths_predicts_a_third():
     settings, cluster = settings_of("figure2/100b-zero-400", 400, "--model.num_layers=20"), ClusterSpec.load(CLUSTER)
     line = draw_line(settings, cluster)
     recording = dry_run(settings)
@@ -62,7 +62,8 @@ def test_the_runs_of_deepspeeds_tutorial_fit_their_gpus_and_hosts(
     monkeypatch.chdir(ROOT)  # the YAML files name JSON files
     cluster = ClusterSpec.load(CLUSTER)
     settings = settings_of(f"../deepspeed/gpt{name}", world_size)
-    recording = dry_run(settings)  # whole: the tutorial's buckets are larger than the layers of a line's depths
+    # At full depth, because the tutorial's buckets are larger than all layers of the shallow models of a line.
+    recording = dry_run(settings)
     device, host = (sum(recording.peak[where].values()) for where in (DEVICE, HOST))
     assert recording.state.num_parameters_of_model == pytest.approx(billions * 1e9, rel=0.05)
     assert device < cluster.gpu_memory_bytes
@@ -71,4 +72,4 @@ def test_the_runs_of_deepspeeds_tutorial_fit_their_gpus_and_hosts(
     of_this_rank = formula(policy, recording.state.num_parameters, size)
     states = placed(of_this_rank, policy, size, settings.offload.leaves)
     assert device > states[Placement.ACCELERATOR].total
-    assert host > 0.99 * states[Placement.HOST].total  # what is resident is on no host
+    assert host > 0.99 * states[Placement.HOST].total  # parameters that stay resident are not on the host

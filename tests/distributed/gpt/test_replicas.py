@@ -1,4 +1,4 @@
-"""A single flipped bit in what ranks hold in common is found, and the rank that differs is named."""
+"""Comparison of replicas: a single flipped bit is found, and the rank that differs is named."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from tests.ranks import run_ranks
 
 
 def flip(state: TrainState, what: str) -> None:
-    """The lowest bit of one element."""
+    """Flip the lowest bit of one element."""
     flats = state.model.flats
     if what == "parameter":
         tensor = flats[0].full[:1]
@@ -24,7 +24,7 @@ def flip(state: TrainState, what: str) -> None:
 
 
 def owned_norm(state: TrainState) -> Tensor:
-    """The first stretch of the last norm that this rank owns."""
+    """Return the first piece that this rank owns of the last norm."""
     return next(
         master[part.start - bucket.elements.start : part.stop - bucket.elements.start]
         for flat in state.model.flats

@@ -1,4 +1,4 @@
-"""Weights out of training, at any layout, into transformers: the same logits, one unit at a time."""
+"""Exported weights of every layout give the same logits in transformers; one unit at a time is gathered."""
 
 from pathlib import Path
 from unittest import mock
@@ -18,11 +18,11 @@ from zero.engine import ZeroDataParallel
 from zero.stage import Lifetime
 
 IDS = torch.arange(2 * CONFIG.seq_length).view(2, -1) % CONFIG.vocab_size
-LARGEST_UNIT = 1  # of the root, which stands aside of the blocks, and the blocks
+LARGEST_UNIT = 1  # units in place besides the root: one block
 
 
 def train_and_export(case: LayoutCase, folder: Path) -> tuple[Tensor, list[int]]:
-    """(logits after two steps, how many units were in place whenever a parameter was written)."""
+    """Return (logits after two steps, the number of gathered units at each parameter that is written)."""
     state, num_gathered = build(case), []
     train(state, 0, 2)
 

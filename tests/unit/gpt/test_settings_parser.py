@@ -1,4 +1,4 @@
-"""Layers of settings: YAML files, then DeepSpeed's configuration, then options, wherever they stand."""
+"""The layers of settings: YAML files, then DeepSpeed's configuration, then options, in any order of arguments."""
 
 from itertools import permutations
 from pathlib import Path
