@@ -1,10 +1,13 @@
-"""Train a GPT: settings -> world -> mesh -> data -> model and ZeRO -> trainer. For `python` and `torchrun` alike.
+"""Train a GPT: settings -> world -> mesh -> data -> model and ZeRO -> trainer.
+
+Run it with `python` for one process, or with `torchrun` for several:
 
 torchrun --nproc_per_node=2 pretrain_gpt.py --config configs/quickstart.yaml --zero.stage 1
 """
 
 import logging
 import sys
+from pathlib import Path
 
 from data.errors import DataError
 from gpt.build import build, build_mesh
@@ -13,26 +16,32 @@ from gpt.monitor.console import RunConsole, describe_run, memory_table
 from gpt.planner.report import run_and_report
 from gpt.run_folder.out_of_memory import out_of_memory_recorded
 from gpt.sampling import sample_texts
-from gpt.settings import Settings, parse_settings
+from gpt.settings import Settings
+from gpt.settings_parser import parse_settings
 from gpt.trainer import Trainer
 from parallel.errors import ConfigError
 from parallel.world import World, exit_with_error, has_failed_elsewhere, rank_from_environment, start_world, stop_world
 
 
 def pretrain(settings: Settings, world: World) -> None:
+    """Train a model as the settings say, and print texts that it generates. All ranks call it."""
     console = RunConsole(is_quiet=not world.is_first)
     mesh = build_mesh(settings, world)
-    corpus = Corpus.open(settings, mesh, world)
+    train, zero = settings.train, settings.zero
+    corpus = Corpus.open(settings.data, settings.model, train, mesh, world)
     trainer = None
-    with out_of_memory_recorded(settings, world, step=lambda: trainer.num_steps_done if trainer else 0):
-        parts = build(settings, mesh, world.device)
-        console.say(describe_run(settings, parts))
-        console.show(memory_table(settings, parts))
-        trainer = Trainer(settings, world, parts, corpus, console)
+    with out_of_memory_recorded(
+        Path(settings.run.dir), train, zero, world, lambda: trainer.num_steps_done if trainer else 0
+    ):
+        state = build(settings, mesh, world.device)
+        console.say(describe_run(state, train, zero, settings.run.dir))
+        console.show(memory_table(state, train, zero))
+        trainer = Trainer(settings, world, state, corpus, console)
         trainer.train()
-        train, seq_length = settings.train, settings.model.seq_length
         if corpus.tokenizer is not None and train.sample_tokens and not trainer.was_stopped:
-            for text in sample_texts(parts.model, corpus.tokenizer, train.prompts, train.sample_tokens, seq_length):
+            for text in sample_texts(
+                state.model, corpus.tokenizer, train.prompts, train.sample_tokens, settings.model.seq_length
+            ):
                 console.say(f"--- the model writes\n{text}")
 
 
@@ -49,7 +58,8 @@ def main() -> None:
     except (ConfigError, DataError) as error:
         exit_with_error(error)
     except RuntimeError as error:
-        if has_failed_elsewhere():  # this rank's collective broke off because a peer has left, with its reason told
+        # A collective fails if another rank has left; that rank has printed its reason.
+        if has_failed_elsewhere():
             exit_with_error(error)
         raise
     stop_world()

@@ -1,4 +1,4 @@
-"""From settings to the parts that train: the mesh, the model, ZeRO around it, and its optimizer."""
+"""Builds what trains from the settings: the mesh, the model, ZeRO around it, and its optimizer."""
 
 import logging
 from dataclasses import dataclass
@@ -35,35 +35,39 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TrainState:
-    """What a training step needs."""
+    """The mesh, the model, its optimizer and the loss guard: all that a training step changes or communicates over."""
 
     mesh: Mesh
     model: ZeroDataParallel
     optimizer: ZeroOptimizer
     device: torch.device
-    activations: ActivationsConfig  # as chosen, where the settings leave the choice
-    guard: LossGuard | None = None  # None: losses are not judged
+    activations: ActivationsConfig  # with the chosen store, if the settings say "auto"
+    guard: LossGuard | None = None  # None if losses are not judged
 
     @property
     def config(self) -> ModelConfig:
+        """The shape of the model."""
         gpt = self.model.module
         assert isinstance(gpt, GPT)
         return gpt.config
 
     @property
     def num_parameters(self) -> int:
-        """Of this tensor rank: the paper's Psi."""
+        """The number of parameters of this tensor rank: the paper's Psi."""
         return sum(param.numel() for flat in self.model.flats for param in flat.params)
 
     @property
     def num_parameters_of_model(self) -> int:
-        """Over all tensor ranks, replicated parameters counted once."""
+        """The number of parameters over all tensor ranks, with replicated parameters counted once."""
         num_split = sum(self.model.module.get_parameter(name).numel() for name in split_dims(self.model.module))
         return self.num_parameters + num_split * (self.mesh.tensor.size - 1)
 
 
 def build_mesh(settings: Settings, world: World) -> Mesh:
-    """Raises ConfigError if the settings and the ranks don't go together, before anything is read or allocated."""
+    """Return the mesh of the run.
+
+    Raises ConfigError if the settings and the ranks do not fit together, before anything is read or allocated.
+    """
     check_node(settings.parallel, world)
     mesh = Mesh.create(
         settings.parallel.tensor_size,
@@ -73,18 +77,18 @@ def build_mesh(settings: Settings, world: World) -> Mesh:
         allocate=allocate_buffer,
     )
     check_divides(settings.model, mesh.tensor)
-    check_replicas(settings.activations, token_layout(settings, mesh).replicas)
+    check_replicas(settings.activations, token_layout(settings.parallel, mesh).replicas)
     check_batch_sizes(settings.train.batch, mesh.data.size)
     num_tokens = settings.train.micro_batch_size * settings.model.seq_length
     if settings.parallel.sequence_parallel:
         part_of(num_tokens, mesh.tensor, "train.micro_batch_size x model.seq_length")
     learning_rate(settings.schedule, settings.optimizer.lr, 0, settings.train.steps)
-    check_host_memory(settings, mesh, world)
+    check_host_memory(settings.model, settings.train.dtype, settings.zero, settings.offload, mesh, world)
     return mesh
 
 
 def check_node(settings: ParallelSettings, world: World) -> None:
-    """Consecutive ranks form a tensor group; it must not straddle nodes unless that is asked for."""
+    """Raise ConfigError if a tensor group (consecutive ranks) spans nodes although the settings do not allow it."""
     if world.local_size % settings.tensor_size == 0:
         return
     if not settings.tensor_across_nodes:
@@ -99,16 +103,17 @@ def check_node(settings: ParallelSettings, world: World) -> None:
     )
 
 
-def token_layout(settings: Settings, mesh: Mesh) -> TokenLayout:
-    return SplitTokens(mesh.tensor) if settings.parallel.sequence_parallel else ReplicatedTokens(mesh.tensor)
+def token_layout(settings: ParallelSettings, mesh: Mesh) -> TokenLayout:
+    """Return how the tensor ranks divide the tokens of the residual stream."""
+    return SplitTokens(mesh.tensor) if settings.sequence_parallel else ReplicatedTokens(mesh.tensor)
 
 
 def build(settings: Settings, mesh: Mesh, device: torch.device) -> TrainState:
+    """Return a model with its initial values, sharded by ZeRO, and its optimizer. All ranks call it."""
     if settings.train.precision == "fp16" and device.type == "cpu":
-        logger.warning("train.precision=fp16 on a CPU is slow and untuned; bf16 is the better half type there")
-    train = settings.train
-    tokens = token_layout(settings, mesh)
-    activations = chosen_activations(settings, mesh, tokens, device)
+        logger.warning("train.precision=fp16 on a CPU is slow and untuned; choose bf16 there")
+    train, tokens = settings.train, token_layout(settings.parallel, mesh)
+    activations = chosen_activations(settings.activations, settings.model, train, settings.zero, mesh, tokens, device)
     with ShardedInit(mesh.data, settings.zero.policy, settings.zero.prefetch_numel, settings.offload) as init:
         gpt = build_model(settings.model, activations, tokens, device, train.dtype, settings.zero.bucket_numel)
         initialize(gpt, train.seed, mesh.data)
@@ -117,7 +122,8 @@ def build(settings: Settings, mesh: Mesh, device: torch.device) -> TrainState:
     model = ZeroDataParallel(gpt, mesh.data, settings.zero, init=init, offload=settings.offload)
     loss_scale = build_loss_scale(train.loss_scale, train.precision == "fp16", device)
     optimizer = build_optimizer(model, mesh.tensor, settings.optimizer, loss_scale)
-    torch.manual_seed(train.seed + 1 + mesh.data.rank)  # dropout: its own on every data-parallel rank
+    # Last, because building draws random numbers too. Each data-parallel rank has its own random stream for dropout.
+    torch.manual_seed(train.seed + 1 + mesh.data.rank)
     guard = LossGuard(mesh.data, settings.guard.spike_factor, device) if settings.guard.judges else None
     return TrainState(mesh, model, optimizer, device, activations, guard)
 
@@ -130,7 +136,10 @@ def build_model(
     dtype: torch.dtype,
     chunk_numel: int | None = CHUNK_NUMEL,
 ) -> GPT:
-    """The model, whose values are still to be initialized."""
+    """Return the model, whose parameters are not initialized yet.
+
+    Its parameters have `dtype`; `chunk_numel` bounds the temporaries of the loss.
+    """
     layer_norm, layer_norm_name = choose_layer_norm(device)
     logger.info("layer norm: %s", layer_norm_name)
     default_dtype = torch.get_default_dtype()
@@ -149,6 +158,7 @@ def build_model(
 
 
 def build_loss_scale(settings: LossScaleSettings, is_fp16: bool, device: torch.device) -> LossScale:
+    """Return the loss scale of the settings for fp16, else a constant scale of 1."""
     if not is_fp16:
         return LossScale(device=device)
     return LossScale(
@@ -164,7 +174,7 @@ def build_loss_scale(settings: LossScaleSettings, is_fp16: bool, device: torch.d
 def build_optimizer(
     model: ZeroDataParallel, tensor: Axis, settings: OptimizerSettings, loss_scale: LossScale
 ) -> ZeroOptimizer:
-    """AdamW with weight decay on matrices only."""
+    """Return AdamW over the shards of the model, with weight decay for parameters of two or more dimensions only."""
     adam, options, name = choose_adam(model.offload)
     logger.info("optimizer: %s", name)
     params = [param for param in model.module.parameters() if param.requires_grad]
@@ -187,8 +197,10 @@ def build_optimizer(
 
 
 def choose_adam(offload: Offload) -> tuple[type[torch.optim.Optimizer], dict[str, Any], str]:
-    """NVIDIA apex's fused Adam where it works and all states are on a CUDA device, else torch's; its options; its name
-    for the log."""
+    """Return (class, options, name for the log) of the Adam to use.
+
+    NVIDIA apex's fused Adam is used if it works and all optimizer states are on a CUDA device, else torch's.
+    """
     if offload.config.placement_of("optimizer") is Placement.ACCELERATOR:
         params = [nn.Parameter(torch.zeros(1, device=offload.device))]
         if fused := find_apex("apex.optimizers", "FusedAdam", lambda fused: fused(params), offload.device):

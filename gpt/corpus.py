@@ -1,4 +1,4 @@
-"""What a run reads: batches for training and validation, and the tokenizer that wrote them."""
+"""The data of a run: batches for training and validation, and the tokenizer that they were made with."""
 
 from dataclasses import dataclass
 from typing import Self
@@ -7,8 +7,9 @@ from data.batches import BatchLoader
 from data.blend import open_samples, parse_path
 from data.sidecar import Sidecar
 from data.tokenizer import Tokenizer, load_tokenizer, tokenizer_path
+from gpt.model.transformer import ModelConfig
 from gpt.schedule import consumed_samples_after
-from gpt.settings import Settings
+from gpt.settings import DataSettings, TrainSettings
 from parallel.errors import ConfigError
 from parallel.mesh import Mesh
 from parallel.world import World
@@ -16,39 +17,44 @@ from parallel.world import World
 
 @dataclass(frozen=True)
 class Corpus:
-    """`tokenizer` is None for files that other programs wrote: they are trained on and no text is sampled."""
+    """The batches of a run and their tokenizer.
+
+    `tokenizer` is None for token files that another program has written; no text is then generated.
+    """
 
     training: BatchLoader
     validation: BatchLoader | None
     tokenizer: Tokenizer | None
 
     @classmethod
-    def open(cls, settings: Settings, mesh: Mesh, world: World) -> Self:
-        """Raises DataError or ConfigError where the files and the settings don't go together."""
-        prefix = _check_vocabulary(settings)
+    def open(cls, data: DataSettings, model: ModelConfig, train: TrainSettings, mesh: Mesh, world: World) -> Self:
+        """Open the data of the run.
+
+        Raises DataError or ConfigError if the files and the settings do not fit together.
+        """
+        prefix = _check_vocabulary(data.path, model.vocab_size)
 
         def loader(part: str, num_samples: int) -> BatchLoader:
             samples = open_samples(
-                settings.data.path,
+                data.path,
                 part,
-                split=settings.data.split,
-                seq_length=settings.model.seq_length,
-                seed=settings.train.seed,
-                cache_dir=settings.data.cache_dir,
+                split=data.split,
+                seq_length=model.seq_length,
+                seed=train.seed,
+                cache_dir=data.cache_dir,
             )
-            if world.local_rank == 0:  # one rank a node builds the indices that the others map
+            if world.local_rank == 0:  # first one rank of each node builds the indices, then all of its ranks map them
                 samples.build_cache(0, num_samples)
             mesh.barrier()
             return BatchLoader(
                 samples,
-                micro_batch_size=settings.train.micro_batch_size,
+                micro_batch_size=train.micro_batch_size,
                 data_rank=mesh.data.rank,
                 data_size=mesh.data.size,
-                vocab_size=settings.model.vocab_size,
+                vocab_size=model.vocab_size,
                 pin_memory=world.device.type == "cuda",
             )
 
-        train = settings.train
         return cls(
             training=loader("train", consumed_samples_after(train.batch, train.steps)),
             validation=loader("validation", train.eval_samples) if train.eval_samples else None,
@@ -56,15 +62,15 @@ class Corpus:
         )
 
 
-def _check_vocabulary(settings: Settings) -> str:
-    """Every prefix's vocabulary must fit the model; returns the first prefix."""
-    _, prefixes = parse_path(settings.data.path)
+def _check_vocabulary(path: str | list[str], model_vocab_size: int) -> str:
+    """Return the first prefix of the path. Raises ConfigError if the vocabulary of any prefix exceeds the model's."""
+    _, prefixes = parse_path(path)
     for prefix in prefixes:
         if Sidecar.path(prefix).is_file():
             vocab_size = Sidecar.load(prefix).vocab_size
-            if vocab_size > settings.model.vocab_size:
+            if vocab_size > model_vocab_size:
                 raise ConfigError(
-                    f"model.vocab_size={settings.model.vocab_size} is below the {vocab_size} ids of {prefix}; "
+                    f"model.vocab_size={model_vocab_size} is below the {vocab_size} ids of {prefix}; "
                     f"choose {vocab_size} or more"
                 )
     return prefixes[0]

@@ -1,14 +1,16 @@
-"""Perplexity of a text, per word: a checkpoint or weights read it in overlapping windows, shared out to all ranks.
+"""Measures the perplexity of a text per word, with a checkpoint or exported weights.
 
     torchrun --nproc_per_node=2 -m gpt.evaluate --source wiki.test.tokens --wikitext --config runs/x/config.yaml
 
-    text      <end of text> t1 t2 t3 ......................... tn     a prediction for each of t1 to tn, once
-    window 0  |--------------|                                        scores all its predictions
-    window 1      |..........|---|                                    scores `stride`, with what came before to read
+The text is read in overlapping windows, which are divided among all ranks:
+
+    text      <end of text> t1 t2 t3 ......................... tn     each of t1 to tn is predicted once
+    window 0  |--------------|                                        all its predictions are scored
+    window 1      |..........|---|                                    the last `stride` are scored, the rest is context
     window 2          |..........|---|
 
-Negative log-likelihoods are summed and divided by the words of the text as it came, whatever the tokenizer made of it:
-so perplexities compare across vocabularies, as is customary for WikiText-103.
+Negative log-likelihoods are summed and divided by the number of words of the original text, not of tokens, so that
+perplexities of different vocabularies can be compared, as is customary for WikiText-103.
 """
 
 import argparse
@@ -19,7 +21,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,19 +29,20 @@ from torch.nn import functional as F
 from data.blend import parse_path
 from data.errors import DataError
 from data.sources import Source, text_of
-from data.tokenizer import load_tokenizer, named_tokenizer
+from data.tokenizer import Tokenizer, load_tokenizer, named_tokenizer
 from gpt.build import TrainState, build, build_mesh
 from gpt.checkpoint import checkpoint
 from gpt.model.generate import evaluation
 from gpt.monitor.console import RunConsole
 from gpt.run_folder.files import CHECKPOINTS
-from gpt.settings import Settings, parse_settings
+from gpt.settings import Settings
+from gpt.settings_parser import parse_settings
 from parallel.errors import ConfigError
 from parallel.mesh import Axis
-from parallel.world import exit_with_error, start_world, stop_world
+from parallel.world import World, exit_with_error, start_world, stop_world
 from zero.engine import ZeroDataParallel
 
-# WikiText's own tokenization undone, as GPT-2's authors and Megatron-LM do before they evaluate.
+# These undo WikiText's own tokenization, as GPT-2's authors and Megatron-LM do before they evaluate.
 WIKITEXT_SPACES = (
     (r" @([-,.])@ ", r"\1"),  # 3 @,@ 000 -> 3,000
     (r" ([.,:;!?%)\]}])", r"\1"),
@@ -56,30 +58,36 @@ WIKITEXT_SPACES = (
 
 @dataclass(frozen=True)
 class Score:
-    nll: float  # natural logarithms, summed over all tokens
+    """The likelihood of a text."""
+
+    nll: float  # negative log-likelihood, natural logarithm, summed over all tokens
     num_tokens: int
     num_words: int
 
     @property
     def perplexity(self) -> float:
-        """Per word."""
+        """The perplexity per word."""
         return math.exp(self.nll / self.num_words)
 
     @property
     def token_perplexity(self) -> float:
+        """The perplexity per token."""
         return math.exp(self.nll / self.num_tokens)
 
 
 @dataclass(frozen=True)
 class Window:
-    """Of a text whose prediction i is of token i + 1: what is read, and which of it counts."""
+    """A stretch of a text that is read at once, and its predictions that are scored; prediction i is of token i + 1."""
 
     read: range
     scored: range
 
 
 def windows(num_predictions: int, seq_length: int, stride: int) -> list[Window]:
-    """Each prediction is scored once, after the first window with at least `seq_length - stride` tokens before it."""
+    """Return windows that score each prediction once.
+
+    After the first window, each prediction has at least `seq_length - stride` tokens of context.
+    """
     found: list[Window] = []
     scored = 0
     while scored < num_predictions:
@@ -93,7 +101,10 @@ def windows(num_predictions: int, seq_length: int, stride: int) -> list[Window]:
 def negative_log_likelihood(
     model: ZeroDataParallel, tokens: Tensor, shares: Sequence[Window], data: Axis, micro_batch_size: int
 ) -> float:
-    """Of the tokens (n + 1,) but the first, summed over the windows of all ranks. Waits for the device."""
+    """Return the negative log-likelihood of the tokens (n + 1,) except the first, over the windows of all ranks.
+
+    Waits for the device.
+    """
     total = torch.zeros((), dtype=torch.float64, device=tokens.device)
     with evaluation(model):
         for batch in batches(shares, data, micro_batch_size):
@@ -109,7 +120,10 @@ def negative_log_likelihood(
 
 
 def batches(found: Sequence[Window], data: Axis, micro_batch_size: int) -> Iterator[list[Window]]:
-    """This rank's windows; all ranks get equally many, for they may have to gather the model together."""
+    """Return this rank's windows, in batches.
+
+    All ranks get the same number, because they may have to gather parameters together; the extra windows score nothing.
+    """
     unscored = Window(found[0].read, range(0))
     num_batches = math.ceil(len(found) / (micro_batch_size * data.size))
     padded = [*found, *[unscored] * (num_batches * micro_batch_size * data.size - len(found))]
@@ -118,7 +132,7 @@ def batches(found: Sequence[Window], data: Axis, micro_batch_size: int) -> Itera
 
 
 def read_text(source: Source) -> str:
-    """All documents; each begins on a line of its own. Raises DataError where there are no words."""
+    """Return all documents, each beginning on a new line. Raises DataError if they have no words."""
     texts = [text_of(document, source.text_key) for document in source.documents()]
     joined = "".join(text if text.endswith("\n") else text + "\n" for text in texts if text)
     if not joined.split():
@@ -127,53 +141,78 @@ def read_text(source: Source) -> str:
 
 
 def undo_wikitext(text: str) -> str:
+    """Return the text without WikiText's extra spaces."""
     for pattern, replacement in WIKITEXT_SPACES:
         text = re.sub(pattern, replacement, text)
     return text
 
 
-def score_text(parts: TrainState, settings: Settings, text: str, own: argparse.Namespace) -> Score:
-    _, prefixes = parse_path(settings.data.path)
-    tokenizer = named_tokenizer(own.tokenizer) if own.tokenizer else load_tokenizer(prefixes[0])
-    if tokenizer.vocab_size > settings.model.vocab_size:
+def find_tokenizer(name: str | None, data_path: str | list[str], model_vocab_size: int) -> Tokenizer:
+    """Return the tokenizer of that name, by default that of the training data.
+
+    Raises ConfigError if it has more ids than the model has words.
+    """
+    _, prefixes = parse_path(data_path)
+    tokenizer = named_tokenizer(name) if name else load_tokenizer(prefixes[0])
+    if tokenizer.vocab_size > model_vocab_size:
         raise ConfigError(
-            f"model.vocab_size={settings.model.vocab_size} is below the {tokenizer.vocab_size} ids of the tokenizer; "
+            f"model.vocab_size={model_vocab_size} is below the {tokenizer.vocab_size} ids of the tokenizer; "
             "give the one that the model was trained with as --tokenizer"
         )
-    num_words = len(text.split()) + (text.count("\n") if own.wikitext else 0)
-    ids = [tokenizer.eod, *tokenizer.encode(undo_wikitext(text) if own.wikitext else text)]
-    found = windows(len(ids) - 1, settings.model.seq_length, own.stride or settings.model.seq_length)
-    tokens = torch.tensor(ids, device=parts.device)
-    nll = negative_log_likelihood(parts.model, tokens, found, parts.mesh.data, settings.train.micro_batch_size)
+    return tokenizer
+
+
+def score_text(
+    state: TrainState, tokenizer: Tokenizer, text: str, *, stride: int, is_wikitext: bool, micro_batch_size: int
+) -> Score:
+    """Return the score of the text; see `windows` for `stride`. All ranks call it."""
+    num_words = len(text.split()) + (text.count("\n") if is_wikitext else 0)
+    ids = [tokenizer.eod, *tokenizer.encode(undo_wikitext(text) if is_wikitext else text)]
+    found = windows(len(ids) - 1, state.config.seq_length, stride)
+    tokens = torch.tensor(ids, device=state.device)
+    nll = negative_log_likelihood(state.model, tokens, found, state.mesh.data, micro_batch_size)
     return Score(nll, len(ids) - 1, num_words)
 
 
-def load_model(settings: Settings, own: argparse.Namespace, world: Any) -> tuple[TrainState, str]:
-    """The parts, and where their weights are from: exported ones, or the newest checkpoint of the run's folder."""
-    if own.weights:
-        settings = replace(settings, train=replace(settings.train, initial_weights=own.weights))
-        return build(settings, build_mesh(settings, world), world.device), own.weights
+def load_model(settings: Settings, weights: str | None, world: World) -> tuple[TrainState, str]:
+    """Return the model, and the folder that its weights are from.
+
+    They are exported `weights`, or else those of the newest checkpoint in run.dir. Raises ConfigError if it has none.
+    """
+    if weights:
+        settings = replace(settings, train=replace(settings.train, initial_weights=weights))
+        return build(settings, build_mesh(settings, world), world.device), weights
     folder = Path(settings.run.dir) / CHECKPOINTS
     saved = checkpoint.find(folder, settings.checkpoint.resume)
     if saved is None:
-        raise ConfigError(f"{folder} holds no checkpoint; give another --run.dir, or exported --weights FOLDER")
-    parts = build(settings, build_mesh(settings, world), world.device)
-    checkpoint.load(saved, parts)
-    return parts, str(saved)
+        raise ConfigError(
+            f"{folder} holds no checkpoint; give another --run.dir, or exported weights with --weights FOLDER"
+        )
+    state = build(settings, build_mesh(settings, world), world.device)
+    checkpoint.load(saved, state)
+    return state, str(saved)
 
 
 def evaluate_text(arguments: list[str]) -> Score:
-    """What the command line asks for; all ranks call it. Raises ConfigError or DataError."""
+    """Evaluate what the command line asks for. All ranks call it. Raises ConfigError or DataError."""
     parser = argparse.ArgumentParser(prog="python -m gpt.evaluate", description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--source", nargs="+", required=True, help="text: files, or the hub name of a dataset")
+    add("--source", nargs="+", required=True, help="text files, or the hub name of a dataset")
     add("--subset", help="the configuration of a hub dataset, such as wikitext-103-v1")
-    add("--split", default="test", help="the split of a dataset (%(default)s)")
-    add("--text_key", default="text", help="the key of JSON lines, or the column (%(default)s)")
-    add("--stride", type=int, help="predictions of a window but the first that count; default: windows don't overlap")
+    add("--split", default="test", help="the split of a dataset (default: %(default)s)")
+    add("--text_key", default="text", help="the key of the text in JSON lines, or its column (default: %(default)s)")
+    add(
+        "--stride",
+        type=int,
+        help="predictions scored by each window after the first; default: all",
+    )
     add("--tokenizer", help="a file, folder or hub name; default: that of data.path")
-    add("--weights", help="folder of exported weights; default: the newest checkpoint of run.dir")
-    add("--wikitext", action="store_true", help="undo WikiText's spaces, and count ends of lines as words, as it does")
+    add("--weights", help="folder of exported weights; default: the newest checkpoint in run.dir")
+    add(
+        "--wikitext",
+        action="store_true",
+        help="undo WikiText's extra spaces, and count ends of lines as words",
+    )
     own, others = parser.parse_known_args(arguments)
     settings = parse_settings(others)
     if own.stride is not None and not 1 <= own.stride <= settings.model.seq_length:
@@ -181,8 +220,16 @@ def evaluate_text(arguments: list[str]) -> Score:
     text = read_text(Source(own.source, own.text_key, own.subset, own.split))
     world = start_world()
     logging.basicConfig(level=logging.INFO if world.is_first else logging.ERROR, format="%(message)s")
-    parts, origin = load_model(settings, own, world)
-    score = score_text(parts, settings, text, own)
+    state, origin = load_model(settings, own.weights, world)
+    tokenizer = find_tokenizer(own.tokenizer, settings.data.path, settings.model.vocab_size)
+    score = score_text(
+        state,
+        tokenizer,
+        text,
+        stride=own.stride or settings.model.seq_length,
+        is_wikitext=own.wikitext,
+        micro_batch_size=settings.train.micro_batch_size,
+    )
     RunConsole(is_quiet=not world.is_first).say(
         f"{origin}: perplexity {score.perplexity:.4f} a word, {score.token_perplexity:.4f} a token "
         f"({score.num_words:,} words, {score.num_tokens:,} tokens)"

@@ -1,73 +1,63 @@
-"""Losses that are not finite, or far above those before: such steps update nothing, and the run may stop or go back.
+"""Detection of bad losses: those that are not finite, and those far above the ones before them.
 
-The judgement is made on the device in every step, by tensors; the host reads how many were bad at logged steps.
+A step with a bad loss updates nothing, and `guard.policy` says whether the run then goes on, stops or rolls back. Every
+step is judged on the device, without a tensor being read; the host reads the number of bad losses at logged steps.
 """
-
-from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-from parallel.errors import ConfigError
 from parallel.mesh import Axis
 
-MEMORY = 0.98  # of the running mean, a step
-NUM_FOR_A_MEAN = 20  # losses before any can be a spike
 
+class SpikeDetector:
+    """A running mean of the good losses, against which each new loss is judged.
 
-@dataclass(frozen=True)
-class GuardSettings:
-    """What is done about losses that are not finite, or spikes, and about replicas that differ."""
+    A loss is bad if it is not finite, or above `factor` times the mean once `num_for_a_mean` good losses have been seen
+    (None: it need only be finite). The mean keeps `memory` of its value at each good loss.
+    """
 
-    policy: Literal["skip", "stop", "roll_back"] = "skip"
-    """A bad step updates nothing; then go on, or stop, or go back to the newest checkpoint and leave those samples out.
-    fp16 overflows are no bad losses."""
-    spike_factor: float | None = None
-    """A loss above so many times the running mean is bad; null: only losses that are not finite are."""
-    max_roll_backs: int = 3
-    """Times that a run goes back before it stops."""
-    check_replicas_every: int = 0
-    """Steps between comparisons of what replicas hold, by checksum; 0: never. Waits for the device."""
+    def __init__(
+        self,
+        factor: float | None,
+        *,
+        memory: float = 0.98,
+        num_for_a_mean: int = 20,
+        device: torch.device | str = "cpu",
+    ):
+        self._factor, self._memory, self._num_for_a_mean = factor, memory, num_for_a_mean
+        self.mean = torch.zeros((), dtype=torch.float64, device=device)
+        self.num_good = torch.zeros((), dtype=torch.int64, device=device)
 
-    def __post_init__(self) -> None:
-        if self.spike_factor is not None and self.spike_factor <= 1:
-            raise ConfigError(f"guard.spike_factor={self.spike_factor} is not above 1; choose 3, or null for none")
-        for name in ("max_roll_backs", "check_replicas_every"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"guard.{name}={getattr(self, name)} is below 0; choose 0 or more")
-
-    @property
-    def judges(self) -> bool:
-        """Whether the loss has to be looked at: a non-finite gradient is skipped without."""
-        return self.policy != "skip" or self.spike_factor is not None
+    def judge(self, loss: Tensor) -> Tensor:
+        """Return whether a loss (0-dim, float64) is bad, as a 0-dim tensor; a good one enters the mean."""
+        is_bad = ~loss.isfinite()
+        if self._factor is not None:
+            is_bad |= (self.num_good >= self._num_for_a_mean) & (loss > self._factor * self.mean)
+        # The first losses have equal weights, so that the high losses of the beginning are soon forgotten.
+        memory = torch.clamp(self.num_good / (self.num_good + 1), max=self._memory)
+        updated = memory * self.mean + (1 - memory) * loss
+        self.mean.copy_(torch.where(is_bad, self.mean, updated))
+        self.num_good.add_(~is_bad)
+        return is_bad
 
 
 class LossGuard:
-    """Flags bad losses, and keeps a running mean of the good ones."""
+    """The judge of every step's loss, with the same verdict on all ranks; it counts the bad ones."""
 
     def __init__(self, data: Axis, spike_factor: float | None, device: torch.device | str = "cpu"):
-        self._data, self._factor = data, spike_factor
-        self._mean = torch.zeros((), dtype=torch.float64, device=device)
-        self._num_good = torch.zeros((), dtype=torch.int64, device=device)
+        self._data = data
+        self._detector = SpikeDetector(spike_factor, device=device)
         self.num_bad = torch.zeros((), dtype=torch.int64, device=device)
 
     def judge(self, loss: Tensor) -> Tensor:
-        """`loss`: 0-dim, of this data-parallel rank. 1 where the mean over ranks is bad, else 0, alike on all ranks."""
+        """Return 1 if the mean of `loss` (0-dim) over the data-parallel ranks is bad, else 0, as a 0-dim tensor."""
         total = loss.detach().double()
         self._data.all_reduce(total, out=total).wait()
-        mean_loss = total / self._data.size
-        is_bad = ~mean_loss.isfinite()
-        if self._factor is not None:
-            is_bad |= (self._num_good >= NUM_FOR_A_MEAN) & (mean_loss > self._factor * self._mean)
-        # Of all losses alike at first, so that a high beginning is forgotten.
-        memory = torch.clamp(self._num_good / (self._num_good + 1), max=MEMORY)
-        updated = memory * self._mean + (1 - memory) * mean_loss
-        self._mean.copy_(torch.where(is_bad, self._mean, updated))
-        self._num_good.add_(~is_bad)
+        is_bad = self._detector.judge(total / self._data.size)
         self.num_bad.add_(is_bad)
         return is_bad.to(torch.float32)
 
     def state(self) -> dict[str, Tensor]:
-        """The tensors themselves, to save or to copy into. `num_bad` counts since the start of the process."""
-        return {"mean": self._mean, "num_good": self._num_good}
+        """Return the tensors themselves, to save or to copy into; `num_bad` is not saved, it counts per process."""
+        return {"mean": self._detector.mean, "num_good": self._detector.num_good}

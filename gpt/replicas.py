@@ -1,4 +1,4 @@
-"""Whether ranks that hold the same bits still do: a machine that computes wrongly is found before it spoils the run."""
+"""A check that replicas of the same weights are still equal, which finds a machine that computes wrongly."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -16,37 +16,40 @@ INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class DivergenceError(ConfigError):
-    """Replicas differ: most likely a machine computes wrongly."""
+    """An error raised if replicas differ; most likely a machine computes wrongly."""
 
 
-def check_replicas(parts: TrainState, step: int) -> None:
-    """Compare checksums of the weights along every axis that replicates them. Raises DivergenceError.
+def check_replicas(state: TrainState, step: int) -> None:
+    """Compare checksums of the weights along every axis that replicates them.
 
-    Waits for the device.
+    Waits for the device. Raises DivergenceError if they differ.
     """
-    model, mesh = parts.model, parts.mesh
+    model, mesh = state.model, state.mesh
     persistent = [flat.full for flat in model.flats if flat.lifetime is Lifetime.PERSISTENT]
     masters = [bucket.master for bucket in model.buckets]
     for what, axis, tensors in (
         ("parameters", mesh.data, persistent),
         ("master weights", model.replica_axis, masters),
-        ("parameters that are not cut", mesh.tensor, _not_cut(parts)),
+        ("parameters that are not split", mesh.tensor, _not_split(state)),
     ):
-        _compare(f"step {step}: the {what}", axis, tensors, parts.device)
+        _compare(f"step {step}: the {what}", axis, tensors, state.device)
 
 
-def _not_cut(parts: TrainState) -> Iterable[Tensor]:
-    """What this rank owns of the parameters that all tensor ranks have whole."""
-    cut = split_dims(parts.model.module)
-    for flat in parts.model.flats:
+def _not_split(state: TrainState) -> Iterable[Tensor]:
+    """Yield this rank's owned pieces of the parameters that every tensor rank has in full."""
+    split = split_dims(state.model.module)
+    for flat in state.model.flats:
         for bucket in flat.buckets:
             for span, part in flat.layout.pieces(bucket.shard):
-                if span.name not in cut:
+                if span.name not in split:
                     yield bucket.owned_part(bucket.master, part)
 
 
 def _compare(what: str, axis: Axis, tensors: Iterable[Tensor], device: torch.device) -> None:
-    """The tensors may lie in host memory; ranks talk from `device`."""
+    """Raise DivergenceError if the sum of the tensors' checksums differs along the axis.
+
+    The tensors may be in host memory; the sums are sent from `device`.
+    """
     zero = torch.zeros((), dtype=torch.int64, device=device)
     own = torch.stack([zero, *(_checksum(tensor).to(device) for tensor in tensors)]).sum()[None]
     of_ranks = own.new_empty(axis.size)
@@ -56,11 +59,11 @@ def _compare(what: str, axis: Axis, tensors: Iterable[Tensor], device: torch.dev
     if odd := [rank for rank, checksum in enumerate(found) if checksum != usual]:
         raise DivergenceError(
             f"{what} of {axis.name} rank{'s' if len(odd) > 1 else ''} {', '.join(map(str, odd))} differ from those of "
-            f"the other {axis.size - len(odd)}, of which they are replicas: suspect that machine, and go on from a "
-            "checkpoint without it"
+            f"the other {axis.size - len(odd)}, of which they are replicas; that machine may compute wrongly: resume "
+            "from a checkpoint without it"
         )
 
 
 def _checksum(tensor: Tensor) -> Tensor:
-    """The sum of the bits, as integers: int64, 0-dim."""
+    """Return the sum of the tensor's bits, read as integers, as a 0-dim int64 tensor."""
     return tensor.detach().view(INTEGERS[tensor.element_size()]).sum(dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""A few lines that the model writes, for a person to read at the end of a run."""
+"""Short texts that the model generates at the end of a run, for a person to read."""
 
 from collections.abc import Iterator, Sequence
 
@@ -12,7 +12,10 @@ from zero.engine import ZeroDataParallel
 def sample_texts(
     model: ZeroDataParallel, tokenizer: Tokenizer, prompts: Sequence[str], num_tokens: int, seq_length: int
 ) -> Iterator[str]:
-    """Each prompt and its continuation. All ranks call this together, since the model may have to be gathered."""
+    """Yield each prompt with its continuation.
+
+    All ranks call this together, because parameters may have to be gathered.
+    """
     device = next(model.module.parameters()).device
     for prompt in prompts:
         ids = torch.tensor([tokenizer.encode(prompt) or [tokenizer.eod]], device=device)

@@ -1,8 +1,8 @@
 """The learning rate and the batch size as pure functions of how far training has come.
 
-The state of a run is two integers, `step` and `consumed_samples`; both advance even where an overflow skips an update.
+The state of a run is two integers, `step` and `consumed_samples`; both advance even if an overflow skips an update.
 
-    warm-up    lr (step + 1) / (warmup_steps + 1)        up to warmup_steps; no step is lost to a rate of zero
+    warm-up    lr (step + 1) / (warmup_steps + 1)        up to warmup_steps; the first rate is above zero
     cosine     half a cosine from lr to min_lr           from warmup_steps to decay_steps
     linear     a line from lr to min_lr                  from warmup_steps to decay_steps
     wsd        lr, then a line from lr to min_lr         the line takes the last wsd_decay_steps before decay_steps
@@ -20,18 +20,19 @@ from parallel.errors import ConfigError
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """The learning rate over the steps of a run: up to optimizer.lr, and down again."""
+    """The learning rate over the steps of a run: it rises to optimizer.lr and falls to min_lr."""
 
     min_lr: float = 0.0
-    """Learning rate from step decay_steps on."""
+    """Learning rate at the end of the decay, at step decay_steps and after it."""
     warmup_steps: int = 0
-    """Steps of linear rise from above zero."""
+    """Steps over which the learning rate rises linearly to optimizer.lr; 0: no warm-up."""
     decay: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
-    """Shape of the fall from lr to min_lr; constant: none."""
+    """Shape of the decay from optimizer.lr to min_lr; wsd: stay at optimizer.lr and fall at the end; constant: no
+    decay."""
     decay_steps: int | None = None
-    """Step at which min_lr is reached; null: the end of the run."""
+    """Step at which min_lr is reached; null: the last step of the run."""
     wsd_decay_steps: int | None = None
-    """Length of the fall that ends at decay_steps, for wsd."""
+    """Steps of the fall that ends at decay_steps; for wsd only."""
 
     def __post_init__(self) -> None:
         if self.min_lr < 0:
@@ -43,9 +44,9 @@ class ScheduleConfig:
 
 
 def learning_rate(config: ScheduleConfig, lr: float, step: int, num_steps: int) -> float:
-    """For the update of `step`, counted from 0, in a run of `num_steps` with the highest rate `lr`.
+    """Return the learning rate of `step`, counted from 0, in a run of `num_steps` with the highest rate `lr`.
 
-    Raises ConfigError if the phases overlap, or rise where they should fall.
+    Raises ConfigError if warm-up and decay overlap, or if min_lr is above `lr`.
     """
     start, end = _decay_span(config, num_steps)
     if config.min_lr > lr:
@@ -62,7 +63,7 @@ def learning_rate(config: ScheduleConfig, lr: float, step: int, num_steps: int) 
 
 
 def _decay_span(config: ScheduleConfig, num_steps: int) -> tuple[int, int]:
-    """The step at which the fall begins and the one at which it has ended."""
+    """Return the step at which the decay begins and the step at which it has ended."""
     end = num_steps if config.decay_steps is None else config.decay_steps
     latest_start = end - (config.wsd_decay_steps or 0) if config.decay == "wsd" else end
     if config.warmup_steps > latest_start and config.decay != "constant":
@@ -75,26 +76,26 @@ def _decay_span(config: ScheduleConfig, num_steps: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class RampUpConfig:
-    """Grow the batch by `increment` at equal distances over the first `samples` samples, as Megatron-LM does."""
+    """A batch that grows by `increment` at equal intervals over the first `samples` samples, as in Megatron-LM."""
 
     start: int
     """Sequences in the first batch."""
     increment: int
-    """Sequences by which the batch grows at a time."""
+    """Sequences by which the batch grows each time."""
     samples: int
-    """Samples after which the batch has its full size."""
+    """Samples after which the batch has reached global_batch_size."""
 
 
 @dataclass(frozen=True)
 class BatchConfig:
-    """How many sequences a step takes."""
+    """The number of sequences in a step, and in each micro-batch of it."""
 
     micro_batch_size: int
-    """Sequences that one rank runs at once."""
+    """Sequences in one forward and backward pass of one rank."""
     global_batch_size: int
-    """Sequences a step over all ranks."""
+    """Sequences in one optimizer step, over all ranks."""
     ramp_up: RampUpConfig | None = None
-    """Grow to global_batch_size from a smaller batch; null: start with it."""
+    """Start with a smaller batch and grow to global_batch_size; null: use global_batch_size from the first step on."""
 
     def __post_init__(self) -> None:
         named_sizes = {"micro_batch_size": self.micro_batch_size, "global_batch_size": self.global_batch_size}
@@ -116,7 +117,7 @@ class BatchConfig:
 
 
 def check_batch_sizes(config: BatchConfig, data_size: int) -> None:
-    """Every batch of the run must divide into micro-batches over `data_size` ranks; raises ConfigError."""
+    """Raise ConfigError unless every batch of the run divides into micro-batches over `data_size` ranks."""
     divisor = config.micro_batch_size * data_size
     named_sizes = {"global_batch_size": config.global_batch_size}
     if config.ramp_up and config.ramp_up.start < config.global_batch_size:
@@ -130,7 +131,7 @@ def check_batch_sizes(config: BatchConfig, data_size: int) -> None:
 
 
 def global_batch_size(config: BatchConfig, consumed_samples: int) -> int:
-    """Sequences in the batch that begins at sample `consumed_samples`."""
+    """Return the number of sequences in the batch that begins at sample `consumed_samples`."""
     ramp_up = config.ramp_up
     if ramp_up is None or consumed_samples >= ramp_up.samples:
         return config.global_batch_size
@@ -139,7 +140,7 @@ def global_batch_size(config: BatchConfig, consumed_samples: int) -> int:
 
 
 def batch_plan(config: BatchConfig, consumed_samples: int = 0) -> Iterator[tuple[int, int]]:
-    """(first sample, global batch size) of every step from `consumed_samples` on, without end."""
+    """Yield (first sample, global batch size) of every step from `consumed_samples` on, without end."""
     while True:
         size = global_batch_size(config, consumed_samples)
         yield consumed_samples, size
@@ -147,5 +148,5 @@ def batch_plan(config: BatchConfig, consumed_samples: int = 0) -> Iterator[tuple
 
 
 def consumed_samples_after(config: BatchConfig, num_steps: int) -> int:
-    """Samples that a run from the beginning takes in `num_steps`."""
+    """Return the number of samples in the first `num_steps` steps of a run."""
     return sum(size for _, size in islice(batch_plan(config), num_steps))

@@ -1,22 +1,16 @@
-"""All settings of a run: one tree of frozen dataclasses, read from YAML files and dotted options, checked at once."""
+"""All settings of a run: a tree of frozen dataclasses, each of which checks its values when it is made.
 
-import re
-from collections.abc import Callable, Sequence
+`gpt/settings_parser.py` reads them. The docstrings of the fields are the text of `pretrain_gpt.py --help`.
+"""
+
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import yaml
-from jsonargparse import ActionConfigFile, ArgumentError, ArgumentParser, set_parsing_settings
-from rich.table import Table
 
-from gpt.deepspeed.config import with_translation
-from gpt.loss_guard import GuardSettings
 from gpt.model.transformer import ModelConfig
-from gpt.monitor.profiling import ProfileSettings
 from gpt.schedule import BatchConfig, RampUpConfig, ScheduleConfig
 from parallel.errors import ConfigError
 from zero.activations.checkpointed_blocks import ActivationsConfig
@@ -24,37 +18,38 @@ from zero.config import ZeroConfig
 from zero.offload.placement import OffloadConfig
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-DEEPSPEED_CONFIG = "zero.deepspeed_config"  # no field of ZeroConfig: it speaks of more than ZeRO, and of no model
 
 
 @dataclass(frozen=True)
 class ParallelSettings:
-    """How the ranks are laid out; those that are left after the tensor axis form the data axis."""
+    """The division of the ranks: tensor_size of them share one copy of the model; the copies form the data axis."""
 
     tensor_size: int = 1
-    """Ranks that share one copy of the model, within a node."""
+    """Ranks that share one copy of the model by tensor parallelism; they should be on one node."""
     sequence_parallel: bool = False
-    """Split norms, dropout and residuals along the tokens over the tensor ranks, instead of repeating them."""
+    """Split the tokens of norms, dropout and residuals over the tensor ranks, instead of repeating the work on each."""
     shard_size: int | None = None
-    """Data-parallel ranks that divide the model states among them, replicas beyond: null for all ranks."""
+    """Data-parallel ranks over which ZeRO shards the model states; each such group is a replica of the others. null:
+    all data-parallel ranks."""
     tensor_across_nodes: bool = False
-    """Allow a tensor group to span nodes, as the paper's baseline does; its links are many times slower."""
+    """Allow the ranks of one tensor group to be on several nodes, as in the ZeRO paper's baseline. Links between nodes
+    are many times slower."""
 
 
 @dataclass(frozen=True)
 class OptimizerSettings:
-    """AdamW: weight decay on matrices and embeddings only, gradients clipped by their global norm."""
+    """The optimizer AdamW; weight decay is for matrices and embeddings only, gradients are clipped by global norm."""
 
     lr: float = 3e-4
-    """Highest learning rate; `schedule` says how it is reached and left."""
+    """Highest learning rate of the run; the settings of `schedule` say how it rises and falls."""
     weight_decay: float = 0.1
-    """Decoupled weight decay of parameters with two or more dimensions."""
+    """Decoupled weight decay, applied to parameters with two or more dimensions."""
     clip_norm: float = 1.0
-    """Global gradient norm above which gradients are scaled down to it; .inf for never."""
+    """Largest global norm of the gradients; they are scaled down to it if their norm is larger. .inf: no clipping."""
     betas: tuple[float, float] = (0.9, 0.95)
-    """Decay rates of the first and second moment."""
+    """Decay rates of the first and the second moment."""
     eps: float = 1e-8
-    """Added to the root of the second moment."""
+    """Number added to the square root of the second moment, against division by zero."""
 
     def __post_init__(self) -> None:
         if self.lr < 0 or self.weight_decay < 0:
@@ -67,18 +62,19 @@ class OptimizerSettings:
 
 @dataclass(frozen=True)
 class LossScaleSettings:
-    """fp16 only: the factor on the loss that keeps small gradients from vanishing."""
+    """The factor on the loss that keeps small gradients from becoming zero in fp16. Other precisions do not use it."""
 
     dynamic: bool = True
-    """Halve the scale when gradients overflow and double it when they have not for long; false: it stays."""
+    """Halve the scale when gradients overflow, and double it after growth_interval steps without overflow; false: keep
+    the initial scale."""
     initial: float = 65536.0
-    """Scale at the first step."""
+    """Scale of the first step."""
     minimum: float = 1.0
-    """Scale that is not halved any more."""
+    """Smallest scale; it is not halved any further."""
     growth_interval: int = 1000
-    """Good steps in a row after which the scale doubles."""
+    """Consecutive steps without overflow after which the scale is doubled."""
     hysteresis: int = 2
-    """Overflows in a row before the scale is halved."""
+    """Consecutive steps with overflow after which the scale is halved."""
 
     def __post_init__(self) -> None:
         if not 0 < self.minimum <= self.initial:
@@ -93,38 +89,39 @@ class LossScaleSettings:
 
 @dataclass(frozen=True)
 class TrainSettings:
-    """What is done, how long, and with how much at a time."""
+    """The length of the run, its batches, its precision, and what is logged and evaluated."""
 
     steps: int = 1000
-    """Optimizer steps of the whole run."""
+    """Optimizer steps of the whole run, those before a resume included."""
     micro_batch_size: int = 4
-    """Sequences that one rank runs at once."""
+    """Sequences in one forward and backward pass of one rank."""
     global_batch_size: int = 8
-    """Sequences a step over all ranks; more than fit at once are accumulated."""
+    """Sequences in one optimizer step, over all ranks. If they are more than one micro-batch per data-parallel rank,
+    gradients are accumulated over several micro-batches."""
     ramp_up: RampUpConfig | None = None
-    """Grow to global_batch_size from a smaller batch; null: start with it."""
+    """Start with a smaller batch and grow to global_batch_size; null: use global_batch_size from the first step on."""
     precision: Literal["fp32", "bf16", "fp16"] = "bf16"
-    """Type of parameters, activations and gradients; master weights and moments are fp32."""
+    """Data type of parameters, activations and gradients. Master weights and the optimizer's moments are fp32."""
     loss_scale: LossScaleSettings = field(default_factory=LossScaleSettings)
-    """The dynamic loss scale of fp16."""
+    """The loss scale of fp16."""
     initial_weights: str | None = None
-    """Folder of GPT-2 weights, as transformers writes them, that a run starts from; null: random values."""
+    """Folder of GPT-2 weights in the format of transformers, to start the run from; null: random values."""
     seed: int = 1234
-    """Initial values, dropout and the order of samples follow from it."""
+    """Seed of the initial values, of dropout and of the order of samples."""
     log_every: int = 10
-    """Steps between lines in the console and in metrics.jsonl. Logging waits for the device."""
+    """Steps between two lines in the console and in metrics.jsonl. Logging waits for the device."""
     layer_norms_every: int = 0
-    """Steps between gradient norms of every layer, in logged steps; 0: never."""
+    """Steps between measurements of the gradient norm of each layer, which are written at logged steps; 0: never."""
     eval_every: int = 0
-    """Steps between evaluations on the validation split; 0: only at the end."""
+    """Steps between evaluations on the validation split; 0: evaluate only at the end."""
     eval_samples: int = 64
-    """Sequences of the validation split that an evaluation reads, rounded up to whole micro-batches; 0: none at all."""
+    """Sequences of the validation split in one evaluation, rounded up to whole micro-batches; 0: never evaluate."""
     peak_tflops: float | None = None
-    """Peak of one device in this precision, for MFU; null: from a table of known GPUs."""
+    """Peak TFLOP/s of one device in this precision, from which MFU is computed; null: look it up in a table of GPUs."""
     sample_tokens: int = 64
-    """Tokens that the model writes at the end for each prompt; 0: none."""
+    """Tokens that the model generates for each prompt at the end of the run; 0: generate nothing."""
     prompts: tuple[str, ...] = ("def", "import", "class")
-    """Beginnings of the texts that the model writes at the end."""
+    """Beginnings of the texts that the model generates at the end of the run."""
 
     def __post_init__(self) -> None:
         for name in ("steps", "log_every"):
@@ -138,39 +135,44 @@ class TrainSettings:
 
     @property
     def dtype(self) -> torch.dtype:
+        """The data type of `precision`."""
         return DTYPES[self.precision]
 
     @property
     def batch(self) -> BatchConfig:
+        """The sizes of the batches."""
         return BatchConfig(self.micro_batch_size, self.global_batch_size, self.ramp_up)
 
 
 @dataclass(frozen=True)
 class DataSettings:
-    """Prepared token files (`python -m data.prepare`)."""
+    """The training data: token files written by `python -m data.prepare`."""
 
     path: str | list[str]
-    """PREFIX of a .bin/.idx pair, or a list of WEIGHT:PREFIX to blend."""
+    """PREFIX of a pair of files PREFIX.bin and PREFIX.idx, or a list of WEIGHT:PREFIX to blend several."""
     split: tuple[float, float, float] = (0.98, 0.01, 0.01)
-    """Shares of the documents for training, validation and test."""
+    """Shares of the documents that are used for training, validation and test."""
     cache_dir: str | None = None
-    """Where sample indices are kept; null: beside the data."""
+    """Folder for cached indices of samples; null: the folder of the data."""
 
 
 @dataclass(frozen=True)
 class CheckpointSettings:
-    """Saving what a run needs to go on, under run.dir/checkpoints."""
+    """Checkpoints, which are written to run.dir/checkpoints and from which a run resumes."""
 
     every: int = 0
-    """Steps between checkpoints, and one at the end; 0: only where a signal ends the run early."""
+    """Steps between checkpoints, with one more at the end of the run; 0: save only if a signal ends the run early."""
     keep: int = 2
-    """Newest checkpoints that are kept."""
+    """Number of checkpoints to keep; older ones are deleted."""
     asynchronous: bool = True
-    """Copy to host memory and write behind the training; false: wait for the disk, without the copy."""
+    """Copy the state to host memory and write it to disk while training goes on; false: training waits for the disk,
+    and no copy is made."""
     weights: bool = False
-    """Also leave the weights in run.dir/weights, in train.precision, as transformers reads them."""
+    """With each checkpoint, also write the weights to run.dir/weights, in train.precision and in the format of
+    transformers."""
     resume: str = "auto"
-    """auto: go on from the newest checkpoint of run.dir, if any; never: start anew; or a checkpoint's folder."""
+    """auto: resume from the newest checkpoint in run.dir if there is one; never: start from the beginning; or the
+    folder of a checkpoint to resume from."""
 
     def __post_init__(self) -> None:
         if self.every < 0 or self.keep < 1:
@@ -180,38 +182,90 @@ class CheckpointSettings:
 
 
 @dataclass(frozen=True)
+class GuardSettings:
+    """The response to losses that are not finite or that spike, and the comparison of replicas."""
+
+    policy: Literal["skip", "stop", "roll_back"] = "skip"
+    """A step with a bad loss never updates the weights. skip: training then goes on; stop: the run ends; roll_back: the
+    run continues from the newest checkpoint and leaves out the samples in between. An overflow in fp16 is not a bad
+    loss."""
+    spike_factor: float | None = None
+    """A loss is bad if it is more than this many times the running mean of the losses before it; null: a loss is bad
+    only if it is not finite."""
+    max_roll_backs: int = 3
+    """Number of times that a run rolls back; at the next bad loss it ends."""
+    check_replicas_every: int = 0
+    """Steps between comparisons of the weights of all replicas, by checksum; 0: never. A comparison waits for the
+    device."""
+
+    def __post_init__(self) -> None:
+        if self.spike_factor is not None and self.spike_factor <= 1:
+            raise ConfigError(
+                f"guard.spike_factor={self.spike_factor} is not above 1; choose 3, or null to accept every finite loss"
+            )
+        for name in ("max_roll_backs", "check_replicas_every"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"guard.{name}={getattr(self, name)} is below 0; choose 0 or more")
+
+    @property
+    def judges(self) -> bool:
+        """True if losses have to be judged; a gradient that is not finite is skipped in any case."""
+        return self.policy != "skip" or self.spike_factor is not None
+
+
+@dataclass(frozen=True)
 class RunSettings:
-    """Where a run leaves what it makes."""
+    """The folder of the run, and the watch over its progress."""
 
     dir: str = "runs/default"
-    """Folder of config.yaml, metrics.jsonl, loss.png and checkpoints."""
+    """Folder to which the run writes config.yaml, metrics.jsonl, loss.png and its checkpoints."""
     hang_seconds: float = 600.0
-    """Time without progress on any rank after which the one that holds up the others is named and the job ends; 0:
-    never."""
+    """Seconds without progress on any rank after which the rank that holds up the others is named and the job ends; 0:
+    wait forever."""
     tensorboard: bool = False
-    """Also write the metrics for TensorBoard, in run.dir/tensorboard."""
+    """Also write the metrics for TensorBoard, to run.dir/tensorboard."""
 
     def __post_init__(self) -> None:
         if self.hang_seconds < 0:
-            raise ConfigError(f"run.hang_seconds={self.hang_seconds} is below 0; choose 600, or 0 for no watch")
+            raise ConfigError(f"run.hang_seconds={self.hang_seconds} is below 0; choose 600, or 0 to wait forever")
         if self.tensorboard and find_spec("tensorboard") is None:
             raise ConfigError("run.tensorboard=true needs a package; pip install tensorboard, or choose false")
 
 
 @dataclass(frozen=True)
+class ProfileSettings:
+    """A profile of a few steps, which shows where their time is spent."""
+
+    steps: tuple[int, int] | None = None
+    """First and last step to time and to trace; null: do not profile."""
+    ranks: tuple[int, ...] = (0,)
+    """Ranks that write a trace to run.dir/profile/rank-*.json; all ranks are timed."""
+    collectives_step: int = 5
+    """Step whose collectives the first rank records in run.dir/collectives.json, for comparison with a dry run or
+    another run. This step is slower than others. 0: record none."""
+
+    def __post_init__(self) -> None:
+        if self.collectives_step < 0:
+            raise ConfigError(f"profile.collectives_step={self.collectives_step} is below 0; choose 5, or 0 for none")
+        if self.steps is not None and not 1 <= self.steps[0] <= self.steps[1]:
+            raise ConfigError(f"profile.steps={list(self.steps)} are not a first and a last step; choose [10, 12]")
+
+
+@dataclass(frozen=True)
 class DryRunSettings:
-    """Two steps of one rank of a world that does not exist, to see what a run needs and how fast it will be."""
+    """A dry run: two steps of one rank, without the other ranks and without values, to see memory, traffic and time."""
 
     world_size: int | None = None
-    """Ranks of the imitated run; null: no dry run."""
+    """Number of ranks of the imitated run; null: train instead of a dry run."""
     rank: int = 0
-    """The one that runs."""
+    """The rank whose steps are run."""
     cluster: str | None = None
-    """File of the machine, such as configs/clusters/dgx-2.yaml; null: one large node, no projection of time."""
+    """File that describes the machines, such as configs/clusters/dgx-2.yaml; null: one large node, and no projection of
+    time."""
     backend: Literal["nccl", "gloo"] = "nccl"
-    """Whose buffers are imitated: gloo needs some to receive in."""
+    """Communication backend that is imitated; gloo needs more buffers than nccl, to receive into."""
     trace: str | None = None
-    """File for the projected timeline, to open in Perfetto or chrome://tracing; needs a cluster."""
+    """File to write the projected timeline to, for Perfetto or chrome://tracing; needs dry_run.cluster."""
 
     def __post_init__(self) -> None:
         if self.world_size is not None and self.world_size < 1:
@@ -226,23 +280,24 @@ class DryRunSettings:
 
 @dataclass(frozen=True)
 class WandbSettings:
-    """Weights & Biases."""
+    """Logging to Weights & Biases."""
 
     mode: Literal["online", "offline", "disabled"] = "disabled"
-    """online needs an API key in the environment; offline writes under run.dir, to be synced later."""
+    """online: log as the run goes on, with an API key from the environment; offline: write under run.dir, for `wandb
+    sync` later; disabled: do not log."""
     project: str = "zero-gpt"
-    """Project that the run appears in."""
+    """Project that the run belongs to."""
     name: str | None = None
-    """Name of the run; null: the last part of run.dir."""
+    """Name of the run; null: the name of the folder run.dir."""
     group: str | None = None
-    """Runs that are shown together, such as those of one experiment."""
+    """Group that the run belongs to, such as the runs of one experiment; null: none."""
     tags: tuple[str, ...] = ()
-    """Words to find the run by."""
+    """Tags of the run, to find it by."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """GPT pretraining with ZeRO. Every option may stand in a YAML file, and on the command line after it."""
+    """GPT pretraining with ZeRO. Every option may also be set in a YAML file; options on the command line win."""
 
     model: ModelConfig
     data: DataSettings
@@ -261,52 +316,12 @@ class Settings:
     dry_run: DryRunSettings = field(default_factory=DryRunSettings)
 
     def to_yaml(self) -> str:
-        """A file that `--config` reads back as the same settings."""
+        """Return the settings as YAML, which `--config` reads back as the same settings."""
         return yaml.safe_dump(_plain(self), sort_keys=False)
 
 
-def parse_settings(
-    arguments: Sequence[str], num_ranks: int | None = None, show: Callable[[Table], None] = lambda table: None
-) -> Settings:
-    """`--config FILE --zero.stage 2 ...`: later ones win. Raises ConfigError with one line for whatever is wrong.
-
-    With `--zero.deepspeed_config FILE` what that file says comes after all of `--config` and before the options, and
-    `show` gets its keys as a table; batch sizes are reckoned with `num_ranks`, by default those that were launched.
-    """
-    set_parsing_settings(docstring_parse_attribute_docstrings=True)
-    parser = ArgumentParser(prog="pretrain_gpt.py", description=Settings.__doc__, exit_on_error=False)
-    parser.add_argument("--config", action=ActionConfigFile, help="YAML file of settings; may be given several times")
-    parser.add_class_arguments(Settings, as_group=False)
-    parser.add_argument(
-        f"--{DEEPSPEED_CONFIG}",
-        type=str | None,
-        help="DeepSpeed's JSON configuration: docs/deepspeed.md says what becomes of it",
-    )
-    try:
-        namespace = parser.parse_args(list(arguments))
-        if path := namespace.pop(DEEPSPEED_CONFIG):
-            namespace = parser.parse_args(with_translation(arguments, Path(path), parser.parse_args, num_ranks, show))
-            namespace.pop(DEEPSPEED_CONFIG)
-        instantiated = parser.instantiate(namespace)
-    except ArgumentError as error:
-        raise ConfigError(_explain(error, list(parser.get_defaults().keys()))) from error
-    return Settings(**{name: getattr(instantiated, name) for name in Settings.__dataclass_fields__})
-
-
-def _explain(error: Exception, known_names: list[str]) -> str:
-    """The parser's message in one line, with the likeliest setting where the given one does not exist."""
-    message = re.sub(r'^Parser key "([^"]+)":', r"\1:", " ".join(str(error).split()))
-    unknown = re.search(r"unrecognized arguments: --([\w.]+)|Group '(\w+)' does not accept option '(\w+)'", message)
-    if unknown is None:
-        return message
-    name = ".".join(filter(None, unknown.groups()))
-    likely = get_close_matches(name, known_names, n=1)
-    remedy = f"did you mean {likely[0]}?" if likely else "see pretrain_gpt.py --help"
-    return f"{name}: there is no such setting; {remedy}"
-
-
 def _plain(value: Any) -> Any:
-    """Dataclasses as dictionaries and tuples as lists, for YAML."""
+    """Return the value with dataclasses as dictionaries and tuples as lists, as YAML has them."""
     if hasattr(value, "__dataclass_fields__"):
         return {name: _plain(getattr(value, name)) for name in value.__dataclass_fields__}
     return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value

@@ -1,4 +1,7 @@
-"""One optimizer step, and one evaluation. The step reads no tensor's value: the host runs ahead of the device."""
+"""One optimizer step, and one evaluation.
+
+A step reads no value of a tensor, so the host runs ahead of the device.
+"""
 
 import hashlib
 from collections.abc import Callable, Iterable
@@ -20,12 +23,14 @@ def train_step(
     micro_batches: list[Tensor],
     mesh: Mesh,
     guard: LossGuard | None = None,
-    look: Callable[[], object] = lambda: None,
+    gradient_hook: Callable[[], object] = lambda: None,
 ) -> tuple[Tensor, Tensor]:
-    """(loss, gradient norm), both 0-dim; the loss is this rank's mean, the norm that of all gradients before clipping.
+    """Run one optimizer step and return (loss, gradient norm), both 0-dim.
 
-    A micro-batch is int64 tokens (micro_batch_size, seq_length + 1). The gradient is that of the mean loss over all
-    micro-batches of all ranks. Where the guard finds the loss bad, nothing is updated. `look`: as the optimizer's.
+    The loss is the mean over this rank's micro-batches; the norm is that of all gradients before clipping. A
+    micro-batch is int64 tokens of shape (micro_batch_size, seq_length + 1). The gradient is that of the mean loss over
+    all micro-batches of all ranks. If the guard finds the loss bad, nothing is updated. `gradient_hook` is
+    called when the gradients are complete, before the update.
     """
     scale = optimizer.loss_scale.scale / len(micro_batches)
     losses = []
@@ -44,20 +49,20 @@ def train_step(
     run(micro_batches[-1])
     loss = torch.stack(losses).mean()
     with mesh.log.during("update"):
-        grad_norm = optimizer.step(skip=guard.judge(loss) if guard else None, gradient_hook=look)
+        grad_norm = optimizer.step(skip=guard.judge(loss) if guard else None, gradient_hook=gradient_hook)
     return loss, grad_norm
 
 
 @torch.no_grad()
 def evaluate(model: ZeroDataParallel, micro_batches: Iterable[Tensor], mesh: Mesh) -> float:
-    """Mean loss over the micro-batches of all ranks, which have equally many."""
+    """Return the mean loss over the micro-batches of all ranks, each of which has the same number."""
     with evaluation(model), mesh.log.during("evaluation"):
         loss = torch.stack([model(tokens[:, :-1], tokens[:, 1:]).float() for tokens in micro_batches]).mean()
         return mean_over(mesh, loss)
 
 
 def agree(mesh: Mesh, text: str) -> bool:
-    """Whether all ranks of the run have the same text. Waits for the device."""
+    """Return True if all ranks of the run have the same text. Waits for the device."""
     number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "little")
     device = "cuda" if torch.cuda.is_initialized() else "cpu"
     total = torch.tensor(number, dtype=torch.float64, device=device)
@@ -67,6 +72,6 @@ def agree(mesh: Mesh, text: str) -> bool:
 
 
 def mean_over(mesh: Mesh, value: Tensor) -> float:
-    """Mean of a 0-dim tensor over the data-parallel ranks. Waits for the device."""
+    """Return the mean of a 0-dim tensor over the data-parallel ranks. Waits for the device."""
     mesh.data.all_reduce(value, out=value).wait()
     return value.item() / mesh.data.size

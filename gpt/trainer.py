@@ -1,4 +1,4 @@
-"""The training loop: steps, what is measured of them, evaluations, checkpoints, and how a run ends."""
+"""The training loop: steps and their metrics, evaluations, checkpoints, and the end of a run."""
 
 import math
 from collections.abc import Iterator
@@ -34,43 +34,47 @@ from zero.layer_norms import layer_norms
 
 
 class Trainer:
-    """Trains `parts` on a corpus, from where the run stands to its last step."""
+    """The training of `state` on a corpus, from the newest checkpoint, if there is one, to the last step."""
 
-    def __init__(self, settings: Settings, world: World, parts: TrainState, corpus: Corpus, console: RunConsole):
-        self._settings, self._world, self._parts = settings, world, parts
+    def __init__(self, settings: Settings, world: World, state: TrainState, corpus: Corpus, console: RunConsole):
+        self._settings, self._world, self._state = settings, world, state
         self._corpus, self._console = corpus, console
         self._folder = Path(settings.run.dir)
         self._progress = Progress()
-        store, mesh = shared_store(), parts.mesh
+        store, mesh = shared_store(), state.mesh
         self._tracking = Tracking({})
 
-        def on_abort(reason: str) -> None:
+        def on_abort(reason: str) -> None:  # self._tracking is replaced when the run has resumed
             self._tracking.on_abort(reason)
 
         self._stopping = Stopping(store, world.rank, world.size, on_abort)
         self._watchdog = Watchdog(store, world.rank, world.size, mesh.log, settings.run.hang_seconds, on_abort)
-        self._recovery = Recovery(settings, parts, console.say, self._watchdog.beat, self._on_save)
-        self._profiler = Profiler(settings.profile, mesh, parts.device, self._folder)
+        self._recovery = Recovery(
+            settings.checkpoint, self._folder, state, console.say, self._watchdog.beat, self._on_save
+        )
+        self._profiler = Profiler(settings.profile, mesh, state.device, self._folder)
         self._node_map = NodeMap.find(world)
         console.show(node_table(self._node_map, mesh))
         self._was_stopped = False
         self._num_bad, self._num_roll_backs = 0, 0
-        recomputes = parts.activations.recomputes
+        recomputes = state.activations.recomputes
         self._throughput = Throughput(settings.model, world.size, recomputes, self._peak_flops())
 
     @property
     def num_steps_done(self) -> int:
+        """The number of steps that are done, those before a resume included."""
         return self._progress.step
 
     @property
     def was_stopped(self) -> bool:
-        """A signal has ended the run before its last step."""
+        """True if a signal has ended the run before its last step."""
         return self._was_stopped
 
     def train(self) -> None:
-        """Resume, run every step that is left, and report. Raises ConfigError for what the user can put right."""
+        """Resume, run every step that is left, and report. Raises ConfigError for errors that the user can correct."""
         try:
-            self._progress = self._recovery.resume()
+            # Resuming cuts metrics.jsonl, from which tracking then reads the history.
+            self._progress = self._recovery.resume(self._settings.to_yaml(), self._settings.train.steps)
             self._tracking = open_tracking(self._settings, self._progress.step, self._world.is_first)
             with (
                 self._tracking,
@@ -81,7 +85,7 @@ class Trainer:
                 while self._run_steps():
                     pass
                 if self._was_stopped:
-                    self._console.say(f"asked to stop after step {self._progress.step}; start again to go on")
+                    self._console.say(f"stopped by a signal after step {self._progress.step}; start again to resume")
                     self._recovery.save(self._progress)
                 self._recovery.finish()
                 if self._world.is_first:
@@ -90,9 +94,12 @@ class Trainer:
             self._recovery.release()
 
     def _run_steps(self) -> bool:
-        """Until the last step, or a signal; true: the run has gone back, and samples come that were not foreseen."""
+        """Run steps until the last one, a signal or a roll-back.
+
+        Return True after a roll-back: the batch iterator must be rebuilt.
+        """
         self._throughput.restart()
-        batches, log = self._batches(), self._parts.mesh.log
+        batches, log = self._batches(), self._state.mesh.log
         while True:
             self._profiler.begin(self._progress.step + 1)
             with log.during("data"):
@@ -108,18 +115,21 @@ class Trainer:
                 append_record(self._folder, record)
                 self._tracking.log(record)
             self._console.advance()
-            if record and self._must_go_back():
-                self._progress = self._recovery.go_back(self._progress)
-                self._tracking.rewind(self._progress.step)
+            if record and self._must_roll_back():
+                self._progress = self._recovery.roll_back(self._progress)
+                self._tracking.roll_back(self._progress.step)
                 return True
-            self._keep_safe()
+            self._check_and_save()
             if timers := self._profiler.end(self._progress.step):
                 self._console.show(timer_table(timers))
                 self._console.say("\n".join(straggler_lines(timers, self._node_map.nodes)) or "no rank lags behind")
 
-    def _must_go_back(self) -> bool:
-        """Whether bad losses have come since the last logged step. Raises ConfigError where they end the run."""
-        guard, config = self._parts.guard, self._settings.guard
+    def _must_roll_back(self) -> bool:
+        """Return True if the run has to roll back, because there were bad losses since the last logged step.
+
+        Raises ConfigError if they end the run.
+        """
+        guard, config = self._state.guard, self._settings.guard
         num_bad = int(guard.num_bad.item()) if guard else 0
         if num_bad == self._num_bad or config.policy == "skip":
             return False
@@ -127,24 +137,24 @@ class Trainer:
         if config.policy == "stop" or self._num_roll_backs == config.max_roll_backs:
             raise ConfigError(
                 f"bad losses by step {self._progress.step}: {num_bad} not finite or above guard.spike_factor="
-                f"{config.spike_factor}, after {self._num_roll_backs} of {config.max_roll_backs} times back "
+                f"{config.spike_factor}, after {self._num_roll_backs} of {config.max_roll_backs} roll-backs "
                 f"(guard.policy={config.policy}); lower optimizer.lr, or choose guard.policy=skip"
             )
         self._num_roll_backs += 1
         return True
 
-    def _keep_safe(self) -> None:
-        """What is due after a step that is done and logged."""
+    def _check_and_save(self) -> None:
+        """Compare replicas and save a checkpoint, if either is due after this step."""
         step, every = self._progress.step, self._settings.guard.check_replicas_every
         if every and step % every == 0:
-            check_replicas(self._parts, step)
+            check_replicas(self._state, step)
         if self._settings.checkpoint.every and self._is_due(self._settings.checkpoint.every):
-            with self._parts.mesh.log.during("checkpoint"):
+            with self._state.mesh.log.during("checkpoint"):
                 self._recovery.save(self._progress)
             self._throughput.restart()
 
     def _batches(self) -> Iterator[tuple[int, list[Tensor]]]:
-        """(global batch size, this rank's micro-batches on its device) of every step that is left."""
+        """Yield (global batch size, this rank's micro-batches on its device) of every step that is left."""
 
         def plan() -> Iterator[tuple[int, int]]:
             num_left = max(0, self._settings.train.steps - first.step)
@@ -152,25 +162,27 @@ class Trainer:
 
         first = self._progress
         for (_, batch_size), micro_batches in zip(plan(), self._corpus.training.steps(plan()), strict=True):
-            yield batch_size, [tokens.to(self._parts.device, non_blocking=True) for tokens in micro_batches]
+            yield batch_size, [tokens.to(self._state.device, non_blocking=True) for tokens in micro_batches]
 
     def _step(self, batch_size: int, micro_batches: list[Tensor]) -> dict[str, Any] | None:
-        """One step, and the record of it where it is logged."""
-        settings, parts, step = self._settings, self._parts, self._progress.step + 1
+        """Run one step, and return its record if it is logged."""
+        settings, state, step = self._settings, self._state, self._progress.step + 1
         lr = learning_rate(settings.schedule, settings.optimizer.lr, self._progress.step, settings.train.steps)
-        for group in parts.optimizer.inner.param_groups:
+        for group in state.optimizer.inner.param_groups:
             group["lr"] = lr
-        traffic = StepTraffic(parts.mesh.log)
+        traffic = StepTraffic(state.mesh.log)
         norms: dict[str, Tensor] = {}
         every = settings.train.layer_norms_every
 
-        def look() -> None:
+        def measure_layer_norms() -> None:
             if every and step % every == 0:
-                norms.update(layer_norms(parts.model, parts.optimizer, parts.mesh.tensor))
+                norms.update(layer_norms(state.model, state.optimizer, state.mesh.tensor))
 
         is_profiled = self._world.is_first and step == settings.profile.collectives_step
-        with profiled(parts.mesh.log, self._folder) if is_profiled else nullcontext():
-            loss, grad_norm = train_step(parts.model, parts.optimizer, micro_batches, parts.mesh, parts.guard, look)
+        with profiled(state.mesh.log, self._folder) if is_profiled else nullcontext():
+            loss, grad_norm = train_step(
+                state.model, state.optimizer, micro_batches, state.mesh, state.guard, measure_layer_norms
+            )
         sent = traffic.measure()
         self._progress = Progress(step, self._progress.consumed_samples + batch_size)
         self._throughput.count(batch_size)
@@ -181,19 +193,19 @@ class Trainer:
             record |= {f"grad_norm/{layer}": norm.item() for layer, norm in norms.items()}
             if is_evaluated:
                 record |= self._evaluate()
-            self._console.say(step_line(record, settings))
+            self._console.say(step_line(record, settings.train, settings.model.seq_length))
         return record
 
     def _is_due(self, every: int) -> bool:
-        """Every so many steps (0: never), and after the last one."""
+        """Return True every `every` steps (0: never) and after the last one."""
         step = self._progress.step
         return step == self._settings.train.steps or (every > 0 and step % every == 0)
 
     def _measure(self, loss: Tensor, grad_norm: Tensor, lr: float) -> dict[str, Any]:
-        """Waits for the device, and for the other ranks."""
-        optimizer, progress = self._parts.optimizer, self._progress
-        with self._parts.mesh.log.during("metrics"):
-            mean_loss = mean_over(self._parts.mesh, loss)
+        """Return the record of this step. Waits for the device and for the other ranks."""
+        optimizer, progress = self._state.optimizer, self._progress
+        with self._state.mesh.log.during("metrics"):
+            mean_loss = mean_over(self._state.mesh, loss)
         record: dict[str, Any] = {
             "step": progress.step,
             "loss": mean_loss,
@@ -201,42 +213,42 @@ class Trainer:
             "lr": lr,
             "tokens": progress.consumed_samples * self._settings.model.seq_length,
         }
-        record |= self._throughput.measure() | peak_memory(self._parts.device)
-        record |= memory_by_kind(self._parts.model, self._parts.optimizer)
+        record |= self._throughput.measure() | peak_memory(self._state.device)
+        record |= memory_by_kind(self._state.model, self._state.optimizer)
         record["skipped_steps"] = int(optimizer.num_skipped.item())
         if optimizer.loss_scale.is_dynamic:
             record["loss_scale"] = optimizer.loss_scale.scale.item()
         return record
 
     def _evaluate(self) -> dict[str, float]:
+        """Return loss and perplexity on the validation split."""
         assert self._corpus.validation is not None
-        share = self._settings.train.micro_batch_size * self._parts.mesh.data.size
+        share = self._settings.train.micro_batch_size * self._state.mesh.data.size
         num_samples = math.ceil(self._settings.train.eval_samples / share) * share
         (micro_batches,) = self._corpus.validation.steps([(0, num_samples)])
-        on_device = (tokens.to(self._parts.device, non_blocking=True) for tokens in micro_batches)
-        loss = evaluate(self._parts.model, on_device, self._parts.mesh)
+        on_device = (tokens.to(self._state.device, non_blocking=True) for tokens in micro_batches)
+        loss = evaluate(self._state.model, on_device, self._state.mesh)
         self._throughput.restart()
         return {"validation_loss": loss, "validation_perplexity": float(torch.tensor(loss).exp())}
 
     def _report(self) -> dict[str, Any]:
-        """The summary and the plot, of all steps, from before a resume too; returns the last record."""
+        """Show the summary, plot the loss of all steps, those before a resume included, and return the last record."""
         records = read_steps(self._folder)
         if not records:
             return {}
-        from gpt.monitor.plot import (
-            plot_loss,  # here: of all ranks only the first needs matplotlib, and not to begin with
-        )
+        from gpt.monitor.plot import plot_loss  # imported here, because only the first rank needs matplotlib
 
-        self._console.show(summary_table(self._settings, self._parts, records))
+        self._console.show(summary_table(self._state, self._settings.train, self._settings.zero, records))
         plot_loss(records, self._folder / LOSS_PLOT)
-        self._console.say(f"{self._folder / LOSS_PLOT} shows the loss, {self._folder} holds the rest")
+        self._console.say(f"{self._folder / LOSS_PLOT} shows the loss; {self._folder} holds the rest")
         return records[-1]
 
     def _on_save(self, checkpoint: Path) -> None:
         self._tracking.refer_to(checkpoint)
 
     def _peak_flops(self) -> float | None:
-        train, device = self._settings.train, self._parts.device
+        """Return the peak FLOP/s of this rank's device, or None if it is not known."""
+        train, device = self._settings.train, self._state.device
         if train.peak_tflops is not None:
             return train.peak_tflops * 1e12
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"

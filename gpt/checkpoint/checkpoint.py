@@ -1,10 +1,11 @@
-"""Checkpoints: what a folder of them holds, and going on from one, at whatever layout.
+"""Checkpoints: what their folder holds, and how a run at any layout resumes from one.
 
-    RUN/checkpoints/step-00000100/layout.json                what lies where, and how far the run had come
-                                  rank-00000.safetensors     flat shards that rank 0 owns, and its random states
-    RUN/checkpoints/latest                                   the name of the newest complete one
+    RUN/checkpoints/step-00000100/layout.json                where each tensor is stored, and the progress of the run
+                                  rank-00000.safetensors     the flat shards that rank 0 owns, and its random states
+    RUN/checkpoints/latest                                   the name of the newest complete checkpoint
 
-A replica of another rank's shards writes its random states only. `gpt/checkpoint/saver.py` writes these files.
+A rank whose shards are replicas of another rank's writes its random states only. `gpt/checkpoint/saver.py` writes the
+files.
 """
 
 import shutil
@@ -35,18 +36,22 @@ LAYOUT, LATEST = "layout.json", "latest"
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run has come."""
+    """The progress of a run."""
 
     step: int = 0
     consumed_samples: int = 0
 
 
 def checkpoint_name(step: int) -> str:
+    """Return the name of the folder of a step's checkpoint."""
     return f"step-{step:08d}"
 
 
 def find(folder: Path, resume: str) -> Path | None:
-    """The checkpoint that `checkpoint.resume` asks for; None: start anew. Raises ConfigError if it isn't there."""
+    """Return the checkpoint that `checkpoint.resume` asks for, or None to start from the beginning.
+
+    Raises ConfigError if a folder is asked for that is not a complete checkpoint.
+    """
     if resume == "never":
         return None
     if resume == "auto":
@@ -57,6 +62,7 @@ def find(folder: Path, resume: str) -> Path | None:
 
 
 def newest(folder: Path) -> Path | None:
+    """Return the newest complete checkpoint of the folder, or None if there is none."""
     latest = folder / LATEST
     named = folder / latest.read_text().strip() if latest.is_file() else None
     if named and (named / LAYOUT).is_file():
@@ -65,48 +71,55 @@ def newest(folder: Path) -> Path | None:
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:
-    """Oldest first; a checkpoint has its final name only when all of it is on disk."""
+    """Return the complete checkpoints of the folder, oldest first.
+
+    A checkpoint gets its final name only when all of it is on disk.
+    """
     return sorted(path.parent for path in folder.glob(f"step-*/{LAYOUT}"))
 
 
 def set_aside_later(folder: Path, step: int) -> None:
-    """A run that goes on from `step`, or begins, makes those of later steps anew; what is there keeps another name."""
+    """Rename the checkpoints of steps after `step`, because the run will write these steps again."""
     for path in complete_checkpoints(folder):
         if int(path.name.removeprefix("step-")) > step:
             path.rename(first_free(path.with_name(f"old-{{}}-{path.name}")))
 
 
 def remove_partial(folder: Path) -> None:
-    """What interrupted saves have left."""
+    """Delete what interrupted saves have left."""
     for path in folder.glob(".*.partial"):
         shutil.rmtree(path, ignore_errors=True)
 
 
-def owned_tensors(parts: TrainState) -> dict[str, Tensor]:
-    """What this rank writes: its random states and its own state; its shards too, unless it is a replica."""
+def owned_tensors(state: TrainState) -> dict[str, Tensor]:
+    """Return the tensors that this rank writes.
+
+    They are its random states and the state that every rank has, and its shards unless they are replicas of another
+    rank's.
+    """
     tensors = {"random.cpu": torch.get_rng_state()}
-    if parts.device.type == "cuda":
+    if state.device.type == "cuda":
         tensors["random.cuda"] = torch.cuda.get_rng_state()
-    tensors |= common_state(parts.model, parts.optimizer) | _guard_state(parts)
-    if parts.model.replica_axis.rank == 0:
-        tensors |= owned_state(parts.model, parts.optimizer)
+    tensors |= common_state(state.model, state.optimizer) | _guard_state(state)
+    if state.model.replica_axis.rank == 0:
+        tensors |= owned_state(state.model, state.optimizer)
     return tensors
 
 
-def describe(parts: TrainState, progress: Progress) -> dict[str, Any]:
-    """What layout.json says. The same on every rank, and no larger for more of them."""
+def describe(state: TrainState, progress: Progress) -> dict[str, Any]:
+    """Return the content of layout.json, which is the same on every rank; its size does not grow with their number."""
     return {
         "format": FORMAT,
         "progress": asdict(progress),
-        "model": asdict(parts.config),
-        "optimizer": type(parts.optimizer.inner).__name__,
-        "optimizer_counters": group_counters(parts.optimizer),
-        "state": describe_state(parts.model, parts.mesh.data.size, parts.mesh.tensor.size),
+        "model": asdict(state.config),
+        "optimizer": type(state.optimizer.inner).__name__,
+        "optimizer_counters": group_counters(state.optimizer),
+        "state": describe_state(state.model, state.mesh.data.size, state.mesh.tensor.size),
     }
 
 
 def read_layout(checkpoint: Path) -> dict[str, Any]:
-    """Raises ConfigError where the file is damaged, or of another format."""
+    """Return the content of layout.json. Raises ConfigError if the file is damaged, or has another format."""
     layout = read_json(checkpoint / LAYOUT)
     if layout["format"] == 1:  # format 2 renamed one key
         for buffer in layout["state"]["buffers"]:
@@ -117,51 +130,55 @@ def read_layout(checkpoint: Path) -> dict[str, Any]:
     return layout
 
 
-def load(checkpoint: Path, parts: TrainState) -> Progress:
-    """Go on where the checkpoint was written: to the bit at the same layout, to rounding at any other.
+def load(checkpoint: Path, state: TrainState) -> Progress:
+    """Load the checkpoint into `state` and return its progress.
 
-    Raises ConfigError if it holds another model, or is damaged. Every file is read once more for its checksum, by one
-    of the ranks.
+    The run then continues as it would have without the interruption: bit for bit at the same layout, up to rounding at
+    any other. Every file is read once more by one of the ranks, to verify its checksum. Raises ConfigError if the
+    checkpoint is damaged or holds another model.
     """
-    mesh = parts.mesh
+    mesh = state.mesh
     try:
         layout = read_layout(checkpoint)
         saved = SavedState(checkpoint, layout["state"])
         for number in range(mesh.rank, saved.num_files, mesh.size):
             verify(rank_file(checkpoint, number))
     except ConfigError as error:
-        raise ConfigError(f"{error}; {_way_out(checkpoint)}") from error
-    _check_fits(checkpoint, layout, describe(parts, Progress()))
-    mesh.barrier()  # no rank goes on while another finds damage
-    load_owned_state(parts.model, parts.optimizer, saved, TensorRank(mesh.tensor.rank, mesh.tensor.size))
-    for group, counters in zip(parts.optimizer.inner.param_groups, layout["optimizer_counters"], strict=True):
+        raise ConfigError(f"{error}; {_remedy(checkpoint)}") from error
+    _check_fits(checkpoint, layout, describe(state, Progress()))
+    mesh.barrier()  # before anything is loaded: if one rank finds damage, no rank continues
+    load_owned_state(state.model, state.optimizer, saved, TensorRank(mesh.tensor.rank, mesh.tensor.size))
+    for group, counters in zip(state.optimizer.inner.param_groups, layout["optimizer_counters"], strict=True):
         group.update(counters)
-    _load_own(saved, parts)
+    _load_own(saved, state)
     return Progress(**layout["progress"])
 
 
-def _load_own(saved: SavedState, parts: TrainState) -> None:
-    """From the rank whose place this one takes. Data-parallel ranks that are new keep the random stream of a start:
-    were they to share another's, they would drop the same activations.
+def _load_own(saved: SavedState, state: TrainState) -> None:
+    """Load the state of the rank whose place this rank takes.
+
+    Data-parallel ranks beyond the saved ones keep the random stream of a new run: with another rank's stream they would
+    drop the same activations as that rank.
     """
-    mesh = parts.mesh
+    mesh = state.mesh
     place = mesh.data.rank % saved.data_size * saved.tensor_size + mesh.tensor.rank % saved.tensor_size
     file = saved.file(place)
-    load_common_state(parts.model, parts.optimizer, file)
-    for name, tensor in _guard_state(parts).items():
+    load_common_state(state.model, state.optimizer, file)
+    for name, tensor in _guard_state(state).items():
         if name in file.entries:
             tensor.copy_(file.tensor(name))
     if mesh.data.rank < saved.data_size:
         torch.set_rng_state(file.tensor("random.cpu"))
-        if parts.device.type == "cuda" and "random.cuda" in file.entries:
+        if state.device.type == "cuda" and "random.cuda" in file.entries:
             torch.cuda.set_rng_state(file.tensor("random.cuda"))
 
 
-def _guard_state(parts: TrainState) -> dict[str, Tensor]:
-    return {f"guard.{name}": tensor for name, tensor in parts.guard.state().items()} if parts.guard else {}
+def _guard_state(state: TrainState) -> dict[str, Tensor]:
+    return {f"guard.{name}": tensor for name, tensor in state.guard.state().items()} if state.guard else {}
 
 
 def _check_fits(checkpoint: Path, saved: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Raise ConfigError unless the saved layout is of the model and the optimizer of this run."""
     saved_shapes, shapes = full_shapes(saved["state"]), full_shapes(expected["state"])
     for name in [*shapes, *saved_shapes]:
         if saved_shapes.get(name) != shapes.get(name):
@@ -176,8 +193,9 @@ def _check_fits(checkpoint: Path, saved: dict[str, Any], expected: dict[str, Any
         )
 
 
-def _way_out(damaged: Path) -> str:
+def _remedy(damaged: Path) -> str:
+    """Return what to do about a damaged checkpoint."""
     before = [path for path in complete_checkpoints(damaged.parent) if path.name < damaged.name]
     if before:
-        return f"go on from the checkpoint before with --checkpoint.resume={before[-1]}"
-    return "there is no checkpoint before it; start anew with --checkpoint.resume=never"
+        return f"resume from the checkpoint before it with --checkpoint.resume={before[-1]}"
+    return "there is no checkpoint before it; start from the beginning with --checkpoint.resume=never"

@@ -1,4 +1,4 @@
-"""Weights out of training, in the form that transformers reads: from a checkpoint, or from ranks that train.
+"""Exports weights in the format of transformers, from a checkpoint or from a model in training.
 
 python -m gpt.checkpoint.export runs/quickstart/checkpoints --output weights --dtype bf16
 """
@@ -24,9 +24,9 @@ from zero.state.sealed_file import verify
 
 
 def export_checkpoint(checkpoint: Path, output: Path, dtype: torch.dtype, file_bytes: int = FILE_BYTES) -> int:
-    """Of the newest in a folder of several. Returns the number of parameters; holds one file's tensors at a time.
+    """Export a checkpoint, or the newest in a folder of several, and return the number of parameters.
 
-    Raises ConfigError where there is none, or a damaged one.
+    The tensors of one file are held at a time. Raises ConfigError if there is no checkpoint, or if it is damaged.
     """
     checkpoint = newest(checkpoint) or checkpoint
     layout = read_layout(checkpoint)
@@ -40,16 +40,17 @@ def export_checkpoint(checkpoint: Path, output: Path, dtype: torch.dtype, file_b
     return sum(parameter.shape.numel() for parameter in saved.parameters.values())
 
 
-def export_live(parts: TrainState, output: Path) -> None:
-    """The weights as they train, in their own type: written by the first rank, one unit gathered, and held, at a time.
+def export_live(state: TrainState, output: Path) -> None:
+    """Export the weights of the model in training, in their own data type.
 
-    Called by all ranks. Raises OSError on the first, when all units have been gathered: the others count on it.
+    All ranks call it. One unit at a time is gathered, and written by the first rank. If that rank cannot write, it
+    still takes part in gathering the rest, as the other ranks expect, and then raises OSError.
     """
     failure, partial = None, output.with_name(f".{output.name}.partial")
-    largest_unit_bytes = max(flat.full.nbytes for flat in parts.model.flats) * parts.mesh.tensor.size
+    largest_unit_bytes = max(flat.full.nbytes for flat in state.model.flats) * state.mesh.tensor.size
     file_bytes = min(FILE_BYTES, largest_unit_bytes)
-    writer = WeightsWriter(partial, parts.config, file_bytes) if parts.mesh.rank == 0 else None
-    for name, whole in _whole_parameters(parts):
+    writer = WeightsWriter(partial, state.config, file_bytes) if state.mesh.rank == 0 else None
+    for name, whole in _whole_parameters(state):
         if writer:
             try:
                 writer.add(name, whole)
@@ -59,26 +60,31 @@ def export_live(parts: TrainState, output: Path) -> None:
         shutil.rmtree(partial, ignore_errors=True)
         raise failure
     if writer:
+        # The folder gets its final name only when it is complete. An export of the same step may be there from before a
+        # roll-back.
         writer.finish()
-        shutil.rmtree(output, ignore_errors=True)  # of the same step, before the run went back
+        shutil.rmtree(output, ignore_errors=True)
         partial.rename(output)
 
 
-def _whole_parameters(parts: TrainState) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter, joined along both axes; the tensor axis only where the first data-parallel ranks have it."""
-    dims, tensor = split_dims(parts.model.module), parts.mesh.tensor
-    for flat in parts.model.flats:
-        with parts.model.gathered(flat.params[:1]):  # and all others of its unit
+def _whole_parameters(state: TrainState) -> Iterator[tuple[str, Tensor]]:
+    """Yield every parameter whole: gathered over the data axis on all ranks, and joined over the tensor axis.
+
+    Only the ranks of the first data-parallel rank yield any.
+    """
+    dims, tensor = split_dims(state.model.module), state.mesh.tensor
+    for flat in state.model.flats:
+        with state.model.gathered(flat.params[:1]):  # which gathers all parameters of the unit
             for span, param in zip(flat.layout.spans, flat.params, strict=True):
-                if parts.mesh.data.rank > 0:
+                if state.mesh.data.rank > 0:
                     continue
                 own = param.detach().contiguous()
                 if span.name not in dims:
                     yield span.name, own
                     continue
-                parts_of_all = own.new_empty(tensor.size, *own.shape)
-                tensor.all_gather(own, out=parts_of_all).wait()
-                yield span.name, torch.cat(list(parts_of_all), dims[span.name])
+                of_all_ranks = own.new_empty(tensor.size, *own.shape)
+                tensor.all_gather(own, out=of_all_ranks).wait()
+                yield span.name, torch.cat(list(of_all_ranks), dims[span.name])
 
 
 def main(arguments: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""What makes a run survive: checkpoints that it writes, goes on from and goes back to, and its hold on its folder."""
+"""Recovery of a run: checkpoints that it saves, resumes from and rolls back to, and the lock on its folder."""
 
 import logging
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from gpt.checkpoint.export import export_live
 from gpt.checkpoint.saver import SaveError, Saver, keep_newest
 from gpt.run_folder.files import CHECKPOINTS, WEIGHTS, cut_metrics, start_run
 from gpt.run_folder.lock import RunLock
-from gpt.settings import Settings
+from gpt.settings import CheckpointSettings
 from gpt.train_step import agree
 from parallel.errors import ConfigError
 
@@ -19,52 +19,64 @@ logger = logging.getLogger(__name__)
 
 
 class Recovery:
-    """All ranks make the same calls. `say` tells a person what was saved, or gone on from."""
+    """The checkpoints of a run and the lock on its folder. All ranks make the same calls.
+
+    `say` prints what was saved or loaded; `on_chunk` and `on_save` are called after a few megabytes and after a whole
+    checkpoint have been written.
+    """
 
     def __init__(
         self,
-        settings: Settings,
-        parts: TrainState,
+        config: CheckpointSettings,
+        run_dir: Path,
+        state: TrainState,
         say: Callable[[str], None],
         on_chunk: Callable[[], None],
         on_save: Callable[[Path], None],
     ):
         self._on_save = on_save
-        self._settings, self._config = settings, settings.checkpoint
-        self._parts, self._say = parts, say
-        self._run_dir = Path(settings.run.dir)
+        self._config, self._run_dir = config, run_dir
+        self._state, self._say = state, say
         self._folder = self._run_dir / CHECKPOINTS
-        self._is_first = parts.mesh.rank == 0
+        self._is_first = state.mesh.rank == 0
         self._lock = RunLock(self._run_dir)
         is_async = self._config.asynchronous
-        self._saver = Saver(self._folder, parts, keep=self._config.keep, is_async=is_async, on_chunk=on_chunk)
+        self._saver = Saver(self._folder, state, keep=self._config.keep, is_async=is_async, on_chunk=on_chunk)
         self._saved_step: int | None = None
-        self._failure: SaveError | None = None  # of the last attempt
+        self._failure: SaveError | None = None  # of the last save
 
-    def resume(self) -> Progress:
-        """Take hold of the folder and go on from where `checkpoint.resume` says. Raises ConfigError."""
+    def resume(self, settings: str, num_steps: int) -> Progress:
+        """Lock the folder and load the checkpoint that `checkpoint.resume` asks for. Raises ConfigError.
+
+        `settings` is the text of config.yaml.
+        """
+        # Before anything is read: another job may be writing in the folder.
         if self._is_first and self._run_dir.exists():
             self._lock.take()
         progress, found = Progress(), checkpoint.find(self._folder, self._config.resume)
-        if not agree(self._parts.mesh, str(found)):
+        if not agree(self._state.mesh, str(found)):
             raise ConfigError(
-                f"rank {self._parts.mesh.rank} would go on from {found}, another rank from elsewhere; put "
+                f"rank {self._state.mesh.rank} would resume from {found}, another rank from elsewhere; put "
                 f"run.dir={self._run_dir} on a file system that all nodes share"
             )
         if found is not None:
-            progress = checkpoint.load(found, self._parts)
-            self._say(f"resumed from {found}: {progress.step} of {self._settings.train.steps} steps done")
+            progress = checkpoint.load(found, self._state)
+            self._say(f"resumed from {found}: {progress.step} of {num_steps} steps done")
         if self._is_first:
             self._lock.take()
-            start_run(self._run_dir, self._settings.to_yaml(), progress.step)
+            start_run(self._run_dir, settings, progress.step)
             for folder in (self._folder, self._run_dir / WEIGHTS):
                 checkpoint.remove_partial(folder)
             checkpoint.set_aside_later(self._folder, progress.step)
-        self._parts.mesh.barrier()
+        # No rank begins a save before the first has removed what earlier ones have left.
+        self._state.mesh.barrier()
         return progress
 
     def save(self, progress: Progress) -> None:
-        """Begin the checkpoint of this step, when the one before is complete. One that fails ends no training."""
+        """Begin to save the checkpoint of this step, after the one before is complete.
+
+        A save that fails is logged, and training goes on.
+        """
         if self._saved_step == progress.step:
             return
         self._settle()
@@ -76,32 +88,37 @@ class Recovery:
             self._export_weights(progress.step)
 
     def finish(self) -> None:
-        """Wait for the last checkpoint. Raises SaveError where it could not be written: the run would be lost."""
+        """Wait for the last checkpoint. Raises SaveError if it could not be written, as its steps would be lost."""
         self._settle()
         if self._failure:
             raise self._failure
 
-    def go_back(self, progress: Progress) -> Progress:
-        """To the newest checkpoint, with samples that come after `progress`. Raises ConfigError if there is none."""
+    def roll_back(self, progress: Progress) -> Progress:
+        """Load the newest checkpoint, and return its step with the samples consumed so far.
+
+        The samples since that checkpoint are left out. Raises ConfigError if there is no checkpoint.
+        """
         self._settle()
         found = checkpoint.newest(self._folder)
         if found is None:
-            raise ConfigError("guard.policy=roll_back finds no checkpoint; choose a smaller checkpoint.every")
-        before = checkpoint.load(found, self._parts)
-        self._parts.mesh.barrier()
+            raise ConfigError("guard.policy=roll_back found no checkpoint; choose a smaller checkpoint.every")
+        before = checkpoint.load(found, self._state)
+        # All ranks have read the checkpoint before the first changes the folder, and it is done before any saves again.
+        self._state.mesh.barrier()
         if self._is_first:
             cut_metrics(self._run_dir, before.step)
             checkpoint.set_aside_later(self._folder, before.step)
-        self._parts.mesh.barrier()
+        self._state.mesh.barrier()
         self._saved_step = before.step
-        self._say(f"went back from step {progress.step} to {found}; the samples in between are left out")
+        self._say(f"rolled back from step {progress.step} to {found}; the samples in between are left out")
         return Progress(before.step, progress.consumed_samples)
 
     def release(self) -> None:
-        """Another job may use the folder."""
+        """Release the lock on the folder."""
         self._lock.release()
 
     def _settle(self) -> None:
+        """Wait for the save that has begun, and report how it ended."""
         try:
             if saved := self._saver.wait():
                 self._failure = None
@@ -115,7 +132,7 @@ class Recovery:
     def _export_weights(self, step: int) -> None:
         folder = self._run_dir / WEIGHTS
         try:
-            export_live(self._parts, folder / checkpoint.checkpoint_name(step))
+            export_live(self._state, folder / checkpoint.checkpoint_name(step))
             if self._is_first:
                 keep_newest(sorted(folder.glob("step-*")), self._config.keep)
         except OSError as error:

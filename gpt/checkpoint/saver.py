@@ -1,10 +1,10 @@
-"""Writing checkpoints that a crash cannot harm: beside, flushed, then renamed; at once or behind the training.
+"""Saves checkpoints so that a crash cannot damage them: into another folder, flushed, then renamed.
 
-    every rank    copy to host memory (asynchronous only) -> its file, into .step-*.partial -> says so in the store
-    first rank    all have said so -> layout.json -> rename -> latest -> old ones go -> says how it ended in the store
+    every rank    copy to host memory (asynchronous only) -> write its file in .step-*.partial -> report to the store
+    first rank    all have reported -> layout.json -> rename -> latest -> delete old checkpoints -> outcome to the store
 
-Ranks meet in the launcher's store, not in collectives: these must stay free for the training that goes on meanwhile.
-A save that fails is an error on all ranks and leaves the checkpoints before it as they were.
+Ranks meet in the launcher's store and not in collectives, which training uses at the same time. A save that fails is an
+error on all ranks, and leaves the checkpoints before it as they were.
 """
 
 import shutil
@@ -36,36 +36,36 @@ POLL_SECONDS = 0.02
 
 
 class SaveError(ConfigError):
-    """A checkpoint could not be written; training may go on."""
+    """An error raised if a checkpoint could not be written; training may go on."""
 
 
 class Saver:
-    """Saves checkpoints of `parts` in `folder`, the newest `keep` of them. All ranks make the same calls.
+    """A writer of checkpoints of `state` in `folder`, of which it keeps the newest `keep`.
 
-    `on_chunk` is called, in another thread, whenever a few megabytes have been written.
+    All ranks make the same calls. `on_chunk` is called in another thread whenever a few megabytes have been written.
     """
 
     def __init__(
-        self, folder: Path, parts: TrainState, *, keep: int, is_async: bool, on_chunk: Callable[[], None] = lambda: None
+        self, folder: Path, state: TrainState, *, keep: int, is_async: bool, on_chunk: Callable[[], None] = lambda: None
     ):
-        self._folder, self._parts, self._keep, self._on_chunk = folder, parts, keep, on_chunk
+        self._folder, self._state, self._keep, self._on_chunk = folder, state, keep, on_chunk
         self._store = shared_store()
         self._host_copies = HostCopies() if is_async else None
         self._num_saves = 0
         self._pending: tuple[threading.Thread, Callable[[], Path]] | None = None
 
     def start(self, progress: Progress) -> None:
-        """Begin to write; asynchronous: the training may go on. Call `wait` before the next."""
+        """Begin to save; if the saver is asynchronous, training may go on. Call `wait` before the next save."""
         assert self._pending is None, "the save before this one has not been waited for"
         self._num_saves += 1
         final = self._folder / checkpoint_name(progress.step)
         key = f"save/{final}/{self._num_saves}"
         partial = final.with_name(f".{final.name}.partial")
-        tensors, layout = owned_tensors(self._parts), describe(self._parts, progress)
+        tensors, layout = owned_tensors(self._state), describe(self._state, progress)
 
         def write() -> None:
             self._write_rank(key, partial, tensors)
-            if self._parts.mesh.rank == 0:
+            if self._state.mesh.rank == 0:
                 self._complete(key, partial, final, layout)
 
         if self._host_copies:
@@ -74,10 +74,13 @@ class Saver:
         thread.start()
         self._pending = thread, lambda: self._outcome(key, progress, final)
         if not self._host_copies:
-            thread.join()  # the tensors are the training's own
+            thread.join()  # the tensors themselves are written, and training would change them
 
     def wait(self) -> Path | None:
-        """The checkpoint that was begun, when it is complete; None where none was. Raises SaveError on all ranks."""
+        """Wait until the save that has begun is complete, and return its folder, or None if none has begun.
+
+        Raises SaveError on all ranks if it failed on any.
+        """
         if self._pending is None:
             return None
         thread, outcome = self._pending
@@ -88,19 +91,22 @@ class Saver:
     def _write_rank(self, key: str, partial: Path, tensors: Mapping[str, Tensor]) -> None:
         try:
             partial.mkdir(parents=True, exist_ok=True)
-            write_tensors(rank_file(partial, self._parts.mesh.rank), tensors, on_chunk=self._on_chunk)
-        except Exception as error:  # whatever it is, the others are waiting for an answer
-            self._store.set(f"{key}/error", f"rank {self._parts.mesh.rank}: {_reason(error)}")
+            write_tensors(rank_file(partial, self._state.mesh.rank), tensors, on_chunk=self._on_chunk)
+        except Exception as error:  # any error: the first rank waits until every rank has reported
+            self._store.set(f"{key}/error", f"rank {self._state.mesh.rank}: {_reason(error)}")
+        # After the error is set: the first rank reads errors as soon as all ranks are counted.
         self._store.add(f"{key}/num_written", 1)
 
     def _complete(self, key: str, partial: Path, final: Path, layout: dict) -> None:
-        while self._store.add(f"{key}/num_written", 0) < self._parts.mesh.size:
+        while self._store.add(f"{key}/num_written", 0) < self._state.mesh.size:
             time.sleep(POLL_SECONDS)
         reason = ""
         if self._store.check([f"{key}/error"]):
             reason = self._store.get(f"{key}/error").decode()
         else:
             try:
+                # A crash at any point leaves the old checkpoints: the folder gets its final name only when all of it is
+                # on disk, and `latest` names it only after that.
                 write_json(partial / LAYOUT, layout)
                 flush_folder(partial)
                 partial.rename(final)
@@ -125,13 +131,13 @@ class Saver:
 
 
 class HostCopies:
-    """Copies of tensors in host memory, pinned where a device copies into it; the memory is used again every time."""
+    """Copies of tensors in host memory, pinned if they are copied from a GPU. The memory is reused at every save."""
 
     def __init__(self) -> None:
         self._copies: dict[str, Tensor] = {}
 
     def take(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Returns when the copies are there: the tensors may then change."""
+        """Copy the tensors, and return when the copies are complete, so that the tensors may change."""
         for name, tensor in tensors.items():
             copy = self._copies.get(name)
             if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
@@ -148,7 +154,10 @@ def _reason(error: Exception) -> str:
 
 
 def keep_newest(folders: list[Path], keep: int) -> None:
-    """Of folders in order, drop the older ones, each first renamed: half a checkpoint never looks like a whole one."""
+    """Delete all but the last `keep` folders.
+
+    Each is renamed first, so that a folder that is half deleted never looks like a complete checkpoint.
+    """
     for old in folders[:-keep]:
         doomed = old.rename(old.with_name(f".{old.name}.partial"))
         shutil.rmtree(doomed, ignore_errors=True)

@@ -5,14 +5,13 @@ file -> keys, by their names today -> each judged by its row (`gpt/deepspeed/key
 """
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-import yaml
 from rich.markup import escape
 from rich.table import Table
 
@@ -90,9 +89,11 @@ class Translation:
         return f"{setting}={_text(chosen)}" + (" by option" if is_overruled else "")
 
     def as_tree(self) -> dict[str, Any]:
-        """The settings as a file for `--config` has them."""
+        """Return the settings as a YAML file nests them, without those that an option gives."""
         tree: dict[str, Any] = {}
         for setting, value in self.settings.items():
+            if self.reading.beside.is_option(setting):
+                continue
             *parents, name = setting.split(".")
             branch = tree
             for parent in parents:
@@ -101,40 +102,29 @@ class Translation:
         return tree
 
 
-def with_translation(
-    arguments: Sequence[str],
+def deepspeed_layer(
     path: Path,
-    parse: Callable[[list[str]], Any],
+    settings: Any,
+    options: frozenset[str],
     num_ranks: int | None,
     show: Callable[[Table], None],
-) -> list[str]:
-    """The command line with what the file says as one more `--config`, after the others and before all options.
+) -> dict[str, Any]:
+    """Return the tree of settings that the file gives, without those that an option on the command line gives.
 
-    `parse` makes dotted names and their values of a command line. Raises ConfigError.
+    `settings` holds the settings without this file, by dotted names; `options` are the names of those that the command
+    line gives. `show` is called with a table of all keys. Raises ConfigError.
     """
-    configs, options = _split(arguments)
-    settings = parse([*configs, *options])
-    names = frozenset(option[2:].partition("=")[0] for option in options if option.startswith("--"))
     num_ranks = num_ranks or settings["dry_run.world_size"] or num_ranks_from_environment()
-    found = translate(path, Surroundings(settings, names, num_ranks))
+    found = translate(path, Surroundings(settings, options, num_ranks))
     show(found.table())
     found.check()
-    return [*configs, f"--config={yaml.safe_dump(found.as_tree())}", *options]
-
-
-def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """All of `--config FILE`, and what else there is, each in its order."""
-    configs: list[str] = []
-    options: list[str] = []
-    for previous, argument in zip(["", *arguments], arguments, strict=False):
-        is_config = argument.partition("=")[0] == "--config" or previous == "--config"
-        (configs if is_config else options).append(argument)
-    return configs, options
+    return found.as_tree()
 
 
 def translate(path: Path, beside: Surroundings) -> Translation:
     """Raises ConfigError for a file that cannot be read, or that contradicts itself or an option; keys that are refused
-    are told by the translation's `check`, after the table."""
+    are told by the translation's `check`, after the table.
+    """
     entries = list(_in_words_of_today(_flatten(read(path))))
     values = {entry.name: entry.value for entry in entries}
     reading, lines = Reading(beside), []
@@ -188,7 +178,8 @@ def _flatten(content: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, A
 
 def _in_words_of_today(pairs: Iterator[tuple[str, Any]]) -> Iterator[Entry]:
     """Other spellings become those of today; what cannot, or says something else than one before it, gets an
-    objection."""
+    objection.
+    """
     spelled: dict[str, Entry] = {}
     for spelling, value in pairs:
         name, convert = OTHER_SPELLINGS.get(spelling, (spelling, same))

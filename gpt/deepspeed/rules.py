@@ -30,7 +30,8 @@ class Surroundings:
 @dataclass
 class Reading:
     """`values` are those of the keys that are mapped, by their names today; `autos` the keys that are left to the
-    settings in so many words; `settings` what has come of all that so far."""
+    settings in so many words; `settings` what has come of all that so far.
+    """
 
     beside: Surroundings
     values: dict[str, Any] = field(default_factory=dict)

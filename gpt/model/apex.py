@@ -1,6 +1,6 @@
-"""NVIDIA apex, where it is there and works: its fused kernels are optional.
+"""NVIDIA apex, whose fused kernels are used if it is installed and works.
 
-It is installed from NVIDIA's source. The package called apex on PyPI is something else, and written in Python 2.
+It is installed from NVIDIA's source. The package called apex on PyPI is unrelated, and written in Python 2.
 """
 
 import importlib
@@ -12,7 +12,10 @@ from torch import nn
 
 
 def find_apex(module: str, name: str, try_it: Callable[[Any], object], device: torch.device) -> Any | None:
-    """`name` of apex's `module` if it works on the device; apex imports without its CUDA extension and fails in use."""
+    """Return `name` of apex's `module`, or None if it does not work on the device.
+
+    `try_it` uses it once, because apex can be imported without its CUDA extension and fails only in use.
+    """
     if device.type != "cuda":
         return None
     try:
@@ -24,7 +27,7 @@ def find_apex(module: str, name: str, try_it: Callable[[Any], object], device: t
 
 
 def choose_layer_norm(device: torch.device) -> tuple[type[nn.Module], str]:
-    """apex's fused LayerNorm where it works, else torch's; and its name for the log."""
+    """Return apex's fused LayerNorm if it works on the device, else torch's, and its name for the log."""
     if fused := find_apex("apex.normalization", "FusedLayerNorm", lambda norm: norm(1), device):
         return fused, "apex.normalization.FusedLayerNorm"
     return nn.LayerNorm, "torch.nn.LayerNorm"

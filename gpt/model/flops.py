@@ -1,4 +1,4 @@
-"""Floating-point operations of training, by formula, in two conventions that differ by up to 1.4.
+"""Floating-point operations of training, by formula, in two conventions that differ by a factor of up to 1.4.
 
 Both count matrix products only, a multiply-add as two operations, and backward as twice forward. With s = seq_length,
 h = hidden_size, L = num_layers and V = vocab_size, forward costs for each token
@@ -7,14 +7,15 @@ h = hidden_size, L = num_layers and V = vocab_size, forward costs for each token
     attention    4 L s h    q k^T and weights v over all s positions; a causal model needs half of it, 2 L s h
     head         2 h V
 
-*Model FLOPs*, what learning needs: 3 times forward with causal attention, whatever the implementation does. It is
-Megatron-LM's present 72 B s L h^2 (1 + s/12h + V/12Lh). Halved, because the masked half of the scores has no use and
-flash attention does not compute it: the number rates the hardware's use, so skipping useless work must not lower it.
+*Model FLOPs* are what learning needs: 3 times forward with causal attention, whatever the implementation does. This is
+Megatron-LM's present formula, 72 B s L h^2 (1 + s/12h + V/12Lh). Attention counts half, because the masked half of the
+scores is not used and flash attention does not compute it: the number rates how well the hardware is used, so skipping
+useless work must not lower it.
 
-*Hardware FLOPs*, what is executed: attention in full where the kernel is `math`, the head with its padding, and once
-more what runs again in backward: the blocks' forward where activations are checkpointed, the inside of attention where
-only that is recomputed (`math` the scores only: weights v is not needed again; `flash` its causal half of both). Not
-counted: flash attention's second look at the scores.
+*Hardware FLOPs* are what is executed: all of attention if the kernel is `math`, the head with its padding, and what
+backward computes again. That is the forward of the blocks if activations are checkpointed, or the inside of attention
+if only that is recomputed (`math`: the scores only, since weights v is not needed again; `flash`: the causal half of
+both). That flash attention computes the scores a second time in backward is not counted.
 """
 
 import torch
@@ -35,7 +36,7 @@ PEAK_FLOPS_PER_SECOND = (
 
 
 def model_flops(config: ModelConfig, num_sequences: int) -> int:
-    """Of forward and backward over sequences of full length, in Megatron-LM's convention."""
+    """Return the FLOPs of forward and backward over sequences of full length, in Megatron-LM's convention."""
     return (
         3
         * (_blocks_forward(config, is_causal=True) + _head_forward(config, config.vocab_size))
@@ -45,7 +46,7 @@ def model_flops(config: ModelConfig, num_sequences: int) -> int:
 
 
 def hardware_flops(config: ModelConfig, num_sequences: int, recomputes: Recomputation) -> int:
-    """Of forward and backward over sequences of full length, with what runs again in backward."""
+    """Return the FLOPs of forward and backward over sequences of full length, with what backward computes again."""
     blocks = _blocks_forward(config, is_causal=config.attention == "flash")
     again = {
         "nothing": 0,
@@ -60,7 +61,7 @@ def hardware_flops(config: ModelConfig, num_sequences: int, recomputes: Recomput
 
 
 def peak_flops_per_second(device_name: str, dtype: torch.dtype) -> float | None:
-    """What one device could do at best; None where that is not known, as for a CPU or for fp32."""
+    """Return the peak rate of one device, or None if it is not known, as for a CPU or for fp32."""
     for name, peaks in PEAK_FLOPS_PER_SECOND:
         if name in device_name:
             return peaks.get(dtype)

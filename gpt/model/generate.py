@@ -1,4 +1,4 @@
-"""Text from a model, token by token: sampled at a temperature, from the likeliest tokens."""
+"""Generation of text, token by token: each is sampled at a temperature from the likeliest ones."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,9 +21,9 @@ def generate(
 ) -> Tensor:
     """Continue each row of `prompt` (batch, n) by `num_tokens`: (batch, n + num_tokens).
 
-    `model` takes tokens (batch, m), m <= seq_length, to logits (batch, m, vocab); of a module, dropout is off
-    meanwhile. Temperature 0 takes the likeliest token. The model is called exactly `num_tokens` times and the result
-    depends on the arguments alone, so ranks that share a model may all call this at once. Raises ConfigError.
+    `model` maps tokens (batch, m), m <= seq_length, to logits (batch, m, vocab); if it is a module, its dropout is off
+    during the call. Temperature 0 takes the likeliest token. The model is called exactly `num_tokens` times, and the
+    result depends on the arguments alone, so ranks that share a model may all call this at once. Raises ConfigError.
     """
     if temperature < 0:
         raise ConfigError(f"temperature={temperature} is below 0; choose 0 for the likeliest token, 1 for a sample")
@@ -31,7 +31,8 @@ def generate(
         raise ConfigError(f"top_k={top_k} is below 1; choose 1 or more, or null for all tokens")
     if prompt.shape[1] < 1:
         raise ConfigError("the prompt has 0 tokens, 1 or more are needed; start with the end-of-text token")
-    generator = torch.Generator("cpu").manual_seed(seed)  # the same on every device, and not training's
+    # On the CPU, so that the text is the same on every device; training has another generator.
+    generator = torch.Generator("cpu").manual_seed(seed)
     tokens = prompt
     with evaluation(model):
         for _ in range(num_tokens):
@@ -43,7 +44,7 @@ def generate(
 
 @contextmanager
 def evaluation(model: object) -> Iterator[None]:
-    """Every module of the model in evaluation mode, and then each as it was. Any other callable has no mode."""
+    """Put every module of the model in evaluation mode, and restore its mode at the end; other callables have none."""
     modules = list(model.modules()) if isinstance(model, nn.Module) else []
     were_training = [module.training for module in modules]
     for module in modules:
@@ -56,8 +57,8 @@ def evaluation(model: object) -> Iterator[None]:
 
 
 def _sample(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> Tensor:
-    """(batch, vocab) -> (batch, 1)."""
-    logits = logits.nan_to_num()  # a model that has diverged writes nonsense, and ranks stay in step
+    """Sample one token per row: (batch, vocab) -> (batch, 1)."""
+    logits = logits.nan_to_num()  # so that a model that has diverged still yields tokens, and all ranks go on alike
     if temperature == 0:
         return logits.argmax(dim=-1, keepdim=True)
     likeliest, ids = logits.topk(min(top_k or logits.shape[-1], logits.shape[-1]))

@@ -1,11 +1,11 @@
-"""GPT-2 weights between this project and transformers, in both directions.
+"""Conversion of GPT-2 weights and configurations between this project and transformers, in both directions.
 
          transformers                               here
 linear   weight (in, out): Conv1D                   weight (out, in)
 qkv      columns (q | k | v, head, head_dim)        rows (head, q | k | v, head_dim)
 head     lm_head.weight, tied                       no entry: the token embedding
 
-transformers takes most of a second to import, so that happens where it is used: a rank that trains does without.
+transformers takes most of a second to import, so it is imported where it is used; a rank that trains does not need it.
 """
 
 import re
@@ -47,7 +47,7 @@ OUR_SETTINGS = {
 
 
 def config_from_huggingface(config: "GPT2Config") -> ModelConfig:
-    """Raises ConfigError where the configuration asks for what this project's GPT-2 does not do."""
+    """Return our configuration. Raises ConfigError if theirs needs what this project's GPT-2 does not have."""
     for name, ours in {**OUR_SETTINGS, "attn_pdrop": config.resid_pdrop, "embd_pdrop": config.resid_pdrop}.items():
         if getattr(config, name) != ours:
             raise ConfigError(f"the model has {name}={getattr(config, name)}, ours has {ours}; choose another model")
@@ -64,6 +64,7 @@ def config_from_huggingface(config: "GPT2Config") -> ModelConfig:
 
 
 def config_to_huggingface(config: ModelConfig) -> "GPT2Config":
+    """Return the configuration for transformers."""
     from transformers import GPT2Config
 
     return GPT2Config(
@@ -81,9 +82,9 @@ def config_to_huggingface(config: ModelConfig) -> "GPT2Config":
 
 
 def name_from_huggingface(name: str) -> str | None:
-    """Of a parameter of a GPT2LMHeadModel or GPT2Model; None for what is no weight of its own.
+    """Return our name of a parameter of a GPT2LMHeadModel or GPT2Model.
 
-    That is the tied head, and the causal masks that older files carry.
+    Return None for an entry that is not a weight of its own: the tied head, and the causal masks in older files.
     """
     if name == "lm_head.weight" or name.endswith((".attn.bias", ".attn.masked_bias")):
         return None
@@ -91,38 +92,28 @@ def name_from_huggingface(name: str) -> str | None:
 
 
 def name_to_huggingface(name: str) -> str:
+    """Return the name in a GPT2LMHeadModel of one of our parameters."""
     return f"transformer.{_rename(name, MODULE_NAMES)}"
 
 
 def tensor_from_huggingface(name: str, tensor: Tensor, num_heads: int) -> Tensor:
-    """`name` is ours. Contiguous."""
+    """Return our parameter `name`, contiguous, made from theirs."""
     tensor = tensor.T if name.endswith(LINEAR_WEIGHTS) else tensor
     return (_swap_first_dims(tensor, 3, num_heads) if ".qkv." in name else tensor).contiguous()
 
 
 def tensor_to_huggingface(name: str, tensor: Tensor, config: ModelConfig) -> Tensor:
-    """`name` is ours. Contiguous, and without the rows that pad the vocabulary."""
+    """Return their tensor, contiguous, made from our parameter `name`, without the rows that pad the vocabulary."""
     if name == TOKEN_EMBEDDING:
         return tensor[: config.vocab_size].contiguous()
     tensor = _swap_first_dims(tensor, config.num_heads, 3) if ".qkv." in name else tensor
     return (tensor.T if name.endswith(LINEAR_WEIGHTS) else tensor).contiguous()
 
 
-def weights_from_huggingface(weights: Mapping[str, Tensor], num_heads: int) -> dict[str, Tensor]:
-    """Our state dict from that of a GPT2LMHeadModel or GPT2Model; `load_weights` takes it."""
-    names = {name: name_from_huggingface(name) for name in weights}
-    return {ours: tensor_from_huggingface(ours, weights[name], num_heads) for name, ours in names.items() if ours}
-
-
-def weights_to_huggingface(weights: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """The state dict of a GPT2LMHeadModel, less its tied head, from ours."""
-    return {name_to_huggingface(name): tensor_to_huggingface(name, t, config) for name, t in weights.items()}
-
-
 def load_weights(model: GPT, weights: Mapping[str, Tensor]) -> None:
-    """Whole parameters, as `gpt.model.pretrained` reads them, into a model of any tensor size; padding becomes zero.
+    """Copy whole parameters into a model of any tensor size, and set the padding of the vocabulary to zero.
 
-    One is read at a time, where reading `weights` is what brings it into memory.
+    `weights` is read one parameter at a time, because `gpt.model.pretrained` reads each from disk when it is asked for.
     """
     axis, dims = model.tokens.axis, split_dims(model)
     with torch.no_grad():
@@ -134,11 +125,11 @@ def load_weights(model: GPT, weights: Mapping[str, Tensor]) -> None:
 
 
 def _rename(name: str, modules: Mapping[str, str]) -> str:
-    """A parameter's name with each module in its path renamed."""
+    """Return a parameter's name with each module in its path renamed."""
     paths = "|".join(map(re.escape, modules))
-    return re.sub(rf"(?<![^.])({paths})(?=\.)", lambda match: modules[match[1]], name)  # between dots, or first
+    return re.sub(rf"(?<![^.])({paths})(?=\.)", lambda match: modules[match[1]], name)  # a whole part of the path
 
 
 def _swap_first_dims(tensor: Tensor, outer: int, inner: int) -> Tensor:
-    """Rows ordered (outer, inner, head_dim) to rows ordered (inner, outer, head_dim)."""
+    """Reorder rows from (outer, inner, head_dim) to (inner, outer, head_dim)."""
     return tensor.unflatten(0, (outer, inner, -1)).transpose(0, 1).flatten(0, 2)

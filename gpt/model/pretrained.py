@@ -1,4 +1,4 @@
-"""Folders of GPT-2 weights as transformers writes and reads them, larger than memory.
+"""Folders of GPT-2 weights as transformers reads and writes them; they may be larger than memory.
 
 config.json, model.safetensors.index.json, model-00001-of-00003.safetensors, ...
 """
@@ -27,7 +27,7 @@ INDEX = "model.safetensors.index.json"
 
 
 class PretrainedWeights(Mapping[str, Tensor]):
-    """Our state dict, from the files of a folder: each tensor is read when it is asked for."""
+    """A state dict of this project whose tensors are read from the files of a folder when they are asked for."""
 
     def __init__(self, files: list[Path], num_heads: int):
         self._num_heads = num_heads
@@ -51,18 +51,18 @@ class PretrainedWeights(Mapping[str, Tensor]):
 
 
 def read_pretrained(folder: Path) -> tuple[ModelConfig, PretrainedWeights]:
-    """Our configuration and state dict. Raises ConfigError where the folder holds something else."""
+    """Return our configuration and state dict. Raises ConfigError if the folder does not hold GPT-2 weights."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise ConfigError(f"{folder} holds 0 .safetensors files, 1 or more are needed; convert the weights first")
-    from transformers import GPT2Config  # gpt/model/huggingface.py says why here
+    from transformers import GPT2Config  # the docstring of gpt/model/huggingface.py says why it is imported here
 
     config = config_from_huggingface(GPT2Config.from_pretrained(folder))
     return config, PretrainedWeights(files, config.num_heads)
 
 
 def load_pretrained(model: GPT, folder: Path) -> None:
-    """Raises ConfigError where the folder's model has another shape."""
+    """Load the weights of a folder into the model. Raises ConfigError if the folder's model has another shape."""
     config, weights = read_pretrained(folder)
     for name in ("num_layers", "hidden_size", "num_heads", "seq_length", "vocab_size"):
         found, expected = getattr(config, name), getattr(model.config, name)
@@ -72,28 +72,30 @@ def load_pretrained(model: GPT, folder: Path) -> None:
 
 
 class WeightsWriter:
-    """Writes such a folder tensor by tensor; no more than `file_bytes`, or one tensor, are held.
+    """A writer of such a folder, tensor by tensor. It holds at most `file_bytes`, or one tensor if that is larger.
 
-    Raises ConfigError for a folder that holds other weights, which a reader would mix with these.
+    Raises ConfigError if the folder holds other weights, because a reader would mix them with these.
     """
 
     def __init__(self, folder: Path, config: ModelConfig, file_bytes: int = FILE_BYTES):
         self._folder, self._config, self._file_bytes = folder, config, file_bytes
         self._held: dict[str, Tensor] = {}
-        self._files: list[dict[str, int]] = []  # the names that each holds, with their bytes
+        self._files: list[dict[str, int]] = []  # of each file: the names of its tensors and their bytes
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.glob("*.safetensors")):
             raise ConfigError(f"{folder} holds .safetensors files already; choose another folder, or empty it")
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """A whole parameter of ours, on any device. Raises OSError."""
-        theirs = tensor_to_huggingface(name, tensor.detach().cpu(), self._config).clone()  # a unit's memory goes soon
+        """Add one of our parameters, whole and on any device. Raises OSError."""
+        # A copy, because the memory of the parameter's unit is freed before the file is written.
+        theirs = tensor_to_huggingface(name, tensor.detach().cpu(), self._config).clone()
         if self._held_bytes + theirs.nbytes > self._file_bytes:
             self._write_held()
         self._held[name_to_huggingface(name)] = theirs
 
     def finish(self) -> None:
-        """The folder is complete. Raises OSError."""
+        """Write what is still held, and the index and the configuration. Raises OSError."""
+        # The files get the names that readers look for only when all of them are written.
         self._write_held()
         names = [f"model-{n:05d}-of-{len(self._files):05d}.safetensors" for n in range(1, len(self._files) + 1)]
         for number, name in enumerate(names):
@@ -117,11 +119,3 @@ class WeightsWriter:
 
     def _partial(self, number: int) -> Path:
         return self._folder / f".model-{number}.partial"
-
-
-def write_pretrained(folder: Path, config: ModelConfig, weights: Mapping[str, Tensor]) -> None:
-    """From our configuration and state dict."""
-    writer = WeightsWriter(folder, config)
-    for name, tensor in weights.items():
-        writer.add(name, tensor)
-    writer.finish()

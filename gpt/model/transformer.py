@@ -1,9 +1,12 @@
-"""GPT-2 as published, read as a program for one device: its layers know how they are cut, and ZeRO is put around it.
+"""GPT-2 as published, written as a program for one device.
+
+Its layers know how they are split over the tensor axis; it knows nothing of ZeRO, which is put around it.
+
 
 ids -> token + position embedding -> dropout -> blocks -> LayerNorm -> logits by the (tied) token embedding
 block:  x += dropout(attention(LayerNorm(x)));  x += dropout(down(gelu(up(LayerNorm(x)))))
 
-The residual stream x is (tokens, hidden), the tokens of all sequences one after the other.
+The residual stream x has shape (tokens, hidden), with the tokens of all sequences one after the other.
 """
 
 import math
@@ -41,24 +44,27 @@ RESIDUAL_PROJECTIONS = ("attention.projection.weight", "mlp.down.weight")
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The shape of a GPT-2. Raises ConfigError where no such model exists."""
+    """The shape of a GPT-2 model."""
 
     num_layers: int
-    """Transformer blocks."""
+    """Number of transformer blocks."""
     hidden_size: int
     """Width of the residual stream; the MLP is four times as wide."""
     num_heads: int
-    """Attention heads; divides hidden_size."""
+    """Number of attention heads; must divide hidden_size."""
     seq_length: int
-    """Longest sequence, in tokens: the number of learned positions."""
+    """Length of the longest sequence, in tokens; the model has as many learned positions."""
     vocab_size: int
-    """Words that the model knows."""
+    """Number of different tokens that the model knows."""
     dropout: float = 0.1
-    """Probability of dropping an embedding, an attention weight or a residual branch's output."""
+    """Probability with which an element of an embedding, an attention weight or a residual branch's output is
+    dropped."""
     vocab_multiple: int = 128
-    """The token embedding has its rows rounded up to this. Padding is never predicted and never learns."""
+    """The number of rows of the token embedding is rounded up to a multiple of this. Padding is never predicted and
+    never changes."""
     attention: Literal["flash", "math"] = "flash"
-    """flash: torch's fused kernel; math: the explicit seq x seq matrix, as in the ZeRO paper's baseline."""
+    """Attention kernel. flash: torch's fused kernel; math: the explicit matrix of scores, as in the ZeRO paper's
+    baseline."""
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "hidden_size", "num_heads", "seq_length", "vocab_size", "vocab_multiple"):
@@ -78,19 +84,22 @@ class ModelConfig:
 
     @property
     def head_dim(self) -> int:
+        """The width of one attention head."""
         return self.hidden_size // self.num_heads
 
     @property
     def padded_vocab_size(self) -> int:
-        """The same for every tensor size."""
+        """The number of rows of the token embedding, the same for every tensor size."""
         return math.ceil(self.vocab_size / self.vocab_multiple) * self.vocab_multiple
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
+    """Return causal attention of (batch, heads, seq, head_dim) tensors by torch's fused kernel."""
     return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
 
 
 def math_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
+    """Return causal attention of (batch, heads, seq, head_dim) tensors by explicit matrices of scores."""
     scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1)  # (batch, heads, seq, seq)
     is_future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
     weights = scores.masked_fill_(is_future, -math.inf).softmax(dim=-1)
@@ -102,13 +111,13 @@ ATTENTION_KERNELS: dict[str, Kernel] = {"flash": flash_attention, "math": math_a
 
 
 class Attention(nn.Module):
-    """(tokens of this rank, hidden) -> the same; this rank computes its share of the heads, for all tokens."""
+    """Multi-head attention, (tokens of this rank, hidden) -> the same; a rank computes its heads for all tokens."""
 
     def __init__(self, config: ModelConfig, tokens: TokenLayout):
         super().__init__()
         self.head_dim, self.dropout, self.axis = config.head_dim, config.dropout, tokens.axis
         self.kernel: Kernel = ATTENTION_KERNELS[config.attention]
-        # Rows are ordered (head, q | k | v, head_dim): an equal cut of the rows is a cut between whole heads.
+        # Rows are ordered (head, q | k | v, head_dim), so that equal parts of the rows are whole heads.
         self.qkv = ColumnParallelLinear(config.hidden_size, 3 * config.hidden_size, tokens)
         self.projection = RowParallelLinear(config.hidden_size, config.hidden_size, tokens)
 
@@ -121,6 +130,8 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
+    """Two linear layers with a GELU between them, (tokens of this rank, hidden) -> the same."""
+
     def __init__(self, config: ModelConfig, tokens: TokenLayout):
         super().__init__()
         self.up = ColumnParallelLinear(config.hidden_size, 4 * config.hidden_size, tokens)
@@ -131,7 +142,7 @@ class MLP(nn.Module):
 
 
 class TokenDropout(nn.Module):
-    """Dropout of this rank's tokens: alike on ranks that hold the same ones."""
+    """Dropout of this rank's tokens, with equal masks on ranks that hold the same tokens."""
 
     def __init__(self, probability: float, tokens: TokenLayout):
         super().__init__()
@@ -143,7 +154,7 @@ class TokenDropout(nn.Module):
 
 
 class Block(nn.Module):
-    """(tokens of this rank, hidden) -> the same, for tokens of `num_sequences` sequences of one length."""
+    """A transformer block, (tokens of this rank, hidden) -> the same, for `num_sequences` sequences of one length."""
 
     def __init__(self, config: ModelConfig, tokens: TokenLayout, layer_norm: type[nn.Module]):
         super().__init__()
@@ -161,10 +172,10 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """GPT-2 with torch's default device and dtype; `initialize` gives it its initial values.
 
-    `tokens` says how the residual stream lies over the tensor axis, and so how the layers are cut. `run_blocks` takes
-    the blocks and their input to their output; activation checkpointing is another way of running them. `layer_norm`
-    is made with (hidden_size, eps). `chunk_numel` bounds the loss's temporaries. Raises ConfigError
-    where the axis does not divide the model.
+    `tokens` says how the residual stream is divided over the tensor axis, and so how the layers are split. `run_blocks`
+    runs the blocks on their input; activation checkpointing is one way to run them. `layer_norm` is called with
+    (hidden_size, eps). `chunk_numel` bounds the temporaries of the loss. Raises ConfigError if the size of the axis
+    does not divide the model.
     """
 
     def __init__(
@@ -189,15 +200,20 @@ class GPT(nn.Module):
                 param.register_hook(sum_gradient_over(tokens.axis))
 
     def parameters_of_own_tokens(self) -> Iterator[nn.Parameter]:
-        """Replicated parameters that meet this rank's tokens only. A row-parallel bias meets all tokens in backward."""
+        """Yield the replicated parameters whose gradient covers only this rank's tokens.
+
+        The gradient of a row-parallel bias covers all tokens.
+        """
         for name, param in self.named_parameters():
             if "norm." in name or name.startswith("position_embedding."):
                 yield param
 
     def forward(self, ids: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Logits (batch, seq, vocab) of int64 ids (batch, seq); given targets (batch, seq), their mean loss, 0-dim.
+        """Return the logits (batch, seq, vocab) of int64 ids (batch, seq).
 
-        Raises ValueError where the sequence is longer than the model's positions.
+        With targets (batch, seq), return their mean loss, 0-dim, instead.
+
+        Raises ValueError if the sequence is longer than the model's positions.
         """
         num_sequences, seq_length = ids.shape
         if seq_length > self.config.seq_length:
@@ -211,10 +227,11 @@ class GPT(nn.Module):
         return gather_columns(own_logits, axis)[:, :vocab_size].unflatten(0, (num_sequences, seq_length))
 
     def own_logits(self, ids: Tensor) -> Tensor:
-        """This rank's columns of the logits, (batch * seq, padded vocabulary / size)."""
+        """Return this rank's columns of the logits, (batch * seq, padded vocabulary / size)."""
         num_sequences, seq_length = ids.shape
-        if ids.numel() % self.tokens.num_parts:  # a prompt, say: longer sequences give ranks equal stretches of tokens
-            padded = F.pad(ids, (0, -seq_length % self.tokens.num_parts))  # at the end, where no token sees them
+        if ids.numel() % self.tokens.num_parts:
+            # Ranks need equal numbers of tokens: pad the end of the sequences, to which no token before it attends.
+            padded = F.pad(ids, (0, -seq_length % self.tokens.num_parts))
             return self.own_logits(padded).unflatten(0, (num_sequences, -1))[:, :seq_length].flatten(0, 1)
         positions = torch.arange(seq_length, device=ids.device).clamp_(max=self.config.seq_length - 1)
         positions = positions.repeat(num_sequences)
@@ -225,16 +242,17 @@ class GPT(nn.Module):
 
 
 def check_divides(config: ModelConfig, axis: Axis) -> None:
-    """Every rank must get as many heads, and as many words. Raises ConfigError."""
+    """Raise ConfigError unless every rank of the axis gets the same number of heads and of words."""
     for name, size in (("model.num_heads", config.num_heads), ("model.hidden_size", config.hidden_size)):
         part_of(size, axis, name)
     part_of(config.padded_vocab_size, axis, "model.vocab_size rounded up to model.vocab_multiple")
 
 
 def initialize(model: GPT, seed: int, data: Axis | None = None) -> None:
-    """GPT-2's initial values, whatever the order of construction, dtype (rounded), device or sizes of the mesh.
+    """Give the model GPT-2's initial values.
 
-    The ranks of `data` share the work; without it this rank does all.
+    They depend on the seed only, not on the order of construction, the device or the mesh; another dtype rounds them.
+    The ranks of `data` share the work; without it this rank does all of it.
     """
     dims, data = split_dims(model), data or Axis.trivial("data")
     with torch.no_grad():
@@ -249,7 +267,10 @@ def initialize(model: GPT, seed: int, data: Axis | None = None) -> None:
 
 
 def initial_std(name: str, num_layers: int) -> float | None:
-    """N(0, 0.02), less by sqrt(2 num_layers) where a weight writes to the residual stream; None: a constant."""
+    """Return the standard deviation of a parameter's initial values, or None if they are constant.
+
+    It is 0.02, divided by sqrt(2 num_layers) for weights whose output is added to the residual stream.
+    """
     if name.endswith(("norm.weight", "bias")):
         return None
     return INIT_STD / math.sqrt(2 * num_layers) if name.endswith(RESIDUAL_PROJECTIONS) else INIT_STD

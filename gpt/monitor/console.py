@@ -13,9 +13,10 @@ from rich.table import Table
 
 from gpt.build import TrainState
 from gpt.model.transformer import GPT
-from gpt.settings import Settings
+from gpt.settings import TrainSettings
 from parallel.tensor.cross_entropy import temporary_bytes
 from zero.activations.checkpointed_blocks import CheckpointedBlocks
+from zero.config import ZeroConfig
 from zero.formulas import memory, traffic
 from zero.offload.placement import Placement
 from zero.state import resident
@@ -54,54 +55,52 @@ class RunConsole:
         self._progress.advance(self._task)
 
 
-def describe_run(settings: Settings, parts: TrainState) -> str:
-    mesh, train, model = parts.mesh, settings.train, settings.model
+def describe_run(state: TrainState, train: TrainSettings, zero: ZeroConfig, run_dir: str) -> str:
+    mesh, model = state.mesh, state.config
     return (
-        f"{parts.num_parameters_of_model / 1e6:,.1f}M parameters ({model.num_layers} layers x {model.hidden_size}), "
-        f"{train.precision}, ZeRO stage {settings.zero.stage}; {mesh.data.size} data x {mesh.tensor.size} tensor ranks "
-        f"on {parts.device.type}; batch {train.global_batch_size} x {model.seq_length} tokens; {settings.run.dir}"
+        f"{state.num_parameters_of_model / 1e6:,.1f}M parameters ({model.num_layers} layers x {model.hidden_size}), "
+        f"{train.precision}, ZeRO stage {zero.stage}; {mesh.data.size} data x {mesh.tensor.size} tensor ranks "
+        f"on {state.device.type}; batch {train.global_batch_size} x {model.seq_length} tokens; {run_dir}"
     )
 
 
-def memory_table(settings: Settings, parts: TrainState) -> Table:
+def memory_table(state: TrainState, train: TrainSettings, zero: ZeroConfig) -> Table:
     """Model states of this rank beside the paper's formula; moments count as what the first step will make."""
-    num_parameters, shard_size = parts.num_parameters, parts.model.shard_axis.size
-    state_bytes = parts.optimizer.state_bytes_per_element
-    promised = memory.formula(
-        settings.zero.policy, num_parameters, shard_size, settings.train.dtype.itemsize, state_bytes
-    )
-    table = Table(title=f"Model states per rank, stage {settings.zero.stage}", title_justify="left")
+    num_parameters, shard_size = state.num_parameters, state.model.shard_axis.size
+    state_bytes = state.optimizer.state_bytes_per_element
+    promised = memory.formula(zero.policy, num_parameters, shard_size, train.dtype.itemsize, state_bytes)
+    table = Table(title=f"Model states per rank, stage {zero.stage}", title_justify="left")
     for heading in ("", "MB", "paper's formula, MB", "bytes a parameter"):
         table.add_column(heading, justify="left" if not heading else "right")
-    leaves = settings.offload.offloaded_states
-    placed = memory.placed(promised, settings.zero.policy, shard_size, leaves)
+    offloaded = state.model.offload.config.offloaded_states
+    placed = memory.placed(promised, zero.policy, shard_size, offloaded)
     for placement, here in ((Placement.ACCELERATOR, placed.accelerator), (Placement.HOST, placed.host)):
         if not here.total:
             continue
-        found = resident.resident_states(parts.model, parts.optimizer, placement)
-        buckets = [bucket for bucket in parts.optimizer.buckets if bucket.optimizer_placement is placement]
+        found = resident.resident_states(state.model, state.optimizer, placement)
+        buckets = [bucket for bucket in state.optimizer.buckets if bucket.optimizer_placement is placement]
         moments = found.moments or sum(bucket.master.numel() for bucket in buckets) * state_bytes
         rows = {field.name: getattr(found, field.name) for field in fields(found)} | {"moments": moments}
-        where = f", {placement.name.lower()}" if leaves else ""
+        where = f", {placement.name.lower()}" if offloaded else ""
         for name, num_bytes in [*rows.items(), ("total", sum(rows.values()))]:
             each = f"{num_bytes / num_parameters:.2f}"
             table.add_row(name + where, f"{num_bytes / 1e6:,.2f}", f"{getattr(here, name) / 1e6:,.2f}", each)
         table.add_section()
-    for name, num_bytes, remark in [*_checkpoint_rows(settings, parts), *_buffer_rows(settings, parts)]:
+    for name, num_bytes, remark in [*_checkpoint_rows(state, train), *_buffer_rows(state, train, zero)]:
         table.add_row(name, f"{num_bytes / 1e6:,.2f}", remark, "")
     return table
 
 
-def _checkpoint_rows(settings: Settings, parts: TrainState) -> Iterator[tuple[str, float, str]]:
+def _checkpoint_rows(state: TrainState, train: TrainSettings) -> Iterator[tuple[str, float, str]]:
     """(name, bytes, remark) of the activation checkpoints of one micro-batch."""
-    gpt, itemsize = parts.model.module, settings.train.dtype.itemsize
+    gpt, model, itemsize = state.model.module, state.config, train.dtype.itemsize
     assert isinstance(gpt, GPT)
     if not isinstance(gpt.run_blocks, CheckpointedBlocks):
         return
-    num_tokens = settings.train.micro_batch_size * settings.model.seq_length // gpt.tokens.num_parts
-    numel, num_layers = num_tokens * settings.model.hidden_size, settings.model.num_layers
+    num_tokens = train.micro_batch_size * model.seq_length // gpt.tokens.num_parts
+    numel, num_layers = num_tokens * model.hidden_size, model.num_layers
     stored = gpt.run_blocks.num_bytes(num_layers, numel, itemsize)
-    whole = math.ceil(num_layers / parts.activations.layers_per_checkpoint) * numel * itemsize
+    whole = math.ceil(num_layers / state.activations.layers_per_checkpoint) * numel * itemsize
     places = {"device": stored.device, "host": stored.host}
     for place, num_bytes in places.items():
         if num_bytes or place == "device":
@@ -109,42 +108,42 @@ def _checkpoint_rows(settings: Settings, parts: TrainState) -> Iterator[tuple[st
     yield "buffer: checkpoints", stored.in_transit, "constant"
 
 
-def _buffer_rows(settings: Settings, parts: TrainState) -> Iterator[tuple[str, float, str]]:
+def _buffer_rows(state: TrainState, train: TrainSettings, zero: ZeroConfig) -> Iterator[tuple[str, float, str]]:
     """Buffers and temporaries of constant size (C_B), which `zero.bucket_numel` bounds."""
-    model, gpt, axis = parts.model, parts.model.module, parts.mesh.tensor
+    model, gpt, axis = state.model, state.model.module, state.mesh.tensor
     assert isinstance(gpt, GPT)
-    size = "constant" if settings.zero.bucket_numel else "the model's size"
-    for name, num_bytes in resident.buffer_bytes(model, parts.optimizer).items():
+    size = "constant" if zero.bucket_numel else "the model's size"
+    for name, num_bytes in resident.buffer_bytes(model, state.optimizer).items():
         yield f"buffer: {name}", num_bytes, size
-    num_tokens = settings.train.micro_batch_size * settings.model.seq_length
-    num_columns = settings.model.padded_vocab_size // axis.size
+    num_tokens = train.micro_batch_size * state.config.seq_length
+    num_columns = state.config.padded_vocab_size // axis.size
     yield "buffer: loss", temporary_bytes(num_tokens, num_columns, gpt.chunk_numel), size
-    yield "buffer: gradient norm", parts.optimizer.norm_bytes, size
+    yield "buffer: gradient norm", state.optimizer.norm_bytes, size
     if gathered := resident.gathered_bytes(model, model.planner.prefetch_numel):
         yield "buffer: gathered ahead", gathered, "at most"
 
 
-def step_line(record: dict[str, Any], settings: Settings) -> str:
-    tokens_left = (settings.train.steps - record["step"]) * settings.train.global_batch_size * settings.model.seq_length
+def step_line(record: dict[str, Any], train: TrainSettings, seq_length: int) -> str:
+    tokens_left = (train.steps - record["step"]) * train.global_batch_size * seq_length
     seconds_left = tokens_left / record["tokens_per_second"]
     mfu = f"{record['mfu']:.1%}" if record["mfu"] is not None else "-"
     scale = f"  scale {record['loss_scale']:g}" if "loss_scale" in record else ""
     evaluation = f"  validation {record['validation_loss']:.4f}" if "validation_loss" in record else ""
     return (
-        f"step {record['step']:>6}/{settings.train.steps}  loss {record['loss']:.4f}  lr {record['lr']:.2e}  "
+        f"step {record['step']:>6}/{train.steps}  loss {record['loss']:.4f}  lr {record['lr']:.2e}  "
         f"norm {record['grad_norm']:.3f}  {record['tokens_per_second']:,.0f} tokens/s  "
         f"{record['model_tflops_per_device']:.3g} TFLOPs/device  MFU {mfu}{scale}  "
         f"{timedelta(seconds=round(seconds_left))} left{evaluation}"
     )
 
 
-def summary_table(settings: Settings, parts: TrainState, records: list[dict[str, Any]]) -> Table:
+def summary_table(state: TrainState, train: TrainSettings, zero: ZeroConfig, records: list[dict[str, Any]]) -> Table:
     """The end of the run beside its beginning, and a step's traffic beside the paper's."""
     first, last = records[0], records[-1]
-    data_size = parts.mesh.data.size
-    num_micro_batches = settings.train.global_batch_size // (settings.train.micro_batch_size * data_size)
-    parameter_bytes = parts.num_parameters * settings.train.dtype.itemsize
-    promised = traffic.step_bytes(settings.zero.policy, parameter_bytes, data_size, num_micro_batches)
+    data_size = state.mesh.data.size
+    num_micro_batches = train.global_batch_size // (train.micro_batch_size * data_size)
+    parameter_bytes = state.num_parameters * train.dtype.itemsize
+    promised = traffic.step_bytes(zero.policy, parameter_bytes, data_size, num_micro_batches)
     table = Table(title="Summary", show_header=False, title_justify="left")
     table.add_row("loss", f"{first['loss']:.3f} (step {first['step']}) -> {last['loss']:.3f} (step {last['step']})")
     if "validation_loss" in last:
@@ -156,7 +155,7 @@ def summary_table(settings: Settings, parts: TrainState, records: list[dict[str,
     )
     table.add_row("data axis", f"{last['data_axis_bytes'] / 1e6:,.2f} MB a step and rank; paper: {promised / 1e6:,.2f}")
     table.add_row("peak memory", f"{last['peak_allocated_bytes'] / 1e6:,.0f} MB")
-    if parts.device.type == "cuda":
+    if state.device.type == "cuda":
         unused, retries = last["reserved_unused_bytes"] / 1e6, last["allocation_retries"]
         table.add_row("fragmentation", f"{unused:,.0f} MB reserved and unused, {retries} allocations tried again")
     table.add_row("skipped steps", str(last["skipped_steps"]))

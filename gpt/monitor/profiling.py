@@ -15,7 +15,6 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -24,7 +23,7 @@ import torch
 from rich.table import Table
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from parallel.errors import ConfigError
+from gpt.settings import ProfileSettings
 from parallel.instruments.comm_log import CommEvent
 from parallel.mesh import Mesh
 
@@ -33,25 +32,6 @@ WAITING = {"reduce_scatter": "reduce", "all_reduce": "reduce", "all_gather": "ga
 TIMERS = (*COMPUTING, "reduce", "gather", "data", "checkpoint")
 STRAGGLER_FACTOR = 1.15
 FOLDER = "profile"
-
-
-@dataclass(frozen=True)
-class ProfileSettings:
-    """A look at where the time of a few steps goes."""
-
-    steps: tuple[int, int] | None = None
-    """First and last step that are timed and traced; null: none."""
-    ranks: tuple[int, ...] = (0,)
-    """Ranks whose trace is written, to run.dir/profile/rank-*.json; all ranks are timed."""
-    collectives_step: int = 5
-    """Step whose collectives the first rank counts in run.dir/collectives.json, to be compared with a dry run's or
-    another run's; it is slower than others. 0: none."""
-
-    def __post_init__(self) -> None:
-        if self.collectives_step < 0:
-            raise ConfigError(f"profile.collectives_step={self.collectives_step} is below 0; choose 5, or 0 for none")
-        if self.steps is not None and not 1 <= self.steps[0] <= self.steps[1]:
-            raise ConfigError(f"profile.steps={list(self.steps)} are no first and last step; choose [10, 12]")
 
 
 class Profiler:

@@ -19,7 +19,7 @@ class TensorboardRun:
         self._step = record["step"]
         self._writer.flush()  # a kill takes nothing that was logged
 
-    def rewind(self, step: int) -> None:
+    def roll_back(self, step: int) -> None:
         self._writer.close()
         self._open(purge_step=step + 1)
 

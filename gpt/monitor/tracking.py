@@ -8,14 +8,15 @@ A sink that is opened gets what metrics.jsonl holds already: after a resume, and
 
 import logging
 import math
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from queue import Full, Queue
-from statistics import mean
 from threading import Event, Thread
 from typing import Any, Protocol, Self
 
+import torch
+
+from gpt.loss_guard import SpikeDetector
 from gpt.monitor.tensorboard_sink import TensorboardRun
 from gpt.monitor.wandb_sink import WandbRun
 from gpt.run_folder.files import read_steps
@@ -25,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 MAX_WAITING = 100_000  # actions that a sink may be behind
 SECONDS_TO_FINISH, SECONDS_FOR_LAST_WORDS = 60.0, 10.0
-SPIKE_FACTOR, NUM_FOR_A_MEAN = 2.0, 10  # of the mean of so many logged losses
+SPIKE_FACTOR, NUM_FOR_A_MEAN = 2.0, 10  # a logged loss is a spike if it is so many times the mean of about 10
 
 
 class Sink(Protocol):
@@ -34,7 +35,7 @@ class Sink(Protocol):
     def log(self, record: Mapping[str, Any]) -> None:
         """A logged step; those that the sink has already, it leaves out."""
 
-    def rewind(self, step: int) -> None:
+    def roll_back(self, step: int) -> None:
         """What was logged after `step` counts no more, and comes again."""
 
     def alert(self, title: str, text: str) -> None: ...
@@ -50,7 +51,7 @@ class Tracking:
 
     def __init__(self, openers: Mapping[str, Callable[[], Sink]], history: Sequence[Mapping[str, Any]] = ()):
         self._feeds = [Feed(name, open_sink, history) for name, open_sink in openers.items()]
-        self._losses: deque[float] = deque(maxlen=NUM_FOR_A_MEAN)
+        self._spikes = SpikeDetector(SPIKE_FACTOR, memory=1 - 1 / NUM_FOR_A_MEAN, num_for_a_mean=NUM_FOR_A_MEAN)
         self.summary: Mapping[str, Any] = {}
 
     def log(self, record: Mapping[str, Any]) -> None:
@@ -58,9 +59,9 @@ class Tracking:
         if what := self._spike(record["loss"]):
             self.alert("spike", f"step {record['step']}: {what}")
 
-    def rewind(self, step: int) -> None:
-        self._to_all(lambda sink: sink.rewind(step))
-        self.alert("spike", f"bad losses: the run went back to step {step}")
+    def roll_back(self, step: int) -> None:
+        self._to_all(lambda sink: sink.roll_back(step))
+        self.alert("spike", f"bad losses: the run was rolled back to step {step}")
 
     def alert(self, title: str, text: str) -> None:
         self._to_all(lambda sink: sink.alert(title, text))
@@ -95,11 +96,11 @@ class Tracking:
             feed.put(action)
 
     def _spike(self, loss: float) -> str | None:
+        if not self._spikes.judge(torch.tensor(loss, dtype=torch.float64)):
+            return None
         if not math.isfinite(loss):
             return f"the loss is {loss}"
-        usual = mean(self._losses) if len(self._losses) == NUM_FOR_A_MEAN else math.inf
-        self._losses.append(loss)
-        return f"the loss is {loss:.4g}, {loss / usual:.1f} times its mean" if loss > SPIKE_FACTOR * usual else None
+        return f"the loss is {loss:.4g}, {loss / self._spikes.mean.item():.1f} times its mean"
 
 
 class Feed:

@@ -33,7 +33,7 @@ class WandbRun:
             self._run.log(dict(record), step=record["step"])
             self._num_steps = record["step"] + 1
 
-    def rewind(self, step: int) -> None:
+    def roll_back(self, step: int) -> None:
         """W&B takes nothing back: the steps that come again are left out here."""
 
     def alert(self, title: str, text: str) -> None:

@@ -8,61 +8,85 @@ from functools import cache
 import torch
 
 from gpt.model.transformer import GPT, ModelConfig
-from gpt.settings import Settings
+from gpt.settings import TrainSettings
 from parallel.instruments.comm_log import CommLog
 from parallel.mesh import Axis, Mesh
 from parallel.tensor.token_layout import ReplicatedTokens, TokenLayout
 from zero.activations.checkpointed_blocks import ActivationsConfig
 from zero.activations.choice import Workload, choose_store
+from zero.config import ZeroConfig
 from zero.formulas import memory, traffic
 
 logger = logging.getLogger(__name__)
 
 
-def chosen_activations(settings: Settings, mesh: Mesh, tokens: TokenLayout, device: torch.device) -> ActivationsConfig:
+def chosen_activations(
+    activations: ActivationsConfig,
+    model: ModelConfig,
+    train: TrainSettings,
+    zero: ZeroConfig,
+    mesh: Mesh,
+    tokens: TokenLayout,
+    device: torch.device,
+) -> ActivationsConfig:
     """The settings with a store that is no longer left open; the log says why."""
-    activations = settings.activations
     if activations.store != "auto":
         return activations
     hardware = activations.hardware
     memory_bytes = hardware.memory_gb * 1e9 if hardware.memory_gb else memory_of(device, mesh)
-    store, reason = choose_store(workload(settings, mesh, tokens), memory_bytes, hardware)
+    work = workload(model, train, zero, activations.layers_per_checkpoint, mesh, tokens)
+    store, reason = choose_store(work, memory_bytes, hardware)
     logger.info(reason)
     return replace(activations, store=store)
 
 
-def workload(settings: Settings, mesh: Mesh, tokens: TokenLayout) -> Workload:
-    model, train, policy = settings.model, settings.train, settings.zero.policy
-    itemsize, data_size = train.dtype.itemsize, mesh.data.size
+def workload(
+    model: ModelConfig,
+    train: TrainSettings,
+    zero: ZeroConfig,
+    layers_per_checkpoint: int,
+    mesh: Mesh,
+    tokens: TokenLayout,
+) -> Workload:
+    policy, itemsize, data_size = zero.policy, train.dtype.itemsize, mesh.data.size
     num_parameters = parameters_of_rank(model, mesh.tensor.size)
     shard_size = policy.axes(mesh.data)[0].size
     num_micro_batches = train.global_batch_size / (train.micro_batch_size * data_size)
     sent = traffic.step_bytes(policy, num_parameters * itemsize, data_size, max(1, round(num_micro_batches)))
     return workload_of(
-        settings,
+        model,
         b=train.micro_batch_size,
+        k=layers_per_checkpoint,
         N_m=tokens.replicas.size,
         tensor_size=mesh.tensor.size,
+        itemsize=itemsize,
         state_bytes=memory.formula(policy, num_parameters, shard_size, itemsize).total,
         data_bytes=sent / max(1, num_micro_batches),
     )
 
 
 def workload_of(
-    settings: Settings, *, b: int, N_m: int, tensor_size: int, state_bytes: float, data_bytes: float
+    model: ModelConfig,
+    *,
+    b: int,
+    k: int,
+    N_m: int,
+    tensor_size: int,
+    itemsize: int,
+    state_bytes: float,
+    data_bytes: float,
 ) -> Workload:
-    """One micro-batch of `b` sequences of the settings' model on one rank of any layout."""
-    model = settings.model
+    """Return the work of one rank on one micro-batch of `b` sequences, with the other symbols as in `Workload`."""
     return Workload(
         b=b,
         s=model.seq_length,
         h=model.hidden_size,
         L=model.num_layers,
-        k=settings.activations.layers_per_checkpoint,
+        k=k,
         N_m=N_m,
         tensor_size=tensor_size,
         vocab_size=model.padded_vocab_size,
-        itemsize=settings.train.dtype.itemsize,
+        itemsize=itemsize,
         state_bytes=state_bytes,
         data_bytes=data_bytes,
     )

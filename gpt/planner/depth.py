@@ -83,7 +83,7 @@ def line_through(runs: tuple[ShallowRun, ShallowRun], cluster: ClusterSpec) -> L
 def estimate(recording: Recording, settings: Settings, cluster: ClusterSpec) -> Estimate:
     timeline = projected(recording, cluster, settings)
     return Estimate(
-        recording.parts.num_parameters_of_model,
+        recording.state.num_parameters_of_model,
         sum(recording.peak[DEVICE].values()),
         sum(recording.resident[DEVICE].values()),
         sum(recording.peak[HOST].values()),

@@ -28,7 +28,7 @@ from parallel.world import World, imitated_world
 class Recording:
     """What a rank did in a step that had one before it. Bytes by kind; `resident` is between two steps."""
 
-    parts: TrainState
+    state: TrainState
     resident: dict[str, dict[TensorKind, int]]  # of "device" and of "host"
     peak: dict[str, dict[TensorKind, int]]
     num_allocations: dict[str, dict[TensorKind, int]]
@@ -53,21 +53,21 @@ def record_step(
     """In any world, also a real one: `tensors` is the context in which they are made."""
     mesh = build_mesh(settings, world)
     with tensors, MemoryTracker(world.device) as tracker:
-        parts = build(settings, mesh, world.device)
+        state = build(settings, mesh, world.device)
         building_peak_bytes = tracker.device.peak_total
         micro_batches = blank_micro_batches(settings, mesh.data.size)
         gc.collect()  # what building has left
         with no_garbage_collection():
             for _ in range(num_steps_before):
-                train_step(parts.model, parts.optimizer, micro_batches, mesh)
+                train_step(state.model, state.optimizer, micro_batches, mesh)
             tracker.restart()
             kernel_log = KernelLog(lambda: mesh.log.phase, tracker.is_on_host)
             mesh.log.clear()
             with observe_operations(kernel_log), mesh.log.keeping_events(kernel_log.count) as events:
-                train_step(parts.model, parts.optimizer, micro_batches, mesh)
+                train_step(state.model, state.optimizer, micro_batches, mesh)
         memories = {"device": tracker.device, "host": tracker.host}
         return Recording(
-            parts,
+            state,
             {name: dict(+memory.resident) for name, memory in memories.items()},
             {name: dict(+memory.peak) for name, memory in memories.items()},
             {name: dict(+memory.num_allocations) for name, memory in memories.items()},

@@ -89,7 +89,8 @@ def model_states(layout: Layout, settings: Settings, data_size: int) -> PlacedSt
 
 def offload_seconds(on_host: ModelStates, itemsize: int, num_micro_batches: int, cluster: ClusterSpec) -> float:
     """Of one step, as if nothing were hidden: copies of gradients (back and forth where they add up), of weights for
-    forward and backward where they wait on the host, and an update that reads and writes all it has there."""
+    forward and backward where they wait on the host, and an update that reads and writes all it has there.
+    """
     copied = on_host.gradients * (2 * num_micro_batches - 1) + on_host.parameters * 2 * num_micro_batches
     copied += 0 if on_host.parameters else on_host.master * itemsize / 4
     updated = 2 * (on_host.master + on_host.moments) + on_host.gradients
@@ -105,10 +106,12 @@ def workload(layout: Layout, settings: Settings, data_size: int, num_micro_batch
     gathered = 3 * itemsize * num_parameters / model.num_layers if is_gathered else 0
     sent = traffic.step_bytes(policy, num_parameters * itemsize, data_size, num_micro_batches)
     return workload_of(
-        settings,
+        model,
         b=layout.micro_batch_size,
+        k=settings.activations.layers_per_checkpoint,
         N_m=layout.tensor_size,
         tensor_size=layout.tensor_size,
+        itemsize=itemsize,
         state_bytes=states + 3 * bucket + gathered,
         data_bytes=sent / num_micro_batches,
     )

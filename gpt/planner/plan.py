@@ -16,7 +16,8 @@ from rich.table import Table
 from gpt.model.flops import hardware_flops
 from gpt.planner.depth import Estimate, Line, draw_line
 from gpt.planner.layouts import Judgement, Layout, describe, has_room, judge, layouts, room_bytes
-from gpt.settings import Settings, parse_settings
+from gpt.settings import Settings
+from gpt.settings_parser import parse_settings
 from parallel.errors import ConfigError, exit_on_config_error
 from parallel.launch.cluster import ClusterSpec
 
@@ -74,7 +75,8 @@ def line_of(layout: Layout, settings: Settings, cluster_file: str, world_size: i
 
 def roomiest(settings: Settings, cluster: ClusterSpec, world_size: int) -> list[tuple[int, Layout]]:
     """(layers of the settings' width that fit by the closed forms, layout), the most first; each kind of layout with
-    the smallest micro-batch that divides. Raises ConfigError where not even one layer fits."""
+    the smallest micro-batch that divides. Raises ConfigError where not even one layer fits.
+    """
 
     def deep(num_layers: int) -> Settings:
         return replace(settings, model=replace(settings.model, num_layers=num_layers))

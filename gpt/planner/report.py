@@ -48,7 +48,7 @@ def _report(settings: Settings, recording: Recording, console: RunConsole) -> di
 
 
 def projected(recording: Recording, cluster: ClusterSpec, settings: Settings) -> Timeline:
-    mesh = recording.parts.mesh
+    mesh = recording.state.mesh
     grid = Grid(mesh.data.size, mesh.tensor.size, settings.parallel.shard_size)
     return project(recording.kernels, recording.events, cluster, grid)
 
@@ -56,17 +56,17 @@ def projected(recording: Recording, cluster: ClusterSpec, settings: Settings) ->
 def describe(
     settings: Settings, recording: Recording, cluster: ClusterSpec | None, timeline: Timeline | None
 ) -> dict[str, Any]:
-    parts, train, model = recording.parts, settings.train, settings.model
-    size = parts.mesh.size
-    recomputes = parts.activations.recomputes
+    state, train, model = recording.state, settings.train, settings.model
+    size = state.mesh.size
+    recomputes = state.activations.recomputes
     report: dict[str, Any] = {
         "world_size": size,
         "rank": settings.dry_run.rank,
-        "data_size": parts.mesh.data.size,
-        "tensor_size": parts.mesh.tensor.size,
+        "data_size": state.mesh.data.size,
+        "tensor_size": state.mesh.tensor.size,
         "imitated_backend": settings.dry_run.backend,
-        "parameters": parts.num_parameters_of_model,
-        "parameters_of_this_rank": parts.num_parameters,
+        "parameters": state.num_parameters_of_model,
+        "parameters_of_this_rank": state.num_parameters,
         "resident_bytes": recording.resident,
         "peak_bytes": recording.peak,
         "allocations": recording.num_allocations,
@@ -95,7 +95,7 @@ def describe(
 
 def traffic(recording: Recording) -> list[dict[str, Any]]:
     """Bytes that this rank sends in a step."""
-    by = recording.parts.mesh.log.wire_bytes_by
+    by = recording.state.mesh.log.wire_bytes_by
     return [{"axis": axis, "op": op, "phase": phase, "bytes": sent} for (axis, op, phase), sent in sorted(by.items())]
 
 

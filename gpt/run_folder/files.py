@@ -1,6 +1,6 @@
-"""The folder of a run: config.yaml and metrics.jsonl. What an earlier run has left there is never written over.
+"""The files config.yaml and metrics.jsonl in the folder of a run. Files of an earlier run are never overwritten.
 
-metrics.jsonl has one JSON object a logged step; a rank that runs out of memory adds one with `out_of_memory`.
+metrics.jsonl has one JSON object per logged step; a rank that runs out of memory adds one with `out_of_memory`.
 """
 
 import json
@@ -16,10 +16,10 @@ WEIGHTS = "weights"
 
 
 def start_run(folder: Path, config: str, last_step: int) -> None:
-    """Make the folder ready for a run that goes on after `last_step` (0: begins). Raises ConfigError.
+    """Prepare the folder for a run that continues after `last_step`, or begins if that is 0. Raises ConfigError.
 
-    Metrics after `last_step` are cut off, for those steps come again; those of a run that begins anew in an old folder
-    move aside, and so does a config.yaml with other settings.
+    Metrics after `last_step` are cut off, because these steps are run again. If the run begins, old metrics are
+    renamed. A config.yaml with other settings is renamed too.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -36,7 +36,7 @@ def start_run(folder: Path, config: str, last_step: int) -> None:
 
 
 def cut_metrics(folder: Path, last_step: int) -> None:
-    """Drop what was logged after `last_step`: those steps come again. Raises OSError."""
+    """Remove what was logged after `last_step`, because these steps are run again. Raises OSError."""
     metrics = folder / METRICS
     if metrics.exists():
         kept = [line for line in _complete_lines(metrics) if json.loads(line)["step"] <= last_step]
@@ -46,7 +46,7 @@ def cut_metrics(folder: Path, last_step: int) -> None:
 
 
 def append_record(folder: Path, record: dict[str, Any]) -> None:
-    """Non-finite numbers become null: JSON has no words for them."""
+    """Append a record to metrics.jsonl. Numbers that are not finite become null, because JSON cannot express them."""
     folder.mkdir(parents=True, exist_ok=True)
     finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
     with (folder / METRICS).open("a") as file:
@@ -54,23 +54,23 @@ def append_record(folder: Path, record: dict[str, Any]) -> None:
 
 
 def read_steps(folder: Path) -> list[dict[str, Any]]:
-    """The logged steps, in order."""
+    """Return the records of the logged steps, in order."""
     metrics = folder / METRICS
     records = map(json.loads, _complete_lines(metrics)) if metrics.exists() else []
     return [_with_nan(record) for record in records if "loss" in record]
 
 
 def _with_nan(record: dict[str, Any]) -> dict[str, Any]:
-    """What JSON could not say; `mfu` is null where it is not known."""
+    """Return the record with NaN for null, except for `mfu`, which is null if it is not known."""
     return {key: math.nan if value is None and key != "mfu" else value for key, value in record.items()}
 
 
 def _complete_lines(path: Path) -> list[str]:
-    """A crash may have left half a line at the end."""
+    """Return the lines of the file, without the unfinished last line that a crash may have left."""
     return [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
 
 def first_free(path: Path) -> Path:
-    """With the first number in place of {} in its name that nothing else has."""
+    """Return the path with {} in its name replaced by the first number for which no such file exists."""
     numbered = (path.with_name(path.name.format(number)) for number in count(1))
     return next(candidate for candidate in numbered if not candidate.exists())

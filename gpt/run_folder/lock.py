@@ -1,48 +1,52 @@
-"""One job at a time in a run's folder. The system drops the lock with the process that holds it, however that ends."""
+"""A lock on the folder of a run, so that one job at a time writes there.
 
-import fcntl
+The operating system holds the lock for the process and drops it when the process ends, however it ends.
+"""
+
+import errno
 import logging
-import os
 from pathlib import Path
+
+from filelock import FileLock, Timeout
 
 from parallel.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
 LOCK = "lock"
+LOCKS_ARE_MISSING = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP}  # errors of a file system without locks
 
 
 class RunLock:
-    """Held by the first rank for as long as it trains."""
+    """The lock of one run's folder. The first rank holds it for as long as it trains."""
 
     def __init__(self, folder: Path):
         self._folder = folder
-        self._descriptor: int | None = None
+        # Without a fallback: a lock by the mere existence of a file would outlive a process that is killed.
+        self._lock = FileLock(folder / LOCK, blocking=False, thread_local=False, fallback_to_soft=False)
 
     def take(self) -> None:
-        """Make the folder if need be. Raises ConfigError where another job holds it, or nothing can be written."""
-        if self._descriptor is not None:
+        """Take the lock if it is not held yet, and make the folder if it does not exist.
+
+        Raises ConfigError if another job holds the lock, or if nothing can be written to the folder.
+        """
+        if self._lock.is_locked:
             return
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(self._folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
-        except OSError as error:
+            self._lock.acquire()
+        except Timeout:
             raise ConfigError(
-                f"run.dir={self._folder} cannot be written ({error.strerror}); choose another folder"
-            ) from error
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(descriptor)
-            raise ConfigError(
-                f"run.dir={self._folder} is in use by another job, which holds {self._folder / LOCK}; wait for its "
-                "end, or choose another run.dir"
+                f"run.dir={self._folder} is in use by another job, which holds {self._folder / LOCK}; wait until it "
+                "ends, or choose another run.dir"
             ) from None
-        except OSError as error:  # a file system without locks
-            logger.warning("%s cannot be locked (%s): start no second job there", self._folder, error.strerror)
-        self._descriptor = descriptor
+        except OSError as error:
+            if error.errno not in LOCKS_ARE_MISSING:
+                raise ConfigError(
+                    f"run.dir={self._folder} cannot be written ({error.strerror}); choose another folder"
+                ) from error
+            logger.warning("%s cannot be locked (%s); do not start a second job there", self._folder, error.strerror)
 
     def release(self) -> None:
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
+        """Release the lock, if it is held, so that another job may use the folder."""
+        self._lock.release()

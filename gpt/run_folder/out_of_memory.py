@@ -1,4 +1,4 @@
-"""Running out of memory leaves a record in metrics.jsonl, so that a search for the largest model can read it there."""
+"""A record in metrics.jsonl if a rank runs out of memory, which a search for the largest model can read."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -8,16 +8,20 @@ import torch
 
 from gpt.monitor.metrics import peak_memory
 from gpt.run_folder.files import append_record
-from gpt.settings import Settings
+from gpt.settings import TrainSettings
 from parallel.errors import ConfigError
 from parallel.world import World
+from zero.config import ZeroConfig
 
-OTHER_SIGNS = ("can't allocate memory", "out of memory", "ALLOC_FAILED")  # of the CPU's allocator, NCCL's and cuBLAS's
+# In messages of the CPU's allocator, NCCL and cuBLAS.
+OTHER_SIGNS = ("can't allocate memory", "out of memory", "ALLOC_FAILED")
 
 
 @contextmanager
-def out_of_memory_recorded(settings: Settings, world: World, step: Callable[[], int]) -> Iterator[None]:
-    """Turn an allocation that fails in this block, after `step` steps, into a record and a ConfigError."""
+def out_of_memory_recorded(
+    run_dir: Path, train: TrainSettings, zero: ZeroConfig, world: World, step: Callable[[], int]
+) -> Iterator[None]:
+    """Turn a failed allocation in this block into a record and a ConfigError. `step()` is the number of steps done."""
     try:
         yield
     except RuntimeError as error:
@@ -25,9 +29,9 @@ def out_of_memory_recorded(settings: Settings, world: World, step: Callable[[], 
             raise
         peak = peak_memory(world.device)
         record = {"step": step(), "out_of_memory": True, "rank": world.rank}
-        append_record(Path(settings.run.dir), record | peak)
+        append_record(run_dir, record | peak)
         raise ConfigError(
             f"rank {world.rank} ran out of memory after step {step()}, {peak['peak_allocated_bytes'] / 1e9:.2f} GB at "
-            f"peak; lower train.micro_batch_size={settings.train.micro_batch_size}, raise "
-            f"zero.stage={settings.zero.stage} or set activations.store=keep, partition or partition_host"
+            f"peak; lower train.micro_batch_size={train.micro_batch_size}, raise "
+            f"zero.stage={zero.stage} or set activations.store=keep, partition or partition_host"
         ) from error

@@ -11,7 +11,8 @@ from typing import Any
 
 import yaml
 
-from gpt.settings import Settings, parse_settings
+from gpt.settings import Settings
+from gpt.settings_parser import parse_settings
 
 ROOT = Path(__file__).resolve().parents[2]
 PAPER, CONFIGS = ROOT / "docs/paper", ROOT / "configs/paper"

@@ -1,4 +1,4 @@
-"""What all tests of the whole program begin with."""
+"""Fixtures of the tests of the whole program."""
 
 from pathlib import Path
 
@@ -9,5 +9,5 @@ from tests.end_to_end.runs import prepare_corpus
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """PREFIX of a few thousand tokens, which no test changes."""
+    """Return the PREFIX of a few thousand tokens, which tests do not change."""
     return prepare_corpus(tmp_path_factory.mktemp("corpus"))

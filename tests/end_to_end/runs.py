@@ -4,7 +4,7 @@ from pathlib import Path
 
 from data import prepare
 from gpt.run_folder.files import read_steps
-from gpt.settings import parse_settings
+from gpt.settings_parser import parse_settings
 from parallel.world import start_world
 from pretrain_gpt import pretrain
 from tests.ranks import run_ranks
@@ -21,7 +21,7 @@ TINY_MODEL = {
 
 
 def prepare_corpus(folder: Path) -> Path:
-    """PREFIX of a few thousand tokens."""
+    """Write a few thousand tokens, and return their PREFIX."""
     text = folder / "text"
     text.mkdir()
     for number in range(60):
@@ -42,7 +42,7 @@ def prepare_corpus(folder: Path) -> Path:
 
 
 def options(prefix: Path, run_dir: Path, **settings: object) -> list[str]:
-    """The command line of a tiny run; `settings` are dotted names with `__` for the dot."""
+    """Return the command line of a tiny run; the names of `settings` have `__` for the dot."""
     chosen = {f"model.{name}": value for name, value in TINY_MODEL.items()} | {
         "data.path": prefix,
         "data.split": "[0.8, 0.1, 0.1]",
@@ -61,12 +61,12 @@ def options(prefix: Path, run_dir: Path, **settings: object) -> list[str]:
 
 
 def run_on_rank(arguments: list[str]) -> list[dict]:
-    """The whole program, on one of the test's ranks; returns the logged steps."""
+    """Run the whole program on one of the test's ranks, and return the logged steps."""
     settings = parse_settings(arguments)
     pretrain(settings, start_world())
     return read_steps(Path(settings.run.dir))
 
 
 def run(num_ranks: int, prefix: Path, run_dir: Path, **settings: object) -> list[dict]:
-    """A tiny run of the whole program; returns the logged steps."""
+    """Run the whole program on all ranks, and return the logged steps."""
     return run_ranks(num_ranks, run_on_rank, options(prefix, run_dir, **settings), init_process_group=False)[0]

@@ -1,4 +1,4 @@
-"""Mistakes that a user can put right: one line with the setting, the numbers and the remedy; exit code 2; no trace."""
+"""Mistakes that a user can correct: one line with setting, numbers and remedy, exit code 2, and no traceback."""
 
 import os
 import random
@@ -15,7 +15,7 @@ import pytest
 from data.errors import DataError
 from data.indexed import IndexedWriter
 from gpt.checkpoint.checkpoint import find
-from gpt.settings import parse_settings
+from gpt.settings_parser import parse_settings
 from parallel.errors import ConfigError
 from parallel.world import start_world
 from pretrain_gpt import pretrain
@@ -109,7 +109,8 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_offered(checkpoints
     shutil.copytree(checkpoints.run_dir, run_dir)
     newest, before = (run_dir / "checkpoints" / f"step-0000000{step}" for step in (6, 3))
     spoil(newest / name, damage)
-    if (name, damage) == ("layout.json", "missing"):  # then it is no checkpoint, and the newest is the one before
+    if (name, damage) == ("layout.json", "missing"):
+        # Without it the folder is not a checkpoint, and the newest is the one before it.
         assert find(run_dir / "checkpoints", "auto") == before
         return
     before_the_attempt = contents(run_dir)
@@ -121,7 +122,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_offered(checkpoints
 
 
 @pytest.mark.full
-def test_damage_that_one_rank_finds_is_told_once(checkpoints, tmp_path):
+def test_damage_that_one_rank_finds_is_printed_once(checkpoints, tmp_path):
     run_dir = tmp_path / "run"
     shutil.copytree(checkpoints.run_dir, run_dir)
     file = run_dir / "checkpoints" / "step-00000006" / "rank-00001.safetensors"
@@ -140,7 +141,7 @@ class Checkpoints:
 
 @pytest.fixture(scope="module")
 def checkpoints(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
-    """Of two ranks after 3 and 6 steps."""
+    """Return the checkpoints of two ranks after 3 and 6 steps."""
     run_dir = tmp_path_factory.mktemp("checkpoints") / "run"
     run_ranks(2, run_on_rank, options(corpus, run_dir, checkpoint__every=3), init_process_group=False)
     return Checkpoints(corpus, run_dir)
@@ -163,14 +164,14 @@ def test_the_program_ends_with_code_2_and_one_line():
     assert ended.stderr.strip() == "error: zero.stge: there is no such setting; did you mean zero.stage?"
 
 
-def test_a_mistake_that_all_ranks_see_is_told_once(corpus, tmp_path):
+def test_a_mistake_that_all_ranks_see_is_printed_once(corpus, tmp_path):
     errors = errors_under_torchrun(options(corpus, tmp_path / "run", train__global_batch_size=6))
     assert_told_once(errors, r"train.global_batch_size=6 is not divisible by .* = 4; choose 8")
     assert not (tmp_path / "run").exists()
 
 
-def test_a_rank_that_fails_alone_is_heard_and_its_peer_leaves_quietly(tmp_path):
-    """A sample with an id outside the vocabulary reaches one rank; the other waits for it in a collective."""
+def test_the_error_of_one_rank_is_printed_and_the_other_rank_ends_without_one(tmp_path):
+    """One rank gets a sample with an id outside the vocabulary, while the other waits for it in a collective."""
     with IndexedWriter(tmp_path / "bad", np.dtype(np.uint16)) as writer:
         for number in range(200):
             writer.add(np.full(17, 5000 if number % 100 == 99 else 7, dtype=np.uint16), np.array([17]))
@@ -180,7 +181,7 @@ def test_a_rank_that_fails_alone_is_heard_and_its_peer_leaves_quietly(tmp_path):
 
 
 def errors_under_torchrun(arguments: list[str]) -> str:
-    """What two ranks and their launcher write to stderr. Fails if they are not gone 10 seconds after the error line."""
+    """Return what two ranks and their launcher write to stderr; fail if they run 10 seconds after the error line."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     with subprocess.Popen(

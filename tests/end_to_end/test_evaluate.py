@@ -1,4 +1,4 @@
-"""Perplexity of a text over ranks, against transformers' model reading it prediction by prediction in one process."""
+"""Perplexity of a text on several ranks, against transformers in one process, one prediction at a time."""
 
 import math
 from pathlib import Path
@@ -21,7 +21,7 @@ TEXT = "ten green bottles hanging on the wall;\nand if one green bottle should a
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a corpus, a run that has saved a checkpoint and its weights, and a text."""
+    """Return a folder with a corpus, a run that has saved a checkpoint and its weights, and a text."""
     folder = tmp_path_factory.mktemp("evaluated")
     corpus = prepare_corpus(folder)
     settings = {"zero__stage": 3, "train__steps": 3, "checkpoint__every": 3, "checkpoint__weights": True}
@@ -60,7 +60,7 @@ def test_ranks_find_the_perplexity_of_one_process(trained, is_exported, stride, 
     assert found[0].perplexity == pytest.approx(math.exp(expected / len(TEXT.split())), rel=1e-4)
 
 
-def test_every_prediction_is_scored_once_with_enough_before_it():
+def test_every_prediction_is_scored_once_with_enough_context():
     for num_predictions in (1, 15, 16, 17, 40, 41):
         for stride in (1, 5, 16):
             found = windows(num_predictions, 16, stride)
@@ -70,7 +70,7 @@ def test_every_prediction_is_scored_once_with_enough_before_it():
             assert all(i - window.read.start >= 16 - stride for window in found[1:] for i in window.scored)
 
 
-def test_wikitexts_spaces_are_undone_and_its_line_ends_are_words(trained, tmp_path):
+def test_wikitexts_spaces_are_undone_and_its_line_ends_count_as_words(trained, tmp_path):
     text = ' \n = Robert = \n \n It cost $ 3 @,@ 000 ( 1 @.@ 5 % ) , a well @-@ known play \'s " price " . \n'
     assert undo_wikitext(text) == '\n = Robert =\n\n It cost $3,000 (1.5%), a well-known play\'s "price".\n'
     (tmp_path / "wiki").write_text(text)

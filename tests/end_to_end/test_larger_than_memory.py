@@ -1,4 +1,4 @@
-"""A model whose states are three times what a rank may hold is built, trained, saved and consolidated."""
+"""A model whose states are three times the memory of a rank is built, trained, saved and consolidated."""
 
 import ctypes
 import gc
@@ -14,13 +14,13 @@ from transformers import GPT2LMHeadModel
 
 from gpt.checkpoint.export import export_checkpoint
 from gpt.run_folder.files import CHECKPOINTS, WEIGHTS, read_steps
-from gpt.settings import parse_settings
+from gpt.settings_parser import parse_settings
 from parallel.world import start_world
 from pretrain_gpt import pretrain
 from tests.end_to_end.runs import VOCAB_SIZE, options, prepare_corpus, run_on_rank
 from tests.ranks import RankError, run_ranks
 
-M_MMAP_THRESHOLD = -3  # of malloc.h
+M_MMAP_THRESHOLD = -3  # from malloc.h
 NUM_RANKS = 4
 MODEL = {"num_layers": 40, "hidden_size": 256, "num_heads": 4, "seq_length": 16, "vocab_size": VOCAB_SIZE, "dropout": 0}
 BLOCK_NUMEL = 12 * 256**2
@@ -30,10 +30,10 @@ ADAM_BYTES = 16  # a parameter, its gradient and two moments in fp32
 
 @contextmanager
 def memory_limited_to(num_bytes: int) -> Iterator[None]:
-    """Of data beyond what the process has now; what does not fit cannot be allocated."""
+    """Limit the data of the process to so much more than it has now; further allocations fail."""
     gc.collect()
-    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**16)  # what tensors free goes back at once, as on a device
-    threading.stack_size(2**18)  # reserved for every thread, and counted, but hardly used
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**16)  # memory that tensors free is returned at once, as on a device
+    threading.stack_size(2**18)  # stacks of threads are reserved and counted, but hardly used
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     now = int(status["VmData"].split()[0]) * 1024
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
@@ -46,7 +46,7 @@ def memory_limited_to(num_bytes: int) -> Iterator[None]:
 
 
 def train_in_little_memory(arguments: list[str], num_bytes: int) -> list[float]:
-    """Losses. The limit holds for all that the program does once its ranks have met."""
+    """Train under a memory limit, which begins when the ranks have connected, and return the losses."""
     settings, world = parse_settings(arguments), start_world()
     with memory_limited_to(num_bytes):
         pretrain(settings, world)
@@ -54,7 +54,7 @@ def train_in_little_memory(arguments: list[str], num_bytes: int) -> list[float]:
 
 
 def train_under_limit(folder: Path, stage: int) -> list[list[float]]:
-    """A first tiny run has everything loaded that the program itself needs."""
+    """Train under a memory limit, after a tiny run that loads everything that the program itself needs."""
     arguments = large_run(folder, stage)
     tiny = ["--model.num_layers=1", "--train.steps=1", "--checkpoint.every=1", f"--run.dir={folder / 'tiny'}"]
     run_ranks(NUM_RANKS, run_on_rank, [*arguments, *tiny], init_process_group=False)

@@ -1,4 +1,4 @@
-"""Whole runs: from settings to metrics, plot, samples and checkpoints, and back from a checkpoint."""
+"""Whole runs, from settings to metrics, plot, generated texts and checkpoints, and resumed from a checkpoint."""
 
 import json
 import math
@@ -13,7 +13,7 @@ from gpt.monitor.collectives import read_profile
 from gpt.monitor.console import RunConsole
 from gpt.planner.report import run_and_report
 from gpt.run_folder.files import read_steps
-from gpt.settings import parse_settings
+from gpt.settings_parser import parse_settings
 from parallel.errors import ConfigError
 from parallel.world import start_world
 from pretrain_gpt import pretrain
@@ -29,8 +29,11 @@ TENSOR_2 = {"parallel__tensor_size": 2, "train__steps": 2}
 
 
 def reproducible(records: list[dict]) -> list[dict]:
-    """Without what is measured, traffic and memory included: the first step of every start gathers what later ones know
-    of, and places what they know a place for."""
+    """Return the records without what is measured, traffic and memory included.
+
+    The first step after every start of the program has other traffic and memory than later ones, which prefetch and
+    place parameters as it has recorded.
+    """
     left_out = MEASURED | {"data_axis_bytes", "tensor_axis_bytes"}
     return [
         {k: v for k, v in record.items() if k not in left_out and not k.startswith("memory/")} for record in records
@@ -92,8 +95,8 @@ def test_a_run_from_a_deepspeed_file_equals_one_from_options(corpus, tmp_path):
     assert found[-1]["lr"] < found[2]["lr"] == 0.01
 
 
-def test_every_layout_tells_the_same_story(corpus, tmp_path):
-    """The order of samples does not depend on the ranks; that no layout changes a step is shown elsewhere."""
+def test_every_layout_has_the_same_losses(corpus, tmp_path):
+    """The order of samples does not depend on the ranks. Other tests show that no layout changes a step."""
     expected = run(1, corpus, tmp_path / "one", zero__stage=0)
     for num_ranks, stage, tensor_size in ((2, 1, 2), (4, 2, 2), (2, 3, 1)):
         settings = {"zero__stage": stage, "parallel__tensor_size": tensor_size}
@@ -136,7 +139,8 @@ def test_a_resumed_run_equals_an_undisturbed_one_bit_for_bit(
         for later in range(last_step + 2, 8, 2):
             shutil.rmtree(resumed_dir / "checkpoints" / f"step-{later:08d}")
         resumed = run(num_ranks, corpus, resumed_dir, **settings)
-        assert repr(reproducible(resumed)) == repr(reproducible(undisturbed))  # an overflow's norm is NaN
+        # By repr, because the norm of an overflow is NaN.
+        assert repr(reproducible(resumed)) == repr(reproducible(undisturbed))
 
 
 def test_two_resumes_across_epochs_equal_one_run(corpus, tmp_path):
@@ -163,7 +167,7 @@ def test_a_run_starts_from_the_weights_that_another_has_left(corpus, tmp_path):
         assert found["validation_loss"] == pytest.approx(first[-1]["validation_loss"], rel=1e-5)
 
 
-def test_a_finished_run_is_not_repeated_and_a_longer_one_goes_on(corpus, tmp_path):
+def test_a_finished_run_is_not_repeated_and_a_longer_one_continues_it(corpus, tmp_path):
     first = run(1, corpus, tmp_path / "run", checkpoint__every=3, schedule__decay="constant")
     again = run(1, corpus, tmp_path / "run", checkpoint__every=3, schedule__decay="constant")
     assert again == first
@@ -183,7 +187,7 @@ def test_a_run_that_starts_anew_keeps_what_it_finds(corpus, tmp_path):
 
 
 def test_a_run_that_starts_anew_is_not_mistaken_for_the_old_one(corpus, tmp_path):
-    """Old checkpoints are of later steps than the first new one; they move aside and are never resumed."""
+    """Old checkpoints of later steps are renamed, so that the run never resumes from them."""
     run(1, corpus, tmp_path / "run", checkpoint__every=3)
     settings = {"checkpoint__every": 2, "checkpoint__keep": 1, "train__steps": 2}
     run(1, corpus, tmp_path / "run", checkpoint__resume="never", **settings)
@@ -216,7 +220,7 @@ def test_checkpointed_activations_give_the_same_losses(corpus, tmp_path):
 
 
 def test_the_five_configurations_of_the_papers_table_3_train_alike(corpus, tmp_path):
-    """C1 to C5 differ in where model states and activations are, in nothing that is computed."""
+    """C1 to C5 differ in where model states and activations are stored, not in what is computed."""
     shrunk = {"model__num_layers": 4, "train__steps": 2, "train__eval_samples": 0, "train__sample_tokens": 0}
     expected = run(1, corpus, tmp_path / "plain", zero__stage=0, **shrunk)
     answers = set()

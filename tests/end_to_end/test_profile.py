@@ -1,11 +1,12 @@
-"""A profiled run is the same run, and leaves a trace with its phases named, and the timers of every rank."""
+"""A profiled run is the same run, and writes a trace with named phases and the timers of every rank."""
 
 import json
 from pathlib import Path
 
 import pytest
 
-from gpt.monitor.profiling import TIMERS, ProfileSettings, straggler_lines, stragglers
+from gpt.monitor.profiling import TIMERS, straggler_lines, stragglers
+from gpt.settings import ProfileSettings
 from parallel.errors import ConfigError
 from tests.end_to_end.runs import options, prepare_corpus, run_on_rank
 from tests.ranks import run_ranks
@@ -24,7 +25,7 @@ def test_a_profiled_run_is_the_same_run_and_names_its_phases(tmp_path):
     assert sorted(path.name for path in (profiled / "profile").iterdir()) == ["rank-1.json", "timers.json"]
     trace = json.loads((profiled / "profile" / "rank-1.json").read_text())["traceEvents"]
     named = [event["name"] for event in trace if event.get("cat") == "user_annotation"]
-    # Three steps of two micro-batches, with one save, and the one that evaluates not among them.
+    # Three steps of two micro-batches each, with one save and without an evaluation.
     counts = {name: named.count(name) for name in ("data", "forward", "backward", "update", "checkpoint", "evaluation")}
     assert counts == {"data": 3, "forward": 6, "backward": 6, "update": 3, "checkpoint": 1, "evaluation": 0}
     for timers in json.loads((profiled / "profile" / "timers.json").read_text()):
@@ -34,7 +35,7 @@ def test_a_profiled_run_is_the_same_run_and_names_its_phases(tmp_path):
 
 
 def computing(*seconds: float) -> list[dict[str, float]]:
-    """Ranks that take so long forward, and wait for the slowest of them."""
+    """Return the timers of ranks whose forward takes so long, and which wait for the slowest of them."""
     rest = dict.fromkeys(TIMERS, 0.0)
     return [rest | {"forward": own, "reduce": max(seconds) - own, "step": max(seconds)} for own in seconds]
 
@@ -47,6 +48,6 @@ def test_a_straggler_is_the_rank_that_computes_while_the_others_wait():
 
 
 @pytest.mark.parametrize("steps", [(0, 2), (5, 4)])
-def test_steps_that_are_no_first_and_last_step_are_refused(steps):
-    with pytest.raises(ConfigError, match=r"profile.steps=\[\d, \d\] are no first and last step; choose \[10, 12\]"):
+def test_steps_that_are_not_a_first_and_a_last_step_are_refused(steps):
+    with pytest.raises(ConfigError, match=r"profile.steps=\[\d, \d\] are not a first and a last step; choose"):
         ProfileSettings(steps=steps)

@@ -1,4 +1,4 @@
-"""Runs that are killed, asked to leave, hang or find their disk full, and what becomes of them."""
+"""Runs that are killed, stopped by a signal, hang, or find their disk full."""
 
 import json
 import os
@@ -20,7 +20,7 @@ from torch import Tensor
 from gpt.loss_guard import LossGuard
 from gpt.run_folder.files import read_steps
 from gpt.run_folder.lock import RunLock
-from gpt.settings import parse_settings
+from gpt.settings_parser import parse_settings
 from parallel.errors import ConfigError
 from parallel.world import start_world
 from pretrain_gpt import pretrain
@@ -47,18 +47,18 @@ def check_that_kills_change_nothing(corpus: Path, folder: Path, num_steps: int, 
     assert json.loads((folder / "killed" / "checkpoints" / f"step-{num_steps:08d}" / "layout.json").read_text())
 
 
-def test_a_run_killed_while_it_saves_tells_the_story_of_an_undisturbed_one(corpus, tmp_path):
+def test_a_run_killed_while_it_saves_equals_an_undisturbed_one(corpus, tmp_path):
     check_that_kills_change_nothing(corpus, tmp_path, 6, [Kill(0, 0, "save.rename", 2)])
 
 
 @pytest.mark.full
-def test_a_run_killed_again_and_again_tells_the_story_of_an_undisturbed_one(corpus, tmp_path):
+def test_a_run_killed_again_and_again_equals_an_undisturbed_one(corpus, tmp_path):
     check_that_kills_change_nothing(corpus, tmp_path, 10, [Kill(0, 1, "reduce", 25), Kill(1, 0, "save.rename", 1)])
 
 
 @contextmanager
 def started_ranks(num_ranks: int, arguments: list[str]) -> Iterator[list[subprocess.Popen]]:
-    """The program's ranks as processes of their own, as torchrun starts them."""
+    """Start the ranks of the program as processes of their own, as torchrun does."""
     store = dist.TCPStore(MASTER_ADDRESS, 0, is_master=True, wait_for_workers=False)
     processes = [
         subprocess.Popen(
@@ -86,7 +86,7 @@ def wait_for_steps(run_dir: Path, number: int) -> None:
         time.sleep(0.05)
 
 
-def test_a_signal_to_one_rank_makes_all_save_the_same_step_and_leave_with_code_0(corpus, tmp_path):
+def test_a_signal_to_one_rank_makes_all_save_the_same_step_and_end_with_code_0(corpus, tmp_path):
     run_dir = tmp_path / "run"
     with started_ranks(2, options(corpus, run_dir, **LONG)) as ranks:
         wait_for_steps(run_dir, 3)
@@ -124,7 +124,7 @@ def test_a_second_job_in_a_folder_is_refused_and_nothing_is_touched(corpus, tmp_
 
 def test_a_killed_job_holds_no_lock(tmp_path):
     hold = "from gpt.run_folder.lock import RunLock; from pathlib import Path; import sys, time; "
-    hold += f"RunLock(Path({str(tmp_path)!r})).take(); print('held', flush=True); time.sleep(60)"
+    hold += f"lock = RunLock(Path({str(tmp_path)!r})); lock.take(); print('held', flush=True); time.sleep(60)"
     with subprocess.Popen([sys.executable, "-c", hold], cwd=ROOT, stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout.readline() == "held\n"
         with pytest.raises(ConfigError, match="in use"):
@@ -140,7 +140,7 @@ STEP_6_FAILS = r"checkpoint of step 6 cannot be written to .*: "
 def test_a_write_that_fails_costs_the_checkpoint_not_the_run_nor_the_checkpoint_before(
     corpus, tmp_path, caplog, asynchronous
 ):
-    """The system lets no file grow as large as it would have to be, from the second checkpoint on."""
+    """From the second checkpoint on, the system limits the size of files to less than a checkpoint needs."""
     run_dir = tmp_path / "run"
     settings = {"checkpoint__every": 2, "checkpoint__asynchronous": asynchronous, "schedule__decay": "constant"}
     first = run(1, corpus, run_dir, **settings, train__steps=2)
@@ -175,7 +175,7 @@ def files_of_at_most(num_bytes: int) -> Iterator[None]:
 @pytest.mark.full
 @pytest.mark.parametrize(("mode", "reason"), [("rw", "No space left on device"), ("ro", "Read-only file system")])
 def test_a_small_or_read_only_disk_costs_the_checkpoints_not_the_run(corpus, tmp_path, mode, reason):
-    """On a file system of its own, which only root can mount."""
+    """The checkpoints are on a file system of their own, which only root can mount."""
     with small_disk(tmp_path / "run" / "checkpoints", 100_000, mode):
         for _ in range(2):
             with pytest.raises(ConfigError, match=STEP_6_FAILS + f"rank 0: {reason}"):
@@ -195,7 +195,7 @@ def small_disk(folder: Path, num_bytes: int, mode: str) -> Iterator[None]:
 
 
 class Bad:
-    """A guard's judgement, forced to "bad" in chosen calls."""
+    """A judgement of the guard that is forced to "bad" in chosen calls."""
 
     def __init__(self, *calls: int):
         self._calls, self._judge, self._num_calls = calls, LossGuard.judge, 0
@@ -220,13 +220,13 @@ def test_a_bad_loss_skips_its_step_only(corpus, tmp_path):
     assert found[3]["loss"] != good[3]["loss"]
 
 
-def test_a_run_goes_back_and_leaves_the_samples_of_a_bad_loss_out(corpus, tmp_path):
+def test_a_run_rolls_back_and_leaves_the_samples_of_a_bad_loss_out(corpus, tmp_path):
     settings = {"guard__policy": "roll_back", "checkpoint__every": 2}
     good = run(1, corpus, tmp_path / "good", schedule__decay="constant", **settings)
     found = guarded(corpus, tmp_path / "run", [5], **settings)
     assert [record["step"] for record in found] == [1, 2, 3, 4, 5, 6]
     assert losses(found[:4]) == losses(good[:4])
-    assert found[4]["tokens"] == good[4]["tokens"] + 8 * 16  # the step's own samples were left out
+    assert found[4]["tokens"] == good[4]["tokens"] + 8 * 16  # the samples of the bad step are left out
     assert found[5]["skipped_steps"] == 0
 
 
@@ -234,7 +234,11 @@ def test_a_run_goes_back_and_leaves_the_samples_of_a_bad_loss_out(corpus, tmp_pa
     ("settings", "bad_steps", "message"),
     [
         ({"guard__policy": "stop"}, [3], r"bad losses by step 3: 1 not finite.*guard.policy=stop"),
-        ({"guard__policy": "roll_back", "guard__max_roll_backs": 1}, [3, 4], r"by step 3: 2 not .*after 1 of 1 times"),
+        (
+            {"guard__policy": "roll_back", "guard__max_roll_backs": 1},
+            [3, 4],
+            r"by step 3: 2 not .*after 1 of 1 roll-backs",
+        ),
     ],
 )
 def test_bad_losses_end_the_run_where_that_is_asked_for(corpus, tmp_path, settings, bad_steps, message):
@@ -242,6 +246,6 @@ def test_bad_losses_end_the_run_where_that_is_asked_for(corpus, tmp_path, settin
         guarded(corpus, tmp_path / "run", bad_steps, **settings, checkpoint__every=2)
 
 
-def test_a_checked_run_finds_its_replicas_alike(corpus, tmp_path):
+def test_a_run_that_compares_replicas_finds_them_equal(corpus, tmp_path):
     checked = run(2, corpus, tmp_path / "checked", guard__check_replicas_every=2)
     assert losses(checked) == losses(run(2, corpus, tmp_path / "plain"))

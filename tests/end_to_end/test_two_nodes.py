@@ -1,4 +1,4 @@
-"""Two nodes with a network between them: runs that lose one, and what the preflight finds wrong with one."""
+"""Two nodes with a network between them: a run that loses one, and the faults of a node that the preflight finds."""
 
 import os
 import subprocess
@@ -22,7 +22,7 @@ def nodes() -> Iterator[list[Node]]:
         yield nodes
 
 
-def test_a_run_that_loses_a_node_goes_on_as_if_nothing_had_happened(nodes, tmp_path):
+def test_a_run_that_loses_a_node_equals_an_undisturbed_one(nodes, tmp_path):
     undisturbed, found = lose_and_go_on(nodes, prepare_corpus(tmp_path), tmp_path)
     assert [step for step, _, _ in undisturbed] == list(range(1, NUM_STEPS + 1))
     assert {what: story for what, (_, story) in found.items()} == dict.fromkeys(found, undisturbed)
@@ -32,7 +32,7 @@ def test_a_run_that_loses_a_node_goes_on_as_if_nothing_had_happened(nodes, tmp_p
 def preflight(
     nodes: list[Node], arguments: list[str], on_second: str = "", num_nodes: int = 2
 ) -> list[tuple[int, str]]:
-    """(exit code, standard error) of each node; `on_second`: shell lines before it on the second one."""
+    """Return (exit code, standard error) of each node; `on_second` is run by the shell of the second one first."""
     own = [
         "--nodes",
         str(num_nodes),
@@ -87,7 +87,7 @@ def test_what_is_wrong_with_a_node_is_found_with_its_name(nodes, tmp_path, on_se
     assert "n2" in said_by_second
 
 
-def test_a_node_that_does_not_come_is_named(nodes):
+def test_a_node_that_does_not_answer_is_named(nodes):
     (_, said), _ = preflight(nodes, [], num_nodes=3)
     assert "2 of 3 nodes have reported within 8 s: n1, n2; missing: n3" in said
 
@@ -108,6 +108,6 @@ def test_links_are_measured_and_a_slow_one_is_named(nodes, tmp_path):
     said = "".join(process.communicate(timeout=120)[0] for process in running)
     assert "slow link: rank 0 on n1 - rank 2 on n2: 0.0" in said
     figures = dict(line.split(": ") for line in written.read_text().splitlines()[1:])
-    # 200 Mbit/s are 0.025 GB/s of a node, headers included, and a burst of 256 KiB comes on top.
+    # 200 Mbit/s are 0.025 GB/s per node, headers included, plus a burst of 256 KiB.
     assert float(figures["node_gb_per_second"]) == pytest.approx(0.025, rel=0.15)
     assert float(figures["intra_node_gb_per_second"]) > 4 * float(figures["node_gb_per_second"])

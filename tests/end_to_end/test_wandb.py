@@ -1,4 +1,4 @@
-"""Weights & Biases gets what metrics.jsonl gets; a tracking that fails never ends a run."""
+"""Weights & Biases gets what metrics.jsonl gets; a failure of tracking never ends a run."""
 
 import json
 import math
@@ -23,7 +23,7 @@ FULL, LAST = 1, 4
 
 
 def offline_records(file: Path) -> Iterator:
-    """The records of an offline run: LevelDB's log format around protocol buffers."""
+    """Return the records of an offline run: protocol buffers in LevelDB's log format."""
     from wandb.proto import wandb_internal_pb2
 
     data, position, parts = file.read_bytes(), FILE_HEADER_BYTES, []
@@ -49,7 +49,7 @@ def history_of(file: Path) -> list[dict]:
 
 
 def history_within_a_minute(folder: Path, num_steps: int) -> list[dict]:
-    """Of the newest offline run; its own process writes the file, and not before it likes."""
+    """Return the history of the newest offline run, whose file a process of W&B writes some time later."""
     (file,) = (folder / "wandb" / "latest-run").glob("*.wandb")
     deadline = time.monotonic() + 60
     while len(history_of(file)) < num_steps and time.monotonic() < deadline:
@@ -58,7 +58,7 @@ def history_within_a_minute(folder: Path, num_steps: int) -> list[dict]:
 
 
 def run_program(arguments: list[str], **environment: str) -> None:
-    """In a process of its own: W&B reads the environment once, and leaves a service behind."""
+    """Run the program in a process of its own, because W&B reads the environment once and leaves a service running."""
     command = [sys.executable, "pretrain_gpt.py", *arguments]
     subprocess.run(command, cwd=ROOT, env=os.environ | environment, check=True, capture_output=True)
 
@@ -99,7 +99,7 @@ def test_the_norms_of_layers_make_up_the_norm_of_all(corpus, tmp_path):
 
 
 def test_a_run_that_is_killed_and_resumed_is_one_continuous_curve(corpus, tmp_path):
-    """Killed after step 8, with a checkpoint of step 6: W&B has lost what its process had not written by then."""
+    """The run is killed after step 8, with a checkpoint of step 6; W&B loses what it has not written by then."""
     run_dir = tmp_path / "run"
     settings = {"wandb__mode": "offline", "train__steps": 12, "train__eval_samples": 0, "train__sample_tokens": 0}
     arguments = options(corpus, run_dir, checkpoint__every=3, **settings)
@@ -126,6 +126,6 @@ def test_a_run_whose_wandb_cannot_be_reached_trains_on_and_is_kept_for_later(cor
 
 
 def test_a_tracking_that_cannot_start_does_not_stop_the_run(corpus, tmp_path):
-    (tmp_path / "run" / "wandb_run_id").mkdir(parents=True)  # where a file should be
+    (tmp_path / "run" / "wandb_run_id").mkdir(parents=True)  # a folder in place of the file
     arguments = options(corpus, tmp_path / "run", wandb__mode="offline")
     assert len(run_ranks(1, run_on_rank, arguments, init_process_group=False)[0]) == 6

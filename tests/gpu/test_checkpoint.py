@@ -15,14 +15,14 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_training_goes_on_while_a_checkpoint_is_written(gpu, tmp_path, stage):
-    parts = TrainState(*build(gpu, stage, torch.bfloat16), gpu)
+    state = TrainState(*build(gpu, stage, torch.bfloat16), gpu)
     batches = micro_batches(gpu)
-    train_step(parts.model, parts.optimizer, batches, parts.mesh)
-    expected = {name: tensor.to("cpu", copy=True) for name, tensor in owned_tensors(parts).items()}
-    saver = Saver(tmp_path, parts, keep=1, is_async=True)
+    train_step(state.model, state.optimizer, batches, state.mesh)
+    expected = {name: tensor.to("cpu", copy=True) for name, tensor in owned_tensors(state).items()}
+    saver = Saver(tmp_path, state, keep=1, is_async=True)
     saver.start(Progress(1, 4))
     for _ in range(3):
-        train_step(parts.model, parts.optimizer, batches, parts.mesh)
+        train_step(state.model, state.optimizer, batches, state.mesh)
     checkpoint = saver.wait()
     saved = SavedState(checkpoint, read_layout(checkpoint)["state"]).file(0)
     assert saved.entries.keys() == expected.keys()

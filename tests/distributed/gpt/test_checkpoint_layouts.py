@@ -24,7 +24,7 @@ from zero.optimizer import ZeroOptimizer
 from zero.state.saved_state import SavedState
 
 CONFIG = ModelConfig(2, 32, 4, 12, 97, dropout=0.0)
-GLOBAL_BATCH = 4  # sequences, cut over the data-parallel ranks
+GLOBAL_BATCH = 4  # sequences, divided over the data-parallel ranks
 
 
 @dataclass(frozen=True)
@@ -64,24 +64,24 @@ def build(case: LayoutCase) -> TrainState:
     return TrainState(mesh, model, optimizer, torch.device("cpu"), ActivationsConfig())
 
 
-def train(parts: TrainState, first: int, num_steps: int) -> list[float]:
+def train(state: TrainState, first: int, num_steps: int) -> list[float]:
     """Return the losses of the global batches, whose sequences do not depend on the layout."""
     losses = []
     for step in range(first, first + num_steps):
         generator = torch.Generator().manual_seed(step)
         ids = torch.randint(CONFIG.vocab_size, (GLOBAL_BATCH, CONFIG.seq_length + 1), generator=generator)
-        own = ids.chunk(parts.mesh.data.size)[parts.mesh.data.rank]
-        loss = parts.model(own[:, :-1], own[:, 1:])
+        own = ids.chunk(state.mesh.data.size)[state.mesh.data.rank]
+        loss = state.model(own[:, :-1], own[:, 1:])
         loss.backward()
-        parts.optimizer.step()
-        total = loss.detach() / parts.mesh.data.size
-        parts.mesh.data.all_reduce(total, out=total).wait()
+        state.optimizer.step()
+        total = loss.detach() / state.mesh.data.size
+        state.mesh.data.all_reduce(total, out=total).wait()
         losses.append(total.item())
     return losses
 
 
-def save(parts: TrainState, folder: Path, step: int, *, is_async: bool = False) -> Path:
-    saver = Saver(folder, parts, keep=9, is_async=is_async)
+def save(state: TrainState, folder: Path, step: int, *, is_async: bool = False) -> Path:
+    saver = Saver(folder, state, keep=9, is_async=is_async)
     saver.start(Progress(step, step * GLOBAL_BATCH))
     found = saver.wait()
     assert found is not None
@@ -89,23 +89,23 @@ def save(parts: TrainState, folder: Path, step: int, *, is_async: bool = False) 
 
 
 def train_and_save(case: LayoutCase, folder: Path, num_steps: int, num_more: int = 0) -> list[float]:
-    parts = build(case)
-    train(parts, 0, num_steps)
-    save(parts, folder, num_steps)
-    return train(parts, num_steps, num_more)
+    state = build(case)
+    train(state, 0, num_steps)
+    save(state, folder, num_steps)
+    return train(state, num_steps, num_more)
 
 
 def load_and_save(cases: list[LayoutCase], source: Path, folder: Path) -> None:
     for number, case in enumerate(cases):
-        parts = build(case)
-        assert checkpoint.load(source, parts) == Progress(2, 2 * GLOBAL_BATCH)
-        save(parts, folder / f"{case.data}-{case.tensor}-{number}", 2, is_async=bool(number % 2))
+        state = build(case)
+        assert checkpoint.load(source, state) == Progress(2, 2 * GLOBAL_BATCH)
+        save(state, folder / f"{case.data}-{case.tensor}-{number}", 2, is_async=bool(number % 2))
 
 
 def load_and_train(case: LayoutCase, source: Path, num_steps: int) -> list[float]:
-    parts = build(case)
-    progress = checkpoint.load(source, parts)
-    return train(parts, progress.step, num_steps)
+    state = build(case)
+    progress = checkpoint.load(source, state)
+    return train(state, progress.step, num_steps)
 
 
 def logical(folder: Path) -> dict[str, Tensor]:

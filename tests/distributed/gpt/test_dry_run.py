@@ -1,4 +1,4 @@
-"""A dry run against the real run of the same settings on gloo: the same collectives, kernels and bytes."""
+"""A dry run against a real run with the same settings on gloo: the same collectives, kernels and bytes."""
 
 import itertools
 from contextlib import nullcontext
@@ -6,13 +6,14 @@ from contextlib import nullcontext
 import pytest
 
 from gpt.planner.dry_run import Recording, record_step
-from gpt.settings import Settings, parse_settings
+from gpt.settings import Settings
+from gpt.settings_parser import parse_settings
 from parallel.instruments.fake_tensors import QuickFakeTensorMode
 from parallel.world import imitated_world, start_world
 from tests.pairwise import pairwise
 from tests.ranks import run_ranks
 
-NUM_STEPS_BEFORE = 3  # after which ranks compare no more what they launch
+NUM_STEPS_BEFORE = 3  # after these, ranks no longer compare their collectives
 FACTORS = {
     "stage": [0, 1, 2, 3],
     "sizes": [(2, 1), (1, 2), (2, 2)],  # data x tensor
@@ -71,16 +72,18 @@ def is_possible(combination: dict) -> bool:
 
 
 def summary(recording: Recording) -> dict:
-    return {name: value for name, value in vars(recording).items() if name != "parts"}
+    return {name: value for name, value in vars(recording).items() if name != "state"}
 
 
 def run_for_real(settings: Settings) -> dict:
     return summary(record_step(settings, start_world(), nullcontext(), NUM_STEPS_BEFORE))
 
 
-def run_for_real_until_gloo_lets_go(settings: Settings, dry: dict) -> dict:
-    """gloo's thread drops a message some time after it has been waited for, which only adds to what is counted: the
-    first of a few runs that counts no more than the dry one, else the last."""
+def run_for_real_until_gloo_has_freed(settings: Settings, dry: dict) -> dict:
+    """Return the first of a few real runs that counts no more memory than the dry one, or else the last.
+
+    gloo's thread frees a message some time after it has been waited for, which can only add to what is counted.
+    """
     for _ in range(MAX_REAL_RUNS):
         real = run_ranks(settings.dry_run.world_size, run_for_real, settings, init_process_group=False)[-1]
         if real["resident"] == dry["resident"] and all(
@@ -95,13 +98,13 @@ def assert_alike(combination: dict) -> None:
     chosen = settings.dry_run
     with imitated_world(chosen.rank, chosen.world_size, chosen.world_size, chosen.backend) as world:
         dry = summary(record_step(settings, world, QuickFakeTensorMode(), NUM_STEPS_BEFORE))
-    real = run_for_real_until_gloo_lets_go(settings, dry)
+    real = run_for_real_until_gloo_has_freed(settings, dry)
     assert dry["events"] == real["events"]
     assert dry["resident"] == real["resident"]
     for memory, peak in real["peak"].items():
         assert sum(dry["peak"][memory].values()) == pytest.approx(sum(peak.values()), rel=0.01)
     if "sequence_parallel" not in combination["others"]:
-        # Else autograd copies a gradient wherever gloo's thread still holds it, which it does now and then.
+        # Otherwise autograd copies a gradient if gloo's thread still holds it, which happens now and then.
         assert dry["kernels"] == real["kernels"]
         assert dry["num_allocations"] == real["num_allocations"]
         for name in ("launched", "awaited", "completed"):

@@ -1,4 +1,4 @@
-"""What the paper says of a thousand GPUs, by dry run."""
+"""The paper's statements about a thousand GPUs, confirmed by dry runs."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -8,7 +8,8 @@ import pytest
 from gpt.planner.depth import draw_line
 from gpt.planner.dry_run import dry_run
 from gpt.planner.report import DEVICE, HOST
-from gpt.settings import Settings, parse_settings
+from gpt.settings import Settings
+from gpt.settings_parser import parse_settings
 from parallel.launch.cluster import ClusterSpec
 from scripts.paper.calibrate import calibrated
 from zero.formulas.memory import formula, placed
@@ -32,12 +33,12 @@ def test_one_trillion_parameters_fit_a_thousand_gpus(name: str):
     assert 16 * found.parameters / 1024 < found.device_peak_bytes < cluster.gpu_memory_bytes
 
 
-def test_a_line_through_two_depths_meets_a_third():
+def test_a_line_through_two_depths_predicts_a_third():
     settings, cluster = settings_of("figure2/100b-zero-400", 400, "--model.num_layers=20"), ClusterSpec.load(CLUSTER)
     line = draw_line(settings, cluster)
     recording = dry_run(settings)
     promised = line.at(20)
-    assert promised.parameters == recording.parts.num_parameters_of_model
+    assert promised.parameters == recording.state.num_parameters_of_model
     assert promised.device_peak_bytes == pytest.approx(sum(recording.peak[DEVICE].values()), rel=0.01)
     assert 12 <= line.deepest(promised.device_peak_bytes) <= 20
 
@@ -60,13 +61,14 @@ def test_the_runs_of_deepspeeds_tutorial_fit_their_gpus_and_hosts(
     monkeypatch.chdir(ROOT)  # the YAML files name JSON files
     cluster = ClusterSpec.load(CLUSTER)
     settings = settings_of(f"../deepspeed/gpt{name}", world_size)
-    recording = dry_run(settings)  # whole: the tutorial's buckets are larger than the layers of a line's depths
+    # At full depth, because the tutorial's buckets are larger than all layers of the shallow models of a line.
+    recording = dry_run(settings)
     device, host = (sum(recording.peak[where].values()) for where in (DEVICE, HOST))
-    assert recording.parts.num_parameters_of_model == pytest.approx(billions * 1e9, rel=0.05)
+    assert recording.state.num_parameters_of_model == pytest.approx(billions * 1e9, rel=0.05)
     assert device < cluster.gpu_memory_bytes
     assert host * cluster.gpus_per_node < cluster.host_memory_gb * 1e9
     policy, size = settings.zero.policy, world_size // settings.parallel.tensor_size
-    of_this_rank = formula(policy, recording.parts.num_parameters, size)
+    of_this_rank = formula(policy, recording.state.num_parameters, size)
     states = placed(of_this_rank, policy, size, settings.offload.offloaded_states)
     assert device > states.accelerator.total
-    assert host > 0.99 * states.host.total  # what is resident is on no host
+    assert host > 0.99 * states.host.total  # parameters that stay resident are not on the host

@@ -1,4 +1,4 @@
-"""A single flipped bit in what ranks hold in common is found, and the rank that differs is named."""
+"""Comparison of replicas: a single flipped bit is found, and the rank that differs is named."""
 
 import pytest
 import torch
@@ -10,24 +10,24 @@ from tests.distributed.gpt.test_checkpoint_layouts import LayoutCase, build, tra
 from tests.ranks import run_ranks
 
 
-def flip(parts: TrainState, what: str) -> None:
-    """The lowest bit of one element."""
-    flats = parts.model.flats
+def flip(state: TrainState, what: str) -> None:
+    """Flip the lowest bit of one element."""
+    flats = state.model.flats
     if what == "parameter":
         tensor = flats[0].full[:1]
     elif what == "master":
         tensor = flats[-1].buckets[0].master[:1]
     else:
-        tensor = owned_norm(parts)[:1]
+        tensor = owned_norm(state)[:1]
     bits = tensor.view(torch.int64)
     bits ^= 1
 
 
-def owned_norm(parts: TrainState) -> Tensor:
-    """The first stretch of the last norm that this rank owns."""
+def owned_norm(state: TrainState) -> Tensor:
+    """Return the first piece that this rank owns of the last norm."""
     return next(
         bucket.master[part.start - bucket.elements.start : part.stop - bucket.elements.start]
-        for flat in parts.model.flats
+        for flat in state.model.flats
         for bucket in flat.buckets
         for span, part in flat.layout.pieces(bucket.elements)
         if span.name == "final_norm.weight"
@@ -35,13 +35,13 @@ def owned_norm(parts: TrainState) -> Tensor:
 
 
 def find(case: LayoutCase, what: str, odd_rank: int) -> str:
-    parts = build(case)
-    train(parts, 0, 1)
-    check_replicas(parts, 1)
-    if parts.mesh.rank == odd_rank:
-        flip(parts, what)
+    state = build(case)
+    train(state, 0, 1)
+    check_replicas(state, 1)
+    if state.mesh.rank == odd_rank:
+        flip(state, what)
     try:
-        check_replicas(parts, 2)
+        check_replicas(state, 2)
     except DivergenceError as error:
         return str(error)
     return ""
@@ -62,4 +62,4 @@ def test_a_flipped_bit_is_found(case, what, odd_rank, message):
 
 def test_what_the_tensor_axis_replicates_is_compared_too():
     found = run_ranks(4, find, LayoutCase(3, 1, 4), "norm", 1)
-    assert all("the parameters that are not cut of tensor rank 1 differ" in text for text in found), found
+    assert all("the parameters that are not split of tensor rank 1 differ" in text for text in found), found

@@ -1,4 +1,4 @@
-"""A GPT cut along the tensor axis, under ZeRO along the data axis, trains as the whole one does in one process."""
+"""A GPT split along the tensor axis, with ZeRO along the data axis, trains as it does whole in one process."""
 
 import itertools
 from collections import Counter
@@ -11,12 +11,13 @@ from torch import Tensor
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from gpt.build import build_model
-from gpt.model.huggingface import config_to_huggingface, load_weights, weights_from_huggingface
+from gpt.model.huggingface import config_to_huggingface, load_weights
 from gpt.model.transformer import GPT, ModelConfig, initialize
 from parallel.mesh import Axis, Mesh
 from parallel.tensor.layers import split_dims
 from parallel.tensor.token_layout import ReplicatedTokens, SplitTokens, TokenLayout
 from tests.pairwise import pairwise
+from tests.pretrained_weights import weights_from_huggingface
 from tests.ranks import run_ranks
 from zero.activations.checkpointed_blocks import ActivationsConfig
 from zero.config import ZeroConfig
@@ -35,7 +36,7 @@ BATCH, SEQ = 2, 12
 class Result:
     losses: list[float]
     grad_norms: list[float]
-    params: dict[str, Tensor]  # this tensor rank's
+    params: dict[str, Tensor]  # of this tensor rank
     dims: dict[str, int]
 
 
@@ -51,7 +52,7 @@ def build(config: ModelConfig, tokens: TokenLayout, activations: ActivationsConf
     torch.set_default_dtype(torch.float64)
     model = build_model(config, activations or ActivationsConfig(), tokens, torch.device("cpu"), torch.float64)
     initialize(model, seed=3)
-    for name, param in model.named_parameters():  # biases and norms that differ from one another, alike on all ranks
+    for name, param in model.named_parameters():  # values that differ between parameters and agree between ranks
         if name not in split_dims(model) and param.dim() == 1:
             param.data += torch.linspace(-0.1, 0.1, param.numel())
     return model
@@ -118,7 +119,7 @@ def train_whole(config: ModelConfig, data_size: int, num_micro_batches: int = 1)
 
 
 def whole_params(results: list[Result], tensor_size: int) -> dict[str, Tensor]:
-    """The parameters of one data-parallel replica, put together; replicated ones must agree to the bit."""
+    """Return the whole parameters of one data-parallel replica; replicated ones must agree to the bit."""
     replica = results[:tensor_size]
     whole = {}
     for name in replica[0].params:
@@ -171,7 +172,7 @@ def test_all_layouts_equal_one_process(values):
 
 
 @pytest.mark.parametrize("is_split", [False, True])
-def test_the_vocabulary_of_gpt2_is_cut_too(is_split):
+def test_the_vocabulary_of_gpt2_is_split_too(is_split):
     config = config_of(50257)
     results = run_ranks(4, train, config, 4, is_split, ZeroConfig(1))
     assert_equals_whole(results, train_whole(config, 1), 4)
@@ -234,7 +235,7 @@ def test_weights_of_transformers_give_its_logits_at_any_tensor_size(tensor_size,
     theirs = transformers.GPT2LMHeadModel(config_to_huggingface(config)).double().eval()
     for param in theirs.parameters():
         torch.nn.init.normal_(param, 0, 0.3)
-    ids = torch.randint(97, (3, 7))  # 21 tokens: no equal stretches for two or four ranks
+    ids = torch.randint(97, (3, 7))  # 21 tokens, which two or four ranks cannot divide equally
     weights = weights_from_huggingface(theirs.state_dict(), config.num_heads)
     for logits in run_ranks(tensor_size, logits_of, config, is_split, weights, ids):
         torch.testing.assert_close(logits, theirs(ids).logits.detach(), rtol=1e-10, atol=1e-10)
@@ -250,10 +251,10 @@ def logits_of(config: ModelConfig, is_split: bool, weights: dict[str, Tensor], i
 def traffic_of_a_step(
     tensor_size: int, is_split: bool, activations: ActivationsConfig, stops_early: bool, num_layers: int = 3
 ) -> tuple[Counter, int]:
-    """Collectives of one forward and backward by (op, phase), each of one residual stream, tokens x hidden; and the
-    bytes that they send.
+    """Return the number of collectives of one forward and backward by (op, phase), and the bytes that they send.
 
-    What the loss and small parameters send is left out: messages below one residual stream.
+    Each message has the size of the residual stream, tokens x hidden. Smaller ones, of the loss and of small
+    parameters, are left out.
     """
     mesh = Mesh.create(tensor_size)
     mesh.log.keeps_events = True
@@ -275,13 +276,13 @@ def traffic_of_a_step(
 def test_a_block_sends_two_all_reduces_forward_and_two_backward(tensor_size):
     blocks = 3
     plain, _ = run_ranks(tensor_size, traffic_of_a_step, tensor_size, False, ActivationsConfig("none"), True)[0]
-    # The embedding sums its words in forward, the head its input's gradient in backward.
+    # The embedding sums its words in forward; the head sums the gradient of its input in backward.
     assert plain == {("all_reduce", "forward"): 2 * blocks + 1, ("all_reduce", "backward"): 2 * blocks + 1}
 
 
 @pytest.mark.parametrize(("stops_early", "num_recomputed"), [(True, 1), (False, 2)])
 def test_full_recomputation_sends_what_section_8_says(stops_early, num_recomputed):
-    """Six all-reduces of batch x sequence x hidden a block, 12 in bytes sent; five, hence 10, if it stops early."""
+    """Six all-reduces of batch x sequence x hidden per block count 12; five count 10 if it stops early."""
     blocks = 3
     found, _ = run_ranks(2, traffic_of_a_step, 2, False, ActivationsConfig("keep"), stops_early)[0]
     expected_backward = (2 + num_recomputed) * blocks + 1
@@ -291,7 +292,7 @@ def test_full_recomputation_sends_what_section_8_says(stops_early, num_recompute
 
 
 def test_sequence_parallelism_sends_as_much_and_one_input_gather_a_column_layer():
-    """An all-reduce is a reduce-scatter and an all-gather: the same bytes, in two halves."""
+    """An all-reduce is a reduce-scatter and an all-gather, which send half of its bytes each."""
     blocks = 3
     found, _ = run_ranks(2, traffic_of_a_step, 2, True, ActivationsConfig("none"), True)[0]
     crossings = 2 * blocks + 1
@@ -299,7 +300,7 @@ def test_sequence_parallelism_sends_as_much_and_one_input_gather_a_column_layer(
         ("reduce_scatter", "forward"): crossings,
         ("all_gather", "forward"): crossings,
         ("reduce_scatter", "backward"): crossings,
-        ("all_gather", "backward"): crossings + crossings,  # the second: the inputs of qkv, up and the head
+        ("all_gather", "backward"): crossings + crossings,  # the second term: the inputs of qkv, up and the head
     }
 
 
@@ -332,7 +333,7 @@ def test_model_states_fall_with_both_axes(stage):
 
 
 def skip_after_overflow_on(overflowing_rank: int) -> tuple[int, bool, float]:
-    """(skipped steps, whether nothing has changed, the loss scale) after one rank alone meets an overflow."""
+    """Return (skipped steps, whether nothing has changed, the loss scale) after an overflow on one rank only."""
     mesh = Mesh.create(tensor_size=2)
     torch.set_default_dtype(torch.float16)
     gpt = GPT(config_of(97), ReplicatedTokens(mesh.tensor))

@@ -23,19 +23,19 @@ LARGEST_UNIT = 1  # one of the units: the blocks, and the root with the rest
 
 def train_and_export(case: LayoutCase, folder: Path) -> tuple[Tensor, list[int]]:
     """Return the logits after two steps, and the number of unsharded units whenever a parameter was written."""
-    parts, num_gathered = build(case), []
-    train(parts, 0, 2)
+    state, num_gathered = build(case), []
+    train(state, 0, 2)
 
     class WatchingWriter(WeightsWriter):
         def add(self, name: str, tensor: Tensor) -> None:
-            num_gathered.append(count_gathered(parts.model))
+            num_gathered.append(count_gathered(state.model))
             super().add(name, tensor)
 
     with mock.patch.object(export, "WeightsWriter", WatchingWriter):
-        export_live(parts, folder / "live")
-    save(parts, folder, 2)
-    with torch.no_grad(), evaluation(parts.model):
-        return parts.model(IDS), num_gathered
+        export_live(state, folder / "live")
+    save(state, folder, 2)
+    with torch.no_grad(), evaluation(state.model):
+        return state.model(IDS), num_gathered
 
 
 def count_gathered(model: ZeroDataParallel) -> int:

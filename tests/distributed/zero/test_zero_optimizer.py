@@ -51,7 +51,8 @@ def test_clipping_equals_torchs(data_size):
 
 class CountingSGD(torch.optim.Optimizer):
     """Keeps one step counter per parameter group, as apex's FusedAdam does: made in the first step, groups without
-    parameters passed over. The learning rate falls as one over the counter."""
+    parameters passed over. The learning rate falls as one over the counter.
+    """
 
     def __init__(self, params: Any, lr: float = 1e-2):
         super().__init__(params, {"lr": lr})

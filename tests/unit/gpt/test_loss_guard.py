@@ -1,13 +1,16 @@
-"""Which losses are bad, judged without a word to the host."""
+"""The loss guard: bad losses are found on the device, without the host reading a value."""
 
 import math
 
 import pytest
 import torch
 
-from gpt.loss_guard import NUM_FOR_A_MEAN, GuardSettings, LossGuard
+from gpt.loss_guard import LossGuard
+from gpt.settings import GuardSettings
 from parallel.errors import ConfigError
 from parallel.mesh import Axis
+
+NUM_FOR_A_MEAN = 20  # losses before one can be a spike
 
 
 def judged(losses: list[float], spike_factor: float | None) -> list[float]:
@@ -21,7 +24,7 @@ def test_losses_that_are_not_finite_are_bad_from_the_first_step_on():
     assert judged([math.nan, 3.0, math.inf, 3.0, -math.inf], None) == [1, 0, 1, 0, 1]
 
 
-def test_a_spike_is_bad_and_does_not_raise_the_mean_that_it_is_held_against():
+def test_a_spike_is_bad_and_does_not_enter_the_mean():
     steady = [10.0 - 0.1 * step for step in range(NUM_FOR_A_MEAN)]
     assert judged([*steady, 30.0, 30.0, 9.0, 30.0], 2.0) == [0] * NUM_FOR_A_MEAN + [1, 1, 0, 1]
     assert judged([*steady, math.nan, 30.0, 9.0], 2.0) == [0] * NUM_FOR_A_MEAN + [1, 1, 0]
@@ -32,7 +35,7 @@ def test_nothing_is_a_spike_before_there_is_a_mean():
     assert judged([1.0, 50.0, 1.0], 2.0) == [0, 0, 0]
 
 
-def test_the_mean_goes_on_after_a_resume():
+def test_the_mean_continues_after_a_resume():
     losses = torch.linspace(5, 4, 30)
     whole, first, second = (LossGuard(Axis.trivial("data"), 1.05) for _ in range(3))
     for loss in losses:

@@ -1,4 +1,4 @@
-"""Points of the learning rate and the batch size that can be worked out by hand."""
+"""Learning rates and batch sizes at points that can be computed by hand."""
 
 from itertools import islice
 
@@ -38,7 +38,7 @@ def test_without_warm_up_the_first_step_has_the_full_rate():
     assert learning_rate(ScheduleConfig(), 3e-4, step=0, num_steps=10) == 3e-4
 
 
-def test_the_batch_grows_at_equal_distances_and_stays():
+def test_the_batch_grows_at_equal_intervals_and_then_stays():
     config = BatchConfig(2, 32, RampUpConfig(start=8, increment=8, samples=300))
     sizes = [global_batch_size(config, samples) for samples in (0, 99, 100, 199, 200, 299, 300, 10**9)]
     assert sizes == [8, 8, 16, 16, 24, 24, 32, 32]

@@ -21,7 +21,8 @@ from gpt.deepspeed.keys import KEYS, OTHER_SPELLINGS, UNREAD
 from gpt.deepspeed.row import Kind
 from gpt.deepspeed.rules import Surroundings
 from gpt.schedule import ScheduleConfig
-from gpt.settings import LossScaleSettings, OptimizerSettings, ParallelSettings, Settings, parse_settings
+from gpt.settings import LossScaleSettings, OptimizerSettings, ParallelSettings, Settings
+from gpt.settings_parser import parse_settings
 from parallel.errors import ConfigError
 from zero.activations.checkpointed_blocks import ActivationsConfig
 from zero.config import ZeroConfig

@@ -23,6 +23,6 @@ def small_gpt(config: ModelConfig, run_blocks: RunBlocks | None = None, seed: in
 
 
 def batch(config: ModelConfig, num_sequences: int = 2) -> tuple[Tensor, Tensor]:
-    """Tokens and targets, (batch, seq) each."""
+    """Return tokens and targets, (batch, seq) each."""
     tokens = torch.randint(config.vocab_size, (num_sequences, config.seq_length + 1))
     return tokens[:, :-1], tokens[:, 1:]

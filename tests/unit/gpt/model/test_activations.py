@@ -1,4 +1,4 @@
-"""Activation checkpoints change nothing but memory, and a store sees what it should."""
+"""Activation checkpoints change nothing but memory, and a store gets each group's input once."""
 
 import pytest
 import torch
@@ -49,7 +49,7 @@ def test_recomputing_attention_alone_changes_nothing_either(dropout, attention):
 
 
 class CopyingStore:
-    """Moves every input to memory of its own, as a store that partitions does, and writes down the traffic."""
+    """A store that copies every input to memory of its own, as one that partitions does, and records its calls."""
 
     def __init__(self):
         self.put_shapes, self.num_taken = [], 0

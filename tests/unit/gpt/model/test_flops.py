@@ -1,4 +1,4 @@
-"""The formulas against torch's own counter of executed operations, and Megatron-LM's formula."""
+"""The formulas of FLOPs against torch's counter of executed operations, and against Megatron-LM's formula."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ def test_hardware_flops_are_those_that_torch_counts():
 
 @pytest.mark.parametrize("layers_per_checkpoint", [1, 2])
 def test_hardware_flops_with_checkpoints_are_those_that_torch_counts(layers_per_checkpoint):
-    # With dropout, backward needs the output of every product; without, torch leaves out a group's last one.
+    # With dropout, backward needs the output of every product; without it, torch omits the last one of a group.
     config = small_config(attention="math", dropout=0.1)
     activations = ActivationsConfig("keep", layers_per_checkpoint)
     assert counted_flops(config, activations) == hardware_flops(config, 3, "blocks")
@@ -40,8 +40,8 @@ def test_hardware_flops_with_attention_recomputed_are_those_that_torch_counts(dr
     assert expected > hardware_flops(config, 3, "nothing")
 
 
-def test_model_flops_are_the_hardwares_less_the_masked_half_of_attention():
-    config = small_config(attention="math", vocab_multiple=61)  # no padding, which only the hardware computes
+def test_model_flops_are_hardware_flops_less_the_masked_half_of_attention():
+    config = small_config(attention="math", vocab_multiple=61)  # without padding, which counts as hardware FLOPs only
     attention = 3 * 4 * config.num_layers * config.seq_length**2 * config.hidden_size * 3
     assert hardware_flops(config, 3, "nothing") - model_flops(config, 3) == attention // 2
     flash = small_config(attention="flash", vocab_multiple=61)

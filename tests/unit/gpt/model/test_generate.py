@@ -1,4 +1,4 @@
-"""What is sampled, from how much context, and that training does not notice."""
+"""Generation: which tokens are sampled, from how much context, and without an effect on training."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ PROMPT = torch.tensor([[3, 1, 4], [1, 5, 9]])
 
 
 def counting(tokens: Tensor) -> Tensor:
-    """A model without parameters that is sure of the next number, and finds the one after it the next best."""
+    """Return the logits of a model that counts: the next number is the likeliest, the one after it the second."""
     return 9.0 * F.one_hot((tokens + 1) % 50, 50) + 5.0 * F.one_hot((tokens + 2) % 50, 50)
 
 
@@ -55,7 +55,7 @@ def test_the_same_seed_gives_the_same_text_and_another_seed_another():
     assert not first.equal(other)
 
 
-def test_training_notices_nothing():
+def test_generation_has_no_effect_on_training():
     model = small_gpt(small_config(dropout=0.1))
     model.blocks[1].eval()
     modes = [module.training for module in model.modules()]

@@ -1,4 +1,4 @@
-"""transformers is the reference for the model, and its files can be read and written."""
+"""The model against transformers as the reference, whose files are read and written."""
 
 import pytest
 import torch
@@ -9,16 +9,15 @@ from gpt.model.huggingface import (
     config_from_huggingface,
     config_to_huggingface,
     load_weights,
-    weights_from_huggingface,
-    weights_to_huggingface,
 )
-from gpt.model.pretrained import WeightsWriter, load_pretrained, read_pretrained, write_pretrained
+from gpt.model.pretrained import WeightsWriter, load_pretrained, read_pretrained
 from parallel.errors import ConfigError
+from tests.pretrained_weights import weights_from_huggingface, weights_to_huggingface, write_pretrained
 from tests.unit.gpt.model.models import batch, small_config, small_gpt
 
 
 def small_gpt2() -> GPT2LMHeadModel:
-    """With values large enough in every parameter, biases included, that a misplaced one shows."""
+    """Return a small GPT-2 whose parameters, biases included, are so large that a misplaced one changes the logits."""
     model = GPT2LMHeadModel(config_to_huggingface(small_config())).double().eval()
     for param in model.parameters():
         torch.nn.init.normal_(param, 0, 0.3)
@@ -33,7 +32,7 @@ def test_weights_of_transformers_give_its_logits(attention):
     torch.testing.assert_close(ours(tokens), theirs(tokens).logits, rtol=1e-10, atol=1e-10)
 
 
-def test_dropout_falls_where_it_does_in_transformers():
+def test_dropout_drops_the_same_elements_as_in_transformers():
     config = small_config(attention="math", dropout=0.1)
     theirs = GPT2LMHeadModel._from_config(config_to_huggingface(config), attn_implementation="eager").double().train()
     ours = small_gpt(config)
@@ -54,7 +53,7 @@ def test_a_model_without_its_head_and_with_stored_masks_is_read_too():
     assert all(ours[name].equal(expected[name]) for name in ours)
 
 
-def test_our_weights_come_back_unchanged():
+def test_our_weights_are_unchanged_by_a_conversion_and_back():
     ours = small_gpt(small_config(vocab_multiple=1)).state_dict()
     back = weights_from_huggingface(weights_to_huggingface(ours, small_config(vocab_multiple=1)), num_heads=3)
     assert list(back) == list(ours)

@@ -23,7 +23,7 @@ def test_the_loss_is_the_cross_entropy_of_the_logits(attention):
     model, (tokens, targets) = small_gpt(config), batch(config)
     expected = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
     assert model(tokens, targets).dtype == torch.float64
-    # Two orders of summation over 61 words: a few roundings of 2**-53.
+    # The sums over 61 words are taken in two orders, which differ by a few roundings of 2**-53.
     torch.testing.assert_close(model(tokens, targets), expected, rtol=16 * 2**-53, atol=0)
 
 
@@ -62,7 +62,7 @@ def test_attention_weights_are_dropped_in_training_only(attention):
     assert layer(x, 2).equal(layer(x, 2))
 
 
-def test_heads_computed_apart_from_equal_cuts_of_the_qkv_rows_are_the_whole_attention():
+def test_heads_computed_from_equal_parts_of_the_qkv_rows_make_up_the_whole_attention():
     config, x = small_config(), torch.randn(32, 24, dtype=torch.float64)
     whole = attention_layer(config)
     heads = []
@@ -97,10 +97,10 @@ def test_initial_values_have_gpt2s_spread():
         elif "norm" in name:
             assert param.eq(1).all()
         else:
-            param = param[:500]  # of the token embedding, the rest is padding
+            param = param[:500]  # the rest of the token embedding is padding
             is_residual = name.endswith(("projection.weight", "down.weight"))
             std = 0.02 / math.sqrt(2 * config.num_layers) if is_residual else 0.02
-            # The standard deviation of n normal values has a relative error of 1 / sqrt(2n); five of those.
+            # The standard deviation of n normal values has a relative error of 1 / sqrt(2n); allow five of them.
             assert param.std().item() == pytest.approx(std, rel=5 / math.sqrt(2 * param.numel())), name
     assert not values["blocks.0.mlp.up.weight"].equal(values["blocks.1.mlp.up.weight"])
 
@@ -139,7 +139,7 @@ def test_a_tensor_axis_that_does_not_divide_the_model_is_refused(changes, size, 
         GPT(small_config(**changes), ReplicatedTokens(Axis("tensor", size, 0, CommLog())))
 
 
-def test_padding_is_never_predicted_and_never_learns():
+def test_padding_is_never_predicted_and_never_changes():
     config = small_config()
     model, (tokens, targets) = small_gpt(config), batch(config)
     assert model.token_embedding.weight.shape == (128, 24)
@@ -159,7 +159,7 @@ def test_a_sequence_without_positions_is_refused():
         small_gpt(config)(torch.zeros(1, config.seq_length + 1, dtype=torch.int64))
 
 
-APEX_SOURCES = {  # the file of the package's `normalization`, if it has one
+APEX_SOURCES = {  # the content of the package's `normalization.py`, if it has one
     "absent": None,
     "unrelated": "",
     "without its CUDA extension": "class FusedLayerNorm:\n    def __init__(self, n): import no_such_extension",

@@ -23,8 +23,8 @@ class Notes:
     def log(self, record):
         self.told.append(record["step"])
 
-    def rewind(self, step):
-        self.told.append(("rewind", step))
+    def roll_back(self, step):
+        self.told.append(("roll_back", step))
 
     def alert(self, title, text):
         self.told.append((title, text))
@@ -45,11 +45,11 @@ def test_a_sink_gets_the_history_then_every_event_in_order():
     with Tracking({"notes": lambda: notes}, history=records(3.0, 2.0)) as watched:
         watched.log({"step": 3, "loss": 1.5})
         watched.refer_to(Path("run/checkpoints/step-00000003"))
-        watched.rewind(2)
+        watched.roll_back(2)
         watched.summary = {"loss": 1.5}
-    went_back = ("spike", "bad losses: the run went back to step 2")
+    rolled_back = ("spike", "bad losses: the run was rolled back to step 2")
     ended = ("exit", "the run has ended: all steps are done, or it was asked to stop")
-    expected = [1, 2, 3, "step-00000003", ("rewind", 2), went_back, ended, ("finish", {"loss": 1.5}, 0)]
+    expected = [1, 2, 3, "step-00000003", ("roll_back", 2), rolled_back, ended, ("finish", {"loss": 1.5}, 0)]
     assert notes.told == expected
 
 
@@ -117,7 +117,7 @@ def test_event_files_hold_every_step_once_after_a_kill_and_a_way_back(tmp_path):
     for record in records(3.0, 2.0, 1.0):
         resumed.log(record)
     time.sleep(1.1)
-    resumed.rewind(2)
+    resumed.roll_back(2)
     resumed.log({"step": 3, "loss": 0.5, "grad_norm/blocks.0": 1.0})
     resumed.finish({}, 0)
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()

@@ -12,7 +12,8 @@ from gpt.planner.dry_run import dry_run
 from gpt.planner.layouts import Layout, judge
 from gpt.planner.plan import make_plan, roomiest
 from gpt.planner.projection import Grid, collective_seconds, kernel_seconds, project
-from gpt.settings import Settings, parse_settings
+from gpt.settings import Settings
+from gpt.settings_parser import parse_settings
 from parallel.errors import ConfigError
 from parallel.instruments.comm_log import CommEvent
 from parallel.instruments.kernel_log import Kernel

@@ -35,7 +35,8 @@ def units_of(model: torch.nn.Module) -> list[list[int]]:
 
 def colossalai_search(numels: list[int], interval: int, range_m: float, min_m: float) -> tuple[int, int]:
     """(elements of a chunk, elements wasted) where whole parameters are put into chunks in their order, as ColossalAI's
-    `search_chunk_configuration` does; those of more than three standard deviations above the mean are left out."""
+    `search_chunk_configuration` does; those of more than three standard deviations above the mean are left out.
+    """
     limit = np.mean(numels) + 3 * np.std(numels)
     kept = [numel for numel in numels if numel <= limit]
     start = math.ceil(max(round(min_m * MEBI), *kept) / interval) * interval
@@ -63,7 +64,8 @@ def our_waste(units: list[list[int]], chunk_numel: int, num_shards: int) -> int:
 
 def test_the_published_case_of_colossalai():
     """Their test (tests/test_zero/test_gemini/test_search.py) expects 527872 elements for this model; nothing is wasted
-    there, and nothing here."""
+    there, and nothing here.
+    """
     model = gpt2(2, 128, vocab_size=50258)
     assert colossalai_search([param.numel() for param in model.parameters()], 128, 1, 0) == (527872, 0)
     units, config = units_of(model), OffloadConfig(hidden_dim=128, min_chunk_size_m=1e-6, search_range_m=1)
