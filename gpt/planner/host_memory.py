@@ -1,13 +1,11 @@
-"""Whether a node's memory holds what its ranks would place there, asked before anything is allocated."""
-
-import os
-from pathlib import Path
+"""The check, before anything is allocated, that a node's memory can hold the states that its ranks offload."""
 
 import torch
 
 from gpt.model.transformer import ModelConfig
 from gpt.planner.activation_store import parameters_of_rank
 from parallel.errors import ConfigError
+from parallel.host_memory import available_bytes
 from parallel.mesh import Mesh
 from parallel.world import World
 from zero.config import ZeroConfig
@@ -18,7 +16,7 @@ from zero.offload.placement import OffloadConfig
 def check_host_memory(
     model: ModelConfig, dtype: torch.dtype, zero: ZeroConfig, offload: OffloadConfig, mesh: Mesh, world: World
 ) -> None:
-    """Raises ConfigError. An imitated world's memory is not this machine's."""
+    """Raise ConfigError if the node's available memory is too small; an imitated world is not checked."""
     if not offload.offloaded_states or world.imitated_backend:
         return
     needed = bytes_on_host(model, dtype, zero, offload, mesh) * world.local_size
@@ -34,18 +32,9 @@ def check_host_memory(
 def bytes_on_host(
     model: ModelConfig, dtype: torch.dtype, zero: ZeroConfig, offload: OffloadConfig, mesh: Mesh
 ) -> float:
-    """Model states that one rank places there; with auto, at most."""
+    """Return the bytes of model states that one rank places in host memory; with offload.mode=auto, an upper bound."""
     policy = zero.policy
     shard_size = policy.axes(mesh.data)[0].size
     num_parameters = parameters_of_rank(model, mesh.tensor.size)
     states = memory.formula(policy, num_parameters, shard_size, dtype.itemsize)
     return memory.placed(states, policy, shard_size, offload.offloaded_states).host.total
-
-
-def available_bytes() -> int:
-    """What can be had without swapping, as Linux says; elsewhere, what is installed."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -168,8 +168,3 @@ def _write_rate(folder: Path) -> float:
     finally:
         probe.unlink(missing_ok=True)
     return PROBE_BYTES / (time.perf_counter() - start)
-
-
-def memory_bytes() -> int:
-    """Return the size of this node's memory."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
