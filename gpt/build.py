@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from gpt.checkpoint.pretrained import load_pretrained
 from gpt.loss_guard import LossGuard
 from gpt.model.apex import choose_layer_norm, find_apex
-from gpt.model.pretrained import load_pretrained
 from gpt.model.transformer import GPT, Attention, ModelConfig, check_divides, initialize
 from gpt.planner.activation_store import chosen_activations
 from gpt.planner.host_memory import check_host_memory

@@ -5,13 +5,13 @@ from pathlib import Path
 
 from torch import Tensor
 
+from gpt.checkpoint.pretrained import WeightsWriter
 from gpt.model.huggingface import (
     name_from_huggingface,
     name_to_huggingface,
     tensor_from_huggingface,
     tensor_to_huggingface,
 )
-from gpt.model.pretrained import WeightsWriter
 from gpt.model.transformer import ModelConfig
 
 

@@ -67,7 +67,7 @@ class ZeroDataParallel(nn.Module):
         self.planner = PlacementPlanner(self.offload, config.prefetch_numel, orders)
         self._units = self._make_units(config, init)
         if init:
-            init.close(module)
+            init.finish(module)
         _move_buffers(module, data, device)
         self._unit_of = {param: unit for unit in self._units.values() for param in unit.flat_of}
         trainable = [bucket for bucket in self.buckets if bucket.is_trainable]
@@ -145,7 +145,7 @@ class ZeroDataParallel(nn.Module):
         numel = self._bucket_numel(config, own)
 
         def values_of(param: nn.Parameter) -> Tensor:
-            values = init.take(param) if init else param.data
+            values = init.pop_full(param) if init else param.data
             if is_absent(values):
                 raise ValueError(
                     f"a parameter of shape {tuple(param.shape)} is still sharded; pass `init=` to ZeroDataParallel"

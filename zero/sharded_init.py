@@ -24,6 +24,7 @@ from zero.flat import absent
 from zero.layout import overlap
 from zero.offload.placement import NO_OFFLOAD, OffloadConfig, Placement
 from zero.stage import Lifetime, ShardingPolicy
+from zero.torch_internals import replace_parameter_table
 
 NUM_RECENT_MODULES = 4  # modules whose parameters stay unsharded: an expression may use those of several
 
@@ -82,20 +83,22 @@ class ShardedInit:
                 self._shard(param)
                 excess_numel -= numel
 
-    def take(self, param: nn.Parameter) -> Tensor:
+    def pop_full(self, param: nn.Parameter) -> Tensor:
         """Unshard a parameter for the last time and return its values; after that its memory belongs to the caller."""
         self._unshard(param)
         del self._unsharded[param]
         return param.data
 
-    def close(self, module: nn.Module) -> None:
+    def finish(self, module: nn.Module) -> None:
         """Replace the modules' tables of parameters by plain dictionaries, after all parameters have been taken."""
         for submodule in module.modules():
-            submodule._parameters = dict(submodule._parameters)
+            replace_parameter_table(submodule, dict)
 
     def _before_registration(self, module: nn.Module, _name: str, _param: nn.Parameter) -> None:
-        if not isinstance(module._parameters, MaterializingParameters):
-            module._parameters = MaterializingParameters(module._parameters, self)
+        replace_parameter_table(
+            module,
+            lambda table: table if isinstance(table, MaterializingParameters) else MaterializingParameters(table, self),
+        )
 
     def _unshard(self, param: nn.Parameter) -> None:
         """Gather a parameter if it is sharded, and note it as the most recently used."""

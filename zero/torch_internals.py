@@ -40,10 +40,9 @@ def forbid_writes(tensor: Tensor) -> None:
     torch._C._set_throw_on_mutable_data_ptr(tensor)
 
 
-def replace_parameter_tables(module: nn.Module, make: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-    """Replace the dictionary in which each submodule keeps its parameters by `make(dictionary)`.
+def replace_parameter_table(module: nn.Module, make: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """Replace the dictionary in which a module keeps its own parameters by `make(dictionary)`.
 
     A read of `module.weight` is a lookup in this dictionary, and torch has no hook for it.
     """
-    for submodule in module.modules():
-        submodule._parameters = make(submodule._parameters)
+    module._parameters = make(module._parameters)

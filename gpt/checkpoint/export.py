@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gpt.build import TrainState
 from gpt.checkpoint.checkpoint import newest, read_layout
-from gpt.model.pretrained import FILE_BYTES, WeightsWriter
+from gpt.checkpoint.pretrained import FILE_BYTES, WeightsWriter
 from gpt.model.transformer import ModelConfig
 from gpt.settings import DTYPES
 from parallel.errors import exit_on_config_error

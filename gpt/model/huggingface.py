@@ -113,7 +113,7 @@ def tensor_to_huggingface(name: str, tensor: Tensor, config: ModelConfig) -> Ten
 def load_weights(model: GPT, weights: Mapping[str, Tensor]) -> None:
     """Copy whole parameters into a model of any tensor size, and set the padding of the vocabulary to zero.
 
-    `weights` is read one parameter at a time, because `gpt.model.pretrained` reads each from disk when it is asked for.
+    `weights` is read one parameter at a time: it may be a mapping that reads each from disk when it is asked for.
     """
     axis, dims = model.tokens.axis, split_dims(model)
     with torch.no_grad():

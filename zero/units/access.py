@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from zero.torch_internals import replace_parameter_tables
+from zero.torch_internals import replace_parameter_table
 
 
 class WatchedParameters(dict[str, Any]):
@@ -31,4 +31,5 @@ class WatchedParameters(dict[str, Any]):
 
 def watch_parameters(module: nn.Module, on_access: Callable[[nn.Parameter], None]) -> None:
     """Call `on_access(param)` from now on before `some_submodule.name` returns that parameter."""
-    replace_parameter_tables(module, partial(WatchedParameters, on_access))
+    for submodule in module.modules():
+        replace_parameter_table(submodule, partial(WatchedParameters, on_access))

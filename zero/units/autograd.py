@@ -1,4 +1,4 @@
-"""Hooks in the autograd graph: when has the backward of a module ended?"""
+"""Finding the end of a module's backward, by a node in the autograd graph."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import is_dataclass

@@ -40,7 +40,7 @@ class UnitScheduler:
         self._running: list[Unit] = []  # calls of units in forward, the innermost last
 
     def install_hooks(self, root: nn.Module) -> None:
-        """Hook the modules of all units; `root` is the module that contains them."""
+        """Install hooks on the modules of all units; `root` is the module that contains them."""
         for name, unit in self._units.items():
             module = root.get_submodule(name)
             module.register_forward_pre_hook(partial(self._before_forward, unit), with_kwargs=True)

@@ -10,8 +10,8 @@ from transformers import GPT2LMHeadModel
 
 from gpt.checkpoint import export
 from gpt.checkpoint.export import export_checkpoint, export_live
+from gpt.checkpoint.pretrained import WeightsWriter
 from gpt.model.generate import evaluation
-from gpt.model.pretrained import WeightsWriter
 from tests.distributed.gpt.test_checkpoint_layouts import CONFIG, LayoutCase, build, save, train
 from tests.ranks import run_ranks
 from zero.engine import ZeroDataParallel

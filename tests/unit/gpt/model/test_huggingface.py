@@ -5,12 +5,12 @@ import torch
 import transformers
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from gpt.checkpoint.pretrained import WeightsWriter, load_pretrained, read_pretrained
 from gpt.model.huggingface import (
     config_from_huggingface,
     config_to_huggingface,
     load_weights,
 )
-from gpt.model.pretrained import WeightsWriter, load_pretrained, read_pretrained
 from parallel.errors import ConfigError
 from tests.pretrained_weights import weights_from_huggingface, weights_to_huggingface, write_pretrained
 from tests.unit.gpt.model.models import batch, small_config, small_gpt
