@@ -1,90 +1,94 @@
-"""The rules of the architecture, checked on the source itself; each rule is first shown a file that breaks it."""
+"""The rules of the architecture, checked on the source itself; each rule is first shown a source that breaks it."""
 
 import ast
+import graphlib
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import PurePosixPath
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.source_files import PACKAGES, ROOT, Module, all_modules, imported_files
 
-# Who may import whom, beside itself. Nobody imports tests, and only tests import scripts.
-MAY_IMPORT = {
-    "parallel": set(),
-    "data": set(),
-    "zero": {"parallel"},
-    "gpt": {"parallel", "zero", "data"},
-    "pretrain_gpt": {"parallel", "zero", "data", "gpt"},
-    "scripts": {"parallel", "zero", "data", "gpt", "pretrain_gpt"},
-    "tests": {"parallel", "zero", "data", "gpt", "pretrain_gpt", "scripts"},
+# What each room may import beside itself; PACKAGE/* is a package with its rooms.
+# fmt: off
+ARROWS = {
+    "data":                 "",
+
+    "parallel":             "parallel/instruments",
+    "parallel/tensor":      "parallel parallel/instruments",
+    "parallel/instruments": "parallel",
+    "parallel/launch":      "parallel parallel/instruments",
+
+    "zero":                 "parallel parallel/tensor parallel/instruments zero/offload",
+    "zero/activations":     "parallel parallel/instruments zero zero/offload",
+    "zero/offload":         "parallel parallel/instruments zero zero/activations",
+    "zero/state":           "parallel parallel/tensor zero zero/offload zero/formulas",
+    "zero/formulas":        "zero/stage.py zero/layout.py",
+
+    "gpt/model":            "parallel/*",
+    "gpt/deepspeed":        "parallel",
+    "gpt/run_folder":       "parallel/* zero gpt",
+    "gpt/checkpoint":       "parallel/* zero/* gpt gpt/model gpt/run_folder",
+    "gpt/monitor":          "parallel/* zero/* gpt gpt/model gpt/run_folder",
+    "gpt/planner":          "parallel/* zero/* gpt gpt/model gpt/run_folder gpt/monitor",
+    "gpt":                  "parallel/* zero/* gpt/* data",
+
+    "pretrain_gpt.py":      "parallel/* zero/* gpt/* data",
+    "scripts":              "parallel/* zero/* gpt/* data pretrain_gpt.py",
+    "tests":                "parallel/* zero/* gpt/* data pretrain_gpt.py scripts",
 }
+# fmt: on
+ARROWS_OF_FILES = {"zero/layout.py": "parallel zero/stage.py"}  # nothing of the engine that is built on it
 PRODUCT = {"parallel", "data", "zero", "gpt", "pretrain_gpt"}
 
+MOST_MODULES, MOST_LINES = 16, 50  # of a folder, beside __init__.py; of a function
 COLLECTIVES = re.compile(r"(all_|reduce|broadcast|gather|scatter|(monitored_)?barrier|i?send|i?recv|batch_isend)")
-ENVIRONMENT_FILES = {
-    PurePosixPath("parallel/world.py"),  # reads what the launcher set
-    PurePosixPath("data/encode.py"),  # sets the switch of the tokenizers library, which has no other
+COLLECTIVE_FILES = {
+    "parallel/mesh.py",  # an Axis: every collective of a training run goes through it, and is recorded there
+    "parallel/launch/bandwidth.py",  # measures torch's own calls, without the Axis around them
 }
+ENVIRONMENT_FILES = {
+    "parallel/world.py",  # reads what the launcher set
+    "data/encode.py",  # sets the switch of the tokenizers library, which has no other
+}
+PRIVATE_PART = re.compile(r"torch\.(.*\.)?_[a-zA-Z]")
+TORCH_INTERNALS = {"parallel/torch_internals.py", "zero/torch_internals.py"}
 PICKLING_MODULES = {"pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
-
-
-@dataclass(frozen=True)
-class Module:
-    """One source file; `path` is relative to the repository root."""
-
-    path: PurePosixPath
-    source: str
-
-    @property
-    def package(self) -> str:
-        return self.path.with_suffix("").parts[0]
-
-    def nodes(self, *kinds: type[ast.AST]) -> list[ast.AST]:
-        return [node for node in ast.walk(ast.parse(self.source, str(self.path))) if isinstance(node, kinds)]
-
-    def imported_names(self) -> dict[str, str]:
-        """Every import as {name in this file: what it stands for}, such as {"dist": "torch.distributed"}."""
-        names = {}
-        for node in self.nodes(ast.Import):
-            for alias in node.names:
-                names[alias.asname or alias.name] = alias.name
-        for node in self.nodes(ast.ImportFrom):
-            # `from .x import y` in a/b/c.py is `from a.b.x import y`
-            parents = self.path.parent.parts[: len(self.path.parent.parts) + 1 - node.level] if node.level else ()
-            origin = ".".join([*parents, *([node.module] if node.module else [])])
-            for alias in node.names:
-                names[alias.asname or alias.name] = f"{origin}.{alias.name}"
-        return names
-
-    def used_names(self) -> Iterator[tuple[int, str]]:
-        """(line, full name) of every dotted use of an imported name, such as (7, "torch.distributed.all_reduce")."""
-        imported = self.imported_names()
-        for node in self.nodes(ast.Attribute, ast.Name):
-            name = ast.unparse(node)
-            for local, origin in imported.items():
-                if name == local or name.startswith(f"{local}."):
-                    yield node.lineno, origin + name.removeprefix(local)
-
+HEADLESS = {"What", "Of", "Where", "Whether", "For", "In", "Who", "How", "Which", "As"}
 
 Rule = Callable[[Module], Iterator[str]]
+TreeRule = Callable[[list[Module]], Iterator[str]]
 
 
 def imports_follow_the_arrows(module: Module) -> Iterator[str]:
-    allowed = MAY_IMPORT[module.package] | {module.package}
-    if module.path == PurePosixPath("gpt/model/transformer.py"):
-        allowed = {"parallel"}  # the model is a single-device program: it knows its layers and nothing of ZeRO
-    for origin in module.imported_names().values():
-        package = origin.split(".")[0]
-        if package in MAY_IMPORT and package not in allowed:
-            yield f"imports {origin}"
+    arrows = ARROWS | ARROWS_OF_FILES
+    room = _longest(str(module.path), arrows)
+    if module.package in PRODUCT and room not in {str(module.path), str(module.path.parent)}:
+        yield f"is in {module.path.parent}, which is not a room"
+    allowed = {room} | {name for names in arrows[room].split() for name in _expanded(names)}
+    for line, _, origin in module.imports():
+        target = _longest(origin.replace(".", "/"), allowed | ARROWS.keys())
+        if target and target not in allowed:
+            yield f"line {line} imports {origin}"
 
 
-def collectives_go_through_one_door(module: Module) -> Iterator[str]:
-    if module.package not in PRODUCT - {"parallel"}:
+def _expanded(names: str) -> set[str]:
+    package = names.removesuffix("/*")
+    return {names} if package == names else {room for room in ARROWS if room.split("/")[0] == package}
+
+
+def _longest(path: str, names: Iterable[str]) -> str:
+    """Return the longest name that `path` is or lies under, "" if there is none; the .py of a file may be absent."""
+    path = path.removesuffix(".py")
+    return max((name for name in names if f"{path}/".startswith(f"{name.removesuffix('.py')}/")), key=len, default="")
+
+
+def collectives_are_called_in_two_files(module: Module) -> Iterator[str]:
+    if module.package not in PRODUCT or str(module.path) in COLLECTIVE_FILES:
         return
     for line, name in module.used_names():
         package, _, function = name.rpartition(".")
@@ -92,8 +96,19 @@ def collectives_go_through_one_door(module: Module) -> Iterator[str]:
             yield f"line {line} calls {name}; use an Axis"
 
 
+def private_parts_of_torch_are_named_in_two_files(module: Module) -> Iterator[str]:
+    """A new version of torch may change them: what there is to check then stands in two lists of imports."""
+    if module.package not in PRODUCT or str(module.path) in TORCH_INTERNALS:
+        return
+    imported = {origin: line for line, _, origin in module.imports() if PRIVATE_PART.match(origin)}
+    lines = set(imported.values())
+    lines |= {line for line, name in module.used_names() if PRIVATE_PART.match(name) and name not in imported}
+    for line in sorted(lines):
+        yield f"line {line} names a private part of torch"
+
+
 def the_environment_is_read_in_one_file(module: Module) -> Iterator[str]:
-    if module.package not in PRODUCT or module.path in ENVIRONMENT_FILES:
+    if module.package not in PRODUCT or str(module.path) in ENVIRONMENT_FILES:
         return
     for line, name in module.used_names():
         if name.startswith(("os.environ", "os.getenv", "os.putenv")):
@@ -104,7 +119,7 @@ def no_file_is_unpickled(module: Module) -> Iterator[str]:
     """A pickle runs code when it is read: files hold tensors and JSON."""
     if module.package not in PRODUCT:
         return
-    for origin in module.imported_names().values():
+    for _, _, origin in module.imports():
         if origin.split(".")[0] in PICKLING_MODULES:
             yield f"imports {origin}"
     for keyword in module.nodes(ast.keyword):
@@ -123,19 +138,67 @@ def every_module_says_what_it_is(module: Module) -> Iterator[str]:
         yield "has no docstring"
 
 
+def docstrings_begin_with_a_verb_or_a_noun(module: Module) -> Iterator[str]:
+    """A question word or a preposition begins a fragment whose subject the reader has to guess."""
+    for line, docstring in module.docstrings():
+        if (first := docstring.split()[0].strip(",:;")) in HEADLESS:
+            yield f"line {line} has a docstring that begins with {first}"
+
+
+def functions_are_short(module: Module) -> Iterator[str]:
+    if module.package not in PRODUCT:
+        return
+    for node in module.nodes(ast.FunctionDef, ast.AsyncFunctionDef):
+        if (num_lines := node.end_lineno - node.lineno + 1) > MOST_LINES:
+            yield f"line {node.lineno}: {node.name} has {num_lines} lines, more than {MOST_LINES}"
+
+
+def no_imports_form_a_circle(modules: list[Module]) -> Iterator[str]:
+    """Imports under TYPE_CHECKING and inside functions count: they hide a circle, they do not open it."""
+    try:
+        graphlib.TopologicalSorter(imported_files(modules)).prepare()
+    except graphlib.CycleError as error:
+        yield " <- ".join(error.args[1])
+
+
+def no_folder_is_a_hallway(modules: list[Module]) -> Iterator[str]:
+    folders = Counter(str(module.path.parent) for module in modules if module.path.name != "__init__.py")
+    for folder, num_modules in folders.items():
+        if num_modules > MOST_MODULES:
+            yield f"{folder} has {num_modules} modules, more than {MOST_MODULES}"
+
+
+FUNCTION_OF_51_LINES = "def f():\n" + "    pass\n" * 50
 BREACHES = [
     (imports_follow_the_arrows, "parallel/mesh.py", "from zero.stage import STAGES"),
+    (imports_follow_the_arrows, "parallel/world.py", "from parallel.launch.route import route"),
     (imports_follow_the_arrows, "data/batches.py", "import parallel.mesh"),
     (imports_follow_the_arrows, "zero/engine.py", "def f():\n    from gpt import model"),
+    (imports_follow_the_arrows, "zero/engine.py", "from zero.state.saved_state import SavedState"),
+    (imports_follow_the_arrows, "zero/engine.py", "from zero import activations"),
+    (imports_follow_the_arrows, "zero/layout.py", "from zero.flat import FlatParameters"),
+    (imports_follow_the_arrows, "zero/formulas/memory.py", "from zero.engine import ZeroDataParallel"),
+    (imports_follow_the_arrows, "zero/formulas/memory.py", "from zero.offload.placement import Placement"),
+    (imports_follow_the_arrows, "zero/new_room/file.py", ""),
     (imports_follow_the_arrows, "gpt/model/transformer.py", "from zero import ZeroConfig"),
-    (imports_follow_the_arrows, "gpt/model/transformer.py", "from .trainer import train"),
+    (imports_follow_the_arrows, "gpt/model/transformer.py", "from ..trainer import train"),
+    (imports_follow_the_arrows, "gpt/checkpoint/saver.py", "from gpt.monitor.metrics import peak_memory"),
+    (imports_follow_the_arrows, "gpt/monitor/plot.py", "from gpt.planner.report import Report"),
+    (imports_follow_the_arrows, "gpt/model/flops.py", "from gpt.deepspeed.keys import KEYS"),
     (imports_follow_the_arrows, "gpt/trainer.py", "import tests.ranks"),
+    (imports_follow_the_arrows, "gpt/trainer.py", "import pretrain_gpt"),
     (imports_follow_the_arrows, "pretrain_gpt.py", "from scripts import bench"),
     (imports_follow_the_arrows, "scripts/bench/step.py", "from tests import models"),
-    (collectives_go_through_one_door, "zero/engine.py", "import torch.distributed as dist\ndist.all_reduce(x)"),
-    (collectives_go_through_one_door, "gpt/trainer.py", "import torch\ntorch.distributed.barrier()"),
-    (collectives_go_through_one_door, "gpt/trainer.py", "from torch import distributed as d\nd.broadcast(x, 0)"),
-    (collectives_go_through_one_door, "data/a.py", "from torch.distributed import all_gather as g\ng(x, y)"),
+    (collectives_are_called_in_two_files, "zero/engine.py", "import torch.distributed as dist\ndist.all_reduce(x)"),
+    (collectives_are_called_in_two_files, "gpt/trainer.py", "import torch\ntorch.distributed.barrier()"),
+    (collectives_are_called_in_two_files, "gpt/trainer.py", "from torch import distributed as d\nd.broadcast(x, 0)"),
+    (collectives_are_called_in_two_files, "data/a.py", "from torch.distributed import all_gather as g\ng(x, y)"),
+    (collectives_are_called_in_two_files, "parallel/world.py", "import torch.distributed as dist\ndist.barrier()"),
+    (private_parts_of_torch_are_named_in_two_files, "zero/flat.py", "import torch\ntorch._C._current_graph_task_id()"),
+    (private_parts_of_torch_are_named_in_two_files, "zero/optimizer.py", "import torch\ntorch._foreach_norm(x, 2)"),
+    (private_parts_of_torch_are_named_in_two_files, "parallel/world.py", "from torch._ops import OpOverload"),
+    (private_parts_of_torch_are_named_in_two_files, "gpt/build.py", "from torch.distributed import fsdp as f\nf._x"),
+    (private_parts_of_torch_are_named_in_two_files, "gpt/build.py", "import torch.testing._internal"),
     (the_environment_is_read_in_one_file, "parallel/mesh.py", "import os\nos.environ['RANK']"),
     (the_environment_is_read_in_one_file, "gpt/trainer.py", "from os import getenv\ngetenv('RANK')"),
     (no_file_is_unpickled, "gpt/checkpoint/checkpoint.py", "import pickle"),
@@ -143,24 +206,53 @@ BREACHES = [
     (no_file_is_unpickled, "data/indexed.py", "np.load(path, allow_pickle=True)"),
     (there_is_no_global_statement, "gpt/trainer.py", "def f():\n    global step\n    step = 1"),
     (every_module_says_what_it_is, "gpt/trainer.py", "import torch"),
+    (docstrings_begin_with_a_verb_or_a_noun, "gpt/trainer.py", '"""As many as there are."""'),
+    (docstrings_begin_with_a_verb_or_a_noun, "scripts/a.py", 'def f():\n    """In short: nothing."""'),
+    (docstrings_begin_with_a_verb_or_a_noun, "tests/a.py", 'class A:\n    """\n    Where, and when.\n    """'),
+    (functions_are_short, "gpt/trainer.py", FUNCTION_OF_51_LINES),
 ]
 ALLOWED = [
     (imports_follow_the_arrows, "gpt/trainer.py", "import torch\nfrom zero import stage\nfrom .model import GPT"),
+    (imports_follow_the_arrows, "gpt/planner/report.py", "from gpt.monitor.console import table"),
+    (imports_follow_the_arrows, "zero/engine.py", "from zero.offload.streams import SideStream"),
+    (imports_follow_the_arrows, "zero/formulas/memory.py", "from zero.stage import STAGES\nimport zero.formulas.a"),
     (imports_follow_the_arrows, "tests/unit/test_a.py", "from scripts import bench\nfrom tests.ranks import run_ranks"),
-    (collectives_go_through_one_door, "parallel/mesh.py", "import torch.distributed as dist\ndist.all_reduce(x)"),
-    (collectives_go_through_one_door, "zero/engine.py", "import torch\naxis.all_reduce(x, out=x)\ntorch.all(x)"),
+    (collectives_are_called_in_two_files, "parallel/mesh.py", "import torch.distributed as dist\ndist.all_reduce(x)"),
+    (collectives_are_called_in_two_files, "zero/engine.py", "import torch\naxis.all_reduce(x, out=x)\ntorch.all(x)"),
+    (private_parts_of_torch_are_named_in_two_files, "parallel/torch_internals.py", "from torch._ops import OpOverload"),
+    (private_parts_of_torch_are_named_in_two_files, "zero/flat.py", "import torch\nself._C = torch.__version__"),
     (the_environment_is_read_in_one_file, "parallel/world.py", "import os\nos.environ['RANK']"),
     (no_file_is_unpickled, "gpt/checkpoint/checkpoint.py", "torch.load(path, weights_only=True)"),
     (every_module_says_what_it_is, "zero/__init__.py", ""),
+    (docstrings_begin_with_a_verb_or_a_noun, "gpt/trainer.py", '"""Assert that it holds. Whatever it is."""'),
+    (functions_are_short, "gpt/trainer.py", FUNCTION_OF_51_LINES.removesuffix("    pass\n")),
+    (functions_are_short, "scripts/kills.py", FUNCTION_OF_51_LINES),
+]
+BREACHES_OF_TREES = [
+    (no_imports_form_a_circle, {"zero/a.py": "from zero.b import x", "zero/b.py": "import zero.a"}),
+    (no_imports_form_a_circle, {"zero/a.py": "from zero import b", "zero/b.py": "def f():\n    from zero.a import x"}),
+    (
+        no_imports_form_a_circle,
+        {
+            "zero/a.py": "import zero.b.c",
+            "zero/b/c.py": "from zero.d import x",
+            "zero/d.py": "if TYPE_CHECKING:\n    from .a import y",
+        },
+    ),
+    (no_folder_is_a_hallway, {f"tests/unit/zero/test_{number}.py": "" for number in range(MOST_MODULES + 1)}),
+]
+ALLOWED_TREES = [
+    (no_imports_form_a_circle, {"zero/a.py": "import zero.b, zero.c", "zero/b.py": "import zero.c", "zero/c.py": ""}),
+    (no_folder_is_a_hallway, {f"zero/{name}.py": "" for name in ["__init__", *map(str, range(MOST_MODULES))]}),
 ]
 RULES = list(dict.fromkeys(rule for rule, _, _ in BREACHES))
+TREE_RULES = list(dict.fromkeys(rule for rule, _ in BREACHES_OF_TREES))
 
 
 @pytest.fixture(scope="module")
 def modules() -> list[Module]:
-    paths = [path for package in MAY_IMPORT for path in (ROOT / package).rglob("*.py")] + list(ROOT.glob("*.py"))
-    modules = [Module(PurePosixPath(path.relative_to(ROOT).as_posix()), path.read_text()) for path in paths]
-    assert {module.package for module in modules} >= {"parallel", "data", "zero", "gpt", "tests"}
+    modules = all_modules()
+    assert {module.package for module in modules} == {*PACKAGES, "pretrain_gpt"}
     return modules
 
 
@@ -169,14 +261,33 @@ def test_the_source_obeys(rule: Rule, modules: list[Module]):
     assert [f"{module.path} {breach}" for module in modules for breach in rule(module)] == []
 
 
+@pytest.mark.parametrize("rule", TREE_RULES, ids=lambda rule: rule.__name__)
+def test_the_tree_obeys(rule: TreeRule, modules: list[Module]):
+    assert list(rule(modules)) == []
+
+
 @pytest.mark.parametrize(("rule", "path", "source"), BREACHES)
 def test_a_breach_is_noticed(rule: Rule, path: str, source: str):
     assert len(list(rule(Module(PurePosixPath(path), source)))) == 1
 
 
 @pytest.mark.parametrize(("rule", "path", "source"), ALLOWED)
-def test_what_is_allowed_passes(rule: Rule, path: str, source: str):
+def test_an_allowed_source_passes(rule: Rule, path: str, source: str):
     assert list(rule(Module(PurePosixPath(path), source))) == []
+
+
+@pytest.mark.parametrize(("rule", "sources"), BREACHES_OF_TREES)
+def test_a_breach_of_a_tree_is_noticed(rule: TreeRule, sources: dict[str, str]):
+    assert len(list(rule(_tree(sources)))) == 1
+
+
+@pytest.mark.parametrize(("rule", "sources"), ALLOWED_TREES)
+def test_an_allowed_tree_passes(rule: TreeRule, sources: dict[str, str]):
+    assert list(rule(_tree(sources))) == []
+
+
+def _tree(sources: dict[str, str]) -> list[Module]:
+    return [Module(PurePosixPath(path), source) for path, source in sources.items()]
 
 
 @pytest.mark.parametrize("name", ["requirements.txt", "pyproject.toml"])
