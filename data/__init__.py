@@ -1,1 +1,4 @@
-"""Text to batches: text -> tokens -> .bin/.idx -> samples -> batches. Imports nothing else of this project."""
+"""The path from text to batches: text -> tokens -> .bin/.idx -> samples -> batches.
+
+This package imports nothing else of the project.
+"""

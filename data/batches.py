@@ -1,4 +1,4 @@
-"""Micro-batches for one data-parallel rank, read ahead by a thread.
+"""Micro-batches of one data-parallel rank, read ahead by a thread.
 
 a step's samples    | rank 0 | rank 1 | rank 0 | rank 1 |      micro_batch_size samples each, data_size 2
 micro-batch         |       0         |        1        |
@@ -19,7 +19,7 @@ STEPS_AHEAD = 2
 
 
 class BatchLoader:
-    """Reads this rank's part of each step; all ranks together read every sample of a step once."""
+    """A reader of this rank's part of each step. All ranks together read every sample of a step once."""
 
     def __init__(
         self,
@@ -39,10 +39,11 @@ class BatchLoader:
         self._pin_memory = pin_memory
 
     def steps(self, plan: Iterable[tuple[int, int]]) -> Iterator[list[Tensor]]:
-        """For each (first_sample, global_batch_size) the micro-batches: int64 (micro_batch_size, seq_length + 1).
+        """Yield the micro-batches of each (first_sample, global_batch_size) of `plan`, a list a step.
 
-        Up to two steps are read ahead of the one in use. Closing the iterator ends the thread. Raises DataError for a
-        token outside the vocabulary or a batch that does not divide among the ranks.
+        A micro-batch is int64 (micro_batch_size, seq_length + 1). Up to two steps are read ahead of the one in use.
+        Closing the iterator ends the thread. Raises DataError if a token is outside the vocabulary or if a batch does
+        not divide among the ranks.
         """
         reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batch-reader")
         ahead: deque[Future[list[Tensor]]] = deque()
@@ -76,7 +77,10 @@ class BatchLoader:
         return batch.pin_memory() if self._pin_memory else batch
 
     def _check_vocabulary(self, tokens: np.ndarray, first_sample: int) -> None:
-        """An id outside the embedding would be an unexplained device-side assertion later."""
+        """Raise DataError if a token has no row in the embedding.
+
+        On a GPU the lookup would fail later, by an assertion on the device that names neither token nor file.
+        """
         if tokens.min() >= 0 and tokens.max() < self._vocab_size:
             return
         row, column = np.argwhere((tokens < 0) | (tokens >= self._vocab_size))[0]

@@ -1,7 +1,8 @@
-"""Samples of several datasets mixed by weight, computed from the sample's number: no stored index.
+"""Samples of several datasets mixed by weight, computed from the sample's number without a stored index.
 
-The weights sum to 1, and dataset d's k-th sample stands at time (k + 0.5) / weight[d]. The blend takes all samples in
-order of (time, d), so in every prefix of it a dataset is within half the number of datasets of its share.
+The weights sum to 1, and the k-th sample of dataset d has the time (k + 0.5) / weight[d]. The blend takes all samples
+in order of (time, d). In every prefix of the blend, the samples of a dataset differ from its share by at most half the
+number of datasets.
 
     dataset 0, weight 0.75     0       1       2           3       4       5
     dataset 1, weight 0.25             0                           1
@@ -19,12 +20,12 @@ from data.errors import DataError
 from data.indexed import IndexedDataset
 from data.samples import PackedSamples, Samples, split_documents
 
-BLOCK_SAMPLES = 1024  # located in one go, as the next request is usually for a neighbour
+BLOCK_SAMPLES = 1024  # located together, because the next request is usually for a neighbour
 
 
 @dataclass(frozen=True)
 class Block:
-    """Consecutive samples of the blend: whose each one is, and the owner's number for it."""
+    """Consecutive samples of the blend: for each its dataset, and its number within that dataset."""
 
     first: int
     dataset: np.ndarray
@@ -32,7 +33,7 @@ class Block:
 
 
 class BlendOrder:
-    """Which dataset a global sample is from, and which of its samples it is, for positive weights."""
+    """The mapping from a sample of the blend to (dataset, number within it). Weights must be positive."""
 
     def __init__(self, weights: Sequence[float]) -> None:
         total = math.fsum(weights)
@@ -40,24 +41,28 @@ class BlendOrder:
         self._current: Block | None = None
 
     def locate(self, sample: int) -> tuple[int, int]:
-        block = self._current  # read once: another thread may be in another block
+        block = self._current  # read once, because another thread may replace it
         if block is None or not block.first <= sample < block.first + BLOCK_SAMPLES:
             block = self._current = self._block(sample - sample % BLOCK_SAMPLES, BLOCK_SAMPLES)
         return int(block.dataset[sample - block.first]), int(block.number[sample - block.first])
 
     def counts_before(self, sample: int) -> np.ndarray:
-        """How many samples of each dataset precede a global sample: (datasets,)."""
+        """Return the number of samples of each dataset that precede a sample of the blend, of shape (datasets,)."""
         counts, dataset, _ = self._merge(sample, sample)
         return counts + np.bincount(dataset[: sample - counts.sum()], minlength=len(counts))
 
     def _block(self, first: int, num_samples: int) -> Block:
         counts, dataset, number = self._merge(first, first + num_samples)
-        window = slice(first - counts.sum(), first - counts.sum() + num_samples)
-        return Block(first, dataset[window], number[window])
+        block = slice(first - counts.sum(), first - counts.sum() + num_samples)
+        return Block(first, dataset[block], number[block])
 
     def _merge(self, first: int, stop: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The blend between two times that enclose samples [first, stop): counts before it, datasets, numbers."""
-        margin = len(self._weights)  # before time t there are t samples, give or take half the number of datasets
+        """Compute the blend between two times that enclose samples [first, stop).
+
+        Returns the samples of each dataset before the first time, and for each sample between the two times its dataset
+        and its number.
+        """
+        margin = len(self._weights)  # t samples precede time t, plus or minus half the number of datasets
         skipped = self._counts_at(max(first - margin, 0))
         counts = self._counts_at(stop + margin) - skipped
         dataset = np.repeat(np.arange(len(counts)), counts)
@@ -66,7 +71,7 @@ class BlendOrder:
         return skipped, dataset[order], number[order]
 
     def _counts_at(self, time: int) -> np.ndarray:
-        """How many samples of each dataset stand before a time, up to rounding, for which the margin has room."""
+        """Return the number of samples of each dataset before a time. Rounding errors are within the margin."""
         return np.maximum(np.ceil(time * self._weights - 0.5), 0).astype(np.int64)
 
 
@@ -105,10 +110,11 @@ def open_samples(
     seed: int,
     cache_dir: str | Path | None = None,
 ) -> Samples:
-    """The samples of one `part` (train, validation, test) of data.path: PREFIX, WEIGHT:PREFIX or a list of them.
+    """Open one `part` (train, validation or test) of data.path: PREFIX, WEIGHT:PREFIX, or a list of these.
 
-    Without weights, prefixes are mixed in proportion to their samples. The order files lie in `cache_dir`, or else in
-    PREFIX.cache. Raises DataError for missing files, wrong weights, or a part with fewer than seq_length + 1 tokens.
+    Without weights, prefixes are mixed in proportion to their samples. The order files are stored in `cache_dir`, by
+    default PREFIX.cache. Raises DataError if a file is missing, a weight is wrong, or a part has fewer than
+    seq_length + 1 tokens.
     """
     weights, prefixes = parse_path(path)
     datasets = []
@@ -120,7 +126,7 @@ def open_samples(
 
 
 def parse_path(path: str | Sequence[str]) -> tuple[list[float], list[str]]:
-    """Weights, none where no entry has one, and prefixes of data.path."""
+    """Return the weights and the prefixes of data.path. The list of weights is empty if no entry has one."""
     entries = [path] if isinstance(path, str) else list(path)
     parsed = [_parse_entry(entry) for entry in entries]
     prefixes = [prefix for _, prefix in parsed]
@@ -136,7 +142,7 @@ def _parse_entry(entry: str) -> tuple[float | None, str]:
     weight_text, colon, prefix = entry.partition(":")
     try:
         weight = float(weight_text) if colon else None
-    except ValueError:  # a colon within a file name
+    except ValueError:  # the colon is part of a file name
         return None, entry
     if weight is None:
         return None, entry

@@ -1,9 +1,9 @@
-"""Documents to tokens in worker processes.
+"""Encoding of documents as tokens in worker processes.
 
     one reader --batches of documents--> workers --tokens, in the order read--> one consumer
 
-The reader is never more than a few batches a worker ahead, so memory does not grow with the corpus, and the order of
-batches makes the result independent of the number of workers.
+The reader is at most a few batches a worker ahead, so memory does not grow with the corpus. Batches are yielded in the
+order in which they were read, so the result does not depend on the number of workers.
 """
 
 import os
@@ -25,13 +25,13 @@ from data.sources import Document, text_of
 from data.tokenizer import Tokenizer
 
 BATCH_BYTES = 512 << 10
-DOCUMENT_OVERHEAD_BYTES = 64  # so that a batch of empty documents ends as well
-BATCHES_AHEAD = 4  # a worker: enough to keep all busy while one has a large document
+DOCUMENT_OVERHEAD_BYTES = 64  # ends a batch of empty documents, too
+BATCHES_AHEAD = 4  # for each worker: keeps all of them busy while one encodes a large document
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """A batch of documents as tokens, end-of-document tokens included; empty documents are left out."""
+    """The tokens of a batch of documents, end-of-document tokens included; empty documents are left out."""
 
     tokens: np.ndarray
     lengths: np.ndarray
@@ -40,7 +40,7 @@ class Encoded:
 
 @dataclass(frozen=True)
 class Encoder:
-    """What a worker needs, small enough to be sent with every batch."""
+    """The function that workers call, small enough to be sent with every batch."""
 
     tokenizer_file: str
     eod: int
@@ -63,9 +63,9 @@ def _tokenizer_of_this_process(path: str, eod: int) -> Tokenizer:
 
 
 def encode_in_order(encoder: Encoder, documents: Iterable[Document], num_workers: int) -> Iterator[Encoded]:
-    """Encode batches of documents in `num_workers` processes and yield them in the order they were read."""
+    """Encode batches of documents in `num_workers` processes and yield them in the order in which they were read."""
     pending: deque[Future[Encoded]] = deque()
-    # spawn: forking a process in which the tokenizer's threads have run can deadlock
+    # spawn, because forking a process in which the tokenizer's threads have run can deadlock
     pool = ProcessPoolExecutor(num_workers, get_context("spawn"), initializer=_start_worker)
     try:
         for batch in _batches(documents):
@@ -94,5 +94,5 @@ def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
 
 
 def _start_worker() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the reader alone reacts
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one core a worker
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; only the reader handles it
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # each worker uses one core

@@ -1,12 +1,12 @@
-"""The order of one epoch: documents shuffled, laid end to end, cut into samples, samples shuffled.
+"""The order of one epoch: documents are shuffled and joined, then cut into samples, which are shuffled.
 
     document_order   7 | 2       | 0    | 5 ...        document numbers, shuffled
     tokens           aaabbbbbbbbbbcccccccddddd...
-    samples          |  0  |  1  |  2  |  3  |          seq_length + 1 tokens each: neighbours share one
+    samples          |  0  |  1  |  2  |  3  |          seq_length + 1 tokens each; neighbours share one
     sample_starts    (0, 0) (1, 2) (1, 8) ...           (place in document_order, token within that document)
     shuffle          2 0 3 1                            the epoch's i-th sample is number shuffle[i]
 
-Large orders are kept in files and memory-mapped; every rank may write them, and all write the same bytes.
+Large orders are kept in files and memory-mapped. Every rank may write the files, because all write the same bytes.
 """
 
 import dataclasses
@@ -22,12 +22,15 @@ import numpy as np
 
 from data.errors import DataError
 
-VERSION = 1  # of build_epoch's result: raise it whenever the same recipe gives another order
+VERSION = 1  # of the result of build_epoch; increase it if the same recipe gives another order
 
 
 @dataclass(frozen=True)
 class EpochOrder:
-    """document_order (documents,), sample_starts (samples + 1, 2), shuffle (samples,): the smallest unsigned types."""
+    """The arrays of an epoch: document_order (documents,), sample_starts (samples + 1, 2), shuffle (samples,).
+
+    Each has the smallest unsigned type that holds its values.
+    """
 
     document_order: np.ndarray
     sample_starts: np.ndarray
@@ -36,7 +39,10 @@ class EpochOrder:
 
 @dataclass(frozen=True)
 class Recipe:
-    """All that an epoch's order depends on. The index file's time stands for the lengths it holds."""
+    """Everything that the order of an epoch depends on, as a key of its files.
+
+    The modification time of the index file stands for the document lengths in it.
+    """
 
     name: str
     bin_bytes: int
@@ -55,7 +61,7 @@ class Recipe:
 
 
 def build_epoch(lengths: np.ndarray, *, seq_length: int, seed: int, epoch: int) -> EpochOrder:
-    """The order of `epoch` over documents of these lengths, a function of its arguments alone."""
+    """Return the order of `epoch` over documents of these lengths, a function of the arguments alone."""
     generator = np.random.default_rng([seed, epoch])
     document_order = _shuffled(len(lengths), generator)
     ends = np.cumsum(lengths[document_order], dtype=np.int64)
@@ -69,7 +75,7 @@ def build_epoch(lengths: np.ndarray, *, seq_length: int, seed: int, epoch: int) 
 
 
 def cached_epoch(folder: Path, stem: str, build: Callable[[], EpochOrder]) -> EpochOrder:
-    """The order in `folder` under `stem`, memory-mapped; built and written first where a file is missing."""
+    """Return the order stored in `folder` under `stem`, memory-mapped. Build and write it if a file is missing."""
     paths = {field.name: folder / f"{stem}.{field.name}.npy" for field in dataclasses.fields(EpochOrder)}
     if not all(path.exists() for path in paths.values()):
         _save(build(), paths, folder)
@@ -86,7 +92,7 @@ def _shuffled(count: int, generator: np.random.Generator) -> np.ndarray:
 
 
 def _save(order: EpochOrder, paths: dict[str, Path], folder: Path) -> None:
-    """Write in a folder of this process's own, then rename: others see a whole file or none."""
+    """Write into a folder that only this process uses, then rename: others see a complete file or none."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".unfinished.", dir=folder) as staging:

@@ -1,5 +1,8 @@
-"""The one exception of this package: a mistake in data or settings, told in one line."""
+"""The only exception class of this package: a mistake in data or settings, reported in one line."""
 
 
 class DataError(ValueError):
-    """Names the file or setting, what was expected, what was found, and the remedy."""
+    """A mistake that the user can correct.
+
+    The message names the file or setting, what was expected, what was found, and the remedy.
+    """

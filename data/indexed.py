@@ -1,4 +1,4 @@
-"""Megatron's pair of files for tokenized documents, written once and read by memory map.
+"""Megatron's pair of files for tokenized documents, written once and read through a memory map.
 
 PREFIX.bin   | tokens of document 0 | tokens of document 1 | ...                 no header, little-endian
 PREFIX.idx   | "MMIDIDX\\0\\0" | u64 version 1 | u8 dtype code | u64 N | u64 D |     34 bytes
@@ -22,11 +22,11 @@ DTYPE_OF_CODE = {
     code: np.dtype(name).newbyteorder("<")
     for code, name in {1: "u1", 2: "i1", 3: "i2", 4: "i4", 5: "i8", 6: "f8", 7: "f4", 8: "u2"}.items()
 }
-MAX_U16_VOCAB_SIZE = 65500  # Megatron's own bound, kept so that both choose the same type
+MAX_U16_VOCAB_SIZE = 65500  # the bound that Megatron uses, so that both choose the same type
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """The type of a stored token: u16 when the vocabulary fits, else i32."""
+    """Return the type of a stored token: u16 if the vocabulary fits, else i32."""
     return np.dtype("<u2" if vocab_size < MAX_U16_VOCAB_SIZE else "<i4")
 
 
@@ -39,10 +39,9 @@ def idx_path(prefix: str | Path) -> Path:
 
 
 class IndexedWriter:
-    """Appends documents to PREFIX.bin as they come and writes PREFIX.idx on close: without it the pair does not open.
+    """A context manager that appends documents to PREFIX.bin and writes PREFIX.idx when its block ends.
 
-    A context manager: the files are complete when the block ends, and no index is written when it raises.
-    Keeps four bytes a document in memory.
+    If the block raises, no index is written, and the pair cannot be opened. Four bytes a document are kept in memory.
     """
 
     def __init__(self, prefix: str | Path, dtype: np.dtype) -> None:
@@ -56,7 +55,7 @@ class IndexedWriter:
         return len(self._lengths)
 
     def add(self, tokens: np.ndarray, lengths: np.ndarray) -> None:
-        """Append whole documents: their tokens one after another, and the number of tokens of each."""
+        """Append whole documents, given as their joined tokens and the number of tokens of each."""
         assert len(tokens) == lengths.sum()
         self._bin.write(tokens.astype(self.dtype, copy=False).data)
         self._lengths.frombytes(lengths.astype(np.intc).tobytes())
@@ -89,10 +88,11 @@ class IndexedWriter:
 
 
 class IndexedDataset:
-    """The sequences of PREFIX.bin as views of a memory map: opening reads a header, indexing copies nothing.
+    """The sequences of PREFIX.bin as read-only views of a memory map.
 
-    `sequence_lengths` i32[N] in tokens, `starts` i64[N] in bytes and `document_indices` i64[D] are maps as well.
-    Files written here hold one sequence a document. Raises DataError when the pair is missing, cut or foreign.
+    Opening reads a header, indexing copies nothing. `sequence_lengths` i32[N] in tokens, `starts` i64[N] in bytes and
+    `document_indices` i64[D] are maps as well. IndexedWriter writes one sequence a document. Raises DataError if the
+    pair is missing, truncated, or in another format.
     """
 
     def __init__(self, prefix: str | Path) -> None:
@@ -116,8 +116,10 @@ class IndexedDataset:
             )
         self.dtype = DTYPE_OF_CODE[code]
         ends = np.cumsum([HEADER.size, 4 * num_sequences, 8 * num_sequences, 8 * num_document_indices]).tolist()
-        if index_bytes not in (ends[-1], ends[-1] + num_sequences):  # with modes of one byte a sequence, or without
-            raise DataError(f"{path} has {index_bytes} bytes, its header tells {ends[-1]}; copy or prepare it again")
+        if index_bytes not in (ends[-1], ends[-1] + num_sequences):  # Megatron may append a mode of one byte a sequence
+            raise DataError(
+                f"{path} has {index_bytes} bytes, its header describes {ends[-1]}; copy or prepare it again"
+            )
         if num_sequences == 0:
             raise DataError(f"{path} holds 0 documents, at least 1 is needed; prepare it from a source with text")
         content = np.memmap(path, mode="r").view(np.ndarray)
@@ -132,7 +134,7 @@ class IndexedDataset:
         expected_bytes = int(self.starts[-1]) + int(self.sequence_lengths[-1]) * self.dtype.itemsize
         if actual_bytes != expected_bytes or expected_bytes == 0:
             raise DataError(
-                f"{path} has {actual_bytes} bytes, its index tells {expected_bytes}; copy or prepare the pair again"
+                f"{path} has {actual_bytes} bytes, its index describes {expected_bytes}; copy or prepare the pair again"
             )
         self._tokens = np.memmap(path, dtype=self.dtype, mode="r").view(np.ndarray)
 
@@ -140,23 +142,15 @@ class IndexedDataset:
         return len(self.sequence_lengths)
 
     def __getitem__(self, sequence: int) -> np.ndarray:
-        return self.get(sequence)
+        start = int(self.starts[sequence]) // self.dtype.itemsize
+        return self._tokens[start : start + int(self.sequence_lengths[sequence])]
 
     @property
     def num_tokens(self) -> int:
         return len(self._tokens)
 
-    def get(self, sequence: int, offset: int = 0, length: int | None = None) -> np.ndarray:
-        """Tokens [offset, offset + length) of a sequence, to its end without a length: a read-only view."""
-        sequence_length = int(self.sequence_lengths[sequence])
-        stop = sequence_length if length is None else offset + length
-        if not 0 <= offset <= stop <= sequence_length:
-            raise IndexError(f"tokens {offset} to {stop} of a sequence of {sequence_length}")
-        start = int(self.starts[sequence]) // self.dtype.itemsize
-        return self._tokens[start + offset : start + stop]
-
     def first_token(self, sequence: int) -> int:
-        """Where sequence 0 <= sequence <= N starts, counted in tokens of the whole file."""
+        """Return the number of tokens in the file before `sequence`, for 0 <= sequence <= N."""
         return self.num_tokens if sequence == len(self) else int(self.starts[sequence]) // self.dtype.itemsize
 
 

@@ -1,6 +1,6 @@
 """python -m data.prepare: turn text into PREFIX.bin, PREFIX.idx, PREFIX.tokenizer.json and PREFIX.json.
 
-The four files are written in a hidden folder beside PREFIX and renamed at the end: there are all of them or none.
+The four files are written into a hidden folder beside PREFIX and renamed at the end, so that all of them exist or none.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from data.tokenizer import Tokenizer, named_tokenizer, tokenizer_path, train_tok
 
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
-OUTPUT_PATHS = (bin_path, tokenizer_path, Sidecar.path, idx_path)  # the index last: without it no pair opens
+OUTPUT_PATHS = (bin_path, tokenizer_path, Sidecar.path, idx_path)  # the index last: a pair without it cannot be opened
 
 
 def prepare(
@@ -29,11 +29,11 @@ def prepare(
     output: str,
     tokenizer: Tokenizer,
     *,
-    tokenizer_name: str = "trained",
-    num_workers: int = 1,
-    overwrite: bool = False,
+    tokenizer_name: str,
+    num_workers: int,
+    overwrite: bool,
 ) -> Sidecar:
-    """Encode a corpus and write the four files of prefix `output`; raises DataError for what a user can mend."""
+    """Encode a corpus and write the four files of prefix `output`. Raises DataError for a mistake of the user."""
     existing = [str(path(output)) for path in OUTPUT_PATHS if path(output).exists()]
     if existing and not overwrite:
         raise DataError(f"{existing[0]} exists; choose another --output or add --overwrite")
@@ -58,7 +58,7 @@ def prepare(
             source=source.names,
         )
         sidecar.save(staged)
-        idx_path(output).unlink(missing_ok=True)  # an old index must never describe new tokens
+        idx_path(output).unlink(missing_ok=True)  # before the renames: an old index must not describe new tokens
         for path in OUTPUT_PATHS:
             os.replace(path(staged), path(output))
     return sidecar
@@ -66,7 +66,7 @@ def prepare(
 
 @contextmanager
 def _progress(name: str, source: Source) -> Iterator[Callable[[Encoded], None]]:
-    """A progress bar on the terminal, and the function that advances it."""
+    """Show a progress bar on the terminal and yield the function that advances it."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -97,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("python -m data.prepare", description=__doc__.partition(":")[2])
     add = parser.add_argument
     add("--source", nargs="+", required=True, help="files, globs, folders, a hub dataset, or stdlib")
-    add("--output", required=True, metavar="PREFIX", help="where the four files go")
+    add("--output", required=True, metavar="PREFIX", help="the common prefix of the four files")
     tokenizer = parser.add_mutually_exclusive_group(required=True)
     tokenizer.add_argument("--tokenizer", help="a tokenizer.json, a folder with one, or a hub name such as gpt2")
     tokenizer.add_argument("--train_vocab_size", type=int, metavar="N", help="train a byte-level BPE of N entries")
@@ -113,7 +113,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Exit code 0, 2 after a mistake that one line explains, or 130 after Ctrl-C."""
+    """Prepare a corpus. Exit with code 2 after a mistake, which one line explains, and 130 after Ctrl-C."""
     parser = _parser()
     args = parser.parse_args(arguments)
     source = Source(args.source, args.text_key, args.config, args.split, args.max_documents)

@@ -1,7 +1,7 @@
-"""Samples of seq_length + 1 tokens, packed across the documents of one prefix, without end: epoch follows epoch.
+"""An endless sequence of samples of seq_length + 1 tokens, packed across the documents of one prefix.
 
-The order depends on (data, split, seq_length, seed) and the sample's number, on nothing else: not on the number of
-ranks, not on how many samples a run will take. So a run resumes from one integer, the samples consumed.
+Sample i depends on (data, split, seq_length, seed) and i alone, neither on the number of ranks nor on the length of the
+run. A run therefore resumes from one integer, the number of samples consumed.
 """
 
 from collections.abc import Sequence
@@ -15,23 +15,23 @@ from data.errors import DataError
 from data.indexed import IndexedDataset, bin_path, idx_path
 
 PARTS = ("train", "validation", "test")
-MIN_CACHED_ENTRIES = 1 << 20  # smaller orders are built faster than files are opened
+MIN_CACHED_ENTRIES = 1 << 20  # to build a smaller order takes less time than to open its files
 
 
 class Samples(Protocol):
-    """An endless sequence of samples: int64 arrays (seq_length + 1,)."""
+    """An endless sequence of samples, int64 arrays of shape (seq_length + 1,)."""
 
     def __getitem__(self, sample: int) -> np.ndarray: ...
 
     def place(self, sample: int) -> str:
-        """The file and document in which a sample starts, for error messages."""
+        """Return the file and the document in which a sample starts, for error messages."""
 
     def build_cache(self, first_sample: int, num_samples: int) -> None:
-        """Write the order files that these samples need. One rank a node runs this before the others read."""
+        """Write the order files that these samples need. One rank of each node calls this before the others read."""
 
 
 class PackedSamples:
-    """The samples of some consecutive documents of one prefix."""
+    """The samples of a range of documents of one prefix."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class PackedSamples:
         order, number = self._find(sample)
         (first, start), (last, stop) = order.sample_starts[number : number + 2].tolist()
         documents = order.document_order[first : last + 1].tolist()
-        pieces = [self._dataset.get(self._documents[document]) for document in documents]
+        pieces = [self._dataset[self._documents[document]] for document in documents]
         pieces[-1] = pieces[-1][: stop + 1]
         pieces[0] = pieces[0][start:]
         return np.concatenate(pieces, dtype=np.int64)
@@ -78,9 +78,9 @@ class PackedSamples:
             self._order_of(epoch)
 
     def _find(self, sample: int) -> tuple[EpochOrder, int]:
-        """The epoch that holds a sample, and the sample's number before the shuffle."""
+        """Return the order of the epoch that holds a sample, and the number of the sample before the shuffle."""
         epoch, index = divmod(sample, self.samples_per_epoch)
-        current = self._current  # read once: another thread may be in another epoch
+        current = self._current  # read once, because another thread may replace it
         if current is None or current[0] != epoch:
             current = self._current = (epoch, self._order_of(epoch))
         return current[1], int(current[1].shuffle[index])
@@ -110,7 +110,7 @@ class PackedSamples:
 
 
 def split_documents(num_documents: int, weights: Sequence[float]) -> dict[str, range]:
-    """Consecutive ranges of documents for train, validation and test, as long as the weights say, rounded."""
+    """Divide the documents into consecutive ranges for train, validation and test, in proportion to the weights."""
     if len(weights) != len(PARTS) or min(weights) < 0 or sum(weights) <= 0:
         raise DataError(f"data.split={list(weights)} must be three weights, none negative, such as [0.98, 0.01, 0.01]")
     shares = np.cumsum(weights) / sum(weights)

@@ -1,4 +1,4 @@
-"""PREFIX.json: what a prepared corpus is, for people and for whoever sizes a model after it."""
+"""PREFIX.json: facts of a prepared corpus, for people and for settings such as model.vocab_size."""
 
 import dataclasses
 import json
@@ -11,7 +11,10 @@ from data.errors import DataError
 
 @dataclass(frozen=True)
 class Sidecar:
-    """Facts of a prepared corpus; `tokenizer` is the name given or "trained", its file is PREFIX.tokenizer.json."""
+    """Facts of a prepared corpus.
+
+    `tokenizer` is the name that was given, or "trained". The tokenizer itself is in PREFIX.tokenizer.json.
+    """
 
     vocab_size: int
     eod: int

@@ -1,6 +1,6 @@
-"""Corpora as streams of documents that are not yet decoded: files, the standard library, or anything `datasets` opens.
+"""Corpora as streams of undecoded documents: files, the standard library, or anything that `datasets` opens.
 
-Shards are read one after another by one process; decoding and parsing (`text_of`) is left to the workers.
+One process reads the shards one after another. Decoding and parsing (`text_of`) are left to the workers.
 """
 
 import glob
@@ -24,8 +24,8 @@ PARQUET_SUFFIXES = (".parquet",)
 SUFFIXES = TEXT_SUFFIXES + JSON_SUFFIXES + PARQUET_SUFFIXES
 DATASETS_FILES = ("state.json", "dataset_dict.json")  # in a folder written by save_to_disk
 NOT_IN_STDLIB = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
-NOT_IN_STDLIB |= {"encodings", "pydoc_data"}  # tables that programs wrote, a fifth of all tokens
-MAX_DOCUMENT_BYTES = 64 << 20  # a document is encoded in one piece, which takes many times its size in memory
+NOT_IN_STDLIB |= {"encodings", "pydoc_data"}  # generated tables, a fifth of all tokens
+MAX_DOCUMENT_BYTES = 64 << 20  # a document is encoded as a whole, which takes many times its size in memory
 
 
 class Document(NamedTuple):
@@ -34,17 +34,17 @@ class Document(NamedTuple):
     origin: str
     number: int  # line or row, from 1; 0 is the whole file
     content: bytes | str | None
-    weight: float  # its part of the shard's weight
+    weight: float  # its part of the weight of the shard
 
     @property
     def place(self) -> str:
-        """File and line for an error message; a text file is one document and needs no line."""
+        """The file and line for an error message, or the file alone if it is one document."""
         return self.origin if self.number == 0 else f"{self.origin}:{self.number}"
 
 
 @dataclass(frozen=True)
 class Shard:
-    """A part of the corpus with a known order; `weight` is its bytes or rows, None when nobody knows."""
+    """A part of the corpus with a fixed order. `weight` is its size in bytes or rows, None if unknown."""
 
     weight: int | None
     documents: Callable[[], Iterator[Document]]
@@ -52,9 +52,9 @@ class Shard:
 
 @dataclass(frozen=True)
 class Source:
-    """What to read. Each name is "stdlib", a file, a glob, a directory, or the hub name of a dataset.
+    """A description of the text to read. Each name is "stdlib", a file, a glob, a directory, or a dataset of the hub.
 
-    `config` and `split` select within datasets, which are streamed; `text_key` is the JSON key or the column.
+    `config` and `split` select within a dataset, which is streamed. `text_key` is the JSON key or the column.
     """
 
     names: list[str]
@@ -68,7 +68,7 @@ class Source:
         return [shard for name in self.names for shard in self._shards_of(name)]
 
     def weight(self) -> int | None:
-        """The sum over shards, for a progress bar; None when it is not known how far reading will go."""
+        """Return the sum over shards, for a progress bar, or None if the amount to be read is unknown."""
         weights = [shard.weight for shard in self.shards]
         return None if self.max_documents or None in weights else sum(filter(None, weights))
 
@@ -76,7 +76,10 @@ class Source:
         return islice(chain.from_iterable(shard.documents() for shard in self.shards), self.max_documents)
 
     def sample(self, sample_bytes: int) -> Iterator[str]:
-        """About `sample_bytes` of text from all over the corpus: the first part of every shard of known weight."""
+        """Yield about `sample_bytes` of text from the whole corpus: the beginning of every shard.
+
+        A shard of unknown weight may yield all of `sample_bytes`.
+        """
         total = sum(shard.weight or 0 for shard in self.shards)
         allowed = taken = 0.0
         for shard in self.shards:
@@ -96,7 +99,8 @@ class Source:
         looks_like_file = glob.has_magic(name) or name.startswith(("/", ".")) or name.endswith(SUFFIXES)
         if looks_like_file and not os.path.isdir(name):
             raise DataError(f"--source {name}: no such file; give files, globs, folders, a hub name or stdlib")
-        return [_dataset_shard(name, self)]  # a hub name, or a folder in a form that only `datasets` knows
+        # a hub name, or a folder in a format that only `datasets` reads
+        return [_dataset_shard(name, self.config, self.split, self.text_key)]
 
     def _file_shard(self, path: str) -> Shard:
         read = _read_json_lines if path.endswith(JSON_SUFFIXES) else _read_text_file
@@ -106,14 +110,14 @@ class Source:
 
 
 def text_of(document: Document, text_key: str) -> str:
-    """The decoded text, "" where a row or line holds null; raises DataError naming file and line."""
+    """Return the decoded text, "" if a row or line holds null. Raises DataError that names file and line."""
     content = document.content
     try:
         if isinstance(content, bytes):
             content = content.decode("utf-8")
             if document.origin.endswith(JSON_SUFFIXES):
                 content = _json_text(document.place, content, text_key)
-        size_bytes = len((content or "").encode("utf-8"))  # refuses half a surrogate pair, which JSON can spell
+        size_bytes = len((content or "").encode("utf-8"))  # raises for half a surrogate pair, which JSON can contain
     except UnicodeError as error:
         raise DataError(f"{document.place} is not UTF-8 ({error}); convert it or leave it out") from None
     _check_size(document.place, size_bytes)
@@ -133,7 +137,7 @@ def _json_text(place: str, line: str, text_key: str) -> str | None:
 
 
 def _text_in(row: dict[str, Any], place: str, text_key: str) -> str | None:
-    missing = 0  # unlike null, which is an empty document, an absent key is an error
+    missing = 0  # null is an empty document, but an absent key is an error
     if not isinstance(text := row.get(text_key, missing), str | None):
         raise DataError(f"{place} has no text under --text_key {text_key}; its keys are {', '.join(row)}")
     return text
@@ -148,7 +152,7 @@ def _check_size(place: str, size_bytes: int) -> None:
 
 
 def _stdlib_files() -> list[str]:
-    """The interpreter's own Python sources without their tests, sorted by path."""
+    """Return the Python sources of the interpreter's standard library without its tests, sorted by path."""
     paths = []
     for folder, folders, names in os.walk(sysconfig.get_path("stdlib")):
         folders[:] = [name for name in folders if name not in NOT_IN_STDLIB]
@@ -157,7 +161,7 @@ def _stdlib_files() -> list[str]:
 
 
 def _files_of(name: str) -> list[str]:
-    """The files that a path, glob or directory stands for, sorted; of a directory only those of known suffixes."""
+    """Return the files of a path, glob or directory, sorted. Of a directory only files of known suffixes count."""
     if os.path.isdir(name):
         if any(os.path.exists(os.path.join(name, file)) for file in DATASETS_FILES):
             return []
@@ -205,29 +209,29 @@ def _read_parquet(path: str, text_key: str) -> Iterator[Document]:
         raise DataError(f"cannot read {path} as Parquet: {error}") from None
 
 
-def _dataset_shard(name: str, source: Source) -> Shard:
+def _dataset_shard(name: str, config: str | None, split: str, text_key: str) -> Shard:
     try:
-        rows = _open_dataset(name, source)
+        rows = _open_dataset(name, config, split)
     except ImportError:
-        raise DataError(f"--source {name} is no file, and a hub name needs datasets: pip install datasets") from None
-    except Exception as error:  # hub, network and builders each raise their own
-        raise DataError(f"--source {name} is no file, and datasets cannot open it: {_first_line(error)}") from None
+        raise DataError(f"--source {name} is not a file, and a hub name needs datasets: pip install datasets") from None
+    except Exception as error:  # hub, network and builders raise classes of their own
+        raise DataError(f"--source {name} is not a file, and datasets cannot open it: {_first_line(error)}") from None
     num_rows = len(rows) if hasattr(rows, "__len__") else None
-    return Shard(num_rows, partial(_read_rows, name, rows, source.text_key))
+    return Shard(num_rows, partial(_read_rows, name, rows, text_key))
 
 
-def _open_dataset(name: str, source: Source) -> Any:
-    """One split: streamed from the hub or a local folder, or memory-mapped where save_to_disk wrote it."""
+def _open_dataset(name: str, config: str | None, split: str) -> Any:
+    """Open one split: streamed from the hub or a local folder, or memory-mapped if save_to_disk wrote it."""
     import datasets
 
     if any(os.path.exists(os.path.join(name, file)) for file in DATASETS_FILES):
         rows = datasets.load_from_disk(name)
         if isinstance(rows, datasets.Dataset):
             return rows
-        if source.split not in rows:
-            raise ValueError(f"--split {source.split} is not among its splits {', '.join(rows)}")
-        return rows[source.split]
-    return datasets.load_dataset(name, source.config, split=source.split, streaming=True)
+        if split not in rows:
+            raise ValueError(f"--split {split} is not among its splits {', '.join(rows)}")
+        return rows[split]
+    return datasets.load_dataset(name, config, split=split, streaming=True)
 
 
 def _read_rows(name: str, rows: Any, text_key: str) -> Iterator[Document]:
@@ -239,7 +243,7 @@ def _read_rows(name: str, rows: Any, text_key: str) -> Iterator[Document]:
             yield Document(name, number, _text_in(row, f"{name}:{number}", text_key), 1)
     except DataError:
         raise
-    except Exception as error:  # as above
+    except Exception as error:  # as in _dataset_shard
         raise DataError(f"cannot read the dataset {name}: {_first_line(error)}") from None
 
 

@@ -1,4 +1,4 @@
-"""Tokenizers, loaded by name or path, trained, or read back from beside a corpus: all wrap a `tokenizers.Tokenizer`."""
+"""Tokenizers: loaded by name or path, trained, or read from beside a corpus. All wrap a `tokenizers.Tokenizer`."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -16,9 +16,9 @@ NUM_BYTES = 256
 
 
 class Tokenizer:
-    """Text to ids and back, with the id `eod` that ends every document.
+    """An encoder of text as ids, and a decoder, with the id `eod` that ends every document.
 
-    A special token spelled out in a text is encoded as the characters it is made of, so no text can end a document.
+    The name of a special token within a text is encoded as plain characters, so that a text cannot end its document.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, eod: int) -> None:
@@ -51,12 +51,15 @@ def tokenizer_path(prefix: str | Path) -> Path:
 
 
 def load_tokenizer(prefix: str | Path) -> Tokenizer:
-    """The tokenizer that a prepared corpus was written with."""
+    """Return the tokenizer that a prepared corpus was encoded with."""
     return Tokenizer.from_file(tokenizer_path(prefix), Sidecar.load(prefix).eod)
 
 
 def named_tokenizer(name: str, eod_token: str | None = None) -> Tokenizer:
-    """A tokenizer.json file, a directory or a hub name; without `eod_token` the usual end-of-text tokens are tried."""
+    """Load a tokenizer from a tokenizer.json file, a directory, or the hub.
+
+    Without `eod_token` the usual end-of-text tokens are tried. Raises DataError if the tokenizer has none of them.
+    """
     path = Path(name)
     if path.is_dir() and (path / "tokenizer.json").is_file():
         path = path / "tokenizer.json"
@@ -69,7 +72,10 @@ def named_tokenizer(name: str, eod_token: str | None = None) -> Tokenizer:
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """A byte-level BPE of at most `vocab_size` entries (fewer when the texts run out of pairs); id 0 ends documents."""
+    """Train a byte-level BPE of at most `vocab_size` entries, fewer if the texts have too few pairs.
+
+    Id 0 ends documents.
+    """
     if vocab_size <= NUM_BYTES:
         raise DataError(
             f"--train_vocab_size={vocab_size} cannot hold {NUM_BYTES} bytes and {TRAINED_EOD}; use 257 or more"
@@ -99,7 +105,7 @@ def _from_transformers(name: str) -> tokenizers.Tokenizer:
         from transformers import AutoTokenizer
 
         return AutoTokenizer.from_pretrained(name, trust_remote_code=False).backend_tokenizer
-    except Exception as error:  # network, missing files, missing library, no fast form: all mean the same to the user
+    except Exception as error:  # network, files, library or fast tokenizer missing: the remedy is the same
         reason = str(error).strip().partition("\n")[0]
         raise DataError(
             f"cannot load the tokenizer {name} ({reason}); give a tokenizer.json file, a directory or a hub name"

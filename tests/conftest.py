@@ -1,4 +1,4 @@
-"""What every test shares: the same random state and types at its start, and the pool of ranks, stopped at the end."""
+"""Set-up of every test: the same random state and default dtype at its start. The pool of ranks stops at the end."""
 
 import pytest
 import torch

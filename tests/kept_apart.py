@@ -1,4 +1,4 @@
-"""On a CPU, accelerator and host share one memory: this tells them apart as a GPU would."""
+"""A check that an operation on a CPU treats accelerator and host memory as two memories, as a GPU does."""
 
 from typing import Any
 
@@ -11,8 +11,10 @@ from parallel.instruments.memory_tracker import MemoryTracker
 
 
 class KeptApart(TorchDispatchMode):
-    """Fails where one operation reads or writes both memories, as it would with a GPU; only copies may. Collectives, as
-    NCCL's, reach the accelerator's memory alone."""
+    """A dispatch mode that fails if one operation reads or writes both memories, as it would on a GPU.
+
+    Only copies may use both. Collectives may use the memory of the accelerator only, as NCCL's do.
+    """
 
     def __init__(self, tracker: MemoryTracker):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Small models with everything that troubles a ZeRO engine, and the loss of a batch."""
+"""Small models with everything that is difficult for a ZeRO engine, and the loss of a batch."""
 
 import torch
 import transformers
@@ -24,7 +24,9 @@ class ToyBlock(nn.Module):
         self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 40), nn.Linear(40, 16)
         self.frozen = nn.Parameter(torch.randn(16), requires_grad=False)
         self.unused = nn.Parameter(torch.randn(7, 3))
-        self.gate = nn.Linear(16, 16)  # used for some batches, hence on some ranks; its bucket is the first to go
+        self.gate = nn.Linear(
+            16, 16
+        )  # used for some batches only, hence on some ranks only; its bucket is reduced first
 
     def forward(self, x: Tensor, *, context: dict) -> dict:
         h = checkpoint(self.mlp, x, use_reentrant=False) if self.checkpoints else self.mlp(x)
@@ -39,7 +41,7 @@ class ToyBlock(nn.Module):
 
 
 class Toy(nn.Module):
-    """Tied embedding and head, tied weights across blocks, a buffer, one parameter far larger than a bucket."""
+    """A model with a tied embedding and head, tied blocks, a buffer, and a parameter far larger than a bucket."""
 
     def __init__(self, checkpoints: bool):
         super().__init__()
@@ -76,7 +78,10 @@ def transformers_gpt2(checkpoints: bool) -> nn.Module:
 
 
 def rms_norm(norm: nn.Module, x: Tensor) -> Tensor:
-    """In the input's own type: transformers' norms go through fp32, where a difference of 1e-16 may round to 1e-7."""
+    """Normalize in the dtype of the input.
+
+    The norms of transformers compute in fp32, where a difference of 1e-16 may round to 1e-7.
+    """
     return norm.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + norm.variance_epsilon)
 
 
@@ -94,7 +99,7 @@ def llama(checkpoints: bool) -> nn.Module:
 
 
 class T5(nn.Module):
-    """An encoder and a decoder that share their embedding, fed with the same tokens."""
+    """An encoder and a decoder that share their embedding and get the same tokens."""
 
     def __init__(self, checkpoints: bool):
         super().__init__()
@@ -109,7 +114,7 @@ class T5(nn.Module):
 
 
 def frozen_gpt2(checkpoints: bool) -> nn.Module:
-    """Nothing to train in the embeddings and the first two blocks, but for one bias."""
+    """Build a GPT-2 whose embeddings and first two blocks are frozen, except one bias."""
     model = transformers_gpt2(checkpoints)
     for module in (model.transformer.wte, model.transformer.wpe, *model.transformer.h[:2]):
         module.requires_grad_(False)
@@ -124,7 +129,7 @@ def with_checkpoints(model: nn.Module, checkpoints: bool) -> nn.Module:
 
 
 class Albert(nn.Module):
-    """One block called several times and one that is skipped; which ones changes from step to step."""
+    """A model that calls one block several times and skips another; the order changes from step to step."""
 
     def __init__(self, checkpoints: bool):
         super().__init__()
@@ -139,7 +144,7 @@ class Albert(nn.Module):
 
 
 class Borrower(nn.Module):
-    """The parent reads a child's weight, and a child hands its bias to its parent."""
+    """A parent that reads the weight of a child, whose forward returns its bias to the parent."""
 
     class Block(nn.Module):
         def __init__(self) -> None:
@@ -173,7 +178,7 @@ def build(name: str, checkpoints: bool = False, dtype: torch.dtype = torch.float
 
 
 def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
-    """Mean next-token loss, from the logits: transformers' own loss would be in fp32."""
+    """Return the mean next-token loss of the logits. The loss of transformers would be in fp32."""
     output = model(tokens)
     logits = getattr(output, "logits", output)
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
@@ -182,5 +187,5 @@ def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
 def batch(step: int, micro_batch: int, rank: int) -> Tensor:
     generator = torch.Generator().manual_seed(10_000 * step + 100 * micro_batch + rank)
     tokens = torch.randint(0, VOCAB, (2, SEQ), generator=generator)
-    tokens[0, 0] = step  # known to a model whose branches change
+    tokens[0, 0] = step  # Albert chooses its branches by this token
     return tokens

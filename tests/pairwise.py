@@ -1,12 +1,14 @@
-"""Combinations of the values of factors: all of some factors, or few that hold every pair of values of any two, which
-is what the default suite runs of a large product."""
+"""Combinations of the values of several factors: all of them, or a few that contain every pair of values.
+
+The default suite runs the few; the complete product is marked `full`.
+"""
 
 import itertools
 from typing import Any
 
 
 def pairwise(**factors: list[Any]) -> list[dict[str, Any]]:
-    """Greedy and deterministic: each combination is the one of the product that covers most pairs still missing."""
+    """Choose combinations greedily: each is the one of the product that covers most pairs still missing."""
     product = product_of(factors, *factors)
     missing = set().union(*map(_pairs, product))
     chosen = []

@@ -1,4 +1,4 @@
-"""A model under ZeRO and its copy in plain torch, trained side by side: the copy sees the batches of all ranks."""
+"""A model under ZeRO and its copy in plain torch, trained side by side on the batches of all ranks."""
 
 import copy
 import itertools
@@ -29,7 +29,7 @@ def all_params(module: nn.Module) -> list[dict[str, Any]]:
 
 
 class Twins:
-    """`model` with `optimizer`, and `plain` with `plain_optimizer`."""
+    """Two models with the same training: `model` with `optimizer`, and `plain` with `plain_optimizer`."""
 
     def __init__(
         self,
@@ -57,9 +57,9 @@ class Twins:
             (loss(self.plain, step, rank) / self.data.size).backward()
 
     def step(self, tolerance: float = 1e-10) -> None:
-        """Both update; asserts that they had the same gradient norm and have the same parameters."""
+        """Update both, and assert that gradient norms and updated parameters are the same."""
         norm = self.optimizer.step()
-        for param in self.plain.parameters():  # what no rank used has a gradient of zero
+        for param in self.plain.parameters():  # a parameter that no rank used has a gradient of zero
             if param.requires_grad and param.grad is None:
                 param.grad = torch.zeros_like(param)
         expected_norm = torch.nn.utils.clip_grad_norm_(self.plain.parameters(), self.clip_norm)
@@ -79,7 +79,7 @@ class Twins:
 
 
 def params_of(model: ZeroDataParallel) -> dict[str, Tensor]:
-    """A copy of all parameters."""
+    """Return a copy of all parameters."""
     with model.gathered() as module:
         return {name: param.detach().clone() for name, param in module.named_parameters()}
 
@@ -89,7 +89,7 @@ def assert_same_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> N
 
 
 def configs(*stages: int, **factors: list[Any]) -> list[ZeroConfig]:
-    """Every combination, with buckets far smaller than the largest parameter."""
+    """Return every combination of the settings, with buckets far smaller than the largest parameter."""
     factors = {"bucket_numel": [500]} | factors
     return [
         ZeroConfig(stage, **dict(zip(factors, values, strict=True)))
@@ -98,7 +98,7 @@ def configs(*stages: int, **factors: list[Any]) -> list[ZeroConfig]:
 
 
 def check_all(checks: list[Check], zero_configs: list[ZeroConfig]) -> None:
-    """Run by every rank: many checks, one start of the ranks."""
+    """Run all checks under all configurations, on every rank, so that the ranks start only once."""
     for check, config in itertools.product(checks, zero_configs):
         torch.manual_seed(0)
         check(config)

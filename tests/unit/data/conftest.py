@@ -1,4 +1,4 @@
-"""A corpus of given documents, written by the project's own writer."""
+"""Fixtures that write a corpus of given documents with IndexedWriter."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -25,7 +25,7 @@ def write_corpus(tmp_path: Path) -> WriteCorpus:
 
 @pytest.fixture
 def counting_corpus(write_corpus: WriteCorpus) -> str:
-    """23 documents of 1 to 40 tokens; the tokens count up through the file, so each tells where it stands."""
+    """Write 23 documents of 1 to 40 tokens. Each token is its own position in the file."""
     lengths = np.random.default_rng(0).integers(1, 41, 23)
     ends = np.cumsum(lengths)
     return write_corpus([range(end - length, end) for end, length in zip(ends, lengths, strict=True)])

@@ -1,4 +1,4 @@
-"""The loader: who reads which sample, and what its thread does."""
+"""The batch loader: the samples of each rank and step, and the thread that reads ahead."""
 
 import threading
 from itertools import count
@@ -13,7 +13,7 @@ from data.errors import DataError
 
 
 class NumberedSamples:
-    """Sample i is [i, i]; notes what was read."""
+    """Samples of which number i is [i, i]. Records which ones were read."""
 
     def __init__(self) -> None:
         self.read: list[int] = []
@@ -87,17 +87,17 @@ def test_an_error_in_the_thread_reaches_the_consumer_at_its_step():
     class FailingSamples(NumberedSamples):
         def __getitem__(self, sample):
             if sample == 5:
-                raise OSError("the disk went away")
+                raise OSError("the disk is gone")
             return super().__getitem__(sample)
 
     steps = _loader(FailingSamples()).steps(_plan(0, 9, 2))
     assert [len(next(steps)) for _ in range(2)] == [1, 1]
-    with pytest.raises(OSError, match="the disk went away"):
+    with pytest.raises(OSError, match="the disk is gone"):
         next(steps)
     assert _readers() == []
 
 
-def test_a_token_outside_the_vocabulary_is_told_with_its_place(write_corpus):
+def test_a_token_outside_the_vocabulary_is_reported_with_its_place(write_corpus):
     prefix = write_corpus([[1, 2, 3, 4, 5], [6, 7, 300, 9, 10]])
     samples = open_samples(prefix, split=[1, 0, 0], seq_length=9, seed=1)
     assert len(list(_loader(samples, micro_batch_size=1, vocab_size=301).steps([(0, 1)]))) == 1
@@ -107,13 +107,13 @@ def test_a_token_outside_the_vocabulary_is_told_with_its_place(write_corpus):
         next(_loader(samples, micro_batch_size=1, vocab_size=300).steps([(0, 1)]))
 
 
-def test_a_negative_token_is_told(write_corpus):
+def test_a_negative_token_is_reported(write_corpus):
     samples = open_samples(write_corpus([[1, -2, 3]], vocab_dtype="i4"), split=[1, 0, 0], seq_length=2, seed=1)
     with pytest.raises(DataError, match="token id -2"):
         next(_loader(samples, micro_batch_size=1).steps([(0, 1)]))
 
 
-def test_a_batch_that_does_not_divide_is_told_with_the_numbers():
+def test_a_batch_that_does_not_divide_is_reported_with_both_numbers():
     message = r"train.global_batch_size=10 is not divisible by .* 2 x 4; choose a multiple of 8"
     with pytest.raises(DataError, match=message):
         next(_loader(NumberedSamples(), data_size=4).steps([(0, 10)]))

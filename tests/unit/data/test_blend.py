@@ -1,4 +1,4 @@
-"""The blend against a merge of all samples by brute force."""
+"""The blend of datasets, compared with a merge of all samples by brute force."""
 
 import heapq
 from itertools import count, islice
@@ -15,7 +15,7 @@ WEIGHTS = st.lists(st.floats(1e-4, 1e4), min_size=1, max_size=9)
 
 
 def _merged(weights: list[float], num_samples: int) -> list[tuple[int, int]]:
-    """(dataset, number) of the first samples: all datasets' samples merged by (time, dataset)."""
+    """Return (dataset, number) of the first samples of all datasets, merged by (time, dataset)."""
     total = fsum(weights)
 
     def timeline(dataset: int):
@@ -72,7 +72,7 @@ def test_samples_come_from_the_blended_prefixes(write_corpus):
     assert open_samples([small, large], **settings).place(0).startswith(large)
 
 
-def test_the_cache_of_a_blend_is_asked_of_each_dataset_for_its_own_samples():
+def test_the_cache_of_a_blend_is_built_by_each_dataset_for_its_own_samples():
     class Recorder:
         def build_cache(self, first_sample, num_samples):
             self.asked = (first_sample, num_samples)
@@ -106,6 +106,6 @@ def test_the_path_setting_is_prefixes_with_all_or_no_weights(path, expected):
         ("nan:/a", "weight nan"),
     ],
 )
-def test_a_wrong_path_setting_is_told(path, message):
+def test_a_wrong_path_setting_is_reported(path, message):
     with pytest.raises(DataError, match=message):
         parse_path(path)

@@ -1,4 +1,4 @@
-"""The order of an epoch, its speed-insensitive properties and its cache."""
+"""The order of an epoch: its samples, its memory and its cache."""
 
 import tracemalloc
 from dataclasses import replace
@@ -35,13 +35,13 @@ def test_sample_starts_equal_a_walk_token_by_token(lengths, seq_length, epoch):
 
 
 def test_the_order_is_the_one_that_earlier_runs_had():
-    """A run resumes in the order it began with; whoever changes this must raise epochs.VERSION."""
+    """A run resumes in the order in which it began, so a change of the order must increase epochs.VERSION."""
     order = build_epoch(np.array([5, 3, 8, 2, 7]), seq_length=4, seed=1234, epoch=1)
     assert order.document_order.tolist() == [0, 1, 4, 2, 3]
     assert order.shuffle.tolist() == [0, 5, 3, 2, 1, 4]
 
 
-def test_seeds_and_epochs_have_orders_of_their_own():
+def test_seeds_and_epochs_have_different_orders():
     lengths = np.full(50, 10)
     orders = [build_epoch(lengths, seq_length=10, seed=seed, epoch=epoch) for seed in (1, 2) for epoch in (0, 1)]
     assert len({tuple(order.document_order) for order in orders}) == 4
@@ -49,7 +49,7 @@ def test_seeds_and_epochs_have_orders_of_their_own():
 
 
 def test_a_large_order_takes_memory_in_proportion_to_itself():
-    """100 million tokens in 2 million documents: three eight-byte arrays of documents beside the result suffice."""
+    """100 million tokens in 2 million documents: beside the result, three arrays of eight bytes a document suffice."""
     lengths = np.full(2_000_000, 50, dtype=np.int32)
     tracemalloc.start()
     order = build_epoch(lengths, seq_length=1024, seed=1, epoch=0)
@@ -60,7 +60,7 @@ def test_a_large_order_takes_memory_in_proportion_to_itself():
     assert peak_bytes <= result_bytes + 24 * len(lengths) + 100 * len(order.shuffle)
 
 
-def test_a_cached_order_is_built_once_and_read_as_a_map(tmp_path):
+def test_a_cached_order_is_built_once_and_then_memory_mapped(tmp_path):
     built = []
 
     def build():
@@ -85,7 +85,7 @@ def test_a_change_of_anything_in_the_recipe_names_other_files(field):
     assert replace(RECIPE, name="other").file_stem(0) != RECIPE.file_stem(0)
 
 
-def test_a_folder_that_cannot_be_written_is_told_with_its_setting(tmp_path):
+def test_a_folder_that_cannot_be_written_is_reported_with_its_setting(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(DataError, match=r"cannot write the sample order to .*; set data.cache_dir"):
         cached_epoch(
@@ -93,7 +93,7 @@ def test_a_folder_that_cannot_be_written_is_told_with_its_setting(tmp_path):
         )
 
 
-def test_a_damaged_order_is_told_with_the_remedy(tmp_path):
+def test_a_damaged_order_is_reported_with_the_remedy(tmp_path):
     for name in ("document_order", "sample_starts", "shuffle"):
         (tmp_path / f"stem.{name}.npy").write_bytes(b"nothing")
     with pytest.raises(DataError, match=f"delete {tmp_path}"):

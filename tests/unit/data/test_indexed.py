@@ -52,14 +52,14 @@ def test_what_is_written_in_batches_of_any_size_is_read_back(tmp_path_factory, d
     assert dataset.num_tokens == sum(map(len, documents))
 
 
-def test_a_part_of_a_document_is_a_read_only_view_of_the_map(write_corpus):
+def test_a_document_is_a_read_only_view_of_the_map(write_corpus):
     dataset = IndexedDataset(write_corpus([[1, 2], [3, 4, 5, 6]]))
-    part = dataset.get(1, 1, 2)
-    assert part.tolist() == [4, 5]
-    assert np.shares_memory(part, dataset[1])
-    assert not part.flags.writeable
-    with pytest.raises(IndexError, match="tokens 3 to 5 of a sequence of 4"):
-        dataset.get(1, 3, 2)
+    document = dataset[1]
+    assert document.tolist() == [3, 4, 5, 6]
+    assert np.shares_memory(document, dataset[1])
+    assert not document.flags.writeable
+    with pytest.raises(IndexError):
+        dataset[2]
 
 
 def test_an_index_with_modes_opens(write_corpus):
@@ -95,12 +95,12 @@ def test_a_missing_bin_is_named(write_corpus):
         (0, b"X", r"corpus.idx \(82 bytes\) does not start with a 34-byte MMIDIDX header"),
         (9, struct.pack("<Q", 2), "has version 2 and dtype code 8, expected 1"),
         (17, b"\x09", "has version 1 and dtype code 9, expected 1 and a code from 1 to 8"),
-        (18, struct.pack("<Q", 3), "has 82 bytes, its header tells 94"),
+        (18, struct.pack("<Q", 3), "has 82 bytes, its header describes 94"),
         (74, struct.pack("<Q", 5), "its last document index is not its 2 sequences"),
-        (42, struct.pack("<qq", 0, 0), "corpus.bin has 8 bytes, its index tells 2"),
+        (42, struct.pack("<qq", 0, 0), "corpus.bin has 8 bytes, its index describes 2"),
     ],
 )
-def test_a_damaged_index_is_told_with_what_was_expected(write_corpus, offset, content, message):
+def test_a_damaged_index_is_reported_with_the_expected_values(write_corpus, offset, content, message):
     prefix = write_corpus([[1, 2, 258], [7]])
     _overwrite(prefix + ".idx", offset, content)
     with pytest.raises(DataError, match=message):
@@ -109,7 +109,7 @@ def test_a_damaged_index_is_told_with_what_was_expected(write_corpus, offset, co
 
 @pytest.mark.parametrize("suffix", [".bin", ".idx"])
 @pytest.mark.parametrize("missing_bytes", [1, 8, 60])
-def test_a_truncated_file_is_told_with_both_sizes(write_corpus, suffix, missing_bytes):
+def test_a_truncated_file_is_reported_with_both_sizes(write_corpus, suffix, missing_bytes):
     prefix = write_corpus([list(range(50)), [7]])
     path = Path(prefix + suffix)
     whole = path.stat().st_size

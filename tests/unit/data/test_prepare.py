@@ -1,4 +1,4 @@
-"""python -m data.prepare: its sources, its files and its errors. Each run starts real worker processes."""
+"""python -m data.prepare: its sources, its files and its errors. Every run starts real worker processes."""
 
 import gzip
 import json
@@ -35,7 +35,7 @@ def _json_lines(texts: list[str | None], key: str = "text") -> str:
 
 
 def _documents(prefix: Path) -> list[str]:
-    """The decoded documents of a corpus, each of which must end in the one end-of-document token."""
+    """Return the decoded documents of a corpus. Each must hold one end-of-document token, at its end."""
     tokenizer = load_tokenizer(prefix)
     sequences = [tokens.tolist() for tokens in IndexedDataset(prefix)]
     assert all(tokens.index(tokenizer.eod) == len(tokens) - 1 for tokens in sequences)
@@ -47,7 +47,7 @@ def _read(source: Source) -> list[str | bytes | None]:
 
 
 def _error_of(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
-    """What a failing run says: one line, with exit code 2."""
+    """Return the error message of a run, which must be one line and end with exit code 2."""
     capsys.readouterr()
     with pytest.raises(SystemExit) as exit_status:
         main([str(argument) for argument in arguments])
@@ -102,7 +102,7 @@ def test_an_error_found_by_a_worker_leaves_no_file(tmp_path, tokenizer_file, cap
 
 
 def test_the_command_prepares_the_standard_library_without_datasets_or_torch(tmp_path):
-    """A fresh interpreter, with a module finder that refuses what plain text must not need."""
+    """A fresh interpreter that asserts which modules were not imported."""
     program = (
         "import sys; from data.prepare import main\n"
         "if __name__ == '__main__':\n"
@@ -145,7 +145,7 @@ def test_a_saved_dataset_is_read_by_split_and_column(tmp_path):
     assert _read(Source([str(tmp_path / "single")], text_key="body", max_documents=2)) == TEXTS[:2]
 
 
-def test_a_folder_of_another_form_is_streamed_through_datasets(tmp_path):
+def test_a_folder_of_another_format_is_streamed_through_datasets(tmp_path):
     (tmp_path / "table").mkdir()
     Dataset.from_dict({"text": TEXTS[:3], "n": [1, 2, 3]}).to_csv(tmp_path / "table" / "table.csv")
     assert _read(Source([str(tmp_path / "table")])) == TEXTS[:3]
@@ -189,7 +189,7 @@ def test_existing_output_is_only_replaced_on_request(tmp_path, capsys):
         ("bad.txt", b"", "holds no text"),
     ],
 )
-def test_a_source_that_cannot_be_read_is_told_in_one_line(tmp_path, capsys, name, content, message):
+def test_a_source_that_cannot_be_read_is_reported_in_one_line(tmp_path, capsys, name, content, message):
     (tmp_path / name).write_bytes(content)
     arguments = ("--source", tmp_path / name, "--output", tmp_path / "out" / "corpus", "--train_vocab_size", "257")
     assert re.search(message, _error_of(capsys, *arguments, "--workers", "1"))
@@ -197,7 +197,7 @@ def test_a_source_that_cannot_be_read_is_told_in_one_line(tmp_path, capsys, name
 
 
 @pytest.mark.parametrize("column", [["a"], [1]])
-def test_a_parquet_file_without_the_column_of_text_is_told(tmp_path, capsys, column):
+def test_a_parquet_file_without_the_column_of_text_is_reported(tmp_path, capsys, column):
     key = "body" if column == ["a"] else "text"
     parquet.write_table(pa.table({key: column}), tmp_path / "a.parquet")
     kind = "string" if column == ["a"] else "int64"
@@ -207,18 +207,18 @@ def test_a_parquet_file_without_the_column_of_text_is_told(tmp_path, capsys, col
 
 
 @pytest.mark.parametrize("name", ["missing.txt", "/missing/folder", "*.nothing"])
-def test_a_file_that_does_not_exist_is_told(tmp_path, capsys, name):
+def test_a_file_that_does_not_exist_is_reported(tmp_path, capsys, name):
     arguments = ("--source", name, "--output", tmp_path / "corpus", "--train_vocab_size", "257")
     assert f"--source {name}: no such file" in _error_of(capsys, *arguments)
 
 
-def test_a_split_that_a_dataset_lacks_is_told(tmp_path, capsys):
+def test_a_split_that_a_dataset_lacks_is_reported(tmp_path, capsys):
     DatasetDict({"train": Dataset.from_dict({"text": ["a"]})}).save_to_disk(tmp_path / "dataset")
     arguments = ("--source", tmp_path / "dataset", "--output", tmp_path / "corpus", "--train_vocab_size", "257")
     assert "--split valid is not among its splits train" in _error_of(capsys, *arguments, "--split", "valid")
 
 
-def test_too_large_a_document_is_told(tmp_path, capsys, monkeypatch):
+def test_too_large_a_document_is_reported(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("data.sources.MAX_DOCUMENT_BYTES", 10)
     (tmp_path / "a.txt").write_text("a" * 11)
     arguments = ("--source", tmp_path / "a.txt", "--output", tmp_path / "corpus", "--train_vocab_size", "257")
@@ -226,6 +226,6 @@ def test_too_large_a_document_is_told(tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("option", ["--workers", "--train_bytes", "--max_documents"])
-def test_a_number_below_one_is_told(tmp_path, capsys, option):
+def test_a_number_below_one_is_reported(tmp_path, capsys, option):
     arguments = ("--source", "stdlib", "--output", tmp_path / "corpus", "--train_vocab_size", "257", option, "0")
     assert f"{option}=0 must be 1 or more" in _error_of(capsys, *arguments)

@@ -1,4 +1,4 @@
-"""Packed samples: their tokens, their order, the split and the cache folder."""
+"""Packed samples: tokens, order, split and cache folder."""
 
 from pathlib import Path
 
@@ -62,7 +62,7 @@ def test_the_split_is_consecutive_and_complete():
 
 
 @pytest.mark.parametrize("weights", [[1.0], [0.5, 0.6, -0.1], [0, 0, 0]])
-def test_a_wrong_split_is_told(weights):
+def test_a_wrong_split_is_reported(weights):
     with pytest.raises(DataError, match=r"data.split=\[.*must be three weights"):
         split_documents(10, weights)
 
@@ -73,7 +73,7 @@ def test_parts_share_no_document(counting_corpus):
     assert sum(map(len, seen)) == len(set.union(*seen))
 
 
-def test_a_sequence_longer_than_the_data_is_told_with_both_numbers(write_corpus):
+def test_a_sequence_longer_than_the_data_is_reported_with_both_numbers(write_corpus):
     prefix = write_corpus([[1, 2, 3, 4], [5, 6, 7, 8]])
     assert _packed(prefix, seq_length=7).samples_per_epoch == 1
     with pytest.raises(DataError, match=r"2 documents with 8 tokens are fewer than model.seq_length \+ 1 = 9; lower"):
@@ -103,7 +103,7 @@ def test_the_cache_is_built_for_the_epochs_asked_for_and_then_only_read(million_
     assert files == {path: path.stat().st_mtime_ns for path in Path(million_documents + ".cache").iterdir()}
 
 
-def test_the_cache_goes_where_the_setting_says(million_documents, tmp_path):
+def test_the_cache_is_stored_where_the_setting_says(million_documents, tmp_path):
     _packed(million_documents, cache_dir=tmp_path / "elsewhere")[0]
     assert len(list((tmp_path / "elsewhere").iterdir())) == 3
     assert not Path(million_documents + ".cache").exists()

@@ -1,4 +1,4 @@
-"""Tokenizers: training, naming, and what is kept beside a corpus."""
+"""Tokenizers: training, loading by name, and the files beside a corpus."""
 
 import pytest
 from tokenizers import Tokenizer as Backend
@@ -30,12 +30,12 @@ def test_a_text_cannot_end_its_document():
     assert tokenizer.decode([tokenizer.eod]) == "<|endoftext|>"
 
 
-def test_a_vocabulary_that_cannot_hold_the_bytes_is_told():
+def test_a_vocabulary_that_cannot_hold_the_bytes_is_reported():
     with pytest.raises(DataError, match=r"--train_vocab_size=256 .* use 257 or more"):
         train_tokenizer(TEXTS, 256)
 
 
-def test_a_corpus_brings_its_tokenizer(tmp_path):
+def test_the_tokenizer_of_a_corpus_is_loaded_from_beside_it(tmp_path):
     tokenizer = train_tokenizer(TEXTS, 270)
     tokenizer.save(tokenizer_path(tmp_path / "corpus"))
     sidecar = Sidecar(vocab_size=270, eod=tokenizer.eod, tokenizer="trained", documents=1, tokens=2, source=["x"])
@@ -45,7 +45,7 @@ def test_a_corpus_brings_its_tokenizer(tmp_path):
     assert (loaded.eod, loaded.vocab_size, loaded.encode("the cat")) == (0, 270, tokenizer.encode("the cat"))
 
 
-def test_a_corpus_without_its_facts_is_told(tmp_path):
+def test_a_corpus_without_its_sidecar_is_reported(tmp_path):
     with pytest.raises(DataError, match=r"cannot read .*corpus.json"):
         load_tokenizer(tmp_path / "corpus")
 
@@ -57,7 +57,7 @@ def test_a_tokenizer_is_named_by_file_or_directory(tmp_path, in_directory):
     assert named_tokenizer(str(name)).encode("the cat") == train_tokenizer(TEXTS, 300).encode("the cat")
 
 
-def test_a_directory_of_another_form_is_opened_by_transformers(tmp_path):
+def test_a_directory_of_another_format_is_opened_by_transformers(tmp_path):
     from transformers import GPT2Tokenizer
 
     backend = Backend.from_str(train_tokenizer(TEXTS, 300)._backend.to_str())
@@ -79,7 +79,7 @@ def test_the_end_of_document_token_must_be_known(tmp_path):
     assert (tokenizer.eod, tokenizer.vocab_size) == (7, 8)  # ids with a gap: the largest counts
 
 
-def test_a_tokenizer_that_cannot_be_read_is_told_in_one_line(tmp_path):
+def test_a_tokenizer_that_cannot_be_read_is_reported_in_one_line(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(DataError, match="cannot read the tokenizer"):
         named_tokenizer(str(tmp_path))
