@@ -1,10 +1,11 @@
-"""pretrain_gpt.py, killed on purpose: what a machine that dies looks like. The program itself knows nothing of it.
+"""A run of pretrain_gpt.py that is killed on purpose, as if its machine had failed.
 
 torchrun --nproc_per_node=2 --max-restarts=2 -m scripts.failing_run \
     --kill 0:1:reduce:5 --kill 1:0:save.rename:1 -- --config configs/quickstart.yaml
 
-A kill is ATTEMPT:RANK:POINT:NUMBER: in the launcher's ATTEMPTth start of the job (from 0), rank RANK gets SIGKILL when
-it comes to POINT for the NUMBERth time; at the point "moment", NUMBER milliseconds after it has started to train.
+A kill is ATTEMPT:RANK:POINT:NUMBER. In the launcher's ATTEMPTth start of the job (from 0), rank RANK gets SIGKILL when
+it reaches POINT for the NUMBERth time, or, if POINT is "moment", NUMBER milliseconds after it has started to train. The
+functions at the points are wrapped from here; the program itself contains no code for it.
 """
 
 import argparse
@@ -27,7 +28,7 @@ from zero.gradients import GradientReducer
 from zero.optimizer import ZeroOptimizer
 from zero.state import tensor_file
 
-# A function that is about to be called, or (with "after") has just returned.
+# Points are (owner, name of its function, "before" the function is called or "after" it has returned).
 POINTS: dict[str, tuple[Any, str, str]] = {
     "forward": (GPT, "forward", "before"),
     "backward": (GradientReducer, "accept", "before"),
@@ -59,7 +60,7 @@ class Kill:
     def parse(cls, text: str) -> "Kill":
         attempt, rank, point, number = text.split(":")
         if point not in POINTS and point != MOMENT:
-            raise ValueError(f"there is no point {point}")
+            raise ValueError(f"{point} is not a point; choose one of {', '.join([*POINTS, MOMENT])}")
         return cls(int(attempt), int(rank), point, int(number))
 
     def __str__(self) -> str:

@@ -1,7 +1,7 @@
-"""Runs that are killed again and again under a restarting launcher must tell exactly the story of an undisturbed one.
+"""Check that runs which are killed and restarted log exactly the steps of an undisturbed run.
 
-python -m scripts.kills                  # 50 kills in runs of 5: all points of scripts/failing_run.py, moments
-python -m scripts.kills --kills 10 --seed 7
+python -m scripts.kills                        # 50 kills, 5 a run: all points of scripts/failing_run.py, and moments
+python -m scripts.kills --kills 10 --first 20  # kills 20 to 29 of these
 """
 
 import argparse
@@ -41,7 +41,7 @@ OPTIONS = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=50)
-    parser.add_argument("--first", type=int, default=0, help="number of the first kill, where a round goes on")
+    parser.add_argument("--first", type=int, default=0, help="number of the first kill, to continue an earlier series")
     options = parser.parse_args()
     num_kills, num_wrong = options.first, 0
     with tempfile.TemporaryDirectory() as name:
@@ -57,13 +57,12 @@ def main() -> None:
             num_kills += len(kills)
             num_wrong += found != expected
             verdict = "the same losses" if found == expected else "OTHER LOSSES"
-            kills_told = " ".join(map(str, kills))
-            print(f"{num_kills:>4} kills, stage {stage}: {verdict}, {time.perf_counter() - start:.0f} s: {kills_told}")
+            print(f"{num_kills:>4} kills, stage {stage}: {verdict}, {time.perf_counter() - start:.0f} s:", *kills)
     sys.exit(num_wrong > 0)
 
 
 def choose_kills(first: int, number: int) -> list[Kill]:
-    """One an attempt: all points in turn, every third time a random moment instead."""
+    """Choose one kill for each attempt: the points in turn, and a random moment at every third attempt."""
     points, kills = list(POINTS), []
     for attempt in range(number):
         chooser = random.Random(first + attempt)
@@ -75,7 +74,7 @@ def choose_kills(first: int, number: int) -> list[Kill]:
 
 
 def run_under(arguments: dict[str, object], run_dir: Path, kills: list[Kill]) -> list[tuple]:
-    """(step, loss, gradient norm) of the steps of a run that torchrun starts again after every kill."""
+    """Return (step, loss, gradient norm) of every step of a run that torchrun restarts after every kill."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={NUM_RANKS}"]
     command += [f"--max-restarts={len(kills)}", "-m", "scripts.failing_run"]
     command += [word for kill in kills for word in ("--kill", str(kill))]
@@ -89,7 +88,7 @@ def run_under(arguments: dict[str, object], run_dir: Path, kills: list[Kill]) ->
 
 
 def prepare_corpus(folder: Path) -> Path:
-    """PREFIX of a few thousand tokens."""
+    """Prepare a corpus of a few thousand tokens and return its PREFIX."""
     text = folder / "text"
     text.mkdir()
     for number in range(60):

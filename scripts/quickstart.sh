@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# From a clean checkout to a trained language model, without a download: the text is Python's own standard library.
-# Arguments go to pretrain_gpt.py and override configs/quickstart.yaml.
+# Trains a small language model from a clean checkout. The text is Python's own standard library, so nothing but
+# packages is downloaded. Arguments are those of pretrain_gpt.py and override configs/quickstart.yaml.
 #
 #   scripts/quickstart.sh
 #   scripts/quickstart.sh --zero.stage 3 --run.dir runs/quickstart-stage-3
@@ -8,25 +8,25 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/setup.sh
 
-# First the data: the text becomes a tokenizer and a file of tokens. It is done once.
+# Train a tokenizer on the text and encode the text with it, once.
 data=runs/quickstart/data/stdlib
-if [[ ! -f $data.idx ]]; then # written last: where it is, the data is complete
+if [[ ! -f $data.idx ]]; then # written last: if it exists, the data is complete
     echo "== data: learning a vocabulary of 8192 and encoding the standard library into $data.bin"
     python -m data.prepare --source stdlib --output "$data" --train_vocab_size 8192
 fi
 
-# Two ranks share the work, so that there is something to partition; a machine with a single GPU gets one.
+# Use two ranks, so that there is something to partition, but one on a machine with a single GPU.
 num_gpus=$( (nvidia-smi --list-gpus 2>/dev/null || true) | wc -l)
 num_ranks=$((num_gpus == 1 ? 1 : 2))
 
-# The ranks share the cores of this machine. Left to itself, torchrun would give each of them one thread.
+# The ranks share the cores of this machine. By default torchrun gives each of them one thread.
 num_cores=$(getconf _NPROCESSORS_ONLN)
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(((num_cores + num_ranks - 1) / num_ranks))}
 
 echo "== training: $num_ranks ranks"
 torchrun --standalone --nproc_per_node="$num_ranks" pretrain_gpt.py --config configs/quickstart.yaml "$@"
 
-echo "== done: the lines the model wrote stand above; in runs/quickstart, or the --run.dir you gave, are"
+echo "== done: the text that the model wrote is above; runs/quickstart, or your --run.dir, contains"
 echo "   loss.png        the loss over the steps"
 echo "   metrics.jsonl   a line for each logged step: loss, throughput, memory, traffic"
 echo "   config.yaml     every setting, to run it again"

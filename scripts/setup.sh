@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Makes .venv with the pinned packages; when that is done already, does nothing. The other scripts source this file and
-# find the environment active and themselves in the repository root; run alone, it only installs.
+# Makes .venv with the pinned packages, or does nothing if it is complete. The other scripts source this file, which
+# activates the environment and changes to the repository root. Run on its own, it only installs.
 #
 #   scripts/setup.sh
-#   TORCH_INDEX_URL=<url> scripts/setup.sh     # take torch from this index, such as PyTorch's own of CPU builds
+#   TORCH_INDEX_URL=<url> scripts/setup.sh     # take torch from this index, such as PyTorch's index of CPU builds
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -13,7 +13,7 @@ require_python() {
     exit 1
 }
 
-# What an environment was made from. It is compared with the stamp that the last complete installation left behind.
+# Print what the environment is made from. The last complete installation wrote the same line to .venv/complete.
 fingerprint() {
     .venv/bin/python -c '
 import hashlib, pathlib, sys
@@ -21,15 +21,15 @@ print(sys.version.split()[0], hashlib.sha256(pathlib.Path("requirements.txt").re
 }
 
 install_packages() {
-    # An interrupted installation has neither the old stamp nor a new one, so that the next run takes it up again.
+    # Before anything is installed: an interrupted installation must not look complete, so that the next run repeats it.
     rm -f .venv/complete
     [[ -x .venv/bin/python ]] || require_python python3
     echo "setup: making .venv; the first time takes a few minutes"
     [[ -x .venv/bin/pip ]] || python3 -m venv .venv
     require_python .venv/bin/python ", and remove .venv"
 
-    # Torch goes first and alone: its index, where one is given, is not to answer for any other package. Without a
-    # GPU, name an index of CPU builds, or the default one sends gigabytes of CUDA libraries.
+    # Torch is installed first and alone, because no other package may come from its index. On a machine without a GPU
+    # set TORCH_INDEX_URL to an index of CPU builds; the default one sends gigabytes of CUDA libraries.
     local pip=(.venv/bin/python -m pip --disable-pip-version-check --no-input install)
     echo "setup: 1 of 2, torch"
     "${pip[@]}" ${TORCH_INDEX_URL:+--index-url "$TORCH_INDEX_URL"} "$(grep '^torch==' requirements.txt)"

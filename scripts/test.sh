@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Everything that must hold before a change is merged: lint, format, types, tests. Arguments go to pytest.
+# Runs all checks that must pass before a change is merged: lint, format, types, tests. Arguments are those of pytest.
 #
 #   scripts/test.sh
 #   scripts/test.sh tests/unit -k layout       # some of the tests
@@ -9,7 +9,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/setup.sh
 
-# Every rank of a test is a process; with a thread per core in each of them they would fight for the cores. One thread
+# Every rank of a test is a process. With a thread a core in each of them, ranks would compete for the cores. One thread
 # also fixes the order of summation.
 export OMP_NUM_THREADS=1
 
@@ -19,5 +19,5 @@ echo "== ruff format: layout of the source"
 ruff format --check .
 echo "== mypy: types"
 mypy
-echo "== pytest: unit tests, then ranks that talk through gloo"
-python -m pytest -n 2 --dist loadfile "$@"  # ranks wait a good deal: two files at a time
+echo "== pytest: unit tests, then tests on several gloo ranks"
+python -m pytest -n 2 --dist loadfile "$@"  # two files at a time, because ranks often wait for each other

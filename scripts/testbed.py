@@ -1,8 +1,8 @@
-"""Two nodes on one machine: network namespaces with names, addresses and disks of their own, joined by a bridge.
+"""Two nodes on one machine: network namespaces with their own names, addresses and disks, joined by a bridge.
 
     n1  10.77.0.1  e0 ---- v1 [ bridge, in a namespace too ] v2 ---- e0  10.77.0.2  n2
 
-Needs root and Linux's namespaces. Nothing of it is left behind, and nothing of the machine's own network changes.
+This needs root and Linux's namespaces. Everything is removed at the end, and the machine's own network is not changed.
 """
 
 import os
@@ -23,10 +23,13 @@ class Node:
     address: str
     namespace: str
     switch: str
-    port: str  # of the switch
+    port: str  # the name of its port on the switch
 
     def command(self, words: list[str], before: str = "") -> list[str]:
-        """To run `words` on the node; `before` are shell lines, whose mounts only this command sees."""
+        """Return the command that runs `words` on the node, after the shell lines `before`.
+
+        Only this command sees what the lines mount.
+        """
         script = f"hostname {self.name}; {before}\nexec {shlex.join(words)}"
         return ["ip", "netns", "exec", self.namespace, "unshare", "--uts", "bash", "-ec", script]
 
@@ -37,7 +40,7 @@ class Node:
                 os.kill(pid, signal.SIGKILL)
 
     def limit(self, mbit_per_second: float) -> None:
-        """What the node sends, and by the switch what it receives."""
+        """Limit what the node sends, and, on the switch, what it receives."""
         for namespace, device in ((self.namespace, "e0"), (self.switch, self.port)):
             rate = ["rate", f"{mbit_per_second}mbit", "burst", str(BURST_BYTES), "latency", "100ms"]
             _run("tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", "tbf", *rate)
@@ -47,7 +50,7 @@ class Node:
 
 
 def why_not() -> str | None:
-    """The reason why this machine refuses a testbed."""
+    """Return the reason why this machine cannot make a testbed, None if it can."""
     try:
         with joined_nodes():
             return None
@@ -58,7 +61,7 @@ def why_not() -> str | None:
 
 @contextmanager
 def joined_nodes(num_nodes: int = 2) -> Iterator[list[Node]]:
-    """Raises OSError or CalledProcessError where it cannot be made."""
+    """Make the nodes and remove them at the end. Raises OSError or CalledProcessError if the machine refuses."""
     prefix = f"zero{os.getpid()}"
     switch = f"{prefix}sw"
     nodes = [
@@ -85,7 +88,7 @@ def joined_nodes(num_nodes: int = 2) -> Iterator[list[Node]]:
 
 
 def ssh_to(nodes: list[Node], folder: Path) -> Path:
-    """A folder with an `ssh` that reaches the nodes by their addresses; put it first on PATH."""
+    """Write an `ssh` that reaches the nodes by their addresses, and return its folder, to be put first on PATH."""
     folder.mkdir(parents=True)
     lines = ["#!/usr/bin/env bash", "host=${*: -2:1} command=${*: -1}", 'case "$host" in']
     for node in nodes:

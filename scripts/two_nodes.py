@@ -1,9 +1,10 @@
-"""A run on two nodes of one machine, of which one is lost, must tell exactly the story of an undisturbed run.
+"""Check that a run which loses one of two nodes logs exactly the steps of an undisturbed run.
 
 python -m scripts.two_nodes
 
-Data x tensor = 2 x 2 by scripts/launch/hostfile.sh over an `ssh` into two network namespaces: first undisturbed; then
-with the processes of a node killed; then with its link down. Each is started again and runs to its end.
+The layout is data x tensor = 2 x 2, started by scripts/launch/hostfile.sh through an `ssh` into two network namespaces.
+The first run is undisturbed, in the second the processes of a node are killed, in the third its link is taken down. The
+last two are then started again and run to their end.
 """
 
 import os
@@ -19,7 +20,7 @@ from scripts.kills import OPTIONS, ROOT, prepare_corpus
 from scripts.testbed import Node, joined_nodes, ssh_to, why_not
 
 NUM_STEPS, HANG_SECONDS = 40, 8
-SECONDS_TO_END = 120.0  # of a job that has lost a node
+SECONDS_TO_END = 120.0  # limit for a job that has lost a node
 SETTINGS = OPTIONS | {
     "parallel.tensor_size": 2,
     "zero.stage": 2,
@@ -31,7 +32,7 @@ Story = list[tuple]
 
 
 class Job:
-    """The same training on all nodes, in a folder that they share."""
+    """A training run on all nodes, in a folder that they share."""
 
     def __init__(self, nodes: list[Node], settings: dict[str, object], run_dir: Path):
         self._run_dir = run_dir
@@ -56,17 +57,17 @@ class Job:
         return subprocess.Popen(self._command, cwd=ROOT, env=self._environment, stdout=log, stderr=log)
 
     def run_to_its_end(self) -> Story:
-        """Raises RuntimeError, with what it said, where it fails."""
+        """Run the job and return its story. Raises RuntimeError with the end of its log if it fails."""
         if self.start().wait():
             raise RuntimeError(self._run_dir.with_suffix(".log").read_text()[-6000:])
         return self.story()
 
     def story(self) -> Story:
-        """(step, loss, gradient norm) of what has been logged."""
+        """Return (step, loss, gradient norm) of every step logged so far."""
         return [(record["step"], record["loss"], record["grad_norm"]) for record in read_steps(self._run_dir)]
 
     def run_until_it_loses(self, lose: Callable[[], None], step: int) -> int:
-        """Start, `lose` a node after `step`, and return the exit code. Raises TimeoutExpired where it goes on."""
+        """Start, call `lose` after `step`, and return the exit code. Raises TimeoutExpired if the job does not end."""
         running = self.start()
         while len(self.story()) < step and running.poll() is None:
             time.sleep(0.02)
@@ -75,7 +76,7 @@ class Job:
 
 
 def lose_and_go_on(nodes: list[Node], prefix: Path, folder: Path) -> tuple[Story, dict[str, tuple[int, Story]]]:
-    """(the undisturbed story, what was lost: (the exit code, the story after going on))."""
+    """Return the undisturbed story, and for each loss the exit code and the story after the restart."""
     settings = SETTINGS | {"data.path": prefix}
     undisturbed = Job(nodes, settings, folder / "undisturbed").run_to_its_end()
     losses: dict[str, Callable[[], None]] = {
@@ -88,7 +89,7 @@ def lose_and_go_on(nodes: list[Node], prefix: Path, folder: Path) -> tuple[Story
         code = job.run_until_it_loses(lose, step=10)
         for node in nodes:
             node.set_link(is_up=True)
-            node.kill_processes()  # what a scheduler does with the remains of a job
+            node.kill_processes()  # as a scheduler does with the remains of a job
         found[what] = code, job.run_to_its_end()
     return undisturbed, found
 

@@ -1,4 +1,4 @@
-"""How large checkpoints of the paper's models are, by arithmetic: shapes without memory, and no ranks.
+"""The size of checkpoints of the paper's models, computed from shapes alone, without memory or ranks.
 
 python -m scripts.bench.checkpoint_size
 """
@@ -16,7 +16,7 @@ from parallel.tensor.token_layout import ReplicatedTokens
 from zero.layout import Layout
 from zero.unit import assign_parameters, find_units
 
-ADAM_TENSORS = 4  # of a piece of a parameter: its weights, both moments and the step
+ADAM_TENSORS = 4  # for each piece of a parameter: weights, both moments and the step
 BUCKET_NUMEL = 2**25
 
 
@@ -43,7 +43,10 @@ class CheckpointSize:
 
 
 def measure(case: Case, *, is_by_unit: bool) -> CheckpointSize:
-    """`is_by_unit`: a buffer a block, as where parameters are partitioned; else one buffer for the whole model."""
+    """Compute the size of a checkpoint.
+
+    If `is_by_unit`, every block has a buffer, as with partitioned parameters; else the whole model has one.
+    """
     with torch.device("meta"):
         axis = Axis("tensor", case.tensor_size, 0, CommLog())
         model = GPT(case.config, ReplicatedTokens(axis))

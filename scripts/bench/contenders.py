@@ -1,7 +1,7 @@
-"""What is compared: one model, trained by this project's ZeRO stages and by what torch offers, each as it does best.
+"""The contenders: one model, trained by this project's ZeRO stages and by torch's alternatives, each at its best.
 
-Every contender averages gradients over all ranks and steps AdamW. They differ in the precision of what AdamW updates:
-under bf16 ours keeps fp32 master weights and moments, torch's update the bf16 weights themselves, with bf16 moments.
+Every contender averages gradients over all ranks and steps AdamW. They differ in what AdamW updates: under
+bf16, ours keeps fp32 master weights and moments, while torch's update the bf16 weights themselves, with bf16 moments.
 """
 
 import math
@@ -29,7 +29,10 @@ LR = 3e-4
 
 @dataclass(eq=False)
 class Contender:
-    """`model(tokens, targets)` is the mean loss; `accumulate()` surrounds every micro-batch but the last."""
+    """A model with its optimizer. `model(tokens, targets)` is the mean loss.
+
+    `accumulate()` is the context of every micro-batch but the last.
+    """
 
     name: str
     model: nn.Module
@@ -37,10 +40,10 @@ class Contender:
     update: Callable[[], object]  # clip, step, and drop the gradients
     backward: Callable[[Tensor], object] = Tensor.backward
     memory_bytes: int = 0
-    losses: list[Tensor] = field(default_factory=list)  # this rank's mean loss of every step
+    losses: list[Tensor] = field(default_factory=list)  # the mean loss of every step on this rank
 
     def step(self, micro_batches: list[Tensor]) -> None:
-        """A micro-batch is int64 tokens (micro_batch_size, seq_length + 1)."""
+        """Train on micro-batches of int64 tokens of shape (micro_batch_size, seq_length + 1)."""
         with self.accumulate():
             losses = [self._backward(tokens, len(micro_batches)) for tokens in micro_batches[:-1]]
         losses.append(self._backward(micro_batches[-1], len(micro_batches)))
@@ -55,7 +58,7 @@ class Contender:
 
 @dataclass(frozen=True)
 class Terms:
-    """What all contenders are built with; no clipping where `clip_norm` is infinite."""
+    """The settings that all contenders share. Gradients are not clipped if `clip_norm` is infinite."""
 
     mesh: Mesh
     clip_norm: float
@@ -85,7 +88,7 @@ def ddp_zero_redundancy(name: str, model: nn.Module, terms: Terms) -> Contender:
 
 
 def fsdp2(name: str, model: nn.Module, terms: Terms) -> Contender:
-    """Sharded by block, like our stage 3."""
+    """Build FSDP2, sharded by block as our stage 3 is."""
     for unit in reversed(find_units(model)):
         fully_shard(model.get_submodule(unit))
     assert isinstance(model, FSDPModule)
@@ -94,12 +97,12 @@ def fsdp2(name: str, model: nn.Module, terms: Terms) -> Contender:
 
 
 def deepspeed(name: str, model: nn.Module, terms: Terms, *, stage: int, offloads: bool = False) -> Contender:
-    """With its own defaults, and AdamW from torch, which it takes on CPUs too."""
+    """Build DeepSpeed with its defaults and torch's AdamW, which it accepts on CPUs too."""
     from deepspeed import initialize  # optional: docs/results/step_time.md says how to install it
 
     optimizer = AdamW(model.parameters(), LR, fused=True)
     settings: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 1,  # it only counts
+        "train_micro_batch_size_per_gpu": 1,  # used for its counters only
         "gradient_clipping": terms.clip_norm if math.isfinite(terms.clip_norm) else 0.0,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,

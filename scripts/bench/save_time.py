@@ -1,6 +1,7 @@
-"""Saving and loading beside plain copies of the same bytes: the stall, the bandwidth, and the peak of host memory.
+"""Saving and loading, compared with plain copies of the same bytes: stall, bandwidth, and peak of host memory.
 
-Started by scripts/bench/save_time.sh on every rank. All of a round in one run, interleaved; medians of its ratios.
+scripts/bench/save_time.sh starts this on every rank. A round measures every kind of save and copy once; the results are
+medians of the ratios within a round.
 """
 
 import argparse
@@ -34,7 +35,7 @@ def save(saver: Saver, progress: Progress) -> None:
     saver.wait()
 
 
-def build_parts(stage: int, device: torch.device) -> TrainState:
+def build_state(stage: int, device: torch.device) -> TrainState:
     mesh, activations = Mesh.create(1, device.type), ActivationsConfig()
     gpt = build_model(CONFIG, activations, ReplicatedTokens(mesh.tensor), device, torch.bfloat16)
     initialize(gpt, 0)
@@ -44,10 +45,10 @@ def build_parts(stage: int, device: torch.device) -> TrainState:
     return TrainState(mesh, model, optimizer, device, activations)
 
 
-def train_step(parts: TrainState) -> None:
-    ids = torch.zeros(1, 17, dtype=torch.int64, device=parts.device)
-    parts.model(ids[:, :-1], ids[:, 1:]).backward()
-    parts.optimizer.step()
+def train_step(state: TrainState) -> None:
+    ids = torch.zeros(1, 17, dtype=torch.int64, device=state.device)
+    state.model(ids[:, :-1], ids[:, 1:]).backward()
+    state.optimizer.step()
 
 
 def plain_write(path: Path, tensors: dict[str, Tensor]) -> None:
@@ -60,19 +61,19 @@ def plain_write(path: Path, tensors: dict[str, Tensor]) -> None:
 
 
 class Bench:
-    def __init__(self, parts: TrainState, folder: Path):
-        self.parts, self.folder = parts, folder
+    def __init__(self, state: TrainState, folder: Path):
+        self.state, self.folder = state, folder
         self.savers = {
-            name: Saver(folder / name, parts, keep=1, is_async=name == "asynchronous")
+            name: Saver(folder / name, state, keep=1, is_async=name == "asynchronous")
             for name in ("waiting", "asynchronous")
         }
         self.plain_copies = HostCopies()
-        self.tensors = owned_tensors(parts)
+        self.tensors = owned_tensors(state)
         self.num_bytes = sum(tensor.nbytes for tensor in self.tensors.values())
         self.step = 0
 
     def seconds(self, action: Callable[[], object]) -> float:
-        self.parts.mesh.barrier()
+        self.state.mesh.barrier()
         start = time.perf_counter()
         action()
         return time.perf_counter() - start
@@ -80,7 +81,7 @@ class Bench:
     def round(self) -> dict[str, float]:
         self.step += 1
         progress, found = Progress(self.step), {}
-        plain_file = self.folder / f"plain-{self.parts.mesh.rank}"
+        plain_file = self.folder / f"plain-{self.state.mesh.rank}"
         found["copy to memory"] = self.seconds(lambda: self.plain_copies.take(self.tensors))
         found["write to disk"] = self.seconds(lambda: plain_write(plain_file, self.tensors))
         waiting, behind = self.savers.values()
@@ -91,8 +92,11 @@ class Bench:
 
 
 def peak_growth(action: Callable[[], object], above_what_stays: bool = True) -> int:
-    """Bytes by which resident memory rises during an action, at most, above what it was, and what it is after."""
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    """Return the bytes by which the peak of resident memory during an action exceeds its values before and after.
+
+    If not `above_what_stays`, only the value before the action counts.
+    """
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = memory("VmRSS")
     action()
     return memory("VmHWM") - (max(before, memory("VmRSS")) if above_what_stays else before)
@@ -106,24 +110,26 @@ def memory(name: str) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--folder", type=Path, help="on the disk to measure; default: the system's temporary one")
+    parser.add_argument(
+        "--folder", type=Path, help="a folder on the disk to measure; default: the system's temporary folder"
+    )
     options = parser.parse_args()
     world = start_world()
     store = shared_store()
     if world.is_first:
         store.set("folder", tempfile.mkdtemp(dir=options.folder))
     folder = Path(store.get("folder").decode())
-    parts = build_parts(2, world.device)
-    train_step(parts)
-    bench = Bench(parts, folder)
-    bench.round()  # makes the host copies
+    state = build_state(2, world.device)
+    train_step(state)
+    bench = Bench(state, folder)
+    bench.round()  # allocates the host copies
     rounds = [bench.round() for _ in range(options.rounds)]
     saved = peak_growth(lambda: save(bench.savers["waiting"], Progress(99)))
-    other = build_parts(3, world.device)
+    other = build_state(3, world.device)
     loaded = peak_growth(lambda: load(folder / "waiting" / "step-00000099", other))
     if world.is_first:
         report(rounds, bench.num_bytes, {"save, waiting": saved, "load at another stage": loaded})
-    parts.mesh.barrier()
+    state.mesh.barrier()
     if world.is_first:
         shutil.rmtree(folder)
     stop_world()
@@ -140,7 +146,7 @@ def report(rounds: list[dict[str, float]], num_bytes: int, peaks: dict[str, int]
         ]
         print(f"| {name} | {1e3 * seconds:.0f} | {num_bytes / seconds / 1e9:.2f} | {ratios[0]:.2f} | {ratios[1]:.2f} |")
     for name, peak in peaks.items():
-        print(f"\n{name}: host memory at most {peak / 1e6:.0f} MB above what it was or became")
+        print(f"\n{name}: host memory at most {peak / 1e6:.0f} MB above its value before or after")
 
 
 if __name__ == "__main__":

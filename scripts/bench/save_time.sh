@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Saving and loading a checkpoint beside plain copies of the same bytes to memory and to disk.
-# Arguments go to scripts/bench/save_time.py; NUM_RANKS is 2 unless set.
+# Measures saving and loading a checkpoint, beside plain copies of the same bytes to memory and to disk.
+# Arguments are those of scripts/bench/save_time.py. NUM_RANKS (2) is the number of ranks.
 #
 #   scripts/bench/save_time.sh
 #   scripts/bench/save_time.sh --folder /mnt/scratch --rounds 15

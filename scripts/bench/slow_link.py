@@ -1,10 +1,10 @@
-"""Tensor parallelism inside nodes and ZeRO across them, against tensor parallelism across nodes, as the network slows.
+"""Tensor parallelism inside nodes, compared with tensor parallelism across nodes, on links of several rates.
 
 python -m scripts.bench.slow_link --output docs/results/slow_link
 
-Two nodes of two ranks on one machine (scripts/testbed.py), the same model and batch, the link limited to each rate.
-Beside what was measured stands what the projection says, for a cluster file that parallel.launch.preflight has
-measured at that rate.
+Two nodes of two ranks run on one machine (scripts/testbed.py), with the same model and batch at every rate of the link.
+Beside the measured time of a step, the projection is shown for a cluster file that parallel.launch.preflight measured
+at that rate.
 """
 
 import argparse
@@ -27,11 +27,11 @@ from scripts.kills import ROOT, prepare_corpus
 from scripts.testbed import Node, joined_nodes, why_not
 from scripts.two_nodes import Job
 
-RATES = (None, 1000, 200)  # Mbit/s; None: as fast as it is
+RATES = (None, 1000, 200)  # Mbit/s; None: not limited
 NUM_RANKS, NUM_WARM_UP = 4, 2
 SETTINGS: dict[str, Any] = {
     "model.num_layers": 8,
-    "model.hidden_size": 256,  # narrow: few operations for a byte of activations, as on fast devices
+    "model.hidden_size": 256,  # narrow: few operations a byte of activations, as on fast devices
     "model.num_heads": 8,
     "model.seq_length": 256,
     "model.vocab_size": 1024,
@@ -53,7 +53,7 @@ LAYOUTS: dict[str, dict[str, object]] = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path, required=True, help="of OUTPUT.json and OUTPUT.png")
+    parser.add_argument("--output", type=Path, required=True, help="prefix of OUTPUT.json and OUTPUT.png")
     parser.add_argument("--steps", type=int, default=7)
     options = parser.parse_args()
     if reason := why_not():
@@ -74,7 +74,7 @@ def main() -> None:
 
 
 def measure(nodes: list[Node], settings: dict[str, object], rate: int | None, folder: Path) -> dict:
-    """Seconds of a step of each layout, measured and projected; and the links that the preflight has found."""
+    """Return the seconds of a step of each layout, measured and projected, and the cluster file of the preflight."""
     folder.mkdir()
     cluster = folder / "cluster.yaml"
     preflight(nodes, cluster)
@@ -102,7 +102,7 @@ def preflight(nodes: list[Node], cluster: Path) -> None:
     for process in running:
         process.wait()
     if not cluster.exists():
-        raise RuntimeError("the preflight has measured nothing; what it said stands above")
+        raise RuntimeError("the preflight has written no cluster file; its messages are above")
 
 
 def projected_seconds(settings: dict[str, object], cluster: Path, run_dir: Path) -> float:

@@ -1,8 +1,8 @@
 """Compare one training step of our ZeRO stages with torch's data parallelism: time, traffic, memory, loss.
 
-All contenders live in every process, each with its own copy of one model. A round lets each of them run a few steps, in
-an order that rotates from round to round; a ratio is taken between times of the same round, so that whatever
-else the machine does hits both sides alike. Run it with scripts/bench/step_time.sh.
+Every process holds all contenders, each with its own copy of one model. In a round each of them runs a few steps, in an
+order that rotates from round to round. Ratios are between times of the same round, so that other work on the machine
+affects both sides alike. Run it with scripts/bench/step_time.sh.
 """
 
 import copy
@@ -31,41 +31,41 @@ from parallel.world import World, start_world, stop_world
 from scripts.bench.contenders import CONTENDERS, Contender, Terms
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-NUM_COMPARED_LOSSES = 16  # later AdamW amplifies rounding without bound
-LOSS_TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2}  # under bf16 only ours has master weights, and learns a little faster
+NUM_COMPARED_LOSSES = 16  # after that AdamW amplifies rounding errors without bound
+LOSS_TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2}  # under bf16 only ours has master weights, and its loss falls faster
 BASELINES = {"ddp-default", "ddp-fused"}
 OPTIONAL = {name for name in CONTENDERS if "deepspeed" in name or "offload" in name}
 NUM_BATCHES = 8
-# glibc's malloc.h, and what its own adjustment comes to for programs that allocate megabytes
+# from glibc's malloc.h; the last is the value that glibc itself adjusts to in programs that allocate megabytes
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 LARGEST_MMAP_THRESHOLD = 2**25
 
 
 @dataclass(frozen=True)
 class Settings:
-    """One comparison."""
+    """The settings of one comparison."""
 
     model: Literal["transformers", "gpt"] = "transformers"
     """transformers: GPT2LMHeadModel; gpt: this project's own."""
     precision: Literal["fp32", "bf16"] = "fp32"
-    """Type of parameters, gradients and activations."""
+    """Data type of parameters, gradients and activations."""
     contenders: list[str] = field(default_factory=lambda: [name for name in CONTENDERS if name not in OPTIONAL])
-    """Which to compare; the faster of those called ddp-default and ddp-fused is the baseline. Named, the offloads and,
-    where it is installed, DeepSpeed's stages run too."""
+    """Contenders to compare. The faster one of ddp-default and ddp-fused is the baseline. The offloads and the stages
+    of DeepSpeed (which must be installed) run only if they are named."""
     rounds: int = 40
-    """Rounds that are measured."""
+    """Measured rounds."""
     steps: int = 2
     """Steps of each contender in a round."""
     warmup: int = 3
-    """Steps of each contender before the first round, after the one that allocates."""
+    """Steps of each contender before the first round, after the two that allocate."""
     clip_norm: float = 1.0
-    """Global gradient norm for all; .inf for no clipping."""
+    """Largest global gradient norm, for all contenders; .inf: gradients are not clipped."""
     bucket_numel: int | None = 2**25
     """zero.bucket_numel of our stages."""
     prefetch_numel: int = 2**21
-    """zero.prefetch_numel of our stage 3: a block of this model, which is what fsdp2 fetches ahead."""
+    """zero.prefetch_numel of our stage 3: a block of this model, as fsdp2 gathers ahead."""
     defragment: bool = True
-    """zero.defragment of our stages 2 and 3; false is what fsdp2 does, whose gradients go with the update."""
+    """zero.defragment of our stages 2 and 3. With false, gradients are freed after the update, as by fsdp2."""
     micro_batches: int = 1
     """Micro-batches a step."""
     micro_batch_size: int = 4
@@ -73,17 +73,17 @@ class Settings:
     layers: int = 8
     """Transformer blocks."""
     hidden: int = 384
-    """Width of the model; a head has 64."""
+    """Width of the model; a head has a width of 64."""
     vocab: int = 8192
     """Rows of the token embedding."""
     seq: int = 256
     """Tokens a sequence."""
     json: Path | None = None
-    """File for every measured number."""
+    """File for all measured numbers."""
 
 
 class LossOfLogits(nn.Module):
-    """A transformers model with the interface of ours: (tokens, targets) -> mean loss."""
+    """A model of transformers with the interface of ours: (tokens, targets) -> mean loss."""
 
     def __init__(self, language_model: nn.Module):
         super().__init__()
@@ -96,29 +96,29 @@ class LossOfLogits(nn.Module):
 
 @dataclass(frozen=True)
 class Block:
-    """A few steps of one contender in one round."""
+    """The measurement of a few steps of one contender in one round."""
 
     seconds_per_step: float
-    cpu_seconds_per_step: float  # of all threads of this rank: hardly moved by what else the machine does
-    wire_bytes_per_step: float  # sent over loopback, per rank; NaN where that is not the wire
+    cpu_seconds_per_step: float  # of all threads of this rank; other work on the machine hardly changes it
+    wire_bytes_per_step: float  # sent over loopback, per rank; NaN if ranks use another network
 
 
 @dataclass(frozen=True)
 class Row:
-    """One contender's line of the result; the quartiles and the extremes are those of the rounds."""
+    """The line of one contender in the result. Quartiles and extremes are those of the rounds."""
 
     name: str
     is_baseline: bool
     milliseconds: float
-    ratios: list[float]  # to the baseline's time, a number a round
-    cpu_ratios: list[float]  # likewise, of processor time
+    ratios: list[float]  # to the time of the baseline, one number a round
+    cpu_ratios: list[float]  # the same of processor time
     wire_x_parameters: float
     memory_mib: float
     loss_difference: float
 
 
 def build_model(settings: Settings, device: torch.device) -> nn.Module:
-    """The same values on every rank and in every run; no dropout."""
+    """Build the model without dropout, with the same values on every rank and in every run."""
     heads = settings.hidden // 64
     torch.manual_seed(0)
     model: nn.Module
@@ -144,7 +144,7 @@ def build_model(settings: Settings, device: torch.device) -> nn.Module:
 
 
 def make_batches(settings: Settings, world: World) -> list[list[Tensor]]:
-    """Random tokens, low numbers more often, other ones on every rank: a list of micro-batches a step."""
+    """Return a list of micro-batches for each step: random tokens, low ids more often, different on every rank."""
     generator = torch.Generator().manual_seed(1 + world.rank)
     shape = (NUM_BATCHES, settings.micro_batches, settings.micro_batch_size, settings.seq + 1)
     tokens = (settings.vocab * torch.rand(shape, generator=generator) ** 8).long().to(world.device)
@@ -152,11 +152,12 @@ def make_batches(settings: Settings, world: World) -> list[list[Tensor]]:
 
 
 def build_contenders(settings: Settings, world: World, mesh: Mesh, batches: list[list[Tensor]]) -> list[Contender]:
-    """Build and warm up one after the other; what each adds to the memory in use is its own."""
+    """Build and warm up the contenders one after the other. The memory of each is what it adds to the memory in use."""
     terms = Terms(mesh, settings.clip_norm, settings.bucket_numel, settings.prefetch_numel, settings.defragment)
-    return_what_is_freed(at_least_bytes=2**16)  # from the first: what the heap has once, it hands out for good
+    # before the first allocation: memory that the heap has taken once is not returned to the system
+    return_what_is_freed(at_least_bytes=2**16)
     template = build_model(settings, world.device)
-    for micro_batch in batches[0]:  # the first forward and backward bring workspaces that stay: nobody's own
+    for micro_batch in batches[0]:  # allocates the workspaces that stay and belong to no contender
         template(micro_batch[:, :-1], micro_batch[:, 1:]).backward()
     template.zero_grad()
     contenders = []
@@ -165,7 +166,7 @@ def build_contenders(settings: Settings, world: World, mesh: Mesh, batches: list
         before = count_memory(world.device)
         contender = CONTENDERS[name](name, copy.deepcopy(template), terms)
         take_steps(contender, batches, 2)
-        count_memory(world.device)  # building is over: its peak is not the step's
+        count_memory(world.device)  # after building, whose peak is not that of a step
         take_steps(contender, batches, settings.warmup)
         contender.memory_bytes = memory_bytes(world.device) - before
         return_what_is_freed(at_least_bytes=LARGEST_MMAP_THRESHOLD)
@@ -178,13 +179,13 @@ def take_steps(contender: Contender, batches: list[list[Tensor]], num_steps: int
         contender.step(batches[len(contender.losses) % len(batches)])
 
 
-def measure_block(contender: Contender, settings: Settings, batches: list[list[Tensor]], world: World) -> Block:
-    """The slowest rank's time. The clock runs from an idle device to an idle device."""
+def measure_block(contender: Contender, batches: list[list[Tensor]], num_steps: int, world: World) -> Block:
+    """Measure the time of the slowest rank, from an idle device to an idle device."""
     dist.barrier()
     sent = loopback_bytes_sent()
     synchronize(world.device)
     start, cpu_start = time.perf_counter(), time.process_time()
-    take_steps(contender, batches, settings.steps)
+    take_steps(contender, batches, num_steps)
     synchronize(world.device)
     cpu_seconds = time.process_time() - cpu_start
     seconds = torch.tensor(time.perf_counter() - start, device=world.device)
@@ -192,9 +193,9 @@ def measure_block(contender: Contender, settings: Settings, batches: list[list[T
     sent = loopback_bytes_sent() - sent
     is_wire = world.device.type == "cpu" and world.size == world.local_size
     return Block(
-        seconds.item() / settings.steps,
-        cpu_seconds / settings.steps,
-        sent / settings.steps / world.size if is_wire else math.nan,
+        seconds.item() / num_steps,
+        cpu_seconds / num_steps,
+        sent / num_steps / world.size if is_wire else math.nan,
     )
 
 
@@ -204,31 +205,34 @@ def synchronize(device: torch.device) -> None:
 
 
 def loopback_bytes_sent() -> int:
-    """All that this machine has sent to itself, other programs included."""
+    """Return the bytes that this machine has sent to itself, other programs included."""
     lines = Path("/proc/net/dev").read_text().splitlines()
     (loopback,) = (line for line in lines if line.strip().startswith("lo:"))
     return int(loopback.split(":")[1].split()[8])
 
 
 def return_what_is_freed(at_least_bytes: int) -> None:
-    """To the system, at once: else what a process has resident says little about what it uses. Costs time."""
+    """Make malloc return freed memory to the system at once, which costs time.
+
+    Otherwise the resident memory of a process says little about the memory that it uses.
+    """
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, at_least_bytes)
     ctypes.CDLL(None).mallopt(M_TRIM_THRESHOLD, 2 * at_least_bytes)
 
 
 def count_memory(device: torch.device) -> int:
-    """Start counting, and return the bytes in use already."""
+    """Reset the peak of memory, and return the bytes in use."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     else:
         ctypes.CDLL(None).malloc_trim(0)
-        Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     return memory_bytes(device)
 
 
 def memory_bytes(device: torch.device) -> int:
-    """The most that was allocated (on a CPU: resident in the process) since counting began."""
+    """Return the peak of allocated memory (on a CPU: of resident memory) since the last count_memory."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
@@ -236,12 +240,12 @@ def memory_bytes(device: torch.device) -> int:
 
 
 def compare(contenders: list[Contender], settings: Settings, world: World, batches: list[list[Tensor]]) -> list[Row]:
-    """One row a contender; ratios are to the faster DDP, round by round."""
+    """Measure all rounds and return one row a contender. Ratios are to the faster DDP, round by round."""
     blocks: dict[str, list[Block]] = {contender.name: [] for contender in contenders}
     for number in range(settings.rounds):
         turn = number % len(contenders)
         for contender in contenders[turn:] + contenders[:turn]:
-            blocks[contender.name].append(measure_block(contender, settings, batches, world))
+            blocks[contender.name].append(measure_block(contender, batches, settings.steps, world))
     seconds = {name: [block.seconds_per_step for block in blocks[name]] for name in blocks}
     cpu_seconds = {name: [block.cpu_seconds_per_step for block in blocks[name]] for name in blocks}
     baseline = min(BASELINES & seconds.keys(), key=lambda name: statistics.median(seconds[name]))
@@ -268,7 +272,7 @@ def ratios(values: list[float], baseline: list[float]) -> list[float]:
 
 
 def mean_over_ranks(losses: list[Tensor]) -> Tensor:
-    """One loss a step for the first steps, on the host."""
+    """Return the mean loss of each of the first steps, on the host."""
     means = torch.stack(losses[:NUM_COMPARED_LOSSES]).float()
     dist.all_reduce(means)
     return means.cpu() / dist.get_world_size()
@@ -292,7 +296,7 @@ def table(rows: list[Row]) -> str:
 def main() -> None:
     settings = jsonargparse.auto_cli(Settings, as_positional=False)
     world = start_world()
-    if world.size == 1:  # DDP wants a process group even so
+    if world.size == 1:  # DDP needs a process group even then
         dist.init_process_group(
             "nccl" if world.device.type == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1
         )

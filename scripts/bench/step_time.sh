@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# One training step of every ZeRO stage beside torch's DDP, ZeroRedundancyOptimizer and FSDP2, on one model and data.
-# Arguments go to scripts/bench/step_time.py; --help lists them. One rank a GPU, or two on CPUs; NUM_RANKS changes that,
-# and CUDA_VISIBLE_DEVICES= NUM_RANKS=2 compares on CPUs where there are GPUs.
+# Measures a training step of every ZeRO stage beside torch's DDP, ZeroRedundancyOptimizer and FSDP2, on the same model
+# and data. Arguments are those of scripts/bench/step_time.py; --help lists them. NUM_RANKS is one rank a GPU by
+# default, or two on CPUs. CUDA_VISIBLE_DEVICES= NUM_RANKS=2 measures on CPUs if there are GPUs.
 #
 #   scripts/bench/step_time.sh
 #   scripts/bench/step_time.sh --precision bf16 --rounds 80 --json step_time.json

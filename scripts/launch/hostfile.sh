@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Trains on the nodes of a list, by ssh: for clusters without a scheduler. Arguments go to pretrain_gpt.py.
+# Trains on the nodes of a list, through ssh, on clusters without a scheduler. Arguments are those of pretrain_gpt.py.
 #
 #   HOSTS=hosts.txt scripts/launch/hostfile.sh --config configs/quickstart.yaml --run.dir /shared/runs/first
 #
-# hosts.txt has one host a line; the first is where all meet. Every node must have this folder at the same path, and
-# RDZV_PORT (29500) and the port after it must be free on the first. Exit code: of the first node that failed.
+# hosts.txt has one host a line. All nodes connect to the first one, where RDZV_PORT (29500) and the port after it must
+# be free. Every node must have this folder at the same path. The exit code is that of the first node that failed.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
@@ -14,7 +14,7 @@ mapfile -t hosts < <(sed 's/#.*//' "${HOSTS:?HOSTS names a file with one host a 
     exit 2
 }
 
-# What torchrun.sh reads of this shell's environment goes along; ssh would leave it behind.
+# ssh does not pass on the environment of this shell, so the variables that torchrun.sh reads are part of the command.
 settings="NNODES=${#hosts[@]} RDZV=${hosts[0]}:${RDZV_PORT:-29500} NODE_NAMES=$(
     IFS=,
     echo "${hosts[*]}"
@@ -24,7 +24,7 @@ for name in RANKS_PER_NODE MAX_RESTARTS CHECK PREFLIGHT_SECONDS PYTHON OMP_NUM_T
 done
 command="cd $(printf %q "$PWD") && exec env $settings scripts/launch/torchrun.sh$(printf ' %q' "$@")"
 
-# -tt: when this script ends, or is interrupted, the terminal of every ssh goes, and with it what runs in there.
+# -tt gives every ssh a terminal. When this script ends or is interrupted, the terminals close and end what runs there.
 children=()
 for host in "${hosts[@]}"; do
     echo "+ ssh $host $command" >&2
@@ -33,7 +33,8 @@ for host in "${hosts[@]}"; do
 done
 trap 'kill "${children[@]}" 2>/dev/null || true' EXIT
 
-# The others of a node that has failed end by themselves, or wait for it for ever: they get a while, then they go.
+# After one node has failed, the others end by themselves or wait for it forever. They have GRACE_SECONDS to end before
+# the trap above stops them.
 code=0
 for _ in "${hosts[@]}"; do
     wait -n "${children[@]}" || {

@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
-# Trains on one node, or on several when it is started on each of them. Arguments go to pretrain_gpt.py.
+# Trains on one node, or on several if it is started on each of them. Arguments are those of pretrain_gpt.py.
 #
 #   scripts/launch/torchrun.sh --config configs/quickstart.yaml                                  # this node, all GPUs
 #   NNODES=2 RDZV=node0:29500 scripts/launch/torchrun.sh --config configs/quickstart.yaml        # the same on both
 #
-# RDZV names the node where all meet, and two free ports there: this one and the next. RANKS_PER_NODE: ranks of a node
-# (its GPUs; 2 without). MAX_RESTARTS: starts after a failure (0). CHECK=0 leaves the checks out, PREFLIGHT_SECONDS says
-# how long they wait for the other nodes (120). Exit code: that of the rank that failed first.
+# RDZV is HOST:PORT of the node that all connect to; PORT and the next one must be free there. RANKS_PER_NODE is the
+# number of ranks of a node (its GPUs, or 2 without GPUs), MAX_RESTARTS the number of restarts after failures (0).
+# CHECK=0 skips the checks, PREFLIGHT_SECONDS is how long they wait for the other nodes (120). The exit code is that of
+# the rank that failed first.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 [[ -n ${PYTHON:-} ]] || source scripts/setup.sh
@@ -19,14 +20,15 @@ ranks=${RANKS_PER_NODE:-$((num_gpus > 0 ? num_gpus : 2))}
 
 source scripts/launch/environment.sh
 
-# All nodes are there, with the same code, data and settings, clocks that agree, and disks that work.
+# Check that all nodes are present, with the same code, data and settings, with clocks that agree and disks that work.
 if [[ ${CHECK:-1} == 1 ]]; then
     "$python" -m parallel.launch.preflight --nodes "$nnodes" --meet "${rdzv%:*}:$((${rdzv##*:} + 1))" \
         --names "${NODE_NAMES:-}" --wait "${PREFLIGHT_SECONDS:-120}" -- "$@"
 fi
 
-# A scheduler sends its warnings (USR1, TERM) to every process of the job: the ranks save and leave; their launcher
-# must not die of the first, nor pass on the second, which a rank that gets it twice takes as "at once".
+# A scheduler sends its warnings (USR1, TERM) to every process of the job, and the ranks then save and exit. The
+# launcher must ignore them: USR1 would end it, and it would pass TERM on to the ranks, which exit at once if they get
+# it twice.
 signals=SIGTERM,SIGINT,SIGHUP,SIGQUIT
 if [[ -n ${SLURM_JOB_ID:-} ]]; then
     trap '' USR1 TERM

@@ -1,9 +1,9 @@
-"""The two calibrated constants of the DGX-2's file, by least squares over three rows of the paper's Figure 2.
+"""Calibration of two constants of configs/clusters/dgx-2.yaml, by least squares over three rows of Figure 2.
 
-    python -m scripts.paper.calibrate      prints them; they stand in configs/clusters/dgx-2.yaml
+    python -m scripts.paper.calibrate      prints them, to be copied into the file
 
-`gemm_fraction` is told by the two 1.5B rows, which compute, and `node_fraction` by the 60B baseline, which waits for
-the network. No other row is read.
+The two 1.5B rows determine `gemm_fraction`, because they mostly compute; the 60B baseline determines `node_fraction`,
+because it mostly waits for the network. No other row of the paper is used.
 """
 
 import math
@@ -18,11 +18,11 @@ from scripts.paper.experiments import CLUSTER_FILE, Experiment, experiments, par
 
 CALIBRATED = "1.5b-zero-400", "1.5b-baseline-400", "60b-baseline-384"  # rows of Figure 2
 FITTED = "gemm_fraction", "node_fraction"
-GRID_POINTS, ROUNDS = 9, 10  # each round takes the root of the spread
+GRID_POINTS, ROUNDS = 9, 10  # the spread of a round is the square root of that before
 
 
 def fit(error: Callable[[tuple[float, ...]], float], first: tuple[float, ...], spread: float) -> tuple[float, ...]:
-    """The constants with the smallest error, by ever finer grids of factors `spread` ** (-1 to 1)."""
+    """Return the constants with the smallest error, by ever finer grids of factors `spread` ** (-1 to 1)."""
     best = first
     for _ in range(ROUNDS):
         factors = [spread ** (2 * step / (GRID_POINTS - 1) - 1) for step in range(GRID_POINTS)]
@@ -37,7 +37,7 @@ def with_constants(cluster: ClusterSpec, constants: Sequence[float]) -> ClusterS
 
 
 def calibrated(cluster: ClusterSpec) -> ClusterSpec:
-    """`cluster` with the constants that fit the three rows best."""
+    """Return `cluster` with the constants that fit the three rows best."""
     rows = [
         (experiment, shallow_runs(parsed(experiment.settings(), experiment.num_gpus)))
         for experiment in calibrated_rows()
@@ -58,7 +58,7 @@ def calibrated_rows() -> Iterator[Experiment]:
 
 
 def relative_tflops(experiment: Experiment, runs: tuple[ShallowRun, ShallowRun], cluster: ClusterSpec) -> float:
-    """The projected rate over the printed one."""
+    """Return the projected rate divided by the printed one."""
     seconds = line_through(runs, cluster).at(int(experiment.row["layers"])).seconds
     assert experiment.measured_tflops is not None
     return experiment.tflops(seconds) / experiment.measured_tflops

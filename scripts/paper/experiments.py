@@ -1,4 +1,4 @@
-"""Every configuration of the paper's figures as settings: one YAML file each, made from the tables in docs/paper.
+"""The configurations of the paper's figures as settings: one YAML file each, made from the tables in docs/paper.
 
 python -m scripts.paper.experiments        writes configs/paper/figure2/*.yaml and so on
 """
@@ -24,7 +24,7 @@ FIGURES = {
     "figure7": "fig7_max_cached_gb.csv",
     "figure8": "fig8_throughput.csv",
 }
-# Table 3 of the paper: ZeRO-DP, and ZeRO-R beside C_B and M_D.
+# Table 3 of the paper: the stage of ZeRO-DP, and the activation store of ZeRO-R; all have C_B and M_D.
 ZERO_CONFIGS = {
     "C1": (1, "keep"),
     "C2": (1, "partition"),
@@ -33,7 +33,7 @@ ZERO_CONFIGS = {
     "C5": (2, "partition_host"),
 }
 GPUS_PER_NODE = 16
-LAYERS_PER_CHECKPOINT = 2  # what explains section 6.1's 33 GB
+LAYERS_PER_CHECKPOINT = 2  # explains the 33 GB of section 6.1
 BUCKET_NUMEL = 2**25  # C_B
 
 
@@ -57,12 +57,15 @@ class Experiment:
 
     @property
     def measured_tflops(self) -> float | None:
-        """As printed; None where it is not known or the run did not fit."""
+        """The printed rate; None if it is unknown or the run did not fit."""
         value = self.row.get("tflops_per_gpu", "")
         return float(value) if value and value != "OOM" else None
 
     def tflops(self, seconds: float) -> float:
-        """A device's for a step of so many seconds, with operations as the authors count: 8 x parameters x tokens."""
+        """Return TFLOPs a GPU for a step of `seconds`.
+
+        Operations are counted as the authors do: 8 x parameters x tokens.
+        """
         parameters = 12 * int(self.row["layers"]) * int(self.row["hidden"]) ** 2
         return 8 * parameters * int(self.row["total_batch"]) * 1024 / self.num_gpus / seconds / 1e12
 
@@ -107,7 +110,11 @@ class Experiment:
         }
 
     def _zero_config(self, tensor_size: int) -> tuple[int, str]:
-        """Where the figure does not say: P_os+g and P_a, and the host's memory too for 170B, as in Figure 8."""
+        """Return the stage and the activation store.
+
+        If the figure does not name them, they are P_os+g and P_a (without tensor parallelism none), and P_a+cpu for
+        170B, as in Figure 8.
+        """
         if self.is_baseline:
             return 0, "keep"
         if "zero_config" in self.row:
@@ -125,7 +132,7 @@ def experiments(*figures: str) -> Iterator[Experiment]:
 
 
 def parsed(settings: dict[str, Any], world_size: int) -> Settings:
-    """For a dry run on the paper's cluster."""
+    """Return the settings of a dry run on the paper's cluster."""
     world = [f"--dry_run.world_size={world_size}", f"--dry_run.cluster={CLUSTER_FILE}"]
     return parse_settings(["--config", yaml.safe_dump(settings), *world])
 

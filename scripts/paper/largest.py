@@ -1,7 +1,7 @@
-"""The search of largest.sh: which number of layers is the largest that trains.
+"""The search of largest.sh for the largest number of layers that trains.
 
-Whether a run did is read in its metrics.jsonl, not from how it ended: nodes that share the folder decide alike, and a
-search that was interrupted goes on from what is there.
+The outcome of a run is read from its metrics.jsonl, not from its exit code. All nodes that share the folder therefore
+decide alike, and an interrupted search continues with the runs that are there.
 """
 
 import argparse
@@ -14,12 +14,15 @@ from pathlib import Path
 from gpt.run_folder.files import METRICS
 from parallel.errors import ConfigError, exit_on_config_error
 
-STEPS = 3  # after the first all memory has been taken
+STEPS = 3  # all memory has been allocated after the first
 RUNS = Path("runs/paper/largest")
 
 
 def largest(fits: Callable[[int], bool], first: int, step: int) -> int:
-    """The largest of first + n * step that fits, where all smaller ones do; 0 where none does. Strides double."""
+    """Return the largest first + n * step (n may be negative) that fits, 0 if none does.
+
+    Assumes that everything smaller than a number that fits, fits too. Strides double.
+    """
     none = (first % step or step) - step  # 0 or less
     low, high, stride = first, first, step
     if fits(first):
@@ -35,7 +38,7 @@ def largest(fits: Callable[[int], bool], first: int, step: int) -> int:
 
 
 def outcome(folder: Path) -> bool | None:
-    """Whether the run of this folder trained to its end or was out of memory; None: it did neither."""
+    """Return True if the run in `folder` trained to its end, False if it was out of memory, None otherwise."""
     metrics = folder / METRICS
     records = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
     if any(record.get("out_of_memory") for record in records):
@@ -47,8 +50,10 @@ def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="scripts/paper/largest.sh", description=__doc__)
     parser.add_argument("config", help="an experiment, such as configs/paper/figure6/140b-c4-400.yaml")
     parser.add_argument("first", type=int, help="layers to begin with")
-    parser.add_argument("--step", type=int, default=1, help="how close to come")
-    parser.add_argument("--launch", default="scripts/paper/launch.sh", help="what starts a run of a configuration")
+    parser.add_argument("--step", type=int, default=1, help="search to within this many layers")
+    parser.add_argument(
+        "--launch", default="scripts/paper/launch.sh", help="the command that starts a run of a configuration"
+    )
     own, others = parser.parse_known_args(arguments)
     if own.first < 1 or own.step < 1:
         parser.exit(2, f"error: {own.first} layers or --step={own.step} is below 1; choose 1 or more\n")
@@ -60,7 +65,9 @@ def main(arguments: list[str]) -> None:
             subprocess.run([own.launch, own.config, "--train.log_every", "1", *others, *layers], check=False)
         found = outcome(folder)
         if found is None:
-            raise ConfigError(f"the run of {num_layers} layers ended without a word of memory; see {folder}, try again")
+            raise ConfigError(
+                f"the run of {num_layers} layers ended neither trained nor out of memory; see {folder}, try again"
+            )
         print(f"{num_layers} layers {'fit' if found else 'do not fit'}", flush=True)
         return found
 

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# The largest model on a real cluster, by trying: layers grow from the second argument until a run is out of memory,
-# which its metrics.jsonl records, and then as close as STEP layers. Run it on every node; they must share this folder.
+# Finds the largest model on a real cluster: the number of layers grows from the second argument until a run is out of
+# memory, which its metrics.jsonl records; then the search narrows to STEP layers. Run it on every node. All nodes must
+# share this folder.
 #
 #   NNODES=25 RDZV=node0:29500 STEP=5 scripts/paper/largest.sh configs/paper/figure6/140b-c4-400.yaml 150
 set -euo pipefail

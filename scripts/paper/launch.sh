@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# One experiment of the paper on a real cluster; run it on every node, or under scripts/launch/hostfile.sh's settings.
-# Its metrics.jsonl then appears in docs/paper. What scripts/launch/torchrun.sh reads, such as RANKS_PER_NODE, holds.
+# Runs one experiment of the paper on a real cluster. Run it on every node, with the environment variables of
+# scripts/launch/torchrun.sh, such as RANKS_PER_NODE. scripts/paper/reproduce.sh then shows the result in docs/paper.
 #
 #   NNODES=25 RDZV=node0:29500 scripts/paper/launch.sh configs/paper/figure2/100b-zero-400.yaml [--train.steps 50]
 set -euo pipefail

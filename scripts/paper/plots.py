@@ -1,4 +1,4 @@
-"""Plots like the paper's, each of what was printed beside what the dry runs say."""
+"""Plots like the paper's, of its printed values beside those of the dry runs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 
 @dataclass(frozen=True)
 class Series:
-    """Values over names, or over numbers; None where nothing is known."""
+    """Values over names or over numbers. Unknown values are None."""
 
     label: str
     places: Sequence[str | float]
@@ -33,7 +33,7 @@ def plot_lines(path: Path, title: str, axis_labels: tuple[str, str], series: Seq
 
 
 def plot_bars(path: Path, title: str, unit: str, series: Sequence[Series]) -> None:
-    """Groups of bars, one for each name; all series have the same names."""
+    """Draw a group of bars for each name. All series have the same names."""
     _, axes = pyplot.subplots(figsize=(9, 4), layout="constrained")
     names, width = series[0].places, 0.8 / len(series)
     for number, one in enumerate(series):

@@ -1,16 +1,15 @@
-"""The paper's tables and figures by dry runs, beside the printed ones: writes docs/paper/README.md and its plots.
+"""The paper's tables and figures from dry runs, beside the printed ones: writes docs/paper/README.md and its plots.
 
-    python -m scripts.paper.reproduce [figure2 ...]
+    python -m scripts.paper.reproduce
 
-Each configuration is run dry at two depths and read at its own (gpt/planner/depth.py). Results are kept in
-runs/paper/dry; runs of a real cluster, as runs/paper/FIGURE/NAME/metrics.jsonl, appear as a column of their own.
+Each configuration is run dry at two depths and extrapolated to its own (gpt/planner/depth.py). Results are kept in
+runs/paper/dry. Runs on a real cluster are read from runs/paper/FIGURE/NAME/metrics.jsonl and get a column of their own.
 """
 
 import csv
 import hashlib
 import json
 import statistics
-import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
@@ -27,9 +26,9 @@ from zero.formulas.paper_memory import largest_model
 from zero.stage import STAGES
 
 CACHE = ROOT / "runs/paper/dry"
-RESISTS = "figure2/40b-baseline-384"  # reported by itself: half of what its neighbours reach
-UNUSED_GB = 8.0  # that Table 2's measured models leave
-CONTEXT_GB = 1.0  # of CUDA and NCCL, assumed in saying what fits
+EXCLUDED = "figure2/40b-baseline-384"  # reported separately: half the rate of its neighbours
+UNUSED_GB = 8.0  # memory that the measured models of Table 2 leave unused
+CONTEXT_GB = 1.0  # assumed for CUDA and NCCL when deciding if a run fits
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,7 @@ class Result:
 
 
 def line_of(settings: dict, world_size: int) -> Line:
-    """By two dry runs, or from what they gave last time. Remove runs/paper/dry after changes to the step itself."""
+    """Return the line through two dry runs, or its kept copy. Remove runs/paper/dry after a change to the step."""
     text = yaml.safe_dump(settings) + str(world_size) + CLUSTER_FILE.read_text()
     text += "".join((ROOT / path).read_text() for path in ("gpt/planner/projection.py", "gpt/planner/depth.py"))
     kept = CACHE / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
@@ -82,7 +81,7 @@ def results(figure: str) -> list[Result]:
 
 
 def measured_here(experiment: Experiment) -> str:
-    """TFLOPs of a real run, where somebody has put one."""
+    """Return the TFLOPs of a real run, "" if there is none."""
     steps = read_steps(ROOT / "runs/paper" / experiment.figure / experiment.name)
     return f"{steps[-1]['hardware_tflops_per_device']:.1f}" if steps else ""
 
@@ -117,7 +116,7 @@ def plot_throughput(figure: str, title: str, found: list[Result]) -> None:
 
 
 def accuracy(found: list[Result]) -> Iterator[str]:
-    predicted = [r for r in found if r.error is not None and not r.is_calibrated and r.key != RESISTS]
+    predicted = [r for r in found if r.error is not None and not r.is_calibrated and r.key != EXCLUDED]
     errors = sorted(abs(r.error or 0.0) for r in predicted)
     worst = max(predicted, key=lambda r: abs(r.error or 0.0))
     yield (
@@ -147,8 +146,8 @@ def scaling_section(found: list[Result]) -> Iterator[str]:
 def memory_section(found: list[Result], residual: float) -> Iterator[str]:
     yield "\n## Figure 7: largest memory cached\n"
     yield (
-        f"One residual, fitted on C1 at 40B, of {residual / 1e9:.2f} GB is added to every bar: what CUDA's context, "
-        "NCCL, cuDNN, the allocator's gaps and unfused kernels take, which no closed form counts.\n"
+        f"A residual of {residual / 1e9:.2f} GB, fitted on C1 at 40B, is added to every bar. It stands for CUDA's "
+        "context, NCCL, cuDNN, the allocator's gaps and unfused kernels, which no closed form counts.\n"
     )
     yield "| model | config | paper, GB | dry run | with the residual | error |\n| --- | --- | --- | --- | --- | --- |"
     for r in found:
@@ -185,8 +184,8 @@ def largest_section(found: list[Result], residual: float, room_bytes: float) -> 
     yield "\n![Figure 6](figure6.png)"
     yield (
         "\nThe order is the paper's: C1, C3, C2, C4, C5. Its Figures 6 and 7 do not agree on what a GPU holds "
-        "beside the model: C4 and C5 of Figure 6 leave room for about 5 GB, C1 to C3 for about 12. What an allocator "
-        "has cached is no need: it lets go of it when memory is short."
+        "beside the model: C4 and C5 of Figure 6 leave room for about 5 GB, C1 to C3 for about 12. Memory that an "
+        "allocator has cached is not needed: it is released when memory is short."
     )
 
 
@@ -206,7 +205,7 @@ def table_1() -> Iterator[str]:
 
 
 def table_2(room_bytes: float) -> Iterator[str]:
-    """Measured columns: the deepest model that leaves 8 GB unused, by dry run with one sequence."""
+    """Yield Table 2. The dry run columns are the deepest model that leaves 8 GB unused with one sequence."""
     yield "\n## Table 2: the largest model, billions of parameters\n"
     yield "| TP | theory: baseline | Pos | Pos+g | Pos+g+p | baseline, measured | dry run | Pos, measured | dry run |"
     yield "| --- | --- | --- | --- | --- | --- | --- | --- | --- |"
@@ -245,30 +244,31 @@ def table_2_settings(tensor_size: int, data_size: int, stage: int) -> dict:
 
 INTRODUCTION = """# The paper, by dry runs
 
-`bash scripts/paper/reproduce.sh` writes this page: the configurations of the paper's figures (`configs/paper`) run dry,
-beside what is printed (`docs/paper/*.csv`). Throughput is 8 x parameters x tokens, as its authors count.
+The paper's tables and figures, as dry runs of this project predict them, beside the printed values
+(`docs/paper/*.csv`). `bash scripts/paper/reproduce.sh` runs the configurations in `configs/paper` and writes this page.
+Throughput counts 8 x parameters x tokens, as the authors do.
 
-Two constants are calibrated, `gemm_fraction` and `node_fraction` in `configs/clusters/dgx-2.yaml`: by least squares
-over the three rows of Figure 2 that are marked, and no other (`python -m scripts.paper.calibrate`). `memory_fraction`
-was measured elsewhere. The form of the model was chosen with all rows in sight: no overlap of communication, hops of
-2 us, one network card for a data-parallel ring, whole tiles of a product. Read the errors as those of few constants in
-a form that suits, not of a blind prediction; Figure 3 and the 100B bars of Figure 7 took no part in any of it.
-Assumptions stand in `gpt/planner/projection.py`. A run counts as out of memory where its peak and 1 GB for CUDA and
-NCCL, a choice too, exceed 32480 MiB.
+Two constants are calibrated, `gemm_fraction` and `node_fraction` in `configs/clusters/dgx-2.yaml`, by least squares
+over the three marked rows of Figure 2 and no others (`python -m scripts.paper.calibrate`). `memory_fraction` was
+measured elsewhere. The form of the model was chosen with all rows known: communication does not overlap, a hop takes
+2 us, a data-parallel ring uses one network card, products are computed in whole tiles. So the errors are those of few
+constants in a suitable form, not those of a blind prediction; only Figure 3 and the 100B bars of Figure 7 had no
+part in the choice. `gpt/planner/projection.py` lists all assumptions. A run counts as out of memory if its peak plus
+1 GB for CUDA and NCCL, which is a choice too, exceeds 32480 MiB.
 """
 
 CONTRADICTIONS = """
 ## Where the paper contradicts itself
 
-- Section 6.1 gives 33 GB of checkpoints for 100B, batch 32: one input a layer makes 67 GB, one every two layers 33.6.
-- Its Table 4 prints hidden 4096 for the models of 40B to 60B; their sizes say 6144.
-- Figure 4's "1.5B" is 34 x 1920, and its "1.38B" computes to 1.13B.
+- Section 6.1 gives 33 GB of checkpoints for 100B at batch 32. One input a layer takes 67 GB, one every two layers 33.6.
+- Table 4 prints hidden 4096 for the models of 40B to 60B. Their sizes require 6144.
+- Figure 4's "1.5B" is 34 x 1920, and its "1.38B" has 1.13B parameters by its own layers and width.
 - Figures 6 and 7 disagree on what a GPU holds beside the model.
-- The 40B baseline reaches less than the 60B one, with fewer nodes to cross: reported, not fitted.
+- The 40B baseline is slower than the 60B one, although it crosses fewer nodes. It is reported, but not fitted.
 """
 
 
-def main(chosen: list[str]) -> None:
+def main() -> None:
     room = ClusterSpec.load(CLUSTER_FILE).gpu_memory_bytes
     lines = [INTRODUCTION, *table_1(), *table_2(room)]
     throughput = {
@@ -280,10 +280,9 @@ def main(chosen: list[str]) -> None:
     residual = float(cached[0].experiment.row["max_cached_GB"]) * 1e9 - cached[0].estimate.device_peak_bytes
     every = []
     for figure, title in throughput.items():
-        if not chosen or figure in chosen:
-            found = results(figure)
-            every += found
-            lines += throughput_section(figure, title, found, room - CONTEXT_GB * 1e9)
+        found = results(figure)
+        every += found
+        lines += throughput_section(figure, title, found, room - CONTEXT_GB * 1e9)
     lines += accuracy(every)
     lines += scaling_section(results("figure3"))
     lines += memory_section(cached, residual)
@@ -294,4 +293,4 @@ def main(chosen: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

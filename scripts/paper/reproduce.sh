@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The paper's tables and figures by dry runs, on any machine: docs/paper/README.md. Minutes, on one core.
+# Reproduces the paper's tables and figures in docs/paper by dry runs, on any machine, in minutes on one core.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 source scripts/setup.sh

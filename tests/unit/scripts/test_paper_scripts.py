@@ -1,4 +1,4 @@
-"""The search for the largest model on a cluster, with runs that fit or not as they are told."""
+"""The search for the largest model on a cluster, with a stub that decides which runs fit."""
 
 import json
 import os
@@ -29,7 +29,7 @@ def test_the_search_ends_at_the_largest_that_fits_and_tries_nothing_twice(first,
 
 
 def test_largest_sh_reads_what_runs_leave_behind(tmp_path):
-    """Under a stub of python that trains up to 7 layers, runs out of memory above, and dies of something else at 40."""
+    """The stub trains up to 7 layers, runs out of memory above, and fails for another reason at 40."""
     (tmp_path / "scripts").mkdir()
     (tmp_path / "scripts" / "paper").symlink_to(ROOT / "scripts" / "paper")
     stub = tmp_path / "launch"
@@ -60,4 +60,4 @@ if layers != 40:
     assert search("4").stdout == found.stdout, "what has been tried is not tried again"
     failed = search("40")
     assert (failed.returncode, failed.stdout) == (2, "")
-    assert "the run of 40 layers ended without a word of memory" in failed.stderr
+    assert "the run of 40 layers ended neither trained nor out of memory" in failed.stderr
