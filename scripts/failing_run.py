@@ -68,18 +68,18 @@ class Kill:
 
     def arm(self) -> None:
         if self.point == MOMENT:
-            timer = threading.Timer(self.number / 1000, die)
+            timer = threading.Timer(self.number / 1000, kill_this_process)
             timer.daemon = True
             wrap(recovery.Recovery, "resume", lambda function: before(function, timer.start))
             return
         owner, name, when = POINTS[self.point]
         num_calls = count(1)
 
-        def die_when_due() -> None:
+        def kill_when_due() -> None:
             if next(num_calls) == self.number:
-                die()
+                kill_this_process()
 
-        wrap(owner, name, lambda function: (before if when == "before" else after)(function, die_when_due))
+        wrap(owner, name, lambda function: (before if when == "before" else after)(function, kill_when_due))
 
 
 def wrap(owner: Any, name: str, wrapper: Callable) -> None:
@@ -103,7 +103,7 @@ def after(function: Callable, action: Callable[[], None]) -> Callable:
     return wrapped
 
 
-def die() -> None:
+def kill_this_process() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 

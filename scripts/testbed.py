@@ -49,7 +49,7 @@ class Node:
         _ip("-n", self.switch, "link", "set", self.port, "up" if is_up else "down")
 
 
-def why_not() -> str | None:
+def testbed_problem() -> str | None:
     """Return the reason why this machine cannot make a testbed, None if it can."""
     try:
         with joined_nodes():

@@ -17,10 +17,10 @@ from pathlib import Path
 
 from gpt.run_folder.files import read_steps
 from scripts.kills import OPTIONS, ROOT, prepare_corpus
-from scripts.testbed import Node, joined_nodes, ssh_to, why_not
+from scripts.testbed import Node, joined_nodes, ssh_to, testbed_problem
 
 NUM_STEPS, HANG_SECONDS = 40, 8
-SECONDS_TO_END = 120.0  # limit for a job that has lost a node
+END_SECONDS = 120.0  # limit for a job that has lost a node
 SETTINGS = OPTIONS | {
     "parallel.tensor_size": 2,
     "zero.stage": 2,
@@ -28,7 +28,7 @@ SETTINGS = OPTIONS | {
     "checkpoint.every": 4,
     "run.hang_seconds": HANG_SECONDS,
 }
-Story = list[tuple]
+Steps = list[tuple]  # (step, loss, gradient norm) of each
 
 
 class Job:
@@ -47,7 +47,7 @@ class Job:
             "RANKS_PER_NODE": "2",
             "OMP_NUM_THREADS": "1",
             "PREFLIGHT_SECONDS": "60",
-            "GRACE_SECONDS": str(SECONDS_TO_END / 2),
+            "GRACE_SECONDS": str(END_SECONDS / 2),
         }
         options = (f"--{name}={value}" for name, value in (settings | {"run.dir": run_dir}).items())
         self._command = ["scripts/launch/hostfile.sh", *options]
@@ -56,29 +56,29 @@ class Job:
         log = self._run_dir.with_suffix(".log").open("a")
         return subprocess.Popen(self._command, cwd=ROOT, env=self._environment, stdout=log, stderr=log)
 
-    def run_to_its_end(self) -> Story:
-        """Run the job and return its story. Raises RuntimeError with the end of its log if it fails."""
+    def run_to_end(self) -> Steps:
+        """Run the job and return its logged steps. Raises RuntimeError with the end of its log if it fails."""
         if self.start().wait():
             raise RuntimeError(self._run_dir.with_suffix(".log").read_text()[-6000:])
-        return self.story()
+        return self.logged_steps()
 
-    def story(self) -> Story:
+    def logged_steps(self) -> Steps:
         """Return (step, loss, gradient norm) of every step logged so far."""
         return [(record["step"], record["loss"], record["grad_norm"]) for record in read_steps(self._run_dir)]
 
-    def run_until_it_loses(self, lose: Callable[[], None], step: int) -> int:
+    def run_until_node_is_lost(self, lose: Callable[[], None], step: int) -> int:
         """Start, call `lose` after `step`, and return the exit code. Raises TimeoutExpired if the job does not end."""
         running = self.start()
-        while len(self.story()) < step and running.poll() is None:
+        while len(self.logged_steps()) < step and running.poll() is None:
             time.sleep(0.02)
         lose()
-        return running.wait(SECONDS_TO_END)
+        return running.wait(END_SECONDS)
 
 
-def lose_and_go_on(nodes: list[Node], prefix: Path, folder: Path) -> tuple[Story, dict[str, tuple[int, Story]]]:
-    """Return the undisturbed story, and for each loss the exit code and the story after the restart."""
+def lose_and_restart(nodes: list[Node], prefix: Path, folder: Path) -> tuple[Steps, dict[str, tuple[int, Steps]]]:
+    """Return the steps of the undisturbed run, and for each lost part the exit code and the steps after the restart."""
     settings = SETTINGS | {"data.path": prefix}
-    undisturbed = Job(nodes, settings, folder / "undisturbed").run_to_its_end()
+    undisturbed = Job(nodes, settings, folder / "undisturbed").run_to_end()
     losses: dict[str, Callable[[], None]] = {
         "processes of n2": nodes[1].kill_processes,
         "link of n2": lambda: nodes[1].set_link(is_up=False),
@@ -86,25 +86,25 @@ def lose_and_go_on(nodes: list[Node], prefix: Path, folder: Path) -> tuple[Story
     found = {}
     for what, lose in losses.items():
         job = Job(nodes, settings, folder / what.replace(" ", "-"))
-        code = job.run_until_it_loses(lose, step=10)
+        code = job.run_until_node_is_lost(lose, step=10)
         for node in nodes:
             node.set_link(is_up=True)
             node.kill_processes()  # as a scheduler does with the remains of a job
-        found[what] = code, job.run_to_its_end()
+        found[what] = code, job.run_to_end()
     return undisturbed, found
 
 
 def main() -> None:
-    if reason := why_not():
+    if reason := testbed_problem():
         sys.exit(f"skipped: {reason}")
     with tempfile.TemporaryDirectory() as name, joined_nodes() as nodes:
         folder = Path(name)
-        undisturbed, found = lose_and_go_on(nodes, prepare_corpus(folder), folder)
+        undisturbed, found = lose_and_restart(nodes, prepare_corpus(folder), folder)
         print(f"undisturbed: {len(undisturbed)} steps, loss {undisturbed[0][1]:.4f} -> {undisturbed[-1][1]:.4f}")
-        for what, (code, story) in found.items():
-            verdict = "the same losses" if story == undisturbed else "OTHER LOSSES"
+        for what, (code, steps) in found.items():
+            verdict = "the same losses" if steps == undisturbed else "OTHER LOSSES"
             print(f"lost the {what}: exit code {code}; started again: {verdict}")
-    sys.exit(any(code == 0 or story != undisturbed for code, story in found.values()))
+    sys.exit(any(code == 0 or steps != undisturbed for code, steps in found.values()))
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from matplotlib import pyplot
 
 from gpt.run_folder.files import read_steps
 from scripts.kills import ROOT, prepare_corpus
-from scripts.testbed import Node, joined_nodes, why_not
+from scripts.testbed import Node, joined_nodes, testbed_problem
 from scripts.two_nodes import Job
 
 RATES = (None, 1000, 200)  # Mbit/s; None: not limited
@@ -56,7 +56,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True, help="prefix of OUTPUT.json and OUTPUT.png")
     parser.add_argument("--steps", type=int, default=7)
     options = parser.parse_args()
-    if reason := why_not():
+    if reason := testbed_problem():
         sys.exit(f"skipped: {reason}")
     rows = []
     with tempfile.TemporaryDirectory() as name:
@@ -81,7 +81,7 @@ def measure(nodes: list[Node], settings: dict[str, object], rate: int | None, fo
     row: dict = {"mbit_per_second": rate, "measured": {}, "projected": {}, "cluster": cluster.read_text()}
     for layout, more in LAYOUTS.items():
         run_dir = folder / layout.replace(" ", "-").replace(",", "")
-        Job(nodes, settings | more, run_dir).run_to_its_end()
+        Job(nodes, settings | more, run_dir).run_to_end()
         records = read_steps(run_dir)[NUM_WARM_UP:]
         tokens = SETTINGS["train.global_batch_size"] * SETTINGS["model.seq_length"]
         row["measured"][layout] = median(tokens / record["tokens_per_second"] for record in records)

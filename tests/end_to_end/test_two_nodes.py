@@ -8,22 +8,22 @@ from collections.abc import Iterator
 import pytest
 
 from scripts.kills import ROOT, prepare_corpus
-from scripts.testbed import Node, joined_nodes, why_not
-from scripts.two_nodes import NUM_STEPS, lose_and_go_on
+from scripts.testbed import Node, joined_nodes, testbed_problem
+from scripts.two_nodes import NUM_STEPS, lose_and_restart
 
 pytestmark = pytest.mark.full
 
 
 @pytest.fixture
 def nodes() -> Iterator[list[Node]]:
-    if reason := why_not():
+    if reason := testbed_problem():
         pytest.skip(reason)
     with joined_nodes() as nodes:
         yield nodes
 
 
-def test_a_run_that_loses_a_node_equals_an_undisturbed_one(nodes, tmp_path):
-    undisturbed, found = lose_and_go_on(nodes, prepare_corpus(tmp_path), tmp_path)
+def test_a_run_that_loses_a_node_goes_on_as_if_nothing_had_happened(nodes, tmp_path):
+    undisturbed, found = lose_and_restart(nodes, prepare_corpus(tmp_path), tmp_path)
     assert [step for step, _, _ in undisturbed] == list(range(1, NUM_STEPS + 1))
     assert {what: story for what, (_, story) in found.items()} == dict.fromkeys(found, undisturbed)
     assert all(code != 0 for code, _ in found.values())

@@ -26,12 +26,12 @@ ARROWS = {
     "zero":                 "parallel parallel/tensor parallel/instruments zero/offload",
     "zero/activations":     "parallel parallel/instruments zero zero/offload",
     "zero/offload":         "parallel parallel/instruments zero zero/activations",
-    "zero/state":           "parallel parallel/tensor zero zero/offload",
+    "zero/state":           "parallel parallel/tensor zero zero/offload zero/formulas",
     "zero/formulas":        "zero/stage.py zero/layout.py",
 
     "gpt/model":            "parallel/*",
     "gpt/deepspeed":        "parallel",
-    "gpt/run_folder":       "parallel/* gpt",
+    "gpt/run_folder":       "parallel/* zero gpt",
     "gpt/checkpoint":       "parallel/* zero/* gpt gpt/model gpt/run_folder",
     "gpt/monitor":          "parallel/* zero/* gpt gpt/model gpt/run_folder",
     "gpt/planner":          "parallel/* zero/* gpt gpt/model gpt/run_folder gpt/monitor",
@@ -55,6 +55,7 @@ ENVIRONMENT_FILES = {
     "parallel/world.py",  # reads what the launcher set
     "data/encode.py",  # sets the switch of the tokenizers library, which has no other
 }
+PRIVATE_PART = re.compile(r"torch\.(.*\.)?_[a-zA-Z]")
 TORCH_INTERNALS = {"parallel/torch_internals.py", "zero/torch_internals.py"}
 PICKLING_MODULES = {"pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
 HEADLESS = {"What", "Of", "Where", "Whether", "For", "In", "Who", "How", "Which", "As"}
@@ -99,8 +100,10 @@ def private_parts_of_torch_are_named_in_two_files(module: Module) -> Iterator[st
     """A new version of torch may change them: what there is to check then stands in two lists of imports."""
     if module.package not in PRODUCT or str(module.path) in TORCH_INTERNALS:
         return
-    names = [(line, origin) for line, _, origin in module.imports()] + list(module.used_names())
-    for line in sorted({line for line, name in names if re.match(r"torch\.(.*\.)?_[a-zA-Z]", name)}):
+    imported = {origin: line for line, _, origin in module.imports() if PRIVATE_PART.match(origin)}
+    lines = set(imported.values())
+    lines |= {line for line, name in module.used_names() if PRIVATE_PART.match(name) and name not in imported}
+    for line in sorted(lines):
         yield f"line {line} names a private part of torch"
 
 
