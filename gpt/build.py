@@ -95,7 +95,7 @@ def check_node(settings: ParallelSettings, world: World) -> None:
             "choose one that does, or set parallel.tensor_across_nodes=true to send activations between nodes"
         )
     logger.warning(
-        "tensor groups of %d ranks span nodes of %d: expect activations to wait for the network",
+        "tensor groups of %d ranks span nodes of %d: their activations are sent over the network, which is slow",
         settings.tensor_size,
         world.local_size,
     )
