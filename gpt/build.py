@@ -80,7 +80,7 @@ def build_mesh(settings: Settings, world: World) -> Mesh:
     num_tokens = settings.train.micro_batch_size * settings.model.seq_length
     if settings.parallel.sequence_parallel:
         part_of(num_tokens, mesh.tensor, "train.micro_batch_size x model.seq_length")
-    learning_rate(settings.schedule, settings.optimizer.lr, 0, settings.train.steps)
+    learning_rate(settings.schedule, settings.optimizer.lr, 0, settings.train.steps)  # raises if phases overlap
     check_host_memory(settings.model, settings.train.dtype, settings.zero, settings.offload, mesh, world)
     return mesh
 
