@@ -1,4 +1,4 @@
-"""DeepSpeed's JSON configurations as settings: what each key becomes, and what is said of those that cannot."""
+"""Translation of DeepSpeed's JSON configurations into settings, and the messages for keys that are refused."""
 
 import json
 import math
@@ -17,9 +17,8 @@ from rich.table import Table
 
 from gpt.build import build_loss_scale
 from gpt.deepspeed.config import translate
-from gpt.deepspeed.keys import KEYS, OTHER_SPELLINGS, UNREAD
-from gpt.deepspeed.row import Kind
-from gpt.deepspeed.rules import Surroundings
+from gpt.deepspeed.key import ValueType
+from gpt.deepspeed.keys import KEYS, ONLY_ENABLED_IS_READ, OTHER_SPELLINGS
 from gpt.schedule import ScheduleConfig
 from gpt.settings import LossScaleSettings, OptimizerSettings, ParallelSettings, Settings
 from gpt.settings_parser import parse_settings
@@ -34,7 +33,7 @@ BASE = ["--data.path=nowhere", *(f"--model.{name}={value}" for name, value in MO
 
 
 class Flat(dict[str, Any]):
-    """Settings by dotted names, as the parser holds them while it parses."""
+    """Settings by dotted names, as the parser passes them."""
 
     def __init__(self, settings: Settings):
         self.settings = settings
@@ -55,7 +54,7 @@ def written(tmp_path: Path):
 
 @pytest.fixture
 def parse(written):
-    """Through the whole parser."""
+    """Parse a file's content and options with the whole parser."""
 
     def parse(content: Any, *options: str, num_ranks: int | None = 4, **others: Any) -> Settings:
         return parse_settings([*BASE, f"--zero.deepspeed_config={written(content)}", *options], num_ranks, **others)
@@ -70,10 +69,10 @@ def base() -> Settings:
 
 @pytest.fixture
 def translated(written, base):
-    """What the file alone says."""
+    """Return the settings that the file alone sets."""
 
     def translated(content: Any, options: frozenset[str] = frozenset(), settings: Settings = base) -> dict[str, Any]:
-        found = translate(written(content), Surroundings(Flat(settings), options, 4))
+        found = translate(written(content), Flat(settings), options, 4)
         found.check()
         return found.settings
 
@@ -188,8 +187,8 @@ def test_a_key_becomes_a_setting(translated, content: dict[str, Any], expected: 
     assert translated(content) == expected
 
 
-def test_a_file_of_all_keys_is_what_its_settings_are(parse, base):
-    """Every setting of the rows exists, and has the type that the rows give it."""
+def test_a_file_of_all_keys_gives_the_same_settings_as_options(parse, base):
+    """Every setting of the rows exists and has the type that the rows give it."""
     content = merged(zero(stage=3, reduce_bucket_size=5e6, mics_shard_size=2, stage3_prefetch_bucket_size=0), FULL)
     content |= {"gradient_clipping": 0, "steps_per_print": 3, "wandb": {"enabled": True, "project": "p"}}
     content |= {"fp16": {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 9, "hysteresis": 1}}
@@ -243,20 +242,20 @@ def test_old_and_new_spellings_are_equal(translated, old: dict[str, Any], new: d
     assert translated(old) == translated(new)
 
 
-def test_every_other_spelling_is_of_a_key():
+def test_every_other_spelling_belongs_to_a_key():
     assert {name for name, _ in OTHER_SPELLINGS.values()} <= set(KEYS)
     assert not set(OTHER_SPELLINGS) & set(KEYS)
 
 
 EXAMPLES = {
-    Kind.SWITCH: True,
-    Kind.COUNT: 7,
-    Kind.SIZE: 7,
-    Kind.INTEGER: 7,
-    Kind.NUMBER: 0.5,
-    Kind.PAIR: [0.5, 0.5],
-    Kind.TEXT: "something",
-    Kind.ANYTHING: 3,
+    ValueType.BOOLEAN: True,
+    ValueType.NON_NEGATIVE: 7,
+    ValueType.POSITIVE: 7,
+    ValueType.INTEGER: 7,
+    ValueType.NUMBER: 0.5,
+    ValueType.PAIR: [0.5, 0.5],
+    ValueType.STRING: "something",
+    ValueType.ANY: 3,
 }
 
 
@@ -271,20 +270,22 @@ def test_a_static_scale_never_changes_and_a_dynamic_one_has_a_minimum(parse):
     assert (static.scale.item(), dynamic.scale.item()) == (128, 16)
 
 
-def test_what_needs_nothing_changes_nothing(parse, base):
-    needless = [key for key in KEYS.values() if not key.settings and key.accepts is None]
-    content = merged(*(nested(key.name, EXAMPLES[key.kind]) for key in needless))
-    assert len(needless) > 40
+def test_keys_that_are_not_needed_change_nothing(parse, base):
+    not_needed = [key for key in KEYS.values() if not key.settings and key.accepted is None]
+    content = merged(*(nested(key.name, EXAMPLES[key.type]) for key in not_needed))
+    assert len(not_needed) > 40
     assert parse(content) == base
 
 
 def test_features_that_are_switched_off_change_nothing(translated):
-    features = {key.name: {"enabled": False, "whatever": {"it": 1}} for key in KEYS.values() if key.name in UNREAD}
+    features = {
+        key.name: {"enabled": False, "whatever": {"it": 1}} for key in KEYS.values() if key.name in ONLY_ENABLED_IS_READ
+    }
     assert translated(merged(*(nested(name, value) for name, value in features.items()))) == {}
 
 
 def test_auto_everywhere_means_these_settings(parse):
-    """As transformers' integration writes files, to be filled in from its own arguments."""
+    """The integration of transformers writes "auto" for values that it replaces with its own arguments."""
     content = merged(*(nested(key.name, "auto") for key in KEYS.values() if key.settings))
     given = ["--train.precision=bf16", "--train.micro_batch_size=2", "--train.global_batch_size=16"]
     assert parse(content, *given) == parse_settings([*BASE, *given])
@@ -303,7 +304,10 @@ def test_auto_everywhere_means_these_settings(parse):
             "device=nvme: .*; choose cpu",
         ),
         (zero(offload_optimizer={"device": "cpu", "ratio": 0.3}), "ratio=0.3: .* offload.mode=auto"),
-        (zero(zero_quantized_weights=True), "zero_quantized_weights=true: nothing is quantized; set false, .*mics"),
+        (
+            zero(zero_quantized_weights=True),
+            "zero_quantized_weights=true: quantized communication is not supported; set it to false, .*mics",
+        ),
         (zero(zero_hpz_partition_size=8), "zero_hpz_partition_size=8: .*mics_shard_size"),
         (zero(stge=1), "zero_optimization.stge=1: there is no such key; did you mean zero_optimization.stage?"),
         ({"stage": 2}, "stage=2: there is no such key; did you mean zero_optimization.stage?"),
@@ -322,8 +326,8 @@ def test_auto_everywhere_means_these_settings(parse):
         ({"comet": {"enabled": True}}, "choose wandb or tensorboard"),
         ({"sparse_gradients": True}, "sparse_gradients=true: gradients are dense; set it to false"),
         ('{"a": 1, "a": 2}', "has the key a twice; remove one"),
-        ("{", "is no JSON file that can be read: Expecting"),
-        ("[1]", r"holds \[1\]; it must be an object"),
+        ("{", "is not a readable JSON file: Expecting"),
+        ("[1]", r"contains \[1\]; it must be an object"),
         # contradictions within the file
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "fp16.enabled=true and bf16.enabled=true; switch one"),
         (
@@ -354,7 +358,7 @@ def test_auto_everywhere_means_these_settings(parse):
     ],
     ids=lambda value: str(value)[:60],
 )
-def test_what_cannot_be_is_told_in_one_line(translated, content: Any, message: str):
+def test_what_is_refused_is_reported_in_one_line(translated, content: Any, message: str):
     with pytest.raises(ConfigError, match=message) as raised:
         translated(content)
     assert "\n" not in str(raised.value)
@@ -373,13 +377,15 @@ def test_values_that_settings_refuse_are_refused(parse, content: dict[str, Any],
 
 
 def test_a_missing_file_is_named():
-    with pytest.raises(ConfigError, match=r"zero.deepspeed_config=/nowhere.json is no JSON file .*No such file"):
+    with pytest.raises(
+        ConfigError, match=r"zero.deepspeed_config=/nowhere.json is not a readable JSON file.*No such file"
+    ):
         parse_settings([*BASE, "--zero.deepspeed_config=/nowhere.json"])
 
 
-def test_all_that_is_refused_is_told_at_once_and_shown(parse):
+def test_all_refused_keys_are_reported_at_once_and_shown(parse):
     tables: list[Table] = []
-    with pytest.raises(ConfigError, match=r"is quantized.*; amp="):
+    with pytest.raises(ConfigError, match=r"quantized.* is not supported.*; amp="):
         parse(merged(zero(stage=1, zero_quantized_weights=True), {"amp": {"enabled": True}}), show=tables.append)
     assert text_of(tables).count("│ refused ") == 2
 
@@ -424,7 +430,7 @@ def test_batch_sizes_count_data_parallel_ranks(parse, tensor_size: int, data_siz
     assert settings.train.global_batch_size == 3 * 2 * data_size
 
 
-def test_the_ranks_of_a_dry_run_are_those_it_imitates(parse):
+def test_the_ranks_of_a_dry_run_are_those_of_the_imitated_world(parse):
     settings = parse({"train_micro_batch_size_per_gpu": 3}, "--dry_run.world_size=64", num_ranks=None)
     assert settings.train.global_batch_size == 3 * 64
 
@@ -445,12 +451,12 @@ def test_the_ranks_of_a_dry_run_are_those_it_imitates(parse):
         (zero(stage=3, offload_param={"device": "cpu"}), "--zero.stage=2", "offload_param.device=cpu needs stage 3"),
     ],
 )
-def test_an_option_that_contradicts_the_rest_of_the_file_is_told(parse, content: Any, option: str, message: str):
+def test_an_option_that_contradicts_the_rest_of_the_file_is_reported(parse, content: Any, option: str, message: str):
     with pytest.raises(ConfigError, match=message):
         parse(content, option)
 
 
-def test_options_win_over_the_file_and_the_file_over_yaml(parse):
+def test_options_override_the_file_and_the_file_overrides_yaml(parse):
     content = merged(zero(stage=1, reduce_bucket_size=5e6, overlap_comm=False), {"gradient_clipping": 0.5})
     config = ["--config", "{zero: {stage: 3, bucket_numel: 77}, optimizer: {clip_norm: 7.0, eps: 1.0e-6}}"]
     tables: list[Table] = []
@@ -466,7 +472,7 @@ def test_a_yaml_file_may_name_the_json_file(parse, tmp_path: Path):
     assert by_file == by_option
 
 
-def test_the_written_settings_need_the_file_no_more(parse, tmp_path: Path):
+def test_the_written_settings_do_not_need_the_file(parse, tmp_path: Path):
     settings = parse(merged(zero(stage=3, offload_param={"device": "cpu"}), FULL, {"gradient_clipping": 0}))
     written = tmp_path / "config.yaml"
     written.write_text(settings.to_yaml())
@@ -480,7 +486,7 @@ def test_the_table_has_every_key_once(parse):
     parse(content, show=tables.append)
     text = text_of(tables)
     assert re.search(r"zero_optimization.cpu_offload=true .*mapped .*offload.mode=host", text)
-    assert re.search(r"sub_group_size=1000000000 .*nothing needed .*bucket by bucket", text)
+    assert re.search(r"sub_group_size=1000000000 .*not needed .*one bucket at a time", text)
     assert re.search(r"gradient_clipping=auto .*left to the settings .*optimizer.clip_norm=1", text)
     assert all(text.count(name) == 1 for name in ("zero_optimization.stage=", "cpu_offload", "sub_group", "clipping="))
 
@@ -493,16 +499,16 @@ def text_of(tables: list[Table]) -> str:
 
 
 def documented() -> str:
-    """The table of docs/deepspeed.md: keys of one section that fare alike share a line."""
+    """Return the table of docs/deepspeed.md; keys of a section with the same translation share a line."""
     lines: dict[tuple[str, str, str], list[str]] = {}
     for key in KEYS.values():
         section, _, name = key.name.rpartition(".")
         settings = ", ".join(f"`{setting}`" for setting in key.settings)
-        accepted = ", ".join(f"`{json.dumps(value)}`" for value in key.accepts or ())
-        why = "" if key.why == "is off" else key.why
-        verdict = "mapped" if settings else "nothing needed" if why else "refused"
+        accepted = ", ".join(f"`{json.dumps(value)}`" for value in key.accepted or ())
+        note = "" if key.note == "is off" else key.note
+        verdict = "mapped" if settings else "not needed" if note else "refused"
         refused = f"other than {accepted}: {key.refusal}" if accepted else key.refusal
-        lines.setdefault((section, verdict, "; ".join(filter(None, [settings, why, refused]))), []).append(name)
+        lines.setdefault((section, verdict, "; ".join(filter(None, [settings, note, refused]))), []).append(name)
     rows = [
         f"| {f'`{section}`: ' if section else ''}{', '.join(f'`{name}`' for name in names)} | {verdict} | {here} |"
         for (section, verdict, here), names in lines.items()
@@ -510,7 +516,7 @@ def documented() -> str:
     return "\n".join(["| key | | here, and what is refused |", "| --- | --- | --- |", *rows])
 
 
-def test_the_documentation_has_every_key():
+def test_the_documentation_lists_every_key():
     assert documented() in (ROOT / "docs/deepspeed.md").read_text()
 
 
@@ -528,7 +534,7 @@ TUTORIAL = [
 
 
 @pytest.mark.parametrize(("name", "num_ranks", "zero", "offload", "batch_size"), TUTORIAL)
-def test_the_tutorials_files_are_these_settings(
+def test_the_tutorials_files_give_these_settings(
     monkeypatch: pytest.MonkeyPatch,
     name: str,
     num_ranks: int,
