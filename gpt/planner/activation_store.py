@@ -1,7 +1,6 @@
 """`activations.store: auto`: what the arithmetic of the paper's section 8 says of this run."""
 
 import logging
-import os
 from dataclasses import replace
 from functools import cache
 
@@ -9,6 +8,7 @@ import torch
 
 from gpt.model.transformer import GPT, ModelConfig
 from gpt.settings import TrainSettings
+from parallel.host_memory import physical_bytes
 from parallel.instruments.comm_log import CommLog
 from parallel.mesh import Axis, Mesh
 from parallel.tensor.token_layout import ReplicatedTokens, TokenLayout
@@ -109,4 +109,4 @@ def memory_of(device: torch.device, mesh: Mesh) -> float:
     """Bytes; ranks on a CPU share the machine's, and are taken to be all on one."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / (mesh.data.size * mesh.tensor.size)
+    return physical_bytes() / (mesh.data.size * mesh.tensor.size)

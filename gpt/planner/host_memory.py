@@ -1,13 +1,11 @@
 """Whether a node's memory holds what its ranks would place there, asked before anything is allocated."""
 
-import os
-from pathlib import Path
-
 import torch
 
 from gpt.model.transformer import ModelConfig
 from gpt.planner.activation_store import parameters_of_rank
 from parallel.errors import ConfigError
+from parallel.host_memory import available_bytes
 from parallel.mesh import Mesh
 from parallel.world import World
 from zero.engine import ZeroConfig
@@ -40,12 +38,3 @@ def bytes_on_host(
     num_parameters = parameters_of_rank(model, mesh.tensor.size)
     states = memory.formula(policy, num_parameters, shard_size, dtype.itemsize)
     return memory.placed(states, policy, shard_size, offload.leaves)[Placement.HOST].total
-
-
-def available_bytes() -> int:
-    """What can be had without swapping, as Linux says; elsewhere, what is installed."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

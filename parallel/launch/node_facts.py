@@ -188,8 +188,3 @@ def _write_rate(folder: Path) -> float:
     finally:
         probe.unlink(missing_ok=True)
     return PROBE_BYTES / (time.perf_counter() - start)
-
-
-def memory_bytes() -> int:
-    """Of this node."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

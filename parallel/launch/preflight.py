@@ -25,10 +25,11 @@ import torch
 import yaml
 
 from parallel.errors import ConfigError
+from parallel.host_memory import physical_bytes
 from parallel.launch import bandwidth
 from parallel.launch.bandwidth import DeviceRate, LinkRate
 from parallel.launch.cluster import ClusterSpec
-from parallel.launch.node_facts import find_out, memory_bytes
+from parallel.launch.node_facts import find_out
 from parallel.launch.roll_call import answer, call, meet
 from parallel.launch.route import find_route, resolve
 from parallel.mesh import Mesh
@@ -177,7 +178,7 @@ def cluster_of(by_rank: Sequence[Measured], world: World, name: str) -> ClusterS
     inside, across = slowest(INSIDE), slowest(ACROSS)
     inside, across = inside or across or memory_rate, across or inside or memory_rate
     properties = torch.cuda.get_device_properties(world.device) if world.device.type == "cuda" else None
-    host_bytes = memory_bytes()
+    host_bytes = physical_bytes()
     return ClusterSpec(
         name=name,
         gpus_per_node=world.local_size,
