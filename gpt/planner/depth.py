@@ -1,16 +1,19 @@
-"""Two shallow dry runs instead of a deep one: memory and time of a step are linear in the number of equal layers.
+"""Extrapolation of a deep model's dry run from two shallow ones.
+
+The memory and the time of a step are linear in the number of layers, which are equal:
 
     depth 4  ----x
-    depth 8  --------x          a line through both, read at depth 212: --------------- ... -----x
+    depth 8  --------x          the line through both, at depth 212: --------------- ... -----x
 
-What is rounded (the last bucket) or takes a while to fill (reductions in flight) makes a difference of one bucket.
+The extrapolation is off by up to one bucket: the last bucket is rounded up, and the first reductions in flight do not
+yet fill their buffers.
 """
 
 import math
 from dataclasses import dataclass, replace
 
-from gpt.planner.dry_run import Recording, dry_run
-from gpt.planner.report import DEVICE, HOST, projected
+from gpt.planner.dry_run import DEVICE, HOST, Recording, dry_run
+from gpt.planner.projection import project_recording
 from gpt.settings import Settings
 from parallel.launch.cluster import ClusterSpec
 
@@ -19,7 +22,7 @@ DEPTHS = 4, 8
 
 @dataclass(frozen=True)
 class Estimate:
-    """Of one rank and one step."""
+    """The size of the model, and the memory and time of one rank in one step."""
 
     parameters: float  # of the whole model
     device_peak_bytes: float
@@ -30,58 +33,61 @@ class Estimate:
 
 
 @dataclass(frozen=True)
-class Line:
-    """The step at any depth, from two."""
+class DepthExtrapolation:
+    """The line through the estimates at two depths."""
 
     depths: tuple[int, int]
     estimates: tuple[Estimate, Estimate]
 
     def at(self, num_layers: float) -> Estimate:
+        """Return the estimate for a model of `num_layers` layers."""
         shallow, deeper = (vars(estimate).values() for estimate in self.estimates)
         steps = (num_layers - self.depths[0]) / (self.depths[1] - self.depths[0])
         return Estimate(*(a + steps * (b - a) for a, b in zip(shallow, deeper, strict=True)))
 
-    def deepest(self, room_bytes: float, host_room_bytes: float = math.inf) -> int:
-        """Layers whose peaks are within the room on the device and on the host; 0 where not even one layer's are."""
+    def max_layers(self, device_bytes: float, host_bytes: float = math.inf) -> int:
+        """Return the most layers whose peaks fit the rank's memory on device and host; 0 if one layer does not fit."""
         none, one = self.at(0), self.at(1)
-        on_device = (room_bytes - none.device_peak_bytes) / (one.device_peak_bytes - none.device_peak_bytes)
-        per_layer = one.host_peak_bytes - none.host_peak_bytes
-        on_host = (host_room_bytes - none.host_peak_bytes) / per_layer if per_layer > 0 else math.inf
+        on_device = (device_bytes - none.device_peak_bytes) / (one.device_peak_bytes - none.device_peak_bytes)
+        host_bytes_per_layer = one.host_peak_bytes - none.host_peak_bytes
+        on_host = (host_bytes - none.host_peak_bytes) / host_bytes_per_layer if host_bytes_per_layer > 0 else math.inf
         return max(0, math.floor(min(on_device, on_host)))
 
 
 @dataclass(frozen=True)
 class ShallowRun:
-    """A dry run of the same settings with fewer layers."""
+    """A dry run with fewer layers."""
 
-    settings: Settings
+    num_layers: int
     recording: Recording
 
 
-def draw_line(settings: Settings, cluster: ClusterSpec) -> Line:
-    """`settings.dry_run` names the world. Raises ConfigError as a dry run does."""
-    return line_through(shallow_runs(settings), cluster)
+def extrapolate(settings: Settings, cluster: ClusterSpec) -> DepthExtrapolation:
+    """Return the extrapolation from two dry runs in the world of `settings.dry_run`. Raise ConfigError as they do."""
+    return extrapolate_runs(shallow_runs(settings), cluster)
 
 
 def shallow_runs(settings: Settings) -> tuple[ShallowRun, ShallowRun]:
+    """Return dry runs at two depths; their last activation checkpoint has as many layers as the deep model's."""
     num_layers, group = settings.model.num_layers, settings.activations.layers_per_checkpoint
-    # The last checkpoint is as full as at depth.
     first, second = (math.ceil(depth / group) * group + num_layers % group for depth in DEPTHS)
-    return run_at(first, settings), run_at(second, settings)
+    return _run_at(first, settings), _run_at(second, settings)
 
 
-def run_at(depth: int, settings: Settings) -> ShallowRun:
-    shallow = replace(settings, model=replace(settings.model, num_layers=depth))
-    return ShallowRun(shallow, dry_run(shallow))
+def _run_at(num_layers: int, settings: Settings) -> ShallowRun:
+    model = replace(settings.model, num_layers=num_layers)
+    return ShallowRun(num_layers, dry_run(replace(settings, model=model)))
 
 
-def line_through(runs: tuple[ShallowRun, ShallowRun], cluster: ClusterSpec) -> Line:
-    first, second = (estimate(run.recording, run.settings, cluster) for run in runs)
-    return Line((runs[0].settings.model.num_layers, runs[1].settings.model.num_layers), (first, second))
+def extrapolate_runs(runs: tuple[ShallowRun, ShallowRun], cluster: ClusterSpec) -> DepthExtrapolation:
+    """Return the extrapolation from two dry runs, whose time is projected on the cluster."""
+    first, second = (estimate(run.recording, cluster) for run in runs)
+    return DepthExtrapolation((runs[0].num_layers, runs[1].num_layers), (first, second))
 
 
-def estimate(recording: Recording, settings: Settings, cluster: ClusterSpec) -> Estimate:
-    timeline = projected(recording, cluster, settings)
+def estimate(recording: Recording, cluster: ClusterSpec) -> Estimate:
+    """Return the estimate that a recording gives, with its time projected on the cluster."""
+    timeline = project_recording(recording, cluster)
     return Estimate(
         recording.state.num_parameters_of_model,
         sum(recording.peak[DEVICE].values()),

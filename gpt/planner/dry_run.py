@@ -1,7 +1,7 @@
-"""Training steps of one rank of any world, on tensors without values: the same builder, the same step.
+"""Training steps of one rank of any world on tensors without values, with the builder and the step of a real run.
 
-What the imitation replaces: the process group (`imitated_world`), the tensors (`QuickFakeTensorMode`) and the batches
-(zeros). What is found is exact for the imitated backend, but for dropout on GPUs, whose masks take less memory there.
+A dry run replaces the process group (`imitated_world`), the tensors (`QuickFakeTensorMode`) and the batches (zeros).
+Its results are exact for the imitated backend, except for dropout on GPUs, whose masks take less memory there.
 """
 
 import gc
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from gpt.build import TrainState, build, build_mesh
-from gpt.settings import Settings
+from gpt.settings import Settings, TrainSettings
 from gpt.train_step import train_step
 from parallel.instruments.comm_log import CommEvent
 from parallel.instruments.fake_tensors import QuickFakeTensorMode
@@ -23,22 +23,31 @@ from parallel.instruments.watching import watching
 from parallel.launch.cluster import ClusterSpec
 from parallel.world import World, imitated_world
 
+DEVICE, HOST = "device", "host"  # the memories of a Recording
+
 
 @dataclass(frozen=True)
 class Recording:
-    """What a rank did in a step that had one before it. Bytes by kind; `resident` is between two steps."""
+    """The memory, collectives and kernels of one rank in a step after the first.
+
+    `resident`, `peak` and `num_allocations` are {DEVICE or HOST: {kind of tensor: bytes, or a count}}. `resident` is
+    what the step leaves allocated.
+    """
 
     state: TrainState
-    resident: dict[str, dict[TensorKind, int]]  # of "device" and of "host"
+    resident: dict[str, dict[TensorKind, int]]
     peak: dict[str, dict[TensorKind, int]]
     num_allocations: dict[str, dict[TensorKind, int]]
     building_peak_bytes: int
-    events: list[CommEvent]  # times are counts of kernels
+    events: list[CommEvent]  # their times are counts of kernels
     kernels: list[Kernel]
 
 
 def dry_run(settings: Settings) -> Recording:
-    """Raises ConfigError where the settings and the imitated world don't go together."""
+    """Return the recording of a step of `settings.dry_run.rank`.
+
+    Raise ConfigError if the settings do not suit the imitated world.
+    """
     chosen = settings.dry_run
     assert chosen.world_size is not None
     cluster = ClusterSpec.load(chosen.cluster) if chosen.cluster else None
@@ -48,24 +57,29 @@ def dry_run(settings: Settings) -> Recording:
 
 
 def record_step(
-    settings: Settings, world: World, tensors: AbstractContextManager[Any], num_steps_before: int = 1
+    settings: Settings, world: World, tensor_mode: AbstractContextManager[Any], num_steps_before: int = 1
 ) -> Recording:
-    """In any world, also a real one: `tensors` is the context in which they are made."""
+    """Build the run in any world, imitated or real, and record a step after `num_steps_before` others.
+
+    Tensors are made inside the context `tensor_mode`.
+    """
     mesh = build_mesh(settings, world)
-    with tensors, MemoryTracker(world.device) as tracker:
+    with tensor_mode, MemoryTracker(world.device) as tracker:
         state = build(settings, mesh, world.device)
         building_peak_bytes = tracker.device.peak_total
-        micro_batches = blank_micro_batches(settings, mesh.data.size)
-        gc.collect()  # what building has left
+        micro_batches = blank_micro_batches(settings.train, settings.model.seq_length, mesh.data.size)
+        # Collect once before collection is switched off: garbage of the builder would count as resident memory.
+        gc.collect()
         with no_garbage_collection():
             for _ in range(num_steps_before):
                 train_step(state.model, state.optimizer, micro_batches, mesh)
+            # Restart the tracker and clear the log after the first steps, which allocate optimizer states and buffers.
             tracker.restart()
             kernel_log = KernelLog(lambda: mesh.log.phase, tracker.is_on_host)
             mesh.log.clear()
             with watching(kernel_log), mesh.log.keeping_events(kernel_log.count) as events:
                 train_step(state.model, state.optimizer, micro_batches, mesh)
-        memories = {"device": tracker.device, "host": tracker.host}
+        memories = {DEVICE: tracker.device, HOST: tracker.host}
         return Recording(
             state,
             {name: dict(+memory.resident) for name, memory in memories.items()},
@@ -79,7 +93,10 @@ def record_step(
 
 @contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """A step leaves no cycles, and looking for them among a deep model's objects takes a tenth of the time."""
+    """Switch off Python's garbage collector, which would take a tenth of the time of a deep model's dry run.
+
+    A step makes no reference cycles, so memory is freed without the collector.
+    """
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -89,9 +106,8 @@ def no_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-def blank_micro_batches(settings: Settings, data_size: int) -> list[torch.Tensor]:
-    """One rank's of a step at full batch size."""
-    train, seq_length = settings.train, settings.model.seq_length
+def blank_micro_batches(train: TrainSettings, seq_length: int, data_size: int) -> list[torch.Tensor]:
+    """Return one rank's micro-batches of a step at full batch size, all zeros."""
     num_micro_batches = train.global_batch_size // (train.micro_batch_size * data_size)
     shape = train.micro_batch_size, seq_length + 1
     return [torch.zeros(shape, dtype=torch.int64) for _ in range(num_micro_batches)]

@@ -1,4 +1,4 @@
-"""Layouts of a run, and what the closed forms promise of each: memory and time of one rank and step."""
+"""Layouts that a run could use, and the memory and time that closed forms predict for each."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -8,21 +8,29 @@ from gpt.model.transformer import ModelConfig
 from gpt.planner.activation_store import parameters_of_rank, workload_of
 from gpt.settings import Settings
 from parallel.launch.cluster import ClusterSpec
-from zero.activations.choice import Hardware, StoreName, Workload, bytes_per_sequence, exposed_seconds
-from zero.activations.choice import model_parallel_volume as tensor_volume
+from zero.activations.choice import (
+    STORES_BY_COST,
+    Hardware,
+    StoreName,
+    Workload,
+    bytes_per_sequence,
+    exposed_seconds,
+    model_parallel_volume,
+)
 from zero.formulas import memory, traffic
 from zero.formulas.memory import ModelStates
 from zero.offload.placement import Mode, Placement
 from zero.stage import STAGES, Lifetime
 
-STORES: tuple[StoreName, ...] = ("keep", "partition", "partition_host")
-REALISTIC_FRACTION = 0.5  # of the peak, until a dry run knows better
-USABLE_SHARE = 0.97  # of the memory: the closed forms leave out what is small
-LARGEST_MICRO_BATCH = 128
+ASSUMED_PEAK_FRACTION = 0.5  # of the peak rate that a step reaches
+USABLE_MEMORY_FRACTION = 0.97  # of a GPU's memory; closed forms leave out small allocations
+MAX_MICRO_BATCH = 128
 
 
 @dataclass(frozen=True)
-class Layout:
+class CandidateLayout:
+    """The settings that divide a run over its ranks and place its states, as the planner varies them."""
+
     tensor_size: int
     stage: int
     store: StoreName
@@ -30,11 +38,12 @@ class Layout:
     offload: Mode = "accelerator"
 
     @property
-    def kind(self) -> tuple[int, int, str, str]:
-        """All but the size of a micro-batch."""
+    def family(self) -> tuple[int, int, str, str]:
+        """The settings other than the micro-batch size."""
         return self.tensor_size, self.stage, self.store, self.offload
 
     def options(self, global_batch_size: int) -> list[str]:
+        """Return the options of the training program that select this layout."""
         return [
             f"--parallel.tensor_size={self.tensor_size}",
             f"--zero.stage={self.stage}",
@@ -44,42 +53,50 @@ class Layout:
             f"--train.global_batch_size={global_batch_size}",
         ]
 
+    def __str__(self) -> str:
+        offload = ", offload" if self.offload == "host" else ""
+        return (
+            f"tensor {self.tensor_size}, stage {self.stage}, {self.store}, micro-batch {self.micro_batch_size}{offload}"
+        )
+
 
 @dataclass(frozen=True)
-class Judgement:
-    """By the closed forms, of one rank and one step."""
+class Prediction:
+    """The memory and time of one step with a layout, by closed forms."""
 
-    layout: Layout
-    memory_bytes: float
-    host_bytes: float
+    layout: CandidateLayout
+    device_bytes: float  # of one rank
+    host_bytes: float  # of all ranks of a node
     seconds: float
     num_micro_batches: int
 
 
-def judge(layout: Layout, settings: Settings, cluster: ClusterSpec, world_size: int) -> Judgement | None:
-    """None where the global batch or the model cannot be divided so."""
+def predict(layout: CandidateLayout, settings: Settings, cluster: ClusterSpec, world_size: int) -> Prediction | None:
+    """Return the prediction, or None if the layout does not divide the world, the global batch or the model."""
     model, train = settings.model, settings.train
     data_size, uneven = divmod(world_size, layout.tensor_size)
     num_micro_batches, rest = divmod(train.global_batch_size, layout.micro_batch_size * data_size)
-    heads = model.num_heads % layout.tensor_size + model.padded_vocab_size % layout.tensor_size
-    if uneven or rest or not num_micro_batches or heads:
+    indivisible = model.num_heads % layout.tensor_size + model.padded_vocab_size % layout.tensor_size
+    if uneven or rest or not num_micro_batches or indivisible:
         return None
     work = workload(layout, settings, data_size, num_micro_batches)
-    per_sequence = bytes_per_sequence(work, layout.store)
-    parts = layout.tensor_size if layout.store == "partition_host" else 1
-    on_host = work.checkpoint_bytes / parts * work.b if layout.store == "partition_host" else 0.0
+    device_bytes_per_sequence = bytes_per_sequence(work, layout.store)
+    checkpoints_on_host = 0.0
+    if layout.store == "partition_host":
+        checkpoints_on_host = work.checkpoint_bytes / layout.tensor_size * work.b
     states_on_host = model_states(layout, settings, data_size)[Placement.HOST]
-    return Judgement(
+    return Prediction(
         layout,
-        work.state_bytes + per_sequence * work.b,
-        (on_host + states_on_host.total) * cluster.gpus_per_node,
-        num_micro_batches * seconds_of(work, layout, model, cluster)
+        work.state_bytes + device_bytes_per_sequence * work.b,
+        (checkpoints_on_host + states_on_host.total) * cluster.gpus_per_node,
+        num_micro_batches * micro_batch_seconds(work, layout, model, cluster)
         + offload_seconds(states_on_host, train.dtype.itemsize, num_micro_batches, cluster),
         num_micro_batches,
     )
 
 
-def model_states(layout: Layout, settings: Settings, data_size: int) -> dict[Placement, ModelStates]:
+def model_states(layout: CandidateLayout, settings: Settings, data_size: int) -> dict[Placement, ModelStates]:
+    """Return the bytes of one rank's model states on the accelerator and on the host."""
     policy = settings.zero.at_stage(layout.stage)
     num_parameters = parameters_of_rank(settings.model, layout.tensor_size)
     states = memory.formula(policy, num_parameters, data_size, settings.train.dtype.itemsize)
@@ -88,21 +105,26 @@ def model_states(layout: Layout, settings: Settings, data_size: int) -> dict[Pla
 
 
 def offload_seconds(on_host: ModelStates, itemsize: int, num_micro_batches: int, cluster: ClusterSpec) -> float:
-    """Of one step, as if nothing were hidden: copies of gradients (back and forth where they add up), of weights for
-    forward and backward where they wait on the host, and an update that reads and writes all it has there."""
+    """Return the time that offloaded states add to one step if nothing overlaps.
+
+    Gradients are copied to the host, and back if they accumulate over micro-batches. Parameters on the host are copied
+    for every forward and backward. The update reads and writes all states on the host.
+    """
     copied = on_host.gradients * (2 * num_micro_batches - 1) + on_host.parameters * 2 * num_micro_batches
     copied += 0 if on_host.parameters else on_host.master * itemsize / 4
     updated = 2 * (on_host.master + on_host.moments) + on_host.gradients
     return copied / (cluster.host_gb_per_second * 1e9) + updated / (cluster.host_memory_rate_of_a_gpu * 1e9)
 
 
-def workload(layout: Layout, settings: Settings, data_size: int, num_micro_batches: int) -> Workload:
+def workload(layout: CandidateLayout, settings: Settings, data_size: int, num_micro_batches: int) -> Workload:
+    """Return the work of one rank on one micro-batch, including the memory of model states and buffers."""
     model, itemsize, policy = settings.model, settings.train.dtype.itemsize, settings.zero.at_stage(layout.stage)
     num_parameters = parameters_of_rank(model, layout.tensor_size)
     states = model_states(layout, settings, data_size)[Placement.ACCELERATOR].total
+    # Assumed: buffers of three buckets and, if parameters are transient, three layers unsharded at once.
     bucket = (settings.zero.bucket_numel or num_parameters) * itemsize
-    is_gathered = policy.full_params is Lifetime.TRANSIENT
-    gathered = 3 * itemsize * num_parameters / model.num_layers if is_gathered else 0
+    is_transient = policy.full_params is Lifetime.TRANSIENT
+    unsharded = 3 * itemsize * num_parameters / model.num_layers if is_transient else 0
     sent = traffic.step_bytes(policy, num_parameters * itemsize, data_size, num_micro_batches)
     return workload_of(
         model,
@@ -111,54 +133,58 @@ def workload(layout: Layout, settings: Settings, data_size: int, num_micro_batch
         N_m=layout.tensor_size,
         tensor_size=layout.tensor_size,
         itemsize=itemsize,
-        state_bytes=states + 3 * bucket + gathered,
+        state_bytes=states + 3 * bucket + unsharded,
         data_bytes=sent / num_micro_batches,
     )
 
 
-def seconds_of(work: Workload, layout: Layout, model: ModelConfig, cluster: ClusterSpec) -> float:
-    """Of one micro-batch: computation, tensor-parallel all-reduces, and what the store and the data axis leave bare."""
-    share = min(layout.tensor_size, cluster.gpus_per_node)
-    data_rate = min(cluster.node_gb_per_second * cluster.node_fraction / share, cluster.network_card_gb_per_second)
-    rate = cluster.peak_half_tflops * REALISTIC_FRACTION * 1e12
-    computing = hardware_flops(model, work.b, "blocks") / layout.tensor_size / rate
-    hardware = Hardware(None, rate / 1e12, cluster.intra_node_gb_per_second, data_rate, cluster.host_gb_per_second)
-    is_alone = layout.tensor_size == 1
-    volume = 0 if is_alone else tensor_volume(work.b, work.s, work.h, work.L) * work.itemsize
+def micro_batch_seconds(work: Workload, layout: CandidateLayout, model: ModelConfig, cluster: ClusterSpec) -> float:
+    """Return the time of one micro-batch.
+
+    It is the sum of the computation, of tensor-parallel all-reduces, and of traffic of the activation store and the
+    data axis that nothing hides.
+    """
+    ranks_per_ring = min(layout.tensor_size, cluster.gpus_per_node)
+    node_rate = cluster.node_gb_per_second * cluster.node_fraction / ranks_per_ring
+    data_rate = min(node_rate, cluster.network_card_gb_per_second)
+    flops_per_second = cluster.peak_half_tflops * ASSUMED_PEAK_FRACTION * 1e12
+    computing = hardware_flops(model, work.b, "blocks") / layout.tensor_size / flops_per_second
+    hardware = Hardware(
+        None, flops_per_second / 1e12, cluster.intra_node_gb_per_second, data_rate, cluster.host_gb_per_second
+    )
+    has_tensor_ranks = layout.tensor_size > 1
+    tensor_bytes = model_parallel_volume(work.b, work.s, work.h, work.L) * work.itemsize if has_tensor_ranks else 0
     return (
         computing
-        + volume / (cluster.intra_node_gb_per_second * 1e9)
+        + tensor_bytes / (cluster.intra_node_gb_per_second * 1e9)
         + work.b * exposed_seconds(work, layout.store, work.b, hardware)
     )
 
 
-def layouts(cluster: ClusterSpec, settings: Settings) -> Iterator[Layout]:
-    """With offload.mode=auto, with and without offload."""
-    global_batch_size, mode = settings.train.global_batch_size, settings.offload.mode
-    offloads: tuple[Mode, ...] = ("accelerator", "host") if mode == "auto" else (mode,)
-    tensor_sizes = [2**n for n in range(20) if cluster.gpus_per_node % 2**n == 0]
-    micro_batches = [b for b in range(1, min(global_batch_size, LARGEST_MICRO_BATCH) + 1) if b <= 4 or b % 4 == 0]
+def candidate_layouts(gpus_per_node: int, global_batch_size: int, offload: Mode) -> Iterator[CandidateLayout]:
+    """Yield every layout to consider; with offload.mode=auto, each with and without offload.
+
+    Within a family, micro-batches grow.
+    """
+    modes: tuple[Mode, ...] = ("accelerator", "host") if offload == "auto" else (offload,)
+    tensor_sizes = [2**n for n in range(20) if gpus_per_node % 2**n == 0]
+    micro_batches = [b for b in range(1, min(global_batch_size, MAX_MICRO_BATCH) + 1) if b <= 4 or b % 4 == 0]
     for tensor_size in tensor_sizes:
         for stage in STAGES:
-            for store in STORES:
+            for store in STORES_BY_COST:
                 if store == "partition" and tensor_size == 1:
                     continue
-                for offload in offloads:
+                for mode in modes:
                     for micro_batch in micro_batches:
-                        yield Layout(tensor_size, stage, store, micro_batch, offload)
+                        yield CandidateLayout(tensor_size, stage, store, micro_batch, mode)
 
 
-def room_bytes(cluster: ClusterSpec) -> float:
-    return USABLE_SHARE * cluster.gpu_memory_bytes
+def usable_bytes(cluster: ClusterSpec) -> float:
+    """Return the memory of a GPU that model states and activations may fill."""
+    return USABLE_MEMORY_FRACTION * cluster.gpu_memory_bytes
 
 
-def has_room(judged: Judgement, cluster: ClusterSpec) -> bool:
-    return judged.memory_bytes <= room_bytes(cluster) and judged.host_bytes <= cluster.host_memory_gb * 1e9
-
-
-def describe(layout: Layout) -> str:
-    offload = ", offload" if layout.offload == "host" else ""
-    return (
-        f"tensor {layout.tensor_size}, stage {layout.stage}, {layout.store}, micro-batch {layout.micro_batch_size}"
-        f"{offload}"
-    )
+def fits(prediction: Prediction, cluster: ClusterSpec) -> bool:
+    """Return True if the predicted memory fits a GPU and the host of a node."""
+    on_device = prediction.device_bytes <= usable_bytes(cluster)
+    return on_device and prediction.host_bytes <= cluster.host_memory_gb * 1e9

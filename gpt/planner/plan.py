@@ -1,8 +1,8 @@
-"""The planner: which layout a model should train in on a cluster, or which model is the largest that fits.
+"""The planner: it finds the best layout to train a model on a cluster, or the largest model that fits.
 
     python -m gpt.planner.plan --cluster configs/clusters/dgx-2.yaml --nodes 25 --config FILE [--largest]
 
-Every layout is judged by the closed forms; the best few are then run dry at two shallow depths.
+Closed forms rank all layouts; the best few are then verified by dry runs at two shallow depths.
 """
 
 import argparse
@@ -14,53 +14,62 @@ from rich.console import Console
 from rich.table import Table
 
 from gpt.model.flops import hardware_flops
-from gpt.planner.depth import Estimate, Line, draw_line
-from gpt.planner.layouts import Judgement, Layout, describe, has_room, judge, layouts, room_bytes
+from gpt.model.transformer import ModelConfig
+from gpt.planner.depth import DepthExtrapolation, Estimate, extrapolate
+from gpt.planner.layouts import CandidateLayout, Prediction, candidate_layouts, fits, predict, usable_bytes
 from gpt.settings import Settings
 from gpt.settings_parser import parse_settings
 from parallel.errors import ConfigError, exit_on_config_error
 from parallel.launch.cluster import ClusterSpec
 
-TRIES = 3  # dry runs for each layout that is to be verified: some turn out not to fit
+MAX_DRY_RUNS = 3  # per layout that is to be verified: some turn out not to fit
 
 
 @dataclass(frozen=True)
 class Plan:
-    fitting: list[Judgement]  # the fastest first
-    nearest: list[Judgement]  # of those that don't fit, for each stage and store
+    """The layouts that fit and those that do not, each with the prediction of closed forms."""
+
+    fitting: list[Prediction]  # the fastest of each family, in order of time
+    too_large: list[Prediction]  # of each family in which none fits, the one that needs the least device memory
 
 
 def make_plan(settings: Settings, cluster: ClusterSpec, world_size: int) -> Plan:
-    """Raises ConfigError where no layout divides the world and the batch, or none fits, with how much is missing."""
-    judged = [judge(layout, settings, cluster, world_size) for layout in layouts(cluster, settings)]
-    possible = [found for found in judged if found is not None]
+    """Return the plan for a world. Raise ConfigError if no layout divides it and the batch, or none fits."""
+    predictions = (predict(layout, settings, cluster, world_size) for layout in _candidates(settings, cluster))
+    possible = [found for found in predictions if found is not None]
     if not possible:
         raise ConfigError(
             f"no layout divides train.global_batch_size={settings.train.global_batch_size} sequences over "
             f"{world_size} ranks; choose a multiple of {world_size}"
         )
-    room = room_bytes(cluster)
-    fitting = [found for found in possible if has_room(found, cluster)]
+    fitting = [found for found in possible if fits(found, cluster)]
     if not fitting:
-        smallest = min(possible, key=lambda found: found.memory_bytes)
+        usable = usable_bytes(cluster)
+        smallest = min(possible, key=lambda found: found.device_bytes)
         raise ConfigError(
-            f"the model fits nowhere on {world_size} GPUs: the leanest layout ({describe(smallest.layout)}) needs "
-            f"{smallest.memory_bytes / 1e9:.1f} GB of {room / 1e9:.1f}, {(smallest.memory_bytes - room) / 1e9:.1f} too "
-            "much; take more nodes or a smaller model"
+            f"the model does not fit on {world_size} GPUs: the layout with the least memory ({smallest.layout}) needs "
+            f"{smallest.device_bytes / 1e9:.1f} GB of {usable / 1e9:.1f}, {(smallest.device_bytes - usable) / 1e9:.1f} "
+            "too much; use more nodes or a smaller model"
         )
-    best: dict[tuple, Judgement] = {}
+    fastest: dict[tuple, Prediction] = {}
     for found in sorted(fitting, key=lambda found: found.seconds):
-        best.setdefault(found.layout.kind, found)
-    kinds = {found.layout.kind for found in possible} - set(best)
-    nearest = [
-        min((found for found in possible if found.layout.kind == kind), key=lambda found: found.memory_bytes)
-        for kind in sorted(kinds)
+        fastest.setdefault(found.layout.family, found)
+    families = {found.layout.family for found in possible} - set(fastest)
+    too_large = [
+        min((found for found in possible if found.layout.family == family), key=lambda found: found.device_bytes)
+        for family in sorted(families)
     ]
-    return Plan(list(best.values()), nearest)
+    return Plan(list(fastest.values()), too_large)
 
 
-def line_of(layout: Layout, settings: Settings, cluster_file: str, world_size: int) -> Line:
-    """By two shallow dry runs."""
+def _candidates(settings: Settings, cluster: ClusterSpec) -> list[CandidateLayout]:
+    return [*candidate_layouts(cluster.gpus_per_node, settings.train.global_batch_size, settings.offload.mode)]
+
+
+def extrapolate_layout(
+    layout: CandidateLayout, settings: Settings, cluster_file: str, world_size: int
+) -> DepthExtrapolation:
+    """Return the extrapolation from two shallow dry runs with the layout."""
     chosen = replace(
         settings,
         parallel=replace(settings.parallel, tensor_size=layout.tensor_size),
@@ -70,135 +79,150 @@ def line_of(layout: Layout, settings: Settings, cluster_file: str, world_size: i
         train=replace(settings.train, micro_batch_size=layout.micro_batch_size),
         dry_run=replace(settings.dry_run, world_size=world_size, cluster=cluster_file),
     )
-    return draw_line(chosen, ClusterSpec.load(cluster_file))
+    return extrapolate(chosen, ClusterSpec.load(cluster_file))
 
 
-def roomiest(settings: Settings, cluster: ClusterSpec, world_size: int) -> list[tuple[int, Layout]]:
-    """(layers of the settings' width that fit by the closed forms, layout), the most first; each kind of layout with
-    the smallest micro-batch that divides. Raises ConfigError where not even one layer fits."""
+def deepest_models(settings: Settings, cluster: ClusterSpec, world_size: int) -> list[tuple[int, CandidateLayout]]:
+    """Return (number of layers that fit by the closed forms, layout), the deepest first.
 
-    def deep(num_layers: int) -> Settings:
+    Each family of layouts has the smallest micro-batch that divides the batch. Raise ConfigError if not even one layer
+    fits.
+    """
+
+    def with_depth(num_layers: int) -> Settings:
         return replace(settings, model=replace(settings.model, num_layers=num_layers))
 
-    make_plan(deep(1), cluster, world_size)
-    leanest: dict[tuple, Layout] = {}
-    for layout in layouts(cluster, settings):
-        if judge(layout, settings, cluster, world_size) is not None:
-            leanest.setdefault(layout.kind, layout)
+    make_plan(with_depth(1), cluster, world_size)
+    smallest: dict[tuple, CandidateLayout] = {}
+    for layout in _candidates(settings, cluster):
+        if predict(layout, settings, cluster, world_size) is not None:
+            smallest.setdefault(layout.family, layout)
     found = []
-    for layout in leanest.values():
+    for layout in smallest.values():
 
-        def fits(num_layers: int, layout: Layout = layout) -> bool:
-            judged = judge(layout, deep(num_layers), cluster, world_size)
-            return judged is not None and has_room(judged, cluster)
+        def depth_fits(num_layers: int, layout: CandidateLayout = layout) -> bool:
+            prediction = predict(layout, with_depth(num_layers), cluster, world_size)
+            return prediction is not None and fits(prediction, cluster)
 
-        found.append((largest(fits), layout))
-    return sorted(found, key=lambda one: one[0], reverse=True)
+        found.append((largest_fitting(depth_fits), layout))
+    return sorted(found, key=lambda pair: pair[0], reverse=True)
 
 
-def largest(fits: Callable[[int], bool]) -> int:
-    """The largest number that fits where all smaller ones do; 0 fits."""
+def largest_fitting(number_fits: Callable[[int], bool]) -> int:
+    """Return the largest number that fits, by bisection: all smaller numbers fit, and 0 always does."""
     low, high = 0, 1
-    while fits(high):
+    while number_fits(high):
         low, high = high, 2 * high
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
+        low, high = (middle, high) if number_fits(middle) else (low, middle)
     return low
 
 
-def plan_table(plan: Plan, verified: dict[Layout, Estimate], settings: Settings, cluster: ClusterSpec) -> Table:
-    table = Table(title="Layouts, the fastest first", title_justify="left")
+def plan_table(
+    plan: Plan,
+    verified: dict[CandidateLayout, Estimate],
+    model: ModelConfig,
+    global_batch_size: int,
+    cluster: ClusterSpec,
+) -> Table:
+    """Return a table of the ten fastest layouts, with the estimates of those that a dry run has verified."""
+    table = Table(title="Layouts by predicted time of a step", title_justify="left")
     table.add_column("layout", no_wrap=True)
-    for heading in ("accumulated", "GB", "s a step", "dry run: GB", "s a step", "TFLOPs a GPU"):
+    for heading in ("micro-batches", "GB", "s per step", "dry run: GB", "s per step", "TFLOPs per GPU"):
         table.add_column(heading, justify="right")
     for found in plan.fitting[:10]:
         cells = ["", "", ""]
-        if dry := verified.get(found.layout):
-            flops = hardware_flops(settings.model, settings.train.global_batch_size, "blocks")
-            ranks = found.num_micro_batches * found.layout.micro_batch_size / found.layout.tensor_size
-            size = settings.train.global_batch_size / ranks
-            fits = "" if dry.device_peak_bytes <= cluster.gpu_memory_bytes else " (too much)"
-            rate = flops / size / dry.seconds / 1e12
-            cells = [f"{dry.device_peak_bytes / 1e9:.1f}{fits}", f"{dry.seconds:.2f}", f"{rate:.1f}"]
-        figures = [str(found.num_micro_batches), f"{found.memory_bytes / 1e9:.1f}", f"{found.seconds:.2f}"]
-        table.add_row(describe(found.layout), *figures, *cells)
+        if estimate := verified.get(found.layout):
+            flops = hardware_flops(model, global_batch_size, "blocks")
+            sequences_per_gpu = found.num_micro_batches * found.layout.micro_batch_size / found.layout.tensor_size
+            num_gpus = global_batch_size / sequences_per_gpu
+            remark = "" if estimate.device_peak_bytes <= cluster.gpu_memory_bytes else " (too much)"
+            tflops = flops / num_gpus / estimate.seconds / 1e12
+            cells = [f"{estimate.device_peak_bytes / 1e9:.1f}{remark}", f"{estimate.seconds:.2f}", f"{tflops:.1f}"]
+        figures = [str(found.num_micro_batches), f"{found.device_bytes / 1e9:.1f}", f"{found.seconds:.2f}"]
+        table.add_row(str(found.layout), *figures, *cells)
     return table
 
 
 def main(arguments: list[str]) -> None:
+    """Print a plan and the command that starts its best run."""
     parser = argparse.ArgumentParser(prog="python -m gpt.planner.plan", description=__doc__)
-    parser.add_argument("--cluster", required=True, help="file of the machine, such as configs/clusters/dgx-2.yaml")
-    parser.add_argument("--nodes", type=int, required=True, help="nodes of it")
+    parser.add_argument("--cluster", required=True, help="cluster file, such as configs/clusters/dgx-2.yaml")
+    parser.add_argument("--nodes", type=int, required=True, help="number of nodes")
     parser.add_argument("--largest", action="store_true", help="find the largest number of layers that fits")
-    parser.add_argument("--verify", type=int, default=3, help="layouts that fit in a dry run")
+    parser.add_argument("--verify", type=int, default=3, help="number of layouts to verify by dry runs")
     own, others = parser.parse_known_args(arguments)
     console = Console(soft_wrap=True, highlight=False, width=None if sys.stdout.isatty() else 120)
     cluster = ClusterSpec.load(own.cluster)
     settings = parse_settings(others, max(1, own.nodes) * cluster.gpus_per_node, console.print)
     if own.nodes < 1 or own.verify < 1:
         raise ConfigError(f"--nodes={own.nodes} or --verify={own.verify} is below 1; choose 1 or more")
-    answer = say_largest if own.largest else say_plan
-    options = answer(own, settings, cluster, console)
+    report = report_largest if own.largest else report_plan
+    options = report(own, settings, cluster, console)
     launch = f"NNODES={own.nodes} RDZV=HOST:29500 RANKS_PER_NODE={cluster.gpus_per_node} scripts/launch/torchrun.sh"
     console.print(f"\nOn every node:\n{launch} \\\n    {' '.join([*others, *options])}")
 
 
-def say_plan(own: argparse.Namespace, settings: Settings, cluster: ClusterSpec, console: Console) -> list[str]:
-    """Shows the layouts; returns the options of the best that was run dry."""
+def report_plan(own: argparse.Namespace, settings: Settings, cluster: ClusterSpec, console: Console) -> list[str]:
+    """Print the layouts; return the options of the fastest that was verified."""
     world_size = own.nodes * cluster.gpus_per_node
     plan = make_plan(settings, cluster, world_size)
-    verified, usable = verify(plan, own, settings, cluster)
-    console.print(plan_table(plan, verified, settings, cluster))
-    for found in plan.nearest:
-        needed = found.memory_bytes - room_bytes(cluster)
-        node = found.host_bytes / 1e9 - cluster.host_memory_gb
-        reason = f"{needed / 1e9:.1f} GB too much on a GPU" if needed > 0 else f"{node:.0f} GB too much on a host"
-        console.print(f"does not fit: {describe(found.layout)}: {reason}")
-    if not usable:
+    verified, fitting = verify(plan, own, settings, cluster)
+    console.print(plan_table(plan, verified, settings.model, settings.train.global_batch_size, cluster))
+    for found in plan.too_large:
+        on_device = (found.device_bytes - usable_bytes(cluster)) / 1e9
+        on_host = found.host_bytes / 1e9 - cluster.host_memory_gb
+        reason = f"{on_device:.1f} GB too much on a GPU" if on_device > 0 else f"{on_host:.0f} GB too much on a host"
+        console.print(f"does not fit: {found.layout}: {reason}")
+    if not fitting:
         raise ConfigError(f"none of the {len(verified)} best layouts fits in a dry run; raise --verify={own.verify}")
-    best = min(usable, key=lambda layout: verified[layout].seconds)
+    best = min(fitting, key=lambda layout: verified[layout].seconds)
     return best.options(settings.train.global_batch_size)
 
 
 def verify(
     plan: Plan, own: argparse.Namespace, settings: Settings, cluster: ClusterSpec
-) -> tuple[dict[Layout, Estimate], list[Layout]]:
-    """(what was run dry, those that fit), the fastest first: one that fits for each tensor size and stage."""
-    verified: dict[Layout, Estimate] = {}
-    usable: dict[tuple[int, int, str], Layout] = {}
+) -> tuple[dict[CandidateLayout, Estimate], list[CandidateLayout]]:
+    """Estimate the fastest layouts by dry runs, until `--verify` of them fit or too many were tried.
+
+    Return all estimates, and the layouts that fit: at most one for each tensor size, stage and offload mode.
+    """
+    verified: dict[CandidateLayout, Estimate] = {}
+    fitting: dict[tuple[int, int, str], CandidateLayout] = {}
     for layout in (found.layout for found in plan.fitting):
-        if len(usable) == own.verify or len(verified) == TRIES * own.verify:
+        if len(fitting) == own.verify or len(verified) == MAX_DRY_RUNS * own.verify:
             break
-        if (layout.tensor_size, layout.stage, layout.offload) not in usable:
-            line = line_of(layout, settings, own.cluster, own.nodes * cluster.gpus_per_node)
-            verified[layout] = line.at(settings.model.num_layers)
+        if (layout.tensor_size, layout.stage, layout.offload) not in fitting:
+            extrapolation = extrapolate_layout(layout, settings, own.cluster, own.nodes * cluster.gpus_per_node)
+            verified[layout] = extrapolation.at(settings.model.num_layers)
             if verified[layout].device_peak_bytes <= cluster.gpu_memory_bytes:
-                usable[layout.tensor_size, layout.stage, layout.offload] = layout
-    return verified, list(usable.values())
+                fitting[layout.tensor_size, layout.stage, layout.offload] = layout
+    return verified, list(fitting.values())
 
 
-def say_largest(own: argparse.Namespace, settings: Settings, cluster: ClusterSpec, console: Console) -> list[str]:
-    """Shows how deep the model may be in the roomiest layouts; returns the options of the deepest by dry run."""
-    world_size = own.nodes * cluster.gpus_per_node
-    table = Table(title=f"The most layers of {settings.model.hidden_size}", title_justify="left")
+def report_largest(own: argparse.Namespace, settings: Settings, cluster: ClusterSpec, console: Console) -> list[str]:
+    """Print the greatest depth of the model for the best layouts; return the options of the deepest by dry run."""
+    world_size, model = own.nodes * cluster.gpus_per_node, settings.model
+    table = Table(title=f"The most layers of hidden size {model.hidden_size}", title_justify="left")
     table.add_column("layout", no_wrap=True)
     for heading in ("closed forms", "dry run", "parameters", "GB"):
         table.add_column(heading, justify="right")
-    deepest: dict[Layout, int] = {}
-    for promised, layout in roomiest(settings, cluster, world_size)[: own.verify]:
-        # Of many micro-batches the second needs as much memory as any after it.
+    max_layers: dict[CandidateLayout, int] = {}
+    for predicted, layout in deepest_models(settings, cluster, world_size)[: own.verify]:
+        # Two micro-batches are enough: later ones need as much memory as the second.
         batch = min(settings.train.global_batch_size, 2 * layout.micro_batch_size * world_size // layout.tensor_size)
-        brief = replace(settings, train=replace(settings.train, global_batch_size=batch))
-        line = line_of(layout, brief, own.cluster, world_size)
-        deepest[layout] = line.deepest(cluster.gpu_memory_bytes, cluster.host_memory_gb * 1e9 / cluster.gpus_per_node)
-        there = line.at(deepest[layout])
-        figures = f"{there.parameters / 1e9:.1f}B", f"{there.device_peak_bytes / 1e9:.1f}"
-        table.add_row(describe(layout), str(promised), str(deepest[layout]), *figures)
+        short_step = replace(settings, train=replace(settings.train, global_batch_size=batch))
+        extrapolation = extrapolate_layout(layout, short_step, own.cluster, world_size)
+        host_bytes = cluster.host_memory_gb * 1e9 / cluster.gpus_per_node
+        max_layers[layout] = extrapolation.max_layers(cluster.gpu_memory_bytes, host_bytes)
+        estimate = extrapolation.at(max_layers[layout])
+        figures = f"{estimate.parameters / 1e9:.1f}B", f"{estimate.device_peak_bytes / 1e9:.1f}"
+        table.add_row(str(layout), str(predicted), str(max_layers[layout]), *figures)
     console.print(table)
-    best = max(deepest, key=lambda layout: deepest[layout])
-    console.print(f"{deepest[best]} layers of {settings.model.hidden_size} are the most that fit, by dry run")
-    return [f"--model.num_layers={deepest[best]}", *best.options(settings.train.global_batch_size)]
+    best = max(max_layers, key=lambda layout: max_layers[layout])
+    console.print(f"{max_layers[best]} layers of hidden size {model.hidden_size} are the most that fit, by dry run")
+    return [f"--model.num_layers={max_layers[best]}", *best.options(settings.train.global_batch_size)]
 
 
 if __name__ == "__main__":

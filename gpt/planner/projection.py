@@ -1,37 +1,40 @@
-"""How long a recorded step would take on a cluster: its kernels and collectives replayed on lanes.
+"""Projection of a recorded step on a cluster: its kernels and collectives replayed on lanes that run side by side.
 
-    compute     kernel | kernel |  wait  | kernel ...     one after the other, in the recorded order
-    data        ......  reduce-scatter  |  all-gather     one lane an axis; a collective starts when it was launched
-    tensor      ...  all-reduce |                         and the one before it on its lane has ended
-    to, from host ....... copy |                          one copy each way is at most one ahead of the computation
-    host        .............  update |                   what offloaded states take of the node's processors
+    compute       kernel | kernel |  wait  | kernel ...   one kernel after the other, in the recorded order
+    data          ......  reduce-scatter  |  all-gather   one lane per axis; a collective starts once it is launched
+    tensor        ...  all-reduce |                       and the previous one on its lane has ended
+    to, from host ....... copy |                          each way, at most one copy is ahead of the computation
+    host          .............  update |                 updates of offloaded states by the node's processors
 
-Every assumption stands where it is made. A cluster's `gemm_fraction`, `memory_fraction` and `node_fraction` are
-measured or calibrated; the rest is what data sheets say.
+Comments state every assumption at the line that makes it. A cluster's `gemm_fraction`, `memory_fraction` and
+`node_fraction` are measured or calibrated; all other figures are from data sheets.
 """
 
 from collections import defaultdict
 from dataclasses import dataclass, field
 from math import ceil
+from typing import Self
 
 import torch
 
+from gpt.planner.dry_run import Recording
 from parallel.instruments.comm_log import CommEvent
 from parallel.instruments.kernel_log import Kernel
 from parallel.launch.cluster import ClusterSpec
+from parallel.mesh import Mesh
 
-# A product runs as tiles of this many rows and columns, one on a multiprocessor at a time; the last round of tiles
-# leaves some idle, and tiles at the border are computed in full.
+# A matrix product is computed in tiles of this many rows and columns, one per multiprocessor at a time. The last round
+# of tiles leaves some multiprocessors idle, and tiles at the border are computed in full.
 TILE = 128
-# Half-precision products need sizes that are multiples of 8 for tensor cores (cuBLAS before version 11); without them
-# a GPU has a quarter of its half-precision rate (V100: 31 of 125).
+# Tensor cores are used if all sizes of a half-precision product are multiples of 8 (cuBLAS before version 11). Without
+# them a GPU has a quarter of its half-precision rate (V100: 31 of 125 TFLOPs).
 TENSOR_CORE_MULTIPLE, WITHOUT_TENSOR_CORES = 8, 1 / 4
-IN_FULL_PRECISION = 1 / 8  # V100: 15.7 of 125
+IN_FULL_PRECISION = 1 / 8  # of the half-precision rate; V100: 15.7 of 125 TFLOPs
 
 
 @dataclass(frozen=True)
 class Task:
-    """Something on a lane, in seconds from the start of the step."""
+    """A kernel or collective on a lane; its times are seconds from the start of the step."""
 
     lane: str
     name: str
@@ -41,13 +44,17 @@ class Task:
 
 @dataclass
 class Timeline:
+    """The tasks of a projected step."""
+
     tasks: list[Task] = field(default_factory=list)
 
     @property
     def seconds(self) -> float:
+        """The duration of the step."""
         return max((task.end for task in self.tasks), default=0.0)
 
     def busy_seconds(self) -> dict[str, float]:
+        """Return the total duration of the tasks on each lane."""
         busy: defaultdict[str, float] = defaultdict(float)
         for task in self.tasks:
             busy[task.lane] += task.end - task.start
@@ -55,23 +62,33 @@ class Timeline:
 
 
 @dataclass(frozen=True)
-class Grid:
-    """How ranks lie on nodes: a tensor group is a run of consecutive ranks, a data group has one rank of each."""
+class MeshShape:
+    """The sizes of the mesh axes. A tensor group is a run of consecutive ranks, a data group has one rank of each."""
 
     data_size: int
     tensor_size: int
     shard_size: int | None = None
 
-    def ranks_apart(self, axis: str) -> int:
-        """The distance of neighbours in a group."""
+    @classmethod
+    def of(cls, mesh: Mesh) -> Self:
+        """Return the shape of a mesh."""
+        return cls(mesh.data.size, mesh.tensor.size, mesh.data.parts[0].size if mesh.data.parts else None)
+
+    def stride(self, axis: str) -> int:
+        """Return the difference between the global ranks of neighbours along the axis."""
         return {"tensor": 1, "replica": self.tensor_size * (self.shard_size or 1)}.get(axis, self.tensor_size)
 
 
-def project(kernels: list[Kernel], events: list[CommEvent], cluster: ClusterSpec, grid: Grid) -> Timeline:
-    """`events` were recorded with a clock that counts `kernels`."""
+def project_recording(recording: Recording, cluster: ClusterSpec) -> Timeline:
+    """Return the timeline of a dry run's step on the cluster."""
+    return project(recording.kernels, recording.events, cluster, MeshShape.of(recording.state.mesh))
+
+
+def project(kernels: list[Kernel], events: list[CommEvent], cluster: ClusterSpec, shape: MeshShape) -> Timeline:
+    """Return the timeline of a step; the clock of `events` is the number of `kernels` that were launched before."""
     timeline = Timeline()
-    free: defaultdict[str, float] = defaultdict(float)  # when a lane is done with what it has
-    ends: dict[int, float] = {}  # of collectives
+    free: defaultdict[str, float] = defaultdict(float)  # the time at which a lane has finished its tasks so far
+    ends: dict[int, float] = {}  # by the number of the collective
     launches: defaultdict[int, list[int]] = defaultdict(list)
     waits: defaultdict[int, list[int]] = defaultdict(list)
     for number, event in enumerate(events):
@@ -87,16 +104,18 @@ def project(kernels: list[Kernel], events: list[CommEvent], cluster: ClusterSpec
     for position in range(len(kernels) + 1):
         for number in launches.get(position, ()):
             event = events[number]
-            ready = max(free["compute"], free["from host"])  # it may pass on what is still coming from there
-            ends[number] = run(event.axis, event.op, ready, collective_seconds(event, cluster, grid))
+            # It may send parameters that are still being copied from the host, so it starts after that copy.
+            ready = max(free["compute"], free["from host"])
+            ends[number] = run(event.axis, event.op, ready, collective_seconds(event, cluster, shape))
         for number in waits.get(position, ()):
             free["compute"] = max(free["compute"], ends[number])
         if position < len(kernels):
             kernel = kernels[position]
             if kernel.is_transfer:
                 lane = "to host" if kernel.to_host else "from host"
-                free["compute"] = max(free["compute"], free[lane])  # the copy before this one has been waited for
-                # What the host has computed is sent when it is done.
+                # The computation waits for the previous copy on this lane before it launches this one.
+                free["compute"] = max(free["compute"], free[lane])
+                # A copy from the host may send the result of an update there, so it starts after the host's last task.
                 ready = free["compute"] if kernel.to_host else max(free["compute"], free["host"])
                 run(lane, kernel.name, ready, kernel.num_bytes / 2 / (cluster.host_gb_per_second * 1e9))
             elif kernel.is_on_host:
@@ -107,7 +126,10 @@ def project(kernels: list[Kernel], events: list[CommEvent], cluster: ClusterSpec
 
 
 def kernel_seconds(kernel: Kernel, cluster: ClusterSpec) -> float:
-    """Limited by arithmetic or by memory, whichever takes longer; what is read or written travels once."""
+    """Return the longer of the times that arithmetic and memory traffic take, and at least that of a launch.
+
+    Each byte that the kernel reads or writes is counted once.
+    """
     moving = kernel.num_bytes / (cluster.memory_gb_per_second * 1e9 * cluster.memory_fraction)
     computing = 0.0
     if kernel.product:
@@ -117,22 +139,25 @@ def kernel_seconds(kernel: Kernel, cluster: ClusterSpec) -> float:
 
 
 def host_seconds(kernel: Kernel, cluster: ClusterSpec) -> float:
-    """A node's ranks share the memory of its processors, which limits an optimizer's update."""
+    """Return the time of an update on the host, which the memory bandwidth limits; a node's ranks share it equally."""
     return kernel.num_bytes / (cluster.host_memory_rate_of_a_gpu * 1e9)
 
 
-def collective_seconds(event: CommEvent, cluster: ClusterSpec, grid: Grid) -> float:
-    """A ring: each rank passes 1/n of the message on, n - 1 times (an all-reduce twice), at the slowest link's rate."""
-    distance = grid.ranks_apart(event.axis)
+def collective_seconds(event: CommEvent, cluster: ClusterSpec, shape: MeshShape) -> float:
+    """Return the time of a ring algorithm at the rate of its slowest link.
+
+    Each rank sends 1/n of the message to its neighbour n - 1 times, in an all-reduce twice as often.
+    """
+    stride = shape.stride(event.axis)
     num_hops = (2 if event.op == "all_reduce" else 1) * (event.group_size - 1)
-    is_inside_a_node = distance * event.group_size <= cluster.gpus_per_node
+    is_inside_a_node = stride * event.group_size <= cluster.gpus_per_node
     if is_inside_a_node:
         rate = cluster.intra_node_gb_per_second
     else:
-        # The rings of one axis run at the same time on all ranks and share a node's links; those of two axes are taken
-        # as not meeting. A data-parallel ring has one network card, and a tensor group, which has all GPUs of a node,
-        # all of its cards: Figure 4 of the paper shows the one, the baseline in Figure 2 the other.
-        num_rings = min(distance, cluster.gpus_per_node)
+        # All rings of one axis run at the same time and share a node's links; rings of different axes are assumed not
+        # to overlap. A data-parallel ring uses one network card, as in Figure 4 of the paper. A tensor group, which has
+        # all GPUs of a node, uses all of the node's cards, as the baseline does in Figure 2.
+        num_rings = min(stride, cluster.gpus_per_node)
         rate = cluster.node_gb_per_second * cluster.node_fraction / num_rings
         if event.axis != "tensor":
             rate = min(rate, cluster.network_card_gb_per_second)
@@ -140,6 +165,7 @@ def collective_seconds(event: CommEvent, cluster: ClusterSpec, grid: Grid) -> fl
 
 
 def _share_of_peak(kernel: Kernel, cluster: ClusterSpec) -> float:
+    """Return the share of the half-precision peak that tiles and the type of a matrix product allow."""
     assert kernel.product is not None
     batch, m, n, k = kernel.product
     num_tiles = batch * ceil(m / TILE) * ceil(n / TILE)

@@ -1,4 +1,4 @@
-"""What a dry run found, for people and for programs: RUN/report.json and tables."""
+"""The report of a dry run: RUN/report.json for programs, and tables for people."""
 
 import json
 from dataclasses import asdict
@@ -10,19 +10,21 @@ from rich.table import Table
 from gpt.model.flops import hardware_flops, model_flops
 from gpt.monitor.collectives import profile, profile_table
 from gpt.monitor.console import RunConsole
-from gpt.planner.dry_run import Recording, dry_run, no_garbage_collection
-from gpt.planner.projection import Grid, Timeline, project
-from gpt.settings import Settings
+from gpt.planner.dry_run import DEVICE, HOST, Recording, dry_run, no_garbage_collection
+from gpt.planner.projection import Timeline, project_recording
+from gpt.settings import DryRunSettings, Settings
 from parallel.errors import ConfigError
 from parallel.instruments.memory_tracker import TensorKind
 from parallel.launch.cluster import ClusterSpec
 
 REPORT = "report.json"
-HOST, DEVICE = "host", "device"
 
 
 def run_and_report(settings: Settings, console: RunConsole) -> dict[str, Any]:
-    """The dry run of `settings`, shown and written."""
+    """Run the dry run of `settings`, print and write its report, and return it.
+
+    Raise ConfigError if the settings do not suit the imitated world, or the report cannot be written.
+    """
     recording = dry_run(settings)
     with no_garbage_collection():
         return _report(settings, recording, console)
@@ -30,8 +32,8 @@ def run_and_report(settings: Settings, console: RunConsole) -> dict[str, Any]:
 
 def _report(settings: Settings, recording: Recording, console: RunConsole) -> dict[str, Any]:
     cluster = ClusterSpec.load(settings.dry_run.cluster) if settings.dry_run.cluster else None
-    timeline = projected(recording, cluster, settings) if cluster else None
-    report = describe(settings, recording, cluster, timeline)
+    timeline = project_recording(recording, cluster) if cluster else None
+    report = make_report(recording, settings.dry_run, settings.train.global_batch_size, cluster, timeline)
     folder = Path(settings.run.dir)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -43,28 +45,25 @@ def _report(settings: Settings, recording: Recording, console: RunConsole) -> di
     console.say(headline(report))
     for table in (memory_table(report), traffic_table(report), profile_table(report["collectives"])):
         console.show(table)
-    console.say(f"{folder / REPORT} has all of it")
+    console.say(f"the full report is in {folder / REPORT}")
     return report
 
 
-def projected(recording: Recording, cluster: ClusterSpec, settings: Settings) -> Timeline:
-    mesh = recording.state.mesh
-    grid = Grid(mesh.data.size, mesh.tensor.size, settings.parallel.shard_size)
-    return project(recording.kernels, recording.events, cluster, grid)
-
-
-def describe(
-    settings: Settings, recording: Recording, cluster: ClusterSpec | None, timeline: Timeline | None
+def make_report(
+    recording: Recording,
+    dry_run: DryRunSettings,
+    global_batch_size: int,
+    cluster: ClusterSpec | None,
+    timeline: Timeline | None,
 ) -> dict[str, Any]:
-    state, train, model = recording.state, settings.train, settings.model
-    size = state.mesh.size
-    recomputes = state.activations.recomputes
+    """Return the report as JSON stores it. With a cluster it says if the run fits, and projects the time of a step."""
+    state, size, model = recording.state, recording.state.mesh.size, recording.state.config
     report: dict[str, Any] = {
         "world_size": size,
-        "rank": settings.dry_run.rank,
+        "rank": dry_run.rank,
         "data_size": state.mesh.data.size,
         "tensor_size": state.mesh.tensor.size,
-        "imitated_backend": settings.dry_run.backend,
+        "imitated_backend": dry_run.backend,
         "parameters": state.num_parameters_of_model,
         "parameters_of_this_rank": state.num_parameters,
         "resident_bytes": recording.resident,
@@ -72,8 +71,8 @@ def describe(
         "allocations": recording.num_allocations,
         "building_peak_bytes": recording.building_peak_bytes,
         "traffic_bytes": traffic(recording),
-        "model_flops": model_flops(model, train.global_batch_size) / size,
-        "hardware_flops": hardware_flops(model, train.global_batch_size, recomputes) / size,
+        "model_flops": model_flops(model, global_batch_size) / size,
+        "hardware_flops": hardware_flops(model, global_batch_size, state.activations.recomputes) / size,
         "counted_flops": sum(kernel.flops for kernel in recording.kernels),
         "collectives": profile(recording.events, len(recording.kernels)),
     }
@@ -88,22 +87,23 @@ def describe(
             "busy_seconds": timeline.busy_seconds(),
             "model_tflops_per_device": report["model_flops"] / timeline.seconds / 1e12,
             "hardware_tflops_per_device": report["hardware_flops"] / timeline.seconds / 1e12,
-            "tokens_per_second": train.global_batch_size * model.seq_length / timeline.seconds,
+            "tokens_per_second": global_batch_size * model.seq_length / timeline.seconds,
         }
     return report
 
 
 def traffic(recording: Recording) -> list[dict[str, Any]]:
-    """Bytes that this rank sends in a step."""
+    """Return the bytes that this rank sends in a step, a row for each (axis, operation, phase)."""
     by = recording.state.mesh.log.wire_bytes_by
     return [{"axis": axis, "op": op, "phase": phase, "bytes": sent} for (axis, op, phase), sent in sorted(by.items())]
 
 
 def headline(report: dict[str, Any]) -> str:
+    """Return one line with the size of the model and its peak memory; with a cluster, if it fits and how fast it is."""
     peak = sum(report["peak_bytes"][DEVICE].values())
     line = (
         f"{report['parameters'] / 1e9:,.2f}B parameters on {report['world_size']} ranks "
-        f"({report['data_size']} data x {report['tensor_size']} tensor); peak {peak / 1e9:,.2f} GB a device"
+        f"({report['data_size']} data x {report['tensor_size']} tensor); peak {peak / 1e9:,.2f} GB per device"
     )
     if "cluster" in report:
         available = int(report["cluster"]["gpu_memory_gib"] * 2**30)
@@ -111,20 +111,21 @@ def headline(report: dict[str, Any]) -> str:
         step = report["step"]
         line += (
             f": {verdict} the {available / 1e9:,.2f} GB of {report['cluster']['name']}{host_verdict(report)}; "
-            f"projected step {step['seconds']:.2f} s, {step['hardware_tflops_per_device']:.1f} TFLOPs a device"
+            f"projected step {step['seconds']:.2f} s, {step['hardware_tflops_per_device']:.1f} TFLOPs per device"
         )
     return line
 
 
 def host_verdict(report: dict[str, Any]) -> str:
-    """Nothing where nothing to speak of is in host memory."""
+    """Return if the node's host memory suffices, or an empty string if less than 0.05 GB of it is used."""
     needed, available = report["node_host_bytes"] / 1e9, report["cluster"]["host_memory_gb"]
     verdict = "fits" if report["fits_host"] else f"does NOT fit, by {needed - available:,.0f} GB,"
     return f"; {needed:,.1f} GB on a node's host: {verdict} its {available:,.0f} GB" if needed >= 0.05 else ""
 
 
 def memory_table(report: dict[str, Any]) -> Table:
-    table = Table(title="Bytes of this rank, GB", title_justify="left")
+    """Return a table of this rank's memory by kind of tensor."""
+    table = Table(title="Memory of this rank, GB", title_justify="left")
     for heading in ("", "device, resident", "device, peak", "host, resident", "host, peak"):
         table.add_column(heading, justify="left" if not heading else "right")
     columns = [report[what][where] for where in (DEVICE, HOST) for what in ("resident_bytes", "peak_bytes")]
@@ -137,6 +138,7 @@ def memory_table(report: dict[str, Any]) -> Table:
 
 
 def traffic_table(report: dict[str, Any]) -> Table:
+    """Return a table of the bytes that this rank sends in a step."""
     table = Table("axis", "operation", "phase", title="Sent by this rank in a step", title_justify="left")
     table.add_column("GB", justify="right")
     for row in report["traffic_bytes"]:
@@ -145,7 +147,7 @@ def traffic_table(report: dict[str, Any]) -> Table:
 
 
 def trace_events(timeline: Timeline) -> dict[str, Any]:
-    """In the format of chrome://tracing and Perfetto, whose times are microseconds."""
+    """Return the timeline in the format of chrome://tracing and Perfetto, whose times are microseconds."""
     return {
         "traceEvents": [
             {

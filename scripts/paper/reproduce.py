@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 
 import yaml
 
-from gpt.planner.depth import Estimate, Line, draw_line
+from gpt.planner.depth import DepthExtrapolation, Estimate, extrapolate
 from gpt.run_folder.files import read_steps
 from parallel.launch.cluster import ClusterSpec
 from scripts.paper.calibrate import CALIBRATED
@@ -35,7 +35,7 @@ CONTEXT_GB = 1.0  # of CUDA and NCCL, assumed in saying what fits
 @dataclass(frozen=True)
 class Result:
     experiment: Experiment
-    line: Line
+    line: DepthExtrapolation
 
     @property
     def key(self) -> str:
@@ -59,18 +59,18 @@ class Result:
         return self.tflops / measured - 1 if measured else None
 
 
-def line_of(settings: dict, world_size: int) -> Line:
+def line_of(settings: dict, world_size: int) -> DepthExtrapolation:
     """By two dry runs, or from what they gave last time. Remove runs/paper/dry after changes to the step itself."""
     text = yaml.safe_dump(settings) + str(world_size) + CLUSTER_FILE.read_text()
     text += "".join((ROOT / path).read_text() for path in ("gpt/planner/projection.py", "gpt/planner/depth.py"))
     kept = CACHE / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
     if not kept.exists():
         CACHE.mkdir(parents=True, exist_ok=True)
-        line = draw_line(parsed(settings, world_size), ClusterSpec.load(CLUSTER_FILE))
+        line = extrapolate(parsed(settings, world_size), ClusterSpec.load(CLUSTER_FILE))
         kept.write_text(json.dumps(asdict(line)))
     stored = json.loads(kept.read_text())
     shallow, deeper = (Estimate(**found) for found in stored["estimates"])
-    return Line((stored["depths"][0], stored["depths"][1]), (shallow, deeper))
+    return DepthExtrapolation((stored["depths"][0], stored["depths"][1]), (shallow, deeper))
 
 
 def results(figure: str) -> list[Result]:
@@ -173,7 +173,7 @@ def largest_section(found: list[Result], residual: float, room_bytes: float) -> 
     for r in found:
         cells = []
         for name, room in rooms.items():
-            layers = r.line.deepest(room)
+            layers = r.line.max_layers(room)
             sizes[name].append(r.line.at(layers).parameters / 1e9)
             cells.append(f"{sizes[name][-1]:.0f}B ({layers} layers)")
         row = r.experiment.row
@@ -218,7 +218,7 @@ def table_2(room_bytes: float) -> Iterator[str]:
             for stage, column in ((0, "measured_baseline_B"), (1, "measured_Pos_B")):
                 print(f"table 2, tensor size {tensor_size}, stage {stage}", flush=True)
                 line = line_of(table_2_settings(tensor_size, data_size, stage), tensor_size * data_size)
-                parameters = line.at(line.deepest(room_bytes - UNUSED_GB * 1e9)).parameters / 1e9
+                parameters = line.at(line.max_layers(room_bytes - UNUSED_GB * 1e9)).parameters / 1e9
                 error = parameters / float(row[column]) - 1
                 cells += [row[column], f"{parameters:.2f} ({error:+.0%})"]
             yield f"| {tensor_size} | {' | '.join(theory)} | {' | '.join(cells)} |"

@@ -1,4 +1,4 @@
-"""A dry run against a real run with the same settings on gloo: the same collectives, kernels and bytes."""
+"""A dry run has the same collectives, kernels and bytes as the real run of the same settings on gloo."""
 
 import itertools
 from contextlib import nullcontext
@@ -13,7 +13,7 @@ from parallel.world import imitated_world, start_world
 from tests.pairwise import pairwise
 from tests.ranks import run_ranks
 
-NUM_STEPS_BEFORE = 3  # after these, ranks no longer compare their collectives
+NUM_STEPS_BEFORE = 3  # after these, ranks no longer compare which collectives they launch
 FACTORS = {
     "stage": [0, 1, 2, 3],
     "sizes": [(2, 1), (1, 2), (2, 2)],  # data x tensor
@@ -31,7 +31,7 @@ FACTORS = {
     ],
 }
 MAX_REAL_RUNS = 3
-CHOSEN = [  # every value of every factor
+CHOSEN = [  # together, these have every value of every factor
     (0, (2, 1), "selective", 2, "fp32", 0.1, "math", ""),
     (1, (1, 2), "none", 1, "fp16", 0.0, "flash", "--parallel.sequence_parallel=true"),
     (2, (2, 1), "keep", 2, "fp16", 0.1, "math", "--zero.overlap=false"),
@@ -79,10 +79,10 @@ def run_for_real(settings: Settings) -> dict:
     return summary(record_step(settings, start_world(), nullcontext(), NUM_STEPS_BEFORE))
 
 
-def run_for_real_until_gloo_has_freed(settings: Settings, dry: dict) -> dict:
-    """Return the first of a few real runs that counts no more memory than the dry one, or else the last.
+def run_for_real_until_messages_are_freed(settings: Settings, dry: dict) -> dict:
+    """Return the first of a few real runs whose memory does not exceed the dry run's, or else the last.
 
-    gloo's thread frees a message some time after it has been waited for, which can only add to what is counted.
+    gloo's thread frees a message some time after it was waited for, so a real run may count more bytes, never fewer.
     """
     for _ in range(MAX_REAL_RUNS):
         real = run_ranks(settings.dry_run.world_size, run_for_real, settings, init_process_group=False)[-1]
@@ -98,13 +98,13 @@ def assert_alike(combination: dict) -> None:
     chosen = settings.dry_run
     with imitated_world(chosen.rank, chosen.world_size, chosen.world_size, chosen.backend) as world:
         dry = summary(record_step(settings, world, QuickFakeTensorMode(), NUM_STEPS_BEFORE))
-    real = run_for_real_until_gloo_has_freed(settings, dry)
+    real = run_for_real_until_messages_are_freed(settings, dry)
     assert dry["events"] == real["events"]
     assert dry["resident"] == real["resident"]
     for memory, peak in real["peak"].items():
         assert sum(dry["peak"][memory].values()) == pytest.approx(sum(peak.values()), rel=0.01)
     if "sequence_parallel" not in combination["others"]:
-        # Otherwise autograd copies a gradient if gloo's thread still holds it, which happens now and then.
+        # With sequence parallelism, autograd sometimes copies a gradient because gloo's thread still refers to it.
         assert dry["kernels"] == real["kernels"]
         assert dry["num_allocations"] == real["num_allocations"]
         for name in ("launched", "awaited", "arrived"):

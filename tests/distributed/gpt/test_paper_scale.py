@@ -1,13 +1,12 @@
-"""The paper's statements about a thousand GPUs, confirmed by dry runs."""
+"""Dry runs of the paper's configurations on up to 1024 GPUs."""
 
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from gpt.planner.depth import draw_line
-from gpt.planner.dry_run import dry_run
-from gpt.planner.report import DEVICE, HOST
+from gpt.planner.depth import extrapolate
+from gpt.planner.dry_run import DEVICE, HOST, dry_run
 from gpt.settings import Settings
 from gpt.settings_parser import parse_settings
 from parallel.launch.cluster import ClusterSpec
@@ -29,19 +28,19 @@ def settings_of(name: str, world_size: int, *options: str) -> Settings:
 @pytest.mark.parametrize("name", ["1t-tensor16", "1t-data1024"])
 def test_one_trillion_parameters_fit_a_thousand_gpus(name: str):
     settings, cluster = settings_of(name, 1024), ClusterSpec.load(CLUSTER)
-    found = draw_line(settings, cluster).at(settings.model.num_layers)
+    found = extrapolate(settings, cluster).at(settings.model.num_layers)
     assert found.parameters == pytest.approx(1e12, rel=0.01)
     assert 16 * found.parameters / 1024 < found.device_peak_bytes < cluster.gpu_memory_bytes
 
 
-def test_a_line_through_two_depths_predicts_a_third():
+def test_an_extrapolation_from_two_depths_meets_a_third():
     settings, cluster = settings_of("figure2/100b-zero-400", 400, "--model.num_layers=20"), ClusterSpec.load(CLUSTER)
-    line = draw_line(settings, cluster)
+    extrapolation = extrapolate(settings, cluster)
     recording = dry_run(settings)
-    promised = line.at(20)
-    assert promised.parameters == recording.state.num_parameters_of_model
-    assert promised.device_peak_bytes == pytest.approx(sum(recording.peak[DEVICE].values()), rel=0.01)
-    assert 12 <= line.deepest(promised.device_peak_bytes) <= 20
+    predicted = extrapolation.at(20)
+    assert predicted.parameters == recording.state.num_parameters_of_model
+    assert predicted.device_peak_bytes == pytest.approx(sum(recording.peak[DEVICE].values()), rel=0.01)
+    assert 12 <= extrapolation.max_layers(predicted.device_peak_bytes) <= 20
 
 
 @pytest.mark.full
@@ -62,8 +61,7 @@ def test_the_runs_of_deepspeeds_tutorial_fit_their_gpus_and_hosts(
     monkeypatch.chdir(ROOT)  # the YAML files name JSON files
     cluster = ClusterSpec.load(CLUSTER)
     settings = settings_of(f"../deepspeed/gpt{name}", world_size)
-    # At full depth, because the tutorial's buckets are larger than all layers of the shallow models of a line.
-    recording = dry_run(settings)
+    recording = dry_run(settings)  # at full depth: the tutorial's buckets are larger than the layers of shallow runs
     device, host = (sum(recording.peak[where].values()) for where in (DEVICE, HOST))
     assert recording.state.num_parameters_of_model == pytest.approx(billions * 1e9, rel=0.05)
     assert device < cluster.gpu_memory_bytes
@@ -72,4 +70,4 @@ def test_the_runs_of_deepspeeds_tutorial_fit_their_gpus_and_hosts(
     of_this_rank = formula(policy, recording.state.num_parameters, size)
     states = placed(of_this_rank, policy, size, settings.offload.leaves)
     assert device > states[Placement.ACCELERATOR].total
-    assert host > 0.99 * states[Placement.HOST].total  # parameters that stay resident are not on the host
+    assert host > 0.99 * states[Placement.HOST].total  # the resident parameters are not on the host

@@ -1,4 +1,4 @@
-"""Projection, collective profile and planner, against times and layouts known beforehand."""
+"""The projection, the profile of collectives and the planner, compared with known times and layouts."""
 
 import dataclasses
 from pathlib import Path
@@ -9,9 +9,9 @@ import torch
 from gpt.model.flops import hardware_flops
 from gpt.monitor.collectives import comparison_table, profile
 from gpt.planner.dry_run import dry_run
-from gpt.planner.layouts import Layout, judge
-from gpt.planner.plan import make_plan, roomiest
-from gpt.planner.projection import Grid, collective_seconds, kernel_seconds, project
+from gpt.planner.layouts import CandidateLayout, predict
+from gpt.planner.plan import deepest_models, make_plan
+from gpt.planner.projection import MeshShape, collective_seconds, kernel_seconds, project
 from gpt.settings import Settings
 from gpt.settings_parser import parse_settings
 from parallel.errors import ConfigError
@@ -28,18 +28,18 @@ DGX_2 = dataclasses.replace(
     kernel_seconds=1e-9,
     hop_seconds=1e-9,
 )
-GRID = Grid(data_size=25, tensor_size=16)
+SHAPE = MeshShape(data_size=25, tensor_size=16)
 
 
 def event(op: str, axis: str, size: int, num_bytes: int, launched: int = 0, awaited: int = 0) -> CommEvent:
     return CommEvent(op, axis, size, num_bytes, torch.float16, "backward", launched, awaited, awaited)
 
 
-def moving(seconds: float) -> Kernel:
+def memory_bound(seconds: float) -> Kernel:
     return Kernel("add", "forward", int(seconds * 900e9), torch.float16)
 
 
-def test_a_product_of_whole_tiles_runs_at_the_calibrated_share_of_the_peak():
+def test_a_product_of_whole_tiles_runs_at_the_calibrated_fraction_of_the_peak():
     kernel = Kernel("mm", "forward", 0, torch.float16, product=(1, 128 * 80, 128 * 4, 4096))
     assert kernel_seconds(kernel, DGX_2) == pytest.approx(kernel.flops / (125e12 * 0.5))
     odd = dataclasses.replace(kernel, product=(1, 128 * 80, 128 * 4, 4100))
@@ -48,51 +48,51 @@ def test_a_product_of_whole_tiles_runs_at_the_calibrated_share_of_the_peak():
     assert kernel_seconds(one_tile, DGX_2) == pytest.approx(80 * one_tile.flops / (125e12 * 0.5)), "79 idle"
 
 
-def test_an_elementwise_kernel_runs_at_the_memorys_rate():
-    assert kernel_seconds(moving(2.0), DGX_2) == pytest.approx(2.0)
+def test_an_elementwise_kernel_runs_at_the_rate_of_the_memory():
+    assert kernel_seconds(memory_bound(2.0), DGX_2) == pytest.approx(2.0)
 
 
 def test_a_kernel_takes_as_long_as_the_slower_of_arithmetic_and_memory_and_no_less_than_its_launch():
     product = (1, 128 * 80, 128 * 4, 4096)
     computing = kernel_seconds(Kernel("mm", "forward", 0, torch.float16, product), DGX_2)
     for seconds in (0.5 * computing, 2 * computing):
-        both = dataclasses.replace(moving(seconds), product=product)
+        both = dataclasses.replace(memory_bound(seconds), product=product)
         assert kernel_seconds(both, DGX_2) == pytest.approx(max(seconds, computing))
-    assert kernel_seconds(moving(0.0), dataclasses.replace(DGX_2, kernel_seconds=1e-6)) == 1e-6
+    assert kernel_seconds(memory_bound(0.0), dataclasses.replace(DGX_2, kernel_seconds=1e-6)) == 1e-6
 
 
 @pytest.mark.parametrize(("op", "num_hops"), [("all_gather", 15), ("reduce_scatter", 15), ("all_reduce", 30)])
 def test_a_small_message_takes_the_latency_of_every_hop(op, num_hops):
     slow = dataclasses.replace(DGX_2, hop_seconds=1e-3)
-    assert collective_seconds(event(op, "tensor", 16, 16), slow, GRID) == pytest.approx(num_hops * 1e-3)
+    assert collective_seconds(event(op, "tensor", 16, 16), slow, SHAPE) == pytest.approx(num_hops * 1e-3)
 
 
 @pytest.mark.parametrize(
-    ("op", "axis", "size", "grid", "rate"),
+    ("op", "axis", "size", "shape", "rate"),
     [
-        ("all_reduce", "tensor", 16, GRID, 150e9),  # inside a node
-        ("reduce_scatter", "data", 25, GRID, 2e9),  # 16 rings share 32 GB/s of a node
-        ("all_gather", "data", 100, Grid(100, 4), 8e9),  # 4 rings
-        ("all_gather", "data", 400, Grid(400, 1), 12.5e9),  # one ring has one network card
-        ("all_reduce", "tensor", 64, Grid(6, 64), 32e9),  # a tensor group that spans nodes
+        ("all_reduce", "tensor", 16, SHAPE, 150e9),  # inside a node
+        ("reduce_scatter", "data", 25, SHAPE, 2e9),  # 16 rings share 32 GB/s of a node
+        ("all_gather", "data", 100, MeshShape(100, 4), 8e9),  # 4 rings
+        ("all_gather", "data", 400, MeshShape(400, 1), 12.5e9),  # one ring has one network card
+        ("all_reduce", "tensor", 64, MeshShape(6, 64), 32e9),  # a tensor group that spans nodes
     ],
 )
-def test_a_ring_runs_at_the_rate_of_its_slowest_link(op, axis, size, grid, rate):
+def test_a_ring_runs_at_the_rate_of_its_slowest_link(op, axis, size, shape, rate):
     found = event(op, axis, size, 10**9)
-    assert collective_seconds(found, DGX_2, grid) == pytest.approx(found.wire_bytes / rate, rel=1e-3)
+    assert collective_seconds(found, DGX_2, shape) == pytest.approx(found.wire_bytes / rate, rel=1e-3)
 
 
-def test_a_collective_runs_beside_the_computation_until_it_is_waited_for():
+def test_a_collective_overlaps_the_computation_until_it_is_waited_for():
     half_second = event("reduce_scatter", "data", 25, int(0.5 * 2e9 * 25 / 24))
-    kernels = [moving(1.0), moving(0.2), moving(1.0)]
+    kernels = [memory_bound(1.0), memory_bound(0.2), memory_bound(1.0)]
     for launched, awaited, expected in [(1, 2, 2.5), (1, 3, 2.2), (0, 0, 2.7), (3, 3, 2.7)]:
         chosen = dataclasses.replace(half_second, launched=launched, awaited=awaited)
-        assert project(kernels, [chosen], DGX_2, GRID).seconds == pytest.approx(expected, rel=1e-3)
+        assert project(kernels, [chosen], DGX_2, SHAPE).seconds == pytest.approx(expected, rel=1e-3)
     two = [
         dataclasses.replace(half_second, launched=0, awaited=3),
         dataclasses.replace(half_second, launched=0, awaited=3),
     ]
-    lane = [task for task in project(kernels, two, DGX_2, GRID).tasks if task.lane == "data"]
+    lane = [task for task in project(kernels, two, DGX_2, SHAPE).tasks if task.lane == "data"]
     assert lane[1].start == lane[0].end, "one after the other on their axis"
 
 
@@ -106,7 +106,7 @@ def shallow(*options: str) -> Settings:
     return settings(*tiny, *batch, "--model.vocab_size=500", "--dry_run.world_size=4", *options)
 
 
-def test_four_stages_are_told_apart_by_their_profiles_alone():
+def test_the_profiles_of_the_four_stages_differ():
     profiles = []
     for stage in range(4):
         recording = dry_run(shallow(f"--zero.stage={stage}", "--zero.bucket_numel=5000"))
@@ -122,84 +122,86 @@ def test_four_stages_are_told_apart_by_their_profiles_alone():
     assert ("data", "all_gather", "update") not in profiles[3]
 
 
-def test_a_collective_blocks_that_is_waited_for_before_anything_is_computed():
+def test_a_collective_that_is_waited_for_before_any_computation_is_blocking():
     events = [event("all_reduce", "data", 2, 100, launched, awaited) for launched, awaited in [(0, 0), (3, 5), (8, 8)]]
     (row,) = profile(events, 10)
     assert (row["blocking"], row["first_position"], row["last_position"]) == (2, 0.0, 0.8)
 
 
-def test_two_profiles_side_by_side():
+def test_profiles_are_compared_row_by_row():
     one, other = (profile([event("all_reduce", "data", 2, 100)] * count, 1.0) for count in (2, 3))
     assert comparison_table(one, other).row_count == 1
 
 
 @pytest.mark.parametrize("store", ["none", "keep"])
-def test_counted_operations_are_those_of_the_formula(store):
+def test_counted_flops_equal_the_formula(store):
     chosen = shallow(f"--activations.store={store}", "--model.vocab_size=512", "--activations.layers_per_checkpoint=1")
     counted = sum(kernel.flops for kernel in dry_run(chosen).kernels)
-    promised = hardware_flops(chosen.model, 8, "blocks" if store == "keep" else "nothing") / 4
-    assert counted == promised
+    expected = hardware_flops(chosen.model, 8, "blocks" if store == "keep" else "nothing") / 4
+    assert counted == expected
 
 
 def test_the_planner_chooses_a_layout_that_fits():
     plan = make_plan(settings(), DGX_2, 400)
     assert plan.fitting == sorted(plan.fitting, key=lambda found: found.seconds)
-    assert all(found.memory_bytes < DGX_2.gpu_memory_bytes for found in plan.fitting)
-    assert {(f.layout.tensor_size, f.layout.stage) for f in plan.nearest} >= {(16, 0), (8, 1)}
+    assert all(found.device_bytes < DGX_2.gpu_memory_bytes for found in plan.fitting)
+    assert {(f.layout.tensor_size, f.layout.stage) for f in plan.too_large} >= {(16, 0), (8, 1)}
     assert any(f.layout.stage == 3 for f in plan.fitting)
 
 
-def test_the_largest_model_just_fits():
-    num_layers, layout = roomiest(settings(), DGX_2, 400)[0]
+def test_the_largest_model_fits_and_one_more_layer_does_not():
+    num_layers, layout = deepest_models(settings(), DGX_2, 400)[0]
     assert (
-        judge(layout, settings(f"--model.num_layers={num_layers}"), DGX_2, 400)
+        predict(layout, settings(f"--model.num_layers={num_layers}"), DGX_2, 400)
         in make_plan(settings(f"--model.num_layers={num_layers}"), DGX_2, 400).fitting
     )
     deeper = settings(f"--model.num_layers={num_layers + 1}")
-    with pytest.raises(ConfigError, match=r"fits nowhere on 400 GPUs: the leanest layout .* needs [\d.]+ GB"):
+    with pytest.raises(
+        ConfigError, match=r"does not fit on 400 GPUs: the layout with the least memory .* needs [\d.]+ GB"
+    ):
         make_plan(deeper, DGX_2, 400)
 
 
-def test_gradients_that_accumulate_locally_are_planned_for():
-    layout = Layout(tensor_size=16, stage=2, store="partition", micro_batch_size=8)
-    reduced, local = (judge(layout, settings(f"--zero.accumulate={how}"), DGX_2, 400) for how in ("reduce", "local"))
+def test_the_planner_counts_gradients_that_accumulate_locally():
+    layout = CandidateLayout(tensor_size=16, stage=2, store="partition", micro_batch_size=8)
+    reduced, local = (predict(layout, settings(f"--zero.accumulate={how}"), DGX_2, 400) for how in ("reduce", "local"))
     full_gradients = 2 * 100e9 / 16
-    assert local.memory_bytes - reduced.memory_bytes == pytest.approx(full_gradients * 24 / 25, rel=0.02)
+    assert local.device_bytes - reduced.device_bytes == pytest.approx(full_gradients * 24 / 25, rel=0.02)
     assert local.seconds < reduced.seconds, "4 micro-batches, of which the last alone reduces"
 
 
-def test_with_offload_a_model_fits_where_its_states_do_not():
-    """13B on one node: 16 GB of states a GPU beside activations; with the host's memory stage 2 needs 2 bytes each."""
+def test_offload_fits_a_model_whose_states_exceed_the_device():
+    """13B parameters on one node: 16 GB of states per GPU; with offload, stage 2 keeps 2 bytes per parameter there."""
     small = "--model.num_layers=40", "--model.hidden_size=5120", "--train.global_batch_size=64"
     chosen = settings(*small, "--offload.mode=auto")
     plan = make_plan(chosen, DGX_2, 16)
     offloaded = [found for found in plan.fitting if found.layout.offload == "host"]
     for found in offloaded:
-        inside = judge(dataclasses.replace(found.layout, offload="accelerator"), chosen, DGX_2, 16)
-        assert found.memory_bytes < inside.memory_bytes
-        assert found.host_bytes > inside.host_bytes
-        assert found.seconds > inside.seconds
+        without = predict(dataclasses.replace(found.layout, offload="accelerator"), chosen, DGX_2, 16)
+        assert found.device_bytes < without.device_bytes
+        assert found.host_bytes > without.host_bytes
+        assert found.seconds > without.seconds
     in_stage_2 = {f.layout.offload for f in plan.fitting if (f.layout.tensor_size, f.layout.stage) == (1, 2)}
     assert in_stage_2 == {"host"}
     assert not any(found.layout.offload == "host" for found in make_plan(settings(*small), DGX_2, 16).fitting)
 
 
-def test_what_the_host_computes_is_sent_when_it_is_done_and_gathered_when_it_has_come():
+def test_a_host_update_is_copied_back_when_it_is_done_and_gathered_after_the_copy():
     host_rate = DGX_2.host_memory_rate_of_a_gpu * 1e9
     half, up, down = torch.float16, {"is_transfer": True}, {"is_transfer": True, "to_host": True}
     kernels = [
-        Kernel("copy_", "backward", int(2 * 15.75e9), half, **down),  # a second
+        Kernel("copy_", "backward", int(2 * 15.75e9), half, **down),  # one second
         Kernel("_fused_adamw_", "update", int(3 * host_rate), half, is_on_host=True),
         Kernel("copy_", "update", int(2 * 15.75e9), half, **up),
-        moving(1.0),
+        memory_bound(1.0),
     ]
     gather = event("all_gather", "data", 16, 1000, launched=3, awaited=4)
-    timeline = project(kernels, [gather], DGX_2, GRID)
+    timeline = project(kernels, [gather], DGX_2, SHAPE)
     spans = {task.name if task.lane != "from host" else "copy back": task for task in timeline.tasks}
     assert spans["_fused_adamw_"].start == pytest.approx(1.0, rel=1e-6)
     assert spans["copy back"].start == pytest.approx(4.0, rel=1e-6)
     assert spans["all_gather"].start == pytest.approx(5.0, rel=1e-6)
-    assert spans["add"].start < 1.0, "the accelerator does not wait for what it does not read"
+    assert spans["add"].start < 1.0, "the accelerator does not wait for a copy that it does not read"
 
 
 def test_a_world_that_no_layout_divides_is_refused():
