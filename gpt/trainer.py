@@ -244,7 +244,7 @@ class Trainer:
         return records[-1]
 
     def _on_save(self, checkpoint: Path) -> None:
-        self._tracking.refer_to(checkpoint)
+        self._tracking.log_checkpoint(checkpoint)
 
     def _peak_flops(self) -> float | None:
         """Return the peak FLOP/s of this rank's device, or None if it is not known."""

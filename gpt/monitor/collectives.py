@@ -1,8 +1,8 @@
-"""The profile of a step's collectives: what a tuner of the network needs, from a real log or from a dry run's.
+"""Profiles of the collectives of a step, for tuning the network.
 
-    python -m gpt.monitor.collectives runs/a runs/b      compares two, each the folder of a real run or of a dry one
+    python -m gpt.monitor.collectives runs/a runs/b      compares the profiles of two runs, real or dry
 
-A real run writes it after the step `profile.collectives_step`, a dry run in its report.
+A real run writes its profile after the step `profile.collectives_step`, and a dry run writes it in its report.
 """
 
 import argparse
@@ -22,14 +22,14 @@ from parallel.instruments.comm_log import CommEvent, CommLog
 from parallel.instruments.kernel_log import KernelLog
 from parallel.instruments.watching import watching
 
-PROFILES = "collectives.json", "report.json"  # of a real run, and of a dry one
+PROFILES = "collectives.json", "report.json"  # the files that a real run and a dry run write
 
 
 def profile(events: list[CommEvent], step_length: float) -> list[dict[str, Any]]:
-    """One row for each (axis, operation, phase), in the order of their first launch.
+    """Return one row for each (axis, operation, phase), in the order of their first launch.
 
-    `step_length` is in the clock of the events, a count of kernels. Positions are shares of the step; `blocking` counts
-    those that were waited for before anything was computed.
+    `step_length` and the times of the events are counts of kernels. Positions are fractions of the step; `blocking`
+    counts the collectives that were waited for before any kernel ran.
     """
     groups: dict[tuple[str, str, str], list[tuple[int, CommEvent]]] = {}
     for order, event in enumerate(events):
@@ -54,7 +54,10 @@ def profile(events: list[CommEvent], step_length: float) -> list[dict[str, Any]]
 
 @contextmanager
 def profiled(log: CommLog, folder: Path) -> Iterator[None]:
-    """A real run's step: its profile goes to `folder`. It takes longer, since Python sees every kernel to count it."""
+    """Write the profile of the step inside this context to `folder`.
+
+    The step takes longer, because Python intercepts every kernel to count it.
+    """
     kernels = KernelLog(lambda: log.phase, is_on_host=lambda _tensor: False)
     with watching(kernels), log.keeping_events(kernels.count) as events:
         yield
@@ -63,24 +66,25 @@ def profiled(log: CommLog, folder: Path) -> Iterator[None]:
 
 
 def read_profile(path: Path) -> list[dict[str, Any]]:
-    """Of a run's folder, or a file. Raises ConfigError."""
+    """Return the profile in a run's folder, or in a file. Raise ConfigError if there is none."""
     found = [path / name for name in PROFILES if (path / name).is_file()] if path.is_dir() else [path]
     try:
         return json.loads(found[0].read_text())["collectives"]
     except (IndexError, OSError, ValueError, KeyError) as error:
         raise ConfigError(
-            f"{path} has no profile of collectives: a real run writes {PROFILES[0]} after the step "
-            f"profile.collectives_step, a dry run {PROFILES[1]}"
+            f"{path} has no profile of collectives; name the folder of a real run past its step "
+            f"profile.collectives_step, which writes {PROFILES[0]}, or of a dry run, which writes {PROFILES[1]}"
         ) from error
 
 
 def _histogram(events: Any) -> dict[str, int]:
-    """{size of the message in bytes: how many}, ascending."""
+    """Return {bytes of a message: number of such messages}, in ascending order."""
     sizes = Counter(event.message_bytes for event in events)
     return {str(size): sizes[size] for size in sorted(sizes)}
 
 
 def profile_table(rows: list[dict[str, Any]]) -> Table:
+    """Return a table with one line for each row of a profile."""
     table = Table(title="Collectives of a step, in the order of their first launch", title_justify="left")
     for heading in ("axis", "operation", "phase", "ranks", "count", "message, MB", "position", "blocking"):
         table.add_column(heading)
@@ -100,9 +104,9 @@ def profile_table(rows: list[dict[str, Any]]) -> Table:
 
 
 def comparison_table(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> Table:
-    """Counts and bytes side by side; a row that only one of them has shows zeros for the other."""
-    table = Table("axis", "operation", "phase", title="Collectives, one and the other", title_justify="left")
-    for heading in ("count", "count", "sent, MB", "sent, MB"):
+    """Return a table of both profiles' counts and bytes; a row that one of them lacks counts as zero there."""
+    table = Table("axis", "operation", "phase", title="Collectives of two runs", title_justify="left")
+    for heading in ("count, first", "count, second", "MB sent, first", "MB sent, second"):
         table.add_column(heading, justify="right")
     first, second = ({(r["axis"], r["op"], r["phase"]): r for r in rows} for rows in (one, other))
     for key in dict.fromkeys([*first, *second]):
@@ -113,7 +117,10 @@ def comparison_table(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> 
 
 
 def main(arguments: list[str]) -> None:
-    parser = argparse.ArgumentParser(prog="python -m gpt.monitor.collectives", description="Compare two profiles.")
+    """Print the comparison of two runs."""
+    parser = argparse.ArgumentParser(
+        prog="python -m gpt.monitor.collectives", description="Compare the collectives of two runs."
+    )
     parser.add_argument("runs", nargs=2, type=Path, help="folders of runs, real or dry")
     with exit_on_config_error():
         one, other = (read_profile(path) for path in parser.parse_args(arguments).runs)

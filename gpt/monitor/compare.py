@@ -1,4 +1,4 @@
-"""Runs beside each other, from their metrics.jsonl alone: a table, and their losses in one plot.
+"""Comparison of runs by their metrics.jsonl: a table, and one plot of all losses.
 
 python -m gpt.monitor.compare RUN RUN ... [--plot FILE]
 """
@@ -18,43 +18,49 @@ from gpt.run_folder.files import METRICS, read_steps
 from parallel.errors import ConfigError, exit_on_config_error
 
 Records = list[dict[str, Any]]
+Figure = Callable[[Records], float | None]
 
 
-def last(key: str) -> Callable[[Records], float | None]:
-    """The newest value; None where the run never had one."""
+def latest(key: str) -> Figure:
+    """Return a function for the last value of a metric, or None if the run has none."""
     return lambda records: next((record[key] for record in reversed(records) if key in record), None)
 
 
-def typical(key: str) -> Callable[[Records], float | None]:
-    """The median, without the first logged step, which warms up."""
+def typical(key: str) -> Figure:
+    """Return a function for the median of a metric without the first logged step, which includes warm-up."""
     return lambda records: median(record[key] for record in records[1:] or records)
 
 
-def highest(key: str) -> Callable[[Records], float | None]:
+def highest(key: str) -> Figure:
+    """Return a function for the maximum of a metric."""
     return lambda records: max(record[key] for record in records)
 
 
-def in_millions(figure: Callable[[Records], float | None]) -> Callable[[Records], float | None]:
+def in_millions(figure: Figure) -> Figure:
+    """Return a function for the figure divided by 1e6."""
     return lambda records: None if (value := figure(records)) is None else value / 1e6
 
 
 # heading, format, figure
-COLUMNS: tuple[tuple[str, str, Callable[[Records], float | None]], ...] = (
-    ("step", ",", last("step")),
-    ("tokens, M", ",.2f", in_millions(last("tokens"))),
-    ("loss", ".4f", last("loss")),
-    ("validation", ".4f", last("validation_loss")),
+COLUMNS: tuple[tuple[str, str, Figure], ...] = (
+    ("step", ",", latest("step")),
+    ("tokens, M", ",.2f", in_millions(latest("tokens"))),
+    ("loss", ".4f", latest("loss")),
+    ("validation", ".4f", latest("validation_loss")),
     ("tokens/s", ",.0f", typical("tokens_per_second")),
     ("TFLOPs/device", ".3g", typical("model_tflops_per_device")),
     ("peak MB", ",.0f", in_millions(highest("peak_allocated_bytes"))),
     ("data axis, MB", ",.2f", in_millions(typical("data_axis_bytes"))),
     ("tensor axis, MB", ",.2f", in_millions(typical("tensor_axis_bytes"))),
-    ("skipped", ",", last("skipped_steps")),
+    ("skipped", ",", latest("skipped_steps")),
 )
 
 
 def read_runs(folders: list[Path]) -> dict[str, Records]:
-    """By the shortest names that tell the folders apart. Raises ConfigError where one holds no logged step."""
+    """Return the logged steps of each run, by the shortest distinct ends of the folders' paths.
+
+    Raise ConfigError if a folder has no logged step.
+    """
     depth = 1
     while len({folder.parts[-depth:] for folder in folders}) < len(set(folders)):
         depth += 1
@@ -67,8 +73,9 @@ def read_runs(folders: list[Path]) -> dict[str, Records]:
     return runs
 
 
-def comparison(runs: dict[str, Records]) -> Table:
-    table = Table("run", title="Runs, and a step and rank of them", title_justify="left")
+def comparison_table(runs: dict[str, Records]) -> Table:
+    """Return a table with one line for each run; speed, memory and traffic are per step and rank."""
+    table = Table("run", title="Runs; memory and traffic per step and rank", title_justify="left")
     for heading, _, _ in COLUMNS:
         table.add_column(heading, justify="right")
     for name, records in runs.items():
@@ -78,13 +85,16 @@ def comparison(runs: dict[str, Records]) -> Table:
 
 
 def main(arguments: list[str]) -> None:
+    """Print the table and write the plot."""
     parser = argparse.ArgumentParser(prog="python -m gpt.monitor.compare", description=__doc__)
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run")
-    parser.add_argument("--plot", type=Path, default=Path("compare.png"), help="file for the plot (compare.png)")
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run.dir of a run")
+    parser.add_argument(
+        "--plot", type=Path, default=Path("compare.png"), help="file for the plot; by default compare.png"
+    )
     options = parser.parse_args(arguments)
     runs = read_runs(options.runs)
     console = Console(soft_wrap=True, highlight=False, width=None if sys.stdout.isatty() else 160)
-    console.print(comparison(runs))
+    console.print(comparison_table(runs))
     plot_losses(runs, options.plot)
     console.print(f"{options.plot} shows their losses")
 

@@ -1,4 +1,4 @@
-"""What a person sees: what the run is, where memory goes, a line a logged step, and how it ended. On the first rank."""
+"""Console output of the first rank: a description of the run, its memory, a line per logged step, and a summary."""
 
 import math
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ from zero.formulas import memory, traffic
 
 
 class RunConsole:
-    """Lines of text; on a terminal also a bar that moves with the steps. Other ranks have a quiet one."""
+    """The console, which on a terminal also shows a progress bar. Ranks other than the first have a quiet one."""
 
     def __init__(self, is_quiet: bool):
         self._console = Console(quiet=is_quiet, highlight=False, soft_wrap=True)
@@ -38,22 +38,27 @@ class RunConsole:
         )
 
     def say(self, text: str) -> None:
+        """Print lines of text."""
         self._console.print(text, markup=False, emoji=False)
 
     def show(self, table: Table) -> None:
+        """Print a table."""
         self._console.print(table)
 
     @contextmanager
     def progress(self, first_step: int, num_steps: int) -> Iterator[None]:
+        """Show the progress bar inside this context, with `first_step` of `num_steps` steps done."""
         with self._progress:
             self._task = self._progress.add_task("", total=num_steps, completed=first_step)
             yield
 
     def advance(self) -> None:
+        """Move the progress bar by one step."""
         self._progress.advance(self._task)
 
 
 def describe_run(state: TrainState, train: TrainSettings, zero: ZeroConfig, run_dir: str) -> str:
+    """Return one line with the size of the model, the ranks and the batch."""
     mesh, model = state.mesh, state.config
     return (
         f"{state.num_parameters_of_model / 1e6:,.1f}M parameters ({model.num_layers} layers x {model.hidden_size}), "
@@ -63,16 +68,19 @@ def describe_run(state: TrainState, train: TrainSettings, zero: ZeroConfig, run_
 
 
 def memory_table(state: TrainState, train: TrainSettings, zero: ZeroConfig) -> Table:
-    """Model states of this rank beside the paper's formula; moments count as what the first step will make."""
+    """Return a table of this rank's model states, in comparison with the paper's formula, and of its buffers.
+
+    Moments that do not exist yet are counted with the size that the first step will give them.
+    """
     num_parameters, shard_size = state.num_parameters, state.model.shard_axis.size
     state_bytes = state.optimizer.state_bytes_per_element
-    promised = memory.formula(zero.policy, num_parameters, shard_size, train.dtype.itemsize, state_bytes)
+    expected = memory.formula(zero.policy, num_parameters, shard_size, train.dtype.itemsize, state_bytes)
     table = Table(title=f"Model states per rank, stage {zero.stage}", title_justify="left")
-    for heading in ("", "MB", "paper's formula, MB", "bytes a parameter"):
+    for heading in ("", "MB", "paper's formula, MB", "bytes per parameter"):
         table.add_column(heading, justify="left" if not heading else "right")
     leaves = state.model.offload.config.leaves
-    for placement, here in memory.placed(promised, zero.policy, shard_size, leaves).items():
-        if not here.total:
+    for placement, formula in memory.placed(expected, zero.policy, shard_size, leaves).items():
+        if not formula.total:
             continue
         found = memory.measured(state.model, state.optimizer, placement)
         buckets = [bucket for bucket in state.optimizer.buckets if bucket.placement is placement]
@@ -80,8 +88,9 @@ def memory_table(state: TrainState, train: TrainSettings, zero: ZeroConfig) -> T
         rows = {field.name: getattr(found, field.name) for field in fields(found)} | {"moments": moments}
         where = f", {placement.name.lower()}" if leaves else ""
         for name, num_bytes in [*rows.items(), ("total", sum(rows.values()))]:
-            each = f"{num_bytes / num_parameters:.2f}"
-            table.add_row(name + where, f"{num_bytes / 1e6:,.2f}", f"{getattr(here, name) / 1e6:,.2f}", each)
+            per_parameter = f"{num_bytes / num_parameters:.2f}"
+            expected_mb = f"{getattr(formula, name) / 1e6:,.2f}"
+            table.add_row(name + where, f"{num_bytes / 1e6:,.2f}", expected_mb, per_parameter)
         table.add_section()
     for name, num_bytes, remark in [*_checkpoint_rows(state, train), *_buffer_rows(state, train, zero)]:
         table.add_row(name, f"{num_bytes / 1e6:,.2f}", remark, "")
@@ -89,7 +98,7 @@ def memory_table(state: TrainState, train: TrainSettings, zero: ZeroConfig) -> T
 
 
 def _checkpoint_rows(state: TrainState, train: TrainSettings) -> Iterator[tuple[str, float, str]]:
-    """(name, bytes, remark) of the activation checkpoints of one micro-batch."""
+    """Yield (name, bytes, remark) of the activation checkpoints of one micro-batch."""
     gpt, model, itemsize = state.model.module, state.config, train.dtype.itemsize
     assert isinstance(gpt, GPT)
     if not isinstance(gpt.run_blocks, CheckpointedBlocks):
@@ -101,26 +110,27 @@ def _checkpoint_rows(state: TrainState, train: TrainSettings) -> Iterator[tuple[
     places = {"device": stored.device, "host": stored.host}
     for place, num_bytes in places.items():
         if num_bytes or place == "device":
-            yield f"checkpoints, {place}", num_bytes, f"{num_bytes / whole:.0%} of {whole / 1e6:,.2f} whole"
+            yield f"checkpoints, {place}", num_bytes, f"{num_bytes / whole:.0%} of {whole / 1e6:,.2f} unpartitioned"
     yield "buffer: checkpoints", stored.in_transit, "constant"
 
 
 def _buffer_rows(state: TrainState, train: TrainSettings, zero: ZeroConfig) -> Iterator[tuple[str, float, str]]:
-    """Buffers and temporaries of constant size (C_B), which `zero.bucket_numel` bounds."""
+    """Yield (name, bytes, remark) of buffers and temporaries of constant size (C_B), limited by `zero.bucket_numel`."""
     model, gpt, axis = state.model, state.model.module, state.mesh.tensor
     assert isinstance(gpt, GPT)
-    size = "constant" if zero.bucket_numel else "the model's size"
+    remark = "constant" if zero.bucket_numel else "grows with the model"
     for name, num_bytes in memory.buffer_bytes(model, state.optimizer).items():
-        yield f"buffer: {name}", num_bytes, size
+        yield f"buffer: {name}", num_bytes, remark
     num_tokens = train.micro_batch_size * state.config.seq_length
     num_columns = state.config.padded_vocab_size // axis.size
-    yield "buffer: loss", temporary_bytes(num_tokens, num_columns, gpt.chunk_numel), size
-    yield "buffer: gradient norm", state.optimizer.norm_bytes, size
+    yield "buffer: loss", temporary_bytes(num_tokens, num_columns, gpt.chunk_numel), remark
+    yield "buffer: gradient norm", state.optimizer.norm_bytes, remark
     if gathered := memory.gathered_bytes(model, model.residency.prefetch_numel):
-        yield "buffer: gathered ahead", gathered, "at most"
+        yield "buffer: prefetched parameters", gathered, "at most"
 
 
 def step_line(record: dict[str, Any], train: TrainSettings, seq_length: int) -> str:
+    """Return the console's line for a logged step."""
     tokens_left = (train.steps - record["step"]) * train.global_batch_size * seq_length
     seconds_left = tokens_left / record["tokens_per_second"]
     mfu = f"{record['mfu']:.1%}" if record["mfu"] is not None else "-"
@@ -135,12 +145,12 @@ def step_line(record: dict[str, Any], train: TrainSettings, seq_length: int) -> 
 
 
 def summary_table(state: TrainState, train: TrainSettings, zero: ZeroConfig, records: list[dict[str, Any]]) -> Table:
-    """The end of the run beside its beginning, and a step's traffic beside the paper's."""
+    """Return a table of the last logged step, in comparison with the first one and with the traffic of the paper."""
     first, last = records[0], records[-1]
     data_size = state.mesh.data.size
     num_micro_batches = train.global_batch_size // (train.micro_batch_size * data_size)
     parameter_bytes = state.num_parameters * train.dtype.itemsize
-    promised = traffic.step_bytes(zero.policy, parameter_bytes, data_size, num_micro_batches)
+    expected = traffic.step_bytes(zero.policy, parameter_bytes, data_size, num_micro_batches)
     table = Table(title="Summary", show_header=False, title_justify="left")
     table.add_row("loss", f"{first['loss']:.3f} (step {first['step']}) -> {last['loss']:.3f} (step {last['step']})")
     if "validation_loss" in last:
@@ -150,10 +160,12 @@ def summary_table(state: TrainState, train: TrainSettings, zero: ZeroConfig, rec
     table.add_row(
         "speed", f"{last['tokens_per_second']:,.0f} tokens/s, {last['model_tflops_per_device']:.3g} TFLOPs/device"
     )
-    table.add_row("data axis", f"{last['data_axis_bytes'] / 1e6:,.2f} MB a step and rank; paper: {promised / 1e6:,.2f}")
+    table.add_row(
+        "data axis", f"{last['data_axis_bytes'] / 1e6:,.2f} MB per step and rank; paper: {expected / 1e6:,.2f}"
+    )
     table.add_row("peak memory", f"{last['peak_allocated_bytes'] / 1e6:,.0f} MB")
     if state.device.type == "cuda":
         unused, retries = last["reserved_unused_bytes"] / 1e6, last["allocation_retries"]
-        table.add_row("fragmentation", f"{unused:,.0f} MB reserved and unused, {retries} allocations tried again")
+        table.add_row("fragmentation", f"{unused:,.0f} MB reserved and unused, {retries} allocations retried")
     table.add_row("skipped steps", str(last["skipped_steps"]))
     return table

@@ -1,4 +1,4 @@
-"""What is measured of training steps: speed, traffic and memory."""
+"""Measurements of training steps: speed, traffic and memory."""
 
 import resource
 import time
@@ -24,14 +24,15 @@ class Throughput:
         self._num_sequences, self._start = 0, time.perf_counter()
 
     def count(self, num_sequences: int) -> None:
+        """Add a step of `num_sequences` sequences to the measurement."""
         self._num_sequences += num_sequences
 
     def restart(self) -> None:
-        """Begin a new stretch, without what was counted or done since the last measurement."""
+        """Discard what was counted since the last measurement, and begin a new one."""
         self._num_sequences, self._start = 0, time.perf_counter()
 
     def measure(self) -> dict[str, float | None]:
-        """Call when the device has finished the counted steps."""
+        """Return the speed over the counted steps, which the device must have finished, and begin a new measurement."""
         seconds = time.perf_counter() - self._start
         num_sequences, per_device = self._num_sequences, seconds * self._num_devices
         useful = model_flops(self._model, num_sequences) / per_device
@@ -46,32 +47,33 @@ class Throughput:
 
 
 class StepTraffic:
-    """Bytes that this rank sends in one step, along each axis."""
+    """The bytes that this rank sends along each axis in one step, from the construction to `measure`."""
 
     def __init__(self, log: CommLog):
         self._log = log
         self._before = self._sent()
 
     def measure(self) -> dict[str, int]:
+        """Return the bytes that were sent since the construction."""
         return {name: sent - self._before[name] for name, sent in self._sent().items()}
 
     def _sent(self) -> dict[str, int]:
-        """The data axis with its parts, where sharding is hierarchical."""
+        # With hierarchical sharding, collectives run along the two parts of the data axis.
         data = sum(self._log.wire_bytes(axis) for axis in ("data", "shard", "replica"))
         return {"data_axis_bytes": data, "tensor_axis_bytes": self._log.wire_bytes("tensor")}
 
 
 def memory_by_kind(model: ZeroDataParallel, optimizer: ZeroOptimizer) -> dict[str, int]:
-    """Bytes that this rank keeps between steps."""
+    """Return the bytes that this rank keeps between steps, by kind of state."""
     states = asdict(measured(model, optimizer)) | {"buffers": sum(buffer_bytes(model, optimizer).values())}
     return {f"memory/{kind}_bytes": num_bytes for kind, num_bytes in states.items()}
 
 
 def peak_memory(device: torch.device) -> dict[str, int]:
-    """Since the start: of torch's allocator on a GPU; of the whole process, resident, on a CPU, which has no such.
+    """Return the peak memory since the start: of torch's allocator on a GPU, of the whole process on a CPU.
 
-    Reserved less allocated now is what fragmentation and caching hold; an allocation is tried again after the cache has
-    been emptied.
+    `reserved_unused_bytes` is memory that torch's allocator has reserved and not allocated, because of caching or
+    fragmentation. `allocation_retries` counts allocations that succeeded only after the cache was emptied.
     """
     if device.type != "cuda":
         resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

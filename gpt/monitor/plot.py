@@ -1,17 +1,17 @@
-"""Plots of metrics.jsonl: a run's own loss, and the losses of several runs."""
+"""Plots of the losses of one run or of several, over tokens."""
 
 from pathlib import Path
 from typing import Any
 
 import matplotlib
 
-matplotlib.use("Agg")  # no display on a cluster node
+matplotlib.use("Agg")  # works without a display
 
 from matplotlib import pyplot
 
 
 def plot_losses(runs: dict[str, list[dict[str, Any]]], path: Path) -> None:
-    """Training losses of several runs, by name, over tokens."""
+    """Plot the training losses of several runs, which are named in `runs`."""
     figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
     for name, records in runs.items():
         axes.plot([r["tokens"] for r in records], [r["loss"] for r in records], label=name, linewidth=1)
@@ -19,7 +19,7 @@ def plot_losses(runs: dict[str, list[dict[str, Any]]], path: Path) -> None:
 
 
 def plot_loss(records: list[dict[str, Any]], path: Path) -> None:
-    """Training and validation loss over tokens."""
+    """Plot the training and validation loss of one run."""
     figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
     training = [(record["tokens"], record["loss"]) for record in records]
     axes.plot(*zip(*training, strict=True), label="training", linewidth=1)
@@ -30,7 +30,7 @@ def plot_loss(records: list[dict[str, Any]], path: Path) -> None:
 
 
 def _finish(figure: Any, axes: Any, path: Path) -> None:
-    axes.set(xlabel="tokens", ylabel="loss (nats a token)")
+    axes.set(xlabel="tokens", ylabel="loss (nats per token)")
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(path, dpi=120)

@@ -1,13 +1,14 @@
-"""Where the time of a few steps goes: timers of all ranks, the rank that holds up the others, and a trace.
+"""Profiles of a few steps: timers of all ranks, the ranks that delay the others, and traces.
 
-Every phase that `CommLog.during` names is timed, and what was waited for in it is taken out and counted by what it was:
+Every phase that `CommLog.during` names is timed. Time spent waiting for a collective is subtracted from its phase and
+counted by the kind of the collective:
 
     forward, backward, update     computing
     reduce                        waiting for reduce-scatters and all-reduces
     gather                        waiting for all-gathers and broadcasts
-    data, checkpoint              the next batch; a save, as far as the step waits for it
+    data, checkpoint              reading the next batch; the part of a save that the step waits for
 
-On a GPU the stamps are events on its stream: waiting is the stream's, and the host never waits.
+On a GPU, times are those of CUDA events on its stream: waiting means that the stream waits, and the host does not.
 """
 
 import json
@@ -35,7 +36,10 @@ FOLDER = "profile"
 
 
 class Profiler:
-    """All ranks call `begin` before every step, its data included, and `end` after it."""
+    """The profiler of the steps that the settings select.
+
+    All ranks call `begin` before every step, before its batch is read, and `end` after it.
+    """
 
     def __init__(self, settings: ProfileSettings, mesh: Mesh, device: torch.device, run_dir: Path):
         self._settings, self._mesh, self._device = settings, mesh, device
@@ -44,10 +48,11 @@ class Profiler:
         self._trace: profile | None = None
 
     def begin(self, step: int) -> None:
+        """Start timers and the trace if `step` is the first one to profile."""
         if self._settings.steps is None or step != self._settings.steps[0]:
             return
         log = self._mesh.log
-        self._before = log.keeps_events, log.clock, log.watch
+        self._saved = log.keeps_events, log.clock, log.watch
         log.keeps_events, log.clock, log.watch = True, self._stamp, self._watch
         log.events.clear()
         activities = [ProfilerActivity.CPU]
@@ -58,11 +63,15 @@ class Profiler:
         self._start = self._stamp()
 
     def end(self, step: int) -> list[dict[str, float]] | None:
-        """After the last of the steps: the timers of every rank, seconds a step; their sum is "step"."""
+        """Write traces and timers if `step` is the last one to profile, and return the timers of all ranks, else None.
+
+        Timers are seconds per step; "step" is the whole step, and the others sum to at most that. All ranks
+        communicate.
+        """
         if self._trace is None or self._settings.steps is None or step < self._settings.steps[1]:
             return None
         stop, log = self._stamp(), self._mesh.log
-        log.keeps_events, log.clock, log.watch = self._before
+        log.keeps_events, log.clock, log.watch = self._saved
         self._trace.stop()
         num_steps = step - self._settings.steps[0] + 1
         own = self._timers(log.events, stop)
@@ -71,13 +80,14 @@ class Profiler:
             self._folder.mkdir(parents=True, exist_ok=True)
             self._trace.export_chrome_trace(str(self._folder / f"rank-{self._mesh.rank}.json"))
         self._trace = None
-        of_ranks = self._of_all_ranks([own[name] / num_steps for name in (*TIMERS, "step")])
+        by_rank = self._gather_timers([own[name] / num_steps for name in (*TIMERS, "step")])
         if self._mesh.rank == 0:
             self._folder.mkdir(parents=True, exist_ok=True)
-            (self._folder / "timers.json").write_text(json.dumps(of_ranks, indent=1) + "\n")
-        return of_ranks
+            (self._folder / "timers.json").write_text(json.dumps(by_rank, indent=1) + "\n")
+        return by_rank
 
     def _timers(self, events: list[CommEvent], stop: Any) -> dict[str, float]:
+        """Return this rank's seconds in all profiled steps together."""
         seconds = defaultdict(float, step=self._seconds(self._start, stop))
         for phase, start, end in self._phases:
             seconds[phase] += self._seconds(start, end)
@@ -89,14 +99,15 @@ class Profiler:
         self._phases.clear()
         return seconds
 
-    def _of_all_ranks(self, own: list[float]) -> list[dict[str, float]]:
+    def _gather_timers(self, own: list[float]) -> list[dict[str, float]]:
+        """Return the timers of every rank, in the order of ranks."""
         mesh, names = self._mesh, (*TIMERS, "step")
         row = torch.tensor(own, dtype=torch.float32, device=self._device)
-        of_tensor = row.new_empty(mesh.tensor.size * len(names))
-        mesh.tensor.all_gather(row, out=of_tensor).wait()
-        of_all = row.new_empty(mesh.size * len(names))
-        mesh.data.all_gather(of_tensor, out=of_all).wait()
-        return [dict(zip(names, values, strict=True)) for values in of_all.view(mesh.size, -1).tolist()]
+        by_tensor_rank = row.new_empty(mesh.tensor.size * len(names))
+        mesh.tensor.all_gather(row, out=by_tensor_rank).wait()
+        gathered = row.new_empty(mesh.size * len(names))
+        mesh.data.all_gather(by_tensor_rank, out=gathered).wait()
+        return [dict(zip(names, values, strict=True)) for values in gathered.view(mesh.size, -1).tolist()]
 
     @contextmanager
     def _watch(self, phase: str) -> Iterator[None]:
@@ -106,6 +117,7 @@ class Profiler:
         self._phases.append((phase, start, self._stamp()))
 
     def _stamp(self) -> Any:
+        """Return the present time: a recorded event on a GPU, seconds on a CPU."""
         if self._device.type != "cuda":
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -119,27 +131,28 @@ class Profiler:
         return start.elapsed_time(end) / 1e3
 
 
-def stragglers(of_ranks: list[dict[str, float]]) -> list[tuple[int, float]]:
-    """(rank, how many times the median it computes), of those that the others wait for."""
-    computing = [sum(timers[name] for name in COMPUTING) for timers in of_ranks]
+def stragglers(by_rank: list[dict[str, float]]) -> list[tuple[int, float]]:
+    """Return (rank, its computing time over the median) of the ranks that the others have to wait for."""
+    computing = [sum(timers[name] for name in COMPUTING) for timers in by_rank]
     usual = median(computing)
     return [(rank, own / usual) for rank, own in enumerate(computing) if own > STRAGGLER_FACTOR * usual]
 
 
-def timer_table(of_ranks: list[dict[str, float]]) -> Table:
-    table = Table(title="Timers, ms a step", title_justify="left")
+def timer_table(by_rank: list[dict[str, float]]) -> Table:
+    """Return a table of every timer's mean and its extremes over ranks."""
+    table = Table(title="Timers, ms per step", title_justify="left")
     for heading in ("", "mean", "fastest rank", "slowest rank"):
         table.add_column(heading, justify="left" if not heading else "right")
     for name in (*TIMERS, "step"):
-        values = [1e3 * timers[name] for timers in of_ranks]
+        values = [1e3 * timers[name] for timers in by_rank]
         ends = [f"{value:,.2f} (rank {values.index(value)})" for value in (min(values), max(values))]
         table.add_row(name, f"{sum(values) / len(values):,.2f}", *ends)
     return table
 
 
-def straggler_lines(of_ranks: list[dict[str, float]], nodes: Sequence[str]) -> list[str]:
-    """`nodes` names the node of every rank."""
+def straggler_lines(by_rank: list[dict[str, float]], nodes: Sequence[str]) -> list[str]:
+    """Return a line about each rank that delays the others; `nodes` has the name of every rank's node."""
     return [
         f"straggler: rank {rank} on {nodes[rank]} computes {factor:.2f} times as long as the median rank"
-        for rank, factor in stragglers(of_ranks)
+        for rank, factor in stragglers(by_rank)
     ]

@@ -1,4 +1,4 @@
-"""TensorBoard as a sink: event files in RUN/tensorboard, with every step once however often the run was resumed."""
+"""TensorBoard as a sink: event files in RUN/tensorboard that hold every step once, however often the run resumed."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -6,7 +6,10 @@ from typing import Any
 
 
 class TensorboardRun:
-    """What earlier processes have written is purged: the whole history comes again, from metrics.jsonl."""
+    """The event files of one run.
+
+    Opening purges the steps of earlier processes, because the whole history is logged again from metrics.jsonl.
+    """
 
     def __init__(self, run_dir: Path):
         self._folder = run_dir / "tensorboard"
@@ -17,7 +20,7 @@ class TensorboardRun:
             if isinstance(value, (int, float)) and name != "step":
                 self._writer.add_scalar(name, value, record["step"])
         self._step = record["step"]
-        self._writer.flush()  # a kill takes nothing that was logged
+        self._writer.flush()  # a killed process loses nothing that was logged
 
     def roll_back(self, step: int) -> None:
         self._writer.close()
@@ -27,14 +30,14 @@ class TensorboardRun:
         self._writer.add_text(f"alert/{title}", text, self._step)
         self._writer.flush()
 
-    def refer_to(self, checkpoint: Path) -> None:
+    def log_checkpoint(self, checkpoint: Path) -> None:
         self._writer.add_text("checkpoint", str(checkpoint.resolve()), self._step)
 
     def finish(self, summary: Mapping[str, Any], exit_code: int) -> None:
         self._writer.close()
 
     def _open(self, purge_step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # needs a package that only users of this sink have
+        from torch.utils.tensorboard import SummaryWriter  # only users of this sink need the package
 
         self._writer = SummaryWriter(str(self._folder), purge_step=purge_step)
         self._step = purge_step

@@ -1,9 +1,9 @@
-"""Where a run is watched: what metrics.jsonl says, alerts and checkpoints, handed on to sinks.
+"""Tracking of a run: logged metrics, alerts and references to checkpoints are passed to sinks.
 
-    training ---- queue ----> a thread ----> W&B            one queue and thread a sink: what hangs, or fails, costs
-             `--- queue ----> a thread ----> TensorBoard    its sink, never the training, nor a second of it
+    training ---- queue ----> a thread ----> W&B            one queue and thread per sink: a sink that hangs or fails
+             `--- queue ----> a thread ----> TensorBoard    is switched off, and never delays or stops the training
 
-A sink that is opened gets what metrics.jsonl holds already: after a resume, and whatever a kill has taken from it.
+A sink first gets all steps of metrics.jsonl, so it is complete after a resume, and after a kill that lost its data.
 """
 
 import logging
@@ -15,6 +15,7 @@ from threading import Event, Thread
 from typing import Any, Protocol, Self
 
 import torch
+import yaml
 
 from gpt.loss_guard import SpikeDetector
 from gpt.monitor.tensorboard_sink import TensorboardRun
@@ -24,55 +25,68 @@ from gpt.settings import Settings
 
 logger = logging.getLogger(__name__)
 
-MAX_WAITING = 100_000  # actions that a sink may be behind
-SECONDS_TO_FINISH, SECONDS_FOR_LAST_WORDS = 60.0, 10.0
-SPIKE_FACTOR, NUM_FOR_A_MEAN = 2.0, 10  # a logged loss is a spike if it is so many times the mean of about 10
+MAX_PENDING = 100_000  # calls that a sink may be behind
+SECONDS_TO_FINISH, SECONDS_TO_ABORT = 60.0, 10.0  # after a run that has succeeded, and one that has failed
+SPIKE_FACTOR, NUM_FOR_A_MEAN = 2.0, 10  # a logged loss is a spike if it is twice the mean of about ten losses
 
 
 class Sink(Protocol):
-    """One place that shows a run. Every call may fail and may take long; none comes before the one before has ended."""
+    """A service that displays a run. Its methods are called one after the other; each may take long or raise."""
 
     def log(self, record: Mapping[str, Any]) -> None:
-        """A logged step; those that the sink has already, it leaves out."""
+        """Record a logged step, unless the sink has it already."""
 
     def roll_back(self, step: int) -> None:
-        """What was logged after `step` counts no more, and comes again."""
+        """Discard what was logged after `step`; those steps will be logged again."""
 
-    def alert(self, title: str, text: str) -> None: ...
+    def alert(self, title: str, text: str) -> None:
+        """Notify people who follow the run."""
 
-    def refer_to(self, checkpoint: Path) -> None:
-        """Note where a checkpoint lies; nothing of it is copied."""
+    def log_checkpoint(self, checkpoint: Path) -> None:
+        """Record the path of a checkpoint; its files are not copied."""
 
-    def finish(self, summary: Mapping[str, Any], exit_code: int) -> None: ...
+    def finish(self, summary: Mapping[str, Any], exit_code: int) -> None:
+        """Record how the run ended, and close the sink."""
 
 
 class Tracking:
-    """Of one run, by its first rank; `openers` are its sinks by name, `history` the steps that were logged before."""
+    """The tracking of one run by its first rank.
 
-    def __init__(self, openers: Mapping[str, Callable[[], Sink]], history: Sequence[Mapping[str, Any]] = ()):
-        self._feeds = [Feed(name, open_sink, history) for name, open_sink in openers.items()]
+    `sink_openers` are functions that open the sinks, by the sinks' names; `history` are the steps that were logged
+    before. On leaving the context the sinks are finished, with `summary`.
+    """
+
+    def __init__(self, sink_openers: Mapping[str, Callable[[], Sink]], history: Sequence[Mapping[str, Any]] = ()):
+        self._threads = [SinkThread(name, open_sink, history) for name, open_sink in sink_openers.items()]
         self._spikes = SpikeDetector(SPIKE_FACTOR, memory=1 - 1 / NUM_FOR_A_MEAN, num_for_a_mean=NUM_FOR_A_MEAN)
         self.summary: Mapping[str, Any] = {}
 
     def log(self, record: Mapping[str, Any]) -> None:
-        self._to_all(lambda sink: sink.log(record))
-        if what := self._spike(record["loss"]):
-            self.alert("spike", f"step {record['step']}: {what}")
+        """Record a logged step, with an alert if its loss is a spike."""
+        self._call_all(lambda sink: sink.log(record))
+        if spike := self._spike(record["loss"]):
+            self.alert("spike", f"step {record['step']}: {spike}")
 
     def roll_back(self, step: int) -> None:
-        self._to_all(lambda sink: sink.roll_back(step))
+        """Discard what was logged after `step`, with an alert."""
+        self._call_all(lambda sink: sink.roll_back(step))
         self.alert("spike", f"bad losses: the run was rolled back to step {step}")
 
     def alert(self, title: str, text: str) -> None:
-        self._to_all(lambda sink: sink.alert(title, text))
+        """Notify people who follow the run."""
+        self._call_all(lambda sink: sink.alert(title, text))
 
-    def refer_to(self, checkpoint: Path) -> None:
-        self._to_all(lambda sink: sink.refer_to(checkpoint))
+    def log_checkpoint(self, checkpoint: Path) -> None:
+        """Record the path of a checkpoint."""
+        self._call_all(lambda sink: sink.log_checkpoint(checkpoint))
 
     def on_abort(self, text: str) -> None:
-        """From a thread of a process that is about to end whatever its main thread does."""
+        """Record why the run is aborted, and finish the sinks.
+
+        A thread calls this just before it ends the process; the main thread may hang.
+        """
         self.alert("stall", text)
-        self._finish(exit_code=1, seconds=SECONDS_FOR_LAST_WORDS)
+        self._finish(exit_code=1, seconds=SECONDS_TO_ABORT)
 
     def __enter__(self) -> Self:
         return self
@@ -83,19 +97,20 @@ class Tracking:
             self._finish(exit_code=0, seconds=SECONDS_TO_FINISH)
         else:
             self.alert("exit", f"the run has ended: {type(error).__name__}: {error}")
-            self._finish(exit_code=1, seconds=SECONDS_FOR_LAST_WORDS)
+            self._finish(exit_code=1, seconds=SECONDS_TO_ABORT)
 
     def _finish(self, exit_code: int, seconds: float) -> None:
-        summary = self.summary
-        self._to_all(lambda sink: sink.finish(summary, exit_code))
-        for feed in self._feeds:
-            feed.end(seconds)
+        summary = self.summary  # the present one: the threads run the call below later
+        self._call_all(lambda sink: sink.finish(summary, exit_code))
+        for thread in self._threads:
+            thread.finish(seconds)
 
-    def _to_all(self, action: Callable[[Sink], None]) -> None:
-        for feed in self._feeds:
-            feed.put(action)
+    def _call_all(self, call: Callable[[Sink], None]) -> None:
+        for thread in self._threads:
+            thread.put(call)
 
     def _spike(self, loss: float) -> str | None:
+        """Return a description of the loss if it is bad, else None."""
         if not self._spikes.judge(torch.tensor(loss, dtype=torch.float64)):
             return None
         if not math.isfinite(loss):
@@ -103,54 +118,58 @@ class Tracking:
         return f"the loss is {loss:.4g}, {loss / self._spikes.mean.item():.1f} times its mean"
 
 
-class Feed:
-    """The way to one sink, which is opened, fed and closed in a thread of its own."""
+class SinkThread:
+    """A thread that opens one sink and makes all calls to it, in order."""
 
     def __init__(self, name: str, open_sink: Callable[[], Sink], history: Sequence[Mapping[str, Any]]):
         self._name, self._open, self._history = name, open_sink, history
-        self._actions: Queue[Callable[[Sink], None] | None] = Queue(MAX_WAITING)
-        self._is_off = Event()
+        self._calls: Queue[Callable[[Sink], None] | None] = Queue(MAX_PENDING)
+        self._has_ended = Event()
         Thread(target=self._run, name=f"tracking by {name}", daemon=True).start()
 
-    def put(self, action: Callable[[Sink], None]) -> None:
+    def put(self, call: Callable[[Sink], None]) -> None:
+        """Queue a call to the sink, unless the sink is switched off."""
         try:
-            if not self._is_off.is_set():
-                self._actions.put_nowait(action)
+            if not self._has_ended.is_set():
+                self._calls.put_nowait(call)
         except Full:
-            self._give_up(f"is {MAX_WAITING} steps behind")
+            self._switch_off(f"is {MAX_PENDING} calls behind")
 
-    def end(self, seconds: float) -> None:
-        """Wait until all is done, but no longer than this."""
+    def finish(self, seconds: float) -> None:
+        """Wait until all queued calls are done, for at most `seconds`."""
         try:
-            self._actions.put_nowait(None)
+            self._calls.put_nowait(None)
         except Full:
             return
-        if not self._is_off.wait(seconds):
-            self._give_up(f"was not done {seconds:g} s after the end")
+        if not self._has_ended.wait(seconds):
+            self._switch_off(f"has not finished within {seconds:g} s")
 
     def _run(self) -> None:
         try:
             sink = self._open()
             for record in self._history:
                 sink.log(record)
-            while action := self._actions.get():
-                action(sink)
-            self._is_off.set()
-        except Exception as error:  # a lost network, a full disk, a mistake of the sink's own
-            self._give_up(f"failed ({error})")
+            while call := self._calls.get():
+                call(sink)
+            self._has_ended.set()
+        except Exception as error:  # such as a lost network, a full disk, or a bug of the sink
+            self._switch_off(f"failed ({error})")
 
-    def _give_up(self, reason: str) -> None:
-        if not self._is_off.is_set():
-            self._is_off.set()
-            logger.warning("tracking by %s %s and is off from here on; metrics.jsonl has all of it", self._name, reason)
+    def _switch_off(self, reason: str) -> None:
+        if not self._has_ended.is_set():
+            self._has_ended.set()
+            logger.warning(
+                "tracking by %s %s and is switched off; metrics.jsonl still gets every step", self._name, reason
+            )
 
 
 def open_tracking(settings: Settings, last_step: int, is_first: bool) -> Tracking:
-    """The sinks that the settings name, for a run that goes on after `last_step`; only the first rank has any."""
+    """Return the tracking of a run that continues after `last_step`; only the first rank opens sinks."""
+    run_dir, config = Path(settings.run.dir), yaml.safe_load(settings.to_yaml())
     openers: dict[str, Callable[[], Sink]] = {}
     if settings.run.tensorboard:
-        openers["TensorBoard"] = lambda: TensorboardRun(Path(settings.run.dir))
+        openers["TensorBoard"] = lambda: TensorboardRun(run_dir)
     if settings.wandb.mode != "disabled":
         is_same_run = last_step > 0 and settings.checkpoint.resume == "auto"
-        openers["Weights & Biases"] = lambda: WandbRun(settings, is_same_run)
-    return Tracking(openers, read_steps(Path(settings.run.dir))) if is_first else Tracking({})
+        openers["Weights & Biases"] = lambda: WandbRun(settings.wandb, run_dir, config, is_same_run)
+    return Tracking(openers, read_steps(run_dir)) if is_first else Tracking({})

@@ -1,7 +1,7 @@
-"""Weights & Biases as a sink: one run and one curve, however often the program was killed and started again.
+"""Weights & Biases as a sink: one W&B run with one curve, however often the program was killed and started again.
 
-Steps are W&B's own steps. An online run says how far its history goes; an offline one starts an empty file, which then
-gets the history from metrics.jsonl: `wandb sync RUN/wandb/latest-run` sends all of it.
+Training steps are W&B's steps. W&B reports how many steps an online run has already. An offline run starts a new file,
+which gets the whole history from metrics.jsonl, so `wandb sync RUN/wandb/latest-run` uploads all of it.
 """
 
 import logging
@@ -11,22 +11,23 @@ from pathlib import Path
 from typing import Any, Literal
 from uuid import uuid4
 
-import yaml
-
-from gpt.settings import Settings
+from gpt.settings import WandbSettings
 
 logger = logging.getLogger(__name__)
 
 RUN_ID = "wandb_run_id"
-SECONDS_TO_FINISH = 50.0  # then the process ends, and what is not sent yet waits in RUN/wandb
+SECONDS_TO_FINISH = 50.0  # after that, RUN/wandb keeps what was not uploaded
 
 
 class WandbRun:
-    """The run that RUN/wandb_run_id names, where `is_same_run`; else a new one. The key is W&B's own affair."""
+    """The W&B run named in RUN/wandb_run_id if `is_same_run`, else a new one.
 
-    def __init__(self, settings: Settings, is_same_run: bool):
-        self._run = _start(settings, _run_id(Path(settings.run.dir), is_same_run))
-        self._num_steps = self._run.step  # W&B has all below this, and takes none of them again
+    `config` are all settings of the run. W&B itself reads the API key, from the environment.
+    """
+
+    def __init__(self, wandb: WandbSettings, run_dir: Path, config: dict[str, Any], is_same_run: bool):
+        self._run = _start(wandb, run_dir, config, _run_id(run_dir, is_same_run))
+        self._num_steps = self._run.step  # W&B has the steps below this and does not accept them again
 
     def log(self, record: Mapping[str, Any]) -> None:
         if record["step"] >= self._num_steps:
@@ -34,12 +35,12 @@ class WandbRun:
             self._num_steps = record["step"] + 1
 
     def roll_back(self, step: int) -> None:
-        """W&B takes nothing back: the steps that come again are left out here."""
+        """Do nothing: W&B cannot delete steps, so the repeated ones are not logged again."""
 
     def alert(self, title: str, text: str) -> None:
         self._run.alert(title=f"{self._run.name}: {title}", text=text)
 
-    def refer_to(self, checkpoint: Path) -> None:
+    def log_checkpoint(self, checkpoint: Path) -> None:
         import wandb
 
         artifact = wandb.Artifact(f"checkpoint-{self._run.id}", type="checkpoint")
@@ -52,39 +53,43 @@ class WandbRun:
 
 
 def _run_id(run_dir: Path, is_same_run: bool) -> str:
+    """Return the id of the W&B run, and write it if it is new."""
     id_file = run_dir / RUN_ID
     run_id = id_file.read_text() if is_same_run and id_file.exists() else uuid4().hex[:8]
     id_file.write_text(run_id)
     return run_id
 
 
-def _start(settings: Settings, run_id: str) -> Any:
-    import wandb  # large, and not needed by runs without it
+def _start(settings: WandbSettings, run_dir: Path, config: dict[str, Any], run_id: str) -> Any:
+    """Return a started W&B run; an offline one if W&B cannot be reached."""
+    import wandb  # large, and runs without this sink do not need it
 
     def init(mode: Literal["online", "offline", "disabled"]) -> Any:
         return wandb.init(
             mode=mode,
-            project=settings.wandb.project,
-            name=settings.wandb.name or Path(settings.run.dir).name,
-            group=settings.wandb.group,
-            tags=settings.wandb.tags,
+            project=settings.project,
+            name=settings.name or run_dir.name,
+            group=settings.group,
+            tags=settings.tags,
             id=run_id,
             resume="allow",
-            dir=settings.run.dir,
-            config=yaml.safe_load(settings.to_yaml()) | {"code_version": code_version()},
+            dir=str(run_dir),
+            config=config | {"code_version": code_version()},
             settings=wandb.Settings(console="off", finish_timeout=SECONDS_TO_FINISH),
         )
 
     try:
-        return init(settings.wandb.mode)
+        return init(settings.mode)
     except wandb.errors.CommError as error:
-        logger.warning("Weights & Biases cannot be reached, so the run is kept for `wandb sync`: %s", error)
-        wandb.teardown()  # the failed start still holds the run's id
+        logger.warning(
+            "Weights & Biases cannot be reached, so the run is written to run.dir for `wandb sync`: %s", error
+        )
+        wandb.teardown()  # release the run's id, which the failed start still holds
         return init("offline")
 
 
 def code_version() -> str:
-    """The commit that the code comes from, with "+changes" where it was edited since; "unknown" outside git."""
+    """Return the commit of the code, with "+changes" if files differ from it, or "unknown" outside a git repository."""
     root = Path(__file__).parent
     try:
         commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, check=True)

@@ -1,4 +1,4 @@
-"""`activations.store: auto`: what the arithmetic of the paper's section 8 says of this run."""
+"""The choice of the activation store with `activations.store: auto`, by the arithmetic of the paper's section 8."""
 
 import logging
 from dataclasses import replace
@@ -29,11 +29,11 @@ def chosen_activations(
     tokens: TokenLayout,
     device: torch.device,
 ) -> ActivationsConfig:
-    """The settings with a store that is no longer left open; the log says why."""
+    """Return the settings with a store in place of `auto`; the log gives the reason."""
     if activations.store != "auto":
         return activations
     hardware = activations.hardware
-    memory_bytes = hardware.memory_gb * 1e9 if hardware.memory_gb else memory_of(device, mesh)
+    memory_bytes = hardware.memory_gb * 1e9 if hardware.memory_gb else memory_per_rank(device, mesh)
     work = workload(model, train, zero, activations.layers_per_checkpoint, mesh, tokens)
     store, reason = choose_store(work, memory_bytes, hardware)
     logger.info(reason)
@@ -48,6 +48,7 @@ def workload(
     mesh: Mesh,
     tokens: TokenLayout,
 ) -> Workload:
+    """Return the work of one rank of this run on one micro-batch."""
     policy, itemsize, data_size = zero.policy, train.dtype.itemsize, mesh.data.size
     num_parameters = parameters_of_rank(model, mesh.tensor.size)
     shard_size = policy.axes(mesh.data)[0].size
@@ -93,20 +94,24 @@ def workload_of(
 
 
 def parameters_of_rank(model: ModelConfig, tensor_size: int) -> int:
-    """Counted in models of one and two layers: a deep one takes long to build, on no device too."""
-    one_layer, two_layers = (shallow_parameters(replace(model, num_layers=n), tensor_size) for n in (1, 2))
+    """Return the number of parameters on one tensor rank.
+
+    It is extrapolated from models of one and two layers: a deep model takes long to build, even on the meta device.
+    """
+    one_layer, two_layers = (_count_parameters(replace(model, num_layers=n), tensor_size) for n in (1, 2))
     return one_layer + (model.num_layers - 1) * (two_layers - one_layer)
 
 
 @cache
-def shallow_parameters(model: ModelConfig, tensor_size: int) -> int:
+def _count_parameters(model: ModelConfig, tensor_size: int) -> int:
+    """Return the number of parameters on one tensor rank, counted in a model on the meta device."""
     with torch.device("meta"):
         tokens = ReplicatedTokens(Axis("tensor", tensor_size, 0, CommLog()))
         return sum(param.numel() for param in GPT(model, tokens).parameters())
 
 
-def memory_of(device: torch.device, mesh: Mesh) -> float:
-    """Bytes; ranks on a CPU share the machine's, and are taken to be all on one."""
+def memory_per_rank(device: torch.device, mesh: Mesh) -> float:
+    """Return the memory of one rank in bytes; ranks on CPUs are assumed to share the memory of one machine."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return physical_bytes() / (mesh.data.size * mesh.tensor.size)

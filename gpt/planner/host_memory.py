@@ -1,4 +1,4 @@
-"""Whether a node's memory holds what its ranks would place there, asked before anything is allocated."""
+"""The check, before anything is allocated, that a node's memory can hold the states that its ranks offload."""
 
 import torch
 
@@ -16,7 +16,7 @@ from zero.offload.placement import OffloadConfig, Placement
 def check_host_memory(
     model: ModelConfig, dtype: torch.dtype, zero: ZeroConfig, offload: OffloadConfig, mesh: Mesh, world: World
 ) -> None:
-    """Raises ConfigError. An imitated world's memory is not this machine's."""
+    """Raise ConfigError if the node's available memory is too small; an imitated world is not checked."""
     if not offload.leaves or world.imitated_backend:
         return
     needed = bytes_on_host(model, dtype, zero, offload, mesh) * world.local_size
@@ -32,7 +32,7 @@ def check_host_memory(
 def bytes_on_host(
     model: ModelConfig, dtype: torch.dtype, zero: ZeroConfig, offload: OffloadConfig, mesh: Mesh
 ) -> float:
-    """Model states that one rank places there; with auto, at most."""
+    """Return the bytes of model states that one rank places in host memory; with offload.mode=auto, an upper bound."""
     policy = zero.policy
     shard_size = policy.axes(mesh.data)[0].size
     num_parameters = parameters_of_rank(model, mesh.tensor.size)

@@ -1,4 +1,4 @@
-"""Several runs beside each other, from their metrics.jsonl alone."""
+"""The comparison of runs by their metrics.jsonl."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from gpt.run_folder.files import append_record
 from parallel.errors import ConfigError
 
 
-def leave_run(folder: Path, losses: list[float], **last: float) -> Path:
+def write_run(folder: Path, losses: list[float], **last: float) -> Path:
     for step, loss in enumerate(losses, start=1):
         record = {"step": step, "loss": loss, "tokens": 1_000_000 * step, "skipped_steps": 0}
         record |= {"tokens_per_second": 100 * step, "model_tflops_per_device": 1.5, "peak_allocated_bytes": 3e6}
@@ -18,15 +18,15 @@ def leave_run(folder: Path, losses: list[float], **last: float) -> Path:
     return folder
 
 
-def test_each_figure_is_taken_from_the_steps_that_show_it(tmp_path):
-    (records,) = read_runs([leave_run(tmp_path / "run", [3.0, 2.0, 1.0], validation_loss=1.25)]).values()
+def test_each_figure_is_computed_from_its_steps(tmp_path):
+    (records,) = read_runs([write_run(tmp_path / "run", [3.0, 2.0, 1.0], validation_loss=1.25)]).values()
     figures = {heading: figure(records) for heading, _, figure in COLUMNS}
     assert figures == {
         "step": 3,
         "tokens, M": 3.0,
         "loss": 1.0,
         "validation": 1.25,
-        "tokens/s": 250,  # without the first step, which warms up
+        "tokens/s": 250,  # the median without the first step, which includes warm-up
         "TFLOPs/device": 1.5,
         "peak MB": 3.0,
         "data axis, MB": 2.0,
@@ -35,15 +35,15 @@ def test_each_figure_is_taken_from_the_steps_that_show_it(tmp_path):
     }
 
 
-def test_runs_are_shown_by_the_shortest_names_that_tell_them_apart(tmp_path, capsys):
-    folders = [leave_run(tmp_path / name / "run", [2.0, 1.0]) for name in ("a", "b")]
+def test_runs_are_named_by_the_shortest_distinct_ends_of_their_paths(tmp_path, capsys):
+    folders = [write_run(tmp_path / name / "run", [2.0, 1.0]) for name in ("a", "b")]
     (tmp_path / "a" / "run" / "config.yaml").write_text("not: [read")
     plot = tmp_path / "plot.png"
     main([str(folder) for folder in folders] + ["--plot", str(plot)])
-    told = capsys.readouterr().out
-    assert "a/run" in told
-    assert "b/run" in told
-    assert "- " in told  # no validation loss
+    output = capsys.readouterr().out
+    assert "a/run" in output
+    assert "b/run" in output
+    assert "- " in output  # the validation loss, which was not measured
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
