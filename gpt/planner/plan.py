@@ -129,7 +129,7 @@ def plan_table(
     """Return a table of the ten fastest layouts, with the estimates of those that a dry run has verified."""
     table = Table(title="Layouts by predicted time of a step", title_justify="left")
     table.add_column("layout", no_wrap=True)
-    for heading in ("micro-batches", "GB", "s per step", "dry run: GB", "s per step", "TFLOPs per GPU"):
+    for heading in ("micro batches", "GB", "s per step", "dry run: GB", "s per step", "TFLOPs per GPU"):
         table.add_column(heading, justify="right")
     for found in plan.fitting[:10]:
         cells = ["", "", ""]
