@@ -42,7 +42,7 @@ def pretrain(settings: Settings, world: World) -> None:
             for text in sample_texts(
                 state.model, corpus.tokenizer, train.prompts, train.sample_tokens, settings.model.seq_length
             ):
-                console.say(f"--- the model writes\n{text}")
+                console.say(f"--- generated text\n{text}")
 
 
 def main() -> None:

@@ -82,7 +82,7 @@ def build_mesh(settings: Settings, world: World) -> Mesh:
     num_tokens = settings.train.micro_batch_size * settings.model.seq_length
     if settings.parallel.sequence_parallel:
         part_of(num_tokens, mesh.tensor, "train.micro_batch_size x model.seq_length")
-    learning_rate(settings.schedule, settings.optimizer.lr, 0, settings.train.steps)
+    learning_rate(settings.schedule, settings.optimizer.lr, 0, settings.train.steps)  # raises if phases overlap
     check_host_memory(settings.model, settings.train.dtype, settings.zero, settings.offload, mesh, world)
     return mesh
 
@@ -97,7 +97,7 @@ def check_node(settings: ParallelSettings, world: World) -> None:
             "choose one that does, or set parallel.tensor_across_nodes=true to send activations between nodes"
         )
     logger.warning(
-        "tensor groups of %d ranks span nodes of %d: expect activations to wait for the network",
+        "tensor groups of %d ranks span nodes of %d: their activations are sent over the network, which is slow",
         settings.tensor_size,
         world.local_size,
     )

@@ -216,7 +216,10 @@ def evaluate_text(arguments: list[str]) -> Score:
     own, others = parser.parse_known_args(arguments)
     settings = parse_settings(others)
     if own.stride is not None and not 1 <= own.stride <= settings.model.seq_length:
-        raise ConfigError(f"--stride={own.stride} is not within 1 and model.seq_length={settings.model.seq_length}")
+        raise ConfigError(
+            f"--stride={own.stride} is not between 1 and model.seq_length={settings.model.seq_length}; "
+            "choose a number in that range"
+        )
     text = read_text(Source(own.source, own.text_key, own.subset, own.split))
     world = start_world()
     logging.basicConfig(level=logging.INFO if world.is_first else logging.ERROR, format="%(message)s")

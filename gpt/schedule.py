@@ -112,7 +112,8 @@ class BatchConfig:
         if growth < 0 or growth % ramp_up.increment:
             raise ConfigError(
                 f"train.global_batch_size={self.global_batch_size} is not train.ramp_up.start={ramp_up.start} "
-                f"and a number of increments of {ramp_up.increment}; choose an increment that divides their difference"
+                f"plus a multiple of train.ramp_up.increment={ramp_up.increment}; choose an increment that divides "
+                "their difference"
             )
 
 

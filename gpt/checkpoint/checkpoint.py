@@ -126,7 +126,10 @@ def read_layout(checkpoint: Path) -> dict[str, Any]:
             buffer["bucket_numel"] = buffer.pop("window_numel")
         layout["format"] = FORMAT
     if layout["format"] != FORMAT:
-        raise ConfigError(f"checkpoint {checkpoint} has format {layout['format']}, this program reads {FORMAT}")
+        raise ConfigError(
+            f"checkpoint {checkpoint} has format {layout['format']}, this program reads {FORMAT}; resume it with the "
+            "version of the program that wrote it"
+        )
     return layout
 
 
@@ -189,7 +192,7 @@ def _check_fits(checkpoint: Path, saved: dict[str, Any], expected: dict[str, Any
     if saved["optimizer"] != expected["optimizer"]:
         raise ConfigError(
             f"checkpoint {checkpoint} was saved with the optimizer {saved['optimizer']}, this run has "
-            f"{expected['optimizer']}; start it where the same one is installed"
+            f"{expected['optimizer']}; resume it on machines where the same one is installed"
         )
 
 

@@ -50,9 +50,13 @@ def config_from_huggingface(config: "GPT2Config") -> ModelConfig:
     """Return our configuration. Raises ConfigError if theirs needs what this project's GPT-2 does not have."""
     for name, ours in {**OUR_SETTINGS, "attn_pdrop": config.resid_pdrop, "embd_pdrop": config.resid_pdrop}.items():
         if getattr(config, name) != ours:
-            raise ConfigError(f"the model has {name}={getattr(config, name)}, ours has {ours}; choose another model")
+            raise ConfigError(
+                f"the model has {name}={getattr(config, name)}, only {ours} is supported; choose another model"
+            )
     if config.n_inner not in (None, 4 * config.n_embd):
-        raise ConfigError(f"the model has n_inner={config.n_inner}, ours {4 * config.n_embd}; choose another model")
+        raise ConfigError(
+            f"the model has n_inner={config.n_inner}, only {4 * config.n_embd} is supported; choose another model"
+        )
     return ModelConfig(
         num_layers=config.n_layer,
         hidden_size=config.n_embd,

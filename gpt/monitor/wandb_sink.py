@@ -25,8 +25,8 @@ class WandbRun:
     `config` are all settings of the run. W&B itself reads the API key, from the environment.
     """
 
-    def __init__(self, wandb: WandbSettings, run_dir: Path, config: dict[str, Any], is_same_run: bool):
-        self._run = _start(wandb, run_dir, config, _run_id(run_dir, is_same_run))
+    def __init__(self, settings: WandbSettings, run_dir: Path, config: dict[str, Any], is_same_run: bool):
+        self._run = _start(settings, run_dir, config, _run_id(run_dir, is_same_run))
         self._num_steps = self._run.step  # W&B has the steps below this and does not accept them again
 
     def log(self, record: Mapping[str, Any]) -> None:

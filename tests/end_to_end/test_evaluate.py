@@ -82,7 +82,7 @@ def test_wikitexts_spaces_are_undone_and_its_line_ends_count_as_words(trained, t
 @pytest.mark.parametrize(
     ("own", "error", "message"),
     [
-        (["--stride=17"], ConfigError, "--stride=17 is not within 1 and model.seq_length=16"),
+        (["--stride=17"], ConfigError, "--stride=17 is not between 1 and model.seq_length=16"),
         (["--run.dir=nowhere"], ConfigError, "nowhere/checkpoints holds no checkpoint; give another --run.dir"),
         (["--source=empty.txt"], DataError, "empty.txt has 0 words"),
     ],

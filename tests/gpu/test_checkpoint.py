@@ -1,4 +1,4 @@
-"""On one GPU: a checkpoint holds what was there when it was begun, whatever the device does meanwhile."""
+"""Checkpoints on one GPU: they hold the state at which they were begun, while training goes on."""
 
 import pytest
 import torch
@@ -8,6 +8,7 @@ from gpt.checkpoint.checkpoint import Progress, load, owned_tensors, read_layout
 from gpt.checkpoint.saver import Saver
 from gpt.train_step import train_step
 from tests.gpu.test_step import build, micro_batches
+from zero.activations.checkpointed_blocks import ActivationsConfig
 from zero.state.saved_state import SavedState
 
 pytestmark = pytest.mark.gpu
@@ -15,7 +16,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_training_goes_on_while_a_checkpoint_is_written(gpu, tmp_path, stage):
-    state = TrainState(*build(gpu, stage, torch.bfloat16), gpu)
+    state = TrainState(*build(gpu, stage, torch.bfloat16), gpu, ActivationsConfig())
     batches = micro_batches(gpu)
     train_step(state.model, state.optimizer, batches, state.mesh)
     expected = {name: tensor.to("cpu", copy=True) for name, tensor in owned_tensors(state).items()}
@@ -27,6 +28,6 @@ def test_training_goes_on_while_a_checkpoint_is_written(gpu, tmp_path, stage):
     saved = SavedState(checkpoint, read_layout(checkpoint)["state"]).file(0)
     assert saved.entries.keys() == expected.keys()
     assert all(saved.tensor(name).equal(tensor) for name, tensor in expected.items())
-    again = TrainState(*build(gpu, 3 - stage, torch.bfloat16), gpu)
+    again = TrainState(*build(gpu, 3 - stage, torch.bfloat16), gpu, ActivationsConfig())
     assert load(checkpoint, again) == Progress(1, 4)
     assert torch.cuda.get_rng_state().equal(expected["random.cuda"])

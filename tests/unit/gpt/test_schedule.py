@@ -78,7 +78,7 @@ def test_a_batch_without_ramp_up_is_always_full():
         (lambda: BatchConfig(1, 4, RampUpConfig(2, 0, 10)), "train.ramp_up.increment=0 is below 1"),
         (
             lambda: BatchConfig(1, 30, RampUpConfig(8, 8, 10)),
-            "train.global_batch_size=30 is not train.ramp_up.start=8 and a number of increments of 8",
+            "train.global_batch_size=30 is not train.ramp_up.start=8 plus a multiple of train.ramp_up.increment=8",
         ),
         (
             lambda: check_batch_sizes(BatchConfig(4, 30), data_size=2),
