@@ -78,8 +78,8 @@ class Trainer:
             self._tracking = open_tracking(self._settings, self._progress.step, self._world.is_first)
             with (
                 self._tracking,
-                self._stopping.listening(),
-                self._watchdog.watching(),
+                self._stopping.handling_signals(),
+                self._watchdog.running(),
                 self._console.progress(self._progress.step, self._settings.train.steps),
             ):
                 while self._run_steps():

@@ -1,4 +1,4 @@
-"""What a user can put right: raised with one line that names the setting, both numbers and the remedy."""
+"""Errors that a user can correct: each is one line with the setting, both numbers and the remedy."""
 
 import sys
 from collections.abc import Iterator
@@ -11,7 +11,10 @@ class ConfigError(ValueError):
 
 @contextmanager
 def exit_on_config_error(*others: type[Exception]) -> Iterator[None]:
-    """For commands of one process: a ConfigError, or one of `others`, ends the program: its line, exit code 2."""
+    """End the program with the line of a ConfigError, or of one of `others`, and exit code 2.
+
+    For commands of one process; a rank of a job uses `exit_with_error`.
+    """
     mistakes: tuple[type[Exception], ...] = (ConfigError, *others)
     try:
         yield

@@ -1,6 +1,6 @@
-"""The process among its peers: the launcher's environment, the device, the process group, and leaving together.
+"""The process among its peers: the launcher's environment, the device, the process group, and exits on errors.
 
-The only file that reads the launcher's environment variables. Works alike under `torchrun` and as plain `python`.
+The only file that reads the launcher's environment variables. It works under `torchrun` and as plain `python`.
 """
 
 import os
@@ -19,20 +19,20 @@ import torch.distributed as dist
 from parallel.errors import ConfigError
 from parallel.torch_internals import FakeStore, default_store
 
-FAILURE_KEY = "failed_ranks"  # in the launcher's store: how many ranks have failed so far
-SECONDS_FOR_THE_LINE = 2.0  # the launcher ends every rank at the first exit: let the error line get out before
+FAILURE_KEY = "failed_ranks"  # in the default store: the number of ranks that have failed
+SECONDS_FOR_THE_LINE = 2.0  # the launcher ends every rank at the first exit: the error line must be printed before
 
 
 @dataclass(frozen=True)
 class World:
-    """`local_rank` and `local_size` count the ranks of this node."""
+    """A process and its place in the job. `local_rank` and `local_size` count the ranks of this node only."""
 
     rank: int
     size: int
     local_rank: int
     local_size: int
     device: torch.device
-    imitated_backend: str | None = None  # of a world whose other ranks do not exist
+    imitated_backend: str | None = None  # set if the other ranks do not exist
 
     @property
     def is_first(self) -> bool:
@@ -48,9 +48,9 @@ def num_ranks_from_environment() -> int:
 
 
 def start_world(timeout_seconds: float = 600.0) -> World:
-    """Join the ranks that the launcher started: NCCL on GPUs, gloo on CPUs, nothing at all for a process alone.
+    """Join the ranks that the launcher started: by NCCL on GPUs, by gloo on CPUs; a single process joins nothing.
 
-    Raises ConfigError where there are more ranks than GPUs.
+    Raises ConfigError if the node has more ranks than GPUs.
     """
     size = num_ranks_from_environment()
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -67,11 +67,13 @@ def start_world(timeout_seconds: float = 600.0) -> World:
         device = torch.device("cpu")
     if size > 1:
         is_gpu, timeout = device.type == "cuda", timedelta(seconds=timeout_seconds)
+        # The ranks agree on their part of the store before the process group uses it: a group that reads what an
+        # earlier start has left would connect to processes that have ended.
         store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
         store.set_timeout(timeout)
         dist.init_process_group(
             "nccl" if is_gpu else "gloo",
-            store=_part_of_this_start(store, rank, size, timeout_seconds),
+            store=_store_of_this_start(store, rank, size, timeout_seconds),
             rank=rank,
             world_size=size,
             timeout=timeout,
@@ -80,43 +82,45 @@ def start_world(timeout_seconds: float = 600.0) -> World:
     return World(rank_from_environment(), size, local_rank, local_size, device)
 
 
-def _part_of_this_start(store: dist.Store, rank: int, size: int, timeout_seconds: float) -> dist.Store:
-    """A part of the launcher's store that only the ranks of this start of the job know.
+def _store_of_this_start(store: dist.Store, rank: int, size: int, timeout_seconds: float) -> dist.Store:
+    """Return a part of the launcher's store that only the ranks of this start of the job use. Raises TimeoutError.
 
-    torchrun keeps one store over its restarts (pytorch/pytorch#135712): a rank may read what a dead one has left, such
-    as an address that nobody listens on, and its restart counts differ between nodes. So the first rank counts its own
-    starts and gives that number to whoever asks with a word never used before. Raises TimeoutError.
+    torchrun keeps one store over its restarts (pytorch/pytorch#135712), and its restart counts differ between nodes: a
+    rank may read keys of an earlier start, such as the address of a process that has ended. So rank 0 counts its own
+    starts, and replies with that number to every rank that sends a request with an id never used before.
     """
     deadline = time.monotonic() + timeout_seconds
     if rank == 0:
         number, answered = store.add("start/number", 1), set()
-        while store.add(f"start/{number}/num_told", 0) < size - 1:
-            for key in (f"start/asks/{peer}" for peer in range(1, size)):
-                if store.check([key]) and (word := store.get(key).decode()) not in answered:
-                    store.set(f"start/answers/{word}", str(number))
-                    answered.add(word)
-            _pause_until(deadline, f"not all of the {size - 1} other ranks have come")
+        # Rank 0 replies until all ranks have read their reply: a request of an earlier start may be read first, and the
+        # present one replaces it.
+        while store.add(f"start/{number}/num_joined", 0) < size - 1:
+            for key in (f"start/requests/{peer}" for peer in range(1, size)):
+                if store.check([key]) and (request := store.get(key).decode()) not in answered:
+                    store.set(f"start/replies/{request}", str(number))
+                    answered.add(request)
+            _pause_until(deadline, f"not all of the {size - 1} other ranks have joined")
     else:
-        word = uuid4().hex
-        store.set(f"start/asks/{rank}", word)
-        while not store.check([f"start/answers/{word}"]):
-            _pause_until(deadline, "rank 0 has not come")
-        number = int(store.get(f"start/answers/{word}"))
-        store.add(f"start/{number}/num_told", 1)
+        request = uuid4().hex
+        store.set(f"start/requests/{rank}", request)
+        while not store.check([f"start/replies/{request}"]):
+            _pause_until(deadline, "rank 0 has not joined")
+        number = int(store.get(f"start/replies/{request}"))
+        store.add(f"start/{number}/num_joined", 1)
     return dist.PrefixStore(f"start/{number}", store)
 
 
-def _pause_until(deadline: float, complaint: str) -> None:
+def _pause_until(deadline: float, problem: str) -> None:
     if time.monotonic() > deadline:
-        raise TimeoutError(f"{complaint} to this start of the job in time")
+        raise TimeoutError(f"{problem} this start of the job in time")
     time.sleep(0.01)
 
 
 @contextmanager
 def imitated_world(rank: int, size: int, local_size: int, backend: str) -> Iterator[World]:
-    """One rank of `size` on nodes of `local_size`: nobody else is there, and nothing is sent. Its device is the CPU.
+    """Imitate one rank of `size` on nodes of `local_size` ranks: no other rank exists, and nothing is sent.
 
-    Raises ConfigError where there is no such rank.
+    Its device is the CPU. Raises ConfigError if `rank` is not one of the ranks.
     """
     if not 0 <= rank < size:
         raise ConfigError(f"dry_run.rank={rank} is not one of the {size} ranks; choose 0 to {size - 1}")
@@ -134,9 +138,9 @@ def stop_world() -> None:
 
 
 def shared_store() -> dist.Store:
-    """Words between ranks beside the collectives: the launcher's store, or a process's own where it is alone.
+    """Return a store that all ranks share, for messages beside the collectives; a process's own if it is alone.
 
-    By a connection of its own, for threads: who waits in the default one, keeps it from all others.
+    It has its own connection, so that a thread may wait in it: a wait in the default store blocks all other threads.
     """
     if not dist.is_initialized():
         return dist.HashStore()
@@ -144,11 +148,13 @@ def shared_store() -> dist.Store:
 
 
 def exit_with_error(error: Exception) -> NoReturn:
-    """End this rank with exit code 2 after one line, printed by the first rank that fails. Never returns, never hangs.
+    """End this rank with exit code 2. The first rank that fails prints the error, in one line.
 
-    Ranks that find the same mistake say it once; a rank that fails alone is heard, and its peers, whose collectives
-    break off when it goes, see in the launcher's store that the reason has been told (`has_failed_elsewhere`).
+    Ranks with the same error print it once. A rank that fails alone prints it too; when its process ends, collectives
+    of its peers break off, and they find in the store that the reason has been printed (`has_failed_elsewhere`).
     """
+    # The failure is counted before anything is printed, and other ranks leave later: the launcher ends every rank as
+    # soon as one has ended.
     if _count_failure() == 1:
         print(f"error: {error}", file=sys.stderr, flush=True)
     else:
@@ -158,15 +164,18 @@ def exit_with_error(error: Exception) -> NoReturn:
 
 
 def has_failed_elsewhere() -> bool:
-    """Whether a peer has told why it failed, so that this rank's broken collective needs no words."""
+    """Return True if a peer has printed why it failed: it is the reason why this rank's collective broke off."""
     try:
         return dist.is_initialized() and default_store().check([FAILURE_KEY])
-    except (RuntimeError, ValueError):  # the store went with the rank that held it
+    except (RuntimeError, ValueError):  # the store has ended with the rank that served it
         return True
 
 
 def _count_failure() -> int:
-    """How many ranks have failed, this one included. Before the ranks have met, all of them fail alike."""
+    """Return the number of ranks that have failed, this one included.
+
+    Before the process group exists, all ranks fail alike: rank 0 counts as the first.
+    """
     if not dist.is_initialized():
         return 1 + rank_from_environment()
     try:

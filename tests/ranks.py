@@ -1,10 +1,10 @@
-"""Runs a function on several ranks, in worker processes that start once and serve every test.
+"""A function runs on several ranks, in worker processes that start once and serve every test.
 
     test process                                        one worker per rank
     run_ranks(2, function, *args)      -- pickle -->    join a fresh gloo group, function(*args), leave the group
     [result of rank 0, result of 1]    <-- pickle --    wait for the next call
 
-A rank that raises, dies or hangs fails the call; then all workers are killed, and the next call starts new ones.
+If a rank raises, dies or hangs, the call fails, all workers are killed, and the next call starts new ones.
 """
 
 import faulthandler
@@ -31,12 +31,12 @@ MASTER_ADDRESS = "127.0.0.1"
 
 
 class RankError(Exception):
-    """A rank raised, died or did not answer in time; the message says which, and its traceback."""
+    """A rank raised, died or did not answer in time; the message has its number and its traceback."""
 
 
 @dataclass(frozen=True)
 class RankCall:
-    """What one rank is asked to do, and the environment that torchrun would have given it."""
+    """A call on one rank, with the environment that torchrun would have set."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
@@ -53,7 +53,7 @@ class Worker:
 
 @dataclass
 class RankPool:
-    """Worker processes, started when first needed; worker i serves as rank i, those beyond a call's size stay idle."""
+    """Worker processes, started when first needed. Worker i is rank i of a call that has more than i ranks."""
 
     workers: list[Worker] = field(default_factory=list)
 
@@ -70,7 +70,7 @@ class RankPool:
             raise
 
     def stop(self) -> None:
-        """Kill the workers, wherever they are: they hold nothing worth saving."""
+        """Kill the workers, also in the middle of a call."""
         for worker in self.workers:
             worker.process.kill()
         for worker in self.workers:
@@ -81,7 +81,7 @@ class RankPool:
 
 @functools.cache
 def rank_pool() -> RankPool:
-    """The one pool of this process; conftest.py stops it at the end."""
+    """Return the pool of this process; conftest.py stops it at the end."""
     return RankPool()
 
 
@@ -96,9 +96,10 @@ def run_ranks(
     """Call the module-level `function(*args, **kwargs)` on `num_ranks` ranks; return the results by rank.
 
     Every rank has torchrun's environment variables and, unless `init_process_group` is False, a gloo default group of
-    exactly `num_ranks`. Arguments and results travel by pickle: clone a small view of a large tensor first.
+    exactly `num_ranks`. Arguments and results are pickled: clone a small view of a large tensor first.
     """
-    # A store of its own for each call, hosted here as torchrun's agent does: no port to guess, no key left over.
+    # Each call has its own store, served by this process as by torchrun's agent: a free port, and no keys of an
+    # earlier call.
     store = dist.TCPStore(MASTER_ADDRESS, 0, is_master=True, wait_for_workers=False)
     requests = [
         pickle.dumps(
@@ -117,7 +118,7 @@ def torchrun_environment(rank: int, num_ranks: int, port: int) -> dict[str, str]
         "LOCAL_WORLD_SIZE": str(num_ranks),
         "MASTER_ADDR": MASTER_ADDRESS,
         "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # rank 0 connects to the store too, instead of hosting one
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # rank 0 connects to the store too, instead of serving one
         "TORCHELASTIC_RESTART_COUNT": "0",
     }
 
@@ -126,9 +127,9 @@ def start_worker() -> Worker:
     context = multiprocessing.get_context("spawn")
     connection, worker_connection = context.Pipe()
     process = context.Process(target=serve, args=(worker_connection,), daemon=True)
-    with mock.patch.dict(os.environ, OMP_NUM_THREADS="1"):  # read once, when the worker imports torch
+    with mock.patch.dict(os.environ, OMP_NUM_THREADS="1"):  # the worker reads it when it imports torch
         process.start()
-    worker_connection.close()  # the worker holds the only other end: its death reads as end of file
+    worker_connection.close()  # only the worker holds the other end: if it dies, this one reads an end of file
     return Worker(process, connection)
 
 
@@ -165,13 +166,13 @@ def dump_stacks(workers: list[Worker]) -> None:
     for worker in workers:
         assert worker.process.pid is not None  # it was started
         os.kill(worker.process.pid, signal.SIGABRT)
-    time.sleep(0.5)  # they write and end
+    time.sleep(0.5)  # they write their stacks and end
 
 
 def serve(connection: Connection) -> None:
-    """The life of a worker: answer calls until the test process closes the connection or ends."""
+    """Answer calls, as a worker, until the test process closes the connection or ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the workers too; the test process ends them
-    faulthandler.enable()  # of all threads, at SIGABRT too
+    faulthandler.enable()  # prints the stacks of all threads, at SIGABRT too
     threading.Thread(target=exit_with_test_process, daemon=True).start()
     while True:
         try:
@@ -182,7 +183,7 @@ def serve(connection: Connection) -> None:
 
 
 def exit_with_test_process() -> None:
-    """A rank that hangs in a collective would not notice that the test process is gone."""
+    """Exit when the test process ends, which a rank that hangs in a collective would not notice."""
     test_process = multiprocessing.parent_process()
     assert test_process is not None
     test_process.join()
@@ -200,7 +201,7 @@ def answer(request: bytes) -> bytes:
 def call_as_rank(call: RankCall) -> Any:
     """Run the call in its own process group, from the same random state and settings every time.
 
-    A rank that fails does not leave its group: the others would then fail too, and their errors hide the first.
+    A rank that fails does not destroy its group: the other ranks would fail too, and hide the first error.
     """
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float32)

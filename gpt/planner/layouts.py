@@ -15,7 +15,7 @@ from zero.activations.choice import (
     exposed_seconds,
     model_parallel_volume,
 )
-from zero.activations.stores import StoreName
+from zero.activations.stores import STORES, StoreName
 from zero.formulas import memory, traffic
 from zero.formulas.memory import ModelStates, PlacedStates
 from zero.offload.placement import Mode

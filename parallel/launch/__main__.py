@@ -1,4 +1,4 @@
-"""torchrun, with the exit code of the rank that failed first: torchrun's own is always 1.
+"""A wrapper of torchrun that exits with the code of the rank that failed first: torchrun's own exit code is always 1.
 
 python -m parallel.launch --nnodes 2 --nproc-per-node 8 ... pretrain_gpt.py ...      every option is torchrun's
 """
@@ -11,7 +11,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 
 def main(arguments: list[str]) -> int:
-    """128 + the signal's number where a rank was killed, as a shell has it."""
+    """Run torchrun and return the exit code: 128 + the number of the signal if a rank was killed, as in a shell."""
     try:
         run.main(arguments)
     except ChildFailedError as error:

@@ -1,4 +1,4 @@
-"""How fast the links and the devices of a job are: measured by all ranks at once, as training uses them."""
+"""Measurements of the links and the devices of a job, by all ranks at once, as training uses them."""
 
 import statistics
 import time
@@ -15,14 +15,14 @@ from parallel.mesh import Axis, Mesh
 MESSAGE_BYTES = 8 * 2**20
 SECONDS_EACH = 0.5
 MAX_REPEATS = 50
-SLOW_LINK, SLOW_DEVICE = 0.7, 0.8  # of the median of their like
-FAR_BELOW = 0.5  # of what a cluster file says
+SLOW_LINK, SLOW_DEVICE = 0.7, 0.8  # of the median of the comparable ones
+FAR_BELOW = 0.5  # of the rate in a cluster file
 Measurement = Callable[[], object]
 
 
 @dataclass(frozen=True)
 class LinkRate:
-    """Between two ranks, or along a whole group. Bytes a second that each rank sends."""
+    """The bytes per second that each rank sends between two ranks, or along a whole group."""
 
     axis: str
     what: str  # an operation, or "link"
@@ -32,6 +32,8 @@ class LinkRate:
 
 @dataclass(frozen=True)
 class DeviceRate:
+    """The rates of one device; `host_bytes_per_second` is that of a copy to host memory."""
+
     rank: int
     flops_per_second: float  # of a product in half precision
     memory_bytes_per_second: float
@@ -40,7 +42,10 @@ class DeviceRate:
 
 
 def measure_axis(axis: Axis, device: torch.device) -> list[LinkRate]:
-    """The three operations that training is made of, on all groups at the same time; by the first rank of each."""
+    """Measure the three collectives of training, on all groups at once.
+
+    Returns the rates of this rank's group on its first rank, and an empty list on the others.
+    """
     if axis.size == 1:
         return []
     numel = MESSAGE_BYTES // 2 // axis.size * axis.size
@@ -60,9 +65,10 @@ def measure_axis(axis: Axis, device: torch.device) -> list[LinkRate]:
 
 
 def measure_links(axis: Axis, device: torch.device, takes_part: bool = True) -> list[LinkRate]:
-    """Of neighbours in the axis's ring, both ways at once, every other pair at a time; by the lower rank of each.
+    """Measure the links between neighbours in the axis's ring, in both directions at once.
 
-    Groups that do not take part leave the wires to those that do.
+    A rank is in one pair at a time. The lower rank of a pair returns its rate. With `takes_part` False a rank only
+    joins the barriers, and leaves the network to the others.
     """
     if axis.size == 1:
         return []
@@ -81,7 +87,7 @@ def measure_links(axis: Axis, device: torch.device, takes_part: bool = True) -> 
 
 
 def latency(axis: Axis, device: torch.device) -> float:
-    """Seconds of one step of the ring in an all-reduce of next to nothing."""
+    """Return the seconds of one step of the ring in an all-reduce of one number."""
     if axis.size == 1:
         return 0.0
     word = torch.zeros(1, device=device)
@@ -89,6 +95,7 @@ def latency(axis: Axis, device: torch.device) -> float:
 
 
 def measure_device(rank: int, device: torch.device) -> DeviceRate:
+    """Measure a matrix product, a copy in memory, a copy to the host, and the shortest kernel."""
     is_gpu = device.type == "cuda"
     size, numel = (8192, 2**28) if is_gpu else (1024, 2**23)
     a, b = (torch.ones(size, size, dtype=torch.bfloat16, device=device) for _ in range(2))
@@ -107,7 +114,7 @@ def measure_device(rank: int, device: torch.device) -> DeviceRate:
 
 
 def slow_links(rates: Sequence[LinkRate], expected: dict[str, float]) -> list[LinkRate]:
-    """Far below their like: the same operation along the same axis; or below what is `expected` of the axis."""
+    """Return the links far below the median of the same operation and axis, or below what is `expected` of the axis."""
     slow = []
     for rate in rates:
         like = [r.bytes_per_second for r in rates if (r.axis, r.what) == (rate.axis, rate.what)]
@@ -118,13 +125,17 @@ def slow_links(rates: Sequence[LinkRate], expected: dict[str, float]) -> list[Li
 
 
 def slow_devices(rates: Sequence[DeviceRate], expected_flops: float) -> list[DeviceRate]:
+    """Return the devices below the median, or far below `expected_flops` per second."""
     usual = statistics.median_high(rate.flops_per_second for rate in rates)
     limit = max(SLOW_DEVICE * usual, FAR_BELOW * expected_flops)
     return [rate for rate in rates if rate.flops_per_second < limit]
 
 
 def _pairs(size: int, first: int) -> list[tuple[int, int]]:
-    """Neighbours from the even places, those from the odd ones, and what closes a ring of an odd size."""
+    """Return one of three sets of disjoint pairs of neighbours, which together make the ring of an axis.
+
+    The sets are pairs that begin at even ranks (0), at odd ranks (1), and the pair that closes a ring of odd size (2).
+    """
     if first == 2:
         return [(size - 1, 0)] if size % 2 else []
     return [(a, (a + 1) % size) for a in range(first, size - size % 2, 2)]
@@ -145,8 +156,8 @@ def _members(axis: Axis) -> tuple[int, ...]:
 def _seconds(
     action: Measurement, device: torch.device, axis: Axis | None = None, pair: tuple[Axis, int] | None = None
 ) -> float:
-    """Of one `action`, the median of as many as fit; ranks that act together agree on how many."""
-    for _ in range(2):  # the first makes connections
+    """Return the median seconds of an action, repeated for half a second; ranks that act together agree how often."""
+    for _ in range(2):  # the first call makes connections: only the second one is used
         once = _timed(action, device)
     longest = torch.tensor(once, dtype=torch.float64, device=device)
     if axis is not None:
@@ -161,6 +172,7 @@ def _seconds(
 
 
 def _timed(action: Measurement, device: torch.device) -> float:
+    # The device is synchronized before each reading of the clock: first earlier work, then the action, has finished.
     _synchronize(device)
     start = time.perf_counter()
     action()
@@ -174,9 +186,10 @@ def _synchronize(device: torch.device) -> None:
 
 
 def measure_mesh(mesh: Mesh, device: torch.device) -> list[LinkRate]:
-    """By every rank: the operations along its axes, and the links that it is the lower end of."""
+    """Measure the collectives along both axes, and the links of which this rank is the lower end. For all ranks."""
     rates = []
     for axis in (mesh.tensor, mesh.data):
+        # Barriers keep the measurements apart: messages of one would slow down another.
         mesh.barrier()
         rates += measure_axis(axis, device)
         mesh.barrier()

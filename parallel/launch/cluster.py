@@ -1,4 +1,4 @@
-"""The machine that a projection speaks of: its devices, its links, and how much of their peaks is reached."""
+"""The cluster that a projection is made for: its devices, its links, and the reachable fractions of their peaks."""
 
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
@@ -11,9 +11,10 @@ from parallel.errors import ConfigError
 
 @dataclass(frozen=True)
 class ClusterSpec:
-    """From a YAML file of these fields. Rates are in 1e9 bytes a second and each way, of one GPU unless said otherwise.
+    """A cluster, loaded from a YAML file of these fields.
 
-    The `*_fraction`s say how much of a peak a real program reaches; they are what may be calibrated.
+    Rates are in 1e9 bytes per second in each direction, of one GPU unless stated otherwise. The `*_fraction`s are the
+    parts of a peak that a real program reaches; they may be calibrated.
     """
 
     name: str
@@ -24,14 +25,14 @@ class ClusterSpec:
     num_multiprocessors: int
     memory_gb_per_second: float
     intra_node_gb_per_second: float
-    node_gb_per_second: float  # of a whole node, to other nodes
+    node_gb_per_second: float  # from one whole node to the others
     network_card_gb_per_second: float  # of one network card
     host_gb_per_second: float  # to host memory
     host_memory_gb_per_second: float = 200.0  # of the processors of a node
     gemm_fraction: float = 1.0
     memory_fraction: float = 1.0
     node_fraction: float = 1.0
-    kernel_seconds: float = 5e-6  # the least that a kernel takes
+    kernel_seconds: float = 5e-6  # the shortest time of a kernel
     hop_seconds: float = 1e-5  # latency of one step of a ring
 
     def __post_init__(self) -> None:
@@ -46,7 +47,10 @@ class ClusterSpec:
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Raises ConfigError for no such file, or one in which a figure is missing, unknown or not positive."""
+        """Load a cluster file.
+
+        Raises ConfigError if it cannot be read, or if a figure is missing, unknown or not positive.
+        """
         try:
             figures: Any = yaml.safe_load(Path(path).read_text())
         except (OSError, yaml.YAMLError) as error:
@@ -57,12 +61,12 @@ class ClusterSpec:
             absent = ", ".join(missing) if isinstance(figures, dict) else "every figure"
             raise ConfigError(f"cluster file {path} lacks {absent}; see configs/clusters/dgx-2.yaml for all of them")
         if unknown := sorted(set(figures) - known):
-            raise ConfigError(f"cluster file {path} has {', '.join(unknown)}, which means nothing; remove it")
+            raise ConfigError(f"cluster file {path} has {', '.join(unknown)}, which is unknown; remove it")
         return cls(**figures)
 
     @property
     def host_memory_rate_of_a_gpu(self) -> float:
-        """1e9 bytes a second that the ranks of a node leave each other."""
+        """The share of one rank in the host memory rate of its node, in 1e9 bytes per second."""
         return self.host_memory_gb_per_second / self.gpus_per_node
 
     @property

@@ -1,4 +1,4 @@
-"""Which rank sits where, and what lies between the ranks that talk to each other, link by link."""
+"""The placement of ranks on nodes, and the links between neighbours on each axis."""
 
 import socket
 from collections import Counter, defaultdict
@@ -14,13 +14,16 @@ MAX_ROWS = 16
 
 @dataclass(frozen=True)
 class NodeMap:
-    """`nodes[r]` is the name of rank r's node. A name that several nodes have gets their first rank behind it."""
+    """The name of every rank's node: `nodes[r]` for rank r.
+
+    If several nodes have the same name, the first rank of each is appended to it.
+    """
 
     nodes: tuple[str, ...]
 
     @classmethod
     def find(cls, world: World) -> "NodeMap":
-        """All ranks call it; the first gets all names, another one only its own."""
+        """Exchange the names of nodes. All ranks call it; rank 0 gets all names, the others only their own."""
         store, own = shared_store(), (socket.gethostname(), world.rank - world.local_rank)
         store.set(f"node/{world.rank}", f"{own[0]} {own[1]}")
         ranks = range(world.size) if world.is_first else [world.rank]
@@ -34,7 +37,7 @@ class NodeMap:
         return cls(tuple(names.get(rank, "?") for rank in range(world.size)))
 
     def links(self, axis: str, mesh: Mesh) -> Counter[tuple[str, str]]:
-        """{(node, node): how many neighbours in the rings of an axis it joins}; the same node twice: inside it."""
+        """Return {(node, node): links between neighbours in the rings of an axis}; (a, a) means inside node a."""
         links: Counter[tuple[str, str]] = Counter()
         for group in ring_members(axis, mesh.data.size, mesh.tensor.size):
             last = len(group) if len(group) > 2 else len(group) - 1  # a ring of two has one link
@@ -45,13 +48,14 @@ class NodeMap:
 
 
 def ring_members(axis: str, data_size: int, tensor_size: int) -> list[list[int]]:
-    """The ranks of every group: a tensor group is a run of ranks, a data group has one of each run."""
+    """Return the ranks of each group of an axis: a tensor group is a run of ranks, a data group has one of each run."""
     if axis == "tensor":
         return [[d * tensor_size + t for t in range(tensor_size)] for d in range(data_size)]
     return [[d * tensor_size + t for d in range(data_size)] for t in range(tensor_size)]
 
 
 def node_table(node_map: NodeMap, mesh: Mesh) -> Table:
+    """Return a table of the nodes, their ranks, and the links that the neighbours of each axis use."""
     table = Table("", "", "", title="Nodes and links", title_justify="left", show_header=False)
     ranks_on: defaultdict[str, list[int]] = defaultdict(list)
     for rank, node in enumerate(node_map.nodes):
@@ -71,7 +75,7 @@ def node_table(node_map: NodeMap, mesh: Mesh) -> Table:
 
 
 def span(ranks: list[int]) -> str:
-    """0-7, or 0, 2, 4 where they are not consecutive."""
+    """Format ranks as 0-7 if they are consecutive, otherwise as 0, 2, 4."""
     if len(ranks) > 1 and ranks == list(range(ranks[0], ranks[-1] + 1)):
         return f"{ranks[0]}-{ranks[-1]}"
     return ", ".join(map(str, ranks))

@@ -1,4 +1,4 @@
-"""Checks before a job starts: all nodes are present and alike, and how fast are their links and devices?
+"""Checks before a job starts: all nodes are present and alike, and no link or device is slow.
 
 The nodes only, one process per node:
 

@@ -1,9 +1,9 @@
-"""Cross-entropy of logits whose vocabulary is cut along the tensor axis: no rank ever holds a whole row.
+"""Cross-entropy of logits whose vocabulary is split along the tensor axis: no rank ever holds a whole row.
 
-Each rank reduces its columns to two numbers a token, the log of its sum of exponentials and its part of the target's
+Each rank reduces its columns to two numbers per token, the log of its sum of exponentials and its part of the target's
 logit; one all-gather of those gives every rank the loss. Backward recomputes the probabilities, so that nothing of
-the logits' size is kept but the logits themselves. Sums are taken in fp32 at least, a constant number of elements at
-a time (C_B), in copies: the caller's logits stay as they are.
+the logits' size is kept except the logits themselves. Sums are computed in fp32 at least, of a constant number of
+elements at a time (C_B), in copies: the caller's logits are not changed.
 """
 
 from collections.abc import Iterator
@@ -21,16 +21,16 @@ COPIES_OF_A_CHUNK = 2  # the logits and their exponentials
 def cross_entropy(
     own_logits: Tensor, targets: Tensor, vocab_size: int, axis: Axis, chunk_numel: int | None = CHUNK_NUMEL
 ) -> Tensor:
-    """Mean over tokens, 0-dim, of logits (tokens, padded vocabulary / size) and int64 targets (tokens,).
+    """Return the mean over tokens, 0-dim, for logits (tokens, padded vocabulary / size) and int64 targets (tokens,).
 
-    Columns from `vocab_size` on are padding: they have probability and gradient zero. `chunk_numel`: elements that are
-    summed at a time, at least a row; None: all at once.
+    Columns from `vocab_size` on are padding: they have probability and gradient zero. `chunk_numel` is the number of
+    elements that are summed at a time, at least a row; None: all at once.
     """
     return _CrossEntropy.apply(own_logits, targets, vocab_size, axis, chunk_numel)
 
 
 def temporary_bytes(num_tokens: int, num_columns: int, chunk_numel: int | None = CHUNK_NUMEL) -> int:
-    """Memory for chunks in fp32 while the loss or its gradient is computed."""
+    """Return the bytes of chunks in fp32 while the loss or its gradient is computed."""
     return COPIES_OF_A_CHUNK * 4 * min(num_tokens, _rows_at_once(num_columns, num_tokens, chunk_numel)) * num_columns
 
 
@@ -41,7 +41,7 @@ class _CrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         num_tokens, num_columns = own_logits.shape
         first = axis.rank * num_columns
-        num_words = min(max(vocab_size - first, 0), num_columns)  # of these columns, the others are padding
+        num_words = min(max(vocab_size - first, 0), num_columns)  # columns that are not padding
         own_targets = targets - first
         summaries = own_logits.new_empty(num_tokens, 2, dtype=torch.promote_types(own_logits.dtype, torch.float32))
         for rows, logits in _chunks(own_logits, summaries.dtype, num_words, chunk_numel):
@@ -74,7 +74,7 @@ def _rows_at_once(num_columns: int, num_tokens: int, chunk_numel: int | None) ->
 def _chunks(
     own_logits: Tensor, dtype: torch.dtype, num_words: int, chunk_numel: int | None
 ) -> Iterator[tuple[slice, Tensor]]:
-    """(rows, a copy of their logits), with padding at -inf."""
+    """Yield (rows, a copy of their logits in `dtype` with padding at -inf)."""
     num_tokens, num_columns = own_logits.shape
     num_rows = _rows_at_once(num_columns, num_tokens, chunk_numel)
     for start in range(0, num_tokens, num_rows):
@@ -85,6 +85,6 @@ def _chunks(
 
 
 def _locate(own_targets: Tensor, num_columns: int) -> tuple[Tensor, Tensor]:
-    """Whether each target is among this rank's columns, and its column (rows, 1), any where it is not."""
+    """Return whether each target is among this rank's columns, (rows,), and its column, (rows, 1); 0 if it is not."""
     is_here = (own_targets >= 0) & (own_targets < num_columns)
     return is_here, own_targets.masked_fill(~is_here, 0)[:, None]

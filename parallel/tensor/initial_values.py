@@ -1,8 +1,8 @@
-"""Initial values that do not depend on how a parameter is cut, nor on how many ranks share the work of drawing them.
+"""Initial values that depend neither on how a parameter is split nor on how many ranks share the work of drawing them.
 
-A parameter is divided along its cut dim into a fixed number of cells, each drawn from a generator of its own:
+A parameter is divided along its split dim into a fixed number of cells, each drawn from a generator of its own:
 
-    weight (out, in), cut along dim 0     | cell 0 | cell 1 | ...            | cell 959 |
+    weight (out, in), split along dim 0     | cell 0 | cell 1 | ...            | cell 959 |
     tensor size 4                         |      rank 0       |   rank 1   | ...
     3 data ranks each                     | draw  | draw | draw| ...                        then gathered
 """
@@ -17,15 +17,16 @@ from parallel.errors import ConfigError
 from parallel.mesh import Axis
 from parallel.torch_internals import FakeTensor
 
-# A dim has as many cells as it shares factors with this: every tensor size that divides both can be used.
+# A dim has gcd(its size, CELLS) cells: every tensor size that divides both can be used.
 CELLS = 2**8 * 3 * 5
 
 
 def fill_normal(param: Tensor, std: float, name: str, dim: int | None, axis: Axis, data: Axis) -> None:
-    """This rank's part of N(0, std) values that are a function of `name`; `dim` is that of the cut, None for no cut.
+    """Fill a parameter with this rank's part of N(0, std) values that are a function of `name`.
 
-    Drawn in fp32 on the CPU, so that every device and dtype has the same values, rounded; the ranks of `data`, which
-    have the same part, draw a stretch each. Raises ConfigError where the axis does not divide the cells.
+    `dim` is the dim along which `axis` splits the parameter; None if it does not. Values are drawn in fp32 on the CPU,
+    so that they are the same on every device and in every dtype, up to rounding. The ranks of `data` have the same
+    part, and each draws a stretch of it. Raises ConfigError if the axis does not divide the cells.
     """
     if dim is None:
         param.copy_(_draw(param.shape, std, f"{name}/0"))
@@ -37,13 +38,16 @@ def fill_normal(param: Tensor, std: float, name: str, dim: int | None, axis: Axi
             f"drawn; choose a tensor size that divides {num_cells}"
         )
     if isinstance(param, FakeTensor):
-        return  # a dry run: drawing thousands of cells a parameter would only take time
+        return  # a dry run: to draw thousands of cells per parameter would only take time
     own_cells = num_cells // axis.size
     parts = param.chunk(own_cells, dim)
     cell_numel = parts[0].numel()
     stretch_numel = math.ceil(param.numel() / data.size)
     values = param.new_empty(data.size * stretch_numel, device=data.device_to_travel_from(param))
-    first, stop = data.rank * stretch_numel, (data.rank + 1) * stretch_numel  # the last may go beyond the parameter
+    first, stop = (
+        data.rank * stretch_numel,
+        (data.rank + 1) * stretch_numel,
+    )  # may end beyond the parameter
     stretch = values[first:stop]
     for number in range(first // cell_numel, math.ceil(stop / cell_numel)):
         cell = _draw(parts[0].shape, std, f"{name}/{axis.rank * own_cells + number}").view(-1)

@@ -1,9 +1,9 @@
-"""Layers whose weights are cut along the tensor axis (Megatron-LM): each rank computes its columns, rows or words.
+"""Layers whose weights are split along the tensor axis (Megatron-LM): each rank computes its columns, rows or words.
 
     x -> column-parallel -> own columns -> (activation, attention heads) -> row-parallel -> sum over ranks
 
-All activations are (tokens, features). A parameter that is cut says so in its module's `split_dims`; every other one
-is replicated, and its gradient is the same on all ranks of the axis, to the bit.
+All activations are (tokens, features). The module of a split parameter lists it in `split_dims`; every other parameter
+is replicated, and its gradient is bitwise the same on all ranks of the axis.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from parallel.tensor.token_layout import TokenLayout
 
 
 def split_dims(module: nn.Module) -> dict[str, int]:
-    """For every parameter of the module that is cut along the tensor axis, by name: the dim of the cut."""
+    """Return {name: dim} of every parameter of the module that is split along the tensor axis."""
     return {
         f"{prefix}.{name}" if prefix else name: dim
         for prefix, submodule in module.named_modules()
@@ -29,7 +29,7 @@ def split_dims(module: nn.Module) -> dict[str, int]:
 
 
 def part_of(size: int, axis: Axis, what: str) -> int:
-    """An equal part of `size` along the axis. Raises ConfigError where there is none."""
+    """Return `size` divided by the axis. Raises ConfigError, in which it is called `what`, if there is a remainder."""
     if size % axis.size:
         raise ConfigError(
             f"{what}={size} is not divisible by parallel.tensor_size={axis.size}; choose a tensor size that divides it"
@@ -38,7 +38,10 @@ def part_of(size: int, axis: Axis, what: str) -> int:
 
 
 class ColumnParallelLinear(nn.Module):
-    """(tokens of this rank, in) -> (all tokens, out / size): own rows of weight (out, in) and of bias (out,)."""
+    """A linear layer, (tokens of this rank, in) -> (all tokens, out / size).
+
+    Each rank has its rows of weight (out, in) and of bias (out,).
+    """
 
     split_dims: ClassVar = {"weight": 0, "bias": 0}
 
@@ -54,7 +57,10 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """(all tokens, in / size) -> (tokens of this rank, out): own columns of weight (out, in), all of the bias."""
+    """A linear layer, (all tokens, in / size) -> (tokens of this rank, out).
+
+    Each rank has its columns of weight (out, in) and the whole bias (out,).
+    """
 
     split_dims: ClassVar = {"weight": 1}
 
@@ -66,13 +72,16 @@ class RowParallelLinear(nn.Module):
         self.bias = nn.Parameter(torch.empty(out_features))
 
     def forward(self, x: Tensor) -> Tensor:
-        # The bias enters the sum over ranks once, within the product: no pass of its own over the activations.
+        # The bias is added once in the sum over ranks, as part of the product: a pass of its own would take longer.
         bias = _OnFirstRank.apply(self.bias, self.tokens.axis)
         return _Reduce.apply(F.linear(x, self.weight, bias), self.tokens)
 
 
 class VocabParallelEmbedding(nn.Module):
-    """int64 ids (all tokens,) -> (tokens of this rank, features): this rank's rows of weight (words, features)."""
+    """An embedding of int64 ids, (all tokens,) -> (tokens of this rank, features).
+
+    Each rank has its rows of weight (words, features).
+    """
 
     split_dims: ClassVar = {"weight": 0}
 
@@ -91,17 +100,17 @@ class VocabParallelEmbedding(nn.Module):
 
 
 def column_parallel_linear(x: Tensor, weight: Tensor, bias: Tensor | None, tokens: TokenLayout) -> Tensor:
-    """(tokens of this rank, in) -> (all tokens, own out)."""
+    """Apply a column-parallel linear layer, (tokens of this rank, in) -> (all tokens, out / size)."""
     return _ColumnLinear.apply(x, weight, bias, tokens)
 
 
 def gather_columns(own: Tensor, axis: Axis) -> Tensor:
-    """(tokens, n) -> (tokens, size * n), the same on every rank; so is the gradient that comes back."""
+    """Gather (tokens, n) into (tokens, size * n), the same on every rank; so must be the gradient of the result."""
     return _GatherColumns.apply(own, axis)
 
 
 def sum_gradient_over(axis: Axis) -> Callable[[Tensor], Tensor]:
-    """A gradient hook for replicated parameters that see only this rank's tokens: their gradients are partial sums."""
+    """Return a gradient hook for replicated parameters that only see this rank's tokens: it sums partial gradients."""
     return partial(_summed, axis=axis)
 
 
@@ -112,7 +121,7 @@ def _summed(grad: Tensor, axis: Axis) -> Tensor:
 
 
 class _ColumnLinear(torch.autograd.Function):
-    """A linear layer whose input is gathered and whose input gradient is reduced while its weight's is computed."""
+    """A linear layer that gathers its input, and reduces the input's gradient while it computes the weight's."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, tokens: TokenLayout) -> Tensor:
@@ -127,6 +136,8 @@ class _ColumnLinear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_x = grad_weight = reduced = None
+        # The gather runs beside the first product, and the reduction beside the second one. The order of the two
+        # collectives is the same on all ranks.
         if needs_weight:
             whole, gathered = ctx.tokens.gather(x)
         if needs_x:
@@ -141,7 +152,10 @@ class _ColumnLinear(torch.autograd.Function):
 
 
 class _Reduce(torch.autograd.Function):
-    """Partial sums of all tokens -> sums of this rank's. Saves nothing, so that recomputation can stop before it."""
+    """The reduction of partial sums of all tokens to the sums of this rank's tokens.
+
+    It saves nothing for backward, so that recomputation can stop before it.
+    """
 
     @staticmethod
     def forward(ctx: Any, partial_sums: Tensor, tokens: TokenLayout) -> Tensor:

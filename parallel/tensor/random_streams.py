@@ -1,8 +1,9 @@
-"""Random numbers along the tensor axis: one stream that all ranks share, and one of each rank's own derived from it.
+"""Random numbers along the tensor axis: a stream that all ranks share, and one per rank that is derived from it.
 
-Torch's default generators are the shared stream: all ranks of a tensor axis seed them alike and draw alike. Where an
-activation is split, a rank draws from a stream that is a function of the shared one's state and the rank. So there is
-no second state to keep: whoever restores the default generators, as a recomputation or a resume does, replays both.
+Torch's default generators are the shared stream: all ranks of a tensor axis seed them alike and draw the same numbers.
+For an activation that is split, a rank draws from a stream that is a function of the shared one's state and the rank.
+So there is no second state to save: to restore the default generators, as a recomputation and a resume do, repeats
+both streams.
 """
 
 import ctypes
@@ -18,9 +19,9 @@ SEED_BITS = 63
 
 
 def own_random_stream(axis: Axis) -> AbstractContextManager[None]:
-    """In here ranks of `axis` draw different numbers; afterwards their default generators agree again.
+    """Return a context in which the ranks of `axis` draw different numbers; after it their generators agree again.
 
-    Touches the current CUDA device's generator if CUDA is initialised, else the CPU's. Waits for no device.
+    Changes the generator of the current CUDA device if CUDA is initialized, otherwise the CPU's. It does not block.
     """
     if axis.size == 1:
         return nullcontext()
@@ -29,7 +30,7 @@ def own_random_stream(axis: Axis) -> AbstractContextManager[None]:
 
 @contextmanager
 def _own_cuda_stream(rank: int) -> Iterator[None]:
-    """A CUDA stream of numbers is (seed, offset), both on the host: the same offset under another seed."""
+    """Draw with another seed from the same offset: a CUDA generator is (seed, offset), both on the host."""
     generator = torch.cuda.default_generators[torch.cuda.current_device()]
     seed, offset = generator.initial_seed(), generator.get_offset()
     generator.manual_seed(_derived_seed(f"{seed}", rank))
@@ -37,6 +38,8 @@ def _own_cuda_stream(rank: int) -> Iterator[None]:
     try:
         yield
     finally:
+        # The offset is read before the seed is restored, which sets it to 0: the shared stream goes on behind the
+        # numbers that were drawn.
         offset = generator.get_offset()
         generator.manual_seed(seed)
         generator.set_offset(offset)
@@ -44,9 +47,12 @@ def _own_cuda_stream(rank: int) -> Iterator[None]:
 
 @contextmanager
 def _own_cpu_stream(rank: int) -> Iterator[None]:
-    """The CPU's generator has no offset: seed another from its state, then let it move on by one number."""
+    """Draw with a seed derived from the generator's state, then restore the state and skip one number.
+
+    The CPU's generator has no offset. Without the skip, the next block would draw the same numbers again.
+    """
     state = torch.get_rng_state()
-    # Past the dispatcher, for in a dry run this is the only tensor with values.
+    # Read without an operation: in a dry run operations have no values, and this tensor has.
     state_bytes = ctypes.string_at(state.data_ptr(), state.nbytes)
     torch.default_generator.manual_seed(_derived_seed(hashlib.sha256(state_bytes).hexdigest(), rank))
     try:

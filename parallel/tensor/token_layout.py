@@ -1,4 +1,4 @@
-"""How the residual stream, (tokens, hidden), lies over the tensor axis, and the two ways across its border.
+"""Layouts of the residual stream, (tokens, hidden), over the tensor axis, and the collectives around split layers.
 
     outside a split layer                                         inside (columns, heads)
     ReplicatedTokens   every rank: all tokens    - gather ->      all tokens
@@ -6,7 +6,7 @@
     SplitTokens        rank r: r-th stretch      - gather ->      all tokens                     all-gather
                                                  <- reduce -      all tokens, partial sums       reduce-scatter
 
-Tokens of all sequences are in one dim, so a stretch is contiguous and nothing is transposed on its way.
+Tokens of all sequences are in one dim, so a stretch is contiguous and a collective needs no transposition.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -20,7 +20,7 @@ from parallel.tensor.random_streams import own_random_stream
 
 
 class TokenLayout(Protocol):
-    """`gather` and `reduce` start a collective; its result may be read after the handle has been waited for."""
+    """A layout. `gather` and `reduce` start a collective, whose result may be read after `wait` of the handle."""
 
     @property
     def axis(self) -> Axis:
@@ -35,21 +35,21 @@ class TokenLayout(Protocol):
         """The ranks that hold the same tokens."""
 
     def gather(self, local: Tensor) -> tuple[Tensor, Handle]:
-        """The tokens of this rank -> all tokens. Not a copy where this rank has them all."""
+        """Gather all tokens from those of this rank. Not a copy if this rank has them all."""
 
     def reduce(self, partial: Tensor) -> tuple[Tensor, Handle]:
-        """All tokens, to be summed over ranks -> the sums for the tokens of this rank. May overwrite `partial`."""
+        """Sum all tokens over ranks; return the sums for the tokens of this rank. May overwrite `partial`."""
 
     def cut(self, whole: Tensor) -> Tensor:
-        """What is known of all tokens -> the part for the tokens of this rank, a view."""
+        """Return the rows of this rank's tokens, a view of the rows of all tokens."""
 
     def random_stream(self) -> AbstractContextManager[None]:
-        """Context in which random numbers agree between ranks exactly where their tokens are the same."""
+        """Return a context in which random numbers are the same on two ranks exactly if their tokens are."""
 
 
 @dataclass(frozen=True)
 class ReplicatedTokens:
-    """Every rank holds all tokens (Megatron-LM, 2019)."""
+    """A layout in which every rank holds all tokens (Megatron-LM, 2019)."""
 
     axis: Axis
     num_parts: int = 1
@@ -73,7 +73,7 @@ class ReplicatedTokens:
 
 @dataclass(frozen=True)
 class SplitTokens:
-    """Every rank holds one stretch of the tokens: sequence parallelism (Korthikanti et al., 2022)."""
+    """A layout in which every rank holds one stretch of the tokens: sequence parallelism (Korthikanti et al., 2022)."""
 
     axis: Axis
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from parallel.meeting import Meetings, NotMet
+from parallel.host_barrier import BrokenBarrier, HostBarrier
 from parallel.mesh import Axis
 from zero.units.execution_order import ExecutionOrder
 
@@ -30,7 +30,7 @@ class LaunchOrder:
 
     def __init__(self, data: Axis, unit_names: Sequence[str]):
         self._data, self._unit_names = data, [name or "the root" for name in unit_names]
-        self._meetings = Meetings(data)
+        self._barrier = HostBarrier(data)
         self._order = ExecutionOrder[int]()
         self._is_compared = False
 
@@ -62,8 +62,8 @@ class LaunchOrder:
             self._compare(launch)
             return
         try:
-            self._meetings.meet(self._describe(launch))
-        except NotMet as error:
+            self._barrier.wait(self._describe(launch))
+        except BrokenBarrier as error:
             raise self._diverged(str(error)) from error
         self._is_compared = True
 

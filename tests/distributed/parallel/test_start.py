@@ -1,4 +1,4 @@
-"""A job that is started again on the same store: nothing that a dead start has left there is believed."""
+"""A job that is started again on the same store ignores everything that an earlier start has left there."""
 
 import os
 import threading
@@ -6,16 +6,16 @@ import threading
 import pytest
 import torch.distributed as dist
 
-from parallel.world import _part_of_this_start, shared_store, start_world
+from parallel.world import _store_of_this_start, shared_store, start_world
 from tests.ranks import MASTER_ADDRESS, run_ranks
 
 
 def join(size: int, store: dist.Store) -> list[dist.Store]:
-    """What each rank of one start gets."""
+    """The store that each rank of one start gets."""
     found: list[dist.Store] = [store] * size
 
     def start(rank: int) -> None:
-        found[rank] = _part_of_this_start(store, rank, size, 20.0)
+        found[rank] = _store_of_this_start(store, rank, size, 20.0)
 
     threads = [threading.Thread(target=start, args=(rank,)) for rank in reversed(range(size))]
     for thread in threads:
@@ -25,7 +25,7 @@ def join(size: int, store: dist.Store) -> list[dist.Store]:
     return found
 
 
-def test_every_start_has_a_part_of_its_own():
+def test_every_start_has_its_own_part_of_the_store():
     store = dist.HashStore()
     for number in range(3):
         of_ranks = join(3, store)
@@ -34,25 +34,25 @@ def test_every_start_has_a_part_of_its_own():
         assert [part.get("word") for part in of_ranks] == [str(number).encode()] * 3
 
 
-def test_what_a_start_that_broke_off_has_left_is_harmless():
-    """Ranks that asked and died unanswered, and one that was answered and died before it could say so."""
+def test_keys_of_a_start_that_broke_off_are_ignored():
+    """Ranks that ended before they got a reply, and one that ended after its reply, before it was counted."""
     store = dist.HashStore()
-    store.set("start/asks/1", "asked by the dead")
-    store.set("start/asks/2", "asked by the dead, too")
-    store.set("start/answers/asked by the dead", "7")
+    store.set("start/requests/1", "request of an earlier start")
+    store.set("start/requests/2", "second request of an earlier start")
+    store.set("start/replies/request of an earlier start", "7")
     join(3, store)[0].set("word", "")
     assert not join(3, store)[2].check(["word"])
 
 
-def test_a_rank_that_never_comes_is_not_waited_for_for_ever():
-    with pytest.raises(TimeoutError, match="rank 0 has not come to this start"):
-        _part_of_this_start(dist.HashStore(), 1, 2, 0.1)
+def test_a_rank_that_never_joins_is_an_error_after_the_timeout():
+    with pytest.raises(TimeoutError, match="rank 0 has not joined this start"):
+        _store_of_this_start(dist.HashStore(), 1, 2, 0.1)
     with pytest.raises(TimeoutError, match="not all of the 1 other ranks"):
-        _part_of_this_start(dist.HashStore(), 0, 2, 0.1)
+        _store_of_this_start(dist.HashStore(), 0, 2, 0.1)
 
 
 def start_twice(port: int) -> tuple[bool, bool]:
-    """Whether a word was there before and after it was left; both starts on one store, as under torchrun."""
+    """True for each of two starts on one store, as under torchrun, if a key existed before the start set it."""
     os.environ["MASTER_PORT"] = str(port)
     found = []
     for _ in range(2):

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from parallel.meeting import Meetings, NotMet
+from parallel.host_barrier import BrokenBarrier, HostBarrier
 from parallel.mesh import Mesh
 from tests.ranks import run_ranks
 from zero.config import ZeroConfig
@@ -91,21 +91,22 @@ def test_a_known_order_costs_nothing():
     assert run_ranks(2, exchanged_after_the_first_steps) == [0, 0]
 
 
-def meet(purposes: list[list[str]]) -> list[str]:
+def wait_in_turn(purposes: list[list[str]]) -> list[str]:
     dist.init_process_group("gloo", timeout=timedelta(seconds=3))
     axis = Mesh.create(tensor_size=1).data
-    meetings, said = Meetings(axis), []
+    barrier, said = HostBarrier(axis), []
     for purpose in purposes[axis.rank]:
         try:
-            meetings.meet(purpose)
-        except NotMet as error:
+            barrier.wait(purpose)
+        except BrokenBarrier as error:
             said.append(str(error))
     dist.barrier()
     return said
 
 
-def test_ranks_that_do_not_meet_are_told_who_is_missing():
-    said = run_ranks(3, meet, [["eats"] * 2, ["eats"] * 2, ["eats", "sleeps"]], init_process_group=False)
+def test_ranks_with_another_purpose_or_missing_ones_are_named():
+    run_ranks(3, dist.get_rank)  # starts the workers, which may take longer than the timeout
+    said = run_ranks(3, wait_in_turn, [["eats"] * 2, ["eats"] * 2, ["eats", "sleeps"]], init_process_group=False)
     assert all(len(texts) == 1 and "sleeps" in texts[0] and "eats" in texts[0] for texts in said)
-    said = run_ranks(2, meet, [["eats"], []], init_process_group=False)
+    said = run_ranks(2, wait_in_turn, [["eats"], []], init_process_group=False)
     assert said == [["data rank 0 eats, and of 2 ranks 1 did so within 1.5 s"], []]

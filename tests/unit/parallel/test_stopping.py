@@ -1,4 +1,4 @@
-"""Ranks, here threads on one store, that agree on their last step whatever step each is in when it is asked."""
+"""Ranks, here threads with one store, agree on their last step, whatever step each is in when it is asked."""
 
 import os
 import random
@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_all_ranks_leave_after_the_same_step(seed):
+def test_all_ranks_stop_after_the_same_step(seed):
     """A step ends when all ranks have begun it, as with any collective: a rank that left early would hang the rest."""
     size, store, chooser = 4, dist.HashStore(), random.Random(seed)
     begun, all_begun, last_steps = [0] * size, threading.Condition(), [0] * size
@@ -54,10 +54,10 @@ def test_all_ranks_leave_after_the_same_step(seed):
     assert 20 <= last_steps[0] < 199
 
 
-def test_a_signal_asks_to_stop_and_its_handler_goes_with_the_block():
+def test_a_signal_asks_to_stop_and_its_handler_is_restored_after_the_block():
     before = signal.getsignal(signal.SIGTERM)
     stop = Stopping(dist.HashStore(), 0, 1)
-    with stop.listening():
+    with stop.handling_signals():
         assert stop.may_begin(1)
         os.kill(os.getpid(), signal.SIGTERM)
         deadline = time.monotonic() + 10
@@ -73,7 +73,7 @@ import torch.distributed as dist
 from parallel import stopping
 stopping.AGREEMENT_SECONDS = {agreement_seconds}
 stop = stopping.Stopping(dist.HashStore(), 0, 2)
-with stop.listening():
+with stop.handling_signals():
     stop.may_begin(1)
     for _ in range({num_signals}):
         os.kill(os.getpid(), signal.SIGTERM)
@@ -90,7 +90,7 @@ with stop.listening():
     ],
     ids=["a peer is gone", "a second signal"],
 )
-def test_a_rank_that_cannot_stop_in_order_leaves_wherever_it_waits(num_signals, agreement_seconds, code, message):
+def test_a_rank_that_cannot_stop_in_order_ends_wherever_it_waits(num_signals, agreement_seconds, code, message):
     program = PROGRAM.format(num_signals=num_signals, agreement_seconds=agreement_seconds)
     ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
     assert ended.returncode == code

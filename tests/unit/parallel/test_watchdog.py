@@ -1,4 +1,4 @@
-"""Who holds up the others, from what ranks have told."""
+"""The rank for which the others wait is found from the heartbeats."""
 
 import os
 import threading
@@ -8,18 +8,18 @@ import torch
 import torch.distributed as dist
 
 from parallel.instruments.comm_log import CommLog
-from parallel.watchdog import EXIT_CODE, Sign, Watchdog, find_culprits
+from parallel.watchdog import EXIT_CODE, Heartbeat, Watchdog, find_culprits
 
-WAITING = Sign(
+WAITING = Heartbeat(
     tick=40, idle_seconds=30.0, num_collectives=100, last="all_reduce of 8 bytes along the data axis in update"
 )
 BEFORE = dict.fromkeys(range(4), WAITING)
 AFTER = dict.fromkeys(range(4), replace(WAITING, tick=43))
 
 
-def verdict(**changed: Sign | None) -> str | None:
-    after = AFTER | {int(rank.removeprefix("rank_")): sign for rank, sign in changed.items()}
-    return find_culprits(BEFORE, {rank: sign for rank, sign in after.items() if sign}, 20.0, 4)
+def verdict(**changed: Heartbeat | None) -> str | None:
+    after = AFTER | {int(rank.removeprefix("rank_")): heartbeat for rank, heartbeat in changed.items()}
+    return find_culprits(BEFORE, {rank: heartbeat for rank, heartbeat in after.items() if heartbeat}, 20.0, 4)
 
 
 def test_a_rank_with_fewer_collectives_than_the_others_is_named():
@@ -31,18 +31,18 @@ def test_a_rank_with_fewer_collectives_than_the_others_is_named():
     assert "rank 1" not in found
 
 
-def test_a_rank_that_tells_nothing_any_more_is_named():
+def test_a_rank_without_new_heartbeats_is_named():
     assert verdict(rank_3=WAITING).startswith(
         f"rank 3 does not answer; its last collective: {WAITING.last}, number 100"
     )
     assert verdict(rank_0=None).startswith("rank 0 does not answer; its last collective: unknown")
 
 
-def test_nobody_is_named_while_any_rank_works():
+def test_no_rank_is_named_while_any_makes_progress():
     assert verdict(rank_1=replace(AFTER[1], idle_seconds=1.0, num_collectives=1)) is None
 
 
-def test_ranks_that_are_not_told_apart_are_all_named_in_one_line():
+def test_ranks_that_are_alike_are_all_named_in_one_line():
     found = verdict()
     assert all(f"rank {rank} has made no progress" in found for rank in range(4))
     assert "\n" not in found
@@ -55,10 +55,10 @@ def test_the_log_knows_its_last_collective():
     assert (log.num_recorded, str(log.last)) == (1, "all_gather of 4,000 bytes along the data axis in forward")
 
 
-def test_the_reason_is_told_before_the_process_ends(monkeypatch):
-    told, has_ended = [], threading.Event()
-    monkeypatch.setattr(os, "_exit", lambda code: (told.append(code), has_ended.set()))
-    with Watchdog(dist.HashStore(), 0, 1, CommLog(), hang_seconds=0.3, on_abort=told.append).watching():
+def test_the_reason_is_reported_before_the_process_ends(monkeypatch):
+    reported, has_ended = [], threading.Event()
+    monkeypatch.setattr(os, "_exit", lambda code: (reported.append(code), has_ended.set()))
+    with Watchdog(dist.HashStore(), 0, 1, CommLog(), hang_seconds=0.3, on_abort=reported.append).running():
         assert has_ended.wait(30)
-    assert told[0].startswith("rank 0 has made no progress for 0.3 s; its last collective: none")
-    assert told[1] == EXIT_CODE
+    assert reported[0].startswith("rank 0 has made no progress for 0.3 s; its last collective: none")
+    assert reported[1] == EXIT_CODE

@@ -214,7 +214,7 @@ def test_a_world_that_no_layout_divides_is_refused():
     [
         ("gpu_memory_gib: -1", "gpu_memory_gib=-1 is not a number above 0"),
         ("peak_half_tflops: fast", "peak_half_tflops=fast is not a number above 0"),
-        ("gpus_per_nodes: 16", "gpus_per_nodes, which means nothing"),
+        ("gpus_per_nodes: 16", "gpus_per_nodes, which is unknown"),
     ],
 )
 def test_a_cluster_file_with_a_mistake_is_refused(tmp_path, change, message):

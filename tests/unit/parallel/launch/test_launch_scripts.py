@@ -1,4 +1,4 @@
-"""What the launch scripts run, on which node, with which environment and exit code; cluster commands are stubs."""
+"""Launch scripts run the right commands on each node, with environment and exit code; cluster commands are stubs."""
 
 import json
 import os
@@ -27,7 +27,7 @@ WATCHED += (
     "NODE_NAMES",
 )
 
-# Writes down how it was called, and ends as asked. As `python` it policy for the route.
+# Records how it was called, and exits as it is told. As `python` it answers for the route.
 STUB = f"""#!{sys.executable}
 import json, os, sys, time
 name, words = os.path.basename(sys.argv[0]), sys.argv[1:]
@@ -43,7 +43,7 @@ for program, code in json.loads(os.environ.get("ENDS", "{{}}")).items():
         time.sleep(float(os.environ.get("TAKES", "0")))
         sys.exit(code)
 """
-# Runs what it is given, once for each node or task.
+# Runs its command once per node or task.
 SRUN = """#!/usr/bin/env bash
 "$(dirname "$0")/noted" srun "$@"
 while [[ $1 == --* ]]; do [[ $1 != --ntasks=* ]] || tasks=${1#*=}; shift; done
@@ -85,7 +85,7 @@ def calls_in(stubs: Path) -> list[Call]:
 
 
 def launch(script: str, stubs: Path, *arguments: str, **settings: str) -> tuple[int, list[Call], str]:
-    """(exit code, the calls of stubs, what it printed)."""
+    """Return (exit code, the calls of stubs, the output)."""
     ended = subprocess.run(
         [SCRIPTS / script, *arguments], env=environment(stubs, **settings), capture_output=True, text=True, check=False
     )

@@ -30,7 +30,7 @@ ALIKE = NodeFacts(
 
 
 def nodes(**odd: object) -> list[NodeFacts]:
-    """n1, n2 and n3, of which n2 is odd."""
+    """Return the facts of n1, n2 and n3, of which n2 differs."""
     n1, n2, n3 = (dataclasses.replace(ALIKE, name=name) for name in ("n1", "n2", "n3"))
     return [n1, dataclasses.replace(n2, **odd), n3]
 
@@ -130,7 +130,7 @@ def test_a_store_that_cannot_be_reached_or_served_is_an_error_with_the_name_of_t
 def test_the_node_that_owns_the_address_is_the_host():
     route = find_route("localhost:29500")
     assert (route.is_host, route.local_address, route.interface) == (True, "127.0.0.1", "lo")
-    with pytest.raises(ConfigError, match=r"RDZV=node0 is no HOST:PORT"):
+    with pytest.raises(ConfigError, match=r"RDZV=node0 is not HOST:PORT"):
         find_route("node0")
 
 
