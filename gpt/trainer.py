@@ -30,7 +30,6 @@ from parallel.launch.node_map import NodeMap, node_table
 from parallel.stopping import Stopping
 from parallel.watchdog import Watchdog
 from parallel.world import World, shared_store
-from zero.layer_norms import layer_norms
 
 
 class Trainer:
@@ -176,7 +175,7 @@ class Trainer:
 
         def measure_layer_norms() -> None:
             if every and step % every == 0:
-                norms.update(layer_norms(state.model, state.optimizer, state.mesh.tensor))
+                norms.update(state.optimizer.grad_norm.by_layer(state.model.module))
 
         is_profiled = self._world.is_first and step == settings.profile.collectives_step
         with profiled(state.mesh.log, self._folder) if is_profiled else nullcontext():

@@ -56,18 +56,13 @@ class ParamShard:
         """Free the copy on the device; the host has the same values."""
         self.cached = None
 
-    def resident_tensors(self, placement: Placement) -> list[Tensor]:
-        """Return what is allocated in one of the memories from step to step."""
-        resident = [self.full if self.persists else self.owned] if placement is self.placement else []
-        return resident + ([self.cached] if self.cached is not None and placement is Placement.ACCELERATOR else [])
-
     def _copy_shard(self, placement: Placement) -> Tensor:
         shard = self._full_shard
         return self._offload.new(placement, TensorKind.PARAMETERS, shard.numel(), shard.dtype).copy_(shard)
 
 
 class Staging(Enum):
-    """What the memory of a bucket's full gradients is doing in this step."""
+    """The use of the memory of a bucket's full gradients."""
 
     FREE = "no gradient has been written: there is no staging memory, or its values are void"
     FILLING = "gradients of one or more backwards have been written, and more may be added"
@@ -110,11 +105,6 @@ class GradShard:
         """The elements of `staged` that this rank owns."""
         return self._part(self.shard)
 
-    @property
-    def staged_bucket(self) -> Tensor:
-        """The elements of `staged` that belong to the bucket."""
-        return self._part(self.elements)
-
     def place(self, placement: Placement) -> None:
         """Move the owned shard to one of the memories. The values of a gradient that it holds are lost."""
         self.placement = placement
@@ -123,11 +113,6 @@ class GradShard:
         else:
             self.owned = self._offload.new(placement, TensorKind.GRADIENTS, len(self.shard), self.dtype).zero_()
             self.free_owned()
-
-    @property
-    def bytes_on_accelerator(self) -> int:
-        """Memory that the owned shard takes if it is placed on the accelerator; it may be a part of full gradients."""
-        return 0 if self.persists else self.owned.nbytes
 
     def write(self, param: nn.Parameter, grad: Tensor, scale: float, pool: StagingPool) -> None:
         """Write, or add, `scale` times the part of a flat gradient that is in this bucket."""
@@ -139,12 +124,13 @@ class GradShard:
         else:
             staged.add_(grad, alpha=scale)
 
-    def finish(self, pool: StagingPool) -> None:
-        """Fill what no gradient has been written to with zeros; the caller launches the reduction next."""
+    def finish(self, pool: StagingPool) -> Tensor:
+        """Fill with zeros what no gradient has been written to; return the bucket, which the caller reduces next."""
         self._begin_to_fill(pool)
         for param in self._unwritten:
             self._part(self.parts[param]).zero_()
         self.staging = Staging.REDUCING
+        return self._part(self.elements)
 
     def unstage(self, pool: StagingPool) -> None:
         """Discard the full gradients, and return their memory to the pool unless it persists."""
@@ -177,12 +163,6 @@ class GradShard:
         if self._is_freed_between_steps:
             free_storage(self.owned)
 
-    def resident_tensors(self, placement: Placement) -> list[Tensor]:
-        """Return what is allocated in one of the memories from step to step: the owned shard, full gradients."""
-        persists = self.persists and placement is Placement.ACCELERATOR
-        full = [self.staged] if persists and self.staged is not None else []
-        return full + ([self.owned] if placement is self.placement else [])
-
     @property
     def _is_freed_between_steps(self) -> bool:
         # Only memory of its own on the accelerator: pinned memory is expensive to allocate, so it stays.
@@ -202,10 +182,6 @@ class Bucket:
         self.elements, self.shard, self.params = elements, shard, params
         self._grads, self._offload = grads, offload
         self.master = params.owned  # until an optimizer calls `place_master`
-
-    @property
-    def is_trainable(self) -> bool:
-        return self._grads is not None
 
     @property
     def grads(self) -> GradShard:
@@ -233,8 +209,3 @@ class Bucket:
         if dtype is not owned.dtype or placement is not self.params.placement:
             self.master = self._offload.new(placement, TensorKind.MASTER, owned.numel(), dtype)
         self.master.copy_(values)  # returns early if both are the same memory
-
-    @property
-    def has_own_master(self) -> bool:
-        """True if the master weights are a copy, false if they are the owned parameters themselves."""
-        return self.master.data_ptr() != self.params.owned.data_ptr()

@@ -9,7 +9,7 @@ from zero.stage import STAGES, Lifetime, ShardingPolicy
 
 @dataclass(frozen=True)
 class ZeroConfig:
-    """How model states are partitioned over the data-parallel ranks, and in which portions they are communicated."""
+    """The partition of model states over the data-parallel ranks, and the portions in which they are communicated."""
 
     stage: int = 2
     """0: plain data parallelism; 1: optimizer states are partitioned; 2: gradients too; 3: parameters too."""

@@ -5,7 +5,7 @@ and Adafactor look at whole parameters and would silently train something else.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,30 +16,37 @@ from torch.optim import Optimizer
 from parallel.errors import ConfigError
 from parallel.instruments.fake_tensors import real_tensors
 
+LEAST_ALLOCATION = 512  # bytes that CUDA's allocator gives to any smaller tensor
+
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """A stretch of one parameter, flat, as the optimizer sees it; `group` is the number of its parameter group."""
+    """A stretch of one parameter, flat, which is a parameter to the optimizer."""
 
     param: nn.Parameter
-    elements: range  # in the bucket's shard
+    elements: range
+    """Its elements, counted from the beginning of the bucket's shard."""
     group: int
+    """The number of its parameter group."""
 
 
 class BucketedOptimizer:
-    """Steps `inner` for the pieces of one bucket; what it counts per group, it counts once a round."""
+    """A torch optimizer that is stepped for the pieces of one bucket at a time.
+
+    A round is one step for all buckets: counters that the optimizer keeps for each group advance once in it.
+    """
 
     def __init__(self, inner: Optimizer):
         self.inner = inner
         self._all_params = [group["params"] for group in inner.param_groups]
 
     def begin_round(self) -> None:
-        """Before the first bucket of a step. The groups' settings (learning rate, ...) are read here."""
+        """Begin a step of all buckets. The groups' settings, such as the learning rate, are read here."""
         self._before = [_settings(group) for group in self.inner.param_groups]
         self._after = list(self._before)
 
     def step(self, pieces: Sequence[Piece], grad: Tensor) -> None:
-        """`grad`: flat, the gradient of the bucket's shard. Leaves every piece without a gradient."""
+        """Step for some pieces; `grad` is the flat gradient of the bucket's shard. No piece keeps its gradient."""
         for number, group in enumerate(self.inner.param_groups):
             _replace(group, self._before[number], [piece.param for piece in pieces if piece.group == number])
         for piece in pieces:
@@ -51,8 +58,25 @@ class BucketedOptimizer:
             piece.param.grad = None
 
     def end_round(self) -> None:
+        """End a step of all buckets: the groups hold all pieces again."""
         for number, group in enumerate(self.inner.param_groups):
             _replace(group, self._after[number], self._all_params[number])
+
+    def state_bytes(self, pieces: Sequence[Piece]) -> int:
+        """Return the memory that the states of some pieces take on an accelerator."""
+        states = [value for piece in pieces for value in self.inner.state.get(piece.param, {}).values()]
+        return sum(max(value.nbytes, LEAST_ALLOCATION) for value in states if isinstance(value, Tensor))
+
+    def move(self, pieces: Sequence[Piece], values: Tensor, new: Callable[[int, torch.dtype], Tensor]) -> None:
+        """Make the pieces of a bucket views of `values`, and move their states to memory from `new(numel, dtype)`."""
+        for piece in pieces:
+            piece.param.data = values[piece.elements.start : piece.elements.stop]
+            state = self.inner.state.get(piece.param, {})
+            for name, value in state.items():
+                if isinstance(value, Tensor) and value.dim() > 0:
+                    state[name] = new(value.numel(), value.dtype).copy_(value)
+                elif isinstance(value, Tensor) and self.inner.defaults.get("fused"):  # torch's step counters
+                    state[name] = value.to(values.device)
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:
@@ -60,19 +84,39 @@ def _settings(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _replace(group: dict[str, Any], settings: dict[str, Any], params: list[nn.Parameter]) -> None:
-    """In place: a counter that the optimizer has made since goes, and others may hold the group."""
+    """Replace what is in a group, in place since others may hold it; counters made in between are removed."""
     group.clear()
     group.update(settings, params=params)
 
 
+def number_groups(groups: list[dict[str, Any]], known: set[nn.Parameter]) -> dict[nn.Parameter, int]:
+    """Return the group number of every parameter.
+
+    Raises ValueError if a parameter is in two groups, or not in the model.
+    """
+    group_of: dict[nn.Parameter, int] = {}
+    for number, group in enumerate(groups):
+        for param in group["params"]:
+            if param not in known:
+                raise ValueError(
+                    f"parameter group {number} has a tensor of shape {tuple(param.shape)} not of this model"
+                )
+            if param in group_of:
+                raise ValueError(
+                    f"a parameter of shape {tuple(param.shape)} is in groups {group_of[param]} and {number}"
+                )
+            group_of[param] = number
+    return group_of
+
+
 @real_tensors()
 def probe_elementwise(optimizer: type[Optimizer], settings: dict[str, Any], device: torch.device) -> float:
-    """Try the optimizer whole and in flat pieces on a small parameter; returns its state in bytes an element (fp32).
+    """Step a small parameter as a whole and in flat pieces; return the optimizer's state in bytes an element (fp32).
 
-    Raises ConfigError where the two differ, or where the optimizer refuses flat pieces.
+    Raises ConfigError if the two differ, or if the optimizer refuses flat pieces.
     """
     if "lr" in settings:
-        settings = settings | {"lr": 1e-2}  # steps that hardly change anything would prove nothing
+        settings = settings | {"lr": 1e-2}  # a step that changes almost nothing proves nothing
     generator = torch.Generator().manual_seed(0)
     values, *grads = torch.randn(4, 6, 8, generator=generator).to(device)
     whole = nn.Parameter(values.clone())

@@ -5,7 +5,6 @@ the end of backward      buckets that are not complete are reduced too, with zer
 transient parameters     are unsharded a unit at a time: see zero/units/scheduler.py
 """
 
-import logging
 import math
 import weakref
 from collections.abc import Iterable, Iterator
@@ -22,7 +21,7 @@ from zero.bucket import Bucket
 from zero.config import ZeroConfig
 from zero.flat import FlatParameters, is_absent
 from zero.gradients import GradientReducer
-from zero.offload.chunks import search_chunk_size
+from zero.offload.chunks import choose_bucket_numel
 from zero.offload.placement import NO_OFFLOAD, Offload, OffloadConfig
 from zero.offload.planner import PlacementPlanner, UnitOrders
 from zero.sharded_init import ShardedInit
@@ -32,8 +31,6 @@ from zero.units.agreement import LaunchOrder
 from zero.units.execution_order import ExecutionOrder
 from zero.units.scheduler import UnitScheduler
 from zero.units.unit import Unit, assign_parameters, find_units, group_alike, named_units
-
-logger = logging.getLogger(__name__)
 
 
 class ZeroDataParallel(nn.Module):
@@ -69,11 +66,11 @@ class ZeroDataParallel(nn.Module):
         if init:
             init.finish(module)
         _move_buffers(module, data, device)
-        self._unit_of = {param: unit for unit in self._units.values() for param in unit.flat_of}
-        trainable = [bucket for bucket in self.buckets if bucket.is_trainable]
-        self.reducer = GradientReducer(
-            trainable, axes, self._policy, config.overlap, self._before_reduction, self.offload
-        )
+        trainable = [bucket for flat in self.flats if flat.is_trainable for bucket in flat.buckets]
+        is_transient = self._policy.full_params is Lifetime.TRANSIENT
+        # If parameters persist, the order of launches is fixed, whatever the model does: there is nothing to check.
+        before_launch = self._launch_order.before_reduction if is_transient else lambda _bucket: None
+        self.reducer = GradientReducer(trainable, axes, self._policy, config.overlap, before_launch, self.offload)
         self.planner.check_units(self._units.values(), self.reducer.staging.num_bytes)
         self._scheduler = UnitScheduler(self._units, orders, self.planner, self._enter_backward, self.reducer.close)
         self._backward = NO_BACKWARD
@@ -118,11 +115,12 @@ class ZeroDataParallel(nn.Module):
         With `modify`, what the first rank writes into `params` is their value from then on, on all ranks and for the
         optimizer. Raises ValueError if a parameter is not the module's.
         """
-        chosen = list(self._unit_of if params is None else params)
+        unit_of = self._scheduler.unit_of
+        chosen = list(unit_of if params is None else params)
         for param in chosen:
-            if param not in self._unit_of:
+            if param not in unit_of:
                 raise ValueError(f"a tensor of shape {tuple(param.shape)} is not a parameter of this model")
-        units = dict.fromkeys(self._unit_of[param] for param in chosen)
+        units = dict.fromkeys(unit_of[param] for param in chosen)
         holder = object()
         for unit in units:
             unit.unshard(holder)
@@ -130,7 +128,7 @@ class ZeroDataParallel(nn.Module):
             with torch.set_grad_enabled(torch.is_grad_enabled() and not modify):
                 yield self.module
                 for param in chosen if modify else ():
-                    self._unit_of[param].flat_of[param].assign(param, self._data)
+                    unit_of[param].flat_of[param].assign(param, self._data)
         finally:
             for unit in units:
                 unit.reshard(holder)
@@ -142,7 +140,8 @@ class ZeroDataParallel(nn.Module):
         is_transient = self._policy.full_params is Lifetime.TRANSIENT
         resident_numel = config.resident_numel if is_transient else math.inf
         resident = {n: p for params in own.values() for n, p in params.items() if p.numel() < resident_numel}
-        numel = self._bucket_numel(config, own)
+        unit_numels = [sum(param.numel() for param in params.values()) for params in own.values()]
+        numel = choose_bucket_numel(config.bucket_numel, unit_numels, self.offload.config, self.shard_axis.size)
 
         def values_of(param: nn.Parameter) -> Tensor:
             values = init.pop_full(param) if init else param.data
@@ -163,15 +162,6 @@ class ZeroDataParallel(nn.Module):
             ]
             units[name] = Unit(flats, partial(self._launch_order.before_gather, len(units)))
         return units
-
-    def _bucket_numel(self, config: ZeroConfig, own: dict[str, dict[str, nn.Parameter]]) -> int:
-        """Return the elements of a bucket: one bucket for all if none is configured, or Gemini's chunk size."""
-        numels = [sum(param.numel() for param in params.values()) for params in own.values()]
-        if self.offload.config.mode == "auto":
-            chunk = search_chunk_size(numels, self.offload.config, self.shard_axis.size)
-            logger.info("offload: chunks of %d elements, %d unfilled", chunk.numel, chunk.unfilled_numel)
-            return chunk.numel
-        return config.bucket_numel or sum(numels)
 
     def _unit_names(self, config: ZeroConfig) -> list[str]:
         if self._policy.full_params is Lifetime.PERSISTENT:
@@ -194,11 +184,6 @@ class ZeroDataParallel(nn.Module):
         self._enter_backward()
         # Nothing is resharded here: with frozen weights this runs before the input's gradient has read the parameters.
         self.reducer.accept(param, grad)
-
-    def _before_reduction(self, bucket: int) -> None:
-        # If parameters persist, the order of launches is fixed, whatever the model does.
-        if self._policy.full_params is Lifetime.TRANSIENT:
-            self._launch_order.before_reduction(bucket)
 
     def _enter_backward(self) -> None:
         """Begin a backward, unless it has begun already: every gradient and every unit calls this first."""

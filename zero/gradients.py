@@ -30,7 +30,7 @@ MAX_IN_FLIGHT = 2  # reductions, hence staged buckets beside those that are stil
 
 
 class Backward(Enum):
-    """What the running backward does with gradients."""
+    """The treatment of gradients by the running backward."""
 
     NONE = "no backward is running"
     ACCUMULATING = "gradients are added up in full; the last backward of the step reduces them"
@@ -157,10 +157,9 @@ class GradientReducer:
             self._num_launched += 1
 
     def _launch(self, grads: GradShard) -> None:
-        grads.finish(self.staging)
-        shard = grads.staged_shard
+        staged, shard = grads.finish(self.staging), grads.staged_shard
         # Along the shard axis first: the all-reduce between replicas then moves 1/N of the bucket only.
-        scattered = self._shard_axis.reduce_scatter(grads.staged_bucket, out=shard)
+        scattered = self._shard_axis.reduce_scatter(staged, out=shard)
         reduced = scattered.then(lambda: self._replica_axis.all_reduce(shard, out=shard))
         self._in_flight.append((grads, reduced))
         while len(self._in_flight) > self._max_in_flight:

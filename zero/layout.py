@@ -1,4 +1,4 @@
-"""Where every parameter is in its flat buffer, and which rank owns which elements of it.
+"""The layout of parameters in flat buffers, and the elements that each rank owns.
 
 | w1 ................ | w2 .... |0| b |0|0|    one flat buffer; starts are aligned, gaps and the end are zero
 |     bucket 0     |     bucket 1     | b. 2 |  one bucket = one collective; parameters may cross buckets
@@ -11,7 +11,6 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -81,28 +80,7 @@ class Layout:
             stop = round_up(spans[-1].elements.stop, ALIGNMENT)
         stop = max(stop, ALIGNMENT)  # a parameter without elements needs a buffer too
         grain = num_shards * ALIGNMENT
-        return cls(tuple(spans), _buckets(round_up(stop, grain), round_up(bucket_numel, grain), num_shards))
-
-    @classmethod
-    def from_description(cls, description: dict[str, Any]) -> "Layout":
-        """Return the layout that `describe` has described."""
-        spans = []
-        for name, (shape, start) in description["spans"].items():
-            spans.append(Span(name, torch.Size(shape), range(start, start + torch.Size(shape).numel())))
-        buckets = _buckets(description["numel"], description["bucket_numel"], description["num_shards"])
-        return cls(tuple(spans), buckets)
-
-    def describe(self) -> dict[str, Any]:
-        """Return names, shapes and starts, for JSON.
-
-        Buckets and shards follow from them by arithmetic: the description does not grow with their number.
-        """
-        return {
-            "numel": self.numel,
-            "bucket_numel": len(self.buckets[0].elements),
-            "num_shards": self.buckets[0].num_shards,
-            "spans": {span.name: [list(span.shape), span.elements.start] for span in self.spans},
-        }
+        return cls(tuple(spans), cut_into_buckets(round_up(stop, grain), round_up(bucket_numel, grain), num_shards))
 
     @property
     def numel(self) -> int:
@@ -138,7 +116,7 @@ class Layout:
             yield range(start, elements.stop)
 
 
-def _buckets(numel: int, bucket_numel: int, num_shards: int) -> tuple[BucketRange, ...]:
+def cut_into_buckets(numel: int, bucket_numel: int, num_shards: int) -> tuple[BucketRange, ...]:
     """Return buckets of `bucket_numel` elements; the last one may be shorter."""
     starts = range(0, numel, bucket_numel)
     return tuple(BucketRange(range(s, min(s + bucket_numel, numel)), num_shards) for s in starts)

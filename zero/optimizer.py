@@ -8,8 +8,8 @@ Nothing here reads a tensor's value, so the host never waits for the device; the
 """
 
 import math
-from collections.abc import Callable, Iterator
-from functools import reduce
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,15 +19,11 @@ from parallel.instruments.memory_tracker import TensorKind, allocating
 from parallel.mesh import Axis, Handle
 from parallel.tensor.layers import split_dims
 from zero.bucket import Bucket
-from zero.elementwise import BucketedOptimizer, Piece, probe_elementwise
+from zero.elementwise import BucketedOptimizer, Piece, number_groups, probe_elementwise
 from zero.engine import ZeroDataParallel
+from zero.grad_norm import GradNorm
 from zero.loss_scale import LossScale
 from zero.offload.placement import Placement
-from zero.torch_internals import foreach_norm
-
-# A CPU adds fp32 squares one after the other: the norm of 17M elements in one piece is wrong by 2e-4.
-NORM_CHUNK_NUMEL = 2**18
-LEAST_ALLOCATION = 512  # bytes that CUDA's allocator gives to any smaller tensor
 
 
 class ZeroOptimizer:
@@ -56,26 +52,22 @@ class ZeroOptimizer:
     ):
         self._reducer, self._planner, self._offload = model.reducer, model.planner, model.offload
         self._flats = [flat for flat in model.flats if flat.is_trainable]
-        self._tensor, self._clip_norm = tensor or Axis.trivial("tensor"), clip_norm
-        self._norm_axes = model.shard_axis, self._tensor
-        self._axes = model.shard_axis, model.replica_axis, self._tensor
+        tensor, self._clip_norm = tensor or Axis.trivial("tensor"), clip_norm
+        self._axes = model.shard_axis, model.replica_axis, tensor
         device = self._offload.device
         self.loss_scale = loss_scale or LossScale(device=device)
         self.num_skipped = torch.zeros((), dtype=torch.int64, device=device)
         first = self._offload.device_of(self._offload.config.placement_of("optimizer"))
         self.state_bytes_per_element = probe_elementwise(optimizer, settings, first)
         groups = groups or [{"params": list(model.module.parameters())}]
-        group_of = _number_groups(groups, set(model.module.parameters()))
+        group_of = number_groups(groups, set(model.module.parameters()))
         owned = {bucket: list(flat.pieces(bucket.shard)) for flat in self._flats for bucket in flat.buckets}
         self._pieces = {bucket: _pieces(bucket, owned[bucket], group_of) for bucket in owned}
         pieces = [piece for pieces in self._pieces.values() for piece in pieces]
         groups = [group | {"params": [p.param for p in pieces if p.group == n]} for n, group in enumerate(groups)]
         self._bucketed = BucketedOptimizer(optimizer(groups, **settings))
         split = {model.module.get_parameter(name) for name in split_dims(model.module)}
-        self._counted = {
-            bucket: [(param, part) for param, part in owned[bucket] if self._tensor.rank == 0 or param in split]
-            for bucket in self.buckets
-        }
+        self.grad_norm = GradNorm(owned, (model.shard_axis, tensor), split, self.loss_scale.scale)
         self._make_cast_buffers()
 
     @property
@@ -104,7 +96,7 @@ class ZeroOptimizer:
         if self._buckets_on(Placement.HOST):
             self._offload.synchronize()  # before the host reads gradients that were copied to it
         gradient_hook()
-        norm = self._grad_norm()
+        norm = self.grad_norm.total()
         coefficient = (self._clip_norm / (norm + 1e-6)).clamp(max=1.0) / self.loss_scale.scale
         found_inf = (~norm.isfinite()).float()
         skipped = found_inf if skip is None else torch.maximum(found_inf, skip.float())
@@ -120,58 +112,22 @@ class ZeroOptimizer:
         """Discard the gradients, as after a backward that failed; `step` does so by itself."""
         self._reducer.clear()
 
-    @property
-    def norm_bytes(self) -> int:
-        """Memory of the norms of one bucket's chunks."""
-        return 2 * 4 * max((math.ceil(bucket.master.numel() / NORM_CHUNK_NUMEL) for bucket in self.buckets), default=0)
-
-    def counted_gradients(self, bucket: Bucket) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Iterate over a bucket's owned gradients by parameter; the first tensor rank counts replicated parameters."""
-        for param, part in self._counted[bucket]:
-            yield param, bucket.owned_part(bucket.grads.owned, part)
-
     def bytes_to_place(self, bucket: Bucket) -> int:
         """Return the memory that `place` would allocate on the accelerator, without the cast buffer."""
-        states = [value for piece in self._pieces[bucket] for value in self.inner.state.get(piece.param, {}).values()]
-        moments = sum(max(value.nbytes, LEAST_ALLOCATION) for value in states if isinstance(value, Tensor))
         # An optimizer that has skipped every step so far has not made its moments yet.
-        moments = max(moments, round(bucket.master.nbytes * self.state_bytes_per_element / 4))
+        expected = round(bucket.master.nbytes * self.state_bytes_per_element / 4)
+        moments = max(self._bucketed.state_bytes(self._pieces[bucket]), expected)
         needs_own_master = bucket.master.dtype != bucket.grads.dtype or bucket.params.placement is Placement.HOST
-        return moments + bucket.master.nbytes * needs_own_master + bucket.grads.bytes_on_accelerator
+        gradient = 0 if bucket.grads.persists else bucket.grads.owned.nbytes  # else a part of the full gradients
+        return moments + bucket.master.nbytes * needs_own_master + gradient
 
     def place(self, bucket: Bucket, placement: Placement) -> None:
         """Move a bucket's master weights, moments and owned gradient, between steps. The gradient's values are lost."""
         bucket.place_master(placement)
-        for piece in self._pieces[bucket]:
-            piece.param.data = bucket.master[piece.elements.start : piece.elements.stop]
-            state = self.inner.state.get(piece.param, {})
-            for name, value in state.items():
-                if isinstance(value, Tensor) and value.dim() > 0:
-                    to = self._offload.new(placement, TensorKind.MOMENTS, value.numel(), value.dtype)
-                    state[name] = to.copy_(value)
-                elif isinstance(value, Tensor) and self.inner.defaults.get("fused"):  # torch's step counters
-                    state[name] = value.to(bucket.master.device)
+        new = partial(self._offload.new, placement, TensorKind.MOMENTS)
+        self._bucketed.move(self._pieces[bucket], bucket.master, new)
         bucket.grads.place(placement)
         self._make_cast_buffers()
-
-    def _grad_norm(self) -> Tensor:
-        """Return the global norm, bucket by bucket (C_B): each element has one owner along the shard axis.
-
-        Buckets are added in one order, wherever they are placed: a run that is resumed places them anew.
-        """
-        dtype = reduce(torch.promote_types, {bucket.master.dtype for bucket in self.buckets}, torch.float32)
-        squares = self.loss_scale.scale.new_zeros((), dtype=dtype)
-        for bucket in self.buckets:
-            # The first tensor rank counts all of it, padding included, which is zero.
-            is_whole = self._tensor.rank == 0
-            grads = [bucket.grads.owned] if is_whole else [grad for _, grad in self.counted_gradients(bucket)]
-            if chunks := [chunk for grad in grads for chunk in grad.split(NORM_CHUNK_NUMEL)]:
-                with allocating(TensorKind.OTHER, on_host=bucket.optimizer_placement is Placement.HOST):
-                    square = torch.stack(list(foreach_norm(chunks, 2, dtype))).square().sum()
-                squares.add_(square.to(squares.device))
-        for axis in self._norm_axes:
-            axis.all_reduce(squares, out=squares).wait()
-        return squares.sqrt() / self.loss_scale.scale
 
     def _update_all(self, coefficient: Tensor, found_inf: Tensor) -> None:
         # First: a full buffer that is freed while a side stream copies into it would return to the wrong pool.
@@ -228,11 +184,11 @@ class ZeroOptimizer:
         """Allocate one buffer in each memory, for the gradient of a bucket in the master weights' dtype."""
         self.cast_buffers: dict[Placement, Tensor] = {}
         for placement in Placement:
-            buckets = self._buckets_on(placement)
-            if cast := [bucket.master for bucket in buckets if bucket.grads.dtype != bucket.master.dtype]:
+            if cast := [b.master for b in self._buckets_on(placement) if b.grads.dtype != b.master.dtype]:
                 largest = max(cast, key=Tensor.numel)
-                new = self._offload.new(placement, TensorKind.BUFFERS, largest.numel(), largest.dtype)
-                self.cast_buffers[placement] = new
+                self.cast_buffers[placement] = self._offload.new(
+                    placement, TensorKind.BUFFERS, largest.numel(), largest.dtype
+                )
 
 
 def _pieces(bucket: Bucket, owned: list[tuple[nn.Parameter, range]], group_of: dict[nn.Parameter, int]) -> list[Piece]:
@@ -247,23 +203,3 @@ def _pieces(bucket: Bucket, owned: list[tuple[nn.Parameter, range]], group_of: d
         for param, part in owned
         if param in group_of
     ]
-
-
-def _number_groups(groups: list[dict[str, Any]], known: set[nn.Parameter]) -> dict[nn.Parameter, int]:
-    """Return the group number of every parameter.
-
-    Raises ValueError if a parameter is in two groups, or not in the model.
-    """
-    group_of: dict[nn.Parameter, int] = {}
-    for number, group in enumerate(groups):
-        for param in group["params"]:
-            if param not in known:
-                raise ValueError(
-                    f"parameter group {number} has a tensor of shape {tuple(param.shape)} not of this model"
-                )
-            if param in group_of:
-                raise ValueError(
-                    f"a parameter of shape {tuple(param.shape)} is in groups {group_of[param]} and {number}"
-                )
-            group_of[param] = number
-    return group_of

@@ -7,7 +7,7 @@ from parallel.mesh import Axis
 
 
 class Lifetime(Enum):
-    """How long a full buffer is allocated."""
+    """The time for which a full buffer is allocated."""
 
     PERSISTENT = "the full buffer stays allocated from step to step"
     TRANSIENT = "the full buffer is allocated only while it is in use"
@@ -15,7 +15,7 @@ class Lifetime(Enum):
 
 @dataclass(frozen=True)
 class ShardingPolicy:
-    """What is sharded, and how long full buffers are allocated: a row of the table of stages."""
+    """A row of the table of stages: the states that are sharded, and the lifetimes of full buffers."""
 
     shard_optimizer: bool
     """True if a rank owns 1/N of the optimizer's states; false if it owns all of them."""

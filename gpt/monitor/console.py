@@ -127,7 +127,7 @@ def _buffer_rows(state: TrainState, train: TrainSettings, zero: ZeroConfig) -> I
     num_tokens = train.micro_batch_size * state.config.seq_length
     num_columns = state.config.padded_vocab_size // axis.size
     yield "buffer: loss", temporary_bytes(num_tokens, num_columns, gpt.chunk_numel), remark
-    yield "buffer: gradient norm", state.optimizer.norm_bytes, remark
+    yield "buffer: gradient norm", state.optimizer.grad_norm.temporary_bytes, remark
     if gathered := resident.gathered_bytes(model, model.planner.prefetch_numel):
         yield "buffer: prefetched parameters", gathered, "at most"
 

@@ -14,6 +14,7 @@ from parallel.mesh import Axis
 from parallel.tensor.layers import split_dims
 from parallel.tensor.token_layout import ReplicatedTokens
 from zero.layout import Layout
+from zero.state.saved_state import describe_layout
 from zero.units.unit import assign_parameters, find_units
 
 ADAM_TENSORS = 4  # for each piece of a parameter: weights, both moments and the step
@@ -56,7 +57,7 @@ def measure(case: Case, *, is_by_unit: bool) -> CheckpointSize:
         Layout.of({name: param.shape for name, param in params.items()}, shards, BUCKET_NUMEL)
         for params in units.values()
     ]
-    description = {"split_dims": split_dims(model), "buffers": [layout.describe() for layout in layouts]}
+    description = {"split_dims": split_dims(model), "buffers": [describe_layout(layout) for layout in layouts]}
     num_pieces = max(
         sum(len(list(layout.pieces(bucket.shard(rank)))) for layout in layouts for bucket in layout.buckets)
         for rank in (0, shards // 2, shards - 1)

@@ -23,9 +23,10 @@ ARROWS = {
     "parallel/instruments": "parallel",
     "parallel/launch":      "parallel parallel/instruments",
 
-    "zero":                 "parallel parallel/tensor parallel/instruments zero/offload",
+    "zero":                 "parallel parallel/tensor parallel/instruments zero/units zero/offload",
+    "zero/units":           "parallel zero zero/offload",
     "zero/activations":     "parallel parallel/instruments zero zero/offload",
-    "zero/offload":         "parallel parallel/instruments zero zero/activations",
+    "zero/offload":         "parallel parallel/instruments zero zero/units",
     "zero/state":           "parallel parallel/tensor zero zero/offload zero/formulas",
     "zero/formulas":        "zero/stage.py zero/layout.py",
 

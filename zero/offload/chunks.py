@@ -4,6 +4,7 @@ A chunk is a bucket. If all chunks have one size, a memory of equal blocks holds
 is shorter, and a parameter may have elements in several chunks, so that only alignment is wasted.
 """
 
+import logging
 import math
 from bisect import bisect_right
 from collections import Counter, defaultdict
@@ -15,6 +16,8 @@ import numpy as np
 
 from zero.layout import ALIGNMENT, round_up
 from zero.offload.placement import OffloadConfig
+
+logger = logging.getLogger(__name__)
 
 MEBI = 2**20
 NUM_ROUNDS = 3  # the first begins with nothing held; the third repeats what the second has led to
@@ -30,6 +33,17 @@ class ChunkSize:
     """Elements in a chunk."""
     unfilled_numel: int
     """Elements of equal blocks that the model's chunks leave empty."""
+
+
+def choose_bucket_numel(
+    bucket_numel: int | None, unit_numels: Sequence[int], config: OffloadConfig, num_shards: int
+) -> int:
+    """Return the number of elements of a bucket: with auto, those of a chunk; else `bucket_numel`, None for all."""
+    if config.mode == "auto":
+        chunk = search_chunk_size(unit_numels, config, num_shards)
+        logger.info("offload: chunks of %d elements, %d unfilled", chunk.numel, chunk.unfilled_numel)
+        return chunk.numel
+    return bucket_numel or sum(unit_numels)
 
 
 def search_chunk_size(unit_numels: Iterable[int], config: OffloadConfig, num_shards: int) -> ChunkSize:

@@ -38,7 +38,7 @@ class Placement(Enum):
 
 @dataclass(frozen=True)
 class OffloadConfig:
-    """Which model states are stored in host memory, if the accelerator's is too small for them."""
+    """The model states that are stored in host memory, if the accelerator's is too small for them."""
 
     mode: Mode = "accelerator"
     """accelerator: no state is offloaded; host: all of `states` are; auto: only those that do not fit on the

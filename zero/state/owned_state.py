@@ -17,7 +17,7 @@ from zero.engine import ZeroDataParallel
 from zero.flat import FlatParameters
 from zero.layout import Span
 from zero.optimizer import ZeroOptimizer
-from zero.state.saved_state import MASTER, SavedFile, SavedState, TensorRank
+from zero.state.saved_state import MASTER, SavedFile, SavedState, TensorRank, describe_layout
 
 
 def owned_state(model: ZeroDataParallel, optimizer: ZeroOptimizer) -> dict[str, Tensor]:
@@ -89,7 +89,7 @@ def describe_state(model: ZeroDataParallel, data_size: int, tensor_size: int) ->
         "data_size": data_size,
         "tensor_size": tensor_size,
         "split_dims": split_dims(model.module),
-        "buffers": [flat.layout.describe() for flat in model.flats],
+        "buffers": [describe_layout(flat.layout) for flat in model.flats],
     }
 
 

@@ -1,9 +1,10 @@
 """The bytes of memory that one rank's model states and buffers really occupy, beside what `zero/formulas` promises."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from torch import Tensor
 
+from zero.bucket import Bucket, GradShard, ParamShard
 from zero.engine import ZeroDataParallel
 from zero.formulas.memory import ModelStates
 from zero.offload.placement import Placement
@@ -23,13 +24,9 @@ def resident_states(
     states = (optimizer.inner.state.get(piece.param, {}) for piece in pieces)
     values = (value for state in states for value in state.values())
     return ModelStates(
-        parameters=_num_bytes(
-            tensor for bucket in model.buckets for tensor in bucket.params.resident_tensors(placement)
-        ),
-        gradients=_num_bytes(
-            tensor for bucket in optimizer.buckets for tensor in bucket.grads.resident_tensors(placement)
-        ),
-        master=_num_bytes(bucket.master for bucket in here if bucket.has_own_master),
+        parameters=_num_bytes(t for bucket in model.buckets for t in _parameters(bucket.params, placement)),
+        gradients=_num_bytes(t for bucket in optimizer.buckets for t in _gradients(bucket.grads, placement)),
+        master=_num_bytes(bucket.master for bucket in here if _has_own_master(bucket)),
         moments=_num_bytes(value for value in values if isinstance(value, Tensor) and value.dim() > 0),
     )
 
@@ -56,6 +53,27 @@ def gathered_bytes(model: ZeroDataParallel, prefetch_numel: int) -> int:
     itemsize = max((full.element_size() for full in transient), default=0)
     numels = sorted((full.numel() for full in transient), reverse=True)
     return itemsize * min(sum(numels), sum(numels[:2]) + prefetch_numel)
+
+
+def _parameters(shard: ParamShard, placement: Placement) -> Iterator[Tensor]:
+    """Yield the tensors of one bucket's parameters that are allocated in one of the memories from step to step."""
+    if placement is shard.placement:
+        yield shard.full if shard.persists else shard.owned
+    if placement is Placement.ACCELERATOR and shard.cached is not None:
+        yield shard.cached
+
+
+def _gradients(shard: GradShard, placement: Placement) -> Iterator[Tensor]:
+    """Yield the tensors of one bucket's gradients that are allocated in one of the memories from step to step."""
+    if placement is shard.placement:
+        yield shard.owned
+    if placement is Placement.ACCELERATOR and shard.persists and shard.staged is not None:
+        yield shard.staged
+
+
+def _has_own_master(bucket: Bucket) -> bool:
+    """Return whether the master weights are a copy, and not the owned parameters themselves."""
+    return bucket.master.data_ptr() != bucket.params.owned.data_ptr()
 
 
 def _num_bytes(tensors: Iterable[Tensor]) -> int:

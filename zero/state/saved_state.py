@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from parallel.errors import ConfigError
-from zero.layout import Layout
+from zero.layout import Layout, Span, cut_into_buckets
 from zero.state.tensor_file import TensorFile
 
 MASTER = "master"  # the kind of tensor that every parameter has: its weights
@@ -86,6 +86,28 @@ class SavedFile(TensorFile):
         return f"{buffer}.{kind}.{starts[index]}", starts[index]
 
 
+def describe_layout(layout: Layout) -> dict[str, Any]:
+    """Return names, shapes and starts, for JSON.
+
+    Buckets and shards follow from them by arithmetic: the description does not grow with their number.
+    """
+    return {
+        "numel": layout.numel,
+        "bucket_numel": len(layout.buckets[0].elements),
+        "num_shards": layout.buckets[0].num_shards,
+        "spans": {span.name: [list(span.shape), span.elements.start] for span in layout.spans},
+    }
+
+
+def _layout(description: dict[str, Any]) -> Layout:
+    """Return the layout that `describe_layout` has described."""
+    spans = []
+    for name, (shape, start) in description["spans"].items():
+        spans.append(Span(name, torch.Size(shape), range(start, start + torch.Size(shape).numel())))
+    buckets = cut_into_buckets(description["numel"], description["bucket_numel"], description["num_shards"])
+    return Layout(tuple(spans), buckets)
+
+
 class SavedState:
     """A reader of the files that all ranks of one layout wrote into `folder`.
 
@@ -95,7 +117,7 @@ class SavedState:
     def __init__(self, folder: Path, description: dict[str, Any]):
         self.folder = folder
         self.data_size, self.tensor_size = description["data_size"], description["tensor_size"]
-        self._layouts = [Layout.from_description(buffer) for buffer in description["buffers"]]
+        self._layouts = [_layout(buffer) for buffer in description["buffers"]]
         self.parameters = _parameters(self._layouts, description["split_dims"], self.tensor_size)
         self.file = lru_cache(MAX_OPEN_FILES)(lambda rank: SavedFile(rank_file(folder, rank)))
 
@@ -188,7 +210,7 @@ def full_shapes(description: dict[str, Any]) -> dict[str, list[int]]:
 
     Two models with the same names and shapes can read each other's states.
     """
-    layouts = [Layout.from_description(buffer) for buffer in description["buffers"]]
+    layouts = [_layout(buffer) for buffer in description["buffers"]]
     found = _parameters(layouts, description["split_dims"], description["tensor_size"])
     return {name: list(parameter.shape) for name, parameter in found.items()}
 

@@ -35,7 +35,7 @@ class UnitScheduler:
         close: Callable[[Iterable[nn.Parameter]], None],
     ):
         self._units, self._orders, self._planner = units, orders, planner
-        self._unit_of = {param: unit for unit in units.values() for param in unit.flat_of}
+        self.unit_of = {param: unit for unit in units.values() for param in unit.flat_of}
         self._enter_backward, self._close = enter_backward, close
         self._running: list[Unit] = []  # calls of units in forward, the innermost last
 
@@ -98,7 +98,7 @@ class UnitScheduler:
 
     def _on_access(self, param: nn.Parameter) -> None:
         """Borrow the parameter, if the unit that runs is not its own. See [Note: borrowing]."""
-        lender = self._unit_of[param]
+        lender = self.unit_of[param]
         if self._running and lender is not self._running[-1] and current_backward() == NO_BACKWARD:
             self._running[-1].borrow(lender)
 
