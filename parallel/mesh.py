@@ -171,6 +171,8 @@ class Axis:
         received = buffer[: full.numel()]
         sent, terms = full.view(-1).chunk(self.size), received.chunk(self.size)
         terms[self.rank].copy_(sent[self.rank])
+        # The exchange reads `full` and writes the buffer. `out`, which may be part of `full`, is written after it, by
+        # the sum.
         exchanged = self._exchange(sent, terms)
 
         def add_up() -> None:
@@ -226,6 +228,7 @@ class Mesh:
         inner = shard_size or data_size
         sizes = {"replica": data_size // inner, "shard": inner, "tensor": tensor_size}
         sizes = {name: size for name, size in sizes.items() if size > 1}  # a group of one would start useless threads
+        # Making a group is a collective: all ranks make the groups of the mesh first, and the flattened one below last.
         groups = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
         def axis(name: str, group: dist.ProcessGroup, parts: tuple[Axis, Axis] | None = None) -> Axis:

@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 __all__ = [
     "DEVICE_OF",
+    "VIEWS_DESPITE_THEIR_SCHEMA",
     "FakeStore",
     "FakeTensor",
     "FakeTensorMode",
@@ -44,6 +45,7 @@ __all__ = [
 ]
 
 DEVICE_OF = torch.ops.prim.device.default  # the operation by which autograd asks a fake tensor for its device
+VIEWS_DESPITE_THEIR_SCHEMA = {torch.ops.aten._unsafe_view.default}  # the schema says that the result is a new tensor
 
 
 def default_store() -> dist.Store:

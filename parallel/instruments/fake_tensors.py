@@ -27,6 +27,7 @@ from torch import Tensor
 
 from parallel.torch_internals import (
     DEVICE_OF,
+    VIEWS_DESPITE_THEIR_SCHEMA,
     FakeTensor,
     OpOverload,
     UnguardedFakeTensorMode,
@@ -38,8 +39,6 @@ from parallel.torch_internals import (
     unset_fake_temporarily,
 )
 
-aten = torch.ops.aten
-VIEWS_DESPITE_THEIR_SCHEMA = {aten._unsafe_view.default, aten._reshape_alias.default}
 RESHAPE_THEIR_ARGUMENT = {"aten::resize_", "aten::resize_as_", "aten::set_"}
 NEVER_REPEATED = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output, torch.Tag.inplace_view}
 

@@ -22,8 +22,8 @@ source scripts/launch/environment.sh
 
 # Check that all nodes are present, with the same code, data and settings, with clocks that agree and disks that work.
 if [[ ${CHECK:-1} == 1 ]]; then
-    "$python" -m gpt.preflight --nodes "$nnodes" --num_ranks "$((nnodes * ranks))" --meet "${rdzv%:*}:$((${rdzv##*:} + 1))" \
-        --names "${NODE_NAMES:-}" --wait "${PREFLIGHT_SECONDS:-120}" -- "$@"
+    "$python" -m gpt.preflight --nodes "$nnodes" --num_ranks "$((nnodes * ranks))" \
+        --meet "${rdzv%:*}:$((${rdzv##*:} + 1))" --names "${NODE_NAMES:-}" --wait "${PREFLIGHT_SECONDS:-120}" -- "$@"
 fi
 
 # A scheduler sends its warnings (USR1, TERM) to every process of the job, and the ranks then save and exit. The

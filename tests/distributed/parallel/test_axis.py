@@ -1,4 +1,4 @@
-"""The verbs of an axis against the obvious local computation, and the log of what they sent."""
+"""The collectives of an axis against the obvious local computation, and the log of what they sent."""
 
 import itertools
 from collections.abc import Callable
@@ -17,7 +17,7 @@ NUMEL = 12  # of a shard
 
 
 def message(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
-    """Small integers, other on every rank: sums over eight ranks are exact in every type."""
+    """Return small integers that differ between ranks: sums over eight ranks are exact in every dtype."""
     return ((torch.arange(numel) * 7 + rank * 3) % 16).to(dtype)
 
 
@@ -68,7 +68,7 @@ def check_broadcast(axis: Axis, dtype: torch.dtype) -> None:
 
 
 def check_chain(axis: Axis, dtype: torch.dtype) -> None:
-    """Scatter, then gather what was scattered: launched when the first is there, waited for by one handle."""
+    """Scatter, then gather the result: launched when the first one is complete, waited for by one handle."""
     full, out = message(axis.rank, axis.size * NUMEL, dtype), torch.full((axis.size * NUMEL,), 99, dtype=dtype)
     shard = torch.full((NUMEL,), 99, dtype=dtype)
     axis.reduce_scatter(full, out=shard).then(lambda: axis.all_gather(shard, out=out)).wait()
@@ -76,7 +76,7 @@ def check_chain(axis: Axis, dtype: torch.dtype) -> None:
 
 
 def check_two_in_flight(axis: Axis, dtype: torch.dtype) -> None:
-    """Messages of one size, both under way, waited for in the other order: each has its own receive buffer."""
+    """Check two concurrent messages of one size, waited for in reverse order: each has its own receive buffer."""
     fulls = [message(axis.rank + add, axis.size * NUMEL, dtype) for add in (0, 5)]
     outs = [torch.full((NUMEL,), 99, dtype=dtype) for _ in fulls]
     handles = [axis.reduce_scatter(full, out=out) for full, out in zip(fulls, outs, strict=True)]
@@ -87,24 +87,31 @@ def check_two_in_flight(axis: Axis, dtype: torch.dtype) -> None:
         assert_equal(out, total[axis.rank * NUMEL : (axis.rank + 1) * NUMEL])
 
 
-VERBS = [check_all_gather, check_reduce_scatter, check_all_reduce, check_broadcast, check_chain, check_two_in_flight]
+COLLECTIVES = [
+    check_all_gather,
+    check_reduce_scatter,
+    check_all_reduce,
+    check_broadcast,
+    check_chain,
+    check_two_in_flight,
+]
 
 
-def check_verbs(verbs: list[Callable[[Axis, torch.dtype], None]]) -> None:
+def check_collectives(checks: list[Callable[[Axis, torch.dtype], None]]) -> None:
     data = Mesh.create(tensor_size=1).data
     assert (data.rank, data.size) == (dist.get_rank(), dist.get_world_size())
-    for check, dtype in itertools.product(verbs, DTYPES):
+    for check, dtype in itertools.product(checks, DTYPES):
         check(data, dtype)
         check(data.alone(), dtype)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
-def test_verbs_equal_the_local_computation(num_ranks):
-    run_ranks(num_ranks, check_verbs, VERBS)
+def test_collectives_equal_the_local_computation(num_ranks):
+    run_ranks(num_ranks, check_collectives, COLLECTIVES)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("check", VERBS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("check", COLLECTIVES, ids=lambda check: check.__name__)
 def test_an_axis_of_one_rank_writes_out_and_sends_nothing(check, dtype):
     axis = Axis.trivial("data")
     axis.log.keeps_events = True
@@ -114,16 +121,16 @@ def test_an_axis_of_one_rank_writes_out_and_sends_nothing(check, dtype):
 
 
 def check_names_of_both_torch_versions() -> None:
-    """The collectives that NCCL runs, under the names of torch 2.11 and of 2.13, as far as this torch has them."""
+    """Check the collectives for NCCL under their names of torch 2.11 and of 2.13, as far as this torch has them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "get_backend", lambda _group: "nccl")
-        check_verbs(VERBS)
+        check_collectives(COLLECTIVES)
         for name in ("all_gather_single", "reduce_scatter_single"):
             patch.delattr(dist, name, raising=False)
-        check_verbs(VERBS)
+        check_collectives(COLLECTIVES)
 
 
-def test_verbs_work_under_the_older_names():
+def test_collectives_work_under_the_older_names():
     run_ranks(2, check_names_of_both_torch_versions)
 
 
@@ -142,7 +149,7 @@ def test_any_type_and_shape_is_broadcast():
 
 
 def check_sub_axes() -> None:
-    """Four ranks as 2 x 2: the tensor axis runs along neighbours, the data axis across them."""
+    """Check four ranks as 2 x 2: neighbours are a tensor group, and data groups cross them."""
     rank, mesh = dist.get_rank(), Mesh.create(tensor_size=2)
     assert (mesh.data.rank, mesh.tensor.rank) == divmod(rank, 2)
     assert (mesh.data.size, mesh.tensor.size) == (2, 2)
@@ -160,7 +167,7 @@ def test_axes_of_a_mesh_run_along_their_ranks():
 
 
 def logged_events() -> tuple[list[CommEvent], int, int]:
-    """(events, bytes sent, bytes of receive buffers) of one verb each, the reduce-scatter three times."""
+    """Return (events, bytes sent, bytes of receive buffers) of each collective once, of the reduce-scatter thrice."""
     mesh = Mesh.create(tensor_size=1)
     axis, mesh.log.keeps_events = mesh.data, True
     shard, full = torch.zeros(NUMEL), torch.zeros(NUMEL * axis.size)
@@ -174,7 +181,7 @@ def logged_events() -> tuple[list[CommEvent], int, int]:
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
-def test_every_verb_is_logged_with_its_whole_message(num_ranks):
+def test_every_collective_is_logged_with_its_whole_message(num_ranks):
     full_bytes = 4 * NUMEL * num_ranks
     expected = [
         CommEvent("all_gather", "data", num_ranks, full_bytes, torch.float32, "setup"),

@@ -22,7 +22,7 @@ BATCH = 2
 
 
 def run(stage: int, store: str, defragments_gradients: bool = True) -> list[dict]:
-    """What the tracker says of two steps in bf16, and beside it what the tensors themselves say at their end."""
+    """Return what the tracker counts in two steps in bf16, and the sizes of the tensors at the end of each."""
     mesh, found = Mesh.create(tensor_size=1, allocate=allocate_buffer), []
     with MemoryTracker(torch.device("cpu")) as tracker:
         torch.set_default_dtype(torch.bfloat16)
@@ -65,7 +65,7 @@ def test_resident_bytes_are_those_of_the_tensors(stage: int, store: str):
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_gradients_and_what_they_pass_through_come_and_go_if_memory_is_not_defragmented(stage):
+def test_gradients_and_their_buffers_are_freed_between_steps_if_memory_is_not_defragmented(stage):
     kept, freed = (run_ranks(2, run, stage, "none", defragments)[0][1] for defragments in (True, False))
     assert kept["resident"][TensorKind.GRADIENTS] == kept["states"].gradients > 0
     assert freed["resident"][TensorKind.GRADIENTS] == freed["states"].gradients == 0
@@ -79,7 +79,7 @@ def test_gradients_and_what_they_pass_through_come_and_go_if_memory_is_not_defra
 
 
 def test_checkpoints_at_the_peak_are_one_input_a_layer():
-    """In bf16, 2 bytes: batch x sequence x hidden for each layer, of one micro-batch at a time (paper, section 3.2)."""
+    """They are batch x sequence x hidden x 2 bytes (bf16) per layer, of one micro-batch (paper, section 3.2)."""
     for found in run_ranks(2, run, 1, "keep"):
         checkpoint_bytes = 2 * BATCH * CONFIG.seq_length * CONFIG.hidden_size
         first, second = found

@@ -74,7 +74,7 @@ def test_one_pool_serves_all_world_sizes():
         assert run_ranks(num_ranks, sum_of_ranks) == [sum(range(num_ranks))] * num_ranks
 
 
-def test_results_come_in_rank_order_and_arguments_arrive():
+def test_results_are_in_the_order_of_ranks_and_arguments_are_passed():
     assert run_ranks(2, rank_size_and_arguments, "a", key=1) == [(rank, 2, ("a",), {"key": 1}) for rank in range(2)]
 
 
@@ -101,7 +101,7 @@ def test_ranks_see_the_environment_of_torchrun():
         "MASTER_ADDR": "127.0.0.1",
     }
     call_without_environment = RankCall(torchrun_variables, (), {}, environment={}, init_process_group=False)
-    with pytest.raises(RankError, match="KeyError: 'RANK'"):  # nothing was left behind in the worker
+    with pytest.raises(RankError, match="KeyError: 'RANK'"):  # the worker keeps no environment
         rank_pool().run([pickle.dumps(call_without_environment)], timeout_seconds=60)
 
 
@@ -128,6 +128,6 @@ def test_a_hang_ends_at_the_timeout():
     assert rank_pool().workers == []
 
 
-def test_a_result_that_cannot_travel_is_an_error():
+def test_a_result_that_cannot_be_pickled_is_an_error():
     with pytest.raises(RankError, match="rank 0 of 1 raised"):
         run_ranks(1, return_a_lambda)

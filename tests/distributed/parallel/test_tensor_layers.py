@@ -64,7 +64,7 @@ def reduced_and_gathered(first_rank: int) -> dict[str, list[float]]:
 
 
 @pytest.mark.parametrize(("first_rank", "total"), [(0, 6.0), (4, 22.0)])
-def test_mappings_meet_megatrons_expectations(first_rank, total):
+def test_mappings_equal_megatrons_expectations(first_rank, total):
     values = [float(first_rank + rank) for rank in range(4)]
     for rank, found in enumerate(run_ranks(4, reduced_and_gathered, first_rank)):
         assert found == {
@@ -93,7 +93,7 @@ def run_whole(ids: Tensor) -> tuple[Tensor, list[Tensor]]:
 
 
 def run_split(layout: str, ids: Tensor) -> tuple[Tensor, dict[str, Tensor], dict[str, int]]:
-    """(output of this rank's tokens, gradients, dims of their cuts)."""
+    """Return (output of this rank's tokens, gradients, dims along which parameters are split)."""
     axis = tensor_axis()
     tokens: TokenLayout = LAYOUTS[layout](axis)
     layers = nn.ModuleList(
@@ -149,7 +149,7 @@ def loss_and_gradient(
 
 
 @pytest.mark.parametrize("tensor_size", [1, 2, 4])
-@pytest.mark.parametrize("vocab_size", [64, 61, 17])  # of 64 columns: no padding, some, whole ranks of it
+@pytest.mark.parametrize("vocab_size", [64, 61, 17])  # of 64 columns: no padding, some padding, ranks with only padding
 def test_the_loss_equals_that_of_whole_logits(tensor_size, vocab_size, monkeypatch):
     logits = torch.randn(33, 64, dtype=torch.float64) * 5
     targets = torch.randint(vocab_size, (33,))
@@ -166,7 +166,7 @@ def test_the_loss_equals_that_of_whole_logits(tensor_size, vocab_size, monkeypat
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_the_loss_is_stable_in_half_precision(dtype):
-    """Logits whose exponentials overflow; sums are taken in fp32, so the loss is that of the rounded logits."""
+    """The exponentials of these logits overflow; sums are in fp32, so the loss is that of the rounded logits."""
     logits = (torch.randn(16, 64) * 3000).to(dtype)
     targets = logits.argmax(-1)
     targets[::2] = torch.randint(64, (8,))
@@ -187,7 +187,7 @@ def test_the_loss_does_not_depend_on_how_many_rows_are_summed_at_once():
 
 
 def initial_part(dim: int | None, tensor_size: int) -> tuple[Tensor, list[int]]:
-    """(this rank's part of a parameter, how many values it drew at a time)."""
+    """Return (this rank's part of a parameter, the numbers of values that it drew at a time)."""
     mesh, shape = Mesh.create(tensor_size), [48, 40]
     if dim is not None:
         shape[dim] //= tensor_size

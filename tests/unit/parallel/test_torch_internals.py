@@ -3,7 +3,9 @@
 If one fails after an update of torch, the function that it tests is the place to adapt.
 """
 
+import ast
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -67,7 +69,14 @@ def test_a_schema_says_what_is_written_and_what_is_a_view():
     assert internals.schema_of(aten.add_.Tensor).name == "aten::add_"
 
 
-def test_composites_are_told_apart():
+def test_some_views_are_new_tensors_by_their_schema():
+    tensor = torch.ones(4, 6)
+    for operation in internals.VIEWS_DESPITE_THEIR_SCHEMA:
+        assert internals.schema_of(operation).returns[0].alias_info is None
+        assert operation(tensor, [6, 4]).data_ptr() == tensor.data_ptr()
+
+
+def test_composites_are_recognized():
     assert internals.is_composite(aten.reshape.default)
     assert internals.is_composite(aten.matmul.default)
     assert not internals.is_composite(aten.view.default)
@@ -210,3 +219,42 @@ def test_no_dispatch_mode_sees_a_resize():
     with CountingMode() as counting:
         storage.resize_(8)
     assert counting.seen == [], "torch dispatches it now: resizes need not be observed by a replaced method"
+
+
+PARALLEL = Path(internals.__file__).parent
+
+
+def private_uses(source: str) -> set[str]:
+    """The private names of other modules that a source file imports, or uses as attributes that it does not define."""
+    tree = ast.parse(source)
+    used, imported, defined = set(), set(), {"_exit"}  # os._exit is documented
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            (defined if isinstance(node.ctx, ast.Store) else used).add(node.attr)
+        elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            defined.add(node.name)
+        elif isinstance(node, ast.ImportFrom):
+            imported |= {
+                part for name in (node.module or "", *(a.name for a in node.names)) for part in name.split(".")
+            }
+        elif isinstance(node, ast.Import):
+            imported |= {part for alias in node.names for part in alias.name.split(".")}
+    return {name for name in (used - defined) | imported if name.startswith("_") and not name.startswith("__")}
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import torch\ntorch._C._len_torch_dispatch_stack()",
+        "from torch._ops import OpOverload",
+        "from torch.testing._internal.distributed.fake_pg import FakeStore",
+        "def address(storage):\n    return storage._cdata",
+    ],
+)
+def test_a_private_use_is_noticed(source):
+    assert private_uses(source)
+
+
+def test_no_other_module_uses_private_parts():
+    paths = [path for path in PARALLEL.rglob("*.py") if path.name != "torch_internals.py"]
+    assert {str(path): found for path in paths if (found := private_uses(path.read_text()))} == {}

@@ -21,7 +21,7 @@ def test_bytes_on_the_wire(op, group_size, expected):
     assert CommEvent(op, "data", group_size, 1000, torch.float32, "").wire_bytes == expected
 
 
-def test_totals_are_kept_by_axis_verb_and_phase():
+def test_totals_are_kept_by_axis_operation_and_phase():
     log = CommLog()
     log.record("all_gather", "data", 2, torch.zeros(10))
     with log.during("backward"):

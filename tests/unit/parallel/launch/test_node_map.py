@@ -1,4 +1,4 @@
-"""Which links the neighbours of an axis talk over."""
+"""The links between neighbours of an axis follow from the nodes of the ranks."""
 
 from collections import Counter
 
