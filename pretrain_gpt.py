@@ -13,8 +13,8 @@ from data.errors import DataError
 from gpt.build import build, build_mesh
 from gpt.corpus import Corpus
 from gpt.monitor.console import RunConsole, describe_run, memory_table
+from gpt.monitor.out_of_memory import out_of_memory_recorded
 from gpt.planner.report import run_and_report
-from gpt.run_folder.out_of_memory import out_of_memory_recorded
 from gpt.sampling import sample_texts
 from gpt.settings import Settings
 from gpt.settings_parser import parse_settings
