@@ -209,6 +209,8 @@ def call_as_rank(call: RankCall) -> Any:
     with mock.patch.dict(os.environ, call.environment):
         if call.init_process_group:
             dist.init_process_group("gloo")
+            # A rank that returned at once would close connections that slower ranks are still making.
+            dist.barrier()
         result = call.function(*call.args, **call.kwargs)
         if dist.is_initialized():
             dist.destroy_process_group()
