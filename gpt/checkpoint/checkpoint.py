@@ -30,7 +30,7 @@ from zero.state.owned_state import (
 from zero.state.saved_state import SavedState, TensorRank, full_shapes, rank_file
 from zero.state.sealed_file import read_json, verify
 
-FORMAT = 2
+FORMAT = 3
 LAYOUT, LATEST = "layout.json", "latest"
 
 
@@ -121,7 +121,7 @@ def describe(state: TrainState, progress: Progress) -> dict[str, Any]:
 def read_layout(checkpoint: Path) -> dict[str, Any]:
     """Return the content of layout.json. Raises ConfigError if the file is damaged, or has another format."""
     layout = read_json(checkpoint / LAYOUT)
-    if layout["format"] == 1:  # format 2 renamed one key
+    if layout["format"] == 2:  # format 3 has another name for one key
         for buffer in layout["state"]["buffers"]:
             buffer["bucket_numel"] = buffer.pop("window_numel")
         layout["format"] = FORMAT
