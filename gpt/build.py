@@ -201,7 +201,7 @@ def choose_adam(offload: Offload) -> tuple[type[torch.optim.Optimizer], dict[str
 
     NVIDIA apex's fused Adam is used if it works and all optimizer states are on a CUDA device, else torch's.
     """
-    if offload.config.placement_of("optimizer") is Placement.ACCELERATOR:
+    if offload.config.initial_placement("optimizer") is Placement.ACCELERATOR:
         params = [nn.Parameter(torch.zeros(1, device=offload.device))]
         if fused := find_apex("apex.optimizers", "FusedAdam", lambda fused: fused(params), offload.device):
             return fused, {"adam_w_mode": True}, "apex.optimizers.FusedAdam"

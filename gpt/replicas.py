@@ -40,7 +40,7 @@ def _not_split(state: TrainState) -> Iterable[Tensor]:
     split = split_dims(state.model.module)
     for flat in state.model.flats:
         for bucket in flat.buckets:
-            for span, part in flat.layout.pieces(bucket.shard):
+            for span, part in flat.layout.spans_in(bucket.shard):
                 if span.name not in split:
                     yield bucket.owned_part(bucket.master, part)
 

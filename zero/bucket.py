@@ -3,9 +3,10 @@
 params.full      all shards, while the parameters are unsharded
 params.owned     this rank's shard: a part of `full` if full parameters persist, else memory of its own
 params.cached    a copy of `owned` on the device, if `owned` is in host memory and there is room for the copy
-grads.staged     full gradients, averaged over ranks, while they are filled and reduced
-grads.owned      this rank's shard of the reduced gradients: a part of `staged` if that persists
-master           the owned parameters in the optimizer's dtype, stored beside its states
+grads.staged     this rank's full gradients, divided by the number of ranks, until the reduction ends
+grads.owned      this rank's shard of the mean gradients: a part of `staged` if that persists, else memory of its own
+master           the owned parameters in at least fp32, stored beside the optimizer's states; in fp32 `params.owned`
+                 itself, if both have the same placement
 """
 
 from enum import Enum
@@ -23,14 +24,14 @@ from zero.staging import StagingPool, free_storage, restore_storage
 
 
 class ParamShard:
-    """The parameters of one bucket: a view of the full buffer, and the shard that this rank owns."""
+    """The parameters of one bucket: the shard that this rank owns, and a view of the full buffer."""
 
     def __init__(self, full: Tensor, shard: range, axis: Axis, offload: Offload, lifetime: Lifetime):
         """Take `shard`, elements of `full`, into memory of its own if full parameters are transient."""
         self.full, self._full_shard = full, cut(full, shard)
         self._axis, self._offload = axis, offload
         self.persists = lifetime is Lifetime.PERSISTENT
-        self.placement = Placement.ACCELERATOR if self.persists else offload.config.placement_of("parameters")
+        self.placement = Placement.ACCELERATOR if self.persists else offload.config.initial_placement("parameters")
         self.owned = self._full_shard if self.persists else self._copy_shard(self.placement)
         self.cached: Tensor | None = None
 
@@ -64,7 +65,7 @@ class ParamShard:
 class Staging(Enum):
     """The use of the memory of a bucket's full gradients."""
 
-    FREE = "no gradient has been written: there is no staging memory, or its values are void"
+    FREE = "no full gradient is stored; in staging memory that persists, only the owned shard may be valid"
     FILLING = "gradients of one or more backwards have been written, and more may be added"
     REDUCING = "the reduction has been launched, and the memory belongs to it"
 
@@ -72,8 +73,8 @@ class Staging(Enum):
 class GradShard:
     """The gradients of one bucket: `staged` in full until they are reduced, then `owned`, the mean over all ranks.
 
-    Whether `owned` holds a gradient does not depend on the staging: with accumulation it holds one, of earlier
-    micro-batches, while the next is staged.
+    `holds_gradient` is independent of `staging`: with accumulation, `owned` holds the sum of earlier micro-batches
+    while the gradients of the next one are staged.
     """
 
     def __init__(
@@ -94,11 +95,11 @@ class GradShard:
         self.staging, self.holds_gradient = Staging.FREE, False
         self.expected: set[nn.Parameter] = set()  # parameters whose gradient may still arrive in this backward
         self._unwritten: set[nn.Parameter] = set()  # parameters without a value in `staged`
-        self.copied = Handle()  # `staged` has been copied to the host
-        self.staged: Tensor | None = None  # at least as long as the bucket
+        self.host_copy = Handle()  # of the last reduced shard; waited for before `staged` is overwritten
+        self.staged: Tensor | None = None  # a block of the pool may have more elements than the bucket
         if self.persists:
             self.staged = offload.new(Placement.ACCELERATOR, TensorKind.GRADIENTS, len(elements), dtype)
-        self.place(offload.config.placement_of("optimizer"))
+        self.place(offload.config.initial_placement("optimizer"))
 
     @property
     def staged_shard(self) -> Tensor:
@@ -136,7 +137,7 @@ class GradShard:
         """Discard the full gradients, and return their memory to the pool unless it persists."""
         self.staging = Staging.FREE
         if self.staged is not None and not self.persists:
-            pool.put_back(self.staged, self.copied)
+            pool.put_back(self.staged, self.host_copy)
             self.staged = None
 
     def _begin_to_fill(self, pool: StagingPool) -> None:
@@ -144,7 +145,7 @@ class GradShard:
             return
         if self.staged is None:
             self.staged = pool.take(self.dtype)
-        self.copied.wait()  # before anything is written: a copy of the last gradient to the host may still read it
+        self.host_copy.wait()  # before anything is written: that copy may still read the memory
         for gap in self._gaps:
             self._part(gap).zero_()
         self._unwritten, self.staging = set(self.parts), Staging.FILLING
@@ -158,7 +159,7 @@ class GradShard:
         self.owned.add_(shard) if self.holds_gradient else self.owned.copy_(shard)
 
     def free_owned(self) -> None:
-        """Discard the owned gradient; free its memory too, unless it stays for good (M_D)."""
+        """Discard the owned gradient; free its memory too, unless that is allocated for the whole run (M_D)."""
         self.holds_gradient = False
         if self._is_freed_between_steps:
             free_storage(self.owned)
@@ -199,9 +200,10 @@ class Bucket:
         return cut(owned, elements, self.shard.start)
 
     def place_master(self, placement: Placement) -> None:
-        """Store the master weights, with their values, in one of the memories and in at least fp32.
+        """Move the master weights to one of the memories, in at least fp32, with their values.
 
-        They share the memory of the owned parameters if dtype and placement agree.
+        They share the memory of the owned parameters if dtype and placement agree. The caller places the gradients and
+        the optimizer's states too.
         """
         owned, values = self.params.owned, self.master
         dtype = torch.promote_types(owned.dtype, torch.float32)

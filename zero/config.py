@@ -27,9 +27,9 @@ class ZeroConfig:
     resident_numel: int = 0
     """If parameters are partitioned: those with fewer elements than this stay gathered, such as norms and biases."""
     defragment: bool = True
-    """M_D, if full gradients are transient. true: the memory that they pass through, and that of the gradients which a
-    rank owns, is allocated once; false: the former during backward only, and the latter until the update, which leaves
-    more memory to activations and more work to the allocator."""
+    """Allocate the memory of gradients once (M_D of the paper), if full gradients are transient. false: allocate
+    staging memory in backward only, and owned gradients from backward to the update; this leaves more memory for the
+    forward and more work for the allocator."""
     units: tuple[str, ...] | None = None
     """The modules that are gathered at a time, by patterns such as blocks.*; null: the elements of the module lists."""
 

@@ -1,4 +1,4 @@
-"""A torch optimizer that steps a part of its parameters at a time, and the proof that it may.
+"""A torch optimizer that steps a part of its parameters at a time, and a probe that it may.
 
 Shards ignore parameter boundaries, so an optimizer must treat every element by itself. Adam and SGD do; LAMB, Muon
 and Adafactor look at whole parameters and would silently train something else.

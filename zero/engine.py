@@ -26,7 +26,7 @@ from zero.offload.placement import NO_OFFLOAD, Offload, OffloadConfig
 from zero.offload.planner import PlacementPlanner, UnitOrders
 from zero.sharded_init import ShardedInit
 from zero.stage import Lifetime
-from zero.torch_internals import NO_BACKWARD, call_at_end_of_backward, current_backward
+from zero.torch_internals import NO_GRAPH_TASK, call_at_end_of_backward, current_graph_task
 from zero.units.agreement import LaunchOrder
 from zero.units.execution_order import ExecutionOrder
 from zero.units.scheduler import UnitScheduler
@@ -53,8 +53,9 @@ class ZeroDataParallel(nn.Module):
         super().__init__()
         self.module = module
         self._data, self._policy = data, config.policy
+        self._unshards = self._policy.full_params is Lifetime.TRANSIENT
         self.shard_axis, self.replica_axis = axes = self._policy.axes(data)
-        if self._policy.full_params is Lifetime.PERSISTENT and offload.offloaded_states == {"parameters"}:
+        if not self._unshards and offload.offloaded_states == {"parameters"}:
             raise ConfigError(
                 f"offload.states=[parameters] has no effect at zero.stage={config.stage}, which keeps full parameters "
                 "on the accelerator; add optimizer, or choose stage 3"
@@ -67,13 +68,12 @@ class ZeroDataParallel(nn.Module):
             init.finish(module)
         _move_buffers(module, data, device)
         trainable = [bucket for flat in self.flats if flat.is_trainable for bucket in flat.buckets]
-        is_transient = self._policy.full_params is Lifetime.TRANSIENT
         # If parameters persist, the order of launches is fixed, whatever the model does: there is nothing to check.
-        before_launch = self._launch_order.before_reduction if is_transient else lambda _bucket: None
+        before_launch = self._launch_order.before_reduction if self._unshards else lambda _bucket: None
         self.reducer = GradientReducer(trainable, axes, self._policy, config.overlap, before_launch, self.offload)
         self.planner.check_units(self._units.values(), self.reducer.staging.num_bytes)
         self._scheduler = UnitScheduler(self._units, orders, self.planner, self._enter_backward, self.reducer.close)
-        self._backward = NO_BACKWARD
+        self._graph_task = NO_GRAPH_TASK
         self._is_last_microbatch = True
         self._awaits_backward = False  # a forward has run since the last backward
         self._install_hooks()
@@ -97,7 +97,10 @@ class ZeroDataParallel(nn.Module):
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
-        """Add up the gradients of the backwards in here; the first backward outside completes those of the step."""
+        """Accumulate the gradients of the backwards in here; the first backward outside completes the step's.
+
+        Unlike DDP's `no_sync`, each backward is still reduced if full gradients are transient.
+        """
         self._awaits_backward = self._is_last_microbatch = False
         try:
             yield
@@ -115,12 +118,11 @@ class ZeroDataParallel(nn.Module):
         With `modify`, what the first rank writes into `params` is their value from then on, on all ranks and for the
         optimizer. Raises ValueError if a parameter is not the module's.
         """
-        unit_of = self._scheduler.unit_of
-        chosen = list(unit_of if params is None else params)
+        chosen = list(self._scheduler.unit_of if params is None else params)
         for param in chosen:
-            if param not in unit_of:
+            if param not in self._scheduler.unit_of:
                 raise ValueError(f"a tensor of shape {tuple(param.shape)} is not a parameter of this model")
-        units = dict.fromkeys(unit_of[param] for param in chosen)
+        units = dict.fromkeys(self._scheduler.unit_of[param] for param in chosen)
         holder = object()
         for unit in units:
             unit.unshard(holder)
@@ -128,17 +130,16 @@ class ZeroDataParallel(nn.Module):
             with torch.set_grad_enabled(torch.is_grad_enabled() and not modify):
                 yield self.module
                 for param in chosen if modify else ():
-                    unit_of[param].flat_of[param].assign(param, self._data)
+                    self._scheduler.unit_of[param].flat_of[param].assign(param, self._data)
         finally:
             for unit in units:
                 unit.reshard(holder)
 
     def _make_units(self, config: ZeroConfig, init: ShardedInit | None) -> dict[str, Unit]:
-        """Make a unit of each module that is unsharded at a time; parameters that persist belong to the root."""
+        """Create a unit for each module whose parameters are unsharded together; those that persist are the root's."""
         own = assign_parameters(self.module, self._unit_names(config))
         self._launch_order = LaunchOrder(self._data, list(own))
-        is_transient = self._policy.full_params is Lifetime.TRANSIENT
-        resident_numel = config.resident_numel if is_transient else math.inf
+        resident_numel = config.resident_numel if self._unshards else math.inf
         resident = {n: p for params in own.values() for n, p in params.items() if p.numel() < resident_numel}
         unit_numels = [sum(param.numel() for param in params.values()) for params in own.values()]
         numel = choose_bucket_numel(config.bucket_numel, unit_numels, self.offload.config, self.shard_axis.size)
@@ -164,12 +165,12 @@ class ZeroDataParallel(nn.Module):
         return units
 
     def _unit_names(self, config: ZeroConfig) -> list[str]:
-        if self._policy.full_params is Lifetime.PERSISTENT:
-            return [""]
-        return find_units(self.module) if config.units is None else named_units(self.module, config.units)
+        if self._unshards:
+            return find_units(self.module) if config.units is None else named_units(self.module, config.units)
+        return [""]
 
     def _install_hooks(self) -> None:
-        if self._policy.full_params is Lifetime.TRANSIENT:
+        if self._unshards:
             self._scheduler.install_hooks(self.module)
         # Weakly: Python's collector does not see what hooks of this kind refer to, and would never free the engine.
         on_gradient = weakref.WeakMethod(self._on_gradient)
@@ -187,8 +188,8 @@ class ZeroDataParallel(nn.Module):
 
     def _enter_backward(self) -> None:
         """Begin a backward, unless it has begun already: every gradient and every unit calls this first."""
-        if self._backward != current_backward():
-            self._backward, self._awaits_backward = current_backward(), False
+        if self._graph_task != current_graph_task():
+            self._graph_task, self._awaits_backward = current_graph_task(), False
             self._scheduler.start_backward()
             self.reducer.begin(self._is_last_microbatch)
             call_at_end_of_backward(self._leave_backward)

@@ -50,10 +50,10 @@ class FlatParameters:
         self.full = tagged(TensorKind.PARAMETERS, full)
         self._span_of = dict(zip(self.params, self.layout.spans, strict=True))
         self._param_of = {span: param for param, span in self._span_of.items()}
-        self._unsharded = {param: span.view(full) for param, span in self._span_of.items()}
+        self._views = {param: span.view(full) for param, span in self._span_of.items()}
         placeholder = absent(full)
-        self._sharded = {param: placeholder.expand(param.shape) for param in self.params}
-        for param, view in self._unsharded.items():
+        self._placeholders = {param: placeholder.expand(param.shape) for param in self.params}
+        for param, view in self._views.items():
             view.copy_(values_of(param))
             param.data = view  # at once: the parameter's own memory is freed before the next values are made
         self.buckets = [self._bucket(stretch, policy, offload) for stretch in self.layout.buckets]
@@ -67,7 +67,7 @@ class FlatParameters:
 
     @property
     def is_sharded(self) -> bool:
-        """True if `start_unshard` has collectives to launch."""
+        """True if the full buffer is freed: `start_unshard` would launch all-gathers."""
         return self._state is FullState.SHARDED
 
     def start_unshard(self) -> None:
@@ -82,7 +82,7 @@ class FlatParameters:
         self.start_unshard()
         if self._state is FullState.UNSHARDING:
             self._wait_for_gathers()
-            for param, view in self._unsharded.items():
+            for param, view in self._views.items():
                 param.data = view
             self._state = FullState.UNSHARDED
 
@@ -92,7 +92,7 @@ class FlatParameters:
             return
         if self._state is FullState.UNSHARDING:
             self._wait_for_gathers()  # before the memory that they write is freed
-        for param, placeholder in self._sharded.items():
+        for param, placeholder in self._placeholders.items():
             param.data = placeholder
         free_storage(self.full)
         self._state = FullState.SHARDED
@@ -100,9 +100,9 @@ class FlatParameters:
     def assign(self, param: nn.Parameter, data: Axis) -> None:
         """Take what the first rank of `data` has written into `param` as its value on all ranks. It must be unsharded.
 
-        Elements of the master weights whose rounded value is still the same keep their finer one.
+        Master weights keep their more precise value wherever its rounded value has not changed.
         """
-        span, full = self._span_of[param], self._unsharded[param]
+        span, full = self._span_of[param], self._views[param]
         if param.data_ptr() != full.data_ptr():  # `param.data` was replaced
             full.copy_(param.data)
             param.data = full
@@ -114,15 +114,15 @@ class FlatParameters:
                 master.copy_(torch.where(master.to(new.dtype) == new, master, new.to(master.dtype)))
                 bucket.owned_part(bucket.params.owned, part).copy_(new)
 
-    def pieces(self, elements: range) -> Iterator[tuple[nn.Parameter, range]]:
+    def params_in(self, elements: range) -> Iterator[tuple[nn.Parameter, range]]:
         """Iterate over the parameters that have elements in `elements` of the buffer, each with its part of them."""
-        return ((self._param_of[span], part) for span, part in self.layout.pieces(elements))
+        return ((self._param_of[span], part) for span, part in self.layout.spans_in(elements))
 
     def _bucket(self, stretch: BucketRange, policy: ShardingPolicy, offload: Offload) -> Bucket:
         elements, shard = stretch.elements, stretch.shard(self.axis.rank)
         own = range(shard.start - elements.start, shard.stop - elements.start)
         params = ParamShard(cut(self.full, elements), own, self.axis, offload, self.lifetime)
-        parts, gaps = dict(self.pieces(elements)), list(self.layout.gaps(elements))
+        parts, gaps = dict(self.params_in(elements)), list(self.layout.gaps(elements))
         grads = GradShard(elements, shard, parts, gaps, self.full.dtype, policy, offload) if self.is_trainable else None
         return Bucket(elements, shard, params, grads, offload)
 

@@ -20,7 +20,7 @@ CHUNK_NUMEL = 2**18
 class GradNorm:
     """Norms of the owned gradients of all ranks, divided by the loss scale. Call its methods on all ranks alike.
 
-    Each element has one owner along the `shard` axis. Along the `tensor` axis, which cuts the model, parameters that are
+    Each element has one owner along the shard axis. Along the tensor axis, which cuts the model, parameters that are
     not in `split` are replicated: the first tensor rank counts them.
     """
 
@@ -31,7 +31,10 @@ class GradNorm:
         split: Set[nn.Parameter],
         loss_scale: Tensor,
     ):
-        """`owned`: for each bucket the parameters in this rank's shard, and their elements of the flat buffer."""
+        """`owned`: for each bucket, the parameters in this rank's shard and their elements of the flat buffer.
+
+        `axes`: the shard axis and the tensor axis.
+        """
         self._axes, self._loss_scale = axes, loss_scale
         self._counts_replicated = axes[1].rank == 0
         self._counted = {

@@ -1,11 +1,11 @@
 """Full gradients on their way to their owners.
 
-autograd -> param.grad -> staged bucket, averaged over ranks -> reduce-scatter -> owned shard
+autograd -> param.grad -> staged bucket, times 1/N -> reduce-scatter, in place -> owned shard, the mean over ranks
 
-If full gradients persist, every bucket has staging memory for good and the owned shard is a part of it (4 + 12/N bytes
-a parameter). If they are transient, a bucket takes staging memory from a small pool when its first gradient arrives,
-and the owned shard has memory of its own (2 + 14/N), as it has if it is placed on the host. The pool and the owned
-shards stay allocated for good (M_D), or only while they hold gradients.
+If full gradients persist, every bucket has staging memory of its own for the whole run, and the owned shard is a part
+of it (4 + 12/N bytes a parameter). If they are transient, a bucket takes staging memory from a small pool when its
+first gradient arrives, and the owned shard has other memory (2 + 14/N), as it has if it is placed on the host. The pool
+and the owned shards are allocated for the whole run (M_D), or only while they hold gradients.
 
 A bucket may be reduced once all of its gradients have arrived. Buckets are reduced in one fixed order, the reverse of
 the layout, on every rank and in every backward: the order in which gradients arrive never changes a message or a sum,
@@ -29,8 +29,8 @@ from zero.staging import StagingPool
 MAX_IN_FLIGHT = 2  # reductions, hence staged buckets beside those that are still filling
 
 
-class Backward(Enum):
-    """The treatment of gradients by the running backward."""
+class BackwardState(Enum):
+    """The state of the reducer between two gradients."""
 
     NONE = "no backward is running"
     ACCUMULATING = "gradients are added up in full; the last backward of the step reduces them"
@@ -40,8 +40,9 @@ class Backward(Enum):
 class GradientReducer:
     """Takes gradients into their buckets and reduces each bucket to the shards of its owners.
 
-    A parameter is closed, in a backward, if no more gradients of it will arrive: on arrival of its gradient if full
-    parameters persist, else when its unit is closed. `before_launch(number)` is called before each reduction.
+    A parameter is closed, in a backward, when no further gradient of it can arrive: when its gradient has arrived, if
+    full parameters persist, else when the scheduler closes its unit. `before_launch(i)` is called before the i-th
+    reduction of a backward.
     """
 
     def __init__(
@@ -69,10 +70,10 @@ class GradientReducer:
         num_buckets = Counter(bucket.grads.dtype for bucket in buckets)
         self.staging = StagingPool(block_numel, {t: min(n, num_blocks) for t, n in num_buckets.items()}, offload)
         self._fetched: dict[torch.dtype, Tensor] = {}  # an owned shard, copied back from the host
-        self._backward = Backward.NONE
+        self._backward = BackwardState.NONE
         self._num_launched = 0
         self._in_flight: deque[tuple[GradShard, Handle]] = deque()
-        self.is_complete = False  # the last backward of this step has begun
+        self.last_backward_has_begun = False  # the last backward of this step has begun
 
     def reduces(self, is_last: bool) -> bool:
         """Return whether a backward reduces gradients; `is_last`: no other backward of this step needs to follow."""
@@ -83,7 +84,7 @@ class GradientReducer:
 
         Raises ValueError if the backward before did not end, or if it was the last of its step.
         """
-        if self._backward is Backward.REDUCING:
+        if self._backward is BackwardState.REDUCING:
             raise ValueError("the backward before this one broke off; call `optimizer.zero_grad()` before the next")
         if any(bucket.grads.persists and bucket.grads.holds_gradient for bucket in self._order):
             raise ValueError(
@@ -94,17 +95,17 @@ class GradientReducer:
             bucket.grads.expected = set(bucket.grads.parts)
         # Last of all: a backward that is refused must not leave anything to end.
         self._num_launched = 0
-        self._backward = Backward.REDUCING if self.reduces(is_last) else Backward.ACCUMULATING
-        self.is_complete |= is_last
+        self._backward = BackwardState.REDUCING if self.reduces(is_last) else BackwardState.ACCUMULATING
+        self.last_backward_has_begun |= is_last
 
     def complete(self) -> None:
         """Reduce the gradients of a step whose last backward has not run, or reached no parameter on this rank."""
-        if not self.is_complete:
+        if not self.last_backward_has_begun:
             self.begin(is_last=True)
             self.end()
 
     def accept(self, param: nn.Parameter, grad: Tensor) -> None:
-        """Take a gradient into the buckets that the parameter has elements in, the one that is reduced first first."""
+        """Write a gradient to the buckets in which the parameter has elements, in the order of reduction."""
         if grad.is_sparse:
             raise ValueError(f"sparse gradients are not supported: parameter of shape {tuple(param.shape)}")
         grad = tagged(TensorKind.GRADIENTS, grad).reshape(-1)
@@ -130,26 +131,27 @@ class GradientReducer:
 
     def end(self) -> None:
         """End a backward: if it reduces, every bucket reaches its owners."""
-        if self._backward is Backward.REDUCING:
+        if self._backward is BackwardState.REDUCING:
             self.close(self._positions)
             while self._in_flight:
                 self._receive_oldest()
+            # Only now: no message and no staged gradient is left that needs the memory.
             if self._policy.owned_grads is Lifetime.TRANSIENT:
                 self._shard_axis.received.clear()
                 self.staging.free()
-        self._backward = Backward.NONE
+        self._backward = BackwardState.NONE
 
     def clear(self) -> None:
         """Discard all gradients, reduced or not: the next backward starts from nothing."""
         # A backward that broke off is ended first: by then ranks may have launched different numbers of reductions.
         self.end()
-        self._num_launched, self.is_complete = 0, False
+        self._num_launched, self.last_backward_has_begun = 0, False
         for bucket in self._order:
             bucket.grads.unstage(self.staging)
             bucket.grads.free_owned()
 
     def _launch_complete(self) -> None:
-        if self._backward is not Backward.REDUCING:
+        if self._backward is not BackwardState.REDUCING:
             return
         while self._num_launched < len(self._order) and not self._order[self._num_launched].grads.expected:
             self._before_launch(self._num_launched)
@@ -189,4 +191,4 @@ class GradientReducer:
             # The sum waits for the copy on the device, and the host waits for nothing.
             self._offload.to_accelerator(grads.owned, out=earlier).wait()
             shard.add_(earlier)
-        grads.copied = self._offload.to_host(shard, out=grads.owned)
+        grads.host_copy = self._offload.to_host(shard, out=grads.owned)

@@ -87,7 +87,7 @@ class Layout:
         """The number of elements in the buffer, gaps and padding included."""
         return self.buckets[-1].elements.stop
 
-    def pieces(self, elements: range) -> Iterator[tuple[Span, range]]:
+    def spans_in(self, elements: range) -> Iterator[tuple[Span, range]]:
         """Iterate over the parameters that have elements in `elements`, each with its part of them."""
         first = bisect_right(self.spans, elements.start, key=lambda span: span.elements.stop)
         for span in islice(self.spans, first, None):
@@ -108,7 +108,7 @@ class Layout:
     def gaps(self, elements: range) -> Iterator[range]:
         """Iterate over the stretches of `elements` that belong to no parameter."""
         start = elements.start
-        for _, part in self.pieces(elements):
+        for _, part in self.spans_in(elements):
             if start < part.start:
                 yield range(start, part.start)
             start = part.stop

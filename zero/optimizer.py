@@ -4,7 +4,9 @@
     update       bucket by bucket: cast the gradient, step the torch optimizer, write the owned parameters
     publish      bucket by bucket, while the next one is updated: all-gather the updated parameters
 
-Nothing here reads a tensor's value, so the host never waits for the device; the one exception is `_must_skip`.
+Without offload the host waits for the device in `_must_skip` only, if the optimizer cannot skip a step by itself. With
+states on the host it also waits for the reduced gradients and the clip coefficient, and under a budget of memory in the
+steps that are recorded.
 """
 
 import math
@@ -57,11 +59,13 @@ class ZeroOptimizer:
         device = self._offload.device
         self.loss_scale = loss_scale or LossScale(device=device)
         self.num_skipped = torch.zeros((), dtype=torch.int64, device=device)
-        first = self._offload.device_of(self._offload.config.placement_of("optimizer"))
+        first = self._offload.device_of(self._offload.config.initial_placement("optimizer"))
         self.state_bytes_per_element = probe_elementwise(optimizer, settings, first)
         groups = groups or [{"params": list(model.module.parameters())}]
         group_of = number_groups(groups, set(model.module.parameters()))
-        owned = {bucket: list(flat.pieces(bucket.shard)) for flat in self._flats for bucket in flat.buckets}
+        owned = {bucket: list(flat.params_in(bucket.shard)) for flat in self._flats for bucket in flat.buckets}
+        for bucket in owned:
+            bucket.place_master(bucket.optimizer_placement)
         self._pieces = {bucket: _pieces(bucket, owned[bucket], group_of) for bucket in owned}
         pieces = [piece for pieces in self._pieces.values() for piece in pieces]
         groups = [group | {"params": [p.param for p in pieces if p.group == n]} for n, group in enumerate(groups)]
@@ -129,18 +133,20 @@ class ZeroOptimizer:
         bucket.grads.place(placement)
         self._make_cast_buffers()
 
-    def _update_all(self, coefficient: Tensor, found_inf: Tensor) -> None:
+    def _update_all(self, coefficient: Tensor, skip: Tensor) -> None:
         # First: a full buffer that is freed while a side stream copies into it would return to the wrong pool.
         for flat in self._flats:
             flat.reshard()
         self._bucketed.begin_round()
         published = []
-        for placement in Placement:
+        # Ranks may have placed different numbers of buckets on the accelerator, but always the first ones: with the
+        # accelerator first, they launch their all-gathers in one order all the same.
+        for placement in (Placement.ACCELERATOR, Placement.HOST):
             device = self._offload.device_of(placement)
             if buckets := self._buckets_on(placement):
                 here = coefficient.to(device)
                 if self._takes_found_inf:
-                    self.inner.found_inf = found_inf.to(device)  # type: ignore[attr-defined]
+                    self.inner.found_inf = skip.to(device)  # type: ignore[attr-defined]
                 for bucket in buckets:
                     self._update(bucket, here)
                     published.append(self._publish(bucket))
@@ -173,9 +179,9 @@ class ZeroOptimizer:
         # Fused SGD accepts it too, but a skipped first step leaves it with a momentum buffer that is not initialized.
         return isinstance(self.inner, (torch.optim.Adam, torch.optim.AdamW)) and bool(self.inner.defaults["fused"])
 
-    def _must_skip(self, found_inf: Tensor) -> bool:
+    def _must_skip(self, skip: Tensor) -> bool:
         """Read the flag, hence wait for the device, only if the optimizer cannot take it as a tensor."""
-        return not self._takes_found_inf and bool(found_inf)
+        return not self._takes_found_inf and bool(skip)
 
     def _buckets_on(self, placement: Placement) -> list[Bucket]:
         return [bucket for bucket in self.buckets if bucket.optimizer_placement is placement]
@@ -192,8 +198,7 @@ class ZeroOptimizer:
 
 
 def _pieces(bucket: Bucket, owned: list[tuple[nn.Parameter, range]], group_of: dict[nn.Parameter, int]) -> list[Piece]:
-    """Make the optimizer's parameters of one bucket: views of its master weights, which are allocated here."""
-    bucket.place_master(bucket.optimizer_placement)
+    """Return the optimizer's parameters of one bucket: views of its master weights."""
     return [
         Piece(
             nn.Parameter(bucket.owned_part(bucket.master, part)),

@@ -43,7 +43,7 @@ class ShardedInit:
         self, data: Axis, policy: ShardingPolicy, unsharded_numel: int = 2**26, offload: OffloadConfig = NO_OFFLOAD
     ):
         self._data = data
-        self._is_on_host = offload.placement_of("parameters") is Placement.HOST
+        self._is_on_host = offload.initial_placement("parameters") is Placement.HOST
         self._axis, _ = policy.axes(data)
         self._unsharded_numel = unsharded_numel if policy.full_params is Lifetime.TRANSIENT else math.inf
         self._unsharded: dict[nn.Parameter, int] = {}  # numel of each; the most recently used parameter is the last

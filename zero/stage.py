@@ -7,10 +7,10 @@ from parallel.mesh import Axis
 
 
 class Lifetime(Enum):
-    """The time for which a full buffer is allocated."""
+    """The time for which a buffer is allocated."""
 
-    PERSISTENT = "the full buffer stays allocated from step to step"
-    TRANSIENT = "the full buffer is allocated only while it is in use"
+    PERSISTENT = "allocated once, for the whole run"
+    TRANSIENT = "allocated only while it is in use"
 
 
 @dataclass(frozen=True)
@@ -22,12 +22,13 @@ class ShardingPolicy:
     full_grads: Lifetime
     full_params: Lifetime
     owned_grads: Lifetime = Lifetime.PERSISTENT
-    """Lifetime of the gradients that a rank owns, if full ones are transient. Persistent is M_D (section 6.3)."""
+    """If full gradients are transient: the lifetime of the gradients that a rank owns, and of the memory that full ones
+    pass through. Persistent is M_D (section 6.3)."""
 
     def axes(self, data: Axis) -> tuple[Axis, Axis]:
         """Return (shard axis, replica axis): gradients are reduce-scattered along one, all-reduced along the other.
 
-        Both are larger than one if the data axis has parts: hierarchical sharding.
+        If the data axis has parts, they are these: hierarchical (hybrid) sharding.
         """
         if not self.shard_optimizer:
             return data.alone(), data

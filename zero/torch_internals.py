@@ -7,14 +7,14 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-NO_BACKWARD = -1
+NO_GRAPH_TASK = -1
 
 # Norms of many tensors in one call. `torch.nn.utils` calls the same function, but does not take the dtype of the sums.
 foreach_norm = torch._foreach_norm
 
 
-def current_backward() -> int:
-    """Return autograd's number of the running backward, or `NO_BACKWARD`.
+def current_graph_task() -> int:
+    """Return autograd's number of the running backward, or `NO_GRAPH_TASK`.
 
     No public function tells one backward from the next. State that carries the number is void once that backward has
     ended or raised.

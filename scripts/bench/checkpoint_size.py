@@ -59,7 +59,7 @@ def measure(case: Case, *, is_by_unit: bool) -> CheckpointSize:
     ]
     description = {"split_dims": split_dims(model), "buffers": [describe_layout(layout) for layout in layouts]}
     num_pieces = max(
-        sum(len(list(layout.pieces(bucket.shard(rank)))) for layout in layouts for bucket in layout.buckets)
+        sum(len(list(layout.spans_in(bucket.shard(rank)))) for layout in layouts for bucket in layout.buckets)
         for rank in (0, shards // 2, shards - 1)
     )
     owned = sum(layout.numel for layout in layouts) // shards

@@ -49,5 +49,7 @@ def test_a_straggler_is_the_rank_that_computes_while_the_others_wait():
 
 @pytest.mark.parametrize("steps", [(0, 2), (5, 4)])
 def test_steps_that_are_not_a_first_and_a_last_step_are_refused(steps):
-    with pytest.raises(ConfigError, match=r"profile.steps=\[\d, \d\] are not a first and a last step; choose \[10, 12\]"):
+    with pytest.raises(
+        ConfigError, match=r"profile.steps=\[\d, \d\] are not a first and a last step; choose \[10, 12\]"
+    ):
         ProfileSettings(steps=steps)

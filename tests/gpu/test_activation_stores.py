@@ -14,7 +14,7 @@ from tests.gpu.waiting import waiting_is_an_error
 from zero.activations.checkpointed_blocks import ActivationsConfig
 from zero.config import ZeroConfig
 from zero.engine import ZeroDataParallel
-from zero.offload.host_memory import on_host_of
+from zero.offload.allocators import host_allocator
 from zero.optimizer import ZeroOptimizer
 
 pytestmark = pytest.mark.gpu
@@ -62,7 +62,7 @@ def test_no_store_waits_for_the_device(gpu, store):
 
 def test_the_host_holds_the_checkpoints_and_the_device_what_is_in_transit(gpu):
     """What is resident after a step differs by the slab; the allocator makes nothing new from the second step on."""
-    assert on_host_of(gpu, TensorKind.CHECKPOINTS)(8, torch.float32).is_pinned()
+    assert host_allocator(gpu, TensorKind.CHECKPOINTS)(8, torch.float32).is_pinned()
     resident = {}
     for store in ("keep", "partition_host"):
         mesh, model, optimizer = build(gpu, 2, ActivationsConfig(store))

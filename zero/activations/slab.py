@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from zero.offload.host_memory import Allocate
+from zero.offload.allocators import Allocate
 
 
 @dataclass(frozen=True)

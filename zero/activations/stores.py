@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from parallel.instruments.memory_tracker import TensorKind, tagged
 from parallel.mesh import Axis, Handle
 from zero.activations.slab import SeparateAllocations, Slab, Slot, SlotMemory
-from zero.offload.host_memory import Allocate, on_device, on_host_of
+from zero.offload.allocators import Allocate, device_allocator, host_allocator
 from zero.offload.streams import SideStream
 
 NUM_IN_TRANSIT = 2  # the checkpoint that is being read, and the one that is fetched at the same time
@@ -157,15 +157,15 @@ class StoreContext:
 
     def on_device(self) -> SlotMemory:
         """Return memory for checkpoints on the device."""
-        return self._memory(on_device(self.device, TensorKind.CHECKPOINTS))
+        return self._memory(device_allocator(self.device, TensorKind.CHECKPOINTS))
 
     def on_host(self) -> SlotMemory:
         """Return memory for checkpoints in host memory."""
-        return self._memory(on_host_of(self.device, TensorKind.CHECKPOINTS))
+        return self._memory(host_allocator(self.device, TensorKind.CHECKPOINTS))
 
     def in_transit(self) -> SlotMemory:
         """Return memory for buffers on the device that checkpoints pass through."""
-        return self._memory(on_device(self.device, TensorKind.BUFFERS))
+        return self._memory(device_allocator(self.device, TensorKind.BUFFERS))
 
     def _memory(self, allocate: Allocate) -> SlotMemory:
         return Slab(allocate) if self.defragments else SeparateAllocations(allocate)

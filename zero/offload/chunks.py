@@ -1,7 +1,7 @@
 """Chunks (Gemini): the search for their size, and the choice of those that stay in a memory that cannot hold them all.
 
-A chunk is a bucket. If all chunks have one size, a memory of equal blocks holds any of them. The last chunk of a unit
-is shorter, and a parameter may have elements in several chunks, so that only alignment is wasted.
+A chunk is Gemini's name for a bucket. If all chunks have one size, a memory of equal blocks holds any of them. The last
+chunk of a unit is shorter, and a parameter may have elements in several chunks, so that only alignment is wasted.
 """
 
 import logging
@@ -68,7 +68,7 @@ def search_chunk_size(unit_numels: Iterable[int], config: OffloadConfig, num_sha
 
 
 class Cycle(Generic[Chunk]):
-    """The chunks that are used at each position of a round, such as a training step, that repeats."""
+    """The chunks, or shards of them, that are used at each position of a round, such as a step, that repeats."""
 
     def __init__(self, uses: Sequence[Collection[Chunk]]):
         self._uses, self._length = uses, len(uses)

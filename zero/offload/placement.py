@@ -20,7 +20,7 @@ from torch import Tensor
 from parallel.errors import ConfigError
 from parallel.instruments.memory_tracker import TensorKind
 from parallel.mesh import Handle
-from zero.offload.host_memory import on_device, on_host_of
+from zero.offload.allocators import device_allocator, host_allocator
 from zero.offload.streams import SideStream
 
 NUM_CASTS = 2  # buffers of casts on their way to the accelerator: one is filled while the other is copied
@@ -38,7 +38,7 @@ class Placement(Enum):
 
 @dataclass(frozen=True)
 class OffloadConfig:
-    """The model states that are stored in host memory, if the accelerator's is too small for them."""
+    """The model states that are stored in host memory: none, all of `states`, or those that do not fit elsewhere."""
 
     mode: Mode = "accelerator"
     """accelerator: no state is offloaded; host: all of `states` are; auto: only those that do not fit on the
@@ -72,12 +72,13 @@ class OffloadConfig:
         """The states that may be in host memory."""
         return set() if self.mode == "accelerator" else set(self.states)
 
-    def placement_of(self, state: State) -> Placement:
-        """Return the placement of every bucket at the start; with auto, some move to the accelerator later."""
+    def initial_placement(self, state: State) -> Placement:
+        """Return where a kind of state is allocated; with auto, the planner moves some buckets later."""
         return Placement.HOST if state in self.offloaded_states else Placement.ACCELERATOR
 
 
 NO_OFFLOAD = OffloadConfig()
+ALLOCATORS = {Placement.ACCELERATOR: device_allocator, Placement.HOST: host_allocator}
 
 
 class Offload:
@@ -90,27 +91,28 @@ class Offload:
 
     def new(self, placement: Placement, kind: TensorKind, numel: int, dtype: torch.dtype) -> Tensor:
         """Return a flat tensor, not initialized."""
-        allocate = on_host_of if placement is Placement.HOST else on_device
-        return allocate(self.device, kind)(numel, dtype)
+        return ALLOCATORS[placement](self.device, kind)(numel, dtype)
 
     def device_of(self, placement: Placement) -> torch.device:
         """Return the torch device on which tensors of this placement are updated."""
         return torch.device("cpu") if placement is Placement.HOST else self.device
 
     def to_host(self, source: Tensor, out: Tensor) -> Handle:
-        """Launch a copy to the host; wait on the handle before `source` is overwritten, and keep it until then.
+        """Launch a copy to the host, and return a handle.
 
-        The host calls `synchronize` before it reads `out`.
+        Keep the handle until its `wait`: it keeps `source` allocated. Wait before `source` is overwritten. The host
+        calls `synchronize` before it reads `out`.
         """
         with self._to_host.context():
             out.copy_(source, non_blocking=True)
         return Handle(self._to_host.device_handle().wait, lambda: source)  # the handle keeps `source` allocated
 
     def to_accelerator(self, source: Tensor, out: Tensor, then: Callable[[], Handle] = Handle) -> Handle:
-        """Launch a copy to the accelerator, and behind it what `then` launches, such as a gather; wait before reading.
+        """Launch a copy to the accelerator, and behind it what `then` launches, such as an all-gather.
 
-        A copy of `source` to the host may still be running. If the dtypes differ, `source` is cast first and may be
-        overwritten at once; if not, the host calls `synchronize` before it overwrites it.
+        Wait on the handle before `out` is read. A copy of `source` to the host may still be running. If the dtypes are
+        equal, `source` is read asynchronously: the host calls `synchronize` before it overwrites `source`. If they
+        differ, `source` is cast into a buffer first, and may be overwritten when this returns.
         """
         cast = None
         if source.dtype != out.dtype:

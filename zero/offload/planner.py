@@ -12,7 +12,7 @@ from then on    at each visit the shards that are used soonest stay in the devic
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -29,18 +29,27 @@ logger = logging.getLogger(__name__)
 
 Pass = Literal["forward", "backward"]
 UnitOrders = dict[Pass, ExecutionOrder[Unit]]
-Stay = tuple[frozenset[ParamShard], frozenset[ParamShard]]  # in the device cache: until the visit's gather, and after
 
-NOTHING: Stay = (frozenset(), frozenset())
 SHARE_WITHOUT_BUDGET = 0.9  # of the accelerator, with auto: CUDA and NCCL need the rest
 NUM_KEPT = 2  # units that stay unsharded from forward to backward
 
 
+class CachedShards(NamedTuple):
+    """The shards of parameters that are in the device cache around one visit of a unit."""
+
+    before_gather: frozenset[ParamShard]
+    after_gather: frozenset[ParamShard]
+
+
+NONE_CACHED = CachedShards(frozenset(), frozenset())
+
+
 class PlacementPlanner:
-    """The plan of what a rank keeps on its accelerator; with `offload.mode=auto` it is made after the recorded steps.
+    """Decides what a rank keeps on its accelerator: units that are prefetched or kept, shards, optimizer states.
 
     `prefetch_numel` and `may_keep` are how many elements may be unsharded ahead, and whether units stay unsharded from
-    forward to backward. With auto both are off until it is known that there is room.
+    forward to backward. Without `auto` they are what the configuration says, and nothing else is decided. With `auto`
+    both are off until the recorded steps have shown how much room there is, and then a plan is made.
     """
 
     def __init__(self, offload: Offload, prefetch_numel: int, orders: UnitOrders):
@@ -50,14 +59,14 @@ class PlacementPlanner:
         self._recorder = MemoryRecorder(offload.device, self._budget_bytes)
         self._moment = UPDATE
         self._planned_units: dict[Moment, Unit] = {}
-        self._plan: dict[Moment, Stay] = {}
+        self._plan: dict[Moment, CachedShards] = {}
         self._cached: set[ParamShard] = set()
         self._deviates = False  # from the order that was planned for, in this step
         self.prefetch_numel = 0 if self._adapts else prefetch_numel
         self.may_keep = not self._adapts
 
     def check_units(self, units: Iterable[Unit], staging_bytes: int) -> None:
-        """Check that the budget holds the two largest units, one inside the other, and the gradients being reduced.
+        """Check that the budget holds the two largest units, as if one were inside the other, and staged gradients.
 
         Raises ConfigError if it does not: no step could run.
         """
@@ -84,11 +93,11 @@ class PlacementPlanner:
         self._enter(moment)
         if not self._recorder.is_recording:
             self._deviates |= self._planned_units.get(moment) is not unit
-            self._evict_all_but(self._stay()[0])
+            self._evict_all_but(self._planned().before_gather)
 
     def after_visit(self, unit: Unit) -> None:
         """Fetch the shards of a unit that has been unsharded into the device cache, as far as they are to stay."""
-        _, staying = self._stay()
+        staying = self._planned().after_gather
         self._evict_all_but(staying)
         for shard in _shards_on_host([unit]) if staying else ():
             if shard in staying and shard not in self._cached:
@@ -103,7 +112,7 @@ class PlacementPlanner:
         self._enter(UPDATE)
         if self._recorder.is_recording:
             self._recorder.check(axes)
-        self._evict_all_but(self._stay()[0])
+        self._evict_all_but(self._planned().before_gather)
 
     def after_update(
         self,
@@ -162,14 +171,14 @@ class PlacementPlanner:
         uses = [_shards_on_host([unit]) for unit in self._planned_units.values()]
         rooms = [self._recorder.budget_bytes - self._recorder.peaks[moment] - taken_bytes for moment in moments]
         plan = Cycle([*uses, []]).plan(rooms, lambda shard: shard.owned.nbytes)
-        self._plan = dict(zip(moments, plan, strict=True))
+        self._plan = {moment: CachedShards(*shards) for moment, shards in zip(moments, plan, strict=True)}
 
     def _enter(self, moment: Moment) -> None:
         self._recorder.enter(moment)
         self._moment = moment
 
-    def _stay(self) -> Stay:
-        return NOTHING if self._deviates else self._plan.get(self._moment, NOTHING)
+    def _planned(self) -> CachedShards:
+        return NONE_CACHED if self._deviates else self._plan.get(self._moment, NONE_CACHED)
 
     def _evict_all_but(self, staying: frozenset[ParamShard]) -> None:
         for shard in self._cached - staying:
@@ -205,7 +214,7 @@ def _place_optimizer_states(
                 cast = max(cast, bucket.master.nbytes)  # the optimizer's buffer for a cast gradient
             num_bytes = bytes_to_place(bucket)
             if used + num_bytes + cast > room_bytes:
-                break
+                break  # not continue: the order of the update's all-gathers counts on the first buckets being placed
             used += num_bytes
             place(bucket, Placement.ACCELERATOR)
     return used + cast if used else 0

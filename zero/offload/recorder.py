@@ -58,9 +58,9 @@ class MemoryRecorder:
         if least_room < 0:
             raise ConfigError(
                 f"offload.accelerator_memory_gb={self.budget_bytes / GIGA:g} cannot be kept: this rank needs "
-                f"{self.peaks[tightest] / GIGA:.6g} in {' visit '.join(map(str, tightest))}, the neediest "
-                f"{-least_room / GIGA:.6g} too much; offload more, store fewer activations, or take a smaller "
-                "train.micro_batch_size"
+                f"{self.peaks[tightest] / GIGA:.6g} GB in {' visit '.join(map(str, tightest))}, and the rank that "
+                f"needs most {-least_room / GIGA:.6g} GB too much; offload more, store fewer activations, or take a "
+                "smaller train.micro_batch_size"
             )
         return least_room
 

@@ -15,7 +15,8 @@ class SideStream:
     """A CUDA stream that runs what is launched on it in order: copies to the host and back, and gathers behind them.
 
     Memory is handed from stream to stream by waiting, never by `record_stream`. What is launched here runs after all
-    that the computation had queued by then, and the computation waits on `device_handle()` before it reads or frees it.
+    that the computation had queued before the launch; the computation waits on `device_handle()` before it reads or
+    frees the memory.
     """
 
     def __init__(self, device: torch.device):
@@ -33,7 +34,7 @@ class SideStream:
             yield
 
     def device_handle(self) -> Handle:
-        """Return a handle whose `wait` makes the then current stream wait for what has been launched here so far."""
+        """Return a handle whose `wait` makes the current stream wait for what has been launched here so far."""
         if self._stream is None:
             return Handle()
         event, device = self._stream.record_event(), self._stream.device

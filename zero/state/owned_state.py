@@ -94,7 +94,7 @@ def describe_state(model: ZeroDataParallel, data_size: int, tensor_size: int) ->
 
 
 def _load_weights(flat: FlatParameters, bucket: Bucket, saved: SavedState, tensor: TensorRank) -> None:
-    for span, part in flat.layout.pieces(bucket.shard):
+    for span, part in flat.layout.spans_in(bucket.shard):
         out = bucket.owned_part(bucket.master, part)
         saved.read(span.name, MASTER, _within(span, part), out=out, tensor=tensor)
 
@@ -103,7 +103,7 @@ def _load_optimizer_state(
     optimizer: ZeroOptimizer, flat: FlatParameters, bucket: Bucket, saved: SavedState, tensor: TensorRank
 ) -> None:
     pieces = {piece.elements.start: piece for piece in optimizer.pieces_of(bucket)}
-    for span, part in flat.layout.pieces(bucket.shard):
+    for span, part in flat.layout.spans_in(bucket.shard):
         if piece := pieces.get(part.start - bucket.shard.start):  # None if the parameter is in none of the groups
             state = optimizer.inner.state[piece.param]
             for kind in saved.state_kinds(span.name):

@@ -1,10 +1,11 @@
-"""Checking that all ranks launch the same collectives in the same order, and raising at once if they do not.
+"""The check that all ranks launch the same collectives in the same order, if parameters are partitioned.
 
 Ranks match their collectives by order. If two ranks gather different units at the same point, each takes the other's
 parameters for its own if both are as large, and hangs or crashes if they are not. Every rank therefore remembers the
 order of its launches from one forward to the next, and knows that this order was the same on all ranks. As long as it
 repeats, nothing is exchanged. A rank that is about to deviate waits until all the others are about to deviate too, and
-from there to the next forward each launch is compared before it is made.
+from there to the next forward each launch is compared before it is made. If the others do not deviate, the rank raises
+after half of the time that a collective may take.
 """
 
 from collections.abc import Sequence
@@ -23,9 +24,10 @@ class DivergedRanks(RuntimeError):
 
 
 class LaunchOrder:
-    """The order of this rank's launches, by number: first the gathers of the units, then the reductions of the buckets.
+    """The order of this rank's launches, each of which has a number.
 
-    Both methods that record a launch raise DivergedRanks if another rank is about to launch something else.
+    Number k below the number of units stands for the gather of unit k, a higher one for the k-th reduction of a
+    backward. Both methods that record a launch raise DivergedRanks if another rank is about to launch something else.
     """
 
     def __init__(self, data: Axis, unit_names: Sequence[str]):
@@ -45,9 +47,9 @@ class LaunchOrder:
         """Record that the parameters of unit number `unit` are gathered next."""
         self._record(unit)
 
-    def before_reduction(self, bucket: int) -> None:
-        """Record that the gradients of bucket number `bucket` are reduced next."""
-        self._record(len(self._unit_names) + bucket)
+    def before_reduction(self, position: int) -> None:
+        """Record that the bucket at `position` in the order of reductions is reduced next."""
+        self._record(len(self._unit_names) + position)
 
     def _record(self, launch: int) -> None:
         # Before it is recorded: the error says what was launched before this.

@@ -9,7 +9,11 @@ from torch import Tensor
 
 
 class _EndOfBackward(torch.autograd.Function):
-    """The identity. Its backward runs after that of every node made later, since autograd takes the newest first."""
+    """The identity, whose backward runs when the gradients of the module's inputs are known.
+
+    Among the nodes that are ready, autograd runs the newest first: the other ready nodes of the module were made later,
+    and have run by then.
+    """
 
     @staticmethod
     def forward(ctx: Any, on_end: Callable[[], None], *inputs: Tensor) -> tuple[Tensor, ...]:

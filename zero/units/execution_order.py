@@ -33,6 +33,6 @@ class ExecutionOrder(Generic[Item]):
         return self.last[len(self.current) :] if is_predicted else ()
 
     @property
-    def is_complete(self) -> bool:
+    def is_as_long_as_last(self) -> bool:
         """True if as many items have been recorded as last time."""
         return len(self.current) == len(self.last)

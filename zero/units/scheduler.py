@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from zero.offload.planner import NUM_KEPT, Pass, PlacementPlanner, UnitOrders
-from zero.torch_internals import NO_BACKWARD, current_backward
+from zero.torch_internals import NO_GRAPH_TASK, current_graph_task
 from zero.units.access import watch_parameters
 from zero.units.autograd import mark_end_of_backward, tensors_in
 from zero.units.unit import Unit
@@ -64,23 +64,23 @@ class UnitScheduler:
             unit.num_open_calls = 0
 
     def _before_forward(self, unit: Unit, _module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        if current_backward() == NO_BACKWARD:
+        if current_graph_task() == NO_GRAPH_TASK:
             self._visit(unit, "forward")
             self._running.append(unit)
             unit.num_open_calls += torch.is_grad_enabled()
-        else:  # a recomputation, which is a part of a visit that has been recorded
+        else:  # a recomputation in backward: only the visits that the graph's order demands are recorded
             unit.unshard()
         return mark_end_of_backward((args, kwargs), partial(self._after_backward, unit))
 
     def _after_forward(self, unit: Unit, _module: nn.Module, _args: tuple, output: Any) -> None:
-        if current_backward() == NO_BACKWARD:
+        if current_graph_task() == NO_GRAPH_TASK:
             self._running.pop()
         # Before the unit is resharded: a parameter that is returned, such as a bias to be added later, is borrowed.
         for tensor in tensors_in(output):
             if isinstance(tensor, nn.Parameter):
                 self._on_access(tensor)
         # A unit that is recomputed in its own backward is about to be read.
-        if unit.backward != current_backward() and not self._is_kept(unit):
+        if unit.graph_task != current_graph_task() and not self._is_kept(unit):
             unit.reshard()
         for tensor in tensors_in(output):
             if tensor.grad_fn is not None:
@@ -88,9 +88,9 @@ class UnitScheduler:
 
     def _is_kept(self, unit: Unit) -> bool:
         """Return whether the unit stays unsharded from forward to backward. See [Note: keeping]."""
-        if not self._planner.may_keep or current_backward() != NO_BACKWARD or not torch.is_grad_enabled():
+        if not self._planner.may_keep or current_graph_task() != NO_GRAPH_TASK or not torch.is_grad_enabled():
             return False
-        return self._orders["forward"].is_complete and unit in self._orders["backward"].current[:NUM_KEPT]
+        return self._orders["forward"].is_as_long_as_last and unit in self._orders["backward"].current[:NUM_KEPT]
 
     # [Note: keeping] Backward begins with the root and the unit that ran last in forward. They stay unsharded in
     # between, from the second step on, when it is known which they are: to gather them again would cost traffic and
@@ -99,18 +99,18 @@ class UnitScheduler:
     def _on_access(self, param: nn.Parameter) -> None:
         """Borrow the parameter, if the unit that runs is not its own. See [Note: borrowing]."""
         lender = self.unit_of[param]
-        if self._running and lender is not self._running[-1] and current_backward() == NO_BACKWARD:
+        if self._running and lender is not self._running[-1] and current_graph_task() == NO_GRAPH_TASK:
             self._running[-1].borrow(lender)
 
     # [Note: borrowing] A unit may read a parameter of another one: a parent multiplies with a child's weight, or adds a
-    # bias that the child has returned. The reader then holds the owner's parameters until it is resharded itself, and
-    # from then on whenever it runs, in backward too, where autograd reads what it has saved. The owner's parameters are
-    # closed at the end of backward only, since gradients may arrive from the borrower until then.
+    # bias that the child has returned. The borrower then holds the lender unsharded until it is resharded itself, and
+    # does so whenever it runs from then on, in backward too, where autograd reads what it has saved. The lender's
+    # parameters are closed at the end of backward only, since gradients may arrive from the borrower until then.
 
     def _before_backward(self, unit: Unit) -> None:
         self._enter_backward()
-        if unit.backward != current_backward():
-            unit.backward = current_backward()
+        if unit.graph_task != current_graph_task():
+            unit.graph_task = current_graph_task()
             self._visit(unit, "backward")
 
     def _after_backward(self, unit: Unit) -> None:

@@ -11,16 +11,16 @@ from zero.stage import Lifetime
 
 
 class Unit:
-    """A module whose own parameters, those of no smaller unit, are needed and freed together.
+    """A module, with the parameters that belong to it and to no unit inside it; they are unsharded together.
 
-    It is unsharded for as long as it has a holder: itself while it runs, and any unit that reads its parameters from
-    outside while that one runs. `before_gather` is called before it launches all-gathers.
+    A unit stays unsharded for as long as it has a holder: itself while it runs, and any other unit that reads its
+    parameters, while that one runs. `before_gather` is called before the unit launches all-gathers.
     """
 
     def __init__(self, flats: list[FlatParameters], before_gather: Callable[[], None] = lambda: None):
         self.flats, self._before_gather = flats, before_gather
         self.flat_of = {param: flat for flat in flats for param in flat.params}
-        self.backward: int | None = None  # the backward that it is in
+        self.graph_task: int | None = None  # of the backward that it is in
         self.num_open_calls = 0  # calls in forward whose backward has not ended
         self.borrowed: dict[Unit, None] = {}  # units whose parameters this one has read, in the order of first reading
         self.is_lent = False  # some other unit has read its parameters
@@ -39,7 +39,10 @@ class Unit:
             flat.start_unshard()
 
     def unshard(self, holder: object | None = None) -> None:
-        """Make the parameters readable, and add a holder; by default itself, then unshard what it borrows too."""
+        """Make the parameters readable, and add a holder.
+
+        Without `holder` the unit is about to run: it holds itself, and the units that it borrows from.
+        """
         self._holders.add(holder or self)
         self.start_unshard()
         for flat in self.flats:
@@ -49,9 +52,12 @@ class Unit:
                 lender.unshard(self)
 
     def reshard(self, holder: object | None = None) -> None:
-        """Remove a holder, by default itself; free the parameters if it was the last."""
+        """Remove a holder, and free the parameters if it was the last.
+
+        Without `holder` the unit has run: it releases itself, and the units that it borrows from.
+        """
         if holder is None:
-            self.backward = None
+            self.graph_task = None
             for lender in self.borrowed:
                 lender.reshard(self)
         self._holders.discard(holder or self)

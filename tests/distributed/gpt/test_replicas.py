@@ -29,7 +29,7 @@ def owned_norm(state: TrainState) -> Tensor:
         bucket.master[part.start - bucket.elements.start : part.stop - bucket.elements.start]
         for flat in state.model.flats
         for bucket in flat.buckets
-        for span, part in flat.layout.pieces(bucket.elements)
+        for span, part in flat.layout.spans_in(bucket.elements)
         if span.name == "final_norm.weight"
     )
 

@@ -152,8 +152,8 @@ def test_a_budget_that_cannot_be_kept_is_refused_before_the_first_update(mode):
     budget_gb = 0.0005
     for message in run_ranks(2, message_of, budget_gb, mode):
         found = re.fullmatch(
-            r"offload.accelerator_memory_gb=0.0005 cannot be kept: this rank needs (\S+) in (backward|update) visit "
-            r"\d+, the neediest (\S+) too much; .*",
+            r"offload.accelerator_memory_gb=0.0005 cannot be kept: this rank needs (\S+) GB in (backward|update) visit "
+            r"\d+, and the rank that needs most (\S+) GB too much; .*",
             message,
         )
         assert found, message

@@ -62,7 +62,7 @@ def test_the_shards_of_a_bucket_are_equal_aligned_and_cover_it(layout):
 @given(LAYOUTS)
 def test_pieces_and_gaps_cover_a_bucket_once(layout):
     for bucket in layout.buckets:
-        pieces = [part for _, part in layout.pieces(bucket.elements)]
+        pieces = [part for _, part in layout.spans_in(bucket.elements)]
         gaps = list(layout.gaps(bucket.elements))
         assert all(gaps)
         assert sorted(elements_of(*pieces, *gaps)) == list(bucket.elements)
@@ -74,7 +74,7 @@ def test_the_owned_pieces_of_all_ranks_are_the_parameters(layout, seed):
     found = {span.name: [] for span in layout.spans}
     for bucket in layout.buckets:
         for rank in range(bucket.num_shards):
-            for span, part in layout.pieces(bucket.shard(rank)):
+            for span, part in layout.spans_in(bucket.shard(rank)):
                 found[span.name].append(cut(buffer, part))
     for span in layout.spans:
         assert torch.equal(torch.cat(found[span.name]).view(span.shape), span.view(buffer))

@@ -5,11 +5,11 @@ import torch
 
 from parallel.errors import ConfigError
 from parallel.instruments.memory_tracker import TensorKind
-from zero.offload.host_memory import on_host_of
+from zero.offload.allocators import host_allocator
 
 
 def test_host_memory_that_is_not_there_is_an_error_with_its_size():
     with pytest.raises(
         ConfigError, match=r"1\.13e\+06 GB of host memory for moments could not be allocated: .*; offload less"
     ):
-        on_host_of(torch.device("cpu"), TensorKind.MOMENTS)(2**50 // 4, torch.float32)
+        host_allocator(torch.device("cpu"), TensorKind.MOMENTS)(2**50 // 4, torch.float32)

@@ -11,12 +11,12 @@ from parallel.instruments.memory_tracker import TensorKind, tagged
 Allocate = Callable[[int, torch.dtype], Tensor]  # (number of elements, dtype) -> flat tensor, not initialized
 
 
-def on_device(device: torch.device, kind: TensorKind) -> Allocate:
+def device_allocator(device: torch.device, kind: TensorKind) -> Allocate:
     """Return an allocator of memory on `device`."""
     return lambda numel, dtype: tagged(kind, torch.empty(numel, dtype=dtype, device=device))
 
 
-def on_host_of(device: torch.device, kind: TensorKind) -> Allocate:
+def host_allocator(device: torch.device, kind: TensorKind) -> Allocate:
     """Return an allocator of host memory, pinned if `device` is a GPU so that copies run beside the computation.
 
     The allocator raises ConfigError if the host does not have as much memory as is asked for.
