@@ -14,6 +14,7 @@ from gpt.build import build, build_mesh
 from gpt.corpus import Corpus
 from gpt.monitor.console import RunConsole, describe_run, memory_table
 from gpt.monitor.out_of_memory import out_of_memory_recorded
+from gpt.option_names import errors_in_option_names
 from gpt.planner.report import run_and_report
 from gpt.sampling import sample_texts
 from gpt.settings import Settings
@@ -23,6 +24,7 @@ from parallel.errors import ConfigError
 from parallel.world import World, exit_with_error, has_failed_elsewhere, rank_from_environment, start_world, stop_world
 
 
+@errors_in_option_names()
 def pretrain(settings: Settings, world: World) -> None:
     """Train a model as the settings say, and print texts that it generates. All ranks call it."""
     console = RunConsole(is_quiet=not world.is_first)

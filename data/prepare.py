@@ -48,7 +48,9 @@ def prepare(
                 writer.add(encoded.tokens, encoded.lengths)
                 advance(encoded)
         if writer.num_documents == 0:
-            raise DataError(f"--source {' '.join(source.names)} holds no text, so {output} is not written")
+            raise DataError(
+                f"--source {' '.join(source.names)} holds no text, so {output} is not written; give another"
+            )
         sidecar = Sidecar(
             vocab_size=tokenizer.vocab_size,
             eod=tokenizer.eod,

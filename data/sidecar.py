@@ -36,4 +36,6 @@ class Sidecar:
         try:
             return cls(**json.loads(path.read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError) as error:
-            raise DataError(f"cannot read {path}, which data.prepare writes beside the tokens: {error}") from None
+            raise DataError(
+                f"cannot read {path}, which data.prepare writes beside the tokens: {error}; prepare the data again"
+            ) from None

@@ -175,7 +175,7 @@ def _read_text_file(path: str) -> Iterator[Document]:
         _check_size(path, os.path.getsize(path))
         content = Path(path).read_bytes()
     except OSError as error:
-        raise DataError(f"cannot read {path}: {error}") from None
+        raise DataError(f"cannot read {path}: {error}; correct it or leave it out") from None
     yield Document(path, 0, content, len(content))
 
 
@@ -188,7 +188,7 @@ def _read_json_lines(path: str) -> Iterator[Document]:
                 if not line.isspace():
                     yield Document(path, number, line, weight)
     except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"cannot read {path}: {error}") from None
+        raise DataError(f"cannot read {path}: {error}; correct it or leave it out") from None
 
 
 def _read_parquet(path: str, text_key: str) -> Iterator[Document]:
@@ -206,7 +206,7 @@ def _read_parquet(path: str, text_key: str) -> Iterator[Document]:
             for number, text in enumerate(texts, 1):
                 yield Document(path, number, text, weight)
     except (OSError, pyarrow.ArrowException) as error:
-        raise DataError(f"cannot read {path} as Parquet: {error}") from None
+        raise DataError(f"cannot read {path} as Parquet: {error}; correct it or leave it out") from None
 
 
 def _dataset_shard(name: str, config: str | None, split: str, text_key: str) -> Shard:
@@ -215,7 +215,10 @@ def _dataset_shard(name: str, config: str | None, split: str, text_key: str) -> 
     except ImportError:
         raise DataError(f"--source {name} is not a file, and a hub name needs datasets: pip install datasets") from None
     except Exception as error:  # hub, network and builders raise classes of their own
-        raise DataError(f"--source {name} is not a file, and datasets cannot open it: {_first_line(error)}") from None
+        raise DataError(
+            f"--source {name} is not a file, and datasets cannot open it: {_first_line(error)}; correct the name or "
+            "--split, or check the network"
+        ) from None
     num_rows = len(rows) if hasattr(rows, "__len__") else None
     return Shard(num_rows, partial(_read_rows, name, rows, text_key))
 
@@ -244,7 +247,9 @@ def _read_rows(name: str, rows: Any, text_key: str) -> Iterator[Document]:
     except DataError:
         raise
     except Exception as error:  # as in _dataset_shard
-        raise DataError(f"cannot read the dataset {name}: {_first_line(error)}") from None
+        raise DataError(
+            f"cannot read the dataset {name}: {_first_line(error)}; check the data and the network"
+        ) from None
 
 
 def _check_column(origin: str, text_key: str, columns: dict[str, str]) -> None:

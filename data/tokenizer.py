@@ -97,7 +97,7 @@ def _read(path: Path) -> tokenizers.Tokenizer:
     try:
         return tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises bare Exception
-        raise DataError(f"cannot read the tokenizer {path}: {error}") from None
+        raise DataError(f"cannot read the tokenizer {path}: {error}; give another") from None
 
 
 def _from_transformers(name: str) -> tokenizers.Tokenizer:

@@ -34,6 +34,7 @@ from gpt.build import TrainState, build, build_mesh
 from gpt.checkpoint import checkpoint
 from gpt.model.generate import evaluation
 from gpt.monitor.console import RunConsole
+from gpt.option_names import errors_in_option_names
 from gpt.run_folder.files import CHECKPOINTS
 from gpt.settings import Settings
 from gpt.settings_parser import parse_settings
@@ -193,6 +194,7 @@ def load_model(settings: Settings, weights: str | None, world: World) -> tuple[T
     return state, str(saved)
 
 
+@errors_in_option_names()
 def evaluate_text(arguments: list[str]) -> Score:
     """Evaluate what the command line asks for. All ranks call it. Raises ConfigError or DataError."""
     parser = argparse.ArgumentParser(prog="python -m gpt.evaluate", description=__doc__.splitlines()[0])

@@ -52,8 +52,9 @@ class OptimizerSettings:
     """Number added to the square root of the second moment, against division by zero."""
 
     def __post_init__(self) -> None:
-        if self.lr < 0 or self.weight_decay < 0:
-            raise ConfigError(f"optimizer.lr={self.lr} and weight_decay={self.weight_decay} must be 0 or more")
+        for name in ("lr", "weight_decay"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"optimizer.{name}={getattr(self, name)} is below 0; choose 0 or more")
         if self.clip_norm <= 0:
             raise ConfigError(
                 f"optimizer.clip_norm={self.clip_norm} is not above 0; choose 1.0, or .inf for no clipping"
@@ -175,10 +176,10 @@ class CheckpointSettings:
     folder of a checkpoint to resume from."""
 
     def __post_init__(self) -> None:
-        if self.every < 0 or self.keep < 1:
-            raise ConfigError(
-                f"checkpoint.every={self.every} must be 0 or more and checkpoint.keep={self.keep} 1 or more"
-            )
+        if self.every < 0:
+            raise ConfigError(f"checkpoint.every={self.every} is below 0; choose 0 or more")
+        if self.keep < 1:
+            raise ConfigError(f"checkpoint.keep={self.keep} is below 1; choose 1 or more")
 
 
 @dataclass(frozen=True)
@@ -270,6 +271,10 @@ class DryRunSettings:
     def __post_init__(self) -> None:
         if self.world_size is not None and self.world_size < 1:
             raise ConfigError(f"dry_run.world_size={self.world_size} is below 1; choose 1 or more, or null")
+        if self.world_size is not None and not 0 <= self.rank < self.world_size:
+            raise ConfigError(
+                f"dry_run.rank={self.rank} is not one of the {self.world_size} ranks; choose 0 to {self.world_size - 1}"
+            )
         if self.backend not in ("nccl", "gloo"):
             raise ConfigError(f"dry_run.backend={self.backend} is unknown; choose nccl or gloo")
         if self.trace and not self.cluster:

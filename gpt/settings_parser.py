@@ -14,12 +14,14 @@ from jsonargparse import ActionConfigFile, ArgumentError, ArgumentParser, Namesp
 from rich.table import Table
 
 from gpt.deepspeed.config import deepspeed_layer
+from gpt.option_names import errors_in_option_names
 from gpt.settings import Settings
 from parallel.errors import ConfigError
 
 DEEPSPEED_CONFIG = "zero.deepspeed_config"  # not a field of ZeroConfig: the file sets more than ZeRO
 
 
+@errors_in_option_names()
 def parse_settings(
     arguments: Sequence[str], num_ranks: int | None = None, show: Callable[[Table], None] = lambda table: None
 ) -> Settings:

@@ -266,13 +266,13 @@ def _data_size(world_size: int, tensor_size: int, shard_size: int | None) -> int
     if tensor_size < 1 or world_size % tensor_size:
         divisors = [str(n) for n in range(1, world_size + 1) if world_size % n == 0]
         raise ConfigError(
-            f"parallel.tensor_size={tensor_size} does not divide the {world_size} ranks; "
+            f"tensor_size={tensor_size} does not divide the {world_size} ranks; "
             f"choose {', '.join(divisors)}, or start another number of ranks"
         )
     data_size = world_size // tensor_size
     if shard_size is not None and (shard_size < 1 or data_size % shard_size):
         raise ConfigError(
-            f"parallel.shard_size={shard_size} does not divide the {data_size} data-parallel ranks; "
+            f"shard_size={shard_size} does not divide the {data_size} data-parallel ranks; "
             "choose a divisor, or null to shard over all of them"
         )
     return data_size

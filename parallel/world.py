@@ -123,7 +123,7 @@ def imitated_world(rank: int, size: int, local_size: int, backend: str) -> Itera
     Its device is the CPU. Raises ConfigError if `rank` is not one of the ranks.
     """
     if not 0 <= rank < size:
-        raise ConfigError(f"dry_run.rank={rank} is not one of the {size} ranks; choose 0 to {size - 1}")
+        raise ConfigError(f"rank={rank} is not one of the {size} ranks; choose 0 to {size - 1}")
     if size > 1:
         dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
     try:

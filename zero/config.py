@@ -35,14 +35,14 @@ class ZeroConfig:
 
     def __post_init__(self) -> None:
         if self.stage not in STAGES:
-            raise ConfigError(f"zero.stage={self.stage} does not exist; choose {', '.join(map(str, STAGES))}")
+            raise ConfigError(f"ZeroConfig.stage={self.stage} does not exist; choose {', '.join(map(str, STAGES))}")
         if self.bucket_numel is not None and self.bucket_numel < 1:
             raise ConfigError(
-                f"zero.bucket_numel={self.bucket_numel} is below 1; choose 1 or more, or null for a single bucket"
+                f"ZeroConfig.bucket_numel={self.bucket_numel} is below 1; choose 1 or more, or null for a single bucket"
             )
         for name in ("prefetch_numel", "resident_numel"):
             if getattr(self, name) < 0:
-                raise ConfigError(f"zero.{name}={getattr(self, name)} is below 0; choose 0 for none")
+                raise ConfigError(f"ZeroConfig.{name}={getattr(self, name)} is below 0; choose 0 for none")
 
     @property
     def policy(self) -> ShardingPolicy:

@@ -57,8 +57,8 @@ class ZeroDataParallel(nn.Module):
         self.shard_axis, self.replica_axis = axes = self._policy.axes(data)
         if not self._unshards and offload.offloaded_states == {"parameters"}:
             raise ConfigError(
-                f"offload.states=[parameters] has no effect at zero.stage={config.stage}, which keeps full parameters "
-                "on the accelerator; add optimizer, or choose stage 3"
+                f"OffloadConfig.states=[parameters] has no effect at ZeroConfig.stage={config.stage}, which keeps full "
+                "parameters on the accelerator; add optimizer, or choose stage 3"
             )
         self.offload = Offload(device or next(module.parameters()).device, offload)
         orders: UnitOrders = {"forward": ExecutionOrder(), "backward": ExecutionOrder()}

@@ -101,7 +101,10 @@ class Recovery:
         self._settle()
         found = checkpoint.newest(self._folder)
         if found is None:
-            raise ConfigError("guard.policy=roll_back found no checkpoint; choose a smaller checkpoint.every")
+            raise ConfigError(
+                f"guard.policy=roll_back found no checkpoint with checkpoint.every={self._config.every}; save more "
+                "often, such as every 100 steps"
+            )
         before = checkpoint.load(found, self._state)
         # All ranks have read the checkpoint before the first changes the folder, and it is done before any saves again.
         self._state.mesh.barrier()

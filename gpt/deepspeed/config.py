@@ -81,7 +81,9 @@ def read(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(), object_pairs_hook=without_duplicates)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"zero.deepspeed_config={path} is not a readable JSON file: {error}") from error
+        raise ConfigError(
+            f"zero.deepspeed_config={path} is not a readable JSON file: {error}; correct it or give another"
+        ) from error
     if not isinstance(content, dict):
         raise ConfigError(f"zero.deepspeed_config={path} contains {as_text(content)}; it must be an object of keys")
     return content

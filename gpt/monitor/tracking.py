@@ -20,6 +20,7 @@ import yaml
 from gpt.loss_guard import SpikeDetector
 from gpt.monitor.tensorboard_sink import TensorboardRun
 from gpt.monitor.wandb_sink import WandbRun
+from gpt.option_names import in_option_names
 from gpt.run_folder.files import read_steps
 from gpt.settings import Settings
 
@@ -96,7 +97,7 @@ class Tracking:
             self.alert("exit", "the run has ended: all steps are done, or it was asked to stop")
             self._finish(exit_code=0, seconds=SECONDS_TO_FINISH)
         else:
-            self.alert("exit", f"the run has ended: {type(error).__name__}: {error}")
+            self.alert("exit", f"the run has ended: {type(error).__name__}: {in_option_names(str(error))}")
             self._finish(exit_code=1, seconds=SECONDS_TO_ABORT)
 
     def _finish(self, exit_code: int, seconds: float) -> None:

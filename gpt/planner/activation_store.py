@@ -7,6 +7,7 @@ from functools import cache
 import torch
 
 from gpt.model.transformer import GPT, ModelConfig
+from gpt.option_names import in_option_names
 from gpt.settings import TrainSettings
 from parallel.host_memory import physical_bytes
 from parallel.instruments.comm_log import CommLog
@@ -36,7 +37,7 @@ def chosen_activations(
     memory_bytes = hardware.memory_gb * 1e9 if hardware.memory_gb else memory_per_rank(device, mesh)
     work = workload(model, train, zero, activations.layers_per_checkpoint, mesh, tokens)
     store, reason = choose_store(work, memory_bytes, hardware)
-    logger.info(reason)
+    logger.info(in_option_names(reason))
     return replace(activations, store=store)
 
 

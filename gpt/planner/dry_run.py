@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from gpt.build import TrainState, build, build_mesh
+from gpt.option_names import errors_in_option_names
 from gpt.settings import Settings, TrainSettings
 from gpt.train_step import train_step
 from parallel.instruments.comm_log import CommEvent
@@ -43,6 +44,7 @@ class Recording:
     kernels: list[Kernel]
 
 
+@errors_in_option_names()
 def dry_run(settings: Settings) -> Recording:
     """Return the recording of a step of `settings.dry_run.rank`.
 

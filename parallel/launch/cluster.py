@@ -54,7 +54,9 @@ class ClusterSpec:
         try:
             figures: Any = yaml.safe_load(Path(path).read_text())
         except (OSError, yaml.YAMLError) as error:
-            raise ConfigError(f"cluster file {path} cannot be read: {' '.join(str(error).split())}") from error
+            raise ConfigError(
+                f"cluster file {path} cannot be read: {' '.join(str(error).split())}; give another"
+            ) from error
         known = {field.name for field in fields(cls)}
         required = {field.name for field in fields(cls) if field.default is MISSING}
         if not isinstance(figures, dict) or (missing := sorted(required - set(figures))):

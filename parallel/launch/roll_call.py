@@ -50,7 +50,9 @@ def report_facts(store: dist.Store, facts: NodeFacts, num_nodes: int, wait_secon
         store.wait(["nodes/verdict"], timedelta(seconds=2 * wait_seconds))
         return json.loads(store.get("nodes/verdict"))
     except (RuntimeError, ValueError) as error:
-        raise ConfigError(f"{facts.name}: the first node has ended, or does not answer: {_line(error)}") from error
+        raise ConfigError(
+            f"{facts.name}: the first node has ended, or does not answer: {_line(error)}; see its output"
+        ) from error
     finally:
         _sign_off(store)
 

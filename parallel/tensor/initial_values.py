@@ -34,7 +34,7 @@ def fill_normal(param: Tensor, std: float, name: str, dim: int | None, axis: Axi
     num_cells = math.gcd(param.shape[dim] * axis.size, CELLS)
     if num_cells % axis.size:
         raise ConfigError(
-            f"parallel.tensor_size={axis.size} does not divide the {num_cells} cells in which initial values are "
+            f"tensor_size={axis.size} does not divide the {num_cells} cells in which initial values are "
             f"drawn; choose a tensor size that divides {num_cells}"
         )
     if isinstance(param, FakeTensor):

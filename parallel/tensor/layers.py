@@ -32,7 +32,7 @@ def part_of(size: int, axis: Axis, what: str) -> int:
     """Return `size` divided by the axis. Raises ConfigError, in which it is called `what`, if there is a remainder."""
     if size % axis.size:
         raise ConfigError(
-            f"{what}={size} is not divisible by parallel.tensor_size={axis.size}; choose a tensor size that divides it"
+            f"{what}={size} is not divisible by tensor_size={axis.size}; choose a tensor size that divides it"
         )
     return size // axis.size
 

@@ -7,10 +7,12 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import fields
 from pathlib import PurePosixPath
 
 import pytest
 
+from gpt.settings import Settings
 from tests.source_files import PACKAGES, ROOT, Module, all_modules, imported_files
 
 # What each room may import beside itself; PACKAGE/* is a package with its rooms.
@@ -58,6 +60,8 @@ ENVIRONMENT_FILES = {
 }
 PRIVATE_PART = re.compile(r"torch\.(.*\.)?_[a-zA-Z]")
 TORCH_INTERNALS = {"parallel/torch_internals.py", "zero/torch_internals.py"}
+# The name of a group and an option, or a group before a name that is formatted; `model.accumulate()` is a call.
+OPTION = re.compile(rf"\b({'|'.join(field.name for field in fields(Settings))})\.([a-z_]+\b(?!\()|$)")
 PICKLING_MODULES = {"pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
 HEADLESS = {"What", "Of", "Where", "Whether", "For", "In", "Who", "How", "Which", "As"}
 
@@ -127,6 +131,22 @@ def no_file_is_unpickled(module: Module) -> Iterator[str]:
         is_true = isinstance(keyword.value, ast.Constant) and keyword.value.value is True
         if (keyword.arg == "weights_only" and not is_true) or (keyword.arg == "allow_pickle" and is_true):
             yield f"line {keyword.value.lineno} allows pickles by {keyword.arg}"
+
+
+def libraries_name_no_option(module: Module) -> Iterator[str]:
+    """Users of `zero` and `parallel` alone have no options; gpt/option_names.py puts them into errors.
+
+    In `zero` all strings are checked, because errors and log lines are also put together outside `raise`.
+    """
+    if module.package not in {"zero", "parallel"}:
+        return
+    roots = module.nodes(ast.Module if module.package == "zero" else ast.Raise)
+    nodes = [node for root in roots for node in ast.walk(root)]
+    docstrings = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    texts = (node for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str))
+    for node in texts:
+        if id(node) not in docstrings and (named := OPTION.search(node.value)):
+            yield f"line {node.lineno} names the option {named[0]}"
 
 
 def there_is_no_global_statement(module: Module) -> Iterator[str]:
@@ -205,6 +225,11 @@ BREACHES = [
     (no_file_is_unpickled, "gpt/checkpoint/checkpoint.py", "import pickle"),
     (no_file_is_unpickled, "gpt/checkpoint/checkpoint.py", "torch.load(path, weights_only=False)"),
     (no_file_is_unpickled, "data/indexed.py", "np.load(path, allow_pickle=True)"),
+    (libraries_name_no_option, "zero/config.py", "raise ConfigError(f'zero.stage={stage} does not exist')"),
+    (libraries_name_no_option, "zero/config.py", "raise ConfigError(f'offload.{name}={value} is below 0')"),
+    (libraries_name_no_option, "zero/offload/recorder.py", "raise ConfigError('too much; lower ' 'train.steps')"),
+    (libraries_name_no_option, "zero/units/agreement.py", "def f():\n    return Diverged('or a zero.stage below 3')"),
+    (libraries_name_no_option, "parallel/mesh.py", "raise ConfigError(f'parallel.tensor_size={size} is odd')"),
     (there_is_no_global_statement, "gpt/trainer.py", "def f():\n    global step\n    step = 1"),
     (every_module_says_what_it_is, "gpt/trainer.py", "import torch"),
     (docstrings_begin_with_a_verb_or_a_noun, "gpt/trainer.py", '"""As many as there are."""'),
@@ -224,6 +249,11 @@ ALLOWED = [
     (private_parts_of_torch_are_named_in_two_files, "zero/flat.py", "import torch\nself._C = torch.__version__"),
     (the_environment_is_read_in_one_file, "parallel/world.py", "import os\nos.environ['RANK']"),
     (no_file_is_unpickled, "gpt/checkpoint/checkpoint.py", "torch.load(path, weights_only=True)"),
+    (libraries_name_no_option, "zero/config.py", "raise ConfigError(f'ZeroConfig.stage={stage} does not exist')"),
+    (libraries_name_no_option, "zero/config.py", '"""The meaning of `zero.stage`."""'),
+    (libraries_name_no_option, "zero/gradients.py", "raise ValueError('inside `with model.accumulate():`')"),
+    (libraries_name_no_option, "zero/gradients.py", "model.reducer.add(optimizer.buckets)"),
+    (libraries_name_no_option, "gpt/build.py", "raise ConfigError('parallel.tensor_size=3')"),
     (every_module_says_what_it_is, "zero/__init__.py", ""),
     (docstrings_begin_with_a_verb_or_a_noun, "gpt/trainer.py", '"""Assert that it holds. Whatever it is."""'),
     (functions_are_short, "gpt/trainer.py", FUNCTION_OF_51_LINES.removesuffix("    pass\n")),

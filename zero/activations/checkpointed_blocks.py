@@ -48,11 +48,11 @@ class ActivationsConfig:
     def __post_init__(self) -> None:
         choices = get_args(StoreChoice)
         if self.store not in choices:
-            raise ConfigError(f"activations.store={self.store} is unknown; choose one of {', '.join(choices)}")
+            raise ConfigError(f"ActivationsConfig.store={self.store} is unknown; choose one of {', '.join(choices)}")
         if self.layers_per_checkpoint < 1:
             raise ConfigError(
-                f"activations.layers_per_checkpoint={self.layers_per_checkpoint} is below 1; choose 1 or more, "
-                "or activations.store=none for no checkpoints"
+                f"ActivationsConfig.layers_per_checkpoint={self.layers_per_checkpoint} is below 1; choose 1 or more, "
+                "or ActivationsConfig.store=none for no checkpoints"
             )
 
     @property
@@ -140,7 +140,7 @@ class CheckpointedBlocks:
         if self._reuses_memory and wanted.generation != self._generations[wanted.memory_key]:
             raise ValueError(
                 f"a later forward has overwritten checkpoint {wanted.slot.number} before the backward that needs it; "
-                "run each backward before the next forward, or set activations.defragment=false"
+                "run each backward before the next forward, or set ActivationsConfig.defragment=false"
             )
         with self._stream.context():
             activation, arrival = self._store.take(wanted.slot, wanted.stored)
@@ -174,9 +174,9 @@ def check_replicas(config: ActivationsConfig, replicas: Axis) -> None:
     """Raise ConfigError if activations are to be partitioned and no two ranks hold the same ones."""
     if config.store == "partition" and replicas.size == 1:
         raise ConfigError(
-            "activations.store=partition: no 2 tensor ranks hold the same activations, so there is nothing to "
-            "partition; choose keep or partition_host, or set parallel.tensor_size above 1 and "
-            "parallel.sequence_parallel=false, which divides activations by itself"
+            "ActivationsConfig.store=partition: no 2 tensor ranks hold the same activations, so there is nothing to "
+            "partition; choose keep or partition_host, or start 2 or more tensor ranks without sequence parallelism, "
+            "which divides activations by itself"
         )
 
 

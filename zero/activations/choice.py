@@ -36,7 +36,7 @@ class Hardware:
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             if value is not None and value <= 0:
-                raise ConfigError(f"activations.hardware.{name}={value} is not above 0; give the cluster's own figure")
+                raise ConfigError(f"Hardware.{name}={value} is not above 0; give the cluster's own figure")
 
 
 @dataclass(frozen=True)
@@ -146,6 +146,6 @@ def choose_store(w: Workload, memory_bytes: float, hardware: Hardware) -> tuple[
         for cheaper, store in pairwise(stores)
     ]
     return chosen, (
-        f"activations.store={chosen}, {holds} a micro-batch of {w.b}; sequences that fit: {sizes}; "
+        f"ActivationsConfig.store={chosen}, {holds} a micro-batch of {w.b}; sequences that fit: {sizes}; "
         f"with the batch that it allows, {' and '.join(verdicts)}"
     )

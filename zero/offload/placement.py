@@ -58,14 +58,16 @@ class OffloadConfig:
 
     def __post_init__(self) -> None:
         if self.mode not in get_args(Mode):
-            raise ConfigError(f"offload.mode={self.mode} is unknown; choose {', '.join(get_args(Mode))}")
+            raise ConfigError(f"OffloadConfig.mode={self.mode} is unknown; choose {', '.join(get_args(Mode))}")
         if unknown := set(self.states) - set(get_args(State)):
-            raise ConfigError(f"offload.states={sorted(unknown)} is unknown; choose among {', '.join(get_args(State))}")
+            raise ConfigError(
+                f"OffloadConfig.states={sorted(unknown)} is unknown; choose among {', '.join(get_args(State))}"
+            )
         for name in ("accelerator_memory_gb", "hidden_dim", "min_chunk_size_m"):
             if (value := getattr(self, name)) is not None and value <= 0:
-                raise ConfigError(f"offload.{name}={value} is not above 0; choose a positive number")
+                raise ConfigError(f"OffloadConfig.{name}={value} is not above 0; choose a positive number")
         if self.search_range_m < 0:
-            raise ConfigError(f"offload.search_range_m={self.search_range_m} is below 0; choose 0 or more")
+            raise ConfigError(f"OffloadConfig.search_range_m={self.search_range_m} is below 0; choose 0 or more")
 
     @property
     def offloaded_states(self) -> set[State]:

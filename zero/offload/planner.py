@@ -76,9 +76,10 @@ class PlacementPlanner:
         least = sum(sorted(num_bytes)[-2:]) + staging_bytes
         if least > self._budget_bytes:
             raise ConfigError(
-                f"offload.accelerator_memory_gb={self._budget_bytes / GIGA:g} is too small: the parameters of two "
-                f"units and staged gradients alone take {least / GIGA:.6g}, {(least - self._budget_bytes) / GIGA:.6g} "
-                "more; choose zero.stage=3, smaller zero.units or zero.bucket_numel, or a larger parallel.tensor_size"
+                f"OffloadConfig.accelerator_memory_gb={self._budget_bytes / GIGA:g} is too small: the parameters of "
+                f"two units and staged gradients alone take {least / GIGA:.6g}, "
+                f"{(least - self._budget_bytes) / GIGA:.6g} more; choose ZeroConfig.stage=3, smaller ZeroConfig.units, "
+                "a smaller ZeroConfig.bucket_numel, or more tensor ranks"
             )
 
     def start_forward(self) -> None:
@@ -195,7 +196,8 @@ def _budget_bytes(offload: Offload) -> float | None:
         return None
     if offload.device.type != "cuda":
         raise ConfigError(
-            f"offload.mode=auto on {offload.device.type} has no accelerator to fill; set offload.accelerator_memory_gb"
+            f"OffloadConfig.mode=auto on {offload.device.type} has no accelerator to fill; "
+            "set OffloadConfig.accelerator_memory_gb"
         )
     return SHARE_WITHOUT_BUDGET * torch.cuda.get_device_properties(offload.device).total_memory
 

@@ -57,10 +57,10 @@ class MemoryRecorder:
             least_room = axis.least(least_room)
         if least_room < 0:
             raise ConfigError(
-                f"offload.accelerator_memory_gb={self.budget_bytes / GIGA:g} cannot be kept: this rank needs "
+                f"OffloadConfig.accelerator_memory_gb={self.budget_bytes / GIGA:g} cannot be kept: this rank needs "
                 f"{self.peaks[tightest] / GIGA:.6g} GB in {' visit '.join(map(str, tightest))}, and the rank that "
                 f"needs most {-least_room / GIGA:.6g} GB too much; offload more, store fewer activations, or take a "
-                "smaller train.micro_batch_size"
+                "smaller micro-batch"
             )
         return least_room
 

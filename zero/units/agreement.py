@@ -97,5 +97,5 @@ class LaunchOrder:
     def _diverged(self, what: str) -> DivergedRanks:
         return DivergedRanks(
             f"ranks took different branches of the model: {what}; if parameters are partitioned, all ranks must run "
-            "the same modules in the same order: choose the same branches on all ranks, or a zero.stage below 3"
+            "the same modules in the same order: choose the same branches on all ranks, or a ZeroConfig.stage below 3"
         )

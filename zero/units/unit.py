@@ -85,7 +85,8 @@ def named_units(module: nn.Module, patterns: Sequence[str]) -> list[str]:
         ]
         if not found:
             raise ConfigError(
-                f"zero.units={pattern} matches none of the {len(modules)} modules; choose another pattern, or null"
+                f"ZeroConfig.units={pattern} matches none of the {len(modules)} modules; choose another pattern, "
+                "or null"
             )
         matching.update(found)
     # In the order of the modules, not of the patterns: buckets are reduced in the reverse order, as backward runs.
@@ -95,7 +96,7 @@ def named_units(module: nn.Module, patterns: Sequence[str]) -> list[str]:
         for submodule in modules[name].modules():
             if name != owner.setdefault(submodule, name) and not _is_inside(name, owner[submodule]):
                 raise ConfigError(
-                    f"zero.units: {owner[submodule]} and {name} share a module; name one unit around both"
+                    f"ZeroConfig.units: {owner[submodule]} and {name} share a module; name one unit around both"
                 )
     return names
 

@@ -112,7 +112,7 @@ def refusal(is_split: bool) -> str:
 def test_partitioning_what_no_two_ranks_hold_is_refused(num_ranks, is_split):
     for message in run_ranks(num_ranks, refusal, is_split):
         assert "nothing to partition; choose keep or partition_host" in message
-        assert "parallel.sequence_parallel" in message
+        assert "start 2 or more tensor ranks without sequence parallelism" in message
 
 
 @pytest.mark.parametrize("store", ["partition", "partition_host"])

@@ -67,7 +67,7 @@ def test_different_branches_are_named(num_same_steps, routes):
     assert named
     for text in named:
         assert re.search(r"data rank \d (gathers|reduces|begins).* then (gathers|reduces|begins)", text)
-        assert text.endswith("a zero.stage below 3")
+        assert text.endswith("a ZeroConfig.stage below 3")
 
 
 def test_other_routes_on_all_ranks_are_fine():

@@ -139,8 +139,8 @@ def message_of(budget_gb: float, mode: str) -> str:
 def test_a_budget_below_one_unit_is_refused_while_the_model_is_built():
     for message in run_ranks(2, message_of, 0.0001, "auto"):
         found = re.fullmatch(
-            r"offload.accelerator_memory_gb=0.0001 is too small: the parameters of two units and staged gradients "
-            r"alone take (\S+), (\S+) more; .*",
+            r"OffloadConfig.accelerator_memory_gb=0.0001 is too small: the parameters of two units and staged "
+            r"gradients alone take (\S+), (\S+) more; .*",
             message,
         )
         assert found, message
@@ -152,8 +152,8 @@ def test_a_budget_that_cannot_be_kept_is_refused_before_the_first_update(mode):
     budget_gb = 0.0005
     for message in run_ranks(2, message_of, budget_gb, mode):
         found = re.fullmatch(
-            r"offload.accelerator_memory_gb=0.0005 cannot be kept: this rank needs (\S+) GB in (backward|update) visit "
-            r"\d+, and the rank that needs most (\S+) GB too much; .*",
+            r"OffloadConfig.accelerator_memory_gb=0.0005 cannot be kept: this rank needs (\S+) GB in (backward|update) "
+            r"visit \d+, and the rank that needs most (\S+) GB too much; .*",
             message,
         )
         assert found, message

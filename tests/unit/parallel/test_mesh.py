@@ -16,15 +16,13 @@ def test_a_process_alone_has_trivial_axes_with_one_log():
 
 @pytest.mark.parametrize("tensor_size", [2, 0, -1])
 def test_one_rank_has_no_tensor_axis(tensor_size):
-    with pytest.raises(
-        ConfigError, match=rf"parallel\.tensor_size={tensor_size} does not divide the 1 ranks; choose 1,"
-    ):
+    with pytest.raises(ConfigError, match=rf"^tensor_size={tensor_size} does not divide the 1 ranks; choose 1,"):
         Mesh.create(tensor_size)
 
 
 def check_refusals() -> None:
     for tensor_size in (3, 8, 0):
-        message = rf"parallel\.tensor_size={tensor_size} does not divide the 4 ranks; choose 1, 2, 4, or start another"
+        message = rf"^tensor_size={tensor_size} does not divide the 4 ranks; choose 1, 2, 4, or start another"
         with pytest.raises(ConfigError, match=message):
             Mesh.create(tensor_size)
 

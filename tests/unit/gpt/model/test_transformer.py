@@ -130,8 +130,8 @@ def test_an_impossible_model_is_refused(changes, message):
 @pytest.mark.parametrize(
     ("changes", "size", "message"),
     [
-        ({}, 2, "model.num_heads=3 is not divisible by parallel.tensor_size=2"),
-        ({}, 3, "model.vocab_size rounded up to model.vocab_multiple=128 is not divisible by parallel.tensor_size=3"),
+        ({}, 2, "model.num_heads=3 is not divisible by tensor_size=2"),
+        ({}, 3, "model.vocab_size rounded up to model.vocab_multiple=128 is not divisible by tensor_size=3"),
     ],
 )
 def test_a_tensor_axis_that_does_not_divide_the_model_is_refused(changes, size, message):

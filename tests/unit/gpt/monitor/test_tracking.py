@@ -56,8 +56,8 @@ def test_a_sink_gets_the_history_then_every_event_in_order():
 def test_an_error_is_reported_with_its_reason():
     sink = RecordingSink()
     with pytest.raises(ConfigError), Tracking({"recording": lambda: sink}):
-        raise ConfigError("no disk")
-    assert sink.calls == [("exit", "the run has ended: ConfigError: no disk"), ("finish", {}, 1)]
+        raise ConfigError("no disk for ZeroConfig.stage=2")
+    assert sink.calls == [("exit", "the run has ended: ConfigError: no disk for zero.stage=2"), ("finish", {}, 1)]
 
 
 @pytest.mark.parametrize(("loss", "alert"), [(2.1, "2.1, 2.1 times its mean"), (math.nan, "nan"), (1.9, None)])

@@ -108,5 +108,5 @@ def test_the_bytes_of_the_choice_are_those_that_stores_keep(store):
 
 
 def test_a_figure_of_the_hardware_that_is_not_positive_is_refused():
-    with pytest.raises(ConfigError, match=r"activations.hardware.host_gb_per_second=0 is not above 0"):
+    with pytest.raises(ConfigError, match=r"Hardware\.host_gb_per_second=0 is not above 0"):
         Hardware(host_gb_per_second=0)

@@ -147,7 +147,7 @@ def two_forwards_then_two_backwards(defragment: bool, **shapes: tuple[int, ...])
 
 @pytest.mark.parametrize("second", [(4, 6), (6, 4), (24,)])  # all have the same size, hence the same slab
 def test_a_forward_before_the_backward_of_the_last_one_is_an_error(second):
-    with pytest.raises(ValueError, match=r"overwritten checkpoint 2 .* activations.defragment=false"):
+    with pytest.raises(ValueError, match=r"overwritten checkpoint 2 .* ActivationsConfig\.defragment=false"):
         two_forwards_then_two_backwards(True, first=(4, 6), second=second)
 
 
@@ -235,5 +235,5 @@ def test_every_name_of_a_store_is_a_row_of_the_table():
 
 
 def test_partitioning_what_no_two_ranks_hold_is_refused():
-    with pytest.raises(ConfigError, match=r"activations.store=partition: no 2 tensor ranks .* choose keep"):
+    with pytest.raises(ConfigError, match=r"ActivationsConfig\.store=partition: no 2 tensor ranks .* choose keep"):
         checkpointed_blocks(ActivationsConfig("partition"))

@@ -84,8 +84,8 @@ def test_one_axis_divides_and_the_other_replicates(stage):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"stage": 4}, r"zero\.stage=4 does not exist; choose 0, 1, 2, 3"),
-        ({"bucket_numel": 0}, r"zero\.bucket_numel=0 is below 1"),
+        ({"stage": 4}, r"ZeroConfig\.stage=4 does not exist; choose 0, 1, 2, 3"),
+        ({"bucket_numel": 0}, r"ZeroConfig\.bucket_numel=0 is below 1"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(settings, message):

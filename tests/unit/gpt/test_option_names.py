@@ -1,0 +1,55 @@
+"""Names of options in the errors of the libraries."""
+
+import pytest
+
+from gpt.option_names import errors_in_option_names, in_option_names
+from parallel.errors import ConfigError
+from parallel.mesh import Mesh
+from zero.activations.choice import Hardware
+from zero.config import ZeroConfig
+from zero.offload.placement import OffloadConfig
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("ZeroConfig.stage=7; choose ZeroConfig.units", "zero.stage=7; choose zero.units"),
+        ("OffloadConfig.mode=auto", "offload.mode=auto"),
+        ("set ActivationsConfig.store=none", "set activations.store=none"),
+        ("Hardware.tflops=0", "activations.hardware.tflops=0"),
+        ("model.num_heads=3 / tensor_size=2", "model.num_heads=3 / parallel.tensor_size=2"),
+        ("shard_size=3", "parallel.shard_size=3"),
+        ("parallel.tensor_size=2", "parallel.tensor_size=2"),
+        ("--tensor_size=2", "--tensor_size=2"),
+        ("mics_shard_size=2", "mics_shard_size=2"),
+        ("pass a ZeroConfig. OldZeroConfig.stage", "pass a ZeroConfig. OldZeroConfig.stage"),
+    ],
+)
+def test_names_of_the_libraries_become_options(text: str, expected: str):
+    assert in_option_names(text) == expected
+    assert in_option_names(expected) == expected
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: ZeroConfig(stage=7), r"^zero\.stage=7 does not exist; choose 0, 1, 2, 3$"),
+        (lambda: OffloadConfig(accelerator_memory_gb=0), r"^offload\.accelerator_memory_gb=0 is not above 0"),
+        (lambda: Hardware(memory_gb=-1), r"^activations\.hardware\.memory_gb=-1 is not above 0"),
+        (lambda: Mesh.create(3), r"^parallel\.tensor_size=3 does not divide the 1 ranks; choose 1,"),
+    ],
+)
+def test_an_error_names_the_option(make, message):
+    with pytest.raises(ConfigError, match=message), errors_in_option_names():
+        make()
+
+
+def test_an_error_keeps_its_class_and_its_other_arguments():
+    class OwnError(ConfigError):
+        pass
+
+    with pytest.raises(OwnError) as raised, errors_in_option_names():
+        raise OwnError("ZeroConfig.stage=7", 7)
+    assert raised.value.args == ("zero.stage=7", 7)
+    with pytest.raises(KeyError, match=r"ZeroConfig\.stage"), errors_in_option_names():
+        raise KeyError("ZeroConfig.stage")
