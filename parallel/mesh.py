@@ -63,7 +63,7 @@ class Axis:
         """Return an axis of one rank, which has no process group and no traffic."""
         return cls(name, 1, 0, log or CommLog())
 
-    def alone(self) -> "Axis":
+    def without_peers(self) -> "Axis":
         """Return this axis reduced to the present rank, without a process group."""
         return replace(self, size=1, rank=0, group=None, parts=None)
 
@@ -72,7 +72,7 @@ class Axis:
         """True if other processes can answer; the peers of a fake process group cannot."""
         return self.size > 1 and dist.get_backend(self.group) != "fake"
 
-    def device_to_travel_from(self, tensor: Tensor) -> torch.device:
+    def communication_device(self, tensor: Tensor) -> torch.device:
         """Return the device that a copy of the tensor must be on to be communicated: NCCL cannot send host memory."""
         is_nccl = self.size > 1 and dist.get_backend(self.group) == "nccl"
         return torch.device("cuda", torch.cuda.current_device()) if is_nccl else tensor.device
@@ -131,16 +131,16 @@ class Axis:
         start, end = partial(self.log.record_wait_start, event), partial(self.log.record_wait_end, event)
         return Handle(start, collective.wait, end)
 
-    def values_of_first(self, tensor: Tensor) -> Tensor:
+    def broadcast_copy(self, tensor: Tensor) -> Tensor:
         """Return the first rank's values of the tensor, contiguous, on a device that can communicate.
 
         May overwrite `tensor`. The stream waits for the values.
         """
-        values = tensor.to(self.device_to_travel_from(tensor)).contiguous()
+        values = tensor.to(self.communication_device(tensor)).contiguous()
         self.broadcast(values).wait()
         return values
 
-    def least(self, number: int) -> int:
+    def min_over_ranks(self, number: int) -> int:
         """Return the minimum of `number` over the axis; `number` itself if no peer can answer.
 
         Blocks the host until all ranks have called it and the device has finished.
@@ -148,7 +148,7 @@ class Axis:
         if not self.has_peers:
             return number
         own = torch.tensor([number])
-        own = own.to(self.device_to_travel_from(own))
+        own = own.to(self.communication_device(own))
         numbers = own.new_empty(self.size)
         self.all_gather(own, out=numbers).wait()
         return int(numbers.min())

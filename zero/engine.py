@@ -150,7 +150,7 @@ class ZeroDataParallel(nn.Module):
                 raise ValueError(
                     f"a parameter of shape {tuple(param.shape)} is still sharded; pass `init=` to ZeroDataParallel"
                 )
-            return self._data.values_of_first(values)
+            return self._data.broadcast_copy(values)
 
         units: dict[str, Unit] = {}
         for name, params in own.items():
@@ -203,6 +203,6 @@ class ZeroDataParallel(nn.Module):
 def _move_buffers(module: nn.Module, data: Axis, device: torch.device | None) -> None:
     """Give every rank the first one's buffers, on `device`."""
     for buffer in module.buffers():
-        values = data.values_of_first(buffer)
+        values = data.broadcast_copy(buffer)
         buffer.data = buffer.data.to(device or buffer.device)
         buffer.copy_(values)

@@ -103,7 +103,7 @@ class ShardedInit:
     def _unshard(self, param: nn.Parameter) -> None:
         """Gather a parameter if it is sharded, and note it as the most recently used."""
         if (shard := self._shards.pop(param, None)) is not None:
-            shard = shard.to(self._axis.device_to_travel_from(param))
+            shard = shard.to(self._axis.communication_device(param))
             full = shard.new_empty(self._axis.size * shard.numel())
             self._axis.all_gather(shard, out=full).wait()
             param.data = full[: param.numel()].view(param.shape).to(param.device)
@@ -170,7 +170,7 @@ def _share_random_states(data: Axis) -> dict[torch.Generator, Tensor]:
     own_states = {}
     for generator in generators:
         own = generator.get_state()
-        shared = data.values_of_first(own.clone()).cpu()
+        shared = data.broadcast_copy(own.clone()).cpu()
         if not shared.equal(own):
             own_states[generator] = own
             generator.set_state(shared)

@@ -31,8 +31,8 @@ class ShardingPolicy:
         If the data axis has parts, they are these: hierarchical (hybrid) sharding.
         """
         if not self.shard_optimizer:
-            return data.alone(), data
-        return data.parts or (data, data.alone())
+            return data.without_peers(), data
+        return data.parts or (data, data.without_peers())
 
 
 STAGES = {

@@ -130,7 +130,7 @@ def real_tensors() -> Iterator[None]:
 
 
 class DispatchPath(Enum):
-    """How `QuickFakeTensorMode` carries an operation out."""
+    """The way in which `QuickFakeTensorMode` carries out an operation."""
 
     COLLECTIVE = "call it on meta tensors: a fake process group looks at nothing"
     NO_TENSOR = "call it: it neither takes nor returns tensors"

@@ -36,7 +36,7 @@ class Job:
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """What one node reports. A file is represented by a digest of its contents, or by "missing"."""
+    """The report of one node. A file is represented by a digest of its contents, or by "missing"."""
 
     name: str
     address: str

@@ -45,7 +45,7 @@ DescribeJob = Callable[[Sequence[str], int | None], Job]  # (arguments of the pr
 
 @dataclass(frozen=True)
 class Measured:
-    """What one rank has measured."""
+    """The measurements of one rank."""
 
     node: str
     rank: int

@@ -43,7 +43,7 @@ def fill_normal(param: Tensor, std: float, name: str, dim: int | None, axis: Axi
     parts = param.chunk(own_cells, dim)
     cell_numel = parts[0].numel()
     stretch_numel = math.ceil(param.numel() / data.size)
-    values = param.new_empty(data.size * stretch_numel, device=data.device_to_travel_from(param))
+    values = param.new_empty(data.size * stretch_numel, device=data.communication_device(param))
     first, stop = (
         data.rank * stretch_numel,
         (data.rank + 1) * stretch_numel,

@@ -83,7 +83,7 @@ class SplitTokens:
 
     @property
     def replicas(self) -> Axis:
-        return self.axis.alone()
+        return self.axis.without_peers()
 
     def gather(self, local: Tensor) -> tuple[Tensor, Handle]:
         whole = local.new_empty(local.shape[0] * self.axis.size, *local.shape[1:])

@@ -20,7 +20,7 @@ from tests.source_files import PACKAGES, ROOT, Module, all_modules, imported_fil
 ARROWS = {
     "data":                 "",
 
-    "parallel":             "parallel/instruments",
+    "parallel":             "parallel/instruments/comm_log.py",
     "parallel/tensor":      "parallel parallel/instruments",
     "parallel/instruments": "parallel",
     "parallel/launch":      "parallel parallel/instruments",

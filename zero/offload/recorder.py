@@ -54,7 +54,7 @@ class MemoryRecorder:
         tightest = max(self.peaks, key=lambda moment: self.peaks[moment])
         least_room = int(self.budget_bytes - self.peaks[tightest])
         for axis in axes:
-            least_room = axis.least(least_room)
+            least_room = axis.min_over_ranks(least_room)
         if least_room < 0:
             raise ConfigError(
                 f"OffloadConfig.accelerator_memory_gb={self.budget_bytes / GIGA:g} cannot be kept: this rank needs "

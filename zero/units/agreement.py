@@ -72,7 +72,7 @@ class LaunchOrder:
     def _compare(self, launch: int) -> None:
         """Compare the next launch of all ranks. Blocks the host and the device, but only in steps of a new order."""
         own = torch.tensor([launch])
-        own = own.to(self._data.device_to_travel_from(own))
+        own = own.to(self._data.communication_device(own))
         launches = own.new_empty(self._data.size)
         with self._data.log.during("agreement"):
             self._data.all_gather(own, out=launches).wait()

@@ -102,7 +102,7 @@ def check_collectives(checks: list[Callable[[Axis, torch.dtype], None]]) -> None
     assert (data.rank, data.size) == (dist.get_rank(), dist.get_world_size())
     for check, dtype in itertools.product(checks, DTYPES):
         check(data, dtype)
-        check(data.alone(), dtype)
+        check(data.without_peers(), dtype)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])

@@ -113,7 +113,7 @@ def least_fetched(uses: tuple[int, ...], num_places: int) -> int:
     """Over every choice of what stays, by trying them all."""
 
     @cache
-    def least(position: int, held: frozenset[int]) -> int:
+    def min_over_ranks(position: int, held: frozenset[int]) -> int:
         if position == len(uses):
             return 0
         chunk = uses[position]
