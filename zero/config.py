@@ -17,7 +17,7 @@ class ZeroConfig:
     """C_B: the number of elements that are communicated, cast or summed at once, however large the model is; null: all
     of them at once."""
     overlap: bool = True
-    """Reduce gradients while backward is still running; false: at its end, with the same values."""
+    """Let reductions run while backward goes on; false: wait for each one at once. The values are equal."""
     accumulate: Literal["reduce", "local"] = "reduce"
     """If gradients are partitioned. reduce: they are reduced in every micro-batch; local: full gradients are kept, and
     reduced in the last micro-batch."""
