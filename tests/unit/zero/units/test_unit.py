@@ -7,7 +7,7 @@ from torch import nn
 from tests.models import build
 from zero.units.autograd import mark_end_of_backward, replace_tensors, tensors_in
 from zero.units.execution_order import ExecutionOrder
-from zero.units.unit import assign_parameters, find_units, group_alike
+from zero.units.unit import assign_parameters, find_units, group_alike, innermost_unit
 
 
 def test_units_are_the_elements_of_the_outermost_module_lists():
@@ -27,6 +27,21 @@ def test_every_parameter_belongs_to_one_unit_and_tied_ones_to_the_root():
     assert sorted(name for params in own.values() for name in params) == sorted(dict(model.named_parameters()))
     assert set(own[""]) == {"tokens.weight", "large.weight", "large.bias", "bias", "blocks.0.down.weight"}
     assert all(name.startswith("blocks.1.") for name in own["blocks.1"])
+
+
+@pytest.mark.parametrize(
+    ("names", "unit"),
+    [
+        (["blocks.1.up.weight"], "blocks.1"),
+        (["blocks.10.up.weight"], "blocks.10"),
+        (["head.weight"], ""),
+        (["blocks.1.up.weight", "head.weight"], ""),
+        (["blocks.1.up.weight", "blocks.1.down.weight"], "blocks.1"),
+        (["blocks.1.up.weight", "blocks.10.up.weight"], ""),
+    ],
+)
+def test_a_tied_parameter_belongs_to_the_unit_around_all_its_names(names, unit):
+    assert innermost_unit(names, ["", "blocks.1", "blocks.10"]) == unit
 
 
 def test_a_buffer_holds_one_type_trained_or_frozen():
