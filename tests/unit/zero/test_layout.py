@@ -1,4 +1,4 @@
-"""The layout of a flat buffer: nothing overlaps, nothing is lost, every rank owns as much."""
+"""The layout of a flat buffer: nothing overlaps, nothing is lost, and all ranks own equally many elements."""
 
 import pytest
 import torch

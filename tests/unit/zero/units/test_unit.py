@@ -1,4 +1,4 @@
-"""Which modules are units, which parameters are theirs, and in which order they are visited."""
+"""The modules that are units, the parameters that belong to them, and the order in which they run."""
 
 import pytest
 import torch
@@ -44,7 +44,7 @@ def test_a_tied_parameter_belongs_to_the_unit_around_all_its_names(names, unit):
     assert innermost_unit(names, ["", "blocks.1", "blocks.10"]) == unit
 
 
-def test_a_buffer_holds_one_type_trained_or_frozen():
+def test_parameters_are_grouped_by_dtype_and_requires_grad():
     model = nn.ParameterDict({"a": torch.zeros(1), "b": torch.zeros(1), "c": torch.zeros(1).half()})
     model["b"].requires_grad_(False)
     model["d"] = nn.Parameter(torch.zeros(2))
@@ -75,7 +75,7 @@ def test_tensors_are_found_in_and_replaced_in_plain_containers_only():
 
 
 @pytest.mark.parametrize("num_inputs", [1, 2])
-def test_the_end_of_backward_comes_after_all_of_it(num_inputs):
+def test_the_end_of_backward_is_noticed_after_all_gradients(num_inputs):
     order = []
     inputs = tuple(torch.ones(2, requires_grad=True) for _ in range(num_inputs))
     weight = torch.ones(2, requires_grad=True)
