@@ -160,6 +160,26 @@ def check_a_failed_backward(config: ZeroConfig) -> None:
         twins.train(1, first=step)
 
 
+@pytest.mark.parametrize("stage", ALL_STAGES)
+def test_a_backward_after_one_that_broke_off_is_refused_until_gradients_are_cleared(stage):
+    """The second would add to gradients of the first."""
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model = ZeroDataParallel(layers, Axis.trivial("data"), ZeroConfig(stage))
+
+    def fail(_module: nn.Module, _args: tuple, output: Tensor) -> None:
+        output.register_hook(raise_on_purpose)
+
+    hook = layers[0].register_forward_hook(fail)
+    with pytest.raises(KeyError, match="on purpose"):
+        model(torch.ones(1, 4)).sum().backward()
+    hook.remove()
+    with pytest.raises(ValueError, match=r"broke off; call `optimizer.zero_grad\(\)` before the next"):
+        model(torch.ones(1, 4)).sum().backward()
+    model.reducer.clear()
+    model(torch.ones(1, 4)).sum().backward()
+    assert all(bucket.grads.holds_gradient for bucket in model.buckets)
+
+
 def raise_on_purpose(_grad: Tensor) -> None:
     raise KeyError("on purpose")
 
