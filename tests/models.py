@@ -24,9 +24,8 @@ class ToyBlock(nn.Module):
         self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 40), nn.Linear(40, 16)
         self.frozen = nn.Parameter(torch.randn(16), requires_grad=False)
         self.unused = nn.Parameter(torch.randn(7, 3))
-        self.gate = nn.Linear(
-            16, 16
-        )  # used for some batches only, hence on some ranks only; its bucket is reduced first
+        # Used for some batches only, hence on some ranks only; its bucket is reduced first.
+        self.gate = nn.Linear(16, 16)
 
     def forward(self, x: Tensor, *, context: dict) -> dict:
         h = checkpoint(self.mlp, x, use_reentrant=False) if self.checkpoints else self.mlp(x)

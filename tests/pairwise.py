@@ -20,6 +20,7 @@ def pairwise(**factors: list[Any]) -> list[dict[str, Any]]:
 
 
 def product_of(factors: dict[str, list[Any]], *names: str) -> list[dict[str, Any]]:
+    """Return all combinations of the values of the named factors."""
     return [dict(zip(names, values, strict=True)) for values in itertools.product(*(factors[name] for name in names))]
 
 

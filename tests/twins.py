@@ -14,7 +14,7 @@ from zero.config import ZeroConfig
 from zero.engine import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
 
-Loss = Callable[[nn.Module, int, int], Tensor]  # of a module in one step on one rank
+Loss = Callable[[nn.Module, int, int], Tensor]  # (module, step, rank) -> loss
 Groups = Callable[[nn.Module], list[dict[str, Any]]]
 Check = Callable[[ZeroConfig], None]
 
@@ -30,7 +30,7 @@ def all_params(module: nn.Module) -> list[dict[str, Any]]:
 
 
 class Twins:
-    """Two models with the same training: `model` with `optimizer`, and `plain` with `plain_optimizer`."""
+    """Two models that are trained alike: `model` with `optimizer`, and `plain` with `plain_optimizer`."""
 
     def __init__(
         self,

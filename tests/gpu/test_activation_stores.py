@@ -1,4 +1,4 @@
-"""On one GPU: checkpoints travel to pinned host memory and back beside the computation, and nothing waits for them."""
+"""Activation stores on one GPU: checkpoints are copied to pinned memory and back, and the host never waits for them."""
 
 import pytest
 import torch
@@ -61,7 +61,7 @@ def test_no_store_waits_for_the_device(gpu, store):
 
 
 def test_the_host_holds_the_checkpoints_and_the_device_what_is_in_transit(gpu):
-    """What is resident after a step differs by the slab; the allocator makes nothing new from the second step on."""
+    """The memory that a step leaves differs by the slab; from the second step on the allocator reserves nothing."""
     assert host_allocator(gpu, TensorKind.CHECKPOINTS)(8, torch.float32).is_pinned()
     resident = {}
     for store in ("keep", "partition_host"):

@@ -1,4 +1,4 @@
-"""Checkpoints on one GPU: they hold the state at which they were begun, while training goes on."""
+"""Checkpoints on one GPU: they hold the state at which they were started, while training continues."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_training_goes_on_while_a_checkpoint_is_written(gpu, tmp_path, stage):
+def test_training_continues_while_a_checkpoint_is_written(gpu, tmp_path, stage):
     state = TrainState(*build(gpu, stage, torch.bfloat16), gpu, ActivationsConfig())
     batches = micro_batches(gpu)
     train_step(state.model, state.optimizer, batches, state.mesh)

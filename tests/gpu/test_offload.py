@@ -1,4 +1,4 @@
-"""On one GPU: states in pinned host memory train the same, leave the device, and keep a budget."""
+"""Offload on one GPU: the same training, states in pinned host memory instead of the device's, and a budget kept."""
 
 import pytest
 import torch
@@ -42,15 +42,15 @@ def losses(device: torch.device, stage: int, offload: OffloadConfig, num_steps: 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("states", PLACEMENTS)
 def test_every_placement_gives_the_losses_of_no_offload(gpu, stage, states):
-    """float64, three micro-batches: a copy that is read too early would show."""
+    """Three micro-batches in float64 would show a copy that is read too early."""
     if states == ("parameters",) and stage < 3:
-        pytest.skip("nothing to offload: these parameters stay whole")
+        pytest.skip("nothing to offload: full parameters persist below stage 3")
     expected = losses(gpu, stage, NO_OFFLOAD)
     assert losses(gpu, stage, OffloadConfig("host", states)) == pytest.approx(expected, abs=1e-9)
 
 
 @pytest.mark.parametrize(("stage", "bytes_left"), [(2, 2), (3, 0)])
-def test_states_leave_the_device_for_pinned_memory(gpu, stage, bytes_left):
+def test_offloaded_states_are_in_pinned_memory(gpu, stage, bytes_left):
     mesh, model, optimizer = build(gpu, stage, OffloadConfig("host"), torch.bfloat16)
     train_step(model, optimizer, micro_batches(gpu, 0), mesh)
     numel = sum(flat.layout.numel for flat in model.flats)
@@ -64,7 +64,7 @@ def test_states_leave_the_device_for_pinned_memory(gpu, stage, bytes_left):
 
 @pytest.mark.parametrize("share", [0.5, 0.8])
 def test_a_budget_is_kept(gpu, share):
-    """By the allocator's own count, of what a run without offload takes."""
+    """The budget is a share of the peak without offload, both as the allocator counts them."""
     peaks, found = [], []
     for budget_gb in (None, share):
         torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""On one GPU: the step waits for nothing, and equals the CPU's."""
+"""Steps on one GPU: the host never waits for the device, and the losses equal those on the CPU."""
 
 import pytest
 import torch
@@ -44,7 +44,7 @@ def test_a_step_never_waits_for_the_device(gpu, stage, dtype):
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_five_steps_equal_those_on_the_cpu(gpu, stage):
-    """float64 on both: what differs is the order of sums."""
+    """Both are in float64: only the order of sums differs."""
     losses = []
     for device in (torch.device("cpu"), gpu):
         mesh, model, optimizer = build(device, stage, torch.float64)

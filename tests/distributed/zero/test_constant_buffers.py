@@ -1,4 +1,4 @@
-"""C_B: what a step needs beyond what stays does not grow with the number of layers, and one setting bounds it."""
+"""C_B: the temporary memory of a step does not grow with the number of layers, and one setting bounds it."""
 
 from dataclasses import dataclass
 
@@ -22,8 +22,8 @@ CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
-class Found:
-    """Bytes at the peak of forward and backward beyond those at rest, the same of the update, and constant buffers."""
+class TemporaryBytes:
+    """Bytes above those at rest, at the peaks of forward and backward and of the update; and constant buffers."""
 
     in_passes: int
     in_update: int
@@ -34,7 +34,7 @@ class Found:
         return self.in_passes + self.in_update + self.constant
 
 
-def measure(num_layers: int, stage: int, store: str, bucket_numel: int | None) -> Found:
+def measure(num_layers: int, stage: int, store: str, bucket_numel: int | None) -> TemporaryBytes:
     mesh = Mesh.create(tensor_size=1)
     config = ModelConfig(num_layers, 32, 4, seq_length=16, vocab_size=97, dropout=0.0)
     tokens = ReplicatedTokens(mesh.tensor)
@@ -58,7 +58,7 @@ def measure(num_layers: int, stage: int, store: str, bucket_numel: int | None) -
         at_rest = tracker.device.total
         optimizer.step()
         in_update = tracker.device.peak_total - at_rest
-    return Found(in_passes, in_update, sum(resident.buffer_bytes(model, optimizer).values()))
+    return TemporaryBytes(in_passes, in_update, sum(resident.buffer_bytes(model, optimizer).values()))
 
 
 @pytest.mark.parametrize(
@@ -68,22 +68,22 @@ def test_peak_temporaries_do_not_grow_when_the_layers_double(stage, store):
     bucket_numel = 2000
     of_four, of_eight = (run_ranks(2, measure, n, stage, store, bucket_numel) for n in (4, 8))
     num_buckets = 16  # staged, received and cast, at most; a unit's last, smaller bucket is received by itself
-    few_scalars = 16  # that gloo has not let go of yet
+    few_scalars = 16  # that gloo still references
     for four, eight in zip(of_four, of_eight, strict=True):
         assert eight.in_passes == four.in_passes
         assert abs(eight.in_update - four.in_update) <= few_scalars
         assert max(four.constant, eight.constant) <= num_buckets * bucket_numel * 2
 
 
-def test_without_constant_buffers_they_grow():
-    """What the setting is there for, and that the test above could fail."""
+def test_without_constant_buffers_peak_temporaries_grow():
+    """The setting is there to prevent this; the test above can fail."""
     (four, *_), (eight, *_) = (run_ranks(2, measure, n, 2, "keep", None) for n in (4, 8))
     assert eight.total > 1.5 * four.total
 
 
 @pytest.mark.parametrize("chunk_numel", [None, 1000, 100])
-def test_the_loss_needs_what_it_says(chunk_numel):
-    """In bf16: chunks in fp32 beside the logits, and for each token a few numbers."""
+def test_the_loss_allocates_the_bytes_that_it_promises(chunk_numel):
+    """Beside bf16 logits these are chunks in fp32, and a few numbers for each token."""
     num_tokens, num_columns = 64, 128
     targets = torch.randint(num_columns, (num_tokens,))
     with MemoryTracker(CPU) as tracker:
@@ -93,7 +93,7 @@ def test_the_loss_needs_what_it_says(chunk_numel):
         in_forward = tracker.device.peak_total - at_rest
         tracker.restart()
         loss.backward()
-        in_backward = tracker.device.peak_total - at_rest - logits.nbytes  # its gradient
+        in_backward = tracker.device.peak_total - at_rest - logits.nbytes  # the gradient of the logits
     promised = temporary_bytes(num_tokens, num_columns, chunk_numel)
     num_rows = num_tokens if chunk_numel is None else max(1, chunk_numel // num_columns)
     assert promised == 2 * 4 * num_rows * num_columns

@@ -1,4 +1,4 @@
-"""Reaching in: chosen parameters are put together to be read, or changed for every rank and for the optimizer."""
+"""Chosen parameters are unsharded to be read, or to be changed on every rank and in the optimizer."""
 
 import pytest
 import torch
@@ -14,14 +14,14 @@ from zero.optimizer import ZeroOptimizer
 
 
 def chosen(module: nn.Module) -> list[nn.Parameter]:
-    """Tied, larger than a bucket, frozen, of a block, of one element per row."""
+    """Return four kinds of parameters: tied, larger than a bucket, frozen, and small in a block."""
     return [module.tokens.weight, module.large.weight, module.blocks[1].frozen, module.blocks[0].norm.bias]
 
 
 def check_changes_reach_ranks_and_optimizer(config: ZeroConfig) -> None:
     twins = Twins(build("toy"), config, lr=1e-2)
     twins.train(1)
-    for param in chosen(twins.model.module):  # one at a time, as for a model too large to be whole
+    for param in chosen(twins.model.module):  # one at a time, as if the model were too large to be unsharded at once
         with twins.model.gathered([param], modify=True):
             param.mul_(2 if twins.data.rank == 0 else 1e9)
     for param in chosen(twins.plain):
@@ -37,8 +37,8 @@ def test_changed_parameters_train_on_as_in_one_process():
     run_ranks(2, check_all, [check_changes_reach_ranks_and_optimizer], configs(*ALL_STAGES, bucket_numel=[500, None]))
 
 
-def check_masters_keep_what_rounding_hides(config: ZeroConfig) -> None:
-    """One element is changed: the finer values of all others stay."""
+def check_master_weights_keep_hidden_digits(config: ZeroConfig) -> None:
+    """Change one element: all others keep the digits that rounding to bf16 hides."""
     data = Mesh.create(tensor_size=1).data
     model = ZeroDataParallel(nn.Linear(20, 3).bfloat16(), data, config)
     optimizer = ZeroOptimizer(model, torch.optim.SGD, lr=1.0)
@@ -56,12 +56,12 @@ def check_masters_keep_what_rounding_hides(config: ZeroConfig) -> None:
     assert params_of(model)["weight"][1, 4] == 7.0
 
 
-def test_masters_keep_what_was_not_changed():
-    run_ranks(2, check_all, [check_masters_keep_what_rounding_hides], configs(*ALL_STAGES, bucket_numel=[40]))
+def test_master_weights_keep_elements_that_were_not_changed():
+    run_ranks(2, check_all, [check_master_weights_keep_hidden_digits], configs(*ALL_STAGES, bucket_numel=[40]))
 
 
-def check_only_chosen_units_come(config: ZeroConfig) -> None:
-    """Also while a block runs that is held from outside, and inside another context."""
+def check_only_chosen_units_are_unsharded(config: ZeroConfig) -> None:
+    """Check it inside another context, and while a block runs that the context keeps unsharded."""
     module = build("toy")
     expected = {name: param.detach().clone() for name, param in module.named_parameters()}
     model = ZeroDataParallel(module, Mesh.create(tensor_size=1).data, config)
@@ -81,11 +81,11 @@ def check_only_chosen_units_come(config: ZeroConfig) -> None:
     assert_same_bits(params_of(model), expected)
 
 
-def test_parameters_come_by_unit_and_go():
-    run_ranks(2, check_all, [check_only_chosen_units_come], configs(3))
+def test_parameters_are_unsharded_and_resharded_by_unit():
+    run_ranks(2, check_all, [check_only_chosen_units_are_unsharded], configs(3))
 
 
-def test_strangers_are_refused():
+def test_parameters_of_another_model_are_refused():
     model = ZeroDataParallel(nn.Linear(3, 2), Axis.trivial("data"), ZeroConfig(3))
     with (
         pytest.raises(ValueError, match=r"shape \(5,\) is not a parameter of this model"),

@@ -29,7 +29,7 @@ def train(
     config = ZeroConfig(stage, BUCKET_NUMEL, resident_numel=resident_numel)
     model = ZeroDataParallel(_Chain(dtype), mesh.data, config)
     optimizer = ZeroOptimizer(model, torch.optim.AdamW, fused=True)
-    for _ in range(4):  # by the fourth the order of units is known, and known to be common
+    for _ in range(4):  # by the fourth the execution order is known, and the ranks have agreed on it
         mesh.log.clear()
         with model.accumulate():
             for _ in range(num_micro_batches - 1):
@@ -49,7 +49,7 @@ def train(
 
 
 class _Chain(nn.Module):
-    """2.5 million parameters, and hardly any activations."""
+    """A chain of linear layers with 2.5 million parameters, and hardly any activations."""
 
     def __init__(self, dtype: torch.dtype):
         super().__init__()
@@ -77,7 +77,7 @@ def test_model_states_are_the_papers(stage, data_size, num_micro_batches):
 @pytest.mark.parametrize("data_size", [2, 4])
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_traffic_of_a_step_is_twice_the_parameters(stage, data_size):
-    """2 Psi (N-1)/N over padded buckets: a reduce-scatter and an all-gather, or the all-reduce that is both."""
+    """Padded buckets are sent, 2 Psi (N-1)/N: by a reduce-scatter and an all-gather, or the all-reduce that is both."""
     for found in run_ranks(data_size, train, stage, 1, torch.bfloat16):
         buckets = [event for event in found["events"] if event.message_bytes > 8]  # the rest: the norm, a scalar
         expected_ops = {"all_reduce"} if stage == 0 else {"reduce_scatter", "all_gather"}
@@ -100,7 +100,10 @@ def test_stage_2_reduces_in_every_micro_batch_and_stage_1_only_in_the_last():
     ids=lambda layout: "-".join(map(str, layout.values())),
 )
 def test_traffic_along_each_axis(layout):
-    """Stage 3 gathers twice what does not stay; the root, which has no parameters here, and the last block stay."""
+    """Stage 3 gathers parameters twice, except those that persist.
+
+    The root, which has no parameters here, and the last block stay unsharded from forward to backward.
+    """
     stage, (data_size, shard_size), num_micro_batches, resident_numel = layout.values()
     for found in run_ranks(data_size, train, stage, num_micro_batches, torch.bfloat16, shard_size, resident_numel):
         sent = Counter()
@@ -128,14 +131,14 @@ def test_buffers_do_not_depend_on_the_model():
 
 @pytest.mark.parametrize("data_size", [2, 4])
 def test_the_wire_agrees_with_the_log(data_size):
-    """What the kernel says that a rank wrote, to its sockets, against its log: within 2% for scalars and headers."""
+    """The kernel counts what a rank writes to its sockets: the bytes of its log, and 2% for scalars and headers."""
     for stage in (0, 1, 2, 3):
-        for written, logged in run_ranks(data_size, step_under_observation, stage):
+        for written, logged in run_ranks(data_size, bytes_of_a_step, stage):
             assert written == pytest.approx(logged, rel=0.02)
 
 
-def step_under_observation(stage: int) -> tuple[int, int]:
-    """(bytes written according to the kernel, bytes sent according to the log) of a step of 2.5 million parameters."""
+def bytes_of_a_step(stage: int) -> tuple[int, int]:
+    """Return the bytes that a step has written according to the kernel, and those sent according to the log."""
     mesh = Mesh.create(tensor_size=1)
     model = ZeroDataParallel(_Chain(torch.float32), mesh.data, ZeroConfig(stage, BUCKET_NUMEL))
     optimizer = ZeroOptimizer(model, torch.optim.AdamW, fused=True)
@@ -146,7 +149,7 @@ def step_under_observation(stage: int) -> tuple[int, int]:
         mesh.barrier()
 
     step()
-    step()  # knows the order of units
+    step()  # from here on the execution order is known
     mesh.log.clear()
     before = bytes_written()
     step()
@@ -154,6 +157,9 @@ def step_under_observation(stage: int) -> tuple[int, int]:
 
 
 def bytes_written() -> int:
-    """By this process, to files and sockets: unlike the loopback device's counter, it knows no other talkers."""
+    """Return the bytes that this process has written to files and sockets.
+
+    The counter of the loopback device would include those of other processes.
+    """
     counters = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return int(counters["wchar"])

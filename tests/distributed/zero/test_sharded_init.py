@@ -83,7 +83,7 @@ def check_first_ranks_values() -> None:
     assert_same_bits(params_of(model), {name: param.detach() for name, param in expected.named_parameters()})
 
 
-def test_ranks_with_other_seeds_draw_what_the_first_draws():
+def test_ranks_with_other_seeds_get_the_values_of_the_first():
     run_ranks(2, check_first_ranks_values)
 
 
@@ -92,7 +92,7 @@ def most_unsharded() -> int:
     most = 0
     data = Mesh.create(tensor_size=1).data
 
-    class Watchful(nn.Module):
+    class MeasuringLayer(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.linear = nn.Linear(16, 16)  # 272 elements
@@ -102,7 +102,7 @@ def most_unsharded() -> int:
 
     params: list[nn.Parameter] = []
     with ShardedInit(data, STAGE_3.policy, unsharded_numel=2000) as init:
-        module = nn.ModuleList(Watchful() for _ in range(20))
+        module = nn.ModuleList(MeasuringLayer() for _ in range(20))
         for param in module.parameters():
             param.data.normal_()
             most = max(most, sum(p.untyped_storage().size() // 4 for p in params if p.untyped_storage().size() > 4))
@@ -115,7 +115,7 @@ def test_no_more_is_unsharded_than_the_limit():
         assert 2000 - 272 < most <= 2000 + 272  # the newest is made before an older one is sharded
 
 
-def test_a_forgotten_init_is_refused():
+def test_a_model_without_its_init_is_refused():
     with ShardedInit(Axis.trivial("data"), STAGE_3.policy):
         module = nn.Linear(3, 2)
     with pytest.raises(ValueError, match=r"shape \(2, 3\) is still sharded; pass `init=`"):

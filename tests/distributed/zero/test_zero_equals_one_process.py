@@ -20,7 +20,7 @@ from zero.optimizer import ZeroOptimizer
 
 NUM_STEPS, CLIP_NORM, LR, WEIGHT_DECAY = 5, 0.5, 1e-2, 0.1
 
-# float64: rounding is near 1e-16 and Adam divides by at least eps, so 1e-10 leaves room for no mistake.
+# float64: rounding is about 1e-16 and Adam divides by at least eps, so a difference above 1e-10 is a mistake.
 # float32: a gradient is a sum of rounded terms; allow 64 roundings of 2**-24 on gradients that are clipped to 0.5.
 # A step moves a parameter by lr * grad / (|grad| + eps) at most, so an error in the gradient grows by lr / eps.
 EPS = {torch.float64: 1e-8, torch.float32: 0.1}
@@ -51,7 +51,7 @@ def train_in_one_process(name: str, data_size: int, num_micro_batches: int, dtyp
             loss = loss_of(model, batch(step, micro_batch, rank)) / (num_micro_batches * data_size)
             loss.backward()
             total += loss.item()
-        for param in model.parameters():  # what no rank used has a gradient of zero, and decays
+        for param in model.parameters():  # a parameter that no rank used has a gradient of zero, and decays
             if param.requires_grad and param.grad is None:
                 param.grad = torch.zeros_like(param)
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM).item())

@@ -1,4 +1,4 @@
-"""What breaks data parallelism though the plain case works: order, accumulation, unused parameters, failures."""
+"""Hazards of data parallelism that a plain run does not show: order, accumulation, unused parameters, failures."""
 
 import itertools
 import math
@@ -26,7 +26,10 @@ def toy_twins(config: ZeroConfig, **settings: float) -> Twins:
 def train(
     name: str, dtype: torch.dtype, config: ZeroConfig, num_micro_batches: int = 1, clip_norm: float = math.inf
 ) -> dict[str, Tensor]:
-    """Parameters after two steps; only overlap promises the same bits where micro-batches accumulate or norms clip."""
+    """Return the parameters after two steps.
+
+    Overlap never changes a bit; stages and buckets may if there are several micro-batches, or if the norm is clipped.
+    """
     data = Mesh.create(tensor_size=1).data
     model = ZeroDataParallel(build(name, dtype=dtype), data, config)
     optimizer = ZeroOptimizer(model, torch.optim.AdamW, clip_norm=clip_norm, lr=1e-2, fused=True)
@@ -40,7 +43,7 @@ def train(
 
 
 def check_overlap_never_changes_a_bit(dtype: torch.dtype) -> list[dict[str, Tensor]]:
-    """Also not run to run; returns the parameters by stage."""
+    """Check it, and that a second run gives the same bits; return the parameters by stage."""
     results = []
     for stage in ALL_STAGES:
         on, again, off = (
@@ -61,13 +64,13 @@ def test_overlap_and_repetition_give_the_same_bits_on_all_ranks(data_size, dtype
 
 
 @pytest.mark.parametrize(("overlap", "num_staged"), [(True, 3), (False, 1)])
-def test_only_with_overlap_a_bucket_fills_while_others_travel(overlap, num_staged):
+def test_only_with_overlap_a_bucket_fills_while_others_are_reduced(overlap, num_staged):
     model = ZeroDataParallel(build("toy"), Axis.trivial("data"), ZeroConfig(2, 512, overlap))
     assert model.reducer.staging.num_bytes == num_staged * 512 * torch.float64.itemsize
 
 
 def check_stages_and_buckets_give_the_same_bits() -> None:
-    """A sum of two has one order, so with two ranks even bf16 must agree."""
+    """A sum of two terms has one order, so with two ranks even bf16 must agree."""
     for name in ("toy", "gpt"):
         found = [train(name, torch.bfloat16, config) for config in configs(*ALL_STAGES, bucket_numel=[500, 2000, None])]
         for other in found[1:]:
@@ -83,7 +86,7 @@ def is_transient(config: ZeroConfig) -> bool:
 
 
 def check_micro_batches(config: ZeroConfig) -> None:
-    """Inside `accumulate()` and one outside; then all inside, so that backward reduces nothing it need not."""
+    """Run all but one inside `accumulate()`; then all, so that persistent gradients are left for `step` to reduce."""
     twins = toy_twins(config)
     for num_outside in (1, 0, 1):
         with twins.model.accumulate():
@@ -94,8 +97,8 @@ def check_micro_batches(config: ZeroConfig) -> None:
         twins.step()
 
 
-def check_when_gradients_travel(config: ZeroConfig) -> None:
-    """Persistent ones in the last backward, transient ones in each, and none in the step."""
+def check_when_gradients_are_reduced(config: ZeroConfig) -> None:
+    """Persistent gradients are reduced in the last backward, transient ones in each, and none in the step."""
     mesh = Mesh.create(tensor_size=1)
     mesh.log.keeps_events = True
     model = ZeroDataParallel(build("toy"), mesh.data, config)
@@ -118,7 +121,7 @@ def check_when_gradients_travel(config: ZeroConfig) -> None:
 
 
 def check_a_second_backward(config: ZeroConfig) -> None:
-    """It adds up where the first was only a part of the owned gradients, and is refused where it would be lost."""
+    """Its gradients are added to owned shards that have memory of their own; else they would be lost, and it raises."""
     twins = toy_twins(config)
     twins.backward(0)
     if is_transient(config):
@@ -157,6 +160,26 @@ def check_a_failed_backward(config: ZeroConfig) -> None:
         twins.train(1, first=step)
 
 
+@pytest.mark.parametrize("stage", ALL_STAGES)
+def test_a_backward_after_one_that_broke_off_is_refused_until_gradients_are_cleared(stage):
+    """The second would add to gradients of the first."""
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model = ZeroDataParallel(layers, Axis.trivial("data"), ZeroConfig(stage))
+
+    def fail(_module: nn.Module, _args: tuple, output: Tensor) -> None:
+        output.register_hook(raise_on_purpose)
+
+    hook = layers[0].register_forward_hook(fail)
+    with pytest.raises(KeyError, match="on purpose"):
+        model(torch.ones(1, 4)).sum().backward()
+    hook.remove()
+    with pytest.raises(ValueError, match=r"broke off; call `optimizer.zero_grad\(\)` before the next"):
+        model(torch.ones(1, 4)).sum().backward()
+    model.reducer.clear()
+    model(torch.ones(1, 4)).sum().backward()
+    assert all(bucket.grads.holds_gradient for bucket in model.buckets)
+
+
 def raise_on_purpose(_grad: Tensor) -> None:
     raise KeyError("on purpose")
 
@@ -166,10 +189,10 @@ def raise_on_purpose(_grad: Tensor) -> None:
     [configs(*ALL_STAGES), configs(2, 3, overlap=[False], accumulate=["local"])],
     ids=["overlap", "no-overlap, local"],
 )
-def test_a_step_is_what_its_backwards_add_up_to(zero_configs):
+def test_a_step_uses_the_sum_of_its_backwards(zero_configs):
     checks = [
         check_micro_batches,
-        check_when_gradients_travel,
+        check_when_gradients_are_reduced,
         check_a_second_backward,
         check_zero_grad,
         check_a_failed_backward,
@@ -178,13 +201,13 @@ def test_a_step_is_what_its_backwards_add_up_to(zero_configs):
 
 
 def all_parameters_or_one(module: nn.Module, step: int, rank: int) -> Tensor:
-    """Odd ranks use a single parameter."""
+    """Return a loss of all parameters, or of a single one on odd ranks."""
     toy = getattr(module, "module", module)
     return toy.bias.sum() if rank % 2 else next_token_loss(module, step, rank)
 
 
 def all_parameters_or_none(module: nn.Module, step: int, rank: int) -> Tensor:
-    """Odd ranks have a loss that no parameter made."""
+    """Return a loss of all parameters, or of none on odd ranks."""
     constant = torch.ones((), dtype=torch.float64, requires_grad=True)
     loss = next_token_loss(module, step, rank)
     return constant.cos() if rank % 2 else loss
@@ -215,7 +238,7 @@ def test_ranks_may_use_different_parameters(data_size):
 
 
 def check_launches_have_one_order() -> None:
-    """Also where the ranks' batches open different gates, and in every bucket order of events."""
+    """Check it with batches that open different gates on different ranks."""
     mesh = Mesh.create(tensor_size=1)
     mesh.log.keeps_events = True
     for config in configs(*ALL_STAGES):
@@ -255,7 +278,7 @@ def check_evaluation_sees_new_weights(config: ZeroConfig) -> None:
 def check_a_forward_without_backward(config: ZeroConfig) -> None:
     twins = toy_twins(config)
     for step in range(4):
-        next_token_loss(twins.model, 9, 0)  # leaves a graph that no backward ever visits
+        next_token_loss(twins.model, 9, 0)  # leaves a graph whose backward never runs
         twins.train(1, first=step)
 
 

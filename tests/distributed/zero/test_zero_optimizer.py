@@ -1,4 +1,4 @@
-"""The step: clipping, skipped fp16 steps, other optimizers, saved and loaded state, and no waiting for values."""
+"""The step: clipping, skipped fp16 steps, other optimizers, saved and loaded state; the host waits for no value."""
 
 import itertools
 import math
@@ -33,7 +33,7 @@ def small_gpt(dtype: torch.dtype = torch.float64) -> nn.Module:
 
 
 def check_clipping() -> list[list[float]]:
-    """Against torch's own; returns the norms, which every rank must know to the last bit."""
+    """Compare with torch's clipping; return the norms, which must have the same bits on every rank."""
     norms = []
     for config, clip_norm in itertools.product(configs(*ALL_STAGES, bucket_numel=[5000]), CLIP_NORMS):
         twins = Twins(small_gpt(), config, torch.optim.SGD, clip_norm=clip_norm, lr=0.1)
@@ -50,8 +50,9 @@ def test_clipping_equals_torchs(data_size):
 
 
 class CountingSGD(torch.optim.Optimizer):
-    """Keeps one step counter per parameter group, as apex's FusedAdam does: made in the first step, groups without
-    parameters passed over. The learning rate falls as one over the counter.
+    """SGD with one step counter per parameter group, as apex's FusedAdam has, by which it divides the learning rate.
+
+    A counter is made in the first step; groups without parameters are skipped.
     """
 
     def __init__(self, params: Any, lr: float = 1e-2):
@@ -83,7 +84,7 @@ OPTIMIZERS: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
 
 
 def matrices_and_vectors(module: nn.Module) -> list[dict[str, Any]]:
-    """Two groups with settings of their own; the position embedding is in neither and keeps its values."""
+    """Return two groups with settings of their own; the position embedding is in neither and keeps its values."""
     params = [param for name, param in module.named_parameters() if "position" not in name]
     return [
         {"params": [param for param in params if param.dim() > 1], "weight_decay": 0.1},
@@ -113,10 +114,10 @@ Optimizer = tuple[type[torch.optim.Optimizer], dict[str, Any]]
 def train_fp16(
     config: ZeroConfig, optimizer: Optimizer, overflows: tuple[bool, ...]
 ) -> tuple[ZeroDataParallel, ZeroOptimizer]:
-    """Steps on batches 0, 1, ...; in the `overflows` among them the last rank has one infinite gradient element."""
+    """Train on batches 0, 1, ...; in each of the `overflows` the last rank has one infinite gradient element."""
     data = Mesh.create(tensor_size=1).data
     model = ZeroDataParallel(small_gpt(torch.float16), data, config)
-    loss_scale = LossScale(8.0, is_dynamic=True, hysteresis=3)  # as many in a row never come
+    loss_scale = LossScale(8.0, is_dynamic=True, hysteresis=3)  # so many overflows never follow each other here
     kind, settings = optimizer
     stepper = ZeroOptimizer(model, kind, loss_scale=loss_scale, **settings | {"lr": 1e-2})
     good_steps = itertools.count()
@@ -138,7 +139,7 @@ def all_state(model: ZeroDataParallel, optimizer: ZeroOptimizer) -> dict[str, Te
 
 
 def check_overflows_leave_no_trace(optimizer: Optimizer) -> None:
-    """Parameters, moments and Adam's step counter are as if the skipped steps had never been."""
+    """Parameters, moments and Adam's step counter are as if the skipped steps had not been run."""
     for config in configs(*ALL_STAGES, bucket_numel=[5000]):
         model, stepper = train_fp16(config, optimizer, (True, False, True, True, False, False))
         expected_model, expected_stepper = train_fp16(config, optimizer, (False, False, False))
@@ -164,8 +165,8 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(optimizer):
     run_ranks(2, check_overflows_leave_no_trace, optimizer)
 
 
-def check_same_parameters_whatever_the_scale(dtype: torch.dtype) -> None:
-    """Powers of two cancel exactly where nothing underflows: norm, clipping and update are those without a scale."""
+def check_any_scale_gives_the_same_parameters(dtype: torch.dtype) -> None:
+    """Powers of two cancel exactly if nothing underflows: norm, clipping and update are those without a scale."""
     data = Mesh.create(tensor_size=1).data
     found = []
     for scale in (1.0, 1024.0):
@@ -180,11 +181,11 @@ def check_same_parameters_whatever_the_scale(dtype: torch.dtype) -> None:
 
 
 def test_the_loss_scale_cancels():
-    run_ranks(2, check_same_parameters_whatever_the_scale, torch.bfloat16)
+    run_ranks(2, check_any_scale_gives_the_same_parameters, torch.bfloat16)
 
 
 class NoWaiting(TorchDispatchMode):
-    """Raises where a tensor's value is read: on a GPU the host would wait for the device."""
+    """A dispatch mode that raises if a tensor's value is read: on a GPU the host would wait for the device."""
 
     READS = ("_local_scalar_dense", "nonzero", "equal", "masked_select")
 
@@ -211,7 +212,7 @@ def check_step_waits_for_nothing(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_step_reads_no_tensors_value(dtype):
+def test_a_step_never_reads_the_value_of_a_tensor(dtype):
     run_ranks(2, check_step_waits_for_nothing, dtype)
 
 
@@ -224,7 +225,7 @@ def test_an_optimizer_that_cannot_take_the_flag_waits_for_it():
 
 
 def start(config: ZeroConfig, dtype: torch.dtype, offset: int) -> tuple[ZeroDataParallel, ZeroOptimizer]:
-    """Weights, buffers and loss scale depend on `offset`."""
+    """Return a model and optimizer whose weights, buffers and loss scale depend on `offset`."""
     module = build("toy", dtype=dtype)
     with torch.no_grad():
         for tensor in (*module.parameters(), *module.buffers()):
@@ -270,7 +271,7 @@ def test_loaded_state_continues_bit_for_bit(tmp_path):
 
 
 class Lamb(torch.optim.Optimizer):
-    """The essence of LAMB: a step as long as the whole parameter is large."""
+    """The essence of LAMB: a step in proportion to the norm of the whole parameter."""
 
     def __init__(self, params: Any, lr: float = 1e-2):
         super().__init__(params, {"lr": lr})
@@ -285,7 +286,7 @@ class Lamb(torch.optim.Optimizer):
 
 @pytest.mark.parametrize("lr", [1e-2, 0.0])
 @pytest.mark.parametrize("optimizer", [Lamb, torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.Muon])
-def test_optimizers_that_look_at_whole_parameters_are_refused(optimizer, lr):
+def test_optimizers_that_need_whole_parameters_are_refused(optimizer, lr):
     model = ZeroDataParallel(nn.Linear(4, 4), Axis.trivial("data"), ZeroConfig())
     with pytest.raises(ConfigError, match=f"optimizer {optimizer.__name__} (is not element-wise|cannot step flat)"):
         ZeroOptimizer(model, optimizer, lr=lr)

@@ -15,8 +15,8 @@ from zero.engine import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
 
 
-class Zoo(nn.Module):
-    """Parameters and buffers of every odd shape and type."""
+class UnusualTensors(nn.Module):
+    """Parameters and buffers of every unusual shape, stride and dtype."""
 
     def __init__(self, seed: int):
         super().__init__()
@@ -39,15 +39,15 @@ class Zoo(nn.Module):
         return (x.float() @ self.transposed).square().mean()
 
 
-def zoo_loss(module: nn.Module, step: int, rank: int) -> Tensor:
+def unusual_loss(module: nn.Module, step: int, rank: int) -> Tensor:
     generator = torch.Generator().manual_seed(10 * step + rank)
     return module(torch.randn(4, 8, generator=generator))
 
 
 def check_ranks_start_alike(config: ZeroConfig) -> None:
     data = Mesh.create(tensor_size=1).data
-    module = Zoo(seed=data.rank)
-    expected, buffers = dict(Zoo(seed=0).named_parameters()), dict(Zoo(seed=0).named_buffers())
+    module = UnusualTensors(seed=data.rank)
+    expected, buffers = dict(UnusualTensors(seed=0).named_parameters()), dict(UnusualTensors(seed=0).named_buffers())
     model = ZeroDataParallel(module, data, config)
     assert_same_bits(params_of(model), {name: param.detach() for name, param in expected.items()})
     assert_same_bits(dict(module.named_buffers()), buffers)
@@ -55,9 +55,9 @@ def check_ranks_start_alike(config: ZeroConfig) -> None:
 
 def check_every_kind_of_parameter(config: ZeroConfig) -> None:
     """Small steps of SGD: ZeRO rounds each update of a bf16 parameter once, and so does torch."""
-    twins = Twins(Zoo(seed=0), config, torch.optim.SGD, lr=2**-6)
+    twins = Twins(UnusualTensors(seed=0), config, torch.optim.SGD, lr=2**-6)
     for step in range(2):
-        twins.backward(step, zoo_loss)
+        twins.backward(step, unusual_loss)
         twins.step(tolerance=2**-7)  # one unit in the last place of bf16
 
 
@@ -68,7 +68,7 @@ def test_ranks_start_alike_and_train_every_kind_of_parameter(data_size):
 
 
 class Containers(nn.Module):
-    """Blocks in lists and dicts, which nobody calls: only what is in them runs. Two of them share a weight."""
+    """Blocks in lists and dicts, which are never called themselves. Two of the blocks share a weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -108,15 +108,15 @@ def test_sparse_gradients_are_refused():
 def test_groups_with_foreign_or_repeated_parameters_are_refused():
     module = nn.Linear(3, 2)
     model = ZeroDataParallel(module, Axis.trivial("data"), ZeroConfig(1))
-    stranger = nn.Parameter(torch.zeros(5))
+    foreign = nn.Parameter(torch.zeros(5))
     with pytest.raises(ValueError, match=r"group 1 has a tensor of shape \(5,\) not of this model"):
-        ZeroOptimizer(model, torch.optim.SGD, [{"params": [module.weight]}, {"params": [stranger]}])
+        ZeroOptimizer(model, torch.optim.SGD, [{"params": [module.weight]}, {"params": [foreign]}])
     with pytest.raises(ValueError, match=r"shape \(2,\) is in groups 0 and 1"):
         ZeroOptimizer(model, torch.optim.SGD, [{"params": [module.bias]}, {"params": [module.bias]}])
 
 
 @pytest.mark.parametrize("stage", ALL_STAGES)
-def test_an_engine_that_nobody_holds_is_freed(stage):
+def test_an_engine_without_references_is_freed(stage):
     model = ZeroDataParallel(nn.Linear(3, 2), Axis.trivial("data"), ZeroConfig(stage))
     optimizer = ZeroOptimizer(model, torch.optim.SGD, lr=0.1)
     model(torch.ones(1, 3)).sum().backward()
@@ -127,7 +127,7 @@ def test_an_engine_that_nobody_holds_is_freed(stage):
     assert engine() is None
 
 
-def test_a_parameter_without_elements_is_carried_along():
+def test_a_parameter_may_have_no_elements():
     module = nn.ParameterDict({"empty": nn.Parameter(torch.empty(0, 3)), "other": nn.Parameter(torch.ones(4).half())})
     model = ZeroDataParallel(module, Axis.trivial("data"), ZeroConfig(2))
     optimizer = ZeroOptimizer(model, torch.optim.SGD, lr=0.5)

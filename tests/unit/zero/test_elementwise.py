@@ -1,4 +1,4 @@
-"""Stepping a bucket at a time equals stepping at once; optimizers for which it does not are found out."""
+"""Stepping one bucket at a time equals stepping all at once; optimizers for which it does not are refused."""
 
 from typing import Any
 
@@ -50,13 +50,13 @@ class NormalizedSGD(torch.optim.Optimizer):
         (torch.optim.SparseAdam, "cannot step flat pieces"),
     ],
 )
-def test_others_are_refused(optimizer, reason):
+def test_optimizers_that_are_not_elementwise_are_refused(optimizer, reason):
     with pytest.raises(ConfigError, match=f"optimizer {optimizer.__name__} {reason}"):
         probe_elementwise(optimizer, {}, CPU)
 
 
 class Recorder(torch.optim.Optimizer):
-    """Notes what it steps with, and changes a setting of each group that has parameters, as a step counter."""
+    """An optimizer that records what it steps with, and counts steps in a setting of each group with parameters."""
 
     def __init__(self, params: Any):
         self.seen: list[tuple[list[float], list[Tensor], Any]] = []

@@ -1,4 +1,4 @@
-"""A flat buffer whose messages arrive as late as they may: nothing is read, or freed, before it is there."""
+"""A flat buffer whose all-gathers end as late as they may: nothing is read or freed before they have ended."""
 
 from dataclasses import dataclass, field
 
@@ -14,7 +14,7 @@ from zero.stage import STAGES, Lifetime
 
 @dataclass(frozen=True)
 class LateAxis(Axis):
-    """The first of two ranks that own the same; a message is written when it is waited for."""
+    """The first of two ranks that own the same values; a message is written when its handle is waited for."""
 
     arrived: list[Tensor] = field(default_factory=list, compare=False)
 
@@ -27,19 +27,19 @@ class LateAxis(Axis):
 
 
 def flat_parameters(lifetime: Lifetime) -> FlatParameters:
-    """Two equal halves of 32, one for each rank, in buckets of 32."""
+    """Make a buffer of two buckets of 32 elements, a parameter in each; each rank owns 16 of a bucket."""
     half = torch.arange(32.0)
     params = {"first": nn.Parameter(half.view(4, 8).clone()), "second": nn.Parameter(half.clone())}
     return FlatParameters(params, LateAxis("data", 2, 0, CommLog()), lifetime, 32, STAGES[3])
 
 
-def test_parameters_come_and_go():
+def test_unshard_fills_the_parameters_and_reshard_frees_them():
     flat = flat_parameters(Lifetime.TRANSIENT)
     first, second = flat.params
     for _ in range(2):
         assert flat.full.untyped_storage().nbytes() == 0
         assert first.shape == (4, 8)
-        assert first.isnan().all()  # reads of sharded parameters are noticed, and do not end the process
+        assert first.isnan().all()  # a read of a sharded parameter is noticed, and does not crash the process
         flat.start_unshard()
         flat.unshard()
         assert first.flatten().tolist() == [*range(16)] * 2
@@ -47,7 +47,7 @@ def test_parameters_come_and_go():
         flat.reshard()
 
 
-def test_what_is_on_its_way_arrives_before_it_is_freed():
+def test_reshard_waits_for_running_gathers_before_it_frees_the_buffer():
     flat = flat_parameters(Lifetime.TRANSIENT)
     flat.start_unshard()
     assert flat.axis.arrived == []
@@ -56,10 +56,10 @@ def test_what_is_on_its_way_arrives_before_it_is_freed():
     assert flat.full.untyped_storage().nbytes() == 0
 
 
-@pytest.mark.parametrize("is_gathered", [True, False])
-def test_new_values_replace_what_was_gathered(is_gathered):
+@pytest.mark.parametrize("was_unsharded", [True, False])
+def test_unshard_after_an_update_fills_in_the_new_values(was_unsharded):
     flat = flat_parameters(Lifetime.TRANSIENT)
-    if is_gathered:
+    if was_unsharded:
         flat.unshard()
     flat.reshard()
     for bucket in flat.buckets:
@@ -69,7 +69,7 @@ def test_new_values_replace_what_was_gathered(is_gathered):
     assert flat.params[0].eq(7.0).all()
 
 
-def test_a_persistent_buffer_owns_a_part_of_itself():
+def test_shards_of_a_persistent_buffer_are_parts_of_it_and_reshard_keeps_it():
     flat = flat_parameters(Lifetime.PERSISTENT)
     assert flat.buckets[0].params.owned.data_ptr() == flat.full.data_ptr() == flat.params[0].data_ptr()
     flat.buckets[1].params.owned.fill_(7.0)

@@ -1,4 +1,4 @@
-"""The layout of a flat buffer: nothing overlaps, nothing is lost, every rank owns as much."""
+"""The layout of a flat buffer: nothing overlaps, nothing is lost, and all ranks own equally many elements."""
 
 import pytest
 import torch
@@ -6,7 +6,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zero.layout import ALIGNMENT, Layout, cut, overlap, round_up
-from zero.units.unit import innermost_unit
 
 SHAPES = st.lists(st.lists(st.integers(1, 40), max_size=3).map(torch.Size), min_size=1, max_size=8)
 LAYOUTS = st.builds(
@@ -98,18 +97,3 @@ def test_cut_counts_from_the_origin():
 )
 def test_ranges_overlap(a, b, numel):
     assert len(overlap(a, b)) == len(overlap(b, a)) == numel
-
-
-@pytest.mark.parametrize(
-    ("names", "unit"),
-    [
-        (["blocks.1.up.weight"], "blocks.1"),
-        (["blocks.10.up.weight"], "blocks.10"),
-        (["head.weight"], ""),
-        (["blocks.1.up.weight", "head.weight"], ""),
-        (["blocks.1.up.weight", "blocks.1.down.weight"], "blocks.1"),
-        (["blocks.1.up.weight", "blocks.10.up.weight"], ""),
-    ],
-)
-def test_a_tied_parameter_belongs_to_the_unit_around_all_its_names(names, unit):
-    assert innermost_unit(names, ["", "blocks.1", "blocks.10"]) == unit

@@ -1,4 +1,4 @@
-"""Stores of activation checkpoints: what they keep, when they fetch it, and which settings they refuse."""
+"""Stores of activation checkpoints: bytes that they keep, order of their copies, and settings that are refused."""
 
 import math
 from collections.abc import Callable
@@ -104,12 +104,12 @@ class LoggingStore:
 def test_the_checkpoint_before_is_fetched_while_a_group_runs_again():
     store = LoggingStore()
 
-    def noted(number: int, x: Tensor) -> Tensor:
+    def logged(number: int, x: Tensor) -> Tensor:
         store.events.append(f"run {number}")
         return blocks(3)[number](x)
 
     x = torch.randn(4, requires_grad=True)
-    run_with(store)([partial(noted, number) for number in range(3)], x * 1).sum().backward()
+    run_with(store)([partial(logged, number) for number in range(3)], x * 1).sum().backward()
     forward, backward = store.events[:6], store.events[6:]
     assert forward == ["put 0", "run 0", "put 1", "run 1", "put 2", "run 2"]
     assert backward == [
@@ -120,7 +120,7 @@ def test_the_checkpoint_before_is_fetched_while_a_group_runs_again():
     assert x.grad.equal(gradient_of(x.detach(), run_in_order, num_blocks=3))
 
 
-def test_a_checkpoint_that_was_fetched_in_vain_is_waited_for():
+def test_a_checkpoint_that_was_fetched_but_not_used_is_waited_for():
     store, x = LoggingStore(), torch.randn(4, requires_grad=True)
     run = run_with(store)
 
@@ -216,7 +216,7 @@ def test_a_backward_may_be_repeated():
     assert first.equal(gradient_of(x.detach(), run_in_order))
 
 
-def test_without_a_slab_checkpoints_are_freed_as_backward_goes_on():
+def test_without_a_slab_checkpoints_are_freed_during_backward():
     """Autograd holds each until its group's backward has run: at the end of backward the later ones are freed."""
     run = checkpointed_blocks(ActivationsConfig("keep", 1, defragment=False))
     assert run is not None
@@ -234,6 +234,6 @@ def test_every_name_of_a_store_is_a_row_of_the_table():
     assert tuple(STORES) == get_args(StoreName)
 
 
-def test_partitioning_what_no_two_ranks_hold_is_refused():
+def test_partitioning_activations_that_are_not_replicated_is_refused():
     with pytest.raises(ConfigError, match=r"ActivationsConfig\.store=partition: no 2 tensor ranks .* choose keep"):
         checkpointed_blocks(ActivationsConfig("partition"))

@@ -4,10 +4,6 @@ from decimal import ROUND_DOWN, ROUND_HALF_UP, Decimal
 
 import pytest
 
-from parallel.errors import ConfigError
-from parallel.instruments.comm_log import CommLog
-from parallel.mesh import Axis
-from zero.config import ZeroConfig
 from zero.formulas.memory import formula
 from zero.formulas.traffic import step_bytes
 from zero.stage import STAGES
@@ -70,24 +66,3 @@ def test_fp32_parameters_are_their_own_master(stage, expected):
 def test_traffic_is_two_or_three_times_the_parameters(stage, num_micro_batches, times_psi):
     assert step_bytes(STAGES[stage], 1000.0, 4, num_micro_batches) == times_psi * 1000 * 3 / 4
     assert step_bytes(STAGES[stage], 1000.0, 1, num_micro_batches) == 0
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_one_axis_divides_and_the_other_replicates(stage):
-    data = Axis("data", 4, 3, CommLog())
-    shard_axis, replica_axis = STAGES[stage].axes(data)
-    assert (shard_axis.size, shard_axis.rank) == ((1, 0) if stage == 0 else (4, 3))
-    assert (replica_axis.size, replica_axis.rank) == ((4, 3) if stage == 0 else (1, 0))
-    assert shard_axis.log is replica_axis.log is data.log
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"stage": 4}, r"ZeroConfig\.stage=4 does not exist; choose 0, 1, 2, 3"),
-        ({"bucket_numel": 0}, r"ZeroConfig\.bucket_numel=0 is below 1"),
-    ],
-)
-def test_settings_that_cannot_work_are_refused(settings, message):
-    with pytest.raises(ConfigError, match=message):
-        ZeroConfig(**settings)

@@ -32,7 +32,7 @@ def test_table_2(mp: int, dp: int, stage: int, printed: str):
         assert mp * first_row == pytest.approx(float(printed))
 
 
-def test_all_cells_are_there():
+def test_no_cell_is_missing():
     assert len(table_2()) == 20
 
 

@@ -8,7 +8,7 @@ from parallel.instruments.memory_tracker import TensorKind
 from zero.offload.allocators import host_allocator
 
 
-def test_host_memory_that_is_not_there_is_an_error_with_its_size():
+def test_host_memory_that_cannot_be_allocated_is_an_error_with_its_size():
     with pytest.raises(
         ConfigError, match=r"1\.13e\+06 GB of host memory for moments could not be allocated: .*; offload less"
     ):

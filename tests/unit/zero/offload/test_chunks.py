@@ -1,4 +1,4 @@
-"""Sizes of chunks beside ColossalAI's search, and Belady's rule against every other choice."""
+"""Chunk sizes compared with those of ColossalAI's search, and Belady's rule with every other choice."""
 
 import math
 from collections import Counter
@@ -28,14 +28,16 @@ def gpt2(num_layers: int, hidden_size: int, vocab_size: int = 50257) -> torch.nn
 
 
 def units_of(model: torch.nn.Module) -> list[list[int]]:
-    """Elements of the parameters of each unit."""
+    """Return the number of elements of each parameter, by unit."""
     units = assign_parameters(model, find_units(model)).values()
     return [[param.numel() for param in params.values()] for params in units if params]
 
 
 def colossalai_search(numels: list[int], interval: int, range_m: float, min_m: float) -> tuple[int, int]:
-    """(elements of a chunk, elements wasted) where whole parameters are put into chunks in their order, as ColossalAI's
-    `search_chunk_configuration` does; those of more than three standard deviations above the mean are left out.
+    """Return (elements of a chunk, elements wasted) of ColossalAI's `search_chunk_configuration`.
+
+    It puts whole parameters into chunks in their order; those more than three standard deviations larger than the mean
+    are left out.
     """
     limit = np.mean(numels) + 3 * np.std(numels)
     kept = [numel for numel in numels if numel <= limit]
@@ -54,7 +56,7 @@ def colossalai_search(numels: list[int], interval: int, range_m: float, min_m: f
 
 
 def our_waste(units: list[list[int]], chunk_numel: int, num_shards: int) -> int:
-    """Elements that are allocated and belong to no parameter."""
+    """Return the number of elements that are allocated and belong to no parameter."""
     layouts = [
         Layout.of({f"{n}": torch.Size([numel]) for n, numel in enumerate(unit)}, num_shards, chunk_numel)
         for unit in units
@@ -63,8 +65,9 @@ def our_waste(units: list[list[int]], chunk_numel: int, num_shards: int) -> int:
 
 
 def test_the_published_case_of_colossalai():
-    """Their test (tests/test_zero/test_gemini/test_search.py) expects 527872 elements for this model; nothing is wasted
-    there, and nothing here.
+    """ColossalAI's own test expects chunks of 527872 elements for this model; neither search wastes anything.
+
+    See tests/test_zero/test_gemini/test_search.py there.
     """
     model = gpt2(2, 128, vocab_size=50258)
     assert colossalai_search([param.numel() for param in model.parameters()], 128, 1, 0) == (527872, 0)
@@ -99,7 +102,7 @@ def test_one_chunk_holds_a_model_that_is_smaller_than_the_smallest():
 
 
 def fetched_by_belady(rounds: list[int], num_places: int) -> int:
-    """Chunks fetched over the rounds, all of one size, beginning with none."""
+    """Return how many chunks are fetched over the rounds, all of one size, beginning with none."""
     cycle = Cycle([[chunk] for chunk in rounds])
     held: list[int] = []
     fetched = 0
@@ -110,7 +113,7 @@ def fetched_by_belady(rounds: list[int], num_places: int) -> int:
 
 
 def least_fetched(uses: tuple[int, ...], num_places: int) -> int:
-    """Over every choice of what stays, by trying them all."""
+    """Return the fewest fetches of all choices of the chunks that stay, by trying each."""
 
     @cache
     def min_over_ranks(position: int, held: frozenset[int]) -> int:
@@ -127,14 +130,14 @@ def least_fetched(uses: tuple[int, ...], num_places: int) -> int:
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=14), st.integers(0, 4))
 @settings(max_examples=200, deadline=None)
 def test_no_other_choice_of_what_stays_fetches_less(uses, num_places):
-    """Of a sequence that ends: behind it nothing is used again."""
+    """The sequence ends: after it no chunk is used again."""
     ends = [*uses, *(-1 - n for n in range(len(uses) + 1))]
     assert fetched_by_belady(ends, num_places) - len(ends) + len(uses) == least_fetched(tuple(uses), num_places)
 
 
 @given(st.lists(st.integers(0, 7), min_size=1, max_size=30), st.integers(1, 6))
 @settings(max_examples=100, deadline=None)
-def test_the_one_that_goes_is_used_furthest_in_the_future(uses, num_places):
+def test_the_evicted_chunk_is_used_furthest_in_the_future(uses, num_places):
     cycle = Cycle([[chunk] for chunk in uses])
     position = len(uses) // 2
     chunks = sorted(set(uses))
@@ -146,7 +149,7 @@ def test_the_one_that_goes_is_used_furthest_in_the_future(uses, num_places):
 
 
 def test_ten_thousand_parameters_are_searched_by_their_units():
-    """A search looks at sizes of units, each once: as many candidates and sizes as it compares are few."""
+    """The search compares few candidates, and looks at each size of a unit once."""
     sizes = Counter([12 * 1600**2 + 13 * 1600] * 833 + [50257 * 1600])
     found = search_chunk_size(sizes.elements(), OffloadConfig(hidden_dim=1600), 64)
     assert 32 * MEBI <= found.numel <= 64 * MEBI
@@ -154,7 +157,7 @@ def test_ten_thousand_parameters_are_searched_by_their_units():
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=12), st.integers(0, 4), st.randoms(use_true_random=False))
 @settings(max_examples=100, deadline=None)
-def test_a_plan_keeps_to_its_rooms_and_keeps_what_is_about_to_be_used(uses, num_places, random):
+def test_a_plan_stays_within_its_rooms_and_keeps_the_chunk_that_is_used_next(uses, num_places, random):
     rooms = [random.randint(0, num_places) for _ in uses]
     plan = Cycle([[chunk] for chunk in uses]).plan(rooms, lambda _chunk: 1)
     for position, (before, after) in enumerate(plan):

@@ -1,4 +1,4 @@
-"""Units by patterns: buckets are reduced as backward goes, in whatever order the patterns are written."""
+"""Units chosen by patterns: buckets are reduced in the order of backward, in whatever order patterns are written."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ class Block(nn.Module):
 
 
 @pytest.mark.parametrize("patterns", [["*.first", "*.second"], ["*.second", "*.first"]])
-def test_units_come_in_the_order_of_the_modules(patterns):
+def test_units_are_in_the_order_of_the_modules(patterns):
     model = nn.Sequential(*[Block() for _ in range(NUM_BLOCKS)])
     halves = [f"{block}.{half}" for block in range(NUM_BLOCKS) for half in ("first", "second")]
     assert named_units(model, patterns) == ["", *halves]

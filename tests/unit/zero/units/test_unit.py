@@ -1,4 +1,4 @@
-"""Which modules are units, which parameters are theirs, and in which order they are visited."""
+"""The modules that are units, the parameters that belong to them, and the order in which they run."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from torch import nn
 from tests.models import build
 from zero.units.autograd import mark_end_of_backward, replace_tensors, tensors_in
 from zero.units.execution_order import ExecutionOrder
-from zero.units.unit import assign_parameters, find_units, group_alike
+from zero.units.unit import assign_parameters, find_units, group_alike, innermost_unit
 
 
 def test_units_are_the_elements_of_the_outermost_module_lists():
@@ -29,7 +29,22 @@ def test_every_parameter_belongs_to_one_unit_and_tied_ones_to_the_root():
     assert all(name.startswith("blocks.1.") for name in own["blocks.1"])
 
 
-def test_a_buffer_holds_one_type_trained_or_frozen():
+@pytest.mark.parametrize(
+    ("names", "unit"),
+    [
+        (["blocks.1.up.weight"], "blocks.1"),
+        (["blocks.10.up.weight"], "blocks.10"),
+        (["head.weight"], ""),
+        (["blocks.1.up.weight", "head.weight"], ""),
+        (["blocks.1.up.weight", "blocks.1.down.weight"], "blocks.1"),
+        (["blocks.1.up.weight", "blocks.10.up.weight"], ""),
+    ],
+)
+def test_a_tied_parameter_belongs_to_the_unit_around_all_its_names(names, unit):
+    assert innermost_unit(names, ["", "blocks.1", "blocks.10"]) == unit
+
+
+def test_parameters_are_grouped_by_dtype_and_requires_grad():
     model = nn.ParameterDict({"a": torch.zeros(1), "b": torch.zeros(1), "c": torch.zeros(1).half()})
     model["b"].requires_grad_(False)
     model["d"] = nn.Parameter(torch.zeros(2))
@@ -60,7 +75,7 @@ def test_tensors_are_found_in_and_replaced_in_plain_containers_only():
 
 
 @pytest.mark.parametrize("num_inputs", [1, 2])
-def test_the_end_of_backward_comes_after_all_of_it(num_inputs):
+def test_the_end_of_backward_is_noticed_after_all_gradients(num_inputs):
     order = []
     inputs = tuple(torch.ones(2, requires_grad=True) for _ in range(num_inputs))
     weight = torch.ones(2, requires_grad=True)

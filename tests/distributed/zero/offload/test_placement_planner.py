@@ -1,4 +1,4 @@
-"""Gemini: as much on the accelerator as a budget allows, never more, and the same training."""
+"""Placement within a budget (Gemini): as much on the accelerator as it allows, never more, and the same training."""
 
 import re
 
@@ -25,7 +25,7 @@ NUM_STEPS = 5
 MODEL = ModelConfig(num_layers=6, hidden_size=64, num_heads=4, seq_length=SEQ, vocab_size=VOCAB, dropout=0.0)
 NUM_PARAMETERS = 313_000  # about
 GB_OF_STATES = 16 * NUM_PARAMETERS / 1e9
-LEAST_SHARE = {2: 0.65, 3: 0.45}  # of what a step without offload takes
+LEAST_SHARE = {2: 0.65, 3: 0.45}  # of the peak without offload, for each stage; two units must fit
 MEBI_OF_A_CHUNK = 10_000 / 2**20
 
 
@@ -49,7 +49,7 @@ def train(config: ZeroConfig, offload: OffloadConfig, num_micro_batches: int, dt
         optimizer = ZeroOptimizer(model, torch.optim.AdamW, lr=1e-2, clip_norm=0.5, fused=True)
         del gpt
         if config.stage < 3:
-            tracker.restart()  # parameters that persist are there twice while the model is wrapped
+            tracker.restart()  # parameters that persist are allocated twice while the model is wrapped
         losses = []
         with KeptApart(tracker):
             for step in range(NUM_STEPS):
@@ -78,7 +78,7 @@ def train(config: ZeroConfig, offload: OffloadConfig, num_micro_batches: int, dt
 
 @pytest.mark.parametrize(("stage", "num_ranks", "num_micro_batches"), [(2, 1, 3), (3, 2, 1)])
 def test_a_budget_is_kept_and_filled_and_changes_nothing(stage, num_ranks, num_micro_batches):
-    """From the least that a step needs to more than all of it."""
+    """Three budgets: the least that a step needs, one between, and more than everything needs."""
     config = ZeroConfig(stage, bucket_numel=10_000)
     plain = run_ranks(num_ranks, train, config, OffloadConfig(), num_micro_batches, torch.float64)
     found = {}
@@ -99,15 +99,15 @@ def test_a_budget_is_kept_and_filled_and_changes_nothing(stage, num_ranks, num_m
 
 
 def test_two_fifths_of_the_model_states_are_enough():
-    """In bf16; 40% of the states' bytes hold what a step needs on the accelerator, and nothing exceeds them."""
+    """A budget of 40% of the bytes of bf16 model states holds all that a step needs, and is never exceeded."""
     budget_gb = 0.4 * GB_OF_STATES
     (result,) = run_ranks(1, train, ZeroConfig(3), auto(budget_gb), 2, torch.bfloat16)
     assert 0.8 * budget_gb < result["peak_bytes"] / 1e9 <= budget_gb
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_bucket_that_moves_keeps_masters_and_moments_to_the_bit(stage):
-    """In bf16, where masters are finer than the parameters beside which they lie."""
+def test_a_bucket_that_is_placed_anew_keeps_masters_and_moments_to_the_bit(stage):
+    """Master weights have digits that the bf16 parameters beside them do not have."""
     model = build("gpt").bfloat16()
     engine = ZeroDataParallel(model, Axis.trivial("data"), ZeroConfig(stage, 1000), offload=OffloadConfig("host"))
     optimizer = ZeroOptimizer(engine, torch.optim.AdamW, lr=1e-2, fused=True)
@@ -130,6 +130,7 @@ def test_a_bucket_that_moves_keeps_masters_and_moments_to_the_bit(stage):
 
 
 def message_of(budget_gb: float, mode: str) -> str:
+    """Return the message of the error that the budget causes."""
     offload = auto(budget_gb) if mode == "auto" else OffloadConfig(mode, accelerator_memory_gb=budget_gb)
     with pytest.raises(ConfigError) as raised:
         train(ZeroConfig(3, bucket_numel=10_000), offload, 1, torch.bfloat16)

@@ -1,4 +1,4 @@
-"""Ranks that take different branches where parameters are partitioned: an error that names them, never a hang."""
+"""Ranks that take different branches if parameters are partitioned: an error names the branches, and no rank hangs."""
 
 import re
 from datetime import timedelta
@@ -19,7 +19,7 @@ STAGE_3 = ZeroConfig(stage=3, bucket_numel=500, prefetch_numel=600)
 
 
 class Branches(nn.Module):
-    """Runs the blocks that it is told to, all of one size."""
+    """Blocks of one size; forward runs those of `route`, in that order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,8 +31,8 @@ class Branches(nn.Module):
         return x.sum()
 
 
-def follow(routes: list[list[list[int]]], seconds: float) -> str:
-    """Train along routes[step][rank]; what the rank says in the end."""
+def train_along(routes: list[list[list[int]]], seconds: float) -> str:
+    """Train along routes[step][rank]; return the error of this rank, or an empty string."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=seconds))
     mesh = Mesh.create(tensor_size=1)
     model = ZeroDataParallel(Branches(), mesh.data, STAGE_3)
@@ -62,20 +62,21 @@ ALL = [[0, 1, 2, 3]]
     ],
 )
 def test_different_branches_are_named(num_same_steps, routes):
-    said = run_ranks(2, follow, [ALL] * num_same_steps + [routes], 2.0, init_process_group=False)
-    named = [text for text in said if text.startswith("ranks took different branches of the model: ")]
+    messages = run_ranks(2, train_along, [ALL] * num_same_steps + [routes], 2.0, init_process_group=False)
+    named = [text for text in messages if text.startswith("ranks took different branches of the model: ")]
     assert named
     for text in named:
         assert re.search(r"data rank \d (gathers|reduces|begins).* then (gathers|reduces|begins)", text)
         assert text.endswith("a ZeroConfig.stage below 3")
 
 
-def test_other_routes_on_all_ranks_are_fine():
+def test_all_ranks_may_change_their_route_together():
     routes = [ALL, ALL, [[0, 2]], [[3, 1, 0, 1]], [[3, 1, 0, 1]], [[2]], ALL, ALL]
-    assert run_ranks(2, follow, routes, 60.0, init_process_group=False) == ["", ""]
+    assert run_ranks(2, train_along, routes, 60.0, init_process_group=False) == ["", ""]
 
 
-def exchanged_after_the_first_steps() -> int:
+def num_comparisons_after_the_first_steps() -> int:
+    """Return how often ranks compared their launches after the third step."""
     mesh = Mesh.create(tensor_size=1)
     mesh.log.keeps_events = True
     model = ZeroDataParallel(Branches(), mesh.data, STAGE_3)
@@ -87,26 +88,27 @@ def exchanged_after_the_first_steps() -> int:
     return sum(event.phase == "agreement" for event in mesh.log.events)
 
 
-def test_a_known_order_costs_nothing():
-    assert run_ranks(2, exchanged_after_the_first_steps) == [0, 0]
+def test_an_execution_order_that_repeats_is_not_compared():
+    assert run_ranks(2, num_comparisons_after_the_first_steps) == [0, 0]
 
 
-def wait_in_turn(purposes: list[list[str]]) -> list[str]:
+def wait_for_each(purposes: list[list[str]]) -> list[str]:
+    """Wait at a barrier once for each purpose of this rank; return the errors."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=3))
     axis = Mesh.create(tensor_size=1).data
-    barrier, said = HostBarrier(axis), []
+    barrier, messages = HostBarrier(axis), []
     for purpose in purposes[axis.rank]:
         try:
             barrier.wait(purpose)
         except BrokenBarrier as error:
-            said.append(str(error))
+            messages.append(str(error))
     dist.barrier()
-    return said
+    return messages
 
 
 def test_ranks_with_another_purpose_or_missing_ones_are_named():
     run_ranks(3, dist.get_rank)  # starts the workers, which may take longer than the timeout
-    said = run_ranks(3, wait_in_turn, [["eats"] * 2, ["eats"] * 2, ["eats", "sleeps"]], init_process_group=False)
-    assert all(len(texts) == 1 and "sleeps" in texts[0] and "eats" in texts[0] for texts in said)
-    said = run_ranks(2, wait_in_turn, [["eats"], []], init_process_group=False)
-    assert said == [["data rank 0 eats, and of 2 ranks 1 did so within 1.5 s"], []]
+    messages = run_ranks(3, wait_for_each, [["eats"] * 2, ["eats"] * 2, ["eats", "sleeps"]], init_process_group=False)
+    assert all(len(texts) == 1 and "sleeps" in texts[0] and "eats" in texts[0] for texts in messages)
+    messages = run_ranks(2, wait_for_each, [["eats"], []], init_process_group=False)
+    assert messages == [["data rank 0 eats, and of 2 ranks 1 did so within 1.5 s"], []]

@@ -102,6 +102,7 @@ def test_with_sequence_parallelism_whole_checkpoints_are_kept_on_the_host():
 
 
 def refusal(is_split: bool) -> str:
+    """Return the message with which the partition store is refused."""
     tokens = layout_of(Mesh.create(torch.distributed.get_world_size()).tensor, is_split)
     with pytest.raises(ConfigError) as raised:
         build(config_of(97), tokens, ActivationsConfig("partition"))
@@ -109,7 +110,7 @@ def refusal(is_split: bool) -> str:
 
 
 @pytest.mark.parametrize(("num_ranks", "is_split"), [(1, False), (2, True)])
-def test_partitioning_what_no_two_ranks_hold_is_refused(num_ranks, is_split):
+def test_partitioning_activations_that_are_not_replicated_is_refused(num_ranks, is_split):
     for message in run_ranks(num_ranks, refusal, is_split):
         assert "nothing to partition; choose keep or partition_host" in message
         assert "start 2 or more tensor ranks without sequence parallelism" in message
@@ -118,7 +119,7 @@ def test_partitioning_what_no_two_ranks_hold_is_refused(num_ranks, is_split):
 @pytest.mark.parametrize("store", ["partition", "partition_host"])
 @pytest.mark.parametrize(("tensor_size", "layers_per_checkpoint"), [(2, 1), (4, 2)])
 def test_partitioning_adds_one_all_gather_a_checkpoint(store, tensor_size, layers_per_checkpoint):
-    """It has batch x sequence x hidden elements, to 12 times that a block: less than a tenth (paper, section 8)."""
+    """The gather has batch x sequence x hidden elements, a block's all-reduces 12 times as many (paper, section 8)."""
     (kept, kept_bytes), (cut, cut_bytes) = (
         run_ranks(tensor_size, traffic_of_a_step, tensor_size, False, activations, False, 6)[0]
         for activations in (
@@ -167,7 +168,7 @@ def allocations_of_ten_steps(stage: int, store: str) -> tuple[Counter, Counter, 
 
 @pytest.mark.parametrize(("stage", "store"), [(0, "keep"), (2, "partition"), (3, "partition_host")])
 def test_after_the_first_step_neither_checkpoints_nor_gradients_are_allocated(stage, store):
-    """Only autograd's own gradients are: each is copied once into its bucket and freed."""
+    """Autograd's own gradients are the exception: each is copied once into its bucket and freed."""
     for on_device, on_host, num_grads in run_ranks(2, allocations_of_ten_steps, stage, store):
         assert on_host == {}
         assert on_device[TensorKind.CHECKPOINTS] == on_device[TensorKind.BUFFERS] == 0

@@ -1,4 +1,4 @@
-"""Parameters that come and go (stage 3): what is in memory when, and that what comes is never stale."""
+"""Units that are unsharded and resharded (stage 3): what is in memory at each moment, and that no weights are stale."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -20,8 +20,8 @@ NUM_BLOCKS, BLOCK_NUMEL = 5, 288  # with padding
 STAGE_3 = ZeroConfig(stage=3, bucket_numel=500, prefetch_numel=BLOCK_NUMEL)
 
 
-class Noted(nn.Module):
-    """Calls `note` in the middle of its forward, and of its backward."""
+class NotingBlock(nn.Module):
+    """A block that calls `note` in the middle of its forward and of its backward."""
 
     def __init__(self, index: int, notes: dict[str, set[int]]):
         super().__init__()
@@ -40,11 +40,11 @@ class Noted(nn.Module):
 
 
 class Chain(nn.Module):
-    """`per_checkpoint` blocks are recomputed at a time, where it is given."""
+    """A chain of blocks; `per_checkpoint` of them are recomputed at a time, if it is given."""
 
     def __init__(self, notes: dict[str, set[int]], per_checkpoint: int | None = None):
         super().__init__()
-        self.blocks = nn.ModuleList(Noted(index, notes) for index in range(NUM_BLOCKS))
+        self.blocks = nn.ModuleList(NotingBlock(index, notes) for index in range(NUM_BLOCKS))
         self.per_checkpoint = per_checkpoint
         self.skipped = -1
 
@@ -64,7 +64,7 @@ class Chain(nn.Module):
 
 
 def units_in_memory(num_ahead: int, per_checkpoint: int | None = None) -> dict[str, set[int]]:
-    """Which blocks' full parameters were there, or on their way, at every point of the third step."""
+    """Return which blocks' full parameters are allocated, gathered or not yet, at every point of the third step."""
     notes: dict[str, set[int]] = {}
     module = Chain(notes, per_checkpoint)
     config = replace(STAGE_3, prefetch_numel=num_ahead * BLOCK_NUMEL)
@@ -84,7 +84,7 @@ def units_in_memory(num_ahead: int, per_checkpoint: int | None = None) -> dict[s
 
 
 @pytest.mark.parametrize("num_ahead", [0, 1, 2])
-def test_only_a_unit_and_the_next_are_in_memory(num_ahead):
+def test_only_a_unit_and_the_prefetched_ones_are_in_memory(num_ahead):
     blocks = range(NUM_BLOCKS)
     expected = {f"forward {index}": set(blocks[index : index + 1 + num_ahead]) for index in blocks}
     expected |= {f"backward {index}": set(blocks[max(0, index - num_ahead) : index + 1]) for index in blocks}
@@ -94,7 +94,7 @@ def test_only_a_unit_and_the_next_are_in_memory(num_ahead):
 
 @pytest.mark.parametrize("num_ahead", [0, 1])
 @pytest.mark.parametrize("per_checkpoint", [1, 2, 3])
-def test_no_more_than_one_checkpoint_and_what_is_ahead_is_in_memory(num_ahead, per_checkpoint):
+def test_no_more_than_one_checkpoint_and_the_prefetched_units_are_in_memory(num_ahead, per_checkpoint):
     for notes in run_ranks(2, units_in_memory, num_ahead, per_checkpoint):
         for index in range(NUM_BLOCKS):
             assert index in notes[f"forward {index}"]
@@ -104,7 +104,7 @@ def test_no_more_than_one_checkpoint_and_what_is_ahead_is_in_memory(num_ahead, p
 
 
 def check_skipped_blocks() -> None:
-    """The block that was foretold and under way does not run, and gets new weights before it does."""
+    """Skip a block that was predicted and is being gathered; it gets new weights before it runs again."""
     twins = Twins(Chain({}).double(), STAGE_3, lr=1e-2)
     for step, skipped in enumerate((-1, 1, 3, -1, 1)):
         twins.model.module.skipped = twins.plain.skipped = skipped
@@ -122,25 +122,25 @@ def check_step_while_gathered() -> None:
             twins.step()
 
 
-def test_gathered_weights_are_never_stale():
+def test_unsharded_weights_are_never_stale():
     run_ranks(2, check_skipped_blocks)
     run_ranks(2, check_step_while_gathered)
 
 
 def check_recomputation_to_the_end() -> None:
-    """Without early stop the forward hooks fire in backward too, and must not release what backward reads next."""
+    """Train without early stop: forward hooks run in backward too, and must not reshard what backward reads next."""
     module = build("gpt", checkpoints=True)
     twins = Twins(module, STAGE_3, lr=1e-2)
     with set_checkpoint_early_stop(False):
         twins.train(2)
 
 
-def test_recomputation_to_the_end_releases_nothing_too_early():
+def test_recomputation_to_the_end_reshards_nothing_too_early():
     run_ranks(2, check_recomputation_to_the_end)
 
 
 def check_launches_return_to_their_order() -> None:
-    """A forward without backward makes the engine wait for its calls once; the next backward is as any other."""
+    """Run a forward without a backward: the next backward closes units late, and the one after it as usual."""
     mesh = Mesh.create(tensor_size=1)
     mesh.log.keeps_events = True
     model = ZeroDataParallel(build("toy"), mesh.data, STAGE_3)
@@ -161,5 +161,5 @@ def check_launches_return_to_their_order() -> None:
     assert ops_of_backward() == usual
 
 
-def test_a_forgotten_forward_delays_one_backward_only():
+def test_a_forward_without_backward_delays_the_reductions_of_one_backward_only():
     run_ranks(2, check_launches_return_to_their_order)

@@ -1,4 +1,4 @@
-"""Model states in host memory: the same training, less on the accelerator, and the two memories kept apart."""
+"""Model states in host memory: the same training, less accelerator memory, and no operation that uses both memories."""
 
 import pytest
 import torch
@@ -71,8 +71,12 @@ def test_all_placements_equal_one_process(combination):
     check_equals_no_offload(**combination)
 
 
-def train_apart(config: ZeroConfig, offload: OffloadConfig, num_micro_batches: int) -> tuple:
-    """(states on the accelerator, on the host, the ledger's gradients there, parameters, copies) of a bf16 model."""
+def train_with_memories_apart(config: ZeroConfig, offload: OffloadConfig, num_micro_batches: int) -> tuple:
+    """Train a bf16 model for two steps, and check that no operation but a copy uses both memories.
+
+    Return the model states on the accelerator and on the host, the bytes that the tracker counts in each, the number of
+    elements of all flat buffers, and the number of copies between the memories.
+    """
     mesh = Mesh.create(tensor_size=1)
     with MemoryTracker(torch.device("cpu")) as tracker:
         gpt = build("gpt", dtype=torch.bfloat16)
@@ -90,7 +94,7 @@ def train_apart(config: ZeroConfig, offload: OffloadConfig, num_micro_batches: i
     return *found, counted, sum(flat.layout.numel for flat in model.flats), apart.num_copies
 
 
-# Bytes on the accelerator at two ranks: full parameters and gradients that persist, and what may not leave.
+# Bytes on the accelerator at two ranks: full parameters and gradients that persist, and states not offloaded.
 LEFT_PER_PARAMETER = {
     (0, OPTIMIZER): 4,
     (1, OPTIMIZER): 4,
@@ -105,18 +109,18 @@ LEFT_PER_PARAMETER = {
 @pytest.mark.parametrize(
     ("stage", "states"), [(0, OPTIMIZER), (1, OPTIMIZER), (2, BOTH), (3, OPTIMIZER), (3, PARAMETERS), (3, BOTH)]
 )
-def test_what_leaves_the_accelerator_is_on_the_host(stage, states, num_micro_batches):
-    """Bytes a parameter: 2 stay in stage 2 under optimizer offload, nothing in stage 3 with the parameters."""
+def test_offloaded_states_are_on_the_host_and_the_others_on_the_accelerator(stage, states, num_micro_batches):
+    """With both states offloaded, 2 bytes a parameter stay on the accelerator in stage 2, and none in stage 3."""
     data_size = 2
     config = ZeroConfig(stage, bucket_numel=5000)
     for device, host, counted, numel, num_copies in run_ranks(
-        data_size, train_apart, config, OffloadConfig("host", states), num_micro_batches
+        data_size, train_with_memories_apart, config, OffloadConfig("host", states), num_micro_batches
     ):
         promised = memory.placed(memory.formula(config.policy, numel, data_size), config.policy, data_size, set(states))
         assert (device, host) == (promised.accelerator, promised.host)
         assert device.total / numel == pytest.approx(LEFT_PER_PARAMETER[stage, states])
-        for pool, states_there in zip(counted, (device, host), strict=True):
-            assert_tracker_agrees(pool, states_there)
+        for pool, states_of_pool in zip(counted, (device, host), strict=True):
+            assert_tracker_agrees(pool, states_of_pool)
         assert num_copies
 
 

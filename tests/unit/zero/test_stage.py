@@ -1,0 +1,30 @@
+"""The table of stages, and the settings that choose among them."""
+
+import pytest
+
+from parallel.errors import ConfigError
+from parallel.instruments.comm_log import CommLog
+from parallel.mesh import Axis
+from zero.config import ZeroConfig
+from zero.stage import STAGES
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_one_axis_divides_and_the_other_replicates(stage):
+    data = Axis("data", 4, 3, CommLog())
+    shard_axis, replica_axis = STAGES[stage].axes(data)
+    assert (shard_axis.size, shard_axis.rank) == ((1, 0) if stage == 0 else (4, 3))
+    assert (replica_axis.size, replica_axis.rank) == ((4, 3) if stage == 0 else (1, 0))
+    assert shard_axis.log is replica_axis.log is data.log
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"stage": 4}, r"ZeroConfig\.stage=4 does not exist; choose 0, 1, 2, 3"),
+        ({"bucket_numel": 0}, r"ZeroConfig\.bucket_numel=0 is below 1"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        ZeroConfig(**settings)

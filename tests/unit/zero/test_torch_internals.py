@@ -1,0 +1,165 @@
+"""Private parts of torch behave as this project needs: a test for each part of zero/torch_internals.py.
+
+If one fails after an update of torch, the function that it tests is the place to adapt.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from zero import torch_internals as internals
+
+
+def test_norms_of_many_tensors_are_summed_in_the_given_dtype():
+    tensors = [torch.full((4,), 300.0, dtype=torch.float16), torch.tensor([3.0, 4.0], dtype=torch.float16)]
+    norms = internals.foreach_norm(tensors, 2, torch.float32)
+    assert [norm.dtype for norm in norms] == [torch.float32] * 2
+    assert [norm.tolist() for norm in norms] == [600.0, 5.0]  # 4 * 300**2 overflows in float16
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_norm_has_the_dtype_of_its_sum(dtype):
+    values = torch.tensor([1.0] + [2.0**-10] * 2**12, dtype=torch.bfloat16)
+    (norm,) = internals.foreach_norm([values], 2, dtype)
+    assert norm.dtype is dtype
+    assert norm.item() == torch.tensor(1 + 2.0**-8, dtype=dtype).sqrt().item()  # every partial sum is exact; 1 in bf16
+
+
+def numbers_of_backward(x: Tensor) -> list[int]:
+    """Return the numbers that two hooks of one backward read."""
+    numbers: list[int] = []
+    y, z = x.sin(), x.cos()
+    for tensor in (y, z):
+        tensor.register_hook(lambda _grad: numbers.append(internals.current_backward()))
+    (y * z).sum().backward()
+    return numbers
+
+
+def test_a_backward_has_one_number_which_no_other_has():
+    x = torch.ones(2, requires_grad=True)
+    assert internals.current_backward() == internals.NO_BACKWARD
+    first, second = numbers_of_backward(x), numbers_of_backward(x)
+    assert len(first) == len(second) == 2
+    assert len({*first}) == len({*second}) == 1
+    assert len({internals.NO_BACKWARD, first[0], second[0]}) == 3
+    assert internals.current_backward() == internals.NO_BACKWARD
+
+
+def test_a_backward_inside_another_has_a_number_of_its_own():
+    numbers = []
+
+    def hook(_grad: Tensor) -> None:
+        numbers.append(internals.current_backward())
+        with torch.enable_grad():
+            numbers.extend(numbers_of_backward(torch.ones(2, requires_grad=True)))
+        numbers.append(internals.current_backward())
+
+    x = torch.ones(2, requires_grad=True)
+    x.register_hook(hook)
+    x.sum().backward()
+    outer, inner, same_inner, same_outer = numbers
+    assert outer == same_outer != inner == same_inner
+
+
+def test_no_backward_runs_after_one_that_raised():
+    def fail(_grad: Tensor) -> None:
+        raise KeyError
+
+    x = torch.ones(2, requires_grad=True)
+    x.register_hook(fail)
+    with pytest.raises(KeyError):
+        x.sum().backward()
+    assert internals.current_backward() == internals.NO_BACKWARD
+
+
+def test_the_end_of_backward_follows_every_gradient_and_is_reported_once():
+    params = [nn.Parameter(torch.ones(2)) for _ in range(3)]
+    events: list[Any] = []
+
+    def end() -> None:
+        events.append(("end", [param.grad is not None for param in params]))
+
+    def accept(number: int) -> None:
+        if not events:
+            internals.call_at_end_of_backward(end)
+        events.append(number)
+
+    for number, param in enumerate(params):
+        param.register_post_accumulate_grad_hook(lambda _param, number=number: accept(number))
+    for _ in range(2):
+        events.clear()
+        (params[0] * params[1].exp() + params[2]).sum().backward()
+        assert sorted(events[:-1]) == [0, 1, 2]
+        assert events[-1] == ("end", [True] * 3)
+
+
+def test_the_end_of_backward_is_not_reported_for_one_that_raised_nor_in_the_next():
+    x, calls = torch.ones(2, requires_grad=True), []
+
+    def fail(_grad: Tensor) -> None:
+        internals.call_at_end_of_backward(lambda: calls.append("end"))
+        raise KeyError
+
+    hook = x.register_hook(fail)
+    with pytest.raises(KeyError):
+        x.sum().backward()
+    hook.remove()
+    x.sum().backward()
+    assert calls == []
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda tensor: tensor.fill_(1.0),
+        lambda tensor: tensor.zero_(),
+        lambda tensor: tensor[1, 2].fill_(1.0),
+        lambda tensor: tensor.__setitem__((1, 2), 1.0),
+        lambda tensor: tensor.mul_(2.0),
+        lambda tensor: tensor.copy_(torch.ones(2, 3)),
+    ],
+    ids=["fill_", "zero_", "an element, filled", "an element, assigned", "mul_", "copy_"],
+)
+@pytest.mark.parametrize("is_expanded", [True, False])
+def test_writes_raise_and_reads_work(write: Callable[[Tensor], Any], is_expanded: bool):
+    scalar = torch.tensor(7.0)
+    tensor = scalar.expand(2, 3) if is_expanded else torch.full((2, 3), 7.0)
+    internals.forbid_writes(scalar if is_expanded else tensor)  # of all that share the storage
+    with pytest.raises(RuntimeError):
+        write(tensor)
+    assert tensor.tolist() == [[7.0] * 3] * 2
+    assert (tensor * 2 + tensor.clone()).eq(21.0).all()
+    assert nn.Parameter(tensor).sum().item() == 42.0
+
+
+class LoggingTable(dict[str, Any]):
+    """A table of parameters that logs the names that are looked up."""
+
+    def __init__(self, params: dict[str, Any]):
+        super().__init__(params)
+        self.names: list[str] = []
+
+    def __getitem__(self, name: str) -> Any:
+        self.names.append(name)
+        return super().__getitem__(name)
+
+
+def test_a_replaced_table_of_parameters_serves_attributes_and_parameters():
+    linear, other = nn.Linear(3, 2), nn.Parameter(torch.zeros(2, 3))
+    before = dict(linear.named_parameters())
+    internals.replace_parameter_table(linear, LoggingTable)
+    table = vars(linear)["_parameters"]
+    assert isinstance(table, LoggingTable)
+    assert linear.weight is before["weight"]
+    assert table.names == ["weight"]
+    linear(torch.ones(1, 3))
+    assert sorted(table.names) == ["bias", "weight", "weight"], "forward reads attributes too"
+    assert dict(linear.named_parameters()) == before
+    table["weight"] = other  # seen by both ways to read
+    assert linear.weight is other
+    assert list(linear.parameters()) == [other, before["bias"]]
+    linear.bias = None  # written by torch itself
+    assert table["bias"] is None
