@@ -33,29 +33,29 @@ def numbers_of_backward(x: Tensor) -> list[int]:
     numbers: list[int] = []
     y, z = x.sin(), x.cos()
     for tensor in (y, z):
-        tensor.register_hook(lambda _grad: numbers.append(internals.current_backward()))
+        tensor.register_hook(lambda _grad: numbers.append(internals.current_graph_task()))
     (y * z).sum().backward()
     return numbers
 
 
 def test_a_backward_has_one_number_which_no_other_has():
     x = torch.ones(2, requires_grad=True)
-    assert internals.current_backward() == internals.NO_BACKWARD
+    assert internals.current_graph_task() == internals.NO_GRAPH_TASK
     first, second = numbers_of_backward(x), numbers_of_backward(x)
     assert len(first) == len(second) == 2
     assert len({*first}) == len({*second}) == 1
-    assert len({internals.NO_BACKWARD, first[0], second[0]}) == 3
-    assert internals.current_backward() == internals.NO_BACKWARD
+    assert len({internals.NO_GRAPH_TASK, first[0], second[0]}) == 3
+    assert internals.current_graph_task() == internals.NO_GRAPH_TASK
 
 
 def test_a_backward_inside_another_has_a_number_of_its_own():
     numbers = []
 
     def hook(_grad: Tensor) -> None:
-        numbers.append(internals.current_backward())
+        numbers.append(internals.current_graph_task())
         with torch.enable_grad():
             numbers.extend(numbers_of_backward(torch.ones(2, requires_grad=True)))
-        numbers.append(internals.current_backward())
+        numbers.append(internals.current_graph_task())
 
     x = torch.ones(2, requires_grad=True)
     x.register_hook(hook)
@@ -72,7 +72,7 @@ def test_no_backward_runs_after_one_that_raised():
     x.register_hook(fail)
     with pytest.raises(KeyError):
         x.sum().backward()
-    assert internals.current_backward() == internals.NO_BACKWARD
+    assert internals.current_graph_task() == internals.NO_GRAPH_TASK
 
 
 def test_the_end_of_backward_follows_every_gradient_and_is_reported_once():

@@ -116,7 +116,7 @@ def least_fetched(uses: tuple[int, ...], num_places: int) -> int:
     """Return the fewest fetches of all choices of the chunks that stay, by trying each."""
 
     @cache
-    def min_over_ranks(position: int, held: frozenset[int]) -> int:
+    def least(position: int, held: frozenset[int]) -> int:
         if position == len(uses):
             return 0
         chunk = uses[position]
