@@ -15,7 +15,7 @@ from data.errors import DataError
 from data.indexed import IndexedDataset, bin_path, idx_path
 
 PARTS = ("train", "validation", "test")
-MIN_CACHED_ENTRIES = 1 << 20  # documents plus samples of an order; a smaller one is built faster than its files opened
+MIN_CACHED_ENTRIES = 1 << 20  # documents and samples: a smaller order is built faster than its files are opened
 
 
 class Samples(Protocol):
@@ -61,7 +61,7 @@ class PackedSamples:
 
     def __getitem__(self, sample: int) -> np.ndarray:
         order, number = self._find(sample)
-        # From token `start` of the first document to token `stop`, with which the next sample starts, of the last.
+        # The sample ends with token `stop` of the last document, which is also the first token of the next sample.
         (first, start), (last, stop) = order.sample_starts[number : number + 2].tolist()
         documents = order.document_order[first : last + 1].tolist()
         pieces = [self._dataset[self._documents[document]] for document in documents]

@@ -13,10 +13,10 @@ from torch import Tensor
 from parallel.mesh import Axis, Mesh
 
 MESSAGE_BYTES = 8 * 2**20
-SECONDS_EACH = 0.5  # that an action is repeated for
+SECONDS_EACH = 0.5  # for which a measured action is repeated
 MAX_REPEATS = 50
-SLOW_LINK, SLOW_DEVICE = 0.7, 0.8  # slow is less than this fraction of the median of comparable links or devices,
-FAR_BELOW = 0.5  # or less than this fraction of the rate in a cluster file
+# A rate is slow below these fractions of the median of comparable links or devices, or of the rate in a cluster file.
+SLOW_LINK, SLOW_DEVICE, SLOW_FOR_CLUSTER = 0.7, 0.8, 0.5
 Measurement = Callable[[], object]
 
 
@@ -118,7 +118,7 @@ def slow_links(rates: Sequence[LinkRate], expected: dict[str, float]) -> list[Li
     slow = []
     for rate in rates:
         comparable = [r.bytes_per_second for r in rates if (r.axis, r.what) == (rate.axis, rate.what)]
-        limit = max(SLOW_LINK * statistics.median_high(comparable), FAR_BELOW * expected.get(rate.axis, 0.0))
+        limit = max(SLOW_LINK * statistics.median_high(comparable), SLOW_FOR_CLUSTER * expected.get(rate.axis, 0.0))
         if rate.bytes_per_second < limit:
             slow.append(rate)
     return slow
@@ -127,7 +127,7 @@ def slow_links(rates: Sequence[LinkRate], expected: dict[str, float]) -> list[Li
 def slow_devices(rates: Sequence[DeviceRate], expected_flops: float) -> list[DeviceRate]:
     """Return the devices far below the median, or below half of `expected_flops` per second."""
     median = statistics.median_high(rate.flops_per_second for rate in rates)
-    limit = max(SLOW_DEVICE * median, FAR_BELOW * expected_flops)
+    limit = max(SLOW_DEVICE * median, SLOW_FOR_CLUSTER * expected_flops)
     return [rate for rate in rates if rate.flops_per_second < limit]
 
 

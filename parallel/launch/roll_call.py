@@ -1,7 +1,7 @@
 """A comparison of all nodes before a job starts, by one process per node, through a store that the first node serves.
 
-    first node      serves the store, replies with the time of its clock, collects the facts of all nodes, sets the
-    verdict other nodes     request the time of the first node's clock, report their facts, wait for the verdict
+    first node      serves the store, replies with its clock's time, collects the facts of all nodes, sets the verdict
+    other nodes     request the first node's clock's time, report their facts, wait for the verdict
 
 The first node sets the verdict, a list of problems, when all nodes have reported or the time is over. Every node reads
 the same list, so either all of them start the job or none does.
