@@ -4,8 +4,8 @@ torchrun --nproc_per_node=2 --max-restarts=2 -m scripts.failing_run \
     --kill 0:1:reduce:5 --kill 1:0:save.rename:1 -- --config configs/quickstart.yaml
 
 A kill is ATTEMPT:RANK:POINT:NUMBER. When the launcher starts the job for the ATTEMPTth time (from 0), rank RANK gets
-SIGKILL when it reaches POINT for the NUMBERth time, or, if POINT is "moment", NUMBER milliseconds after it has resumed
-or started. This script wraps the functions at the points; the program itself has no code for kills.
+SIGKILL when it reaches POINT for the NUMBERth time, or, if POINT is "moment", NUMBER milliseconds after it has begun
+to resume. This script wraps the functions at the points; the program itself has no code for kills.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """Check that runs which are killed and restarted log exactly the steps of an undisturbed run.
 
-python -m scripts.kills                        # 50 kills, 5 a run: at the points of scripts/failing_run.py, or at
-random python -m scripts.kills --kills 10 --first 20  # kills 20 to 29 of these
+python -m scripts.kills                        # 50 kills, 5 a run, at the points of scripts/failing_run.py
+python -m scripts.kills --kills 10 --first 20  # kills 20 to 29 of these
 """
 
 import argparse
@@ -73,7 +73,7 @@ def choose_kills(first: int, number: int) -> list[Kill]:
 
 
 def max_number(point: str) -> int:
-    """Return the largest NUMBER of a kill with which it still strikes before the run ends."""
+    """Return the largest NUMBER of a kill for which the run reaches the point that often before it ends."""
     if point == MOMENT:
         return 3000  # milliseconds
     if point in FIRST_RANK_ONLY:

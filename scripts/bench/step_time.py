@@ -167,7 +167,7 @@ def build_contenders(settings: Settings, world: World, mesh: Mesh, batches: list
         before = reset_peak_memory(world.device)
         contender = CONTENDERS[name](name, copy.deepcopy(template), terms)
         train_steps(contender, batches, 2)
-        reset_peak_memory(world.device)  # resets the peak after building, whose peak is not that of a step
+        reset_peak_memory(world.device)  # the peak of building is not that of a step
         train_steps(contender, batches, settings.warmup)
         contender.memory_bytes = peak_memory_bytes(world.device) - before
         return_freed_memory(at_least_bytes=LARGEST_MMAP_THRESHOLD)
