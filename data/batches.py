@@ -1,4 +1,4 @@
-"""Micro-batches of one data-parallel rank, read ahead by a thread.
+"""The micro-batches of one data-parallel rank, which a thread reads ahead.
 
 a step's samples    | rank 0 | rank 1 | rank 0 | rank 1 |      micro_batch_size samples each, data_size 2
 micro-batch         |       0         |        1        |
@@ -15,7 +15,7 @@ from torch import Tensor
 from data.errors import DataError
 from data.samples import Samples
 
-STEPS_AHEAD = 2
+STEPS_AHEAD = 2  # read before they are requested
 
 
 class BatchLoader:
@@ -39,15 +39,16 @@ class BatchLoader:
         self._pin_memory = pin_memory
 
     def steps(self, plan: Iterable[tuple[int, int]]) -> Iterator[list[Tensor]]:
-        """Yield the micro-batches of each (first_sample, global_batch_size) of `plan`, a list a step.
+        """Yield a list of micro-batches for each step (first_sample, global_batch_size) of `plan`.
 
-        A micro-batch is int64 (micro_batch_size, seq_length + 1). Up to two steps are read ahead of the one in use.
-        Closing the iterator ends the thread. Raises DataError if a token is outside the vocabulary or if a batch does
-        not divide among the ranks.
+        A micro-batch is int64 (micro_batch_size, seq_length + 1). Two steps are read ahead of the one in use, so `plan`
+        is consumed ahead too. Closing the iterator ends the thread. Raises DataError if a token is outside the
+        vocabulary, or if micro_batch_size x data_size does not divide global_batch_size.
         """
         reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batch-reader")
         ahead: deque[Future[list[Tensor]]] = deque()
         try:
+            # One thread reads the steps in the order of the queue, so results are yielded in the order of `plan`.
             for first_sample, global_batch_size in plan:
                 ahead.append(reader.submit(self._read_step, first_sample, global_batch_size))
                 if len(ahead) > STEPS_AHEAD:
@@ -79,7 +80,7 @@ class BatchLoader:
     def _check_vocabulary(self, tokens: np.ndarray, first_sample: int) -> None:
         """Raise DataError if a token has no row in the embedding.
 
-        On a GPU the lookup would fail later, by an assertion on the device that names neither token nor file.
+        Without this check, the lookup on a GPU would fail by a device-side assertion that names neither token nor file.
         """
         if tokens.min() >= 0 and tokens.max() < self._vocab_size:
             return

@@ -1,8 +1,8 @@
-"""Samples of several datasets mixed by weight, computed from the sample's number without a stored index.
+"""Samples of several datasets mixed by weight. The order is computed from the sample's number, without a stored index.
 
-The weights sum to 1, and the k-th sample of dataset d has the time (k + 0.5) / weight[d]. The blend takes all samples
-in order of (time, d). In every prefix of the blend, the samples of a dataset differ from its share by at most half the
-number of datasets.
+The weights sum to 1, and sample k of dataset d has the time (k + 0.5) / weight[d]. The blend is all samples in the
+order of (time, d). Among the first n samples of the blend, the number from dataset d differs from n x weight[d] by at
+most half the number of datasets.
 
     dataset 0, weight 0.75     0       1       2           3       4       5
     dataset 1, weight 0.25             0                           1
@@ -20,16 +20,16 @@ from data.errors import DataError
 from data.indexed import IndexedDataset
 from data.samples import PackedSamples, Samples, split_documents
 
-BLOCK_SAMPLES = 1024  # located together, because the next request is usually for a neighbour
+BLOCK_SAMPLES = 1024  # computed at once, because the next sample requested is usually a neighbour
 
 
 @dataclass(frozen=True)
 class Block:
-    """Consecutive samples of the blend: for each its dataset, and its number within that dataset."""
+    """BLOCK_SAMPLES consecutive samples of the blend."""
 
-    first: int
-    dataset: np.ndarray
-    number: np.ndarray
+    first: int  # number of the first sample in the blend
+    dataset: np.ndarray  # of each sample
+    number: np.ndarray  # of each sample within its dataset
 
 
 class BlendOrder:
@@ -41,6 +41,7 @@ class BlendOrder:
         self._current: Block | None = None
 
     def locate(self, sample: int) -> tuple[int, int]:
+        """Return (dataset, number within it) of a sample of the blend."""
         block = self._current  # read once, because another thread may replace it
         if block is None or not block.first <= sample < block.first + BLOCK_SAMPLES:
             block = self._current = self._block(sample - sample % BLOCK_SAMPLES, BLOCK_SAMPLES)
@@ -48,21 +49,24 @@ class BlendOrder:
 
     def counts_before(self, sample: int) -> np.ndarray:
         """Return the number of samples of each dataset that precede a sample of the blend, of shape (datasets,)."""
-        counts, dataset, _ = self._merge(sample, sample)
-        return counts + np.bincount(dataset[: sample - counts.sum()], minlength=len(counts))
+        skipped, dataset, _ = self._merge(sample, sample)
+        return skipped + np.bincount(dataset[: sample - skipped.sum()], minlength=len(skipped))
 
     def _block(self, first: int, num_samples: int) -> Block:
-        counts, dataset, number = self._merge(first, first + num_samples)
-        block = slice(first - counts.sum(), first - counts.sum() + num_samples)
+        skipped, dataset, number = self._merge(first, first + num_samples)
+        start = first - skipped.sum()
+        block = slice(start, start + num_samples)
         return Block(first, dataset[block], number[block])
 
     def _merge(self, first: int, stop: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Compute the blend between two times that enclose samples [first, stop).
+        """Compute a stretch of the blend that contains samples [first, stop), and possibly some before and after them.
 
-        Returns the samples of each dataset before the first time, and for each sample between the two times its dataset
-        and its number.
+        Returns the number of samples of each dataset before the stretch, (datasets,), and for each sample of the
+        stretch its dataset and its number within it.
         """
-        margin = len(self._weights)  # t samples precede time t, plus or minus half the number of datasets
+        # About t samples of the blend precede time t, with an error of at most half the number of datasets. So the
+        # times (first - margin, stop + margin) enclose the samples.
+        margin = len(self._weights)
         skipped = self._counts_at(max(first - margin, 0))
         counts = self._counts_at(stop + margin) - skipped
         dataset = np.repeat(np.arange(len(counts)), counts)
@@ -71,7 +75,7 @@ class BlendOrder:
         return skipped, dataset[order], number[order]
 
     def _counts_at(self, time: int) -> np.ndarray:
-        """Return the number of samples of each dataset before a time. Rounding errors are within the margin."""
+        """Return the number of samples of each dataset before a time. The margin covers rounding errors."""
         return np.maximum(np.ceil(time * self._weights - 0.5), 0).astype(np.int64)
 
 
@@ -112,9 +116,9 @@ def open_samples(
 ) -> Samples:
     """Open one `part` (train, validation or test) of data.path: PREFIX, WEIGHT:PREFIX, or a list of these.
 
-    Without weights, prefixes are mixed in proportion to their samples. The order files are stored in `cache_dir`, by
-    default PREFIX.cache. Raises DataError if a file is missing, a weight is wrong, or a part has fewer than
-    seq_length + 1 tokens.
+    Without weights, prefixes are mixed in proportion to their numbers of samples. Orders of samples are cached in
+    `cache_dir`, by default PREFIX.cache. Raises DataError if a file is missing, a weight is not positive, or a prefix
+    has fewer than seq_length + 1 tokens in this part.
     """
     weights, prefixes = parse_path(path)
     datasets = []
@@ -139,12 +143,13 @@ def parse_path(path: str | Sequence[str]) -> tuple[list[float], list[str]]:
 
 
 def _parse_entry(entry: str) -> tuple[float | None, str]:
+    """Return (WEIGHT, PREFIX) of one entry of data.path; the weight is None if the entry has none."""
     weight_text, colon, prefix = entry.partition(":")
-    try:
-        weight = float(weight_text) if colon else None
-    except ValueError:  # the colon is part of a file name
+    if not colon:
         return None, entry
-    if weight is None:
+    try:
+        weight = float(weight_text)
+    except ValueError:  # the colon is part of a file name
         return None, entry
     if not (math.isfinite(weight) and weight > 0):
         raise DataError(f"data.path={entry} has the weight {weight_text}; weights must be above 0")

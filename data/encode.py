@@ -1,9 +1,9 @@
-"""Encoding of documents as tokens in worker processes.
+"""The encoding of documents as tokens, in worker processes.
 
     one reader --batches of documents--> workers --tokens, in the order read--> one consumer
 
-The reader is at most a few batches a worker ahead, so memory does not grow with the corpus. Batches are yielded in the
-order in which they were read, so the result does not depend on the number of workers.
+The reader reads at most a few batches for each worker ahead, so memory does not grow with the corpus. Batches are
+yielded in the order in which they were read, so the result does not depend on the number of workers.
 """
 
 import os
@@ -25,22 +25,22 @@ from data.sources import Document, text_of
 from data.tokenizer import Tokenizer
 
 BATCH_BYTES = 512 << 10
-DOCUMENT_OVERHEAD_BYTES = 64  # ends a batch of empty documents, too
-BATCHES_AHEAD = 4  # for each worker: keeps all of them busy while one encodes a large document
+DOCUMENT_OVERHEAD_BYTES = 64  # added to each document's size, so that a batch of empty documents ends too
+BATCHES_AHEAD = 4  # for each worker, so that all others are busy while one encodes a large document
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """The tokens of a batch of documents, end-of-document tokens included; empty documents are left out."""
+    """The tokens of a batch of documents, each with an end-of-document token. Empty documents are left out."""
 
-    tokens: np.ndarray
-    lengths: np.ndarray
-    weight: float
+    tokens: np.ndarray  # of all documents, joined
+    lengths: np.ndarray  # in tokens, of each document
+    weight: float  # of the batch, for the progress bar: the sum of `Document.weight`
 
 
 @dataclass(frozen=True)
 class Encoder:
-    """The function that workers call, small enough to be sent with every batch."""
+    """The function that workers call. It is pickled with every batch, so it holds the tokenizer's path only."""
 
     tokenizer_file: str
     eod: int
@@ -65,7 +65,7 @@ def _tokenizer_of_this_process(path: str, eod: int) -> Tokenizer:
 def encode_in_order(encoder: Encoder, documents: Iterable[Document], num_workers: int) -> Iterator[Encoded]:
     """Encode batches of documents in `num_workers` processes and yield them in the order in which they were read."""
     pending: deque[Future[Encoded]] = deque()
-    # spawn, because forking a process in which the tokenizer's threads have run can deadlock
+    # "spawn" and not "fork": a process forked after the tokenizer's threads have run can deadlock.
     pool = ProcessPoolExecutor(num_workers, get_context("spawn"), initializer=_start_worker)
     try:
         for batch in _batches(documents):

@@ -22,7 +22,7 @@ import numpy as np
 
 from data.errors import DataError
 
-VERSION = 1  # of the result of build_epoch; increase it if the same recipe gives another order
+VERSION = 1  # of build_epoch: increase it after a change by which the same recipe gives another order
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,9 @@ class EpochOrder:
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything that the order of an epoch depends on, as a key of its files.
+    """Everything that the order of an epoch depends on; a digest of it is part of the names of its files.
 
-    The modification time of the index file stands for the document lengths in it.
+    The document lengths are represented by the modification time of the index file.
     """
 
     name: str
@@ -61,21 +61,21 @@ class Recipe:
 
 
 def build_epoch(lengths: np.ndarray, *, seq_length: int, seed: int, epoch: int) -> EpochOrder:
-    """Return the order of `epoch` over documents of these lengths, a function of the arguments alone."""
+    """Return the order of `epoch` over documents of these lengths in tokens, a function of the arguments alone."""
     generator = np.random.default_rng([seed, epoch])
     document_order = _shuffled(len(lengths), generator)
-    ends = np.cumsum(lengths[document_order], dtype=np.int64)
+    ends = np.cumsum(lengths[document_order], dtype=np.int64)  # of the shuffled documents, in the joined tokens
     num_samples = (int(ends[-1]) - 1) // seq_length
-    tokens = np.arange(0, num_samples * seq_length + 1, seq_length)
-    places = np.searchsorted(ends, tokens, side="right")
-    offsets = tokens - ends[places] + lengths[document_order[places]]
+    starts = np.arange(0, num_samples * seq_length + 1, seq_length)  # of the samples, in the joined tokens
+    places = np.searchsorted(ends, starts, side="right")
+    offsets = starts - ends[places] + lengths[document_order[places]]
     starts_type = np.min_scalar_type(max(len(lengths), int(offsets.max())))
     sample_starts = np.stack([places.astype(starts_type), offsets.astype(starts_type)], axis=1)
     return EpochOrder(document_order, sample_starts, _shuffled(num_samples, generator))
 
 
 def cached_epoch(folder: Path, stem: str, build: Callable[[], EpochOrder]) -> EpochOrder:
-    """Return the order stored in `folder` under `stem`, memory-mapped. Build and write it if a file is missing."""
+    """Return the order stored in the files `folder`/`stem`.*, memory-mapped. Build and write it if one is missing."""
     paths = {field.name: folder / f"{stem}.{field.name}.npy" for field in dataclasses.fields(EpochOrder)}
     if not all(path.exists() for path in paths.values()):
         _save(build(), paths, folder)
@@ -92,7 +92,7 @@ def _shuffled(count: int, generator: np.random.Generator) -> np.ndarray:
 
 
 def _save(order: EpochOrder, paths: dict[str, Path], folder: Path) -> None:
-    """Write into a folder that only this process uses, then rename: others see a complete file or none."""
+    """Write each file into a folder that only this process uses, then rename it: other processes find it complete."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".unfinished.", dir=folder) as staging:

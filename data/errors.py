@@ -1,8 +1,8 @@
-"""The only exception class of this package: a mistake in data or settings, reported in one line."""
+"""The only exception class of this package, for mistakes in data or settings that the user can correct."""
 
 
 class DataError(ValueError):
     """A mistake that the user can correct.
 
-    The message names the file or setting, what was expected, what was found, and the remedy.
+    The message is one line with the file or setting, what was expected, what was found, and the remedy.
     """

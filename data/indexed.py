@@ -39,9 +39,10 @@ def idx_path(prefix: str | Path) -> Path:
 
 
 class IndexedWriter:
-    """A context manager that appends documents to PREFIX.bin and writes PREFIX.idx when its block ends.
+    """A context manager that appends documents to PREFIX.bin, and writes PREFIX.idx when its block ends.
 
-    If the block raises, no index is written, and the pair cannot be opened. Four bytes a document are kept in memory.
+    If the block raises, the index is not written, so that the unfinished pair cannot be opened. The writer keeps four
+    bytes a document in memory.
     """
 
     def __init__(self, prefix: str | Path, dtype: np.dtype) -> None:
@@ -67,6 +68,7 @@ class IndexedWriter:
 
     def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:
         if kind is None:
+            # The tokens are on the disk before the index is written: an index that exists describes a complete file.
             self._bin.flush()
             os.fsync(self._bin.fileno())
             self._write_index()
@@ -90,9 +92,9 @@ class IndexedWriter:
 class IndexedDataset:
     """The sequences of PREFIX.bin as read-only views of a memory map.
 
-    Opening reads a header, indexing copies nothing. `sequence_lengths` i32[N] in tokens, `starts` i64[N] in bytes and
-    `document_indices` i64[D] are maps as well. IndexedWriter writes one sequence a document. Raises DataError if the
-    pair is missing, truncated, or in another format.
+    Opening reads only the header, and indexing copies nothing. `sequence_lengths` i32[N] in tokens, `starts` i64[N] in
+    bytes and `document_indices` i64[D] are memory maps as well. IndexedWriter writes one sequence for each document.
+    Raises DataError if the pair is missing, truncated, or in another format.
     """
 
     def __init__(self, prefix: str | Path) -> None:
@@ -116,7 +118,8 @@ class IndexedDataset:
             )
         self.dtype = DTYPE_OF_CODE[code]
         ends = np.cumsum([HEADER.size, 4 * num_sequences, 8 * num_sequences, 8 * num_document_indices]).tolist()
-        if index_bytes not in (ends[-1], ends[-1] + num_sequences):  # Megatron may append a mode of one byte a sequence
+        # Megatron may append the mode of each sequence, one byte.
+        if index_bytes not in (ends[-1], ends[-1] + num_sequences):
             raise DataError(
                 f"{path} has {index_bytes} bytes, its header describes {ends[-1]}; copy or prepare it again"
             )
@@ -150,7 +153,7 @@ class IndexedDataset:
         return len(self._tokens)
 
     def first_token(self, sequence: int) -> int:
-        """Return the number of tokens in the file before `sequence`, for 0 <= sequence <= N."""
+        """Return the position in tokens at which `sequence` begins in the file. For sequence N it is the file's end."""
         return self.num_tokens if sequence == len(self) else int(self.starts[sequence]) // self.dtype.itemsize
 
 

@@ -1,6 +1,7 @@
 """python -m data.prepare: turn text into PREFIX.bin, PREFIX.idx, PREFIX.tokenizer.json and PREFIX.json.
 
-The four files are written into a hidden folder beside PREFIX and renamed at the end, so that all of them exist or none.
+The four files are written into a hidden folder beside PREFIX and renamed at the end, the index last. The index exists
+only if the other three are complete.
 """
 
 import argparse
@@ -21,7 +22,8 @@ from data.tokenizer import Tokenizer, named_tokenizer, tokenizer_path, train_tok
 
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
-OUTPUT_PATHS = (bin_path, tokenizer_path, Sidecar.path, idx_path)  # the index last: a pair without it cannot be opened
+# In the order in which they are renamed: the index last, because a pair without an index cannot be opened.
+OUTPUT_PATHS = (bin_path, tokenizer_path, Sidecar.path, idx_path)
 
 
 def prepare(
@@ -33,7 +35,7 @@ def prepare(
     num_workers: int,
     overwrite: bool,
 ) -> Sidecar:
-    """Encode a corpus and write the four files of prefix `output`. Raises DataError for a mistake of the user."""
+    """Encode a corpus and write the four files of prefix `output`. Raises DataError if the user made a mistake."""
     existing = [str(path(output)) for path in OUTPUT_PATHS if path(output).exists()]
     if existing and not overwrite:
         raise DataError(f"{existing[0]} exists; choose another --output or add --overwrite")
@@ -60,7 +62,8 @@ def prepare(
             source=source.names,
         )
         sidecar.save(staged)
-        idx_path(output).unlink(missing_ok=True)  # before the renames: an old index must not describe new tokens
+        # The old index is removed before the files are renamed: it must never describe the new tokens.
+        idx_path(output).unlink(missing_ok=True)
         for path in OUTPUT_PATHS:
             os.replace(path(staged), path(output))
     return sidecar
@@ -115,7 +118,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Prepare a corpus. Exit with code 2 after a mistake, which one line explains, and 130 after Ctrl-C."""
+    """Prepare a corpus. Exit with code 2 and one line if the user made a mistake, and with 130 after Ctrl-C."""
     parser = _parser()
     args = parser.parse_args(arguments)
     source = Source(args.source, args.text_key, args.config, args.split, args.max_documents)

@@ -15,7 +15,7 @@ from data.errors import DataError
 from data.indexed import IndexedDataset, bin_path, idx_path
 
 PARTS = ("train", "validation", "test")
-MIN_CACHED_ENTRIES = 1 << 20  # to build a smaller order takes less time than to open its files
+MIN_CACHED_ENTRIES = 1 << 20  # documents and samples: a smaller order is built faster than its files are opened
 
 
 class Samples(Protocol):
@@ -27,11 +27,14 @@ class Samples(Protocol):
         """Return the file and the document in which a sample starts, for error messages."""
 
     def build_cache(self, first_sample: int, num_samples: int) -> None:
-        """Write the order files that these samples need. One rank of each node calls this before the others read."""
+        """Write the cache files of the orders that contain these samples, if they do not exist yet.
+
+        One rank of each node calls this before the others read samples.
+        """
 
 
 class PackedSamples:
-    """The samples of a range of documents of one prefix."""
+    """The samples of a range of documents of one prefix, of which each epoch has another order."""
 
     def __init__(
         self,
@@ -58,9 +61,11 @@ class PackedSamples:
 
     def __getitem__(self, sample: int) -> np.ndarray:
         order, number = self._find(sample)
+        # The sample ends with token `stop` of the last document, which is also the first token of the next sample.
         (first, start), (last, stop) = order.sample_starts[number : number + 2].tolist()
         documents = order.document_order[first : last + 1].tolist()
         pieces = [self._dataset[self._documents[document]] for document in documents]
+        # The end is cut first: if there is one document only, `stop` counts from its beginning.
         pieces[-1] = pieces[-1][: stop + 1]
         pieces[0] = pieces[0][start:]
         return np.concatenate(pieces, dtype=np.int64)
@@ -71,14 +76,14 @@ class PackedSamples:
         return f"{bin_path(self._dataset.prefix)}, document {document}"
 
     def build_cache(self, first_sample: int, num_samples: int) -> None:
-        if not self._is_cached:
+        if not self._has_cache_files:
             return
         last_sample = first_sample + num_samples - 1
         for epoch in range(first_sample // self.samples_per_epoch, last_sample // self.samples_per_epoch + 1):
             self._order_of(epoch)
 
     def _find(self, sample: int) -> tuple[EpochOrder, int]:
-        """Return the order of the epoch that holds a sample, and the number of the sample before the shuffle."""
+        """Return the order of a sample's epoch, and the index of the sample in its `sample_starts`."""
         epoch, index = divmod(sample, self.samples_per_epoch)
         current = self._current  # read once, because another thread may replace it
         if current is None or current[0] != epoch:
@@ -86,11 +91,11 @@ class PackedSamples:
         return current[1], int(current[1].shuffle[index])
 
     @property
-    def _is_cached(self) -> bool:
+    def _has_cache_files(self) -> bool:
         return len(self._documents) + self.samples_per_epoch >= MIN_CACHED_ENTRIES
 
     def _order_of(self, epoch: int) -> EpochOrder:
-        if not self._is_cached:
+        if not self._has_cache_files:
             return self._build(epoch)
         recipe = Recipe(
             name=Path(self._dataset.prefix).name,

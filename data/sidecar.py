@@ -13,7 +13,7 @@ from data.errors import DataError
 class Sidecar:
     """Facts of a prepared corpus.
 
-    `tokenizer` is the name that was given, or "trained". The tokenizer itself is in PREFIX.tokenizer.json.
+    `tokenizer` is the value of --tokenizer, or "trained". The tokenizer itself is stored in PREFIX.tokenizer.json.
     """
 
     vocab_size: int

@@ -1,6 +1,6 @@
 """Corpora as streams of undecoded documents: files, the standard library, or anything that `datasets` opens.
 
-One process reads the shards one after another. Decoding and parsing (`text_of`) are left to the workers.
+One process reads the shards one after another. The workers decode and parse the documents (`text_of`).
 """
 
 import glob
@@ -31,10 +31,10 @@ MAX_DOCUMENT_BYTES = 64 << 20  # a document is encoded as a whole, which takes m
 class Document(NamedTuple):
     """One document as it was read: bytes of a text file or of a JSON line, or the value of a text column."""
 
-    origin: str
-    number: int  # line or row, from 1; 0 is the whole file
+    origin: str  # the file or dataset
+    number: int  # of its line or row, from 1; 0 if the document is a whole file
     content: bytes | str | None
-    weight: float  # its part of the weight of the shard
+    weight: float  # its part of `Shard.weight`
 
     @property
     def place(self) -> str:
@@ -44,7 +44,7 @@ class Document(NamedTuple):
 
 @dataclass(frozen=True)
 class Shard:
-    """A part of the corpus with a fixed order. `weight` is its size in bytes or rows, None if unknown."""
+    """A file or dataset of the corpus. `weight` is its size in bytes or rows; None if it is unknown."""
 
     weight: int | None
     documents: Callable[[], Iterator[Document]]
@@ -68,7 +68,7 @@ class Source:
         return [shard for name in self.names for shard in self._shards_of(name)]
 
     def weight(self) -> int | None:
-        """Return the sum over shards, for a progress bar, or None if the amount to be read is unknown."""
+        """Return the total weight of the shards, for a progress bar; None if the amount to be read is unknown."""
         weights = [shard.weight for shard in self.shards]
         return None if self.max_documents or None in weights else sum(filter(None, weights))
 
@@ -76,15 +76,17 @@ class Source:
         return islice(chain.from_iterable(shard.documents() for shard in self.shards), self.max_documents)
 
     def sample(self, sample_bytes: int) -> Iterator[str]:
-        """Yield about `sample_bytes` of text from the whole corpus: the beginning of every shard.
+        """Yield about `sample_bytes` of text, from the beginning of every shard in proportion to its weight.
 
-        A shard of unknown weight may yield all of `sample_bytes`.
+        A shard of unknown weight may yield as many as `sample_bytes`.
         """
         total = sum(shard.weight or 0 for shard in self.shards)
-        allowed = taken = 0.0
+        allowed = taken = 0.0  # bytes of all shards so far; what one shard takes too many, the next ones take less
         for shard in self.shards:
             allowed += sample_bytes if shard.weight is None else sample_bytes * shard.weight / max(total, 1)
-            for document in shard.documents() if taken < allowed else ():
+            if taken >= allowed:
+                continue
+            for document in shard.documents():
                 text = text_of(document, self.text_key)
                 taken += len(text.encode("utf-8"))
                 yield text
@@ -110,7 +112,7 @@ class Source:
 
 
 def text_of(document: Document, text_key: str) -> str:
-    """Return the decoded text, "" if a row or line holds null. Raises DataError that names file and line."""
+    """Return the decoded text; "" if the row or line has null. Raises DataError, which names the file and the line."""
     content = document.content
     try:
         if isinstance(content, bytes):
@@ -137,10 +139,9 @@ def _json_text(place: str, line: str, text_key: str) -> str | None:
 
 
 def _text_in(row: dict[str, Any], place: str, text_key: str) -> str | None:
-    missing = 0  # null is an empty document, but an absent key is an error
-    if not isinstance(text := row.get(text_key, missing), str | None):
+    if text_key not in row or not isinstance(row[text_key], str | None):  # null is an empty document, not an error
         raise DataError(f"{place} has no text under --text_key {text_key}; its keys are {', '.join(row)}")
-    return text
+    return row[text_key]
 
 
 def _check_size(place: str, size_bytes: int) -> None:
@@ -161,10 +162,10 @@ def _stdlib_files() -> list[str]:
 
 
 def _files_of(name: str) -> list[str]:
-    """Return the files of a path, glob or directory, sorted. Of a directory only files of known suffixes count."""
+    """Return the files of a path, glob or directory, sorted. Of a directory only those with a suffix in SUFFIXES."""
     if os.path.isdir(name):
         if any(os.path.exists(os.path.join(name, file)) for file in DATASETS_FILES):
-            return []
+            return []  # `_open_dataset` opens it
         return sorted(str(path) for path in Path(name).rglob("*") if path.is_file() and path.name.endswith(SUFFIXES))
     pattern = glob.escape(name) if os.path.exists(name) else name
     return sorted(path for path in glob.glob(pattern, recursive=True) if os.path.isfile(path))
@@ -224,7 +225,7 @@ def _dataset_shard(name: str, config: str | None, split: str, text_key: str) -> 
 
 
 def _open_dataset(name: str, config: str | None, split: str) -> Any:
-    """Open one split: streamed from the hub or a local folder, or memory-mapped if save_to_disk wrote it."""
+    """Open one split: memory-mapped if `save_to_disk` wrote it, otherwise streamed from the hub or a local folder."""
     import datasets
 
     if any(os.path.exists(os.path.join(name, file)) for file in DATASETS_FILES):

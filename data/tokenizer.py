@@ -1,4 +1,4 @@
-"""Tokenizers: loaded by name or path, trained, or read from beside a corpus. All wrap a `tokenizers.Tokenizer`."""
+"""Tokenizers: loaded by name or path, trained, or read from a corpus's files. All wrap a `tokenizers.Tokenizer`."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -16,9 +16,9 @@ NUM_BYTES = 256
 
 
 class Tokenizer:
-    """An encoder of text as ids, and a decoder, with the id `eod` that ends every document.
+    """A tokenizer with the id `eod` of the token that ends every document.
 
-    The name of a special token within a text is encoded as plain characters, so that a text cannot end its document.
+    A text that contains the name of a special token is encoded as plain characters, so that it cannot end its document.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, eod: int) -> None:
@@ -58,7 +58,8 @@ def load_tokenizer(prefix: str | Path) -> Tokenizer:
 def named_tokenizer(name: str, eod_token: str | None = None) -> Tokenizer:
     """Load a tokenizer from a tokenizer.json file, a directory, or the hub.
 
-    Without `eod_token` the usual end-of-text tokens are tried. Raises DataError if the tokenizer has none of them.
+    `eod_token` ends documents; without it, the first of KNOWN_EOD_TOKENS that the tokenizer has. Raises DataError if
+    the tokenizer has none of them.
     """
     path = Path(name)
     if path.is_dir() and (path / "tokenizer.json").is_file():
@@ -72,9 +73,9 @@ def named_tokenizer(name: str, eod_token: str | None = None) -> Tokenizer:
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Train a byte-level BPE of at most `vocab_size` entries, fewer if the texts have too few pairs.
+    """Train a byte-level BPE of `vocab_size` entries, or fewer if the texts have too few pairs to merge.
 
-    Id 0 ends documents.
+    Its id 0 ends documents.
     """
     if vocab_size <= NUM_BYTES:
         raise DataError(

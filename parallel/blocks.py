@@ -1,6 +1,6 @@
-"""The interface between a model and what runs its blocks: in order, or under activation checkpoints.
+"""The interface between a model and the function that runs its blocks, in order or under activation checkpoints.
 
-A model hands its blocks and their input to a `RunBlocks` and gets their output. Neither side imports the other.
+A model calls a `RunBlocks` with its blocks and their input, and gets their output. Neither side imports the other.
 """
 
 from collections.abc import Callable, Sequence

@@ -6,18 +6,18 @@ from contextlib import contextmanager
 
 
 class ConfigError(ValueError):
-    """A setting, or a combination of settings, that cannot work. The program ends with the line and exit code 2."""
+    """A setting, or a combination of settings, that cannot work. It is printed, and the exit code is 2."""
 
 
 @contextmanager
 def exit_on_config_error(*others: type[Exception]) -> Iterator[None]:
-    """End the program with the line of a ConfigError, or of one of `others`, and exit code 2.
+    """Print the message of a ConfigError, or of one of `others`, and exit with code 2.
 
-    For commands of one process; a rank of a job uses `exit_with_error`.
+    For commands of one process; a rank of a job calls `exit_with_error`.
     """
-    mistakes: tuple[type[Exception], ...] = (ConfigError, *others)
+    user_errors: tuple[type[Exception], ...] = (ConfigError, *others)
     try:
         yield
-    except mistakes as error:
+    except user_errors as error:
         sys.stderr.write(f"error: {error}\n")
         sys.exit(2)

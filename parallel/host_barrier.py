@@ -1,4 +1,4 @@
-"""A barrier on the host, in the launcher's store: for waits that are rare and must fail instead of hanging."""
+"""A barrier on the host, by the launcher's store: for rare waits that must raise instead of hanging."""
 
 from datetime import timedelta
 
@@ -9,11 +9,11 @@ from parallel.world import shared_store
 
 
 class BrokenBarrier(RuntimeError):
-    """Not all ranks of the axis reached the barrier in time, or not all of them with the same purpose."""
+    """An error of all ranks at the barrier: some did not reach it in time, or their purposes differ."""
 
 
 class HostBarrier:
-    """A reusable barrier of all ranks of an axis, which must create their barriers in the same order."""
+    """A reusable barrier of all ranks of an axis. All of them must create their barriers in the same order."""
 
     def __init__(self, axis: Axis):
         self._axis = axis
@@ -22,26 +22,28 @@ class HostBarrier:
             self._store = shared_store()
             assert axis.group is not None
             first_rank = dist.get_global_rank(axis.group, 0)
+            # The n-th barrier that this rank creates on the axis, and so the n-th of every rank.
             number = self._store.add(f"barriers/of/{axis.name}/{dist.get_rank()}", 1)
             self._prefix = f"barriers/{axis.name}/{first_rank}/{number}"
 
     def wait(self, purpose: str) -> None:
         """Return when every rank of the axis waits with this purpose; at once on an axis without peers.
 
-        Raises BrokenBarrier as soon as a rank waits with another purpose, or after half of the time that a collective
-        may take: peers that went on without this rank wait for it in a collective.
+        `purpose` completes the sentence "rank 0 ...". Raises BrokenBarrier as soon as a rank waits with another
+        purpose, or after half of a collective's timeout: ranks that did not enter the barrier may wait for this one in
+        a collective, which must not time out first.
         """
         if not self._axis.has_peers:
             return
         self._num_uses += 1
         prefix = f"{self._prefix}/{self._num_uses}"
-        # The own purpose is set before anything is compared: whoever finds a difference reads the other one's.
+        # Each rank sets its purpose before it compares: the rank whose purpose differs is named with its purpose below.
         self._store.set(f"{prefix}/{self._axis.rank}", purpose)
         common = self._store.compare_set(f"{prefix}/purpose", "", purpose).decode()
         if common != purpose:
             self._store.set(f"{prefix}/end", f"{self._axis.rank}")
             raise BrokenBarrier(f"{self._axis.name} rank {self._axis.rank} {purpose}, another rank {common}")
-        # A rank counts as arrived only after its purpose agreed: the last one to arrive ends the wait of all.
+        # A rank is counted after its purpose was found to agree: if the last one is counted, all purposes agree.
         if self._store.add(f"{prefix}/arrived", 1) == self._axis.size:
             self._store.set(f"{prefix}/end", "")
         self._wait_for_end(prefix, purpose)

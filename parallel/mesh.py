@@ -1,7 +1,7 @@
-"""The mesh: named axes, each with the collectives that run along it. All communication between ranks is in this file.
+"""The mesh: named axes, each with the collectives that run along it. A run communicates only through this file.
 
-A collective writes `out`, returns at once, and returns a `Handle` to wait for before `out` is read or the inputs are
-overwritten. An axis of size 1 communicates nothing and still writes `out`, so callers never test the size of an axis.
+A collective returns at once, with a `Handle`. Wait for it before `out` is read or an input is overwritten. An axis of
+size 1 communicates nothing and still writes `out`, so callers never test the size of an axis.
 """
 
 from collections import deque
@@ -29,7 +29,8 @@ class Handle:
     def wait(self) -> None:
         """Complete the collective. On a GPU the current stream waits for it, and the host does not."""
         while self._steps:
-            # A step is removed before it is called: a second wait, also one from inside a step, never repeats it.
+            # A step is removed before it is called, so that a second `wait`, even one inside a step, does not repeat
+            # it.
             self._steps.popleft()()
 
     def then(self, launch: Callable[[], "Handle"]) -> "Handle":
@@ -45,8 +46,9 @@ class Handle:
 class Axis:
     """The ranks that differ in one coordinate of the mesh only; `rank` is this process's coordinate.
 
-    `parts` is (inner, outer) if the axis is divided: consecutive ranks, and the ranks at the same position in them.
-    `imitated_backend` is the backend that a fake process group stands for.
+    `parts` is (inner, outer) if the axis is divided into groups of consecutive ranks: the inner axis runs inside a
+    group, the outer one over the ranks at the same position of every group. `imitated_backend` is the backend that a
+    fake process group stands for. `received` are the buffers in which a reduce-scatter over gloo receives messages.
     """
 
     name: str
@@ -69,11 +71,11 @@ class Axis:
 
     @property
     def has_peers(self) -> bool:
-        """True if other processes can answer; the peers of a fake process group cannot."""
+        """True if the axis has other ranks that exist; those of a fake process group do not."""
         return self.size > 1 and dist.get_backend(self.group) != "fake"
 
     def communication_device(self, tensor: Tensor) -> torch.device:
-        """Return the device that a copy of the tensor must be on to be communicated: NCCL cannot send host memory."""
+        """Return the device from which the tensor can be sent: NCCL does not send host memory."""
         is_nccl = self.size > 1 and dist.get_backend(self.group) == "nccl"
         return torch.device("cuda", torch.cuda.current_device()) if is_nccl else tensor.device
 
@@ -132,16 +134,16 @@ class Axis:
         return Handle(start, collective.wait, end)
 
     def broadcast_copy(self, tensor: Tensor) -> Tensor:
-        """Return the first rank's values of the tensor, contiguous, on a device that can communicate.
+        """Return the first rank's values of the tensor, contiguous, on its `communication_device`.
 
-        May overwrite `tensor`. The stream waits for the values.
+        May overwrite `tensor`. The current stream waits for the values.
         """
         values = tensor.to(self.communication_device(tensor)).contiguous()
         self.broadcast(values).wait()
         return values
 
     def min_over_ranks(self, number: int) -> int:
-        """Return the minimum of `number` over the axis; `number` itself if no peer can answer.
+        """Return the minimum of `number` over the axis; `number` itself on an axis without peers.
 
         Blocks the host until all ranks have called it and the device has finished.
         """
@@ -171,21 +173,22 @@ class Axis:
         received = buffer[: full.numel()]
         sent, terms = full.view(-1).chunk(self.size), received.chunk(self.size)
         terms[self.rank].copy_(sent[self.rank])
-        # The exchange reads `full` and writes the buffer. `out`, which may be part of `full`, is written after it, by
-        # the sum.
+        # `out` may be part of `full`, which the exchange reads. So the exchange writes a buffer, and only the sum,
+        # after it, writes `out`.
         exchanged = self._exchange(sent, terms)
 
-        def add_up() -> None:
+        def sum_into_out() -> None:
             # The buffer is put back after the sum has read it: the next message may overwrite it at once.
-            _add_up(received.view(self.size, -1), out.view(-1))
+            _sum_ranks(received.view(self.size, -1), out.view(-1))
             self.received.put_back(buffer)
 
-        return Handle(exchanged.wait, add_up)
+        return Handle(exchanged.wait, sum_into_out)
 
     def _exchange(self, sent: Sequence[Tensor], received: Sequence[Tensor]) -> Handle:
         """Send `sent[k]` to every other rank k and fill `received[k]` with what rank k sends.
 
-        Two ranks match their messages in the order of their calls, so all ranks must call in the same order.
+        Messages between two ranks are matched in the order in which they are launched, so all ranks must launch their
+        exchanges in the same order.
         """
         peers = [rank for rank in range(self.size) if rank != self.rank]
         messages = [dist.P2POp(dist.irecv, received[peer], group=self.group, group_peer=peer) for peer in peers]
@@ -214,11 +217,11 @@ class Mesh:
         imitated_backend: str | None = None,
         allocate: Allocate = new_buffer,
     ) -> "Mesh":
-        """Lay the axes over torch's default process group, or over this process alone if there is none.
+        """Create the axes from the ranks of torch's default process group, or from this process alone if there is none.
 
         With `shard_size` the data axis has parts: "shard" of that size, and "replica" across the shard groups.
-        `imitated_backend` is the backend that a fake process group stands for. `allocate` makes the buffers that
-        messages are received in. Raises ConfigError if a size does not divide the ranks.
+        `imitated_backend` is the backend that a fake process group stands for. `allocate` allocates the buffers in
+        which messages are received. Raises ConfigError if a size does not divide the ranks.
         """
         log = log or CommLog()
         world_size = dist.get_world_size() if dist.is_initialized() else 1
@@ -228,7 +231,8 @@ class Mesh:
         inner = shard_size or data_size
         sizes = {"replica": data_size // inner, "shard": inner, "tensor": tensor_size}
         sizes = {name: size for name, size in sizes.items() if size > 1}  # a group of one would start useless threads
-        # Making a group is a collective: all ranks make the groups of the mesh first, and the flattened one below last.
+        # Creating a group is a collective, so all ranks create theirs in the same order: first the groups of the mesh,
+        # last the flattened one below.
         groups = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
         def axis(name: str, group: dist.ProcessGroup, parts: tuple[Axis, Axis] | None = None) -> Axis:
@@ -278,15 +282,16 @@ def _data_size(world_size: int, tensor_size: int, shard_size: int | None) -> int
     return data_size
 
 
-def _add_up(terms: Tensor, out: Tensor) -> None:
+def _sum_ranks(terms: Tensor, out: Tensor) -> None:
     """Sum (size, n) over the first dim into (n,), in the order of ranks; half types in fp32, rounded once."""
     if len(terms) == 2:
-        torch.add(terms[0], terms[1], out=out)  # the same bits as the sum, several times faster
+        torch.add(terms[0], terms[1], out=out)  # the same bits as torch.sum, several times faster
     else:
         torch.sum(terms, dim=0, out=out)
 
 
 def _flat(tensor: Tensor) -> Tensor:
+    """Return the tensor with one dim. A view is created only if needed, because dry runs spend time on each."""
     return tensor if tensor.dim() == 1 else tensor.view(-1)
 
 
@@ -296,5 +301,5 @@ def _copy(source: Tensor, out: Tensor) -> Handle:
 
 
 def _first_named(*names: str) -> Callable:
-    """Return the first of `names` that this torch has: two collectives have other names in 2.11 than in 2.13."""
+    """Return the first function of torch.distributed that exists: two were renamed between torch 2.11 and 2.13."""
     return next(getattr(dist, name) for name in names if hasattr(dist, name))

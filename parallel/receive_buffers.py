@@ -17,8 +17,8 @@ def new_buffer(like: Tensor, numel: int) -> Tensor:
 class ReceiveBuffers:
     """One buffer per dtype and concurrent message, each as long as the longest message that it has received.
 
-    A fresh allocation per message would cost as much as sending it: the kernel has to map new pages. `allocate` makes
-    the buffers; a mesh whose memory is tracked hands in one that tags them.
+    A new allocation for each message would take as long as sending it, because the kernel has to map new pages.
+    `allocate` returns a new buffer; where memory is tracked, it also tags the buffer.
     """
 
     def __init__(self, allocate: Allocate = new_buffer) -> None:
@@ -31,7 +31,8 @@ class ReceiveBuffers:
         if free and free[-1].numel() >= like.numel():
             return free.pop()
         if free:
-            # None is long enough: free the shortest before the longer one is allocated, so that their number stays.
+            # No free buffer is long enough. The shortest one is freed before the new one is allocated, so that the
+            # number of buffers does not grow and the two do not exist at the same time.
             free.pop(0)
         return self._allocate(like, like.numel())
 

@@ -1,10 +1,11 @@
-"""An orderly stop: all ranks end after the same step if any of them receives a signal, from a scheduler or a person.
+"""A graceful stop: if any rank receives a signal, from a scheduler or a person, all ranks end after the same step.
 
-A thread of each rank polls the launcher's store, so it takes neither a collective nor a wait for the device.
+A thread of each rank polls the launcher's store, so that the ranks agree without a collective and without blocking the
+device:
 
-    one rank     receives a signal                  -> sets "asked"
-    every rank   reads it, reports its present step, and begins no later one until the last step is known
-    all          the highest step reported is the last one: no rank is beyond it, and every rank can still reach it
+    1. A rank that receives a signal sets "stop/asked".
+    2. Every rank that reads it reports its present step, and begins no later step before the last one is known.
+    3. The last step is the highest one reported: no rank is beyond it, and every rank can still reach it.
 """
 
 import os
@@ -20,15 +21,15 @@ import torch.distributed as dist
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # Slurm sends SIGUSR1 before the time of a job is over
 POLL_SECONDS = 0.5
-AGREEMENT_SECONDS = 10.0  # below the 30 s from torchrun's SIGTERM to the peers of a dead rank to its SIGKILL
+AGREEMENT_SECONDS = 10.0  # if a rank dies, torchrun sends the others SIGTERM, and SIGKILL 30 s later: must be less
 
 
 class Stopping:
     """A handler of signals: the first one asks all ranks to stop, and a second one ends this process at once.
 
-    The first one also ends it if not all ranks answer in time: one of them has died, and a collective with it would
-    never complete. `on_abort` is then called with the reason, in a thread, before the process ends. `store` is shared
-    by the ranks and empty when a job starts.
+    If not all ranks report their step in time after the first signal, this process ends too: a rank has died, and a
+    collective with it would never complete. `on_abort` is then called with the reason, in the thread, before the
+    process ends. All ranks share `store`, which must be empty when the job starts.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, on_abort: Callable[[str], None] = lambda reason: None):
@@ -42,12 +43,13 @@ class Stopping:
     def may_begin(self, step: int) -> bool:
         """Return False if the step before was the last one. Call it before every step; blocks while ranks agree."""
         with self._changed:
-            # A rank that has reported its step begins no later one before the last step is known: it could be beyond.
+            # A rank that has reported its step begins no later one before the last step is known: the later one could
+            # be beyond the last.
             if self._reported_at is not None and step > self._begun:
                 self._changed.wait_for(lambda: self._last is not None)
             if self._last is not None and step > self._last:
                 return False
-            # Under the same lock as the report: the step that is reported is the one that has begun.
+            # Written under the lock that `_agree` takes before it reports this number: no step can begin in between.
             self._begun = max(self._begun, step)
             return True
 
@@ -57,12 +59,13 @@ class Stopping:
 
     @contextmanager
     def handling_signals(self) -> Iterator[None]:
-        """Handle the signals in this block, and restore their handlers after it. For the main thread."""
+        """Handle the signals in this block, and restore their handlers after it. Only the main thread may call this."""
         receiving, sending = os.pipe()
         os.set_blocking(sending, False)
         before = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
-        # Python's handlers are set first, so that no signal ends the process; they run only between bytecodes, which a
-        # thread in a collective does not reach. The bytes in the pipe arrive during a collective too.
+        # The handlers are set before the pipe: without one, a signal would end the process. They do nothing, because
+        # Python runs them between bytecodes, which a main thread in a collective does not reach. The interpreter writes
+        # each signal's number to the pipe at once, also during a collective.
         wakeup_before = signal.set_wakeup_fd(sending, warn_on_full_buffer=False)
         ended = threading.Event()
         thread = threading.Thread(target=self._watch, args=(receiving, ended), daemon=True)
@@ -70,8 +73,8 @@ class Stopping:
         try:
             yield
         finally:
-            # The reverse order: no byte is written any more when the handlers change, and the thread that reads the
-            # pipe has ended when the pipe is closed.
+            # In the reverse order: signals are no longer written to the pipe when the handlers change, and the thread
+            # that reads the pipe has ended before the pipe is closed.
             signal.set_wakeup_fd(wakeup_before)
             for number, handler in before.items():
                 signal.signal(number, handler or signal.SIG_DFL)
@@ -95,7 +98,7 @@ class Stopping:
                 self._abort()
 
     def _abort(self) -> None:
-        """End this process with the reason, from a thread: the main one may never leave a collective."""
+        """End this process from the polling thread: the main thread may never return from its collective."""
         reason = (
             f"rank {self._rank} was asked to stop in step {self._begun}, and not all {self._size} ranks "
             f"have answered within {AGREEMENT_SECONDS:g} s: one of them has ended"
@@ -107,7 +110,7 @@ class Stopping:
         os._exit(1)
 
     def _attempt(self, action: Callable[[], None]) -> None:
-        """Try an action on the store; do nothing if it has ended with the rank that served it, which ends the job."""
+        """Try an action on the store. It fails if the rank that serves the store has ended; then the job ends too."""
         try:
             action()
         except (RuntimeError, ValueError):
@@ -118,8 +121,8 @@ class Stopping:
         if self._last is not None or not self._store.check(["stop/asked"]):
             return
         if self._reported_at is None:
-            # The main thread is kept from a later step before the present one is reported; the step is set before this
-            # rank is counted: the rank that counts all of them reads all steps.
+            # First `_reported_at`, so that the main thread begins no later step; then the step is reported; last this
+            # rank is counted, so that the rank that completes the count finds the steps of all.
             with self._changed:
                 self._reported_at = time.monotonic()
             self._store.set(f"stop/step/{self._rank}", str(self._begun))

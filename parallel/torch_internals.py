@@ -1,8 +1,8 @@
 """The private parts of torch that this project uses, each with the reason why nothing public serves.
 
 No other module of `parallel` uses them. tests/unit/parallel/test_torch_internals.py has a test for each, which fails if
-a new torch behaves differently. On the way of every operation a call costs: what is called there is torch's own object
-under a public name.
+a new torch behaves differently. What every operation calls is torch's own object under a public name: a wrapper
+function would add a call to every operation.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -57,9 +57,9 @@ def default_store() -> dist.Store:
 
 
 def flatten_mesh(mesh: DeviceMesh, name: str) -> dist.ProcessGroup:
-    """Return the process group, called `name`, of all ranks of a mesh of several dims.
+    """Create and return the process group, called `name`, of all ranks of a mesh of several dims.
 
-    `new_group` would have to be called for the groups of other ranks too; the mesh knows them.
+    `dist.new_group` would need a call for every group of the job, on all ranks; the mesh knows which groups these are.
     """
     return mesh._flatten(name).get_group()
 
@@ -73,7 +73,7 @@ def schema_of(operation: OpOverload) -> torch.FunctionSchema:
 
 
 def is_composite(operation: OpOverload) -> bool:
-    """Return True if torch carries the operation out as a sequence of others under autograd.
+    """Return True if torch implements the operation, under autograd, as a sequence of other operations.
 
     The schema of a composite may say that it returns a view although it copies, as `reshape` does.
     """
@@ -97,18 +97,15 @@ def active_dispatch_modes() -> list[TorchDispatchMode]:
 
 
 class UnguardedDispatchMode(TorchDispatchMode):
-    """A dispatch mode whose operations do not ask whether a compiler traces them.
-
-    No compiler is used here, and the question doubles the time of an operation.
-    """
+    """A dispatch mode without Dynamo's guard, which doubles the time of an operation. No code here is compiled."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # read when a subclass is created: True wraps its __torch_dispatch__ in the question
+        return False  # read when a subclass is created: True would wrap its __torch_dispatch__ in the guard
 
 
 class UnguardedFakeTensorMode(FakeTensorMode):
-    """A mode of fake tensors whose operations do not ask whether a compiler traces them."""
+    """A mode of fake tensors without Dynamo's guard."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -121,8 +118,9 @@ def run_meta_kernel(mode: FakeTensorMode, operation: OpOverload, args: Sequence[
     This is torch's `in_kernel_invocation_manager` without a generator, which takes longer than most meta kernels.
     """
     with DisableTorchDispatch(), PreserveDispatchKeys():
-        # Both marks, inside both guards: the first makes fake tensors show their meta device, the second selects the
-        # meta kernel. The guards undo the second; a mark left behind would break every later operation.
+        # Both switches are set inside both guards. The first makes fake tensors report their meta device, the second
+        # selects the meta kernel. The guards reset the second, `finally` the first: one that stays set would break
+        # every later operation.
         mode.in_kernel_invocation = True
         include_meta_in_dispatch(True)
         try:
@@ -134,7 +132,8 @@ def run_meta_kernel(mode: FakeTensorMode, operation: OpOverload, args: Sequence[
 def fake_from_meta(meta: Tensor, device: torch.device, attributes: Mapping[str, Any]) -> FakeTensor:
     """Return a fake tensor on `device` around a meta tensor, with the attributes of another fake tensor there.
 
-    `FakeTensor` itself computes the same attributes again, which takes several times as long. Reading values raises.
+    The constructor of `FakeTensor` would compute these attributes again, which takes several times as long. Reading a
+    value of the result raises.
     """
     fake = Tensor._make_subclass(FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=device)
     forbid_data_access(fake)
@@ -147,7 +146,8 @@ def observe_resizes(observer: Callable[[torch.UntypedStorage, int], None]) -> It
     """Call `observer` with every storage that is resized in this block, and its new size in bytes, after the resize.
 
     Resizing a storage is not an operation: no dispatch mode sees it. So `torch.UntypedStorage.resize_` is replaced
-    while at least one observer is active. Blocks may end in any order, and by exceptions; the last one undoes it.
+    while at least one observer is active. Blocks may end in any order, also by exceptions; the last one to end restores
+    the method.
     """
     observers: list[Callable] | None = getattr(torch.UntypedStorage.resize_, "observers", None)
     if observers is None:
@@ -167,4 +167,4 @@ def observe_resizes(observer: Callable[[torch.UntypedStorage, int], None]) -> It
     finally:
         observers.remove(observer)
         if not observers:
-            del torch.UntypedStorage.resize_  # the method is inherited from torch's C++ base class
+            del torch.UntypedStorage.resize_  # what remains is the method that the class inherits from torch's C++ base

@@ -1,8 +1,9 @@
-"""A watchdog that names a rank that hangs, with its last collective, and ends the job: a launcher can start it again.
+"""A watchdog that ends a job that hangs, and names the rank that hangs and its last collective.
 
-A thread of each rank writes a heartbeat to the launcher's store. A rank without progress for long reads the heartbeats
-of all. If any rank makes progress, it goes on waiting; otherwise the culprit is a rank without new heartbeats, or the
-one with the fewest collectives, for which the others wait in their next one.
+A thread of each rank writes heartbeats to the launcher's store. If a rank has made no progress for `hang_seconds`, its
+thread reads the heartbeats of all ranks. If another rank still makes progress, the job continues. Otherwise the rank
+that hangs is one whose heartbeats have stopped; if there is none, the one that has launched the fewest collectives,
+because the other ranks wait for it in their next collective. The launcher can start the job again.
 """
 
 import json
@@ -19,23 +20,24 @@ import torch.distributed as dist
 from parallel.instruments.comm_log import CommLog
 
 EXIT_CODE = 3
-POLLS = 10  # per `hang_seconds`
+POLLS_PER_HANG = 10  # polls in `hang_seconds`
 
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """The progress of a rank. `tick` grows as long as its process runs."""
+    """The progress of a rank, as its thread reports it."""
 
-    tick: int
-    idle_seconds: float
+    tick: int  # grows as long as the process runs, even if its main thread hangs
+    idle_seconds: float  # since the last progress
     num_collectives: int
-    last: str
+    last: str  # the last collective that was launched
 
 
 class Watchdog:
-    """A watchdog of one rank. The job ends after `hang_seconds` without a collective or a `beat` on any rank; 0: never.
+    """A watchdog of one rank. It ends the job if no rank launches a collective or calls `beat` for `hang_seconds`.
 
-    `on_abort` is called with the reason, in a thread, on every rank whose process still runs, before it ends.
+    With `hang_seconds` 0 it does nothing. Before the job ends, every rank whose process still runs calls `on_abort`
+    with the reason, in the watchdog's thread.
     """
 
     def __init__(
@@ -49,22 +51,22 @@ class Watchdog:
     ):
         self._store, self._rank, self._size, self._log = store, rank, size, log
         self._on_abort = on_abort
-        self._hang_seconds, self._poll_seconds = hang_seconds, hang_seconds / POLLS
+        self._hang_seconds, self._poll_seconds = hang_seconds, hang_seconds / POLLS_PER_HANG
         self._num_beats = self._tick = 0
-        self._seen, self._seen_at = (0, 0), time.monotonic()
+        self._progress, self._progress_time = (0, 0), time.monotonic()  # (collectives, beats), and when it last changed
 
     def beat(self) -> None:
-        """Count as progress that is not a collective. May be called from any thread."""
+        """Record progress other than a collective. May be called from any thread."""
         self._num_beats += 1
 
     @contextmanager
     def running(self) -> Iterator[None]:
         """Watch the ranks in this block."""
         ended = threading.Event()
-        self._seen_at = time.monotonic()
+        self._progress_time = time.monotonic()
         thread = threading.Thread(target=self._watch, args=(ended,), daemon=True)
         if self._hang_seconds:
-            # The first heartbeat is written before the block starts: a rank that hangs at once is known by it.
+            # The first heartbeat is written before the block starts: a rank that hangs at once must have one.
             self._write_heartbeat()
             thread.start()
         try:
@@ -77,23 +79,23 @@ class Watchdog:
     def _watch(self, ended: threading.Event) -> None:
         while not ended.wait(self._poll_seconds):
             try:
-                # The own heartbeat first: this rank is alive while it looks for others that are not.
+                # This rank's heartbeat is written before the others are read: it must not count as silent meanwhile.
                 self._write_heartbeat()
                 if self._store.check(["watch/verdict"]):
                     self._on_abort(self._store.get("watch/verdict").decode())
                     os._exit(EXIT_CODE)
                 if self._idle_seconds() > self._hang_seconds and self._store.add("watch/num_reporters", 1) == 1:
                     self._report(ended)
-            except (RuntimeError, ValueError):  # the store has ended with the rank that served it, usually rank 0
+            except (RuntimeError, ValueError):  # the rank that serves the store, usually rank 0, has ended
                 if self._idle_seconds() > self._hang_seconds:
                     idle = f"{self._idle_seconds():.0f} s"
                     self._end(f"rank {self._rank} has made no progress for {idle}, and rank 0 has ended")
 
     def _idle_seconds(self) -> float:
-        seen = (self._log.num_recorded, self._num_beats)
-        if seen != self._seen:
-            self._seen, self._seen_at = seen, time.monotonic()
-        return time.monotonic() - self._seen_at
+        progress = (self._log.num_recorded, self._num_beats)
+        if progress != self._progress:
+            self._progress, self._progress_time = progress, time.monotonic()
+        return time.monotonic() - self._progress_time
 
     def _write_heartbeat(self) -> None:
         self._tick += 1
@@ -101,22 +103,24 @@ class Watchdog:
         self._store.set(f"watch/{self._rank}", json.dumps(asdict(heartbeat)))
 
     def _report(self, ended: threading.Event) -> None:
-        """End the job if no rank makes progress. One rank at a time does this: it alone has counted itself first."""
-        # The heartbeats are read twice, three polls apart: every process that still runs has written a new one.
+        """End the job if no rank makes progress. Only the rank that raised "watch/num_reporters" to 1 calls this."""
+        # The heartbeats are read twice, three polls apart: in between, every process that still runs writes a new one.
         before = self._heartbeats()
         for _ in range(3):
             if ended.wait(self._poll_seconds):
                 return
             self._write_heartbeat()
-        if verdict := find_culprits(before, self._heartbeats(), self._hang_seconds, self._size):
+        if verdict := describe_hang(before, self._heartbeats(), self._hang_seconds, self._size):
             # The verdict is set before this process ends, so that the other ranks end with the same reason.
             self._store.set("watch/verdict", verdict)
             self._end(verdict)
-        self._store.delete_key("watch/num_reporters")  # a rank makes progress: another may look again later
-        self._seen_at = time.monotonic() - self._hang_seconds / 2
+        # A rank still makes progress. The counter is deleted so that any rank may report later; this rank does so after
+        # another half of `hang_seconds`.
+        self._store.delete_key("watch/num_reporters")
+        self._progress_time = time.monotonic() - self._hang_seconds / 2
 
     def _end(self, reason: str) -> None:
-        """End this process with the reason, from a thread: the main one may never leave a collective."""
+        """End this process from the watchdog's thread: the main thread may never return from its collective."""
         # The line is printed before `on_abort`, which may take long or fail, and both before the process ends.
         sys.stderr.write(f"error: {reason}\n")
         sys.stderr.flush()
@@ -128,12 +132,12 @@ class Watchdog:
         return {r: Heartbeat(**json.loads(self._store.get(key))) for r, key in keys.items() if self._store.check([key])}
 
 
-def find_culprits(
+def describe_hang(
     before: Mapping[int, Heartbeat], after: Mapping[int, Heartbeat], hang_seconds: float, size: int
 ) -> str | None:
-    """Return a line that names the ranks for which the others wait; None if a rank still makes progress.
+    """Return an error message that names the ranks that hang; None if a rank still makes progress.
 
-    `before` and `after` are heartbeats by rank, read a few polls apart.
+    `before` and `after` are the heartbeats of all ranks, read a few polls apart.
     """
     silent = [rank for rank in range(size) if rank not in after or before.get(rank) == after[rank]]
     alive = {rank: heartbeat for rank, heartbeat in after.items() if rank not in silent}

@@ -1,6 +1,6 @@
-"""The process among its peers: the launcher's environment, the device, the process group, and exits on errors.
+"""The process and the job that it belongs to: launcher's environment, device, process group, and exit on errors.
 
-The only file that reads the launcher's environment variables. It works under `torchrun` and as plain `python`.
+Only this file reads the launcher's environment variables. It works under `torchrun` and under plain `python`.
 """
 
 import os
@@ -20,7 +20,7 @@ from parallel.errors import ConfigError
 from parallel.torch_internals import FakeStore, default_store
 
 FAILURE_KEY = "failed_ranks"  # in the default store: the number of ranks that have failed
-SECONDS_FOR_THE_LINE = 2.0  # the launcher ends every rank at the first exit: the error line must be printed before
+PRINT_SECONDS = 2.0  # the launcher kills all ranks when the first one exits: the error must be printed before that
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class World:
     local_rank: int
     local_size: int
     device: torch.device
-    imitated_backend: str | None = None  # set if the other ranks do not exist
+    imitated_backend: str | None = None  # the backend of the imitated job; None in a real one
 
     @property
     def is_first(self) -> bool:
@@ -48,9 +48,9 @@ def num_ranks_from_environment() -> int:
 
 
 def start_world(timeout_seconds: float = 600.0) -> World:
-    """Join the ranks that the launcher started: by NCCL on GPUs, by gloo on CPUs; a single process joins nothing.
+    """Create the process group of the ranks that the launcher started: NCCL on GPUs, gloo on CPUs.
 
-    Raises ConfigError if the node has more ranks than GPUs.
+    A single process gets no process group. Raises ConfigError if the node has more ranks than GPUs.
     """
     size = num_ranks_from_environment()
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -67,8 +67,8 @@ def start_world(timeout_seconds: float = 600.0) -> World:
         device = torch.device("cpu")
     if size > 1:
         is_gpu, timeout = device.type == "cuda", timedelta(seconds=timeout_seconds)
-        # The ranks agree on their part of the store before the process group uses it: a group that reads what an
-        # earlier start has left would connect to processes that have ended.
+        # The ranks agree on a prefix of the store before the process group uses it: a group that reads the keys of an
+        # earlier start would try to connect to processes that have ended.
         store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
         store.set_timeout(timeout)
         dist.init_process_group(
@@ -83,36 +83,37 @@ def start_world(timeout_seconds: float = 600.0) -> World:
 
 
 def _store_of_this_start(store: dist.Store, rank: int, size: int, timeout_seconds: float) -> dist.Store:
-    """Return a part of the launcher's store that only the ranks of this start of the job use. Raises TimeoutError.
+    """Return a view of the launcher's store that only the ranks of this start of the job use. Raises TimeoutError.
 
-    torchrun keeps one store over its restarts (pytorch/pytorch#135712), and its restart counts differ between nodes: a
-    rank may read keys of an earlier start, such as the address of a process that has ended. So rank 0 counts its own
-    starts, and replies with that number to every rank that sends a request with an id never used before.
+    torchrun keeps one store over all restarts (pytorch/pytorch#135712), so a rank may read keys of an earlier start,
+    such as the address of a process that has ended. torchrun's own count of restarts may differ between nodes. So rank
+    0 counts its starts, every other rank sends it a request with a new random id, and rank 0 replies with the number.
     """
     deadline = time.monotonic() + timeout_seconds
     if rank == 0:
         number, answered = store.add("start/number", 1), set()
-        # Rank 0 replies until all ranks have read their reply: a request of an earlier start may be read first, and the
-        # present one replaces it.
+        # Rank 0 goes on replying until all ranks have read their reply: the request that it finds first may be one of
+        # an earlier start, which the present one overwrites later.
         while store.add(f"start/{number}/num_joined", 0) < size - 1:
             for key in (f"start/requests/{peer}" for peer in range(1, size)):
                 if store.check([key]) and (request := store.get(key).decode()) not in answered:
                     store.set(f"start/replies/{request}", str(number))
                     answered.add(request)
-            _pause_until(deadline, f"not all of the {size - 1} other ranks have joined")
+            _sleep_before(deadline, f"not all of the {size - 1} other ranks have joined this start of the job in time")
     else:
         request = uuid4().hex
         store.set(f"start/requests/{rank}", request)
         while not store.check([f"start/replies/{request}"]):
-            _pause_until(deadline, "rank 0 has not joined")
+            _sleep_before(deadline, "rank 0 has not joined this start of the job in time")
         number = int(store.get(f"start/replies/{request}"))
         store.add(f"start/{number}/num_joined", 1)
     return dist.PrefixStore(f"start/{number}", store)
 
 
-def _pause_until(deadline: float, problem: str) -> None:
+def _sleep_before(deadline: float, problem: str) -> None:
+    """Sleep between two polls of the store. Raises TimeoutError with `problem` after the deadline."""
     if time.monotonic() > deadline:
-        raise TimeoutError(f"{problem} this start of the job in time")
+        raise TimeoutError(problem)
     time.sleep(0.01)
 
 
@@ -138,9 +139,10 @@ def stop_world() -> None:
 
 
 def shared_store() -> dist.Store:
-    """Return a store that all ranks share, for messages beside the collectives; a process's own if it is alone.
+    """Return a store that all ranks share, for messages outside collectives. A single process gets one of its own.
 
-    It has its own connection, so that a thread may wait in it: a wait in the default store blocks all other threads.
+    It has a connection of its own, so that a thread may block in it: a thread that waits in the default store blocks
+    all others that use it.
     """
     if not dist.is_initialized():
         return dist.HashStore()
@@ -148,33 +150,33 @@ def shared_store() -> dist.Store:
 
 
 def exit_with_error(error: Exception) -> NoReturn:
-    """End this rank with exit code 2. The first rank that fails prints the error, in one line.
+    """End this rank with exit code 2. Only the first rank that fails prints its error, in one line.
 
-    Ranks with the same error print it once. A rank that fails alone prints it too; when its process ends, collectives
-    of its peers break off, and they find in the store that the reason has been printed (`has_failed_elsewhere`).
+    If several ranks raise the same error, it is thus printed once. If one rank fails alone, collectives of the others
+    fail when its process ends, and `has_failed_elsewhere` tells them that the reason has been printed.
     """
-    # The failure is counted before anything is printed, and other ranks leave later: the launcher ends every rank as
-    # soon as one has ended.
+    # The failure is counted before anything is printed: the count decides who prints. The other ranks exit after a
+    # pause, because the launcher kills all ranks as soon as one has exited.
     if _count_failure() == 1:
         print(f"error: {error}", file=sys.stderr, flush=True)
     else:
-        time.sleep(SECONDS_FOR_THE_LINE)
+        time.sleep(PRINT_SECONDS)
     sys.stdout.flush()
     os._exit(2)
 
 
 def has_failed_elsewhere() -> bool:
-    """Return True if a peer has printed why it failed: it is the reason why this rank's collective broke off."""
+    """Return True if another rank has failed and printed why: this rank's collective failed for that reason."""
     try:
         return dist.is_initialized() and default_store().check([FAILURE_KEY])
-    except (RuntimeError, ValueError):  # the store has ended with the rank that served it
+    except (RuntimeError, ValueError):  # the rank that serves the store has ended
         return True
 
 
 def _count_failure() -> int:
     """Return the number of ranks that have failed, this one included.
 
-    Before the process group exists, all ranks fail alike: rank 0 counts as the first.
+    Before the process group exists there is no store to count in, and all ranks fail alike: rank 0 counts as the first.
     """
     if not dist.is_initialized():
         return 1 + rank_from_environment()

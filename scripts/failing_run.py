@@ -3,9 +3,9 @@
 torchrun --nproc_per_node=2 --max-restarts=2 -m scripts.failing_run \
     --kill 0:1:reduce:5 --kill 1:0:save.rename:1 -- --config configs/quickstart.yaml
 
-A kill is ATTEMPT:RANK:POINT:NUMBER. In the launcher's ATTEMPTth start of the job (from 0), rank RANK gets SIGKILL when
-it reaches POINT for the NUMBERth time, or, if POINT is "moment", NUMBER milliseconds after it has started to train. The
-functions at the points are wrapped from here; the program itself contains no code for it.
+A kill is ATTEMPT:RANK:POINT:NUMBER. When the launcher starts the job for the ATTEMPTth time (from 0), rank RANK gets
+SIGKILL when it reaches POINT for the NUMBERth time, or, if POINT is "moment", NUMBER milliseconds after it has begun
+to resume. This script wraps the functions at the points; the program itself has no code for kills.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from zero.gradients import GradientReducer
 from zero.optimizer import ZeroOptimizer
 from zero.state import tensor_file
 
-# Points are (owner, name of its function, "before" the function is called or "after" it has returned).
+# name: (module or class, name of its function, "before" the function is called or "after" it has returned)
 POINTS: dict[str, tuple[Any, str, str]] = {
     "forward": (GPT, "forward", "before"),
     "backward": (GradientReducer, "accept", "before"),
@@ -45,6 +45,7 @@ POINTS: dict[str, tuple[Any, str, str]] = {
     "save.keep": (saver, "keep_newest", "before"),
     "save.remove": (shutil, "rmtree", "before"),
 }
+# The points that only rank 0 reaches.
 FIRST_RANK_ONLY = {"log", "save.layout", "save.rename", "save.latest", "save.keep", "save.remove"}
 MOMENT = "moment"
 
@@ -67,6 +68,7 @@ class Kill:
         return f"{self.attempt}:{self.rank}:{self.point}:{self.number}"
 
     def arm(self) -> None:
+        """Wrap the function at the point, so that this process kills itself there."""
         if self.point == MOMENT:
             timer = threading.Timer(self.number / 1000, kill_this_process)
             timer.daemon = True
@@ -83,6 +85,7 @@ class Kill:
 
 
 def wrap(owner: Any, name: str, wrapper: Callable) -> None:
+    """Replace `owner`'s function `name` by what `wrapper` makes of it."""
     setattr(owner, name, wrapper(getattr(owner, name)))
 
 

@@ -1,6 +1,6 @@
 """Check that runs which are killed and restarted log exactly the steps of an undisturbed run.
 
-python -m scripts.kills                        # 50 kills, 5 a run: all points of scripts/failing_run.py, and moments
+python -m scripts.kills                        # 50 kills, 5 a run, at the points of scripts/failing_run.py
 python -m scripts.kills --kills 10 --first 20  # kills 20 to 29 of these
 """
 
@@ -62,19 +62,27 @@ def main() -> None:
 
 
 def choose_kills(first: int, number: int) -> list[Kill]:
-    """Choose one kill for each attempt: the points in turn, and a random moment at every third attempt."""
+    """Choose one kill for each attempt, at the points in turn, and at a random moment at every third attempt."""
     points, kills = list(POINTS), []
     for attempt in range(number):
-        chooser = random.Random(first + attempt)
+        generator = random.Random(first + attempt)
         point = MOMENT if (first + attempt) % 3 == 2 else points[(first + attempt) % len(points)]
-        rank = 0 if point in FIRST_RANK_ONLY else chooser.randrange(NUM_RANKS)
-        most = 3000 if point == MOMENT else 1 if point in FIRST_RANK_ONLY else 30 if "." not in point else 2
-        kills.append(Kill(attempt, rank, point, chooser.randint(1, most)))
+        rank = 0 if point in FIRST_RANK_ONLY else generator.randrange(NUM_RANKS)
+        kills.append(Kill(attempt, rank, point, generator.randint(1, max_number(point))))
     return kills
 
 
+def max_number(point: str) -> int:
+    """Return the largest NUMBER of a kill for which the run reaches the point that often before it ends."""
+    if point == MOMENT:
+        return 3000  # milliseconds
+    if point in FIRST_RANK_ONLY:
+        return 1
+    return 2 if point.startswith("save.") else 30  # a save is rarer than the points of a step
+
+
 def run_under(arguments: dict[str, object], run_dir: Path, kills: list[Kill]) -> list[tuple]:
-    """Return (step, loss, gradient norm) of every step of a run that torchrun restarts after every kill."""
+    """Return (step, loss, gradient norm) of every step of a run that torchrun restarts after each of `kills`."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={NUM_RANKS}"]
     command += [f"--max-restarts={len(kills)}", "-m", "scripts.failing_run"]
     command += [word for kill in kills for word in ("--kill", str(kill))]

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Trains a small language model from a clean checkout. The text is Python's own standard library, so nothing but
-# packages is downloaded. Arguments are those of pretrain_gpt.py and override configs/quickstart.yaml.
+# Trains a small language model from a clean checkout. The text is the source of Python's standard library, so only
+# packages are downloaded. Arguments are those of pretrain_gpt.py and override configs/quickstart.yaml.
 #
 #   scripts/quickstart.sh
 #   scripts/quickstart.sh --zero.stage 3 --run.dir runs/quickstart-stage-3
@@ -15,7 +15,7 @@ if [[ ! -f $data.idx ]]; then # written last: if it exists, the data is complete
     python -m data.prepare --source stdlib --output "$data" --train_vocab_size 8192
 fi
 
-# Use two ranks, so that there is something to partition, but one on a machine with a single GPU.
+# Use two ranks, so that ZeRO has ranks to partition over, but only one on a machine with a single GPU.
 num_gpus=$( (nvidia-smi --list-gpus 2>/dev/null || true) | wc -l)
 num_ranks=$((num_gpus == 1 ? 1 : 2))
 

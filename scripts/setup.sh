@@ -21,7 +21,7 @@ print(sys.version.split()[0], hashlib.sha256(pathlib.Path("requirements.txt").re
 }
 
 install_packages() {
-    # Before anything is installed: an interrupted installation must not look complete, so that the next run repeats it.
+    # Removed before anything is installed: after an interruption the next run must not find the file and skip the rest.
     rm -f .venv/complete
     [[ -x .venv/bin/python ]] || require_python python3
     echo "setup: making .venv; the first time takes a few minutes"

@@ -9,8 +9,8 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/setup.sh
 
-# Every rank of a test is a process. With a thread a core in each of them, ranks would compete for the cores. One thread
-# also fixes the order of summation.
+# Every rank of a test is a process. With one thread for each core in all of them, ranks would compete for the cores. A
+# single thread also fixes the order of summation.
 export OMP_NUM_THREADS=1
 
 echo "== ruff check: lint"
@@ -20,4 +20,4 @@ ruff format --check .
 echo "== mypy: types"
 mypy
 echo "== pytest: unit tests, then tests on several gloo ranks"
-python -m pytest -n 2 --dist loadfile "$@"  # two files at a time, because ranks often wait for each other
+python -m pytest -n 2 --dist loadfile "$@"  # two files at a time, because ranks often leave cores idle

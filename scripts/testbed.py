@@ -22,13 +22,13 @@ class Node:
     name: str
     address: str
     namespace: str
-    switch: str
-    port: str  # the name of its port on the switch
+    switch: str  # the namespace of the bridge
+    port: str  # the name of its port on the bridge
 
     def command(self, words: list[str], before: str = "") -> list[str]:
-        """Return the command that runs `words` on the node, after the shell lines `before`.
+        """Return the command that runs `words` on the node, after the shell commands `before`.
 
-        Only this command sees what the lines mount.
+        What these mount is mounted for this command only.
         """
         script = f"hostname {self.name}; {before}\nexec {shlex.join(words)}"
         return ["ip", "netns", "exec", self.namespace, "unshare", "--uts", "bash", "-ec", script]
@@ -40,7 +40,7 @@ class Node:
                 os.kill(pid, signal.SIGKILL)
 
     def limit(self, mbit_per_second: float) -> None:
-        """Limit what the node sends, and, on the switch, what it receives."""
+        """Limit the rate at which the node sends, and, at its port on the bridge, the rate at which it receives."""
         for namespace, device in ((self.namespace, "e0"), (self.switch, self.port)):
             rate = ["rate", f"{mbit_per_second}mbit", "burst", str(BURST_BYTES), "latency", "100ms"]
             _run("tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", "tbf", *rate)
@@ -50,13 +50,13 @@ class Node:
 
 
 def testbed_problem() -> str | None:
-    """Return the reason why this machine cannot make a testbed, None if it can."""
+    """Return the reason why this machine cannot run the two nodes; None if it can."""
     try:
         with joined_nodes():
             return None
     except (OSError, subprocess.CalledProcessError) as error:
-        said = getattr(error, "stderr", "") or str(error)
-        return f"no network namespaces here: {said.strip()}"
+        message = getattr(error, "stderr", "") or str(error)
+        return f"no network namespaces here: {message.strip()}"
 
 
 @contextmanager
@@ -88,7 +88,7 @@ def joined_nodes(num_nodes: int = 2) -> Iterator[list[Node]]:
 
 
 def ssh_to(nodes: list[Node], folder: Path) -> Path:
-    """Write an `ssh` that reaches the nodes by their addresses, and return its folder, to be put first on PATH."""
+    """Write a script `ssh` that runs commands on the nodes, and return its folder, which must be first on PATH."""
     folder.mkdir(parents=True)
     lines = ["#!/usr/bin/env bash", "host=${*: -2:1} command=${*: -1}", 'case "$host" in']
     for node in nodes:

@@ -2,9 +2,9 @@
 
 python -m scripts.two_nodes
 
-The layout is data x tensor = 2 x 2, started by scripts/launch/hostfile.sh through an `ssh` into two network namespaces.
-The first run is undisturbed, in the second the processes of a node are killed, in the third its link is taken down. The
-last two are then started again and run to their end.
+Each run has 2 data-parallel x 2 tensor-parallel ranks, on two network namespaces in place of nodes
+(scripts/testbed.py), and is started by scripts/launch/hostfile.sh. The first run is undisturbed. In the second the
+processes of a node are killed, in the third its link is taken down; both are then started again and run to their end.
 """
 
 import os
@@ -67,7 +67,10 @@ class Job:
         return [(record["step"], record["loss"], record["grad_norm"]) for record in read_steps(self._run_dir)]
 
     def run_until_node_is_lost(self, lose: Callable[[], None], step: int) -> int:
-        """Start, call `lose` after `step`, and return the exit code. Raises TimeoutExpired if the job does not end."""
+        """Start the job, call `lose` after `step`, and return the job's exit code.
+
+        Raises TimeoutExpired if the job does not end.
+        """
         running = self.start()
         while len(self.logged_steps()) < step and running.poll() is None:
             time.sleep(0.02)
@@ -76,7 +79,7 @@ class Job:
 
 
 def lose_and_restart(nodes: list[Node], prefix: Path, folder: Path) -> tuple[Steps, dict[str, tuple[int, Steps]]]:
-    """Return the steps of the undisturbed run, and for each lost part the exit code and the steps after the restart."""
+    """Return the steps of the undisturbed run, and {what was lost: (exit code, all steps after the restart)}."""
     settings = SETTINGS | {"data.path": prefix}
     undisturbed = Job(nodes, settings, folder / "undisturbed").run_to_end()
     losses: dict[str, Callable[[], None]] = {
@@ -89,7 +92,7 @@ def lose_and_restart(nodes: list[Node], prefix: Path, folder: Path) -> tuple[Ste
         code = job.run_until_node_is_lost(lose, step=10)
         for node in nodes:
             node.set_link(is_up=True)
-            node.kill_processes()  # as a scheduler does with the remains of a job
+            node.kill_processes()  # as a scheduler does with processes that a job has left
         found[what] = code, job.run_to_end()
     return undisturbed, found
 

@@ -1,4 +1,4 @@
-"""A log of collectives: always their totals, and every single one if it keeps events."""
+"""A log of collectives: totals of the bytes sent, and on request a list of all collectives."""
 
 import time
 from collections import Counter
@@ -11,9 +11,11 @@ import torch
 
 @dataclass
 class CommEvent:
-    """One collective on one rank. `message_bytes` is the whole message: the unsharded side of a gather or scatter.
+    """One collective on one rank.
 
-    The times are the log's clock when the collective was launched, and when the wait for it began and ended.
+    `message_bytes` is the size of the unsharded tensor: the output of an all-gather, the input of a reduce-scatter.
+    `launched`, `awaited` and `completed` are the times by the log's clock when the collective was launched, and when
+    the wait for it began and ended.
     """
 
     op: str
@@ -41,22 +43,23 @@ class CommEvent:
 
 
 class CommLog:
-    """Bytes sent, by (axis, op, phase); with `keeps_events` also the list of events, which grows without bound.
+    """The bytes sent by (axis, op, phase); with `keeps_events` also a list of events, which grows without bound.
 
-    `clock` returns the times of events: seconds, or any number that grows. `on_phase` returns a context manager that is
-    entered with every phase.
+    `clock` returns the time of an event, in seconds or in any other number that never decreases. The context manager
+    that `on_phase` returns for a phase is active during that phase.
     """
 
     def __init__(self, keeps_events: bool = False, clock: Callable[[], float] = time.perf_counter):
         self.keeps_events, self.clock = keeps_events, clock
         self.on_phase: Callable[[str], AbstractContextManager[object]] = nullcontext
         self.phase = "setup"
-        self.num_recorded, self.last = 0, None  # type: int, CommEvent | None
+        self.num_recorded = 0
+        self.last: CommEvent | None = None
         self.clear()
 
     def clear(self) -> None:
         self.events: list[CommEvent] = []
-        self.wire_bytes_by: Counter[tuple[str, str, str]] = Counter()
+        self.wire_bytes_by: Counter[tuple[str, str, str]] = Counter()  # by (axis, op, phase)
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
@@ -70,7 +73,7 @@ class CommLog:
 
     @contextmanager
     def keeping_events(self, clock: Callable[[], float]) -> Iterator[list[CommEvent]]:
-        """Keep the events of this block in a list of their own, with times by another clock. Totals go on."""
+        """Keep the events of this block in a new list, with times by another clock. Totals count them as usual."""
         outer = self.keeps_events, self.events, self.clock
         self.keeps_events, self.events, self.clock = True, [], clock
         try:

@@ -1,4 +1,4 @@
-"""A log of the kernels that a rank runs: how many operations each computes, and how many bytes it moves."""
+"""A log of the kernels that a rank runs: the floating-point operations of each, and the bytes that it moves."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ aten = torch.ops.aten
 
 # The position of the first factor among the arguments of a matrix product; the second factor follows it.
 PRODUCTS = {aten.mm.default: 0, aten.bmm.default: 0, aten.addmm.default: 1, aten.baddbmm.default: 1}
-OVERWRITES = {"copy_", "fill_", "zero_", "normal_", "bernoulli_"}  # without reading the old values
+OVERWRITES = {"copy_", "fill_", "zero_", "normal_", "bernoulli_"}  # write their argument without reading it
 # A dropout takes three kernels on a CPU and one on a GPU: only the one that multiplies is logged.
 FUSED_ON_A_GPU = {"bernoulli_", "div_"}
 NO_KERNELS = {"empty", "empty_strided", "empty_like", "detach", "new_empty", "new_empty_strided", "_unsafe_view"}
@@ -26,8 +26,8 @@ NO_KERNELS = {"empty", "empty_strided", "empty_like", "detach", "new_empty", "ne
 class Kernel:
     """One kernel of a GPU, or one operation that the host's processors run.
 
-    `product` is (batch, m, n, k) of a matrix product, otherwise None. `is_transfer`: it copies between device and host
-    memory, to the host if `to_host`. `is_on_host`: it reads and writes host memory only.
+    `product` is (batch, m, n, k) of a matrix product, otherwise None. `is_transfer` is True if the kernel copies
+    between device and host memory; `to_host` then is the direction. `is_on_host` is True if it uses host memory only.
     """
 
     name: str
@@ -56,7 +56,7 @@ class KernelLog:
         self._phase, self._is_on_host = phase, is_on_host
 
     def count(self) -> int:
-        """Return the number of kernels so far: a clock for collectives that is the same on any machine."""
+        """Return the number of kernels so far, for use as the clock of a `CommLog` that is the same on any machine."""
         return len(self.kernels)
 
     def on_operation(self, function: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any) -> None:
@@ -73,6 +73,7 @@ class KernelLog:
         moved = tensors if name in OVERWRITES else tensors + (results or tensors)
         num_bytes = sum(_touched_bytes(tensor) for tensor in moved)
         dtype = (results or tensors)[0].dtype
+        # Of a copy the destination and the source, otherwise of the first two arguments.
         on_host = [self._is_on_host(tensor) for tensor in (args if name == "copy_" else tensors or results)[:2]]
         return Kernel(
             name,
@@ -103,5 +104,5 @@ def _product(function: OpOverload, args: Any) -> tuple[int, int, int, int] | Non
 
 
 def _touched_bytes(tensor: Tensor) -> int:
-    """Return the bytes of memory behind a tensor: an expanded one has more elements than memory."""
+    """Return the bytes of memory that a tensor occupies: an expanded one has more elements than its storage."""
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())

@@ -1,11 +1,11 @@
-"""A tracker of memory: what tensors occupy by kind, now and when the most was occupied at once.
+"""A tracker of memory: the bytes that tensors of each kind occupy, now and at the peak of the total.
 
     with MemoryTracker(device) as tracker:    counts every storage from its allocation until it is freed
         ...
     tracker.device.peak                       {TensorKind.PARAMETERS: bytes, ...} at the moment of the highest total
 
-Python handles every operation while a tracker is active, so a step under it is slow. Without one, the tags below only
-look at an empty stack.
+While a tracker is active, every operation calls Python code, so a step is slow. Without one, `tagged` and `allocating`
+cost next to nothing.
 """
 
 import weakref
@@ -25,7 +25,7 @@ from parallel.torch_internals import OpOverload, observe_resizes, storage_id
 
 
 class TensorKind(StrEnum):
-    """The purpose of a storage. A temporary has the kind of the tensors that it is computed from or for."""
+    """The purpose of a storage. A temporary tensor has the kind of the tensors that it is computed from or for."""
 
     PARAMETERS = "parameters"
     GRADIENTS = "gradients"
@@ -40,7 +40,7 @@ class TensorKind(StrEnum):
 def tagged(kind: TensorKind, tensor: Tensor, *, on_host: bool = False) -> Tensor:
     """Return the tensor; active trackers count its storage as `kind` from now on, in host memory if `on_host`.
 
-    If the run's accelerator is the CPU itself, `on_host` is the only difference between the two memories.
+    If the CPU is the run's accelerator, only `on_host` distinguishes host memory from the accelerator's.
     """
     for tracker in _active_trackers():
         tracker._tag(tensor, kind, on_host)
@@ -54,7 +54,7 @@ def allocate_buffer(like: Tensor, numel: int) -> Tensor:
 
 @contextmanager
 def allocating(kind: TensorKind, *, on_host: bool = False) -> Iterator[None]:
-    """Count storages that are allocated in this block, and not tagged, as `kind`. The innermost block counts."""
+    """Count storages that are allocated in this block, and not tagged, as `kind`; the innermost block wins."""
     trackers = _active_trackers()
     outer = [tracker._default for tracker in trackers]
     for tracker in trackers:
@@ -85,7 +85,7 @@ class MemoryUsage:
         self.resident[kind] += num_bytes
         self.total += num_bytes
         self.metered_peak = max(self.metered_peak, self.total)
-        if self.total >= self.peak_total:  # equal if a tag has changed the kind: the peak takes it over
+        if self.total >= self.peak_total:  # also if equal: a tag at the peak moves bytes to another kind
             self.peak, self.peak_total = self.resident.copy(), self.total
 
 
@@ -103,18 +103,19 @@ class _TrackedStorage:
 class MemoryTracker:
     """A counter of the storages that are allocated while it is active; `device` is the accelerator, real or imitated.
 
-    Fake tensors count as what they imitate: enter the tracker after the `FakeTensorMode`. A storage that is older than
-    the tracker is counted when an operation first returns it. Views count once, with their storage.
+    A fake tensor counts like the real one that it imitates, if the tracker is entered after the `FakeTensorMode`. A
+    storage that is older than the tracker is counted when an operation first returns it. Views count once, with their
+    storage.
 
-    While a tracker is active, `torch.UntypedStorage.resize_` is replaced for the whole process: no dispatch mode sees
-    a resize. `observe_resizes` (parallel/torch_internals.py) does this, and undoes it when the last active tracker
-    exits, in whatever order trackers exit and also if the block raises.
+    While a tracker is active, `torch.UntypedStorage.resize_` is replaced for the whole process, because no dispatch
+    mode sees a resize. `observe_resizes` (parallel/torch_internals.py) replaces it, and restores it when the last
+    active tracker exits, in whatever order trackers exit and also if a block raises.
     """
 
     def __init__(self, device: torch.device):
         self.device, self.host = MemoryUsage(), MemoryUsage()
         self._device_type = device.type
-        self._default = TensorKind.OTHER, False  # kind of what is not tagged, and whether it is in host memory
+        self._default = TensorKind.OTHER, False  # (kind, on_host) of storages that are not tagged
         self._storages: dict[int, _TrackedStorage] = {}  # by `storage_id`
 
     def restart(self) -> None:
@@ -131,7 +132,7 @@ class MemoryTracker:
         with ExitStack() as stack:
             stack.enter_context(observe_resizes(self._on_resize))
             stack.enter_context(observe_operations(self))
-            self._active = stack.pop_all()  # nothing is left behind if one of the two raises
+            self._active = stack.pop_all()  # if the second raises, the first has been exited
         return self
 
     def __exit__(self, *exception: Any) -> None:
@@ -150,7 +151,7 @@ class MemoryTracker:
                             self._track(tensor)
 
     def _track(self, tensor: Tensor) -> _TrackedStorage:
-        """Return the record of the tensor's storage, which is made if this is the first time that it is seen."""
+        """Return the record of the tensor's storage; create it if the storage is new to this tracker."""
         storage = tensor.untyped_storage()
         key, num_bytes = storage_id(storage), storage.nbytes()
         tracked = self._storages.get(key)
@@ -184,7 +185,8 @@ class MemoryTracker:
         memory = self.host if on_host else tracked.memory
         if memory is tracked.memory and kind is tracked.kind:
             return
-        # Out of the old kind first, then into the new one: the other order would count the bytes twice at the peak.
+        # The bytes are subtracted from the old kind before they are added to the new one. The other order would count
+        # them twice, and record a peak that never was.
         tracked.memory.num_allocations[tracked.kind] -= tracked.is_new
         tracked.memory.change(tracked.kind, -tracked.num_bytes)
         tracked.memory, tracked.kind = memory, kind
@@ -197,7 +199,7 @@ def _active_trackers() -> list[MemoryTracker]:
 
 
 class PeakMeter:
-    """A meter of a device's peak since `restart`, by CUDA's allocator, or on a CPU by the active trackers."""
+    """A meter of a device's peak since `restart`, read from CUDA's allocator, on a CPU from the active trackers."""
 
     def __init__(self, device: torch.device):
         self._device = device

@@ -1,6 +1,6 @@
 """Observers of operations: instruments that see every operation of a run, real or dry, after it has returned.
 
-One dispatch mode serves all observers: to pass through a further mode costs more than a fake operation.
+All observers share one dispatch mode, because each further mode costs more than a fake operation.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +20,7 @@ class OperationObserver(Protocol):
 
 
 class ObservedMode(UnguardedDispatchMode):
-    """A dispatch mode that reports operations on real tensors; `QuickFakeTensorMode` reports its own."""
+    """A dispatch mode that reports operations on real tensors; `QuickFakeTensorMode` reports those on fake ones."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class ObservedMode(UnguardedDispatchMode):
 def observe_operations(observer: OperationObserver) -> Iterator[None]:
     """Report the operations of this block to `observer`, after the observers that are active already.
 
-    Enter it after a mode of fake tensors: one that is entered later would see operations first.
+    Enter a mode of fake tensors before, not inside the block: it would take the operations before they are reported.
     """
     modes = active_dispatch_modes()
     if modes and isinstance(modes[-1], (ObservedMode, QuickFakeTensorMode)):

@@ -1,4 +1,4 @@
-"""Measurements of the links and the devices of a job, by all ranks at once, as training uses them."""
+"""Measurements of the links and the devices of a job, made by all ranks at once, as in training."""
 
 import statistics
 import time
@@ -13,20 +13,20 @@ from torch import Tensor
 from parallel.mesh import Axis, Mesh
 
 MESSAGE_BYTES = 8 * 2**20
-SECONDS_EACH = 0.5
+SECONDS_EACH = 0.5  # for which a measured action is repeated
 MAX_REPEATS = 50
-SLOW_LINK, SLOW_DEVICE = 0.7, 0.8  # of the median of the comparable ones
-FAR_BELOW = 0.5  # of the rate in a cluster file
+# A rate is slow below these fractions of the median of comparable links or devices, or of the rate in a cluster file.
+SLOW_LINK, SLOW_DEVICE, SLOW_FOR_CLUSTER = 0.7, 0.8, 0.5
 Measurement = Callable[[], object]
 
 
 @dataclass(frozen=True)
 class LinkRate:
-    """The bytes per second that each rank sends between two ranks, or along a whole group."""
+    """The bytes per second that each rank sends in a collective of a group, or over the link between two ranks."""
 
     axis: str
-    what: str  # an operation, or "link"
-    ranks: tuple[int, ...]
+    what: str  # the name of the collective, or "link"
+    ranks: tuple[int, ...]  # in the whole job
     bytes_per_second: float
 
 
@@ -42,9 +42,9 @@ class DeviceRate:
 
 
 def measure_axis(axis: Axis, device: torch.device) -> list[LinkRate]:
-    """Measure the three collectives of training, on all groups at once.
+    """Measure the three collectives of training, on all groups of the axis at once.
 
-    Returns the rates of this rank's group on its first rank, and an empty list on the others.
+    Returns the rates of a group on its first rank, and an empty list on its others.
     """
     if axis.size == 1:
         return []
@@ -67,27 +67,27 @@ def measure_axis(axis: Axis, device: torch.device) -> list[LinkRate]:
 def measure_links(axis: Axis, device: torch.device, takes_part: bool = True) -> list[LinkRate]:
     """Measure the links between neighbours in the axis's ring, in both directions at once.
 
-    A rank is in one pair at a time. The lower rank of a pair returns its rate. With `takes_part` False a rank only
-    joins the barriers, and leaves the network to the others.
+    Three rounds measure disjoint pairs of neighbours, so that no rank exchanges messages with two others at a time. The
+    first rank of a pair returns its rate. A rank with `takes_part` False calls the barriers only, so that the others
+    have the network for themselves.
     """
     if axis.size == 1:
         return []
     rates, members = [], _members(axis)
     sent, received = (torch.ones(MESSAGE_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
-    for first in (0, 1, 2) if axis.size > 2 else (0,):
-        pairs = _pairs(axis.size, first)
-        for mine in [pair for pair in pairs if axis.rank in pair and takes_part]:
-            peer = mine[1] if axis.rank == mine[0] else mine[0]
+    for number in (0, 1, 2) if axis.size > 2 else (0,):
+        for first, second in [pair for pair in _pairs(axis.size, number) if axis.rank in pair and takes_part]:
+            peer = second if axis.rank == first else first
             seconds = _seconds(partial(_exchange, axis, peer, sent, received), device, pair=(axis, peer))
-            if axis.rank == mine[0]:
+            if axis.rank == first:
                 ranks = tuple(sorted((members[axis.rank], members[peer])))
                 rates.append(LinkRate(axis.name, "link", ranks, MESSAGE_BYTES / seconds))
-        dist.barrier()
+        dist.barrier()  # of all ranks: no pair of the next round may start while one of this round is measured
     return rates
 
 
 def latency(axis: Axis, device: torch.device) -> float:
-    """Return the seconds of one step of the ring in an all-reduce of one number."""
+    """Return the seconds of one step of a ring, measured by an all-reduce of one number."""
     if axis.size == 1:
         return 0.0
     word = torch.zeros(1, device=device)
@@ -114,31 +114,32 @@ def measure_device(rank: int, device: torch.device) -> DeviceRate:
 
 
 def slow_links(rates: Sequence[LinkRate], expected: dict[str, float]) -> list[LinkRate]:
-    """Return the links far below the median of the same operation and axis, or below what is `expected` of the axis."""
+    """Return the rates far below the median of their axis and operation, or below half of what is `expected`."""
     slow = []
     for rate in rates:
-        like = [r.bytes_per_second for r in rates if (r.axis, r.what) == (rate.axis, rate.what)]
-        limit = max(SLOW_LINK * statistics.median_high(like), FAR_BELOW * expected.get(rate.axis, 0.0))
+        comparable = [r.bytes_per_second for r in rates if (r.axis, r.what) == (rate.axis, rate.what)]
+        limit = max(SLOW_LINK * statistics.median_high(comparable), SLOW_FOR_CLUSTER * expected.get(rate.axis, 0.0))
         if rate.bytes_per_second < limit:
             slow.append(rate)
     return slow
 
 
 def slow_devices(rates: Sequence[DeviceRate], expected_flops: float) -> list[DeviceRate]:
-    """Return the devices below the median, or far below `expected_flops` per second."""
-    usual = statistics.median_high(rate.flops_per_second for rate in rates)
-    limit = max(SLOW_DEVICE * usual, FAR_BELOW * expected_flops)
+    """Return the devices far below the median, or below half of `expected_flops` per second."""
+    median = statistics.median_high(rate.flops_per_second for rate in rates)
+    limit = max(SLOW_DEVICE * median, SLOW_FOR_CLUSTER * expected_flops)
     return [rate for rate in rates if rate.flops_per_second < limit]
 
 
-def _pairs(size: int, first: int) -> list[tuple[int, int]]:
-    """Return one of three sets of disjoint pairs of neighbours, which together make the ring of an axis.
+def _pairs(size: int, number: int) -> list[tuple[int, int]]:
+    """Return set `number` of three sets of disjoint pairs of neighbours, which together are all links of a ring.
 
-    The sets are pairs that begin at even ranks (0), at odd ranks (1), and the pair that closes a ring of odd size (2).
+    Set 0 has the pairs that begin at an even rank, set 1 those that begin at an odd rank. In a ring of odd size the
+    pair of its last and its first rank is in neither, and makes set 2.
     """
-    if first == 2:
+    if number == 2:
         return [(size - 1, 0)] if size % 2 else []
-    return [(a, (a + 1) % size) for a in range(first, size - size % 2, 2)]
+    return [(first, (first + 1) % size) for first in range(number, size - size % 2, 2)]
 
 
 def _exchange(axis: Axis, peer: int, sent: Tensor, received: Tensor) -> None:
@@ -156,23 +157,28 @@ def _members(axis: Axis) -> tuple[int, ...]:
 def _seconds(
     action: Measurement, device: torch.device, axis: Axis | None = None, pair: tuple[Axis, int] | None = None
 ) -> float:
-    """Return the median seconds of an action, repeated for half a second; ranks that act together agree how often."""
-    for _ in range(2):  # the first call makes connections: only the second one is used
+    """Return the median seconds of an action that is repeated for about half a second.
+
+    If the action communicates along `axis`, or with the other rank of `pair`, these ranks repeat it equally often.
+    """
+    for _ in range(2):  # the first call opens connections: the time of the second one is used
         once = _timed(action, device)
-    longest = torch.tensor(once, dtype=torch.float64, device=device)
+    # The number of repeats must be the same on all ranks that communicate, or the last messages would never arrive. So
+    # they compute it from the same estimate: the mean over the axis, or the longer time of the pair.
+    estimate = torch.tensor(once, dtype=torch.float64, device=device)
     if axis is not None:
-        axis.all_reduce(longest, out=longest).wait()
-        longest /= axis.size
+        axis.all_reduce(estimate, out=estimate).wait()
+        estimate /= axis.size
     elif pair is not None:
-        theirs = torch.empty_like(longest)
-        _exchange(*pair, longest, theirs)
-        longest = torch.maximum(longest, theirs)
-    num_repeats = max(3, min(MAX_REPEATS, int(SECONDS_EACH / longest.item())))
+        of_peer = torch.empty_like(estimate)
+        _exchange(*pair, estimate, of_peer)
+        estimate = torch.maximum(estimate, of_peer)
+    num_repeats = max(3, min(MAX_REPEATS, int(SECONDS_EACH / estimate.item())))
     return statistics.median(_timed(action, device) for _ in range(num_repeats))
 
 
 def _timed(action: Measurement, device: torch.device) -> float:
-    # The device is synchronized before each reading of the clock: first earlier work, then the action, has finished.
+    # The device is synchronized before the clock is read: first to finish earlier work, then to finish the action.
     _synchronize(device)
     start = time.perf_counter()
     action()
@@ -186,10 +192,10 @@ def _synchronize(device: torch.device) -> None:
 
 
 def measure_mesh(mesh: Mesh, device: torch.device) -> list[LinkRate]:
-    """Measure the collectives along both axes, and the links of which this rank is the lower end. For all ranks."""
+    """Measure the collectives and links along both axes. All ranks must call this; each returns a part of the rates."""
     rates = []
     for axis in (mesh.tensor, mesh.data):
-        # Barriers keep the measurements apart: messages of one would slow down another.
+        # All ranks wait before each measurement, because messages of the one before would slow it down.
         mesh.barrier()
         rates += measure_axis(axis, device)
         mesh.barrier()

@@ -1,4 +1,4 @@
-"""The cluster that a projection is made for: its devices, its links, and the reachable fractions of their peaks."""
+"""The cluster that a projection is made for: rates of its devices and links, and the fractions that programs reach."""
 
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
@@ -13,8 +13,8 @@ from parallel.errors import ConfigError
 class ClusterSpec:
     """A cluster, loaded from a YAML file of these fields.
 
-    Rates are in 1e9 bytes per second in each direction, of one GPU unless stated otherwise. The `*_fraction`s are the
-    parts of a peak that a real program reaches; they may be calibrated.
+    Rates are in 1e9 bytes per second in each direction, and those of one GPU unless stated otherwise. A `*_fraction` is
+    the part of a peak rate that real programs reach; it may be calibrated.
     """
 
     name: str
@@ -27,8 +27,8 @@ class ClusterSpec:
     intra_node_gb_per_second: float
     node_gb_per_second: float  # from one whole node to the others
     network_card_gb_per_second: float  # of one network card
-    host_gb_per_second: float  # to host memory
-    host_memory_gb_per_second: float = 200.0  # of the processors of a node
+    host_gb_per_second: float  # between the GPU and host memory
+    host_memory_gb_per_second: float = 200.0  # between the processors of a node and its memory
     gemm_fraction: float = 1.0
     memory_fraction: float = 1.0
     node_fraction: float = 1.0
@@ -49,26 +49,29 @@ class ClusterSpec:
     def load(cls, path: str | Path) -> Self:
         """Load a cluster file.
 
-        Raises ConfigError if it cannot be read, or if a figure is missing, unknown or not positive.
+        Raises ConfigError if it cannot be read, or if a field is missing, unknown or not a positive number.
         """
         try:
-            figures: Any = yaml.safe_load(Path(path).read_text())
+            values: Any = yaml.safe_load(Path(path).read_text())
         except (OSError, yaml.YAMLError) as error:
             raise ConfigError(
                 f"cluster file {path} cannot be read: {' '.join(str(error).split())}; give another"
             ) from error
+        if not isinstance(values, dict):
+            values = {}
         known = {field.name for field in fields(cls)}
         required = {field.name for field in fields(cls) if field.default is MISSING}
-        if not isinstance(figures, dict) or (missing := sorted(required - set(figures))):
-            absent = ", ".join(missing) if isinstance(figures, dict) else "every figure"
-            raise ConfigError(f"cluster file {path} lacks {absent}; see configs/clusters/dgx-2.yaml for all of them")
-        if unknown := sorted(set(figures) - known):
+        if missing := sorted(required - set(values)):
+            raise ConfigError(
+                f"cluster file {path} lacks {', '.join(missing)}; see configs/clusters/dgx-2.yaml for all fields"
+            )
+        if unknown := sorted(set(values) - known):
             raise ConfigError(f"cluster file {path} has {', '.join(unknown)}, which is unknown; remove it")
-        return cls(**figures)
+        return cls(**values)
 
     @property
     def host_memory_rate_of_a_gpu(self) -> float:
-        """The share of one rank in the host memory rate of its node, in 1e9 bytes per second."""
+        """One rank's share of `host_memory_gb_per_second`, in 1e9 bytes per second."""
         return self.host_memory_gb_per_second / self.gpus_per_node
 
     @property

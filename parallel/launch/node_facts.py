@@ -1,4 +1,4 @@
-"""Facts of one node, compared before a job starts: what must be alike on all nodes, and what must work on each."""
+"""Facts of a node that are checked before a job starts: what all nodes must agree on, and what must work on each."""
 
 import hashlib
 import os
@@ -15,18 +15,18 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).parents[2]
-MAX_CLOCK_SECONDS = 2.0
-PROBE_BYTES = 32 * 2**20
+MAX_CLOCK_SECONDS = 2.0  # difference from the first node's clock
+PROBE_BYTES = 32 * 2**20  # written to measure a disk
 MIN_FREE_BYTES = 2**30
-MIN_DISK_BYTES_PER_SECOND, MIN_SHARE_OF_FASTEST = 5e6, 0.2
+MIN_DISK_BYTES_PER_SECOND, MIN_SHARE_OF_FASTEST = 5e6, 0.2  # a disk below either is slow
 
 
 @dataclass(frozen=True)
 class Job:
-    """The program that is to be started, as far as its nodes are compared by it.
+    """The settings and files of a program on which all nodes must agree before it starts.
 
-    `settings` are lines NAME=VALUE, or the program's arguments as they are. `files` are read by every node and must
-    have the same contents. `folder` is written to; it need not exist yet.
+    `settings` are lines NAME=VALUE, or the program's arguments unchanged. Every node reads `files`, whose contents must
+    be the same, and writes to `folder`, which need not exist yet.
     """
 
     settings: tuple[str, ...] = ()
@@ -36,7 +36,7 @@ class Job:
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """The report of one node. A file is represented by a digest of its contents, or by "missing"."""
+    """The facts of one node. `code` and `data` map a file to a digest of its contents, or to "missing"."""
 
     name: str
     address: str
@@ -51,13 +51,13 @@ class NodeFacts:
     disk_error: str = ""
     clock_seconds: float = 0.0  # ahead of the first node's clock
 
-    def is_called(self, name: str) -> bool:
+    def has_name(self, name: str) -> bool:
         return name in (self.name, self.name.split(".")[0], self.address)
 
 
 def find_facts(job: Job, address: str = "") -> NodeFacts:
     """Return the facts of this node for a job. Writes 32 MiB to the disk of the job's folder, and deletes them."""
-    disk = _existing(job.folder)
+    disk = _nearest_existing(job.folder)
     error, rate = "", 0.0
     try:
         rate = _write_rate(disk)
@@ -81,7 +81,7 @@ def find_facts(job: Job, address: str = "") -> NodeFacts:
 def find_problems(nodes: Sequence[NodeFacts]) -> list[str]:
     """Return a line for each problem, with the name of its node.
 
-    A node is wrong if it differs from most others; in a tie, if it differs from the first one.
+    A node has a problem if it differs from the most common value; of equally common ones the first node's counts.
     """
     problems = []
     for what, values in (
@@ -94,8 +94,8 @@ def find_problems(nodes: Sequence[NodeFacts]) -> list[str]:
             for node, value in zip(nodes, values, strict=True)
             if value != usual
         ]
-    problems += _other_files(nodes, "code", [node.code for node in nodes])
-    problems += _other_files(nodes, "data", [node.data for node in nodes])
+    problems += _file_problems(nodes, "code", [node.code for node in nodes])
+    problems += _file_problems(nodes, "data", [node.data for node in nodes])
     usual_settings = set(_usual([tuple(node.settings) for node in nodes]))
     for node in nodes:
         if other := sorted(set(node.settings) ^ usual_settings):
@@ -121,7 +121,7 @@ def _disk_problems(nodes: Sequence[NodeFacts]) -> list[str]:
     return problems
 
 
-def _other_files(nodes: Sequence[NodeFacts], what: str, files: Sequence[dict[str, str]]) -> list[str]:
+def _file_problems(nodes: Sequence[NodeFacts], what: str, files: Sequence[dict[str, str]]) -> list[str]:
     problems = []
     paths = sorted(set().union(*files))
     usual = {path: _usual([found.get(path, "missing") for found in files]) for path in paths}
@@ -135,7 +135,7 @@ def _other_files(nodes: Sequence[NodeFacts], what: str, files: Sequence[dict[str
 
 
 def _usual(values: Sequence[Any]) -> Any:
-    return Counter(values).most_common(1)[0][0]  # the first of several that are equally common
+    return Counter(values).most_common(1)[0][0]  # of equally common ones the first
 
 
 def _source_files() -> Iterator[Path]:
@@ -148,13 +148,13 @@ def _digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()[:16] if path.is_file() else "missing"
 
 
-def _existing(folder: Path) -> Path:
+def _nearest_existing(folder: Path) -> Path:
     folder = folder.absolute()
-    return folder if folder.exists() else _existing(folder.parent)
+    return next(path for path in (folder, *folder.parents) if path.exists())
 
 
 def _write_rate(folder: Path) -> float:
-    """Return the bytes per second that the disk of a folder takes. Raises OSError."""
+    """Return the bytes per second at which a file in the folder can be written to disk. Raises OSError."""
     probe = folder / f".preflight-{socket.gethostname()}-{os.getpid()}"
     block = os.urandom(2**20)
     start = time.perf_counter()
@@ -162,7 +162,7 @@ def _write_rate(folder: Path) -> float:
         with probe.open("wb") as file:
             for _ in range(PROBE_BYTES // len(block)):
                 file.write(block)
-            # Python's buffer first, then the system's: the clock is read when the bytes are on the disk.
+            # First Python's buffer is written to the system, then the system's to the disk, before the clock is read.
             file.flush()
             os.fsync(file.fileno())
     finally:

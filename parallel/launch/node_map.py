@@ -16,16 +16,19 @@ MAX_ROWS = 16
 class NodeMap:
     """The name of every rank's node: `nodes[r]` for rank r.
 
-    If several nodes have the same name, the first rank of each is appended to it.
+    If several nodes have the same name, the number of their first rank is appended to it.
     """
 
     nodes: tuple[str, ...]
 
     @classmethod
     def find(cls, world: World) -> "NodeMap":
-        """Exchange the names of nodes. All ranks call it; rank 0 gets all names, the others only their own."""
-        store, own = shared_store(), (socket.gethostname(), world.rank - world.local_rank)
-        store.set(f"node/{world.rank}", f"{own[0]} {own[1]}")
+        """Collect the names of nodes on rank 0; other ranks know only their own, and have "?" for the rest.
+
+        All ranks must call this.
+        """
+        store, first_rank = shared_store(), world.rank - world.local_rank
+        store.set(f"node/{world.rank}", f"{socket.gethostname()} {first_rank}")
         ranks = range(world.size) if world.is_first else [world.rank]
         found = {rank: tuple(store.get(f"node/{rank}").decode().split()) for rank in ranks}
         first_ranks: defaultdict[str, set[str]] = defaultdict(set)

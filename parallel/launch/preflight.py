@@ -1,18 +1,18 @@
-"""Checks before a job starts: all nodes are present and alike, and no link or device is slow.
+"""Checks before a job starts: all nodes are present and agree, and no link or device is slow.
 
-The nodes only, one process per node:
+Compare the nodes, with one process on each:
 
     python -m parallel.launch.preflight --nodes 2 --meet node0:29501 [--names node0,node1] -- ARGUMENTS OF THE PROGRAM
 
-The links and devices too, all ranks of a job:
+Compare the nodes and measure links and devices, with all ranks of a job:
 
     torchrun ... -m parallel.launch.preflight [--tensor_size 8] [--expect FILE] [--write FILE] -- ARGUMENTS
 
-The first form reports what differs on which node. The second one also measures, names what is slow, and writes a
-cluster file for dry runs and the planner. The exit code is 2 if something is wrong.
+Both report what differs on which node, with exit code 2. The second one also reports what is slow, and can write a
+cluster file for dry runs and the planner.
 
-Run like this it compares the program's arguments as they are. A program that can say which settings and files they
-stand for calls `main` with a function for that (`gpt/preflight.py`, which scripts/launch runs before every training).
+Run like this, it compares the program's arguments literally. A program that knows the settings and files that they
+stand for calls `main` with a `describe_job` (gpt/preflight.py, which scripts/launch runs before every training).
 """
 
 import argparse
@@ -39,8 +39,8 @@ from parallel.mesh import Mesh
 from parallel.world import World, exit_with_error, shared_store, start_world, stop_world
 
 INSIDE, ACROSS = "tensor", "data"  # axes of a mesh whose tensor groups are whole nodes
-BYTES = 1e9  # in a unit of the report and of a cluster file
-DescribeJob = Callable[[Sequence[str], int | None], Job]  # (arguments of the program, ranks of the job if known)
+BYTES_PER_GB = 1e9  # in the report and in a cluster file
+DescribeJob = Callable[[Sequence[str], int | None], Job]  # (the program's arguments, number of ranks if known) -> Job
 
 
 @dataclass(frozen=True)
@@ -49,22 +49,22 @@ class Measured:
 
     node: str
     rank: int
-    inside_and_across: list[LinkRate]
-    one_flow: list[LinkRate]  # between nodes, one pair of ranks per pair of nodes at a time
-    own_grid: list[LinkRate]  # of the job's own tensor size
+    inside_and_across: list[LinkRate]  # along the axes INSIDE and ACROSS
+    one_rank_per_node: list[LinkRate]  # between nodes, while only the first rank of each node sends
+    job_mesh: list[LinkRate]  # along the axes of the job's own mesh, if that is another one
     device: DeviceRate
     hop_seconds: float
 
 
 def arguments_only(arguments: Sequence[str], num_ranks: int | None) -> Job:
-    """Describe a job by its program's arguments as they are, without knowing what they mean."""
+    """Return a Job whose settings are the program's arguments, unchanged."""
     return Job(settings=tuple(arguments))
 
 
 def check_nodes(options: argparse.Namespace, job: Job) -> None:
     """Compare the nodes, by one process per node. Raises ConfigError on all nodes if one of them is wrong."""
     route = find_route(options.meet)
-    # The facts are found before the nodes meet: the first node's time limit then covers the differences only.
+    # The facts are found before the store is served: the first node's time limit then need not include their time.
     facts = find_facts(job, route.local_address)
     store = connect(resolve(options.meet), route.is_host, facts.name, options.wait)
     if not route.is_host:
@@ -83,7 +83,7 @@ def check_and_measure(options: argparse.Namespace, arguments: Sequence[str], des
     expected = ClusterSpec.load(options.expect) if options.expect else None
     world = start_world()
     store = shared_store()
-    # Nodes are compared before anything is measured: figures of a job that cannot start are of no use.
+    # Nodes are compared before anything is measured: rates of a job that cannot start are of no use.
     _check_by_store(world, options, describe_job(arguments, world.size))
     found = measure(world, options.tensor_size)
     store.set(f"preflight/{world.rank}", json.dumps(asdict(found)))
@@ -93,8 +93,8 @@ def check_and_measure(options: argparse.Namespace, arguments: Sequence[str], des
         if options.write:
             spec = cluster_of(by_rank, world, options.name)
             write_cluster(spec, Path(options.write), sorted({m.node for m in by_rank}))
-            sys.stdout.write(f"{options.write} has these figures, for --dry_run.cluster and the planner\n")
-    # The first rank has read all figures when it leaves: the store may end with its process.
+            sys.stdout.write(f"{options.write} has these rates, for --dry_run.cluster and the planner\n")
+    # The store may end with the first rank's process, which has read the rates of all ranks before it ends.
     stop_world()
 
 
@@ -112,24 +112,24 @@ def _check_by_store(world: World, options: argparse.Namespace, job: Job) -> None
 
 
 def measure(world: World, tensor_size: int | None) -> Measured:
-    """Measure, on all ranks at once, links inside and between nodes, those of the job's own grid, and devices."""
+    """Measure links inside and between nodes, links of the job's own mesh, and devices. All ranks must call this."""
     nodes = Mesh.create(world.local_size, world.device.type)
     links = bandwidth.measure_mesh(nodes, world.device)
-    is_lead = world.local_rank == 0
-    one_flow = bandwidth.measure_links(nodes.data, world.device, is_lead) if nodes.data.size > 1 else []
-    grid = []
+    one_rank_per_node = bandwidth.measure_links(nodes.data, world.device, takes_part=world.local_rank == 0)
+    job_mesh = []
     if tensor_size not in (None, world.local_size):
-        grid = bandwidth.measure_mesh(Mesh.create(tensor_size or 1, world.device.type), world.device)
-    # Links before devices, with a barrier between: copies to the host would share its memory with messages.
+        job_mesh = bandwidth.measure_mesh(Mesh.create(tensor_size or 1, world.device.type), world.device)
+    # All links are measured before any device, because copies to the host compete with messages for its memory.
     nodes.barrier()
     device = bandwidth.measure_device(world.rank, world.device)
-    slowest_hop = max(bandwidth.latency(axis, world.device) for axis in (nodes.data, nodes.tensor))
-    return Measured(socket.gethostname(), world.rank, links, one_flow, grid, device, slowest_hop)
+    hop_seconds = max(bandwidth.latency(axis, world.device) for axis in (nodes.data, nodes.tensor))
+    return Measured(socket.gethostname(), world.rank, links, one_rank_per_node, job_mesh, device, hop_seconds)
 
 
 def _parse(text: bytes) -> Measured:
+    """Return the measurements of a rank from their JSON."""
     found = json.loads(text)
-    for key in ("inside_and_across", "one_flow", "own_grid"):
+    for key in ("inside_and_across", "one_rank_per_node", "job_mesh"):
         found[key] = [LinkRate(**(link | {"ranks": tuple(link["ranks"])})) for link in found[key]]
     return Measured(**(found | {"device": DeviceRate(**found["device"])}))
 
@@ -138,14 +138,13 @@ def describe(by_rank: Sequence[Measured], expected: ClusterSpec | None) -> list[
     """Return the lines of the report; the last ones name what is slow."""
     lines, slow = [], []
     node_of = {measured.rank: measured.node for measured in by_rank}
-    grids = {"inside nodes": INSIDE, "across nodes": ACROSS}
-    for title, axis in grids.items():
+    for title, axis in {"inside nodes": INSIDE, "across nodes": ACROSS}.items():
         links = [link for m in by_rank for link in m.inside_and_across if link.axis == axis]
         lines += _summary(title, links)
-        per_rank = _expected_rate(axis, expected, len(by_rank))
-        slow += [_describe_slow(link, node_of) for link in bandwidth.slow_links(links, {axis: per_rank})]
+        rates = {axis: _expected_rate(axis, expected, len(by_rank))}
+        slow += [_describe_slow(link, node_of) for link in bandwidth.slow_links(links, rates)]
     for axis in (INSIDE, ACROSS):
-        links = [link for m in by_rank for link in m.own_grid if link.axis == axis]
+        links = [link for m in by_rank for link in m.job_mesh if link.axis == axis]
         lines += _summary(f"along the {axis} axis", links)
         slow += [_describe_slow(link, node_of) for link in bandwidth.slow_links(links, {})]
     devices = [measured.device for measured in by_rank]
@@ -159,40 +158,42 @@ def describe(by_rank: Sequence[Measured], expected: ClusterSpec | None) -> list[
 
 
 def _expected_rate(axis: str, expected: ClusterSpec | None, num_ranks: int) -> float:
+    """Return the bytes per second that a rank should send along the axis; 0 without a cluster file."""
     if expected is None:
         return 0.0
     between = expected.node_gb_per_second * expected.node_fraction / min(expected.gpus_per_node, num_ranks)
-    return (expected.intra_node_gb_per_second if axis == INSIDE else between) * BYTES
+    return (expected.intra_node_gb_per_second if axis == INSIDE else between) * BYTES_PER_GB
 
 
 def _summary(title: str, links: Sequence[LinkRate]) -> list[str]:
     """Return a line for each operation: the GB/s that a rank sends in the slowest and in the fastest group."""
     lines = []
     for what in dict.fromkeys(link.what for link in links):
-        rates = sorted(link.bytes_per_second / BYTES for link in links if link.what == what)
+        rates = sorted(link.bytes_per_second / BYTES_PER_GB for link in links if link.what == what)
         lines.append(f"{title}: {what}: {rates[0]:.3g} to {rates[-1]:.3g} GB/s a rank")
     return lines
 
 
 def _describe_slow(link: LinkRate, node_of: dict[int, str]) -> str:
     ends = " - ".join(f"rank {rank} on {node_of[rank]}" for rank in link.ranks)
-    return f"slow {'link' if link.what == 'link' else link.what}: {ends}: {link.bytes_per_second / BYTES:.3g} GB/s"
+    return f"slow {link.what}: {ends}: {link.bytes_per_second / BYTES_PER_GB:.3g} GB/s"
 
 
 def cluster_of(by_rank: Sequence[Measured], world: World, name: str) -> ClusterSpec:
-    """Return the measured machine as a cluster: what was reached counts as peak.
+    """Return the measured machine as a cluster, in which the rates that were reached count as peaks.
 
-    With a single node, the rate inside it also stands for the rate between nodes.
+    With a single node, the rate inside it also stands for the rate between nodes; with one rank a node, the rate
+    between nodes also stands for the rate inside.
     """
 
-    def slowest(axis: str) -> float:
+    def slowest_all_reduce(axis: str) -> float:
         links = [link for measured in by_rank for link in measured.inside_and_across if link.axis == axis]
         return min((link.bytes_per_second for link in links if link.what == "all_reduce"), default=0.0)
 
     devices = [measured.device for measured in by_rank]
-    flows = [link.bytes_per_second for measured in by_rank for link in measured.one_flow]
+    flows = [link.bytes_per_second for measured in by_rank for link in measured.one_rank_per_node]
     memory_rate = min(device.memory_bytes_per_second for device in devices)
-    inside, across = slowest(INSIDE), slowest(ACROSS)
+    inside, across = slowest_all_reduce(INSIDE), slowest_all_reduce(ACROSS)
     inside, across = inside or across or memory_rate, across or inside or memory_rate
     properties = torch.cuda.get_device_properties(world.device) if world.device.type == "cuda" else None
     host_bytes = physical_bytes()
@@ -203,11 +204,11 @@ def cluster_of(by_rank: Sequence[Measured], world: World, name: str) -> ClusterS
         host_memory_gb=host_bytes / 1e9,
         peak_half_tflops=min(device.flops_per_second for device in devices) / 1e12,
         num_multiprocessors=properties.multi_processor_count if properties else 1,
-        memory_gb_per_second=memory_rate / BYTES,
-        intra_node_gb_per_second=inside / BYTES,
-        node_gb_per_second=across * world.local_size / BYTES,
-        network_card_gb_per_second=min(flows, default=across) / BYTES,
-        host_gb_per_second=min(device.host_bytes_per_second for device in devices) / BYTES,
+        memory_gb_per_second=memory_rate / BYTES_PER_GB,
+        intra_node_gb_per_second=inside / BYTES_PER_GB,
+        node_gb_per_second=across * world.local_size / BYTES_PER_GB,
+        network_card_gb_per_second=min(flows, default=across) / BYTES_PER_GB,
+        host_gb_per_second=min(device.host_bytes_per_second for device in devices) / BYTES_PER_GB,
         kernel_seconds=max(device.kernel_seconds for device in devices),
         hop_seconds=max(measured.hop_seconds for measured in by_rank) or 1e-5,
     )
@@ -222,7 +223,7 @@ def write_cluster(spec: ClusterSpec, path: Path, nodes: Sequence[str]) -> None:
 
 
 def main(words: Sequence[str], describe_job: DescribeJob = arguments_only) -> None:
-    """Run the preflight with its command line, whose words after `--` are the program's. Raises ConfigError."""
+    """Run the preflight. `words` are its options, and after `--` the arguments of the program. Raises ConfigError."""
     parser = argparse.ArgumentParser(prog="python -m parallel.launch.preflight", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--nodes", type=int, default=1, help="nodes of the job, without a launcher")
@@ -231,20 +232,15 @@ def main(words: Sequence[str], describe_job: DescribeJob = arguments_only) -> No
     parser.add_argument("--names", default="", help="names of the nodes, so that a missing one can be named")
     parser.add_argument("--wait", type=float, default=120.0, help="seconds to wait for the others")
     parser.add_argument("--tensor_size", type=int, help="tensor size of the job, if it is not a whole node")
-    parser.add_argument("--expect", help="cluster file; less than half of its rates counts as slow")
+    parser.add_argument("--expect", help="cluster file: a link or device with less than half of its rate is slow")
     parser.add_argument("--write", help="cluster file to write the measured rates to")
     parser.add_argument("--name", default="measured", help="name of the measured cluster")
-    own, rest = (list(words), []) if "--" not in words else _split(words)
-    options = parser.parse_args(own)
+    end = list(words).index("--") if "--" in words else len(words)
+    options, arguments = parser.parse_args(words[:end]), list(words[end + 1 :])
     if options.meet:
-        check_nodes(options, describe_job(rest, options.num_ranks))
+        check_nodes(options, describe_job(arguments, options.num_ranks))
     else:
-        check_and_measure(options, rest, describe_job)
-
-
-def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    place = list(words).index("--")
-    return list(words[:place]), list(words[place + 1 :])
+        check_and_measure(options, arguments, describe_job)
 
 
 if __name__ == "__main__":

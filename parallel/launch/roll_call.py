@@ -1,9 +1,10 @@
-"""A comparison of all nodes before a job starts, by one process per node, in a store that the first node serves.
+"""A comparison of all nodes before a job starts, by one process per node, through a store that the first node serves.
 
-first node      serve the store -> answer requests for its clock -> has all facts, or the time is over -> verdict
-other nodes     request the first node's clock -> report own facts -> wait for the verdict
+    first node      serves the store, replies with its clock's time, collects the facts of all nodes, sets the verdict
+    other nodes     request the first node's clock's time, report their facts, wait for the verdict
 
-The verdict is the list of problems. Every node reads the same one, so all of them start the job or none does.
+The first node sets the verdict, a list of problems, when all nodes have reported or the time is over. Every node reads
+the same list, so either all of them start the job or none does.
 """
 
 import json
@@ -29,7 +30,9 @@ def connect(endpoint: tuple[str, int], is_host: bool, node: str, wait_seconds: f
         return dist.TCPStore(address, port, is_master=is_host, wait_for_workers=False, timeout=timeout)
     except (RuntimeError, OSError) as error:
         if is_host:
-            raise ConfigError(f"{node}: port {port} cannot be served here ({_line(error)}); choose another") from error
+            raise ConfigError(
+                f"{node}: port {port} cannot be served here ({_first_line(error)}); choose another"
+            ) from error
         raise ConfigError(
             f"{node}: {address}:{port} cannot be reached within {wait_seconds:g} s: start the first node, and let "
             f"its ports {port - 1} and {port} through the firewall"
@@ -44,14 +47,14 @@ def report_facts(store: dist.Store, facts: NodeFacts, num_nodes: int, wait_secon
             f"{facts.name}: is one node too many: NNODES={num_nodes}; raise it, or start the job on {num_nodes} nodes"
         )
     try:
-        # The clock is compared before the facts are set: the first node may give its verdict when it has all facts.
+        # The clocks are compared before the facts are set: as soon as it has all facts, the first node stops replying.
         facts = replace(facts, clock_seconds=_clock_difference(store, number))
         store.set(f"nodes/facts/{number}", json.dumps(asdict(facts)))
         store.wait(["nodes/verdict"], timedelta(seconds=2 * wait_seconds))
         return json.loads(store.get("nodes/verdict"))
     except (RuntimeError, ValueError) as error:
         raise ConfigError(
-            f"{facts.name}: the first node has ended, or does not answer: {_line(error)}; see its output"
+            f"{facts.name}: the first node has ended, or does not answer: {_first_line(error)}; see its output"
         ) from error
     finally:
         _sign_off(store)
@@ -60,9 +63,9 @@ def report_facts(store: dist.Store, facts: NodeFacts, num_nodes: int, wait_secon
 def collect_facts(
     store: dist.Store, facts: NodeFacts, num_nodes: int, names: Sequence[str], wait_seconds: float
 ) -> tuple[list[NodeFacts], list[str]]:
-    """Serve the other nodes; return (the facts of all that reported, the problems). For the first node.
+    """Serve the other nodes, and return (the facts of all nodes that reported, the problems). For the first node.
 
-    Returns when all nodes have read the verdict.
+    Returns when all other nodes have read the verdict.
     """
     found, num_replies = {0: facts}, [0] * num_nodes
     deadline = time.monotonic() + wait_seconds
@@ -76,7 +79,7 @@ def collect_facts(
         time.sleep(POLL_SECONDS)
     nodes = [found[number] for number in sorted(found)]
     problems = _missing(nodes, num_nodes, names, wait_seconds) + find_problems(nodes)
-    # The verdict is set before the wait, and the store is served until all have read it: it ends with this process.
+    # The store ends with this process. So it waits, after it has set the verdict, until all nodes have read it.
     store.set("nodes/verdict", json.dumps(problems))
     _wait_until_read(store, num_others=len(nodes) - 1)
     return nodes, problems
@@ -86,25 +89,26 @@ def _missing(nodes: Sequence[NodeFacts], num_nodes: int, names: Sequence[str], w
     here = ", ".join(node.name for node in nodes)
     if len(nodes) == num_nodes:
         return []
-    missing = [name for name in names if not any(node.is_called(name) for node in nodes)]
+    missing = [name for name in names if not any(node.has_name(name) for node in nodes)]
     which = f"; missing: {', '.join(missing)}" if missing else ""
     return [f"{len(nodes)} of {num_nodes} nodes have reported within {wait_seconds:g} s: {here}{which}"]
 
 
 def _clock_difference(store: dist.Store, number: int) -> float:
-    """Return the seconds that this node's clock is ahead of the first node's; 0 if they are fewer than a reply took.
+    """Return the seconds by which this node's clock is ahead of the first node's; 0 if a reply took longer than that.
 
-    Of several requests the one with the quickest reply counts: the first node may be busy with others.
+    Of several requests the one with the fastest reply counts, because the first node may be busy with other nodes.
     """
     best = (float("inf"), 0.0)
     for request in range(1, NUM_CLOCK_REQUESTS + 1):
-        asked = time.time()
+        start = time.time()
         store.add(f"nodes/asked/{number}", 1)
-        theirs = float(store.get(f"nodes/clock/{number}/{request}"))
-        took = time.time() - asked
-        best = min(best, (took, asked + took / 2 - theirs))
-    took, ahead = best
-    return ahead if abs(ahead) > took else 0.0
+        first_node_time = float(store.get(f"nodes/clock/{number}/{request}"))
+        reply_seconds = time.time() - start
+        # The first node is assumed to have read its clock halfway between the request and the reply.
+        best = min(best, (reply_seconds, start + reply_seconds / 2 - first_node_time))
+    reply_seconds, ahead = best
+    return ahead if abs(ahead) > reply_seconds else 0.0
 
 
 def _sign_off(store: dist.Store) -> None:
@@ -122,6 +126,6 @@ def _wait_until_read(store: dist.Store, num_others: int, seconds: float = 10.0) 
         time.sleep(POLL_SECONDS)
 
 
-def _line(error: Exception) -> str:
-    """Return the first line of an error: torch appends a C++ stack."""
+def _first_line(error: Exception) -> str:
+    """Return the first line of an error, without the C++ stack that torch appends."""
     return str(error).splitlines()[0][:200]

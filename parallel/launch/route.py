@@ -1,4 +1,4 @@
-"""The route from this node to the first one: prints what torchrun and the collectives need, for scripts/launch.
+"""The route from this node to the first one: its address and interface, printed for the scripts in scripts/launch.
 
 python -m parallel.launch.route node0:29500      is_host=0 local_address=10.0.0.2 interface=ib0
 """
@@ -17,7 +17,7 @@ ELSEWHERE = "192.0.2.1"  # an address that is never assigned (RFC 5737): its rou
 
 @dataclass(frozen=True)
 class Route:
-    """A route to the first node. `is_host`: this is the first node itself. `interface` is empty if it is unknown."""
+    """A route to the first node. `is_host`: this node is the first one. `interface` is empty if it is unknown."""
 
     is_host: bool
     local_address: str
@@ -27,9 +27,10 @@ class Route:
 def find_route(endpoint: str) -> Route:
     """Look the route up in the system's routing table; nothing is sent. Raises ConfigError if there is none."""
     address, _ = resolve(endpoint)
+    local_address = _source_address(address)
     # On Debian a node's own name resolves to 127.0.1.1, which other nodes cannot use.
-    is_only_for_itself = address.startswith("127.") and not endpoint.startswith(("localhost:", "127.0.0.1:"))
-    local_address = _source_address(ELSEWHERE) or address if is_only_for_itself else _source_address(address)
+    if address.startswith("127.") and not endpoint.startswith(("localhost:", "127.0.0.1:")):
+        local_address = _source_address(ELSEWHERE) or address
     if local_address is None:
         node = socket.gethostname()
         raise ConfigError(f"{node}: there is no route from this node to {endpoint}; check RDZV and the network")
@@ -48,7 +49,7 @@ def resolve(endpoint: str) -> tuple[str, int]:
 
 
 def _source_address(destination: str) -> str | None:
-    """Return the address from which this node would send there; None if there is no route."""
+    """Return the address of this node from which it would send to `destination`; None if there is no route."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((destination, 9))
@@ -60,7 +61,7 @@ def _source_address(destination: str) -> str | None:
 def _is_own(address: str) -> bool:
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
         try:
-            listener.bind((address, 0))  # allowed for an own address only
+            listener.bind((address, 0))  # fails if the address is not one of this node's
         except OSError:
             return False
     return True
@@ -71,10 +72,10 @@ def _interface_of(address: str) -> str:
         for _, name in socket.if_nameindex():
             request = struct.pack("256s", name.encode())
             try:
-                answer = fcntl.ioctl(control, GET_ADDRESS, request)
+                reply = fcntl.ioctl(control, GET_ADDRESS, request)
             except OSError:  # the interface has no address
                 continue
-            if socket.inet_ntoa(answer[20:24]) == address:
+            if socket.inet_ntoa(reply[20:24]) == address:
                 return name
     return ""
 

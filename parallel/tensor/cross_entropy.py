@@ -1,9 +1,9 @@
 """Cross-entropy of logits whose vocabulary is split along the tensor axis: no rank ever holds a whole row.
 
-Each rank reduces its columns to two numbers per token, the log of its sum of exponentials and its part of the target's
-logit; one all-gather of those gives every rank the loss. Backward recomputes the probabilities, so that nothing of
-the logits' size is kept except the logits themselves. Sums are computed in fp32 at least, of a constant number of
-elements at a time (C_B), in copies: the caller's logits are not changed.
+Each rank reduces its columns to two numbers per token: the log of its sum of exponentials, and the target's logit, or 0
+if another rank has it. From one all-gather of these every rank computes the loss. Backward recomputes the
+probabilities, so that nothing of the logits' size is kept except the logits themselves. Both passes copy the logits, in
+chunks of a constant number of elements (C_B in the paper), to fp32 or wider: the caller's logits are not changed.
 """
 
 from collections.abc import Iterator
@@ -23,14 +23,14 @@ def cross_entropy(
 ) -> Tensor:
     """Return the mean over tokens, 0-dim, for logits (tokens, padded vocabulary / size) and int64 targets (tokens,).
 
-    Columns from `vocab_size` on are padding: they have probability and gradient zero. `chunk_numel` is the number of
-    elements that are summed at a time, at least a row; None: all at once.
+    Columns from `vocab_size` on are padding: their probability and gradient are zero. `chunk_numel` is the number of
+    elements of a chunk, which has at least one row; None: one chunk of all rows.
     """
     return _CrossEntropy.apply(own_logits, targets, vocab_size, axis, chunk_numel)
 
 
 def temporary_bytes(num_tokens: int, num_columns: int, chunk_numel: int | None = CHUNK_NUMEL) -> int:
-    """Return the bytes of chunks in fp32 while the loss or its gradient is computed."""
+    """Return the bytes that the fp32 copies of a chunk occupy while the loss or its gradient is computed."""
     return COPIES_OF_A_CHUNK * 4 * min(num_tokens, _rows_at_once(num_columns, num_tokens, chunk_numel)) * num_columns
 
 
@@ -48,9 +48,9 @@ class _CrossEntropy(torch.autograd.Function):
             is_here, column = _locate(own_targets[rows], num_columns)
             torch.logsumexp(logits, dim=-1, out=summaries[rows, 0])
             summaries[rows, 1] = logits.gather(-1, column)[:, 0].masked_fill(~is_here, 0)
-        of_ranks = summaries.new_empty(axis.size, num_tokens, 2)
-        axis.all_gather(summaries, out=of_ranks).wait()
-        log_sum, target_logit = of_ranks[..., 0].logsumexp(0), of_ranks[..., 1].sum(0)
+        all_summaries = summaries.new_empty(axis.size, num_tokens, 2)
+        axis.all_gather(summaries, out=all_summaries).wait()
+        log_sum, target_logit = all_summaries[..., 0].logsumexp(0), all_summaries[..., 1].sum(0)
         ctx.save_for_backward(own_logits, own_targets, log_sum)
         ctx.num_words, ctx.chunk_numel = num_words, chunk_numel
         return (log_sum - target_logit).mean()

@@ -1,6 +1,7 @@
-"""Initial values that depend neither on how a parameter is split nor on how many ranks share the work of drawing them.
+"""Initial values that depend neither on how a parameter is split nor on the number of ranks that draw them.
 
-A parameter is divided along its split dim into a fixed number of cells, each drawn from a generator of its own:
+A parameter is divided along its split dim into a fixed number of cells. Each is drawn from a generator of its own, so
+that a rank need not draw those before it:
 
     weight (out, in), split along dim 0     | cell 0 | cell 1 | ...            | cell 959 |
     tensor size 4                         |      rank 0       |   rank 1   | ...
@@ -24,9 +25,10 @@ CELLS = 2**8 * 3 * 5
 def fill_normal(param: Tensor, std: float, name: str, dim: int | None, axis: Axis, data: Axis) -> None:
     """Fill a parameter with this rank's part of N(0, std) values that are a function of `name`.
 
-    `dim` is the dim along which `axis` splits the parameter; None if it does not. Values are drawn in fp32 on the CPU,
-    so that they are the same on every device and in every dtype, up to rounding. The ranks of `data` have the same
-    part, and each draws a stretch of it. Raises ConfigError if the axis does not divide the cells.
+    `dim` is the dim along which `axis` splits the parameter; None if the parameter is replicated. Values are drawn in
+    fp32 on the CPU, so that they are the same on every device and in every dtype, up to rounding. The ranks of `data`
+    have the same part: each draws a stretch of it, and the stretches are gathered. Raises ConfigError if the axis does
+    not divide the number of cells.
     """
     if dim is None:
         param.copy_(_draw(param.shape, std, f"{name}/0"))
@@ -38,16 +40,14 @@ def fill_normal(param: Tensor, std: float, name: str, dim: int | None, axis: Axi
             f"drawn; choose a tensor size that divides {num_cells}"
         )
     if isinstance(param, FakeTensor):
-        return  # a dry run: to draw thousands of cells per parameter would only take time
+        return  # a dry run, in which drawing would take time and have no effect
     own_cells = num_cells // axis.size
     parts = param.chunk(own_cells, dim)
     cell_numel = parts[0].numel()
     stretch_numel = math.ceil(param.numel() / data.size)
     values = param.new_empty(data.size * stretch_numel, device=data.communication_device(param))
-    first, stop = (
-        data.rank * stretch_numel,
-        (data.rank + 1) * stretch_numel,
-    )  # may end beyond the parameter
+    # The last stretches may end beyond the parameter. What is drawn there is not copied to it below.
+    first, stop = data.rank * stretch_numel, (data.rank + 1) * stretch_numel
     stretch = values[first:stop]
     for number in range(first // cell_numel, math.ceil(stop / cell_numel)):
         cell = _draw(parts[0].shape, std, f"{name}/{axis.rank * own_cells + number}").view(-1)

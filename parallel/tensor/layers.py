@@ -1,9 +1,9 @@
 """Layers whose weights are split along the tensor axis (Megatron-LM): each rank computes its columns, rows or words.
 
-    x -> column-parallel -> own columns -> (activation, attention heads) -> row-parallel -> sum over ranks
+    x -> column-parallel -> this rank's columns -> (activation, attention heads) -> row-parallel -> sum over ranks
 
-All activations are (tokens, features). The module of a split parameter lists it in `split_dims`; every other parameter
-is replicated, and its gradient is bitwise the same on all ranks of the axis.
+All activations are (tokens, features). A module lists its split parameters in `split_dims`. Every other parameter is
+replicated, and its gradient is bitwise the same on all ranks of the axis.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,10 @@ def split_dims(module: nn.Module) -> dict[str, int]:
 
 
 def part_of(size: int, axis: Axis, what: str) -> int:
-    """Return `size` divided by the axis. Raises ConfigError, in which it is called `what`, if there is a remainder."""
+    """Return the part of `size` that each rank of the axis has.
+
+    Raises ConfigError, in which `what` is the name of `size`, if the axis does not divide it.
+    """
     if size % axis.size:
         raise ConfigError(
             f"{what}={size} is not divisible by tensor_size={axis.size}; choose a tensor size that divides it"
@@ -105,16 +108,16 @@ def column_parallel_linear(x: Tensor, weight: Tensor, bias: Tensor | None, token
 
 
 def gather_columns(own: Tensor, axis: Axis) -> Tensor:
-    """Gather (tokens, n) into (tokens, size * n), the same on every rank; so must be the gradient of the result."""
+    """Gather (tokens, n) from every rank into (tokens, size * n). The result's gradient must be equal on all ranks."""
     return _GatherColumns.apply(own, axis)
 
 
 def sum_gradient_over(axis: Axis) -> Callable[[Tensor], Tensor]:
-    """Return a gradient hook for replicated parameters that only see this rank's tokens: it sums partial gradients."""
-    return partial(_summed, axis=axis)
+    """Return a gradient hook that sums over `axis`, for replicated parameters applied to this rank's tokens only."""
+    return partial(_sum_over_ranks, axis=axis)
 
 
-def _summed(grad: Tensor, axis: Axis) -> Tensor:
+def _sum_over_ranks(grad: Tensor, axis: Axis) -> Tensor:
     total = torch.empty_like(grad, memory_format=torch.contiguous_format)
     axis.all_reduce(grad, out=total).wait()
     return total
@@ -136,8 +139,8 @@ class _ColumnLinear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_x = grad_weight = reduced = None
-        # The gather runs beside the first product, and the reduction beside the second one. The order of the two
-        # collectives is the same on all ranks.
+        # The gather overlaps with the first product, and the reduction with the second one. All ranks launch the two
+        # collectives in this order.
         if needs_weight:
             whole, gathered = ctx.tokens.gather(x)
         if needs_x:
@@ -152,9 +155,9 @@ class _ColumnLinear(torch.autograd.Function):
 
 
 class _Reduce(torch.autograd.Function):
-    """The reduction of partial sums of all tokens to the sums of this rank's tokens.
+    """The reduction of partial sums for all tokens to the sums for this rank's tokens.
 
-    It saves nothing for backward, so that recomputation can stop before it.
+    It saves nothing for backward, so that a recomputation can stop before it.
     """
 
     @staticmethod

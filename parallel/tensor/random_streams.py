@@ -2,8 +2,7 @@
 
 Torch's default generators are the shared stream: all ranks of a tensor axis seed them alike and draw the same numbers.
 For an activation that is split, a rank draws from a stream that is a function of the shared one's state and the rank.
-So there is no second state to save: to restore the default generators, as a recomputation and a resume do, repeats
-both streams.
+So there is no second state to save: a recomputation or a resume that restores the default generators repeats both.
 """
 
 import ctypes
@@ -38,8 +37,8 @@ def _own_cuda_stream(rank: int) -> Iterator[None]:
     try:
         yield
     finally:
-        # The offset is read before the seed is restored, which sets it to 0: the shared stream goes on behind the
-        # numbers that were drawn.
+        # The offset is read before the seed is restored, which sets it to 0, and written after. So the shared stream
+        # continues after as many numbers as were drawn here.
         offset = generator.get_offset()
         generator.manual_seed(seed)
         generator.set_offset(offset)
@@ -52,7 +51,7 @@ def _own_cpu_stream(rank: int) -> Iterator[None]:
     The CPU's generator has no offset. Without the skip, the next block would draw the same numbers again.
     """
     state = torch.get_rng_state()
-    # Read without an operation: in a dry run operations have no values, and this tensor has.
+    # Read from memory, not by an operation: the tensor is real even in a dry run, where results of operations are not.
     state_bytes = ctypes.string_at(state.data_ptr(), state.nbytes)
     torch.default_generator.manual_seed(_derived_seed(hashlib.sha256(state_bytes).hexdigest(), rank))
     try:

@@ -20,7 +20,7 @@ from parallel.tensor.random_streams import own_random_stream
 
 
 class TokenLayout(Protocol):
-    """A layout. `gather` and `reduce` start a collective, whose result may be read after `wait` of the handle."""
+    """A layout. `gather` and `reduce` launch a collective; wait for the handle before the result is read."""
 
     @property
     def axis(self) -> Axis:
@@ -28,23 +28,23 @@ class TokenLayout(Protocol):
 
     @property
     def num_parts(self) -> int:
-        """The number of tokens must be divisible by this."""
+        """The number of stretches into which the tokens are divided; it must divide the number of tokens."""
 
     @property
     def replicas(self) -> Axis:
         """The ranks that hold the same tokens."""
 
     def gather(self, local: Tensor) -> tuple[Tensor, Handle]:
-        """Gather all tokens from those of this rank. Not a copy if this rank has them all."""
+        """Gather the tokens of all ranks. Returns `local` itself if every rank has all tokens."""
 
     def reduce(self, partial: Tensor) -> tuple[Tensor, Handle]:
-        """Sum all tokens over ranks; return the sums for the tokens of this rank. May overwrite `partial`."""
+        """Sum the partial sums for all tokens over ranks, and return those for this rank's. May overwrite `partial`."""
 
     def cut(self, whole: Tensor) -> Tensor:
         """Return the rows of this rank's tokens, a view of the rows of all tokens."""
 
     def random_stream(self) -> AbstractContextManager[None]:
-        """Return a context in which random numbers are the same on two ranks exactly if their tokens are."""
+        """Return a context in which two ranks draw the same random numbers if and only if they hold the same tokens."""
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ class CheckpointSize:
 def measure(case: Case, *, is_by_unit: bool) -> CheckpointSize:
     """Compute the size of a checkpoint.
 
-    If `is_by_unit`, every block has a buffer, as with partitioned parameters; else the whole model has one.
+    If `is_by_unit`, every block has a flat buffer, as with partitioned parameters; otherwise the model has one.
     """
     with torch.device("meta"):
         axis = Axis("tensor", case.tensor_size, 0, CommLog())
@@ -62,9 +62,9 @@ def measure(case: Case, *, is_by_unit: bool) -> CheckpointSize:
         sum(len(list(layout.spans_in(bucket.shard(rank)))) for layout in layouts for bucket in layout.buckets)
         for rank in (0, shards // 2, shards - 1)
     )
-    owned = sum(layout.numel for layout in layouts) // shards
+    owned_numel = sum(layout.numel for layout in layouts) // shards
     return CheckpointSize(
-        case.num_ranks + 1, len(json.dumps(description, indent=1)), ADAM_TENSORS * num_pieces, 12 * owned
+        case.num_ranks + 1, len(json.dumps(description, indent=1)), ADAM_TENSORS * num_pieces, 12 * owned_numel
     )
 
 

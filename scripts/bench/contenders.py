@@ -1,7 +1,7 @@
-"""The contenders: one model, trained by this project's ZeRO stages and by torch's alternatives, each at its best.
+"""The contenders of step_time.py: one model, trained by our ZeRO stages, torch's data parallelism, or DeepSpeed.
 
-Every contender averages gradients over all ranks and steps AdamW. They differ in what AdamW updates: under
-bf16, ours keeps fp32 master weights and moments, while torch's update the bf16 weights themselves, with bf16 moments.
+Every contender averages gradients over all ranks and updates with AdamW. They differ in what AdamW updates: under bf16,
+our stages update fp32 master weights with fp32 moments, torch's contenders the bf16 weights with bf16 moments.
 """
 
 import math
@@ -30,15 +30,15 @@ LR = 3e-4
 
 @dataclass(eq=False)
 class Contender:
-    """A model with its optimizer. `model(tokens, targets)` is the mean loss.
+    """A model with its optimizer. `model(tokens, targets)` returns the mean loss.
 
-    `accumulate()` is the context of every micro-batch but the last.
+    `accumulate()` returns a context in which gradients are not reduced, for all micro-batches but the last.
     """
 
     name: str
     model: nn.Module
     accumulate: Callable[[], AbstractContextManager]
-    update: Callable[[], object]  # clip, step, and drop the gradients
+    update: Callable[[], object]  # clips gradients, steps the optimizer, and clears gradients
     backward: Callable[[Tensor], object] = Tensor.backward
     memory_bytes: int = 0
     losses: list[Tensor] = field(default_factory=list)  # the mean loss of every step on this rank

@@ -1,7 +1,7 @@
-"""Saving and loading, compared with plain copies of the same bytes: stall, bandwidth, and peak of host memory.
+"""Compare saving and loading a checkpoint with plain copies of the same bytes: stall, bandwidth, peak of host memory.
 
-scripts/bench/save_time.sh starts this on every rank. A round measures every kind of save and copy once; the results are
-medians of the ratios within a round.
+scripts/bench/save_time.sh starts this on every rank. A round measures every kind of save and copy once. Results are the
+medians over rounds of the times, and of the ratios of two times of one round.
 """
 
 import argparse
@@ -85,15 +85,16 @@ class Bench:
         plain_file = self.folder / f"plain-{self.state.mesh.rank}"
         found["copy to memory"] = self.seconds(lambda: self.plain_copies.take(self.tensors))
         found["write to disk"] = self.seconds(lambda: plain_write(plain_file, self.tensors))
-        waiting, behind = self.savers.values()
+        waiting, asynchronous = self.savers.values()
         found["save, waiting"] = self.seconds(lambda: save(waiting, progress))
-        found["save, asynchronous: stall"] = self.seconds(lambda: behind.start(progress))
-        found["save, asynchronous: until complete"] = found["save, asynchronous: stall"] + self.seconds(behind.wait)
+        stall = self.seconds(lambda: asynchronous.start(progress))
+        found["save, asynchronous: stall"] = stall
+        found["save, asynchronous: until complete"] = stall + self.seconds(asynchronous.wait)
         return found
 
 
 def peak_growth(action: Callable[[], object], above_what_stays: bool = True) -> int:
-    """Return the bytes by which the peak of resident memory during an action exceeds its values before and after.
+    """Return the bytes by which resident memory during an action exceeds the larger of its values before and after.
 
     If not `above_what_stays`, only the value before the action counts.
     """
@@ -104,6 +105,7 @@ def peak_growth(action: Callable[[], object], above_what_stays: bool = True) -> 
 
 
 def memory(name: str) -> int:
+    """Return the bytes of a field of /proc/self/status: VmRSS is the resident memory, VmHWM its peak."""
     lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return int(lines[name].split()[0]) * 1024
 

@@ -1,10 +1,10 @@
-"""Tensor parallelism inside nodes, compared with tensor parallelism across nodes, on links of several rates.
+"""Compare tensor parallelism inside nodes with tensor parallelism across nodes, on links of several rates.
 
 python -m scripts.bench.slow_link --output docs/results/slow_link
 
 Two nodes of two ranks run on one machine (scripts/testbed.py), with the same model and batch at every rate of the link.
-Beside the measured time of a step, the projection is shown for a cluster file that parallel.launch.preflight measured
-at that rate.
+At each rate the result has the measured time of a step, and its projection from the cluster file that
+parallel.launch.preflight has measured at that rate.
 """
 
 import argparse

@@ -32,11 +32,12 @@ from scripts.bench.contenders import CONTENDERS, Contender, Terms
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 NUM_COMPARED_LOSSES = 16  # after that AdamW amplifies rounding errors without bound
-LOSS_TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2}  # under bf16 only ours has master weights, and its loss falls faster
+LOSS_TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2}  # under bf16 only ours have master weights: their loss falls faster
 BASELINES = {"ddp-default", "ddp-fused"}
 OPTIONAL = {name for name in CONTENDERS if "deepspeed" in name or "offload" in name}
 NUM_BATCHES = 8
-# from glibc's malloc.h; the last is the value that glibc itself adjusts to in programs that allocate megabytes
+# Options of glibc's mallopt, and the largest threshold that glibc itself chooses, as for a program that frees
+# megabytes.
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 LARGEST_MMAP_THRESHOLD = 2**25
 
@@ -152,29 +153,29 @@ def make_batches(settings: Settings, world: World) -> list[list[Tensor]]:
 
 
 def build_contenders(settings: Settings, world: World, mesh: Mesh, batches: list[list[Tensor]]) -> list[Contender]:
-    """Build and warm up the contenders one after the other. The memory of each is what it adds to the memory in use."""
+    """Build and warm up the contenders one after the other. The memory of each is its peak above the memory in use."""
     terms = Terms(mesh, settings.clip_norm, settings.bucket_numel, settings.prefetch_numel, settings.defragment)
-    # before the first allocation: memory that the heap has taken once is not returned to the system
-    return_what_is_freed(at_least_bytes=2**16)
+    # Before the first allocation: memory that malloc has once put on its heap is rarely returned to the system.
+    return_freed_memory(at_least_bytes=2**16)
     template = build_model(settings, world.device)
-    for micro_batch in batches[0]:  # allocates the workspaces that stay and belong to no contender
+    for micro_batch in batches[0]:  # allocates workspaces that are never freed, and must count for no contender
         template(micro_batch[:, :-1], micro_batch[:, 1:]).backward()
     template.zero_grad()
     contenders = []
     for name in settings.contenders:
-        return_what_is_freed(at_least_bytes=2**16)
-        before = count_memory(world.device)
+        return_freed_memory(at_least_bytes=2**16)
+        before = reset_peak_memory(world.device)
         contender = CONTENDERS[name](name, copy.deepcopy(template), terms)
-        take_steps(contender, batches, 2)
-        count_memory(world.device)  # after building, whose peak is not that of a step
-        take_steps(contender, batches, settings.warmup)
-        contender.memory_bytes = memory_bytes(world.device) - before
-        return_what_is_freed(at_least_bytes=LARGEST_MMAP_THRESHOLD)
+        train_steps(contender, batches, 2)
+        reset_peak_memory(world.device)  # the peak of building is not that of a step
+        train_steps(contender, batches, settings.warmup)
+        contender.memory_bytes = peak_memory_bytes(world.device) - before
+        return_freed_memory(at_least_bytes=LARGEST_MMAP_THRESHOLD)
         contenders.append(contender)
     return contenders
 
 
-def take_steps(contender: Contender, batches: list[list[Tensor]], num_steps: int) -> None:
+def train_steps(contender: Contender, batches: list[list[Tensor]], num_steps: int) -> None:
     for _ in range(num_steps):
         contender.step(batches[len(contender.losses) % len(batches)])
 
@@ -185,7 +186,7 @@ def measure_block(contender: Contender, batches: list[list[Tensor]], num_steps: 
     sent = loopback_bytes_sent()
     synchronize(world.device)
     start, cpu_start = time.perf_counter(), time.process_time()
-    take_steps(contender, batches, num_steps)
+    train_steps(contender, batches, num_steps)
     synchronize(world.device)
     cpu_seconds = time.process_time() - cpu_start
     seconds = torch.tensor(time.perf_counter() - start, device=world.device)
@@ -211,7 +212,7 @@ def loopback_bytes_sent() -> int:
     return int(loopback.split(":")[1].split()[8])
 
 
-def return_what_is_freed(at_least_bytes: int) -> None:
+def return_freed_memory(at_least_bytes: int) -> None:
     """Make malloc return freed memory to the system at once, which costs time.
 
     Otherwise the resident memory of a process says little about the memory that it uses.
@@ -220,19 +221,19 @@ def return_what_is_freed(at_least_bytes: int) -> None:
     ctypes.CDLL(None).mallopt(M_TRIM_THRESHOLD, 2 * at_least_bytes)
 
 
-def count_memory(device: torch.device) -> int:
-    """Reset the peak of memory, and return the bytes in use."""
+def reset_peak_memory(device: torch.device) -> int:
+    """Reset the peak that `peak_memory_bytes` returns to the memory in use, and return that."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     else:
         ctypes.CDLL(None).malloc_trim(0)
         Path("/proc/self/clear_refs").write_text("5")  # resets the peak
-    return memory_bytes(device)
+    return peak_memory_bytes(device)
 
 
-def memory_bytes(device: torch.device) -> int:
-    """Return the peak of allocated memory (on a CPU: of resident memory) since the last count_memory."""
+def peak_memory_bytes(device: torch.device) -> int:
+    """Return the peak of allocated memory (on a CPU: of resident memory) since the last reset_peak_memory."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())

@@ -33,8 +33,8 @@ for host in "${hosts[@]}"; do
 done
 trap 'kill "${children[@]}" 2>/dev/null || true' EXIT
 
-# After one node has failed, the others end by themselves or wait for it forever. They have GRACE_SECONDS to end before
-# the trap above stops them.
+# After one node has failed, the others end by themselves or wait for it forever. They get GRACE_SECONDS (30) to end,
+# then this script exits and the trap above stops them.
 code=0
 for _ in "${hosts[@]}"; do
     wait -n "${children[@]}" || {

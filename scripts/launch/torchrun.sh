@@ -4,10 +4,14 @@
 #   scripts/launch/torchrun.sh --config configs/quickstart.yaml                                  # this node, all GPUs
 #   NNODES=2 RDZV=node0:29500 scripts/launch/torchrun.sh --config configs/quickstart.yaml        # the same on both
 #
-# RDZV is HOST:PORT of the node that all connect to; PORT and the next one must be free there. RANKS_PER_NODE is the
-# number of ranks of a node (its GPUs, or 2 without GPUs), MAX_RESTARTS the number of restarts after failures (0).
-# CHECK=0 skips the checks, PREFLIGHT_SECONDS is how long they wait for the other nodes (120). The exit code is that of
-# the rank that failed first.
+#   NNODES             nodes of the job (1)
+#   RDZV               HOST:PORT of the node to which all connect; PORT and the next port must be free there
+#   RANKS_PER_NODE     ranks of a node (as many as it has GPUs, or 2 without GPUs)
+#   MAX_RESTARTS       restarts after failures (0)
+#   CHECK              0 skips the checks before the start
+#   PREFLIGHT_SECONDS  time that these wait for the other nodes (120)
+#
+# The exit code is that of the rank that failed first.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 [[ -n ${PYTHON:-} ]] || source scripts/setup.sh
@@ -26,9 +30,8 @@ if [[ ${CHECK:-1} == 1 ]]; then
         --meet "${rdzv%:*}:$((${rdzv##*:} + 1))" --names "${NODE_NAMES:-}" --wait "${PREFLIGHT_SECONDS:-120}" -- "$@"
 fi
 
-# A scheduler sends its warnings (USR1, TERM) to every process of the job, and the ranks then save and exit. The
-# launcher must ignore them: USR1 would end it, and it would pass TERM on to the ranks, which exit at once if they get
-# it twice.
+# A scheduler sends its warnings (USR1, TERM) to every process of the job, and the ranks then save and exit. torchrun
+# must ignore them: USR1 would end it, and it would pass TERM on to the ranks, which exit at once if they get it twice.
 signals=SIGTERM,SIGINT,SIGHUP,SIGQUIT
 if [[ -n ${SLURM_JOB_ID:-} ]]; then
     trap '' USR1 TERM

@@ -1,9 +1,9 @@
 """Calibration of two constants of configs/clusters/dgx-2.yaml, by least squares over three rows of Figure 2.
 
-    python -m scripts.paper.calibrate      prints them, to be copied into the file
+    python -m scripts.paper.calibrate      prints the constants, to be copied into the file
 
-The two 1.5B rows determine `gemm_fraction`, because they mostly compute; the 60B baseline determines `node_fraction`,
-because it mostly waits for the network. No other row of the paper is used.
+The two rows of 1.5B determine `gemm_fraction`, because they mostly compute. The baseline of 60B determines
+`node_fraction`, because it mostly waits for the network. No other row of the paper is used.
 """
 
 import math
@@ -18,11 +18,14 @@ from scripts.paper.experiments import CLUSTER_FILE, Experiment, experiments, par
 
 CALIBRATED = "1.5b-zero-400", "1.5b-baseline-400", "60b-baseline-384"  # rows of Figure 2
 FITTED = "gemm_fraction", "node_fraction"
-GRID_POINTS, ROUNDS = 9, 10  # the spread of a round is the square root of that before
+GRID_POINTS, ROUNDS = 9, 10  # points of a grid along each constant, and number of grids
 
 
 def fit(error: Callable[[tuple[float, ...]], float], first: tuple[float, ...], spread: float) -> tuple[float, ...]:
-    """Return the constants with the smallest error, by ever finer grids of factors `spread` ** (-1 to 1)."""
+    """Return the two constants with the smallest error, searched on ever finer grids around the best point so far.
+
+    A grid multiplies each constant by factors from 1 / spread to spread; the next grid's spread is the square root.
+    """
     best = first
     for _ in range(ROUNDS):
         factors = [spread ** (2 * step / (GRID_POINTS - 1) - 1) for step in range(GRID_POINTS)]
@@ -58,7 +61,7 @@ def calibrated_rows() -> Iterator[Experiment]:
 
 
 def relative_tflops(experiment: Experiment, runs: tuple[ShallowRun, ShallowRun], cluster: ClusterSpec) -> float:
-    """Return the projected rate divided by the printed one."""
+    """Return the projected rate divided by the one that the paper prints."""
     seconds = extrapolate_runs(runs, cluster).at(int(experiment.row["layers"])).seconds
     assert experiment.measured_tflops is not None
     return experiment.tflops(seconds) / experiment.measured_tflops

@@ -1,6 +1,6 @@
-"""The configurations of the paper's figures as settings: one YAML file each, made from the tables in docs/paper.
+"""The configurations of the paper's figures: one YAML file of settings for each row of the tables in docs/paper.
 
-python -m scripts.paper.experiments        writes configs/paper/figure2/*.yaml and so on
+python -m scripts.paper.experiments        writes configs/paper/figure2/*.yaml and those of the other figures
 """
 
 import csv
@@ -25,7 +25,8 @@ FIGURES = {
     "figure7": "fig7_max_cached_gb.csv",
     "figure8": "fig8_throughput.csv",
 }
-# Table 3 of the paper: the stage of ZeRO-DP, and the activation store of ZeRO-R; all have C_B and M_D.
+# Table 3 of the paper: (stage of ZeRO-DP, activation store of ZeRO-R). All have constant-size buffers (C_B) and
+# defragmentation (M_D).
 ZERO_CONFIGS = {
     "C1": (1, "keep"),
     "C2": (1, "partition"),
@@ -34,8 +35,8 @@ ZERO_CONFIGS = {
     "C5": (2, "partition_host"),
 }
 GPUS_PER_NODE = 16
-LAYERS_PER_CHECKPOINT = 2  # explains the 33 GB of section 6.1
-BUCKET_NUMEL = 2**25  # C_B
+LAYERS_PER_CHECKPOINT = 2  # not printed in the paper, but explains the 33 GB of section 6.1
+BUCKET_NUMEL = 2**25  # the size of the constant-size buffers (C_B)
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class Experiment:
 
     @property
     def measured_tflops(self) -> float | None:
-        """The printed rate; None if it is unknown or the run did not fit."""
+        """The TFLOPs a GPU that the paper prints; None if they are unknown or the run did not fit."""
         value = self.row.get("tflops_per_gpu", "")
         return float(value) if value and value != "OOM" else None
 
@@ -77,8 +78,9 @@ class Experiment:
     def settings(self) -> dict[str, Any]:
         row, tensor_size = self.row, int(self.row["mp"])
         stage, store = self._zero_config(tensor_size)
-        # Without overlap, as measured times of 120B and more suggest. Megatron-LM of 2019 reduces all gradients in one
-        # piece, after backward; torch's DDP (Figure 4) in buckets, during backward.
+        # ZeRO does not overlap here, as the paper's times of 120B and more suggest. Of the baselines, Megatron-LM of
+        # 2019 reduces all gradients at once, after backward; torch's DDP (Figure 4) reduces them in buckets, during
+        # backward.
         is_megatron = self.is_baseline and self.figure == "figure2"
         zero = {
             "stage": stage,
@@ -113,8 +115,8 @@ class Experiment:
     def _zero_config(self, tensor_size: int) -> tuple[int, str]:
         """Return the stage and the activation store.
 
-        If the figure does not name them, they are P_os+g and P_a (without tensor parallelism none), and P_a+cpu for
-        170B, as in Figure 8.
+        If the figure does not name them, the stage is 2 (P_os+g). The store then is "partition" (P_a), "keep" without
+        tensor parallelism, and "partition_host" (P_a+cpu) for 170B, as in Figure 8.
         """
         if self.is_baseline:
             return 0, "keep"

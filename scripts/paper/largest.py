@@ -1,7 +1,7 @@
 """The search of largest.sh for the largest number of layers that trains.
 
-The outcome of a run is read from its metrics.jsonl, not from its exit code. All nodes that share the folder therefore
-decide alike, and an interrupted search continues with the runs that are there.
+The outcome of a run is read from its metrics.jsonl, not from its exit code. So all nodes that share the folder decide
+alike, and an interrupted search continues from the runs that have ended.
 """
 
 import argparse
@@ -19,11 +19,12 @@ RUNS = Path("runs/paper/largest")
 
 
 def largest(fits: Callable[[int], bool], first: int, step: int) -> int:
-    """Return the largest first + n * step (n may be negative) that fits, 0 if none does.
+    """Return the largest number first + n * step (n may be negative) that fits; 0 if none does.
 
-    Assumes that everything smaller than a number that fits, fits too. Strides double.
+    Assumes that every number below one that fits also fits. Strides away from `first` double until `low` fits and
+    `high` does not; then bisection follows.
     """
-    none = (first % step or step) - step  # 0 or less
+    none = (first % step or step) - step  # the largest first + n * step that is not above 0: counts as fitting
     low, high, stride = first, first, step
     if fits(first):
         while fits(high := low + stride):
@@ -38,7 +39,7 @@ def largest(fits: Callable[[int], bool], first: int, step: int) -> int:
 
 
 def outcome(folder: Path) -> bool | None:
-    """Return True if the run in `folder` trained to its end, False if it was out of memory, None otherwise."""
+    """Return True if the run in `folder` trained to its end, False if it ran out of memory, otherwise None."""
     metrics = folder / METRICS
     records = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
     if any(record.get("out_of_memory") for record in records):
@@ -54,15 +55,15 @@ def main(arguments: list[str]) -> None:
     parser.add_argument(
         "--launch", default="scripts/paper/launch.sh", help="the command that starts a run of a configuration"
     )
-    own, others = parser.parse_known_args(arguments)
-    if own.first < 1 or own.step < 1:
-        parser.exit(2, f"error: {own.first} layers or --step={own.step} is below 1; choose 1 or more\n")
+    options, others = parser.parse_known_args(arguments)
+    if options.first < 1 or options.step < 1:
+        parser.exit(2, f"error: {options.first} layers or --step={options.step} is below 1; choose 1 or more\n")
 
     def fits(num_layers: int) -> bool:
-        folder = RUNS / f"{Path(own.config).stem}-{num_layers}"
+        folder = RUNS / f"{Path(options.config).stem}-{num_layers}"
         if outcome(folder) is None:
             layers = ["--model.num_layers", str(num_layers), "--train.steps", str(STEPS), "--run.dir", str(folder)]
-            subprocess.run([own.launch, own.config, "--train.log_every", "1", *others, *layers], check=False)
+            subprocess.run([options.launch, options.config, "--train.log_every", "1", *others, *layers], check=False)
         found = outcome(folder)
         if found is None:
             raise ConfigError(
@@ -72,7 +73,7 @@ def main(arguments: list[str]) -> None:
         return found
 
     with exit_on_config_error():
-        print(f"{largest(fits, own.first, own.step)} layers are the most that fit")
+        print(f"{largest(fits, options.first, options.step)} layers are the most that fit")
 
 
 if __name__ == "__main__":

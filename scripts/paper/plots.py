@@ -1,4 +1,4 @@
-"""Plots like the paper's, of its printed values beside those of the dry runs."""
+"""Plots like the paper's, of the values that it prints and those of dry runs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 
 @dataclass(frozen=True)
 class Series:
-    """Values over names or over numbers. Unknown values are None."""
+    """Values over names or over numbers (`places`). Unknown values are None."""
 
     label: str
     places: Sequence[str | float]

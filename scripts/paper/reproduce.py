@@ -1,8 +1,8 @@
-"""The paper's tables and figures from dry runs, beside the printed ones: writes docs/paper/README.md and its plots.
+"""Write docs/paper/README.md and its plots: the paper's tables and figures, and what dry runs predict for them.
 
     python -m scripts.paper.reproduce
 
-Each configuration is run dry at two depths and extrapolated to its own (gpt/planner/depth.py). Results are kept in
+Each configuration is run dry at two depths and extrapolated to its own (gpt/planner/depth.py). Results are cached in
 runs/paper/dry. Runs on a real cluster are read from runs/paper/FIGURE/NAME/metrics.jsonl and get a column of their own.
 """
 
@@ -27,7 +27,7 @@ from zero.stage import STAGES, ShardingPolicy
 CACHE = ROOT / "runs/paper/dry"
 EXCLUDED = "figure2/40b-baseline-384"  # reported separately: half the rate of its neighbours
 UNUSED_GB = 8.0  # memory that the measured models of Table 2 leave unused
-CONTEXT_GB = 1.0  # assumed for CUDA and NCCL when deciding if a run fits
+CONTEXT_GB = 1.0  # memory assumed for CUDA and NCCL when it is decided if a run fits
 
 
 @dataclass(frozen=True)
@@ -58,15 +58,19 @@ class Result:
 
 
 def line_of(settings: dict, world_size: int) -> DepthExtrapolation:
-    """Return the line through two dry runs, or its kept copy. Remove runs/paper/dry after a change to the step."""
+    """Return the line through two dry runs, from the cache if it has one.
+
+    The cache's key has the settings, the cluster and the projection. Delete runs/paper/dry after any other change to
+    the training step.
+    """
     text = yaml.safe_dump(settings) + str(world_size) + CLUSTER_FILE.read_text()
     text += "".join((ROOT / path).read_text() for path in ("gpt/planner/projection.py", "gpt/planner/depth.py"))
-    kept = CACHE / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
-    if not kept.exists():
+    cache_file = CACHE / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
+    if not cache_file.exists():
         CACHE.mkdir(parents=True, exist_ok=True)
         line = extrapolate(parsed(settings, world_size), ClusterSpec.load(CLUSTER_FILE))
-        kept.write_text(json.dumps(asdict(line)))
-    stored = json.loads(kept.read_text())
+        cache_file.write_text(json.dumps(asdict(line)))
+    stored = json.loads(cache_file.read_text())
     shallow, deeper = (Estimate(**found) for found in stored["estimates"])
     return DepthExtrapolation((stored["depths"][0], stored["depths"][1]), (shallow, deeper))
 
@@ -80,7 +84,7 @@ def results(figure: str) -> list[Result]:
 
 
 def measured_here(experiment: Experiment) -> str:
-    """Return the TFLOPs of a real run, "" if there is none."""
+    """Return the TFLOPs a GPU of a run on a real cluster; "" if there is none."""
     steps = read_steps(ROOT / "runs/paper" / experiment.figure / experiment.name)
     return f"{steps[-1]['hardware_tflops_per_device']:.1f}" if steps else ""
 
@@ -115,6 +119,7 @@ def plot_throughput(figure: str, title: str, found: list[Result]) -> None:
 
 
 def accuracy(found: list[Result]) -> Iterator[str]:
+    """Yield a sentence on the errors of the rows that were neither calibrated nor excluded."""
     predicted = [r for r in found if r.error is not None and not r.is_calibrated and r.key != EXCLUDED]
     errors = sorted(abs(r.error or 0.0) for r in predicted)
     worst = max(predicted, key=lambda r: abs(r.error or 0.0))
@@ -212,7 +217,7 @@ def largest_model(policy: ShardingPolicy, memory_bytes: float, N_d: int, N_m: in
 
 
 def table_2(room_bytes: float) -> Iterator[str]:
-    """Yield Table 2. The dry run columns are the deepest model that leaves 8 GB unused with one sequence."""
+    """Yield Table 2. Its dry-run columns are the deepest models that leave UNUSED_GB free with one sequence a rank."""
     yield "\n## Table 2: the largest model, billions of parameters\n"
     yield "| TP | theory: baseline | Pos | Pos+g | Pos+g+p | baseline, measured | dry run | Pos, measured | dry run |"
     yield "| --- | --- | --- | --- | --- | --- | --- | --- | --- |"
@@ -285,12 +290,12 @@ def main() -> None:
     }
     cached = results("figure7")
     residual = float(cached[0].experiment.row["max_cached_GB"]) * 1e9 - cached[0].estimate.device_peak_bytes
-    every = []
+    throughput_results = []
     for figure, title in throughput.items():
         found = results(figure)
-        every += found
+        throughput_results += found
         lines += throughput_section(figure, title, found, room - CONTEXT_GB * 1e9)
-    lines += accuracy(every)
+    lines += accuracy(throughput_results)
     lines += scaling_section(results("figure3"))
     lines += memory_section(cached, residual)
     lines += largest_section(results("figure6"), residual, room)

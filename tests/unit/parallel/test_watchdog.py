@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from parallel.instruments.comm_log import CommLog
-from parallel.watchdog import EXIT_CODE, Heartbeat, Watchdog, find_culprits
+from parallel.watchdog import EXIT_CODE, Heartbeat, Watchdog, describe_hang
 
 WAITING = Heartbeat(
     tick=40, idle_seconds=30.0, num_collectives=100, last="all_reduce of 8 bytes along the data axis in update"
@@ -19,7 +19,7 @@ AFTER = dict.fromkeys(range(4), replace(WAITING, tick=43))
 
 def verdict(**changed: Heartbeat | None) -> str | None:
     after = AFTER | {int(rank.removeprefix("rank_")): heartbeat for rank, heartbeat in changed.items()}
-    return find_culprits(BEFORE, {rank: heartbeat for rank, heartbeat in after.items() if heartbeat}, 20.0, 4)
+    return describe_hang(BEFORE, {rank: heartbeat for rank, heartbeat in after.items() if heartbeat}, 20.0, 4)
 
 
 def test_a_rank_with_fewer_collectives_than_the_others_is_named():
