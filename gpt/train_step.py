@@ -1,6 +1,6 @@
 """One optimizer step, and one evaluation.
 
-A step reads no value of a tensor, so the host runs ahead of the device.
+The host does not read the value of any tensor during a step, so it runs ahead of the device.
 """
 
 import hashlib
@@ -27,10 +27,10 @@ def train_step(
 ) -> tuple[Tensor, Tensor]:
     """Run one optimizer step and return (loss, gradient norm), both 0-dim.
 
-    The loss is the mean over this rank's micro-batches; the norm is that of all gradients before clipping. A
-    micro-batch is int64 tokens of shape (micro_batch_size, seq_length + 1). The gradient is that of the mean loss over
-    all micro-batches of all ranks. If the guard finds the loss bad, nothing is updated. `gradient_hook` is
-    called when the gradients are complete, before the update.
+    A micro-batch is int64 tokens of shape (micro_batch_size, seq_length + 1). The returned loss is the mean over this
+    rank's micro-batches. The gradient is that of the mean loss over all micro-batches of all ranks, and the returned
+    norm is its norm before clipping. If the guard finds the loss bad, nothing is updated. `gradient_hook` is called
+    when the gradients are complete, before the update.
     """
     scale = optimizer.loss_scale.scale / len(micro_batches)
     losses = []

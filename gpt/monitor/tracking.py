@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 MAX_PENDING = 100_000  # calls that a sink may be behind
 SECONDS_TO_FINISH, SECONDS_TO_ABORT = 60.0, 10.0  # after a run that has succeeded, and one that has failed
-SPIKE_FACTOR, NUM_FOR_A_MEAN = 2.0, 10  # a logged loss is a spike if it is twice the mean of about ten losses
+SPIKE_FACTOR, NUM_AVERAGED = 2.0, 10  # a logged loss is a spike if it is twice the average of about ten losses
 
 
 class Sink(Protocol):
@@ -59,7 +59,7 @@ class Tracking:
 
     def __init__(self, sink_openers: Mapping[str, Callable[[], Sink]], history: Sequence[Mapping[str, Any]] = ()):
         self._threads = [SinkThread(name, open_sink, history) for name, open_sink in sink_openers.items()]
-        self._spikes = SpikeDetector(SPIKE_FACTOR, memory=1 - 1 / NUM_FOR_A_MEAN, num_for_a_mean=NUM_FOR_A_MEAN)
+        self._spikes = SpikeDetector(SPIKE_FACTOR, decay=1 - 1 / NUM_AVERAGED, num_warmup=NUM_AVERAGED)
         self.summary: Mapping[str, Any] = {}
 
     def log(self, record: Mapping[str, Any]) -> None:
