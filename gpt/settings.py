@@ -111,7 +111,7 @@ class TrainSettings:
     """Seed of the initial values, of dropout and of the order of samples."""
     log_every: int = 10
     """Steps between two lines in the console and in metrics.jsonl. Logging waits for the device."""
-    layer_norms_every: int = 0
+    layer_grad_norms_every: int = 0
     """Steps between measurements of the gradient norm of each layer, which are written at logged steps; 0: never."""
     eval_every: int = 0
     """Steps between evaluations on the validation split; 0: evaluate only at the end."""
@@ -128,7 +128,7 @@ class TrainSettings:
         for name in ("steps", "log_every"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"train.{name}={getattr(self, name)} is below 1; choose 1 or more")
-        for name in ("layer_norms_every", "eval_every", "eval_samples", "sample_tokens", "seed"):
+        for name in ("layer_grad_norms_every", "eval_every", "eval_samples", "sample_tokens", "seed"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"train.{name}={getattr(self, name)} is below 0; choose 0 or more")
         if self.precision not in DTYPES:

@@ -171,7 +171,7 @@ class Trainer:
             group["lr"] = lr
         traffic = StepTraffic(state.mesh.log)
         norms: dict[str, Tensor] = {}
-        every = settings.train.layer_norms_every
+        every = settings.train.layer_grad_norms_every
 
         def measure_layer_norms() -> None:
             if every and step % every == 0:
