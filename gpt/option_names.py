@@ -13,7 +13,7 @@ from gpt.settings import ParallelSettings, Settings
 
 
 def in_option_names(text: str) -> str:
-    """Return the text with `ZeroConfig.stage` replaced by `zero.stage`, and `tensor_size=` by `parallel.tensor_size=`."""
+    """Return the text with `zero.stage` instead of `ZeroConfig.stage`, and with `parallel.tensor_size=` in full."""
     return re.sub(_ARGUMENT, r"parallel.\1", re.sub(_CLASS, lambda found: _GROUPS[found[1]], text))
 
 

@@ -37,7 +37,7 @@ def parse_settings(
     configs, options = _split(arguments)
     try:
         namespace = parser.parse_args([*configs, *options])
-        # The parser adds this option to every namespace. It is removed each time, because it is not a field of Settings.
+        # The parser adds this option to every namespace; it is removed each time, as it is not a field of Settings.
         if path := namespace.pop(DEEPSPEED_CONFIG):
             names = frozenset(_names_of_options(options, namespace))
             layer = deepspeed_layer(Path(path), namespace, names, num_ranks, show)
