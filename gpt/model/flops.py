@@ -69,6 +69,7 @@ def peak_flops_per_second(device_name: str, dtype: torch.dtype) -> float | None:
 
 
 def _blocks_forward(config: ModelConfig, is_causal: bool) -> int:
+    """Return the FLOPs of the forward of all blocks for one token."""
     attention = (2 if is_causal else 4) * config.seq_length * config.hidden_size
     return config.num_layers * (24 * config.hidden_size**2 + attention)
 
