@@ -3,7 +3,6 @@
 The host does not read the value of any tensor during a step, so it runs ahead of the device.
 """
 
-import hashlib
 from collections.abc import Callable, Iterable
 
 import torch
@@ -59,16 +58,6 @@ def evaluate(model: ZeroDataParallel, micro_batches: Iterable[Tensor], mesh: Mes
     with evaluation(model), mesh.log.during("evaluation"):
         loss = torch.stack([model(tokens[:, :-1], tokens[:, 1:]).float() for tokens in micro_batches]).mean()
         return mean_over(mesh, loss)
-
-
-def agree(mesh: Mesh, text: str) -> bool:
-    """Return True if all ranks of the run have the same text. Waits for the device."""
-    number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "little")
-    device = "cuda" if torch.cuda.is_initialized() else "cpu"
-    total = torch.tensor(number, dtype=torch.float64, device=device)
-    for axis in (mesh.data, mesh.tensor):
-        axis.all_reduce(total, out=total).wait()
-    return total.item() == number * mesh.data.size * mesh.tensor.size
 
 
 def mean_over(mesh: Mesh, value: Tensor) -> float:

@@ -1,8 +1,11 @@
 """Recovery of a run: checkpoints that it saves, resumes from and rolls back to, and the lock on its folder."""
 
+import hashlib
 import logging
 from collections.abc import Callable
 from pathlib import Path
+
+import torch
 
 from gpt.build import TrainState
 from gpt.checkpoint import checkpoint
@@ -12,8 +15,8 @@ from gpt.checkpoint.saver import SaveError, Saver, keep_newest
 from gpt.run_folder.files import CHECKPOINTS, WEIGHTS, cut_metrics, start_run
 from gpt.run_folder.lock import RunLock
 from gpt.settings import CheckpointSettings
-from gpt.train_step import agree
 from parallel.errors import ConfigError
+from parallel.mesh import Mesh
 
 logger = logging.getLogger(__name__)
 
@@ -40,8 +43,7 @@ class Recovery:
         self._folder = self._run_dir / CHECKPOINTS
         self._is_first = state.mesh.rank == 0
         self._lock = RunLock(self._run_dir)
-        is_async = self._config.asynchronous
-        self._saver = Saver(self._folder, state, keep=self._config.keep, is_async=is_async, on_chunk=on_chunk)
+        self._saver = Saver(self._folder, state, keep=config.keep, is_async=config.asynchronous, on_chunk=on_chunk)
         self._saved_step: int | None = None
         self._failure: SaveError | None = None  # of the last save
 
@@ -54,7 +56,7 @@ class Recovery:
         if self._is_first and self._run_dir.exists():
             self._lock.take()
         progress, found = Progress(), checkpoint.find(self._folder, self._config.resume)
-        if not agree(self._state.mesh, str(found)):
+        if not _all_ranks_have(self._state.mesh, str(found)):
             raise ConfigError(
                 f"rank {self._state.mesh.rank} would resume from {found}, another rank from elsewhere; put "
                 f"run.dir={self._run_dir} on a file system that all nodes share"
@@ -140,3 +142,14 @@ class Recovery:
                 keep_newest(sorted(folder.glob("step-*")), self._config.keep)
         except OSError as error:
             logger.error("error: weights cannot be written to %s: %s; training goes on", folder, error.strerror)
+
+
+def _all_ranks_have(mesh: Mesh, text: str) -> bool:
+    """Return True if all ranks of the run have the same text. Waits for the device."""
+    # A 32-bit number, so that its sum over all ranks is exact in float64.
+    number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "little")
+    device = "cuda" if torch.cuda.is_initialized() else "cpu"
+    total = torch.tensor(number, dtype=torch.float64, device=device)
+    for axis in (mesh.data, mesh.tensor):
+        axis.all_reduce(total, out=total).wait()
+    return total.item() == number * mesh.size

@@ -62,19 +62,20 @@ class Saver:
         key = f"save/{final}/{self._num_saves}"
         partial = final.with_name(f".{final.name}.partial")
         tensors, layout = owned_tensors(self._state), describe(self._state, progress)
+        if self._host_copies:
+            tensors = self._host_copies.take(tensors)
 
         def write() -> None:
             self._write_rank(key, partial, tensors)
             if self._state.mesh.rank == 0:
                 self._complete(key, partial, final, layout)
 
-        if self._host_copies:
-            tensors = self._host_copies.take(tensors)
         thread = threading.Thread(target=write, daemon=True)
         thread.start()
         self._pending = thread, lambda: self._outcome(key, progress, final)
         if not self._host_copies:
-            thread.join()  # the tensors themselves are written, and training would change them
+            # Before training goes on: the thread reads the tensors themselves, which the next step changes.
+            thread.join()
 
     def wait(self) -> Path | None:
         """Wait until the save that has begun is complete, and return its folder, or None if none has begun.
