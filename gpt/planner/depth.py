@@ -62,24 +62,20 @@ class ShallowRun:
     recording: Recording
 
 
-def extrapolate(settings: Settings, cluster: ClusterSpec) -> DepthExtrapolation:
-    """Return the extrapolation from two dry runs in the world of `settings.dry_run`. Raise ConfigError as they do."""
-    return extrapolate_runs(shallow_runs(settings), cluster)
-
-
 def shallow_runs(settings: Settings) -> tuple[ShallowRun, ShallowRun]:
-    """Return dry runs at two depths; their last activation checkpoint has as many layers as the deep model's."""
+    """Return dry runs at two depths, in the world of `settings.dry_run`. Raise ConfigError as `dry_run` does.
+
+    Their last activation checkpoint has as many layers as that of the model at its full depth.
+    """
     num_layers, group = settings.model.num_layers, settings.activations.layers_per_checkpoint
-    first, second = (math.ceil(depth / group) * group + num_layers % group for depth in DEPTHS)
-    return _run_at(first, settings), _run_at(second, settings)
+    models = (
+        replace(settings.model, num_layers=math.ceil(depth / group) * group + num_layers % group) for depth in DEPTHS
+    )
+    first, second = (ShallowRun(model.num_layers, dry_run(replace(settings, model=model))) for model in models)
+    return first, second
 
 
-def _run_at(num_layers: int, settings: Settings) -> ShallowRun:
-    model = replace(settings.model, num_layers=num_layers)
-    return ShallowRun(num_layers, dry_run(replace(settings, model=model)))
-
-
-def extrapolate_runs(runs: tuple[ShallowRun, ShallowRun], cluster: ClusterSpec) -> DepthExtrapolation:
+def extrapolate(runs: tuple[ShallowRun, ShallowRun], cluster: ClusterSpec) -> DepthExtrapolation:
     """Return the extrapolation from two dry runs, whose time is projected on the cluster."""
     first, second = (estimate(run.recording, cluster) for run in runs)
     return DepthExtrapolation((runs[0].num_layers, runs[1].num_layers), (first, second))
