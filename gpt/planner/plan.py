@@ -1,4 +1,4 @@
-"""The planner: it finds the best layout to train a model on a cluster, or the largest model that fits.
+"""The planner, which finds the fastest layout to train a model on a cluster, or the largest model that fits.
 
     python -m gpt.planner.plan --cluster configs/clusters/dgx-2.yaml --nodes 25 --config FILE [--largest]
 
@@ -22,15 +22,15 @@ from gpt.settings_parser import parse_settings
 from parallel.errors import ConfigError, exit_on_config_error
 from parallel.launch.cluster import ClusterSpec
 
-MAX_DRY_RUNS = 3  # per layout that is to be verified: some turn out not to fit
+MAX_DRY_RUNS = 3  # for each layout to verify, because some turn out not to fit
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The layouts that fit and those that do not, each with the prediction of closed forms."""
+    """The layouts that fit and those that do not, each with the memory and time that closed forms predict."""
 
-    fitting: list[Prediction]  # the fastest of each family, in order of time
-    too_large: list[Prediction]  # of each family in which none fits, the one that needs the least device memory
+    fitting: list[Prediction]  # the fastest layout of each family, the fastest family first
+    too_large: list[Prediction]  # the layout with the least device memory of each family in which none fits
 
 
 def make_plan(settings: Settings, cluster: ClusterSpec, world_size: int) -> Plan:
@@ -77,10 +77,10 @@ def extrapolate_layout(layout: CandidateLayout, settings: Settings, cluster: Clu
 
 
 def deepest_models(settings: Settings, cluster: ClusterSpec, world_size: int) -> list[tuple[int, CandidateLayout]]:
-    """Return (number of layers that fit by the closed forms, layout), the deepest first.
+    """Return (number of layers that fit by closed forms, layout) for each family of layouts, the deepest first.
 
-    Each family of layouts has the smallest micro-batch that divides the batch. Raise ConfigError if not even one layer
-    fits.
+    A family is represented by the layout with the smallest micro-batch that divides the batch. Raise ConfigError if
+    not even one layer fits.
     """
 
     def with_depth(num_layers: int) -> Settings:
@@ -103,7 +103,7 @@ def deepest_models(settings: Settings, cluster: ClusterSpec, world_size: int) ->
 
 
 def largest_fitting(number_fits: Callable[[int], bool]) -> int:
-    """Return the largest number that fits, by bisection: all smaller numbers fit, and 0 always does."""
+    """Return the largest number that fits, by bisection, if 0 and every number below one that fits also fit."""
     low, high = 0, 1
     while number_fits(high):
         low, high = high, 2 * high

@@ -59,7 +59,10 @@ def make_report(
     cluster: ClusterSpec | None,
     timeline: Timeline | None,
 ) -> dict[str, Any]:
-    """Return the report as JSON stores it. With a cluster it says if the run fits, and projects the time of a step."""
+    """Return the report as a tree for JSON.
+
+    With a cluster and the timeline of a step on it, the report also says if the run fits, and how fast it is.
+    """
     state, size, model = recording.state, recording.state.mesh.size, recording.state.config
     report: dict[str, Any] = {
         "world_size": size,
@@ -102,7 +105,7 @@ def traffic(recording: Recording) -> list[dict[str, Any]]:
 
 
 def headline(report: dict[str, Any]) -> str:
-    """Return one line with the size of the model and its peak memory; with a cluster, if it fits and how fast it is."""
+    """Return one line with the size of the model and its peak memory; with a cluster, also fit and speed."""
     peak = sum(report["peak_bytes"][DEVICE].values())
     line = (
         f"{report['parameters'] / 1e9:,.2f}B parameters on {report['world_size']} ranks "
@@ -120,7 +123,7 @@ def headline(report: dict[str, Any]) -> str:
 
 
 def host_verdict(report: dict[str, Any]) -> str:
-    """Return if the node's host memory suffices, or an empty string if less than 0.05 GB of it is used."""
+    """Return the use of a node's host memory and if it fits, or an empty string if it is less than 0.05 GB."""
     needed, available = report["node_host_bytes"] / 1e9, report["cluster"]["host_memory_gb"]
     verdict = "fits" if report["fits_host"] else f"does NOT fit, by {needed - available:,.0f} GB,"
     return f"; {needed:,.1f} GB on a node's host: {verdict} its {available:,.0f} GB" if needed >= 0.05 else ""
