@@ -196,12 +196,8 @@ def load_model(settings: Settings, weights: str | None, world: World) -> tuple[T
     return state, str(saved)
 
 
-@errors_in_option_names()
-def evaluate_text(arguments: list[str]) -> Score:
-    """Print and return the score of the text that the command line names. All ranks call it.
-
-    Raises ConfigError or DataError.
-    """
+def _parser() -> argparse.ArgumentParser:
+    """Return the parser of the options that are not settings."""
     parser = argparse.ArgumentParser(prog="python -m gpt.evaluate", description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--source", nargs="+", required=True, help="text files, or the hub name of a dataset")
@@ -220,7 +216,16 @@ def evaluate_text(arguments: list[str]) -> Score:
         action="store_true",
         help="undo WikiText's extra spaces, and count ends of lines as words",
     )
-    own, others = parser.parse_known_args(arguments)
+    return parser
+
+
+@errors_in_option_names()
+def evaluate_text(arguments: list[str]) -> Score:
+    """Print and return the score of the text that the command line names. All ranks call it.
+
+    Raises ConfigError or DataError.
+    """
+    own, others = _parser().parse_known_args(arguments)
     settings = parse_settings(others)
     if own.stride is not None and not 1 <= own.stride <= settings.model.seq_length:
         raise ConfigError(
