@@ -42,7 +42,7 @@ class TrainState:
     optimizer: ZeroOptimizer
     device: torch.device
     activations: ActivationsConfig  # with the chosen store, if the settings say "auto"
-    guard: LossGuard | None = None  # None if losses are not judged
+    guard: LossGuard | None = None  # None if the settings do not ask for losses to be checked
 
     @property
     def config(self) -> ModelConfig:
@@ -68,7 +68,7 @@ def build_mesh(settings: Settings, world: World) -> Mesh:
 
     Raises ConfigError if the settings and the ranks do not fit together, before anything is read or allocated.
     """
-    check_node(settings.parallel, world)
+    check_tensor_groups(settings.parallel, world)
     mesh = Mesh.create(
         settings.parallel.tensor_size,
         world.device.type,
@@ -82,12 +82,13 @@ def build_mesh(settings: Settings, world: World) -> Mesh:
     num_tokens = settings.train.micro_batch_size * settings.model.seq_length
     if settings.parallel.sequence_parallel:
         part_of(num_tokens, mesh.tensor, "train.micro_batch_size x model.seq_length")
-    learning_rate(settings.schedule, settings.optimizer.lr, 0, settings.train.steps)  # raises if phases overlap
+    # For its ConfigError: it raises one if warm-up and decay overlap.
+    learning_rate(settings.schedule, settings.optimizer.lr, 0, settings.train.steps)
     check_host_memory(settings.model, settings.train.dtype, settings.zero, settings.offload, mesh, world)
     return mesh
 
 
-def check_node(settings: ParallelSettings, world: World) -> None:
+def check_tensor_groups(settings: ParallelSettings, world: World) -> None:
     """Raise ConfigError if a tensor group (consecutive ranks) spans nodes although the settings do not allow it."""
     if world.local_size % settings.tensor_size == 0:
         return
@@ -104,14 +105,14 @@ def check_node(settings: ParallelSettings, world: World) -> None:
 
 
 def token_layout(settings: ParallelSettings, mesh: Mesh) -> TokenLayout:
-    """Return how the tensor ranks divide the tokens of the residual stream."""
+    """Return the layout of the residual stream's tokens over the tensor ranks."""
     return SplitTokens(mesh.tensor) if settings.sequence_parallel else ReplicatedTokens(mesh.tensor)
 
 
 def build(settings: Settings, mesh: Mesh, device: torch.device) -> TrainState:
     """Return a model with its initial values, sharded by ZeRO, and its optimizer. All ranks call it."""
     if settings.train.precision == "fp16" and device.type == "cpu":
-        logger.warning("train.precision=fp16 on a CPU is slow and untuned; choose bf16 there")
+        logger.warning("train.precision=fp16 is slow on a CPU; choose bf16")
     train, tokens = settings.train, token_layout(settings.parallel, mesh)
     activations = chosen_activations(settings.activations, settings.model, train, settings.zero, mesh, tokens, device)
     with ShardedInit(mesh.data, settings.zero.policy, settings.zero.prefetch_numel, settings.offload) as init:
@@ -122,9 +123,10 @@ def build(settings: Settings, mesh: Mesh, device: torch.device) -> TrainState:
     model = ZeroDataParallel(gpt, mesh.data, settings.zero, init=init, offload=settings.offload)
     loss_scale = build_loss_scale(train.loss_scale, train.precision == "fp16", device)
     optimizer = build_optimizer(model, mesh.tensor, settings.optimizer, loss_scale)
-    # Last, because building draws random numbers too. Each data-parallel rank has its own random stream for dropout.
+    # After everything is built, because that draws random numbers too. Each data-parallel rank has its own stream of
+    # random numbers for dropout.
     torch.manual_seed(train.seed + 1 + mesh.data.rank)
-    guard = LossGuard(mesh.data, settings.guard.spike_factor, device) if settings.guard.judges else None
+    guard = LossGuard(mesh.data, settings.guard.spike_factor, device) if settings.guard.checks_losses else None
     return TrainState(mesh, model, optimizer, device, activations, guard)
 
 
@@ -136,9 +138,9 @@ def build_model(
     dtype: torch.dtype,
     chunk_numel: int | None = CHUNK_NUMEL,
 ) -> GPT:
-    """Return the model, whose parameters are not initialized yet.
+    """Return a GPT with parameters of `dtype`, which are not initialized yet.
 
-    Its parameters have `dtype`; `chunk_numel` bounds the temporaries of the loss.
+    `chunk_numel` is the largest number of elements of a temporary of the loss.
     """
     layer_norm, layer_norm_name = choose_layer_norm(device)
     logger.info("layer norm: %s", layer_norm_name)
@@ -158,7 +160,7 @@ def build_model(
 
 
 def build_loss_scale(settings: LossScaleSettings, is_fp16: bool, device: torch.device) -> LossScale:
-    """Return the loss scale of the settings for fp16, else a constant scale of 1."""
+    """Return the loss scale that the settings describe if the precision is fp16, else a constant scale of 1."""
     if not is_fp16:
         return LossScale(device=device)
     return LossScale(

@@ -1,5 +1,6 @@
 """The data of a run: batches for training and validation, and the tokenizer that they were made with."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -32,7 +33,8 @@ class Corpus:
 
         Raises DataError or ConfigError if the files and the settings do not fit together.
         """
-        prefix = _check_vocabulary(data.path, model.vocab_size)
+        _, prefixes = parse_path(data.path)
+        _check_vocabulary(prefixes, model.vocab_size)
 
         def loader(part: str, num_samples: int) -> BatchLoader:
             samples = open_samples(
@@ -43,7 +45,8 @@ class Corpus:
                 seed=train.seed,
                 cache_dir=data.cache_dir,
             )
-            if world.local_rank == 0:  # first one rank of each node builds the indices, then all of its ranks map them
+            # One rank of each node builds the indices, before all ranks of the node map them into memory.
+            if world.local_rank == 0:
                 samples.build_cache(0, num_samples)
             mesh.barrier()
             return BatchLoader(
@@ -58,13 +61,12 @@ class Corpus:
         return cls(
             training=loader("train", consumed_samples_after(train.batch, train.steps)),
             validation=loader("validation", train.eval_samples) if train.eval_samples else None,
-            tokenizer=load_tokenizer(prefix) if tokenizer_path(prefix).is_file() else None,
+            tokenizer=load_tokenizer(prefixes[0]) if tokenizer_path(prefixes[0]).is_file() else None,
         )
 
 
-def _check_vocabulary(path: str | list[str], model_vocab_size: int) -> str:
-    """Return the first prefix of the path. Raises ConfigError if the vocabulary of any prefix exceeds the model's."""
-    _, prefixes = parse_path(path)
+def _check_vocabulary(prefixes: Sequence[str], model_vocab_size: int) -> None:
+    """Raise ConfigError if the vocabulary of any token file exceeds the model's."""
     for prefix in prefixes:
         if Sidecar.path(prefix).is_file():
             vocab_size = Sidecar.load(prefix).vocab_size
@@ -73,4 +75,3 @@ def _check_vocabulary(path: str | list[str], model_vocab_size: int) -> str:
                     f"model.vocab_size={model_vocab_size} is below the {vocab_size} ids of {prefix}; "
                     f"choose {vocab_size} or more"
                 )
-    return prefixes[0]

@@ -100,15 +100,15 @@ def windows(num_predictions: int, seq_length: int, stride: int) -> list[Window]:
 
 @torch.no_grad()
 def negative_log_likelihood(
-    model: ZeroDataParallel, tokens: Tensor, shares: Sequence[Window], data: Axis, micro_batch_size: int
+    model: ZeroDataParallel, tokens: Tensor, of_all_ranks: Sequence[Window], data: Axis, micro_batch_size: int
 ) -> float:
-    """Return the negative log-likelihood of the tokens (n + 1,) except the first, over the windows of all ranks.
+    """Return the summed negative log-likelihood of the tokens (n + 1,) except the first.
 
-    Waits for the device.
+    Each rank computes its share of the windows `of_all_ranks`. Waits for the device.
     """
     total = torch.zeros((), dtype=torch.float64, device=tokens.device)
     with evaluation(model):
-        for batch in batches(shares, data, micro_batch_size):
+        for batch in batches(of_all_ranks, data, micro_batch_size):
             read = torch.stack([tokens[window.read.start : window.read.stop + 1] for window in batch])
             logits = model(read[:, :-1])
             for window, own_logits, own_tokens in zip(batch, logits, read, strict=True):
@@ -120,14 +120,15 @@ def negative_log_likelihood(
     return total.item()
 
 
-def batches(found: Sequence[Window], data: Axis, micro_batch_size: int) -> Iterator[list[Window]]:
-    """Return this rank's windows, in batches.
+def batches(of_all_ranks: Sequence[Window], data: Axis, micro_batch_size: int) -> Iterator[list[Window]]:
+    """Return this rank's share of the windows, in batches.
 
-    All ranks get the same number, because they may have to gather parameters together; the extra windows score nothing.
+    All ranks get the same number of batches, because they may have to unshard parameters together. Windows that score
+    nothing are added to make the numbers equal.
     """
-    unscored = Window(found[0].read, range(0))
-    num_batches = math.ceil(len(found) / (micro_batch_size * data.size))
-    padded = [*found, *[unscored] * (num_batches * micro_batch_size * data.size - len(found))]
+    unscored = Window(of_all_ranks[0].read, range(0))
+    num_batches = math.ceil(len(of_all_ranks) / (micro_batch_size * data.size))
+    padded = [*of_all_ranks, *[unscored] * (num_batches * micro_batch_size * data.size - len(of_all_ranks))]
     own = padded[data.rank :: data.size]
     return (own[n : n + micro_batch_size] for n in range(0, len(own), micro_batch_size))
 
@@ -149,9 +150,9 @@ def undo_wikitext(text: str) -> str:
 
 
 def find_tokenizer(name: str | None, data_path: str | list[str], model_vocab_size: int) -> Tokenizer:
-    """Return the tokenizer of that name, by default that of the training data.
+    """Return the tokenizer `name`, or that of the training data if `name` is None.
 
-    Raises ConfigError if it has more ids than the model has words.
+    Raises ConfigError if its vocabulary is larger than the model's.
     """
     _, prefixes = parse_path(data_path)
     tokenizer = named_tokenizer(name) if name else load_tokenizer(prefixes[0])
@@ -176,9 +177,10 @@ def score_text(
 
 
 def load_model(settings: Settings, weights: str | None, world: World) -> tuple[TrainState, str]:
-    """Return the model, and the folder that its weights are from.
+    """Return the model, and the folder that its weights were read from.
 
-    They are exported `weights`, or else those of the newest checkpoint in run.dir. Raises ConfigError if it has none.
+    That is the folder `weights`, of exported weights, or if it is None the checkpoint that `checkpoint.resume` selects.
+    Raises ConfigError if there is no such checkpoint.
     """
     if weights:
         settings = replace(settings, train=replace(settings.train, initial_weights=weights))
@@ -194,9 +196,8 @@ def load_model(settings: Settings, weights: str | None, world: World) -> tuple[T
     return state, str(saved)
 
 
-@errors_in_option_names()
-def evaluate_text(arguments: list[str]) -> Score:
-    """Evaluate what the command line asks for. All ranks call it. Raises ConfigError or DataError."""
+def _parser() -> argparse.ArgumentParser:
+    """Return the parser of the options that are not settings."""
     parser = argparse.ArgumentParser(prog="python -m gpt.evaluate", description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--source", nargs="+", required=True, help="text files, or the hub name of a dataset")
@@ -206,7 +207,7 @@ def evaluate_text(arguments: list[str]) -> Score:
     add(
         "--stride",
         type=int,
-        help="predictions scored by each window after the first; default: all",
+        help="predictions scored by each window after the first; default: all, so that windows do not overlap",
     )
     add("--tokenizer", help="a file, folder or hub name; default: that of data.path")
     add("--weights", help="folder of exported weights; default: the newest checkpoint in run.dir")
@@ -215,7 +216,16 @@ def evaluate_text(arguments: list[str]) -> Score:
         action="store_true",
         help="undo WikiText's extra spaces, and count ends of lines as words",
     )
-    own, others = parser.parse_known_args(arguments)
+    return parser
+
+
+@errors_in_option_names()
+def evaluate_text(arguments: list[str]) -> Score:
+    """Print and return the score of the text that the command line names. All ranks call it.
+
+    Raises ConfigError or DataError.
+    """
+    own, others = _parser().parse_known_args(arguments)
     settings = parse_settings(others)
     if own.stride is not None and not 1 <= own.stride <= settings.model.seq_length:
         raise ConfigError(
@@ -236,7 +246,7 @@ def evaluate_text(arguments: list[str]) -> Score:
         micro_batch_size=settings.train.micro_batch_size,
     )
     RunConsole(is_quiet=not world.is_first).say(
-        f"{origin}: perplexity {score.perplexity:.4f} a word, {score.token_perplexity:.4f} a token "
+        f"{origin}: perplexity {score.perplexity:.4f} per word, {score.token_perplexity:.4f} per token "
         f"({score.num_words:,} words, {score.num_tokens:,} tokens)"
     )
     return score

@@ -1,7 +1,7 @@
 """Detection of bad losses: those that are not finite, and those far above the ones before them.
 
 A step with a bad loss updates nothing, and `guard.policy` says whether the run then goes on, stops or rolls back. Every
-step is judged on the device, without a tensor being read; the host reads the number of bad losses at logged steps.
+loss is judged on the device; the host reads only the number of bad losses, and only at logged steps.
 """
 
 import torch
@@ -11,39 +11,40 @@ from parallel.mesh import Axis
 
 
 class SpikeDetector:
-    """A running mean of the good losses, against which each new loss is judged.
+    """An exponential moving average of the good losses, with which each new loss is compared.
 
-    A loss is bad if it is not finite, or above `factor` times the mean once `num_for_a_mean` good losses have been seen
-    (None: it need only be finite). The mean keeps `memory` of its value at each good loss.
+    A loss is bad if it is not finite, or if it is above `factor` times the average (None: only if it is not finite).
+    Losses are compared once the average contains `num_warmup` good losses. `decay` is the weight that the average keeps
+    at each good loss.
     """
 
     def __init__(
         self,
         factor: float | None,
         *,
-        memory: float = 0.98,
-        num_for_a_mean: int = 20,
+        decay: float = 0.98,
+        num_warmup: int = 20,
         device: torch.device | str = "cpu",
     ):
-        self._factor, self._memory, self._num_for_a_mean = factor, memory, num_for_a_mean
+        self._factor, self._decay, self._num_warmup = factor, decay, num_warmup
         self.mean = torch.zeros((), dtype=torch.float64, device=device)
         self.num_good = torch.zeros((), dtype=torch.int64, device=device)
 
     def judge(self, loss: Tensor) -> Tensor:
-        """Return whether a loss (0-dim, float64) is bad, as a 0-dim tensor; a good one enters the mean."""
+        """Return True if a loss (0-dim, float64) is bad, as a 0-dim tensor; add a good loss to the average."""
         is_bad = ~loss.isfinite()
         if self._factor is not None:
-            is_bad |= (self.num_good >= self._num_for_a_mean) & (loss > self._factor * self.mean)
-        # The first losses have equal weights, so that the high losses of the beginning are soon forgotten.
-        memory = torch.clamp(self.num_good / (self.num_good + 1), max=self._memory)
-        updated = memory * self.mean + (1 - memory) * loss
+            is_bad |= (self.num_good >= self._num_warmup) & (loss > self._factor * self.mean)
+        # The first losses have equal weights, so that the high losses of the beginning soon lose their influence.
+        decay = torch.clamp(self.num_good / (self.num_good + 1), max=self._decay)
+        updated = decay * self.mean + (1 - decay) * loss
         self.mean.copy_(torch.where(is_bad, self.mean, updated))
         self.num_good.add_(~is_bad)
         return is_bad
 
 
 class LossGuard:
-    """The judge of every step's loss, with the same verdict on all ranks; it counts the bad ones."""
+    """A check of every step's loss, with the same result on all ranks, and a count of the bad ones."""
 
     def __init__(self, data: Axis, spike_factor: float | None, device: torch.device | str = "cpu"):
         self._data = data
@@ -59,5 +60,5 @@ class LossGuard:
         return is_bad.to(torch.float32)
 
     def state(self) -> dict[str, Tensor]:
-        """Return the tensors themselves, to save or to copy into; `num_bad` is not saved, it counts per process."""
+        """Return the tensors to save, or to copy saved ones into. `num_bad` is not one: it counts since the start."""
         return {"mean": self._detector.mean, "num_good": self._detector.num_good}

@@ -1,4 +1,8 @@
-"""Names of settings in messages: those of `zero` and `parallel`, which have no options, become names of options."""
+"""Names of settings in messages: the names that `zero` and `parallel` use are replaced by those of options.
+
+These libraries do not know the command line: their errors name `ZeroConfig.stage` or `tensor_size=3`, where a user of
+the training program has to set `zero.stage` or `parallel.tensor_size`.
+"""
 
 import re
 from collections.abc import Iterator
@@ -9,13 +13,13 @@ from gpt.settings import ParallelSettings, Settings
 
 
 def in_option_names(text: str) -> str:
-    """Return the text with `zero.stage` for `ZeroConfig.stage`, and `parallel.tensor_size=` for `tensor_size=`."""
-    return re.sub(ARGUMENT, r"parallel.\1", re.sub(CLASS, lambda found: GROUPS[found[1]], text))
+    """Return the text with `zero.stage` instead of `ZeroConfig.stage`, and with `parallel.tensor_size=` in full."""
+    return re.sub(_ARGUMENT, r"parallel.\1", re.sub(_CLASS, lambda found: _GROUPS[found[1]], text))
 
 
 @contextmanager
 def errors_in_option_names() -> Iterator[None]:
-    """Name settings by their options in the message of an error that leaves this block, as `in_option_names` does."""
+    """Apply `in_option_names` to the message of an error that leaves this block."""
     try:
         yield
     except (ValueError, RuntimeError) as error:  # a ConfigError is a ValueError
@@ -24,14 +28,14 @@ def errors_in_option_names() -> Iterator[None]:
 
 
 def _groups(settings: type, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield (name of the class, name of the group of options) of every group: ("ZeroConfig", "zero")."""
+    """Yield (name of the class, name of the option) of every group of settings, such as ("ZeroConfig", "zero")."""
     for field in fields(settings):
         if isinstance(field.type, type) and is_dataclass(field.type):
             yield field.type.__name__, f"{prefix}{field.name}"
             yield from _groups(field.type, f"{prefix}{field.name}.")
 
 
-GROUPS = dict(_groups(Settings))
-CLASS = re.compile(rf"\b({'|'.join(GROUPS)})\b(?=\.\w)")
-# `parallel` receives these as arguments.
-ARGUMENT = re.compile(rf"(?<![\w.-])({'|'.join(field.name for field in fields(ParallelSettings))})(?==)")
+_GROUPS = dict(_groups(Settings))
+_CLASS = re.compile(rf"\b({'|'.join(_GROUPS)})\b(?=\.\w)")  # ZeroConfig in ZeroConfig.stage
+# `parallel` has no class of settings: it takes these as arguments of functions.
+_ARGUMENT = re.compile(rf"(?<![\w.-])({'|'.join(field.name for field in fields(ParallelSettings))})(?==)")

@@ -1,4 +1,4 @@
-"""The preflight of a training: its nodes must also agree on the settings and the data, and write to its run folder.
+"""The preflight of a training run: nodes must also have the same settings and data, and be able to write to run.dir.
 
 python -m gpt.preflight --nodes 2 --meet node0:29501 -- OPTIONS OF pretrain_gpt.py
 
@@ -22,10 +22,10 @@ from parallel.world import exit_with_error
 
 
 def describe_job(arguments: Sequence[str], num_ranks: int | None) -> Job:
-    """Describe a training by all its settings and its data. Raises ConfigError or DataError if it could not start.
+    """Return the settings, the data files and the folder of a training run, which nodes compare.
 
-    A file of data is represented by its index, which the .bin file beside it must match. `num_ranks` is needed by
-    batch sizes in DeepSpeed's words only.
+    A data file is represented by its index, which the .bin file beside it must match. `num_ranks` is used only to
+    translate batch sizes of a DeepSpeed configuration. Raises ConfigError or DataError if the run could not start.
     """
     settings = parse_settings(arguments, num_ranks)
     _, prefixes = parse_path(settings.data.path)

@@ -1,4 +1,4 @@
-"""A check that replicas of the same weights are still equal, which finds a machine that computes wrongly."""
+"""A check that replicas of the same weights are still equal, which detects silent data corruption."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -16,7 +16,7 @@ INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class DivergenceError(ConfigError):
-    """An error raised if replicas differ; most likely a machine computes wrongly."""
+    """An error raised if replicas differ, most likely because a machine corrupts data silently."""
 
 
 def check_replicas(state: TrainState, step: int) -> None:
@@ -54,13 +54,13 @@ def _compare(what: str, axis: Axis, tensors: Iterable[Tensor], device: torch.dev
     own = torch.stack([zero, *(_checksum(tensor).to(device) for tensor in tensors)]).sum()[None]
     of_ranks = own.new_empty(axis.size)
     axis.all_gather(own, out=of_ranks).wait()
-    found = of_ranks.tolist()
-    usual, _ = Counter(found).most_common(1)[0]
-    if odd := [rank for rank, checksum in enumerate(found) if checksum != usual]:
+    checksums = of_ranks.tolist()
+    majority, _ = Counter(checksums).most_common(1)[0]
+    if odd := [rank for rank, checksum in enumerate(checksums) if checksum != majority]:
         raise DivergenceError(
             f"{what} of {axis.name} rank{'s' if len(odd) > 1 else ''} {', '.join(map(str, odd))} differ from those of "
-            f"the other {axis.size - len(odd)}, of which they are replicas; that machine may compute wrongly: resume "
-            "from a checkpoint without it"
+            f"the other {axis.size - len(odd)}, to which they should be equal; the machine may corrupt data silently: "
+            "resume from a checkpoint without it"
         )
 
 

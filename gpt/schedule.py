@@ -1,6 +1,6 @@
-"""The learning rate and the batch size as pure functions of how far training has come.
+"""The learning rate as a pure function of the step, and the batch size as one of the samples consumed so far.
 
-The state of a run is two integers, `step` and `consumed_samples`; both advance even if an overflow skips an update.
+The progress of a run is these two integers, which advance even if an overflow skips an update.
 
     warm-up    lr (step + 1) / (warmup_steps + 1)        up to warmup_steps; the first rate is above zero
     cosine     half a cosine from lr to min_lr           from warmup_steps to decay_steps
@@ -32,7 +32,7 @@ class ScheduleConfig:
     decay_steps: int | None = None
     """Step at which min_lr is reached; null: the last step of the run."""
     wsd_decay_steps: int | None = None
-    """Steps of the fall that ends at decay_steps; for wsd only."""
+    """Steps of the decay, which ends at decay_steps; for wsd only."""
 
     def __post_init__(self) -> None:
         if self.min_lr < 0:

@@ -22,7 +22,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class ParallelSettings:
-    """The division of the ranks: tensor_size of them share one copy of the model; the copies form the data axis."""
+    """The sizes of the mesh axes: tensor_size ranks share one copy of the model, and the copies form the data axis."""
 
     tensor_size: int = 1
     """Ranks that share one copy of the model by tensor parallelism; they should be on one node."""
@@ -71,7 +71,7 @@ class LossScaleSettings:
     initial: float = 65536.0
     """Scale of the first step."""
     minimum: float = 1.0
-    """Smallest scale; it is not halved any further."""
+    """Smallest scale, below which overflows do not halve it."""
     growth_interval: int = 1000
     """Consecutive steps without overflow after which the scale is doubled."""
     hysteresis: int = 2
@@ -111,7 +111,7 @@ class TrainSettings:
     """Seed of the initial values, of dropout and of the order of samples."""
     log_every: int = 10
     """Steps between two lines in the console and in metrics.jsonl. Logging waits for the device."""
-    layer_norms_every: int = 0
+    layer_grad_norms_every: int = 0
     """Steps between measurements of the gradient norm of each layer, which are written at logged steps; 0: never."""
     eval_every: int = 0
     """Steps between evaluations on the validation split; 0: evaluate only at the end."""
@@ -122,13 +122,13 @@ class TrainSettings:
     sample_tokens: int = 64
     """Tokens that the model generates for each prompt at the end of the run; 0: generate nothing."""
     prompts: tuple[str, ...] = ("def", "import", "class")
-    """Beginnings of the texts that the model generates at the end of the run."""
+    """Prompts that the model continues at the end of the run."""
 
     def __post_init__(self) -> None:
         for name in ("steps", "log_every"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"train.{name}={getattr(self, name)} is below 1; choose 1 or more")
-        for name in ("layer_norms_every", "eval_every", "eval_samples", "sample_tokens", "seed"):
+        for name in ("layer_grad_norms_every", "eval_every", "eval_samples", "sample_tokens", "seed"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"train.{name}={getattr(self, name)} is below 0; choose 0 or more")
         if self.precision not in DTYPES:
@@ -184,7 +184,7 @@ class CheckpointSettings:
 
 @dataclass(frozen=True)
 class GuardSettings:
-    """The response to losses that are not finite or that spike, and the comparison of replicas."""
+    """The response to bad losses, which are not finite or spike, and the comparison of replicas."""
 
     policy: Literal["skip", "stop", "roll_back"] = "skip"
     """A step with a bad loss never updates the weights. skip: training then goes on; stop: the run ends; roll_back: the
@@ -209,19 +209,19 @@ class GuardSettings:
                 raise ConfigError(f"guard.{name}={getattr(self, name)} is below 0; choose 0 or more")
 
     @property
-    def judges(self) -> bool:
-        """True if losses have to be judged; a gradient that is not finite is skipped in any case."""
+    def checks_losses(self) -> bool:
+        """True if the loss of each step has to be checked; a step with a non-finite gradient is skipped in any case."""
         return self.policy != "skip" or self.spike_factor is not None
 
 
 @dataclass(frozen=True)
 class RunSettings:
-    """The folder of the run, and the watch over its progress."""
+    """The folder of the run, what is written there, and how long a run may hang."""
 
     dir: str = "runs/default"
     """Folder to which the run writes config.yaml, metrics.jsonl, loss.png and its checkpoints."""
     hang_seconds: float = 600.0
-    """Seconds without progress on any rank after which the rank that holds up the others is named and the job ends; 0:
+    """If no rank makes progress for this many seconds, the rank that holds up the others is named and the job ends; 0:
     wait forever."""
     tensorboard: bool = False
     """Also write the metrics for TensorBoard, to run.dir/tensorboard."""
@@ -254,7 +254,7 @@ class ProfileSettings:
 
 @dataclass(frozen=True)
 class DryRunSettings:
-    """A dry run: two steps of one rank, without the other ranks and without values, to see memory, traffic and time."""
+    """A dry run: two steps of one rank of any world, on tensors without values, to see memory, traffic and time."""
 
     world_size: int | None = None
     """Number of ranks of the imitated run; null: train instead of a dry run."""
@@ -279,7 +279,8 @@ class DryRunSettings:
             raise ConfigError(f"dry_run.backend={self.backend} is unknown; choose nccl or gloo")
         if self.trace and not self.cluster:
             raise ConfigError(
-                f"dry_run.trace={self.trace} needs times; set dry_run.cluster=configs/clusters/dgx-2.yaml"
+                f"dry_run.trace={self.trace} needs a cluster to project times on, and dry_run.cluster is null; choose "
+                "one, such as dry_run.cluster=configs/clusters/dgx-2.yaml"
             )
 
 
@@ -326,7 +327,7 @@ class Settings:
 
 
 def _plain(value: Any) -> Any:
-    """Return the value with dataclasses as dictionaries and tuples as lists, as YAML has them."""
+    """Return the value with dataclasses replaced by dictionaries and tuples by lists, which YAML can express."""
     if hasattr(value, "__dataclass_fields__"):
         return {name: _plain(getattr(value, name)) for name in value.__dataclass_fields__}
     return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value

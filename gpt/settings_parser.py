@@ -27,9 +27,9 @@ def parse_settings(
 ) -> Settings:
     """Return the settings that a command line gives, such as `--config FILE --zero.stage 2`.
 
-    Options win over all files, wherever they stand on the command line; a later `--config` wins over an earlier one.
-    DeepSpeed's configuration wins over the YAML files. `show` is called with a table of its keys, and batch sizes are
-    computed for `num_ranks` ranks, by default those that the launcher has started.
+    Options override all files, wherever they are on the command line; a later `--config` overrides an earlier one, and
+    DeepSpeed's configuration overrides the YAML files. Its batch sizes are translated for `num_ranks` ranks, by default
+    those that the launcher has started, and `show` is called with a table of its keys.
 
     Raises ConfigError, with a message of one line, if anything in the settings is wrong.
     """
@@ -37,6 +37,7 @@ def parse_settings(
     configs, options = _split(arguments)
     try:
         namespace = parser.parse_args([*configs, *options])
+        # The parser adds this option to every namespace; it is removed each time, as it is not a field of Settings.
         if path := namespace.pop(DEEPSPEED_CONFIG):
             names = frozenset(_names_of_options(options, namespace))
             layer = deepspeed_layer(Path(path), namespace, names, num_ranks, show)
@@ -76,15 +77,16 @@ def _names_of_options(options: Sequence[str], parsed: Namespace) -> Iterator[str
     for option, following in zip(options, [*options[1:], ""], strict=False):
         if not option.startswith("--"):
             continue
-        name, is_joined, value = option[2:].partition("=")
+        name, separator, value = option[2:].partition("=")
         if isinstance(parsed.get(name), Namespace):  # a group of settings, given as YAML or by the name of a YAML file
-            value = value if is_joined else following
+            value = value if separator else following
             yield from _leaves(name, yaml.safe_load(Path(value).read_text() if Path(value).is_file() else value))
         else:
             yield name
 
 
 def _leaves(name: str, value: Any) -> Iterator[str]:
+    """Yield the dotted name of every leaf of a nested dictionary that is called `name`."""
     if not isinstance(value, dict):
         yield name
         return
@@ -93,7 +95,7 @@ def _leaves(name: str, value: Any) -> Iterator[str]:
 
 
 def _explain(error: Exception, known_names: list[str]) -> str:
-    """Return the parser's message in one line, with the most similar setting if the given one does not exist."""
+    """Return the parser's message in one line. If a setting does not exist, suggest the one with the closest name."""
     message = re.sub(r'^Parser key "([^"]+)":', r"\1:", " ".join(str(error).split()))
     unknown = re.search(r"unrecognized arguments: --([\w.]+)|Group '(\w+)' does not accept option '(\w+)'", message)
     if unknown is None:

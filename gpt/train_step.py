@@ -1,9 +1,8 @@
 """One optimizer step, and one evaluation.
 
-A step reads no value of a tensor, so the host runs ahead of the device.
+The host does not read the value of any tensor during a step, so it runs ahead of the device.
 """
 
-import hashlib
 from collections.abc import Callable, Iterable
 
 import torch
@@ -27,10 +26,10 @@ def train_step(
 ) -> tuple[Tensor, Tensor]:
     """Run one optimizer step and return (loss, gradient norm), both 0-dim.
 
-    The loss is the mean over this rank's micro-batches; the norm is that of all gradients before clipping. A
-    micro-batch is int64 tokens of shape (micro_batch_size, seq_length + 1). The gradient is that of the mean loss over
-    all micro-batches of all ranks. If the guard finds the loss bad, nothing is updated. `gradient_hook` is
-    called when the gradients are complete, before the update.
+    A micro-batch is int64 tokens of shape (micro_batch_size, seq_length + 1). The returned loss is the mean over this
+    rank's micro-batches. The gradient is that of the mean loss over all micro-batches of all ranks, and the returned
+    norm is its norm before clipping. If the guard finds the loss bad, nothing is updated. `gradient_hook` is called
+    when the gradients are complete, before the update.
     """
     scale = optimizer.loss_scale.scale / len(micro_batches)
     losses = []
@@ -59,16 +58,6 @@ def evaluate(model: ZeroDataParallel, micro_batches: Iterable[Tensor], mesh: Mes
     with evaluation(model), mesh.log.during("evaluation"):
         loss = torch.stack([model(tokens[:, :-1], tokens[:, 1:]).float() for tokens in micro_batches]).mean()
         return mean_over(mesh, loss)
-
-
-def agree(mesh: Mesh, text: str) -> bool:
-    """Return True if all ranks of the run have the same text. Waits for the device."""
-    number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "little")
-    device = "cuda" if torch.cuda.is_initialized() else "cpu"
-    total = torch.tensor(number, dtype=torch.float64, device=device)
-    for axis in (mesh.data, mesh.tensor):
-        axis.all_reduce(total, out=total).wait()
-    return total.item() == number * mesh.data.size * mesh.tensor.size
 
 
 def mean_over(mesh: Mesh, value: Tensor) -> float:

@@ -66,13 +66,13 @@ class Trainer:
 
     @property
     def was_stopped(self) -> bool:
-        """True if a signal has ended the run before its last step."""
+        """True if a signal ended the run before its last step."""
         return self._was_stopped
 
     def train(self) -> None:
         """Resume, run every step that is left, and report. Raises ConfigError for errors that the user can correct."""
         try:
-            # Resuming cuts metrics.jsonl, from which tracking then reads the history.
+            # In this order: resuming removes later steps from metrics.jsonl, from which tracking reads the history.
             self._progress = self._recovery.resume(self._settings.to_yaml(), self._settings.train.steps)
             self._tracking = open_tracking(self._settings, self._progress.step, self._world.is_first)
             with (
@@ -121,12 +121,12 @@ class Trainer:
             self._check_and_save()
             if timers := self._profiler.end(self._progress.step):
                 self._console.show(timer_table(timers))
-                self._console.say("\n".join(straggler_lines(timers, self._node_map.nodes)) or "no rank lags behind")
+                self._console.say("\n".join(straggler_lines(timers, self._node_map.nodes)) or "no stragglers")
 
     def _must_roll_back(self) -> bool:
-        """Return True if the run has to roll back, because there were bad losses since the last logged step.
+        """Return True if there were bad losses since the last logged step, and the run has to roll back.
 
-        Raises ConfigError if they end the run.
+        Raises ConfigError if the settings end the run instead. Waits for the device.
         """
         guard, config = self._state.guard, self._settings.guard
         num_bad = int(guard.num_bad.item()) if guard else 0
@@ -154,12 +154,12 @@ class Trainer:
 
     def _batches(self) -> Iterator[tuple[int, list[Tensor]]]:
         """Yield (global batch size, this rank's micro-batches on its device) of every step that is left."""
+        train, start = self._settings.train, self._progress
+        num_steps_left = max(0, train.steps - start.step)
 
         def plan() -> Iterator[tuple[int, int]]:
-            num_left = max(0, self._settings.train.steps - first.step)
-            return islice(batch_plan(self._settings.train.batch, first.consumed_samples), num_left)
+            return islice(batch_plan(train.batch, start.consumed_samples), num_steps_left)
 
-        first = self._progress
         for (_, batch_size), micro_batches in zip(plan(), self._corpus.training.steps(plan()), strict=True):
             yield batch_size, [tokens.to(self._state.device, non_blocking=True) for tokens in micro_batches]
 
@@ -171,7 +171,7 @@ class Trainer:
             group["lr"] = lr
         traffic = StepTraffic(state.mesh.log)
         norms: dict[str, Tensor] = {}
-        every = settings.train.layer_norms_every
+        every = settings.train.layer_grad_norms_every
 
         def measure_layer_norms() -> None:
             if every and step % every == 0:
@@ -220,10 +220,10 @@ class Trainer:
         return record
 
     def _evaluate(self) -> dict[str, float]:
-        """Return loss and perplexity on the validation split."""
+        """Return the loss and the perplexity on the validation split. All ranks call it."""
         assert self._corpus.validation is not None
-        share = self._settings.train.micro_batch_size * self._state.mesh.data.size
-        num_samples = math.ceil(self._settings.train.eval_samples / share) * share
+        samples_at_once = self._settings.train.micro_batch_size * self._state.mesh.data.size
+        num_samples = math.ceil(self._settings.train.eval_samples / samples_at_once) * samples_at_once
         (micro_batches,) = self._corpus.validation.steps([(0, num_samples)])
         on_device = (tokens.to(self._state.device, non_blocking=True) for tokens in micro_batches)
         loss = evaluate(self._state.model, on_device, self._state.mesh)
@@ -231,7 +231,7 @@ class Trainer:
         return {"validation_loss": loss, "validation_perplexity": float(torch.tensor(loss).exp())}
 
     def _report(self) -> dict[str, Any]:
-        """Show the summary, plot the loss of all steps, those before a resume included, and return the last record."""
+        """Show the summary, plot the loss of all steps, and return the last record; all include what was resumed."""
         records = read_steps(self._folder)
         if not records:
             return {}
@@ -239,7 +239,7 @@ class Trainer:
 
         self._console.show(summary_table(self._state, self._settings.train, self._settings.zero, records))
         plot_loss(records, self._folder / LOSS_PLOT)
-        self._console.say(f"{self._folder / LOSS_PLOT} shows the loss; {self._folder} holds the rest")
+        self._console.say(f"{self._folder / LOSS_PLOT} shows the loss; all files of the run are in {self._folder}")
         return records[-1]
 
     def _on_save(self, checkpoint: Path) -> None:

@@ -1,4 +1,4 @@
-"""Checkpoints: what their folder holds, and how a run at any layout resumes from one.
+"""Checkpoints: the files of one, and how a run with any stage, tensor size and number of ranks resumes from it.
 
     RUN/checkpoints/step-00000100/layout.json                where each tensor is stored, and the progress of the run
                                   rank-00000.safetensors     the flat shards that rank 0 owns, and its random states
@@ -48,9 +48,9 @@ def checkpoint_name(step: int) -> str:
 
 
 def find(folder: Path, resume: str) -> Path | None:
-    """Return the checkpoint that `checkpoint.resume` asks for, or None to start from the beginning.
+    """Return the checkpoint that the setting `checkpoint.resume` selects, or None to start from the beginning.
 
-    Raises ConfigError if a folder is asked for that is not a complete checkpoint.
+    Raises ConfigError if it is the name of a folder that does not hold a complete checkpoint.
     """
     if resume == "never":
         return None
@@ -71,15 +71,12 @@ def newest(folder: Path) -> Path | None:
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:
-    """Return the complete checkpoints of the folder, oldest first.
-
-    A checkpoint gets its final name only when all of it is on disk.
-    """
+    """Return the complete checkpoints of the folder, oldest first: incomplete ones have another name."""
     return sorted(path.parent for path in folder.glob(f"step-*/{LAYOUT}"))
 
 
 def set_aside_later(folder: Path, step: int) -> None:
-    """Rename the checkpoints of steps after `step`, because the run will write these steps again."""
+    """Rename the checkpoints of steps after `step`, because the run will save these steps again."""
     for path in complete_checkpoints(folder):
         if int(path.name.removeprefix("step-")) > step:
             path.rename(first_free(path.with_name(f"old-{{}}-{path.name}")))
@@ -92,9 +89,9 @@ def remove_partial(folder: Path) -> None:
 
 
 def owned_tensors(state: TrainState) -> dict[str, Tensor]:
-    """Return the tensors that this rank writes.
+    """Return the tensors that this rank writes to its file.
 
-    They are its random states and the state that every rank has, and its shards unless they are replicas of another
+    They are its random states, the state that every rank has, and its shards unless they are replicas of another
     rank's.
     """
     tensors = {"random.cpu": torch.get_rng_state()}
@@ -107,7 +104,7 @@ def owned_tensors(state: TrainState) -> dict[str, Tensor]:
 
 
 def describe(state: TrainState, progress: Progress) -> dict[str, Any]:
-    """Return the content of layout.json, which is the same on every rank; its size does not grow with their number."""
+    """Return the content of layout.json, which is the same on every rank, and as long for any number of ranks."""
     return {
         "format": FORMAT,
         "progress": asdict(progress),
@@ -136,8 +133,8 @@ def read_layout(checkpoint: Path) -> dict[str, Any]:
 def load(checkpoint: Path, state: TrainState) -> Progress:
     """Load the checkpoint into `state` and return its progress.
 
-    The run then continues as it would have without the interruption: bit for bit at the same layout, up to rounding at
-    any other. Every file is read once more by one of the ranks, to verify its checksum. Raises ConfigError if the
+    The run then continues as it would have without the interruption: bit for bit with the same stage, mesh and buckets,
+    up to rounding with others. The ranks share the verification of all files by checksum. Raises ConfigError if the
     checkpoint is damaged or holds another model.
     """
     mesh = state.mesh
@@ -149,7 +146,8 @@ def load(checkpoint: Path, state: TrainState) -> Progress:
     except ConfigError as error:
         raise ConfigError(f"{error}; {_remedy(checkpoint)}") from error
     _check_fits(checkpoint, layout, describe(state, Progress()))
-    mesh.barrier()  # before anything is loaded: if one rank finds damage, no rank continues
+    # Before anything is loaded: a rank that finds damage does not reach the barrier, so the others do not continue.
+    mesh.barrier()
     load_owned_state(state.model, state.optimizer, saved, TensorRank(mesh.tensor.rank, mesh.tensor.size))
     for group, counters in zip(state.optimizer.inner.param_groups, layout["optimizer_counters"], strict=True):
         group.update(counters)
@@ -158,14 +156,15 @@ def load(checkpoint: Path, state: TrainState) -> Progress:
 
 
 def _load_own(saved: SavedState, state: TrainState) -> None:
-    """Load the state of the rank whose place this rank takes.
+    """Load what is not sharded: module buffers, the loss scale, the loss guard, and this rank's random streams.
 
+    They are read from the file of the saved rank at the same coordinates, modulo the sizes of the saved mesh.
     Data-parallel ranks beyond the saved ones keep the random stream of a new run: with another rank's stream they would
     drop the same activations as that rank.
     """
     mesh = state.mesh
-    place = mesh.data.rank % saved.data_size * saved.tensor_size + mesh.tensor.rank % saved.tensor_size
-    file = saved.file(place)
+    number = mesh.data.rank % saved.data_size * saved.tensor_size + mesh.tensor.rank % saved.tensor_size
+    file = saved.file(number)
     load_common_state(state.model, state.optimizer, file)
     for name, tensor in _guard_state(state).items():
         if name in file.entries:
@@ -181,7 +180,7 @@ def _guard_state(state: TrainState) -> dict[str, Tensor]:
 
 
 def _check_fits(checkpoint: Path, saved: dict[str, Any], expected: dict[str, Any]) -> None:
-    """Raise ConfigError unless the saved layout is of the model and the optimizer of this run."""
+    """Raise ConfigError unless the checkpoint has the parameters and the optimizer of this run."""
     saved_shapes, shapes = full_shapes(saved["state"]), full_shapes(expected["state"])
     for name in [*shapes, *saved_shapes]:
         if saved_shapes.get(name) != shapes.get(name):

@@ -26,7 +26,8 @@ from zero.state.sealed_file import verify
 def export_checkpoint(checkpoint: Path, output: Path, dtype: torch.dtype, file_bytes: int = FILE_BYTES) -> int:
     """Export a checkpoint, or the newest in a folder of several, and return the number of parameters.
 
-    The tensors of one file are held at a time. Raises ConfigError if there is no checkpoint, or if it is damaged.
+    Only the tensors of one output file are in memory at a time. Raises ConfigError if there is no checkpoint, or if it
+    is damaged.
     """
     checkpoint = newest(checkpoint) or checkpoint
     layout = read_layout(checkpoint)
@@ -43,8 +44,8 @@ def export_checkpoint(checkpoint: Path, output: Path, dtype: torch.dtype, file_b
 def export_live(state: TrainState, output: Path) -> None:
     """Export the weights of the model in training, in their own data type.
 
-    All ranks call it. One unit at a time is gathered, and written by the first rank. If that rank cannot write, it
-    still takes part in gathering the rest, as the other ranks expect, and then raises OSError.
+    All ranks call it. One unit at a time is unsharded, and written by the first rank. If that rank cannot write, it
+    still takes part in the collectives of the other units, for which the other ranks wait, and then raises OSError.
     """
     failure, partial = None, output.with_name(f".{output.name}.partial")
     largest_unit_bytes = max(flat.full.nbytes for flat in state.model.flats) * state.mesh.tensor.size
@@ -60,21 +61,21 @@ def export_live(state: TrainState, output: Path) -> None:
         shutil.rmtree(partial, ignore_errors=True)
         raise failure
     if writer:
-        # The folder gets its final name only when it is complete. An export of the same step may be there from before a
-        # roll-back.
+        # The folder gets its final name only when it is complete. A folder of that name is an export of the same step
+        # from before a roll-back.
         writer.finish()
         shutil.rmtree(output, ignore_errors=True)
         partial.rename(output)
 
 
 def _whole_parameters(state: TrainState) -> Iterator[tuple[str, Tensor]]:
-    """Yield every parameter whole: gathered over the data axis on all ranks, and joined over the tensor axis.
+    """Yield (name, whole parameter) on the ranks whose data rank is 0; the others only take part in unsharding.
 
-    Only the ranks of the first data-parallel rank yield any.
+    Parameters are unsharded over the data axis, and those that are split are gathered over the tensor axis.
     """
     dims, tensor = split_dims(state.model.module), state.mesh.tensor
     for flat in state.model.flats:
-        with state.model.gathered(flat.params[:1]):  # which gathers all parameters of the unit
+        with state.model.gathered(flat.params[:1]):  # one parameter is enough to unshard the whole unit
             for span, param in zip(flat.layout.spans, flat.params, strict=True):
                 if state.mesh.data.rank > 0:
                     continue

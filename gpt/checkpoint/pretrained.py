@@ -1,4 +1,4 @@
-"""Folders of GPT-2 weights as transformers reads and writes them; they may be larger than memory.
+"""Folders of GPT-2 weights in the format of transformers, read and written without holding all weights in memory.
 
 config.json, model.safetensors.index.json, model-00001-of-00003.safetensors, ...
 """
@@ -27,12 +27,12 @@ INDEX = "model.safetensors.index.json"
 
 
 class PretrainedWeights(Mapping[str, Tensor]):
-    """A state dict of this project whose tensors are read from the files of a folder when they are asked for."""
+    """The weights of a folder by this project's names. A tensor is read from its file each time it is looked up."""
 
     def __init__(self, files: list[Path], num_heads: int):
         self._num_heads = num_heads
         self._files = [TensorFile(file) for file in files]
-        self._places = {
+        self._locations = {
             ours: (file, theirs)
             for file in self._files
             for theirs in file.entries
@@ -40,22 +40,22 @@ class PretrainedWeights(Mapping[str, Tensor]):
         }
 
     def __getitem__(self, name: str) -> Tensor:
-        file, theirs = self._places[name]
+        file, theirs = self._locations[name]
         return tensor_from_huggingface(name, file.tensor(theirs), self._num_heads)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._places)
+        return iter(self._locations)
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._locations)
 
 
 def read_pretrained(folder: Path) -> tuple[ModelConfig, PretrainedWeights]:
-    """Return our configuration and state dict. Raises ConfigError if the folder does not hold GPT-2 weights."""
+    """Return the configuration and the weights of a folder. Raises ConfigError if it does not hold GPT-2 weights."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise ConfigError(f"{folder} holds 0 .safetensors files, 1 or more are needed; convert the weights first")
-    from transformers import GPT2Config  # the docstring of gpt/model/huggingface.py says why it is imported here
+    from transformers import GPT2Config  # here, because a rank that trains does not need it and the import is slow
 
     config = config_from_huggingface(GPT2Config.from_pretrained(folder))
     return config, PretrainedWeights(files, config.num_heads)
@@ -72,21 +72,21 @@ def load_pretrained(model: GPT, folder: Path) -> None:
 
 
 class WeightsWriter:
-    """A writer of such a folder, tensor by tensor. It holds at most `file_bytes`, or one tensor if that is larger.
+    """A writer of a folder of weights, tensor by tensor. It holds at most `file_bytes` of them, or one larger tensor.
 
-    Raises ConfigError if the folder holds other weights, because a reader would mix them with these.
+    Raises ConfigError if the folder already holds weights, because a reader would mix them with these.
     """
 
     def __init__(self, folder: Path, config: ModelConfig, file_bytes: int = FILE_BYTES):
         self._folder, self._config, self._file_bytes = folder, config, file_bytes
         self._held: dict[str, Tensor] = {}
-        self._files: list[dict[str, int]] = []  # of each file: the names of its tensors and their bytes
+        self._files: list[dict[str, int]] = []  # {name of a tensor: bytes} for each file that is written
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.glob("*.safetensors")):
             raise ConfigError(f"{folder} holds .safetensors files already; choose another folder, or empty it")
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Add one of our parameters, whole and on any device. Raises OSError."""
+        """Add a whole parameter, on any device, by its name in this project. Raises OSError if a write fails."""
         # A copy, because the memory of the parameter's unit is freed before the file is written.
         theirs = tensor_to_huggingface(name, tensor.detach().cpu(), self._config).clone()
         if self._held_bytes + theirs.nbytes > self._file_bytes:
@@ -94,9 +94,9 @@ class WeightsWriter:
         self._held[name_to_huggingface(name)] = theirs
 
     def finish(self) -> None:
-        """Write what is still held, and the index and the configuration. Raises OSError."""
-        # The files get the names that readers look for only when all of them are written.
+        """Write the rest of the tensors, the index and the configuration. Raises OSError if a write fails."""
         self._write_held()
+        # Files get the names that readers look for when all of them are written: the names contain their number.
         names = [f"model-{n:05d}-of-{len(self._files):05d}.safetensors" for n in range(1, len(self._files) + 1)]
         for number, name in enumerate(names):
             self._partial(number).rename(self._folder / name)

@@ -1,8 +1,11 @@
 """Recovery of a run: checkpoints that it saves, resumes from and rolls back to, and the lock on its folder."""
 
+import hashlib
 import logging
 from collections.abc import Callable
 from pathlib import Path
+
+import torch
 
 from gpt.build import TrainState
 from gpt.checkpoint import checkpoint
@@ -12,8 +15,8 @@ from gpt.checkpoint.saver import SaveError, Saver, keep_newest
 from gpt.run_folder.files import CHECKPOINTS, WEIGHTS, cut_metrics, start_run
 from gpt.run_folder.lock import RunLock
 from gpt.settings import CheckpointSettings
-from gpt.train_step import agree
 from parallel.errors import ConfigError
+from parallel.mesh import Mesh
 
 logger = logging.getLogger(__name__)
 
@@ -21,8 +24,8 @@ logger = logging.getLogger(__name__)
 class Recovery:
     """The checkpoints of a run and the lock on its folder. All ranks make the same calls.
 
-    `say` prints what was saved or loaded; `on_chunk` and `on_save` are called after a few megabytes and after a whole
-    checkpoint have been written.
+    `say` prints a line about each checkpoint that was saved or loaded. `on_chunk` is called whenever a few megabytes
+    have been written, and `on_save` with the folder of each complete checkpoint.
     """
 
     def __init__(
@@ -40,21 +43,22 @@ class Recovery:
         self._folder = self._run_dir / CHECKPOINTS
         self._is_first = state.mesh.rank == 0
         self._lock = RunLock(self._run_dir)
-        is_async = self._config.asynchronous
-        self._saver = Saver(self._folder, state, keep=self._config.keep, is_async=is_async, on_chunk=on_chunk)
+        self._saver = Saver(self._folder, state, keep=config.keep, is_async=config.asynchronous, on_chunk=on_chunk)
         self._saved_step: int | None = None
-        self._failure: SaveError | None = None  # of the last save
+        self._failure: SaveError | None = None  # the error of the last save
 
     def resume(self, settings: str, num_steps: int) -> Progress:
-        """Lock the folder and load the checkpoint that `checkpoint.resume` asks for. Raises ConfigError.
+        """Lock the folder, load the checkpoint that `checkpoint.resume` selects, and return its progress.
 
-        `settings` is the text of config.yaml.
+        `settings` is the text of config.yaml. Raises ConfigError if the folder is in use or cannot be written, or if
+        the checkpoint cannot be loaded.
         """
-        # Before anything is read: another job may be writing in the folder.
+        # Before anything is read, because another job may be writing to the folder. A folder that does not exist yet is
+        # locked below: nothing is created if loading fails.
         if self._is_first and self._run_dir.exists():
             self._lock.take()
         progress, found = Progress(), checkpoint.find(self._folder, self._config.resume)
-        if not agree(self._state.mesh, str(found)):
+        if not _all_ranks_have(self._state.mesh, str(found)):
             raise ConfigError(
                 f"rank {self._state.mesh.rank} would resume from {found}, another rank from elsewhere; put "
                 f"run.dir={self._run_dir} on a file system that all nodes share"
@@ -68,12 +72,12 @@ class Recovery:
             for folder in (self._folder, self._run_dir / WEIGHTS):
                 checkpoint.remove_partial(folder)
             checkpoint.set_aside_later(self._folder, progress.step)
-        # No rank begins a save before the first has removed what earlier ones have left.
+        # Before any rank saves: the first one has removed what interrupted saves have left.
         self._state.mesh.barrier()
         return progress
 
     def save(self, progress: Progress) -> None:
-        """Begin to save the checkpoint of this step, after the one before is complete.
+        """Wait for the previous save, and begin to save the checkpoint of this step.
 
         A save that fails is logged, and training goes on.
         """
@@ -88,15 +92,15 @@ class Recovery:
             self._export_weights(progress.step)
 
     def finish(self) -> None:
-        """Wait for the last checkpoint. Raises SaveError if it could not be written, as its steps would be lost."""
+        """Wait for the last save. Raises SaveError if it failed, because the run would end without its last steps."""
         self._settle()
         if self._failure:
             raise self._failure
 
     def roll_back(self, progress: Progress) -> Progress:
-        """Load the newest checkpoint, and return its step with the samples consumed so far.
+        """Load the newest checkpoint, and return its step with the samples that `progress` has consumed.
 
-        The samples since that checkpoint are left out. Raises ConfigError if there is no checkpoint.
+        The samples since that checkpoint are thus left out. Raises ConfigError if there is no checkpoint.
         """
         self._settle()
         found = checkpoint.newest(self._folder)
@@ -106,7 +110,7 @@ class Recovery:
                 "often, such as every 100 steps"
             )
         before = checkpoint.load(found, self._state)
-        # All ranks have read the checkpoint before the first changes the folder, and it is done before any saves again.
+        # The first rank changes the folder after all ranks have read the checkpoint, and before any rank saves again.
         self._state.mesh.barrier()
         if self._is_first:
             cut_metrics(self._run_dir, before.step)
@@ -133,6 +137,7 @@ class Recovery:
                 logger.error("error: %s; training goes on", error)
 
     def _export_weights(self, step: int) -> None:
+        """Write the weights to RUN/weights. An export that fails is logged, and training goes on."""
         folder = self._run_dir / WEIGHTS
         try:
             export_live(self._state, folder / checkpoint.checkpoint_name(step))
@@ -140,3 +145,14 @@ class Recovery:
                 keep_newest(sorted(folder.glob("step-*")), self._config.keep)
         except OSError as error:
             logger.error("error: weights cannot be written to %s: %s; training goes on", folder, error.strerror)
+
+
+def _all_ranks_have(mesh: Mesh, text: str) -> bool:
+    """Return True if all ranks of the run have the same text. Waits for the device."""
+    # A 32-bit number, so that its sum over all ranks is exact in float64.
+    number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "little")
+    device = "cuda" if torch.cuda.is_initialized() else "cpu"
+    total = torch.tensor(number, dtype=torch.float64, device=device)
+    for axis in (mesh.data, mesh.tensor):
+        axis.all_reduce(total, out=total).wait()
+    return total.item() == number * mesh.size

@@ -3,8 +3,8 @@
     every rank    copy to host memory (asynchronous only) -> write its file in .step-*.partial -> report to the store
     first rank    all have reported -> layout.json -> rename -> latest -> delete old checkpoints -> outcome to the store
 
-Ranks meet in the launcher's store and not in collectives, which training uses at the same time. A save that fails is an
-error on all ranks, and leaves the checkpoints before it as they were.
+Ranks communicate through the launcher's store and not with collectives, which training uses at the same time. A save
+that fails raises SaveError on all ranks, and leaves the checkpoints before it as they were.
 """
 
 import shutil
@@ -40,7 +40,7 @@ class SaveError(ConfigError):
 
 
 class Saver:
-    """A writer of checkpoints of `state` in `folder`, of which it keeps the newest `keep`.
+    """A writer of checkpoints of `state` to `folder`, in which the newest `keep` checkpoints remain.
 
     All ranks make the same calls. `on_chunk` is called in another thread whenever a few megabytes have been written.
     """
@@ -55,29 +55,34 @@ class Saver:
         self._pending: tuple[threading.Thread, Callable[[], Path]] | None = None
 
     def start(self, progress: Progress) -> None:
-        """Begin to save; if the saver is asynchronous, training may go on. Call `wait` before the next save."""
+        """Begin to save. Call `wait` before the next save.
+
+        If the saver is asynchronous, this returns when the state is copied, and training may change the state.
+        Otherwise it returns when this rank's file is written.
+        """
         assert self._pending is None, "the save before this one has not been waited for"
         self._num_saves += 1
         final = self._folder / checkpoint_name(progress.step)
         key = f"save/{final}/{self._num_saves}"
         partial = final.with_name(f".{final.name}.partial")
         tensors, layout = owned_tensors(self._state), describe(self._state, progress)
+        if self._host_copies:
+            tensors = self._host_copies.take(tensors)
 
         def write() -> None:
             self._write_rank(key, partial, tensors)
             if self._state.mesh.rank == 0:
                 self._complete(key, partial, final, layout)
 
-        if self._host_copies:
-            tensors = self._host_copies.take(tensors)
         thread = threading.Thread(target=write, daemon=True)
         thread.start()
         self._pending = thread, lambda: self._outcome(key, progress, final)
         if not self._host_copies:
-            thread.join()  # the tensors themselves are written, and training would change them
+            # Before training goes on: the thread reads the tensors themselves, which the next step changes.
+            thread.join()
 
     def wait(self) -> Path | None:
-        """Wait until the save that has begun is complete, and return its folder, or None if none has begun.
+        """Wait until the save that `start` began is complete, and return its folder, or None if there is none.
 
         Raises SaveError on all ranks if it failed on any.
         """
@@ -89,15 +94,17 @@ class Saver:
         return outcome()
 
     def _write_rank(self, key: str, partial: Path, tensors: Mapping[str, Tensor]) -> None:
+        """Write this rank's file, and report it or the error to the store under `key`."""
         try:
             partial.mkdir(parents=True, exist_ok=True)
             write_tensors(rank_file(partial, self._state.mesh.rank), tensors, on_chunk=self._on_chunk)
         except Exception as error:  # any error: the first rank waits until every rank has reported
             self._store.set(f"{key}/error", f"rank {self._state.mesh.rank}: {_reason(error)}")
-        # After the error is set: the first rank reads errors as soon as all ranks are counted.
+        # After the error is set: the first rank looks for an error as soon as all ranks are counted.
         self._store.add(f"{key}/num_written", 1)
 
     def _complete(self, key: str, partial: Path, final: Path, layout: dict) -> None:
+        """Wait for all ranks, give the checkpoint its final name, and report the outcome. The first rank calls it."""
         while self._store.add(f"{key}/num_written", 0) < self._state.mesh.size:
             time.sleep(POLL_SECONDS)
         reason = ""
@@ -105,8 +112,8 @@ class Saver:
             reason = self._store.get(f"{key}/error").decode()
         else:
             try:
-                # A crash at any point leaves the old checkpoints: the folder gets its final name only when all of it is
-                # on disk, and `latest` names it only after that.
+                # In this order, a crash at any point leaves the older checkpoints usable: the folder gets its final
+                # name when all of it is on disk, and `latest` changes only after that. Old ones are deleted last.
                 write_json(partial / LAYOUT, layout)
                 flush_folder(partial)
                 partial.rename(final)
@@ -120,6 +127,7 @@ class Saver:
         self._store.set(f"{key}/outcome", reason)
 
     def _outcome(self, key: str, progress: Progress, final: Path) -> Path:
+        """Wait until the first rank has reported the outcome. Return the checkpoint, or raise SaveError."""
         while not self._store.check([f"{key}/outcome"]):
             time.sleep(POLL_SECONDS)
         if reason := self._store.get(f"{key}/outcome").decode():
@@ -131,13 +139,13 @@ class Saver:
 
 
 class HostCopies:
-    """Copies of tensors in host memory, pinned if they are copied from a GPU. The memory is reused at every save."""
+    """Copies of tensors in host memory, which is pinned for tensors on a GPU, and reused at every save."""
 
     def __init__(self) -> None:
         self._copies: dict[str, Tensor] = {}
 
     def take(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copy the tensors, and return when the copies are complete, so that the tensors may change."""
+        """Return copies of the tensors, which are complete when this returns: the tensors may then change."""
         for name, tensor in tensors.items():
             copy = self._copies.get(name)
             if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
@@ -154,10 +162,8 @@ def _reason(error: Exception) -> str:
 
 
 def keep_newest(folders: list[Path], keep: int) -> None:
-    """Delete all but the last `keep` folders.
-
-    Each is renamed first, so that a folder that is half deleted never looks like a complete checkpoint.
-    """
+    """Delete all but the last `keep` folders."""
     for old in folders[:-keep]:
+        # Renamed first, so that a folder that is half deleted never looks like a complete checkpoint.
         doomed = old.rename(old.with_name(f".{old.name}.partial"))
         shutil.rmtree(doomed, ignore_errors=True)

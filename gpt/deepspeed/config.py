@@ -1,7 +1,7 @@
 """Translation of a DeepSpeed JSON configuration into settings of this project, with a table of all its keys.
 
-file -> keys in today's spelling -> each translated by its row (`gpt/deepspeed/keys.py`)
-     -> rules that combine several (`gpt/deepspeed/rules.py`) -> settings
+file -> keys under their current names -> each key is translated by its row (`gpt/deepspeed/keys.py`)
+     -> rules combine the values of several keys (`gpt/deepspeed/rules.py`) -> settings
 """
 
 import json
@@ -14,32 +14,32 @@ from typing import Any
 from rich.table import Table
 
 from gpt.deepspeed.key import ValueType, as_text, unchanged
-from gpt.deepspeed.keys import KEYS, ONLY_ENABLED_IS_READ, OTHER_SPELLINGS
+from gpt.deepspeed.keys import KEYS, ONLY_ENABLED_IS_READ, OTHER_NAMES
 from gpt.deepspeed.rules import RULES
 from gpt.deepspeed.translation import AUTO, FileKey, Translation, Verdict
 from parallel.errors import ConfigError
 from parallel.world import num_ranks_from_environment
 
-LEFT_OPEN = None, AUTO  # values that leave a key to the settings
+LEFT_OPEN = None, AUTO  # values with which the file leaves a key open: the settings then decide
 
 
 def deepspeed_layer(
     path: Path,
-    settings: Any,
+    base: Any,
     options: frozenset[str],
     num_ranks: int | None,
     show: Callable[[Table], None],
 ) -> dict[str, Any]:
-    """Return the tree of settings that the file gives, without those that an option on the command line gives.
+    """Return the tree of settings that the file sets, without those that an option on the command line sets.
 
-    `settings` holds the settings without this file, by dotted names; `options` are the names of those that the command
-    line gives. `show` is called with a table of all keys. Raise ConfigError if the file cannot be translated.
+    `base` has all settings as they are without the file, by dotted names; `options` are the names of those that the
+    command line sets. `show` is called with a table of all keys. Raise ConfigError if the file cannot be translated.
     """
-    num_ranks = num_ranks or settings["dry_run.world_size"] or num_ranks_from_environment()
-    found = translate(path, settings, options, num_ranks)
-    show(found.table())
-    found.check()
-    return found.as_tree()
+    num_ranks = num_ranks or base["dry_run.world_size"] or num_ranks_from_environment()
+    translation = translate(path, base, options, num_ranks)
+    show(translation.table())  # before the check, so that the user sees all keys even if some are refused
+    translation.check()
+    return translation.as_tree()
 
 
 def translate(path: Path, base: Mapping[str, Any], options: frozenset[str], num_ranks: int) -> Translation:
@@ -49,10 +49,10 @@ def translate(path: Path, base: Mapping[str, Any], options: frozenset[str], num_
     the translation, so that its table can be shown before its `check` raises.
     """
     found = Translation(path, base, options, num_ranks)
-    keys = list(_in_todays_spelling(_flatten(read(path))))
+    keys = list(_under_current_names(_flatten(read(path))))
     values = {key.name: key.value for key in keys}
     for key in keys:
-        switch = f"{key.name.rpartition('.')[0]}.enabled"
+        switch = f"{key.name.rpartition('.')[0]}.enabled"  # the key that switches the section of this key on or off
         is_on = switch not in KEYS or switch == key.name or values.get(switch) not in (None, False)
         found.keys.append(translated := _translate_key(key, is_on))
         if translated.verdict == "mapped":
@@ -90,7 +90,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def _flatten(content: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted name, value) of every key. A section in which only `enabled` is read is one key."""
+    """Yield (dotted name, value) of every key. A section of which only `enabled` is read counts as one key."""
     for name, value in content.items():
         if isinstance(value, dict) and prefix + name not in ONLY_ENABLED_IS_READ:
             yield from _flatten(value, f"{prefix}{name}.")
@@ -98,14 +98,14 @@ def _flatten(content: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, A
             yield prefix + name, value
 
 
-def _in_todays_spelling(pairs: Iterator[tuple[str, Any]]) -> Iterator[FileKey]:
-    """Yield the keys under the names and with the values that DeepSpeed uses today.
+def _under_current_names(pairs: Iterator[tuple[str, Any]]) -> Iterator[FileKey]:
+    """Yield the keys with the names and values that the current version of DeepSpeed uses.
 
-    A key is refused if its value cannot be converted, or differs from that of an earlier spelling of the same key.
+    A key is refused if its value cannot be converted, or if the file has the key under two names with different values.
     """
     earlier: dict[str, FileKey] = {}
     for spelling, value in pairs:
-        name, convert = OTHER_SPELLINGS.get(spelling, (spelling, unchanged))
+        name, convert = OTHER_NAMES.get(spelling, (spelling, unchanged))
         key = FileKey(f"{spelling}={as_text(value)}", name, value)
         if convert is not unchanged and not isinstance(value, bool) and value not in LEFT_OPEN:
             yield replace(key, verdict="refused", reason=f"is not {ValueType.BOOLEAN.value}")
@@ -130,15 +130,15 @@ def _translate_key(key: FileKey, is_on: bool) -> FileKey:
         return replace(key, verdict="left to the settings", settings=row.settings)
     if not is_on:
         return replace(key, verdict="not needed", reason=f"{key.name.rpartition('.')[0]} is off")
-    if objection := row.objection(key.value):
-        return replace(key, verdict="refused", reason=objection)
+    if reason := row.reason_for_refusal(key.value):
+        return replace(key, verdict="refused", reason=reason)
     verdict: Verdict = "mapped" if row.settings else "not needed"
     return replace(key, verdict=verdict, reason=row.note, settings=row.settings)
 
 
 def _suggestion(name: str) -> str:
-    """Return the likeliest key: one of a similar name, or of the same last name in another section."""
-    known = [*KEYS, *OTHER_SPELLINGS]
+    """Suggest a key for an unknown one: one with a similar name, or with the same name in another section."""
+    known = [*KEYS, *OTHER_NAMES]
     section, _, last = name.rpartition(".")
     elsewhere = [key for key in known if key.rpartition(".")[2] == last and last != "enabled"]
     likely = get_close_matches(name, known, n=1, cutoff=0.75) or elsewhere or get_close_matches(section, known, n=1)

@@ -9,7 +9,10 @@ from typing import Any
 
 
 class ValueType(Enum):
-    """The type of a key's value, as error messages describe it. DeepSpeed's files write integers as 5e8."""
+    """The type of a key's value. The string of each member describes the type in error messages.
+
+    Integers may be written as 5e8, as is usual in DeepSpeed's files.
+    """
 
     BOOLEAN = "true or false"
     NON_NEGATIVE = "an integer of 0 or more"
@@ -47,8 +50,8 @@ class Key:
 
     A key with `settings` and `convert` sets one setting to the converted value. A key with `settings` but without
     `convert` is read by a rule that combines several keys (`gpt/deepspeed/rules.py`). A key without `settings` is
-    accepted and changes nothing. `note` is what the table says beside it. Values that are not in `accepted` are refused
-    with `refusal`, the reason and the remedy; None accepts every value of the type.
+    accepted and changes nothing. `note` is printed beside the key in the table of a file's keys. Values that are not in
+    `accepted` are refused, with the reason and the remedy in `refusal`; None accepts every value of the type.
     """
 
     name: str
@@ -59,7 +62,7 @@ class Key:
     accepted: tuple[Any, ...] | None = None
     refusal: str = ""
 
-    def objection(self, value: Any) -> str:
+    def reason_for_refusal(self, value: Any) -> str:
         """Return why the value is refused and what to do instead, or an empty string if it is accepted."""
         if (parsed := self.type.parse(value)) is None:
             return f"is not {self.type.value}"
@@ -69,6 +72,7 @@ class Key:
 
 
 def _is_off(section: Any) -> bool:
+    """Return True if a section is empty or switched off."""
     return not section or (isinstance(section, dict) and section.get("enabled") is False)
 
 
@@ -90,7 +94,7 @@ def mapped(name: str, type: ValueType, setting: str, convert: Callable[[Any], An
 
 
 def combined(name: str, type: ValueType, *settings: str, note: str = "") -> Key:
-    """Return a key from which a rule makes `settings`, together with other keys."""
+    """Return a key that a rule reads, together with other keys, to determine `settings`."""
     return Key(name, type, settings, None, note)
 
 
@@ -100,16 +104,16 @@ def not_needed(type: ValueType, note: str, *names: str) -> list[Key]:
 
 
 def restricted(key: Key, *accepted: Any, refusal: str) -> Key:
-    """Return the key with values other than `accepted` refused."""
+    """Return a copy of the key that refuses all values but `accepted`."""
     return replace(key, accepted=accepted, refusal=refusal)
 
 
 def unsupported(name: str, type: ValueType, refusal: str, *accepted: Any) -> Key:
-    """Return a key of a feature that does not exist here; only `accepted`, the values that switch it off, pass."""
+    """Return a key of a feature that is not supported; only `accepted`, the values that switch it off, are accepted."""
     return Key(name, type, note="is off", accepted=accepted, refusal=refusal)
 
 
 def section(name: str, *keys: Key | list[Key]) -> list[Key]:
-    """Return the keys with the section's name and a dot before theirs."""
+    """Return copies of the keys whose names begin with that of the section and a dot."""
     flat = [key for group in keys for key in ([group] if isinstance(group, Key) else group)]
     return [replace(key, name=f"{name}.{key.name}") for key in flat]

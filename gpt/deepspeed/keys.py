@@ -233,7 +233,7 @@ OTHERS = [
     ),
 ]
 
-# Sections of features that do not exist here. They are accepted if they are switched off, whatever else they hold.
+# Sections of features that are not supported: {name: remedy}. A section that is switched off is accepted.
 FEATURES = {
     "amp": "choose fp16 or bf16",
     "torch_autocast": "choose fp16 or bf16",
@@ -285,8 +285,8 @@ def _cpu_or_none(is_offloaded: bool) -> str:
     return "cpu" if is_offloaded else "none"
 
 
-# Spellings of other versions of DeepSpeed: {spelling: (name of the key today, conversion of its value)}.
-OTHER_SPELLINGS: dict[str, tuple[str, Callable[[Any], Any]]] = {
+# Names in other versions of DeepSpeed: {other name: (current name, conversion of the value)}.
+OTHER_NAMES: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "zero_optimization": ("zero_optimization.stage", int),  # true, false
     "allgather_size": ("zero_optimization.allgather_bucket_size", unchanged),
     "zero_optimization.cpu_offload": ("zero_optimization.offload_optimizer.device", _cpu_or_none),

@@ -1,7 +1,7 @@
-"""Rules that make settings of several keys of a DeepSpeed configuration, and refuse keys that contradict each other.
+"""Rules that determine settings from several keys of a DeepSpeed configuration, and refuse contradictory keys.
 
-A rule reads the keys' values and the settings that they are combined with, and returns settings by dotted names. It
-raises ConfigError with the values that contradict each other.
+A rule takes the translation so far (`file`), with the values of the keys and the settings that they are combined with.
+It returns settings by dotted names, or raises ConfigError with the values that contradict each other.
 """
 
 import math
@@ -15,7 +15,7 @@ Rule = Callable[[Translation], dict[str, Any]]
 
 
 def precision(file: Translation) -> dict[str, Any]:
-    """Return the precision that is switched on; fp32 if the file switches off all that it mentions."""
+    """Return the precision that the file switches on; fp32 if it switches off every precision that it names."""
     switches = {name: file.values[f"{name}.enabled"] for name in ("fp16", "bf16") if f"{name}.enabled" in file.values}
     on = [name for name, is_on in switches.items() if is_on]
     if len(on) == 2:
@@ -39,7 +39,7 @@ def gradient_types(file: Translation) -> dict[str, Any]:
 
 
 def loss_scale(file: Translation) -> dict[str, Any]:
-    """Return a constant loss scale if the file gives one, else what it says of the dynamic loss scale."""
+    """Return a constant loss scale if the file has one, else the settings of the dynamic loss scale that it has."""
     constant, power = file.values.get("fp16.loss_scale", 0), file.values.get("fp16.initial_scale_power")
     if constant:
         return {"train.loss_scale.dynamic": False, "train.loss_scale.initial": float(constant)}
@@ -109,7 +109,7 @@ def schedule(file: Translation) -> dict[str, Any]:
         if key in file.values:
             settings["optimizer.lr"] = file.values[key]
     if kind := file.values.get("scheduler.type"):
-        # Before `chosen` is asked for the learning rate, which this rule may have set.
+        # Before `chosen` reads the learning rate, which may be one of these settings.
         file.settings |= settings
         ratio = file.values.get("scheduler.params.cos_min_ratio", COS_MIN_RATIO)
         settings["schedule.decay"] = DECAYS[kind]

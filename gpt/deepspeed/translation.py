@@ -1,4 +1,4 @@
-"""A DeepSpeed configuration while it is translated: its keys, the settings it sets, and those it is combined with."""
+"""The translation of one DeepSpeed configuration: its keys, the settings it sets, and those it is combined with."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -19,8 +19,8 @@ Verdict = Literal["mapped", "not needed", "left to the settings", "refused"]
 class FileKey:
     """A key of the file, and how it is translated.
 
-    `written` is "key=value" as in the file. `name` and `value` are in the spelling that DeepSpeed uses today. `verdict`
-    and what follows it are known once the key has been translated, and `verdict` earlier if the key is refused.
+    `written` is "key=value" as in the file. `name` and `value` are those that the current version of DeepSpeed uses.
+    `verdict` is None until the key is translated or refused; `reason` and `settings` belong to the verdict.
     """
 
     written: str
@@ -36,7 +36,7 @@ class Translation:
     """The settings that the file at `path` sets, and the settings that they are combined with.
 
     Settings have dotted names. `base` has all of them as they are without the file, and `options` are the names of
-    those that the command line sets. `values` are the values of mapped keys, by the names that DeepSpeed uses today.
+    those that the command line sets. `values` are the values of mapped keys, by their current names in DeepSpeed.
     """
 
     path: Path
@@ -66,7 +66,7 @@ class Translation:
         return self.settings[setting] if is_from_file else self.base[setting]
 
     def value_and_source(self, key: str, setting: str) -> tuple[Any, str]:
-        """Return the value of a key that corresponds to one setting, and "name=value" of where it is given.
+        """Return the value of a key that corresponds to one setting, and the text "name=value" of its source.
 
         An option overrides the key, and "auto" stands for the setting. The value is None if the file lacks the key.
         """

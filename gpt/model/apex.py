@@ -11,16 +11,16 @@ import torch
 from torch import nn
 
 
-def find_apex(module: str, name: str, try_it: Callable[[Any], object], device: torch.device) -> Any | None:
-    """Return `name` of apex's `module`, or None if it does not work on the device.
+def find_apex(module: str, name: str, probe: Callable[[Any], object], device: torch.device) -> Any | None:
+    """Return the class `name` of apex's `module`, or None if it does not work on the device.
 
-    `try_it` uses it once, because apex can be imported without its CUDA extension and fails only in use.
+    `probe` constructs it once: without its CUDA extension, apex can be imported and fails only when it is used.
     """
     if device.type != "cuda":
         return None
     try:
         found = getattr(importlib.import_module(module), name)
-        try_it(found)
+        probe(found)
     except (ImportError, AttributeError, RuntimeError, SyntaxError):
         return None
     return found

@@ -7,15 +7,15 @@ h = hidden_size, L = num_layers and V = vocab_size, forward costs for each token
     attention    4 L s h    q k^T and weights v over all s positions; a causal model needs half of it, 2 L s h
     head         2 h V
 
-*Model FLOPs* are what learning needs: 3 times forward with causal attention, whatever the implementation does. This is
-Megatron-LM's present formula, 72 B s L h^2 (1 + s/12h + V/12Lh). Attention counts half, because the masked half of the
-scores is not used and flash attention does not compute it: the number rates how well the hardware is used, so skipping
-useless work must not lower it.
+*Model FLOPs* are what learning needs: 3 times forward with causal attention, whatever the implementation computes. This
+is Megatron-LM's present formula, 72 B s L h^2 (1 + s/12h + V/12Lh). Attention counts half: the other half of the scores
+is masked. MFU measures how well the hardware is used, so an implementation that skips the masked half, such as flash
+attention, must not get a lower MFU for it.
 
 *Hardware FLOPs* are what is executed: all of attention if the kernel is `math`, the head with its padding, and what
 backward computes again. That is the forward of the blocks if activations are checkpointed, or the inside of attention
-if only that is recomputed (`math`: the scores only, since weights v is not needed again; `flash`: the causal half of
-both). That flash attention computes the scores a second time in backward is not counted.
+if only that is recomputed (`math`: the scores only, because backward does not need weights v; `flash`: the causal half
+of both). Flash attention computes the scores a second time in backward, which is not counted.
 """
 
 import torch
@@ -36,7 +36,7 @@ PEAK_FLOPS_PER_SECOND = (
 
 
 def model_flops(config: ModelConfig, num_sequences: int) -> int:
-    """Return the FLOPs of forward and backward over sequences of full length, in Megatron-LM's convention."""
+    """Return the model FLOPs of forward and backward over sequences of full length."""
     return (
         3
         * (_blocks_forward(config, is_causal=True) + _head_forward(config, config.vocab_size))
@@ -46,15 +46,15 @@ def model_flops(config: ModelConfig, num_sequences: int) -> int:
 
 
 def hardware_flops(config: ModelConfig, num_sequences: int, recomputes: Recomputation) -> int:
-    """Return the FLOPs of forward and backward over sequences of full length, with what backward computes again."""
+    """Return the hardware FLOPs of forward and backward over sequences of full length."""
     blocks = _blocks_forward(config, is_causal=config.attention == "flash")
-    again = {
+    recomputed = {
         "nothing": 0,
         "attention": 2 * config.num_layers * config.seq_length * config.hidden_size,
         "blocks": blocks,
     }
     return (
-        (3 * blocks + again[recomputes] + 3 * _head_forward(config, config.padded_vocab_size))
+        (3 * blocks + recomputed[recomputes] + 3 * _head_forward(config, config.padded_vocab_size))
         * num_sequences
         * config.seq_length
     )
@@ -69,9 +69,11 @@ def peak_flops_per_second(device_name: str, dtype: torch.dtype) -> float | None:
 
 
 def _blocks_forward(config: ModelConfig, is_causal: bool) -> int:
+    """Return the FLOPs of the forward of all blocks for one token."""
     attention = (2 if is_causal else 4) * config.seq_length * config.hidden_size
     return config.num_layers * (24 * config.hidden_size**2 + attention)
 
 
-def _head_forward(config: ModelConfig, num_words: int) -> int:
-    return 2 * config.hidden_size * num_words
+def _head_forward(config: ModelConfig, vocab_size: int) -> int:
+    """Return the FLOPs of the forward of the head for one token."""
+    return 2 * config.hidden_size * vocab_size

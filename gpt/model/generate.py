@@ -1,4 +1,4 @@
-"""Generation of text, token by token: each is sampled at a temperature from the likeliest ones."""
+"""Generation of text, token by token, by sampling with a temperature from the `top_k` likeliest tokens."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,11 +19,13 @@ def generate(
     top_k: int | None = None,
     seed: int = 0,
 ) -> Tensor:
-    """Continue each row of `prompt` (batch, n) by `num_tokens`: (batch, n + num_tokens).
+    """Return each row of `prompt` (batch, n) continued by `num_tokens` tokens, (batch, n + num_tokens).
 
-    `model` maps tokens (batch, m), m <= seq_length, to logits (batch, m, vocab); if it is a module, its dropout is off
-    during the call. Temperature 0 takes the likeliest token. The model is called exactly `num_tokens` times, and the
-    result depends on the arguments alone, so ranks that share a model may all call this at once. Raises ConfigError.
+    `model` maps tokens (batch, m), m <= seq_length, to logits (batch, m, vocab). If it is a module, it is in evaluation
+    mode during the call. Temperature 0 selects the likeliest token. The model is called exactly `num_tokens` times, and
+    the result depends on the arguments alone, so ranks that share a model may all call this at once.
+
+    Raises ConfigError if `temperature`, `top_k` or the length of the prompt is out of range.
     """
     if temperature < 0:
         raise ConfigError(f"temperature={temperature} is below 0; choose 0 for the likeliest token, 1 for a sample")
@@ -31,7 +33,8 @@ def generate(
         raise ConfigError(f"top_k={top_k} is below 1; choose 1 or more, or null for all tokens")
     if prompt.shape[1] < 1:
         raise ConfigError("the prompt has 0 tokens, 1 or more are needed; start with the end-of-text token")
-    # On the CPU, so that the text is the same on every device; training has another generator.
+    # A generator of its own, so that training's random stream does not change; on the CPU, so that the text is the same
+    # on every device.
     generator = torch.Generator("cpu").manual_seed(seed)
     tokens = prompt
     with evaluation(model):
@@ -44,7 +47,10 @@ def generate(
 
 @contextmanager
 def evaluation(model: object) -> Iterator[None]:
-    """Put every module of the model in evaluation mode, and restore its mode at the end; other callables have none."""
+    """Put every module of the model in evaluation mode, and restore each mode at the end.
+
+    A model that is not an nn.Module is left as it is.
+    """
     modules = list(model.modules()) if isinstance(model, nn.Module) else []
     were_training = [module.training for module in modules]
     for module in modules:

@@ -37,7 +37,8 @@ MODULE_NAMES = {
 }
 TOKEN_EMBEDDING = "token_embedding.weight"
 LINEAR_WEIGHTS = ("qkv.weight", "projection.weight", "up.weight", "down.weight")
-OUR_SETTINGS = {
+# Fields of GPT2Config that this project's GPT-2 does not vary.
+FIXED_FIELDS = {
     "activation_function": "gelu_new",
     "layer_norm_epsilon": LAYER_NORM_EPS,
     "scale_attn_weights": True,
@@ -47,8 +48,8 @@ OUR_SETTINGS = {
 
 
 def config_from_huggingface(config: "GPT2Config") -> ModelConfig:
-    """Return our configuration. Raises ConfigError if theirs needs what this project's GPT-2 does not have."""
-    for name, ours in {**OUR_SETTINGS, "attn_pdrop": config.resid_pdrop, "embd_pdrop": config.resid_pdrop}.items():
+    """Return the configuration in this project. Raises ConfigError if it uses a feature that is not supported here."""
+    for name, ours in {**FIXED_FIELDS, "attn_pdrop": config.resid_pdrop, "embd_pdrop": config.resid_pdrop}.items():
         if getattr(config, name) != ours:
             raise ConfigError(
                 f"the model has {name}={getattr(config, name)}, only {ours} is supported; choose another model"
@@ -68,7 +69,7 @@ def config_from_huggingface(config: "GPT2Config") -> ModelConfig:
 
 
 def config_to_huggingface(config: ModelConfig) -> "GPT2Config":
-    """Return the configuration for transformers."""
+    """Return the configuration in transformers."""
     from transformers import GPT2Config
 
     return GPT2Config(
@@ -81,14 +82,14 @@ def config_to_huggingface(config: ModelConfig) -> "GPT2Config":
         embd_pdrop=config.dropout,
         attn_pdrop=config.dropout,
         architectures=["GPT2LMHeadModel"],
-        **OUR_SETTINGS,
+        **FIXED_FIELDS,
     )
 
 
 def name_from_huggingface(name: str) -> str | None:
-    """Return our name of a parameter of a GPT2LMHeadModel or GPT2Model.
+    """Return this project's name of a parameter of a GPT2LMHeadModel or GPT2Model.
 
-    Return None for an entry that is not a weight of its own: the tied head, and the causal masks in older files.
+    Return None for an entry that is not a parameter here: the tied head, and the causal masks of older files.
     """
     if name == "lm_head.weight" or name.endswith((".attn.bias", ".attn.masked_bias")):
         return None
@@ -96,18 +97,21 @@ def name_from_huggingface(name: str) -> str | None:
 
 
 def name_to_huggingface(name: str) -> str:
-    """Return the name in a GPT2LMHeadModel of one of our parameters."""
+    """Return the name in a GPT2LMHeadModel of this project's parameter `name`."""
     return f"transformer.{_rename(name, MODULE_NAMES)}"
 
 
 def tensor_from_huggingface(name: str, tensor: Tensor, num_heads: int) -> Tensor:
-    """Return our parameter `name`, contiguous, made from theirs."""
+    """Return this project's parameter `name`, contiguous, converted from the tensor of transformers."""
     tensor = tensor.T if name.endswith(LINEAR_WEIGHTS) else tensor
     return (_swap_first_dims(tensor, 3, num_heads) if ".qkv." in name else tensor).contiguous()
 
 
 def tensor_to_huggingface(name: str, tensor: Tensor, config: ModelConfig) -> Tensor:
-    """Return their tensor, contiguous, made from our parameter `name`, without the rows that pad the vocabulary."""
+    """Return the tensor of transformers, contiguous, converted from this project's parameter `name`.
+
+    The rows that pad the vocabulary are left out.
+    """
     if name == TOKEN_EMBEDDING:
         return tensor[: config.vocab_size].contiguous()
     tensor = _swap_first_dims(tensor, config.num_heads, 3) if ".qkv." in name else tensor
@@ -117,7 +121,7 @@ def tensor_to_huggingface(name: str, tensor: Tensor, config: ModelConfig) -> Ten
 def load_weights(model: GPT, weights: Mapping[str, Tensor]) -> None:
     """Copy whole parameters into a model of any tensor size, and set the padding of the vocabulary to zero.
 
-    `weights` is read one parameter at a time: it may be a mapping that reads each from disk when it is asked for.
+    `weights` holds them by this project's names, and is read one parameter at a time: it may read each from disk.
     """
     axis, dims = model.tokens.axis, split_dims(model)
     with torch.no_grad():
@@ -131,7 +135,8 @@ def load_weights(model: GPT, weights: Mapping[str, Tensor]) -> None:
 def _rename(name: str, modules: Mapping[str, str]) -> str:
     """Return a parameter's name with each module in its path renamed."""
     paths = "|".join(map(re.escape, modules))
-    return re.sub(rf"(?<![^.])({paths})(?=\.)", lambda match: modules[match[1]], name)  # a whole part of the path
+    # Only between dots or at the beginning: "up" must not match inside of another module's name.
+    return re.sub(rf"(?<![^.])({paths})(?=\.)", lambda match: modules[match[1]], name)
 
 
 def _swap_first_dims(tensor: Tensor, outer: int, inner: int) -> Tensor:

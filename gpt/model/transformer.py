@@ -1,7 +1,6 @@
 """GPT-2 as published, written as a program for one device.
 
-Its layers know how they are split over the tensor axis; it knows nothing of ZeRO, which is put around it.
-
+Its layers know how they are split over the tensor axis. Nothing in it refers to ZeRO, which wraps the whole model.
 
 ids -> token + position embedding -> dropout -> blocks -> LayerNorm -> logits by the (tied) token embedding
 block:  x += dropout(attention(LayerNorm(x)));  x += dropout(down(gelu(up(LayerNorm(x)))))
@@ -172,10 +171,10 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """GPT-2 with torch's default device and dtype; `initialize` gives it its initial values.
 
-    `tokens` says how the residual stream is divided over the tensor axis, and so how the layers are split. `run_blocks`
-    runs the blocks on their input; activation checkpointing is one way to run them. `layer_norm` is called with
-    (hidden_size, eps). `chunk_numel` bounds the temporaries of the loss. Raises ConfigError if the size of the axis
-    does not divide the model.
+    `tokens` is the layout of the residual stream over the tensor axis, which also determines how the layers are split.
+    `run_blocks` runs the blocks on their input; activation checkpointing is one way to run them. `layer_norm` is called
+    with (hidden_size, eps). `chunk_numel` is the largest number of elements of a temporary of the loss. Raises
+    ConfigError if the size of the axis does not divide the model.
     """
 
     def __init__(
@@ -242,7 +241,7 @@ class GPT(nn.Module):
 
 
 def check_divides(config: ModelConfig, axis: Axis) -> None:
-    """Raise ConfigError unless every rank of the axis gets the same number of heads and of words."""
+    """Raise ConfigError unless every rank of the axis gets equal parts of the heads, the width and the vocabulary."""
     for name, size in (("model.num_heads", config.num_heads), ("model.hidden_size", config.hidden_size)):
         part_of(size, axis, name)
     part_of(config.padded_vocab_size, axis, "model.vocab_size rounded up to model.vocab_multiple")
@@ -251,8 +250,8 @@ def check_divides(config: ModelConfig, axis: Axis) -> None:
 def initialize(model: GPT, seed: int, data: Axis | None = None) -> None:
     """Give the model GPT-2's initial values.
 
-    They depend on the seed only, not on the order of construction, the device or the mesh; another dtype rounds them.
-    The ranks of `data` share the work; without it this rank does all of it.
+    They depend on the seed only, not on the order of construction, the device or the mesh; a dtype of less precision
+    rounds them. The ranks of `data` share the work; if it is None, this rank does all of it.
     """
     dims, data = split_dims(model), data or Axis.trivial("data")
     with torch.no_grad():

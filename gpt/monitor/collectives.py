@@ -22,14 +22,14 @@ from parallel.instruments.comm_log import CommEvent, CommLog
 from parallel.instruments.kernel_log import KernelLog
 from parallel.instruments.operation_observer import observe_operations
 
-PROFILES = "collectives.json", "report.json"  # the files that a real run and a dry run write
+PROFILE_OF_RUN, PROFILE_OF_DRY_RUN = "collectives.json", "report.json"
 
 
 def profile(events: list[CommEvent], step_length: float) -> list[dict[str, Any]]:
     """Return one row for each (axis, operation, phase), in the order of their first launch.
 
-    `step_length` and the times of the events are counts of kernels. Positions are fractions of the step; `blocking`
-    counts the collectives that were waited for before any kernel ran.
+    `step_length` and the times of the events are counts of kernels. Positions are fractions of the step. `blocking`
+    counts the collectives that overlap nothing: they were waited for before another kernel was launched.
     """
     groups: dict[tuple[str, str, str], list[tuple[int, CommEvent]]] = {}
     for order, event in enumerate(events):
@@ -54,7 +54,7 @@ def profile(events: list[CommEvent], step_length: float) -> list[dict[str, Any]]
 
 @contextmanager
 def profiled(log: CommLog, folder: Path) -> Iterator[None]:
-    """Write the profile of the step inside this context to `folder`.
+    """Record the step inside this context, and write the profile of its collectives to `folder`.
 
     The step takes longer, because Python intercepts every kernel to count it.
     """
@@ -62,18 +62,19 @@ def profiled(log: CommLog, folder: Path) -> Iterator[None]:
     with observe_operations(kernels), log.keeping_events(kernels.count) as events:
         yield
     rows = profile(events, kernels.count())
-    (folder / PROFILES[0]).write_text(json.dumps({"collectives": rows}, indent=1) + "\n")
+    (folder / PROFILE_OF_RUN).write_text(json.dumps({"collectives": rows}, indent=1) + "\n")
 
 
 def read_profile(path: Path) -> list[dict[str, Any]]:
     """Return the profile in a run's folder, or in a file. Raise ConfigError if there is none."""
-    found = [path / name for name in PROFILES if (path / name).is_file()] if path.is_dir() else [path]
+    files = [path / PROFILE_OF_RUN, path / PROFILE_OF_DRY_RUN] if path.is_dir() else [path]
+    found = [file for file in files if file.is_file()]
     try:
         return json.loads(found[0].read_text())["collectives"]
     except (IndexError, OSError, ValueError, KeyError) as error:
         raise ConfigError(
-            f"{path} has no profile of collectives; name the folder of a real run past its step "
-            f"profile.collectives_step, which writes {PROFILES[0]}, or of a dry run, which writes {PROFILES[1]}"
+            f"{path} has no profile of collectives; name the folder of a real run past its step profile."
+            f"collectives_step, which writes {PROFILE_OF_RUN}, or of a dry run, which writes {PROFILE_OF_DRY_RUN}"
         ) from error
 
 
@@ -104,7 +105,7 @@ def profile_table(rows: list[dict[str, Any]]) -> Table:
 
 
 def comparison_table(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> Table:
-    """Return a table of both profiles' counts and bytes; a row that one of them lacks counts as zero there."""
+    """Return a table of the counts and bytes of two profiles, with zeros for a row that one of them lacks."""
     table = Table("axis", "operation", "phase", title="Collectives of two runs", title_justify="left")
     for heading in ("count, first", "count, second", "MB sent, first", "MB sent, second"):
         table.add_column(heading, justify="right")

@@ -22,22 +22,25 @@ Figure = Callable[[Records], float | None]
 
 
 def latest(key: str) -> Figure:
-    """Return a function for the last value of a metric, or None if the run has none."""
+    """Return a function that takes records and returns the last value of a metric, or None if there is none."""
     return lambda records: next((record[key] for record in reversed(records) if key in record), None)
 
 
 def typical(key: str) -> Figure:
-    """Return a function for the median of a metric without the first logged step, which includes warm-up."""
+    """Return a function that takes records and returns the median of a metric.
+
+    The first logged step is left out, because it includes warm-up.
+    """
     return lambda records: median(record[key] for record in records[1:] or records)
 
 
 def highest(key: str) -> Figure:
-    """Return a function for the maximum of a metric."""
+    """Return a function that takes records and returns the maximum of a metric."""
     return lambda records: max(record[key] for record in records)
 
 
 def in_millions(figure: Figure) -> Figure:
-    """Return a function for the figure divided by 1e6."""
+    """Return a function that takes records and returns a figure of them divided by 1e6."""
     return lambda records: None if (value := figure(records)) is None else value / 1e6
 
 
@@ -57,9 +60,10 @@ COLUMNS: tuple[tuple[str, str, Figure], ...] = (
 
 
 def read_runs(folders: list[Path]) -> dict[str, Records]:
-    """Return the logged steps of each run, by the shortest distinct ends of the folders' paths.
+    """Return the logged steps of each run, by name.
 
-    Raise ConfigError if a folder has no logged step.
+    A name is the end of the folder's path, with as many parts as make all names different. Raises ConfigError if a
+    folder has no logged step.
     """
     depth = 1
     while len({folder.parts[-depth:] for folder in folders}) < len(set(folders)):

@@ -48,10 +48,10 @@ class RunConsole:
         self._console.print(table)
 
     @contextmanager
-    def progress(self, first_step: int, num_steps: int) -> Iterator[None]:
-        """Show the progress bar inside this context, with `first_step` of `num_steps` steps done."""
+    def progress(self, num_done: int, num_steps: int) -> Iterator[None]:
+        """Show the progress bar inside this context, beginning at `num_done` of `num_steps` steps."""
         with self._progress:
-            self._task = self._progress.add_task("", total=num_steps, completed=first_step)
+            self._task = self._progress.add_task("", total=num_steps, completed=num_done)
             yield
 
     def advance(self) -> None:
@@ -70,9 +70,9 @@ def describe_run(state: TrainState, train: TrainSettings, zero: ZeroConfig, run_
 
 
 def memory_table(state: TrainState, train: TrainSettings, zero: ZeroConfig) -> Table:
-    """Return a table of this rank's model states, in comparison with the paper's formula, and of its buffers.
+    """Return a table of this rank's model states, beside the paper's formula, and of its buffers.
 
-    Moments that do not exist yet are counted with the size that the first step will give them.
+    Before the first step, moments are counted with the size that they will have.
     """
     num_parameters, shard_size = state.num_parameters, state.model.shard_axis.size
     state_bytes = state.optimizer.state_bytes_per_element
@@ -118,7 +118,7 @@ def _checkpoint_rows(state: TrainState, train: TrainSettings) -> Iterator[tuple[
 
 
 def _buffer_rows(state: TrainState, train: TrainSettings, zero: ZeroConfig) -> Iterator[tuple[str, float, str]]:
-    """Yield (name, bytes, remark) of buffers and temporaries of constant size (C_B), limited by `zero.bucket_numel`."""
+    """Yield (name, bytes, remark) of the buffers and temporaries whose size `zero.bucket_numel` limits (C_B)."""
     model, gpt, axis = state.model, state.model.module, state.mesh.tensor
     assert isinstance(gpt, GPT)
     remark = "constant" if zero.bucket_numel else "grows with the model"
@@ -133,7 +133,7 @@ def _buffer_rows(state: TrainState, train: TrainSettings, zero: ZeroConfig) -> I
 
 
 def step_line(record: dict[str, Any], train: TrainSettings, seq_length: int) -> str:
-    """Return the console's line for a logged step."""
+    """Return one line with the metrics of a logged step."""
     tokens_left = (train.steps - record["step"]) * train.global_batch_size * seq_length
     seconds_left = tokens_left / record["tokens_per_second"]
     mfu = f"{record['mfu']:.1%}" if record["mfu"] is not None else "-"
@@ -148,7 +148,7 @@ def step_line(record: dict[str, Any], train: TrainSettings, seq_length: int) -> 
 
 
 def summary_table(state: TrainState, train: TrainSettings, zero: ZeroConfig, records: list[dict[str, Any]]) -> Table:
-    """Return a table of the last logged step, in comparison with the first one and with the traffic of the paper."""
+    """Return a table of the last logged step, with the first loss and the traffic that the paper predicts."""
     first, last = records[0], records[-1]
     data_size = state.mesh.data.size
     num_micro_batches = train.global_batch_size // (train.micro_batch_size * data_size)

@@ -16,7 +16,7 @@ from zero.state.resident import buffer_bytes, resident_states
 
 
 class Throughput:
-    """Tokens and FLOPs per second over the steps since the last `measure`."""
+    """A measurement of tokens and FLOPs per second, over the steps since the last `measure` or `restart`."""
 
     def __init__(self, model: ModelConfig, num_devices: int, recomputes: Recomputation, peak_flops: float | None):
         self._model, self._num_devices, self._recomputes = model, num_devices, recomputes
@@ -32,7 +32,10 @@ class Throughput:
         self._num_sequences, self._start = 0, time.perf_counter()
 
     def measure(self) -> dict[str, float | None]:
-        """Return the speed over the counted steps, which the device must have finished, and begin a new measurement."""
+        """Return the speed over the counted steps, and begin a new measurement.
+
+        Call it when the device has finished these steps.
+        """
         seconds = time.perf_counter() - self._start
         num_sequences, per_device = self._num_sequences, seconds * self._num_devices
         useful = model_flops(self._model, num_sequences) / per_device
@@ -47,7 +50,7 @@ class Throughput:
 
 
 class StepTraffic:
-    """The bytes that this rank sends along each axis in one step, from the construction to `measure`."""
+    """A measurement of the bytes that this rank sends along each axis, from its construction to `measure`."""
 
     def __init__(self, log: CommLog):
         self._log = log
@@ -58,7 +61,7 @@ class StepTraffic:
         return {name: sent - self._before[name] for name, sent in self._sent().items()}
 
     def _sent(self) -> dict[str, int]:
-        # With hierarchical sharding, collectives run along the two parts of the data axis.
+        # With hierarchical sharding, most collectives run along the two parts of the data axis, shard and replica.
         data = sum(self._log.wire_bytes(axis) for axis in ("data", "shard", "replica"))
         return {"data_axis_bytes": data, "tensor_axis_bytes": self._log.wire_bytes("tensor")}
 

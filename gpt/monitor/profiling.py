@@ -1,7 +1,7 @@
 """Profiles of a few steps: timers of all ranks, the ranks that delay the others, and traces.
 
-Every phase that `CommLog.during` names is timed. Time spent waiting for a collective is subtracted from its phase and
-counted by the kind of the collective:
+Every phase that `CommLog.during` names has a timer. If a collective is waited for during forward, backward or update,
+the time spent waiting is subtracted from that phase and added to the timer of the kind of collective:
 
     forward, backward, update     computing
     reduce                        waiting for reduce-scatters and all-reduces
@@ -53,24 +53,24 @@ class Profiler:
             return
         log = self._mesh.log
         self._saved = log.keeps_events, log.clock, log.on_phase
-        log.keeps_events, log.clock, log.on_phase = True, self._stamp, self._watch
+        log.keeps_events, log.clock, log.on_phase = True, self._now, self._timed
         log.events.clear()
         activities = [ProfilerActivity.CPU]
         if self._device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
         self._trace = profile(activities=activities)
         self._trace.start()
-        self._start = self._stamp()
+        self._start = self._now()
 
     def end(self, step: int) -> list[dict[str, float]] | None:
-        """Write traces and timers if `step` is the last one to profile, and return the timers of all ranks, else None.
+        """If `step` is the last one to profile, write traces and timers and return the timers of all ranks, else None.
 
-        Timers are seconds per step; "step" is the whole step, and the others sum to at most that. All ranks
-        communicate.
+        Timers are seconds per step. The timer "step" covers the whole step; the others add up to at most that. Ranks
+        exchange their timers along the mesh.
         """
         if self._trace is None or self._settings.steps is None or step < self._settings.steps[1]:
             return None
-        stop, log = self._stamp(), self._mesh.log
+        stop, log = self._now(), self._mesh.log
         log.keeps_events, log.clock, log.on_phase = self._saved
         self._trace.stop()
         num_steps = step - self._settings.steps[0] + 1
@@ -110,14 +110,15 @@ class Profiler:
         return [dict(zip(names, values, strict=True)) for values in gathered.view(mesh.size, -1).tolist()]
 
     @contextmanager
-    def _watch(self, phase: str) -> Iterator[None]:
-        start = self._stamp()
+    def _timed(self, phase: str) -> Iterator[None]:
+        """Time a phase, and name it in the trace."""
+        start = self._now()
         with record_function(phase):
             yield
-        self._phases.append((phase, start, self._stamp()))
+        self._phases.append((phase, start, self._now()))
 
-    def _stamp(self) -> Any:
-        """Return the present time: a recorded event on a GPU, seconds on a CPU."""
+    def _now(self) -> Any:
+        """Return the present time: a recorded CUDA event on a GPU, seconds on a CPU."""
         if self._device.type != "cuda":
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -125,6 +126,7 @@ class Profiler:
         return event
 
     def _seconds(self, start: Any, end: Any) -> float:
+        """Return the seconds between two results of `_now`. On a GPU, wait for the second one."""
         if self._device.type != "cuda":
             return end - start
         end.synchronize()
@@ -132,14 +134,14 @@ class Profiler:
 
 
 def stragglers(by_rank: list[dict[str, float]]) -> list[tuple[int, float]]:
-    """Return (rank, its computing time over the median) of the ranks that the others have to wait for."""
+    """Return (rank, ratio of its computing time to the median) of the ranks that delay the others."""
     computing = [sum(timers[name] for name in COMPUTING) for timers in by_rank]
     usual = median(computing)
     return [(rank, own / usual) for rank, own in enumerate(computing) if own > STRAGGLER_FACTOR * usual]
 
 
 def timer_table(by_rank: list[dict[str, float]]) -> Table:
-    """Return a table of every timer's mean and its extremes over ranks."""
+    """Return a table of each timer: its mean over ranks, and the fastest and the slowest rank."""
     table = Table(title="Timers, ms per step", title_justify="left")
     for heading in ("", "mean", "fastest rank", "slowest rank"):
         table.add_column(heading, justify="left" if not heading else "right")

@@ -1,4 +1,4 @@
-"""TensorBoard as a sink: event files in RUN/tensorboard that hold every step once, however often the run resumed."""
+"""TensorBoard as a sink: event files in RUN/tensorboard, which show every step once, however often the run resumed."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,7 +8,7 @@ from typing import Any
 class TensorboardRun:
     """The event files of one run.
 
-    Opening purges the steps of earlier processes, because the whole history is logged again from metrics.jsonl.
+    Opening them hides the steps that earlier processes logged: the whole history is logged again from metrics.jsonl.
     """
 
     def __init__(self, run_dir: Path):

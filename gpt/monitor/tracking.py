@@ -1,9 +1,9 @@
-"""Tracking of a run: logged metrics, alerts and references to checkpoints are passed to sinks.
+"""Tracking of a run: logged metrics, alerts and paths of checkpoints are sent to sinks, such as W&B.
 
     training ---- queue ----> a thread ----> W&B            one queue and thread per sink: a sink that hangs or fails
              `--- queue ----> a thread ----> TensorBoard    is switched off, and never delays or stops the training
 
-A sink first gets all steps of metrics.jsonl, so it is complete after a resume, and after a kill that lost its data.
+A sink first gets all steps of metrics.jsonl, so it is complete even if the run resumes, or was killed and lost data.
 """
 
 import logging
@@ -26,9 +26,9 @@ from gpt.settings import Settings
 
 logger = logging.getLogger(__name__)
 
-MAX_PENDING = 100_000  # calls that a sink may be behind
+MAX_PENDING = 100_000  # calls in the queue of a sink, above which it is switched off
 SECONDS_TO_FINISH, SECONDS_TO_ABORT = 60.0, 10.0  # after a run that has succeeded, and one that has failed
-SPIKE_FACTOR, NUM_FOR_A_MEAN = 2.0, 10  # a logged loss is a spike if it is twice the mean of about ten losses
+SPIKE_FACTOR, NUM_AVERAGED = 2.0, 10  # a logged loss is a spike if it is twice the average of about ten losses
 
 
 class Sink(Protocol):
@@ -53,13 +53,13 @@ class Sink(Protocol):
 class Tracking:
     """The tracking of one run by its first rank.
 
-    `sink_openers` are functions that open the sinks, by the sinks' names; `history` are the steps that were logged
-    before. On leaving the context the sinks are finished, with `summary`.
+    `sink_openers` are functions that open the sinks, by the sinks' names. `history` are the steps that were logged
+    before this process started. When the context is left, the sinks record `summary` and are closed.
     """
 
     def __init__(self, sink_openers: Mapping[str, Callable[[], Sink]], history: Sequence[Mapping[str, Any]] = ()):
         self._threads = [SinkThread(name, open_sink, history) for name, open_sink in sink_openers.items()]
-        self._spikes = SpikeDetector(SPIKE_FACTOR, memory=1 - 1 / NUM_FOR_A_MEAN, num_for_a_mean=NUM_FOR_A_MEAN)
+        self._spikes = SpikeDetector(SPIKE_FACTOR, decay=1 - 1 / NUM_AVERAGED, num_warmup=NUM_AVERAGED)
         self.summary: Mapping[str, Any] = {}
 
     def log(self, record: Mapping[str, Any]) -> None:
@@ -101,7 +101,7 @@ class Tracking:
             self._finish(exit_code=1, seconds=SECONDS_TO_ABORT)
 
     def _finish(self, exit_code: int, seconds: float) -> None:
-        summary = self.summary  # the present one: the threads run the call below later
+        summary = self.summary  # read now, because a thread runs the call below later
         self._call_all(lambda sink: sink.finish(summary, exit_code))
         for thread in self._threads:
             thread.finish(seconds)
@@ -129,7 +129,7 @@ class SinkThread:
         Thread(target=self._run, name=f"tracking by {name}", daemon=True).start()
 
     def put(self, call: Callable[[Sink], None]) -> None:
-        """Queue a call to the sink, unless the sink is switched off."""
+        """Queue a call to the sink, unless it is switched off. Never blocks."""
         try:
             if not self._has_ended.is_set():
                 self._calls.put_nowait(call)
@@ -139,7 +139,7 @@ class SinkThread:
     def finish(self, seconds: float) -> None:
         """Wait until all queued calls are done, for at most `seconds`."""
         try:
-            self._calls.put_nowait(None)
+            self._calls.put_nowait(None)  # ends the thread's loop after the calls before it
         except Full:
             return
         if not self._has_ended.wait(seconds):
@@ -165,7 +165,7 @@ class SinkThread:
 
 
 def open_tracking(settings: Settings, last_step: int, is_first: bool) -> Tracking:
-    """Return the tracking of a run that continues after `last_step`; only the first rank opens sinks."""
+    """Return the tracking of a run that continues after `last_step`. On ranks other than the first, it has no sinks."""
     run_dir, config = Path(settings.run.dir), yaml.safe_load(settings.to_yaml())
     openers: dict[str, Callable[[], Sink]] = {}
     if settings.run.tensorboard:

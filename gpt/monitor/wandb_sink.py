@@ -1,7 +1,8 @@
 """Weights & Biases as a sink: one W&B run with one curve, however often the program was killed and started again.
 
-Training steps are W&B's steps. W&B reports how many steps an online run has already. An offline run starts a new file,
-which gets the whole history from metrics.jsonl, so `wandb sync RUN/wandb/latest-run` uploads all of it.
+W&B's steps are those of the training. When an online run is resumed, W&B reports how many steps it has, and only later
+ones are logged. An offline run starts a new file, to which the whole history is logged again from metrics.jsonl, so
+`wandb sync RUN/wandb/latest-run` uploads all of it.
 """
 
 import logging
@@ -16,18 +17,18 @@ from gpt.settings import WandbSettings
 logger = logging.getLogger(__name__)
 
 RUN_ID = "wandb_run_id"
-SECONDS_TO_FINISH = 50.0  # after that, RUN/wandb keeps what was not uploaded
+SECONDS_TO_FINISH = 50.0  # W&B stops uploading after this time; the rest stays in RUN/wandb
 
 
 class WandbRun:
-    """The W&B run named in RUN/wandb_run_id if `is_same_run`, else a new one.
+    """The W&B run whose id is in RUN/wandb_run_id if `is_same_run`, else a new one.
 
-    `config` are all settings of the run. W&B itself reads the API key, from the environment.
+    `config` is the tree of all settings. The API key is read from the environment, by W&B.
     """
 
     def __init__(self, settings: WandbSettings, run_dir: Path, config: dict[str, Any], is_same_run: bool):
         self._run = _start(settings, run_dir, config, _run_id(run_dir, is_same_run))
-        self._num_steps = self._run.step  # W&B has the steps below this and does not accept them again
+        self._num_steps = self._run.step  # W&B has all steps below this one, and accepts none of them again
 
     def log(self, record: Mapping[str, Any]) -> None:
         if record["step"] >= self._num_steps:
@@ -82,7 +83,8 @@ def _start(settings: WandbSettings, run_dir: Path, config: dict[str, Any], run_i
         return init(settings.mode)
     except wandb.errors.CommError as error:
         logger.warning(
-            "Weights & Biases cannot be reached, so the run is written to run.dir for `wandb sync`: %s", error
+            "Weights & Biases cannot be reached, so the run is logged to run.dir/wandb, for `wandb sync`: %s",
+            error,
         )
         wandb.teardown()  # release the run's id, which the failed start still holds
         return init("offline")

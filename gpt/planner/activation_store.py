@@ -30,7 +30,7 @@ def chosen_activations(
     tokens: TokenLayout,
     device: torch.device,
 ) -> ActivationsConfig:
-    """Return the settings with a store in place of `auto`; the log gives the reason."""
+    """Return the settings with the store that `auto` stands for, and log the reason; other settings are unchanged."""
     if activations.store != "auto":
         return activations
     hardware = activations.hardware
@@ -49,7 +49,7 @@ def workload(
     mesh: Mesh,
     tokens: TokenLayout,
 ) -> Workload:
-    """Return the work of one rank of this run on one micro-batch."""
+    """Return the work of one rank of this run on one micro-batch, with the memory and traffic of closed forms."""
     policy, itemsize, data_size = zero.policy, train.dtype.itemsize, mesh.data.size
     num_parameters = parameters_of_rank(model, mesh.tensor.size)
     shard_size = policy.axes(mesh.data)[0].size
@@ -97,7 +97,8 @@ def workload_of(
 def parameters_of_rank(model: ModelConfig, tensor_size: int) -> int:
     """Return the number of parameters on one tensor rank.
 
-    It is extrapolated from models of one and two layers: a deep model takes long to build, even on the meta device.
+    It is extrapolated from models of one and two layers, because a deep model takes long to build, even on the meta
+    device.
     """
     one_layer, two_layers = (_count_parameters(replace(model, num_layers=n), tensor_size) for n in (1, 2))
     return one_layer + (model.num_layers - 1) * (two_layers - one_layer)

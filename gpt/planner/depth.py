@@ -1,12 +1,12 @@
 """Extrapolation of a deep model's dry run from two shallow ones.
 
-The memory and the time of a step are linear in the number of layers, which are equal:
+The memory and the time of a step are linear in the number of layers, because all layers are equal:
 
     depth 4  ----x
     depth 8  --------x          the line through both, at depth 212: --------------- ... -----x
 
-The extrapolation is off by up to one bucket: the last bucket is rounded up, and the first reductions in flight do not
-yet fill their buffers.
+The extrapolation is off by up to one bucket: the last bucket is padded, and at small depths the reductions in flight
+do not fill their buffers yet.
 """
 
 import math
@@ -47,46 +47,42 @@ class DepthExtrapolation:
 
     def max_layers(self, device_bytes: float, host_bytes: float = math.inf) -> int:
         """Return the most layers whose peaks fit the rank's memory on device and host; 0 if one layer does not fit."""
-        none, one = self.at(0), self.at(1)
-        on_device = (device_bytes - none.device_peak_bytes) / (one.device_peak_bytes - none.device_peak_bytes)
-        host_bytes_per_layer = one.host_peak_bytes - none.host_peak_bytes
-        on_host = (host_bytes - none.host_peak_bytes) / host_bytes_per_layer if host_bytes_per_layer > 0 else math.inf
+        zero, one = self.at(0), self.at(1)
+        on_device = (device_bytes - zero.device_peak_bytes) / (one.device_peak_bytes - zero.device_peak_bytes)
+        host_bytes_per_layer = one.host_peak_bytes - zero.host_peak_bytes
+        on_host = (host_bytes - zero.host_peak_bytes) / host_bytes_per_layer if host_bytes_per_layer > 0 else math.inf
         return max(0, math.floor(min(on_device, on_host)))
 
 
 @dataclass(frozen=True)
 class ShallowRun:
-    """A dry run with fewer layers."""
+    """A dry run of the model with fewer layers."""
 
     num_layers: int
     recording: Recording
 
 
-def extrapolate(settings: Settings, cluster: ClusterSpec) -> DepthExtrapolation:
-    """Return the extrapolation from two dry runs in the world of `settings.dry_run`. Raise ConfigError as they do."""
-    return extrapolate_runs(shallow_runs(settings), cluster)
-
-
 def shallow_runs(settings: Settings) -> tuple[ShallowRun, ShallowRun]:
-    """Return dry runs at two depths; their last activation checkpoint has as many layers as the deep model's."""
+    """Return dry runs at two depths, in the world of `settings.dry_run`. Raise ConfigError as `dry_run` does.
+
+    Their last activation checkpoint has as many layers as that of the model at its full depth.
+    """
     num_layers, group = settings.model.num_layers, settings.activations.layers_per_checkpoint
-    first, second = (math.ceil(depth / group) * group + num_layers % group for depth in DEPTHS)
-    return _run_at(first, settings), _run_at(second, settings)
+    models = (
+        replace(settings.model, num_layers=math.ceil(depth / group) * group + num_layers % group) for depth in DEPTHS
+    )
+    first, second = (ShallowRun(model.num_layers, dry_run(replace(settings, model=model))) for model in models)
+    return first, second
 
 
-def _run_at(num_layers: int, settings: Settings) -> ShallowRun:
-    model = replace(settings.model, num_layers=num_layers)
-    return ShallowRun(num_layers, dry_run(replace(settings, model=model)))
-
-
-def extrapolate_runs(runs: tuple[ShallowRun, ShallowRun], cluster: ClusterSpec) -> DepthExtrapolation:
+def extrapolate(runs: tuple[ShallowRun, ShallowRun], cluster: ClusterSpec) -> DepthExtrapolation:
     """Return the extrapolation from two dry runs, whose time is projected on the cluster."""
     first, second = (estimate(run.recording, cluster) for run in runs)
     return DepthExtrapolation((runs[0].num_layers, runs[1].num_layers), (first, second))
 
 
 def estimate(recording: Recording, cluster: ClusterSpec) -> Estimate:
-    """Return the estimate that a recording gives, with its time projected on the cluster."""
+    """Return the memory that was recorded, and the time that it is projected to take on the cluster."""
     timeline = project_recording(recording, cluster)
     return Estimate(
         recording.state.num_parameters_of_model,

@@ -32,7 +32,7 @@ class Recording:
     """The memory, collectives and kernels of one rank in a step after the first.
 
     `resident`, `peak` and `num_allocations` are {DEVICE or HOST: {kind of tensor: bytes, or a count}}. `resident` is
-    what the step leaves allocated.
+    the memory that is still allocated at the end of the step.
     """
 
     state: TrainState
@@ -70,12 +70,12 @@ def record_step(
         state = build(settings, mesh, world.device)
         building_peak_bytes = tracker.device.peak_total
         micro_batches = blank_micro_batches(settings.train, settings.model.seq_length, mesh.data.size)
-        # Collect once before collection is switched off: garbage of the builder would count as resident memory.
+        # Before the collector is switched off: garbage of the builder would count as resident memory.
         gc.collect()
         with no_garbage_collection():
             for _ in range(num_steps_before):
                 train_step(state.model, state.optimizer, micro_batches, mesh)
-            # Restart the tracker and clear the log after the first steps, which allocate optimizer states and buffers.
+            # After the first steps, which allocate optimizer states and buffers: only what follows is recorded.
             tracker.restart()
             kernel_log = KernelLog(lambda: mesh.log.phase, tracker.is_on_host)
             mesh.log.clear()

@@ -1,4 +1,4 @@
-"""The check, before anything is allocated, that a node's memory can hold the states that its ranks offload."""
+"""A check, before anything is allocated, that a node's memory can hold the states that its ranks offload."""
 
 import torch
 
@@ -16,7 +16,7 @@ from zero.offload.placement import OffloadConfig
 def check_host_memory(
     model: ModelConfig, dtype: torch.dtype, zero: ZeroConfig, offload: OffloadConfig, mesh: Mesh, world: World
 ) -> None:
-    """Raise ConfigError if the node's available memory is too small; an imitated world is not checked."""
+    """Raise ConfigError if the node's available memory is too small. An imitated world always passes."""
     if not offload.offloaded_states or world.imitated_backend:
         return
     needed = bytes_on_host(model, dtype, zero, offload, mesh) * world.local_size

@@ -21,8 +21,8 @@ from zero.formulas.memory import ModelStates, PlacedStates
 from zero.offload.placement import Mode
 from zero.stage import STAGES, Lifetime
 
-ASSUMED_PEAK_FRACTION = 0.5  # of the peak rate that a step reaches
-USABLE_MEMORY_FRACTION = 0.97  # of a GPU's memory; closed forms leave out small allocations
+ASSUMED_PEAK_FRACTION = 0.5  # fraction of the peak rate that computation is assumed to reach
+USABLE_MEMORY_FRACTION = 0.97  # of a GPU's memory; the rest is for small allocations, which closed forms leave out
 MAX_MICRO_BATCH = 128
 
 
@@ -99,15 +99,16 @@ def model_states(layout: CandidateLayout, settings: Settings, data_size: int) ->
     policy = settings.zero.at_stage(layout.stage)
     num_parameters = parameters_of_rank(settings.model, layout.tensor_size)
     states = memory.formula(policy, num_parameters, data_size, settings.train.dtype.itemsize)
-    leaves = replace(settings.offload, mode=layout.offload).offloaded_states
-    return memory.placed(states, policy, data_size, leaves)
+    offloaded = replace(settings.offload, mode=layout.offload).offloaded_states
+    return memory.placed(states, policy, data_size, offloaded)
 
 
 def offload_seconds(on_host: ModelStates, itemsize: int, num_micro_batches: int, cluster: ClusterSpec) -> float:
     """Return the time that offloaded states add to one step if nothing overlaps.
 
     Gradients are copied to the host, and back if they accumulate over micro-batches. Parameters on the host are copied
-    for every forward and backward. The update reads and writes all states on the host.
+    to the device for every forward and backward; otherwise the updated ones are copied there once. The update reads
+    and writes master weights and moments on the host, and reads gradients.
     """
     copied = on_host.gradients * (2 * num_micro_batches - 1) + on_host.parameters * 2 * num_micro_batches
     copied += 0 if on_host.parameters else on_host.master * itemsize / 4
@@ -140,8 +141,8 @@ def workload(layout: CandidateLayout, settings: Settings, data_size: int, num_mi
 def micro_batch_seconds(work: Workload, layout: CandidateLayout, model: ModelConfig, cluster: ClusterSpec) -> float:
     """Return the time of one micro-batch.
 
-    It is the sum of the computation, of tensor-parallel all-reduces, and of traffic of the activation store and the
-    data axis that nothing hides.
+    It is the sum of three times: of the computation, of tensor-parallel all-reduces, and of the traffic of the
+    activation store and the data axis that does not overlap the computation.
     """
     ranks_per_ring = min(layout.tensor_size, cluster.gpus_per_node)
     node_rate = cluster.node_gb_per_second * cluster.node_fraction / ranks_per_ring
@@ -163,7 +164,7 @@ def micro_batch_seconds(work: Workload, layout: CandidateLayout, model: ModelCon
 def candidate_layouts(gpus_per_node: int, global_batch_size: int, offload: Mode) -> Iterator[CandidateLayout]:
     """Yield every layout to consider; with offload.mode=auto, each with and without offload.
 
-    Within a family, micro-batches grow.
+    The layouts of a family are in ascending order of micro-batch size.
     """
     modes: tuple[Mode, ...] = ("accelerator", "host") if offload == "auto" else (offload,)
     tensor_sizes = [2**n for n in range(20) if gpus_per_node % 2**n == 0]

@@ -1,4 +1,4 @@
-"""The planner: it finds the best layout to train a model on a cluster, or the largest model that fits.
+"""The planner, which finds the fastest layout to train a model on a cluster, or the largest model that fits.
 
     python -m gpt.planner.plan --cluster configs/clusters/dgx-2.yaml --nodes 25 --config FILE [--largest]
 
@@ -15,27 +15,28 @@ from rich.table import Table
 
 from gpt.model.flops import hardware_flops
 from gpt.model.transformer import ModelConfig
-from gpt.planner.depth import DepthExtrapolation, Estimate, extrapolate
+from gpt.planner.depth import DepthExtrapolation, Estimate, extrapolate, shallow_runs
 from gpt.planner.layouts import CandidateLayout, Prediction, candidate_layouts, fits, predict, usable_bytes
 from gpt.settings import Settings
 from gpt.settings_parser import parse_settings
 from parallel.errors import ConfigError, exit_on_config_error
 from parallel.launch.cluster import ClusterSpec
 
-MAX_DRY_RUNS = 3  # per layout that is to be verified: some turn out not to fit
+MAX_DRY_RUNS = 3  # for each layout to verify, because some turn out not to fit
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The layouts that fit and those that do not, each with the prediction of closed forms."""
+    """The layouts that fit and those that do not, each with the memory and time that closed forms predict."""
 
-    fitting: list[Prediction]  # the fastest of each family, in order of time
-    too_large: list[Prediction]  # of each family in which none fits, the one that needs the least device memory
+    fitting: list[Prediction]  # the fastest layout of each family, the fastest family first
+    too_large: list[Prediction]  # the layout with the least device memory of each family in which none fits
 
 
 def make_plan(settings: Settings, cluster: ClusterSpec, world_size: int) -> Plan:
     """Return the plan for a world. Raise ConfigError if no layout divides it and the batch, or none fits."""
-    predictions = (predict(layout, settings, cluster, world_size) for layout in _candidates(settings, cluster))
+    layouts = candidate_layouts(cluster.gpus_per_node, settings.train.global_batch_size, settings.offload.mode)
+    predictions = (predict(layout, settings, cluster, world_size) for layout in layouts)
     possible = [found for found in predictions if found is not None]
     if not possible:
         raise ConfigError(
@@ -62,14 +63,8 @@ def make_plan(settings: Settings, cluster: ClusterSpec, world_size: int) -> Plan
     return Plan(list(fastest.values()), too_large)
 
 
-def _candidates(settings: Settings, cluster: ClusterSpec) -> list[CandidateLayout]:
-    return [*candidate_layouts(cluster.gpus_per_node, settings.train.global_batch_size, settings.offload.mode)]
-
-
-def extrapolate_layout(
-    layout: CandidateLayout, settings: Settings, cluster_file: str, world_size: int
-) -> DepthExtrapolation:
-    """Return the extrapolation from two shallow dry runs with the layout."""
+def extrapolate_layout(layout: CandidateLayout, settings: Settings, cluster: ClusterSpec) -> DepthExtrapolation:
+    """Return the extrapolation from two shallow dry runs with the layout, in the world of `settings.dry_run`."""
     chosen = replace(
         settings,
         parallel=replace(settings.parallel, tensor_size=layout.tensor_size),
@@ -77,16 +72,15 @@ def extrapolate_layout(
         activations=replace(settings.activations, store=layout.store),
         offload=replace(settings.offload, mode=layout.offload),
         train=replace(settings.train, micro_batch_size=layout.micro_batch_size),
-        dry_run=replace(settings.dry_run, world_size=world_size, cluster=cluster_file),
     )
-    return extrapolate(chosen, ClusterSpec.load(cluster_file))
+    return extrapolate(shallow_runs(chosen), cluster)
 
 
 def deepest_models(settings: Settings, cluster: ClusterSpec, world_size: int) -> list[tuple[int, CandidateLayout]]:
-    """Return (number of layers that fit by the closed forms, layout), the deepest first.
+    """Return (number of layers that fit by closed forms, layout) for each family of layouts, the deepest first.
 
-    Each family of layouts has the smallest micro-batch that divides the batch. Raise ConfigError if not even one layer
-    fits.
+    A family is represented by the layout with the smallest micro-batch that divides the batch. Raise ConfigError if
+    not even one layer fits.
     """
 
     def with_depth(num_layers: int) -> Settings:
@@ -94,7 +88,7 @@ def deepest_models(settings: Settings, cluster: ClusterSpec, world_size: int) ->
 
     make_plan(with_depth(1), cluster, world_size)
     smallest: dict[tuple, CandidateLayout] = {}
-    for layout in _candidates(settings, cluster):
+    for layout in candidate_layouts(cluster.gpus_per_node, settings.train.global_batch_size, settings.offload.mode):
         if predict(layout, settings, cluster, world_size) is not None:
             smallest.setdefault(layout.family, layout)
     found = []
@@ -109,7 +103,7 @@ def deepest_models(settings: Settings, cluster: ClusterSpec, world_size: int) ->
 
 
 def largest_fitting(number_fits: Callable[[int], bool]) -> int:
-    """Return the largest number that fits, by bisection: all smaller numbers fit, and 0 always does."""
+    """Return the largest number that fits, by bisection, if 0 and every number below one that fits also fit."""
     low, high = 0, 1
     while number_fits(high):
         low, high = high, 2 * high
@@ -158,17 +152,20 @@ def main(arguments: list[str]) -> None:
     settings = parse_settings(others, max(1, own.nodes) * cluster.gpus_per_node, console.print)
     if own.nodes < 1 or own.verify < 1:
         raise ConfigError(f"--nodes={own.nodes} or --verify={own.verify} is below 1; choose 1 or more")
+    world_size = own.nodes * cluster.gpus_per_node
+    settings = replace(settings, dry_run=replace(settings.dry_run, world_size=world_size, cluster=own.cluster))
     report = report_largest if own.largest else report_plan
-    options = report(own, settings, cluster, console)
+    options = report(settings, cluster, world_size, own.verify, console)
     launch = f"NNODES={own.nodes} RDZV=HOST:29500 RANKS_PER_NODE={cluster.gpus_per_node} scripts/launch/torchrun.sh"
     console.print(f"\nOn every node:\n{launch} \\\n    {' '.join([*others, *options])}")
 
 
-def report_plan(own: argparse.Namespace, settings: Settings, cluster: ClusterSpec, console: Console) -> list[str]:
-    """Print the layouts; return the options of the fastest that was verified."""
-    world_size = own.nodes * cluster.gpus_per_node
+def report_plan(
+    settings: Settings, cluster: ClusterSpec, world_size: int, num_to_verify: int, console: Console
+) -> list[str]:
+    """Print the layouts, and return the options of the fastest one that fits in a dry run."""
     plan = make_plan(settings, cluster, world_size)
-    verified, fitting = verify(plan, own, settings, cluster)
+    verified, fitting = verify(plan, settings, cluster, num_to_verify)
     console.print(plan_table(plan, verified, settings.model, settings.train.global_batch_size, cluster))
     for found in plan.too_large:
         on_device = (found.device_bytes - usable_bytes(cluster)) / 1e9
@@ -176,44 +173,45 @@ def report_plan(own: argparse.Namespace, settings: Settings, cluster: ClusterSpe
         reason = f"{on_device:.1f} GB too much on a GPU" if on_device > 0 else f"{on_host:.0f} GB too much on a host"
         console.print(f"does not fit: {found.layout}: {reason}")
     if not fitting:
-        raise ConfigError(f"none of the {len(verified)} best layouts fits in a dry run; raise --verify={own.verify}")
+        raise ConfigError(f"none of the {len(verified)} best layouts fits in a dry run; raise --verify={num_to_verify}")
     best = min(fitting, key=lambda layout: verified[layout].seconds)
     return best.options(settings.train.global_batch_size)
 
 
 def verify(
-    plan: Plan, own: argparse.Namespace, settings: Settings, cluster: ClusterSpec
+    plan: Plan, settings: Settings, cluster: ClusterSpec, num_to_verify: int
 ) -> tuple[dict[CandidateLayout, Estimate], list[CandidateLayout]]:
-    """Estimate the fastest layouts by dry runs, until `--verify` of them fit or too many were tried.
+    """Estimate the fastest layouts by dry runs, until `num_to_verify` of them fit or MAX_DRY_RUNS times as many ran.
 
     Return all estimates, and the layouts that fit: at most one for each tensor size, stage and offload mode.
     """
     verified: dict[CandidateLayout, Estimate] = {}
     fitting: dict[tuple[int, int, str], CandidateLayout] = {}
     for layout in (found.layout for found in plan.fitting):
-        if len(fitting) == own.verify or len(verified) == MAX_DRY_RUNS * own.verify:
+        if len(fitting) == num_to_verify or len(verified) == MAX_DRY_RUNS * num_to_verify:
             break
         if (layout.tensor_size, layout.stage, layout.offload) not in fitting:
-            extrapolation = extrapolate_layout(layout, settings, own.cluster, own.nodes * cluster.gpus_per_node)
-            verified[layout] = extrapolation.at(settings.model.num_layers)
+            verified[layout] = extrapolate_layout(layout, settings, cluster).at(settings.model.num_layers)
             if verified[layout].device_peak_bytes <= cluster.gpu_memory_bytes:
                 fitting[layout.tensor_size, layout.stage, layout.offload] = layout
     return verified, list(fitting.values())
 
 
-def report_largest(own: argparse.Namespace, settings: Settings, cluster: ClusterSpec, console: Console) -> list[str]:
-    """Print the greatest depth of the model for the best layouts; return the options of the deepest by dry run."""
-    world_size, model = own.nodes * cluster.gpus_per_node, settings.model
+def report_largest(
+    settings: Settings, cluster: ClusterSpec, world_size: int, num_to_verify: int, console: Console
+) -> list[str]:
+    """Print how deep the model can be with the best layouts, and return the options of the deepest by dry run."""
+    model = settings.model
     table = Table(title=f"The most layers of hidden size {model.hidden_size}", title_justify="left")
     table.add_column("layout", no_wrap=True)
     for heading in ("closed forms", "dry run", "parameters", "GB"):
         table.add_column(heading, justify="right")
     max_layers: dict[CandidateLayout, int] = {}
-    for predicted, layout in deepest_models(settings, cluster, world_size)[: own.verify]:
+    for predicted, layout in deepest_models(settings, cluster, world_size)[:num_to_verify]:
         # Two micro-batches are enough: later ones need as much memory as the second.
         batch = min(settings.train.global_batch_size, 2 * layout.micro_batch_size * world_size // layout.tensor_size)
         short_step = replace(settings, train=replace(settings.train, global_batch_size=batch))
-        extrapolation = extrapolate_layout(layout, short_step, own.cluster, world_size)
+        extrapolation = extrapolate_layout(layout, short_step, cluster)
         host_bytes = cluster.host_memory_gb * 1e9 / cluster.gpus_per_node
         max_layers[layout] = extrapolation.max_layers(cluster.gpu_memory_bytes, host_bytes)
         estimate = extrapolation.at(max_layers[layout])

@@ -85,10 +85,13 @@ def project_recording(recording: Recording, cluster: ClusterSpec) -> Timeline:
 
 
 def project(kernels: list[Kernel], events: list[CommEvent], cluster: ClusterSpec, shape: MeshShape) -> Timeline:
-    """Return the timeline of a step; the clock of `events` is the number of `kernels` that were launched before."""
+    """Return the timeline of a step.
+
+    The times of `events` are numbers of kernels: the event at time n was between kernels n - 1 and n of `kernels`.
+    """
     timeline = Timeline()
-    free: defaultdict[str, float] = defaultdict(float)  # the time at which a lane has finished its tasks so far
-    ends: dict[int, float] = {}  # by the number of the collective
+    free: defaultdict[str, float] = defaultdict(float)  # {lane: time at which its tasks so far have ended}
+    ends: dict[int, float] = {}  # {number of a collective: time at which it ends}
     launches: defaultdict[int, list[int]] = defaultdict(list)
     waits: defaultdict[int, list[int]] = defaultdict(list)
     for number, event in enumerate(events):
@@ -126,7 +129,7 @@ def project(kernels: list[Kernel], events: list[CommEvent], cluster: ClusterSpec
 
 
 def kernel_seconds(kernel: Kernel, cluster: ClusterSpec) -> float:
-    """Return the longer of the times that arithmetic and memory traffic take, and at least that of a launch.
+    """Return the time of arithmetic or of memory traffic, whichever is longer, and at least that of a launch.
 
     Each byte that the kernel reads or writes is counted once.
     """
@@ -173,5 +176,5 @@ def _share_of_peak(kernel: Kernel, cluster: ClusterSpec) -> float:
     useful = batch * m * n / (num_rounds * cluster.num_multiprocessors * TILE**2)
     if kernel.dtype not in (torch.float16, torch.bfloat16):
         return useful * IN_FULL_PRECISION
-    fits = all(size % TENSOR_CORE_MULTIPLE == 0 for size in (m, n, k))
-    return useful * (1.0 if fits else WITHOUT_TENSOR_CORES)
+    uses_tensor_cores = all(size % TENSOR_CORE_MULTIPLE == 0 for size in (m, n, k))
+    return useful * (1.0 if uses_tensor_cores else WITHOUT_TENSOR_CORES)

@@ -26,27 +26,30 @@ def run_and_report(settings: Settings, console: RunConsole) -> dict[str, Any]:
     Raise ConfigError if the settings do not suit the imitated world, or the report cannot be written.
     """
     recording = dry_run(settings)
+    # The collector would traverse the many objects of a deep model's recording again and again.
     with no_garbage_collection():
-        return _report(settings, recording, console)
-
-
-def _report(settings: Settings, recording: Recording, console: RunConsole) -> dict[str, Any]:
-    cluster = ClusterSpec.load(settings.dry_run.cluster) if settings.dry_run.cluster else None
-    timeline = project_recording(recording, cluster) if cluster else None
-    report = make_report(recording, settings.dry_run, settings.train.global_batch_size, cluster, timeline)
-    folder = Path(settings.run.dir)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / REPORT).write_text(json.dumps(report, indent=1) + "\n")
-        if settings.dry_run.trace and timeline is not None:
-            Path(settings.dry_run.trace).write_text(json.dumps(trace_events(timeline)))
-    except OSError as error:
-        raise ConfigError(f"{error.filename} cannot be written ({error.strerror}); choose another run.dir") from error
-    console.say(headline(report))
-    for table in (memory_table(report), traffic_table(report), profile_table(report["collectives"])):
-        console.show(table)
-    console.say(f"the full report is in {folder / REPORT}")
+        cluster = ClusterSpec.load(settings.dry_run.cluster) if settings.dry_run.cluster else None
+        timeline = project_recording(recording, cluster) if cluster else None
+        report = make_report(recording, settings.dry_run, settings.train.global_batch_size, cluster, timeline)
+        _write(report, timeline, Path(settings.run.dir) / REPORT, settings.dry_run.trace)
+        console.say(headline(report))
+        for table in (memory_table(report), traffic_table(report), profile_table(report["collectives"])):
+            console.show(table)
+    console.say(f"the full report is in {Path(settings.run.dir) / REPORT}")
     return report
+
+
+def _write(report: dict[str, Any], timeline: Timeline | None, file: Path, trace: str | None) -> None:
+    """Write the report, and the timeline to the file `trace` if both exist. Raise ConfigError if that fails."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(report, indent=1) + "\n")
+        if trace and timeline is not None:
+            Path(trace).write_text(json.dumps(trace_events(timeline)))
+    except OSError as error:
+        raise ConfigError(
+            f"{error.filename} cannot be written ({error.strerror}); choose another run.dir or dry_run.trace"
+        ) from error
 
 
 def make_report(
@@ -56,7 +59,10 @@ def make_report(
     cluster: ClusterSpec | None,
     timeline: Timeline | None,
 ) -> dict[str, Any]:
-    """Return the report as JSON stores it. With a cluster it says if the run fits, and projects the time of a step."""
+    """Return the report as a tree for JSON.
+
+    With a cluster and the timeline of a step on it, the report also says if the run fits, and how fast it is.
+    """
     state, size, model = recording.state, recording.state.mesh.size, recording.state.config
     report: dict[str, Any] = {
         "world_size": size,
@@ -99,7 +105,7 @@ def traffic(recording: Recording) -> list[dict[str, Any]]:
 
 
 def headline(report: dict[str, Any]) -> str:
-    """Return one line with the size of the model and its peak memory; with a cluster, if it fits and how fast it is."""
+    """Return one line with the size of the model and its peak memory; with a cluster, also fit and speed."""
     peak = sum(report["peak_bytes"][DEVICE].values())
     line = (
         f"{report['parameters'] / 1e9:,.2f}B parameters on {report['world_size']} ranks "
@@ -117,7 +123,7 @@ def headline(report: dict[str, Any]) -> str:
 
 
 def host_verdict(report: dict[str, Any]) -> str:
-    """Return if the node's host memory suffices, or an empty string if less than 0.05 GB of it is used."""
+    """Return the use of a node's host memory and if it fits, or an empty string if it is less than 0.05 GB."""
     needed, available = report["node_host_bytes"] / 1e9, report["cluster"]["host_memory_gb"]
     verdict = "fits" if report["fits_host"] else f"does NOT fit, by {needed - available:,.0f} GB,"
     return f"; {needed:,.1f} GB on a node's host: {verdict} its {available:,.0f} GB" if needed >= 0.05 else ""

@@ -1,4 +1,4 @@
-"""The files config.yaml and metrics.jsonl in the folder of a run. Files of an earlier run are never overwritten.
+"""The files config.yaml and metrics.jsonl in the folder of a run. Those of an earlier run are renamed, not overwritten.
 
 metrics.jsonl has one JSON object per logged step; a rank that runs out of memory adds one with `out_of_memory`.
 """
@@ -16,10 +16,10 @@ WEIGHTS = "weights"
 
 
 def start_run(folder: Path, config: str, last_step: int) -> None:
-    """Prepare the folder for a run that continues after `last_step`, or begins if that is 0. Raises ConfigError.
+    """Prepare the folder for a run that continues after `last_step`, or begins if that is 0.
 
-    Metrics after `last_step` are cut off, because these steps are run again. If the run begins, old metrics are
-    renamed. A config.yaml with other settings is renamed too.
+    Metrics after `last_step` are removed, because these steps are run again. If the run begins, old metrics are renamed
+    instead. A config.yaml with other settings is renamed too. Raises ConfigError if the folder cannot be written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -36,10 +36,11 @@ def start_run(folder: Path, config: str, last_step: int) -> None:
 
 
 def cut_metrics(folder: Path, last_step: int) -> None:
-    """Remove what was logged after `last_step`, because these steps are run again. Raises OSError."""
+    """Remove what was logged after `last_step`, because these steps are run again. Raises OSError if a write fails."""
     metrics = folder / METRICS
     if metrics.exists():
         kept = [line for line in _complete_lines(metrics) if json.loads(line)["step"] <= last_step]
+        # A new file replaces the old one when it is complete, so that a crash cannot lose the metrics.
         partial = metrics.with_suffix(".partial")
         partial.write_text("".join(kept))
         partial.replace(metrics)
@@ -71,6 +72,6 @@ def _complete_lines(path: Path) -> list[str]:
 
 
 def first_free(path: Path) -> Path:
-    """Return the path with {} in its name replaced by the first number for which no such file exists."""
+    """Return the path with {} in its name replaced by the smallest number, from 1, for which no such file exists."""
     numbered = (path.with_name(path.name.format(number)) for number in count(1))
     return next(candidate for candidate in numbered if not candidate.exists())

@@ -18,15 +18,15 @@ LOCKS_ARE_MISSING = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP}  # errors of 
 
 
 class RunLock:
-    """The lock of one run's folder. The first rank holds it for as long as it trains."""
+    """The lock of one run's folder. The run's first rank holds it until the run ends."""
 
     def __init__(self, folder: Path):
         self._folder = folder
-        # Without a fallback: a lock by the mere existence of a file would outlive a process that is killed.
+        # No fallback to a lock that consists in the existence of a file: it would outlive a process that is killed.
         self._lock = FileLock(folder / LOCK, blocking=False, thread_local=False, fallback_to_soft=False)
 
     def take(self) -> None:
-        """Take the lock if it is not held yet, and make the folder if it does not exist.
+        """Take the lock unless this object holds it already, and make the folder if it does not exist.
 
         Raises ConfigError if another job holds the lock, or if nothing can be written to the folder.
         """

@@ -12,7 +12,7 @@ from dataclasses import replace
 from itertools import product
 from typing import Any
 
-from gpt.planner.depth import ShallowRun, extrapolate_runs, shallow_runs
+from gpt.planner.depth import ShallowRun, extrapolate, shallow_runs
 from parallel.launch.cluster import ClusterSpec
 from scripts.paper.experiments import CLUSTER_FILE, Experiment, experiments, parsed
 
@@ -62,7 +62,7 @@ def calibrated_rows() -> Iterator[Experiment]:
 
 def relative_tflops(experiment: Experiment, runs: tuple[ShallowRun, ShallowRun], cluster: ClusterSpec) -> float:
     """Return the projected rate divided by the one that the paper prints."""
-    seconds = extrapolate_runs(runs, cluster).at(int(experiment.row["layers"])).seconds
+    seconds = extrapolate(runs, cluster).at(int(experiment.row["layers"])).seconds
     assert experiment.measured_tflops is not None
     return experiment.tflops(seconds) / experiment.measured_tflops
 

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 
 import yaml
 
-from gpt.planner.depth import DepthExtrapolation, Estimate, extrapolate
+from gpt.planner.depth import DepthExtrapolation, Estimate, extrapolate, shallow_runs
 from gpt.run_folder.files import read_steps
 from parallel.launch.cluster import ClusterSpec
 from scripts.paper.calibrate import CALIBRATED
@@ -68,7 +68,7 @@ def line_of(settings: dict, world_size: int) -> DepthExtrapolation:
     cache_file = CACHE / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
     if not cache_file.exists():
         CACHE.mkdir(parents=True, exist_ok=True)
-        line = extrapolate(parsed(settings, world_size), ClusterSpec.load(CLUSTER_FILE))
+        line = extrapolate(shallow_runs(parsed(settings, world_size)), ClusterSpec.load(CLUSTER_FILE))
         cache_file.write_text(json.dumps(asdict(line)))
     stored = json.loads(cache_file.read_text())
     shallow, deeper = (Estimate(**found) for found in stored["estimates"])

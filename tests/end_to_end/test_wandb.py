@@ -66,7 +66,7 @@ def run_program(arguments: list[str], **environment: str) -> None:
 def test_an_offline_run_holds_the_same_metrics_the_settings_and_the_code_version(corpus, tmp_path):
     key = "0123456789" * 4
     settings = {"wandb__mode": "offline", "wandb__group": "trials", "wandb__tags": "[a, b]", "checkpoint__every": 3}
-    settings |= {"train__layer_norms_every": 2, "train__sample_tokens": 0}
+    settings |= {"train__layer_grad_norms_every": 2, "train__sample_tokens": 0}
     run_program(options(corpus, tmp_path / "run", **settings), WANDB_API_KEY=key)
     logged = read_steps(tmp_path / "run")
     history = history_within_a_minute(tmp_path / "run", len(logged))
@@ -86,7 +86,7 @@ def test_an_offline_run_holds_the_same_metrics_the_settings_and_the_code_version
 
 
 def test_the_norms_of_layers_make_up_the_norm_of_all(corpus, tmp_path):
-    settings = {"train__layer_norms_every": 2, "parallel__tensor_size": 2, "zero__bucket_numel": 3000}
+    settings = {"train__layer_grad_norms_every": 2, "parallel__tensor_size": 2, "zero__bucket_numel": 3000}
     settings |= {"train__steps": 2, "train__eval_samples": 0, "train__sample_tokens": 0}
     records = run_ranks(4, run_on_rank, options(corpus, tmp_path / "run", **settings), init_process_group=False)[0]
     for record in records:

@@ -18,7 +18,7 @@ from rich.table import Table
 from gpt.build import build_loss_scale
 from gpt.deepspeed.config import translate
 from gpt.deepspeed.key import ValueType
-from gpt.deepspeed.keys import KEYS, ONLY_ENABLED_IS_READ, OTHER_SPELLINGS
+from gpt.deepspeed.keys import KEYS, ONLY_ENABLED_IS_READ, OTHER_NAMES
 from gpt.schedule import ScheduleConfig
 from gpt.settings import LossScaleSettings, OptimizerSettings, ParallelSettings, Settings
 from gpt.settings_parser import parse_settings
@@ -243,8 +243,8 @@ def test_old_and_new_spellings_are_equal(translated, old: dict[str, Any], new: d
 
 
 def test_every_other_spelling_belongs_to_a_key():
-    assert {name for name, _ in OTHER_SPELLINGS.values()} <= set(KEYS)
-    assert not set(OTHER_SPELLINGS) & set(KEYS)
+    assert {name for name, _ in OTHER_NAMES.values()} <= set(KEYS)
+    assert not set(OTHER_NAMES) & set(KEYS)
 
 
 EXAMPLES = {
