@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from parallel.errors import ConfigError
 from parallel.instruments.fake_tensors import real_tensors
 
-MIN_ALLOCATION_BYTES = 512  # of CUDA's allocator, for any smaller tensor
+MIN_ALLOCATION_BYTES = 512  # that CUDA's allocator takes for any smaller tensor
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,7 +4,7 @@
 "3.exp_avg.640"        optimizer state of the piece of a parameter that begins at that element; 0-dim if it is a number
 "buffer.NAME"          a buffer of the module; this and the following are not sharded
 "loss_scale.NAME"      a tensor of the dynamic loss scale
-"num_skipped"          the number of steps that were skipped because a gradient was not finite
+"num_skipped"          the number of steps that were skipped
 """
 
 from typing import Any

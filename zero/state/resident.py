@@ -44,10 +44,10 @@ def buffer_bytes(model: ZeroDataParallel, optimizer: ZeroOptimizer) -> dict[str,
 
 
 def gathered_bytes(model: ZeroDataParallel, prefetch_numel: int) -> int:
-    """Return an upper bound of the bytes of transient parameters that are unsharded at the same time.
+    """Return the most bytes of transient parameters that are unsharded at the same time, if each unit has one buffer.
 
-    It is the size of the two largest flat buffers, for a unit inside another one, and of the parameters that are
-    prefetched. It depends on the largest layer, not on the number of layers.
+    These are the two largest flat buffers, for a unit inside another one, and the parameters that are prefetched. They
+    depend on the largest layer, not on the number of layers.
     """
     transient = [flat.full for flat in model.flats if flat.lifetime is Lifetime.TRANSIENT]
     itemsize = max((full.element_size() for full in transient), default=0)

@@ -153,8 +153,8 @@ class SavedState:
     def scalar(self, name: str, kind: str) -> Tensor | None:
         """Return optimizer state that is a number, such as a step counter, 0-dim; None if each element has a value."""
         parameter = self.parameters[name]
-        file, first = self._first_file(parameter), f"{parameter.buffer}.{kind}.{parameter.elements.start}"
-        return None if file.entries[first].shape else file.tensor(first)
+        file, tensor_name = self._first_file(parameter), f"{parameter.buffer}.{kind}.{parameter.elements.start}"
+        return None if file.entries[tensor_name].shape else file.tensor(tensor_name)
 
     def dtype(self, name: str, kind: str = MASTER) -> torch.dtype:
         """Return the dtype in which one kind of tensor of a parameter was saved."""

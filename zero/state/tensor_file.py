@@ -6,7 +6,7 @@ The safetensors package can read these files, and `TensorFile` can read files of
 used, for three reasons. To write, it needs all tensors in host memory at the same time. To read, it maps the file into
 memory, and the mapped pages count as memory of the process. And its slices count rows: a slice cannot return elements 4
 to 12 of a (3, 5) tensor. Measured on 2026-11-21 (two CPU cores, 24 GiB; safetensors 0.8.0, torch 2.13), with one tensor
-of 2**28 fp32 elements, as (seconds, increase of the peak resident memory):
+of 2**28 fp32 elements, as seconds and increase of the peak resident memory:
 
                                                         TensorFile          safe_open(...).get_slice(...)
     all of it, in ranges of 4 MiB, cold disk cache      0.7 to 1.2, 8 MiB   0.7 to 1.2, 1,033 MiB
