@@ -1,10 +1,9 @@
-"""A torch optimizer that steps a part of its parameters at a time, and a probe that it may.
+"""A torch optimizer that updates some of its parameters at a time, and a check that this gives the same results.
 
-Shards ignore parameter boundaries, so an optimizer must treat every element by itself. Adam and SGD do; LAMB, Muon
-and Adafactor look at whole parameters and would silently train something else.
+Shards ignore parameter boundaries, so the update of an element must not depend on other elements. This is true of Adam
+and SGD. LAMB, Muon and Adafactor compute with whole parameters: on shards they would silently train differently.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,24 +15,26 @@ from torch.optim import Optimizer
 from parallel.errors import ConfigError
 from parallel.instruments.fake_tensors import real_tensors
 
-LEAST_ALLOCATION = 512  # bytes that CUDA's allocator gives to any smaller tensor
+MIN_ALLOCATION_BYTES = 512  # that CUDA's allocator takes for any smaller tensor
 
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """A stretch of one parameter, flat, which is a parameter to the optimizer."""
+    """The elements of one parameter that are in one shard, flattened: the torch optimizer's own parameter."""
 
     param: nn.Parameter
+    """The optimizer's parameter, a view of the bucket's master weights."""
     elements: range
-    """Its elements, counted from the beginning of the bucket's shard."""
+    """The elements of the piece, counted from the beginning of the bucket's shard."""
     group: int
-    """The number of its parameter group."""
+    """The number of the parameter group."""
 
 
 class BucketedOptimizer:
     """A torch optimizer that is stepped for the pieces of one bucket at a time.
 
-    A round is one step for all buckets: counters that the optimizer keeps for each group advance once in it.
+    A round consists of one step for each bucket. Counters that the optimizer keeps for each parameter group, such as
+    the step counter of apex's Adam, advance once in a round, because each bucket's step starts from the same counters.
     """
 
     def __init__(self, inner: Optimizer):
@@ -41,12 +42,12 @@ class BucketedOptimizer:
         self._all_params = [group["params"] for group in inner.param_groups]
 
     def begin_round(self) -> None:
-        """Begin a step of all buckets. The groups' settings, such as the learning rate, are read here."""
+        """Begin a round, and read the settings of the groups, such as the learning rate."""
         self._before = [_settings(group) for group in self.inner.param_groups]
         self._after = list(self._before)
 
     def step(self, pieces: Sequence[Piece], grad: Tensor) -> None:
-        """Step for some pieces; `grad` is the flat gradient of the bucket's shard. No piece keeps its gradient."""
+        """Step the optimizer for the pieces of one bucket; `grad` is the flat gradient of the bucket's shard."""
         for number, group in enumerate(self.inner.param_groups):
             _replace(group, self._before[number], [piece.param for piece in pieces if piece.group == number])
         for piece in pieces:
@@ -58,17 +59,17 @@ class BucketedOptimizer:
             piece.param.grad = None
 
     def end_round(self) -> None:
-        """End a step of all buckets: the groups hold all pieces again."""
+        """End a round: the groups have all pieces, and the counters that the round has advanced."""
         for number, group in enumerate(self.inner.param_groups):
             _replace(group, self._after[number], self._all_params[number])
 
     def state_bytes(self, pieces: Sequence[Piece]) -> int:
-        """Return the memory that the states of some pieces take on an accelerator."""
+        """Return the bytes that the optimizer's states of some pieces take on an accelerator."""
         states = [value for piece in pieces for value in self.inner.state.get(piece.param, {}).values()]
-        return sum(max(value.nbytes, LEAST_ALLOCATION) for value in states if isinstance(value, Tensor))
+        return sum(max(value.nbytes, MIN_ALLOCATION_BYTES) for value in states if isinstance(value, Tensor))
 
     def move(self, pieces: Sequence[Piece], values: Tensor, new: Callable[[int, torch.dtype], Tensor]) -> None:
-        """Make the pieces of a bucket views of `values`, and move their states to memory from `new(numel, dtype)`."""
+        """Make the pieces of a bucket views of `values`, and copy their states to memory from `new(numel, dtype)`."""
         for piece in pieces:
             piece.param.data = values[piece.elements.start : piece.elements.stop]
             state = self.inner.state.get(piece.param, {})
@@ -84,26 +85,31 @@ def _settings(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _replace(group: dict[str, Any], settings: dict[str, Any], params: list[nn.Parameter]) -> None:
-    """Replace what is in a group, in place since others may hold it; counters made in between are removed."""
+    """Replace the content of a parameter group, in place since schedulers refer to it.
+
+    Counters that are not in `settings`, because an optimizer made them since these were read, are removed.
+    """
     group.clear()
     group.update(settings, params=params)
 
 
 def number_groups(groups: list[dict[str, Any]], known: set[nn.Parameter]) -> dict[nn.Parameter, int]:
-    """Return the group number of every parameter.
+    """Return the number of the group of each parameter.
 
-    Raises ValueError if a parameter is in two groups, or not in the model.
+    Raises ValueError if a parameter is in two groups, or not one of `known`, the parameters of the model.
     """
     group_of: dict[nn.Parameter, int] = {}
     for number, group in enumerate(groups):
         for param in group["params"]:
             if param not in known:
                 raise ValueError(
-                    f"parameter group {number} has a tensor of shape {tuple(param.shape)} not of this model"
+                    f"parameter group {number} has a tensor of shape {tuple(param.shape)} not of this model; give "
+                    "parameters of the module inside ZeroDataParallel"
                 )
             if param in group_of:
                 raise ValueError(
-                    f"a parameter of shape {tuple(param.shape)} is in groups {group_of[param]} and {number}"
+                    f"a parameter of shape {tuple(param.shape)} is in groups {group_of[param]} and {number}; leave it "
+                    "in one of them"
                 )
             group_of[param] = number
     return group_of
@@ -111,12 +117,13 @@ def number_groups(groups: list[dict[str, Any]], known: set[nn.Parameter]) -> dic
 
 @real_tensors()
 def probe_elementwise(optimizer: type[Optimizer], settings: dict[str, Any], device: torch.device) -> float:
-    """Step a small parameter as a whole and in flat pieces; return the optimizer's state in bytes an element (fp32).
+    """Check that an optimizer gives the same result for a small parameter as a whole and for two flat pieces of it.
 
-    Raises ConfigError if the two differ, or if the optimizer refuses flat pieces.
+    Return the bytes of the optimizer's state for each element of a parameter in fp32. Raises ConfigError if the results
+    differ, or if the optimizer refuses flat pieces.
     """
     if "lr" in settings:
-        settings = settings | {"lr": 1e-2}  # a step that changes almost nothing proves nothing
+        settings = settings | {"lr": 1e-2}  # with a rate near zero, no two results would differ
     generator = torch.Generator().manual_seed(0)
     values, *grads = torch.randn(4, 6, 8, generator=generator).to(device)
     whole = nn.Parameter(values.clone())
@@ -138,13 +145,14 @@ def probe_elementwise(optimizer: type[Optimizer], settings: dict[str, Any], devi
         joined = torch.cat([piece.param.detach() for piece in pieces])
         is_elementwise = torch.allclose(whole.detach().flatten(), joined, rtol=1e-5, atol=1e-7)
     except (RuntimeError, TypeError, ValueError) as error:
-        raise ConfigError(f"optimizer {optimizer.__name__} cannot step flat pieces of parameters: {error}") from error
+        raise ConfigError(
+            f"optimizer {optimizer.__name__} cannot step flat pieces of parameters: {error}; choose an optimizer such "
+            "as AdamW, Adam or SGD"
+        ) from error
     if not is_elementwise:
         raise ConfigError(
-            f"optimizer {optimizer.__name__} is not element-wise: stepping a 6 x 8 parameter whole and in 2 pieces "
-            "differs, so it cannot be partitioned; choose one like AdamW, Adam or SGD"
+            f"optimizer {optimizer.__name__} is not element-wise: it updates a 6 x 8 parameter differently as a whole "
+            "and in 2 pieces, so its states cannot be partitioned; choose an optimizer such as AdamW, Adam or SGD"
         )
-    per_element = [
-        s for s in inner.state[whole].values() if isinstance(s, Tensor) and s.numel() == math.prod(whole.shape)
-    ]
-    return float(sum(s.element_size() for s in per_element))
+    states = [value for value in inner.state[whole].values() if isinstance(value, Tensor)]
+    return float(sum(state.element_size() for state in states if state.numel() == whole.numel()))

@@ -1,9 +1,9 @@
-"""Initialization of a model straight into shards: a parameter is unsharded only while something uses it.
+"""Builds a model whose parameters are sharded from the start, so that they are never all unsharded at the same time.
 
-nn.Linear(...)              new parameters are unsharded
-more and more of them       the least recently used are sharded: each rank keeps 1/N of them
-initialize, tie, cast, load reading a module's parameters materializes them again, with the values they had
-ZeroDataParallel(...)       each unit's parameters are materialized once more and copied into the unit's buffer
+nn.Linear(...)                    new parameters are unsharded
+a limit of elements is reached    the least recently used parameters are sharded: each rank keeps 1/N of each
+initialize, tie, cast, load       reading a module's parameters materializes them: unshards them, with their values
+ZeroDataParallel(...)             each unit's parameters are unsharded one last time and copied into the unit's buffers
 """
 
 import copy
@@ -26,17 +26,19 @@ from zero.offload.placement import NO_OFFLOAD, OffloadConfig, Placement
 from zero.stage import Lifetime, ShardingPolicy
 from zero.torch_internals import replace_parameter_table
 
-NUM_RECENT_MODULES = 4  # modules whose parameters stay unsharded: an expression may use those of several
+NUM_RECENT_MODULES = 4  # the last modules used, whose parameters stay unsharded: an expression may read several modules
 
 
 class ShardedInit:
-    """A context in which any model can be built that is larger than the memory of a device.
+    """A context manager inside which a model can be built that is larger than the memory of a device.
 
-    Build the model inside `with ShardedInit(data, config.policy) as init:`, then pass `init` to `ZeroDataParallel`.
-    The model gets the values that it would have had outside, on the first rank: all ranks draw from that rank's random
-    state. Every rank must build the same model. `unsharded_numel` limits the elements that are unsharded at a time,
-    beside those of the `NUM_RECENT_MODULES` modules that were used last. If full parameters persist, none is sharded.
-    Shards are stored where `offload` places them.
+    Build the model inside `with ShardedInit(data, config.policy) as init:`, then pass `init` to `ZeroDataParallel`. All
+    ranks must build the same model. It gets the values that the first rank would have given it without this context,
+    because all ranks draw from the first rank's random state.
+
+    `unsharded_numel` limits the elements that are unsharded at the same time; those of the `NUM_RECENT_MODULES` modules
+    that were used last stay unsharded even above the limit. Shards are stored in the memory in which `offload` places
+    parameters. If full parameters persist, nothing is sharded.
     """
 
     def __init__(
@@ -46,20 +48,20 @@ class ShardedInit:
         self._is_on_host = offload.initial_placement("parameters") is Placement.HOST
         self._axis, _ = policy.axes(data)
         self._unsharded_numel = unsharded_numel if policy.full_params is Lifetime.TRANSIENT else math.inf
-        self._unsharded: dict[nn.Parameter, int] = {}  # numel of each; the most recently used parameter is the last
-        self._recent: deque[dict[nn.Parameter, None]] = deque(maxlen=NUM_RECENT_MODULES)
+        self._unsharded: dict[nn.Parameter, int] = {}  # the numel of each, ordered from the least recently used
+        self._recent: deque[dict[nn.Parameter, None]] = deque(maxlen=NUM_RECENT_MODULES)  # each module's parameters
         self._shards: dict[nn.Parameter, Tensor] = {}
-        self._is_open = False
+        self._is_active = False
 
     def __enter__(self) -> Self:
-        self._is_open = self._unsharded_numel != math.inf
+        self._is_active = self._unsharded_numel != math.inf
         self._hook = register_module_parameter_registration_hook(self._before_registration)
         self._own_random_states = _share_random_states(self._data)
         return self
 
     def __exit__(self, _type: type | None, _error: BaseException | None, _traceback: TracebackType | None) -> None:
-        # From here on, reading a module's parameters does not materialize them.
-        self._is_open = False
+        # First: from here on, reading a module's parameters must not materialize them.
+        self._is_active = False
         self._hook.remove()
         for generator, state in self._own_random_states.items():
             generator.set_state(state)
@@ -68,7 +70,7 @@ class ShardedInit:
 
     def materialize(self, params: Iterable[nn.Parameter | None]) -> None:
         """Unshard the parameters of one module, and shard the least recently used ones if too many are unsharded."""
-        if not self._is_open:
+        if not self._is_active:
             return
         used = dict.fromkeys(param for param in params if param is not None and not param.is_meta)
         for param in used:
@@ -84,24 +86,25 @@ class ShardedInit:
                 excess_numel -= numel
 
     def pop_full(self, param: nn.Parameter) -> Tensor:
-        """Unshard a parameter for the last time and return its values; after that its memory belongs to the caller."""
+        """Unshard a parameter for the last time, return its values, and keep no reference to them."""
         self._unshard(param)
         del self._unsharded[param]
         return param.data
 
     def finish(self, module: nn.Module) -> None:
-        """Replace the modules' tables of parameters by plain dictionaries, after all parameters have been taken."""
+        """Replace the modules' tables of parameters by plain dictionaries, after `pop_full` of all parameters."""
         for submodule in module.modules():
             replace_parameter_table(submodule, dict)
 
     def _before_registration(self, module: nn.Module, _name: str, _param: nn.Parameter) -> None:
+        """Replace the module's table of parameters by one that materializes them when it is read."""
         replace_parameter_table(
             module,
             lambda table: table if isinstance(table, MaterializingParameters) else MaterializingParameters(table, self),
         )
 
     def _unshard(self, param: nn.Parameter) -> None:
-        """Gather a parameter if it is sharded, and note it as the most recently used."""
+        """Gather a parameter if it is sharded, and record it as the most recently used."""
         if (shard := self._shards.pop(param, None)) is not None:
             shard = shard.to(self._axis.communication_device(param))
             full = shard.new_empty(self._axis.size * shard.numel())
@@ -111,7 +114,7 @@ class ShardedInit:
         self._unsharded[param] = param.numel()
 
     def _shard(self, param: nn.Parameter) -> None:
-        """Keep one of `axis.size` equal stretches of the flat parameter, the last ones padded, and free the rest."""
+        """Keep this rank's shard of a parameter and free the rest. All shards have one size; the last are padded."""
         flat = param.data.reshape(-1)
         numel = max(1, math.ceil(flat.numel() / self._axis.size))
         own = overlap(range(self._axis.rank * numel, (self._axis.rank + 1) * numel), range(flat.numel()))
@@ -125,7 +128,7 @@ class ShardedInit:
 
 
 class MaterializingParameters(dict[str, Any]):
-    """The dictionary `_parameters` of a module inside `ShardedInit`: reading it materializes all parameters in it."""
+    """A module's table of parameters inside `ShardedInit`. Reading or changing it materializes all parameters in it."""
 
     def __init__(self, params: dict[str, Any], init: ShardedInit):
         super().__init__(params)
@@ -160,9 +163,9 @@ class MaterializingParameters(dict[str, Any]):
 
 @real_tensors()
 def _share_random_states(data: Axis) -> dict[torch.Generator, Tensor]:
-    """Set every rank's random generators to the first rank's states.
+    """Set the random generators of every rank to the first rank's states.
 
-    Returns the former states of this rank's generators that were different.
+    Return the earlier state of each generator of this rank that was different.
     """
     generators = [torch.default_generator]
     if torch.cuda.is_initialized():

@@ -2,7 +2,7 @@
 
     forward    input -> put                       group -> the next group's input
     backward   take -> the group runs again, with the same dropout -> its gradients
-               at the same time the input of the group before it is fetched
+               at the same time, the input of the group before it is fetched
 
 A store (`zero/activations/stores.py`) decides where an input is kept between forward and backward.
 """
@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -35,13 +35,14 @@ class ActivationsConfig:
     """The activations that a training step keeps between forward and backward, and where it keeps them."""
 
     store: StoreChoice = "none"
-    """none: keep all, on the device; selective: all but the inside of attention, which is computed again. The others
-    keep only checkpoints. keep: on the device; partition: divided over the tensor ranks (P_a); partition_host: divided
-    over the tensor ranks, in host memory (P_a+cpu); auto: one of these three, by the paper's section 8."""
+    """none: keep all activations, on the device; selective: keep all but those inside attention, which are computed
+    again. The others keep checkpoints only. keep: on the device; partition: divided over the tensor ranks (P_a);
+    partition_host: divided over the tensor ranks, in host memory (P_a+cpu); auto: one of these three, by the arithmetic
+    of the paper's section 8."""
     layers_per_checkpoint: int = 1
     """Number of blocks that share a checkpoint and are computed again together; the last group may be smaller."""
     defragment: bool = True
-    """M_D: checkpoints are copied into slabs that are allocated once; false: each is allocated anew."""
+    """M_D: checkpoints are copied into memory that is allocated once; false: new memory is allocated for each."""
     hardware: Hardware = field(default_factory=Hardware)
     """The device and its links, from which auto computes its choice."""
 
@@ -68,33 +69,41 @@ class Checkpoint:
     """The input of one group in one forward. Autograd holds it until the group's backward has run."""
 
     slot: Slot
-    stored: Any
-    memory_key: tuple  # (slot, size, dtype): checkpoints with the same one have the same memory in a slab
-    generation: int  # number of earlier checkpoints with the same key
-    previous: "Checkpoint | None"  # of the group before it
+    stored: Any  # what the store's `put` has returned
+    memory_key: tuple  # (slot, number of elements, dtype): checkpoints with equal keys share memory in a slab
+    generation: int  # the number of earlier checkpoints with the same key
+    previous: "Checkpoint | None"  # the checkpoint of the group before it, in the same forward
+
+
+class Fetch(NamedTuple):
+    """A checkpoint that is being fetched. Wait on `handle` before `activation` is read."""
+
+    checkpoint: Checkpoint
+    activation: Tensor
+    handle: Handle
 
 
 class CheckpointedBlocks:
     """A `RunBlocks` that runs a model's blocks with one checkpoint for each group of them.
 
-    With `reuses_memory` a forward overwrites the checkpoints of the one before it, whose backward must have ended.
+    With `reuses_memory` a forward overwrites the checkpoints of the forward before it, whose backward must have ended.
     """
 
     def __init__(self, store: ActivationStore, layers_per_checkpoint: int, stream: SideStream, reuses_memory: bool):
         self._store, self._layers_per_checkpoint = store, layers_per_checkpoint
         self._stream, self._reuses_memory = stream, reuses_memory
-        self._generations: dict[tuple, int] = {}
+        self._generations: dict[tuple, int] = {}  # of the newest checkpoint with each memory key
         self._latest: Callable[[], Checkpoint | None] = lambda: None
-        self._prefetched: tuple[Checkpoint, Tensor, Handle] | None = None
+        self._prefetch: Fetch | None = None
 
     def __call__(self, blocks: Sequence[RunBlock], x: Tensor) -> Tensor:
-        # A backward that ended early has not waited for the checkpoint it was fetching, whose memory is used again now.
+        # First: if the last backward ended early, a prefetch may still be writing to memory that this forward reuses.
         self._wait_for_prefetch()
         starts = range(0, len(blocks), self._layers_per_checkpoint)
         for number, first in enumerate(starts):
             group = partial(run_in_order, blocks[first : first + self._layers_per_checkpoint])
-            # Inside the group torch's own hooks are the innermost, so these see only what `checkpoint` itself saves: x.
-            # Without gradients it saves nothing, so evaluation and generation store nothing.
+            # Inside the group, the hooks of torch's `checkpoint` replace these, which therefore see only the tensor
+            # that `checkpoint` itself saves: x. Without gradients it saves none, so evaluation stores nothing.
             with saved_tensors_hooks(partial(self._put, Slot(number, len(starts))), self._take):
                 x = checkpoint(group, x, use_reentrant=False, preserve_rng_state=True)
         return x
@@ -106,60 +115,60 @@ class CheckpointedBlocks:
     @torch.no_grad()
     def _put(self, slot: Slot, activation: Tensor) -> Checkpoint | Tensor:
         """Store the input of a group. Autograd calls this when it saves the tensor."""
-        if not activation.numel():  # older versions of torch also save an empty tensor of their own
+        if not activation.numel():  # older versions of torch also save an empty tensor that is not a group's input
             return activation
         key = slot, activation.numel(), activation.dtype
         self._generations[key] = generation = self._generations.get(key, -1) + 1
         latest = self._latest()
         previous = latest if latest is not None and latest.slot.number == slot.number - 1 else None
         stored = self._store.put(slot, activation)
-        made = Checkpoint(slot, stored, key, generation, previous)
-        self._latest = weakref.ref(made)  # weak: only autograd decides how long a checkpoint is kept
-        return made
+        new = Checkpoint(slot, stored, key, generation, previous)
+        self._latest = weakref.ref(new)  # weak: only autograd decides how long a checkpoint is kept
+        return new
 
     @torch.no_grad()
-    def _take(self, wanted: Checkpoint | Tensor) -> Tensor:
-        """Return the input of a group, and start to fetch that of the group before it.
+    def _take(self, saved: Checkpoint | Tensor) -> Tensor:
+        """Return the input of a group, and start to fetch the input of the group before it.
 
-        Autograd calls this when it first needs the group, which then runs again while the other is fetched.
+        Autograd calls this when backward reaches a group. The group then runs again while the other input is fetched.
         """
-        if isinstance(wanted, Tensor):
-            return wanted
-        if self._prefetched is None or self._prefetched[0] is not wanted:
+        if isinstance(saved, Tensor):
+            return saved
+        if self._prefetch is None or self._prefetch.checkpoint is not saved:
             self._wait_for_prefetch()
-            self._prefetched = self._fetch(wanted)
-        _, activation, arrival = self._prefetched
-        arrival.wait()
-        # The next fetch may overwrite the buffer of the group that ran before this one. It starts after all computation
-        # that is queued by now, hence after that buffer has been read.
-        self._prefetched = self._fetch(wanted.previous) if wanted.previous is not None else None
+            self._prefetch = self._fetch(saved)
+        activation = self._prefetch.activation
+        self._prefetch.handle.wait()
+        # Only now: the next fetch may overwrite the buffer of the group that ran again before this one. It starts after
+        # all computation that is queued so far, hence after that buffer has been read.
+        self._prefetch = None if saved.previous is None else self._fetch(saved.previous)
         return activation
 
-    def _fetch(self, wanted: Checkpoint) -> tuple[Checkpoint, Tensor, Handle]:
-        """Start to fetch a checkpoint. Raise ValueError if a later forward has overwritten it."""
+    def _fetch(self, wanted: Checkpoint) -> Fetch:
+        """Start to fetch a checkpoint. Raises ValueError if a later forward has overwritten it."""
         if self._reuses_memory and wanted.generation != self._generations[wanted.memory_key]:
             raise ValueError(
                 f"a later forward has overwritten checkpoint {wanted.slot.number} before the backward that needs it; "
                 "run each backward before the next forward, or set ActivationsConfig.defragment=false"
             )
         with self._stream.context():
-            activation, arrival = self._store.take(wanted.slot, wanted.stored)
-        queued = self._stream.device_handle()
-        return wanted, activation, Handle(arrival.wait, queued.wait)
+            activation, collective = self._store.take(wanted.slot, wanted.stored)
+        copy = self._stream.device_handle()
+        return Fetch(wanted, activation, Handle(collective.wait, copy.wait))
 
     def _wait_for_prefetch(self) -> None:
-        """Wait until the prefetched checkpoint is complete: its memory must not be freed or reused while written."""
-        if self._prefetched is not None:
-            self._prefetched[2].wait()
-            self._prefetched = None
+        """Wait for the prefetch that is running, if any: its memory must not be freed or reused before it ends."""
+        if self._prefetch is not None:
+            self._prefetch.handle.wait()
+            self._prefetch = None
 
 
 def checkpointed_blocks(
     config: ActivationsConfig, replicas: Axis | None = None, device: torch.device | None = None
 ) -> CheckpointedBlocks | None:
-    """Return what runs the blocks under these settings, or None if the model runs them without checkpoints.
+    """Return the `RunBlocks` for these settings, or None if they use no checkpoints.
 
-    `replicas` is the axis along which all ranks hold the same activations. Raises ConfigError as `check_replicas`.
+    `replicas` is the axis whose ranks all hold the same activations. Raises ConfigError as `check_replicas` does.
     """
     if config.store not in STORES:
         return None
@@ -171,7 +180,7 @@ def checkpointed_blocks(
 
 
 def check_replicas(config: ActivationsConfig, replicas: Axis) -> None:
-    """Raise ConfigError if activations are to be partitioned and no two ranks hold the same ones."""
+    """Raise ConfigError if checkpoints are to be partitioned, but no two ranks hold the same activations."""
     if config.store == "partition" and replicas.size == 1:
         raise ConfigError(
             "ActivationsConfig.store=partition: no 2 tensor ranks hold the same activations, so there is nothing to "
@@ -181,5 +190,5 @@ def check_replicas(config: ActivationsConfig, replicas: Axis) -> None:
 
 
 def recomputed(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return `function` such that only its arguments are kept for backward, where it is called again."""
+    """Return a version of `function` that keeps only its arguments for backward, and is called again there."""
     return partial(checkpoint, function, use_reentrant=False, preserve_rng_state=True)

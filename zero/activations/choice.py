@@ -1,9 +1,10 @@
 """The choice of an activation store, by the arithmetic of the paper's sections 6.1 and 8.
 
-It decides if partitioned activation checkpoints (P_a) and their offload (P_a+cpu) pay. Volumes are elements that a rank
-sends, counted as the paper does: an all-reduce sends twice its message, an all-gather once. The letters of the paper:
+It decides if partitioned activation checkpoints (P_a) and their offload (P_a+cpu) pay. A volume is the number of
+elements that a rank sends, counted as in the paper: twice the message for an all-reduce, once for an all-gather. The
+paper's symbols:
 
-    b, s, h, L     sequences of one replica at once, tokens of each, hidden size, layers
+    b, s, h, L     sequences in a micro-batch, tokens in a sequence, hidden size, layers
     k              layers that share a checkpoint
     N_m            ranks that hold the same activations
 """
@@ -13,19 +14,19 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from parallel.errors import ConfigError
-from zero.activations.stores import STORES, StoreName
+from zero.activations.stores import NUM_IN_TRANSIT, STORES, StoreName
 
-USABLE_FRACTION = 0.85  # of a device's memory: contexts, communication libraries and fragmentation take the rest
+USABLE_FRACTION = 0.85  # of a device's memory: CUDA, communication libraries and fragmentation take the rest
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """A device of the cluster and the bandwidths of its links in one direction; by default a V100 in a DGX-2."""
+    """A device of the cluster, and the bandwidths of its links in one direction; by default a V100 in a DGX-2."""
 
     memory_gb: float | None = None
     """Memory of a device, in 1e9 bytes; null: the memory of the device that the run uses."""
     tflops: float = 40.0
-    """Operations per second that a device reaches in training, in 1e12."""
+    """Floating-point operations that a device performs in training, in 1e12 per second."""
     tensor_gb_per_second: float = 150.0
     """Bandwidth between the ranks of a tensor group, in 1e9 bytes per second."""
     data_gb_per_second: float = 6.25
@@ -55,30 +56,34 @@ class Workload:
     tensor_size: int
     vocab_size: int
     itemsize: int
-    state_bytes: float  # of model states and permanent buffers
-    data_bytes: float  # that the rank sends along the data axis
+    state_bytes: float  # of model states, and of buffers that stay allocated
+    data_bytes: float  # sent by the rank along the data axis for one micro-batch
 
     @property
     def checkpoint_bytes(self) -> float:
-        """The bytes of one sequence's checkpoints: L/k inputs, for the tokens that this rank holds."""
+        """The bytes of one sequence's checkpoints before they are partitioned, for the tokens that this rank has."""
         return partition_volume(1, self.s, self.h, self.L, self.k) * self.itemsize * self.N_m / self.tensor_size
 
 
 def model_parallel_volume(b: float, s: int, h: int, L: int) -> float:
-    """Return the elements of six all-reduces a block: two each in forward, recomputation and backward."""
+    """Return the volume of tensor parallelism.
+
+    Each layer has six all-reduces: two each in forward, recomputation and backward.
+    """
     return 12 * b * s * h * L
 
 
 def partition_volume(b: float, s: int, h: int, L: int, k: int) -> float:
-    """Return the elements of one all-gather a checkpoint: 1/12k of `model_parallel_volume`."""
+    """Return the volume of P_a, one all-gather a checkpoint: 1 / (12 k) of `model_parallel_volume` if k divides L."""
     return b * s * h * math.ceil(L / k)
 
 
 def arithmetic_intensity(h: int, k: int, itemsize: int) -> float:
-    """Return the operations per byte of a checkpoint.
+    """Return the number of floating-point operations per byte of a checkpoint (section 6.1).
 
-    These are forward, backward and recomputation of k layers with 12 h^2 parameters each. The intensity grows with the
-    model, not with the batch: it is above 10^5 at h = 8192 (section 6.1).
+    For each token, forward, recomputation and backward take 2 + 2 + 4 operations a parameter, k layers have 12 h^2
+    parameters each, and a checkpoint has h elements. The intensity grows with the model, and not with the batch: it is
+    above 10^5 at h = 8192.
     """
     return 8 * 12 * h * k / itemsize
 
@@ -86,30 +91,30 @@ def arithmetic_intensity(h: int, k: int, itemsize: int) -> float:
 def bytes_per_sequence(w: Workload, store: StoreName) -> float:
     """Return the bytes that one sequence needs on the device.
 
-    They are its checkpoints, the buffers for those in transit, and the activations of one group while it runs again:
-    12 h elements for each token and layer (section 3.2). These, the logits and the gradient of the logits are divided
-    over the tensor ranks.
+    These are its checkpoints with the buffers through which they are fetched, the activations of one group while it
+    runs again (12 h elements for each token and layer, section 3.2), the logits, and the gradient of the logits. All
+    but the first are divided over the tensor ranks.
     """
     one = w.checkpoint_bytes / math.ceil(w.L / w.k)
-    whole_in_transit = 2 * one if w.N_m > 1 else 0
+    gathered = NUM_IN_TRANSIT * one if w.N_m > 1 else 0
     stored = {
         "keep": w.checkpoint_bytes,
-        "partition": w.checkpoint_bytes / w.N_m + whole_in_transit,
-        "partition_host": 2 * one / w.N_m + whole_in_transit,
+        "partition": w.checkpoint_bytes / w.N_m + gathered,
+        "partition_host": NUM_IN_TRANSIT * one / w.N_m + gathered,
     }
     return stored[store] + w.itemsize * (12 * w.h * w.k + 2 * w.vocab_size) * w.s / w.tensor_size
 
 
 def largest_batch(w: Workload, store: StoreName, memory_bytes: float) -> int:
-    """Return the number of sequences that fit into `memory_bytes`, which may be 0."""
+    """Return the largest number of sequences in a micro-batch that fit into `memory_bytes`; 0 if not even one does."""
     return max(0, int((USABLE_FRACTION * memory_bytes - w.state_bytes) // bytes_per_sequence(w, store)))
 
 
 def exposed_seconds(w: Workload, store: StoreName, b: float, hardware: Hardware) -> float:
-    """Return the seconds of one sequence that depend on the store, with a batch of `b` sequences.
+    """Return the part of the seconds of one sequence that depends on the store, with `b` sequences in a micro-batch.
 
-    They are traffic along the data axis, P_a's gathers, and the part of P_a+cpu's two copies that takes longer than the
-    computation that runs at the same time.
+    It consists of the traffic along the data axis, the all-gathers of P_a, and the time by which the two copies of
+    P_a+cpu are longer than the computation that runs at the same time.
     """
     seconds = w.data_bytes / b / (hardware.data_gb_per_second * 1e9)
     if store != "keep" and w.N_m > 1:
@@ -122,19 +127,23 @@ def exposed_seconds(w: Workload, store: StoreName, b: float, hardware: Hardware)
 
 
 def pays(w: Workload, store: StoreName, instead_of: StoreName, memory_bytes: float, hardware: Hardware) -> bool:
-    """Return True if a sequence takes less time with `store`, each store with its largest batch (section 8)."""
-    seconds = []
-    for each in (store, instead_of):
+    """Return whether a sequence takes less time with `store` than with `instead_of`, each with its largest batch.
+
+    Section 8 compares the stores in this way.
+    """
+
+    def least_seconds(each: StoreName) -> float:
         b = largest_batch(w, each, memory_bytes)
-        seconds.append(exposed_seconds(w, each, b, hardware) if b else math.inf)
-    return seconds[0] < seconds[1]
+        return exposed_seconds(w, each, b, hardware) if b else math.inf
+
+    return least_seconds(store) < least_seconds(instead_of)
 
 
 def choose_store(w: Workload, memory_bytes: float, hardware: Hardware) -> tuple[StoreName, str]:
-    """Return the store to use and the reason, as a line for the log.
+    """Return the store to use, and the reason as a line for the log.
 
-    At a given batch P_a and P_a+cpu only add cost, so the first store that has room for the batch is chosen. The reason
-    also says if each store would pay by allowing a larger batch.
+    At a given batch, P_a and P_a+cpu only add cost. Therefore the first store that has room for the batch is chosen.
+    The reason also says of each further store if it would pay, because it allows a larger batch.
     """
     stores = [store for store in STORES if store != "partition" or w.N_m > 1]
     largest = {store: largest_batch(w, store, memory_bytes) for store in stores}

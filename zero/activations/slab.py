@@ -1,9 +1,10 @@
 """The memory that holds activation checkpoints between forward and backward.
 
     Slab                   | slot 0 | slot 1 | ... | slot n-1 |   allocated once for each size: M_D (paper, section 6.3)
-    SeparateAllocations    slot 0 ...  slot 1 .....  slot n-1     allocated anew, wherever the allocator finds room
+    SeparateAllocations    slot 0 ...  slot 1 .....  slot n-1     allocated in each forward, wherever there is room
 
-Checkpoints are kept long, and what is allocated between them is freed soon: without a slab they fragment the memory.
+Checkpoints are kept long, and the tensors that are allocated between them are freed soon. Without a slab, checkpoints
+fragment the memory.
 """
 
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ class Slot:
     count: int
 
     def in_ring(self, count: int) -> "Slot":
-        """Return this slot's place in a ring of `count` slots, which are used in turn."""
+        """Return the slot to use instead if only `count` slots exist, which are used in turn."""
         return Slot(self.number % count, count)
 
 
@@ -31,13 +32,13 @@ class SlotMemory(Protocol):
     """A source of memory for checkpoints."""
 
     def at(self, slot: Slot, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return flat memory of `numel` elements to write to."""
+        """Return a flat tensor of `numel` elements, not initialized."""
 
 
 class Slab:
-    """A source that returns the same memory for the same slot, size and dtype every time.
+    """A source that returns the same memory every time for the same slot, size and dtype.
 
-    The caller must have finished with what the slot held before.
+    The caller must no longer need the earlier content of the slot.
     """
 
     def __init__(self, allocate: Allocate):
@@ -52,7 +53,7 @@ class Slab:
 
 
 class SeparateAllocations:
-    """A source that allocates new memory for each call; it is freed when the caller drops the tensor."""
+    """A source that allocates new memory in each call. It is freed when no reference to the tensor is left."""
 
     def __init__(self, allocate: Allocate):
         self._allocate = allocate

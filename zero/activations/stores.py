@@ -1,10 +1,10 @@
 """Stores of activation checkpoints between forward and backward: small classes with two methods, `put` and `take`.
 
     keep             the checkpoint itself; with M_D, a copy in a slab
-    partition        1/N of it on each of N ranks that hold the same one, gathered in backward: P_a (paper, section 6.1)
+    partition        1/N of it on each of N ranks that hold the same checkpoint, gathered in backward: P_a (section 6.1)
     partition_host   that part in host memory, so that nothing stays on the device: P_a+cpu
 
-A store changes no tensor of its caller. Except `keep` without a slab, it copies what it is given.
+A store never writes to a tensor of its caller. Every store except `keep` without a slab copies what it is given.
 """
 
 import math
@@ -22,7 +22,7 @@ from zero.activations.slab import SeparateAllocations, Slab, Slot, SlotMemory
 from zero.offload.allocators import Allocate, device_allocator, host_allocator
 from zero.offload.streams import SideStream
 
-NUM_IN_TRANSIT = 2  # the checkpoint that is being read, and the one that is fetched at the same time
+NUM_IN_TRANSIT = 2  # buffers: of the checkpoint that is being read, and of the one that is fetched at the same time
 
 
 @dataclass(frozen=True)
@@ -31,27 +31,28 @@ class StoredBytes:
 
     device: int = 0
     host: int = 0
-    in_transit: int = 0  # buffers on the device, the same for any number of checkpoints
+    in_transit: int = 0  # of buffers on the device, whose number does not depend on the number of checkpoints
 
 
 class ActivationStore(Protocol):
     """The interface of a store."""
 
     def put(self, slot: Slot, activation: Tensor) -> Any:
-        """Store a checkpoint of the forward, and return what `take` needs to find it."""
+        """Store a checkpoint in forward, and return what `take` needs to find it."""
 
     def take(self, slot: Slot, stored: Any) -> tuple[Tensor, Handle]:
-        """Start to fetch a checkpoint in backward; return its tensor and the handle to wait for before reading it.
+        """Start to fetch a checkpoint in backward; return its tensor, and a handle to wait on before it is read.
 
-        Call it on the side stream. The values stay valid until two more checkpoints have been taken.
+        The caller makes the side stream current first, and waits for that stream too. The second `take` after this one
+        may overwrite the tensor.
         """
 
     def num_bytes(self, count: int, numel: int, itemsize: int) -> StoredBytes:
-        """Return the bytes that `count` checkpoints of `numel` elements each occupy."""
+        """Return the bytes that `count` checkpoints occupy, each with `numel` elements of `itemsize` bytes."""
 
 
 class KeepStore:
-    """A store of the checkpoints themselves."""
+    """A store that keeps the checkpoints themselves."""
 
     def put(self, slot: Slot, activation: Tensor) -> Tensor:
         return tagged(TensorKind.CHECKPOINTS, activation)
@@ -64,7 +65,7 @@ class KeepStore:
 
 
 class CopyStore:
-    """A store of copies in memory of the same device."""
+    """A store that keeps copies on the same device."""
 
     def __init__(self, memory: SlotMemory):
         self._memory = memory
@@ -81,29 +82,31 @@ class CopyStore:
 
 
 class HostStore:
-    """A store of copies in host memory, copied both ways through one of a few staging buffers on the device."""
+    """A store that keeps copies in host memory. Both directions pass through a few staging buffers on the device."""
 
     def __init__(self, host: SlotMemory, staging: SlotMemory, stream: SideStream):
         self._host, self._staging, self._stream = host, staging, stream
-        self._copying_out: dict[Slot, tuple[Tensor, Handle]] = {}
+        self._copies_to_host: dict[Slot, tuple[Tensor, Handle]] = {}  # the last one from each staging buffer
 
     def put(self, slot: Slot, activation: Tensor) -> tuple[Tensor, torch.Size]:
         ring_slot = slot.in_ring(NUM_IN_TRANSIT)
-        # The side stream must have read the staging buffer before the computation overwrites it.
-        if ring_slot in self._copying_out:
-            self._copying_out.pop(ring_slot)[1].wait()
+        # First: the side stream must have read the staging buffer before the computation overwrites it.
+        if ring_slot in self._copies_to_host:
+            _, earlier_copy = self._copies_to_host.pop(ring_slot)
+            earlier_copy.wait()
         size = activation.numel(), activation.dtype
         staged, stored = self._staging.at(ring_slot, *size), self._host.at(slot, *size)
         staged.view(activation.shape).copy_(activation)
-        # The side stream starts after the copy above, because `context` waits for what the computation has queued.
+        # After the copy above: `context` makes the side stream wait for what the computation has queued.
         with self._stream.context():
             stored.copy_(staged, non_blocking=True)
-        self._copying_out[ring_slot] = staged, self._stream.device_handle()  # keeps `staged` allocated while it is read
+        # The reference to `staged` keeps it allocated until the side stream has read it.
+        self._copies_to_host[ring_slot] = staged, self._stream.device_handle()
         return stored, activation.shape
 
     def take(self, slot: Slot, stored: tuple[Tensor, torch.Size]) -> tuple[Tensor, Handle]:
         on_host, shape = stored
-        # The side stream runs this copy after all copies of `put`, so it may overwrite their staging buffers.
+        # The side stream runs this copy after the copies of every `put`, so it may overwrite their staging buffers.
         staged = self._staging.at(slot.in_ring(NUM_IN_TRANSIT), on_host.numel(), on_host.dtype)
         return staged.copy_(on_host, non_blocking=True).view(shape), Handle()
 
@@ -112,9 +115,9 @@ class HostStore:
 
 
 class PartitionStore:
-    """A store that cuts a checkpoint into equal parts and puts this rank's part into another store.
+    """A store that cuts a checkpoint into equal parts and puts this rank's part into the store `parts`.
 
-    All ranks of `replicas` hold the same checkpoint.
+    All ranks of `replicas` hold the same checkpoint. `gathered` is memory for checkpoints that have been gathered.
     """
 
     def __init__(self, replicas: Axis, parts: ActivationStore, gathered: SlotMemory):
@@ -124,10 +127,10 @@ class PartitionStore:
         return self._parts.put(slot, self._own_part(activation.reshape(-1))), activation.shape
 
     def take(self, slot: Slot, stored: tuple[Any, torch.Size]) -> tuple[Tensor, Handle]:
-        part, shape = stored
-        own, arrived = self._parts.take(slot, part)
-        whole = self._gathered.at(slot.in_ring(NUM_IN_TRANSIT), own.numel() * self._replicas.size, own.dtype)
-        gathered = arrived.then(lambda: self._replicas.all_gather(own, out=whole))
+        stored_part, shape = stored
+        part, fetched = self._parts.take(slot, stored_part)
+        whole = self._gathered.at(slot.in_ring(NUM_IN_TRANSIT), part.numel() * self._replicas.size, part.dtype)
+        gathered = fetched.then(lambda: self._replicas.all_gather(part, out=whole))
         return whole[: shape.numel()].view(shape), gathered
 
     def num_bytes(self, count: int, numel: int, itemsize: int) -> StoredBytes:
@@ -148,12 +151,12 @@ class PartitionStore:
 
 @dataclass(frozen=True)
 class StoreContext:
-    """The ranks, device, stream and memory that a store works with."""
+    """The ranks, device and stream that a store uses, and the kind of memory that it allocates."""
 
     replicas: Axis  # ranks that hold the same checkpoints
     device: torch.device
     stream: SideStream
-    defragments: bool
+    defragments: bool  # M_D: memory is allocated in slabs
 
     def on_device(self) -> SlotMemory:
         """Return memory for checkpoints on the device."""
@@ -164,7 +167,7 @@ class StoreContext:
         return self._memory(host_allocator(self.device, TensorKind.CHECKPOINTS))
 
     def in_transit(self) -> SlotMemory:
-        """Return memory for buffers on the device that checkpoints pass through."""
+        """Return memory for the buffers on the device through which checkpoints are copied or gathered."""
         return self._memory(device_allocator(self.device, TensorKind.BUFFERS))
 
     def _memory(self, allocate: Allocate) -> SlotMemory:
@@ -190,7 +193,7 @@ def partition_host(context: StoreContext) -> ActivationStore:
     return PartitionStore(context.replicas, host, context.in_transit()) if context.replicas.size > 1 else host
 
 
-# The one list of stores, from the cheapest to the most expensive: settings, choice and planner read it.
+# All stores, from the cheapest to the most expensive: the settings, the choice of `auto` and the planner read this.
 StoreName = Literal["keep", "partition", "partition_host"]
 STORES: dict[StoreName, Callable[[StoreContext], ActivationStore]] = {
     "keep": keep,

@@ -1,4 +1,4 @@
-"""Bytes of model states on one rank, by the paper's formula. `zero/state/resident.py` measures the real ones."""
+"""Computes the bytes of model states on one rank by the paper's formula. `zero/state/resident.py` measures them."""
 
 from collections.abc import Container
 from dataclasses import dataclass, fields
@@ -9,9 +9,9 @@ from zero.stage import Lifetime, ShardingPolicy
 
 @dataclass(frozen=True)
 class ModelStates:
-    """The bytes of each kind of model state.
+    """The bytes of each kind of model state on one rank.
 
-    `moments` is all of the optimizer's state except the master weights: for Adam both moments, in fp32.
+    `moments` is the optimizer's state without the master weights: for Adam, both moments in fp32.
     """
 
     parameters: float
@@ -40,29 +40,32 @@ def formula(
 ) -> ModelStates:
     """Return the bytes of model states that a rank holds (paper, section 3.1 and figure 1).
 
-    The paper's K is 4 (master weights) + `moment_bytes`: 12 for Adam in mixed precision. `data_size` is the size N of
-    the shard axis. With parameter_bytes=2 a parameter takes 16 (stage 0), 4 + 12/N (1), 2 + 14/N (2) or 16/N (3) bytes.
-    Parameters of four bytes or more are their own master weights.
+    `parameter_bytes` and `moment_bytes` are the bytes of one parameter and of its moments. Master weights take 4 bytes
+    a parameter, but parameters of 4 bytes or more are their own master weights. The paper's K is 4 + `moment_bytes`: 12
+    for Adam in mixed precision. `data_size` is the size N of the shard axis. With parameter_bytes=2 a parameter takes
+    16 bytes in stage 0, 4 + 12/N in stage 1, 2 + 14/N in stage 2 and 16/N in stage 3.
     """
 
-    def resident(bytes_each: float, is_divided: bool) -> float:
-        return num_parameters * bytes_each / (data_size if is_divided else 1)
+    def on_one_rank(bytes_each: float, is_sharded: bool) -> float:
+        return num_parameters * bytes_each / (data_size if is_sharded else 1)
 
     return ModelStates(
-        parameters=resident(parameter_bytes, policy.full_params is Lifetime.TRANSIENT),
-        gradients=resident(parameter_bytes, policy.full_grads is Lifetime.TRANSIENT),
-        master=resident(4 if parameter_bytes < 4 else 0, policy.shard_optimizer),
-        moments=resident(moment_bytes, policy.shard_optimizer),
+        parameters=on_one_rank(parameter_bytes, policy.full_params is Lifetime.TRANSIENT),
+        gradients=on_one_rank(parameter_bytes, policy.full_grads is Lifetime.TRANSIENT),
+        master=on_one_rank(4 if parameter_bytes < 4 else 0, policy.shard_optimizer),
+        moments=on_one_rank(moment_bytes, policy.shard_optimizer),
     )
 
 
 def placed(states: ModelStates, policy: ShardingPolicy, data_size: int, offloaded: Container[str]) -> PlacedStates:
-    """Return the part of `states` that is in each memory, if `offloaded` names those that are placed on the host.
+    """Return the bytes in each memory if the states that `offloaded` names are placed on the host.
 
-    `offloaded` may contain "optimizer" (owned gradients, master weights and moments) and "parameters" (their shards).
-    Full buffers that persist stay on the accelerator. If full gradients persist, the host has a copy of the owned ones.
+    `states` is a result of `formula`. `offloaded` may contain "optimizer" (owned gradients, master weights and moments)
+    and "parameters" (the shards of transient ones). Full buffers that persist stay on the accelerator, so owned
+    gradients on the host are additional memory if full gradients persist.
     """
     persists = policy.full_grads is Lifetime.PERSISTENT
+    # `states.gradients` are the full gradients if these persist, else the owned ones.
     owned_gradients = states.gradients / (data_size if persists and policy.shard_optimizer else 1)
     optimizer = "optimizer" in offloaded
     parameters = "parameters" in offloaded and policy.full_params is Lifetime.TRANSIENT

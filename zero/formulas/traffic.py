@@ -1,4 +1,4 @@
-"""The bytes that each rank sends in a step of data parallelism, in closed form (paper, section 7)."""
+"""Computes the bytes that each rank sends in a step of data parallelism, in closed form (paper, section 7)."""
 
 from zero.stage import Lifetime, ShardingPolicy
 
@@ -6,9 +6,9 @@ from zero.stage import Lifetime, ShardingPolicy
 def step_bytes(policy: ShardingPolicy, parameter_bytes: float, data_size: int, num_micro_batches: int = 1) -> float:
     """Return the bytes that one rank sends in a step.
 
-    With Psi = `parameter_bytes`, the bytes of all parameters: 2 Psi (N-1)/N in stages 0 to 2, 3 Psi (N-1)/N in stage 3.
-    A further micro-batch adds nothing if full gradients persist, a reduction if they are transient, and two all-gathers
-    if full parameters are transient.
+    Let Psi be `parameter_bytes`, the bytes of all parameters, and N be `data_size`. A step with one micro-batch sends
+    2 Psi (N-1)/N in stages 0 to 2, and 3 Psi (N-1)/N in stage 3. Each further micro-batch adds a reduction if full
+    gradients are transient, and two all-gathers if full parameters are transient.
     """
     shard_size, replica_size = (data_size, 1) if policy.shard_optimizer else (1, data_size)
     return sum(axis_bytes(policy, parameter_bytes, shard_size, replica_size, num_micro_batches))
@@ -24,16 +24,17 @@ def axis_bytes(
     resident_bytes: float = 0.0,
     kept_bytes: float = 0.0,
 ) -> tuple[float, float]:
-    """Return the bytes that one rank sends in a step along the shard axis, and along the replica axis.
+    """Return the bytes that one rank sends in a step along the shard axis, and those along the replica axis.
 
-    If full parameters are transient, `resident_bytes` of `parameter_bytes` are nevertheless gathered only once a step,
-    and `kept_bytes` are not gathered for backward, because they are kept from forward (the root and the last unit).
+    If full parameters are transient, two parts of `parameter_bytes` are gathered less often. `resident_bytes` persist
+    and are gathered once a step. `kept_bytes` (the root and the last unit) stay unsharded from forward to backward, and
+    are not gathered again for backward.
     """
     num_reductions = num_micro_batches if policy.full_grads is Lifetime.TRANSIENT else 1
     gathered_bytes = parameter_bytes
     if policy.full_params is Lifetime.TRANSIENT:
-        in_forward = parameter_bytes - resident_bytes
-        gathered_bytes = num_micro_batches * (2 * in_forward - kept_bytes) + resident_bytes
+        transient_bytes = parameter_bytes - resident_bytes
+        gathered_bytes = num_micro_batches * (2 * transient_bytes - kept_bytes) + resident_bytes
     reduced_bytes = num_reductions * parameter_bytes
     along_shards = (reduced_bytes + gathered_bytes) * (shard_size - 1) / shard_size
     return along_shards, 2 * reduced_bytes / shard_size * (replica_size - 1) / replica_size

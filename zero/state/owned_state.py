@@ -1,8 +1,10 @@
-"""The state that one rank owns: as named tensors to save, and loaded from the saved state of any layout.
+"""Names the state that one rank owns, to save it, and loads what a rank owns from the saved state of any layout.
 
-"3.master.640"         master weights of buffer 3, from its element 640 to the end of a shard
-"3.exp_avg.640"        optimizer state of the piece of a parameter that begins there; 0-dim if it is one number
-"buffer.NAME", "loss_scale.NAME", "num_skipped"
+"3.master.640"         a shard of the master weights: the part of flat buffer 3 that begins at its element 640
+"3.exp_avg.640"        optimizer state of the piece of a parameter that begins at that element; 0-dim if it is a number
+"buffer.NAME"          a buffer of the module; this and the following are not sharded
+"loss_scale.NAME"      a tensor of the dynamic loss scale
+"num_skipped"          the number of steps that were skipped
 """
 
 from typing import Any
@@ -21,9 +23,10 @@ from zero.state.saved_state import MASTER, SavedFile, SavedState, TensorRank, de
 
 
 def owned_state(model: ZeroDataParallel, optimizer: ZeroOptimizer) -> dict[str, Tensor]:
-    """Return the owned weights and optimizer state by name. Replicas own the same.
+    """Return this rank's shards of the master weights and its optimizer state, by name.
 
-    The tensors are not copies: save them before the next step.
+    Ranks that differ only along the replica axis own the same state. The tensors are not copies: save them before the
+    next step.
     """
     numbers = {bucket: number for number, flat in enumerate(model.flats) for bucket in flat.buckets}
     state = {f"{number}.{MASTER}.{bucket.shard.start}": bucket.master for bucket, number in numbers.items()}
@@ -45,14 +48,15 @@ def common_state(model: ZeroDataParallel, optimizer: ZeroOptimizer) -> dict[str,
 
 @torch.no_grad()
 def load_owned_state(model: ZeroDataParallel, optimizer: ZeroOptimizer, saved: SavedState, tensor: TensorRank) -> None:
-    """Read what this rank owns, whatever layout wrote it, then update the full parameters of all ranks.
+    """Load this rank's shards from a state that any layout has saved, and all-gather parameters that persist.
 
-    `tensor` is this rank's position along the tensor axis. The names and full shapes of the parameters must be those
-    of the saved state.
+    All ranks call it. `tensor` is this rank's position along the tensor axis. The model must have the names and full
+    shapes of the saved parameters.
     """
     trainable = set(optimizer.buckets)
     for flat in model.flats:
-        flat.reshard()  # before its values change: a transient full buffer would keep the old ones
+        # Before the shards change: a transient full buffer that stayed unsharded would keep the old values.
+        flat.reshard()
         for bucket in flat.buckets:
             if bucket in trainable:
                 _load_optimizer_state(optimizer, flat, bucket, saved, tensor)
@@ -65,7 +69,8 @@ def load_owned_state(model: ZeroDataParallel, optimizer: ZeroOptimizer, saved: S
 def load_common_state(model: ZeroDataParallel, optimizer: ZeroOptimizer, file: SavedFile) -> None:
     """Read the state that is not sharded from the file of one saved rank.
 
-    What the file does not contain keeps its value. A loss scale is read only if it was dynamic and still is.
+    A tensor that the file does not contain keeps its value. The loss scale is loaded only if it was dynamic when it was
+    saved and is dynamic now.
     """
     for name, tensor in common_state(model, optimizer).items():
         if name in file.entries:
@@ -73,7 +78,7 @@ def load_common_state(model: ZeroDataParallel, optimizer: ZeroOptimizer, file: S
 
 
 def group_counters(optimizer: ZeroOptimizer) -> list[dict[str, Any]]:
-    """Return the numbers in each parameter group that are not settings, such as the step counter of apex's Adam."""
+    """Return, for each parameter group, its numbers that are not settings, such as the step counter of apex's Adam."""
     return [
         {k: v for k, v in group.items() if k not in optimizer.inner.defaults and isinstance(v, (int, float))}
         for group in optimizer.inner.param_groups
@@ -81,9 +86,10 @@ def group_counters(optimizer: ZeroOptimizer) -> list[dict[str, Any]]:
 
 
 def describe_state(model: ZeroDataParallel, data_size: int, tensor_size: int) -> dict[str, Any]:
-    """Return the description, as JSON, by which `SavedState` finds any element of any parameter in the ranks' files.
+    """Return a description, for JSON, with which `SavedState` finds any element of any parameter in the ranks' files.
 
-    It is the same on each of the `data_size` x `tensor_size` ranks, and its size does not depend on their number.
+    The description is the same on each of the `data_size` x `tensor_size` ranks, and its size does not depend on their
+    number.
     """
     return {
         "data_size": data_size,
@@ -104,27 +110,31 @@ def _load_optimizer_state(
 ) -> None:
     pieces = {piece.elements.start: piece for piece in optimizer.pieces_of(bucket)}
     for span, part in flat.layout.spans_in(bucket.shard):
-        if piece := pieces.get(part.start - bucket.shard.start):  # None if the parameter is in none of the groups
-            state = optimizer.inner.state[piece.param]
-            for kind in saved.state_kinds(span.name):
-                scalar = saved.scalar(span.name, kind)
-                if scalar is None:
-                    state[kind] = torch.empty_like(piece.param, dtype=_state_dtype(saved, span.name, kind, piece))
-                    saved.read(span.name, kind, _within(span, part), out=state[kind], tensor=tensor)
-                else:
-                    is_on_host = not optimizer.inner.defaults.get("fused")  # where torch keeps step counters
-                    state[kind] = scalar.to("cpu" if is_on_host else piece.param.device, copy=True)
+        piece = pieces.get(part.start - bucket.shard.start)
+        if piece is None:  # the parameter is in none of the optimizer's groups
+            continue
+        state = optimizer.inner.state[piece.param]
+        for kind in saved.state_kinds(span.name):
+            scalar = saved.scalar(span.name, kind)
+            if scalar is None:
+                state[kind] = torch.empty_like(piece.param, dtype=_state_dtype(saved, span.name, kind, piece))
+                saved.read(span.name, kind, _within(span, part), out=state[kind], tensor=tensor)
+            else:
+                # A fused optimizer of torch expects step counters on the device, any other one on the host.
+                is_fused = optimizer.inner.defaults.get("fused")
+                state[kind] = scalar.to(piece.param.device if is_fused else "cpu", copy=True)
 
 
 def _state_dtype(saved: SavedState, name: str, kind: str, piece: Piece) -> torch.dtype:
-    """Return the piece's dtype if the state was saved in the dtype of the weights, else the dtype that was saved.
+    """Return the dtype in which to load one kind of optimizer state of a piece.
 
-    The second case is, for example, that of 8-bit moments.
+    This is the piece's own dtype if the state was saved in the dtype of the master weights. Any other state, such as
+    8-bit moments, keeps the dtype in which it was saved.
     """
     dtype = saved.dtype(name, kind)
     return piece.param.dtype if dtype == saved.dtype(name) else dtype
 
 
 def _within(span: Span, part: range) -> range:
-    """Convert elements of the buffer to elements of the parameter."""
+    """Convert elements of the flat buffer to elements of the parameter."""
     return range(part.start - span.elements.start, part.stop - span.elements.start)

@@ -1,4 +1,4 @@
-"""The bytes of memory that one rank's model states and buffers really occupy, beside what `zero/formulas` promises."""
+"""The bytes of memory that one rank's model states and buffers occupy, to compare with those of `zero/formulas`."""
 
 from collections.abc import Iterable, Iterator
 
@@ -15,9 +15,9 @@ from zero.stage import Lifetime
 def resident_states(
     model: ZeroDataParallel, optimizer: ZeroOptimizer, placement: Placement = Placement.ACCELERATOR
 ) -> ModelStates:
-    """Return the bytes of model states that are allocated now in one of the memories, each storage counted once.
+    """Return the bytes of model states that are allocated now in the memory `placement`, each storage counted once.
 
-    A torch optimizer allocates its moments in the first step: before it, `moments` is 0.
+    A torch optimizer allocates its moments in the first step: before that step, `moments` is 0.
     """
     here = [bucket for bucket in optimizer.buckets if bucket.optimizer_placement is placement]
     pieces = [piece for bucket in here for piece in optimizer.pieces_of(bucket)]
@@ -32,9 +32,9 @@ def resident_states(
 
 
 def buffer_bytes(model: ZeroDataParallel, optimizer: ZeroOptimizer) -> dict[str, int]:
-    """Return the bytes of each buffer of constant size (C_B).
+    """Return the bytes of each buffer of constant size (C_B), by name.
 
-    They depend on `zero.bucket_numel` and never on the number of the model's parameters.
+    They depend on `ZeroConfig.bucket_numel`, and not on the number of the model's parameters.
     """
     return {
         "staged gradients": model.reducer.staging.num_bytes,
@@ -44,10 +44,10 @@ def buffer_bytes(model: ZeroDataParallel, optimizer: ZeroOptimizer) -> dict[str,
 
 
 def gathered_bytes(model: ZeroDataParallel, prefetch_numel: int) -> int:
-    """Return the most bytes of transient parameters that are unsharded at once.
+    """Return the most bytes of transient parameters that are unsharded at the same time, if each unit has one buffer.
 
-    These are the parameters of two units, one inside the other, and those that are gathered ahead. The bound depends
-    on the largest layer, not on the number of layers.
+    These are the two largest flat buffers, for a unit inside another one, and the parameters that are prefetched. They
+    depend on the largest layer, not on the number of layers.
     """
     transient = [flat.full for flat in model.flats if flat.lifetime is Lifetime.TRANSIENT]
     itemsize = max((full.element_size() for full in transient), default=0)
@@ -56,7 +56,7 @@ def gathered_bytes(model: ZeroDataParallel, prefetch_numel: int) -> int:
 
 
 def _parameters(shard: ParamShard, placement: Placement) -> Iterator[Tensor]:
-    """Yield the tensors of one bucket's parameters that are allocated in one of the memories from step to step."""
+    """Yield the tensors of one bucket's parameters that stay allocated in the memory `placement` between steps."""
     if placement is shard.placement:
         yield shard.full if shard.persists else shard.owned
     if placement is Placement.ACCELERATOR and shard.cached is not None:
@@ -64,7 +64,7 @@ def _parameters(shard: ParamShard, placement: Placement) -> Iterator[Tensor]:
 
 
 def _gradients(shard: GradShard, placement: Placement) -> Iterator[Tensor]:
-    """Yield the tensors of one bucket's gradients that are allocated in one of the memories from step to step."""
+    """Yield the tensors of one bucket's gradients that stay allocated in the memory `placement` between steps."""
     if placement is shard.placement:
         yield shard.owned
     if placement is Placement.ACCELERATOR and shard.persists and shard.staged is not None:
@@ -72,10 +72,10 @@ def _gradients(shard: GradShard, placement: Placement) -> Iterator[Tensor]:
 
 
 def _has_own_master(bucket: Bucket) -> bool:
-    """Return whether the master weights are a copy, and not the owned parameters themselves."""
+    """Return whether the master weights have memory of their own, and are not the owned parameters themselves."""
     return bucket.master.data_ptr() != bucket.params.owned.data_ptr()
 
 
 def _num_bytes(tensors: Iterable[Tensor]) -> int:
-    """Return the bytes of all storages, each counted once however many tensors are views of it."""
+    """Return the bytes of the tensors' storages, each counted once even if several tensors are views of it."""
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.numel()}.values())

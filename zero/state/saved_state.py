@@ -1,11 +1,12 @@
-"""Logical tensors of a saved state: any elements of any parameter, of its weights or its moments, by name.
+"""Reads any elements of any parameter, of its weights or its optimizer state, from the files of a saved layout.
 
 A rank of any layout reads the elements that it needs from the files of the layout that was saved. No file is converted,
-and no rank holds more than the elements that it reads.
+and a rank holds only the elements that it reads.
 
-    parameter, cut along the tensor axis   row k of a rank | row k of the next | ...   a reader names a part and a range
-    one rank's part, flat, in its buffer   | ... span ... |                            `Layout` tells which rank owns it
-    a rank's file                          "3.exp_avg.640": buffer 3, from its element 640 on
+    a parameter, cut along the tensor axis      | row 0 of rank 0 | row 0 of rank 1 | row 1 of rank 0 | ...
+    the part of one tensor rank, flattened      | ... | span of the parameter | ... |    a range of one flat buffer
+    the shards of that buffer                   | rank 0 | rank 1 | ... | rank 0 | ...   along the shard axis: `Layout`
+    the file of a rank                          "3.exp_avg.640": elements of flat buffer 3, from its element 640 on
 """
 
 from bisect import bisect_right
@@ -14,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,9 +24,9 @@ from parallel.errors import ConfigError
 from zero.layout import Layout, Span, cut_into_buckets
 from zero.state.tensor_file import TensorFile
 
-MASTER = "master"  # the kind of tensor that every parameter has: its weights
+MASTER = "master"  # the kind of tensor that every parameter has: its master weights
 MAX_OPEN_FILES = 32
-BLOCK_NUMEL = 2**22  # elements read at once if only some columns of the parameter are needed
+BLOCK_NUMEL = 2**22  # elements that are read at once if only some columns of a parameter are needed
 
 
 def rank_file(folder: Path, rank: int) -> Path:
@@ -35,7 +36,7 @@ def rank_file(folder: Path, rank: int) -> Path:
 
 @dataclass(frozen=True)
 class TensorRank:
-    """A position along a tensor axis, which determines a part of each parameter; (0, 1) stands for all of it."""
+    """A position along a tensor axis, which determines a part of each parameter. Rank 0 of 1 has whole parameters."""
 
     rank: int = 0
     size: int = 1
@@ -46,16 +47,31 @@ WHOLE = TensorRank()
 
 @dataclass(frozen=True)
 class SavedParameter:
-    """A parameter, and the position of each tensor rank's part in its buffer."""
+    """A parameter, and the elements of a flat buffer that each tensor rank's part of it occupies."""
 
     shape: torch.Size  # of the whole parameter
-    dim: int | None  # along which it is cut; None if every tensor rank has all of it
-    buffer: int
-    elements: range  # in the buffer
+    dim: int | None  # the dim that is cut along the tensor axis; None if every tensor rank has the whole parameter
+    buffer: int  # the number of the flat buffer
+    elements: range  # of the flat buffer; the same on all tensor ranks
+
+
+class Block(NamedTuple):
+    """Some columns of consecutive rows of a matrix."""
+
+    first_row: int
+    num_rows: int
+    columns: range
+    row_numel: int  # the number of all columns
+
+    @property
+    def elements(self) -> range:
+        """The elements of the matrix from the first to the last of the block, in row-major order."""
+        first, last = self.first_row * self.row_numel, (self.first_row + self.num_rows - 1) * self.row_numel
+        return range(first + self.columns.start, last + self.columns.stop)
 
 
 class SavedFile(TensorFile):
-    """The file of one rank, with an index of the ranges of buffers that it contains."""
+    """The file of one rank, with an index of the tensors in it by kind and by position in the flat buffers."""
 
     def __init__(self, path: Path):
         super().__init__(path)
@@ -68,14 +84,14 @@ class SavedFile(TensorFile):
         self._starts = {key: sorted(found) for key, found in starts.items()}
 
     def kinds_at(self, buffer: int, start: int) -> list[str]:
-        """Return the kinds of tensors that begin with this element of the buffer."""
+        """Return the kinds of the tensors that begin at element `start` of a flat buffer."""
         kinds = [kind for number, kind in self._starts if number == buffer]
         return [kind for kind in kinds if f"{buffer}.{kind}.{start}" in self.entries]
 
-    def holder(self, buffer: int, kind: str, element: int) -> tuple[str, int]:
-        """Return the name of the tensor that contains an element of the buffer, and the tensor's first element.
+    def find_tensor(self, buffer: int, kind: str, element: int) -> tuple[str, int]:
+        """Return the name of the tensor that contains an element of a flat buffer, and the tensor's first element.
 
-        Raises ConfigError if the file contains no such tensor.
+        Raises ConfigError if the file does not contain such a tensor.
         """
         starts = self._starts.get((buffer, kind), [])
         index = bisect_right(starts, element) - 1
@@ -87,9 +103,9 @@ class SavedFile(TensorFile):
 
 
 def describe_layout(layout: Layout) -> dict[str, Any]:
-    """Return names, shapes and starts, for JSON.
+    """Return a description of a layout, for JSON: the name, shape and start of each parameter, and the bucket size.
 
-    Buckets and shards follow from them by arithmetic: the description does not grow with their number.
+    Buckets and shards are computed from it, so its size does not depend on their number.
     """
     return {
         "numel": layout.numel,
@@ -100,7 +116,7 @@ def describe_layout(layout: Layout) -> dict[str, Any]:
 
 
 def _layout(description: dict[str, Any]) -> Layout:
-    """Return the layout that `describe_layout` has described."""
+    """Return the layout of a result of `describe_layout`."""
     spans = []
     for name, (shape, start) in description["spans"].items():
         spans.append(Span(name, torch.Size(shape), range(start, start + torch.Size(shape).numel())))
@@ -109,7 +125,7 @@ def _layout(description: dict[str, Any]) -> Layout:
 
 
 class SavedState:
-    """A reader of the files that all ranks of one layout wrote into `folder`.
+    """A reader of the files that the ranks of one layout have written to `folder`.
 
     `description` is the result of `owned_state.describe_state` on those ranks.
     """
@@ -123,7 +139,7 @@ class SavedState:
 
     @property
     def num_files(self) -> int:
-        """The number of the ranks' files."""
+        """The number of files: one for each rank that saved."""
         return self.data_size * self.tensor_size
 
     def state_kinds(self, name: str) -> list[str]:
@@ -135,16 +151,17 @@ class SavedState:
         return sorted(set(kinds) - {MASTER})
 
     def scalar(self, name: str, kind: str) -> Tensor | None:
-        """Return 0-dim state of a parameter, such as a step counter; None if the state has a value for each element."""
+        """Return optimizer state that is a number, such as a step counter, 0-dim; None if each element has a value."""
         parameter = self.parameters[name]
-        file, first = self._first_file(parameter), f"{parameter.buffer}.{kind}.{parameter.elements.start}"
-        return None if file.entries[first].shape else file.tensor(first)
+        file, tensor_name = self._first_file(parameter), f"{parameter.buffer}.{kind}.{parameter.elements.start}"
+        return None if file.entries[tensor_name].shape else file.tensor(tensor_name)
 
     def dtype(self, name: str, kind: str = MASTER) -> torch.dtype:
-        """Return the dtype in which one kind of state of a parameter was saved."""
+        """Return the dtype in which one kind of tensor of a parameter was saved."""
         parameter = self.parameters[name]
         file = self._first_file(parameter)
-        return file.entries[file.holder(parameter.buffer, kind, parameter.elements.start)[0]].dtype
+        tensor_name, _ = file.find_tensor(parameter.buffer, kind, parameter.elements.start)
+        return file.entries[tensor_name].dtype
 
     def whole(self, name: str, kind: str = MASTER) -> Tensor:
         """Return all elements of a parameter, in its full shape."""
@@ -154,87 +171,82 @@ class SavedState:
         return out.view(shape)
 
     def read(self, name: str, kind: str, elements: range, *, out: Tensor, tensor: TensorRank = WHOLE) -> None:
-        """Fill `out` with `elements` of the part of a parameter that belongs to a tensor rank.
+        """Fill `out` with `elements` of the part of a parameter that belongs to the tensor rank `tensor`.
 
         The elements are counted in row-major order within that part. `out` is one-dimensional, of any dtype and on any
-        device. `tensor` need not be a rank of the layout that was saved.
+        device. The size of the tensor axis may differ from the size that was saved.
         """
         parameter = self.parameters[name]
         if parameter.dim is None or tensor.size == self.tensor_size:
             self._read_part(parameter, kind, tensor.rank % self.tensor_size, elements, out)
             return
-        # A row is all dims from the cut on: in a row of the whole parameter the ranks' parts follow one another.
-        row = parameter.shape[parameter.dim :].numel()
-        own_row, saved_row = row // tensor.size, row // self.tensor_size
-        for first, num_rows, columns in _blocks(elements, own_row, max(1, BLOCK_NUMEL // saved_row)):
-            block, out = out[: num_rows * len(columns)].view(num_rows, -1), out[num_rows * len(columns) :]
-            start, stop = (tensor.rank * own_row + column for column in (columns.start, columns.stop))
-            for part in range(start // saved_row, -(-stop // saved_row)):
-                left, right = max(start, part * saved_row), min(stop, (part + 1) * saved_row)
-                saved_columns = range(left - part * saved_row, right - part * saved_row)
-                target = block[:, left - start : right - start]
-                self._read_columns(parameter, kind, part, (first, num_rows, saved_columns, saved_row), target)
+        # The parameter as a matrix: a row consists of all dims from the cut one on, so a rank's part is some columns.
+        row_numel = parameter.shape[parameter.dim :].numel()
+        own_numel, saved_numel = row_numel // tensor.size, row_numel // self.tensor_size
+        for block in _blocks(elements, own_numel, max(1, BLOCK_NUMEL // saved_numel)):
+            numel = block.num_rows * len(block.columns)
+            block_out, out = out[:numel].view(block.num_rows, -1), out[numel:]
+            start, stop = (tensor.rank * own_numel + column for column in (block.columns.start, block.columns.stop))
+            for saved_rank in range(start // saved_numel, -(-stop // saved_numel)):
+                saved_start = saved_rank * saved_numel
+                left, right = max(start, saved_start), min(stop, saved_start + saved_numel)
+                columns = range(left - saved_start, right - saved_start)
+                saved_block = Block(block.first_row, block.num_rows, columns, saved_numel)
+                self._read_block(parameter, kind, saved_rank, saved_block, block_out[:, left - start : right - start])
 
-    def _read_columns(
-        self, parameter: SavedParameter, kind: str, part: int, block: tuple[int, int, range, int], out: Tensor
-    ) -> None:
-        """Read some columns of some rows of a saved part; the elements between them are read too and dropped."""
-        first, num_rows, columns, row = block
-        elements = range(first * row + columns.start, (first + num_rows - 1) * row + columns.stop)
-        if num_rows == 1:
-            self._read_part(parameter, kind, part, elements, out[0])
+    def _read_block(self, parameter: SavedParameter, kind: str, saved_rank: int, block: Block, out: Tensor) -> None:
+        """Read a block of the part of a saved tensor rank; columns between those of the block are read and dropped."""
+        if block.num_rows == 1:
+            self._read_part(parameter, kind, saved_rank, block.elements, out[0])
             return
-        found = out.new_empty(len(elements), device="cpu")
-        self._read_part(parameter, kind, part, elements, found)
-        out.copy_(found.as_strided((num_rows, len(columns)), (row, 1)))
+        values = out.new_empty(len(block.elements), device="cpu")
+        self._read_part(parameter, kind, saved_rank, block.elements, values)
+        out.copy_(values.as_strided((block.num_rows, len(block.columns)), (block.row_numel, 1)))
 
-    def _read_part(self, parameter: SavedParameter, kind: str, part: int, elements: range, out: Tensor) -> None:
-        """Read elements of the part that belonged to one tensor rank of the saved layout."""
+    def _read_part(self, parameter: SavedParameter, kind: str, saved_rank: int, elements: range, out: Tensor) -> None:
+        """Read elements of the part of a saved tensor rank, from the files of all ranks that own some of them."""
         start = parameter.elements.start
         in_buffer = range(start + elements.start, start + elements.stop)
-        for shard, stretch in self._layouts[parameter.buffer].shards(in_buffer):
-            file = self.file(shard * self.tensor_size + part)
-            held, first = file.holder(parameter.buffer, kind, stretch.start)
-            target = out[stretch.start - in_buffer.start : stretch.stop - in_buffer.start]
-            file.read(held, range(stretch.start - first, stretch.stop - first), target)
+        for shard_rank, owned in self._layouts[parameter.buffer].shards(in_buffer):
+            file = self.file(shard_rank * self.tensor_size + saved_rank)
+            tensor_name, first = file.find_tensor(parameter.buffer, kind, owned.start)
+            target = out[owned.start - in_buffer.start : owned.stop - in_buffer.start]
+            file.read(tensor_name, range(owned.start - first, owned.stop - first), target)
 
     def _first_file(self, parameter: SavedParameter) -> SavedFile:
         """Return the file that contains the first element of a parameter."""
         start = parameter.elements.start
-        shard, _ = next(self._layouts[parameter.buffer].shards(range(start, start + 1)))
-        return self.file(shard * self.tensor_size)
+        shard_rank, _ = next(self._layouts[parameter.buffer].shards(range(start, start + 1)))
+        return self.file(shard_rank * self.tensor_size)
 
 
 def full_shapes(description: dict[str, Any]) -> dict[str, list[int]]:
-    """Return the full shape of every parameter of a description.
+    """Return the full shape of every parameter in a result of `describe_state`.
 
-    Two models with the same names and shapes can read each other's states.
+    A model can load a saved state if the names and the full shapes are the same.
     """
     layouts = [_layout(buffer) for buffer in description["buffers"]]
-    found = _parameters(layouts, description["split_dims"], description["tensor_size"])
-    return {name: list(parameter.shape) for name, parameter in found.items()}
+    parameters = _parameters(layouts, description["split_dims"], description["tensor_size"])
+    return {name: list(parameter.shape) for name, parameter in parameters.items()}
 
 
-def _parameters(layouts: list[Layout], dims: dict[str, int], tensor_size: int) -> dict[str, SavedParameter]:
-    found = {}
+def _parameters(layouts: list[Layout], split_dims: dict[str, int], tensor_size: int) -> dict[str, SavedParameter]:
+    parameters = {}
     for number, layout in enumerate(layouts):
         for span in layout.spans:
-            cut = dims.get(span.name)
-            shape = torch.Size(n * tensor_size if dim == cut else n for dim, n in enumerate(span.shape))
-            found[span.name] = SavedParameter(shape, cut, number, span.elements)
-    return found
+            split_dim = split_dims.get(span.name)
+            shape = torch.Size(n * tensor_size if dim == split_dim else n for dim, n in enumerate(span.shape))
+            parameters[span.name] = SavedParameter(shape, split_dim, number, span.elements)
+    return parameters
 
 
-def _blocks(elements: range, row_numel: int, max_rows: int) -> Iterator[tuple[int, int, range]]:
-    """Divide `elements` into blocks of whole rows, and the incomplete rows at both ends.
-
-    Yields (first row, number of rows, columns). A block has at most `max_rows` rows.
-    """
+def _blocks(elements: range, row_numel: int, max_rows: int) -> Iterator[Block]:
+    """Divide `elements` of a matrix into blocks of at most `max_rows` whole rows, and incomplete rows at both ends."""
     start = elements.start
     while start < elements.stop:
         row, column = divmod(start, row_numel)
         num_whole = 0 if column else (elements.stop - start) // row_numel
         num_rows = max(1, min(num_whole, max_rows))
         columns = range(column, min(row_numel, column + elements.stop - start))
-        yield row, num_rows, columns
+        yield Block(row, num_rows, columns, row_numel)
         start += num_rows * len(columns)

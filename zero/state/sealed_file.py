@@ -3,7 +3,7 @@
     tensors    8 bytes: length of the header | {"__metadata__":{"crc32":"89abcdef", ...}, ...} | data (tensor_file.py)
     JSON       {"crc32": "89abcdef", ...}
 
-The eight digits are the CRC-32 of the whole file, computed with zeros in their place.
+The eight digits are the CRC-32 of the whole file, which is computed while the digits are zeros.
 """
 
 import json
@@ -21,7 +21,7 @@ CHECKSUM = re.compile(rb'"crc32": ?"([0-9a-f]{8})"')
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write `content` and its checksum to a file, which is on the disk when this returns. Raise OSError."""
+    """Write `content` with a checksum to a file, and flush it to the disk. Raises OSError if that fails."""
     text = json.dumps({"crc32": NO_CHECKSUM, **content}, indent=1).encode()
     start = checksum_offset(text)
     with path.open("wb") as file:
@@ -30,13 +30,13 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the content of a file, with its checksum. Raise ConfigError if it differs from what was written."""
+    """Return the content of a JSON file, including its checksum. Raises ConfigError as `verify` does."""
     verify(path)
     return json.loads(path.read_bytes())
 
 
 def verify(path: Path) -> None:
-    """Read the whole file. Raise ConfigError if it is missing, or differs from what was written."""
+    """Read a file and compare its checksum. Raises ConfigError if it cannot be read, or is not as it was written."""
     checksum, expected = 0, None
     buffer = bytearray(CHUNK_BYTES)
     try:
@@ -56,24 +56,27 @@ def verify(path: Path) -> None:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Replace a file atomically: a reader, also after a crash, finds the old text or the new one. Raise OSError."""
+    """Replace a file atomically: a reader finds the old text or the new one, even after a crash.
+
+    Raises OSError if the file cannot be written.
+    """
     partial = path.with_name(f".{path.name}.partial")
     with partial.open("wb") as file:
         file.write(text.encode())
         flush(file)
-    # Only now is the new text on the disk, so a crash after the renaming cannot leave an incomplete file.
+    # Rename only after the new text is on the disk: a crash can then not leave an incomplete file.
     partial.replace(path)
     flush_folder(path.parent)
 
 
 def flush(file: BinaryIO) -> None:
-    """Write all that the system still buffers of `file` to the disk."""
+    """Write to the disk what Python and the operating system still buffer of `file`."""
     file.flush()
     os.fsync(file.fileno())
 
 
 def flush_folder(folder: Path) -> None:
-    """Write the names in `folder` to the disk: a renaming survives a crash only after this."""
+    """Write the names of the files in `folder` to the disk. Only then does a renamed file survive a crash."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -82,7 +85,7 @@ def flush_folder(folder: Path) -> None:
 
 
 def checksum_offset(content: bytes) -> int:
-    """Return the index of the first digit of the checksum."""
+    """Return the index in `content` of the first digit of the checksum."""
     found = CHECKSUM.search(content)
     assert found is not None
     return found.start(1)

@@ -1,14 +1,18 @@
-"""Files of tensors in the safetensors format, with a checksum, written and read through one chunk of host memory.
+"""Writes and reads files of tensors in the safetensors format, with a checksum, one chunk of host memory at a time.
 
     8 bytes: length of the header | {"__metadata__": {"crc32": ...}, name: type, shape, offsets, ...} | data
 
-The safetensors package reads these files, and `TensorFile` reads the package's, but neither uses the other: the package
-writes from tensors that are all in host memory, and reads by mapping the file, whose pages count as the process's
-memory. Measured on 2026-11-21 (two CPU cores, 24 GiB; safetensors 0.8.0, torch 2.13), with one tensor of 2**28 fp32
-elements: reading it in ranges of 4 MiB raises the peak resident memory by 8 MiB here and by 1,033 MiB with
-`safe_open(...).get_slice(...)`; either takes 0.7 to 1.2 s from a cold disk cache. 1,000 ranges of 16 KiB take 0.006 s
-and 2 MiB here, 0.017 s and 972 MiB there, from a warm one. Opening the file anew for each range of 4 MiB needs 14 MiB,
-but takes 0.62 s instead of 0.13 s (warm). A slice counts rows: it cannot return elements 4 to 12 of a (3, 5) tensor.
+The safetensors package can read these files, and `TensorFile` can read files of the package. The package itself is not
+used, for three reasons. To write, it needs all tensors in host memory at the same time. To read, it maps the file into
+memory, and the mapped pages count as memory of the process. And its slices count rows: a slice cannot return elements 4
+to 12 of a (3, 5) tensor. Measured on 2026-11-21 (two CPU cores, 24 GiB; safetensors 0.8.0, torch 2.13), with one tensor
+of 2**28 fp32 elements, as seconds and increase of the peak resident memory:
+
+                                                        TensorFile          safe_open(...).get_slice(...)
+    all of it, in ranges of 4 MiB, cold disk cache      0.7 to 1.2, 8 MiB   0.7 to 1.2, 1,033 MiB
+    1,000 ranges of 16 KiB, warm disk cache             0.006, 2 MiB        0.017, 972 MiB
+
+If the package opens the file again for each range of 4 MiB, it needs 14 MiB only, but 0.62 s instead of 0.13 s (warm).
 """
 
 import json
@@ -46,11 +50,11 @@ def write_tensors(
     metadata: Mapping[str, str] | None = None,
     on_chunk: Callable[[], None] = lambda: None,
 ) -> None:
-    """Write tensors from any device to one file, which is on the disk when this returns. Raise OSError.
+    """Write tensors from any device to one file, and flush it to the disk. Raises OSError if that fails.
 
     `on_chunk` is called after each chunk of at most `CHUNK_BYTES`.
     """
-    # The types with the largest elements come first, so that every tensor is aligned.
+    # The tensors with the largest elements are first, so that every tensor is aligned.
     by_alignment = dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))
     header = _header(by_alignment, {"crc32": NO_CHECKSUM, **(metadata or {})})
     with path.open("wb") as file:
@@ -61,7 +65,7 @@ def write_tensors(
                 file.write(chunk)
                 checksum = zlib.crc32(chunk, checksum)
                 on_chunk()
-        # The checksum covers all that follows the header too, so it can only be written last.
+        # Last: the checksum, which is in the header, also covers everything after the header.
         file.seek(checksum_offset(header))
         file.write(checksum_digits(checksum))
         flush(file)
@@ -69,7 +73,7 @@ def write_tensors(
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A tensor in a file."""
+    """The description of a tensor in a file."""
 
     dtype: torch.dtype
     shape: torch.Size
@@ -96,17 +100,17 @@ class TensorFile:
             raise ConfigError(f"{path} is damaged: it is not a safetensors file") from error
 
     def tensor(self, name: str) -> Tensor:
-        """Return a whole tensor, in host memory."""
+        """Return all of a tensor, in host memory."""
         entry = self.entries[name]
         out = torch.empty(entry.shape, dtype=entry.dtype)
         self.read(name, range(out.numel()), out.view(-1))
         return out
 
     def read(self, name: str, elements: range, out: Tensor) -> None:
-        """Fill `out` with `elements` of a tensor, counted in row-major order.
+        """Fill `out` with `elements` of the tensor `name`, counted in row-major order.
 
         `out` is one-dimensional and contiguous, of any dtype and on any device. Raises ConfigError if the tensor has
-        fewer elements, or if the file ends too early.
+        fewer elements, or if the file is too short.
         """
         entry, out = self.entries[name], out.detach()
         if elements.stop > math.prod(entry.shape):
@@ -126,7 +130,7 @@ class TensorFile:
         while len(left):
             num_read = self._file.readinto(left)
             if not num_read:
-                raise ConfigError(f"{self.path} is damaged: it ends {len(left)} bytes too early")
+                raise ConfigError(f"{self.path} is damaged: it is {len(left)} bytes too short")
             left = left[num_read:]
 
 
