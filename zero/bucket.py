@@ -27,7 +27,7 @@ class ParamShard:
     """The parameters of one bucket: the shard that this rank owns, and a view of the full buffer."""
 
     def __init__(self, full: Tensor, shard: range, axis: Axis, offload: Offload, lifetime: Lifetime):
-        """Take `shard`, elements of `full`, into memory of its own if full parameters are transient."""
+        """`shard`: this rank's elements of `full`; they are copied to separate memory if `full` is transient."""
         self.full, self._full_shard = full, cut(full, shard)
         self._axis, self._offload = axis, offload
         self.persists = lifetime is Lifetime.PERSISTENT
@@ -44,7 +44,10 @@ class ParamShard:
         return self._axis.all_gather(self.owned if self.cached is None else self.cached, out=self.full)
 
     def all_gather_updated(self) -> Handle:
-        """Replace every copy of `owned`, whose values are new; a full buffer that is transient has none by now."""
+        """Copy new values of `owned` to the device cache, or all-gather them to `full` if that persists.
+
+        A transient `full` must have been resharded before.
+        """
         if self.cached is not None:
             return self._offload.to_accelerator(self.owned, out=self.cached)
         return self.all_gather() if self.persists else Handle()
@@ -65,7 +68,7 @@ class ParamShard:
 class Staging(Enum):
     """The use of the memory of a bucket's full gradients."""
 
-    FREE = "no full gradient is stored; in staging memory that persists, only the owned shard may be valid"
+    FREE = "no full gradient is stored; if the memory persists, its owned shard may hold the reduced gradient"
     FILLING = "gradients of one or more backwards have been written, and more may be added"
     REDUCING = "the reduction has been launched, and the memory belongs to it"
 
@@ -179,7 +182,7 @@ class Bucket:
     """A stretch of a flat buffer that is communicated at once: its parameters, gradients and master weights."""
 
     def __init__(self, elements: range, shard: range, params: ParamShard, grads: GradShard | None, offload: Offload):
-        """`elements`, `shard`: of the buffer, all and this rank's. `grads` is None if the parameters are frozen."""
+        """`elements`: those of the bucket in the buffer; `shard`: those that this rank owns. Frozen: no `grads`."""
         self.elements, self.shard, self.params = elements, shard, params
         self._grads, self._offload = grads, offload
         self.master = params.owned  # until an optimizer calls `place_master`

@@ -97,9 +97,9 @@ class ZeroDataParallel(nn.Module):
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
-        """Accumulate the gradients of the backwards in here; the first backward outside completes the step's.
+        """Accumulate gradients over the backwards inside this context; the first one after it completes the step.
 
-        Unlike DDP's `no_sync`, each backward is still reduced if full gradients are transient.
+        Unlike with DDP's `no_sync`, each backward is still reduced if full gradients are transient.
         """
         self._awaits_backward = self._is_last_microbatch = False
         try:
@@ -172,7 +172,8 @@ class ZeroDataParallel(nn.Module):
     def _install_hooks(self) -> None:
         if self._unshards:
             self._scheduler.install_hooks(self.module)
-        # Weakly: Python's collector does not see what hooks of this kind refer to, and would never free the engine.
+        # A weak reference: the garbage collector does not follow references of such hooks, and would never free the
+        # engine.
         on_gradient = weakref.WeakMethod(self._on_gradient)
         for flat in self.flats:
             for param in flat.params if flat.is_trainable else ():

@@ -98,9 +98,9 @@ class FlatParameters:
         self._state = FullState.SHARDED
 
     def assign(self, param: nn.Parameter, data: Axis) -> None:
-        """Take what the first rank of `data` has written into `param` as its value on all ranks. It must be unsharded.
+        """Broadcast the values of `param` on the first rank of `data`, and update the shards; it must be unsharded.
 
-        Master weights keep their more precise value wherever its rounded value has not changed.
+        A master weight that rounds to the new value keeps its own.
         """
         span, full = self._span_of[param], self._views[param]
         if param.data_ptr() != full.data_ptr():  # `param.data` was replaced

@@ -40,9 +40,9 @@ class BackwardState(Enum):
 class GradientReducer:
     """Takes gradients into their buckets and reduces each bucket to the shards of its owners.
 
-    A parameter is closed, in a backward, when no further gradient of it can arrive: when its gradient has arrived, if
-    full parameters persist, else when the scheduler closes its unit. `before_launch(i)` is called before the i-th
-    reduction of a backward.
+    To close a parameter is to expect no further gradient of it in this backward. It is closed when its gradient
+    arrives, if full parameters persist, else when the scheduler closes its unit. `before_launch(i)` is called before
+    the i-th reduction of a backward.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class GradientReducer:
         before_launch: Callable[[int], None],
         offload: Offload,
     ):
-        """`buckets`: of all trainable parameters, in the order of the layout. `axes`: shard axis, replica axis."""
+        """`buckets`: those of the trainable parameters, in the order of the layout. `axes`: (shard, replica)."""
         (self._shard_axis, self._replica_axis), self._policy = axes, policy
         self._scale = 1 / (self._shard_axis.size * self._replica_axis.size)
         self._closes_on_arrival = policy.full_params is Lifetime.PERSISTENT
@@ -76,7 +76,7 @@ class GradientReducer:
         self.last_backward_has_begun = False  # the last backward of this step has begun
 
     def reduces(self, is_last: bool) -> bool:
-        """Return whether a backward reduces gradients; `is_last`: no other backward of this step needs to follow."""
+        """Return whether a backward reduces gradients; `is_last`: it is the last one of its step."""
         return is_last or self._policy.full_grads is Lifetime.TRANSIENT
 
     def begin(self, is_last: bool) -> None:
@@ -85,7 +85,7 @@ class GradientReducer:
         Raises ValueError if the backward before did not end, or if it was the last of its step.
         """
         if self._backward is BackwardState.REDUCING:
-            raise ValueError("the backward before this one broke off; call `optimizer.zero_grad()` before the next")
+            raise ValueError("the backward before this one broke off; call `optimizer.zero_grad()` before the next one")
         if any(bucket.grads.persists and bucket.grads.holds_gradient for bucket in self._order):
             raise ValueError(
                 "a second backward after the gradients were reduced; run every backward of a step but the last "
@@ -107,7 +107,10 @@ class GradientReducer:
     def accept(self, param: nn.Parameter, grad: Tensor) -> None:
         """Write a gradient to the buckets in which the parameter has elements, in the order of reduction."""
         if grad.is_sparse:
-            raise ValueError(f"sparse gradients are not supported: parameter of shape {tuple(param.shape)}")
+            raise ValueError(
+                f"the gradient of a parameter of shape {tuple(param.shape)} is sparse, which is not supported; set "
+                "sparse=False in nn.Embedding"
+            )
         grad = tagged(TensorKind.GRADIENTS, grad).reshape(-1)
         stop = grad.numel()
         for position in self._positions[param]:

@@ -32,9 +32,8 @@ class ZeroOptimizer:
     """A torch optimizer whose parameters are the pieces of the model's parameters that this rank owns.
 
     `groups` are torch's parameter groups, written with the model's own parameters; parameters in no group keep their
-    values, as in torch. `tensor` is the axis along which the model itself is cut: the norm, and whether a step is
-    skipped, hold for all of it, and parameters that `split_dims` does not name, which every tensor rank has, count
-    once.
+    values, as in torch. `tensor` is the axis along which the model itself is split: the norm, and the decision to skip
+    a step, are common to all of its ranks, and parameters that are replicated along it are counted once.
 
     A step with a non-finite gradient changes nothing and counts in `num_skipped`. Torch's fused Adam and AdamW skip it
     on the device; for any other optimizer the host waits for the flag. Multiply the loss by `loss_scale.scale` before
@@ -134,13 +133,14 @@ class ZeroOptimizer:
         self._make_cast_buffers()
 
     def _update_all(self, coefficient: Tensor, skip: Tensor) -> None:
-        # First: a full buffer that is freed while a side stream copies into it would return to the wrong pool.
+        # First, on the stream that has used the full buffers: freed on a side stream, their memory would return to that
+        # stream's part of the allocator.
         for flat in self._flats:
             flat.reshard()
         self._bucketed.begin_round()
         published = []
-        # Ranks may have placed different numbers of buckets on the accelerator, but always the first ones: with the
-        # accelerator first, they launch their all-gathers in one order all the same.
+        # The accelerator first: each rank has placed a prefix of the buckets there, perhaps of another length, so that
+        # all ranks launch their all-gathers in the order of the layout.
         for placement in (Placement.ACCELERATOR, Placement.HOST):
             device = self._offload.device_of(placement)
             if buckets := self._buckets_on(placement):
@@ -180,7 +180,7 @@ class ZeroOptimizer:
         return isinstance(self.inner, (torch.optim.Adam, torch.optim.AdamW)) and bool(self.inner.defaults["fused"])
 
     def _must_skip(self, skip: Tensor) -> bool:
-        """Read the flag, hence wait for the device, only if the optimizer cannot take it as a tensor."""
+        """Return whether the host must skip the update; False, without a wait, if the optimizer takes the flag."""
         return not self._takes_found_inf and bool(skip)
 
     def _buckets_on(self, placement: Placement) -> list[Bucket]:

@@ -12,7 +12,7 @@ from zero.offload.placement import Offload, Placement
 
 
 def free_storage(tensor: Tensor) -> None:
-    """Free the memory of a tensor that fills its storage; the tensor and its views are void until `restore_storage`."""
+    """Free the memory of a tensor that fills its storage; it and its views have no values until `restore_storage`."""
     tensor.untyped_storage().resize_(0)
 
 

@@ -16,8 +16,8 @@ foreach_norm = torch._foreach_norm
 def current_graph_task() -> int:
     """Return autograd's number of the running backward, or `NO_GRAPH_TASK`.
 
-    No public function tells one backward from the next. State that carries the number is void once that backward has
-    ended or raised.
+    No public function distinguishes one backward from the next. State that was recorded with this number is out of date
+    once that backward has ended or raised.
     """
     return torch._C._current_graph_task_id()
 

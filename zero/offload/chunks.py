@@ -87,7 +87,7 @@ class Cycle(Generic[Chunk]):
             return positions[following] - position
         return positions[0] + self._length - position
 
-    def stay(
+    def choose_kept(
         self, chunks: Iterable[Chunk], position: int, room_bytes: float, num_bytes: Callable[[Chunk], int]
     ) -> list[Chunk]:
         """Return those of `chunks` that are used soonest after this position, as many as there is room for.
@@ -113,7 +113,7 @@ class Cycle(Generic[Chunk]):
         for _ in range(NUM_ROUNDS):
             found = []
             for position, (uses, room_bytes) in enumerate(zip(self._uses, rooms_bytes, strict=True)):
-                before = self.stay(held, position - 1, room_bytes, num_bytes)
-                held = self.stay(dict.fromkeys([*before, *uses]), position, room_bytes, num_bytes)
+                before = self.choose_kept(held, position - 1, room_bytes, num_bytes)
+                held = self.choose_kept(dict.fromkeys([*before, *uses]), position, room_bytes, num_bytes)
                 found.append((frozenset(before), frozenset(held)))
         return found

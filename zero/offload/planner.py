@@ -53,8 +53,8 @@ class PlacementPlanner:
     """
 
     def __init__(self, offload: Offload, prefetch_numel: int, orders: UnitOrders):
-        self._wished_prefetch_numel, self._orders = prefetch_numel, orders
-        self._adapts = offload.config.mode == "auto"
+        self._configured_prefetch_numel, self._orders = prefetch_numel, orders
+        self._is_auto = offload.config.mode == "auto"
         self._budget_bytes = _budget_bytes(offload)
         self._recorder = MemoryRecorder(offload.device, self._budget_bytes)
         self._moment = UPDATE
@@ -62,8 +62,8 @@ class PlacementPlanner:
         self._plan: dict[Moment, CachedShards] = {}
         self._cached: set[ParamShard] = set()
         self._deviates = False  # from the order that was planned for, in this step
-        self.prefetch_numel = 0 if self._adapts else prefetch_numel
-        self.may_keep = not self._adapts
+        self.prefetch_numel = 0 if self._is_auto else prefetch_numel
+        self.may_keep = not self._is_auto
 
     def check_units(self, units: Iterable[Unit], staging_bytes: int) -> None:
         """Check that the budget holds the two largest units, as if one were inside the other, and staged gradients.
@@ -88,7 +88,7 @@ class PlacementPlanner:
 
     def before_visit(self, unit: Unit, phase: Pass) -> None:
         """Make room for a unit that is about to be unsharded, and for its computation."""
-        if not self._adapts and not self._recorder.is_recording:
+        if not self._is_auto and not self._recorder.is_recording:
             return
         moment = phase, len(self._orders[phase].current)
         self._enter(moment)
@@ -131,7 +131,7 @@ class PlacementPlanner:
             return
         self._enter(UPDATE)
         least_room = self._recorder.check(axes)
-        if self._recorder.end_step() and self._adapts:
+        if self._recorder.end_step() and self._is_auto:
             self._choose_units(least_room)
             shards = _shards_on_host({unit for order in self._orders.values() for unit in order.current})
             room = least_room - self._unit_bytes - sum(shard.owned.nbytes for shard in shards)
@@ -154,7 +154,7 @@ class PlacementPlanner:
         units = {unit for order in self._orders.values() for unit in order.current}
         itemsize = max((flat.full.element_size() for unit in units for flat in unit.flats), default=1)
         all_numel = sum(unit.transient_numel for unit in units)
-        ahead_bytes = min(min(self._wished_prefetch_numel, all_numel) * itemsize, least_room // 2)
+        ahead_bytes = min(min(self._configured_prefetch_numel, all_numel) * itemsize, least_room // 2)
         if ahead_bytes >= max((unit.transient_numel for unit in units), default=0) * itemsize:
             self.prefetch_numel = ahead_bytes // itemsize
         self._unit_bytes = self.prefetch_numel * itemsize
@@ -164,7 +164,7 @@ class PlacementPlanner:
         self._unit_bytes += kept_bytes * self.may_keep
 
     def _plan_cache(self, taken_bytes: int) -> None:
-        """Plan which shards are in the device cache at each moment, beside what has been given away (`taken_bytes`)."""
+        """Plan which shards are in the device cache at each moment, in the budget without `taken_bytes`."""
         self._planned_units = {
             (phase, number): unit for phase, order in self._orders.items() for number, unit in enumerate(order.current)
         }

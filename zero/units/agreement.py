@@ -58,6 +58,7 @@ class LaunchOrder:
         self._order.record(launch)
 
     def _agree(self, launch: int) -> None:
+        """Meet all ranks before a launch that deviates, or compare it if they have met. Raises DivergedRanks."""
         if not self._data.has_peers:
             return
         if self._is_compared:

@@ -68,7 +68,7 @@ class UnitScheduler:
             self._visit(unit, "forward")
             self._running.append(unit)
             unit.num_open_calls += torch.is_grad_enabled()
-        else:  # a recomputation in backward: only the visits that the graph's order demands are recorded
+        else:  # a recomputation is not recorded: `_before_backward` records the visit
             unit.unshard()
         return mark_end_of_backward((args, kwargs), partial(self._after_backward, unit))
 
@@ -79,7 +79,7 @@ class UnitScheduler:
         for tensor in tensors_in(output):
             if isinstance(tensor, nn.Parameter):
                 self._on_access(tensor)
-        # A unit that is recomputed in its own backward is about to be read.
+        # A unit that is recomputed in its own backward stays: that backward reads it next.
         if unit.graph_task != current_graph_task() and not self._is_kept(unit):
             unit.reshard()
         for tensor in tensors_in(output):
@@ -114,7 +114,7 @@ class UnitScheduler:
             self._visit(unit, "backward")
 
     def _after_backward(self, unit: Unit) -> None:
-        """Reshard and close a unit, the gradient of whose input is known. See [Note: closing]."""
+        """Reshard a unit whose inputs' gradients have been computed, and close its parameters. See [Note: closing]."""
         unit.reshard()
         unit.num_open_calls -= 1
         if unit.num_open_calls == 0 and not unit.is_lent:

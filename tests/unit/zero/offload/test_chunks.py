@@ -108,7 +108,7 @@ def fetched_by_belady(rounds: list[int], num_places: int) -> int:
     fetched = 0
     for position, chunk in enumerate(rounds):
         fetched += chunk not in held
-        held = cycle.stay(dict.fromkeys([*held, chunk]), position, num_places, lambda _chunk: 1)
+        held = cycle.choose_kept(dict.fromkeys([*held, chunk]), position, num_places, lambda _chunk: 1)
     return fetched
 
 
@@ -141,7 +141,7 @@ def test_the_evicted_chunk_is_used_furthest_in_the_future(uses, num_places):
     cycle = Cycle([[chunk] for chunk in uses])
     position = len(uses) // 2
     chunks = sorted(set(uses))
-    staying = cycle.stay(chunks, position, num_places, lambda _chunk: 1)
+    staying = cycle.choose_kept(chunks, position, num_places, lambda _chunk: 1)
     following = uses[position + 1 :] + uses[: position + 1]
     distance = {chunk: following.index(chunk) for chunk in chunks}
     assert len(staying) == min(num_places, len(chunks))
