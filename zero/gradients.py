@@ -108,8 +108,8 @@ class GradientReducer:
         """Write a gradient to the buckets in which the parameter has elements, in the order of reduction."""
         if grad.is_sparse:
             raise ValueError(
-                f"the gradient of a parameter of shape {tuple(param.shape)} is sparse, which is not supported; set "
-                "sparse=False in nn.Embedding"
+                f"sparse gradients are not supported: parameter of shape {tuple(param.shape)}; set sparse=False in its "
+                "nn.Embedding"
             )
         grad = tagged(TensorKind.GRADIENTS, grad).reshape(-1)
         stop = grad.numel()

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from gpt.planner.depth import extrapolate
+from gpt.planner.depth import extrapolate, shallow_runs
 from gpt.planner.dry_run import DEVICE, HOST, dry_run
 from gpt.settings import Settings
 from gpt.settings_parser import parse_settings
@@ -27,14 +27,14 @@ def settings_of(name: str, world_size: int, *options: str) -> Settings:
 @pytest.mark.parametrize("name", ["1t-tensor16", "1t-data1024"])
 def test_one_trillion_parameters_fit_a_thousand_gpus(name: str):
     settings, cluster = settings_of(name, 1024), ClusterSpec.load(CLUSTER)
-    found = extrapolate(settings, cluster).at(settings.model.num_layers)
+    found = extrapolate(shallow_runs(settings), cluster).at(settings.model.num_layers)
     assert found.parameters == pytest.approx(1e12, rel=0.01)
     assert 16 * found.parameters / 1024 < found.device_peak_bytes < cluster.gpu_memory_bytes
 
 
 def test_an_extrapolation_from_two_depths_meets_a_third():
     settings, cluster = settings_of("figure2/100b-zero-400", 400, "--model.num_layers=20"), ClusterSpec.load(CLUSTER)
-    extrapolation = extrapolate(settings, cluster)
+    extrapolation = extrapolate(shallow_runs(settings), cluster)
     recording = dry_run(settings)
     predicted = extrapolation.at(20)
     assert predicted.parameters == recording.state.num_parameters_of_model
