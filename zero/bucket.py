@@ -4,7 +4,8 @@ params.full      all shards, while the parameters are unsharded
 params.owned     this rank's shard: a part of `full` if full parameters persist, else memory of its own
 params.cached    a copy of `owned` on the device, if `owned` is in host memory and there is room for the copy
 grads.staged     this rank's full gradients, divided by the number of ranks, until the reduction ends
-grads.owned      this rank's shard of the mean gradients: a part of `staged` if that persists, else memory of its own
+grads.owned      this rank's shard of the mean gradients: a part of `staged` if that persists and the shard is placed on
+                 the accelerator, else memory of its own
 master           the owned parameters in at least fp32, stored beside the optimizer's states; in fp32 `params.owned`
                  itself, if both have the same placement
 """

@@ -15,7 +15,7 @@ class ZeroConfig:
     """0: plain data parallelism; 1: optimizer states are partitioned; 2: gradients too; 3: parameters too."""
     bucket_numel: int | None = 2**25
     """C_B: the number of elements that are communicated, cast or summed at once, however large the model is; null: all
-    of them at once."""
+    of them at once. With offload.mode=auto the size of chunks is searched instead."""
     overlap: bool = True
     """Let reductions run while backward goes on; false: wait for each one at once. The values are equal."""
     accumulate: Literal["reduce", "local"] = "reduce"

@@ -1,4 +1,7 @@
-"""The parameters of one unit in one flat buffer: owned shards stay, the full buffer is filled and freed."""
+"""A flat buffer: parameters of one unit that have one dtype and one lifetime, all trainable or all frozen.
+
+If the buffer is transient, only its owned shards stay allocated, and the full buffer is filled and freed.
+"""
 
 from collections.abc import Callable, Iterator
 from enum import Enum

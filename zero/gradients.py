@@ -2,10 +2,11 @@
 
 autograd -> param.grad -> staged bucket, times 1/N -> reduce-scatter, in place -> owned shard, the mean over ranks
 
-If full gradients persist, every bucket has staging memory of its own for the whole run, and the owned shard is a part
-of it (4 + 12/N bytes a parameter). If they are transient, a bucket takes staging memory from a small pool when its
-first gradient arrives, and the owned shard has other memory (2 + 14/N), as it has if it is placed on the host. The pool
-and the owned shards are allocated for the whole run (M_D), or only while they hold gradients.
+If full gradients persist, every bucket has staging memory of its own for the whole run; the owned shard is a part of it
+(stage 1: 4 + 12/N bytes a parameter), or separate memory if it is on the host. If they are transient, a bucket takes
+staging memory from a small pool when its first gradient arrives, and the owned shard always has separate memory (stage
+2: 2 + 14/N). The pool and the owned shards on the accelerator are allocated for the whole run (M_D), or only while they
+hold gradients.
 
 A bucket may be reduced once all of its gradients have arrived. Buckets are reduced in one fixed order, the reverse of
 the layout, on every rank and in every backward: the order in which gradients arrive never changes a message or a sum,
@@ -73,7 +74,7 @@ class GradientReducer:
         self._backward = BackwardState.NONE
         self._num_launched = 0
         self._in_flight: deque[tuple[GradShard, Handle]] = deque()
-        self.last_backward_has_begun = False  # the last backward of this step has begun
+        self.last_backward_has_begun = False  # of this step
 
     def reduces(self, is_last: bool) -> bool:
         """Return whether a backward reduces gradients; `is_last`: it is the last one of its step."""

@@ -73,7 +73,7 @@ class Layout:
 
     @classmethod
     def of(cls, shapes: dict[str, torch.Size], num_shards: int, bucket_numel: int) -> "Layout":
-        """Lay out parameters of these names and shapes; `bucket_numel` is rounded up to a multiple of the alignment."""
+        """Lay out parameters; `bucket_numel` is rounded up to a multiple of `num_shards` times the alignment."""
         spans, stop = [], 0
         for name, shape in shapes.items():
             spans.append(Span(name, shape, range(stop, stop + shape.numel())))

@@ -1,4 +1,4 @@
-"""The stages of ZeRO (paper, section 5) as rows of a table. No other file knows a stage by its number."""
+"""The stages of ZeRO (paper, section 5) as rows of a table. No other file computes anything from a stage's number."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -22,13 +22,14 @@ class ShardingPolicy:
     full_grads: Lifetime
     full_params: Lifetime
     owned_grads: Lifetime = Lifetime.PERSISTENT
-    """If full gradients are transient: the lifetime of the gradients that a rank owns, and of the memory that full ones
-    pass through. Persistent is M_D (section 6.3)."""
+    """Used if full gradients are transient: the lifetime of owned gradients on the accelerator and of the staging pool.
+    PERSISTENT allocates both once (M_D, section 6.3); TRANSIENT frees the pool after backward, and owned gradients
+    after the update."""
 
     def axes(self, data: Axis) -> tuple[Axis, Axis]:
         """Return (shard axis, replica axis): gradients are reduce-scattered along one, all-reduced along the other.
 
-        If the data axis has parts, they are these: hierarchical (hybrid) sharding.
+        If states are sharded and the data axis has parts, these are its inner and outer part: hierarchical sharding.
         """
         if not self.shard_optimizer:
             return data.without_peers(), data

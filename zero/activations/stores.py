@@ -1,4 +1,4 @@
-"""Stores of activation checkpoints between forward and backward: small classes with two methods, `put` and `take`.
+"""Stores of activation checkpoints between forward and backward: small classes with `put`, `take` and `num_bytes`.
 
     keep             the checkpoint itself; with M_D, a copy in a slab
     partition        1/N of it on each of N ranks that hold the same checkpoint, gathered in backward: P_a (section 6.1)

@@ -5,7 +5,7 @@
                         v                        |
     host (pinned)   the states that are placed there
 
-On a CPU both are the same memory and copies are copies: the same code, in the same order.
+On a CPU both are host memory: the same copies are made, in the same order.
 """
 
 from collections import defaultdict, deque
@@ -47,8 +47,8 @@ class OffloadConfig:
     """The states that may be offloaded. optimizer: owned gradients, master weights and moments, updated by the host;
     parameters: the shards of stage 3, which are copied to the accelerator for every all-gather."""
     accelerator_memory_gb: float | None = None
-    """Limit of the memory that the process may use on the accelerator, in 1e9 bytes. A run that needs more ends before
-    its first update and says how much more. null: no limit or, with auto, nine tenths of the device."""
+    """Limit of the memory that the process may use on the accelerator, in 1e9 bytes. A run that needs more in one of
+    its first two steps ends there, and says how much more. null: no limit or, with auto, nine tenths of the device."""
     hidden_dim: int = 1024
     """auto: chunk sizes are searched in steps of this many elements; the model's hidden size suits its blocks best."""
     min_chunk_size_m: float = 32.0

@@ -108,7 +108,7 @@ class PlacementPlanner:
     def before_update(self, axes: Iterable[Axis]) -> None:
         """Make room for the update.
 
-        Raises ConfigError if the first forward and backward have needed more than the budget.
+        Raises ConfigError if a recorded step has needed more than the budget so far.
         """
         self._enter(UPDATE)
         if self._recorder.is_recording:
@@ -124,6 +124,7 @@ class PlacementPlanner:
     ) -> None:
         """End a step; after the last one that is recorded, make the plan.
 
+        Raises ConfigError if a recorded step has needed more than the budget.
         `bytes_to_place` and `place` say what a bucket's optimizer states take on the accelerator, and move them.
         """
         self._deviates = False

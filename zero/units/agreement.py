@@ -3,9 +3,10 @@
 Ranks match their collectives by order. If two ranks gather different units at the same point, each takes the other's
 parameters for its own if both are as large, and hangs or crashes if they are not. Every rank therefore remembers the
 order of its launches from one forward to the next, and knows that this order was the same on all ranks. As long as it
-repeats, nothing is exchanged. A rank that is about to deviate waits until all the others are about to deviate too, and
-from there to the next forward each launch is compared before it is made. If the others do not deviate, the rank raises
-after half of the time that a collective may take.
+repeats, nothing is exchanged. Before a rank deviates, as in the first step, it waits on the host until all ranks
+announce the same next launch; from there to the next forward each launch is compared before it is made. If another rank
+announces another launch, the rank raises at once; if one does not arrive, after half of the time that a collective may
+take.
 """
 
 from collections.abc import Sequence
@@ -26,8 +27,8 @@ class DivergedRanks(RuntimeError):
 class LaunchOrder:
     """The order of this rank's launches, each of which has a number.
 
-    Number k below the number of units stands for the gather of unit k, a higher one for the k-th reduction of a
-    backward. Both methods that record a launch raise DivergedRanks if another rank is about to launch something else.
+    With U units, number k < U stands for the gather of unit k, and number U + i for the reduction of the bucket at
+    position i. All methods raise DivergedRanks if another rank is about to launch something else.
     """
 
     def __init__(self, data: Axis, unit_names: Sequence[str]):
