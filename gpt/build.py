@@ -191,6 +191,7 @@ def build_optimizer(
         tensor=tensor,
         clip_norm=settings.clip_norm,
         loss_scale=loss_scale,
+        warn_skipped=False,  # the metrics report skipped steps
         lr=settings.lr,
         betas=settings.betas,
         eps=settings.eps,

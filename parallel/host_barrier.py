@@ -1,11 +1,12 @@
 """A barrier on the host, by the launcher's store: for rare waits that must raise instead of hanging."""
 
+import time
 from datetime import timedelta
 
 import torch.distributed as dist
 
 from parallel.mesh import Axis
-from parallel.world import shared_store
+from parallel.world import has_failed_elsewhere, shared_store
 
 
 class BrokenBarrier(RuntimeError):
@@ -55,10 +56,18 @@ class HostBarrier:
 
     def _wait_for_end(self, prefix: str, purpose: str) -> None:
         seconds = self._store.timeout.total_seconds() / 2  # type: ignore[attr-defined]
-        try:
-            self._store.wait([f"{prefix}/end"], timedelta(seconds=seconds))
-        except RuntimeError as error:
-            raise BrokenBarrier(
-                f"{self._axis.name} rank {self._axis.rank} {purpose}, and of {self._axis.size} ranks "
-                f"{self._store.add(f'{prefix}/arrived', 0)} did so within {seconds:g} s"
-            ) from error
+        end = time.monotonic() + seconds
+        while True:
+            try:
+                # Not all of the time at once: a rank that has failed would be waited for.
+                self._store.wait([f"{prefix}/end"], timedelta(seconds=min(1.0, seconds)))
+                return
+            except RuntimeError as error:
+                has_failed = has_failed_elsewhere()
+                if time.monotonic() < end and not has_failed:
+                    continue
+                others = "another rank has failed"
+                if not has_failed:
+                    num_arrived = self._store.add(f"{prefix}/arrived", 0)
+                    others = f"of {self._axis.size} ranks {num_arrived} did so within {seconds:g} s"
+                raise BrokenBarrier(f"{self._axis.name} rank {self._axis.rank} {purpose}, and {others}") from error

@@ -8,8 +8,12 @@ grads.owned      this rank's shard of the mean gradients: a part of `staged` if 
                  the accelerator, else memory of its own
 master           the owned parameters in at least fp32, stored beside the optimizer's states; in fp32 `params.owned`
                  itself, if both have the same placement
+
+If full parameters persist, `params.owned` may be written in place between steps; master weights that have memory of
+their own follow before the next update.
 """
 
+from collections.abc import Set
 from enum import Enum
 from functools import partial
 
@@ -18,10 +22,12 @@ from torch import Tensor, nn
 
 from parallel.instruments.memory_tracker import TensorKind
 from parallel.mesh import Axis, Handle
-from zero.layout import cut
+from zero.layout import cut, overlap
 from zero.offload.placement import Offload, Placement
 from zero.stage import Lifetime, ShardingPolicy
 from zero.staging import StagingPool, free_storage, restore_storage
+
+TAKEN_NUMEL = 2**22  # master weights that are compared with parameters at a time: the temporaries have this length
 
 
 class ParamShard:
@@ -101,6 +107,8 @@ class GradShard:
         self._unwritten: set[nn.Parameter] = set()  # parameters without a value in `staged`
         self.host_copy = Handle()  # of the last reduced shard; waited for before `staged` is overwritten
         self.staged: Tensor | None = None  # a block of the pool may have more elements than the bucket
+        self.is_set_aside = False
+        self._earlier: Tensor | None = None  # the gradient that is set aside
         if self.persists:
             self.staged = offload.new(Placement.ACCELERATOR, TensorKind.GRADIENTS, len(elements), dtype)
         self.place(offload.config.initial_placement("optimizer"))
@@ -154,9 +162,18 @@ class GradShard:
             self._part(gap).zero_()
         self._unwritten, self.staging = set(self.parts), Staging.FILLING
 
+    def set_aside(self) -> None:
+        """Keep a reduced gradient while full gradients are staged again; the next reduction adds it."""
+        self.is_set_aside = True
+        if self.persists and self.placement is Placement.ACCELERATOR:
+            self._earlier = self.owned.clone()  # the staged gradients overwrite it
+
     def accumulate(self, shard: Tensor) -> None:
         """Add the reduced shard to `owned`, on the accelerator; in place if `owned` is the same memory."""
         if self.persists:
+            if self._earlier is not None:
+                shard.add_(self._earlier)
+                self._earlier = None
             return
         if self._is_freed_between_steps and not self.holds_gradient:
             restore_storage(self.owned)
@@ -164,9 +181,25 @@ class GradShard:
 
     def free_owned(self) -> None:
         """Discard the owned gradient; free its memory too, unless that is allocated for the whole run (M_D)."""
-        self.holds_gradient = False
+        self.holds_gradient, self.is_set_aside, self._earlier = False, False, None
         if self._is_freed_between_steps:
             free_storage(self.owned)
+
+    def discard(self, params: Set[nn.Parameter]) -> None:
+        """Discard the gradients of some parameters, staged or reduced, and keep those of others.
+
+        The host waits for nothing: call `Offload.synchronize` first if the owned shard is in host memory.
+        """
+        discarded = self.parts.keys() & params
+        if self.staging is Staging.FILLING:
+            self._unwritten |= discarded
+        if len(discarded) == len(self.parts):
+            self.free_owned()
+        elif self.holds_gradient:
+            owned = self.owned if self._earlier is None else self._earlier
+            for param in discarded:
+                if part := overlap(self.parts[param], self.shard):
+                    cut(owned, part, self.shard.start).zero_()
 
     @property
     def _is_freed_between_steps(self) -> bool:
@@ -187,6 +220,7 @@ class Bucket:
         self.elements, self.shard, self.params = elements, shard, params
         self._grads, self._offload = grads, offload
         self.master = params.owned  # until an optimizer calls `place_master`
+        self._master_placement: Placement | None = None
 
     @property
     def grads(self) -> GradShard:
@@ -207,11 +241,25 @@ class Bucket:
         """Move the master weights to one of the memories, in at least fp32, with their values.
 
         They share the memory of the owned parameters if dtype and placement agree. The caller places the gradients and
-        the optimizer's states too.
+        the optimizer's states too. Nothing changes if they are there: other optimizers may have views of them.
         """
+        if placement is self._master_placement:
+            return
+        self._master_placement = placement
         owned, values = self.params.owned, self.master
         dtype = torch.promote_types(owned.dtype, torch.float32)
         self.master = owned
         if dtype is not owned.dtype or placement is not self.params.placement:
             self.master = self._offload.new(placement, TensorKind.MASTER, owned.numel(), dtype)
         self.master.copy_(values)  # returns early if both are the same memory
+
+    @property
+    def master_may_be_outdated(self) -> bool:
+        """True if the owned parameters may be written in place, and the master weights would not change with them."""
+        return self.params.persists and self.master is not self.params.owned
+
+
+def take_changed(master: Tensor, values: Tensor) -> None:
+    """Set the master weights that do not round to their parameters' `values` to these; the others keep their digits."""
+    for part, new in zip(master.split(TAKEN_NUMEL), values.split(TAKEN_NUMEL), strict=True):
+        torch.where(part.to(new.dtype) == new, part, new, out=part)

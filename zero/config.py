@@ -1,10 +1,12 @@
 """The settings of ZeRO."""
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, get_args
 
 from parallel.errors import ConfigError
 from zero.stage import STAGES, Lifetime, ShardingPolicy
+
+Accumulate = Literal["reduce", "local"]
 
 
 @dataclass(frozen=True)
@@ -18,7 +20,7 @@ class ZeroConfig:
     of them at once. With offload.mode=auto the size of chunks is searched instead."""
     overlap: bool = True
     """Let reductions run while backward goes on; false: wait for each one at once. The values are equal."""
-    accumulate: Literal["reduce", "local"] = "reduce"
+    accumulate: Accumulate = "reduce"
     """If gradients are partitioned. reduce: they are reduced in every micro-batch; local: full gradients are kept, and
     reduced in the last micro-batch."""
     prefetch_numel: int = 2**27
@@ -39,6 +41,10 @@ class ZeroConfig:
         if self.bucket_numel is not None and self.bucket_numel < 1:
             raise ConfigError(
                 f"ZeroConfig.bucket_numel={self.bucket_numel} is below 1; choose 1 or more, or null for a single bucket"
+            )
+        if self.accumulate not in get_args(Accumulate):
+            raise ConfigError(
+                f"ZeroConfig.accumulate={self.accumulate} is unknown; choose {' or '.join(get_args(Accumulate))}"
             )
         for name in ("prefetch_numel", "resident_numel"):
             if getattr(self, name) < 0:

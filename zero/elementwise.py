@@ -4,7 +4,7 @@ Shards ignore parameter boundaries, so the update of an element must not depend 
 and SGD. LAMB, Muon and Adafactor compute with whole parameters: on shards they would silently train differently.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +14,11 @@ from torch.optim import Optimizer
 
 from parallel.errors import ConfigError
 from parallel.instruments.fake_tensors import real_tensors
+from zero.layout import cut
 
 MIN_ALLOCATION_BYTES = 512  # that CUDA's allocator takes for any smaller tensor
+PROBE_SHAPE, NUM_PROBE_STEPS = (6, 8), 3
+HALVES = range(19), range(19, 48)  # of the probed parameter: two flat pieces
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,6 +61,14 @@ class BucketedOptimizer:
         for piece in pieces:
             piece.param.grad = None
 
+    def skip_round(self) -> None:
+        """Step without parameters: a schedule of learning rates warns if the optimizer has not stepped before it."""
+        self.begin_round()
+        for number, group in enumerate(self.inner.param_groups):
+            _replace(group, self._before[number], [])
+        self.inner.step()
+        self.end_round()
+
     def end_round(self) -> None:
         """End a round: the groups have all pieces, and the counters that the round has advanced."""
         for number, group in enumerate(self.inner.param_groups):
@@ -93,6 +104,37 @@ def _replace(group: dict[str, Any], settings: dict[str, Any], params: list[nn.Pa
     group.update(settings, params=params)
 
 
+def check_class(optimizer: object) -> None:
+    """Raise TypeError if `optimizer` is neither a class of torch optimizers nor a function that makes one."""
+    if not callable(optimizer) or (isinstance(optimizer, type) and not issubclass(optimizer, Optimizer)):
+        given = optimizer.__name__ if isinstance(optimizer, type) else f"an object of class {type(optimizer).__name__}"
+        raise TypeError(
+            f"ZeroOptimizer takes a class of optimizers, such as torch.optim.AdamW, and its settings, not {given}"
+        )
+
+
+def as_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
+    """Return parameter groups with lists of parameters, from any form that torch's optimizers take.
+
+    Raises ValueError if there is no parameter, or something that is not one.
+    """
+    given = list(params)
+    groups: list[dict[str, Any]] = given if given and isinstance(given[0], dict) else [{"params": given}]
+    groups = [group | {"params": _as_list(group["params"])} for group in groups]
+    for param in (param for group in groups for param in group["params"]):
+        if not isinstance(param, Tensor):
+            raise ValueError(f"`groups` has a {type(param).__name__} where a parameter belongs; see torch.optim")
+    if not any(group["params"] for group in groups):
+        raise ValueError("`groups` has no parameters; leave it out to train all parameters of the model")
+    return groups
+
+
+def _as_list(params: Any) -> list[Any]:
+    """Return a parameter, several, or pairs of a name and a parameter as a list of parameters."""
+    params = [params] if isinstance(params, Tensor) else list(params)
+    return [param[1] if isinstance(param, tuple) else param for param in params]
+
+
 def number_groups(groups: list[dict[str, Any]], known: set[nn.Parameter]) -> dict[nn.Parameter, int]:
     """Return the number of the group of each parameter.
 
@@ -116,43 +158,70 @@ def number_groups(groups: list[dict[str, Any]], known: set[nn.Parameter]) -> dic
 
 
 @real_tensors()
-def probe_elementwise(optimizer: type[Optimizer], settings: dict[str, Any], device: torch.device) -> float:
-    """Check that an optimizer gives the same result for a small parameter as a whole and for two flat pieces of it.
+def probe_elementwise(
+    optimizer: type[Optimizer],
+    settings: dict[str, Any],
+    device: torch.device,
+    groups: Sequence[dict[str, Any]] = ({},),
+) -> float:
+    """Check that an optimizer gives the same result for small parameters as a whole and for two flat pieces of each.
 
-    Return the bytes of the optimizer's state for each element of a parameter in fp32. Raises ConfigError if the results
-    differ, or if the optimizer refuses flat pieces.
+    There is a parameter for each of `groups`, which has the group's settings. Return the largest number of bytes of
+    state for each element of a parameter in fp32. Raises ConfigError if the results differ, or if the optimizer refuses
+    flat pieces.
     """
-    if "lr" in settings:
-        settings = settings | {"lr": 1e-2}  # with a rate near zero, no two results would differ
-    generator = torch.Generator().manual_seed(0)
-    values, *grads = torch.randn(4, 6, 8, generator=generator).to(device)
-    whole = nn.Parameter(values.clone())
-    flat, cut = values.flatten(), 19
+    groups = _distinct_settings(groups)
+    settings = _with_large_rate(settings)
+    wholes = [_random(number)[0].to(device) for number in range(len(groups))]
+    params = [nn.Parameter(whole.clone()) for whole in wholes]
     pieces = [
-        Piece(nn.Parameter(flat[:cut].clone()), range(cut), 0),
-        Piece(nn.Parameter(flat[cut:].clone()), range(flat.numel() - cut), 0),
+        Piece(nn.Parameter(cut(w.flatten(), part).clone()), part, n) for n, w in enumerate(wholes) for part in HALVES
     ]
+    name = getattr(optimizer, "__name__", str(optimizer))
     try:
-        inner = optimizer([whole], **settings)
-        bucketed = BucketedOptimizer(optimizer([piece.param for piece in pieces], **settings))
-        for grad in grads:
-            whole.grad = grad.clone()
+        inner = optimizer([group | {"params": [p]} for group, p in zip(groups, params, strict=True)], **settings)
+        in_pieces = [g | {"params": [p.param for p in pieces if p.group == n]} for n, g in enumerate(groups)]
+        bucketed = BucketedOptimizer(optimizer(in_pieces, **settings))
+        for step in range(1, NUM_PROBE_STEPS + 1):
+            grads = [_random(number)[step].to(device) for number in range(len(groups))]
+            for param, grad in zip(params, grads, strict=True):
+                param.grad = grad.clone()
             inner.step()
             bucketed.begin_round()
-            bucketed.step(pieces[:1], grad.flatten()[:cut].clone())
-            bucketed.step(pieces[1:], grad.flatten()[cut:].clone())
+            for piece in pieces:
+                bucketed.step([piece], grads[piece.group].flatten().clone())
             bucketed.end_round()
-        joined = torch.cat([piece.param.detach() for piece in pieces])
-        is_elementwise = torch.allclose(whole.detach().flatten(), joined, rtol=1e-5, atol=1e-7)
+    except AssertionError as error:
+        raise ConfigError(f"optimizer {name} does not work on {device.type}: {error}; change its settings") from error
     except (RuntimeError, TypeError, ValueError) as error:
         raise ConfigError(
-            f"optimizer {optimizer.__name__} cannot step flat pieces of parameters: {error}; choose an optimizer such "
-            "as AdamW, Adam or SGD"
+            f"optimizer {name} cannot step flat pieces of parameters: {error}; choose an optimizer such as AdamW, Adam "
+            "or SGD"
         ) from error
-    if not is_elementwise:
-        raise ConfigError(
-            f"optimizer {optimizer.__name__} is not element-wise: it updates a 6 x 8 parameter differently as a whole "
-            "and in 2 pieces, so its states cannot be partitioned; choose an optimizer such as AdamW, Adam or SGD"
-        )
-    states = [value for value in inner.state[whole].values() if isinstance(value, Tensor)]
-    return float(sum(state.element_size() for state in states if state.numel() == whole.numel()))
+    for number, param in enumerate(params):
+        joined = torch.cat([piece.param.detach() for piece in pieces if piece.group == number])
+        if not torch.allclose(param.detach().flatten(), joined, rtol=1e-5, atol=1e-7):
+            raise ConfigError(
+                f"optimizer {name} is not element-wise: it updates a {PROBE_SHAPE[0]} x {PROBE_SHAPE[1]} parameter "
+                "differently as a whole and in 2 pieces, so its states cannot be partitioned; choose an optimizer such "
+                "as AdamW, Adam or SGD"
+            )
+    states = ([v for v in inner.state[p].values() if isinstance(v, Tensor) and v.numel() == p.numel()] for p in params)
+    return float(max(sum(state.element_size() for state in found) for found in states))
+
+
+def _random(seed: int) -> Tensor:
+    """Return the values of a parameter, and its gradient in each step."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(1 + NUM_PROBE_STEPS, *PROBE_SHAPE, generator=generator, dtype=torch.float32)
+
+
+def _with_large_rate(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings with another learning rate: with a rate near zero, no two results would differ."""
+    return settings | {"lr": 1e-2} if "lr" in settings else settings
+
+
+def _distinct_settings(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the settings of parameter groups, each only once."""
+    found = [_with_large_rate(_settings(group)) for group in groups]
+    return list({repr(sorted(settings.items(), key=str)): settings for settings in found}.values())

@@ -7,13 +7,14 @@ transient parameters     are unsharded a unit at a time: see zero/units/schedule
 
 import math
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from parallel.errors import ConfigError
 from parallel.mesh import Axis
@@ -26,10 +27,14 @@ from zero.offload.placement import NO_OFFLOAD, Offload, OffloadConfig
 from zero.offload.planner import PlacementPlanner, UnitOrders
 from zero.sharded_init import ShardedInit
 from zero.stage import Lifetime
-from zero.torch_internals import NO_GRAPH_TASK, call_at_end_of_backward, current_graph_task
+from zero.units.access import unwatch_parameters
 from zero.units.agreement import LaunchOrder
+from zero.units.backward import RunningBackward, is_in_backward
 from zero.units.execution_order import ExecutionOrder
+from zero.units.guarded_parameter import GuardedParameter, ParameterGuard, changes, take_grad
+from zero.units.hooks import Hook, ModuleHooks
 from zero.units.scheduler import UnitScheduler
+from zero.units.step_order import Round
 from zero.units.unit import Unit, assign_parameters, find_units, group_alike, named_units
 
 
@@ -37,8 +42,9 @@ class ZeroDataParallel(nn.Module):
     """A module whose gradients are averaged over `data`, and whose states are partitioned as the stage says.
 
     Run every micro-batch but the last inside `with model.accumulate():`. All ranks start with the parameters and
-    buffers of the first rank. `requires_grad` and dtypes are read once, here: change them before wrapping. Pass `init`
-    if the module was built inside a `ShardedInit`. With `device`, the module moves there, a unit at a time.
+    buffers of the first rank. `requires_grad` and dtypes are read once, here: to change them later, `unwrap` the module
+    first. Pass `init` if the module was built inside a `ShardedInit`. With `device`, the module moves there, a unit at
+    a time. Raises ValueError if the module cannot be wrapped.
     """
 
     def __init__(
@@ -51,8 +57,9 @@ class ZeroDataParallel(nn.Module):
         offload: OffloadConfig = NO_OFFLOAD,
     ):
         super().__init__()
+        check_module(module, data)
         self.module = module
-        self._data, self._policy = data, config.policy
+        self.data, self._policy = data, config.policy
         self._unshards = self._policy.full_params is Lifetime.TRANSIENT
         self.shard_axis, self.replica_axis = axes = self._policy.axes(data)
         if not self._unshards and offload.offloaded_states == {"parameters"}:
@@ -63,25 +70,35 @@ class ZeroDataParallel(nn.Module):
         self.offload = Offload(device or next(module.parameters()).device, offload)
         orders: UnitOrders = {"forward": ExecutionOrder(), "backward": ExecutionOrder()}
         self.planner = PlacementPlanner(self.offload, config.prefetch_numel, orders)
+        self._guard = ParameterGuard(
+            {param: name for name, param in module.named_parameters()},
+            before_read=lambda param: self._scheduler.before_read(param),
+            after_saving=lambda param: self._scheduler.after_saving(param),
+            holds_gradients=lambda: self.reducer.holds_gradients,
+        )
         self._units = self._make_units(config, init)
         if init:
             init.finish(module)
         _move_buffers(module, data, device)
         trainable = [bucket for flat in self.flats if flat.is_trainable for bucket in flat.buckets]
-        # If parameters persist, the order of launches is fixed, whatever the model does: there is nothing to check.
-        before_launch = self._launch_order.before_reduction if self._unshards else lambda _bucket: None
-        self.reducer = GradientReducer(trainable, axes, self._policy, config.overlap, before_launch, self.offload)
+        self.reducer = GradientReducer(trainable, axes, self._policy, config.overlap, self._launch_order, self.offload)
         self.planner.check_units(self._units.values(), self.reducer.staging.num_bytes)
-        self._scheduler = UnitScheduler(self._units, orders, self.planner, self._enter_backward, self.reducer.close)
-        self._graph_task = NO_GRAPH_TASK
+        self._scheduler = UnitScheduler(
+            self._units, orders, self.planner, self._start_forward, self._enter_backward, self.reducer.close
+        )
+        self._reduces = False  # the running backward accumulates gradients, and the reducer has begun
         self._is_last_microbatch = True
         self._awaits_backward = False  # a forward has run since the last backward
-        self._install_hooks()
+        self._install_hooks([param for flat in self.flats if flat.is_trainable for param in flat.params])
 
     @property
     def flats(self) -> list[FlatParameters]:
         """All flat buffers, in the order of the layout."""
         return [flat for unit in self._units.values() for flat in unit.flats]
+
+    def params_by_unit(self) -> list[list[nn.Parameter]]:
+        """Return the parameters that are unsharded together, for each unit that has parameters."""
+        return [list(unit.flat_of) for unit in self._units.values() if unit.flat_of]
 
     @property
     def buckets(self) -> list[Bucket]:
@@ -90,10 +107,20 @@ class ZeroDataParallel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module."""
-        self._launch_order.restart()
-        self._scheduler.start_forward()
-        self._awaits_backward |= torch.is_grad_enabled()
+        if self._hooks is not None:
+            self._hooks.enclose(self.module)
+        else:  # else the scheduler starts it, also if the module is called without this wrapper
+            self._start_forward()
         return self.module(*args, **kwargs)
+
+    def register_forward_method(self, name: str, module: nn.Module | None = None) -> None:
+        """Let a method of the module, or of `module` inside it, run by itself, as `forward` does.
+
+        Its parameters are unsharded while it runs and in its backward. Raises ValueError if `module` is not a part of
+        this model. Modules that such a method calls need no registration.
+        """
+        if self._hooks is not None:
+            self._hooks.register_method(module or self.module, name)
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -104,6 +131,7 @@ class ZeroDataParallel(nn.Module):
         self._awaits_backward = self._is_last_microbatch = False
         try:
             yield
+            self._backward.settle()
             # This rank's micro-batch reached no parameter, but other ranks' may have: take part in their reduction.
             if self._awaits_backward and self.reducer.reduces(is_last=False):
                 self.reducer.begin(is_last=False)
@@ -115,49 +143,84 @@ class ZeroDataParallel(nn.Module):
     def gathered(self, params: Iterable[nn.Parameter] | None = None, *, modify: bool = False) -> Iterator[nn.Module]:
         """Yield the module with all of its parameters unsharded, or with `params` and those of the same units.
 
-        With `modify`, what the first rank writes into `params` is their value from then on, on all ranks and for the
-        optimizer. Raises ValueError if a parameter is not the module's.
+        All ranks must enter together. What all ranks write is kept. With `modify`, what the first rank writes into
+        `params` is their value from then on, on all ranks and for the optimizer. A parameter that is read for a loss
+        stays unsharded until the optimizer's step. Raises ValueError if a parameter is not the module's.
         """
         chosen = list(self._scheduler.unit_of if params is None else params)
         for param in chosen:
             if param not in self._scheduler.unit_of:
                 raise ValueError(f"a tensor of shape {tuple(param.shape)} is not a parameter of this model")
-        units = dict.fromkeys(self._scheduler.unit_of[param] for param in chosen)
+        # All units, also those without parameters: a forward in here may run on one rank only, and is not recorded.
+        units = self._units.values() if params is None else {self._scheduler.unit_of[p]: None for p in chosen}
         holder = object()
+        self._launch_order.start(Round.READ)
         for unit in units:
             unit.unshard(holder)
+            unit.start_watch(holder)
         try:
             with torch.set_grad_enabled(torch.is_grad_enabled() and not modify):
                 yield self.module
                 for param in chosen if modify else ():
-                    self._scheduler.unit_of[param].flat_of[param].assign(param, self._data)
+                    self._scheduler.unit_of[param].flat_of[param].assign(param, self.data)
         finally:
             for unit in units:
+                unit.stop_watch(holder)
                 unit.reshard(holder)
+
+    def unwrap(self, device: torch.device | None = None) -> nn.Module:
+        """Return the module without this wrapper, with all of its parameters on every rank, and on `device` if given.
+
+        All ranks must call this. Change the module, then wrap it again and make a new optimizer, whose moments begin at
+        zero. This object cannot be used any more.
+        """
+        self._launch_order.start(Round.READ)
+        for unit in self._units.values():
+            unit.unwrap(device)
+        for handle in self._handles:
+            handle.remove()
+        if self._hooks is not None:
+            self._hooks.remove()
+            unwatch_parameters(self.module)
+        module = self.module
+        del self.module
+        return module
+
+    def before_step(self, params: Iterable[nn.Parameter]) -> None:
+        """Prepare for an update of `params`; an optimizer calls this first.
+
+        Raises ValueError if the module is no longer what was wrapped, and warns of parameters that were added to it.
+        """
+        self._backward.settle()
+        self._guard.check(self.module, params)
+        self._scheduler.end_step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Discard all gradients, as after a backward that failed."""
+        self.reducer.clear()
+
+    def __deepcopy__(self, _memo: dict[int, Any]) -> NoReturn:
+        raise TypeError(
+            "a ZeroDataParallel cannot be copied; copy the module inside it, in `with model.gathered() as module:`"
+        )
 
     def _make_units(self, config: ZeroConfig, init: ShardedInit | None) -> dict[str, Unit]:
         """Create a unit for each module whose parameters are unsharded together; those that persist are the root's."""
         own = assign_parameters(self.module, self._unit_names(config))
-        self._launch_order = LaunchOrder(self._data, list(own))
+        self._launch_order = LaunchOrder(self._policy.compared_axis(self.data), list(own))
         resident_numel = config.resident_numel if self._unshards else math.inf
         resident = {n: p for params in own.values() for n, p in params.items() if p.numel() < resident_numel}
         unit_numels = [sum(param.numel() for param in params.values()) for params in own.values()]
         numel = choose_bucket_numel(config.bucket_numel, unit_numels, self.offload.config, self.shard_axis.size)
-
-        def values_of(param: nn.Parameter) -> Tensor:
-            values = init.pop_full(param) if init else param.data
-            if is_absent(values):
-                raise ValueError(
-                    f"a parameter of shape {tuple(param.shape)} is still sharded; pass `init=` to ZeroDataParallel"
-                )
-            return self._data.broadcast_copy(values)
-
+        values_of = partial(_initial_values, self.data, init)
         units: dict[str, Unit] = {}
         for name, params in own.items():
             transient = {n: p for n, p in params.items() if n not in resident}
             held = {Lifetime.PERSISTENT: {} if name else resident, Lifetime.TRANSIENT: transient}
             flats = [
-                FlatParameters(group, self.shard_axis, lifetime, numel, self._policy, values_of, self.offload)
+                FlatParameters(
+                    group, self.shard_axis, lifetime, numel, self._policy, values_of, self.offload, self._guard
+                )
                 for lifetime, params_held in held.items()
                 for group in group_alike(params_held)
             ]
@@ -169,36 +232,117 @@ class ZeroDataParallel(nn.Module):
             return find_units(self.module) if config.units is None else named_units(self.module, config.units)
         return [""]
 
-    def _install_hooks(self) -> None:
-        if self._unshards:
-            self._scheduler.install_hooks(self.module)
+    def _install_hooks(self, trainable: list[nn.Parameter]) -> None:
+        self._backward = RunningBackward(
+            trainable,
+            on_begin=self._begin_backward,
+            on_nested_begin=self.reducer.close_at_end,
+            on_nested_end=self._scheduler.end_nested_backward,
+            on_end=self._end_backward,
+        )
+        parts = list(self.module.modules())
+        self._handles = [part.register_load_state_dict_pre_hook(Hook(refuse_assign)) for part in parts]
+        self._handles += [self._register_gradient_hook(param) for param in trainable]
+        self._hooks: ModuleHooks | None = self._scheduler.install_hooks(self.module) if self._unshards else None
+
+    def _register_gradient_hook(self, param: nn.Parameter) -> RemovableHandle:
         # A weak reference: the garbage collector does not follow references of such hooks, and would never free the
         # engine.
         on_gradient = weakref.WeakMethod(self._on_gradient)
-        for flat in self.flats:
-            for param in flat.params if flat.is_trainable else ():
-                param.register_post_accumulate_grad_hook(lambda param: (alive := on_gradient()) and alive(param))
+        return param.register_post_accumulate_grad_hook(lambda param: (alive := on_gradient()) and alive(param))
+
+    def _start_forward(self, is_whole: bool = True) -> None:
+        """Begin a forward of the whole model or of a part, unless a backward is running it again."""
+        if is_in_backward():
+            return
+        self._backward.settle()
+        self._launch_order.start(Round.FORWARD)
+        if is_whole:
+            self._scheduler.start_recording()
+        self._awaits_backward |= torch.is_grad_enabled()
 
     def _on_gradient(self, param: nn.Parameter) -> None:
         # First: the gradient of a backward that fails must not stay in `param.grad`, or it is added to the next.
-        grad, param.grad = param.grad, None
-        assert grad is not None
+        grad = take_grad(param)
         self._enter_backward()
+        if not self._reduces:  # only a backward inside the running one accumulates gradients
+            self._begin_reductions()
         # Nothing is resharded here: with frozen weights this runs before the input's gradient has read the parameters.
         self.reducer.accept(param, grad)
 
-    def _enter_backward(self) -> None:
-        """Begin a backward, unless it has begun already: every gradient and every unit calls this first."""
-        if self._graph_task != current_graph_task():
-            self._graph_task, self._awaits_backward = current_graph_task(), False
-            self._scheduler.start_backward()
-            self.reducer.begin(self._is_last_microbatch)
-            call_at_end_of_backward(self._leave_backward)
+    def _enter_backward(self) -> bool:
+        """Begin a backward, unless it has begun already; return whether it accumulates gradients, as far as is known.
 
-    def _leave_backward(self) -> None:
+        Every gradient and every unit calls this first.
+        """
+        self._backward.enter()
+        return self._reduces
+
+    def _begin_backward(self) -> None:
+        self._reduces = False
+        self._scheduler.start_backward()
+        if self._backward.accumulates():
+            self._begin_reductions()
+
+    def _begin_reductions(self) -> None:
+        self._reduces, self._awaits_backward = True, False
+        self.reducer.begin(self._is_last_microbatch)
+
+    def _end_backward(self) -> None:
         # Units first: their memory is free for the reductions that are still to be launched.
         self._scheduler.end_backward()
-        self.reducer.end()
+        if self._reduces:
+            self._reduces = False
+            self.reducer.end()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "ZeroDataParallel":
+        """Refuse what `.to`, `.double`, `.cuda` and others would change; torch calls this for all of them."""
+        for tensor in (*self.module.parameters(), *self.module.buffers()):
+            if changes(fn, tensor):
+                raise ValueError(
+                    f"a {tensor.dtype} on {tensor.device} inside ZeroDataParallel cannot be converted; convert the "
+                    "module before it is wrapped, or `unwrap()` it first"
+                )
+        return self
+
+
+def check_module(module: nn.Module, data: Axis) -> None:
+    """Raise ValueError if a module cannot be wrapped."""
+    if next(module.parameters(), None) is None:
+        raise ValueError(f"{type(module).__name__} has no parameters; there is nothing to train in parallel")
+    for name, param in module.named_parameters():
+        if isinstance(param, nn.parameter.UninitializedParameter) or param.is_meta:
+            raise ValueError(f"{name} has no values yet (a lazy or a meta parameter); materialize it before wrapping")
+        if isinstance(param, GuardedParameter):
+            raise ValueError(f"{name} is inside a ZeroDataParallel already; wrap a module once, or `unwrap()` it first")
+        if param.grad is not None:
+            raise ValueError(f"{name} has a gradient from before it is wrapped; call `module.zero_grad()` first")
+    for name, submodule in module.named_modules():
+        is_embedding = isinstance(submodule, (nn.Embedding, nn.EmbeddingBag))
+        if data.size > 1 and is_embedding and submodule.max_norm is not None:
+            raise ValueError(
+                f"{name}, a {type(submodule).__name__} with max_norm={submodule.max_norm}, changes its weight in "
+                f"forward, and each of the {data.size} ranks would change other rows; set max_norm=None"
+            )
+
+
+def refuse_assign(_module: nn.Module, _state: Any, _prefix: str, metadata: dict[str, Any], *_: Any) -> None:
+    """Raise ValueError if `load_state_dict` is to replace parameters, and not to copy values to them."""
+    if metadata.get("assign_to_params_buffers"):
+        raise ValueError(
+            "load_state_dict(assign=True) would replace parameters that ZeroDataParallel has divided into buckets; set "
+            "assign=False, or load the state before the module is wrapped"
+        )
+
+
+def _initial_values(data: Axis, init: ShardedInit | None, param: nn.Parameter) -> Tensor:
+    """Return the first rank's values of a parameter that is wrapped."""
+    values = init.pop_full(param) if init else param.data
+    if is_absent(values):
+        raise ValueError(
+            f"a parameter of shape {tuple(param.shape)} is still sharded; pass `init=` to ZeroDataParallel"
+        )
+    return data.broadcast_copy(values)
 
 
 def _move_buffers(module: nn.Module, data: Axis, device: torch.device | None) -> None:

@@ -12,18 +12,19 @@ from torch import Tensor, nn
 
 from parallel.instruments.memory_tracker import TensorKind, tagged
 from parallel.mesh import Axis, Handle
-from zero.bucket import Bucket, GradShard, ParamShard
-from zero.layout import BucketRange, Layout, cut, overlap
+from zero.bucket import Bucket, GradShard, ParamShard, take_changed
+from zero.layout import BucketRange, Layout, cut, overlap, real_shape
 from zero.offload.placement import Offload
 from zero.stage import Lifetime, ShardingPolicy
 from zero.staging import free_storage, restore_storage
 from zero.torch_internals import forbid_writes
+from zero.units.guarded_parameter import ParameterGuard, set_raw_data
 
 
 class FullState(Enum):
     """The state of the full buffer, and of the parameters, which are views of it."""
 
-    SHARDED = "only owned shards are allocated, and the parameters read as NaN"
+    SHARDED = "only owned shards are allocated, and the parameters have no values"
     UNSHARDING = "the full buffer is allocated, and all-gathers are filling it"
     UNSHARDED = "the full buffer holds every parameter"
 
@@ -33,7 +34,7 @@ class FlatParameters:
 
     `values_of` returns a parameter's initial values. The full buffer is one storage for the whole run, resized between
     its size and zero: tensors that autograd saved during forward are views of this storage, and must read the same
-    weights from it in backward.
+    weights from it in backward. Its elements are real, and complex parameters are views of pairs of them.
     """
 
     def __init__(
@@ -45,20 +46,25 @@ class FlatParameters:
         policy: ShardingPolicy,
         values_of: Callable[[nn.Parameter], Tensor] = attrgetter("data"),
         offload: Offload | None = None,
+        guard: ParameterGuard | None = None,
     ):
         self.params, self.axis, self.lifetime = list(params.values()), axis, lifetime
+        self._guard = guard or ParameterGuard({p: name for name, p in params.items()})
         offload = offload or Offload(self.params[0].device)
-        self.layout = Layout.of({name: p.shape for name, p in params.items()}, axis.size, bucket_numel)
-        full = self.params[0].data.new_zeros(self.layout.numel, device=offload.device)
+        self.layout = Layout.of({name: real_shape(p) for name, p in params.items()}, axis.size, bucket_numel)
+        first = self.params[0].data
+        full = first.new_zeros(self.layout.numel, dtype=first.dtype.to_real(), device=offload.device)
         self.full = tagged(TensorKind.PARAMETERS, full)
         self._span_of = dict(zip(self.params, self.layout.spans, strict=True))
         self._param_of = {span: param for param, span in self._span_of.items()}
-        self._views = {param: span.view(full) for param, span in self._span_of.items()}
-        placeholder = absent(full)
+        self._views = {param: span.view(full, as_complex=first.is_complex()) for param, span in self._span_of.items()}
+        placeholder = absent(self._views[self.params[0]])
         self._placeholders = {param: placeholder.expand(param.shape) for param in self.params}
         for param, view in self._views.items():
             view.copy_(values_of(param))
-            param.data = view  # at once: the parameter's own memory is freed before the next values are made
+            set_raw_data(param, view)  # at once: the parameter's own memory is freed before the next values are made
+            self._guard.guard(param)
+        self._versions = self.versions()
         self.buckets = [self._bucket(stretch, policy, offload) for stretch in self.layout.buckets]
         self._gathers: list[Handle] = []
         self._state = FullState.UNSHARDED
@@ -86,36 +92,68 @@ class FlatParameters:
         if self._state is FullState.UNSHARDING:
             self._wait_for_gathers()
             for param, view in self._views.items():
-                param.data = view
+                self._guard.guard(param)  # first: the data of a watched parameter cannot be set
+                set_raw_data(param, view)
+            self._versions = self.versions()
             self._state = FullState.UNSHARDED
 
     def reshard(self) -> None:
-        """Free the full buffer, unless it persists."""
+        """Free the full buffer, unless it persists. What was written to it is kept, each element by its owner."""
         if self.lifetime is Lifetime.PERSISTENT or self.is_sharded:
             return
         if self._state is FullState.UNSHARDING:
             self._wait_for_gathers()  # before the memory that they write is freed
+        elif self._versions != self.versions():
+            self.keep_writes()
         for param, placeholder in self._placeholders.items():
-            param.data = placeholder
+            self._guard.guard(param)
+            set_raw_data(param, placeholder)
+            self._guard.watch(param)
         free_storage(self.full)
         self._state = FullState.SHARDED
 
-    def assign(self, param: nn.Parameter, data: Axis) -> None:
-        """Broadcast the values of `param` on the first rank of `data`, and update the shards; it must be unsharded.
+    def watch_reads(self, is_watched: bool) -> None:
+        """Have reads of transient parameters reported while they are unsharded, or stop, and keep what was written."""
+        if self.lifetime is Lifetime.PERSISTENT or self.is_sharded:
+            return
+        if not is_watched:
+            self.keep_writes()
+        for param in self.params:
+            self._guard.watch(param) if is_watched else self._guard.guard(param)
 
-        A master weight that rounds to the new value keeps its own.
-        """
-        span, full = self._span_of[param], self._views[param]
-        if param.data_ptr() != full.data_ptr():  # `param.data` was replaced
-            full.copy_(param.data)
-            param.data = full
-        data.broadcast(full).wait()
+    def unwrap(self, device: torch.device | None) -> None:
+        """Give the parameters their values in memory of their own. They must be unsharded."""
+        for param, view in self._views.items():
+            set_raw_data(param, view.to(device or view.device, copy=True))
+            self._guard.release(param)
+        free_storage(self.full)
+
+    def keep_writes(self) -> None:
+        """Take over what this rank has written to its own shards of the full buffer, which must be unsharded."""
         for bucket in self.buckets:
-            if part := overlap(span.elements, bucket.shard):
-                master = bucket.owned_part(bucket.master, part)
-                new = cut(self.full, part).to(master.device)
-                master.copy_(torch.where(master.to(new.dtype) == new, master, new.to(master.dtype)))
-                bucket.owned_part(bucket.params.owned, part).copy_(new)
+            self._take_over(bucket, bucket.shard)
+
+    def assign(self, param: nn.Parameter, data: Axis) -> None:
+        """Broadcast the values of `param` on the first rank of `data`, and update the shards; it must be unsharded."""
+        data.broadcast(self._views[param]).wait()
+        for bucket in self.buckets:
+            if part := overlap(self._span_of[param].elements, bucket.shard):
+                self._take_over(bucket, part)
+
+    def _take_over(self, bucket: Bucket, elements: range) -> None:
+        """Copy `elements` of the full buffer to the owned shard; a master weight that rounds to its value stays."""
+        master = bucket.owned_part(bucket.master, elements)
+        new = cut(self.full, elements).to(master.device)
+        take_changed(master, new)
+        bucket.owned_part(bucket.params.owned, elements).copy_(new)
+
+    def versions(self) -> list[object]:
+        """Return a list that differs from one of before if parameters may have been written since then.
+
+        A collective or NumPy writes without a new version, and is noticed only if it was given `.data`.
+        """
+        exposed = self._guard.exposed
+        return [object() if exposed and param in exposed else param._version for param in self.params]
 
     def params_in(self, elements: range) -> Iterator[tuple[nn.Parameter, range]]:
         """Iterate over the parameters that have elements in `elements` of the buffer, each with its part of them."""
@@ -139,7 +177,7 @@ def absent(like: Tensor) -> Tensor:
 
     It reads as NaN (an integer as 0), and writes raise. A read of freed memory would crash the process.
     """
-    scalar = like.new_full((), float("nan") if like.is_floating_point() else 0)
+    scalar = like.new_full((), float("nan") if like.is_floating_point() or like.is_complex() else 0)
     forbid_writes(scalar)
     return scalar
 

@@ -19,7 +19,7 @@ CHUNK_NUMEL = 2**18
 
 
 class GradNorm:
-    """The norms of the owned gradients of all ranks, divided by the loss scale. All ranks must make the same calls.
+    """The norms of the gradients of `params`, divided by the loss scale. All ranks must make the same calls.
 
     Along the shard axis, each element has one owner. Along the tensor axis, which cuts the model, the parameters that
     are not in `split` are replicated, and only the first tensor rank counts them.
@@ -31,16 +31,15 @@ class GradNorm:
     def __init__(
         self,
         owned: Mapping[Bucket, Sequence[tuple[nn.Parameter, range]]],
+        params: Set[nn.Parameter],
         axes: tuple[Axis, Axis],
         split: Set[nn.Parameter],
         loss_scale: Tensor,
     ):
         self._axes, self._loss_scale = axes, loss_scale
-        self._counts_replicated = axes[1].rank == 0
-        self._counted = {
-            bucket: [(param, part) for param, part in parts if self._counts_replicated or param in split]
-            for bucket, parts in owned.items()
-        }
+        counted = params if axes[1].rank == 0 else params & split
+        self._counted = {bucket: [part for part in parts if part[0] in counted] for bucket, parts in owned.items()}
+        self._counts_whole = {bucket for bucket, parts in owned.items() if len(parts) == len(self._counted[bucket])}
 
     @property
     def temporary_bytes(self) -> int:
@@ -57,7 +56,7 @@ class GradNorm:
         squares = self._loss_scale.new_zeros((), dtype=dtype)
         for bucket, parts in self._counted.items():
             grads = [bucket.grads.owned]  # the whole shard: its padding is zero
-            if not self._counts_replicated:
+            if bucket not in self._counts_whole:
                 grads = [bucket.owned_part(bucket.grads.owned, part) for _, part in parts]
             if chunks := [chunk for grad in grads for chunk in grad.split(CHUNK_NUMEL)]:
                 with allocating(TensorKind.OTHER, on_host=bucket.optimizer_placement is Placement.HOST):

@@ -14,18 +14,22 @@ and neither does `overlap`, which only decides when a launched reduction is wait
 """
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from enum import Enum
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
 
 from parallel.instruments.memory_tracker import TensorKind, tagged
 from parallel.mesh import Axis, Handle
-from zero.bucket import Bucket, GradShard
+from zero.bucket import Bucket, GradShard, Staging
 from zero.offload.placement import Offload, Placement
 from zero.stage import Lifetime, ShardingPolicy
 from zero.staging import StagingPool
+from zero.units.agreement import LaunchOrder
+from zero.units.step_order import Round
 
 MAX_IN_FLIGHT = 2  # reductions, hence staged buckets beside those that are still filling
 
@@ -42,8 +46,7 @@ class GradientReducer:
     """Takes gradients into their buckets and reduces each bucket to the shards of its owners.
 
     To close a parameter is to expect no further gradient of it in this backward. It is closed when its gradient
-    arrives, if full parameters persist, else when the scheduler closes its unit. `before_launch(i)` is called before
-    the i-th reduction of a backward.
+    arrives, if full parameters persist, else when the scheduler closes its unit.
     """
 
     def __init__(
@@ -52,14 +55,14 @@ class GradientReducer:
         axes: tuple[Axis, Axis],
         policy: ShardingPolicy,
         overlap: bool,
-        before_launch: Callable[[int], None],
+        launch_order: LaunchOrder,
         offload: Offload,
     ):
         """`buckets`: those of the trainable parameters, in the order of the layout. `axes`: (shard, replica)."""
         (self._shard_axis, self._replica_axis), self._policy = axes, policy
         self._scale = 1 / (self._shard_axis.size * self._replica_axis.size)
         self._closes_on_arrival = policy.full_params is Lifetime.PERSISTENT
-        self._before_launch, self._offload = before_launch, offload
+        self._launch_order, self._offload = launch_order, offload
         self._max_in_flight = MAX_IN_FLIGHT if overlap else 0
         self._order = list(reversed(buckets))
         self._positions: defaultdict[nn.Parameter, list[int]] = defaultdict(list)  # in the order of reductions
@@ -75,6 +78,14 @@ class GradientReducer:
         self._num_launched = 0
         self._in_flight: deque[tuple[GradShard, Handle]] = deque()
         self.last_backward_has_begun = False  # of this step
+        # An optimizer that is no longer referenced awaits nothing.
+        self.params_of: WeakKeyDictionary[Any, frozenset[nn.Parameter]] = WeakKeyDictionary()  # by optimizer
+        self._awaiting: WeakSet[Any] = WeakSet()  # optimizers that have not used the gradients of the last backward
+
+    @property
+    def holds_gradients(self) -> bool:
+        """True if gradients have arrived since the last update, reduced or not."""
+        return any(b.grads.holds_gradient or b.grads.staging is not Staging.FREE for b in self._order)
 
     def reduces(self, is_last: bool) -> bool:
         """Return whether a backward reduces gradients; `is_last`: it is the last one of its step."""
@@ -87,23 +98,30 @@ class GradientReducer:
         """
         if self._backward is BackwardState.REDUCING:
             raise ValueError("the backward before this one broke off; call `optimizer.zero_grad()` before the next one")
-        if any(bucket.grads.persists and bucket.grads.holds_gradient for bucket in self._order):
+        held = [bucket.grads for bucket in self._order if bucket.grads.persists and bucket.grads.holds_gradient]
+        reduced = [grads for grads in held if not grads.is_set_aside]
+        if reduced and len(self._awaiting) == len(self.params_of):
             raise ValueError(
                 "a second backward after the gradients were reduced; run every backward of a step but the last "
                 "inside `with model.accumulate():`"
             )
+        for grads in reduced:  # one of several optimizers has stepped: the gradients of the others are added up
+            grads.set_aside()
         for bucket in self._order:
             bucket.grads.expected = set(bucket.grads.parts)
+        self._awaiting = WeakSet(self.params_of)
         # Last of all: a backward that is refused must not leave anything to end.
         self._num_launched = 0
         self._backward = BackwardState.REDUCING if self.reduces(is_last) else BackwardState.ACCUMULATING
-        self.last_backward_has_begun |= is_last
+        self.last_backward_has_begun = is_last
+        self._launch_order.start(Round.BACKWARD if self.reduces(is_last) else Round.ACCUMULATION)
 
     def complete(self) -> None:
         """Reduce the gradients of a step whose last backward has not run, or reached no parameter on this rank."""
         if not self.last_backward_has_begun:
             self.begin(is_last=True)
             self.end()
+        self._launch_order.before_step()
 
     def accept(self, param: nn.Parameter, grad: Tensor) -> None:
         """Write a gradient to the buckets in which the parameter has elements, in the order of reduction."""
@@ -112,7 +130,9 @@ class GradientReducer:
                 f"sparse gradients are not supported: parameter of shape {tuple(param.shape)}; set sparse=False in its "
                 "nn.Embedding"
             )
-        grad = tagged(TensorKind.GRADIENTS, grad).reshape(-1)
+        tagged(TensorKind.GRADIENTS, grad)
+        # torch's optimizers, too, update a complex parameter as pairs of real numbers.
+        grad = (torch.view_as_real(grad.resolve_conj()) if grad.is_complex() else grad).reshape(-1)
         stop = grad.numel()
         for position in self._positions[param]:
             if position < self._num_launched:
@@ -125,6 +145,10 @@ class GradientReducer:
                 grads.expected.discard(param)
                 # At once, before the parameter's next bucket is filled: a parameter may be larger than the pool.
                 self._launch_complete()
+
+    def close_at_end(self) -> None:
+        """Close no parameter before the end of backward, from now on: a parameter may get several gradients in one."""
+        self._closes_on_arrival = False
 
     def close(self, params: Iterable[nn.Parameter]) -> None:
         """Expect no more gradients of `params` in this backward; a gradient that never arrived counts as zero."""
@@ -145,6 +169,36 @@ class GradientReducer:
                 self.staging.free()
         self._backward = BackwardState.NONE
 
+    def register(self, optimizer: Any, params: frozenset[nn.Parameter]) -> None:
+        """Let gradients wait for `optimizer`, which is the only one to use those of `params`.
+
+        Raises ValueError if a parameter is in another optimizer.
+        """
+        for other in self.params_of.values():
+            for param in other & params:
+                raise ValueError(
+                    f"a parameter of shape {tuple(param.shape)} is in two optimizers of this model; leave it in one of "
+                    "them, or delete the other optimizer first"
+                )
+        self.params_of[optimizer] = params
+        self._awaiting.add(optimizer)
+
+    def release(self, optimizer: Any) -> bool:
+        """Discard the gradients that an optimizer has used; all of them if no other one awaits its own.
+
+        Return whether all were discarded.
+        """
+        self._awaiting.discard(optimizer)
+        if not self._awaiting:
+            self.clear()
+            return True
+        self.end()
+        if any(bucket.grads.placement is Placement.HOST for bucket in self._order):
+            self._offload.synchronize()  # before the host overwrites gradients
+        for bucket in self._order:
+            bucket.grads.discard(self.params_of[optimizer])
+        return False
+
     def clear(self) -> None:
         """Discard all gradients, reduced or not: the next backward starts from nothing."""
         # A backward that broke off is ended first: by then ranks may have launched different numbers of reductions.
@@ -158,7 +212,7 @@ class GradientReducer:
         if self._backward is not BackwardState.REDUCING:
             return
         while self._num_launched < len(self._order) and not self._order[self._num_launched].grads.expected:
-            self._before_launch(self._num_launched)
+            self._launch_order.before_reduction(self._num_launched)
             self._launch(self._order[self._num_launched].grads)
             self._num_launched += 1
 
@@ -179,7 +233,7 @@ class GradientReducer:
             self._send_to_host(grads)
         else:
             grads.accumulate(grads.staged_shard)
-        grads.holds_gradient = True
+        grads.holds_gradient, grads.is_set_aside = True, False
         grads.unstage(self.staging)
 
     def _send_to_host(self, grads: GradShard) -> None:

@@ -28,6 +28,11 @@ def overlap(a: range, b: range) -> range:
     return range(max(a.start, b.start), min(a.stop, b.stop))
 
 
+def real_shape(tensor: Tensor) -> torch.Size:
+    """Return the shape of a tensor in a flat buffer, whose elements are real: a complex number is two of them."""
+    return torch.Size((*tensor.shape, 2)) if tensor.is_complex() else tensor.shape
+
+
 def cut(flat: Tensor, elements: range, origin: int = 0) -> Tensor:
     """Return a view of the `elements` of a buffer; the first element of `flat` is the buffer's element `origin`."""
     return flat[elements.start - origin : elements.stop - origin]
@@ -38,12 +43,13 @@ class Span:
     """The place of one parameter in its buffer."""
 
     name: str
-    shape: torch.Size
+    shape: torch.Size  # if the parameter is complex, with one more dim, of size 2
     elements: range
 
-    def view(self, buffer: Tensor) -> Tensor:
+    def view(self, buffer: Tensor, *, as_complex: bool = False) -> Tensor:
         """Return the parameter, in its shape, as a view of the full buffer."""
-        return cut(buffer, self.elements).view(self.shape)
+        view = cut(buffer, self.elements).view(self.shape)
+        return torch.view_as_complex(view) if as_complex else view
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Any element-wise torch optimizer, run on the shards that this rank owns.
 
     grad_norm    the norm of all gradients, a tensor, and from it the clip coefficient, a tensor
+    take         parameters that were written in place since the last step: their master weights follow
     update       bucket by bucket: cast the gradient, step the torch optimizer, write the owned parameters
     publish      bucket by bucket, while the next one is updated: all-gather the updated parameters
 
@@ -10,47 +11,57 @@ steps that are recorded.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from parallel.errors import ConfigError
 from parallel.instruments.memory_tracker import TensorKind, allocating
 from parallel.mesh import Axis, Handle
 from parallel.tensor.layers import split_dims
 from zero.bucket import Bucket
-from zero.elementwise import BucketedOptimizer, Piece, number_groups, probe_elementwise
+from zero.elementwise import BucketedOptimizer, Piece, as_groups, check_class, number_groups, probe_elementwise
 from zero.engine import ZeroDataParallel
 from zero.grad_norm import GradNorm
-from zero.loss_scale import LossScale
+from zero.layout import cut
+from zero.loss_scale import LossScale, SkippedSteps
 from zero.offload.placement import Placement
+from zero.written_parameters import WrittenParameters
 
 
 class ZeroOptimizer:
     """A torch optimizer whose parameters are the pieces of the model's parameters that this rank owns.
 
-    `groups` are torch's parameter groups, written with the model's own parameters; parameters in no group keep their
-    values, as in torch. `tensor` is the axis along which the model itself is split: the norm, and the decision to skip
-    a step, are common to all of its ranks, and parameters that are replicated along it are counted once.
+    `groups` are parameters or torch's parameter groups, of the model's own parameters; parameters in no group keep
+    their values, as in torch. Several optimizers of one model may divide its parameters: gradients stay until each of
+    them has stepped or discarded its own, and all need the same `loss_scale`. `tensor` is the axis along which the
+    model itself is split: the norm, and the decision to skip a step, are common to all of its ranks, and parameters
+    that are replicated along it are counted once.
 
     A step with a non-finite gradient changes nothing and counts in `num_skipped`. Torch's fused Adam and AdamW skip it
-    on the device; for any other optimizer the host waits for the flag. Multiply the loss by `loss_scale.scale` before
-    backward. Raises ConfigError if the optimizer is not element-wise.
+    on the device; for any other optimizer the host waits for the flag. SkippedStepsError is raised after
+    `max_skipped_in_a_row` of them, and unless the loss scale is dynamic, or `warn_skipped` is false, the first one in a
+    row warns. Multiply the loss by `loss_scale.scale` before backward. Raises ConfigError if the optimizer is not
+    element-wise.
     """
 
     def __init__(
         self,
         model: ZeroDataParallel,
         optimizer: type[torch.optim.Optimizer],
-        groups: list[dict[str, Any]] | None = None,
+        groups: Iterable[Any] | None = None,
         *,
         tensor: Axis | None = None,
         clip_norm: float = math.inf,
         loss_scale: LossScale | None = None,
+        max_skipped_in_a_row: int | None = 50,
+        warn_skipped: bool = True,
         **settings: Any,
     ):
+        check_class(optimizer)
         self._reducer, self._planner, self._offload = model.reducer, model.planner, model.offload
         self._flats = [flat for flat in model.flats if flat.is_trainable]
         tensor, self._clip_norm = tensor or Axis.trivial("tensor"), clip_norm
@@ -58,20 +69,33 @@ class ZeroOptimizer:
         device = self._offload.device
         self.loss_scale = loss_scale or LossScale(device=device)
         self.num_skipped = torch.zeros((), dtype=torch.int64, device=device)
+        warns = warn_skipped and not self.loss_scale.is_dynamic
+        self._skipped_steps = SkippedSteps(device, max_skipped_in_a_row, warns)
         first = self._offload.device_of(self._offload.config.initial_placement("optimizer"))
-        self.state_bytes_per_element = probe_elementwise(optimizer, settings, first)
-        groups = groups or [{"params": list(model.module.parameters())}]
+        groups = as_groups(model.module.parameters() if groups is None else groups)
         group_of = number_groups(groups, set(model.module.parameters()))
-        owned = {bucket: list(flat.params_in(bucket.shard)) for flat in self._flats for bucket in flat.buckets}
+        self._params = self._trainable(group_of)
+        self.state_bytes_per_element = probe_elementwise(optimizer, settings, first, groups)
+        owned = {
+            bucket: list(flat.params_in(bucket.shard))
+            for flat in self._flats
+            for bucket in flat.buckets
+            if not group_of.keys().isdisjoint(bucket.grads.parts)
+        }
         for bucket in owned:
             bucket.place_master(bucket.optimizer_placement)
+        self._before_step = partial(model.before_step, self._params)
+        self._is_shared = {bucket: not self._params.issuperset(bucket.grads.parts) for bucket in owned}
         self._pieces = {bucket: _pieces(bucket, owned[bucket], group_of) for bucket in owned}
         pieces = [piece for pieces in self._pieces.values() for piece in pieces]
         groups = [group | {"params": [p.param for p in pieces if p.group == n]} for n, group in enumerate(groups)]
         self._bucketed = BucketedOptimizer(optimizer(groups, **settings))
         split = {model.module.get_parameter(name) for name in split_dims(model.module)}
-        self.grad_norm = GradNorm(owned, (model.shard_axis, tensor), split, self.loss_scale.scale)
+        self.grad_norm = GradNorm(owned, self._params, (model.shard_axis, tensor), split, self.loss_scale.scale)
         self._make_cast_buffers()
+        self._written = WrittenParameters(self._flats, self._offload)
+        self._check_others()
+        self._reducer.register(self, self._params)
 
     @property
     def inner(self) -> torch.optim.Optimizer:
@@ -89,11 +113,12 @@ class ZeroOptimizer:
 
     @torch.no_grad()
     def step(self, *, skip: Tensor | None = None, gradient_hook: Callable[[], object] = lambda: None) -> Tensor:
-        """Update the parameters; return the global norm of the gradients before clipping, without the loss scale.
+        """Update the parameters; return the norm of their gradients before clipping, without the loss scale.
 
         `skip`: 0-dim, the same on all ranks; if it is not zero nothing is updated, as after an overflow.
         `gradient_hook` is called while the owned gradients are reduced and not yet clipped.
         """
+        self._before_step()
         self._reducer.complete()
         self._planner.before_update(self._axes)
         if self._buckets_on(Placement.HOST):
@@ -103,17 +128,29 @@ class ZeroOptimizer:
         coefficient = (self._clip_norm / (norm + 1e-6)).clamp(max=1.0) / self.loss_scale.scale
         found_inf = (~norm.isfinite()).float()
         skipped = found_inf if skip is None else torch.maximum(found_inf, skip.float())
-        if not self._must_skip(skipped):
+        if self._must_skip(skipped):
+            self._bucketed.skip_round()
+        else:
             self._update_all(coefficient, skipped)
         self.num_skipped.add_(skipped.long())
-        self.loss_scale.update(found_inf)
-        self._reducer.clear()
-        self._planner.after_update(self._axes, self.buckets, self.bytes_to_place, self.place)
+        self.loss_scale.note(found_inf)
+        if self._release():
+            self._planner.after_update(self._axes, self.buckets, self.bytes_to_place, self.place)
+        self._skipped_steps.record(found_inf)  # last: it may raise
         return norm
 
-    def zero_grad(self) -> None:
-        """Discard the gradients, as after a backward that failed; `step` does so by itself."""
-        self._reducer.clear()
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Discard the gradients, as after a backward that failed; `step` does so by itself.
+
+        `set_to_none` has no effect: gradients that were discarded and gradients of zero are the same here.
+        """
+        self._release()
+
+    @torch.no_grad()
+    def take_changes(self) -> None:
+        """Let master weights follow parameters that were written in place; `step` and saving the state call this."""
+        for placement in Placement:
+            self._written.take(placement, self._buckets_on(placement))
 
     def bytes_to_place(self, bucket: Bucket) -> int:
         """Return the memory that `place` would allocate on the accelerator, without the cast buffer."""
@@ -132,11 +169,44 @@ class ZeroOptimizer:
         bucket.grads.place(placement)
         self._make_cast_buffers()
 
+    def _trainable(self, params: Iterable[nn.Parameter]) -> frozenset[nn.Parameter]:
+        given = list(params)
+        trainable = frozenset(given).intersection(param for flat in self._flats for param in flat.params)
+        if not trainable:
+            raise ValueError(
+                f"none of the {len(given)} parameters of the optimizer is trainable; set `requires_grad` before the "
+                "model is wrapped"
+            )
+        return trainable
+
+    def _check_others(self) -> None:
+        """Check that the model's other optimizers and this one can use the same gradients, buckets and loss scale."""
+        for other in self._reducer.params_of:
+            if self._offload.config.mode == "auto":
+                raise ConfigError(
+                    "OffloadConfig.mode=auto moves buckets for one optimizer, and this model has two; choose host or "
+                    "accelerator"
+                )
+            a, b = self.loss_scale, other.loss_scale
+            if a is not b and (a.is_dynamic or b.is_dynamic or a.initial != b.initial):
+                raise ValueError(
+                    f"two optimizers of a model have loss scales of their own, from {b.initial:g} and {a.initial:g}; "
+                    "give both the same LossScale"
+                )
+
+    def _release(self) -> bool:
+        """Discard the gradients of this optimizer's parameters; return whether no other optimizer awaits its own."""
+        is_last = self._reducer.release(self)
+        if is_last:
+            self.loss_scale.update_noted()
+        return is_last
+
     def _update_all(self, coefficient: Tensor, skip: Tensor) -> None:
         # First, on the stream that has used the full buffers: freed on a side stream, their memory would return to that
         # stream's part of the allocator.
         for flat in self._flats:
             flat.reshard()
+        self.take_changes()
         self._bucketed.begin_round()
         published = []
         # The accelerator first: each rank has placed a prefix of the buckets there, perhaps of another length, so that
@@ -153,6 +223,9 @@ class ZeroOptimizer:
         self._bucketed.end_round()
         for handle in published:
             handle.wait()
+        # A backward whose forward has run before this update must raise, as in torch.
+        torch.autograd.graph.increment_version(self._params)
+        self._written.restart()
 
     def _update(self, bucket: Bucket, coefficient: Tensor) -> None:
         """Step the torch optimizer for one bucket, whose gradient is cast to the master weights' dtype first."""
@@ -161,7 +234,13 @@ class ZeroOptimizer:
             grad = self.cast_buffers[bucket.optimizer_placement][: grad.numel()].copy_(grad)
         on_host = bucket.optimizer_placement is Placement.HOST
         with allocating(TensorKind.MOMENTS, on_host=on_host):  # a torch optimizer makes them in its first step
-            self._bucketed.step(self._pieces[bucket], grad.mul_(coefficient))
+            pieces = self._pieces[bucket]
+            if grad is bucket.grads.owned and self._is_shared[bucket]:  # others' gradients keep their values
+                for piece in pieces:
+                    cut(grad, piece.elements).mul_(coefficient)
+            else:
+                grad.mul_(coefficient)
+            self._bucketed.step(pieces, grad)
 
     def _publish(self, bucket: Bucket) -> Handle:
         """Copy master weights to the owned parameters, wherever either is placed, and all-gather what was updated."""

@@ -35,6 +35,10 @@ class ShardingPolicy:
             return data.without_peers(), data
         return data.parts or (data, data.without_peers())
 
+    def compared_axis(self, data: Axis) -> Axis:
+        """Return the axis of the ranks that must run the same micro-batches: none if only a step communicates."""
+        return data if Lifetime.TRANSIENT in (self.full_grads, self.full_params) else data.without_peers()
+
 
 STAGES = {
     0: ShardingPolicy(False, Lifetime.PERSISTENT, Lifetime.PERSISTENT),  # plain data parallelism

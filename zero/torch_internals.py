@@ -1,13 +1,22 @@
 """The private parts of torch that `zero` rests on, each with its reason; tests fail if torch changes one of them."""
 
+import sys
 from collections.abc import Callable
+from itertools import chain
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import _engine_run_backward, get_gradient_edge
+from torch.utils.hooks import RemovableHandle
 
 NO_GRAPH_TASK = -1
+
+# A `__torch_function__` runs what it was called for inside this context, or it would be called again.
+DisableTorchFunction = torch._C.DisableTorchFunctionSubclass
 
 # Norms of many tensors in one call. `torch.nn.utils` calls the same function, but does not take the dtype of the sums.
 foreach_norm = torch._foreach_norm
@@ -20,6 +29,38 @@ def current_graph_task() -> int:
     once that backward has ended or raised.
     """
     return torch._C._current_graph_task_id()
+
+
+def is_nested_backward() -> bool:
+    """Return whether the running backward was started inside another one, as a reentrant checkpoint does.
+
+    Autograd numbers both, and says of neither that it contains the other. The frames of this thread do: below the call
+    that runs this backward there is another such call, or the node that made it. On an accelerator the nodes run in a
+    thread of autograd's own, where only the node is visible.
+    """
+    num_runs = 0
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code is _engine_run_backward.__code__:
+            num_runs += 1
+        if num_runs == 2 or (num_runs and frame.f_code is BackwardCFunction.apply.__code__):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def will_accumulate(param: nn.Parameter) -> bool:
+    """Return whether the running backward reaches the node that accumulates a parameter's gradient.
+
+    `torch.autograd.grad` returns gradients and accumulates none; autograd raises if it is asked about its inputs, and
+    in transforms of `torch.func` a parameter has no node. The node is not kept: the garbage collector does not see that
+    it refers to the parameter.
+    """
+    with DisableTorchFunction():
+        try:
+            return param.requires_grad and torch._C._will_engine_execute_node(get_gradient_edge(param).node)
+        except (RuntimeError, AttributeError):
+            return False
 
 
 def call_at_end_of_backward(callback: Callable[[], None]) -> None:
@@ -38,6 +79,33 @@ def forbid_writes(tensor: Tensor) -> None:
     writes to a single element: these would be lost in silence.
     """
     torch._C._set_throw_on_mutable_data_ptr(tensor)
+
+
+def has_saved_tensors_hooks() -> bool:
+    """Return whether `saved_tensors_hooks` are active in this thread."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+
+
+def run_first(module: nn.Module, handle: RemovableHandle) -> None:
+    """Make a forward pre-hook the first one of its module: a hook that was put before it runs after it."""
+    if next(iter(module._forward_pre_hooks)) != handle.id:
+        module._forward_pre_hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]
+
+
+def run_last(module: nn.Module, handle: RemovableHandle) -> None:
+    """Make a forward hook the last one of its module: a hook that was registered after it runs before it."""
+    if next(reversed(module._forward_hooks)) != handle.id:
+        module._forward_hooks.move_to_end(handle.id)  # type: ignore[attr-defined]
+
+
+def structure_of(module: nn.Module) -> Callable[[], list[int]]:
+    """Return a function that returns the `id` of each submodule and parameter that the module has now.
+
+    It looks at the tables of the modules that the module has when this is called: to walk over all modules and names,
+    as `named_parameters` does, takes ten times as long.
+    """
+    tables = [table for part in module.modules() for table in (part._modules, part._parameters)]
+    return lambda: list(map(id, chain.from_iterable(map(dict.values, tables))))  # type: ignore[arg-type]
 
 
 def replace_parameter_table(module: nn.Module, make: Callable[[dict[str, Any]], dict[str, Any]]) -> None:

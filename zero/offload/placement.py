@@ -9,7 +9,7 @@ On a CPU both are host memory: the same copies are made, in the same order.
 """
 
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from typing import Literal, get_args
@@ -24,6 +24,7 @@ from zero.offload.allocators import device_allocator, host_allocator
 from zero.offload.streams import SideStream
 
 NUM_CASTS = 2  # buffers of casts on their way to the accelerator: one is filled while the other is copied
+NUM_READS = 2  # buffers that the host reads: one is read while the other is filled
 
 Mode = Literal["accelerator", "host", "auto"]
 State = Literal["optimizer", "parameters"]
@@ -90,6 +91,7 @@ class Offload:
         self.device, self.config = device, config
         self._to_host, self._to_accelerator = SideStream(device), SideStream(device)
         self._casts: defaultdict[torch.dtype, deque[tuple[Tensor, Handle]]] = defaultdict(deque)
+        self._reads: dict[tuple[torch.dtype, int], Tensor] = {}
 
     def new(self, placement: Placement, kind: TensorKind, numel: int, dtype: torch.dtype) -> Tensor:
         """Return a flat tensor, not initialized."""
@@ -128,10 +130,35 @@ class Offload:
             self._casts[cast.dtype].append((cast, self._to_accelerator.host_handle()))
         return Handle(self._to_accelerator.device_handle().wait, followed.wait)
 
+    def read_from(self, placement: Placement, sources: Iterable[Tensor]) -> Iterator[Tensor]:
+        """Iterate over tensors on the accelerator as `placement` reads them: themselves, or copies in host memory.
+
+        The next tensor is copied while the caller uses this one. A copy is overwritten after the next one is asked for.
+        """
+        if placement is Placement.ACCELERATOR:
+            yield from sources
+            return
+        following: tuple[Tensor, Handle] | None = None
+        for number, source in enumerate(sources):
+            current, following = following, self._start_read(number % NUM_READS, source)
+            if current:
+                yield _complete(*current)
+        if following:
+            yield _complete(*following)
+
     def synchronize(self) -> None:
         """Block the host until all copies have ended: it may then read their outputs and overwrite their inputs."""
         self._to_host.host_handle().wait()
         self._to_accelerator.host_handle().wait()
+
+    def _start_read(self, slot: int, source: Tensor) -> tuple[Tensor, Handle]:
+        """Launch a copy to one of a few pinned buffers; return it with a handle that blocks the host."""
+        key = source.dtype, slot
+        if key not in self._reads or self._reads[key].numel() < source.numel():
+            self._reads[key] = self.new(Placement.HOST, TensorKind.BUFFERS, source.numel(), source.dtype)
+        copy = self._reads[key][: source.numel()]
+        self.to_host(source, copy)
+        return copy, self._to_host.host_handle()
 
     def _cast_buffer(self, like: Tensor) -> Tensor:
         """Return one of a few pinned buffers, at least as long as `like`; block the host until it is free."""
@@ -142,3 +169,8 @@ class Offload:
             if buffer.numel() >= like.numel():
                 return buffer
         return self.new(Placement.HOST, TensorKind.BUFFERS, like.numel(), like.dtype)
+
+
+def _complete(copy: Tensor, copied: Handle) -> Tensor:
+    copied.wait()
+    return copy

@@ -3,7 +3,7 @@
 No other file of `zero` chooses a stream. A CPU has none, and runs everything at once.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -43,3 +43,10 @@ class SideStream:
     def host_handle(self) -> Handle:
         """Return a handle whose `wait` blocks the host until all that has been launched here so far has run."""
         return Handle() if self._stream is None else Handle(self._stream.record_event().synchronize)
+
+
+def launched_work(device: torch.device) -> Callable[[], bool]:
+    """Return a function that returns, without a wait, whether the computation that was queued so far has run."""
+    if device.type != "cuda":
+        return lambda: True
+    return torch.cuda.current_stream(device).record_event().query

@@ -28,6 +28,7 @@ def owned_state(model: ZeroDataParallel, optimizer: ZeroOptimizer) -> dict[str, 
     Ranks that differ only along the replica axis own the same state. The tensors are not copies: save them before the
     next step.
     """
+    optimizer.take_changes()
     numbers = {bucket: number for number, flat in enumerate(model.flats) for bucket in flat.buckets}
     state = {f"{number}.{MASTER}.{bucket.shard.start}": bucket.master for bucket, number in numbers.items()}
     for bucket in optimizer.buckets:

@@ -1,9 +1,12 @@
 """Units: the modules whose parameters are unsharded together, and how they are found in a model."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
+import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from parallel.errors import ConfigError
 from zero.flat import FlatParameters
@@ -13,23 +16,36 @@ from zero.stage import Lifetime
 class Unit:
     """A module, with the parameters that belong to it and to no unit inside it; they are unsharded together.
 
-    A unit stays unsharded for as long as it has a holder: itself while it runs, and any other unit that reads its
-    parameters, while that one runs. `before_gather` is called before the unit launches all-gathers.
+    A unit stays unsharded for as long as it has a holder: itself while it runs, any other unit that reads its
+    parameters, while that one runs, and the step, if it cannot be known when autograd reads them for the last time.
+    `before_gather` is called before the unit launches all-gathers.
     """
 
     def __init__(self, flats: list[FlatParameters], before_gather: Callable[[], None] = lambda: None):
         self.flats, self._before_gather = flats, before_gather
         self.flat_of = {param: flat for flat in flats for param in flat.params}
-        self.graph_task: int | None = None  # of the backward that it is in
         self.num_open_calls = 0  # calls in forward whose backward has not ended
         self.borrowed: dict[Unit, None] = {}  # units whose parameters this one has read, in the order of first reading
-        self.is_lent = False  # some other unit has read its parameters
+        self.is_lent = False  # something outside the unit has read its parameters
+        self.is_known = False  # a call has been watched: it is known whether all tensors that leave are returned
+        self.hides_outputs = False  # some tensors leave by other ways
         self._holders: set[object] = set()
+        self._watchers: set[object] = set()
 
     @property
     def transient_numel(self) -> int:
         """The number of elements that unsharding allocates."""
         return sum(flat.full.numel() for flat in self.flats if flat.lifetime is Lifetime.TRANSIENT)
+
+    @property
+    def is_held(self) -> bool:
+        """True if the unit has a holder, so that its parameters are readable."""
+        return bool(self._holders)
+
+    @property
+    def is_gathered(self) -> bool:
+        """True if it is held by none of the units, but by a caller that reads the parameters from outside."""
+        return any(not isinstance(holder, Unit) for holder in self._holders)
 
     def start_unshard(self) -> None:
         """Launch the all-gathers, if any of its parameters are sharded."""
@@ -57,7 +73,6 @@ class Unit:
         Without `holder` the unit has run: it releases itself, and the units that it borrows from.
         """
         if holder is None:
-            self.graph_task = None
             for lender in self.borrowed:
                 lender.reshard(self)
         self._holders.discard(holder or self)
@@ -65,11 +80,45 @@ class Unit:
             for flat in self.flats:
                 flat.reshard()
 
+    def start_watch(self, watcher: object) -> None:
+        """Have reads of the unsharded parameters reported."""
+        self._watchers.add(watcher)
+        for flat in self.flats:
+            flat.watch_reads(True)
+
+    def stop_watch(self, watcher: object) -> None:
+        """Undo `start_watch`; what was written in between is kept, if it was the last watcher."""
+        self._watchers.discard(watcher)
+        for flat in () if self._watchers else self.flats:
+            flat.watch_reads(False)
+
+    def unwrap(self, device: torch.device | None) -> None:
+        """Give the parameters their values in memory of their own."""
+        self.unshard()
+        for flat in self.flats:
+            flat.unwrap(device)
+        self._holders.clear()
+
     def borrow(self, lender: "Unit") -> None:
         """Unshard another unit, whose parameters this one reads while it runs."""
         self.borrowed[lender] = None
         lender.is_lent = True
         lender.unshard(self)
+
+
+@dataclass(eq=False)
+class Call:
+    """A call of a module of a unit in forward, and its backward. Times are those of the scheduler's clock."""
+
+    unit: Unit
+    module: nn.Module
+    began: int
+    ended: int = 0
+    is_counted: bool = False  # among the unit's open calls
+    inputs: dict[int, int] = field(default_factory=dict)  # the versions of tensors that are passed in, by `id`
+    depth: int = 1  # calls of the module inside itself
+    saved: saved_tensors_hooks | None = None  # while the call is watched
+    graph_task: int | None = None  # of the backward that it was last in
 
 
 def named_units(module: nn.Module, patterns: Sequence[str]) -> list[str]:

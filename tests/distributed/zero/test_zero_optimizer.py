@@ -2,6 +2,8 @@
 
 import itertools
 import math
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import lr_scheduler
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpt.train_step import train_step
@@ -19,7 +22,7 @@ from tests.ranks import run_ranks
 from tests.twins import ALL_STAGES, Twins, assert_same_bits, configs, next_token_loss, params_of
 from zero.config import ZeroConfig
 from zero.engine import ZeroDataParallel
-from zero.loss_scale import LossScale
+from zero.loss_scale import LossScale, SkippedStepsError
 from zero.optimizer import ZeroOptimizer
 from zero.state.owned_state import common_state, describe_state, load_common_state, load_owned_state, owned_state
 from zero.state.saved_state import SavedState, TensorRank, rank_file
@@ -290,3 +293,118 @@ def test_optimizers_that_need_whole_parameters_are_refused(optimizer, lr):
     model = ZeroDataParallel(nn.Linear(4, 4), Axis.trivial("data"), ZeroConfig())
     with pytest.raises(ConfigError, match=f"optimizer {optimizer.__name__} (is not element-wise|cannot step flat)"):
         ZeroOptimizer(model, optimizer, lr=lr)
+
+
+def test_optimizers_that_act_by_group_are_refused():
+    model = ZeroDataParallel(nn.Linear(4, 4), Axis.trivial("data"), ZeroConfig())
+    groups = [{"params": [model.module.weight], "by_norm": True}, {"params": [model.module.bias]}]
+    with pytest.raises(ConfigError, match="optimizer SomeLamb is not element-wise"):
+        ZeroOptimizer(model, SomeLamb, groups)
+
+
+class SomeLamb(Lamb):
+    """LAMB for groups that ask for it, plain SGD for the others."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        by_norm = [group for group in self.param_groups if group.get("by_norm")]
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    size = param.norm() / param.grad.norm() if group in by_norm else 1.0
+                    param.sub_(param.grad * size, alpha=group["lr"])
+
+
+def test_an_optimizer_takes_a_list_of_parameters_and_discards_gradients_as_torchs_do():
+    model = ZeroDataParallel(nn.Linear(4, 4), Axis.trivial("data"), ZeroConfig())
+    optimizer = ZeroOptimizer(model, torch.optim.SGD, model.module.parameters(), lr=0.1)
+    before = params_of(model)
+    for set_to_none in (True, False):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.zero_grad(set_to_none=set_to_none)
+        assert optimizer.step() == 0
+    assert_same_bits(params_of(model), before)
+
+
+def test_what_is_no_optimizer_for_the_model_is_refused():
+    model = ZeroDataParallel(nn.Linear(4, 4).requires_grad_(False), Axis.trivial("data"), ZeroConfig())
+    with pytest.raises(ValueError, match="none of the 2 parameters of the optimizer is trainable"):
+        ZeroOptimizer(model, torch.optim.SGD)
+    instance = torch.optim.SGD(model.module.parameters())
+    with pytest.raises(TypeError, match=r"takes a class of optimizers, .* not an object of class SGD"):
+        ZeroOptimizer(model, instance)
+
+
+def check_skipped_steps_are_reported() -> None:
+    """The first step of each row of skipped ones warns; on a CPU at once, and without reading a tensor's value."""
+    data = Mesh.create(tensor_size=1).data
+    for config in configs(*ALL_STAGES):
+        model = ZeroDataParallel(nn.Linear(4, 4), data, config)
+        stepper = ZeroOptimizer(model, torch.optim.AdamW, max_skipped_in_a_row=3, fused=True)
+
+        def take_step(is_bad: bool, model: ZeroDataParallel = model, stepper: ZeroOptimizer = stepper) -> None:
+            (model(torch.ones(2, 4)).sum() * (math.nan if is_bad and data.rank == 0 else 1.0)).backward()
+            with NoWaiting():
+                stepper.step()
+
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for is_bad in (False, True, True, False, True, True):
+                take_step(is_bad)
+        assert [str(warning.message)[:20] for warning in caught] == ["step 2 of this optim", "step 5 of this optim"]
+        assert {warning.filename for warning in caught} == {__file__}
+        with pytest.raises(SkippedStepsError, match="the last 3 steps, from step 5 of this optimizer on"):
+            take_step(is_bad=True)
+        assert all(param.isfinite().all() for param in params_of(model).values())
+
+
+def test_skipped_steps_warn_and_many_in_a_row_raise():
+    run_ranks(2, check_skipped_steps_are_reported)
+
+
+SGD_WITH_MOMENTUM: Optimizer = torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}
+ADAMW: Optimizer = torch.optim.AdamW, {"lr": 1e-2}
+Schedule = Callable[[torch.optim.Optimizer], lr_scheduler.LRScheduler]
+SCHEDULES: list[tuple[Optimizer, Schedule]] = [
+    (ADAMW, lambda inner: lr_scheduler.LambdaLR(inner, [lambda step: 1 / (1 + step), lambda step: 0.5**step])),
+    (ADAMW, lambda inner: lr_scheduler.OneCycleLR(inner, [0.02, 0.05], total_steps=5)),
+    (SGD_WITH_MOMENTUM, lambda inner: lr_scheduler.OneCycleLR(inner, 0.05, total_steps=5)),
+    (SGD_WITH_MOMENTUM, lambda inner: lr_scheduler.CosineAnnealingLR(inner, T_max=4)),
+    (SGD_WITH_MOMENTUM, lambda inner: lr_scheduler.ReduceLROnPlateau(inner, patience=0, threshold=10.0)),
+]
+
+
+def settings_of(inner: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    return [{key: value for key, value in group.items() if key != "params"} for group in inner.param_groups]
+
+
+def check_schedules() -> None:
+    for (kind, settings), schedule in SCHEDULES:
+        for config in configs(1, 3, bucket_numel=[5000]):
+            twins = Twins(small_gpt(), config, kind, groups=matrices_and_vectors, **settings)
+            found, expected = schedule(twins.optimizer.inner), schedule(twins.plain_optimizer)
+            for step in range(3):
+                twins.train(1, first=step)
+                for either in (found, expected):
+                    either.step(*([1.0] if isinstance(either, lr_scheduler.ReduceLROnPlateau) else []))
+                assert settings_of(twins.optimizer.inner) == settings_of(twins.plain_optimizer)
+
+
+def test_schedules_of_torch_equal_one_process():
+    run_ranks(2, check_schedules)
+
+
+@pytest.mark.parametrize("optimizer", [ADAMW, (torch.optim.AdamW, {"fused": True}), SGD_WITH_MOMENTUM])
+def test_a_schedule_does_not_warn_of_a_first_step_that_is_skipped(optimizer):
+    kind, settings = optimizer
+    model = ZeroDataParallel(nn.Linear(4, 4), Axis.trivial("data"), ZeroConfig())
+    stepper = ZeroOptimizer(model, kind, warn_skipped=False, **settings)
+    schedule = lr_scheduler.CosineAnnealingLR(stepper.inner, T_max=4)
+    before = params_of(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        (model(torch.ones(2, 4)).sum() * math.nan).backward()
+        stepper.step()
+        schedule.step()
+    assert_same_bits(params_of(model), before)
+    assert stepper.num_skipped == 1

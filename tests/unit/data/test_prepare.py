@@ -183,7 +183,7 @@ def test_existing_output_is_only_replaced_on_request(tmp_path, capsys):
         ("bad.jsonl", b'{"text": "a"}\n[1]\n', "bad.jsonl:2 is a JSON list; every line must be one JSON object"),
         ("bad.jsonl", b'{"text": "\\ud800"}\n', "bad.jsonl:1 is not UTF-8"),
         ("bad.jsonl", b'{"text": "caf\xe9"}\n', "bad.jsonl:1 is not UTF-8"),
-        ("bad.jsonl.gz", gzip.compress(b'{"text": "a"}\n')[:-4], "cannot read .*bad.jsonl.gz"),
+        ("bad.jsonl.gz", gzip.compress(mtime=0, data=b'{"text": "a"}\n')[:-4], "cannot read .*bad.jsonl.gz"),
         ("bad.jsonl.gz", b"no gzip", "cannot read .*bad.jsonl.gz"),
         ("bad.parquet", b"PAR1 and nothing more", "cannot read .*bad.parquet as Parquet"),
         ("bad.txt", b"", "holds no text"),

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from parallel.errors import ConfigError
-from zero.elementwise import BucketedOptimizer, Piece, probe_elementwise
+from zero.elementwise import BucketedOptimizer, Piece, as_groups, probe_elementwise
 
 CPU = torch.device("cpu")
 
@@ -93,3 +93,46 @@ def test_a_bucket_steps_its_own_pieces_with_their_groups_settings():
     assert [group["params"] for group in bucketed.inner.param_groups] == [[params[0], params[2]], [params[1]]]
     assert [group["counter"] for group in bucketed.inner.param_groups] == [2, 2]
     assert all(param.grad is None for param in params)
+
+
+class MuonLike(torch.optim.Optimizer):
+    """SGD that normalizes the gradients of some groups, or fails for gradients that are not matrices."""
+
+    def __init__(self, params: Any, lr: float = 1e-2, normalizes: bool = False, decomposes: bool = False):
+        super().__init__(params, {"lr": lr, "normalizes": normalizes, "decomposes": decomposes})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            for param in (param for param in group["params"] if param.grad is not None):
+                grad = param.grad / param.grad.norm() if group["normalizes"] else param.grad
+                grad = torch.linalg.qr(grad).Q if group["decomposes"] else grad
+                param.sub_(grad, alpha=group["lr"])
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [({"normalizes": True}, "is not element-wise"), ({"decomposes": True}, "cannot step flat pieces")],
+)
+def test_the_settings_of_each_group_are_probed(settings, reason):
+    probe_elementwise(MuonLike, {}, CPU, [{"lr": 0.1}, {"lr": 0.0}])
+    with pytest.raises(ConfigError, match=f"optimizer MuonLike {reason}"):
+        probe_elementwise(MuonLike, {}, CPU, [{"lr": 0.1}, {"lr": 0.0} | settings])
+
+
+def test_settings_that_the_device_does_not_support_are_named():
+    with pytest.raises(ConfigError, match=r"optimizer AdamW does not work on cpu: .*capturable=True.*; change its"):
+        probe_elementwise(torch.optim.AdamW, {"capturable": True}, CPU)
+
+
+def test_parameters_are_given_in_any_form_of_torchs():
+    layer = nn.Linear(2, 3)
+    weight, bias = layer.weight, layer.bias
+    assert as_groups(layer.parameters()) == as_groups(layer.named_parameters()) == [{"params": [weight, bias]}]
+    assert as_groups([{"params": weight, "lr": 0.1}, {"params": iter([bias])}]) == [
+        {"params": [weight], "lr": 0.1},
+        {"params": [bias]},
+    ]
+    for wrong, message in (([], "has no parameters"), (["weight"], "has a str where a parameter belongs")):
+        with pytest.raises(ValueError, match=message):
+            as_groups(wrong)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from zero import torch_internals as internals
 
@@ -163,3 +164,101 @@ def test_a_replaced_table_of_parameters_serves_attributes_and_parameters():
     assert list(linear.parameters()) == [other, before["bias"]]
     linear.bias = None  # written by torch itself
     assert table["bias"] is None
+
+
+class EntersAutograd(torch.autograd.Function):
+    """A function whose backward runs a backward of its own, as a reentrant checkpoint does."""
+
+    @staticmethod
+    def forward(ctx, x, notes):
+        ctx.notes = notes
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.notes["outer"] = internals.is_nested_backward()
+        inner = torch.ones(2, requires_grad=True)
+        inner.register_hook(lambda _grad: ctx.notes.update(inner=internals.is_nested_backward()))
+        with torch.enable_grad():
+            inner.exp().sum().backward()
+        ctx.notes["outer again"] = internals.is_nested_backward()
+        return grad, None
+
+
+def test_a_backward_inside_another_one_is_noticed():
+    notes = {}
+    EntersAutograd.apply(torch.ones(2, requires_grad=True), notes).sum().backward()
+    assert notes == {"outer": False, "inner": True, "outer again": False}
+
+
+def test_a_backward_inside_a_hook_is_noticed():
+    notes = []
+    inner = torch.ones(2, requires_grad=True)
+    inner.register_hook(lambda _grad: notes.append(internals.is_nested_backward()))
+    x = torch.ones(2, requires_grad=True)
+    y = x.exp()
+    total = inner.exp().sum()
+    y.register_hook(lambda _grad: total.backward())
+    y.sum().backward()
+    assert notes == [True]
+
+
+def test_whether_a_backward_accumulates_a_gradient_is_known():
+    weight, unused = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    frozen = nn.Parameter(torch.ones(2), requires_grad=False)
+    x = torch.ones(2, requires_grad=True)
+    notes = []
+
+    def note(_grad: Tensor) -> None:
+        notes.append([internals.will_accumulate(param) for param in (weight, unused, frozen)])
+
+    def loss() -> Tensor:
+        y = weight * x * frozen
+        y.register_hook(note)
+        return y.sum()
+
+    loss().backward()
+    torch.autograd.grad(loss(), x)
+    torch.autograd.grad(loss(), weight)
+    loss().backward(inputs=[x])
+    assert notes == [[True, False, False], *[[False] * 3] * 3]
+
+
+def test_hooks_are_put_first_and_last():
+    order = []
+    module = nn.Identity()
+    first = module.register_forward_pre_hook(lambda *_: order.append("first"))
+    last = module.register_forward_hook(lambda *_: order.append("last"))
+    module.register_forward_pre_hook(lambda *_: order.append("before"), prepend=True)
+    module.register_forward_hook(lambda *_: order.append("after"))
+    for _ in range(2):
+        internals.run_first(module, first)
+        internals.run_last(module, last)
+    module(torch.ones(1))
+    assert order == ["first", "before", "after", "last"]
+
+
+def test_hooks_on_saved_tensors_are_noticed():
+    assert not internals.has_saved_tensors_hooks()
+    with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+        assert internals.has_saved_tensors_hooks()
+    assert not internals.has_saved_tensors_hooks()
+
+
+def test_a_torch_function_can_run_what_it_was_called_for():
+    notes = []
+
+    class Noting(nn.Parameter):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            notes.append(func)
+            with internals.DisableTorchFunction():
+                return func(*args, **(kwargs or {}))
+
+    param = nn.Parameter(torch.ones(2))
+    param.__class__ = Noting
+    assert (param + 1).tolist() == [2.0, 2.0]
+    assert param.shape == (2,)
+    assert notes == [Tensor.add, Tensor.shape.__get__]
+    param.__class__ = nn.Parameter
+    assert type(param) is nn.Parameter

@@ -1,7 +1,9 @@
 """Ranks that take different branches if parameters are partitioned: an error names the branches, and no rank hangs."""
 
 import re
+from contextlib import AbstractContextManager
 from datetime import timedelta
+from unittest import mock
 
 import pytest
 import torch
@@ -11,8 +13,10 @@ from torch import Tensor, nn
 from parallel.host_barrier import BrokenBarrier, HostBarrier
 from parallel.mesh import Mesh
 from tests.ranks import run_ranks
+from tests.twins import Twins, params_of
 from zero.config import ZeroConfig
 from zero.engine import ZeroDataParallel
+from zero.optimizer import ZeroOptimizer
 from zero.units.agreement import DivergedRanks
 
 STAGE_3 = ZeroConfig(stage=3, bucket_numel=500, prefetch_numel=600)
@@ -75,21 +79,212 @@ def test_all_ranks_may_change_their_route_together():
     assert run_ranks(2, train_along, routes, 60.0, init_process_group=False) == ["", ""]
 
 
-def num_comparisons_after_the_first_steps() -> int:
-    """Return how often ranks compared their launches after the third step."""
-    mesh = Mesh.create(tensor_size=1)
-    mesh.log.keeps_events = True
-    model = ZeroDataParallel(Branches(), mesh.data, STAGE_3)
-    for step in range(5):
-        if step == 3:
-            mesh.log.clear()
-        model(torch.ones(1, 16), ALL[0]).backward()
-        model.reducer.clear()
-    return sum(event.phase == "agreement" for event in mesh.log.events)
+class Meetings:
+    """The number of waits on the host and of comparisons by message since the last call."""
+
+    def __init__(self, mesh: Mesh):
+        self._log, self._num_waits = mesh.log, 0
+        mesh.log.keeps_events = True
+
+    def count_waits(self) -> AbstractContextManager[object]:
+        def wait(barrier: HostBarrier, purpose: str) -> None:
+            self._num_waits += 1
+            original(barrier, purpose)
+
+        original = HostBarrier.wait
+        return mock.patch.object(HostBarrier, "wait", wait)
+
+    def take(self) -> tuple[int, int]:
+        """Return (waits, comparisons)."""
+        found = self._num_waits, sum(event.phase == "agreement" for event in self._log.events)
+        self._num_waits = 0
+        self._log.clear()
+        return found
 
 
-def test_an_execution_order_that_repeats_is_not_compared():
-    assert run_ranks(2, num_comparisons_after_the_first_steps) == [0, 0]
+class Trainee:
+    """A model whose steps are made of parts, each of which a letter stands for."""
+
+    def __init__(self, config: ZeroConfig):
+        self.mesh = Mesh.create(tensor_size=1)
+        self.model = ZeroDataParallel(Branches(), self.mesh.data, config)
+        self.optimizer = ZeroOptimizer(self.model, torch.optim.SGD, lr=0.1)
+
+    def run(self, parts: str) -> None:
+        """Run a step: e evaluates; g does so on the first rank; a accumulates, 2 after two forwards; l is last."""
+        for part in parts:
+            if part == "e":
+                with torch.no_grad():
+                    self.forward()
+            elif part == "g":
+                with self.model.gathered(), torch.no_grad():
+                    if self.mesh.data.rank == 0:  # alone, and along another route
+                        self.forward([3, 3, 0])
+            elif part == "l":
+                self.forward().backward()
+            else:
+                with self.model.accumulate():
+                    (self.forward() + (self.forward() if part == "2" else 0.0)).backward()
+        self.optimizer.step()
+
+    def forward(self, route: list[int] = ALL[0]) -> Tensor:
+        return self.model(torch.ones(1, 16), route)
+
+
+CHECKED = STAGE_2, STAGE_2_LOCAL, STAGE_3_REDUCE, STAGE_3_LOCAL = [
+    ZeroConfig(stage, bucket_numel=500, prefetch_numel=600, accumulate=accumulate)
+    for stage in (2, 3)
+    for accumulate in ("reduce", "local")
+]
+
+
+def meetings_of(steps: list[str]) -> list[list[tuple[int, int]]]:
+    """Return for each configuration how often ranks met in each step."""
+    found = []
+    for config in CHECKED:
+        trainee = Trainee(config)
+        meetings = Meetings(trainee.mesh)
+        with meetings.count_waits():
+            found.append([(trainee.run(step), meetings.take())[1] for step in steps])
+    return found
+
+
+def meetings_of_each(steps: list[str]) -> list[list[list[tuple[int, int]]]]:
+    """Repeat each step, with new models; return how often ranks met in it."""
+    return [meetings_of([step] * 3) for step in steps]
+
+
+def test_an_order_that_repeats_is_not_compared():
+    for of_rank in run_ranks(2, meetings_of_each, ["eaalee", "22", "egalg"]):
+        for of_steps in (of_steps for found in of_rank for of_steps in found):
+            assert of_steps[-1] == (0, 0)
+
+
+def test_an_evaluation_now_and_then_meets_twice():
+    for found in run_ranks(2, meetings_of, ["al", "al", "eeal", "al", "al", "eeal", "al", "al"]):
+        for config, of_steps in zip(CHECKED, found, strict=True):
+            expected = (1, 0) if config.stage == 3 else (0, 0)  # in stage 2 an evaluation communicates nothing
+            assert of_steps[-3:] == [expected, expected, (0, 0)]
+            if config == STAGE_2_LOCAL:  # only the last micro-batch communicates: there is nothing to compare
+                assert set(of_steps) == {(0, 0)}
+
+
+def error_of(config: ZeroConfig, steps: list[list[str]]) -> str:
+    """Run the parts steps[step][rank]; return the error of this rank, or an empty string."""
+    torch.optim.SGD([torch.zeros(1, requires_grad=True)])  # imports much, which may take longer than the timeout
+    dist.init_process_group("gloo", timeout=timedelta(seconds=2))
+    trainee = Trainee(config)
+    try:
+        for parts in steps:
+            trainee.run(parts[trainee.mesh.data.rank])
+    except DivergedRanks as error:
+        return str(error)
+    except RuntimeError as error:
+        return f"a collective: {error}"
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("config", "num_same_steps", "parts", "named"),
+    [
+        (STAGE_2, 0, ["aal", "al"], ["begins a backward after 2", "steps the optimizer after 2"]),
+        (STAGE_2, 3, ["aal", "al"], ["begins a backward after 2", "steps the optimizer after 2"]),
+        (STAGE_3_REDUCE, 0, ["aal", "al"], ["begins a forward after 2", "steps the optimizer after 2"]),
+        (
+            STAGE_3_LOCAL,
+            3,
+            ["al", "aal"],
+            ["a backward whose gradients are reduced later after 1", "a backward after 1"],
+        ),
+        (STAGE_3_REDUCE, 3, ["eeal", "eal"], ["begins a forward after 0", "begins a backward after 0"]),
+        (STAGE_3_REDUCE, 3, ["al", "gal"], ["gathers parameters to read them after 0", "begins a forward after 0"]),
+    ],
+)
+def test_different_parts_of_a_step_are_named(config, num_same_steps, parts, named):
+    same = [["al", "al"]] * num_same_steps
+    messages = run_ranks(2, error_of, config, [*same, parts], init_process_group=False)
+    errors = [text for text in messages if text.startswith("ranks are at different points of a step: data rank ")]
+    assert errors
+    for text in errors:
+        assert all(name in text for name in named)
+        assert "zero/uneven.py" in text
+
+
+def run_numbers(stages: list[int], local: bool) -> list[dict[str, Tensor]]:
+    """Run a step with another number of micro-batches on each rank; return the parameters."""
+    found = []
+    for stage in stages:
+        torch.manual_seed(0)
+        trainee = Trainee(ZeroConfig(stage, bucket_numel=500, accumulate="local" if local else "reduce"))
+        for parts in (["aal", "l"], ["l", "al"]):
+            trainee.run(parts[trainee.mesh.data.rank])
+        found.append(params_of(trainee.model))
+    return found
+
+
+def test_ranks_may_run_different_numbers_of_micro_batches_if_only_the_last_communicates():
+    for found in run_ranks(2, run_numbers, [0, 1], False), run_ranks(2, run_numbers, [2], True):
+        torch.manual_seed(0)
+        plain = Branches()
+        optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+        for num_micro_batches in (4, 3):
+            optimizer.zero_grad()
+            for _ in range(num_micro_batches):
+                (plain(torch.ones(1, 16), ALL[0]) / 2).backward()
+            optimizer.step()
+        for params in (params for of_rank in found for params in of_rank):
+            torch.testing.assert_close(params, {name: p.detach() for name, p in plain.named_parameters()})
+
+
+class Mixture(nn.Module):
+    """Experts of which each rank runs one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor, expert: int) -> Tensor:
+        return x + self.experts[expert](x).tanh()
+
+
+class MixtureModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.mixture, self.last = nn.Linear(8, 8), Mixture(), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, expert: int) -> Tensor:
+        return self.last(self.mixture(self.first(x), expert)).square().mean()
+
+
+def loss_of_expert(module: nn.Module, step: int, rank: int) -> Tensor:
+    x = torch.randn(2, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(2 * step + rank))
+    return module(x, (step + 2 * rank) % 3)
+
+
+def train_own_experts(units: tuple[str, ...] | None) -> str:
+    """Train with another expert on each rank, beside one process; return the error."""
+    torch.manual_seed(0)
+    twins = Twins(MixtureModel().double(), ZeroConfig(stage=3, bucket_numel=50, units=units), lr=1e-2)
+    try:
+        for step in range(4):
+            twins.backward(step, loss_of_expert)
+            twins.step()
+    except DivergedRanks as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_may_run_their_own_experts_if_they_are_gathered_as_one_unit():
+    for text in run_ranks(2, train_own_experts, None):
+        assert "gathers mixture.experts.0" in text
+        assert "gathers mixture.experts.2" in text
+        assert "name only modules that all of them run in ZeroConfig.units, such as mixture, or" in text
+    for units in (("mixture",), ("first", "last")):
+        assert run_ranks(2, train_own_experts, units) == ["", ""]
+
+
+def start() -> None:
+    """Do nothing: workers start and import this file before the call, which may take longer than the timeout."""
 
 
 def wait_for_each(purposes: list[list[str]]) -> list[str]:
@@ -107,7 +302,7 @@ def wait_for_each(purposes: list[list[str]]) -> list[str]:
 
 
 def test_ranks_with_another_purpose_or_missing_ones_are_named():
-    run_ranks(3, dist.get_rank)  # starts the workers, which may take longer than the timeout
+    run_ranks(3, start)
     messages = run_ranks(3, wait_for_each, [["eats"] * 2, ["eats"] * 2, ["eats", "sleeps"]], init_process_group=False)
     assert all(len(texts) == 1 and "sleeps" in texts[0] and "eats" in texts[0] for texts in messages)
     messages = run_ranks(2, wait_for_each, [["eats"], []], init_process_group=False)

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from tests.models import build
-from zero.units.autograd import mark_end_of_backward, replace_tensors, tensors_in
+from zero.units.agreement import module_around
 from zero.units.execution_order import ExecutionOrder
 from zero.units.unit import assign_parameters, find_units, group_alike, innermost_unit
 
@@ -51,6 +51,14 @@ def test_parameters_are_grouped_by_dtype_and_requires_grad():
     assert [list(group) for group in group_alike(dict(model.items()))] == [["a", "d"], ["b"], ["c"]]
 
 
+@pytest.mark.parametrize(
+    ("unit", "around"),
+    [("1.experts.0", "1"), ("blocks.2.moe.experts.10", "blocks.2.moe"), ("net.groups.0.1", "net"), ("experts.0", "")],
+)
+def test_the_module_around_a_branch_is_the_one_that_has_the_list(unit, around):
+    assert module_around(unit) == around
+
+
 def test_an_execution_order_predicts_what_ran_last_time():
     order = ExecutionOrder[str]()
     assert [list(order.record(item)) for item in "abc"] == [[], [], []]
@@ -61,27 +69,3 @@ def test_an_execution_order_predicts_what_ran_last_time():
     assert [list(order.record(item)) for item in "acb"] == [["b", "c"], [], []]  # a deviation: nothing is predicted
     order.restart()
     assert [list(order.record(item)) for item in "acb"] == [["c", "b"], ["b"], []]
-
-
-def test_tensors_are_found_in_and_replaced_in_plain_containers_only():
-    x, y, z = torch.zeros(3).unbind()
-    cache = [y]
-    tree = ({"x": x}, cache, 5)
-    assert [id(tensor) for tensor in tensors_in((tree, z))] == [id(x), id(y), id(z)]
-    replaced = replace_tensors(tree, {id(x): z, id(y): z})
-    assert replaced[0]["x"] is z
-    assert replaced[1] is cache
-    assert cache[0] is y
-
-
-@pytest.mark.parametrize("num_inputs", [1, 2])
-def test_the_end_of_backward_is_noticed_after_all_gradients(num_inputs):
-    order = []
-    inputs = tuple(torch.ones(2, requires_grad=True) for _ in range(num_inputs))
-    weight = torch.ones(2, requires_grad=True)
-    weight.register_hook(lambda _grad: order.append("weight"))
-    marked = mark_end_of_backward(inputs, lambda: order.append("end"))
-    (marked[0] * weight).exp().sum().backward()  # the second input, if any, is not used
-    assert order == ["weight", "end"]
-    assert torch.equal(inputs[0].grad, weight.grad)
-    assert mark_end_of_backward(torch.ones(2), lambda: order.append("never")).grad_fn is None

@@ -1,0 +1,128 @@
+"""Hooks before and after the modules of a model, which its copies do not have."""
+
+from collections.abc import Callable
+from functools import partial, wraps
+from types import MethodType
+from typing import Any
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from zero.torch_internals import run_first, run_last
+from zero.units.unit import Unit, innermost_unit
+
+Before = Callable[[Unit, nn.Module, tuple, dict], None]
+After = Callable[[Unit, nn.Module, Any], None]
+
+
+class ModuleHooks:
+    """Calls `before(unit, module, args, kwargs)` and `after(unit, module, output)` around calls of modules.
+
+    These are all modules with parameters, since any of them may be called by itself, and their methods that are
+    registered. `unit` is the smallest unit that contains the module. The calls enclose the user's own hooks on the
+    modules of units. If a module raises, `output` is None.
+    """
+
+    def __init__(self, root: nn.Module, units: dict[str, Unit], before: Before, after: After):
+        self._before, self._after = before, after
+        self._handles: list[RemovableHandle] = []
+        self._methods: list[tuple[nn.Module, str]] = []
+        names: dict[nn.Module, list[str]] = {}
+        for name, module in root.named_modules(remove_duplicate=False):
+            names.setdefault(module, []).append(name)
+        self._unit_of = {
+            module: units[innermost_unit([f"{name}." for name in aliases], units)] for module, aliases in names.items()
+        }
+        self._before_root = self._install(root, is_unit=True)
+        for module, aliases in names.items():
+            is_unit = not units.keys().isdisjoint(aliases)
+            if module is not root and (is_unit or any(True for _ in module.parameters())):
+                self._install(module, is_unit)
+
+    def enclose(self, root: nn.Module) -> None:
+        """Put the hooks of the root around the user's, before it is called.
+
+        Below the root, a hook that is put before these reads parameters while the root runs, and so can gather them.
+        """
+        run_first(root, self._before_root)
+
+    def register_method(self, module: nn.Module, name: str) -> None:
+        """Treat a call of a method like a call of the module."""
+        if (unit := self._unit_of.get(module)) is None:
+            raise ValueError(f"a {type(module).__name__} is not a module of this model")
+        method = ForwardMethod(module, name, partial(self._before, unit, module), partial(self._after, unit, module))
+        setattr(module, name, method)
+        self._methods.append((module, name))
+
+    def remove(self) -> None:
+        """Remove all hooks and registered methods."""
+        for handle in self._handles:
+            handle.remove()
+        for module, name in self._methods:
+            delattr(module, name)
+
+    def _install(self, module: nn.Module, is_unit: bool) -> RemovableHandle:
+        unit = self._unit_of[module]
+
+        def after(module: nn.Module, _args: tuple, output: Any) -> None:
+            self._after(unit, module, output)
+
+        def before(module: nn.Module, args: tuple, kwargs: dict) -> None:
+            if is_unit:
+                run_last(module, after_handle)
+            self._before(unit, module, args, kwargs)
+
+        after_handle = module.register_forward_hook(Hook(after), always_call=True)
+        before_handle = module.register_forward_pre_hook(Hook(before), prepend=True, with_kwargs=True)
+        self._handles += [before_handle, after_handle]
+        return before_handle
+
+
+class Hook:
+    """A hook that does nothing in a copy of its module, in memory or in a file."""
+
+    def __init__(self, function: Callable):
+        self._function = function
+
+    def __call__(self, *args: Any) -> None:
+        self._function(*args)
+
+    def __deepcopy__(self, _memo: dict[int, Any]) -> Callable:
+        return no_hook
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _make_no_hook, ()
+
+
+def no_hook(*_: Any) -> None:
+    """Do nothing."""
+
+
+def _make_no_hook() -> Callable[..., None]:
+    return no_hook
+
+
+class ForwardMethod:
+    """A method of a module that runs as its forward does; in a copy of the module, the method as its class has it."""
+
+    def __init__(
+        self, module: nn.Module, name: str, before: Callable[[tuple, dict], None], after: Callable[[Any], None]
+    ):
+        self._module, self._name, self._before, self._after = module, name, before, after
+        self._method = getattr(module, name)
+        wraps(self._method)(self)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._before(args, kwargs)
+        output = None
+        try:
+            output = self._method(*args, **kwargs)
+        finally:
+            self._after(output)
+        return output
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable:
+        return MethodType(getattr(type(self._module), self._name), memo[id(self._module)])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self._module, self._name)

@@ -1,0 +1,61 @@
+"""The tensors in what a module takes and returns: in containers, dataclasses and objects of any class."""
+
+from enum import Enum
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+# Values of these types hold no tensor. Modules and types are not searched: their tensors are not a call's own.
+_PLAIN = (
+    *(type(None), bool, int, float, complex, str, bytes, range, slice, Enum, type, ModuleType),
+    *(torch.dtype, torch.device, torch.Generator, nn.Module, np.ndarray, np.generic),
+)
+MAX_OBJECTS = 10_000  # that are searched in one tree: an object may refer to half of a program
+
+
+def find_tensors(tree: Any) -> tuple[list[Tensor], bool]:
+    """Return the tensors in `tree`, each once, and whether these are all.
+
+    The tree is searched through dictionaries, tuples, lists, sets, and the attributes of objects. A function, a
+    generator or another iterator may hold tensors that cannot be found, or compute them later.
+    """
+    if isinstance(tree, Tensor):  # the most frequent tree
+        return [tree], True
+    tensors: dict[int, Tensor] = {}
+    seen: dict[int, Any] = {}  # the objects are kept: the `id` of one that is freed may be used again
+    is_complete = True
+    left = [tree]
+    while left:
+        item = left.pop()
+        if isinstance(item, Tensor):
+            tensors[id(item)] = item
+        elif isinstance(item, _PLAIN) or id(item) in seen:
+            continue
+        elif len(seen) == MAX_OBJECTS:
+            return list(tensors.values()), False
+        else:
+            seen[id(item)] = item
+            content = _content(item)
+            is_complete &= content is not None
+            left.extend(reversed(content or []))
+    return list(tensors.values()), is_complete
+
+
+def _content(item: Any) -> list[Any] | None:
+    """Return what a container or an object refers to, or None if that is unknown."""
+    if isinstance(item, dict):
+        return [*item.values(), *getattr(item, "__dict__", {}).values()]
+    if isinstance(item, (tuple, list, set, frozenset)):
+        return [*item, *getattr(item, "__dict__", {}).values()]
+    slots = [getattr(item, name) for cls in type(item).__mro__ for name in _slots(cls) if hasattr(item, name)]
+    if callable(item) or hasattr(item, "__next__") or not (slots or hasattr(item, "__dict__")):
+        return None
+    return [*slots, *getattr(item, "__dict__", {}).values()]
+
+
+def _slots(cls: type) -> tuple[str, ...]:
+    slots = cls.__dict__.get("__slots__", ())
+    return (slots,) if isinstance(slots, str) else tuple(slots)
