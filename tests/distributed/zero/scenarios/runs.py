@@ -1,0 +1,291 @@
+"""Scenarios: training procedures as a user of plain torch writes them, which must give the same values in every stage.
+
+    one process    the procedure with plain torch, on whole batches
+    each rank      the same procedure with ZeRO, on its rows of each batch, under one configuration after the other
+
+A loss must be a mean over the rows of a batch; for any other loss, a procedure iterates over the `parts` of a batch.
+"""
+
+import functools
+import importlib
+import itertools
+import math
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from parallel.mesh import Axis, Mesh
+from tests.plain_torch import PlainModel, PlainOptimizer
+from tests.ranks import run_ranks
+from zero.config import ZeroConfig
+from zero.engine import ZeroDataParallel
+from zero.offload.placement import NO_OFFLOAD, OffloadConfig
+from zero.optimizer import ZeroOptimizer
+from zero.stage import Lifetime
+
+ROWS, WIDTH = 3, 4  # of this rank's part of a batch
+LARGEST = 100.0  # value in a scenario
+TOLERANCE = 1e-10  # float64: rounding is about 1e-16, and the steps are few and small
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """A way to divide the model states over the ranks. Shard groups have two of four ranks."""
+
+    stage: int
+    accumulate: str = "reduce"
+    offloads: bool = False
+    has_groups: bool = False
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def num_ranks(self) -> int:
+        return 4 if self.has_groups else 2
+
+    @property
+    def zero(self) -> ZeroConfig:
+        return ZeroConfig(self.stage, **{"bucket_numel": 100, "accumulate": self.accumulate} | self.settings)
+
+    @property
+    def offload(self) -> OffloadConfig:
+        return OffloadConfig("host") if self.offloads else NO_OFFLOAD
+
+
+STAGES = [Configuration(stage) for stage in (0, 1, 2, 3)]
+STAGE_3 = [Configuration(3), Configuration(3, "local")]
+DEFAULT = [*STAGES, Configuration(3, "local")]
+HOST = [Configuration(1, offloads=True), Configuration(3, offloads=True)]
+GROUPS = [Configuration(3, has_groups=True)]
+FIRST_AND_LAST = [Configuration(0), Configuration(3)]  # for what hardly depends on the stage
+ALL = [
+    *(
+        Configuration(stage, accumulate, offloads)
+        for stage, accumulate, offloads in itertools.product(range(4), ("reduce", "local"), (False, True))
+        if accumulate == "reduce" or stage >= 2
+    ),
+    *(Configuration(stage, settings={"bucket_numel": 20}) for stage in range(4)),
+    *(Configuration(3, settings=settings) for settings in ({"prefetch_numel": 0}, {"resident_numel": 5})),
+    *(Configuration(stage, has_groups=True) for stage in (1, 2, 3)),
+    Configuration(3, "local", offloads=True, has_groups=True),
+]
+
+
+Model = ZeroDataParallel | PlainModel
+Optimizer = ZeroOptimizer | PlainOptimizer
+Loss = Callable[[Model, Tensor], Tensor]
+
+
+class Run:
+    """One run of a procedure: with plain torch if there is no configuration, else on one of its ranks."""
+
+    def __init__(self, configuration: Configuration | None, data: Axis):
+        self.configuration, self.data, self.num_ranks = configuration, data, data.size
+        self.recorded: list[Tensor] = []
+        self.models: dict[nn.Module, Model] = {}
+        self.initial: dict[nn.Module, dict[nn.Parameter, Tensor]] = {}
+        self.optimizers: list[Optimizer] = []
+
+    @property
+    def is_plain(self) -> bool:
+        return self.configuration is None
+
+    @property
+    def shards_parameters(self) -> bool:
+        return self.configuration is not None and self.configuration.zero.policy.full_params is Lifetime.TRANSIENT
+
+    def wrap(self, module: nn.Module, **settings: Any) -> Model:
+        """Return the model; `settings` are those of ZeroConfig."""
+        if self.configuration is None:
+            self.models[module] = PlainModel(module)
+            self.initial[module] = {param: param.detach().clone() for param in module.parameters()}
+        else:
+            config = Configuration(**vars(self.configuration) | {"settings": self.configuration.settings | settings})
+            self.models[module] = ZeroDataParallel(module, self.data, config.zero, offload=config.offload)
+        return self.models[module]
+
+    def optimizer(
+        self,
+        model: Model,
+        kind: type[torch.optim.Optimizer] = torch.optim.SGD,
+        groups: list[dict[str, Any]] | None = None,
+        *,
+        clip_norm: float = math.inf,
+        **settings: Any,
+    ) -> Optimizer:
+        """Return an optimizer, by default one whose updates are proportional to the gradients."""
+        settings = settings or ({"lr": 0.1, "momentum": 0.9} if kind is torch.optim.SGD else {"lr": 0.01})
+        if isinstance(model, PlainModel):
+            optimizer = PlainOptimizer(kind(groups or model.parameters(), **settings), clip_norm)
+        else:
+            optimizer = ZeroOptimizer(model, kind, groups, clip_norm=clip_norm, **settings)
+        self.optimizers.append(optimizer)
+        return optimizer
+
+    def batch(self, step: int, *shape: int) -> Tensor:
+        """Return the batch of a step: all of its rows in one process, else those of this rank."""
+        parts = self._all_parts(step, shape or (ROWS, WIDTH))
+        return torch.cat(parts) if self.is_plain else parts[self.data.rank]
+
+    def parts(self, step: int, *shape: int) -> list[Tensor]:
+        """Return the parts of all ranks in one process, else that of this rank. Divide losses by their number."""
+        parts = self._all_parts(step, shape or (ROWS, WIDTH))
+        return parts if self.is_plain else [parts[self.data.rank]]
+
+    def record(self, value: Tensor) -> Tensor:
+        """Compare the mean of `value` over the ranks with the value in one process; return it."""
+        self.recorded.append(value.detach().clone())
+        return value
+
+    def train(
+        self, model: Model, optimizer: Optimizer, loss: "Loss | None" = None, steps: Iterable[int] = (0, 1)
+    ) -> None:
+        """Train as plain torch does, one batch a step."""
+        for step in steps:
+            optimizer.zero_grad()
+            self.record((loss or mean_square)(model, self.batch(step))).backward()
+            optimizer.step()
+
+    def results(self) -> dict[str, Tensor]:
+        """Return what was recorded, averaged over the ranks, and all parameters."""
+        results = {}
+        for number, value in enumerate(self.recorded):
+            if not self.is_plain:
+                dist.all_reduce(value)
+                value /= self.num_ranks
+            results[f"recorded {number}"] = value
+        for number, model in enumerate(self.models.values()):
+            self._check_all_is_done(model)
+            with model.gathered() as module:
+                params = {f"model {number}: {name}": p.detach().clone() for name, p in module.named_parameters()}
+            results |= params
+        return results
+
+    def _all_parts(self, step: int, shape: tuple[int, ...]) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(step)
+        return list(torch.randn(self.num_ranks, *shape, generator=generator, dtype=torch.float64).to(_dtype()))
+
+    def _check_all_is_done(self, model: Model) -> None:
+        """Check that the model was trained, that no update was skipped, and that no unit stays gathered."""
+        if isinstance(model, PlainModel):
+            initial = self.initial[model.module]
+            is_frozen = not any(param.requires_grad for param in initial)
+            assert is_frozen or any(not param.equal(initial[param]) for param in initial), "nothing was trained"
+            return
+        assert all(optimizer.num_skipped == 0 for optimizer in self.optimizers), "an update was skipped"
+        model.before_step(())  # what stays gathered until the step
+        transient = [flat for flat in model.flats if flat.lifetime is Lifetime.TRANSIENT]
+        assert all(flat.is_sharded for flat in transient), "a unit is still gathered"
+
+
+def _dtype() -> torch.dtype:
+    return torch.get_default_dtype()
+
+
+def mean_square(model: Model, x: Tensor) -> Tensor:
+    """Return a loss that depends on all elements of the output."""
+    return (model(x) - 0.5).square().mean()
+
+
+Procedure = Callable[[Run], None]
+
+
+def scenario(
+    configurations: Sequence[Configuration] = DEFAULT, tolerance: float = TOLERANCE, dtype: torch.dtype = torch.float64
+) -> Callable[[Procedure], Callable[..., None]]:
+    """Make a test of a procedure: under each of the configurations it must equal one process.
+
+    By default only under `few_of` them; with `-m full` under all configurations of these stages.
+    """
+    stages = {configuration.stage for configuration in configurations}
+    every = [configuration for configuration in ALL if configuration.stage in stages]
+
+    def make_test(procedure: Procedure) -> Callable[..., None]:
+        few = few_of(configurations, procedure.__name__)
+        extents = [pytest.param(few, id="few"), pytest.param(every, id="all", marks=pytest.mark.full)]
+
+        @pytest.mark.parametrize("chosen", extents)
+        def test(chosen: Sequence[Configuration]) -> None:
+            for num_ranks in (2, 4):
+                if alike := [configuration for configuration in chosen if configuration.num_ranks == num_ranks]:
+                    name = procedure.__module__, procedure.__name__
+                    run_ranks(num_ranks, check, *name, alike, tolerance, dtype, timeout_seconds=30 + 10 * len(alike))
+
+        functools.update_wrapper(test, procedure)
+        del test.__wrapped__  # pytest would take its argument for a fixture
+        test.procedure = procedure  # type: ignore[attr-defined]
+        return test
+
+    return make_test
+
+
+def few_of(configurations: Sequence[Configuration], name: str) -> list[Configuration]:
+    """Return stage 3, shard groups, and one of the others, another one for each scenario, if they are in the list."""
+    always = [c for c in configurations if c == Configuration(3) or c.has_groups]
+    others = [c for c in configurations if c not in always]
+    return always + others[zlib.crc32(name.encode()) % len(others) :][:1] if others else always
+
+
+def check(
+    module_name: str, name: str, configurations: Sequence[Configuration], tolerance: float, dtype: torch.dtype
+) -> None:
+    """Run a scenario on this rank: in one process, which must change the parameters, then under each configuration."""
+    procedure = getattr(importlib.import_module(module_name), name).procedure
+    torch.set_default_dtype(dtype)
+    data = Mesh.create(tensor_size=1, shard_size=2 if configurations[0].has_groups else None).data
+    expected = results_of(procedure, None, data)
+    # Small numbers: a difference of TOLERANCE is then a mistake, and not a rounding.
+    assert all(value.abs().max() < LARGEST for value in expected.values()), "the procedure diverges in one process"
+    for configuration in configurations:
+        try:
+            found = results_of(procedure, configuration, data)
+            torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+        except BaseException as error:
+            error.add_note(f"under {configuration}")
+            raise
+
+
+def results_of(procedure: Procedure, configuration: Configuration | None, data: Axis) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    run = Run(configuration, data)
+    procedure(run)
+    return run.results()
+
+
+class Block(nn.Module):
+    """A residual block, which is a unit, with a parameter of its own and a method that `forward` calls."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, width + 2), nn.Linear(width + 2, width)
+        self.scale = nn.Parameter(torch.randn(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mlp(x)
+
+    def mlp(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x * self.scale).tanh())
+
+
+class Blocks(nn.Module):
+    """An embedding, some blocks and a head; `encode` is the model without its head."""
+
+    def __init__(self, *blocks: nn.Module) -> None:
+        super().__init__()
+        self.embed = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(blocks or (Block(), Block()))
+        self.head = nn.Linear(WIDTH, 2)
+
+    def encode(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.encode(x))

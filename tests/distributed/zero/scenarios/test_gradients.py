@@ -1,0 +1,196 @@
+"""Gradients: they belong to the engine, which discards them when it is told to and raises if something reads them."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.distributed.zero.scenarios.runs import DEFAULT, HOST, Blocks, Model, Run, mean_square, scenario
+from zero.units.guarded_parameter import GradientAccessError
+
+
+def all_zero(model: Model) -> None:
+    with torch.no_grad():
+        for param in model.parameters():
+            param.grad.zero_()
+
+
+# What reads or changes the gradients of a model after its backward.
+READS: dict[str, Callable[[Model], object]] = {
+    "grad": lambda model: model.module.head.weight.grad,
+    "grads": lambda model: [param.grad for param in model.parameters()],
+    "clip_grad_norm_": lambda model: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+    "clip_grad_norm_, one by one": lambda model: nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=False),
+    "clip_grad_value_": lambda model: nn.utils.clip_grad_value_(model.parameters(), 1.0),
+    "get_total_norm": lambda model: nn.utils.get_total_norm([param.grad for param in model.parameters()]),
+    "zero_": all_zero,
+    "is None": lambda model: [param for param in model.parameters() if param.grad is None],
+}
+
+
+@scenario()
+def test_a_read_of_a_gradient_raises_while_the_engine_holds_it(run: Run) -> None:
+    model = run.wrap(Blocks())
+    optimizer = run.optimizer(model)
+    for step in range(2):
+        assert all(param.grad is None for param in model.parameters())
+        with model.accumulate():
+            run.record(mean_square(model, run.batch(step))).backward()
+        for is_last in () if run.is_plain else (False, True):
+            for read in READS.values():
+                with pytest.raises(GradientAccessError):
+                    read(model)
+            if not is_last:
+                mean_square(model, run.batch(7 + step)).backward()
+        if run.is_plain:
+            mean_square(model, run.batch(7 + step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@scenario()
+def test_the_error_of_clip_grad_norm_names_the_way(run: Run) -> None:
+    model = run.wrap(Blocks())
+    optimizer = run.optimizer(model)
+    for step in range(2):
+        optimizer.zero_grad()
+        mean_square(model, run.batch(step)).backward()
+        if not run.is_plain:
+            with pytest.raises(GradientAccessError, match="clip_norm"):
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+
+
+@scenario(DEFAULT + HOST)
+def test_the_norm_of_all_gradients_is_clipped(run: Run) -> None:
+    model = run.wrap(Blocks())
+    optimizer = run.optimizer(model, clip_norm=0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        run.record(mean_square(model, run.batch(step))).backward()
+        norm = run.record(optimizer.step())
+        assert norm > 0.1
+
+
+def by_optimizer(model: Model, optimizer: object) -> None:
+    optimizer.zero_grad()
+
+
+def by_optimizer_in_place(model: Model, optimizer: object) -> None:
+    optimizer.zero_grad(set_to_none=False)
+
+
+def by_optimizer_to_none(model: Model, optimizer: object) -> None:
+    optimizer.zero_grad(set_to_none=True)
+
+
+def by_model(model: Model, optimizer: object) -> None:
+    model.zero_grad()
+
+
+def by_module(model: Model, optimizer: object) -> None:
+    model.module.zero_grad()
+
+
+def by_hand(model: Model, optimizer: object) -> None:
+    """Assign None: this discards the gradients or raises, and never keeps them."""
+    try:
+        for param in model.parameters():
+            param.grad = None
+    except GradientAccessError:
+        model.zero_grad()
+
+
+DISCARDS = [by_optimizer, by_optimizer_in_place, by_optimizer_to_none, by_model, by_module, by_hand]
+
+
+def raises_or_discards(run: Run, model: Model, optimizer: object, discard: Callable) -> None:
+    """`module.zero_grad()` of the inner module reads gradients as any code does: it may raise."""
+    try:
+        discard(model, optimizer)
+    except GradientAccessError:
+        assert discard is by_module
+        model.zero_grad()
+
+
+@scenario(DEFAULT + HOST)
+def test_an_abandoned_backward_leaves_nothing(run: Run) -> None:
+    model = run.wrap(Blocks())
+    optimizer = run.optimizer(model)
+    for step, discard in enumerate(DISCARDS):
+        run.train(model, optimizer, steps=[step])
+        for is_complete in (False, True):
+            with model.accumulate():
+                mean_square(model, run.batch(50)).backward()
+            if is_complete:
+                mean_square(model, run.batch(51)).backward()
+            raises_or_discards(run, model, optimizer, discard)
+            assert all(param.grad is None or not param.grad.any() for param in model.parameters())
+            run.record(mean_square(model, run.batch(60 + step))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@scenario()
+def test_gradients_are_set_to_none_before_each_step(run: Run) -> None:
+    model = run.wrap(Blocks())
+    optimizer = run.optimizer(model)
+    for step in range(3):
+        for param in model.parameters():
+            param.grad = None
+        run.record(mean_square(model, run.batch(step))).backward()
+        optimizer.step()
+    optimizer.zero_grad()
+
+
+@scenario()
+def test_a_gradient_that_the_user_assigns_is_refused(run: Run) -> None:
+    """It would be ignored in silence: the engine holds the gradients that the optimizer uses."""
+    model = run.wrap(Blocks())
+    optimizer = run.optimizer(model)
+    run.train(model, optimizer)
+    optimizer.zero_grad()
+    if not run.is_plain:
+        weight = model.module.head.weight
+        with pytest.raises((RuntimeError, ValueError)):  # noqa: PT012
+            weight.grad = torch.ones(weight.shape)
+            mean_square(model, run.batch(2)).backward()
+            optimizer.step()
+        model.zero_grad()
+    run.train(model, optimizer, steps=[3])
+
+
+class TwoHeads(Blocks):
+    """A model with parameters that some losses do not reach."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other, self.unused = nn.Linear(4, 2), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.encode(x)
+        return self.head(hidden), self.other(hidden)
+
+
+@scenario()
+def test_parameters_that_a_loss_does_not_reach_have_a_gradient_of_zero(run: Run) -> None:
+    def loss(model: Model, x: Tensor) -> Tensor:
+        logits, _ = model(x)
+        return nn.functional.binary_cross_entropy_with_logits(logits, (x[:, :2] > 0).double())
+
+    model = run.wrap(TwoHeads())
+    optimizer = run.optimizer(model)
+    run.train(model, optimizer, loss, steps=range(3))
+    run.train(model, optimizer, lambda model, x: model(x)[1].square().mean(), steps=[3, 4])
+
+
+@scenario()
+def test_only_chosen_parameters_take_gradients(run: Run) -> None:
+    """`backward(inputs=...)` computes the gradients of these parameters only."""
+    model = run.wrap(Blocks())
+    optimizer = run.optimizer(model)
+    for step, chosen in enumerate((model.module.head, model.module.blocks[0], model.module)):
+        optimizer.zero_grad()
+        run.record(mean_square(model, run.batch(step))).backward(inputs=list(chosen.parameters()))
+        optimizer.step()

@@ -1,0 +1,265 @@
+"""Operations that change a tensor in place: the input or the output of a block or of the model, or a view of it."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.distributed.zero.scenarios.runs import (
+    DEFAULT,
+    HOST,
+    STAGES,
+    WIDTH,
+    Block,
+    Blocks,
+    Model,
+    Run,
+    mean_square,
+    scenario,
+)
+
+
+class Changes(Block):
+    """A block that changes its input in place, then computes with it."""
+
+    change: Callable[[Tensor], object] = staticmethod(torch.sin)  # which changes nothing
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.change(x)
+        return self.mlp(x)
+
+
+def mul_(x: Tensor) -> None:
+    x.mul_(2)
+
+
+def relu_(x: Tensor) -> None:
+    nn.functional.relu(x, inplace=True)
+
+
+def add_(x: Tensor) -> None:
+    x += 1
+
+
+def index_(x: Tensor) -> None:
+    x[:, 1:] = x[:, :-1].clone() * 3
+
+
+def masked_fill_(x: Tensor) -> None:
+    x.masked_fill_(x > 0, 0.25)
+
+
+def view_(x: Tensor) -> None:
+    x.view(-1, 2)[:, 1:].sin_()
+
+
+CHANGES = [mul_, relu_, add_, index_, masked_fill_, view_]
+
+
+class Calls(nn.Module):
+    """A model that calls each of its blocks by `call(block, h)`."""
+
+    def __init__(self, call: Callable[[nn.Module, Tensor], Tensor], *blocks: nn.Module) -> None:
+        super().__init__()
+        self.call, self.embed = call, nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embed(x)
+        for block in self.blocks:
+            h = self.call(block, h)
+        return h
+
+
+def train_each(run: Run, call: Callable[[nn.Module, Tensor], Tensor], changes: list = CHANGES) -> None:
+    model = run.wrap(Calls(call, Changes(), Changes()))
+    optimizer = run.optimizer(model)
+    for step, change in enumerate(change for change in changes for _ in range(2)):
+        for block in model.module.blocks:
+            block.change = change
+        run.train(model, optimizer, steps=[step])
+
+
+@scenario(DEFAULT + HOST)
+def test_a_block_changes_its_input(run: Run) -> None:
+    train_each(run, lambda block, h: block(h * 1))
+
+
+@scenario()
+def test_the_caller_reads_an_input_that_the_block_has_changed(run: Run) -> None:
+    def call(block: nn.Module, h: Tensor) -> Tensor:
+        h = h * 1
+        y = block(h)
+        return (y + h * h).tanh()
+
+    train_each(run, call)
+
+
+@scenario()
+def test_a_block_changes_an_input_that_is_a_view(run: Run) -> None:
+    def call(block: nn.Module, h: Tensor) -> Tensor:
+        wide = torch.cat([h, h.sin()], dim=1)
+        y = block(wide[:, 1 : WIDTH + 1])
+        return (y + wide[:, WIDTH:] * wide[:, :WIDTH]).tanh()
+
+    train_each(run, call, [mul_, relu_, add_, index_])
+
+
+@scenario()
+def test_the_input_of_a_block_is_a_chunk(run: Run) -> None:
+    """Torch forbids to change a chunk in place; it may be an input."""
+
+    def call(block: nn.Module, h: Tensor) -> Tensor:
+        first, second = torch.cat([h, h.sin()], dim=1).chunk(2, dim=1)
+        return block(first) + second
+
+    model = run.wrap(Calls(call, Block(), Block()))
+    run.train(model, run.optimizer(model))
+    model = run.wrap(Calls(call, Changes()))
+    model.module.blocks[0].change = mul_
+    with pytest.raises(RuntimeError, match="view"):
+        mean_square(model, run.batch(0))
+    model.module.blocks[0].change = torch.sin
+    run.train(model, run.optimizer(model))
+
+
+@scenario(DEFAULT + HOST)
+def test_a_block_begins_with_an_activation_in_place(run: Run) -> None:
+    def block() -> nn.Module:
+        return nn.Sequential(nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH), nn.Dropout(0.0, inplace=True))
+
+    model = run.wrap(Calls(lambda block, h: block(h), block(), block(), block()))
+    run.train(model, run.optimizer(model), steps=range(3))
+
+
+class Root(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.change, self.linear = CHANGES[0], nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.change(x)
+        return self.linear(x)
+
+
+@scenario()
+def test_the_model_changes_its_input(run: Run) -> None:
+    def loss(model: Model, x: Tensor) -> Tensor:
+        changed, constant = x * torch.ones(WIDTH, requires_grad=True), x.clone()
+        y = model(changed) + model(constant)
+        return (y + changed * changed + constant).tanh().square().mean()
+
+    model = run.wrap(Root())
+    optimizer = run.optimizer(model)
+    for step, change in enumerate(change for change in CHANGES for _ in range(2)):
+        model.module.change = change
+        run.train(model, optimizer, loss, steps=[step])
+
+
+@scenario()
+def test_two_models_hand_on_a_tensor_that_the_second_changes(run: Run) -> None:
+    first, second = run.wrap(Blocks()), run.wrap(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(2, 2)))
+    optimizers = run.optimizer(first), run.optimizer(second)
+    for step in range(2):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        h = first(run.batch(step))
+        run.record((second(h) + h * h).square().mean()).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+@scenario()
+def test_the_caller_changes_the_output_of_a_block(run: Run) -> None:
+    def call(block: nn.Module, h: Tensor) -> Tensor:
+        y = block(h)
+        y *= 0.5
+        y[:, 0] = h[:, 1]
+        y += h
+        return y
+
+    model = run.wrap(Calls(call, Block(), Block()))
+    run.train(model, run.optimizer(model))
+
+
+@scenario()
+def test_the_loss_changes_the_output_of_the_model(run: Run) -> None:
+    model = run.wrap(Blocks())
+    run.train(model, run.optimizer(model), lambda model, x: model(x).sub_(0.5).pow_(2).mean())
+
+
+class ReturnsInput(nn.Module):
+    """A block that returns its input, changed, or a view of it."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.linear = way, nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.way == "changed":
+            return x.add_(self.linear(x.clone()))
+        if self.way == "view":
+            return torch.cat([x, self.linear(x)], dim=1)[:, 2 : WIDTH + 2]
+        if self.way == "view of the input":
+            return x.view(-1, WIDTH)[:, :]
+        return x
+
+
+@scenario()
+def test_a_block_returns_its_input_or_a_view_of_it(run: Run) -> None:
+    for way in ("changed", "view", "view of the input", "unchanged"):
+        blocks = ReturnsInput(way), Block(), ReturnsInput(way), ReturnsInput("changed")
+        model = run.wrap(Calls(lambda block, h: block(h * 1), *blocks))
+        run.train(model, run.optimizer(model))
+
+
+class ChangesList(Block):
+    """A block that changes a tensor in a list, and replaces another one in the list."""
+
+    def forward(self, tensors: list[Tensor]) -> None:
+        tensors[0].mul_(2)
+        tensors[1] = self.mlp(tensors[0]) + tensors[1]
+
+
+@scenario()
+def test_a_block_changes_tensors_in_a_list(run: Run) -> None:
+    def call(block: nn.Module, h: Tensor) -> Tensor:
+        tensors = [h * 1, h.sin()]
+        block(tensors)
+        return tensors[0] * tensors[1]
+
+    model = run.wrap(Calls(call, ChangesList(), ChangesList()))
+    run.train(model, run.optimizer(model))
+
+
+class Counts(Block):
+    """A block that changes buffers in place: a counter and an average of what it has seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("num_calls", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("ones", torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_calls += 1
+        self.ones.mul_(0.9)
+        return super().forward(x * self.ones / self.num_calls)
+
+
+@scenario(STAGES)
+def test_a_block_changes_its_buffers(run: Run) -> None:
+    model = run.wrap(Blocks(Counts(), Counts()))
+    run.train(model, run.optimizer(model), steps=range(3))
+    run.record(model.module.blocks[0].num_calls.double())
+
+
+@scenario()
+def test_a_block_without_gradients_changes_its_input(run: Run) -> None:
+    def call(block: nn.Module, h: Tensor) -> Tensor:
+        with torch.no_grad():
+            target = h.clone()
+            y = block(target)
+        return block(h * 1) + y * target
+
+    train_each(run, call, [mul_, relu_])

@@ -1,0 +1,293 @@
+"""Several optimizers, adversarial training, schedulers, and parameters in no group."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import lr_scheduler
+
+from tests.distributed.zero.scenarios.runs import (
+    DEFAULT,
+    FIRST_AND_LAST,
+    GROUPS,
+    HOST,
+    STAGES,
+    WIDTH,
+    Block,
+    Blocks,
+    Model,
+    Optimizer,
+    Run,
+    mean_square,
+    scenario,
+)
+
+
+def body_and_head(run: Run, model: Model) -> tuple[Optimizer, Optimizer]:
+    """Return an optimizer for the head, and one of another kind for the rest."""
+    head = list(model.module.head.parameters())
+    rest = [param for name, param in model.module.named_parameters() if not name.startswith("head")]
+    return (
+        run.optimizer(model, groups=[{"params": rest}]),
+        run.optimizer(model, torch.optim.Adam, groups=[{"params": head}]),
+    )
+
+
+@scenario(DEFAULT + HOST + GROUPS)
+def test_two_optimizers_step_disjoint_parameters(run: Run) -> None:
+    model = run.wrap(Blocks())
+    optimizers = body_and_head(run, model)
+    for step in range(3):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        run.record(mean_square(model, run.batch(step))).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+@scenario()
+def test_two_optimizers_step_at_different_intervals(run: Run) -> None:
+    """The gradients of the one that does not step are discarded by its `zero_grad`."""
+    model = run.wrap(Blocks())
+    body, head = body_and_head(run, model)
+    for step in range(5):
+        body.zero_grad()
+        head.zero_grad()
+        run.record(mean_square(model, run.batch(step))).backward()
+        if step % 2 == 0:
+            body.step()
+        head.step()
+    body.zero_grad()
+
+
+@scenario()
+def test_two_optimizers_step_after_losses_of_their_own(run: Run) -> None:
+    """An actor and a critic on a shared encoder: one loss and step, then the other."""
+
+    class ActorCritic(Blocks):
+        def __init__(self) -> None:
+            super().__init__()
+            self.critic = Block()
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            hidden = self.encode(x)
+            return self.head(hidden), self.critic(hidden.detach())
+
+    model = run.wrap(ActorCritic())
+    critic = list(model.module.critic.parameters())
+    actor = [param for name, param in model.module.named_parameters() if not name.startswith("critic")]
+    optimizers = [run.optimizer(model, groups=[{"params": params}]) for params in (actor, critic)]
+    for step in range(3):
+        for index, optimizer in enumerate(optimizers):
+            optimizer.zero_grad()
+            run.record((model(run.batch(step))[index] - 1).square().mean()).backward()
+            optimizer.step()
+
+
+@scenario()
+def test_an_optimizer_per_layer_steps_its_layer(run: Run) -> None:
+    model = run.wrap(Blocks())
+    layers = [model.module.embed, *model.module.blocks, model.module.head]
+    optimizers = [run.optimizer(model, groups=[{"params": list(layer.parameters())}]) for layer in layers]
+    for step in range(3):
+        model.zero_grad()
+        run.record(mean_square(model, run.batch(step))).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+def real_loss(logits: Tensor) -> Tensor:
+    return nn.functional.softplus(-logits).mean()
+
+
+def fake_loss(logits: Tensor) -> Tensor:
+    return nn.functional.softplus(logits).mean()
+
+
+@scenario(DEFAULT + HOST)
+def test_a_generator_and_a_discriminator_are_two_models(run: Run) -> None:
+    generator, discriminator = (
+        run.wrap(Blocks(Block())),
+        run.wrap(nn.Sequential(nn.Linear(2, WIDTH), Block(), nn.Linear(WIDTH, 1))),
+    )
+    optimize_generator, optimize_discriminator = run.optimizer(generator), run.optimizer(discriminator)
+    for step in range(3):
+        fake, real = generator(run.batch(step)), run.batch(100 + step)[:, :2]
+        optimize_discriminator.zero_grad()
+        with discriminator.accumulate():
+            run.record(real_loss(discriminator(real))).backward()
+        run.record(fake_loss(discriminator(fake.detach()))).backward()
+        optimize_discriminator.step()
+        optimize_generator.zero_grad()
+        run.record(real_loss(discriminator(fake))).backward()  # reaches the discriminator's parameters too
+        optimize_generator.step()
+    optimize_discriminator.zero_grad()
+
+
+@scenario()
+def test_a_discriminator_is_frozen_while_its_generator_is_trained(run: Run) -> None:
+    generator, discriminator = (
+        run.wrap(Blocks(Block())),
+        run.wrap(nn.Sequential(nn.Linear(2, WIDTH), Block(), nn.Linear(WIDTH, 1))),
+    )
+    optimize_generator, optimize_discriminator = run.optimizer(generator), run.optimizer(discriminator)
+    for step in range(3):
+        optimize_discriminator.zero_grad()
+        fake = generator(run.batch(step)).detach()
+        run.record(real_loss(discriminator(run.batch(9)[:, :2])) + fake_loss(discriminator(fake))).backward()
+        optimize_discriminator.step()
+        discriminator.requires_grad_(False)
+        optimize_generator.zero_grad()
+        run.record(real_loss(discriminator(generator(run.batch(step))))).backward()
+        optimize_generator.step()
+        discriminator.requires_grad_(True)
+
+
+class Gan(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = nn.ModuleList([Block(), Block()])
+        self.discriminator = nn.ModuleList([Block(), nn.Linear(WIDTH, 1)])
+
+    def forward(self, x: Tensor, discriminates: bool) -> Tensor:
+        for block in self.discriminator if discriminates else self.generator:
+            x = block(x)
+        return x
+
+
+@scenario()
+def test_a_generator_and_a_discriminator_are_one_model_with_two_optimizers(run: Run) -> None:
+    model = run.wrap(Gan())
+    parts = model.module.generator, model.module.discriminator
+    optimize_generator, optimize_discriminator = (
+        run.optimizer(model, groups=[{"params": list(part.parameters())}]) for part in parts
+    )
+    for step in range(3):
+        optimize_discriminator.zero_grad()
+        fake = model(run.batch(step), False).detach()
+        run.record(real_loss(model(run.batch(9), True)) + fake_loss(model(fake, True))).backward()
+        optimize_discriminator.step()
+        optimize_generator.zero_grad()
+        run.record(real_loss(model(model(run.batch(step), False), True))).backward()
+        optimize_generator.step()
+        model.zero_grad()
+
+
+@scenario()
+def test_one_half_of_a_model_is_frozen_while_the_other_steps(run: Run) -> None:
+    """Lightning's `toggle_optimizer`."""
+    model = run.wrap(Gan())
+    parts = model.module.generator, model.module.discriminator
+    optimizers = [run.optimizer(model, groups=[{"params": list(part.parameters())}]) for part in parts]
+    for step in range(4):
+        this, other = parts[step % 2], parts[1 - step % 2]
+        other.requires_grad_(False)
+        optimizers[step % 2].zero_grad()
+        run.record(real_loss(model(model(run.batch(step), False), True))).backward()
+        optimizers[step % 2].step()
+        other.requires_grad_(True)
+        assert all(param.requires_grad for param in this.parameters())
+
+
+SCHEDULERS = {
+    "lambda": lambda inner: lr_scheduler.LambdaLR(inner, lambda step: 1 / (1 + step)),
+    "step": lambda inner: lr_scheduler.StepLR(inner, step_size=1, gamma=0.5),
+    "cosine": lambda inner: lr_scheduler.CosineAnnealingLR(inner, T_max=3),
+    "one cycle": lambda inner: lr_scheduler.OneCycleLR(inner, max_lr=0.1, total_steps=4),
+    "cyclic": lambda inner: lr_scheduler.CyclicLR(inner, 0.01, 0.1, step_size_up=2),
+    "sequential": lambda inner: lr_scheduler.SequentialLR(
+        inner, [lr_scheduler.LinearLR(inner, total_iters=2), lr_scheduler.ExponentialLR(inner, 0.9)], milestones=[2]
+    ),
+}
+
+
+@scenario(FIRST_AND_LAST)
+def test_torchs_schedulers_set_the_learning_rates_of_the_inner_optimizer(run: Run) -> None:
+    for make in SCHEDULERS.values():
+        model = run.wrap(Blocks())
+        optimizer = run.optimizer(model)
+        scheduler = make(optimizer.inner)
+        for step in range(4):
+            run.train(model, optimizer, steps=[step])
+            scheduler.step()
+        plateau = lr_scheduler.ReduceLROnPlateau(optimizer.inner, patience=0)
+        for _ in range(3):
+            plateau.step(1.0)
+        run.train(model, optimizer, steps=[4])
+
+
+@scenario()
+def test_groups_have_settings_and_some_parameters_are_in_no_group(run: Run) -> None:
+    model = run.wrap(Blocks())
+    matrices = [param for param in model.module.blocks.parameters() if param.ndim > 1]
+    groups = [
+        {"params": matrices, "weight_decay": 0.1, "lr": 0.05},
+        {"params": list(model.module.head.parameters()), "momentum": 0.0, "nesterov": False},
+    ]
+    run.train(model, run.optimizer(model, groups=groups), steps=range(3))
+
+
+KINDS = [
+    (torch.optim.AdamW, {"lr": 0.01, "amsgrad": True}),
+    (torch.optim.Adam, {"lr": 0.01, "weight_decay": 0.1, "maximize": True}),
+    (torch.optim.Adamax, {"lr": 0.01}),
+    (torch.optim.NAdam, {"lr": 0.01}),
+    (torch.optim.RAdam, {"lr": 0.01}),
+    (torch.optim.RMSprop, {"lr": 0.01, "momentum": 0.9, "centered": True}),
+    (torch.optim.Adagrad, {"lr": 0.01}),
+    (torch.optim.Adadelta, {"lr": 0.1}),
+    (torch.optim.ASGD, {"lr": 0.01}),
+    (torch.optim.Rprop, {"lr": 0.01}),
+    (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
+]
+
+
+@scenario(FIRST_AND_LAST)
+def test_every_element_wise_optimizer_of_torch_trains(run: Run) -> None:
+    for kind, settings in KINDS:
+        model = run.wrap(Blocks(Block()))
+        run.train(model, run.optimizer(model, kind, **settings), steps=range(3))
+
+
+class Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.filters = nn.ParameterList(torch.randn(WIDTH // 2 + 1, dtype=torch.complex128) for _ in range(2))
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH, dtype=torch.complex128) for _ in range(2))
+        self.real = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for weight, block in zip(self.filters, self.blocks, strict=True):
+            x = self.real(torch.fft.irfft(torch.fft.rfft(x) * weight, n=WIDTH))
+            x = block(x.to(torch.complex128)).abs()
+        return x
+
+
+@scenario(DEFAULT + HOST)
+def test_complex_parameters_train(run: Run) -> None:
+    for kind in (torch.optim.SGD, torch.optim.Adam):
+        model = run.wrap(Complex())
+        run.train(model, run.optimizer(model, kind, clip_norm=0.5), steps=range(3))
+
+
+@scenario()
+def test_a_non_finite_gradient_skips_the_step_and_is_counted(run: Run) -> None:
+    model = run.wrap(Blocks())
+    optimizer = run.optimizer(model)
+    run.train(model, optimizer)
+    if not run.is_plain:
+        (mean_square(model, run.batch(2)) * torch.inf).backward()
+        optimizer.step()
+        assert optimizer.num_skipped == 1
+        optimizer.num_skipped.zero_()
+    run.train(model, optimizer, steps=[3])
+
+
+@scenario(STAGES)
+def test_what_is_no_class_of_optimizers_is_refused_in_one_line(run: Run) -> None:
+    model = run.wrap(Blocks())
+    if not run.is_plain:
+        inner = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+        for wrong in (inner, "SGD", nn.Linear):
+            with pytest.raises((TypeError, ValueError), match=r"(?i)class"):
+                run.optimizer(model, wrong, lr=0.1)
+    run.train(model, run.optimizer(model))

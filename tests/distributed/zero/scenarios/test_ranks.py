@@ -1,0 +1,161 @@
+"""Differences from rank to rank: how many batches there are, and which parameters a rank uses."""
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.distributed.zero.scenarios.runs import (
+    DEFAULT,
+    GROUPS,
+    STAGE_3,
+    STAGES,
+    WIDTH,
+    Block,
+    Blocks,
+    Run,
+    mean_square,
+    scenario,
+)
+from zero import uneven
+from zero.units.agreement import DivergedRanks
+
+
+def batches_of(run: Run, rank: int) -> list[Tensor]:
+    """Return the batches of a rank: rank r has 2 + r of them, and the last rank has one."""
+    num_batches = 1 if rank == run.num_ranks - 1 else 2 + rank
+    generator = torch.Generator().manual_seed(rank)
+    return [torch.randn(3, WIDTH, generator=generator, dtype=torch.float64) for _ in range(num_batches)]
+
+
+def uneven_steps(run: Run) -> Iterator[list[tuple[Tensor, float]]]:
+    """Iterate over the steps: each is a list of batches with weights, of all ranks or of this one.
+
+    The loss of a step is a mean over all ranks, to which one without a batch adds zero.
+    """
+    if not run.is_plain:
+        yield from ([item] for item in uneven.join(iter(batches_of(run, run.data.rank)), run.data))
+        return
+    for batches in itertools.zip_longest(*(batches_of(run, rank) for rank in range(run.num_ranks))):
+        yield [(batch, 1 / run.num_ranks) for batch in batches if batch is not None]
+
+
+@scenario(DEFAULT + GROUPS)
+def test_ranks_run_out_of_batches_at_different_steps(run: Run) -> None:
+    model = run.wrap(Blocks())
+    optimizer = run.optimizer(model)
+    num_steps = 0
+    for step in uneven_steps(run):
+        optimizer.zero_grad()
+        for batch, weight in step:
+            (mean_square(model, batch) * weight).backward()
+        optimizer.step()
+        num_steps += 1
+    assert num_steps == max(len(batches_of(run, rank)) for rank in range(run.num_ranks))
+
+
+class Experts(nn.Module):
+    """A layer whose rows choose an expert by their first element: some ranks use experts that others do not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        choice = (x[:, 0] * 3).long().abs() % len(self.experts)
+        output = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            if (rows := (choice == number).nonzero().flatten()).numel():
+                output = output.index_add(0, rows, expert(x[rows]))
+        return x + output
+
+
+class Mixture(Blocks):
+    def __init__(self) -> None:
+        super().__init__(Experts(), Experts())
+
+
+@scenario(DEFAULT + GROUPS)
+def test_ranks_use_experts_of_their_own_if_a_unit_contains_them_all(run: Run) -> None:
+    settings = {"units": ("blocks.*",)} if run.shards_parameters else {}
+    model = run.wrap(Mixture(), **settings)
+    run.train(model, run.optimizer(model), steps=range(4))
+
+
+@scenario([configuration for configuration in DEFAULT if configuration.stage < 3])
+def test_ranks_use_experts_of_their_own_below_stage_3(run: Run) -> None:
+    model = run.wrap(Mixture())
+    run.train(model, run.optimizer(model), steps=range(4))
+
+
+class OwnExpert(nn.Module):
+    """A model that runs one of two units, chosen by the rank."""
+
+    def __init__(self, choice: int) -> None:
+        super().__init__()
+        self.blocks, self.choice = nn.ModuleList([Block(), Block()]), choice
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks[self.choice](x)
+
+
+@scenario(STAGE_3)
+def test_ranks_that_run_other_units_are_told_to_name_units(run: Run) -> None:
+    model = run.wrap(Blocks())
+    run.train(model, run.optimizer(model))
+    if not run.is_plain:
+        diverging = type(model)(OwnExpert(run.data.rank % 2), run.data, run.configuration.zero)
+        with pytest.raises(DivergedRanks, match="units"):
+            mean_square(diverging, run.batch(0))
+
+
+@scenario([configuration for configuration in DEFAULT if configuration.stage < 3])
+def test_ranks_use_different_parameters_or_none(run: Run) -> None:
+    class Branches(Blocks):
+        def forward(self, x: Tensor, rank: int) -> Tensor:
+            x = self.embed(x)
+            return self.head(self.blocks[rank % 2](x) if rank % 2 else self.blocks[0](self.blocks[1](x)))
+
+    model = run.wrap(Branches())
+    optimizer = run.optimizer(model)
+    for step in range(4):
+        optimizer.zero_grad()
+        ranks = range(run.num_ranks) if run.is_plain else [run.data.rank]
+        for rank, part in zip(ranks, run.parts(step), strict=True):
+            if step == 3 and rank == 0:
+                loss = torch.zeros((), requires_grad=True) * 1.0  # this rank's loss reaches no parameter
+            else:
+                loss = (model(part, rank) - 0.5).square().mean()
+            (loss / len(ranks)).backward()
+        optimizer.step()
+
+
+@scenario(STAGES)
+def test_a_layer_is_dropped_on_all_ranks_alike(run: Run) -> None:
+    """Stochastic depth whose random numbers are the same on all ranks."""
+
+    class Drops(Blocks):
+        def encode(self, x: Tensor) -> Tensor:
+            x = self.embed(x)
+            for block in self.blocks:
+                if torch.rand((), generator=self.generator) < 0.5:
+                    x = block(x)
+            return x
+
+    module = Drops(Block(), Block(), Block())
+    module.generator = torch.Generator().manual_seed(0)
+    model = run.wrap(module)
+    run.train(model, run.optimizer(model), steps=range(5))
+
+
+@scenario(STAGES)
+def test_all_ranks_start_with_the_values_of_the_first(run: Run) -> None:
+    if run.data.rank and not run.is_plain:
+        torch.manual_seed(99)
+    module = Blocks()
+    module.register_buffer("offset", torch.randn(2))
+    model = run.wrap(module)
+    run.record(module.offset)
+    run.train(model, run.optimizer(model), lambda model, x: (model(x) + model.module.offset).square().mean())

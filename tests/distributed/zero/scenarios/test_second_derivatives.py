@@ -1,0 +1,218 @@
+"""Gradients taken by torch.autograd.grad, of inputs and of parameters, and losses that contain them."""
+
+import torch
+from torch import Tensor, nn
+
+from tests.distributed.zero.scenarios.runs import (
+    DEFAULT,
+    GROUPS,
+    HOST,
+    STAGES,
+    WIDTH,
+    Block,
+    Blocks,
+    Model,
+    Run,
+    mean_square,
+    scenario,
+)
+
+
+def input_gradient(model: Model, x: Tensor, create_graph: bool) -> Tensor:
+    x = x.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(model(x).sum(), x, create_graph=create_graph)
+    return gradient
+
+
+@scenario(DEFAULT + HOST + GROUPS)
+def test_a_gradient_penalty_trains(run: Run) -> None:
+    def loss(model: Model, x: Tensor) -> Tensor:
+        gradient = input_gradient(model, x, create_graph=True)
+        return model(x).mean() + (gradient.norm(dim=1) - 1).square().mean()
+
+    model = run.wrap(Blocks())
+    run.train(model, run.optimizer(model), loss, steps=range(3))
+
+
+class Energy(nn.Module):
+    """A potential whose forces are computed inside its own forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Blocks()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.enable_grad():
+            x = x.clone().requires_grad_()
+            energy = self.net(x).sum(1)
+            (gradient,) = torch.autograd.grad(energy.sum(), x, create_graph=self.training)
+        return energy, -gradient
+
+
+@scenario(DEFAULT + HOST)
+def test_a_loss_of_energies_and_forces_trains(run: Run) -> None:
+    def loss(model: Model, x: Tensor) -> Tensor:
+        energy, forces = model(x)
+        return energy.square().mean() + (forces - 1).square().mean()
+
+    model = run.wrap(Energy())
+    optimizer = run.optimizer(model)
+    run.train(model, optimizer, loss, steps=range(3))
+    model.eval()
+    with torch.no_grad():
+        run.record(model(run.batch(9))[1].square().mean())
+
+
+@scenario()
+def test_a_loss_of_forces_alone_trains(run: Run) -> None:
+    model = run.wrap(Blocks())
+    run.train(
+        model, run.optimizer(model), lambda model, x: input_gradient(model, x, True).square().mean(), steps=range(3)
+    )
+
+
+@scenario()
+def test_a_differential_equation_is_learned(run: Run) -> None:
+    """A second derivative by the input in the loss: three backwards through the graph."""
+
+    def loss(model: Model, x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        y = model(x)
+        (first,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        (second,) = torch.autograd.grad(first[:, 0].sum(), x, create_graph=True)
+        return (second[:, 0] + y[:, 0]).square().mean() + y.square().mean()
+
+    model = run.wrap(Blocks())
+    run.train(model, run.optimizer(model), loss)
+
+
+@scenario()
+def test_input_gradients_without_a_graph_are_taken_between_steps(run: Run) -> None:
+    """Adversarial examples; the gradients of the parameters are left alone."""
+
+    def loss(model: Model, x: Tensor) -> Tensor:
+        return mean_square(model, x + 0.1 * input_gradient(model, x, create_graph=False).sign())
+
+    model = run.wrap(Blocks())
+    run.train(model, run.optimizer(model), loss, steps=range(3))
+
+
+@scenario()
+def test_gradients_of_parameters_are_taken_by_autograd(run: Run) -> None:
+    """They are those of a rank's own rows; the engine holds nothing of them."""
+    model = run.wrap(Blocks())
+    optimizer = run.optimizer(model)
+    for step in range(3):
+        optimizer.zero_grad()
+        parts = run.parts(step)
+        names = [name for name, _ in model.module.named_parameters()]
+        totals = [
+            torch.autograd.grad(mean_square(model, part) / len(parts), list(model.parameters())) for part in parts
+        ]
+        for _, *grads in zip(names, *totals, strict=True):
+            run.record(sum(grads))
+        assert all(param.grad is None for param in model.parameters())
+        run.record(mean_square(model, run.batch(step))).backward()
+        optimizer.step()
+
+
+def gradient_norm(model: Model, x: Tensor) -> Tensor:
+    """Return the squared norm of the gradient of a rank's own rows."""
+    loss = mean_square(model, x)
+    grads = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+    return loss + 0.01 * sum(grad.square().sum() for grad in grads)
+
+
+@scenario(DEFAULT + HOST)
+def test_a_loss_contains_the_norm_of_the_gradient_of_parameters(run: Run) -> None:
+    model = run.wrap(Blocks())
+    optimizer = run.optimizer(model)
+    for step in range(3):
+        optimizer.zero_grad()
+        parts = run.parts(step)
+        run.record(sum(gradient_norm(model, part) / len(parts) for part in parts)).backward()
+        optimizer.step()
+
+
+@scenario()
+def test_a_loss_contains_the_gradient_of_some_parameters_inside_gathered(run: Run) -> None:
+    def loss(model: Model, x: Tensor) -> Tensor:
+        with model.gathered() as module:
+            error = mean_square(model, x)
+            chosen = [module.head.weight, module.blocks[1].up.weight]
+            return error + sum(g.square().sum() for g in torch.autograd.grad(error, chosen, create_graph=True))
+
+    model = run.wrap(Blocks())
+    optimizer = run.optimizer(model)
+    for step in range(2):
+        optimizer.zero_grad()
+        parts = run.parts(step)
+        run.record(sum(loss(model, part) / len(parts) for part in parts)).backward()
+        optimizer.step()
+
+
+@scenario()
+def test_products_of_the_hessian_with_a_vector_are_computed(run: Run) -> None:
+    model = run.wrap(Blocks())
+    optimizer = run.optimizer(model)
+    for step in range(2):
+        params = list(model.parameters())
+        parts = run.parts(step)
+        products = []
+        for part in parts:
+            grads = torch.autograd.grad(mean_square(model, part) / len(parts), params, create_graph=True)
+            along = sum((grad * torch.ones_like(grad)).sum() for grad in grads)
+            products.append(torch.autograd.grad(along, params))
+        for values in zip(*products, strict=True):
+            run.record(sum(values))
+        run.train(model, optimizer, steps=[step])
+
+
+@scenario(STAGES)
+def test_jacobians_and_hessians_by_the_input_are_computed(run: Run) -> None:
+    model = run.wrap(Blocks())
+    optimizer = run.optimizer(model)
+    for step in range(2):
+        x = run.batch(9)[:1]
+        x = torch.ones_like(x)  # the same row on all ranks
+        jacobian = torch.autograd.functional.jacobian(model, x, create_graph=True)
+        hessian = torch.autograd.functional.hessian(lambda x: model(x).square().sum(), x)
+        run.record(jacobian.sin().sum())
+        run.record(hessian.sin().sum())
+        optimizer.zero_grad()
+        run.record(jacobian.square().sum()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        run.train(model, optimizer, steps=[step])
+
+
+@scenario(STAGES)
+def test_a_custom_function_recomputes_its_block_in_backward(run: Run) -> None:
+    """Reversible networks and deep equilibrium models do this."""
+
+    class Recompute(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: torch.autograd.function.FunctionCtx, block: nn.Module, x: Tensor, *params: Tensor) -> Tensor:
+            ctx.block = block
+            ctx.save_for_backward(x)
+            return block(x)
+
+        @staticmethod
+        def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple:
+            (x,) = ctx.saved_tensors
+            with torch.enable_grad():
+                x = x.detach().requires_grad_()
+                y = ctx.block(x)
+                grads = torch.autograd.grad(y, [x, *ctx.block.parameters()], grad)
+            return None, *grads
+
+    class Recomputes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = Block(WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return Recompute.apply(self.block, x, *self.block.parameters())
+
+    model = run.wrap(Blocks(Recomputes(), Block()))
+    run.train(model, run.optimizer(model))

@@ -1,0 +1,51 @@
+"""The interfaces of ZeroDataParallel and ZeroOptimizer around a module and an optimizer of plain torch."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class PlainModel(nn.Module):
+    """The interface of ZeroDataParallel around a module that plain torch trains."""
+
+    def __init__(self, module: nn.Module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+    def accumulate(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    @contextmanager
+    def gathered(self, params: Iterable[nn.Parameter] | None = None, *, modify: bool = False) -> Iterator[nn.Module]:
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not modify):
+            yield self.module
+
+    def register_forward_method(self, name: str, module: nn.Module | None = None) -> None:
+        assert callable(getattr(module or self.module, name))
+
+    def unwrap(self, device: torch.device | None = None) -> nn.Module:
+        return self.module
+
+
+class PlainOptimizer:
+    """A torch optimizer with the interface of ZeroOptimizer. A parameter without a gradient has a gradient of zero."""
+
+    def __init__(self, inner: torch.optim.Optimizer, clip_norm: float):
+        self.inner, self.clip_norm = inner, clip_norm
+
+    def step(self) -> Tensor:
+        params = [param for group in self.inner.param_groups for param in group["params"] if param.requires_grad]
+        for param in params:
+            param.grad = torch.zeros_like(param) if param.grad is None else param.grad
+        norm = torch.nn.utils.clip_grad_norm_(params, self.clip_norm)
+        self.inner.step()
+        return norm
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.inner.zero_grad(set_to_none)
