@@ -1,0 +1,46 @@
+"""Every architecture of transformers that can be built small trains in stage 3 as in one process.
+
+Run one of them with `scripts/test.sh -m full -k "[llama]"`.
+"""
+
+import re
+
+import pytest
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+from tests.distributed.zero.architectures.outcomes import NOT_BUILT, REFUSED
+from tests.distributed.zero.architectures.two_ranks import compare, why_not_built
+from tests.ranks import RankError, run_ranks
+
+# float64: see ADAM in two_ranks.py for how rounding errors of 1e-16 grow.
+TOLERANCE = 1e-10
+TIMEOUT_SECONDS = 120.0
+TRAINED = [name for name in CONFIG_MAPPING_NAMES if name not in NOT_BUILT | REFUSED]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("model_type", TRAINED)
+def test_stage_3_trains_as_one_process(model_type):
+    found = run_ranks(2, compare, model_type, timeout_seconds=TIMEOUT_SECONDS)[0]
+    assert found.num_trained > 0
+    assert max(found.losses, found.norms, found.params) < TOLERANCE, found
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("model_type", REFUSED)
+def test_an_architecture_that_cannot_train_in_stage_3_raises(model_type):
+    with pytest.raises(RankError, match=REFUSED[model_type]):
+        run_ranks(2, compare, model_type, timeout_seconds=TIMEOUT_SECONDS)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("model_type", NOT_BUILT)
+def test_an_architecture_is_left_out_for_the_reason_in_the_table(model_type):
+    reason = run_ranks(1, why_not_built, model_type, timeout_seconds=TIMEOUT_SECONDS, init_process_group=False)[0]
+    assert reason is not None, f"{model_type} can be built: remove it from NOT_BUILT"
+    assert re.search(NOT_BUILT[model_type], reason)
+
+
+def test_the_tables_of_outcomes_name_model_types():
+    assert (NOT_BUILT | REFUSED).keys() <= set(CONFIG_MAPPING_NAMES)
+    assert len(TRAINED) >= 120
