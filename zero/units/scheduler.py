@@ -136,11 +136,13 @@ class UnitScheduler:
         unit.num_open_calls += call.is_counted
         self._running.append(call)
         for tensor in find_tensors((args, kwargs))[0]:
-            # The node of this tensor is older than those of the call, and autograd runs the newest first: when it runs,
-            # the call has no node left. The accumulation into a leaf does not wait for its turn.
             if tensor.grad_fn is not None:
+                # The node of this tensor is older than those of the call, and autograd runs the newest first: when it
+                # runs, the call has no node left. The accumulation into a leaf does not wait for its turn. One tensor
+                # is enough: a cache may hold those of all earlier calls.
+                if not call.inputs:
+                    tensor.register_hook(lambda _grad: self._end(call))
                 call.inputs[id(tensor)] = tensor._version
-                tensor.register_hook(lambda _grad: self._end(call))
         if call.is_counted and not unit.is_known:
             call.saved = self._saved_reads.watch()
             unit.is_known = True

@@ -1,14 +1,8 @@
-"""Tables of the model types that do not train as in one process, or are not built, and why."""
+"""The model types that are not built, and why; all others train in stage 3 as in one process."""
 
 # Batch normalization of 2 x 1 x 1 values divides by a variance near zero. In one process, too, a relative change of the
 # weights by 2e-16 moves the losses of the second step by 1e-5. These models normalize by running statistics instead.
 FIXED_STATISTICS = {"d_fine", "deimv2"}
-
-# Model types that raise in stage 3, with a pattern of the error.
-REFUSED = {
-    # The backward of its reversible layers runs a backward inside, and calls another method of a layer than forward.
-    "reformer": "the backward before this one broke off",
-}
 
 # Why a model type is left out: the reason, a pattern of the error, and the model types.
 REASONS: list[tuple[str, str, str]] = [

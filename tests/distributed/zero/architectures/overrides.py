@@ -136,7 +136,17 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen2_5_omni_vision_encoder": WINDOWED_VISION,
     "qwen2_5_vl_vision": WINDOWED_VISION,
     "recurrent_gemma": {"num_hidden_layers": 3},
-    "reformer": {"is_decoder": True, "axial_pos_shape": [2, 4], "axial_pos_embds_dim": [8, 24], "num_buckets": 2},
+    # It draws seeds of its own from the clock, for dropout and for hashes.
+    "reformer": {
+        "is_decoder": True,
+        "axial_pos_shape": [2, 4],
+        "axial_pos_embds_dim": [8, 24],
+        "num_buckets": 2,
+        "hash_seed": 0,
+        "hidden_dropout_prob": 0.0,
+        "lsh_attention_probs_dropout_prob": 0.0,
+        "local_attention_probs_dropout_prob": 0.0,
+    },
     "sam2": SAM_2,
     "sam2_hiera_det_model": HIERA,
     "sam2_video": SAM_2,
