@@ -107,9 +107,9 @@ class ZeroDataParallel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module."""
-        if self._hooks is not None:
+        if self._hooks is not None:  # the module's own hook starts the forward, also without this wrapper
             self._hooks.enclose(self.module)
-        else:  # else the scheduler starts it, also if the module is called without this wrapper
+        else:
             self._start_forward()
         return self.module(*args, **kwargs)
 
@@ -117,10 +117,15 @@ class ZeroDataParallel(nn.Module):
         """Let a method of the module, or of `module` inside it, run by itself, as `forward` does.
 
         Its parameters are unsharded while it runs and in its backward. Raises ValueError if `module` is not a part of
-        this model. Modules that such a method calls need no registration.
+        this model, or has no such method. Modules that such a method calls need no registration.
         """
+        owner = self.module if module is None else module
+        if owner not in set(self.module.modules()) or not callable(getattr(owner, name, None)):
+            raise ValueError(
+                f"{name} is not a method of a module of this model; the module is a {type(owner).__name__}"
+            )
         if self._hooks is not None:
-            self._hooks.register_method(module or self.module, name)
+            self._hooks.register_method(owner, name)
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -128,7 +133,8 @@ class ZeroDataParallel(nn.Module):
 
         Unlike with DDP's `no_sync`, each backward is still reduced if full gradients are transient.
         """
-        self._awaits_backward = self._is_last_microbatch = False
+        was_last, self._is_last_microbatch = self._is_last_microbatch, False
+        self._awaits_backward = False
         try:
             yield
             self._backward.settle()
@@ -137,7 +143,7 @@ class ZeroDataParallel(nn.Module):
                 self.reducer.begin(is_last=False)
                 self.reducer.end()
         finally:
-            self._is_last_microbatch = True
+            self._is_last_microbatch = was_last
 
     @contextmanager
     def gathered(self, params: Iterable[nn.Parameter] | None = None, *, modify: bool = False) -> Iterator[nn.Module]:

@@ -34,9 +34,10 @@ def current_graph_task() -> int:
 def is_nested_backward() -> bool:
     """Return whether the running backward was started inside another one, as a reentrant checkpoint does.
 
-    Autograd numbers both, and says of neither that it contains the other. The frames of this thread do: below the call
-    that runs this backward there is another such call, or the node that made it. On an accelerator the nodes run in a
-    thread of autograd's own, where only the node is visible.
+    Autograd numbers both, and says of neither that it contains the other. The frames of this thread do: outside the
+    call that runs this backward there is another such call, or the node that made it. On an accelerator the nodes run
+    in a thread of autograd's own, in which a call that runs a backward is always inside another one; such a thread was
+    not started by Python.
     """
     num_runs = 0
     frame: FrameType | None = sys._getframe()
@@ -45,8 +46,8 @@ def is_nested_backward() -> bool:
             num_runs += 1
         if num_runs == 2 or (num_runs and frame.f_code is BackwardCFunction.apply.__code__):
             return True
-        frame = frame.f_back
-    return False
+        outermost, frame = frame, frame.f_back
+    return num_runs == 1 and outermost.f_code.co_name not in {"<module>", "_bootstrap"}
 
 
 def will_accumulate(param: nn.Parameter) -> bool:

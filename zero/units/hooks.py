@@ -48,8 +48,9 @@ class ModuleHooks:
 
     def register_method(self, module: nn.Module, name: str) -> None:
         """Treat a call of a method like a call of the module."""
-        if (unit := self._unit_of.get(module)) is None:
-            raise ValueError(f"a {type(module).__name__} is not a module of this model")
+        if isinstance(vars(module).get(name), ForwardMethod):
+            return
+        unit = self._unit_of[module]
         method = ForwardMethod(module, name, partial(self._before, unit, module), partial(self._after, unit, module))
         setattr(module, name, method)
         self._methods.append((module, name))

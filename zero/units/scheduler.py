@@ -23,7 +23,8 @@ from zero.units.saved_reads import SavedReads
 from zero.units.tensor_tree import find_tensors
 from zero.units.unit import Call, Unit
 
-STEP = object()  # a holder until the optimizer's step
+# Holders until the optimizer's step, and until the next forward.
+STEP, FORWARD = object(), object()
 
 
 class UnitScheduler:
@@ -51,7 +52,8 @@ class UnitScheduler:
         self._clock = 0  # counts the calls of units that have begun or ended
         self._running: list[Call] = []  # in forward, the innermost last
         self._in_backward: dict[Call, None] = {}  # calls whose backward has begun and not ended
-        self._held: dict[Unit, None] = {}  # units that stay unsharded until the step
+        self._held: dict[object, set[Unit]] = {STEP: set(), FORWARD: set()}  # units that stay unsharded until then
+        self._modules: dict[Unit, nn.Module] = {}  # whose parameters the units have
         self._unit_of_storage = {
             storage_id(flat.full.untyped_storage()): unit
             for unit in units.values()
@@ -63,6 +65,7 @@ class UnitScheduler:
 
     def install_hooks(self, root: nn.Module) -> ModuleHooks:
         """Install hooks on the modules of all units; `root` is the module that contains them."""
+        self._modules = {unit: root.get_submodule(name) for name, unit in self._units.items()}
         watch_parameters(root, self._on_access)
         return ModuleHooks(root, self._units, self._before_forward, self._after_forward)
 
@@ -88,14 +91,15 @@ class UnitScheduler:
             if unit not in running:
                 unit.reshard()
             if self._is_accumulating:
+                unit.has_left_calls |= unit.num_open_calls > 0
                 unit.num_open_calls = 0
         self._is_accumulating = False
 
     def end_step(self) -> None:
-        """Release the units that stay unsharded until the step."""
-        for unit in self._held:
-            unit.reshard(STEP)
-        self._held.clear()
+        """Release the units that stay unsharded until the step, and forget calls that a backward has not reached."""
+        self._release(STEP)
+        for unit in self._units.values():
+            unit.has_left_calls = False
 
     def before_read(self, param: nn.Parameter) -> None:
         """Make values readable that Python is about to read. See [Note: borrowing].
@@ -130,6 +134,7 @@ class UnitScheduler:
             unit.unshard()
         else:
             if not self._running:
+                self._release(FORWARD)
                 self._start_forward(unit is self._units[""])
             self._visit(unit, "forward")
         call = Call(unit, module, self._tick(), is_counted=torch.is_grad_enabled() and not is_recomputed)
@@ -145,7 +150,7 @@ class UnitScheduler:
                 call.inputs[id(tensor)] = tensor._version
         if call.is_counted and not unit.is_known:
             call.saved = self._saved_reads.watch()
-            unit.is_known = True
+            unit.is_known = call.saved is not None and module is self._modules[unit]
 
     def _after_forward(self, unit: Unit, module: nn.Module, output: Any) -> None:
         call = next((call for call in self._running if call.unit is unit), None)
@@ -160,7 +165,7 @@ class UnitScheduler:
         if call.saved is not None:
             call.saved.__exit__()
         # Before the unit is resharded: what is still to be read of it holds it.
-        if not is_complete or unit.hides_outputs:
+        if not is_complete or (unit.hides_outputs and torch.is_grad_enabled()):
             self._hold(unit)
         for tensor in tensors:
             self._lend_output(tensor)
@@ -223,11 +228,17 @@ class UnitScheduler:
     # parameters are closed at the end of backward only, since gradients may arrive from the borrower until then.
 
     def _hold(self, unit: Unit) -> None:
-        """Keep a unit unsharded until the step. See [Note: holding]."""
-        if unit not in self._held:
-            self._held[unit] = None
+        """Keep a unit unsharded until the step, or until the next forward without gradients. See [Note: holding]."""
+        holder = STEP if torch.is_grad_enabled() or is_in_backward() else FORWARD
+        if unit not in self._held[holder]:
+            self._held[holder].add(unit)
             unit.is_lent = True
-            unit.unshard(STEP)
+            unit.unshard(holder)
+
+    def _release(self, holder: object) -> None:
+        for unit in self._held[holder]:
+            unit.reshard(holder)
+        self._held[holder].clear()
 
     # [Note: holding] It cannot be noticed when autograd has read some parameters for the last time: those that were
     # gathered for a regulariser, those that a function or an iterator reads that a module has returned, those of a unit
@@ -258,15 +269,15 @@ class UnitScheduler:
             unit.reshard()
         if call.is_counted and self._is_accumulating:
             unit.num_open_calls -= 1
-            if unit.num_open_calls == 0 and not unit.is_lent:
+            if unit.num_open_calls == 0 and not unit.is_lent and not unit.has_left_calls:
                 self._close(unit.flat_of)
 
     # [Note: closing] Ranks match their collectives by the order in which each launches them. If a parameter was used on
     # some ranks only, its bucket would be complete there now and elsewhere at the very end of backward, with gathers in
     # between: the ranks would wait for each other for ever. So a unit's parameters are closed when its backward ends,
     # used or not, on every rank, and never before, whatever gradients have arrived. The root, the first unit if its
-    # inputs are not differentiable, what a reentrant checkpoint runs, and calls left over from another forward are
-    # closed when the whole backward ends.
+    # inputs are not differentiable, what a reentrant checkpoint runs, and units with calls that an earlier backward
+    # of the step has not reached are closed when the whole backward ends.
     # If parameters persist, nothing is gathered in backward, and a bucket may be reduced as soon as it is complete.
 
     def _visit(self, unit: Unit, phase: Pass) -> None:
@@ -274,7 +285,7 @@ class UnitScheduler:
         # Autocast keeps casts of weights until its context ends: their memory, and a node older than the next call.
         if phase == "forward" and torch.is_autocast_enabled(self._device_type):
             torch.clear_autocast_cache()
-        if unit.is_gathered:  # maybe on one rank only, which would predict another order than the other ranks
+        if unit.is_held_from_outside:  # nothing is gathered, maybe on one rank only: so it is not recorded
             unit.unshard()
             return
         if self._begins_forward:

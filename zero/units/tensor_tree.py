@@ -1,6 +1,8 @@
 """The tensors in what a module takes and returns: in containers, dataclasses and objects of any class."""
 
+from collections import deque
 from enum import Enum
+from numbers import Number
 from types import ModuleType
 from typing import Any
 
@@ -11,7 +13,8 @@ from torch import Tensor, nn
 # Values of these types hold no tensor. Modules and types are not searched: their tensors are not a call's own.
 _PLAIN = (
     *(type(None), bool, int, float, complex, str, bytes, range, slice, Enum, type, ModuleType),
-    *(torch.dtype, torch.device, torch.Generator, nn.Module, np.ndarray, np.generic),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Generator, nn.Module),
+    *(np.ndarray, np.generic, Number),
 )
 MAX_OBJECTS = 10_000  # that are searched in one tree: an object may refer to half of a program
 
@@ -32,7 +35,7 @@ def find_tensors(tree: Any) -> tuple[list[Tensor], bool]:
         item = left.pop()
         if isinstance(item, Tensor):
             tensors[id(item)] = item
-        elif isinstance(item, _PLAIN) or id(item) in seen:
+        elif isinstance(item, _PLAIN) or type(item) is object or id(item) in seen:
             continue
         elif len(seen) == MAX_OBJECTS:
             return list(tensors.values()), False
@@ -48,7 +51,7 @@ def _content(item: Any) -> list[Any] | None:
     """Return what a container or an object refers to, or None if that is unknown."""
     if isinstance(item, dict):
         return [*item.values(), *getattr(item, "__dict__", {}).values()]
-    if isinstance(item, (tuple, list, set, frozenset)):
+    if isinstance(item, (tuple, list, set, frozenset, deque)):
         return [*item, *getattr(item, "__dict__", {}).values()]
     slots = [getattr(item, name) for cls in type(item).__mro__ for name in _slots(cls) if hasattr(item, name)]
     if callable(item) or hasattr(item, "__next__") or not (slots or hasattr(item, "__dict__")):
@@ -58,4 +61,6 @@ def _content(item: Any) -> list[Any] | None:
 
 def _slots(cls: type) -> tuple[str, ...]:
     slots = cls.__dict__.get("__slots__", ())
-    return (slots,) if isinstance(slots, str) else tuple(slots)
+    names = (slots,) if isinstance(slots, str) else tuple(slots)
+    # Python renames private ones.
+    return tuple(f"_{cls.__name__.lstrip('_')}{n}" if n[:2] == "__" and n[-2:] != "__" else n for n in names)

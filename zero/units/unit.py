@@ -25,9 +25,10 @@ class Unit:
         self.flats, self._before_gather = flats, before_gather
         self.flat_of = {param: flat for flat in flats for param in flat.params}
         self.num_open_calls = 0  # calls in forward whose backward has not ended
+        self.has_left_calls = False  # a backward of this step has ended without reaching all of them
         self.borrowed: dict[Unit, None] = {}  # units whose parameters this one has read, in the order of first reading
         self.is_lent = False  # something outside the unit has read its parameters
-        self.is_known = False  # a call has been watched: it is known whether all tensors that leave are returned
+        self.is_known = False  # what a call has saved has been recorded, so that it is known what `hides_outputs` is
         self.hides_outputs = False  # some tensors leave by other ways
         self._holders: set[object] = set()
         self._watchers: set[object] = set()
@@ -43,8 +44,8 @@ class Unit:
         return bool(self._holders)
 
     @property
-    def is_gathered(self) -> bool:
-        """True if it is held by none of the units, but by a caller that reads the parameters from outside."""
+    def is_held_from_outside(self) -> bool:
+        """True if a `gathered()` context, or the scheduler until the step, holds it."""
         return any(not isinstance(holder, Unit) for holder in self._holders)
 
     def start_unshard(self) -> None:

@@ -260,3 +260,29 @@ def test_a_wrapped_model_is_a_part_of_a_plain_module(run: Run) -> None:
 
     task = Task()
     run.train(task.model, run.optimizer(task.model), lambda _model, x: task(x))
+
+
+@scenario()
+def test_a_forward_is_left_for_the_next_backward(run: Run) -> None:
+    model = run.wrap(Blocks())
+    optimizer = run.optimizer(model)
+    for step in range(2):
+        first, second = (mean_square(model, run.batch(3 * step + number)) for number in range(2))
+        with model.accumulate():
+            first.backward()
+        (second + mean_square(model, run.batch(3 * step + 2))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@scenario()
+def test_contexts_of_accumulation_are_nested(run: Run) -> None:
+    model = run.wrap(Blocks())
+    optimizer = run.optimizer(model)
+    with model.accumulate():
+        for number in range(2):
+            with model.accumulate():
+                mean_square(model, run.batch(number)).backward()
+            mean_square(model, run.batch(2 + number)).backward()
+    mean_square(model, run.batch(4)).backward()
+    optimizer.step()

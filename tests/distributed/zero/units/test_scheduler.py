@@ -149,6 +149,7 @@ def check_launches_return_to_their_order() -> None:
         loss = next_token_loss(model, 0, 0)
         mesh.log.clear()
         loss.backward()
+        model.before_step(())
         model.reducer.clear()
         return [event.op for event in mesh.log.events if event.phase != "agreement"]
 
@@ -161,5 +162,5 @@ def check_launches_return_to_their_order() -> None:
     assert ops_of_backward() == usual
 
 
-def test_a_forward_without_backward_delays_the_reductions_of_one_backward_only():
+def test_a_forward_without_backward_delays_the_reductions_of_one_step_only():
     run_ranks(2, check_launches_return_to_their_order)

@@ -57,7 +57,6 @@ def test_tensors_are_found_in_containers_and_objects(tree):
         iter([X]),
         (x for x in [X]),
         Plain(lambda: X),
-        object(),
         list(map(Pair, [X] * MAX_OBJECTS, [1] * MAX_OBJECTS)),
     ],
 )
