@@ -225,10 +225,11 @@ def scenario(
 
 
 def few_of(configurations: Sequence[Configuration], name: str) -> list[Configuration]:
-    """Return stage 3, shard groups, and one of the others, another one for each scenario, if they are in the list."""
-    always = [c for c in configurations if c == Configuration(3) or c.has_groups]
-    others = [c for c in configurations if c not in always]
-    return always + others[zlib.crc32(name.encode()) % len(others) :][:1] if others else always
+    """Return stage 3, and for every second scenario one of the others too, another one for each."""
+    last = [c for c in configurations if c == Configuration(3)]
+    others = [c for c in configurations if c not in last]
+    number = zlib.crc32(name.encode())
+    return last + others[number // 2 % len(others) :][:1] if others and (number % 2 or not last) else last
 
 
 def check(
