@@ -27,7 +27,7 @@ from zero.offload.placement import NO_OFFLOAD, Offload, OffloadConfig
 from zero.offload.planner import PlacementPlanner, UnitOrders
 from zero.sharded_init import ShardedInit
 from zero.stage import Lifetime
-from zero.units.access import unwatch_parameters
+from zero.torch_internals import restore_parameter_tables
 from zero.units.agreement import LaunchOrder
 from zero.units.backward import RunningBackward, is_in_backward
 from zero.units.execution_order import ExecutionOrder
@@ -78,7 +78,7 @@ class ZeroDataParallel(nn.Module):
         )
         self._units = self._make_units(config, init)
         if init:
-            init.finish(module)
+            restore_parameter_tables(module)  # after the last `pop_full`
         _move_buffers(module, data, device)
         trainable = [bucket for flat in self.flats if flat.is_trainable for bucket in flat.buckets]
         self.reducer = GradientReducer(trainable, axes, self._policy, config.overlap, self._launch_order, self.offload)
@@ -187,7 +187,7 @@ class ZeroDataParallel(nn.Module):
             handle.remove()
         if self._hooks is not None:
             self._hooks.remove()
-            unwatch_parameters(self.module)
+            restore_parameter_tables(self.module)
         module = self.module
         del self.module
         return module

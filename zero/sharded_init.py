@@ -91,11 +91,6 @@ class ShardedInit:
         del self._unsharded[param]
         return param.data
 
-    def finish(self, module: nn.Module) -> None:
-        """Replace the modules' tables of parameters by plain dictionaries, after `pop_full` of all parameters."""
-        for submodule in module.modules():
-            replace_parameter_table(submodule, dict)
-
     def _before_registration(self, module: nn.Module, _name: str, _param: nn.Parameter) -> None:
         """Replace the module's table of parameters by one that materializes them when it is read."""
         replace_parameter_table(

@@ -115,3 +115,9 @@ def replace_parameter_table(module: nn.Module, make: Callable[[dict[str, Any]], 
     A read of `module.weight` is a lookup in this dictionary, and torch has no hook for it.
     """
     module._parameters = make(module._parameters)
+
+
+def restore_parameter_tables(root: nn.Module) -> None:
+    """Replace the tables of parameters of `root` and its submodules by plain dictionaries with the same content."""
+    for module in root.modules():
+        replace_parameter_table(module, dict)

@@ -33,9 +33,3 @@ def watch_parameters(module: nn.Module, on_access: Callable[[nn.Parameter], None
     """Call `on_access(param)` from now on before `some_submodule.name` returns that parameter."""
     for submodule in module.modules():
         replace_parameter_table(submodule, partial(WatchedParameters, on_access))
-
-
-def unwatch_parameters(module: nn.Module) -> None:
-    """Stop what `watch_parameters` has begun."""
-    for submodule in module.modules():
-        replace_parameter_table(submodule, dict)

@@ -107,22 +107,20 @@ class UnitScheduler:
         Raises ShardedParameterError if no module runs: the other ranks may not read them, and would not gather them.
         """
         unit = self.unit_of[param]
-        if self._running:
-            self._borrow(unit)
-        elif unit.flat_of[param].is_sharded:
-            if not is_in_backward():
-                raise ShardedParameterError(
-                    f"{param!r}, is sharded: no rank has all of its values; read it on all ranks inside `with "
-                    "model.gathered([parameter]):`, collect all by `full_state_dict` of zero/state/full_state.py, let "
-                    "methods other than forward gather them by `model.register_forward_method(name)`, and change the "
-                    "module after `model.unwrap()`"
-                )
-            self._hold(unit)
+        is_sharded = unit.flat_of[param].is_sharded
+        if is_sharded and not self._running and not is_in_backward():
+            raise ShardedParameterError(
+                f"{param!r}, is sharded: no rank has all of its values; read it on all ranks inside `with "
+                "model.gathered([parameter]):`, collect all by `full_state_dict` of zero/state/full_state.py, let "
+                "methods other than forward gather them by `model.register_forward_method(name)`, and change the "
+                "module after `model.unwrap()`"
+            )
+        if is_sharded or self._running:
+            self._lend(unit)
 
     def after_saving(self, param: nn.Parameter) -> None:
         """Keep values readable that Python has read, and that autograd may read again."""
-        if not self._running:
-            self._hold(self.unit_of[param])
+        self._lend(self.unit_of[param])
 
     def _before_forward(self, unit: Unit, module: nn.Module, args: tuple, kwargs: dict) -> None:
         for call in self._running:
@@ -168,7 +166,8 @@ class UnitScheduler:
         if not is_complete or (unit.hides_outputs and torch.is_grad_enabled()):
             self._hold(unit)
         for tensor in tensors:
-            self._lend_output(tensor)
+            if (lender := self._owner_of(tensor)) is not None:  # a parameter, or a view of one
+                self._lend(lender)
         # A unit that is recomputed in its own backward stays: that backward reads it next.
         if not self._is_in_backward(unit) and not self._is_kept(unit):
             unit.reshard()
@@ -190,7 +189,7 @@ class UnitScheduler:
         """Borrow a parameter that a module's attribute returns, if the unit that runs is not its own."""
         lender = self.unit_of.get(param)  # None: a parameter that was added to the module after it was wrapped
         if self._running and lender is not None:
-            self._borrow(lender)
+            self._lend(lender)
 
     def _owner_of(self, tensor: Tensor) -> Unit | None:
         """Return the unit whose transient parameters a tensor is, or is a view of; None if there is none."""
@@ -207,20 +206,12 @@ class UnitScheduler:
             unit.hides_outputs = True
             self._hold(unit)
 
-    def _lend_output(self, tensor: Tensor) -> None:
-        """Keep a parameter, or a view of one, that a unit has returned, for what reads it next."""
-        lender = self._owner_of(tensor)
-        if lender is None:
-            return
-        if self._running:
-            self._borrow(lender)
-        else:
-            self._hold(lender)
-
-    def _borrow(self, lender: Unit) -> None:
-        borrower = self._running[-1].unit
-        if borrower is not lender:
-            borrower.borrow(lender)
+    def _lend(self, unit: Unit) -> None:
+        """Keep a unit readable for the unit that runs; if none runs, for whatever reads it until the step."""
+        if not self._running:
+            self._hold(unit)
+        elif (borrower := self._running[-1].unit) is not unit:
+            borrower.borrow(unit)
 
     # [Note: borrowing] A unit may read a parameter of another one: a parent multiplies with a child's weight, or adds a
     # bias that the child has returned. The borrower then holds the lender unsharded until it is resharded itself, and
@@ -243,7 +234,7 @@ class UnitScheduler:
     # [Note: holding] It cannot be noticed when autograd has read some parameters for the last time: those that were
     # gathered for a regulariser, those that a function or an iterator reads that a module has returned, those of a unit
     # whose outputs leave by other ways, and those of which a backward is differentiated. They stay unsharded until the
-    # step, which costs memory.
+    # step, which costs memory; if no gradients are computed, until the next forward.
 
     def _before_backward(self, call: Call) -> None:
         self._is_accumulating = self._enter_backward()
