@@ -1,6 +1,7 @@
 """The private parts of torch that `zero` rests on, each with its reason; tests fail if torch changes one of them."""
 
 import sys
+import threading
 from collections.abc import Callable
 from itertools import chain
 from types import FrameType
@@ -36,8 +37,8 @@ def is_nested_backward() -> bool:
 
     Autograd numbers both, and says of neither that it contains the other. The frames of this thread do: outside the
     call that runs this backward there is another such call, or the node that made it. On an accelerator the nodes run
-    in a thread of autograd's own, in which a call that runs a backward is always inside another one; such a thread was
-    not started by Python.
+    in a thread of autograd's own, in which a call that runs a backward is always inside another one. Python knows such
+    a thread, which it did not start, as a dummy.
     """
     num_runs = 0
     frame: FrameType | None = sys._getframe()
@@ -46,8 +47,8 @@ def is_nested_backward() -> bool:
             num_runs += 1
         if num_runs == 2 or (num_runs and frame.f_code is BackwardCFunction.apply.__code__):
             return True
-        outermost, frame = frame, frame.f_back
-    return num_runs == 1 and outermost.f_code.co_name not in {"<module>", "_bootstrap"}
+        frame = frame.f_back
+    return num_runs == 1 and isinstance(threading.current_thread(), threading._DummyThread)
 
 
 def will_accumulate(param: nn.Parameter) -> bool:

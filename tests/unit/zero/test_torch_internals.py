@@ -3,7 +3,11 @@
 If one fails after an update of torch, the function that it tests is the place to adapt.
 """
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -201,6 +205,26 @@ def test_a_backward_inside_a_hook_is_noticed():
     y.register_hook(lambda _grad: total.backward())
     y.sum().backward()
     assert notes == [True]
+
+
+def test_however_a_program_is_started_its_backward_is_not_nested(tmp_path):
+    """`python -m` calls a program from frames of its own."""
+    (tmp_path / "program.py").write_text(
+        "import threading, torch\n"
+        "from zero.torch_internals import is_nested_backward\n"
+        "def run():\n"
+        "    x = torch.ones(2, requires_grad=True)\n"
+        "    x.register_hook(lambda _grad: print(is_nested_backward()))\n"
+        "    x.sum().backward()\n"
+        "run()\n"
+        "thread = threading.Thread(target=run)\n"
+        "thread.start()\n"
+        "thread.join()\n"
+    )
+    environment = os.environ | {"PYTHONPATH": f"{Path(__file__).parents[3]}"}
+    command = [sys.executable, "-m", "program"]
+    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    assert result.stdout.split() == ["False", "False"]
 
 
 def test_whether_a_backward_accumulates_a_gradient_is_known():
