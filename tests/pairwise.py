@@ -4,25 +4,24 @@ The default suite runs the few; the complete product is marked `full`.
 """
 
 import itertools
+from collections import defaultdict
 from typing import Any
 
 
 def pairwise(**factors: list[Any]) -> list[dict[str, Any]]:
     """Choose combinations greedily: each is the one of the product that covers most pairs still missing."""
     product = product_of(factors, *factors)
-    missing = set().union(*map(_pairs, product))
+    bits: dict[tuple, int] = defaultdict(lambda: 1 << len(bits))  # a pair is a bit: sets of pairs are counted fast
+    pairs_of = [sum(bits[pair] for pair in itertools.combinations(c.items(), 2)) for c in product]
+    missing = (1 << len(bits)) - 1
     chosen = []
     while missing:
-        best = max(product, key=lambda combination: len(_pairs(combination) & missing))
-        chosen.append(best)
-        missing -= _pairs(best)
+        best = max(range(len(product)), key=lambda number: (pairs_of[number] & missing).bit_count())
+        chosen.append(product[best])
+        missing &= ~pairs_of[best]
     return chosen
 
 
 def product_of(factors: dict[str, list[Any]], *names: str) -> list[dict[str, Any]]:
     """Return all combinations of the values of the named factors."""
     return [dict(zip(names, values, strict=True)) for values in itertools.product(*(factors[name] for name in names))]
-
-
-def _pairs(combination: dict[str, Any]) -> set[tuple]:
-    return set(itertools.combinations(combination.items(), 2))

@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 
 MASTER_ADDRESS = "127.0.0.1"
+PRELOADED = ["tests.twins", "pretrain_gpt"]  # they import what most tests need, among it torch and transformers
 
 
 class RankError(Exception):
@@ -61,7 +62,7 @@ class RankPool:
         """Send request i to worker i; return the results by rank. Raises RankError and stops all workers."""
         try:
             while len(self.workers) < len(requests):
-                self.workers.append(start_worker())
+                self.workers.append(start_worker(len(self.workers)))
             for worker, request in zip(self.workers, requests, strict=False):
                 worker.connection.send_bytes(request)
             return collect(self.workers[: len(requests)], timeout_seconds)
@@ -123,11 +124,18 @@ def torchrun_environment(rank: int, num_ranks: int, port: int) -> dict[str, str]
     }
 
 
-def start_worker() -> Worker:
-    context = multiprocessing.get_context("spawn")
+def start_worker(rank: int) -> Worker:
+    """Spawn rank 0, and fork the others from a server that has imported `PRELOADED` and has run nothing.
+
+    Forked ranks iterate over sets in the same order, since they share a hash seed and addresses. Rank 0 has its own, as
+    every process of a real run does: code that depends on such an order differs there.
+    """
+    context = multiprocessing.get_context("forkserver" if rank else "spawn")
+    if rank:
+        context.set_forkserver_preload(PRELOADED)
     connection, worker_connection = context.Pipe()
     process = context.Process(target=serve, args=(worker_connection,), daemon=True)
-    with mock.patch.dict(os.environ, OMP_NUM_THREADS="1"):  # the worker reads it when it imports torch
+    with mock.patch.dict(os.environ, OMP_NUM_THREADS="1"):  # read when torch is imported
         process.start()
     worker_connection.close()  # only the worker holds the other end: if it dies, this one reads an end of file
     return Worker(process, connection)
@@ -174,6 +182,7 @@ def serve(connection: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the workers too; the test process ends them
     faulthandler.enable()  # prints the stacks of all threads, at SIGABRT too
     threading.Thread(target=exit_with_test_process, daemon=True).start()
+    gc.freeze()  # the imported modules, as after each call
     while True:
         try:
             request = connection.recv_bytes()
@@ -215,4 +224,5 @@ def call_as_rank(call: RankCall) -> Any:
         if dist.is_initialized():
             dist.destroy_process_group()
     gc.collect()
+    gc.freeze()  # what is left are modules and caches: not to visit them again makes the next collections short
     return result

@@ -1,6 +1,7 @@
 """Memory and traffic of the model states against the paper's formulas (sections 3, 5 and 7)."""
 
 from collections import Counter
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,18 @@ def train(
     }
 
 
+@cache
+def trained(
+    data_size: int,
+    stage: int,
+    num_micro_batches: int,
+    shard_size: int | None = None,
+    resident_numel: int = 0,
+) -> list[dict]:
+    """Train in bf16 and return what each rank has found, from one run for all tests that look at it."""
+    return run_ranks(data_size, train, stage, num_micro_batches, torch.bfloat16, shard_size, resident_numel)
+
+
 class _Chain(nn.Module):
     """A chain of linear layers with 2.5 million parameters, and hardly any activations."""
 
@@ -76,7 +89,7 @@ class _Chain(nn.Module):
 @pytest.mark.parametrize("num_micro_batches", [1, 2])
 def test_model_states_are_the_papers(stage, data_size, num_micro_batches):
     bytes_each = {0: 16, 1: 4 + 12 / data_size, 2: 2 + 14 / data_size, 3: 16 / data_size}[stage]
-    for found in run_ranks(data_size, train, stage, num_micro_batches, torch.bfloat16):
+    for found in trained(data_size, stage, num_micro_batches):
         promised = memory.formula(STAGES[stage], found["num_parameters"], data_size)
         assert promised.total == pytest.approx(bytes_each * found["num_parameters"])
         for kind in ("parameters", "gradients", "master", "moments"):
@@ -119,7 +132,7 @@ def test_other_types_of_gradients_cost_what_the_formulas_say(stage, gradients):
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_traffic_of_a_step_is_twice_the_parameters(stage, data_size):
     """Padded buckets are sent, 2 Psi (N-1)/N: by a reduce-scatter and an all-gather, or the all-reduce that is both."""
-    for found in run_ranks(data_size, train, stage, 1, torch.bfloat16):
+    for found in trained(data_size, stage, 1):
         buckets = [event for event in found["events"] if event.message_bytes > 8]  # the rest: the norm, a scalar
         expected_ops = {"all_reduce"} if stage == 0 else {"reduce_scatter", "all_gather"}
         assert {event.op for event in buckets} == expected_ops
@@ -130,7 +143,7 @@ def test_traffic_of_a_step_is_twice_the_parameters(stage, data_size):
 
 def test_stage_2_reduces_in_every_micro_batch_and_stage_1_only_in_the_last():
     for stage, passes in ((1, 2), (2, 4)):
-        found = run_ranks(2, train, stage, 3, torch.bfloat16)[0]
+        found = trained(2, stage, 3)[0]
         buckets = [event for event in found["events"] if event.message_bytes > 8]
         assert sum(event.wire_bytes for event in buckets) == passes * found["padded_bytes"] // 2
 
@@ -146,7 +159,7 @@ def test_traffic_along_each_axis(layout):
     The root, which has no parameters here, and the last block stay unsharded from forward to backward.
     """
     stage, (data_size, shard_size), num_micro_batches, resident_numel = layout.values()
-    for found in run_ranks(data_size, train, stage, num_micro_batches, torch.bfloat16, shard_size, resident_numel):
+    for found in trained(data_size, stage, num_micro_batches, shard_size, resident_numel):
         sent = Counter()
         for event in found["events"]:
             sent[event.axis] += event.wire_bytes if event.message_bytes > 8 else 0
@@ -164,7 +177,7 @@ def test_traffic_along_each_axis(layout):
 
 
 def test_buffers_do_not_depend_on_the_model():
-    found = run_ranks(2, train, 2, 1, torch.bfloat16)[0]
+    found = trained(2, 2, 1)[0]
     assert found["buffers"]["staged gradients"] <= 3 * BUCKET_NUMEL * 2
     assert found["buffers"]["received messages"] <= 4 * BUCKET_NUMEL * 2
     assert found["buffers"]["gradient cast"] == BUCKET_NUMEL // 2 * 4
