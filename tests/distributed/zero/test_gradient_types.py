@@ -8,9 +8,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from gpt.build import build
+from gpt.model.transformer import ModelConfig
+from gpt.settings import DataSettings, ParallelSettings, Settings, TrainSettings
+from gpt.train_step import train_step
 from parallel.mesh import Mesh
 from tests.ranks import run_ranks
-from zero.config import ZeroConfig
+from zero.config import DTYPES, ZeroConfig
 from zero.engine import ZeroDataParallel
 from zero.offload.placement import NO_OFFLOAD, OffloadConfig
 from zero.optimizer import ZeroOptimizer
@@ -171,6 +175,32 @@ def test_every_axis_reduces_in_the_chosen_type(reduce):
         config = ZeroConfig(stage, bucket_numel=500, reduce_dtype=reduce)
         found = run_ranks(4, gradient_messages, 1, shard_size, config)[0]
         assert found == {(axis, dtype) for axis in axes}
+
+
+def messages_of_tensor_ranks(reduce: str) -> set[tuple[str, str]]:
+    """Return (op, type) of what tensor ranks with tokens of their own send in the backward of a bf16 GPT."""
+    train = TrainSettings(micro_batch_size=1, global_batch_size=2)
+    parallel = ParallelSettings(tensor_size=2, sequence_parallel=True)
+    settings = Settings(
+        ModelConfig(2, 16, 2, 8, 32), DataSettings(""), parallel, ZeroConfig(2, reduce_dtype=reduce), train=train
+    )
+    mesh = Mesh.create(tensor_size=2)
+    state = build(settings, mesh, torch.device("cpu"))
+    mesh.log.keeps_events = True
+    tokens = torch.zeros(1, 9, dtype=torch.int64)
+    for _ in range(2):
+        train_step(state.model, state.optimizer, [tokens], mesh)
+    events = [event for event in mesh.log.events if event.phase == "backward"]
+    assert {str(e.dtype) for e in events if e.axis == "data"} == {str(DTYPES[reduce])}
+    return {(event.op, str(event.dtype)) for event in events if event.axis == "tensor"}
+
+
+@pytest.mark.parametrize("reduce", ["fp32", "bf16"])
+def test_tensor_ranks_sum_gradients_of_parameters_in_the_chosen_type(reduce):
+    """Activations keep their type: they are gathered and reduce-scattered."""
+    activations = {("all_gather", "torch.bfloat16"), ("reduce_scatter", "torch.bfloat16")}
+    for found in run_ranks(4, messages_of_tensor_ranks, reduce):
+        assert found == activations | {("all_reduce", str(DTYPES[reduce]))}
 
 
 def test_the_defaults_are_exact_and_cost_no_traffic():
