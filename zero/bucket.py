@@ -122,6 +122,11 @@ class GradShard:
         return self._staged_type is not self.types.reduce
 
     @property
+    def is_cast_for_host(self) -> bool:
+        """True if the owned shard is in host memory, in another type than messages."""
+        return self.placement is Placement.HOST and self.types.accumulate is not self.types.reduce
+
+    @property
     def num_blocks(self) -> int:
         """The number of blocks that the bucket takes from the pool from its first gradient to its reduction."""
         return (not self.persists) + self.casts_message

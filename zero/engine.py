@@ -82,7 +82,9 @@ class ZeroDataParallel(nn.Module):
         _move_buffers(module, data, device)
         trainable = [bucket for flat in self.flats if flat.is_trainable for bucket in flat.buckets]
         self.reducer = GradientReducer(trainable, axes, self._policy, config.overlap, self._launch_order, self.offload)
-        self.planner.check_units(self._units.values(), self.reducer.staging.num_bytes)
+        self.planner.check_units(
+            self._units.values(), self.reducer.staging.num_bytes + self.reducer.host_staging.num_bytes
+        )
         self._scheduler = UnitScheduler(
             self._units, orders, self.planner, self._start_forward, self._enter_backward, self.reducer.close
         )

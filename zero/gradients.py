@@ -80,7 +80,9 @@ class GradientReducer:
         num_blocks = Counter({dtype: min(n, 1 + self._max_in_flight) for dtype, n in num_blocks.items()})
         self.staging = StagingPool(block_numel, num_blocks, offload)
         shard_numel = max((len(bucket.shard) for bucket in buckets), default=0)
-        self._sums = StagingPool(shard_numel, {}, offload)  # owned shards on their way to the host, and from there
+        # Owned shards on their way to the host, if they are cast, and from there, if there are several micro-batches.
+        casts = {b.grads.types.accumulate: 1 for b in buckets if b.grads.is_cast_for_host}
+        self.host_staging = StagingPool(shard_numel, casts, offload)
         self._backward = BackwardState.NONE
         self._num_launched = 0
         self._in_flight: deque[tuple[GradShard, Handle]] = deque()
@@ -270,17 +272,17 @@ class GradientReducer:
         shard = total = grads.message_shard
         dtype, numel = grads.types.accumulate, shard.numel()
         block = None
-        if shard.dtype is not dtype:
-            block = self._sums.take(dtype)
+        if grads.is_cast_for_host:
+            block = self.host_staging.take(dtype)
             total = block[:numel]
         scale_into(total, shard, self._scale_after(grads))
         if grads.holds_gradient:
-            fetched = self._sums.take(dtype)
+            fetched = self.host_staging.take(dtype)
             earlier = fetched[:numel]
             # The sum waits for the copy on the device, and the host waits for nothing.
             self._offload.to_accelerator(grads.owned, out=earlier).wait()
             total.add_(earlier)
-            self._sums.put_back(fetched, Handle())
+            self.host_staging.put_back(fetched, Handle())
         grads.host_copy = self._offload.to_host(total, out=grads.owned)
         if block is not None:
-            self._sums.put_back(block, grads.host_copy)
+            self.host_staging.put_back(block, grads.host_copy)
