@@ -102,7 +102,7 @@ ALL_RANKS = [pytest.param(1, marks=pytest.mark.full), 2, pytest.param(4, marks=p
 
 @pytest.mark.parametrize("num_ranks", ALL_RANKS)
 def test_the_error_of_many_micro_batches_is_small(num_ranks):
-    """In bf16 it would be 2.6e-2."""
+    """Check it; in bf16 it would be 2.6e-2."""
     for found in run_ranks(num_ranks, relative_errors, 128):
         assert [case for case, error, allowed in found if not error < allowed] == []
 

@@ -364,7 +364,7 @@ def test_auto_everywhere_means_these_settings(parse):
         ),
         (
             {"bf16": {"enabled": True}, "communication_data_type": "fp64"},
-            "communication_data_type=fp64; choose fp32, bf16, fp16",
+            "communication_data_type=fp64: choose fp32, bf16, fp16",
         ),
     ],
     ids=lambda value: str(value)[:60],
