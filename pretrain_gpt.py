@@ -36,8 +36,8 @@ def pretrain(settings: Settings, world: World) -> None:
         Path(settings.run.dir), train, zero, world, lambda: trainer.num_steps_done if trainer else 0
     ):
         state = build(settings, mesh, world.device)
-        console.say(describe_run(state, train, zero, settings.run.dir))
-        console.show(memory_table(state, train, zero))
+        console.say(describe_run(state, train, settings.run.dir))
+        console.show(memory_table(state, train))
         trainer = Trainer(settings, world, state, corpus, console)
         trainer.train()
         if corpus.tokenizer is not None and train.sample_tokens and not trainer.was_stopped:

@@ -84,7 +84,8 @@ def build_mesh(settings: Settings, world: World) -> Mesh:
         part_of(num_tokens, mesh.tensor, "train.micro_batch_size x model.seq_length")
     # For its ConfigError: it raises one if warm-up and decay overlap.
     learning_rate(settings.schedule, settings.optimizer.lr, 0, settings.train.steps)
-    check_host_memory(settings.model, settings.train.dtype, settings.zero, settings.offload, mesh, world)
+    zero = settings.with_gradient_types(mesh.data.size).zero
+    check_host_memory(settings.model, settings.train.dtype, zero, settings.offload, mesh, world)
     return mesh
 
 
@@ -113,10 +114,12 @@ def build(settings: Settings, mesh: Mesh, device: torch.device) -> TrainState:
     """Return a model with its initial values, sharded by ZeRO, and its optimizer. All ranks call it."""
     if settings.train.precision == "fp16" and device.type == "cpu":
         logger.warning("train.precision=fp16 is slow on a CPU; choose bf16")
+    settings = settings.with_gradient_types(mesh.data.size)
     train, tokens = settings.train, token_layout(settings.parallel, mesh)
     activations = chosen_activations(settings.activations, settings.model, train, settings.zero, mesh, tokens, device)
     with ShardedInit(mesh.data, settings.zero.policy, settings.zero.prefetch_numel, settings.offload) as init:
-        gpt = build_model(settings.model, activations, tokens, device, train.dtype, settings.zero.bucket_numel)
+        numel, sum_dtype = settings.zero.bucket_numel, settings.zero.gradient_types(train.dtype).reduce
+        gpt = build_model(settings.model, activations, tokens, device, train.dtype, numel, sum_dtype)
         initialize(gpt, train.seed, mesh.data)
         if train.initial_weights is not None:
             load_pretrained(gpt, Path(train.initial_weights))
@@ -137,10 +140,12 @@ def build_model(
     device: torch.device,
     dtype: torch.dtype,
     chunk_numel: int | None = CHUNK_NUMEL,
+    gradient_sum_dtype: torch.dtype | None = None,
 ) -> GPT:
     """Return a GPT with parameters of `dtype`, which are not initialized yet.
 
-    `chunk_numel` is the largest number of elements of a temporary of the loss.
+    `chunk_numel` is the largest number of elements of a temporary of the loss, and `gradient_sum_dtype` the type in
+    which gradients are summed along the tensor axis; None: that of the parameters.
     """
     layer_norm, layer_norm_name = choose_layer_norm(device)
     logger.info("layer norm: %s", layer_norm_name)
@@ -149,7 +154,7 @@ def build_model(
     try:
         with torch.device(device):
             run_blocks = checkpointed_blocks(activations, tokens.replicas, device)
-            gpt = GPT(config, tokens, run_blocks, layer_norm, chunk_numel)
+            gpt = GPT(config, tokens, run_blocks, layer_norm, chunk_numel, gradient_sum_dtype)
     finally:
         torch.set_default_dtype(default_dtype)
     if activations.store == "selective":

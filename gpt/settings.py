@@ -3,7 +3,7 @@
 `gpt/settings_parser.py` reads them. The docstrings of the fields are the text of `pretrain_gpt.py --help`.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from typing import Any, Literal
 
@@ -14,10 +14,8 @@ from gpt.model.transformer import ModelConfig
 from gpt.schedule import BatchConfig, RampUpConfig, ScheduleConfig
 from parallel.errors import ConfigError
 from zero.activations.checkpointed_blocks import ActivationsConfig
-from zero.config import ZeroConfig
+from zero.config import DTYPES, DtypeName, ZeroConfig
 from zero.offload.placement import OffloadConfig
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -101,7 +99,7 @@ class TrainSettings:
     gradients are accumulated over several micro-batches."""
     ramp_up: RampUpConfig | None = None
     """Start with a smaller batch and grow to global_batch_size; null: use global_batch_size from the first step on."""
-    precision: Literal["fp32", "bf16", "fp16"] = "bf16"
+    precision: DtypeName = "bf16"
     """Data type of parameters, activations and gradients. Master weights and the optimizer's moments are fp32."""
     loss_scale: LossScaleSettings = field(default_factory=LossScaleSettings)
     """The loss scale of fp16."""
@@ -320,6 +318,12 @@ class Settings:
     wandb: WandbSettings = field(default_factory=WandbSettings)
     profile: ProfileSettings = field(default_factory=ProfileSettings)
     dry_run: DryRunSettings = field(default_factory=DryRunSettings)
+
+    def with_gradient_types(self, data_size: int) -> "Settings":
+        """Return these settings with the types of gradients that null stands for on `data_size` data-parallel ranks."""
+        num_micro_batches = self.train.global_batch_size // (self.train.micro_batch_size * data_size)
+        zero = self.zero.with_gradient_types(self.train.dtype, accumulates=num_micro_batches > 1)
+        return replace(self, zero=zero)
 
     def to_yaml(self) -> str:
         """Return the settings as YAML, which `--config` reads back as the same settings."""

@@ -237,7 +237,7 @@ class Trainer:
             return {}
         from gpt.monitor.plot import plot_loss  # imported here, because only the first rank needs matplotlib
 
-        self._console.show(summary_table(self._state, self._settings.train, self._settings.zero, records))
+        self._console.show(summary_table(self._state, self._settings.train, records))
         plot_loss(records, self._folder / LOSS_PLOT)
         self._console.say(f"{self._folder / LOSS_PLOT} shows the loss; all files of the run are in {self._folder}")
         return records[-1]

@@ -125,9 +125,16 @@ class Axis:
         return self._timed(event, Handle(work.wait))
 
     @property
-    def _is_gloo(self) -> bool:
+    def backend(self) -> str | None:
+        """The backend that communicates, or that a fake process group stands for; None if the axis has one rank."""
+        if self.size == 1:
+            return None
         backend = dist.get_backend(self.group)
-        return (self.imitated_backend if backend == "fake" else backend) == "gloo"
+        return self.imitated_backend if backend == "fake" else backend
+
+    @property
+    def _is_gloo(self) -> bool:
+        return self.backend == "gloo"
 
     def _timed(self, event: CommEvent, collective: Handle) -> Handle:
         start, end = partial(self.log.record_wait_start, event), partial(self.log.record_wait_end, event)

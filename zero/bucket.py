@@ -3,7 +3,8 @@
 params.full      all shards, while the parameters are unsharded
 params.owned     this rank's shard: a part of `full` if full parameters persist, else memory of its own
 params.cached    a copy of `owned` on the device, if `owned` is in host memory and there is room for the copy
-grads.staged     this rank's full gradients, divided by the number of ranks, until the reduction ends
+grads.staged     this rank's full gradients, until the reduction ends
+grads.message    `staged`, or its cast if gradients are reduced in another type: its shard is that of the sum over ranks
 grads.owned      this rank's shard of the mean gradients: a part of `staged` if that persists and the shard is placed on
                  the accelerator, else memory of its own
 master           the owned parameters in at least fp32, stored beside the optimizer's states; in fp32 `params.owned`
@@ -24,7 +25,7 @@ from parallel.instruments.memory_tracker import TensorKind
 from parallel.mesh import Axis, Handle
 from zero.layout import cut, overlap
 from zero.offload.placement import Offload, Placement
-from zero.stage import Lifetime, ShardingPolicy
+from zero.stage import GradientTypes, Lifetime, ShardingPolicy
 from zero.staging import StagingPool, free_storage, restore_storage
 
 TAKEN_NUMEL = 2**22  # master weights that are compared with parameters at a time: the temporaries have this length
@@ -93,38 +94,61 @@ class GradShard:
         shard: range,
         parts: dict[nn.Parameter, range],
         gaps: list[range],
-        dtype: torch.dtype,
+        types: GradientTypes,
         policy: ShardingPolicy,
         offload: Offload,
     ):
         """`parts`: the elements of the buffer that each parameter has in this bucket; `gaps`: those that none has."""
-        self.elements, self.shard, self.parts, self._gaps, self.dtype = elements, shard, parts, gaps, dtype
+        self.elements, self.shard, self.parts, self._gaps, self.types = elements, shard, parts, gaps, types
         self._offload = offload
         self.persists = policy.full_grads is Lifetime.PERSISTENT
+        self._staged_type = types.accumulate if self.persists else types.reduce
         self._owned_lifetime = policy.owned_grads
         self.staging, self.holds_gradient = Staging.FREE, False
         self.expected: set[nn.Parameter] = set()  # parameters whose gradient may still arrive in this backward
         self._unwritten: set[nn.Parameter] = set()  # parameters without a value in `staged`
-        self.host_copy = Handle()  # of the last reduced shard; waited for before `staged` is overwritten
+        self.host_copy = Handle()  # of the last reduced shard; waited for before its memory is overwritten
         self.staged: Tensor | None = None  # a block of the pool may have more elements than the bucket
+        self._cast: Tensor | None = None  # a block of the pool: `staged` in the type of messages, if that is another
         self.is_set_aside = False
         self._earlier: Tensor | None = None  # the gradient that is set aside
         if self.persists:
-            self.staged = offload.new(Placement.ACCELERATOR, TensorKind.GRADIENTS, len(elements), dtype)
+            self.staged = offload.new(Placement.ACCELERATOR, TensorKind.GRADIENTS, len(elements), self._staged_type)
         self.place(offload.config.initial_placement("optimizer"))
 
     @property
-    def staged_shard(self) -> Tensor:
-        """The elements of `staged` that this rank owns."""
-        return self._part(self.shard)
+    def casts_message(self) -> bool:
+        """True if messages have another type than the full gradients."""
+        return self._staged_type is not self.types.reduce
+
+    @property
+    def is_cast_for_host(self) -> bool:
+        """True if the owned shard is in host memory, in another type than messages."""
+        return self.placement is Placement.HOST and self.types.accumulate is not self.types.reduce
+
+    @property
+    def num_blocks(self) -> int:
+        """The number of blocks that the bucket takes from the pool from its first gradient to its reduction."""
+        return (not self.persists) + self.casts_message
+
+    @property
+    def message(self) -> Tensor:
+        """The full gradients in the type in which they are reduced, after `finish`."""
+        return self._part(self.elements, self._cast)
+
+    @property
+    def message_shard(self) -> Tensor:
+        """The elements of `message` that this rank owns."""
+        return self._part(self.shard, self._cast)
 
     def place(self, placement: Placement) -> None:
         """Move the owned shard to one of the memories. The values of a gradient that it holds are lost."""
         self.placement = placement
         if self.persists and placement is Placement.ACCELERATOR:
-            self.owned = self.staged_shard
+            self.owned = self._part(self.shard)
         else:
-            self.owned = self._offload.new(placement, TensorKind.GRADIENTS, len(self.shard), self.dtype).zero_()
+            dtype = self.types.accumulate
+            self.owned = self._offload.new(placement, TensorKind.GRADIENTS, len(self.shard), dtype).zero_()
             self.free_owned()
 
     def write(self, param: nn.Parameter, grad: Tensor, scale: float, pool: StagingPool) -> None:
@@ -132,22 +156,28 @@ class GradShard:
         self._begin_to_fill(pool)
         staged = self._part(self.parts[param])
         if param in self._unwritten:
-            torch.mul(grad, scale, out=staged)
+            scale_into(staged, grad, scale)
             self._unwritten.discard(param)
         else:
             staged.add_(grad, alpha=scale)
 
     def finish(self, pool: StagingPool) -> Tensor:
-        """Fill with zeros what no gradient has been written to; return the bucket, which the caller reduces next."""
+        """Fill with zeros what no gradient has been written to; return the message, which the caller reduces next."""
         self._begin_to_fill(pool)
         for param in self._unwritten:
             self._part(self.parts[param]).zero_()
         self.staging = Staging.REDUCING
-        return self._part(self.elements)
+        if self.casts_message:
+            self._cast = pool.take(self.types.reduce)
+            self.message.copy_(self._part(self.elements))
+        return self.message
 
     def unstage(self, pool: StagingPool) -> None:
         """Discard the full gradients, and return their memory to the pool unless it persists."""
         self.staging = Staging.FREE
+        if self._cast is not None:
+            pool.put_back(self._cast, self.host_copy)
+            self._cast = None
         if self.staged is not None and not self.persists:
             pool.put_back(self.staged, self.host_copy)
             self.staged = None
@@ -156,7 +186,7 @@ class GradShard:
         if self.staging is not Staging.FREE:
             return
         if self.staged is None:
-            self.staged = pool.take(self.dtype)
+            self.staged = pool.take(self._staged_type)
         self.host_copy.wait()  # before anything is written: that copy may still read the memory
         for gap in self._gaps:
             self._part(gap).zero_()
@@ -168,16 +198,17 @@ class GradShard:
         if self.persists and self.placement is Placement.ACCELERATOR:
             self._earlier = self.owned.clone()  # the staged gradients overwrite it
 
-    def accumulate(self, shard: Tensor) -> None:
-        """Add the reduced shard to `owned`, on the accelerator; in place if `owned` is the same memory."""
-        if self.persists:
-            if self._earlier is not None:
-                shard.add_(self._earlier)
-                self._earlier = None
+    def accumulate(self, scale: float) -> None:
+        """Add `scale` times the reduced shard to `owned`, on the accelerator; in place if both are the same memory."""
+        if self.holds_gradient and not self.persists:
+            self.owned.add_(self.message_shard, alpha=scale)
             return
-        if self._is_freed_between_steps and not self.holds_gradient:
+        if self._is_freed_between_steps:
             restore_storage(self.owned)
-        self.owned.add_(shard) if self.holds_gradient else self.owned.copy_(shard)
+        scale_into(self.owned, self.message_shard, scale)
+        if self._earlier is not None:
+            self.owned.add_(self._earlier)
+            self._earlier = None
 
     def free_owned(self) -> None:
         """Discard the owned gradient; free its memory too, unless that is allocated for the whole run (M_D)."""
@@ -207,9 +238,10 @@ class GradShard:
         is_apart = not self.persists and self.placement is Placement.ACCELERATOR
         return is_apart and self._owned_lifetime is Lifetime.TRANSIENT
 
-    def _part(self, elements: range) -> Tensor:
-        assert self.staged is not None
-        return cut(self.staged, elements, self.elements.start)
+    def _part(self, elements: range, cast: Tensor | None = None) -> Tensor:
+        full = self.staged if cast is None else cast
+        assert full is not None
+        return cut(full, elements, self.elements.start)
 
 
 class Bucket:
@@ -254,9 +286,23 @@ class Bucket:
         self.master.copy_(values)  # returns early if both are the same memory
 
     @property
+    def casts_gradient(self) -> bool:
+        """True if the optimizer needs the owned gradient in another type, that of the master weights."""
+        return self.grads.types.accumulate is not self.master.dtype
+
+    @property
     def master_may_be_outdated(self) -> bool:
         """True if the owned parameters may be written in place, and the master weights would not change with them."""
         return self.params.persists and self.master is not self.params.owned
+
+
+def scale_into(out: Tensor, values: Tensor, scale: float) -> Tensor:
+    """Set `out` to `scale` times `values`, in place if both are the same memory, and return it."""
+    if scale == 1:
+        return out.copy_(values)  # returns early if both are the same memory
+    if out.dtype is values.dtype:
+        return torch.mul(values, scale, out=out)
+    return out.copy_(values).mul_(scale)  # `torch.mul` would round the product to the type of `values`
 
 
 def take_changed(master: Tensor, values: Tensor) -> None:

@@ -3,10 +3,14 @@
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
+import torch
+
 from parallel.errors import ConfigError
-from zero.stage import STAGES, Lifetime, ShardingPolicy
+from zero.stage import STAGES, GradientTypes, Lifetime, ShardingPolicy
 
 Accumulate = Literal["reduce", "local"]
+DtypeName = Literal["fp32", "bf16", "fp16"]
+DTYPES: dict[DtypeName, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -23,6 +27,12 @@ class ZeroConfig:
     accumulate: Accumulate = "reduce"
     """If gradients are partitioned. reduce: they are reduced in every micro-batch; local: full gradients are kept, and
     reduced in the last micro-batch."""
+    accumulate_dtype: DtypeName | None = None
+    """Data type in which the gradients of micro-batches are summed: that of full gradients if these are kept, else of
+    the owned shards. null: fp32 if parameters have half precision, else their type."""
+    reduce_dtype: DtypeName | None = None
+    """Data type in which gradients are reduced, and staged before that: that of the messages between ranks. null:
+    accumulate_dtype if full gradients are kept, else the type of the parameters."""
     prefetch_numel: int = 2**27
     """If parameters are partitioned: the number of elements of the next units that are gathered ahead; 0: none. While
     the model is built, it limits the number of elements that are not sharded yet."""
@@ -46,6 +56,9 @@ class ZeroConfig:
             raise ConfigError(
                 f"ZeroConfig.accumulate={self.accumulate} is unknown; choose {' or '.join(get_args(Accumulate))}"
             )
+        for name in ("accumulate_dtype", "reduce_dtype"):
+            if getattr(self, name) not in (None, *DTYPES):
+                raise ConfigError(f"ZeroConfig.{name}={getattr(self, name)} is unknown; choose {', '.join(DTYPES)}")
         for name in ("prefetch_numel", "resident_numel"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"ZeroConfig.{name}={getattr(self, name)} is below 0; choose 0 for none")
@@ -59,3 +72,22 @@ class ZeroConfig:
         """Return the policy that these settings give another stage."""
         row = replace(STAGES[stage], owned_grads=Lifetime.PERSISTENT if self.defragment else Lifetime.TRANSIENT)
         return replace(row, full_grads=Lifetime.PERSISTENT) if self.accumulate == "local" else row
+
+    def gradient_types(self, parameter: torch.dtype, *, accumulates: bool = True) -> GradientTypes:
+        """Return the types of the gradients of parameters of one type.
+
+        Without `accumulates` a step has a single backward: full gradients that are kept then have the parameters' type.
+        """
+        persist = self.policy.full_grads is Lifetime.PERSISTENT
+        wide = torch.promote_types(parameter, torch.float32)
+        accumulate = wide if accumulates or not persist else parameter
+        if self.accumulate_dtype is not None:
+            accumulate = DTYPES[self.accumulate_dtype]
+        reduce = accumulate if persist else parameter
+        return GradientTypes(accumulate, reduce if self.reduce_dtype is None else DTYPES[self.reduce_dtype])
+
+    def with_gradient_types(self, parameter: torch.dtype, *, accumulates: bool) -> "ZeroConfig":
+        """Return these settings with the types that `gradient_types` returns."""
+        names = {dtype: name for name, dtype in DTYPES.items()}
+        accumulate, reduce = (names[t] for t in self.gradient_types(parameter, accumulates=accumulates))
+        return replace(self, accumulate_dtype=accumulate, reduce_dtype=reduce)

@@ -59,7 +59,7 @@ class ZeroDataParallel(nn.Module):
         super().__init__()
         check_module(module, data)
         self.module = module
-        self.data, self._policy = data, config.policy
+        self.config, self.data, self._policy = config, data, config.policy
         self._unshards = self._policy.full_params is Lifetime.TRANSIENT
         self.shard_axis, self.replica_axis = axes = self._policy.axes(data)
         if not self._unshards and offload.offloaded_states == {"parameters"}:
@@ -82,7 +82,9 @@ class ZeroDataParallel(nn.Module):
         _move_buffers(module, data, device)
         trainable = [bucket for flat in self.flats if flat.is_trainable for bucket in flat.buckets]
         self.reducer = GradientReducer(trainable, axes, self._policy, config.overlap, self._launch_order, self.offload)
-        self.planner.check_units(self._units.values(), self.reducer.staging.num_bytes)
+        self.planner.check_units(
+            self._units.values(), self.reducer.staging.num_bytes + self.reducer.host_staging.num_bytes
+        )
         self._scheduler = UnitScheduler(
             self._units, orders, self.planner, self._start_forward, self._enter_backward, self.reducer.close
         )
@@ -224,9 +226,7 @@ class ZeroDataParallel(nn.Module):
             transient = {n: p for n, p in params.items() if n not in resident}
             held = {Lifetime.PERSISTENT: {} if name else resident, Lifetime.TRANSIENT: transient}
             flats = [
-                FlatParameters(
-                    group, self.shard_axis, lifetime, numel, self._policy, values_of, self.offload, self._guard
-                )
+                FlatParameters(group, self.shard_axis, lifetime, numel, config, values_of, self.offload, self._guard)
                 for lifetime, params_held in held.items()
                 for group in group_alike(params_held)
             ]

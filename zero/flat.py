@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from parallel.instruments.memory_tracker import TensorKind, tagged
 from parallel.mesh import Axis, Handle
 from zero.bucket import Bucket, GradShard, ParamShard, take_changed
+from zero.config import ZeroConfig
 from zero.layout import BucketRange, Layout, cut, overlap, real_shape
 from zero.offload.placement import Offload
-from zero.stage import Lifetime, ShardingPolicy
+from zero.stage import Lifetime
 from zero.staging import free_storage, restore_storage
 from zero.torch_internals import forbid_writes
 from zero.units.guarded_parameter import ParameterGuard, set_raw_data
@@ -43,7 +44,7 @@ class FlatParameters:
         axis: Axis,
         lifetime: Lifetime,
         bucket_numel: int,
-        policy: ShardingPolicy,
+        config: ZeroConfig,
         values_of: Callable[[nn.Parameter], Tensor] = attrgetter("data"),
         offload: Offload | None = None,
         guard: ParameterGuard | None = None,
@@ -65,7 +66,7 @@ class FlatParameters:
             set_raw_data(param, view)  # at once: the parameter's own memory is freed before the next values are made
             self._guard.guard(param)
         self._versions = self.versions()
-        self.buckets = [self._bucket(stretch, policy, offload) for stretch in self.layout.buckets]
+        self.buckets = [self._bucket(stretch, config, offload) for stretch in self.layout.buckets]
         self._gathers: list[Handle] = []
         self._state = FullState.UNSHARDED
         self.reshard()
@@ -159,12 +160,15 @@ class FlatParameters:
         """Iterate over the parameters that have elements in `elements` of the buffer, each with its part of them."""
         return ((self._param_of[span], part) for span, part in self.layout.spans_in(elements))
 
-    def _bucket(self, stretch: BucketRange, policy: ShardingPolicy, offload: Offload) -> Bucket:
+    def _bucket(self, stretch: BucketRange, config: ZeroConfig, offload: Offload) -> Bucket:
         elements, shard = stretch.elements, stretch.shard(self.axis.rank)
         own = range(shard.start - elements.start, shard.stop - elements.start)
         params = ParamShard(cut(self.full, elements), own, self.axis, offload, self.lifetime)
+        if not self.is_trainable:
+            return Bucket(elements, shard, params, None, offload)
         parts, gaps = dict(self.params_in(elements)), list(self.layout.gaps(elements))
-        grads = GradShard(elements, shard, parts, gaps, self.full.dtype, policy, offload) if self.is_trainable else None
+        types = config.gradient_types(self.full.dtype)
+        grads = GradShard(elements, shard, parts, gaps, types, config.policy, offload)
         return Bucket(elements, shard, params, grads, offload)
 
     def _wait_for_gathers(self) -> None:

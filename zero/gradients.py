@@ -1,18 +1,22 @@
 """Full gradients on their way to their owners.
 
-autograd -> param.grad -> staged bucket, times 1/N -> reduce-scatter, in place -> owned shard, the mean over ranks
+autograd -> param.grad -> staged bucket -> reduce-scatter, in place -> times 1/N: owned shard, the mean over ranks
 
 If full gradients persist, every bucket has staging memory of its own for the whole run; the owned shard is a part of it
 (stage 1: 4 + 12/N bytes a parameter), or separate memory if it is on the host. If they are transient, a bucket takes
 staging memory from a small pool when its first gradient arrives, and the owned shard always has separate memory (stage
 2: 2 + 14/N). The pool and the owned shards on the accelerator are allocated for the whole run (M_D), or only while they
-hold gradients.
+hold gradients. These figures are those of gradients in half precision. Sums of micro-batches in fp32 take 2 bytes more
+for each element that is summed: of the full gradients if they persist, else of the owned shard. Full gradients that
+persist are cast into a block of the pool before a message of another type.
 
 A bucket may be reduced once all of its gradients have arrived. Buckets are reduced in one fixed order, the reverse of
 the layout, on every rank and in every backward: the order in which gradients arrive never changes a message or a sum,
 and neither does `overlap`, which only decides when a launched reduction is waited for.
 """
 
+import math
+import warnings
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Sequence
 from enum import Enum
@@ -24,13 +28,14 @@ from torch import Tensor, nn
 
 from parallel.instruments.memory_tracker import TensorKind, tagged
 from parallel.mesh import Axis, Handle
-from zero.bucket import Bucket, GradShard, Staging
+from zero.bucket import Bucket, GradShard, Staging, scale_into
 from zero.offload.placement import Offload, Placement
 from zero.stage import Lifetime, ShardingPolicy
 from zero.staging import StagingPool
 from zero.units.agreement import LaunchOrder
 from zero.units.step_order import Round
 
+MAX_RANKS_IN_HALF = 64  # NCCL adds in the type of the message, and rounds at every rank
 MAX_IN_FLIGHT = 2  # reductions, hence staged buckets beside those that are still filling
 
 
@@ -60,7 +65,8 @@ class GradientReducer:
     ):
         """`buckets`: those of the trainable parameters, in the order of the layout. `axes`: (shard, replica)."""
         (self._shard_axis, self._replica_axis), self._policy = axes, policy
-        self._scale = 1 / (self._shard_axis.size * self._replica_axis.size)
+        self._warn_of_rounding(buckets)
+        self._num_ranks = self._shard_axis.size * self._replica_axis.size
         self._closes_on_arrival = policy.full_params is Lifetime.PERSISTENT
         self._launch_order, self._offload = launch_order, offload
         self._max_in_flight = MAX_IN_FLIGHT if overlap else 0
@@ -70,10 +76,13 @@ class GradientReducer:
             for param in bucket.grads.parts:
                 self._positions[param].append(position)
         block_numel = max((len(bucket.elements) for bucket in buckets), default=0)
-        num_blocks = 0 if policy.full_grads is Lifetime.PERSISTENT else 1 + self._max_in_flight
-        num_buckets = Counter(bucket.grads.dtype for bucket in buckets)
-        self.staging = StagingPool(block_numel, {t: min(n, num_blocks) for t, n in num_buckets.items()}, offload)
-        self._fetched: dict[torch.dtype, Tensor] = {}  # an owned shard, copied back from the host
+        num_blocks = Counter(b.grads.types.reduce for b in buckets for _ in range(b.grads.num_blocks))
+        num_blocks = Counter({dtype: min(n, 1 + self._max_in_flight) for dtype, n in num_blocks.items()})
+        self.staging = StagingPool(block_numel, num_blocks, offload)
+        shard_numel = max((len(bucket.shard) for bucket in buckets), default=0)
+        # Owned shards on their way to the host, if they are cast, and from there, if there are several micro-batches.
+        casts = {b.grads.types.accumulate: 1 for b in buckets if b.grads.is_cast_for_host}
+        self.host_staging = StagingPool(shard_numel, casts, offload)
         self._backward = BackwardState.NONE
         self._num_launched = 0
         self._in_flight: deque[tuple[GradShard, Handle]] = deque()
@@ -139,7 +148,7 @@ class GradientReducer:
                 raise RuntimeError(f"a gradient of shape {tuple(param.shape)} arrived after its bucket was reduced")
             grads = self._order[position].grads
             start = stop - len(grads.parts[param])
-            grads.write(param, grad[start:stop], self._scale, self.staging)
+            grads.write(param, grad[start:stop], self._scale_before(grads), self.staging)
             stop = start
             if self._closes_on_arrival:
                 grads.expected.discard(param)
@@ -208,6 +217,18 @@ class GradientReducer:
             bucket.grads.unstage(self.staging)
             bucket.grads.free_owned()
 
+    def _warn_of_rounding(self, buckets: Sequence[Bucket]) -> None:
+        """Warn, on the first rank, if NCCL adds the gradients of many ranks in half precision."""
+        types = {bucket.grads.types.reduce for bucket in buckets} & {torch.float16, torch.bfloat16}
+        axes = self._shard_axis, self._replica_axis
+        size = max((axis.size for axis in axes if axis.backend == "nccl"), default=1)
+        if types and size > MAX_RANKS_IN_HALF and not any(axis.rank for axis in axes):
+            warnings.warn(
+                f"NCCL sums the gradients of {size} ranks in {types.pop()}, and rounds at each of them; choose "
+                "ZeroConfig.reduce_dtype=fp32 to sum them exactly, with twice the traffic of gradients",
+                stacklevel=4,
+            )
+
     def _launch_complete(self) -> None:
         if self._backward is not BackwardState.REDUCING:
             return
@@ -217,13 +238,23 @@ class GradientReducer:
             self._num_launched += 1
 
     def _launch(self, grads: GradShard) -> None:
-        staged, shard = grads.finish(self.staging), grads.staged_shard
+        message, shard = grads.finish(self.staging), grads.message_shard
         # Along the shard axis first: the all-reduce between replicas then moves 1/N of the bucket only.
-        scattered = self._shard_axis.reduce_scatter(staged, out=shard)
+        scattered = self._shard_axis.reduce_scatter(message, out=shard)
         reduced = scattered.then(lambda: self._replica_axis.all_reduce(shard, out=shard))
         self._in_flight.append((grads, reduced))
         while len(self._in_flight) > self._max_in_flight:
             self._receive_oldest()
+
+    def _scale_before(self, grads: GradShard) -> float:
+        """Return the factor of gradients before their reduction. The product of both factors is 1/N.
+
+        fp16 holds 5e-8 to 65504: a sum over many ranks may overflow, and a term of their mean may become zero.
+        """
+        return 1 / math.sqrt(self._num_ranks) if grads.types.reduce is torch.float16 else 1.0
+
+    def _scale_after(self, grads: GradShard) -> float:
+        return 1 / (self._num_ranks * self._scale_before(grads))
 
     def _receive_oldest(self) -> None:
         """Wait for the oldest reduction, move its result to the owned shard, and free the staging memory."""
@@ -232,21 +263,26 @@ class GradientReducer:
         if grads.placement is Placement.HOST:
             self._send_to_host(grads)
         else:
-            grads.accumulate(grads.staged_shard)
+            grads.accumulate(self._scale_after(grads))
         grads.holds_gradient, grads.is_set_aside = True, False
         grads.unstage(self.staging)
 
     def _send_to_host(self, grads: GradShard) -> None:
         """Copy the reduced shard to the host; add it, on the accelerator, to what earlier micro-batches left there."""
-        shard = grads.staged_shard
+        shard = total = grads.message_shard
+        dtype, numel = grads.types.accumulate, shard.numel()
+        block = None
+        if grads.is_cast_for_host:
+            block = self.host_staging.take(dtype)
+            total = block[:numel]
+        scale_into(total, shard, self._scale_after(grads))
         if grads.holds_gradient:
-            if shard.dtype not in self._fetched:
-                numel = max(len(bucket.shard) for bucket in self._order)
-                self._fetched[shard.dtype] = self._offload.new(
-                    Placement.ACCELERATOR, TensorKind.BUFFERS, numel, shard.dtype
-                )
-            earlier = self._fetched[shard.dtype][: shard.numel()]
+            fetched = self.host_staging.take(dtype)
+            earlier = fetched[:numel]
             # The sum waits for the copy on the device, and the host waits for nothing.
             self._offload.to_accelerator(grads.owned, out=earlier).wait()
-            shard.add_(earlier)
-        grads.host_copy = self._offload.to_host(shard, out=grads.owned)
+            total.add_(earlier)
+            self.host_staging.put_back(fetched, Handle())
+        grads.host_copy = self._offload.to_host(total, out=grads.owned)
+        if block is not None:
+            self.host_staging.put_back(block, grads.host_copy)

@@ -157,7 +157,7 @@ class ZeroOptimizer:
         # An optimizer that has skipped every step so far has not made its moments yet.
         expected = round(bucket.master.nbytes * self.state_bytes_per_element / 4)
         moments = max(self._bucketed.state_bytes(self._pieces[bucket]), expected)
-        needs_own_master = bucket.master.dtype != bucket.grads.dtype or bucket.params.placement is Placement.HOST
+        needs_own_master = bucket.master.dtype != bucket.params.owned.dtype or bucket.params.placement is Placement.HOST
         gradient = 0 if bucket.grads.persists else bucket.grads.owned.nbytes  # else a part of the full gradients
         return moments + bucket.master.nbytes * needs_own_master + gradient
 
@@ -230,7 +230,7 @@ class ZeroOptimizer:
     def _update(self, bucket: Bucket, coefficient: Tensor) -> None:
         """Step the torch optimizer for one bucket, whose gradient is cast to the master weights' dtype first."""
         grad = bucket.grads.owned
-        if grad.dtype != bucket.master.dtype:
+        if bucket.casts_gradient:
             grad = self.cast_buffers[bucket.optimizer_placement][: grad.numel()].copy_(grad)
         on_host = bucket.optimizer_placement is Placement.HOST
         with allocating(TensorKind.MOMENTS, on_host=on_host):  # a torch optimizer makes them in its first step
@@ -269,7 +269,7 @@ class ZeroOptimizer:
         """Allocate one buffer in each memory, for the gradient of a bucket in the master weights' dtype."""
         self.cast_buffers: dict[Placement, Tensor] = {}
         for placement in Placement:
-            if cast := [b.master for b in self._buckets_on(placement) if b.grads.dtype != b.master.dtype]:
+            if cast := [b.master for b in self._buckets_on(placement) if b.casts_gradient]:
                 largest = max(cast, key=Tensor.numel)
                 self.cast_buffers[placement] = self._offload.new(
                     placement, TensorKind.BUFFERS, largest.numel(), largest.dtype

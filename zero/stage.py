@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
+
+import torch
 
 from parallel.mesh import Axis
 
@@ -11,6 +14,15 @@ class Lifetime(Enum):
 
     PERSISTENT = "allocated once, for the whole run"
     TRANSIENT = "allocated only while it is in use"
+
+
+class GradientTypes(NamedTuple):
+    """The data types of the gradients of one flat buffer."""
+
+    accumulate: torch.dtype
+    """Of the sums of micro-batches: the full gradients if these persist, else the owned shards."""
+    reduce: torch.dtype
+    """Of the messages, and of staged buckets if full gradients are transient."""
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,9 @@ from gpt.build import TrainState
 from gpt.checkpoint.checkpoint import newest, read_layout
 from gpt.checkpoint.pretrained import FILE_BYTES, WeightsWriter
 from gpt.model.transformer import ModelConfig
-from gpt.settings import DTYPES
 from parallel.errors import exit_on_config_error
 from parallel.tensor.layers import split_dims
+from zero.config import DTYPES
 from zero.state.saved_state import SavedState, rank_file
 from zero.state.sealed_file import verify
 

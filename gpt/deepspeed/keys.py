@@ -20,6 +20,8 @@ from gpt.deepspeed.key import (
 )
 from gpt.deepspeed.zero_keys import FOR_NVME, OFFLOAD, ZERO
 
+TYPES = "fp32", "bf16", "fp16"
+NO_SUCH_TYPE = f"choose {', '.join(TYPES)}"
 HALF_STATES = "master weights and moments are always fp32; set it to false"
 
 BATCH = [
@@ -60,12 +62,10 @@ PRECISION = [
         unsupported("bf16_master_weights_and_grads", ValueType.BOOLEAN, HALF_STATES, False),
         unsupported("bf16_optimizer_states", ValueType.BOOLEAN, HALF_STATES, False),
     ),
-    combined("communication_data_type", ValueType.STRING, "train.precision", note="gradients are reduced in this type"),
+    restricted(mapped("communication_data_type", ValueType.STRING, "zero.reduce_dtype"), *TYPES, refusal=NO_SUCH_TYPE),
     *section(
         "data_types",
-        combined(
-            "grad_accum_dtype", ValueType.STRING, "train.precision", note="gradients are accumulated in this type"
-        ),
+        restricted(mapped("grad_accum_dtype", ValueType.STRING, "zero.accumulate_dtype"), *TYPES, refusal=NO_SUCH_TYPE),
         combined("param_dtype", ValueType.STRING, "train.precision"),
         unsupported("buffer_dtype", ValueType.STRING, "the model has no buffers; remove it"),
     ),

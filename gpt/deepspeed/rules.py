@@ -26,15 +26,14 @@ def precision(file: Translation) -> dict[str, Any]:
     return {"train.precision": "fp32"} if switches and not is_left_open else {}
 
 
-def gradient_types(file: Translation) -> dict[str, Any]:
-    """Raise ConfigError if a type differs from that of the parameters, which is the only one; return no settings."""
-    chosen = file.chosen("train.precision")
-    for key in ("communication_data_type", "data_types.grad_accum_dtype", "data_types.param_dtype"):
-        if (value := file.values.get(key, chosen)) != chosen:
-            raise ConfigError(
-                f"{key}={value} and train.precision={chosen}; parameters, gradients, their sums and their messages "
-                f"have one type; remove it or choose --train.precision={value}"
-            )
+def parameter_type(file: Translation) -> dict[str, Any]:
+    """Raise ConfigError if the type of the parameters differs from the precision; return no settings."""
+    key, chosen = "data_types.param_dtype", file.chosen("train.precision")
+    if (value := file.values.get(key, chosen)) != chosen:
+        raise ConfigError(
+            f"{key}={value} and train.precision={chosen}; parameters have the type of the computation; remove it or "
+            f"choose --train.precision={value}"
+        )
     return {}
 
 
@@ -127,4 +126,4 @@ def activations(file: Translation) -> dict[str, Any]:
 
 
 # In this order: later rules read settings that earlier ones have made.
-RULES: tuple[Rule, ...] = (precision, gradient_types, loss_scale, batch, offload, schedule, activations)
+RULES: tuple[Rule, ...] = (precision, parameter_type, loss_scale, batch, offload, schedule, activations)

@@ -173,8 +173,9 @@ class GPT(nn.Module):
 
     `tokens` is the layout of the residual stream over the tensor axis, which also determines how the layers are split.
     `run_blocks` runs the blocks on their input; activation checkpointing is one way to run them. `layer_norm` is called
-    with (hidden_size, eps). `chunk_numel` is the largest number of elements of a temporary of the loss. Raises
-    ConfigError if the size of the axis does not divide the model.
+    with (hidden_size, eps). `chunk_numel` is the largest number of elements of a temporary of the loss.
+    `gradient_sum_dtype` is the data type in which the gradients of replicated parameters are summed along the tensor
+    axis; None: their own. Raises ConfigError if the size of the axis does not divide the model.
     """
 
     def __init__(
@@ -184,6 +185,7 @@ class GPT(nn.Module):
         run_blocks: RunBlocks | None = None,
         layer_norm: type[nn.Module] = nn.LayerNorm,
         chunk_numel: int | None = CHUNK_NUMEL,
+        gradient_sum_dtype: torch.dtype | None = None,
     ):
         super().__init__()
         check_divides(config, tokens.axis)
@@ -196,7 +198,7 @@ class GPT(nn.Module):
         self.final_norm = layer_norm(config.hidden_size, eps=LAYER_NORM_EPS)
         if tokens.num_parts > 1:
             for param in self.parameters_of_own_tokens():
-                param.register_hook(sum_gradient_over(tokens.axis))
+                param.register_hook(sum_gradient_over(tokens.axis, gradient_sum_dtype))
 
     def parameters_of_own_tokens(self) -> Iterator[nn.Parameter]:
         """Yield the replicated parameters whose gradient covers only this rank's tokens.

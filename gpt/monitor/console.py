@@ -16,7 +16,6 @@ from gpt.model.transformer import GPT
 from gpt.settings import TrainSettings
 from parallel.tensor.cross_entropy import temporary_bytes
 from zero.activations.checkpointed_blocks import CheckpointedBlocks
-from zero.config import ZeroConfig
 from zero.formulas import memory, traffic
 from zero.offload.placement import Placement
 from zero.state import resident
@@ -59,24 +58,28 @@ class RunConsole:
         self._progress.advance(self._task)
 
 
-def describe_run(state: TrainState, train: TrainSettings, zero: ZeroConfig, run_dir: str) -> str:
-    """Return one line with the size of the model, the ranks and the batch."""
-    mesh, model = state.mesh, state.config
+def describe_run(state: TrainState, train: TrainSettings, run_dir: str) -> str:
+    """Return one line with the size of the model, the types, the ranks and the batch."""
+    mesh, model, zero = state.mesh, state.config, state.model.config
+    types = f"gradients summed in {zero.accumulate_dtype} and reduced in {zero.reduce_dtype}"
     return (
         f"{state.num_parameters_of_model / 1e6:,.1f}M parameters ({model.num_layers} layers x {model.hidden_size}), "
-        f"{train.precision}, ZeRO stage {zero.stage}; {mesh.data.size} data x {mesh.tensor.size} tensor ranks "
+        f"{train.precision}, {types}, ZeRO stage {zero.stage}; {mesh.data.size} data x {mesh.tensor.size} tensor ranks "
         f"on {state.device.type}; batch {train.global_batch_size} x {model.seq_length} tokens; {run_dir}"
     )
 
 
-def memory_table(state: TrainState, train: TrainSettings, zero: ZeroConfig) -> Table:
+def memory_table(state: TrainState, train: TrainSettings) -> Table:
     """Return a table of this rank's model states, beside the paper's formula, and of its buffers.
 
     Before the first step, moments are counted with the size that they will have.
     """
-    num_parameters, shard_size = state.num_parameters, state.model.shard_axis.size
+    num_parameters, shard_size, zero = state.num_parameters, state.model.shard_axis.size, state.model.config
     state_bytes = state.optimizer.state_bytes_per_element
-    expected = memory.formula(zero.policy, num_parameters, shard_size, train.dtype.itemsize, state_bytes)
+    gradient_bytes = zero.gradient_types(train.dtype).accumulate.itemsize
+    expected = memory.formula(
+        zero.policy, num_parameters, shard_size, train.dtype.itemsize, state_bytes, gradient_bytes
+    )
     table = Table(title=f"Model states per rank, stage {zero.stage}", title_justify="left")
     for heading in ("", "MB", "paper's formula, MB", "bytes per parameter"):
         table.add_column(heading, justify="left" if not heading else "right")
@@ -95,7 +98,7 @@ def memory_table(state: TrainState, train: TrainSettings, zero: ZeroConfig) -> T
             expected_mb = f"{getattr(formula, name) / 1e6:,.2f}"
             table.add_row(name + where, f"{num_bytes / 1e6:,.2f}", expected_mb, per_parameter)
         table.add_section()
-    for name, num_bytes, remark in [*_checkpoint_rows(state, train), *_buffer_rows(state, train, zero)]:
+    for name, num_bytes, remark in [*_checkpoint_rows(state, train), *_buffer_rows(state, train)]:
         table.add_row(name, f"{num_bytes / 1e6:,.2f}", remark, "")
     return table
 
@@ -117,11 +120,11 @@ def _checkpoint_rows(state: TrainState, train: TrainSettings) -> Iterator[tuple[
     yield "buffer: checkpoints", stored.in_transit, "constant"
 
 
-def _buffer_rows(state: TrainState, train: TrainSettings, zero: ZeroConfig) -> Iterator[tuple[str, float, str]]:
+def _buffer_rows(state: TrainState, train: TrainSettings) -> Iterator[tuple[str, float, str]]:
     """Yield (name, bytes, remark) of the buffers and temporaries whose size `zero.bucket_numel` limits (C_B)."""
     model, gpt, axis = state.model, state.model.module, state.mesh.tensor
     assert isinstance(gpt, GPT)
-    remark = "constant" if zero.bucket_numel else "grows with the model"
+    remark = "constant" if model.config.bucket_numel else "grows with the model"
     for name, num_bytes in resident.buffer_bytes(model, state.optimizer).items():
         yield f"buffer: {name}", num_bytes, remark
     num_tokens = train.micro_batch_size * state.config.seq_length
@@ -147,13 +150,16 @@ def step_line(record: dict[str, Any], train: TrainSettings, seq_length: int) -> 
     )
 
 
-def summary_table(state: TrainState, train: TrainSettings, zero: ZeroConfig, records: list[dict[str, Any]]) -> Table:
+def summary_table(state: TrainState, train: TrainSettings, records: list[dict[str, Any]]) -> Table:
     """Return a table of the last logged step, with the first loss and the traffic that the paper predicts."""
     first, last = records[0], records[-1]
     data_size = state.mesh.data.size
     num_micro_batches = train.global_batch_size // (train.micro_batch_size * data_size)
-    parameter_bytes = state.num_parameters * train.dtype.itemsize
-    expected = traffic.step_bytes(zero.policy, parameter_bytes, data_size, num_micro_batches)
+    zero, numel = state.model.config, state.num_parameters
+    gradient_bytes = numel * zero.gradient_types(train.dtype).reduce.itemsize
+    expected = traffic.step_bytes(
+        zero.policy, numel * train.dtype.itemsize, data_size, num_micro_batches, gradient_bytes
+    )
     table = Table(title="Summary", show_header=False, title_justify="left")
     table.add_row("loss", f"{first['loss']:.3f} (step {first['step']}) -> {last['loss']:.3f} (step {last['step']})")
     if "validation_loss" in last:

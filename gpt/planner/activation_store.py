@@ -54,7 +54,10 @@ def workload(
     num_parameters = parameters_of_rank(model, mesh.tensor.size)
     shard_size = policy.axes(mesh.data)[0].size
     num_micro_batches = train.global_batch_size / (train.micro_batch_size * data_size)
-    sent = traffic.step_bytes(policy, num_parameters * itemsize, data_size, max(1, round(num_micro_batches)))
+    accumulate, reduce = (dtype.itemsize for dtype in zero.gradient_types(train.dtype))
+    sent = traffic.step_bytes(
+        policy, num_parameters * itemsize, data_size, max(1, round(num_micro_batches)), num_parameters * reduce
+    )
     return workload_of(
         model,
         b=train.micro_batch_size,
@@ -62,7 +65,7 @@ def workload(
         N_m=tokens.replicas.size,
         tensor_size=mesh.tensor.size,
         itemsize=itemsize,
-        state_bytes=memory.formula(policy, num_parameters, shard_size, itemsize).total,
+        state_bytes=memory.formula(policy, num_parameters, shard_size, itemsize, gradient_bytes=accumulate).total,
         data_bytes=sent / max(1, num_micro_batches),
     )
 

@@ -36,5 +36,6 @@ def bytes_on_host(
     policy = zero.policy
     shard_size = policy.axes(mesh.data)[0].size
     num_parameters = parameters_of_rank(model, mesh.tensor.size)
-    states = memory.formula(policy, num_parameters, shard_size, dtype.itemsize)
+    gradient_bytes = zero.gradient_types(dtype).accumulate.itemsize
+    states = memory.formula(policy, num_parameters, shard_size, dtype.itemsize, gradient_bytes=gradient_bytes)
     return memory.placed(states, policy, shard_size, offload.offloaded_states).host.total

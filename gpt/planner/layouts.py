@@ -16,6 +16,7 @@ from zero.activations.choice import (
     model_parallel_volume,
 )
 from zero.activations.stores import STORES, StoreName
+from zero.config import ZeroConfig
 from zero.formulas import memory, traffic
 from zero.formulas.memory import ModelStates, PlacedStates
 from zero.offload.placement import Mode
@@ -96,11 +97,20 @@ def predict(layout: CandidateLayout, settings: Settings, cluster: ClusterSpec, w
 
 def model_states(layout: CandidateLayout, settings: Settings, data_size: int) -> PlacedStates:
     """Return the bytes of one rank's model states on the accelerator and on the host."""
-    policy = settings.zero.at_stage(layout.stage)
+    zero = zero_of(layout, settings, data_size)
+    policy, dtype = zero.policy, settings.train.dtype
     num_parameters = parameters_of_rank(settings.model, layout.tensor_size)
-    states = memory.formula(policy, num_parameters, data_size, settings.train.dtype.itemsize)
+    gradient_bytes = zero.gradient_types(dtype).accumulate.itemsize
+    states = memory.formula(policy, num_parameters, data_size, dtype.itemsize, gradient_bytes=gradient_bytes)
     offloaded = replace(settings.offload, mode=layout.offload).offloaded_states
     return memory.placed(states, policy, data_size, offloaded)
+
+
+def zero_of(layout: CandidateLayout, settings: Settings, data_size: int) -> ZeroConfig:
+    """Return the settings of ZeRO with a layout, and the types of gradients that null stands for."""
+    train = replace(settings.train, micro_batch_size=layout.micro_batch_size)
+    chosen = replace(settings, train=train, zero=replace(settings.zero, stage=layout.stage))
+    return chosen.with_gradient_types(data_size).zero
 
 
 def offload_seconds(on_host: ModelStates, itemsize: int, num_micro_batches: int, cluster: ClusterSpec) -> float:
@@ -118,14 +128,17 @@ def offload_seconds(on_host: ModelStates, itemsize: int, num_micro_batches: int,
 
 def workload(layout: CandidateLayout, settings: Settings, data_size: int, num_micro_batches: int) -> Workload:
     """Return the work of one rank on one micro-batch, including the memory of model states and buffers."""
-    model, itemsize, policy = settings.model, settings.train.dtype.itemsize, settings.zero.at_stage(layout.stage)
+    model, itemsize, zero = settings.model, settings.train.dtype.itemsize, zero_of(layout, settings, data_size)
+    policy, reduced_bytes = zero.policy, zero.gradient_types(settings.train.dtype).reduce.itemsize
     num_parameters = parameters_of_rank(model, layout.tensor_size)
     states = model_states(layout, settings, data_size).accelerator.total
     # Assumed: buffers of three buckets and, if parameters are transient, three layers unsharded at once.
-    bucket = (settings.zero.bucket_numel or num_parameters) * itemsize
+    bucket = (settings.zero.bucket_numel or num_parameters) * reduced_bytes
     is_transient = policy.full_params is Lifetime.TRANSIENT
     unsharded = 3 * itemsize * num_parameters / model.num_layers if is_transient else 0
-    sent = traffic.step_bytes(policy, num_parameters * itemsize, data_size, num_micro_batches)
+    sent = traffic.step_bytes(
+        policy, num_parameters * itemsize, data_size, num_micro_batches, num_parameters * reduced_bytes
+    )
     return workload_of(
         model,
         b=layout.micro_batch_size,

@@ -112,15 +112,18 @@ def gather_columns(own: Tensor, axis: Axis) -> Tensor:
     return _GatherColumns.apply(own, axis)
 
 
-def sum_gradient_over(axis: Axis) -> Callable[[Tensor], Tensor]:
-    """Return a gradient hook that sums over `axis`, for replicated parameters applied to this rank's tokens only."""
-    return partial(_sum_over_ranks, axis=axis)
+def sum_gradient_over(axis: Axis, dtype: torch.dtype | None = None) -> Callable[[Tensor], Tensor]:
+    """Return a gradient hook that sums over `axis`, for replicated parameters applied to this rank's tokens only.
+
+    `dtype` is the data type of the sum and of the message; None: that of the gradient.
+    """
+    return partial(_sum_over_ranks, axis=axis, dtype=dtype)
 
 
-def _sum_over_ranks(grad: Tensor, axis: Axis) -> Tensor:
-    total = torch.empty_like(grad, memory_format=torch.contiguous_format)
+def _sum_over_ranks(grad: Tensor, axis: Axis, dtype: torch.dtype | None) -> Tensor:
+    total = torch.empty_like(grad, dtype=dtype, memory_format=torch.contiguous_format)
     axis.all_reduce(grad, out=total).wait()
-    return total
+    return total.to(grad.dtype)
 
 
 class _ColumnLinear(torch.autograd.Function):

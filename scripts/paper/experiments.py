@@ -36,6 +36,7 @@ ZERO_CONFIGS = {
 }
 GPUS_PER_NODE = 16
 LAYERS_PER_CHECKPOINT = 2  # not printed in the paper, but explains the 33 GB of section 6.1
+GRADIENT_TYPES = {"accumulate_dtype": "fp16", "reduce_dtype": "fp16"}  # 16, 4 + 12/N and 2 + 14/N bytes a parameter
 BUCKET_NUMEL = 2**25  # the size of the constant-size buffers (C_B)
 
 
@@ -86,6 +87,7 @@ class Experiment:
             "stage": stage,
             "bucket_numel": None if is_megatron else BUCKET_NUMEL,
             "overlap": self.is_baseline and not is_megatron,
+            **GRADIENT_TYPES,
         }
         parallel: dict[str, Any] = {"tensor_size": tensor_size}
         if tensor_size > GPUS_PER_NODE:

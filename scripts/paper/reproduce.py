@@ -19,7 +19,7 @@ from gpt.planner.depth import DepthExtrapolation, Estimate, extrapolate, shallow
 from gpt.run_folder.files import read_steps
 from parallel.launch.cluster import ClusterSpec
 from scripts.paper.calibrate import CALIBRATED
-from scripts.paper.experiments import CLUSTER_FILE, PAPER, ROOT, Experiment, experiments, parsed
+from scripts.paper.experiments import CLUSTER_FILE, GRADIENT_TYPES, PAPER, ROOT, Experiment, experiments, parsed
 from scripts.paper.plots import Series, plot_bars, plot_lines
 from zero.formulas.memory import formula
 from zero.stage import STAGES, ShardingPolicy
@@ -248,7 +248,7 @@ def table_2_settings(tensor_size: int, data_size: int, stage: int) -> dict:
         },
         "data": {"path": "runs/data/openwebtext"},
         "parallel": {"tensor_size": tensor_size},
-        "zero": {"stage": stage, "bucket_numel": None if stage == 0 else 2**25},
+        "zero": {"stage": stage, "bucket_numel": None if stage == 0 else 2**25, **GRADIENT_TYPES},
         "activations": {"store": "keep", "layers_per_checkpoint": 2},
         "train": {"micro_batch_size": 1, "global_batch_size": data_size, "precision": "fp16"},
     }

@@ -37,13 +37,16 @@ def formula(
     data_size: int,
     parameter_bytes: int = 2,
     moment_bytes: float = 8,
+    gradient_bytes: int | None = None,
 ) -> ModelStates:
     """Return the bytes of model states that a rank holds (paper, section 3.1 and figure 1).
 
-    `parameter_bytes` and `moment_bytes` are the bytes of one parameter and of its moments. Master weights take 4 bytes
-    a parameter, but parameters of 4 bytes or more are their own master weights. The paper's K is 4 + `moment_bytes`: 12
+    `parameter_bytes` and `moment_bytes` are the bytes of one parameter and of its moments, `gradient_bytes` those of
+    its gradient in `ZeroConfig.accumulate_dtype`; None: as many as of the parameter. Master weights take 4 bytes a
+    parameter, but parameters of 4 bytes or more are their own master weights. The paper's K is 4 + `moment_bytes`: 12
     for Adam in mixed precision. `data_size` is the size N of the shard axis. With parameter_bytes=2 a parameter takes
-    16 bytes in stage 0, 4 + 12/N in stage 1, 2 + 14/N in stage 2 and 16/N in stage 3.
+    16 bytes in stage 0, 4 + 12/N in stage 1, 2 + 14/N in stage 2 and 16/N in stage 3; with gradient_bytes=4 too, 18,
+    6 + 12/N, 2 + 16/N and 18/N.
     """
 
     def on_one_rank(bytes_each: float, is_sharded: bool) -> float:
@@ -51,7 +54,7 @@ def formula(
 
     return ModelStates(
         parameters=on_one_rank(parameter_bytes, policy.full_params is Lifetime.TRANSIENT),
-        gradients=on_one_rank(parameter_bytes, policy.full_grads is Lifetime.TRANSIENT),
+        gradients=on_one_rank(gradient_bytes or parameter_bytes, policy.full_grads is Lifetime.TRANSIENT),
         master=on_one_rank(4 if parameter_bytes < 4 else 0, policy.shard_optimizer),
         moments=on_one_rank(moment_bytes, policy.shard_optimizer),
     )

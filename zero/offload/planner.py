@@ -213,7 +213,7 @@ def _place_optimizer_states(
     used = cast = 0
     for bucket in buckets:
         if bucket.optimizer_placement is Placement.HOST:
-            if bucket.grads.dtype != bucket.master.dtype:
+            if bucket.casts_gradient:
                 cast = max(cast, bucket.master.nbytes)  # the optimizer's buffer for a cast gradient
             num_bytes = bytes_to_place(bucket)
             if used + num_bytes + cast > room_bytes:

@@ -38,6 +38,7 @@ def buffer_bytes(model: ZeroDataParallel, optimizer: ZeroOptimizer) -> dict[str,
     """
     return {
         "staged gradients": model.reducer.staging.num_bytes,
+        "gradients for the host": model.reducer.host_staging.num_bytes,
         "received messages": model.shard_axis.received.num_bytes,
         "gradient cast": _num_bytes(optimizer.cast_buffers.values()),
     }

@@ -11,7 +11,7 @@ from torch import nn
 from parallel.mesh import Mesh
 from tests.pairwise import pairwise
 from tests.ranks import run_ranks
-from zero.config import ZeroConfig
+from zero.config import DTYPES, DtypeName, ZeroConfig
 from zero.engine import ZeroDataParallel
 from zero.formulas import memory
 from zero.formulas.traffic import axis_bytes
@@ -20,14 +20,24 @@ from zero.stage import STAGES, Lifetime
 from zero.state import resident
 
 BUCKET_NUMEL = 2**18
+PAPER: tuple[DtypeName, DtypeName] = ("bf16", "bf16")
 
 
 def train(
-    stage: int, num_micro_batches: int, dtype: torch.dtype, shard_size: int | None = None, resident_numel: int = 0
+    stage: int,
+    num_micro_batches: int,
+    dtype: torch.dtype,
+    shard_size: int | None = None,
+    resident_numel: int = 0,
+    gradients: tuple[DtypeName, DtypeName] | None = PAPER,
 ) -> dict:
+    """Train with gradients of two types: (accumulate, reduce), or the default ones."""
     mesh = Mesh.create(tensor_size=1, shard_size=shard_size)
     mesh.log.keeps_events = True
-    config = ZeroConfig(stage, BUCKET_NUMEL, resident_numel=resident_numel)
+    accumulate, reduce = gradients or (None, None)
+    config = ZeroConfig(
+        stage, BUCKET_NUMEL, resident_numel=resident_numel, accumulate_dtype=accumulate, reduce_dtype=reduce
+    )
     model = ZeroDataParallel(_Chain(dtype), mesh.data, config)
     optimizer = ZeroOptimizer(model, torch.optim.AdamW, fused=True)
     for _ in range(4):  # by the fourth the execution order is known, and the ranks have agreed on it
@@ -85,6 +95,37 @@ def test_model_states_are_the_papers(stage, data_size, num_micro_batches):
         for kind in ("parameters", "gradients", "master", "moments"):
             assert getattr(found["states"], kind) == pytest.approx(getattr(promised, kind), rel=0.01)
         assert found["states"].total == pytest.approx(promised.total, rel=0.01)
+
+
+@pytest.mark.parametrize("gradients", [None, ("fp32", "fp32"), ("fp32", "bf16")])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_other_types_of_gradients_cost_what_the_formulas_say(stage, gradients):
+    """Default: sums in fp32, reduced in fp32 where full gradients persist. A cast needs blocks of a bucket."""
+    is_persistent, num_micro_batches, data_size = stage < 2, 2, 2
+    bytes_each = {0: 18, 1: 6 + 12 / data_size, 2: 2 + 16 / data_size, 3: 18 / data_size}[stage]
+    reduce = gradients[1] if gradients else "fp32" if is_persistent else "bf16"
+    for found in run_ranks(data_size, train, stage, num_micro_batches, torch.bfloat16, gradients=gradients):
+        promised = memory.formula(STAGES[stage], found["num_parameters"], data_size, gradient_bytes=4)
+        assert promised.total == pytest.approx(bytes_each * found["num_parameters"])
+        assert found["states"].gradients == pytest.approx(promised.gradients, rel=0.01)
+        assert found["states"].total == pytest.approx(promised.total, rel=0.01)
+        has_blocks = not is_persistent or gradients == ("fp32", "bf16")
+        largest_bucket = BUCKET_NUMEL if stage < 3 else found["last_block_bytes"] // 2
+        assert found["buffers"]["staged gradients"] == 3 * largest_bucket * DTYPES[reduce].itemsize * has_blocks
+        assert found["buffers"]["gradient cast"] == 0
+        sent = sum(event.wire_bytes for event in found["events"] if event.message_bytes > 8)
+        shard_size = 1 if stage == 0 else data_size
+        assert sent == sum(
+            axis_bytes(
+                STAGES[stage],
+                found["padded_bytes"],
+                shard_size,
+                data_size // shard_size,
+                num_micro_batches,
+                gradient_bytes=found["padded_bytes"] * DTYPES[reduce].itemsize / 2,
+                kept_bytes=found["last_block_bytes"],
+            )
+        )
 
 
 @pytest.mark.parametrize("data_size", [2, 4])

@@ -72,7 +72,8 @@ def test_only_with_overlap_a_bucket_fills_while_others_are_reduced(overlap, num_
 def check_stages_and_buckets_give_the_same_bits() -> None:
     """A sum of two terms has one order, so with two ranks even bf16 must agree."""
     for name in ("toy", "gpt"):
-        found = [train(name, torch.bfloat16, config) for config in configs(*ALL_STAGES, bucket_numel=[500, 2000, None])]
+        chosen = configs(*ALL_STAGES, bucket_numel=[500, 2000, None], reduce_dtype=["bf16"])
+        found = [train(name, torch.bfloat16, config) for config in chosen]
         for other in found[1:]:
             assert_same_bits(other, found[0])
 

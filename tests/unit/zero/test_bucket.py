@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from parallel.mesh import Handle
 from zero.bucket import GradShard, Staging
 from zero.offload.placement import Offload
-from zero.stage import STAGES, Lifetime, ShardingPolicy
+from zero.stage import STAGES, GradientTypes, Lifetime, ShardingPolicy
 from zero.staging import StagingPool
 
 ELEMENTS, SHARD, GAPS = range(100, 110), range(100, 105), [range(103, 104), range(108, 110)]
@@ -28,7 +28,7 @@ def grad_shard(policy: ShardingPolicy) -> tuple[GradShard, nn.Parameter, nn.Para
     """Make a bucket of two parameters, of 3 and 4 elements, with a gap after each."""
     first, second = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(4))
     parts = {first: range(100, 103), second: range(104, 108)}
-    grads = GradShard(ELEMENTS, SHARD, parts, GAPS, torch.float32, policy, Offload(CPU))
+    grads = GradShard(ELEMENTS, SHARD, parts, GAPS, GradientTypes(torch.float32, torch.float32), policy, Offload(CPU))
     if grads.staged is not None:
         grads.staged.fill_(torch.nan)
     return grads, first, second
@@ -53,7 +53,7 @@ def reduced(grads: GradShard, param: nn.Parameter, value: float, pool: StagingPo
     """Stage a gradient, and move it to the owned shard as if it had been reduced; return the owned shard."""
     grads.write(param, torch.full((param.numel(),), value), 1.0, pool)
     grads.finish(pool)
-    grads.accumulate(grads.staged_shard)
+    grads.accumulate(scale=1.0)
     grads.holds_gradient = True
     grads.unstage(pool)
     return grads.owned

@@ -8,8 +8,9 @@ from torch import Tensor, nn
 
 from parallel.instruments.comm_log import CommLog
 from parallel.mesh import Axis, Handle
+from zero.config import ZeroConfig
 from zero.flat import FlatParameters
-from zero.stage import STAGES, Lifetime
+from zero.stage import Lifetime
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ def flat_parameters(lifetime: Lifetime) -> FlatParameters:
     """Make a buffer of two buckets of 32 elements, a parameter in each; each rank owns 16 of a bucket."""
     half = torch.arange(32.0)
     params = {"first": nn.Parameter(half.view(4, 8).clone()), "second": nn.Parameter(half.clone())}
-    return FlatParameters(params, LateAxis("data", 2, 0, CommLog()), lifetime, 32, STAGES[3])
+    return FlatParameters(params, LateAxis("data", 2, 0, CommLog()), lifetime, 32, ZeroConfig(3))
 
 
 def test_unshard_fills_the_parameters_and_reshard_frees_them():

@@ -139,7 +139,14 @@ FULL = {"train_batch_size": 32, "train_micro_batch_size_per_gpu": 2, "gradient_a
             {"fp16": {"enabled": "auto", "loss_scale_window": 50, "hysteresis": 3}},
             {"train.loss_scale.growth_interval": 50, "train.loss_scale.hysteresis": 3},
         ),
-        ({"fp16": {"enabled": True}, "communication_data_type": "fp16"}, {"train.precision": "fp16"}),
+        (
+            {"fp16": {"enabled": True}, "communication_data_type": "fp16"},
+            {"train.precision": "fp16", "zero.reduce_dtype": "fp16"},
+        ),
+        (
+            {"bf16": {"enabled": True}, "fp32_allreduce": True, "data_types": {"grad_accum_dtype": "fp32"}},
+            {"train.precision": "bf16", "zero.reduce_dtype": "fp32", "zero.accumulate_dtype": "fp32"},
+        ),
         ({"gradient_clipping": 0.5}, {"optimizer.clip_norm": 0.5}),
         ({"gradient_clipping": 0}, {"optimizer.clip_norm": math.inf}),
         (
@@ -352,8 +359,12 @@ def test_auto_everywhere_means_these_settings(parse):
         ),
         ({"train_batch_size": 3}, "train_batch_size=3 is not a multiple of 4 data-parallel ranks = 4;"),
         (
-            {"bf16": {"enabled": True}, "communication_data_type": "fp32"},
-            "communication_data_type=fp32 and train.precision=bf16; .*; remove it or choose --train.precision=fp32",
+            {"bf16": {"enabled": True}, "data_types": {"param_dtype": "fp32"}},
+            "data_types.param_dtype=fp32 and train.precision=bf16; .*; remove it or choose --train.precision=fp32",
+        ),
+        (
+            {"bf16": {"enabled": True}, "communication_data_type": "fp64"},
+            "communication_data_type=fp64: choose fp32, bf16, fp16",
         ),
     ],
     ids=lambda value: str(value)[:60],

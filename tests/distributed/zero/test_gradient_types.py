@@ -1,0 +1,216 @@
+"""The data types in which gradients are summed and reduced: the error of the sums, and the types of all messages."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gpt.build import build
+from gpt.model.transformer import ModelConfig
+from gpt.settings import DataSettings, ParallelSettings, Settings, TrainSettings
+from gpt.train_step import train_step
+from parallel.mesh import Mesh
+from tests.ranks import run_ranks
+from zero.config import DTYPES, ZeroConfig
+from zero.engine import ZeroDataParallel
+from zero.offload.placement import NO_OFFLOAD, OffloadConfig
+from zero.optimizer import ZeroOptimizer
+
+WIDTH = 24
+Inputs = Callable[[int, int], tuple[Tensor, Tensor]]  # (rank, micro-batch) -> (x, y) of type fp64
+HOST = OffloadConfig("host")
+FP32 = {"accumulate_dtype": "fp32", "reduce_dtype": "fp32"}
+
+
+class Bilinear(nn.Module):
+    """Blocks W with the loss y W x, whose gradient is the outer product of y and x: rounded once, to W's type."""
+
+    def __init__(self, dtype: torch.dtype):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False, dtype=dtype) for _ in range(2))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return sum((y * block(x)).sum() for block in self.blocks)
+
+
+def gradient(
+    inputs: Inputs,
+    num_micro_batches: int,
+    config: ZeroConfig,
+    dtype: torch.dtype,
+    mesh: Mesh,
+    offload: OffloadConfig = NO_OFFLOAD,
+    num_steps: int = 1,
+) -> Tensor:
+    """Return the gradient of the blocks, summed over micro-batches and averaged over ranks, as its owners hold it."""
+    model = ZeroDataParallel(Bilinear(dtype), mesh.data, config, offload=offload)
+    optimizer = ZeroOptimizer(model, torch.optim.SGD, lr=0.0)
+    found: list[Tensor] = []
+
+    def read() -> None:
+        for flat in model.flats:
+            full = torch.zeros(flat.layout.numel, dtype=torch.float64)
+            for bucket in flat.buckets:
+                full[bucket.shard.start : bucket.shard.stop] = bucket.grads.owned.double()
+            model.shard_axis.all_reduce(full, out=full).wait()
+            found.extend(span.view(full) for span in flat.layout.spans)
+
+    for _ in range(num_steps):
+        found.clear()
+        for micro_batch in range(num_micro_batches):
+            with nullcontext() if micro_batch == num_micro_batches - 1 else model.accumulate():
+                model(*(tensor.to(dtype) for tensor in inputs(mesh.data.rank, micro_batch))).backward()
+        optimizer.step(gradient_hook=read)
+    return torch.stack(found)
+
+
+def expected(inputs: Inputs, num_micro_batches: int, num_ranks: int) -> Tensor:
+    outer = sum(torch.outer(*reversed(inputs(r, m))) for r in range(num_ranks) for m in range(num_micro_batches))
+    return (outer / num_ranks).expand(2, -1, -1)
+
+
+def random_inputs(rank: int, micro_batch: int) -> tuple[Tensor, Tensor]:
+    """Return random vectors of bf16 numbers that are mostly positive, so that sums grow."""
+    generator = torch.Generator().manual_seed(1000 * rank + micro_batch)
+    x, y = torch.rand(2, WIDTH, generator=generator).add(0.2).bfloat16().double()
+    return x, y
+
+
+def same_inputs(rank: int, micro_batch: int) -> tuple[Tensor, Tensor]:
+    """Return vectors whose products are bf16 numbers, the same for each micro-batch."""
+    return torch.arange(1.0, WIDTH + 1, dtype=torch.float64), torch.full((WIDTH,), 2.0**-7, dtype=torch.float64)
+
+
+def relative_errors(num_micro_batches: int) -> list[tuple[str, float, float]]:
+    """Return (case, error, allowed error) of all stages."""
+    mesh = Mesh.create(tensor_size=1)
+    reference = expected(random_inputs, num_micro_batches, mesh.data.size)
+    found = []
+    for stage, (types, allowed) in product(range(4), (({}, 3e-3), (FP32, 5e-4))):
+        config = ZeroConfig(stage, bucket_numel=500, **types)
+        grad = gradient(random_inputs, num_micro_batches, config, torch.bfloat16, mesh)
+        error = (grad - reference).norm() / reference.norm()
+        found.append((f"stage {stage} {types}", float(error), allowed))
+    return found
+
+
+ALL_RANKS = [pytest.param(1, marks=pytest.mark.full), 2, pytest.param(4, marks=pytest.mark.full)]
+
+
+@pytest.mark.parametrize("num_ranks", ALL_RANKS)
+def test_the_error_of_many_micro_batches_is_small(num_ranks):
+    """Check it; in bf16 it would be 2.6e-2."""
+    for found in run_ranks(num_ranks, relative_errors, 128):
+        assert [case for case, error, allowed in found if not error < allowed] == []
+
+
+def equal_gradients() -> list[str]:
+    """Return the cases in which 512 equal gradients are not summed exactly."""
+    mesh = Mesh.create(tensor_size=1)
+    reference = expected(same_inputs, 512, mesh.data.size)
+    found = {
+        stage: gradient(same_inputs, 512, ZeroConfig(stage, bucket_numel=500), torch.bfloat16, mesh) for stage in (1, 3)
+    }
+    return [f"stage {stage}" for stage, grad in found.items() if not grad.equal(reference)]
+
+
+def test_equal_gradients_are_summed_exactly():
+    assert run_ranks(2, equal_gradients) == [[], []]
+
+
+def half_types_differ() -> list[str]:
+    """Return the cases whose gradient differs from that of the same types on the accelerator, without parts."""
+    different = []
+    whole, parts = Mesh.create(tensor_size=1), Mesh.create(tensor_size=1, shard_size=2)
+    for stage, accumulate, reduce in product((1, 2, 3), ("fp32", "bf16"), ("fp32", "bf16")):
+        config = ZeroConfig(stage, bucket_numel=500, accumulate_dtype=accumulate, reduce_dtype=reduce)
+        reference = gradient(same_inputs, 3, config, torch.bfloat16, whole)
+        error = (reference - expected(same_inputs, 3, whole.data.size)).abs().max() / reference.max()
+        if error > 2**-8:
+            different.append(f"{config}: {error}")
+        for mesh, offload, transient in ((whole, HOST, False), (parts, NO_OFFLOAD, True), (parts, HOST, True)):
+            chosen = ZeroConfig(stage, 500, accumulate_dtype=accumulate, reduce_dtype=reduce, defragment=not transient)
+            if not gradient(same_inputs, 3, chosen, torch.bfloat16, mesh, offload, num_steps=2).equal(reference):
+                different.append(f"{chosen} {offload.mode} {mesh.data.parts is not None}")
+    return different
+
+
+def test_every_pair_of_types_works_with_shard_groups_and_on_the_host():
+    assert run_ranks(4, half_types_differ) == [[]] * 4
+
+
+def extreme_fp16() -> list[list[float]]:
+    mesh = Mesh.create(tensor_size=1)
+
+    def inputs(_rank: int, _micro_batch: int) -> tuple[Tensor, Tensor]:
+        x = torch.zeros(WIDTH, dtype=torch.float64)
+        x[0], x[1] = 2.0**-23, 20000.0
+        return x, torch.ones(WIDTH, dtype=torch.float64)
+
+    return [gradient(inputs, 1, ZeroConfig(stage), torch.float16, mesh)[0, 0, :2].tolist() for stage in (2, 3)]
+
+
+def test_fp16_neither_overflows_nor_vanishes_on_the_way():
+    """On 4 ranks the sum of 20000 is above the largest number, and a quarter of 2**-23 below the smallest."""
+    assert run_ranks(4, extreme_fp16)[0] == [[2.0**-23, 20000.0]] * 2
+
+
+def gradient_messages(tensor_size: int, shard_size: int | None, config: ZeroConfig) -> set[tuple[str, str]]:
+    mesh = Mesh.create(tensor_size, shard_size=shard_size)
+    mesh.log.keeps_events = True
+    gradient(random_inputs, 2, config, torch.bfloat16, mesh)
+    reductions = [event for event in mesh.log.events if event.op in ("reduce_scatter", "all_reduce")]
+    # Without the norm, one number, and without what `gradient` gathers.
+    reductions = [event for event in reductions if event.message_bytes > 8 and event.dtype != torch.float64]
+    return {(event.axis, str(event.dtype)) for event in reductions}
+
+
+@pytest.mark.parametrize("reduce", ["fp32", "bf16"])
+def test_every_axis_reduces_in_the_chosen_type(reduce):
+    dtype = {"fp32": "torch.float32", "bf16": "torch.bfloat16"}[reduce]
+    for stage, shard_size, axes in ((0, None, {"data"}), (2, None, {"data"}), (2, 2, {"shard", "replica"})):
+        config = ZeroConfig(stage, bucket_numel=500, reduce_dtype=reduce)
+        found = run_ranks(4, gradient_messages, 1, shard_size, config)[0]
+        assert found == {(axis, dtype) for axis in axes}
+
+
+def messages_of_tensor_ranks(reduce: str) -> set[tuple[str, str]]:
+    """Return (op, type) of what tensor ranks with tokens of their own send in the backward of a bf16 GPT."""
+    train = TrainSettings(micro_batch_size=1, global_batch_size=2)
+    parallel = ParallelSettings(tensor_size=2, sequence_parallel=True)
+    settings = Settings(
+        ModelConfig(2, 16, 2, 8, 32), DataSettings(""), parallel, ZeroConfig(2, reduce_dtype=reduce), train=train
+    )
+    mesh = Mesh.create(tensor_size=2)
+    state = build(settings, mesh, torch.device("cpu"))
+    mesh.log.keeps_events = True
+    tokens = torch.zeros(1, 9, dtype=torch.int64)
+    for _ in range(2):
+        train_step(state.model, state.optimizer, [tokens], mesh)
+    events = [event for event in mesh.log.events if event.phase == "backward"]
+    assert {str(e.dtype) for e in events if e.axis == "data"} == {str(DTYPES[reduce])}
+    return {(event.op, str(event.dtype)) for event in events if event.axis == "tensor"}
+
+
+@pytest.mark.parametrize("reduce", ["fp32", "bf16"])
+def test_tensor_ranks_sum_gradients_of_parameters_in_the_chosen_type(reduce):
+    """Activations keep their type: they are gathered and reduce-scattered."""
+    activations = {("all_gather", "torch.bfloat16"), ("reduce_scatter", "torch.bfloat16")}
+    for found in run_ranks(4, messages_of_tensor_ranks, reduce):
+        assert found == activations | {("all_reduce", str(DTYPES[reduce]))}
+
+
+def test_the_defaults_are_exact_and_cost_no_traffic():
+    bf16, fp32 = torch.bfloat16, torch.float32
+    for stage, accumulates, types in (
+        *((0, True, (fp32, fp32)), (1, True, (fp32, fp32)), (0, False, (bf16, bf16)), (1, False, (bf16, bf16))),
+        *((2, True, (fp32, bf16)), (3, True, (fp32, bf16)), (2, False, (fp32, bf16)), (3, False, (fp32, bf16))),
+    ):
+        assert ZeroConfig(stage).gradient_types(bf16, accumulates=accumulates) == types
+    assert ZeroConfig(3, accumulate="local").gradient_types(bf16) == (fp32, fp32)
+    assert ZeroConfig(2).gradient_types(torch.float64) == (torch.float64, torch.float64)
+    named = ZeroConfig(1).with_gradient_types(bf16, accumulates=False)
+    assert (named.accumulate_dtype, named.reduce_dtype) == ("bf16", "bf16")
