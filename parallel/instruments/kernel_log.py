@@ -17,6 +17,7 @@ PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "addmm_": 1, "_addmm_activation": 1, 
 # {operation: number of arguments that CUDA reads twice if there are gradients of weights}. One kernel computes the
 # gradient of a norm's input and another one those of its weights; both read the output's gradient and the input.
 READ_TWICE = {"native_layer_norm_backward": 2, "_fused_rms_norm_backward": 2}
+INDEXED = {"gather", "scatter_"}  # read or write the elements that their third argument selects, and no others
 OVERWRITES = {"copy_", "fill_", "zero_", "normal_", "bernoulli_"}  # write their argument without reading it
 # A dropout takes three kernels on a CPU and one on a GPU: only the one that multiplies is logged.
 FUSED_ON_A_GPU = {"bernoulli_", "div_"}
@@ -29,6 +30,7 @@ class Kernel:
 
     `product` is (batch, m, n, k) of a matrix product, otherwise None. `is_transfer` is True if the kernel copies
     between device and host memory; `to_host` then is the direction. `is_on_host` is True if it uses host memory only.
+    `dtype` is that of a product's factors, otherwise that of the first result.
     """
 
     name: str
@@ -76,8 +78,12 @@ class KernelLog:
         moved = tensors if name in OVERWRITES else tensors + (results or tensors)
         if len(results) > 1:
             moved = moved + tensors[: READ_TWICE.get(name, 0)]
-        num_bytes = sum(_touched_bytes(tensor) for tensor in moved)
-        dtype = (results or tensors)[0].dtype
+        product = _product(name, args)
+        dtype = args[PRODUCTS[name]].dtype if product else (results or tensors)[0].dtype
+        if name in INDEXED:
+            num_bytes = args[2].nbytes + 2 * args[2].numel() * dtype.itemsize
+        else:
+            num_bytes = sum(_touched_bytes(tensor) for tensor in moved)
         # Of a copy the destination and the source, otherwise of the first two arguments.
         on_host = [self._is_on_host(tensor) for tensor in (args if name == "copy_" else tensors or results)[:2]]
         return Kernel(
@@ -85,7 +91,7 @@ class KernelLog:
             self._phase(),
             num_bytes,
             dtype,
-            _product(name, args),
+            product,
             is_transfer=name == "copy_" and on_host[0] != on_host[1],
             to_host=on_host[0],
             is_on_host=all(on_host),

@@ -93,6 +93,15 @@ class _Head:
             gathered.wait()
             yield whole, targets
 
+    def run(self, x: Tensor, weight: Tensor, targets: Tensor, factor: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return (logits of this rank's words, the loss of each token), the loss being 0 if a target is left out.
+
+        With a factor, the logits are replaced by their gradients times this factor.
+        """
+        is_counted, logits = targets >= 0, F.linear(x, weight)
+        losses = self.losses(logits, targets, None if factor is None else is_counted * factor)
+        return logits, losses.masked_fill_(~is_counted, 0)
+
     def losses(self, logits: Tensor, targets: Tensor, factors: Tensor | None) -> Tensor:
         """Return the loss of each token; replace the logits by their gradients times the factor of each token."""
         axis, num_words = self.tokens.axis, logits.shape[1]
@@ -124,23 +133,19 @@ class _LinearCrossEntropy(torch.autograd.Function):
         num_counted = (targets >= 0).sum(dtype=_wide(x.dtype))
         factor = scale / num_counted if needs_x or needs_weight else None
         chunks = head.chunks(x, targets)
-        is_alone = len(chunks) == 1
-        losses, grads_x, reduced = [], [], Handle()
-        grad_weight = None
+        losses, grads_x, reduced, grad_weight = [], [], Handle(), None
         for whole, chunk_targets in head.gathered(chunks):
-            is_counted = chunk_targets >= 0
-            logits = F.linear(whole, weight)
-            factors = None if factor is None else is_counted * factor
-            losses.append(head.losses(logits, chunk_targets, factors).masked_fill_(~is_counted, 0))
+            logits, own_losses = head.run(whole, weight, chunk_targets, factor)
+            losses.append(own_losses)
             # Each reduction runs while the product for the weight and those of the next chunk do.
             if needs_x:
                 reduced.wait()
                 grad_x, reduced = head.tokens.reduce(logits @ weight)
                 grads_x.append(grad_x)
-            if needs_weight and is_alone:
-                grad_weight = logits.t() @ whole
-            elif needs_weight:
-                grad_weight = _add_product(grad_weight, logits.t(), whole)
+            if needs_weight:
+                is_all = len(chunks) == 1
+                grad_weight = logits.t() @ whole if is_all else _add_product(grad_weight, logits.t(), whole)
+            del logits  # before the next chunk's exist
         reduced.wait()
         ctx.dtype = weight.dtype
         ctx.save_for_backward(scale, grad_weight, *grads_x)

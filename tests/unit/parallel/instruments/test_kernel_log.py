@@ -87,3 +87,21 @@ def test_backward_of_a_layer_norm_reads_its_arguments_again_for_its_weights(has_
     grad = torch.empty_like(y)
     (kernel,) = (k for k in kernels_of(lambda: y.backward(grad)) if k.name == "native_layer_norm_backward")
     assert kernel.num_bytes == pytest.approx(num_passes * 2 * tokens * hidden, rel=2e-3)
+
+
+def test_a_gather_and_a_scatter_move_the_elements_that_the_index_selects():
+    x, index, column = torch.zeros(8, 100), torch.zeros(8, 1, dtype=torch.int64), torch.zeros(8, 1)
+    moved = index.nbytes + 2 * column.nbytes
+    for compute in (lambda: x.gather(1, index), lambda: x.scatter_(1, index, column)):
+        (kernel,) = kernels_of(compute)
+        assert kernel.num_bytes == moved
+
+
+def test_the_precision_of_a_product_is_that_of_its_factors():
+    with QuickFakeTensorMode():  # real products of this kind exist on GPUs only
+        a, b = torch.empty(3, 5, dtype=torch.bfloat16), torch.empty(5, 7, dtype=torch.bfloat16)
+        sums = torch.empty(3, 7)
+        (kernel,) = kernels_of(lambda: torch.addmm(sums, a, b, out_dtype=torch.float32, out=sums))
+    assert kernel.dtype == torch.bfloat16
+    assert kernel.flops == 2 * 3 * 7 * 5
+    assert kernel.num_bytes == a.nbytes + b.nbytes + 2 * sums.nbytes
