@@ -19,8 +19,8 @@ from gpt.settings import LossScaleSettings, OptimizerSettings, ParallelSettings,
 from parallel.errors import ConfigError
 from parallel.instruments.memory_tracker import allocate_buffer
 from parallel.mesh import Axis, Mesh
-from parallel.tensor.cross_entropy import CHUNK_NUMEL
 from parallel.tensor.layers import part_of, split_dims
+from parallel.tensor.softmax import inductor_works
 from parallel.tensor.token_layout import ReplicatedTokens, SplitTokens, TokenLayout
 from parallel.world import World
 from zero.activations.checkpointed_blocks import ActivationsConfig, check_replicas, checkpointed_blocks, recomputed
@@ -118,8 +118,8 @@ def build(settings: Settings, mesh: Mesh, device: torch.device) -> TrainState:
     train, tokens = settings.train, token_layout(settings.parallel, mesh)
     activations = chosen_activations(settings.activations, settings.model, train, settings.zero, mesh, tokens, device)
     with ShardedInit(mesh.data, settings.zero.policy, settings.zero.prefetch_numel, settings.offload) as init:
-        numel, sum_dtype = settings.zero.bucket_numel, settings.zero.gradient_types(train.dtype).reduce
-        gpt = build_model(settings.model, activations, tokens, device, train.dtype, numel, sum_dtype)
+        sum_dtype = settings.zero.gradient_types(train.dtype).reduce
+        gpt = build_model(settings.model, activations, tokens, device, train.dtype, sum_dtype)
         initialize(gpt, train.seed, mesh.data)
         if train.initial_weights is not None:
             load_pretrained(gpt, Path(train.initial_weights))
@@ -139,22 +139,22 @@ def build_model(
     tokens: TokenLayout,
     device: torch.device,
     dtype: torch.dtype,
-    chunk_numel: int | None = CHUNK_NUMEL,
     gradient_sum_dtype: torch.dtype | None = None,
 ) -> GPT:
     """Return a GPT with parameters of `dtype`, which are not initialized yet.
 
-    `chunk_numel` is the largest number of elements of a temporary of the loss, and `gradient_sum_dtype` the type in
-    which gradients are summed along the tensor axis; None: that of the parameters.
+    `gradient_sum_dtype` is the type in which gradients are summed along the tensor axis; None: `dtype`.
     """
     layer_norm, layer_norm_name = choose_layer_norm(device)
     logger.info("layer norm: %s", layer_norm_name)
+    compiles_loss = inductor_works(device)
+    logger.info("loss: %s", "compiled" if compiles_loss else "eager")
     default_dtype = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         with torch.device(device):
             run_blocks = checkpointed_blocks(activations, tokens.replicas, device)
-            gpt = GPT(config, tokens, run_blocks, layer_norm, chunk_numel, gradient_sum_dtype)
+            gpt = GPT(config, tokens, run_blocks, layer_norm, compiles_loss, gradient_sum_dtype)
     finally:
         torch.set_default_dtype(default_dtype)
     if activations.store == "selective":

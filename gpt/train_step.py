@@ -37,7 +37,7 @@ def train_step(
     def run(tokens: Tensor) -> None:
         with allocating(TensorKind.ACTIVATIONS):
             with mesh.log.during("forward"):
-                loss = model(tokens[:, :-1], tokens[:, 1:])
+                loss = model(tokens[:, :-1], tokens[:, 1:], scale)
             with mesh.log.during("backward"):
                 (loss * scale).backward()
         losses.append(loss.detach())

@@ -21,7 +21,6 @@ from torch.nn import functional as F
 from parallel.blocks import RunBlocks, run_in_order
 from parallel.errors import ConfigError
 from parallel.mesh import Axis
-from parallel.tensor.cross_entropy import CHUNK_NUMEL, cross_entropy
 from parallel.tensor.initial_values import fill_normal
 from parallel.tensor.layers import (
     ColumnParallelLinear,
@@ -33,6 +32,7 @@ from parallel.tensor.layers import (
     split_dims,
     sum_gradient_over,
 )
+from parallel.tensor.linear_cross_entropy import linear_cross_entropy
 from parallel.tensor.random_streams import own_random_stream
 from parallel.tensor.token_layout import TokenLayout
 
@@ -173,9 +173,9 @@ class GPT(nn.Module):
 
     `tokens` is the layout of the residual stream over the tensor axis, which also determines how the layers are split.
     `run_blocks` runs the blocks on their input; activation checkpointing is one way to run them. `layer_norm` is called
-    with (hidden_size, eps). `chunk_numel` is the largest number of elements of a temporary of the loss.
-    `gradient_sum_dtype` is the data type in which the gradients of replicated parameters are summed along the tensor
-    axis; None: their own. Raises ConfigError if the size of the axis does not divide the model.
+    with (hidden_size, eps). With `compiles_loss`, inductor compiles the loss. `gradient_sum_dtype` is the data type in
+    which the gradients of replicated parameters are summed along the tensor axis; None: their own. Raises ConfigError
+    if the size of the axis does not divide the model.
     """
 
     def __init__(
@@ -184,12 +184,12 @@ class GPT(nn.Module):
         tokens: TokenLayout,
         run_blocks: RunBlocks | None = None,
         layer_norm: type[nn.Module] = nn.LayerNorm,
-        chunk_numel: int | None = CHUNK_NUMEL,
+        compiles_loss: bool = False,
         gradient_sum_dtype: torch.dtype | None = None,
     ):
         super().__init__()
         check_divides(config, tokens.axis)
-        self.chunk_numel = chunk_numel
+        self.compiles_loss = compiles_loss
         self.config, self.tokens, self.run_blocks = config, tokens, run_blocks or run_in_order
         self.token_embedding = VocabParallelEmbedding(config.padded_vocab_size, config.hidden_size, tokens)
         self.position_embedding = nn.Embedding(config.seq_length, config.hidden_size)
@@ -209,10 +209,11 @@ class GPT(nn.Module):
             if "norm." in name or name.startswith("position_embedding."):
                 yield param
 
-    def forward(self, ids: Tensor, targets: Tensor | None = None) -> Tensor:
+    def forward(self, ids: Tensor, targets: Tensor | None = None, loss_scale: Tensor | None = None) -> Tensor:
         """Return the logits (batch, seq, vocab) of int64 ids (batch, seq).
 
-        With targets (batch, seq), return their mean loss, 0-dim, instead.
+        With targets (batch, seq), return their mean loss, 0-dim, instead; targets below 0 are left out. Pass the factor
+        by which the loss is multiplied before backward as `loss_scale`: see `linear_cross_entropy`.
 
         Raises ValueError if the sequence is longer than the model's positions.
         """
@@ -221,25 +222,33 @@ class GPT(nn.Module):
             raise ValueError(
                 f"a sequence of {seq_length} tokens exceeds model.seq_length={self.config.seq_length}; shorten it"
             )
-        own_logits = self.own_logits(ids)
-        axis, vocab_size = self.tokens.axis, self.config.vocab_size
-        if targets is not None:
-            return cross_entropy(own_logits, targets.flatten(), vocab_size, axis, self.chunk_numel)
-        return gather_columns(own_logits, axis)[:, :vocab_size].unflatten(0, (num_sequences, seq_length))
-
-    def own_logits(self, ids: Tensor) -> Tensor:
-        """Return this rank's columns of the logits, (batch * seq, padded vocabulary / size)."""
-        num_sequences, seq_length = ids.shape
         if ids.numel() % self.tokens.num_parts:
             # Ranks need equal numbers of tokens: pad the end of the sequences, to which no token before it attends.
-            padded = F.pad(ids, (0, -seq_length % self.tokens.num_parts))
-            return self.own_logits(padded).unflatten(0, (num_sequences, -1))[:, :seq_length].flatten(0, 1)
+            num_missing = -seq_length % self.tokens.num_parts
+            ids = F.pad(ids, (0, num_missing))
+            targets = None if targets is None else F.pad(targets, (0, num_missing), value=-1)
+        x, weight, vocab_size = self.last_hidden(ids), self.token_embedding.weight, self.config.vocab_size
+        if targets is not None:
+            return linear_cross_entropy(
+                x,
+                weight,
+                targets.flatten(),
+                vocab_size,
+                self.tokens,
+                loss_scale=loss_scale,
+                is_compiled=self.compiles_loss,
+            )
+        logits = gather_columns(column_parallel_linear(x, weight, None, self.tokens), self.tokens.axis)
+        return logits[:, :vocab_size].unflatten(0, (num_sequences, -1))[:, :seq_length]
+
+    def last_hidden(self, ids: Tensor) -> Tensor:
+        """Return what the head is applied to, (tokens of this rank, hidden)."""
+        num_sequences, seq_length = ids.shape
         positions = torch.arange(seq_length, device=ids.device).clamp_(max=self.config.seq_length - 1)
         positions = positions.repeat(num_sequences)
         embedded = self.token_embedding(ids.flatten()) + self.position_embedding(self.tokens.cut(positions))
         blocks = [partial(block, num_sequences=num_sequences) for block in self.blocks]
-        x = self.final_norm(self.run_blocks(blocks, self.dropout(embedded)))
-        return column_parallel_linear(x, self.token_embedding.weight, None, self.tokens)
+        return self.final_norm(self.run_blocks(blocks, self.dropout(embedded)))
 
 
 def check_divides(config: ModelConfig, axis: Axis) -> None:

@@ -14,7 +14,7 @@ from rich.table import Table
 from gpt.build import TrainState
 from gpt.model.transformer import GPT
 from gpt.settings import TrainSettings
-from parallel.tensor.cross_entropy import temporary_bytes
+from parallel.tensor.linear_cross_entropy import temporary_bytes
 from zero.activations.checkpointed_blocks import CheckpointedBlocks
 from zero.formulas import memory, traffic
 from zero.offload.placement import Placement
@@ -122,14 +122,14 @@ def _checkpoint_rows(state: TrainState, train: TrainSettings) -> Iterator[tuple[
 
 def _buffer_rows(state: TrainState, train: TrainSettings) -> Iterator[tuple[str, float, str]]:
     """Yield (name, bytes, remark) of the buffers and temporaries whose size `zero.bucket_numel` limits (C_B)."""
-    model, gpt, axis = state.model, state.model.module, state.mesh.tensor
+    model, gpt = state.model, state.model.module
     assert isinstance(gpt, GPT)
     remark = "constant" if model.config.bucket_numel else "grows with the model"
     for name, num_bytes in resident.buffer_bytes(model, state.optimizer).items():
         yield f"buffer: {name}", num_bytes, remark
     num_tokens = train.micro_batch_size * state.config.seq_length
-    num_columns = state.config.padded_vocab_size // axis.size
-    yield "buffer: loss", temporary_bytes(num_tokens, num_columns, gpt.chunk_numel), remark
+    num_bytes = temporary_bytes(num_tokens, gpt.token_embedding.weight, is_compiled=gpt.compiles_loss)
+    yield "buffer: loss", num_bytes, "constant"
     yield "buffer: gradient norm", state.optimizer.grad_norm.temporary_bytes, remark
     if gathered := resident.gathered_bytes(model, model.planner.prefetch_numel):
         yield "buffer: prefetched parameters", gathered, "at most"

@@ -10,12 +10,14 @@ import torch
 from torch import Tensor
 
 from parallel.instruments.fake_tensors import instances_in
-from parallel.torch_internals import OpOverload, schema_of
+from parallel.torch_internals import OpOverload, schema_of, storage_id
 
-aten = torch.ops.aten
-
-# The position of the first factor among the arguments of a matrix product; the second factor follows it.
-PRODUCTS = {aten.mm.default: 0, aten.bmm.default: 0, aten.addmm.default: 1, aten.baddbmm.default: 1}
+# The position of the first factor among the arguments of a matrix product, in all overloads; the second one follows it.
+PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "addmm_": 1, "_addmm_activation": 1, "baddbmm": 1, "baddbmm_": 1}
+# {operation: number of arguments that CUDA reads twice if there are gradients of weights}. One kernel computes the
+# gradient of a norm's input and another one those of its weights; both read the output's gradient and the input.
+READ_TWICE = {"native_layer_norm_backward": 2, "_fused_rms_norm_backward": 2}
+INDEXED = {"gather", "scatter_"}  # read or write the elements that their third argument selects, and no others
 OVERWRITES = {"copy_", "fill_", "zero_", "normal_", "bernoulli_"}  # write their argument without reading it
 # A dropout takes three kernels on a CPU and one on a GPU: only the one that multiplies is logged.
 FUSED_ON_A_GPU = {"bernoulli_", "div_"}
@@ -28,6 +30,7 @@ class Kernel:
 
     `product` is (batch, m, n, k) of a matrix product, otherwise None. `is_transfer` is True if the kernel copies
     between device and host memory; `to_host` then is the direction. `is_on_host` is True if it uses host memory only.
+    `dtype` is that of a product's factors, otherwise that of the first result.
     """
 
     name: str
@@ -62,17 +65,25 @@ class KernelLog:
     def on_operation(self, function: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any) -> None:
         if not _runs_a_kernel(function):
             return
-        tensors = list(instances_in((args, tuple(kwargs.values())), Tensor))
+        name = schema_of(function).name.removeprefix("aten::")
+        if name == "copy_" and _are_the_same_elements(*args[:2]):
+            return  # torch returns early
+        tensors = list(instances_in((args, _without_outputs(function, kwargs)), Tensor))
         results = list(instances_in((output,), Tensor))
         if tensors or results:
-            self.kernels.append(self._kernel(function, args, tensors, results))
+            self.kernels.append(self._kernel(name, args, tensors, results))
 
-    def _kernel(self, function: OpOverload, args: Any, tensors: list[Tensor], results: list[Tensor]) -> Kernel:
-        name = schema_of(function).name.removeprefix("aten::")
+    def _kernel(self, name: str, args: Any, tensors: list[Tensor], results: list[Tensor]) -> Kernel:
         # An operation in place reads its argument and writes it: both count.
         moved = tensors if name in OVERWRITES else tensors + (results or tensors)
-        num_bytes = sum(_touched_bytes(tensor) for tensor in moved)
-        dtype = (results or tensors)[0].dtype
+        if len(results) > 1:
+            moved = moved + tensors[: READ_TWICE.get(name, 0)]
+        product = _product(name, args)
+        dtype = args[PRODUCTS[name]].dtype if product else (results or tensors)[0].dtype
+        if name in INDEXED:
+            num_bytes = args[2].nbytes + 2 * args[2].numel() * dtype.itemsize
+        else:
+            num_bytes = sum(_touched_bytes(tensor) for tensor in moved)
         # Of a copy the destination and the source, otherwise of the first two arguments.
         on_host = [self._is_on_host(tensor) for tensor in (args if name == "copy_" else tensors or results)[:2]]
         return Kernel(
@@ -80,7 +91,7 @@ class KernelLog:
             self._phase(),
             num_bytes,
             dtype,
-            _product(function, args),
+            product,
             is_transfer=name == "copy_" and on_host[0] != on_host[1],
             to_host=on_host[0],
             is_on_host=all(on_host),
@@ -96,8 +107,25 @@ def _runs_a_kernel(function: OpOverload) -> bool:
     return function.namespace == "aten" and not is_view and name not in NO_KERNELS | FUSED_ON_A_GPU
 
 
-def _product(function: OpOverload, args: Any) -> tuple[int, int, int, int] | None:
-    if (first := PRODUCTS.get(function)) is None:
+def _without_outputs(function: OpOverload, kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return the values of the keyword arguments that the operation reads: `out=` is written only."""
+    if not kwargs:
+        return ()
+    outputs = {argument.name for argument in schema_of(function).arguments if argument.is_out}
+    return tuple(value for name, value in kwargs.items() if name not in outputs)
+
+
+def _are_the_same_elements(one: Tensor, other: Tensor) -> bool:
+    """Return True if both are the same view of the same memory."""
+    return (
+        storage_id(one.untyped_storage()) == storage_id(other.untyped_storage())
+        and one.storage_offset() == other.storage_offset()
+        and (one.shape, one.stride(), one.dtype) == (other.shape, other.stride(), other.dtype)
+    )
+
+
+def _product(name: str, args: Any) -> tuple[int, int, int, int] | None:
+    if (first := PRODUCTS.get(name)) is None:
         return None
     *batch, m, k = args[first].shape
     return prod(batch), m, args[first + 1].shape[-1], k

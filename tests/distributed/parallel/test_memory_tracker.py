@@ -17,7 +17,7 @@ from zero.engine import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
 from zero.state import resident
 
-CONFIG = ModelConfig(3, 32, 4, 16, 128, dropout=0.0)
+CONFIG = ModelConfig(3, 32, 4, 16, 512, dropout=0.0)  # so many words that memory peaks in the loss
 BATCH = 2
 
 

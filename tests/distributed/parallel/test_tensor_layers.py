@@ -1,4 +1,4 @@
-"""Tensor-parallel layers, the loss and initial values against the whole computation on one rank."""
+"""Tensor-parallel layers and initial values against the whole computation on one rank."""
 
 import pytest
 import torch
@@ -7,7 +7,6 @@ from torch.nn import functional as F
 
 from parallel.mesh import Axis, Mesh
 from parallel.tensor import initial_values
-from parallel.tensor.cross_entropy import cross_entropy
 from parallel.tensor.initial_values import fill_normal
 from parallel.tensor.layers import (
     ColumnParallelLinear,
@@ -133,57 +132,6 @@ def test_layers_equal_the_whole_ones(layout, tensor_size):
             found = parts[0]
             assert all(part.equal(found) for part in parts), name
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
-
-
-def loss_and_gradient(
-    logits: Tensor, targets: Tensor, vocab_size: int, chunk_numel: int | None = None
-) -> tuple[float, Tensor]:
-    axis = Mesh.create(torch.distributed.get_world_size()).tensor
-    own = logits.chunk(axis.size, dim=-1)[axis.rank].contiguous().requires_grad_()
-    before = own.detach().clone()
-    loss = cross_entropy(own, targets, vocab_size, axis, chunk_numel)
-    (3 * loss).backward()
-    assert own.detach().equal(before), "the caller's logits have changed"
-    assert own.grad is not None
-    return loss.item(), own.grad
-
-
-@pytest.mark.parametrize("tensor_size", [1, 2, 4])
-@pytest.mark.parametrize("vocab_size", [64, 61, 17])  # of 64 columns: no padding, some padding, ranks with only padding
-def test_the_loss_equals_that_of_whole_logits(tensor_size, vocab_size, monkeypatch):
-    logits = torch.randn(33, 64, dtype=torch.float64) * 5
-    targets = torch.randint(vocab_size, (33,))
-    whole = logits[:, :vocab_size].clone().requires_grad_()
-    expected = F.cross_entropy(whole, targets)
-    (3 * expected).backward()
-    results = run_ranks(tensor_size, loss_and_gradient, logits, targets, vocab_size)
-    gradient = torch.cat([own for _, own in results], dim=-1)
-    for loss, _ in results:
-        assert loss == pytest.approx(expected.item(), rel=1e-14)
-    torch.testing.assert_close(gradient[:, :vocab_size], whole.grad, rtol=1e-12, atol=1e-15)
-    assert gradient[:, vocab_size:].eq(0).all()
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_the_loss_is_stable_in_half_precision(dtype):
-    """The exponentials of these logits overflow; sums are in fp32, so the loss is that of the rounded logits."""
-    logits = (torch.randn(16, 64) * 3000).to(dtype)
-    targets = logits.argmax(-1)
-    targets[::2] = torch.randint(64, (8,))
-    expected = F.cross_entropy(logits.double(), targets)
-    for loss, gradient in run_ranks(2, loss_and_gradient, logits, targets, 64):
-        assert loss == pytest.approx(expected.item(), rel=1e-6)
-        assert gradient.dtype == dtype
-        assert gradient.isfinite().all()
-
-
-def test_the_loss_does_not_depend_on_how_many_rows_are_summed_at_once():
-    logits, targets = torch.randn(50, 64, dtype=torch.float64), torch.randint(64, (50,))
-    at_once, *in_rows = (run_ranks(2, loss_and_gradient, logits, targets, 64, numel) for numel in (None, 100, 1))
-    for results in in_rows:
-        for (loss, gradient), (expected_loss, expected_gradient) in zip(results, at_once, strict=True):
-            assert loss == expected_loss
-            assert gradient.equal(expected_gradient)
 
 
 def initial_part(dim: int | None, tensor_size: int) -> tuple[Tensor, list[int]]:

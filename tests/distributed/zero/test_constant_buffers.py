@@ -9,7 +9,8 @@ from gpt.build import build_model
 from gpt.model.transformer import ModelConfig, initialize
 from parallel.instruments.memory_tracker import MemoryTracker
 from parallel.mesh import Axis, Mesh
-from parallel.tensor.cross_entropy import cross_entropy, temporary_bytes
+from parallel.tensor import softmax
+from parallel.tensor.linear_cross_entropy import linear_cross_entropy, temporary_bytes
 from parallel.tensor.token_layout import ReplicatedTokens
 from tests.ranks import run_ranks
 from zero.activations.checkpointed_blocks import ActivationsConfig
@@ -38,7 +39,7 @@ def measure(num_layers: int, stage: int, store: str, bucket_numel: int | None) -
     mesh = Mesh.create(tensor_size=1)
     config = ModelConfig(num_layers, 32, 4, seq_length=16, vocab_size=97, dropout=0.0)
     tokens = ReplicatedTokens(mesh.tensor)
-    gpt = build_model(config, ActivationsConfig(store), tokens, CPU, torch.bfloat16, bucket_numel)
+    gpt = build_model(config, ActivationsConfig(store), tokens, CPU, torch.bfloat16)
     initialize(gpt, seed=0)
     model = ZeroDataParallel(gpt, mesh.data, ZeroConfig(stage, bucket_numel, prefetch_numel=15_000))
     optimizer = ZeroOptimizer(model, torch.optim.AdamW, tensor=mesh.tensor, fused=True)
@@ -81,22 +82,26 @@ def test_without_constant_buffers_peak_temporaries_grow():
     assert eight.total > 1.5 * four.total
 
 
-@pytest.mark.parametrize("chunk_numel", [None, 1000, 100])
-def test_the_loss_allocates_the_bytes_that_it_promises(chunk_numel):
-    """Beside bf16 logits these are chunks in fp32, and a few numbers for each token."""
-    num_tokens, num_columns = 64, 128
-    targets = torch.randint(num_columns, (num_tokens,))
+@pytest.mark.parametrize(("chunk_tokens", "rows_numel"), [(64, 10**6), (64, 1000), (16, 1000), (1, 1000)])
+def test_the_loss_allocates_the_bytes_that_it_promises(chunk_tokens, rows_numel, monkeypatch):
+    """Logits of a chunk, their copies in fp32 and the weight's gradient, beside gradients of x and some vectors."""
+    monkeypatch.setattr(softmax, "ROWS_NUMEL", rows_numel)
+    num_tokens, num_words, features = 64, 128, 8
+    targets = torch.randint(num_words, (num_tokens,))
+    tokens = ReplicatedTokens(Axis.trivial("tensor"))
     with MemoryTracker(CPU) as tracker:
-        logits = torch.randn(num_tokens, num_columns, dtype=torch.bfloat16, requires_grad=True)
+        x = torch.randn(num_tokens, features, dtype=torch.bfloat16, requires_grad=True)
+        weight = torch.randn(num_words, features, dtype=torch.bfloat16, requires_grad=True)
         at_rest = tracker.device.total
-        loss = cross_entropy(logits, targets, num_columns, Axis.trivial("tensor"), chunk_numel)
-        in_forward = tracker.device.peak_total - at_rest
+        loss = linear_cross_entropy(x, weight, targets, num_words, tokens, chunk_tokens=chunk_tokens)
+        in_forward = tracker.device.peak_total - at_rest - x.nbytes
         tracker.restart()
         loss.backward()
-        in_backward = tracker.device.peak_total - at_rest - logits.nbytes  # the gradient of the logits
-    promised = temporary_bytes(num_tokens, num_columns, chunk_numel)
-    num_rows = num_tokens if chunk_numel is None else max(1, chunk_numel // num_columns)
-    assert promised == 2 * 4 * num_rows * num_columns
+        in_backward = tracker.device.peak_total - at_rest
+    promised = temporary_bytes(num_tokens, weight, chunk_tokens)
+    num_rows = min(chunk_tokens, max(1, rows_numel // num_words))
+    sums = 4 if chunk_tokens < num_tokens else 2
+    assert promised == 2 * chunk_tokens * num_words + 2 * 4 * num_rows * num_words + sums * num_words * features
     few_numbers = 64 * num_tokens
-    for found in (in_forward, in_backward):
-        assert promised / 2 <= found <= promised + few_numbers
+    assert promised / 2 <= in_forward <= promised + few_numbers
+    assert in_backward <= 2 * weight.nbytes + weight.nbytes + 2 * x.nbytes + few_numbers

@@ -219,6 +219,17 @@ def test_a_step_never_reads_the_value_of_a_tensor(dtype):
     run_ranks(2, check_step_waits_for_nothing, dtype)
 
 
+def test_a_step_tells_the_model_the_factor_of_the_loss():
+    """The model computes half-precision gradients of its logits before backward brings this factor."""
+    mesh = Mesh.create(tensor_size=1)
+    model = ZeroDataParallel(small_gpt(torch.float16), mesh.data, ZeroConfig())
+    optimizer = ZeroOptimizer(model, torch.optim.AdamW, loss_scale=LossScale(2.0**10), fused=True)
+    factors = []
+    model.module.register_forward_pre_hook(lambda _module, args: factors.append(args[2].item()))
+    train_step(model, optimizer, [*tokens_of(0, 0), *tokens_of(1, 0)], mesh)
+    assert factors == [2.0**10 / len(factors)] * len(factors)
+
+
 def test_an_optimizer_that_cannot_take_the_flag_waits_for_it():
     mesh = Mesh.create(tensor_size=1)
     model = ZeroDataParallel(small_gpt(torch.float16), mesh.data, ZeroConfig())

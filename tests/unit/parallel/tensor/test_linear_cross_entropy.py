@@ -1,0 +1,138 @@
+"""The cost of the head and the loss for 8k tokens x 50k words x 1600: products, bytes beside them, and memory."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch import Tensor
+
+from parallel.instruments.fake_tensors import QuickFakeTensorMode, real_tensors
+from parallel.instruments.kernel_log import Kernel, KernelLog
+from parallel.instruments.memory_tracker import MemoryTracker
+from parallel.instruments.operation_observer import observe_operations
+from parallel.mesh import Axis
+from parallel.tensor import linear_cross_entropy as module
+from parallel.tensor import softmax
+from parallel.tensor.linear_cross_entropy import linear_cross_entropy
+from parallel.tensor.softmax import Softmax
+from parallel.tensor.token_layout import ReplicatedTokens
+from tests.inductor_bytes import bytes_of_kernels
+
+TOKENS, WORDS, PADDED, FEATURES = 8192, 50257, 50304, 1600
+BEFORE = 1782e6  # bytes of the logits, their gradient, and copies of some rows in fp32, as the loss was before issue 17
+ONE_DEVICE = ReplicatedTokens(Axis.trivial("tensor"))
+CPU = torch.device("cpu")
+
+
+@dataclass
+class Cost:
+    """The kernels of the loss, and the largest memory above its inputs."""
+
+    kernels: list[Kernel] = field(default_factory=list)
+    peak: int = 0
+
+    @property
+    def flops(self) -> int:
+        return sum(kernel.flops for kernel in self.kernels)
+
+    @property
+    def bytes_beside_products(self) -> int:
+        return sum(kernel.num_bytes for kernel in self.kernels if not kernel.product)
+
+
+def cost(needs_x: bool = True, needs_weight: bool = True, is_compiled: bool = False) -> Cost:
+    """Return the cost in bf16 of forward, and of backward if a gradient is needed."""
+    with QuickFakeTensorMode(), MemoryTracker(CPU) as tracker:
+        x = torch.empty(TOKENS, FEATURES, dtype=torch.bfloat16, requires_grad=needs_x)
+        weight = torch.empty(PADDED, FEATURES, dtype=torch.bfloat16, requires_grad=needs_weight)
+        targets, scale = torch.empty(TOKENS, dtype=torch.int64), torch.empty(())
+        at_rest = tracker.device.total
+        log = KernelLog(lambda: "", lambda _tensor: False)
+        with observe_operations(log):
+            loss = linear_cross_entropy(
+                x, weight, targets, WORDS, ONE_DEVICE, loss_scale=scale, is_compiled=is_compiled
+            )
+            if loss.requires_grad:
+                (loss * scale).backward()
+        return Cost(log.kernels, tracker.device.peak_total - at_rest)
+
+
+@pytest.fixture
+def compiled_bytes(monkeypatch) -> Iterator[list[int]]:
+    """The bytes of the compiled functions' kernels, counted by inductor, and not by the log of kernels."""
+    counted: list[int] = []
+    of_shapes: dict[tuple, list[int]] = {}
+
+    def counting(function: Callable) -> Callable:
+        def count(*tensors: Tensor) -> Tensor:
+            key = function, tensors[0].shape
+            if key not in of_shapes:
+                layouts = [(t.shape, t.stride(), t.dtype) for t in tensors]
+                makers = [lambda s=s: torch.empty_strided(s[0], s[1], dtype=s[2]) for s in layouts]
+                with real_tensors():
+                    of_shapes[key] = bytes_of_kernels(function, *makers)
+            counted.extend(of_shapes[key])
+            return torch.empty(len(tensors[0]))
+
+        return count
+
+    functions = (softmax.log_sums, softmax.to_probabilities_, softmax.log_sums_to_probabilities_)
+    monkeypatch.setattr(module, "softmax", lambda is_compiled: Softmax(*map(counting, functions)))
+    return counted
+
+
+def test_the_peak_is_below_two_fifths_of_that_with_whole_logits():
+    assert cost().peak < 0.4 * BEFORE
+
+
+def test_compiled_it_moves_less_than_3_gb_beside_the_products(compiled_bytes):
+    found = cost(is_compiled=True)
+    logits = TOKENS * WORDS * 2
+    assert sum(compiled_bytes) == pytest.approx(2 * logits, rel=1e-3)  # each is read once, and its gradient written
+    cast = PADDED * FEATURES * (4 + 2) + 2 * TOKENS * FEATURES * 2  # the sums of the weight's gradient, and that of x
+    assert found.bytes_beside_products == pytest.approx(cast, rel=0.01)
+    assert sum(compiled_bytes) + found.bytes_beside_products < 3e9
+    assert found.peak < 0.4 * BEFORE
+
+
+def test_ranks_that_share_the_words_read_the_logits_twice(compiled_bytes):
+    logits = torch.empty(2048, 25152, dtype=torch.bfloat16, device="meta")
+    sums = torch.empty(2048, device="meta")
+    functions = module.softmax(True)
+    functions.log_sums(logits)
+    functions.to_probabilities_(logits, sums, sums)
+    assert sum(compiled_bytes) == pytest.approx(3 * logits.nbytes, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("needs_x", "needs_weight", "num_products"),
+    [(True, True, 3), (True, False, 2), (False, True, 2), (False, False, 1)],
+)
+def test_no_product_is_computed_twice_or_in_vain(needs_x, needs_weight, num_products):
+    assert cost(needs_x, needs_weight).flops == num_products * 2 * TOKENS * PADDED * FEATURES
+
+
+def test_without_grad_mode_only_the_loss_is_computed():
+    with torch.no_grad():
+        found = cost()
+    assert found.flops == 2 * TOKENS * PADDED * FEATURES
+    assert found.peak < 0.25 * BEFORE
+
+
+@pytest.mark.full
+def test_compiled_it_equals_eager():
+    """The functions are compiled for a CPU; the chunks have two sizes."""
+    x, weight, targets = torch.randn(70, 16), torch.randn(128, 16), torch.randint(100, (70,))
+    results = []
+    for is_compiled in (False, True):
+        own_x, own_weight = x.clone().requires_grad_(), weight.clone().requires_grad_()
+        loss = linear_cross_entropy(
+            own_x, own_weight, targets, 100, ONE_DEVICE, chunk_tokens=32, is_compiled=is_compiled
+        )
+        loss.backward()
+        with torch.no_grad():
+            alone = linear_cross_entropy(x, weight, targets, 100, ONE_DEVICE, is_compiled=is_compiled)
+        results.append((loss, alone, own_x.grad, own_weight.grad))
+    for compiled, eager in zip(*results, strict=True):
+        torch.testing.assert_close(compiled, eager, rtol=1e-6, atol=1e-7)
