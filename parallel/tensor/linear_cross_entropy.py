@@ -44,7 +44,8 @@ def linear_cross_entropy(
 
     `x` is (tokens of this rank, features), `weight` (padded vocabulary / size, features), and `targets` are the int64
     words of all tokens. The mean is over targets that are not negative. Words from `vocab_size` on are padding: their
-    probability and gradient are zero, and the loss of one as a target is infinite. `chunk_tokens` is the largest number of tokens, of all ranks, in a chunk.
+    probability and gradient are zero, and the loss of one as a target is infinite. `chunk_tokens` is the largest number
+    of tokens, of all ranks, in a chunk.
 
     If the loss is to be multiplied before backward, pass the factor as `loss_scale`, 0-dim: gradients in half precision
     are then computed with it, so that they do not underflow. They are right for any other factor too.
