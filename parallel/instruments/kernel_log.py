@@ -85,7 +85,7 @@ class KernelLog:
             self._phase(),
             num_bytes,
             dtype,
-            _product(name, args),
+            product_of(name, args),
             is_transfer=name == "copy_" and on_host[0] != on_host[1],
             to_host=on_host[0],
             is_on_host=all(on_host),
@@ -118,7 +118,8 @@ def _are_the_same_elements(one: Tensor, other: Tensor) -> bool:
     )
 
 
-def _product(name: str, args: Any) -> tuple[int, int, int, int] | None:
+def product_of(name: str, args: Any) -> tuple[int, int, int, int] | None:
+    """Return (batch, m, n, k) of an operation that is a matrix product, None of any other."""
     if (first := PRODUCTS.get(name)) is None:
         return None
     *batch, m, k = args[first].shape
