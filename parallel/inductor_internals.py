@@ -47,7 +47,7 @@ PROPERTIES = DeviceProperties(
 
 
 def trace(
-    function: Callable[..., Tensor], inputs: Sequence[Tensor], mode: FakeTensorMode
+    function: Callable[..., Any], inputs: Sequence[Tensor], mode: FakeTensorMode
 ) -> dict[str, torch.fx.GraphModule]:
     """Return the graphs {"forward": ..., "backward": ...} of a function of the mode's tensors, as inductor cuts them.
 
@@ -72,7 +72,7 @@ def trace(
     )
     with V.set_fake_mode(mode):
         result = traced(*inputs)
-        if result.requires_grad:
+        if isinstance(result, Tensor) and result.requires_grad:
             result.backward(torch.empty_like(result))
     return graphs
 

@@ -1,7 +1,7 @@
 """The kernels of compiled code, counted without a GPU, and put in the place of the eager ones in a log of kernels.
 
-    region = compiled_region(build)                         the kernels of a module, eager and compiled
-    kernels, positions = splice(kernels, [region])          a log in which each call of the module is compiled
+    region = compiled_region(build)                 the kernels of a function, eager and compiled
+    kernels, places = splice(kernels, [region])     a log in which each call of the function is compiled
 
 inductor's scheduler decides what is fused (parallel/inductor_internals.py). The log of a dry run is that of eager code,
 in which `splice` finds the kernels of each call.
@@ -28,22 +28,26 @@ NOT_NAMED = {"convert_element_type", "permute", "view", "reshape", "unbind", "ex
 # The kernels of a call may have others between them; a sequence that is further apart than this is not one call.
 MOST_FOREIGN = 200
 
-# Makes a module and its arguments, with the fake tensors of the mode in which it is called.
-Build = Callable[[], tuple[nn.Module, Sequence[Any]]]
+# Makes a function, or a module, and its arguments, with the fake tensors of the mode in which it is called.
+Build = Callable[[], tuple[Callable[..., Any], Sequence[Any]]]
 
 
 @dataclass(frozen=True)
 class CompiledRegion:
-    """The kernels of a module's forward and backward, eager and compiled, {phase: kernels}."""
+    """The kernels of a function's forward and backward, eager and compiled, {phase: kernels}."""
 
     eager: dict[str, list[Kernel]]
     compiled: dict[str, list[Kernel]]
 
 
-def compiled_region(build: Build) -> CompiledRegion | None:
-    """Return the kernels of a module that is compiled as a whole; None, with a warning, if they cannot be counted."""
+def compiled_region(build: Build, build_eager: Build | None = None) -> CompiledRegion | None:
+    """Return the kernels of a function that is compiled as a whole; None, with a warning, if they cannot be counted.
+
+    Pass `build_eager` if the eager function is another one, which for example computes some rows at a time. A function
+    without an argument or parameter that requires a gradient has no backward.
+    """
     try:
-        return CompiledRegion(_eager_kernels(build), _compiled_kernels(build))
+        return CompiledRegion(_eager_kernels(build_eager or build), _compiled_kernels(build))
     except Exception as error:  # whatever a new torch raises where its private parts have changed
         reason = str(error).split("\n")[0]
         logger.warning(
@@ -113,13 +117,16 @@ def _are_alike(one: Kernel, other: Kernel) -> bool:
 def _eager_kernels(build: Build) -> dict[str, list[Kernel]]:
     log = KernelLog(lambda: "", is_on_host=lambda _tensor: False)
     with QuickFakeTensorMode():
-        module, arguments = build()
-        inputs = [tensor for tensor in (*instances_in(arguments, Tensor), *module.parameters()) if tensor.requires_grad]
+        function, arguments = build()
+        tensors = [*instances_in(arguments, Tensor), *_parameters(function).values()]
+        inputs = [tensor for tensor in tensors if tensor.requires_grad]
         with observe_operations(log):
-            result = module(*arguments)
+            result = function(*arguments)
             num_forward = log.count()
-            torch.autograd.grad(result, inputs, torch.empty_like(result))
-    return {FORWARD: log.kernels[:num_forward], BACKWARD: log.kernels[num_forward:]}
+            if inputs:
+                torch.autograd.grad(result, inputs, torch.empty_like(result))
+    kernels = {FORWARD: log.kernels[:num_forward], BACKWARD: log.kernels[num_forward:]}
+    return {phase: found for phase, found in kernels.items() if found}
 
 
 def _compiled_kernels(build: Build) -> dict[str, list[Kernel]]:
@@ -129,22 +136,29 @@ def _compiled_kernels(build: Build) -> dict[str, list[Kernel]]:
 
     mode = inductor.FakeTensorMode()
     with mode:
-        module, arguments = build()
-        names, parameters = zip(*module.named_parameters(), strict=True)
+        function, arguments = build()
+        parameters = _parameters(function)
         is_tensor = [isinstance(argument, Tensor) for argument in arguments]
 
-        def function(*tensors: Tensor) -> Tensor:
+        def of_tensors(*tensors: Tensor) -> Any:
             given = iter(tensors)
             called_with = tuple(next(given) if t else a for t, a in zip(is_tensor, arguments, strict=True))
-            return torch.func.functional_call(module, dict(zip(names, given, strict=True)), called_with)
+            if not isinstance(function, nn.Module):
+                return function(*called_with)
+            return torch.func.functional_call(function, dict(zip(parameters, given, strict=True)), called_with)
 
-        graphs = inductor.trace(function, [*(a for a in arguments if isinstance(a, Tensor)), *parameters], mode)
+        tensors = [*(argument for argument in arguments if isinstance(argument, Tensor)), *parameters.values()]
+        graphs = inductor.trace(of_tensors, tensors, mode)
     return {
         phase: [
             _kernel(node) for node in inductor.plan(graph, mode, phase == BACKWARD) if not inductor.is_no_kernel(node)
         ]
         for phase, graph in graphs.items()
     }
+
+
+def _parameters(function: Callable[..., Any]) -> dict[str, Tensor]:
+    return dict(function.named_parameters()) if isinstance(function, nn.Module) else {}
 
 
 def _kernel(node: Any) -> Kernel:

@@ -1,6 +1,7 @@
 """The kernels of compiled code, compared with what can be fused, and their places in a log."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -73,6 +74,31 @@ def test_compiled_kernels_read_and_write_once_what_is_fused():
     # Of gelu: its input and the gradient are read, and one is written. Of the rest: the gradients of the product's
     # result and of x + ... and x itself are read, and one gradient is written.
     assert [k.num_bytes for k in region.compiled["backward"] if not k.product] == [3 * PASS, 4 * PASS]
+
+
+def log_sums_to_probabilities_(logits: Tensor) -> Tensor:
+    sums = logits.float().logsumexp(-1)
+    logits.copy_((logits - sums[:, None]).exp())
+    return sums
+
+
+def by_halves(logits: Tensor) -> Tensor:
+    return torch.cat([log_sums_to_probabilities_(part) for part in logits.chunk(2)])
+
+
+def build_softmax(function: Callable[[Tensor], Tensor]) -> tuple[Callable[[Tensor], Tensor], list[Tensor]]:
+    return function, [torch.empty(TOKENS, WIDTH, dtype=torch.bfloat16)]
+
+
+def test_a_function_that_writes_to_its_argument_is_one_kernel_without_a_backward():
+    region = compiled_region(partial(build_softmax, log_sums_to_probabilities_), partial(build_softmax, by_halves))
+    assert region is not None
+    assert region.eager.keys() == region.compiled.keys() == {"forward"}
+    assert len(region.eager["forward"]) > 10
+    (kernel,) = region.compiled["forward"]
+    assert kernel.num_bytes == PASS + 4 * TOKENS, (
+        "logits are read and written, in half of fp32's bytes, and sums written"
+    )
 
 
 def test_without_the_private_parts_of_torch_kernels_stay_eager(monkeypatch, caplog):
