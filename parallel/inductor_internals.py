@@ -71,9 +71,10 @@ def trace(
         decompositions=select_decomp_table(),
     )
     with V.set_fake_mode(mode):
-        result = traced(*inputs)
-        if isinstance(result, Tensor) and result.requires_grad:
-            result.backward(torch.empty_like(result))
+        output = traced(*inputs)
+        results = [output] if isinstance(output, Tensor) else output or []
+        if any(result.requires_grad for result in results):
+            torch.autograd.backward(results, [torch.empty_like(result) for result in results])
     return graphs
 
 

@@ -121,10 +121,10 @@ def _eager_kernels(build: Build) -> dict[str, list[Kernel]]:
         tensors = [*instances_in(arguments, Tensor), *_parameters(function).values()]
         inputs = [tensor for tensor in tensors if tensor.requires_grad]
         with observe_operations(log):
-            result = function(*arguments)
+            results = list(instances_in((function(*arguments),), Tensor))
             num_forward = log.count()
             if inputs:
-                torch.autograd.grad(result, inputs, torch.empty_like(result))
+                torch.autograd.grad(results, inputs, [torch.empty_like(result) for result in results])
     kernels = {FORWARD: log.kernels[:num_forward], BACKWARD: log.kernels[num_forward:]}
     return {phase: found for phase, found in kernels.items() if found}
 

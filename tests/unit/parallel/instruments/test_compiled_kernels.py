@@ -76,6 +76,17 @@ def test_compiled_kernels_read_and_write_once_what_is_fused():
     assert [k.num_bytes for k in region.compiled["backward"] if not k.product] == [3 * PASS, 4 * PASS]
 
 
+def test_a_function_may_return_several_tensors():
+    def two(x: Tensor) -> tuple[Tensor, Tensor]:
+        return x.sin(), x.cos()
+
+    region = compiled_region(lambda: (two, [torch.empty(TOKENS, WIDTH, requires_grad=True)]))
+    assert region is not None
+    (forward,), (backward,) = region.compiled["forward"], region.compiled["backward"]
+    assert (forward.num_bytes, backward.num_bytes) == (3 * PASS, 4 * PASS)
+    assert [len(region.eager[phase]) for phase in ("forward", "backward")] == [2, 6]
+
+
 def log_sums_to_probabilities_(logits: Tensor) -> Tensor:
     sums = logits.float().logsumexp(-1)
     logits.copy_((logits - sums[:, None]).exp())
