@@ -11,6 +11,7 @@ from torch import nn
 from gpt.checkpoint.pretrained import load_pretrained
 from gpt.loss_guard import LossGuard
 from gpt.model.apex import choose_layer_norm, find_apex
+from gpt.model.attention_kernel import describe_attention
 from gpt.model.transformer import GPT, Attention, ModelConfig, check_divides, initialize
 from gpt.planner.activation_store import chosen_activations
 from gpt.planner.host_memory import check_host_memory
@@ -149,6 +150,8 @@ def build_model(
     logger.info("layer norm: %s", layer_norm_name)
     compiles_loss = inductor_works(device)
     logger.info("loss: %s", "compiled" if compiles_loss else "eager")
+    if device.type == "cuda":
+        logger.info("attention: %s", describe_attention(config, config.num_heads // tokens.axis.size, device, dtype))
     default_dtype = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

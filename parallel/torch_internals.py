@@ -19,6 +19,7 @@ from torch._C import _set_throw_on_mutable_data_ptr as forbid_data_access
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.attention import SDPBackend
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
@@ -33,6 +34,7 @@ __all__ = [
     "UnguardedDispatchMode",
     "UnguardedFakeTensorMode",
     "active_dispatch_modes",
+    "attention_backend",
     "default_store",
     "fake_from_meta",
     "flatten_mesh",
@@ -46,6 +48,14 @@ __all__ = [
 
 DEVICE_OF = torch.ops.prim.device.default  # the operation by which autograd asks a fake tensor for its device
 VIEWS_DESPITE_THEIR_SCHEMA = {torch.ops.aten._unsafe_view.default}  # the schema says that the result is a new tensor
+
+
+def attention_backend(query: Tensor, dropout: float) -> SDPBackend:
+    """Return the kernel that `scaled_dot_product_attention` runs for causal attention of such a query, key and value.
+
+    The public functions of `torch.backends.cuda` say which kernels may run, and not which one is preferred.
+    """
+    return SDPBackend(torch._fused_sdp_choice(query, query, query, dropout_p=dropout, is_causal=True))
 
 
 def default_store() -> dist.Store:

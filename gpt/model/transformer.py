@@ -122,7 +122,8 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, num_sequences: int) -> Tensor:
         qkv = self.qkv(x).unflatten(0, (num_sequences, -1)).unflatten(-1, (-1, 3, self.head_dim))
-        q, k, v = qkv.permute(3, 0, 2, 1, 4)  # (batch, own heads, seq, head_dim) each
+        # Split before the transposes, so that the gradient of the split has the layout of qkv: it is not copied again.
+        q, k, v = (part.transpose(1, 2) for part in qkv.unbind(-2))  # (batch, own heads, seq, head_dim) each
         with own_random_stream(self.axis):
             attended = self.kernel(q, k, v, self.dropout if self.training else 0.0)
         return self.projection(attended.transpose(1, 2).flatten(0, 1).flatten(1))

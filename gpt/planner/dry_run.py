@@ -7,13 +7,14 @@ Its results are exact for the imitated backend, except for dropout on GPUs, whos
 import gc
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from gpt.build import TrainState, build, build_mesh
 from gpt.option_names import errors_in_option_names
+from gpt.planner.compiled_blocks import with_compiled_blocks
 from gpt.settings import Settings, TrainSettings
 from gpt.train_step import train_step
 from parallel.instruments.comm_log import CommEvent
@@ -55,7 +56,11 @@ def dry_run(settings: Settings) -> Recording:
     cluster = ClusterSpec.load(chosen.cluster) if chosen.cluster else None
     local_size = min(chosen.world_size, cluster.gpus_per_node) if cluster else chosen.world_size
     with imitated_world(chosen.rank, chosen.world_size, local_size, chosen.backend) as world:
-        return record_step(settings, world, QuickFakeTensorMode())
+        recording = record_step(settings, world, QuickFakeTensorMode())
+    if getattr(settings.train, "compile", "none") == "blocks":
+        log = with_compiled_blocks(recording.kernels, recording.events, settings, recording.state.activations)
+        return replace(recording, kernels=log[0], events=log[1])
+    return recording
 
 
 def record_step(

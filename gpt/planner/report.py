@@ -11,7 +11,7 @@ from gpt.model.flops import hardware_flops, model_flops
 from gpt.monitor.collectives import profile, profile_table
 from gpt.monitor.console import RunConsole
 from gpt.planner.dry_run import DEVICE, HOST, Recording, dry_run, no_garbage_collection
-from gpt.planner.projection import Timeline, project_recording
+from gpt.planner.projection import Timeline, kernel_seconds, project_recording
 from gpt.settings import DryRunSettings, Settings
 from parallel.errors import ConfigError
 from parallel.instruments.memory_tracker import TensorKind
@@ -94,8 +94,24 @@ def make_report(
             "model_tflops_per_device": report["model_flops"] / timeline.seconds / 1e12,
             "hardware_tflops_per_device": report["hardware_flops"] / timeline.seconds / 1e12,
             "tokens_per_second": global_batch_size * model.seq_length / timeline.seconds,
+            "mfu": report["model_flops"] / timeline.seconds / (cluster.peak_half_tflops * 1e12),
         }
+        report["kernels"] = seconds_by_kernel(recording, cluster)
     return report
+
+
+def seconds_by_kernel(recording: Recording, cluster: ClusterSpec) -> list[dict[str, Any]]:
+    """Return the projected time of the accelerator's kernels, a row for each phase and name, the longest first."""
+    rows: dict[tuple[str, str], dict[str, Any]] = {}
+    for kernel in recording.kernels:
+        if not kernel.is_on_host and not kernel.is_transfer:
+            empty = {"phase": kernel.phase, "name": kernel.name, "count": 0, "bytes": 0, "flops": 0, "seconds": 0.0}
+            row = rows.setdefault((kernel.phase, kernel.name), empty)
+            row["count"] += 1
+            row["bytes"] += kernel.num_bytes
+            row["flops"] += kernel.flops
+            row["seconds"] += kernel_seconds(kernel, cluster)
+    return sorted(rows.values(), key=lambda row: -row["seconds"])
 
 
 def traffic(recording: Recording) -> list[dict[str, Any]]:
@@ -117,7 +133,8 @@ def headline(report: dict[str, Any]) -> str:
         step = report["step"]
         line += (
             f": {verdict} the {available / 1e9:,.2f} GB of {report['cluster']['name']}{host_verdict(report)}; "
-            f"projected step {step['seconds']:.2f} s, {step['hardware_tflops_per_device']:.1f} TFLOPs per device"
+            f"projected step {step['seconds']:.3g} s, {step['hardware_tflops_per_device']:.1f} TFLOPs per device, "
+            f"MFU {100 * step['mfu']:.1f}%"
         )
     return line
 

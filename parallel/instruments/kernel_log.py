@@ -78,7 +78,7 @@ class KernelLog:
         moved = tensors if name in OVERWRITES else tensors + (results or tensors)
         if len(results) > 1:
             moved = moved + tensors[: READ_TWICE.get(name, 0)]
-        product = _product(name, args)
+        product = product_of(name, args)
         dtype = args[PRODUCTS[name]].dtype if product else (results or tensors)[0].dtype
         if name in INDEXED:
             num_bytes = args[2].nbytes + 2 * args[2].numel() * dtype.itemsize
@@ -124,7 +124,8 @@ def _are_the_same_elements(one: Tensor, other: Tensor) -> bool:
     )
 
 
-def _product(name: str, args: Any) -> tuple[int, int, int, int] | None:
+def product_of(name: str, args: Any) -> tuple[int, int, int, int] | None:
+    """Return (batch, m, n, k) of an operation that is a matrix product, None of any other."""
     if (first := PRODUCTS.get(name)) is None:
         return None
     *batch, m, k = args[first].shape

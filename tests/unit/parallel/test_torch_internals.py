@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.attention import SDPBackend
 
 from parallel import torch_internals as internals
 from tests.ranks import run_ranks
@@ -205,6 +206,18 @@ def test_resizes_are_observed_until_the_last_block_ends_in_whatever_order(first_
     assert "resize_" not in vars(torch.UntypedStorage)
 
 
+def test_the_attention_backend_is_the_one_that_runs():
+    query = torch.zeros(1, 2, 4, 8, requires_grad=True)
+    for dropout, backend, operation in [
+        (0.0, SDPBackend.FLASH_ATTENTION, "_scaled_dot_product_flash_attention_for_cpu"),
+        (0.5, SDPBackend.MATH, "bmm"),
+    ]:
+        assert internals.attention_backend(query, dropout) == backend
+        with CountingMode() as counting:
+            torch.nn.functional.scaled_dot_product_attention(query, query, query, dropout_p=dropout, is_causal=True)
+        assert any(operation in str(seen) for seen in counting.seen)
+
+
 def test_resizes_are_no_longer_observed_after_an_exception():
     observed: list[int] = []
     with pytest.raises(KeyError), internals.observe_resizes(lambda _storage, num_bytes: observed.append(num_bytes)):
@@ -254,5 +267,5 @@ def test_a_private_use_is_noticed(source):
 
 
 def test_no_other_module_uses_private_parts():
-    paths = [path for path in PARALLEL.rglob("*.py") if path.name != "torch_internals.py"]
+    paths = [path for path in PARALLEL.rglob("*.py") if not path.name.endswith("_internals.py")]
     assert {str(path): found for path in paths if (found := private_uses(path.read_text()))} == {}

@@ -2,16 +2,20 @@
 
 import math
 import sys
+from functools import partial
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gpt.model.apex import choose_layer_norm
+from gpt.model.attention_kernel import describe_attention
 from gpt.model.transformer import GPT, Attention, ModelConfig, initialize
 from parallel.errors import ConfigError
 from parallel.instruments.comm_log import CommLog
+from parallel.instruments.kernel_log import KernelLog
+from parallel.instruments.operation_observer import observe_operations
 from parallel.mesh import Axis
 from parallel.tensor.token_layout import ReplicatedTokens
 from tests.unit.gpt.model.models import ONE_DEVICE, batch, small_config, small_gpt
@@ -72,6 +76,39 @@ def test_heads_computed_from_equal_parts_of_the_qkv_rows_make_up_the_whole_atten
         part.projection = nn.Identity()
         heads.append(part(x, 2))
     torch.testing.assert_close(whole.projection(torch.cat(heads, dim=-1)), whole(x, 2), rtol=1e-12, atol=1e-14)
+
+
+def attention_with_parts_from_a_permutation(layer: Attention, x: Tensor, num_sequences: int) -> Tensor:
+    qkv = layer.qkv(x).unflatten(0, (num_sequences, -1)).unflatten(-1, (-1, 3, layer.head_dim))
+    q, k, v = qkv.permute(3, 0, 2, 1, 4)
+    return layer.projection(layer.kernel(q, k, v, 0.0).transpose(1, 2).flatten(0, 1).flatten(1))
+
+
+@pytest.mark.parametrize("attention", ["flash", "math"])
+def test_the_gradient_of_q_k_and_v_is_packed_by_one_copy(attention):
+    layer = attention_layer(small_config(attention=attention))
+    results, copied_bytes = [], []
+    for run in (layer, partial(attention_with_parts_from_a_permutation, layer)):
+        x = torch.arange(32.0 * 24, dtype=torch.float64).cos().unflatten(0, (32, 24)).requires_grad_()
+        y = run(x, 2)
+        kernels = KernelLog(lambda: "backward", is_on_host=lambda _tensor: False)
+        with observe_operations(kernels):
+            grads = torch.autograd.grad(y, [x, *layer.parameters()], y.detach().cos())
+        results.append([y, *grads])
+        copied_bytes.append(sum(k.num_bytes for k in kernels.kernels if k.name in {"stack", "cat", "clone", "copy_"}))
+    for packed, permuted in zip(*results, strict=True):
+        torch.testing.assert_close(packed, permuted, rtol=1e-12, atol=1e-12)
+    one_copy = 2 * 32 * 3 * 24 * 8
+    assert copied_bytes[1] - copied_bytes[0] == one_copy
+    if attention == "flash":
+        assert copied_bytes[0] == one_copy
+
+
+def test_the_log_names_the_attention_kernel():
+    described = partial(describe_attention, num_own_heads=2, device=torch.device("cpu"), dtype=torch.bfloat16)
+    assert "FlashAttention" in described(small_config(attention="flash", dropout=0.0))
+    assert "no fused one" in described(small_config(attention="flash", dropout=0.1)), "the CPU's has no dropout"
+    assert "explicit" in described(small_config(attention="math"))
 
 
 def test_initial_values_depend_on_seed_and_name_not_on_construction_or_dtype():

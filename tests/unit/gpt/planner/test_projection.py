@@ -6,12 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from gpt.model.flops import hardware_flops
+from gpt.model.flops import hardware_flops, model_flops
 from gpt.monitor.collectives import comparison_table, profile
 from gpt.planner.dry_run import dry_run
 from gpt.planner.layouts import CandidateLayout, predict
 from gpt.planner.plan import deepest_models, make_plan
-from gpt.planner.projection import MeshShape, collective_seconds, kernel_seconds, project
+from gpt.planner.projection import MeshShape, collective_seconds, kernel_seconds, project, project_recording
+from gpt.planner.report import make_report
 from gpt.settings import Settings
 from gpt.settings_parser import parse_settings
 from parallel.errors import ConfigError
@@ -139,6 +140,16 @@ def test_counted_flops_equal_the_formula(store):
     counted = sum(kernel.flops for kernel in dry_run(chosen).kernels)
     expected = hardware_flops(chosen.model, 8, "blocks" if store == "keep" else "nothing") / 4
     assert counted == expected
+
+
+def test_the_report_says_where_the_time_of_the_step_lies():
+    chosen = shallow()
+    recording = dry_run(chosen)
+    timeline = project_recording(recording, DGX_2)
+    report = make_report(recording, chosen.dry_run, chosen.train.global_batch_size, DGX_2, timeline)
+    for name, total in [("seconds", timeline.busy_seconds()["compute"]), ("flops", report["counted_flops"])]:
+        assert sum(row[name] for row in report["kernels"]) == pytest.approx(total)
+    assert report["step"]["mfu"] == pytest.approx(model_flops(chosen.model, 8) / 4 / timeline.seconds / 125e12)
 
 
 def test_the_planner_chooses_a_layout_that_fits():

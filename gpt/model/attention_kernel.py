@@ -1,0 +1,23 @@
+"""The attention kernel that torch chooses on a GPU, for the log."""
+
+import torch
+
+from gpt.model.transformer import ModelConfig
+from parallel.torch_internals import attention_backend
+
+NAMES = {
+    "FLASH_ATTENTION": "FlashAttention",
+    "CUDNN_ATTENTION": "cuDNN",
+    "EFFICIENT_ATTENTION": "memory-efficient attention, which is slower than FlashAttention",
+    "MATH": "the math kernel, which stores every score: no fused one takes this head size, dropout and precision",
+}
+
+
+def describe_attention(config: ModelConfig, num_own_heads: int, device: torch.device, dtype: torch.dtype) -> str:
+    """Return which kernel computes attention, in training, of a model whose ranks have `num_own_heads` heads each."""
+    if config.attention == "math":
+        return "explicit matrices of scores (model.attention=math)"
+    shape = 1, num_own_heads, config.seq_length, config.head_dim
+    query = torch.empty(shape, device=device, dtype=dtype, requires_grad=True)
+    name = attention_backend(query, config.dropout).name
+    return f"torch.nn.functional.scaled_dot_product_attention by {NAMES.get(name, name)}"
