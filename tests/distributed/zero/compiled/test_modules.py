@@ -1,34 +1,13 @@
 """Modules that torch.compile has compiled, whole or in parts, before or after they are wrapped."""
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor
 
+from tests.distributed.zero.compiled.backend import Backend
 from tests.distributed.zero.scenarios.runs import STAGE_3, STAGES, WIDTH, Block, Blocks, Model, Run, scenario
 
 BLOCK_OPERATIONS = 5  # x * scale, up, tanh, down, +
-
-
-class Backend:
-    """A backend that runs the same kernels as without torch.compile, and counts the operations of each graph.
-
-    The default partitioner keeps what backward reads, as plain torch does. The other one imports inductor, for seconds.
-    """
-
-    def __init__(self) -> None:
-        torch.compiler.reset()
-        self.num_operations: list[int] = []
-
-    def __call__(self, graph: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        self.num_operations.append(sum(node.op not in ("placeholder", "output") for node in graph.graph.nodes))
-        return torch._dynamo.lookup_backend("aot_eager_default_partitioner")(graph, inputs)
-
-    def compile_blocks(self, module: nn.Module) -> None:
-        for block in module.blocks:
-            block.compile(backend=self)
 
 
 def three_blocks() -> Blocks:
