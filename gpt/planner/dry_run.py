@@ -7,7 +7,7 @@ Its results are exact for the imitated backend, except for dropout on GPUs, whos
 import gc
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -65,6 +65,7 @@ def record_step(
 
     Tensors are made inside the context `tensor_mode`.
     """
+    settings = replace(settings, train=replace(settings.train, compile="none"))  # fake tensors cannot be compiled
     mesh = build_mesh(settings, world)
     with tensor_mode, MemoryTracker(world.device) as tracker:
         state = build(settings, mesh, world.device)
