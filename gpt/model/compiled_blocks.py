@@ -1,7 +1,7 @@
 """Blocks of a GPT whose forward is compiled by torch.compile, one graph for all of them.
 
 The module's `__call__` is not compiled: its hooks belong to ZeRO. Evaluation and generation, whose shapes differ from
-training's, run the blocks as they are.
+training's, run the blocks as they are, and so does a step in which single operations are observed.
 """
 
 import shutil
@@ -16,6 +16,7 @@ from gpt.model.transformer import GPT, Block
 from parallel.blocks import Recomputation
 from parallel.errors import ConfigError
 from parallel.tensor.traced_layers import make_traceable
+from parallel.torch_internals import active_dispatch_modes
 
 Backend = str | Callable[..., Any]
 
@@ -53,11 +54,11 @@ def check_compiler(device: torch.device) -> None:
 def _in_training(
     block: Block, compiled: Callable[..., Any], finish: Callable[..., Tensor] | None
 ) -> Callable[..., Any]:
-    """Return a forward that runs the compiled function in training, and the block as it is in evaluation."""
+    """Return a forward that runs the compiled function in training, and otherwise what the block runs now."""
     eager = block.forward
 
     def forward(x: Tensor, num_sequences: int) -> Tensor:
-        if not block.training:
+        if not block.training or active_dispatch_modes():
             return eager(x, num_sequences)
         output = compiled(x, num_sequences)
         return finish(*output) if finish else output

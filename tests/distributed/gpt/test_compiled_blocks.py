@@ -48,10 +48,10 @@ class Case:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The numbers that a rank has computed, and the collectives that it has launched."""
+    """The numbers that a rank has computed, and the collectives that it has launched along each axis."""
 
     values: dict[str, Tensor]
-    traffic: list[CommEvent]
+    traffic: dict[str, list[CommEvent]]
 
 
 def train(case: Case, backend: Callable[..., Any] | str | None) -> Outcome:
@@ -69,7 +69,7 @@ def train(case: Case, backend: Callable[..., Any] | str | None) -> Outcome:
     optimizer = ZeroOptimizer(model, torch.optim.AdamW, tensor=mesh.tensor, lr=0.01)
     torch.manual_seed(1 + mesh.data.rank)
     values = {}
-    with mesh.log.keeping_events(lambda: 0) as traffic:
+    with mesh.log.keeping_events(lambda: 0) as events:
         for step in range(2):
             with model.accumulate():
                 values[f"loss {2 * step}"] = backward(model, 2 * step, mesh.data.rank)
@@ -80,7 +80,9 @@ def train(case: Case, backend: Callable[..., Any] | str | None) -> Outcome:
             values["logits"] = model(torch.arange(5)[None])
     with model.gathered():
         values |= {name: param.detach().clone() for name, param in gpt.named_parameters()}
-    return Outcome(values, traffic)
+    # The gradients of a compiled block are written at once, so its buckets may be reduced later than some collectives
+    # of the tensor axis.
+    return Outcome(values, {axis: [event for event in events if event.axis == axis] for axis in ("data", "tensor")})
 
 
 def backward(model: ZeroDataParallel, number: int, rank: int) -> Tensor:
@@ -97,7 +99,7 @@ def check_equals_eager(cases: list[Case], backend_name: str) -> None:
             expected, found = train(case, None), train(case, backend)
             torch.testing.assert_close(found.values, expected.values, rtol=0, atol=0)
             assert found.traffic == expected.traffic
-            assert expected.traffic
+            assert any(expected.traffic.values())
             # One for all blocks, micro-batches and steps.
             assert not case.is_one_graph or len(backend.num_operations) == 1, backend.num_operations
         except BaseException as error:
