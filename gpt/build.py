@@ -12,6 +12,7 @@ from gpt.checkpoint.pretrained import load_pretrained
 from gpt.loss_guard import LossGuard
 from gpt.model.apex import choose_layer_norm, find_apex
 from gpt.model.attention_kernel import describe_attention
+from gpt.model.compiled_blocks import check_compiler, compile_blocks
 from gpt.model.transformer import GPT, Attention, ModelConfig, check_divides, initialize
 from gpt.planner.activation_store import chosen_activations
 from gpt.planner.host_memory import check_host_memory
@@ -117,14 +118,21 @@ def build(settings: Settings, mesh: Mesh, device: torch.device) -> TrainState:
         logger.warning("train.precision=fp16 is slow on a CPU; choose bf16")
     settings = settings.with_gradient_types(mesh.data.size)
     train, tokens = settings.train, token_layout(settings.parallel, mesh)
+    if train.compiles_blocks:
+        check_compiler(device)
     activations = chosen_activations(settings.activations, settings.model, train, settings.zero, mesh, tokens, device)
     with ShardedInit(mesh.data, settings.zero.policy, settings.zero.prefetch_numel, settings.offload) as init:
         sum_dtype = settings.zero.gradient_types(train.dtype).reduce
-        gpt = build_model(settings.model, activations, tokens, device, train.dtype, sum_dtype)
+        gpt = build_model(
+            settings.model, activations, tokens, device, train.dtype, sum_dtype, is_compiled=train.compiles_blocks
+        )
         initialize(gpt, train.seed, mesh.data)
         if train.initial_weights is not None:
             load_pretrained(gpt, Path(train.initial_weights))
     model = ZeroDataParallel(gpt, mesh.data, settings.zero, init=init, offload=settings.offload)
+    if train.compiles_blocks:
+        # Units that are named may be inside blocks, whose graphs then end at the hooks of these units.
+        compile_blocks(gpt, activations.recomputes, may_break=settings.zero.units is not None)
     loss_scale = build_loss_scale(train.loss_scale, train.precision == "fp16", device)
     optimizer = build_optimizer(model, mesh.tensor, settings.optimizer, loss_scale)
     # After everything is built, because that draws random numbers too. Each data-parallel rank has its own stream of
@@ -141,12 +149,14 @@ def build_model(
     device: torch.device,
     dtype: torch.dtype,
     gradient_sum_dtype: torch.dtype | None = None,
+    is_compiled: bool = False,
 ) -> GPT:
     """Return a GPT with parameters of `dtype`, which are not initialized yet.
 
-    `gradient_sum_dtype` is the type in which gradients are summed along the tensor axis; None: `dtype`.
+    `gradient_sum_dtype` is the type in which gradients are summed along the tensor axis; None: `dtype`. `is_compiled`:
+    `compile_blocks` follows, which cannot trace apex.
     """
-    layer_norm, layer_norm_name = choose_layer_norm(device)
+    layer_norm, layer_norm_name = (nn.LayerNorm, "compiled") if is_compiled else choose_layer_norm(device)
     logger.info("layer norm: %s", layer_norm_name)
     compiles_loss = inductor_works(device)
     logger.info("loss: %s", "compiled" if compiles_loss else "eager")

@@ -101,6 +101,10 @@ class TrainSettings:
     """Start with a smaller batch and grow to global_batch_size; null: use global_batch_size from the first step on."""
     precision: DtypeName = "bf16"
     """Data type of parameters, activations and gradients. Master weights and the optimizer's moments are fp32."""
+    compile: Literal["none", "blocks"] = "none"
+    """Part of the model that torch.compile compiles for training. blocks: all blocks have one graph, which inductor
+    compiles in the first step, for about a minute; it needs triton on GPUs and g++ on CPUs. Evaluation, generation and
+    dry runs are never compiled."""
     loss_scale: LossScaleSettings = field(default_factory=LossScaleSettings)
     """The loss scale of fp16."""
     initial_weights: str | None = None
@@ -131,6 +135,13 @@ class TrainSettings:
                 raise ConfigError(f"train.{name}={getattr(self, name)} is below 0; choose 0 or more")
         if self.precision not in DTYPES:
             raise ConfigError(f"train.precision={self.precision} is unknown; choose {', '.join(DTYPES)}")
+        if self.compile not in ("none", "blocks"):
+            raise ConfigError(f"train.compile={self.compile} is unknown; choose none or blocks")
+
+    @property
+    def compiles_blocks(self) -> bool:
+        """True if blocks are compiled."""
+        return self.compile == "blocks"
 
     @property
     def dtype(self) -> torch.dtype:

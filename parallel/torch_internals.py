@@ -107,7 +107,10 @@ def active_dispatch_modes() -> list[TorchDispatchMode]:
 
 
 class UnguardedDispatchMode(TorchDispatchMode):
-    """A dispatch mode without Dynamo's guard, which doubles the time of an operation. No code here is compiled."""
+    """A dispatch mode without Dynamo's guard, which doubles the time of an operation.
+
+    No code is compiled while one is active.
+    """
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

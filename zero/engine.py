@@ -109,10 +109,7 @@ class ZeroDataParallel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module."""
-        if self._hooks is not None:  # the module's own hook starts the forward, also without this wrapper
-            self._hooks.enclose(self.module)
-        else:
-            self._start_forward()
+        self._before_forward()
         return self.module(*args, **kwargs)
 
     def register_forward_method(self, name: str, module: nn.Module | None = None) -> None:
@@ -250,6 +247,9 @@ class ZeroDataParallel(nn.Module):
         self._handles = [part.register_load_state_dict_pre_hook(Hook(refuse_assign)) for part in parts]
         self._handles += [self._register_gradient_hook(param) for param in trainable]
         self._hooks: ModuleHooks | None = self._scheduler.install_hooks(self.module) if self._unshards else None
+        # With hooks, that of the module itself starts the forward, also without this wrapper.
+        before_forward = partial(self._hooks.enclose, self.module) if self._hooks else self._start_forward
+        self._before_forward = torch.compiler.disable(before_forward)
 
     def _register_gradient_hook(self, param: nn.Parameter) -> RemovableHandle:
         # A weak reference: the garbage collector does not follow references of such hooks, and would never free the

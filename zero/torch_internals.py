@@ -74,6 +74,16 @@ def call_at_end_of_backward(callback: Callable[[], None]) -> None:
     Variable._execution_engine.queue_callback(callback)
 
 
+def never_begin_graph(function: Callable[..., Any]) -> None:
+    """Have torch.compile trace a function inside others only, and never compile it by itself.
+
+    `torch.compiler.disable` also ends the graph of a function that calls it.
+    """
+    from torch._dynamo.eval_frame import skip_code  # here: the compiler is large, and slow to import
+
+    skip_code(function.__code__)
+
+
 def forbid_writes(tensor: Tensor) -> None:
     """Make every write to the tensor's storage raise RuntimeError.
 
@@ -98,6 +108,18 @@ def run_last(module: nn.Module, handle: RemovableHandle) -> None:
     """Make a forward hook the last one of its module: a hook that was registered after it runs before it."""
     if next(reversed(module._forward_hooks)) != handle.id:
         module._forward_hooks.move_to_end(handle.id)  # type: ignore[attr-defined]
+
+
+def name_hook(handle: RemovableHandle, name: str) -> None:
+    """Have a module keep a hook under a name, and not under a number; it becomes the last of the module's hooks.
+
+    torch.compile checks the numbers of some hooks before it calls compiled code, and would compile each module again.
+    """
+    for reference in (handle.hooks_dict_ref, *handle.extra_dict_ref):
+        table = reference()
+        if handle.id in table:
+            table[name] = table.pop(handle.id)
+    handle.id = name  # type: ignore[assignment]
 
 
 def structure_of(module: nn.Module) -> Callable[[], list[int]]:

@@ -253,7 +253,7 @@ FEATURES = {
     "weight_quantization": "quantization is not supported",
     "eigenvalue": "it is used for quantization only",
     "hybrid_engine": "it is used for inference only",
-    "compile": "torch.compile is not supported",
+    "compile": "set train.compile",
     "nebula": "checkpoints are written asynchronously to run.dir",
 }
 

@@ -10,6 +10,7 @@ The residual stream x has shape (tokens, hidden), with the tokens of all sequenc
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -124,9 +125,13 @@ class Attention(nn.Module):
         qkv = self.qkv(x).unflatten(0, (num_sequences, -1)).unflatten(-1, (-1, 3, self.head_dim))
         # Split before the transposes, so that the gradient of the split has the layout of qkv: it is not copied again.
         q, k, v = (part.transpose(1, 2) for part in qkv.unbind(-2))  # (batch, own heads, seq, head_dim) each
-        with own_random_stream(self.axis):
-            attended = self.kernel(q, k, v, self.dropout if self.training else 0.0)
-        return self.projection(attended.transpose(1, 2).flatten(0, 1).flatten(1))
+        return self.projection(self.attend(q, k, v).transpose(1, 2).flatten(0, 1).flatten(1))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Run the kernel, with another mask of dropout on each rank."""
+        probability = self.dropout if self.training else 0.0
+        with own_random_stream(self.axis) if probability else nullcontext():
+            return self.kernel(q, k, v, probability)
 
 
 class MLP(nn.Module):
@@ -138,7 +143,11 @@ class MLP(nn.Module):
         self.down = RowParallelLinear(4 * config.hidden_size, config.hidden_size, tokens)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(x), approximate="tanh"))
+        return self.down(self.activated(x))
+
+    def activated(self, x: Tensor) -> Tensor:
+        """Return the input of the second layer, (all tokens, own columns)."""
+        return F.gelu(self.up(x), approximate="tanh")
 
 
 class TokenDropout(nn.Module):
@@ -149,8 +158,9 @@ class TokenDropout(nn.Module):
         self.probability, self.tokens = probability, tokens
 
     def forward(self, x: Tensor) -> Tensor:
-        with self.tokens.random_stream():
-            return F.dropout(x, self.probability, self.training)
+        probability = self.probability if self.training else 0.0
+        with self.tokens.random_stream() if probability else nullcontext():
+            return F.dropout(x, probability)
 
 
 class Block(nn.Module):
@@ -165,8 +175,19 @@ class Block(nn.Module):
         self.dropout = TokenDropout(config.dropout, tokens)
 
     def forward(self, x: Tensor, num_sequences: int) -> Tensor:
+        return self.finish(*self.before_last_product(x, num_sequences))
+
+    def before_last_product(self, x: Tensor, num_sequences: int) -> tuple[Tensor, Tensor]:
+        """Return the residual stream after attention, and the input of the last product, which backward does not need.
+
+        `finish` returns what `forward` does.
+        """
         x = x + self.dropout(self.attention(self.attention_norm(x), num_sequences))
-        return x + self.dropout(self.mlp(self.mlp_norm(x)))
+        return x, self.mlp.activated(self.mlp_norm(x))
+
+    def finish(self, x: Tensor, activated: Tensor) -> Tensor:
+        """Add the last product to the residual stream."""
+        return x + self.dropout(self.mlp.down(activated))
 
 
 class GPT(nn.Module):

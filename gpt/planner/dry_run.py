@@ -14,7 +14,7 @@ import torch
 
 from gpt.build import TrainState, build, build_mesh
 from gpt.option_names import errors_in_option_names
-from gpt.planner.compiled_blocks import with_compiled_blocks
+from gpt.planner.compiled_code import with_compiled_code
 from gpt.settings import Settings, TrainSettings
 from gpt.train_step import train_step
 from parallel.instruments.comm_log import CommEvent
@@ -57,10 +57,8 @@ def dry_run(settings: Settings) -> Recording:
     local_size = min(chosen.world_size, cluster.gpus_per_node) if cluster else chosen.world_size
     with imitated_world(chosen.rank, chosen.world_size, local_size, chosen.backend) as world:
         recording = record_step(settings, world, QuickFakeTensorMode())
-    if getattr(settings.train, "compile", "none") == "blocks":
-        log = with_compiled_blocks(recording.kernels, recording.events, settings, recording.state.activations)
-        return replace(recording, kernels=log[0], events=log[1])
-    return recording
+    kernels, events = with_compiled_code(recording.kernels, recording.events, settings, recording.state.activations)
+    return replace(recording, kernels=kernels, events=events)
 
 
 def record_step(
@@ -70,6 +68,7 @@ def record_step(
 
     Tensors are made inside the context `tensor_mode`.
     """
+    settings = replace(settings, train=replace(settings.train, compile="none"))  # fake tensors cannot be compiled
     mesh = build_mesh(settings, world)
     with tensor_mode, MemoryTracker(world.device) as tracker:
         state = build(settings, mesh, world.device)

@@ -18,6 +18,8 @@ from parallel.errors import ConfigError
 from parallel.mesh import Axis
 from parallel.tensor.token_layout import TokenLayout
 
+Linear = Callable[[Tensor, Tensor, Tensor], Tensor]  # (x, weight, bias) -> y
+
 
 def split_dims(module: nn.Module) -> dict[str, int]:
     """Return {name: dim} of every parameter of the module that is split along the tensor axis."""
@@ -43,10 +45,12 @@ def part_of(size: int, axis: Axis, what: str) -> int:
 class ColumnParallelLinear(nn.Module):
     """A linear layer, (tokens of this rank, in) -> (all tokens, out / size).
 
-    Each rank has its rows of weight (out, in) and of bias (out,).
+    Each rank has its rows of weight (out, in) and of bias (out,). `traced` is what torch.compile traces instead of the
+    layer, if the layer sends anything.
     """
 
     split_dims: ClassVar = {"weight": 0, "bias": 0}
+    traced: Linear | None = None
 
     def __init__(self, in_features: int, out_features: int, tokens: TokenLayout):
         super().__init__()
@@ -56,16 +60,19 @@ class ColumnParallelLinear(nn.Module):
         self.bias = nn.Parameter(torch.empty(own_features))
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.traced is not None and torch.compiler.is_compiling():
+            return self.traced(x, self.weight, self.bias)
         return column_parallel_linear(x, self.weight, self.bias, self.tokens)
 
 
 class RowParallelLinear(nn.Module):
     """A linear layer, (all tokens, in / size) -> (tokens of this rank, out).
 
-    Each rank has its columns of weight (out, in) and the whole bias (out,).
+    Each rank has its columns of weight (out, in) and the whole bias (out,). `traced` is as for the column-parallel one.
     """
 
     split_dims: ClassVar = {"weight": 1}
+    traced: Linear | None = None
 
     def __init__(self, in_features: int, out_features: int, tokens: TokenLayout):
         super().__init__()
@@ -75,6 +82,8 @@ class RowParallelLinear(nn.Module):
         self.bias = nn.Parameter(torch.empty(out_features))
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.traced is not None and torch.compiler.is_compiling():
+            return self.traced(x, self.weight, self.bias)
         # The bias is added once in the sum over ranks, as part of the product: a pass of its own would take longer.
         bias = _OnFirstRank.apply(self.bias, self.tokens.axis)
         return _Reduce.apply(F.linear(x, self.weight, bias), self.tokens)
@@ -107,6 +116,41 @@ def column_parallel_linear(x: Tensor, weight: Tensor, bias: Tensor | None, token
     return _ColumnLinear.apply(x, weight, bias, tokens)
 
 
+def column_product(x: Tensor, weight: Tensor, bias: Tensor | None, tokens: TokenLayout) -> Tensor:
+    """Return the output of a column-parallel layer, without a graph."""
+    whole, gathered = tokens.gather(x)
+    gathered.wait()
+    return F.linear(whole, weight, bias)
+
+
+def column_gradients(grad: Tensor, x: Tensor, weight: Tensor, tokens: TokenLayout) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of (x, weight, bias) of a column-parallel layer.
+
+    The gather overlaps with the first product, and the reduction with the second one. All ranks launch the two
+    collectives in this order.
+    """
+    whole, gathered = tokens.gather(x)
+    grad_x, reduced = tokens.reduce(grad @ weight)
+    gathered.wait()
+    grad_weight, grad_bias = grad.t() @ whole, grad.sum(0)
+    reduced.wait()
+    return grad_x, grad_weight, grad_bias
+
+
+def row_product(x: Tensor, weight: Tensor, bias: Tensor, tokens: TokenLayout) -> Tensor:
+    """Return the output of a row-parallel layer, without a graph."""
+    sums, reduced = tokens.reduce(F.linear(x, weight, bias if tokens.axis.rank == 0 else torch.zeros_like(bias)))
+    reduced.wait()
+    return sums
+
+
+def row_gradients(grad: Tensor, x: Tensor, weight: Tensor, tokens: TokenLayout) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of (x, weight, bias) of a row-parallel layer."""
+    whole, gathered = tokens.gather(grad)
+    gathered.wait()
+    return whole @ weight, whole.t() @ x, whole.sum(0)
+
+
 def gather_columns(own: Tensor, axis: Axis) -> Tensor:
     """Gather (tokens, n) from every rank into (tokens, size * n). The result's gradient must be equal on all ranks."""
     return _GatherColumns.apply(own, axis)
@@ -133,9 +177,7 @@ class _ColumnLinear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, tokens: TokenLayout) -> Tensor:
         ctx.tokens, ctx.has_bias = tokens, bias is not None
         ctx.save_for_backward(x, weight)  # only this rank's tokens: the others are gathered again
-        whole, gathered = tokens.gather(x)
-        gathered.wait()
-        return F.linear(whole, weight, bias)
+        return column_product(x, weight, bias, tokens)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

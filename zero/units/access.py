@@ -4,6 +4,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from zero.torch_internals import replace_parameter_table
@@ -12,7 +13,8 @@ from zero.torch_internals import replace_parameter_table
 class WatchedParameters(dict[str, Any]):
     """The dictionary of a module's parameters, which calls `on_access(param)` before it returns a parameter.
 
-    Reading an attribute looks the name up here; iterating over all parameters does not.
+    Reading an attribute looks the name up here; iterating over all parameters does not. What torch.compile traces is
+    not reported: see `WatchedParameter` for the parameters that a compiled function cannot read.
     """
 
     def __init__(self, on_access: Callable[[nn.Parameter], None], params: dict[str, Any]):
@@ -21,7 +23,7 @@ class WatchedParameters(dict[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         param = super().__getitem__(name)
-        if param is not None:
+        if param is not None and not torch.compiler.is_compiling():
             self._on_access(param)
         return param
 

@@ -139,6 +139,8 @@ class ParameterGuard:
         if issubclass(original, nn.Parameter):
             if (original, guarded) not in self._classes:
                 members = {"zero_guard": self, "zero_original": original}
+                if guarded is WatchedParameter:  # a function that torch.compile does not trace
+                    members["__torch_function__"] = classmethod(torch.compiler.disable(run_reported))
                 self._classes[original, guarded] = new_class(
                     original.__name__, (guarded, original), exec_body=lambda namespace: namespace.update(members)
                 )
@@ -155,7 +157,7 @@ class GuardedParameter(nn.Parameter):
     def grad(self) -> Tensor | None:
         """The gradient of a backward that is running; None if there is no gradient."""
         grad = _GRAD.__get__(self)
-        if grad is None and self.zero_guard.holds_gradients():
+        if grad is None and self.zero_guard.holds_gradients() and not torch.compiler.is_compiling():
             raise GradientAccessError(
                 f"the gradient of {self.zero_name} is in the buckets of ZeroDataParallel, not in `.grad`; clip by "
                 "ZeroOptimizer(clip_norm=...), read norms in `optimizer.step(gradient_hook=...)`, discard gradients by "
@@ -221,29 +223,31 @@ class GuardedParameter(nn.Parameter):
 class WatchedParameter(GuardedParameter):
     """A parameter whose reads are reported before they happen."""
 
-    @classmethod
-    def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        """Run a torch function; first report the watched parameters in its arguments, unless it reads no values."""
-        kwargs = kwargs or {}
-        if func in CONVERSIONS and not changes(func, *args, **kwargs):
-            return args[0]
-        watched = (
-            [] if func in METADATA else [t for t in find_tensors((args, kwargs))[0] if isinstance(t, WatchedParameter)]
-        )
-        for param in watched:
-            param.zero_guard.before_read(param)
-        with DisableTorchFunction():
-            result = func(*args, **kwargs)
-        if watched and any(tensor.grad_fn is not None for tensor in find_tensors(result)[0]):
-            for param in watched:
-                param.zero_guard.after_saving(param)
-        return result
-
     def __repr__(self) -> str:  # type: ignore[override]
         return f"{self.zero_name}, a {self.dtype} of shape {tuple(self.shape)} inside ZeroDataParallel"
 
     def __format__(self, spec: str) -> str:
         return format(repr(self), spec)
+
+
+def run_reported(
+    _cls: type, func: Callable[..., Any], _types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+) -> Any:
+    """Run a torch function; first report the watched parameters in its arguments, unless it reads no values."""
+    kwargs = kwargs or {}
+    if func in CONVERSIONS and not changes(func, *args, **kwargs):
+        return args[0]
+    reads_values = func not in METADATA and not torch.compiler.is_compiling()  # the compiler itself reads metadata
+    found = find_tensors((args, kwargs))[0] if reads_values else []
+    watched = [tensor for tensor in found if isinstance(tensor, WatchedParameter)]
+    for param in watched:
+        param.zero_guard.before_read(param)
+    with DisableTorchFunction():
+        result = func(*args, **kwargs)
+    if watched and any(tensor.grad_fn is not None for tensor in find_tensors(result)[0]):
+        for param in watched:
+            param.zero_guard.after_saving(param)
+    return result
 
 
 def changes(conversion: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> bool:

@@ -1,14 +1,15 @@
-"""Hooks before and after the modules of a model, which its copies do not have."""
+"""Hooks before and after the modules of a model, which its copies do not have and torch.compile does not trace."""
 
 from collections.abc import Callable
 from functools import partial, wraps
 from types import MethodType
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from zero.torch_internals import run_first, run_last
+from zero.torch_internals import name_hook, never_begin_graph, run_first, run_last
 from zero.units.unit import Unit, innermost_unit
 
 Before = Callable[[Unit, nn.Module, tuple, dict], None]
@@ -20,11 +21,20 @@ class ModuleHooks:
 
     These are all modules with parameters, since any of them may be called by itself, and their methods that are
     registered. `unit` is the smallest unit that contains the module. The calls enclose the user's own hooks on the
-    modules of units. If a module raises, `output` is None.
+    modules of units. If a module raises, `output` is None. `is_running(unit)` says if the calls of modules of the unit
+    are inside one that has been reported already.
     """
 
-    def __init__(self, root: nn.Module, units: dict[str, Unit], before: Before, after: After):
-        self._before, self._after = before, after
+    def __init__(
+        self,
+        root: nn.Module,
+        units: dict[str, Unit],
+        before: Before,
+        after: After,
+        is_running: Callable[[Unit], bool],
+    ):
+        self._before, self._after, self._is_running = before, after, is_running
+        never_begin_graph(Hook.__call__)
         self._handles: list[RemovableHandle] = []
         self._methods: list[tuple[nn.Module, str]] = []
         names: dict[nn.Module, list[str]] = {}
@@ -73,20 +83,28 @@ class ModuleHooks:
                 run_last(module, after_handle)
             self._before(unit, module, args, kwargs)
 
-        after_handle = module.register_forward_hook(Hook(after), always_call=True)
-        before_handle = module.register_forward_pre_hook(Hook(before), prepend=True, with_kwargs=True)
+        def is_idle() -> bool:
+            return not is_unit and self._is_running(unit)
+
+        after_handle = module.register_forward_hook(Hook(after, is_idle), always_call=True)
+        before_handle = module.register_forward_pre_hook(Hook(before, is_idle), prepend=True, with_kwargs=True)
+        for handle in (before_handle, after_handle):
+            name_hook(handle, "zero")
+        run_first(module, before_handle)
         self._handles += [before_handle, after_handle]
         return before_handle
 
 
 class Hook:
-    """A hook that does nothing in a copy of its module, in memory or in a file."""
+    """A hook that does nothing in a copy of its module, in memory or in a file. See [Note: compiling]."""
 
-    def __init__(self, function: Callable):
-        self._function = function
+    def __init__(self, function: Callable, is_idle: Callable[[], bool] = lambda: False):
+        self._function = torch.compiler.disable(function)
+        self._is_idle = torch.compiler.assume_constant_result(is_idle)
 
     def __call__(self, *args: Any) -> None:
-        self._function(*args)
+        if not (torch.compiler.is_compiling() and self._is_idle()):
+            self._function(*args)
 
     def __deepcopy__(self, _memo: dict[int, Any]) -> Callable:
         return no_hook
@@ -109,7 +127,8 @@ class ForwardMethod:
     def __init__(
         self, module: nn.Module, name: str, before: Callable[[tuple, dict], None], after: Callable[[Any], None]
     ):
-        self._module, self._name, self._before, self._after = module, name, before, after
+        self._module, self._name = module, name
+        self._before, self._after = torch.compiler.disable(before), torch.compiler.disable(after)
         self._method = getattr(module, name)
         wraps(self._method)(self)
 
@@ -127,3 +146,9 @@ class ForwardMethod:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return getattr, (self._module, self._name)
+
+
+# [Note: compiling] The compiler ends its graph at a hook, and runs the hook as it is: what it does depends on what
+# other modules have run, which compiled code cannot repeat. A hook on a module inside a unit has nothing to do while
+# its unit runs, and then leaves no trace in the graph. Whether it runs is asked once, when a function is compiled; if
+# the function is called again while the unit is sharded, the parameters are of another class, and it is compiled again.

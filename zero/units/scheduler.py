@@ -67,7 +67,7 @@ class UnitScheduler:
         """Install hooks on the modules of all units; `root` is the module that contains them."""
         self._modules = {unit: root.get_submodule(name) for name, unit in self._units.items()}
         watch_parameters(root, self._on_access)
-        return ModuleHooks(root, self._units, self._before_forward, self._after_forward)
+        return ModuleHooks(root, self._units, self._before_forward, self._after_forward, self._is_running)
 
     def start_recording(self) -> None:
         """Record a forward of the whole model from its first visit on."""
@@ -294,6 +294,9 @@ class UnitScheduler:
             if numel_left < 0:
                 break
             following.start_unshard()
+
+    def _is_running(self, unit: Unit) -> bool:
+        return any(call.unit is unit for call in self._running)
 
     def _is_in_backward(self, unit: Unit) -> bool:
         return any(call.unit is unit for call in self._in_backward)

@@ -286,3 +286,37 @@ def test_a_torch_function_can_run_what_it_was_called_for():
     assert notes == [Tensor.add, Tensor.shape.__get__]
     param.__class__ = nn.Parameter
     assert type(param) is nn.Parameter
+
+
+def test_a_named_hook_runs_and_is_removed():
+    notes: list[str] = []
+    module = nn.Linear(1, 1)
+    first = module.register_forward_hook(lambda *_: notes.append("named"), always_call=True)
+    module.register_forward_hook(lambda *_: notes.append("other"))
+    internals.name_hook(first, "a name")
+    module(torch.ones(1))
+    with pytest.raises(RuntimeError):
+        module(torch.ones(2))
+    assert notes == ["other", "named", "named"]  # the last one is called if the module raises, too
+    first.remove()
+    module(torch.ones(1))
+    assert notes[3:] == ["other"]
+    assert not module._forward_hooks_always_called
+
+
+def test_a_function_that_never_begins_a_graph_is_a_part_of_others():
+    graphs = []
+
+    def count(graph: torch.fx.GraphModule, _inputs: list[Tensor]) -> Callable[..., Any]:
+        graphs.append(graph)
+        return graph.forward
+
+    def inner(x: Tensor) -> Tensor:
+        return x.sin()
+
+    internals.never_begin_graph(inner)
+    compiled_inner, outer = torch.compile(inner, backend=count), torch.compile(lambda x: inner(x) + 1, backend=count)
+    compiled_inner(torch.ones(1))
+    assert not graphs
+    outer(torch.ones(1))
+    assert len(graphs) == 1

@@ -1,12 +1,14 @@
 """The log of a dry run with the blocks compiled: inductor's kernels in the place of the eager ones."""
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
+from math import ceil
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from gpt.model.transformer import Block, ModelConfig
 from gpt.settings import Settings
@@ -14,27 +16,31 @@ from parallel.instruments.comm_log import CommEvent
 from parallel.instruments.compiled_kernels import CompiledRegion, compiled_region, splice
 from parallel.instruments.kernel_log import Kernel
 from parallel.mesh import Axis
+from parallel.tensor.linear_cross_entropy import CHUNK_TOKENS
+from parallel.tensor.softmax import log_sums_to_probabilities_, softmax
 from parallel.tensor.token_layout import ReplicatedTokens
 from zero.activations.checkpointed_blocks import ActivationsConfig
 
 logger = logging.getLogger(__name__)
 
 
-def with_compiled_blocks(
+def with_compiled_code(
     kernels: list[Kernel], events: list[CommEvent], settings: Settings, activations: ActivationsConfig
 ) -> tuple[list[Kernel], list[CommEvent]]:
-    """Return the kernels of a step with those of each block compiled, and its collectives at their new places.
+    """Return the kernels of a step with those that a GPU runs compiled, and its collectives at their new places.
 
-    Blocks whose compiled kernels cannot be counted stay eager, with a warning.
+    The loss is compiled on GPUs, and blocks if the settings say so. What cannot be counted stays eager, with a warning.
     """
-    if settings.parallel.tensor_size > 1 or activations.store != "none":
+    one_layer, train = replace(settings.model, num_layers=1), settings.train
+    is_whole, is_on_gpu = settings.parallel.tensor_size == 1, settings.dry_run.backend == "nccl"
+    regions = []
+    if is_whole and is_on_gpu:
+        regions.append(loss_region(one_layer, train.micro_batch_size * one_layer.seq_length, train.dtype))
+    if is_whole and train.compiles_blocks and activations.store == "none":
+        regions.append(block_region(one_layer, train.micro_batch_size, train.dtype))
+    elif train.compiles_blocks:
         logger.warning("kernels of compiled blocks are counted eager with tensor parallelism or recomputation")
-        return kernels, events
-    one_layer = replace(settings.model, num_layers=1)
-    region = block_region(one_layer, settings.train.micro_batch_size, settings.train.dtype)
-    if region is None:
-        return kernels, events
-    kernels, places = splice(kernels, [region])
+    kernels, places = splice(kernels, [region for region in regions if region is not None])
     moved = [
         replace(
             event,
@@ -45,6 +51,19 @@ def with_compiled_blocks(
         for event in events
     ]
     return kernels, moved
+
+
+@cache
+def loss_region(config: ModelConfig, num_tokens: int, dtype: torch.dtype) -> CompiledRegion | None:
+    """Return the kernels of the softmax of a chunk of tokens, eager and compiled, as `block_region` does."""
+    num_rows = num_tokens // ceil(num_tokens / CHUNK_TOKENS)
+
+    def build(is_eager: bool) -> tuple[Callable[..., Any], list[Tensor]]:
+        logits = torch.empty(num_rows, config.padded_vocab_size, dtype=dtype)[:, : config.vocab_size]
+        function = softmax(False).log_sums_to_probabilities_ if is_eager else log_sums_to_probabilities_
+        return function, [logits, torch.empty(num_rows)]
+
+    return compiled_region(partial(build, False), partial(build, True))
 
 
 @cache

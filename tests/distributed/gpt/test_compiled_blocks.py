@@ -1,0 +1,142 @@
+"""Compiled blocks against blocks that are not compiled: the same bits, the same traffic, one graph."""
+
+import itertools
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from gpt.build import build_model
+from gpt.model.compiled_blocks import compile_blocks
+from gpt.model.transformer import ModelConfig, initialize
+from parallel.mesh import Mesh
+from parallel.tensor.token_layout import ReplicatedTokens, SplitTokens
+from tests.distributed.zero.compiled.backend import Backend
+from tests.ranks import run_ranks
+from zero.activations.checkpointed_blocks import ActivationsConfig
+from zero.config import ZeroConfig
+from zero.engine import ZeroDataParallel
+from zero.optimizer import ZeroOptimizer
+
+CPU = torch.device("cpu")
+STORES = ["none", "selective", "keep", "partition_host"]
+TENSOR_LAYOUTS = [(1, False), (2, False), (2, True)]  # (tensor size, sequence parallel)
+
+
+@dataclass(frozen=True)
+class Case:
+    stage: int = 3
+    store: str = "none"
+    tensor_size: int = 1
+    sequence_parallel: bool = False
+    dropout: float = 0.0
+    attention: str = "flash"
+    num_layers: int = 3
+
+    @property
+    def model(self) -> ModelConfig:
+        return ModelConfig(self.num_layers, 16, 2, 8, 50, self.dropout, vocab_multiple=2, attention=self.attention)
+
+    @property
+    def is_one_graph(self) -> bool:
+        return self.tensor_size == 1 or self.dropout == 0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The numbers that a rank has computed, and the collectives that it has launched.
+
+    Their order is not compared: a compiled block writes its gradients at once, after the collectives of its layers.
+    """
+
+    values: dict[str, Tensor]
+    traffic: Counter[tuple[Any, ...]]
+
+
+def train(case: Case, backend: Callable[..., Any] | str | None) -> Outcome:
+    """Train for two steps of two micro-batches, and evaluate."""
+    torch.manual_seed(0)
+    mesh = Mesh.create(case.tensor_size)
+    tokens = (SplitTokens if case.sequence_parallel else ReplicatedTokens)(mesh.tensor)
+    activations = ActivationsConfig(case.store)
+    gpt = build_model(case.model, activations, tokens, CPU, torch.float64, is_compiled=backend is not None)
+    initialize(gpt, seed=0)
+    model = ZeroDataParallel(gpt, mesh.data, ZeroConfig(case.stage, bucket_numel=500))
+    if backend is not None:
+        compile_blocks(gpt, activations.recomputes, backend)
+    optimizer = ZeroOptimizer(model, torch.optim.AdamW, tensor=mesh.tensor, lr=0.01)
+    torch.manual_seed(1 + mesh.data.rank)
+    values = {}
+    with mesh.log.keeping_events(lambda: 0) as events:
+        for step in range(2):
+            with model.accumulate():
+                values[f"loss {2 * step}"] = backward(model, 2 * step, mesh.data.rank)
+            values[f"loss {2 * step + 1}"] = backward(model, 2 * step + 1, mesh.data.rank)
+            values[f"norm {step}"] = optimizer.step()
+        gpt.eval()
+        with torch.no_grad():
+            values["logits"] = model(torch.arange(5)[None])
+    with model.gathered():
+        values |= {name: param.detach().clone() for name, param in gpt.named_parameters()}
+    return Outcome(values, Counter((event.op, event.axis, event.message_bytes, event.dtype) for event in events))
+
+
+def backward(model: ZeroDataParallel, number: int, rank: int) -> Tensor:
+    tokens = torch.randint(0, 50, (2, 9), generator=torch.Generator().manual_seed(100 * number + rank))
+    loss = model(tokens[:, :-1], tokens[:, 1:])
+    loss.backward()
+    return loss.detach()
+
+
+def check_equals_eager(cases: list[Case], backend_name: str) -> None:
+    for case in cases:
+        backend = Backend(backend_name)
+        try:
+            expected, found = train(case, None), train(case, backend)
+            torch.testing.assert_close(found.values, expected.values, rtol=0, atol=0)
+            assert found.traffic == expected.traffic
+            assert expected.traffic
+            # One for all blocks, micro-batches and steps.
+            assert not case.is_one_graph or len(backend.num_operations) == 1, backend.num_operations
+        except BaseException as error:
+            error.add_note(f"in {case}")
+            raise
+
+
+FEW = {
+    1: [Case(), Case(stage=1, store="keep", dropout=0.1), Case(store="selective", dropout=0.1, num_layers=12)],
+    2: [Case(store="keep", tensor_size=2), Case(0, tensor_size=2, sequence_parallel=True, dropout=0.1)],
+}
+
+
+@pytest.mark.parametrize("tensor_size", [1, 2])
+def test_compiled_blocks_equal_eager_ones(tensor_size: int):
+    run_ranks(2, check_equals_eager, FEW[tensor_size], "aot_eager_default_partitioner")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("tensor_size", "sequence_parallel"), TENSOR_LAYOUTS)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_all_compiled_blocks_equal_eager_ones(stage: int, tensor_size: int, sequence_parallel: bool):
+    stores = [*STORES, "partition"] if tensor_size > 1 and not sequence_parallel else STORES
+    cases = [
+        Case(stage, store, tensor_size, sequence_parallel, dropout, attention)
+        for store, dropout, attention in itertools.product(stores, (0.0, 0.1), ("flash", "math"))
+    ]
+    run_ranks(2 * tensor_size, check_equals_eager, cases, "aot_eager", timeout_seconds=1800)
+
+
+def check_inductor() -> None:
+    """Fused kernels add up in another order."""
+    expected, found = train(Case(), None), train(Case(), "inductor")
+    torch.testing.assert_close(found.values, expected.values, rtol=1e-6, atol=1e-6)
+    assert found.traffic == expected.traffic
+
+
+@pytest.mark.full
+def test_blocks_that_inductor_compiles_equal_eager_ones():
+    run_ranks(2, check_inductor, timeout_seconds=600)

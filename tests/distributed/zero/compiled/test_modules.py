@@ -1,0 +1,149 @@
+"""Modules that torch.compile has compiled, whole or in parts, before or after they are wrapped."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.distributed.zero.compiled.backend import Backend
+from tests.distributed.zero.scenarios.runs import STAGE_3, STAGES, WIDTH, Block, Blocks, Model, Run, scenario
+
+BLOCK_OPERATIONS = 5  # x * scale, up, tanh, down, +
+
+
+def three_blocks() -> Blocks:
+    return Blocks(*(Block() for _ in range(3)))
+
+
+@scenario(STAGES)
+def test_blocks_are_compiled_before_wrapping(run: Run) -> None:
+    module, backend = three_blocks(), Backend()
+    backend.compile_blocks(module)
+    model = run.wrap(module)
+    run.train(model, run.optimizer(model), steps=range(3))
+    assert backend.num_operations == [BLOCK_OPERATIONS]  # one graph for all blocks and all steps
+
+
+@scenario(STAGES)
+def test_blocks_are_compiled_after_wrapping(run: Run) -> None:
+    model, backend = run.wrap(three_blocks()), Backend()
+    optimizer = run.optimizer(model)
+    run.train(model, optimizer, steps=[0])
+    backend.compile_blocks(model.module)
+    run.train(model, optimizer, steps=[1, 2, 3])
+    assert backend.num_operations == [BLOCK_OPERATIONS]
+
+
+@scenario(STAGES)
+def test_forward_of_blocks_is_compiled_alone(run: Run) -> None:
+    model, backend = run.wrap(three_blocks()), Backend()
+    for block in model.module.blocks:
+        block.forward = torch.compile(block.forward, backend=backend, fullgraph=True)
+    run.train(model, run.optimizer(model), steps=range(3))
+    assert backend.num_operations == [BLOCK_OPERATIONS]
+
+
+@scenario(STAGES)
+def test_a_model_is_compiled_whole(run: Run) -> None:
+    module, backend = three_blocks(), Backend()
+    module.compile(backend=backend)
+    model = run.wrap(module)
+    run.train(model, run.optimizer(model), steps=range(3))
+    # In stage 3, graphs end at blocks, which have one graph together.
+    assert backend.num_operations == ([1, BLOCK_OPERATIONS, 1] if run.shards_parameters else [3 * BLOCK_OPERATIONS + 2])
+
+
+@scenario(STAGES)
+def test_the_wrapper_is_compiled(run: Run) -> None:
+    model, backend = run.wrap(three_blocks()), Backend()
+    optimizer = run.optimizer(model)
+    model.compile(backend=backend)
+    run.train(model, optimizer, steps=range(2))
+    run.train(torch.compile(model, backend=backend), optimizer, steps=range(2, 4))
+
+
+@scenario(STAGE_3)
+def test_a_compiled_part_runs_by_itself(run: Run) -> None:
+    model, backend = run.wrap(three_blocks()), Backend()
+    model.module.embed.compile(backend=backend)
+    model.module.blocks[0].up.compile(backend=backend)
+
+    def loss(model: Model, x: Tensor) -> Tensor:
+        alone = model.module.head(model.module.embed(x)).square().mean()
+        return alone + model.module.blocks[0].up(x).square().mean() + (model(x) - 0.5).square().mean()
+
+    run.train(model, run.optimizer(model), loss, steps=range(3))
+
+
+class Borrower(Blocks):
+    """A model whose blocks and which itself read weights of other blocks."""
+
+    class Block(Block):
+        def __init__(self, other: Block) -> None:
+            super().__init__()
+            self.others = [other]
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + (x @ self.others[0].up.weight.t()).sum(-1, keepdim=True)
+
+    def __init__(self) -> None:
+        first = Block()
+        super().__init__(first, Borrower.Block(first), Block())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * self.blocks[2].scale)
+
+
+@scenario(STAGE_3)
+def test_a_compiled_module_reads_weights_of_another(run: Run) -> None:
+    module, backend = Borrower(), Backend()
+    backend.compile_blocks(module)
+    module.compile(backend=backend)
+    model = run.wrap(module)
+    run.train(model, run.optimizer(model), steps=range(3))
+
+
+@scenario(STAGES)
+def test_a_model_is_compiled_while_gradients_are_accumulated(run: Run) -> None:
+    model, backend = run.wrap(three_blocks()), Backend()
+    optimizer = run.optimizer(model)
+    for step in range(2):
+        with model.accumulate():
+            run.record((model(run.batch(step)) - 0.5).square().mean() / 2).backward()
+        backend.compile_blocks(model.module)
+        run.record((model(run.batch(step + 9)) - 0.5).square().mean() / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert backend.num_operations == [BLOCK_OPERATIONS]
+
+
+@scenario(STAGE_3)
+def test_a_compiled_model_runs_inside_gathered(run: Run) -> None:
+    model, backend = run.wrap(three_blocks()), Backend()
+    backend.compile_blocks(model.module)
+    optimizer = run.optimizer(model)
+    run.train(model, optimizer)
+    with torch.no_grad(), model.gathered() as module:
+        run.record(module(run.batch(5)).square().mean())
+    run.train(model, optimizer)
+
+
+class Fails(Block):
+    """A block that raises if its input is not finite."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():
+            torch._dynamo.graph_break()
+        if x.isnan().any():
+            raise FloatingPointError
+        return super().forward(x)
+
+
+@scenario(STAGES)
+def test_a_compiled_module_raises_and_runs_again(run: Run) -> None:
+    model, backend = run.wrap(Blocks(Block(), Fails(), Block())), Backend()
+    backend.compile_blocks(model.module)
+    optimizer = run.optimizer(model)
+    run.train(model, optimizer)
+    with pytest.raises(FloatingPointError):
+        model(torch.full((2, WIDTH), torch.nan))
+    run.train(model, optimizer)

@@ -1,0 +1,53 @@
+"""The settings and the compiler of compiled blocks."""
+
+import shutil
+from importlib.util import find_spec
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gpt.model import compiled_blocks
+from gpt.model.transformer import GPT, ModelConfig, initialize
+from gpt.settings import TrainSettings
+from parallel.errors import ConfigError
+from parallel.mesh import Axis
+from parallel.tensor.token_layout import ReplicatedTokens
+from tests.distributed.zero.compiled.backend import Backend
+
+ONE_DEVICE = ReplicatedTokens(Axis.trivial("tensor"))
+
+
+class Unobtrusive(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+def test_blocks_are_compiled_for_training_only():
+    backend = Backend()
+    gpt = GPT(ModelConfig(2, 16, 2, 8, 50, dropout=0.0), ONE_DEVICE)
+    initialize(gpt, seed=0)
+    compiled_blocks.compile_blocks(gpt, "nothing", backend)
+    ids = torch.arange(8)[None]
+    gpt.eval()
+    with torch.no_grad():
+        expected = gpt(ids)
+    gpt.train()
+    with Unobtrusive():  # such as one that counts FLOPs
+        gpt(ids)
+    assert not backend.num_operations
+    torch.testing.assert_close(gpt(ids), expected)
+    assert len(backend.num_operations) == 1
+
+
+def test_a_part_that_cannot_be_compiled_is_refused():
+    with pytest.raises(ConfigError, match=r"train.compile=model is unknown; choose none or blocks"):
+        TrainSettings(compile="model")
+
+
+@pytest.mark.parametrize(("device", "name"), [("cuda", "triton"), ("cpu", r"C\+\+")])
+def test_a_compiler_that_is_not_installed_is_named(device: str, name: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(compiled_blocks, "find_spec", lambda name: None if name == "triton" else find_spec(name))
+    monkeypatch.setattr(shutil, "which", lambda _name: None)
+    with pytest.raises(ConfigError, match=f"train.compile=blocks needs .*{name}"):
+        compiled_blocks.check_compiler(torch.device(device))
