@@ -20,10 +20,10 @@ def unit_names(module: nn.Module) -> list[str]:
     return [name for name in find_units(module) if name]
 
 
-def check_equals_one_process(name: str, way: str, backend_name: str, zero_configs: list[ZeroConfig]) -> None:
+def check_equals_one_process(name: str, way: str, zero_configs: list[ZeroConfig]) -> None:
     """The other process trains a copy of the module, which is not compiled."""
     for config in zero_configs:
-        backend, module = Backend(backend_name), build(name)
+        backend, module = Backend("aot_eager"), build(name)
         if way == "blocks before":
             compile_units(module, backend)
         twins = Twins(module, config, lr=0.01)
@@ -36,13 +36,8 @@ def check_equals_one_process(name: str, way: str, backend_name: str, zero_config
             assert len(backend.num_operations) == len(unit_names(module))
 
 
-@pytest.mark.parametrize(("name", "way"), [("transformers_gpt2", "whole"), ("llama", "blocks after")])
-def test_a_compiled_model_of_transformers_trains_as_one_process_does(name: str, way: str):
-    run_ranks(2, check_equals_one_process, name, way, "aot_eager_default_partitioner", configs(3))
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("way", ["whole", "blocks before", "blocks after"])
 @pytest.mark.parametrize("name", ["transformers_gpt2", "llama", "t5"])
 def test_compiled_models_of_transformers_train_as_one_process_does(name: str, way: str):
-    run_ranks(2, check_equals_one_process, name, way, "aot_eager", configs(*ALL_STAGES), timeout_seconds=600)
+    run_ranks(2, check_equals_one_process, name, way, configs(*ALL_STAGES), timeout_seconds=600)
