@@ -38,10 +38,10 @@ class ZeroConfig:
     the model is built, it limits the number of elements that are not sharded yet."""
     resident_numel: int = 0
     """If parameters are partitioned: those with fewer elements than this stay gathered, such as norms and biases."""
-    defragment: bool = True
+    defragment: bool | None = None
     """Allocate the memory of gradients once (M_D of the paper), if full gradients are transient. false: allocate
     staging memory in backward only, and owned gradients from backward to the update; this leaves more memory for the
-    forward and more work for the allocator."""
+    forward and more work for the allocator. null: false if parameters are partitioned, else true."""
     units: tuple[str, ...] | None = None
     """The modules that are gathered at a time, by patterns such as blocks.*; null: the elements of the module lists."""
 
@@ -70,7 +70,9 @@ class ZeroConfig:
 
     def at_stage(self, stage: int) -> ShardingPolicy:
         """Return the policy that these settings give another stage."""
-        row = replace(STAGES[stage], owned_grads=Lifetime.PERSISTENT if self.defragment else Lifetime.TRANSIENT)
+        row = STAGES[stage]
+        allocates_once = row.full_params is Lifetime.PERSISTENT if self.defragment is None else self.defragment
+        row = replace(row, owned_grads=Lifetime.PERSISTENT if allocates_once else Lifetime.TRANSIENT)
         return replace(row, full_grads=Lifetime.PERSISTENT) if self.accumulate == "local" else row
 
     def gradient_types(self, parameter: torch.dtype, *, accumulates: bool = True) -> GradientTypes:

@@ -72,7 +72,8 @@ def describe_run(state: TrainState, train: TrainSettings, run_dir: str) -> str:
 def memory_table(state: TrainState, train: TrainSettings) -> Table:
     """Return a table of this rank's model states, beside the paper's formula, and of its buffers.
 
-    Before the first step, moments are counted with the size that they will have.
+    Moments before the first step, and gradients that are freed between steps, are counted with the size that they will
+    have.
     """
     num_parameters, shard_size, zero = state.num_parameters, state.model.shard_axis.size, state.model.config
     state_bytes = state.optimizer.state_bytes_per_element
@@ -91,7 +92,9 @@ def memory_table(state: TrainState, train: TrainSettings) -> Table:
         found = resident.resident_states(state.model, state.optimizer, placement)
         buckets = [bucket for bucket in state.optimizer.buckets if bucket.optimizer_placement is placement]
         moments = found.moments or sum(bucket.master.numel() for bucket in buckets) * state_bytes
-        rows = {field.name: getattr(found, field.name) for field in fields(found)} | {"moments": moments}
+        gradients = found.gradients or sum(bucket.grads.owned.nbytes for bucket in buckets)
+        rows = {field.name: getattr(found, field.name) for field in fields(found)}
+        rows |= {"gradients": gradients, "moments": moments}
         where = f", {placement.name.lower()}" if offloaded else ""
         for name, num_bytes in [*rows.items(), ("total", sum(rows.values()))]:
             per_parameter = f"{num_bytes / num_parameters:.2f}"

@@ -65,7 +65,7 @@ class Terms:
     clip_norm: float
     bucket_numel: int | None
     prefetch_numel: int
-    defragment: bool
+    defragment: bool | None
 
 
 def zero(name: str, model: nn.Module, terms: Terms, *, stage: int, offload: OffloadConfig = NO_OFFLOAD) -> Contender:

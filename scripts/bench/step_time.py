@@ -65,8 +65,9 @@ class Settings:
     """zero.bucket_numel of our stages."""
     prefetch_numel: int = 2**21
     """zero.prefetch_numel of our stage 3: a block of this model, as fsdp2 gathers ahead."""
-    defragment: bool = True
-    """zero.defragment of our stages 2 and 3. With false, gradients are freed after the update, as by fsdp2."""
+    defragment: bool | None = None
+    """zero.defragment of our stages 2 and 3. With false, the default of stage 3, gradients are freed after the update,
+    as by fsdp2."""
     micro_batches: int = 1
     """Micro-batches a step."""
     micro_batch_size: int = 4

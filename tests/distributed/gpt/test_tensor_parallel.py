@@ -313,7 +313,7 @@ def states_of(tensor_size: int, stage: int) -> tuple[float, int, int]:
     torch.set_default_dtype(torch.bfloat16)
     gpt = GPT(config, ReplicatedTokens(mesh.tensor))
     initialize(gpt, seed=0)
-    model = ZeroDataParallel(gpt, mesh.data, ZeroConfig(stage))
+    model = ZeroDataParallel(gpt, mesh.data, ZeroConfig(stage, defragment=True))
     optimizer = ZeroOptimizer(model, torch.optim.AdamW, tensor=mesh.tensor, fused=True)
     model(*batch(config, 0, 0, 0)).backward()
     optimizer.step()

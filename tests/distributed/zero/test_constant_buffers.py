@@ -41,7 +41,7 @@ def measure(num_layers: int, stage: int, store: str, bucket_numel: int | None) -
     tokens = ReplicatedTokens(mesh.tensor)
     gpt = build_model(config, ActivationsConfig(store), tokens, CPU, torch.bfloat16)
     initialize(gpt, seed=0)
-    model = ZeroDataParallel(gpt, mesh.data, ZeroConfig(stage, bucket_numel, prefetch_numel=15_000))
+    model = ZeroDataParallel(gpt, mesh.data, ZeroConfig(stage, bucket_numel, prefetch_numel=15_000, defragment=True))
     optimizer = ZeroOptimizer(model, torch.optim.AdamW, tensor=mesh.tensor, fused=True)
     batch = torch.randint(97, (2, 17), generator=torch.Generator().manual_seed(0))
 

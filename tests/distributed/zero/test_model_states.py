@@ -36,7 +36,12 @@ def train(
     mesh.log.keeps_events = True
     accumulate, reduce = gradients or (None, None)
     config = ZeroConfig(
-        stage, BUCKET_NUMEL, resident_numel=resident_numel, accumulate_dtype=accumulate, reduce_dtype=reduce
+        stage,
+        BUCKET_NUMEL,
+        resident_numel=resident_numel,
+        accumulate_dtype=accumulate,
+        reduce_dtype=reduce,
+        defragment=True,
     )
     model = ZeroDataParallel(_Chain(dtype), mesh.data, config)
     optimizer = ZeroOptimizer(model, torch.optim.AdamW, fused=True)

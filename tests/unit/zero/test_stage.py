@@ -6,7 +6,7 @@ from parallel.errors import ConfigError
 from parallel.instruments.comm_log import CommLog
 from parallel.mesh import Axis
 from zero.config import ZeroConfig
-from zero.stage import STAGES
+from zero.stage import STAGES, Lifetime
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -29,3 +29,10 @@ def test_one_axis_divides_and_the_other_replicates(stage):
 def test_settings_that_cannot_work_are_refused(settings, message):
     with pytest.raises(ConfigError, match=message):
         ZeroConfig(**settings)
+
+
+def test_gradients_are_freed_between_steps_in_stage_3_unless_memory_is_to_be_defragmented():
+    for stage, by_default in ((0, True), (1, True), (2, True), (3, False)):
+        for setting, allocates_once in ((None, by_default), (True, True), (False, False)):
+            lifetime = ZeroConfig(stage, defragment=setting).policy.owned_grads
+            assert (lifetime is Lifetime.PERSISTENT) == allocates_once

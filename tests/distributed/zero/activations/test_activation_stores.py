@@ -139,7 +139,7 @@ def build_parts(
     """Build the model, engine and optimizer with all ranks along the tensor axis."""
     mesh = Mesh.create(torch.distributed.get_world_size(), allocate=allocate_buffer)
     gpt = build(config_of(97, num_layers=num_layers), ReplicatedTokens(mesh.tensor), activations)
-    model = ZeroDataParallel(gpt, mesh.data, ZeroConfig(stage, 2000, prefetch_numel=15_000))
+    model = ZeroDataParallel(gpt, mesh.data, ZeroConfig(stage, 2000, prefetch_numel=15_000, defragment=True))
     return mesh, model, ZeroOptimizer(model, torch.optim.AdamW, tensor=mesh.tensor, fused=True)
 
 

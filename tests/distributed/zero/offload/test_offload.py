@@ -113,7 +113,7 @@ LEFT_PER_PARAMETER = {
 def test_offloaded_states_are_on_the_host_and_the_others_on_the_accelerator(stage, states, num_micro_batches):
     """With both states offloaded, 2 bytes a parameter stay on the accelerator in stage 2, and none in stage 3."""
     data_size = 2
-    config = ZeroConfig(stage, bucket_numel=5000)
+    config = ZeroConfig(stage, bucket_numel=5000, defragment=True)
     for device, host, counted, numel, num_copies in run_ranks(
         data_size, train_with_memories_apart, config, OffloadConfig("host", states), num_micro_batches
     ):
