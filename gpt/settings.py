@@ -103,8 +103,8 @@ class TrainSettings:
     """Data type of parameters, activations and gradients. Master weights and the optimizer's moments are fp32."""
     compile: Literal["none", "blocks"] = "none"
     """Part of the model that torch.compile compiles for training. blocks: all blocks have one graph, which inductor
-    compiles in the first step, for about a minute; it needs triton on GPUs and g++ on CPUs. Evaluation, generation and
-    dry runs are never compiled."""
+    compiles in the first step, for about a minute; it needs triton on GPUs and g++ on CPUs. Blocks are
+    not compiled in evaluation and generation."""
     loss_scale: LossScaleSettings = field(default_factory=LossScaleSettings)
     """The loss scale of fp16."""
     initial_weights: str | None = None

@@ -177,8 +177,11 @@ class Trainer:
             if every and step % every == 0:
                 norms.update(state.optimizer.grad_norm.by_layer(state.model.module))
 
-        is_profiled = self._world.is_first and step == settings.profile.collectives_step
-        with profiled(state.mesh.log, self._folder) if is_profiled else nullcontext():
+        # On the whole first tensor group: compiled blocks run eager in this step. If they did so on one rank only, the
+        # gradients of parameters that the group replicates would differ.
+        is_profiled = state.mesh.data.rank == 0 and step == settings.profile.collectives_step
+        folder = self._folder if self._world.is_first else None
+        with profiled(state.mesh.log, folder) if is_profiled else nullcontext():
             loss, grad_norm = train_step(
                 state.model, state.optimizer, micro_batches, state.mesh, state.guard, measure_layer_norms
             )

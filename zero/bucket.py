@@ -300,8 +300,8 @@ def scale_into(out: Tensor, values: Tensor, scale: float) -> Tensor:
     """Set `out` to `scale` times `values`, in place if both are the same memory, and return it."""
     if scale == 1:
         return out.copy_(values)  # returns early if both are the same memory
-    if out.dtype is values.dtype:
-        return torch.mul(values, scale, out=out)
+    if torch.promote_types(out.dtype, values.dtype) is values.dtype:
+        return torch.mul(values, scale, out=out)  # scaled before it is cast to a smaller type, in which it may overflow
     return out.copy_(values).mul_(scale)  # `torch.mul` would round the product to the type of `values`
 
 

@@ -176,6 +176,7 @@ class GradientReducer:
             if self._policy.owned_grads is Lifetime.TRANSIENT:
                 self._shard_axis.received.clear()
                 self.staging.free()
+                self.host_staging.free()
         self._backward = BackwardState.NONE
 
     def register(self, optimizer: Any, params: frozenset[nn.Parameter]) -> None:
@@ -218,14 +219,14 @@ class GradientReducer:
             bucket.grads.free_owned()
 
     def _warn_of_rounding(self, buckets: Sequence[Bucket]) -> None:
-        """Warn, on the first rank, if NCCL adds the gradients of many ranks in half precision."""
+        """Warn, on the first rank of the axes, if NCCL adds the gradients of many ranks in half precision."""
         types = {bucket.grads.types.reduce for bucket in buckets} & {torch.float16, torch.bfloat16}
         axes = self._shard_axis, self._replica_axis
         size = max((axis.size for axis in axes if axis.backend == "nccl"), default=1)
         if types and size > MAX_RANKS_IN_HALF and not any(axis.rank for axis in axes):
             warnings.warn(
                 f"NCCL sums the gradients of {size} ranks in {types.pop()}, and rounds at each of them; choose "
-                "ZeroConfig.reduce_dtype=fp32 to sum them exactly, with twice the traffic of gradients",
+                "ZeroConfig.reduce_dtype=fp32, with twice the traffic of gradients",
                 stacklevel=4,
             )
 

@@ -7,6 +7,7 @@ training's, run the blocks as they are, and so does a step in which single opera
 import shutil
 from collections.abc import Callable
 from importlib.util import find_spec
+from types import MethodType
 from typing import Any
 
 import torch
@@ -40,7 +41,7 @@ def compile_blocks(
         function = block.before_last_product if recomputes == "blocks" else block.forward
         compiled = torch.compile(function, backend=backend, fullgraph=not (draws_apart or may_break))
         finish = block.finish if recomputes == "blocks" else None
-        block.forward = _in_training(block, compiled, finish)  # type: ignore[method-assign]
+        block.forward = CompiledForward(block, compiled, finish)  # type: ignore[method-assign]
 
 
 def check_compiler(device: torch.device) -> None:
@@ -51,16 +52,21 @@ def check_compiler(device: torch.device) -> None:
         raise ConfigError("train.compile=blocks needs a C++ compiler on a CPU; install g++, or choose none")
 
 
-def _in_training(
-    block: Block, compiled: Callable[..., Any], finish: Callable[..., Tensor] | None
-) -> Callable[..., Any]:
-    """Return a forward that runs the compiled function in training, and otherwise what the block runs now."""
-    eager = block.forward
+class CompiledForward:
+    """A block's forward that runs compiled code in training; a copy of the block has the forward of its class."""
 
-    def forward(x: Tensor, num_sequences: int) -> Tensor:
-        if not block.training or active_dispatch_modes():
-            return eager(x, num_sequences)
-        output = compiled(x, num_sequences)
-        return finish(*output) if finish else output
+    def __init__(self, block: Block, compiled: Callable[..., Any], finish: Callable[..., Tensor] | None):
+        """`finish`: what remains of the forward; None if `compiled` is all of it."""
+        self._block, self._compiled, self._finish, self._eager = block, compiled, finish, block.forward
 
-    return forward
+    def __call__(self, x: Tensor, num_sequences: int) -> Tensor:
+        if not self._block.training or active_dispatch_modes():
+            return self._eager(x, num_sequences)
+        output = self._compiled(x, num_sequences)
+        return self._finish(*output) if self._finish else output
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
+        return MethodType(type(self._block).forward, memo[id(self._block)])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self._block, "forward")  # when this is called, the copy has no other forward yet

@@ -53,14 +53,16 @@ def profile(events: list[CommEvent], step_length: float) -> list[dict[str, Any]]
 
 
 @contextmanager
-def profiled(log: CommLog, folder: Path) -> Iterator[None]:
-    """Record the step inside this context, and write the profile of its collectives to `folder`.
+def profiled(log: CommLog, folder: Path | None) -> Iterator[None]:
+    """Record the step inside this context, and write the profile of its collectives to `folder`, if there is one.
 
     The step takes longer, because Python intercepts every kernel to count it.
     """
     kernels = KernelLog(lambda: log.phase, is_on_host=lambda _tensor: False)
     with observe_operations(kernels), log.keeping_events(kernels.count) as events:
         yield
+    if folder is None:
+        return
     rows = profile(events, kernels.count())
     (folder / PROFILE_OF_RUN).write_text(json.dumps({"collectives": rows}, indent=1) + "\n")
 

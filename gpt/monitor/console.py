@@ -82,7 +82,7 @@ def memory_table(state: TrainState, train: TrainSettings) -> Table:
         zero.policy, num_parameters, shard_size, train.dtype.itemsize, state_bytes, gradient_bytes
     )
     table = Table(title=f"Model states per rank, stage {zero.stage}", title_justify="left")
-    for heading in ("", "MB", "paper's formula, MB", "bytes per parameter"):
+    for heading in ("", "MB", "formula, MB", "bytes per parameter"):
         table.add_column(heading, justify="left" if not heading else "right")
     offloaded = state.model.offload.config.offloaded_states
     placed = memory.placed(expected, zero.policy, shard_size, offloaded)
@@ -124,7 +124,7 @@ def _checkpoint_rows(state: TrainState, train: TrainSettings) -> Iterator[tuple[
 
 
 def _buffer_rows(state: TrainState, train: TrainSettings) -> Iterator[tuple[str, float, str]]:
-    """Yield (name, bytes, remark) of the buffers and temporaries whose size `zero.bucket_numel` limits (C_B)."""
+    """Yield (name, bytes, remark) of the buffers and temporaries of constant size (C_B)."""
     model, gpt = state.model, state.model.module
     assert isinstance(gpt, GPT)
     remark = "constant" if model.config.bucket_numel else "grows with the model"

@@ -4,7 +4,6 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
-from math import ceil
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from parallel.instruments.comm_log import CommEvent
 from parallel.instruments.compiled_kernels import CompiledRegion, compiled_region, splice
 from parallel.instruments.kernel_log import Kernel
 from parallel.mesh import Axis
-from parallel.tensor.linear_cross_entropy import CHUNK_TOKENS
+from parallel.tensor.linear_cross_entropy import rows_of_chunks
 from parallel.tensor.softmax import log_sums_to_probabilities_, softmax
 from parallel.tensor.token_layout import ReplicatedTokens
 from zero.activations.checkpointed_blocks import ActivationsConfig
@@ -32,11 +31,12 @@ def with_compiled_code(
     The loss is compiled on GPUs, and blocks if the settings say so. What cannot be counted stays eager, with a warning.
     """
     one_layer, train = replace(settings.model, num_layers=1), settings.train
-    is_whole, is_on_gpu = settings.parallel.tensor_size == 1, settings.dry_run.backend == "nccl"
+    has_no_tensor_axis, is_on_gpu = settings.parallel.tensor_size == 1, settings.dry_run.backend == "nccl"
     regions = []
-    if is_whole and is_on_gpu:
-        regions.append(loss_region(one_layer, train.micro_batch_size * one_layer.seq_length, train.dtype))
-    if is_whole and train.compiles_blocks and activations.store == "none":
+    if has_no_tensor_axis and is_on_gpu:
+        num_tokens = train.micro_batch_size * one_layer.seq_length
+        regions += [loss_region(one_layer, num_rows, train.dtype) for num_rows in rows_of_chunks(num_tokens)]
+    if has_no_tensor_axis and train.compiles_blocks and activations.store == "none":
         regions.append(block_region(one_layer, train.micro_batch_size, train.dtype))
     elif train.compiles_blocks:
         logger.warning("kernels of compiled blocks are counted eager with tensor parallelism or recomputation")
@@ -54,9 +54,8 @@ def with_compiled_code(
 
 
 @cache
-def loss_region(config: ModelConfig, num_tokens: int, dtype: torch.dtype) -> CompiledRegion | None:
+def loss_region(config: ModelConfig, num_rows: int, dtype: torch.dtype) -> CompiledRegion | None:
     """Return the kernels of the softmax of a chunk of tokens, eager and compiled, as `block_region` does."""
-    num_rows = num_tokens // ceil(num_tokens / CHUNK_TOKENS)
 
     def build(is_eager: bool) -> tuple[Callable[..., Any], list[Tensor]]:
         logits = torch.empty(num_rows, config.padded_vocab_size, dtype=dtype)[:, : config.vocab_size]

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from parallel.mesh import Axis, Handle
@@ -44,8 +43,8 @@ def linear_cross_entropy(
 
     `x` is (tokens of this rank, features), `weight` (padded vocabulary / size, features), and `targets` are the int64
     words of all tokens. The mean is over targets that are not negative. Words from `vocab_size` on are padding: their
-    probability and gradient are zero, and the loss of one as a target is infinite. `chunk_tokens` is the largest number
-    of tokens, of all ranks, in a chunk.
+    probability and gradient are zero. A target among them makes the loss infinite, and gradients NaN. `chunk_tokens` is
+    the largest number of tokens, of all ranks, in a chunk.
 
     If the loss is to be multiplied before backward, pass the factor as `loss_scale`, 0-dim: gradients in half precision
     are then computed with it, so that they do not underflow. They are right for any other factor too.
@@ -60,7 +59,7 @@ def temporary_bytes(
 ) -> int:
     """Return the bytes that the logits of a chunk, copies in fp32 and sums of the weight's gradient occupy."""
     num_words, num_chunks = len(weight), _num_chunks(num_tokens, chunk_tokens)
-    num_rows = math.ceil(num_tokens / num_chunks)
+    num_rows = rows_of_chunks(num_tokens, chunk_tokens)[0]
     wide_itemsize = _wide(weight.dtype).itemsize
     copies = 0 if is_compiled else COPIES_OF_ROWS * min(num_rows, rows_at_once(num_words)) * num_words * wide_itemsize
     sums = weight.numel() * wide_itemsize if num_chunks > 1 else weight.nbytes
@@ -99,9 +98,9 @@ class _Head:
 
         With a factor, the logits are replaced by their gradients times this factor.
         """
-        is_counted, logits = targets >= 0, F.linear(x, weight)
-        losses = self.losses(logits, targets, None if factor is None else is_counted * factor)
-        losses.masked_fill_(targets >= self.vocab_size, math.inf)  # a word that the model does not know
+        is_counted, is_unknown, logits = targets >= 0, targets >= self.vocab_size, F.linear(x, weight)
+        factors = None if factor is None else (is_counted * factor).masked_fill_(is_unknown, math.nan)
+        losses = self.losses(logits, targets, factors).masked_fill_(is_unknown, math.inf)
         return logits, losses.masked_fill_(~is_counted, 0)
 
     def losses(self, logits: Tensor, targets: Tensor, factors: Tensor | None) -> Tensor:
@@ -133,7 +132,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, scale: Tensor, head: _Head) -> Tensor:
         needs_x, needs_weight = (head.computes_gradients and needed for needed in ctx.needs_input_grad[:2])
         num_counted = (targets >= 0).sum(dtype=_wide(x.dtype))
-        factor = scale / num_counted if needs_x or needs_weight else None
+        factor = scale / num_counted.clamp(min=1) if needs_x or needs_weight else None
         chunks = head.chunks(x, targets)
         losses, grads_x, reduced, grad_weight = [], [], Handle(), None
         for whole, chunk_targets in head.gathered(chunks):
@@ -154,8 +153,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return torch.cat(losses).sum() / num_counted
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():  # `create_graph`: the gradients were computed in forward, without a graph
+            raise RuntimeError(
+                "the loss of a GPT has no second derivatives; pass no targets, and compute the loss from the logits"
+            )
         scale, grad_weight, *grads_x = ctx.saved_tensors
         # 1 if the loss was multiplied by the scale. Without dims, a GPU would round it to the precision of a part.
         factor = (grad / scale)[None, None]
@@ -191,6 +193,12 @@ def _add_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
     for rows, some in zip(total.split(rows_at_once(a.shape[1])), a.split(rows_at_once(a.shape[1])), strict=True):
         torch.addmm(rows, some.to(total.dtype), b, beta=beta, out=rows)
     return total
+
+
+def rows_of_chunks(num_tokens: int, chunk_tokens: int = CHUNK_TOKENS) -> list[int]:
+    """Return the different numbers of tokens that chunks have, the largest first."""
+    num_chunks = _num_chunks(num_tokens, chunk_tokens)
+    return sorted({math.ceil(num_tokens / num_chunks), num_tokens // num_chunks}, reverse=True)
 
 
 def _num_chunks(num_tokens: int, chunk_tokens: int) -> int:

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from parallel.torch_internals import active_dispatch_modes
+
 ROWS_NUMEL = 2**24  # the elements of the rows that are copied to fp32 at once, unless the functions are compiled
 COPIES_OF_ROWS = 2  # the logits and their exponentials
 
@@ -46,8 +48,14 @@ class Softmax:
 @cache
 def softmax(is_compiled: bool) -> Softmax:
     """Return the functions, compiled by inductor or eager."""
-    prepare = torch.compile if is_compiled else some_rows_at_once
+    prepare = compiled if is_compiled else some_rows_at_once
     return Softmax(prepare(log_sums), prepare(to_probabilities_), prepare(log_sums_to_probabilities_))
+
+
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function compiled; while single operations are observed, which cannot be compiled, it runs eager."""
+    fast, eager = torch.compile(function), some_rows_at_once(function)
+    return lambda *tensors: (eager if active_dispatch_modes() else fast)(*tensors)
 
 
 def some_rows_at_once(function: Callable[..., Any]) -> Callable[..., Any]:

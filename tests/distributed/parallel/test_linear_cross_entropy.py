@@ -106,9 +106,28 @@ def test_the_gradient_of_a_tied_weight_equals_that_of_whole_logits(tensor_size):
 
 def test_the_loss_of_an_unknown_word_is_infinite():
     x, weight, targets = head(61)
+    x.requires_grad_()
     for word in (61, NUM_WORDS - 1, NUM_WORDS):
         targets[5] = word
-        assert linear_cross_entropy(x, weight, targets, 61, ONE_DEVICE).isinf()
+        loss = linear_cross_entropy(x, weight, targets, 61, ONE_DEVICE)
+        assert loss.isinf()
+        (gradient,) = torch.autograd.grad(loss, x)
+        assert gradient[5].isnan().all(), "so that the step is skipped"
+
+
+def test_without_targets_the_loss_is_nan_and_the_gradient_is_zero():
+    x, weight, targets = head(61)
+    loss = linear_cross_entropy(x.requires_grad_(), weight, targets.fill_(-1), 61, ONE_DEVICE)
+    assert loss.isnan()
+    (gradient,) = torch.autograd.grad(loss, x)
+    assert gradient.eq(0).all()
+
+
+def test_a_second_derivative_is_refused():
+    x, weight, targets = head(61)
+    loss = linear_cross_entropy(x.requires_grad_(), weight, targets, 61, ONE_DEVICE)
+    with pytest.raises(RuntimeError, match="compute the loss from the logits"):
+        torch.autograd.grad(loss, x, create_graph=True)
 
 
 def test_the_loss_does_not_depend_on_the_chunks():

@@ -1,5 +1,7 @@
 """The settings and the compiler of compiled blocks."""
 
+import copy
+import pickle
 import shutil
 from importlib.util import find_spec
 
@@ -38,6 +40,18 @@ def test_blocks_are_compiled_for_training_only():
     assert not backend.num_operations
     torch.testing.assert_close(gpt(ids), expected)
     assert len(backend.num_operations) == 1
+
+
+def test_a_copy_has_blocks_of_its_own():
+    gpt = GPT(ModelConfig(1, 16, 2, 8, 50, dropout=0.0), ONE_DEVICE)
+    initialize(gpt, seed=0)
+    ids = torch.arange(8)[None]
+    expected = gpt(ids)
+    compiled_blocks.compile_blocks(gpt, "nothing", Backend())
+    for other in (copy.deepcopy(gpt), pickle.loads(pickle.dumps(gpt))):
+        torch.testing.assert_close(other(ids), expected)
+        other.blocks[0].mlp.down.weight.data.fill_(1.0)
+        assert not other(ids).allclose(expected)
 
 
 def test_a_part_that_cannot_be_compiled_is_refused():
