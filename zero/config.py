@@ -66,11 +66,7 @@ class ZeroConfig:
     @property
     def policy(self) -> ShardingPolicy:
         """The stage's row of the table, with what the other settings change in it."""
-        return self.at_stage(self.stage)
-
-    def at_stage(self, stage: int) -> ShardingPolicy:
-        """Return the policy that these settings give another stage."""
-        row = STAGES[stage]
+        row = STAGES[self.stage]
         allocates_once = row.full_params is Lifetime.PERSISTENT if self.defragment is None else self.defragment
         row = replace(row, owned_grads=Lifetime.PERSISTENT if allocates_once else Lifetime.TRANSIENT)
         return replace(row, full_grads=Lifetime.PERSISTENT) if self.accumulate == "local" else row

@@ -54,7 +54,9 @@ def formula(
 
     return ModelStates(
         parameters=on_one_rank(parameter_bytes, policy.full_params is Lifetime.TRANSIENT),
-        gradients=on_one_rank(gradient_bytes or parameter_bytes, policy.full_grads is Lifetime.TRANSIENT),
+        gradients=on_one_rank(
+            parameter_bytes if gradient_bytes is None else gradient_bytes, policy.full_grads is Lifetime.TRANSIENT
+        ),
         master=on_one_rank(4 if parameter_bytes < 4 else 0, policy.shard_optimizer),
         moments=on_one_rank(moment_bytes, policy.shard_optimizer),
     )
