@@ -31,9 +31,11 @@ def to_probabilities_(logits: Tensor, sums: Tensor, factors: Tensor) -> None:
 
 def log_sums_to_probabilities_(logits: Tensor, factors: Tensor) -> Tensor:
     """Return the `log_sums` of the logits, and replace the logits by probabilities times the factor of each row."""
-    sums = log_sums(logits)
-    to_probabilities_(logits, sums, factors)
-    return sums
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))  # the logits themselves if they are not half
+    largest = wide.amax(-1, keepdim=True)
+    sums = wide.sub_(largest).exp_().sum(-1, keepdim=True)
+    logits.copy_(wide.mul_(factors[:, None] / sums))  # returns early if both are the same memory
+    return (largest + sums.log_())[:, 0]
 
 
 @dataclass(frozen=True)
