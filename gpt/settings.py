@@ -138,6 +138,10 @@ class TrainSettings:
         if self.compile not in ("none", "blocks"):
             raise ConfigError(f"train.compile={self.compile} is unknown; choose none or blocks")
 
+    def num_micro_batches(self, data_size: int) -> int:
+        """Return the number of micro-batches of a rank in a step at full batch size."""
+        return self.global_batch_size // (self.micro_batch_size * data_size)
+
     @property
     def compiles_blocks(self) -> bool:
         """True if blocks are compiled."""
@@ -332,8 +336,8 @@ class Settings:
 
     def with_gradient_types(self, data_size: int) -> "Settings":
         """Return these settings with the types of gradients that null stands for on `data_size` data-parallel ranks."""
-        num_micro_batches = self.train.global_batch_size // (self.train.micro_batch_size * data_size)
-        zero = self.zero.with_gradient_types(self.train.dtype, accumulates=num_micro_batches > 1)
+        accumulates = self.train.num_micro_batches(data_size) > 1
+        zero = self.zero.with_gradient_types(self.train.dtype, accumulates=accumulates)
         return replace(self, zero=zero)
 
     def to_yaml(self) -> str:

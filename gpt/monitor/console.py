@@ -157,7 +157,7 @@ def summary_table(state: TrainState, train: TrainSettings, records: list[dict[st
     """Return a table of the last logged step, with the first loss and the traffic that the paper predicts."""
     first, last = records[0], records[-1]
     data_size = state.mesh.data.size
-    num_micro_batches = train.global_batch_size // (train.micro_batch_size * data_size)
+    num_micro_batches = train.num_micro_batches(data_size)
     zero, numel = state.model.config, state.num_parameters
     gradient_bytes = numel * zero.gradient_types(train.dtype).reduce.itemsize
     expected = traffic.step_bytes(

@@ -114,6 +114,5 @@ def no_garbage_collection() -> Iterator[None]:
 
 def blank_micro_batches(train: TrainSettings, seq_length: int, data_size: int) -> list[torch.Tensor]:
     """Return one rank's micro-batches of a step at full batch size, all zeros."""
-    num_micro_batches = train.global_batch_size // (train.micro_batch_size * data_size)
     shape = train.micro_batch_size, seq_length + 1
-    return [torch.zeros(shape, dtype=torch.int64) for _ in range(num_micro_batches)]
+    return [torch.zeros(shape, dtype=torch.int64) for _ in range(train.num_micro_batches(data_size))]

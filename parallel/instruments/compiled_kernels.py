@@ -130,9 +130,8 @@ def _eager_kernels(build: Build) -> dict[str, list[Kernel]]:
 
 
 def _compiled_kernels(build: Build) -> dict[str, list[Kernel]]:
-    from parallel import (
-        inductor_internals as inductor,
-    )  # here, because it imports torch's compiler, which takes seconds
+    # Here, because it imports torch's compiler, which takes seconds.
+    from parallel import inductor_internals as inductor
 
     mode = inductor.FakeTensorMode()
     with mode:

@@ -6,7 +6,7 @@ All activations are (tokens, features). A module lists its split parameters in `
 replicated, and its gradient is bitwise the same on all ranks of the axis.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -123,17 +123,26 @@ def column_product(x: Tensor, weight: Tensor, bias: Tensor | None, tokens: Token
     return F.linear(whole, weight, bias)
 
 
-def column_gradients(grad: Tensor, x: Tensor, weight: Tensor, tokens: TokenLayout) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of (x, weight, bias) of a column-parallel layer.
+def column_gradients(
+    grad: Tensor, x: Tensor, weight: Tensor, tokens: TokenLayout, needed: Sequence[bool] = (True, True, True)
+) -> Any:
+    """Return the gradients of (x, weight, bias) of a column-parallel layer, with None for those that are not needed.
 
     The gather overlaps with the first product, and the reduction with the second one. All ranks launch the two
     collectives in this order.
     """
-    whole, gathered = tokens.gather(x)
-    grad_x, reduced = tokens.reduce(grad @ weight)
-    gathered.wait()
-    grad_weight, grad_bias = grad.t() @ whole, grad.sum(0)
-    reduced.wait()
+    needs_x, needs_weight, needs_bias = needed
+    grad_x = grad_weight = reduced = None
+    if needs_weight:
+        whole, gathered = tokens.gather(x)
+    if needs_x:
+        grad_x, reduced = tokens.reduce(grad @ weight)
+    if needs_weight:
+        gathered.wait()
+        grad_weight = grad.t() @ whole
+    grad_bias = grad.sum(0) if needs_bias else None
+    if reduced is not None:
+        reduced.wait()
     return grad_x, grad_weight, grad_bias
 
 
@@ -175,28 +184,15 @@ class _ColumnLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, tokens: TokenLayout) -> Tensor:
-        ctx.tokens, ctx.has_bias = tokens, bias is not None
+        ctx.tokens = tokens
         ctx.save_for_backward(x, weight)  # only this rank's tokens: the others are gathered again
         return column_product(x, weight, bias, tokens)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        grad_x = grad_weight = reduced = None
-        # The gather overlaps with the first product, and the reduction with the second one. All ranks launch the two
-        # collectives in this order.
-        if needs_weight:
-            whole, gathered = ctx.tokens.gather(x)
-        if needs_x:
-            grad_x, reduced = ctx.tokens.reduce(grad @ weight)
-        if needs_weight:
-            gathered.wait()
-            grad_weight = grad.t() @ whole
-        grad_bias = grad.sum(0) if ctx.has_bias and needs_bias else None
-        if reduced is not None:
-            reduced.wait()
-        return grad_x, grad_weight, grad_bias, None
+        # Of a bias that is None no gradient is needed.
+        return *column_gradients(grad, x, weight, ctx.tokens, ctx.needs_input_grad[:3]), None
 
 
 class _Reduce(torch.autograd.Function):
