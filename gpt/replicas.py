@@ -25,6 +25,7 @@ def check_replicas(state: TrainState, step: int) -> None:
     Waits for the device. Raises DivergenceError if they differ.
     """
     model, mesh = state.model, state.mesh
+    model.wait_for_updates()
     persistent = [flat.full for flat in model.flats if flat.lifetime is Lifetime.PERSISTENT]
     masters = [bucket.master for bucket in model.buckets]
     for what, axis, tensors in (

@@ -321,7 +321,7 @@ class Settings:
     model: ModelConfig
     data: DataSettings
     parallel: ParallelSettings = field(default_factory=ParallelSettings)
-    zero: ZeroConfig = field(default_factory=ZeroConfig)
+    zero: ZeroConfig = field(default_factory=lambda: ZeroConfig(overlap_gather=True))
     offload: OffloadConfig = field(default_factory=OffloadConfig)
     activations: ActivationsConfig = field(default_factory=ActivationsConfig)
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)

@@ -32,7 +32,7 @@ from zero.units.agreement import LaunchOrder
 from zero.units.backward import RunningBackward, is_in_backward
 from zero.units.execution_order import ExecutionOrder
 from zero.units.guarded_parameter import GuardedParameter, ParameterGuard, changes, take_grad
-from zero.units.hooks import Hook, ModuleHooks
+from zero.units.hooks import Hook, ModuleHooks, hook_readers
 from zero.units.scheduler import UnitScheduler
 from zero.units.step_order import Round
 from zero.units.unit import Unit, assign_parameters, find_units, group_alike, named_units
@@ -101,6 +101,11 @@ class ZeroDataParallel(nn.Module):
     def params_by_unit(self) -> list[list[nn.Parameter]]:
         """Return the parameters that are unsharded together, for each unit that has parameters."""
         return [list(unit.flat_of) for unit in self._units.values() if unit.flat_of]
+
+    def wait_for_updates(self) -> None:
+        """Make all updated parameters readable by what is launched after this, if `overlap_gather` lets gathers run."""
+        for flat in self.flats:
+            flat.wait_for_updates()
 
     @property
     def buckets(self) -> list[Bucket]:
@@ -246,10 +251,24 @@ class ZeroDataParallel(nn.Module):
         parts = list(self.module.modules())
         self._handles = [part.register_load_state_dict_pre_hook(Hook(refuse_assign)) for part in parts]
         self._handles += [self._register_gradient_hook(param) for param in trainable]
+        if self.config.overlap_gather and not self._unshards:
+            self._handles += hook_readers(self.module, self._updates_waiter)
         self._hooks: ModuleHooks | None = self._scheduler.install_hooks(self.module) if self._unshards else None
         # With hooks, that of the module itself starts the forward, also without this wrapper.
         before_forward = partial(self._hooks.enclose, self.module) if self._hooks else self._start_forward
         self._before_forward = torch.compiler.disable(before_forward)
+
+    def _updates_waiter(self, params: list[nn.Parameter]) -> Callable[[], None]:
+        """Return a function that waits for the updated values of `params`."""
+        params_of: dict[FlatParameters, list[nn.Parameter]] = {}
+        for param in params:
+            params_of.setdefault(self._scheduler.unit_of[param].flat_of[param], []).append(param)
+
+        def wait() -> None:
+            for flat, own in params_of.items():
+                flat.wait_for_updates(own)
+
+        return wait
 
     def _register_gradient_hook(self, param: nn.Parameter) -> RemovableHandle:
         # A weak reference: the garbage collector does not follow references of such hooks, and would never free the

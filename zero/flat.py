@@ -3,7 +3,8 @@
 If the buffer is transient, only its owned shards stay allocated, and the full buffer is filled and freed.
 """
 
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import Enum
 from operator import attrgetter
 
@@ -67,7 +68,12 @@ class FlatParameters:
             self._guard.guard(param)
         self._versions = self.versions()
         self.buckets = [self._bucket(stretch, config, offload) for stretch in self.layout.buckets]
+        self._buckets_of: defaultdict[nn.Parameter, list[Bucket]] = defaultdict(list)
+        for bucket in self.buckets:
+            for param, _ in self.params_in(bucket.elements):
+                self._buckets_of[param].append(bucket)
         self._gathers: list[Handle] = []
+        self._updates: dict[Bucket, Handle] = {}  # gathers of updated parameters that have not been waited for
         self._state = FullState.UNSHARDED
         self.reshard()
 
@@ -89,6 +95,7 @@ class FlatParameters:
 
     def unshard(self) -> None:
         """Make the parameters readable by what is launched after this."""
+        self.wait_for_updates()
         self.start_unshard()
         if self._state is FullState.UNSHARDING:
             self._wait_for_gathers()
@@ -97,6 +104,26 @@ class FlatParameters:
                 set_raw_data(param, view)
             self._versions = self.versions()
             self._state = FullState.UNSHARDED
+
+    def let_updates_run(self, gathers: Mapping[Bucket, Handle]) -> None:
+        """Take the gathers of updated parameters, which must persist; each parameter waits for its own when it is read.
+
+        Until then the parameters are watched, so that any read in Python waits.
+        """
+        for bucket, gather in gathers.items():
+            self._updates[bucket] = gather
+            for param in bucket.grads.parts:
+                self._guard.watch(param)
+
+    def wait_for_updates(self, params: Iterable[nn.Parameter] | None = None) -> None:
+        """Make the updated values of some parameters, or of all, readable by what is launched after this."""
+        if not self._updates:
+            return
+        for param in self.params if params is None else params:
+            for bucket in self._buckets_of[param]:
+                if bucket in self._updates:
+                    self._updates.pop(bucket).wait()
+            self._guard.guard(param)
 
     def reshard(self) -> None:
         """Free the full buffer, unless it persists. What was written to it is kept, each element by its owner."""

@@ -29,6 +29,7 @@ from zero.grad_norm import GradNorm
 from zero.layout import cut
 from zero.loss_scale import LossScale, SkippedSteps
 from zero.offload.placement import Placement
+from zero.stage import Lifetime
 from zero.written_parameters import WrittenParameters
 
 
@@ -64,6 +65,7 @@ class ZeroOptimizer:
         check_class(optimizer)
         self._reducer, self._planner, self._offload = model.reducer, model.planner, model.offload
         self._flats = [flat for flat in model.flats if flat.is_trainable]
+        self._overlaps_gathers = model.config.overlap_gather
         tensor, self._clip_norm = tensor or Axis.trivial("tensor"), clip_norm
         self._axes = model.shard_axis, model.replica_axis, tensor
         device = self._offload.device
@@ -84,6 +86,7 @@ class ZeroOptimizer:
         }
         for bucket in owned:
             bucket.place_master(bucket.optimizer_placement)
+        self._wait_for_updates = model.wait_for_updates
         self._before_step = partial(model.before_step, self._params)
         self._is_shared = {bucket: not self._params.issuperset(bucket.grads.parts) for bucket in owned}
         self._pieces = {bucket: _pieces(bucket, owned[bucket], group_of) for bucket in owned}
@@ -149,6 +152,7 @@ class ZeroOptimizer:
     @torch.no_grad()
     def take_changes(self) -> None:
         """Let master weights follow parameters that were written in place; `step` and saving the state call this."""
+        self._wait_for_updates()
         for placement in Placement:
             self._written.take(placement, self._buckets_on(placement))
 
@@ -163,6 +167,7 @@ class ZeroOptimizer:
 
     def place(self, bucket: Bucket, placement: Placement) -> None:
         """Move a bucket's master weights, moments and owned gradient, between steps. The gradient's values are lost."""
+        self._wait_for_updates()  # gathers read the owned parameters, which may be the master weights
         bucket.place_master(placement)
         new = partial(self._offload.new, placement, TensorKind.MOMENTS)
         self._bucketed.move(self._pieces[bucket], bucket.master, new)
@@ -208,7 +213,7 @@ class ZeroOptimizer:
             flat.reshard()
         self.take_changes()
         self._bucketed.begin_round()
-        published = []
+        published: dict[Bucket, Handle] = {}
         # The accelerator first: each rank has placed a prefix of the buckets there, perhaps of another length, so that
         # all ranks launch their all-gathers in the order of the layout.
         for placement in (Placement.ACCELERATOR, Placement.HOST):
@@ -219,13 +224,22 @@ class ZeroOptimizer:
                     self.inner.found_inf = skip.to(device)  # type: ignore[attr-defined]
                 for bucket in buckets:
                     self._update(bucket, here)
-                    published.append(self._publish(bucket))
+                    published[bucket] = self._publish(bucket)
         self._bucketed.end_round()
-        for handle in published:
-            handle.wait()
         # A backward whose forward has run before this update must raise, as in torch.
         torch.autograd.graph.increment_version(self._params)
         self._written.restart()
+        self._finish_gathers(published)
+
+    def _finish_gathers(self, published: dict[Bucket, Handle]) -> None:
+        """Wait for the gathers of updated parameters, or let the first module that reads them wait."""
+        for flat in self._flats:
+            gathers = {bucket: published[bucket] for bucket in flat.buckets if bucket in published}
+            if self._overlaps_gathers and flat.lifetime is Lifetime.PERSISTENT:
+                flat.let_updates_run(gathers)
+            else:
+                for gather in gathers.values():
+                    gather.wait()
 
     def _update(self, bucket: Bucket, coefficient: Tensor) -> None:
         """Step the torch optimizer for one bucket, whose gradient is cast to the master weights' dtype first."""

@@ -92,9 +92,9 @@ class Profiler:
         for phase, start, end in self._phases:
             seconds[phase] += self._seconds(start, end)
         for event in events:
-            if event.awaited and event.completed and event.phase in COMPUTING:
+            if event.awaited and event.completed and event.waiting_phase in COMPUTING:
                 waited = self._seconds(event.awaited, event.completed)
-                seconds[event.phase] -= waited
+                seconds[event.waiting_phase] -= waited
                 seconds[WAITING[event.op]] += waited
         self._phases.clear()
         return seconds

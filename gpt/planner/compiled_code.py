@@ -41,16 +41,19 @@ def with_compiled_code(
     elif train.compiles_blocks:
         logger.warning("kernels of compiled blocks are counted eager with tensor parallelism or recomputation")
     kernels, places = splice(kernels, [region for region in regions if region is not None])
-    moved = [
+
+    def moved(position: float | None) -> int | None:
+        return None if position is None else places[int(position)]
+
+    return kernels, [
         replace(
             event,
             launched=places[int(event.launched)],
-            awaited=places[int(event.awaited)],
-            completed=places[int(event.completed)],
+            awaited=moved(event.awaited),
+            completed=moved(event.completed),
         )
         for event in events
     ]
-    return kernels, moved
 
 
 @cache

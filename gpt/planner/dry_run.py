@@ -41,7 +41,7 @@ class Recording:
     peak: dict[str, dict[TensorKind, int]]
     num_allocations: dict[str, dict[TensorKind, int]]
     building_peak_bytes: int
-    events: list[CommEvent]  # their times are counts of kernels
+    events: list[CommEvent]  # their times are counts of kernels; the next step waits for one that is awaited early
     kernels: list[Kernel]
 
 
@@ -78,13 +78,19 @@ def record_step(
         gc.collect()
         with no_garbage_collection():
             for _ in range(num_steps_before):
-                train_step(state.model, state.optimizer, micro_batches, mesh)
+                with mesh.log.keeping_events(lambda: 0) as events_before:
+                    train_step(state.model, state.optimizer, micro_batches, mesh)
+            late_before = [event for event in events_before if event.awaited is None]
             # After the first steps, which allocate optimizer states and buffers: only what follows is recorded.
             tracker.restart()
             kernel_log = KernelLog(lambda: mesh.log.phase, tracker.is_on_host)
             mesh.log.clear()
             with observe_operations(kernel_log), mesh.log.keeping_events(kernel_log.count) as events:
                 train_step(state.model, state.optimizer, micro_batches, mesh)
+        # What the next step waits for: the step before left the same collectives, which this step has waited for.
+        late = [event for event in events if event.awaited is None]
+        for event, before in zip(late, late_before, strict=True):
+            event.awaited, event.completed = before.awaited, before.completed
         memories = {DEVICE: tracker.device, HOST: tracker.host}
         return Recording(
             state,

@@ -11,7 +11,7 @@ Comments state every assumption at the line that makes it. A cluster's `gemm_fra
 """
 
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from math import ceil
 from typing import Self
 
@@ -44,14 +44,10 @@ class Task:
 
 @dataclass
 class Timeline:
-    """The tasks of a projected step."""
+    """The tasks of a projected step, and its duration."""
 
-    tasks: list[Task] = field(default_factory=list)
-
-    @property
-    def seconds(self) -> float:
-        """The duration of the step."""
-        return max((task.end for task in self.tasks), default=0.0)
+    tasks: list[Task]
+    seconds: float
 
     def busy_seconds(self) -> dict[str, float]:
         """Return the total duration of the tasks on each lane."""
@@ -87,31 +83,58 @@ def project_recording(recording: Recording, cluster: ClusterSpec) -> Timeline:
 def project(kernels: list[Kernel], events: list[CommEvent], cluster: ClusterSpec, shape: MeshShape) -> Timeline:
     """Return the timeline of a step.
 
-    The times of `events` are numbers of kernels: the event at time n was between kernels n - 1 and n of `kernels`.
+    The times of `events` are numbers of kernels: the event at time n was between kernels n - 1 and n of `kernels`. The
+    next step waits for a collective that is awaited at an earlier time than it was launched; the step is then the
+    second one of two equal ones, and lasts until the computation has launched its last kernel.
     """
-    timeline = Timeline()
-    free: defaultdict[str, float] = defaultdict(float)  # {lane: time at which its tasks so far have ended}
-    ends: dict[int, float] = {}  # {number of a collective: time at which it ends}
+    lanes = _Lanes()
+    late = {
+        number for number, event in enumerate(events) if event.awaited is not None and event.awaited < event.launched
+    }
+    if late:
+        _replay(kernels, events, cluster, shape, lanes)
+    start, num_before = lanes.free["compute"], len(lanes.tasks)
+    _replay(kernels, events, cluster, shape, lanes)
+    tasks = [replace(task, start=task.start - start, end=task.end - start) for task in lanes.tasks[num_before:]]
+    end = lanes.free["compute"] - start if late else max((task.end for task in tasks), default=0.0)
+    return Timeline(tasks, end)
+
+
+class _Lanes:
+    """Lanes of tasks that run at the same time, and the time at which each has ended so far."""
+
+    def __init__(self) -> None:
+        self.tasks: list[Task] = []
+        self.free: defaultdict[str, float] = defaultdict(float)  # {lane: time at which its tasks so far have ended}
+        self.ends: dict[int, float] = {}  # {number of a collective: time at which it has ended the last time}
+
+    def run(self, lane: str, name: str, not_before: float, seconds: float) -> float:
+        start = max(self.free[lane], not_before)
+        self.free[lane] = start + seconds
+        self.tasks.append(Task(lane, name, start, self.free[lane]))
+        return self.free[lane]
+
+
+def _replay(
+    kernels: list[Kernel], events: list[CommEvent], cluster: ClusterSpec, shape: MeshShape, lanes: _Lanes
+) -> None:
+    """Append the tasks of one step to the lanes."""
+    free = lanes.free
     launches: defaultdict[int, list[int]] = defaultdict(list)
     waits: defaultdict[int, list[int]] = defaultdict(list)
     for number, event in enumerate(events):
         launches[int(event.launched)].append(number)
-        waits[int(event.awaited)].append(number)
-
-    def run(lane: str, name: str, not_before: float, seconds: float) -> float:
-        start = max(free[lane], not_before)
-        free[lane] = start + seconds
-        timeline.tasks.append(Task(lane, name, start, free[lane]))
-        return free[lane]
-
+        if event.awaited is not None:
+            waits[int(event.awaited)].append(number)
     for position in range(len(kernels) + 1):
         for number in launches.get(position, ()):
             event = events[number]
             # It may send parameters that are still being copied from the host, so it starts after that copy.
             ready = max(free["compute"], free["from host"])
-            ends[number] = run(event.axis, event.op, ready, collective_seconds(event, cluster, shape))
+            seconds = collective_seconds(event, cluster, shape)
+            lanes.ends[number] = lanes.run(event.axis, event.op, ready, seconds)
         for number in waits.get(position, ()):
-            free["compute"] = max(free["compute"], ends[number])
+            free["compute"] = max(free["compute"], lanes.ends.get(number, 0.0))
         if position < len(kernels):
             kernel = kernels[position]
             if kernel.is_transfer:
@@ -120,12 +143,11 @@ def project(kernels: list[Kernel], events: list[CommEvent], cluster: ClusterSpec
                 free["compute"] = max(free["compute"], free[lane])
                 # A copy from the host may send the result of an update there, so it starts after the host's last task.
                 ready = free["compute"] if kernel.to_host else max(free["compute"], free["host"])
-                run(lane, kernel.name, ready, kernel.num_bytes / 2 / (cluster.host_gb_per_second * 1e9))
+                lanes.run(lane, kernel.name, ready, kernel.num_bytes / 2 / (cluster.host_gb_per_second * 1e9))
             elif kernel.is_on_host:
-                run("host", kernel.name, max(free["compute"], free["to host"]), host_seconds(kernel, cluster))
+                lanes.run("host", kernel.name, max(free["compute"], free["to host"]), host_seconds(kernel, cluster))
             else:
-                run("compute", kernel.name, 0.0, kernel_seconds(kernel, cluster))
-    return timeline
+                lanes.run("compute", kernel.name, 0.0, kernel_seconds(kernel, cluster))
 
 
 def kernel_seconds(kernel: Kernel, cluster: ClusterSpec) -> float:

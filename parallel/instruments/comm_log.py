@@ -15,7 +15,7 @@ class CommEvent:
 
     `message_bytes` is the size of the unsharded tensor: the output of an all-gather, the input of a reduce-scatter.
     `launched`, `awaited` and `completed` are the times by the log's clock when the collective was launched, and when
-    the wait for it began and ended.
+    the wait for it began and ended; None if it has not been waited for. `waiting_phase` is the phase of that wait.
     """
 
     op: str
@@ -25,8 +25,9 @@ class CommEvent:
     dtype: torch.dtype
     phase: str
     launched: float = field(default=0, compare=False)
-    awaited: float = field(default=0, compare=False)
-    completed: float = field(default=0, compare=False)
+    awaited: float | None = field(default=None, compare=False)
+    completed: float | None = field(default=None, compare=False)
+    waiting_phase: str = field(default="", compare=False)
 
     @property
     def wire_bytes(self) -> int:
@@ -91,7 +92,7 @@ class CommLog:
         return event
 
     def record_wait_start(self, event: CommEvent) -> None:
-        event.awaited = self.clock()
+        event.awaited, event.waiting_phase = self.clock(), self.phase
 
     def record_wait_end(self, event: CommEvent) -> None:
         event.completed = self.clock()

@@ -54,6 +54,7 @@ def load_owned_state(model: ZeroDataParallel, optimizer: ZeroOptimizer, saved: S
     All ranks call it. `tensor` is this rank's position along the tensor axis. The model must have the names and full
     shapes of the saved parameters.
     """
+    model.wait_for_updates()
     trainable = set(optimizer.buckets)
     for flat in model.flats:
         # Before the shards change: a transient full buffer that stayed unsharded would keep the old values.

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from zero.torch_internals import name_hook, never_begin_graph, run_first, run_last
-from zero.units.unit import Unit, innermost_unit
+from zero.units.unit import Unit, find_units, innermost_unit
 
 Before = Callable[[Unit, nn.Module, tuple, dict], None]
 After = Callable[[Unit, nn.Module, Any], None]
@@ -93,6 +93,29 @@ class ModuleHooks:
         run_first(module, before_handle)
         self._handles += [before_handle, after_handle]
         return before_handle
+
+
+def hook_readers(root: nn.Module, before: Callable[[list[nn.Parameter]], Callable[[], None]]) -> list[RemovableHandle]:
+    """Call what `before(params)` returns before a module runs that reads `params`; return the handles of the hooks.
+
+    The modules are the elements of module lists (the blocks), each with all of its parameters, and outside of these
+    every module that has parameters of its own.
+    """
+    blocks = find_units(root)
+    params_of: dict[str, dict[nn.Parameter, None]] = {}
+    for name, module in root.named_modules(remove_duplicate=False):
+        reader = innermost_unit([f"{name}."], blocks) or name
+        params_of.setdefault(reader, {}).update(dict.fromkeys(module.parameters(recurse=False)))
+    handles = []
+    for name, params in params_of.items():
+        if params:
+            run = partial(_run_before, before(list(params)))
+            handles.append(root.get_submodule(name).register_forward_pre_hook(Hook(run), prepend=True))
+    return handles
+
+
+def _run_before(before: Callable[[], None], _module: nn.Module, _args: tuple) -> None:
+    before()
 
 
 class Hook:

@@ -107,7 +107,11 @@ class UnitScheduler:
         Raises ShardedParameterError if no module runs: the other ranks may not read them, and would not gather them.
         """
         unit = self.unit_of[param]
-        is_sharded = unit.flat_of[param].is_sharded
+        flat = unit.flat_of[param]
+        if flat.lifetime is Lifetime.PERSISTENT:  # an update of it may not have been gathered yet
+            flat.wait_for_updates([param])
+            return
+        is_sharded = flat.is_sharded
         if is_sharded and not self._running and not is_in_backward():
             raise ShardedParameterError(
                 f"{param!r}, is sharded: no rank has all of its values; read it on all ranks inside `with "
@@ -120,7 +124,9 @@ class UnitScheduler:
 
     def after_saving(self, param: nn.Parameter) -> None:
         """Keep values readable that Python has read, and that autograd may read again."""
-        self._lend(self.unit_of[param])
+        unit = self.unit_of[param]
+        if unit.flat_of[param].lifetime is Lifetime.TRANSIENT:
+            self._lend(unit)
 
     def _before_forward(self, unit: Unit, module: nn.Module, args: tuple, kwargs: dict) -> None:
         for call in self._running:

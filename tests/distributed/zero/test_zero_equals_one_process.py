@@ -3,6 +3,7 @@
 import itertools
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -102,6 +103,7 @@ FACTORS = {
     "num_micro_batches": [1, 3],
     "checkpoints": [False, True],
     "overlap": [True, False],
+    "overlap_gather": [False, True],
     "bucket_numel": [500, None],
     "dtype": [torch.float64, torch.float32],
 }
@@ -109,15 +111,13 @@ FACTORS = {
 
 def assert_equals_one_process(
     name: str,
-    stage: int,
     data_size: int,
     num_micro_batches: int,
-    checkpoints: bool,
-    overlap: bool,
-    bucket_numel: int | None,
-    dtype: torch.dtype,
+    checkpoints: bool = False,
+    dtype: torch.dtype = torch.float64,
+    **settings: Any,
 ) -> None:
-    config = ZeroConfig(stage, bucket_numel, overlap)
+    config = ZeroConfig(**settings)
     found = run_ranks(data_size, train_with_zero, name, config, num_micro_batches, checkpoints, dtype)
     expected = train_in_one_process(name, data_size, num_micro_batches, dtype)
     for rank, result in enumerate(found):
@@ -136,7 +136,7 @@ def test_stages_equal_one_process(combination):
     ids=lambda c: "-".join(map(str, c.values())),
 )
 def test_all_models_and_stages_equal_one_process(combination):
-    assert_equals_one_process(**combination, checkpoints=False, bucket_numel=500, dtype=torch.float64)
+    assert_equals_one_process(**combination, bucket_numel=500, overlap_gather=combination["overlap"])
 
 
 FACTORS_OF_PARTITIONED_PARAMETERS = {

@@ -57,7 +57,7 @@ class Configuration:
         return OffloadConfig("host") if self.offloads else NO_OFFLOAD
 
 
-STAGES = [Configuration(stage) for stage in (0, 1, 2, 3)]
+STAGES = [Configuration(0), Configuration(1, settings={"overlap_gather": True}), Configuration(2), Configuration(3)]
 STAGE_3 = [Configuration(3), Configuration(3, "local")]
 DEFAULT = [*STAGES, Configuration(3, "local")]
 HOST = [Configuration(1, offloads=True), Configuration(3, offloads=True)]
@@ -70,6 +70,8 @@ ALL = [
         if accumulate == "reduce" or stage >= 2
     ),
     *(Configuration(stage, settings={"bucket_numel": 20}) for stage in range(4)),
+    *(Configuration(stage, settings={"overlap_gather": True}) for stage in (0, 1, 2)),
+    Configuration(2, offloads=True, settings={"overlap_gather": True}),
     *(Configuration(3, settings=settings) for settings in ({"prefetch_numel": 0}, {"resident_numel": 5})),
     *(Configuration(stage, has_groups=True) for stage in (1, 2, 3)),
     Configuration(3, "local", offloads=True, has_groups=True),

@@ -204,7 +204,7 @@ def test_a_file_of_all_keys_gives_the_same_settings_as_options(parse, base):
     content |= {"activation_checkpointing": {"cpu_checkpointing": True, "contiguous_memory_optimization": False}}
     content["zero_optimization"] |= {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
     settings = parse(content)
-    assert settings.zero == ZeroConfig(3, 5_000_000, prefetch_numel=0)
+    assert settings.zero == ZeroConfig(3, 5_000_000, overlap_gather=True, prefetch_numel=0)
     assert settings.parallel.shard_size == 2
     assert settings.offload == OffloadConfig("host", ("optimizer", "parameters"))
     assert settings.train.loss_scale == LossScaleSettings(initial=256.0, growth_interval=9, hysteresis=1)
@@ -532,12 +532,12 @@ def test_the_documentation_lists_every_key():
 
 
 TUTORIAL = [
-    ("gpt2-1.5b", 8, ZeroConfig(1, 500_000_000), OffloadConfig(), 8),
-    ("gpt2-10b", 32, ZeroConfig(2, 500_000_000), OffloadConfig(), 32),
+    ("gpt2-1.5b", 8, ZeroConfig(1, 500_000_000, overlap_gather=True), OffloadConfig(), 8),
+    ("gpt2-10b", 32, ZeroConfig(2, 500_000_000, overlap_gather=True), OffloadConfig(), 32),
     (
         "gpt-1t",
         512,
-        ZeroConfig(3, 10_000_000, prefetch_numel=10_000_000, resident_numel=100_000),
+        ZeroConfig(3, 10_000_000, overlap_gather=True, prefetch_numel=10_000_000, resident_numel=100_000),
         OffloadConfig("host", ("optimizer", "parameters")),
         32,
     ),

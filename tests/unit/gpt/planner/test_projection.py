@@ -97,6 +97,16 @@ def test_a_collective_overlaps_the_computation_until_it_is_waited_for():
     assert lane[1].start == lane[0].end, "one after the other on their axis"
 
 
+def test_the_next_step_waits_for_a_collective_that_is_awaited_before_it_is_launched():
+    half_second = event("all_gather", "data", 25, int(0.5 * 2e9 * 25 / 24), launched=3, awaited=1)
+    for first, expected in [(0.2, 2.5), (0.7, 2.7)]:
+        kernels = [memory_bound(first), memory_bound(1.0), memory_bound(1.0)]
+        timeline = project(kernels, [half_second], DGX_2, SHAPE)
+        assert timeline.seconds == pytest.approx(expected, rel=1e-3)
+        assert sum(task.end - task.start for task in timeline.tasks) == pytest.approx(2.5 + first, rel=1e-3)
+        assert max(task.end for task in timeline.tasks) > timeline.seconds, "the gather ends in the next step"
+
+
 def settings(*options: str) -> Settings:
     return parse_settings(["--config", str(ROOT / "configs/paper/figure2/100b-zero-400.yaml"), *options])
 

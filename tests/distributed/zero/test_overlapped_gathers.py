@@ -1,0 +1,96 @@
+"""With `overlap_gather` the gathers of an update run on in the next forward, and each reader waits for its own."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from parallel.mesh import Mesh
+from tests.ranks import run_ranks
+from zero.config import ZeroConfig
+from zero.engine import ZeroDataParallel
+from zero.optimizer import ZeroOptimizer
+
+
+class Model(nn.Module):
+    """A model whose parameters are in the order in which they are read. The last product reads the first one again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(5, 6)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6)) for _ in range(3))
+        self.norm = nn.LayerNorm(6)
+        self.bias = nn.Parameter(torch.zeros(5))  # of the model itself: it is waited for before anything runs
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.norm(x) @ self.embedding.weight.t() + self.bias
+
+
+READERS = ["", "embedding", "blocks.0", "blocks.1", "blocks.2", "norm"]
+READS: dict[str, Callable[[ZeroDataParallel], object]] = {
+    "forward": lambda model: model(torch.arange(5)),
+    "a call outside the wrapper": lambda model: model.module(torch.arange(5)),
+    "a part": lambda model: model.module.blocks[1](torch.ones(2, 6)),
+    "one parameter": lambda model: model.module.blocks[1][0].weight.sum(),
+    "a kept list": lambda model: [param.detach() for param in list(model.parameters())],
+    "a state dict": lambda model: model.module.state_dict(),
+    "gathered": lambda model: model.gathered().__enter__(),
+    "nothing": lambda model: None,
+}
+
+
+def reader_of(name: str) -> int:
+    """Return the place in `READERS` of the module that waits for a parameter."""
+    return max((n for n, reader in enumerate(READERS) if name.startswith(reader) and reader), default=0)
+
+
+def waits_for_gathers(
+    mesh: Mesh, stage: int, overlaps: bool, read: str
+) -> tuple[list[int | None], list[set[int]], list[Tensor]]:
+    """Return how many of `READERS` had begun to run when each gather was waited for, and which of them read it."""
+    torch.manual_seed(1)
+    module = Model()
+    begun: list[str] = []
+    for name in READERS:
+        module.get_submodule(name).register_forward_pre_hook(lambda *_, name=name: begun.append(name))
+    model = ZeroDataParallel(module, mesh.data, ZeroConfig(stage, bucket_numel=28, overlap_gather=overlaps))
+    optimizer = ZeroOptimizer(model, torch.optim.AdamW, lr=0.1, fused=True)
+    model(torch.arange(5)).square().sum().backward()
+    begun.clear()
+    with mesh.log.keeping_events(lambda: len(begun)) as events:
+        optimizer.step()
+        begun.append("step")
+        READS[read](model)
+    gathers = [event for event in events if event.op == "all_gather" and event.phase != "agreement"]
+    readers = [{reader_of(model._guard.names[param]) for param in bucket.grads.parts} for bucket in model.buckets]
+    waits = [None if gather.awaited is None else int(gather.awaited) - 1 for gather in gathers]
+    return waits, readers, [param.detach().clone() for param in module.parameters()]
+
+
+def all_waits() -> dict[tuple[int, bool, str], tuple[list[int | None], list[set[int]], list[Tensor]]]:
+    mesh = Mesh.create(tensor_size=1)
+    cases = [(1 + number % 2, True, read) for number, read in enumerate(READS)]
+    return {case: waits_for_gathers(mesh, *case) for case in [(1, False, "nothing"), (2, False, "forward"), *cases]}
+
+
+def test_each_reader_waits_for_the_gathers_of_its_own_parameters():
+    for rank, found in enumerate(run_ranks(2, all_waits)):
+        *_, params = found.pop((1, False, "nothing"))
+        assert set(found.pop((2, False, "forward"))[0]) == {-1}, "by default the step waits for all"
+        for (stage, _, read), (waits, readers, values) in found.items():
+            where = f"{read}, stage {stage}, rank {rank}"
+            torch.testing.assert_close(values, params, rtol=0, atol=0, msg=where)
+            block = READERS.index("blocks.1")
+            expected = {
+                "forward": [min(own) for own in readers],
+                "a call outside the wrapper": [min(own) for own in readers],
+                "a part": [0 if block in own else None for own in readers],
+                "nothing": [None for _ in readers],
+            }.get(read, [0 for _ in readers])
+            if read == "one parameter":
+                assert set(waits) == {None, 0}, where
+            else:
+                assert waits == expected, where
