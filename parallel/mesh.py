@@ -133,6 +133,11 @@ class Axis:
         return self.imitated_backend if backend == "fake" else backend
 
     @property
+    def takes_receive_buffers(self) -> bool:
+        """True if each reduce-scatter holds a buffer as long as its message until it has been waited for."""
+        return self._is_gloo
+
+    @property
     def _is_gloo(self) -> bool:
         return self.backend == "gloo"
 

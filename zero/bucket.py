@@ -127,6 +127,11 @@ class GradShard:
         return self.placement is Placement.HOST and self.types.accumulate is not self.types.reduce
 
     @property
+    def needs_block(self) -> bool:
+        """True if the next gradient takes memory from the pool."""
+        return self.staged is None
+
+    @property
     def num_blocks(self) -> int:
         """The number of blocks that the bucket takes from the pool from its first gradient to its reduction."""
         return (not self.persists) + self.casts_message

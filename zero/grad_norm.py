@@ -1,8 +1,8 @@
 """Norms of gradients that are sharded over many ranks: the global norm, and the norm of each layer."""
 
-import math
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from functools import reduce
+from itertools import islice
 
 import torch
 from torch import Tensor, nn
@@ -13,9 +13,10 @@ from zero.bucket import Bucket
 from zero.offload.placement import Placement
 from zero.torch_internals import foreach_norm
 
-# Elements whose squares are summed at a time. A CPU adds them in fp32 one after the other: without chunks, the norm of
-# 17M elements is wrong by 2e-4.
+# Elements whose squares a CPU sums at a time. It adds them in fp32 one after the other: without chunks, the norm of 17M
+# elements is wrong by 2e-4. A GPU adds them as a tree.
 CHUNK_NUMEL = 2**18
+NUM_NORMS = 16  # of chunks that are computed by one kernel on a GPU
 
 
 class GradNorm:
@@ -43,26 +44,31 @@ class GradNorm:
 
     @property
     def temporary_bytes(self) -> int:
-        """The bytes of the norms of one bucket's chunks: in fp32, each by itself and in a stack of all."""
-        return 2 * 4 * max((math.ceil(bucket.master.numel() / CHUNK_NUMEL) for bucket in self._counted), default=0)
+        """The bytes of the norms of some chunks: in fp32, each by itself and in a stack of all."""
+        return 2 * 4 * NUM_NORMS
 
     def total(self) -> Tensor:
-        """Return the global norm, 0-dim, computed one bucket at a time (C_B).
+        """Return the global norm, 0-dim, from the norms of a few chunks at a time (C_B).
 
-        Buckets are added in the order of the layout, wherever they are placed: a run that was resumed may place them
-        differently, and must get the same bits.
+        Chunks are added in the order of the layout, wherever their buckets are placed: a run that was resumed may place
+        them differently, and must get the same bits.
         """
         dtype = reduce(torch.promote_types, {bucket.master.dtype for bucket in self._counted}, torch.float32)
         squares = self._loss_scale.new_zeros((), dtype=dtype)
+        chunks = self._chunks()
+        while some := list(islice(chunks, NUM_NORMS)):
+            squares.add_(_sum_of_squares(some, dtype).to(squares.device))
+        return self._over_all_ranks(squares)
+
+    def _chunks(self) -> Iterator[tuple[Placement, Tensor]]:
+        """Iterate over the counted gradients of this rank in parts, each with its placement."""
         for bucket, parts in self._counted.items():
             grads = [bucket.grads.owned]  # the whole shard: its padding is zero
             if bucket not in self._counts_whole:
                 grads = [bucket.owned_part(bucket.grads.owned, part) for _, part in parts]
-            if chunks := [chunk for grad in grads for chunk in grad.split(CHUNK_NUMEL)]:
-                with allocating(TensorKind.OTHER, on_host=bucket.optimizer_placement is Placement.HOST):
-                    square = torch.stack(list(foreach_norm(chunks, 2, dtype))).square().sum()
-                squares.add_(square.to(squares.device))
-        return self._over_all_ranks(squares)
+            for grad in grads:
+                chunks = grad.split(CHUNK_NUMEL) if grad.device.type == "cpu" else (grad,)
+                yield from ((bucket.optimizer_placement, chunk) for chunk in chunks)
 
     def by_layer(self, module: nn.Module) -> dict[str, Tensor]:
         """Return the norm of each layer of `module`, 0-dim, by name. The norms of all layers share one message."""
@@ -81,6 +87,18 @@ class GradNorm:
         for axis in self._axes:
             axis.all_reduce(squares, out=squares).wait()
         return squares.sqrt() / self._loss_scale
+
+
+def _sum_of_squares(chunks: Sequence[tuple[Placement, Tensor]], dtype: torch.dtype) -> Tensor:
+    """Return the sum of the squares of chunks, which may be in both memories, on the device of one of them."""
+    norms: dict[int, Tensor] = {}
+    for placement in Placement:
+        numbers = [number for number, (own, _) in enumerate(chunks) if own is placement]
+        with allocating(TensorKind.OTHER, on_host=placement is Placement.HOST):
+            found = foreach_norm([chunks[number][1] for number in numbers], 2, dtype) if numbers else ()
+        norms.update(zip(numbers, found, strict=True))
+    first = norms[0]
+    return torch.stack([norms[number].to(first.device) for number in range(len(chunks))]).square().sum()
 
 
 def layer_of(name: str) -> str:

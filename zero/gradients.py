@@ -20,6 +20,7 @@ import warnings
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Sequence
 from enum import Enum
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -30,6 +31,7 @@ from parallel.instruments.memory_tracker import TensorKind, tagged
 from parallel.mesh import Axis, Handle
 from zero.bucket import Bucket, GradShard, Staging, scale_into
 from zero.offload.placement import Offload, Placement
+from zero.offload.streams import SideStream
 from zero.stage import Lifetime, ShardingPolicy
 from zero.staging import StagingPool
 from zero.units.agreement import LaunchOrder
@@ -69,7 +71,8 @@ class GradientReducer:
         self._num_ranks = self._shard_axis.size * self._replica_axis.size
         self._closes_on_arrival = policy.full_params is Lifetime.PERSISTENT
         self._launch_order, self._offload = launch_order, offload
-        self._max_in_flight = MAX_IN_FLIGHT if overlap else 0
+        self._between_axes = SideStream(offload.device)
+        self._overlaps, self._max_in_flight = overlap, MAX_IN_FLIGHT if overlap else 0
         self._order = list(reversed(buckets))
         self._positions: defaultdict[nn.Parameter, list[int]] = defaultdict(list)  # in the order of reductions
         for position, bucket in enumerate(self._order):
@@ -148,6 +151,8 @@ class GradientReducer:
                 raise RuntimeError(f"a gradient of shape {tuple(param.shape)} arrived after its bucket was reduced")
             grads = self._order[position].grads
             start = stop - len(grads.parts[param])
+            if grads.needs_block:
+                self._make_room()
             grads.write(param, grad[start:stop], self._scale_before(grads), self.staging)
             stop = start
             if self._closes_on_arrival:
@@ -239,11 +244,25 @@ class GradientReducer:
             self._num_launched += 1
 
     def _launch(self, grads: GradShard) -> None:
+        takes_memory = grads.needs_block or grads.casts_message or self._shard_axis.takes_receive_buffers
+        if takes_memory or grads.placement is Placement.HOST:
+            self._make_room()
         message, shard = grads.finish(self.staging), grads.message_shard
         # Along the shard axis first: the all-reduce between replicas then moves 1/N of the bucket only.
-        scattered = self._shard_axis.reduce_scatter(message, out=shard)
-        reduced = scattered.then(lambda: self._replica_axis.all_reduce(shard, out=shard))
+        reduced = self._shard_axis.reduce_scatter(message, out=shard)
+        if self._replica_axis.size > 1:
+            # Behind the first on a stream of its own: launched by the computation, it would wait for the computation.
+            all_reduce = partial(self._replica_axis.all_reduce, shard, out=shard)
+            reduced = self._between_axes.launch_after(reduced, all_reduce)
         self._in_flight.append((grads, reduced))
+        if not self._overlaps:
+            self._receive_oldest()
+
+    def _make_room(self) -> None:
+        """Wait for old reductions, which hold memory that is needed now, or whose copies to the host can run by now.
+
+        With NCCL and persistent full gradients the computation waits for no reduction before backward ends.
+        """
         while len(self._in_flight) > self._max_in_flight:
             self._receive_oldest()
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from parallel.errors import ConfigError
 from parallel.instruments.memory_tracker import TensorKind
 from parallel.mesh import Handle
+from parallel.torch_internals import storage_id
 from zero.offload.allocators import device_allocator, host_allocator
 from zero.offload.streams import SideStream
 
@@ -91,6 +92,7 @@ class Offload:
         self.device, self.config = device, config
         self._to_host, self._to_accelerator = SideStream(device), SideStream(device)
         self._casts: defaultdict[torch.dtype, deque[tuple[Tensor, Handle]]] = defaultdict(deque)
+        self._landing: dict[int, Handle] = {}  # the last copy to each storage in host memory
         self._reads: dict[tuple[torch.dtype, int], Tensor] = {}
 
     def new(self, placement: Placement, kind: TensorKind, numel: int, dtype: torch.dtype) -> Tensor:
@@ -109,6 +111,7 @@ class Offload:
         """
         with self._to_host.context():
             out.copy_(source, non_blocking=True)
+        self._landing[storage_id(out.untyped_storage())] = self._to_host.device_handle()
         return Handle(self._to_host.device_handle().wait, lambda: source)  # the handle keeps `source` allocated
 
     def to_accelerator(self, source: Tensor, out: Tensor, then: Callable[[], Handle] = Handle) -> Handle:
@@ -123,7 +126,8 @@ class Offload:
             cast = self._cast_buffer(out)
             source = cast[: source.numel()].copy_(source)
         with self._to_accelerator.context():
-            self._to_host.device_handle().wait()  # first: a running copy to the host may still write `source`
+            if landing := self._landing.pop(storage_id(source.untyped_storage()), None):
+                landing.wait()  # first: a copy to the host may still write `source`
             out.copy_(source, non_blocking=True)
             followed = then()
         if cast is not None:
@@ -150,6 +154,7 @@ class Offload:
         """Block the host until all copies have ended: it may then read their outputs and overwrite their inputs."""
         self._to_host.host_handle().wait()
         self._to_accelerator.host_handle().wait()
+        self._landing.clear()
 
     def _start_read(self, slot: int, source: Tensor) -> tuple[Tensor, Handle]:
         """Launch a copy to one of a few pinned buffers; return it with a handle that blocks the host."""

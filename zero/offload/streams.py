@@ -33,6 +33,17 @@ class SideStream:
         with torch.cuda.stream(self._stream):
             yield
 
+    def launch_after(self, first: Handle, launch: Callable[[], Handle]) -> Handle:
+        """Launch a collective that reads the output of `first`, and return its handle.
+
+        It is launched at once if there are streams, and else when the result is waited for.
+        """
+        if self._stream is None:
+            return first.then(launch)
+        with self.context():
+            first.wait()
+            return launch()
+
     def device_handle(self) -> Handle:
         """Return a handle whose `wait` makes the current stream wait for what has been launched here so far."""
         if self._stream is None:
