@@ -34,10 +34,10 @@ class Piece:
 
 
 class BucketedOptimizer:
-    """A torch optimizer that is stepped for the pieces of one bucket at a time.
+    """A torch optimizer that is stepped for the pieces of one or a few buckets at a time.
 
-    A round consists of one step for each bucket. Counters that the optimizer keeps for each parameter group, such as
-    the step counter of apex's Adam, advance once in a round, because each bucket's step starts from the same counters.
+    A round consists of steps for all buckets. Counters that the optimizer keeps for each parameter group, such as
+    the step counter of apex's Adam, advance once in a round, because each step starts from the same counters.
     """
 
     def __init__(self, inner: Optimizer):
@@ -49,16 +49,18 @@ class BucketedOptimizer:
         self._before = [_settings(group) for group in self.inner.param_groups]
         self._after = list(self._before)
 
-    def step(self, pieces: Sequence[Piece], grad: Tensor) -> None:
-        """Step the optimizer for the pieces of one bucket; `grad` is the flat gradient of the bucket's shard."""
+    def step(self, shards: Sequence[tuple[Sequence[Piece], Tensor]]) -> None:
+        """Step the optimizer for the pieces of some buckets, each with the flat gradient of the bucket's shard."""
+        stepped = [piece for pieces, _ in shards for piece in pieces]
         for number, group in enumerate(self.inner.param_groups):
-            _replace(group, self._before[number], [piece.param for piece in pieces if piece.group == number])
-        for piece in pieces:
-            piece.param.grad = grad[piece.elements.start : piece.elements.stop]
+            _replace(group, self._before[number], [piece.param for piece in stepped if piece.group == number])
+        for pieces, grad in shards:
+            for piece in pieces:
+                piece.param.grad = grad[piece.elements.start : piece.elements.stop]
         self.inner.step()
-        for number in {piece.group for piece in pieces}:
+        for number in {piece.group for piece in stepped}:
             self._after[number] = _settings(self.inner.param_groups[number])
-        for piece in pieces:
+        for piece in stepped:
             piece.param.grad = None
 
     def skip_round(self) -> None:
@@ -189,7 +191,7 @@ def probe_elementwise(
             inner.step()
             bucketed.begin_round()
             for piece in pieces:
-                bucketed.step([piece], grads[piece.group].flatten().clone())
+                bucketed.step([([piece], grads[piece.group].flatten().clone())])
             bucketed.end_round()
     except AssertionError as error:
         raise ConfigError(f"optimizer {name} does not work on {device.type}: {error}; change its settings") from error

@@ -11,7 +11,7 @@ steps that are recorded.
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -30,7 +30,10 @@ from zero.layout import cut
 from zero.loss_scale import LossScale, SkippedSteps
 from zero.offload.placement import Placement
 from zero.stage import Lifetime
+from zero.torch_internals import foreach_copy_, foreach_mul_
 from zero.written_parameters import WrittenParameters
+
+GROUPED_SHARE = 8  # shards are updated together up to this part of the elements of a bucket
 
 
 class ZeroOptimizer:
@@ -95,7 +98,7 @@ class ZeroOptimizer:
         self._bucketed = BucketedOptimizer(optimizer(groups, **settings))
         split = {model.module.get_parameter(name) for name in split_dims(model.module)}
         self.grad_norm = GradNorm(owned, self._params, (model.shard_axis, tensor), split, self.loss_scale.scale)
-        self._make_cast_buffers()
+        self._group_buckets()
         self._written = WrittenParameters(self._flats, self._offload)
         self._check_others()
         self._reducer.register(self, self._params)
@@ -172,7 +175,7 @@ class ZeroOptimizer:
         new = partial(self._offload.new, placement, TensorKind.MOMENTS)
         self._bucketed.move(self._pieces[bucket], bucket.master, new)
         bucket.grads.place(placement)
-        self._make_cast_buffers()
+        self._group_buckets()
 
     def _trainable(self, params: Iterable[nn.Parameter]) -> frozenset[nn.Parameter]:
         given = list(params)
@@ -218,13 +221,13 @@ class ZeroOptimizer:
         # all ranks launch their all-gathers in the order of the layout.
         for placement in (Placement.ACCELERATOR, Placement.HOST):
             device = self._offload.device_of(placement)
-            if buckets := self._buckets_on(placement):
+            if groups := self._groups[placement]:
                 here = coefficient.to(device)
                 if self._takes_found_inf:
                     self.inner.found_inf = skip.to(device)  # type: ignore[attr-defined]
-                for bucket in buckets:
-                    self._update(bucket, here)
-                    published[bucket] = self._publish(bucket)
+                for buckets in groups:
+                    self._update(buckets, here)
+                    published |= {bucket: self._publish(bucket) for bucket in buckets}
         self._bucketed.end_round()
         # A backward whose forward has run before this update must raise, as in torch.
         torch.autograd.graph.increment_version(self._params)
@@ -241,20 +244,23 @@ class ZeroOptimizer:
                 for gather in gathers.values():
                     gather.wait()
 
-    def _update(self, bucket: Bucket, coefficient: Tensor) -> None:
-        """Step the torch optimizer for one bucket, whose gradient is cast to the master weights' dtype first."""
-        grad = bucket.grads.owned
-        if bucket.casts_gradient:
-            grad = self.cast_buffers[bucket.optimizer_placement][: grad.numel()].copy_(grad)
-        on_host = bucket.optimizer_placement is Placement.HOST
-        with allocating(TensorKind.MOMENTS, on_host=on_host):  # a torch optimizer makes them in its first step
-            pieces = self._pieces[bucket]
-            if grad is bucket.grads.owned and self._is_shared[bucket]:  # others' gradients keep their values
-                for piece in pieces:
-                    cut(grad, piece.elements).mul_(coefficient)
-            else:
-                grad.mul_(coefficient)
-            self._bucketed.step(pieces, grad)
+    def _update(self, buckets: Sequence[Bucket], coefficient: Tensor) -> None:
+        """Step the torch optimizer for a group of buckets.
+
+        Their gradients are cast to the master weights' dtype first, into one buffer, or are all used as they are.
+        """
+        placement = buckets[0].optimizer_placement
+        grads = [bucket.grads.owned for bucket in buckets]
+        scaled = []
+        if buckets[0].casts_gradient:
+            scaled = grads = _copies(grads, self.cast_buffers[placement])
+        else:
+            for bucket, grad in zip(buckets, grads, strict=True):
+                pieces = self._pieces[bucket] if self._is_shared[bucket] else ()  # others' gradients keep their values
+                scaled += [cut(grad, piece.elements) for piece in pieces] or [grad]
+        foreach_mul_(scaled, coefficient)
+        with allocating(TensorKind.MOMENTS, on_host=placement is Placement.HOST):  # in the optimizer's first step
+            self._bucketed.step([(self._pieces[bucket], grad) for bucket, grad in zip(buckets, grads, strict=True)])
 
     def _publish(self, bucket: Bucket) -> Handle:
         """Copy master weights to the owned parameters, wherever either is placed, and all-gather what was updated."""
@@ -279,15 +285,48 @@ class ZeroOptimizer:
     def _buckets_on(self, placement: Placement) -> list[Bucket]:
         return [bucket for bucket in self.buckets if bucket.optimizer_placement is placement]
 
-    def _make_cast_buffers(self) -> None:
-        """Allocate one buffer in each memory, for the gradient of a bucket in the master weights' dtype."""
+    def _group_buckets(self) -> None:
+        """Group the buckets that are updated together, and allocate one buffer for the casts of a group in each memory.
+
+        The shards of many ranks are so small that the launch of a kernel takes longer than the kernel.
+        """
+        limit = max(len(bucket.elements) for bucket in self.buckets) // GROUPED_SHARE
+        self._groups: dict[Placement, list[list[Bucket]]] = {}
         self.cast_buffers: dict[Placement, Tensor] = {}
         for placement in Placement:
-            if cast := [b.master for b in self._buckets_on(placement) if b.casts_gradient]:
-                largest = max(cast, key=Tensor.numel)
+            groups = self._groups[placement] = _consecutive(self._buckets_on(placement), limit)
+            if cast := [group for group in groups if group[0].casts_gradient]:
+                largest = max(cast, key=_owned_numel)
                 self.cast_buffers[placement] = self._offload.new(
-                    placement, TensorKind.BUFFERS, largest.numel(), largest.dtype
+                    placement, TensorKind.BUFFERS, _owned_numel(largest), largest[0].master.dtype
                 )
+
+
+def _owned_numel(buckets: Iterable[Bucket]) -> int:
+    return sum(bucket.master.numel() for bucket in buckets)
+
+
+def _consecutive(buckets: Sequence[Bucket], limit: int) -> list[list[Bucket]]:
+    """Group buckets of the same types, in order, with at most `limit` owned elements unless a bucket has more."""
+    groups: list[list[Bucket]] = []
+    for bucket in buckets:
+        last = groups[-1] if groups else []
+        is_alike = bool(last) and (last[0].casts_gradient, last[0].master.dtype) == (
+            bucket.casts_gradient,
+            bucket.master.dtype,
+        )
+        if is_alike and _owned_numel([*last, bucket]) <= limit:
+            last.append(bucket)
+        else:
+            groups.append([bucket])
+    return groups
+
+
+def _copies(tensors: list[Tensor], buffer: Tensor) -> list[Tensor]:
+    """Return copies of flat tensors, one after the other in the buffer."""
+    copies = list(buffer[: sum(map(Tensor.numel, tensors))].split([tensor.numel() for tensor in tensors]))
+    foreach_copy_(copies, tensors)
+    return copies
 
 
 def _pieces(bucket: Bucket, owned: list[tuple[nn.Parameter, range]], group_of: dict[nn.Parameter, int]) -> list[Piece]:

@@ -22,6 +22,9 @@ DisableTorchFunction = torch._C.DisableTorchFunctionSubclass
 # Norms of many tensors in one call. `torch.nn.utils` calls the same function, but does not take the dtype of the sums.
 foreach_norm = torch._foreach_norm
 
+# Operations on many tensors in one kernel, which torch's own optimizers use.
+foreach_mul_, foreach_copy_ = torch._foreach_mul_, torch._foreach_copy_
+
 
 def current_graph_task() -> int:
     """Return autograd's number of the running backward, or `NO_GRAPH_TASK`.

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import zero.optimizer as optimizer_module
 from gpt.train_step import train_step
 from parallel.errors import ConfigError
 from parallel.mesh import Axis, Mesh
@@ -419,3 +420,31 @@ def test_a_schedule_does_not_warn_of_a_first_step_that_is_skipped(optimizer):
         schedule.step()
     assert_same_bits(params_of(model), before)
     assert stepper.num_skipped == 1
+
+
+def train_in_groups(share: int, dtype: torch.dtype, types: dict[str, Any]) -> tuple[list[int], list[Tensor]]:
+    """Return the number of calls of the torch optimizer in each step, and the parameters after three."""
+    data = Mesh.create(tensor_size=1).data
+    model = ZeroDataParallel(small_gpt(dtype), data, ZeroConfig(2, bucket_numel=2000, **types))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(optimizer_module, "GROUPED_SHARE", share)
+        optimizer = ZeroOptimizer(model, torch.optim.AdamW, clip_norm=0.5, lr=1e-2, fused=True)
+    calls: list[int] = []
+    step_inner = optimizer.inner.step
+    optimizer.inner.step = lambda: [calls.append(step), step_inner()]  # type: ignore[assignment]
+    for step in range(3):
+        next_token_loss(model, step, data.rank).backward()
+        optimizer.step()
+    return [calls.count(step) for step in range(3)], [p.detach().clone() for p in model.module.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "types"),
+    [(torch.float32, {}), (torch.bfloat16, {}), (torch.bfloat16, {"accumulate_dtype": "bf16"})],
+    ids=["fp32", "gradients in fp32", "gradients that are cast"],
+)
+def test_small_shards_are_updated_together_to_the_bit(dtype, types):
+    """Two ranks have as many elements as two buckets' shards in a group if a group may have those of a bucket."""
+    for alone, together in zip(*(run_ranks(2, train_in_groups, n, dtype, types) for n in (8, 1)), strict=True):
+        assert together[0] == [math.ceil(n / 2) for n in alone[0]]
+        assert_same_bits(together[1], alone[1])

@@ -82,7 +82,7 @@ def test_a_bucket_steps_its_own_pieces_with_their_groups_settings():
         bucketed.inner.param_groups[0]["lr"] = lr
         bucketed.begin_round()
         for bucket in buckets:
-            bucketed.step(bucket, torch.arange(10.0, 15.0))
+            bucketed.step([(bucket, torch.arange(10.0, 15.0))])
         bucketed.end_round()
     first = torch.tensor([11.0]), torch.tensor([13.0]), torch.tensor([10.0])
     assert bucketed.inner.seen == [
