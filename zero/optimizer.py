@@ -256,9 +256,11 @@ class ZeroOptimizer:
             scaled = grads = _copies(grads, self.cast_buffers[placement])
         else:
             for bucket, grad in zip(buckets, grads, strict=True):
-                pieces = self._pieces[bucket] if self._is_shared[bucket] else ()  # others' gradients keep their values
-                scaled += [cut(grad, piece.elements) for piece in pieces] or [grad]
-        foreach_mul_(scaled, coefficient)
+                # Gradients of other optimizers' parameters keep their values.
+                is_shared = self._is_shared[bucket]
+                scaled += [cut(grad, piece.elements) for piece in self._pieces[bucket]] if is_shared else [grad]
+        if scaled:
+            foreach_mul_(scaled, coefficient)
         with allocating(TensorKind.MOMENTS, on_host=placement is Placement.HOST):  # in the optimizer's first step
             self._bucketed.step([(self._pieces[bucket], grad) for bucket, grad in zip(buckets, grads, strict=True)])
 
