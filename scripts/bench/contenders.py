@@ -66,10 +66,17 @@ class Terms:
     bucket_numel: int | None
     prefetch_numel: int
     defragment: bool | None
+    overlap_gather: bool
 
 
 def zero(name: str, model: nn.Module, terms: Terms, *, stage: int, offload: OffloadConfig = NO_OFFLOAD) -> Contender:
-    config = ZeroConfig(stage, terms.bucket_numel, prefetch_numel=terms.prefetch_numel, defragment=terms.defragment)
+    config = ZeroConfig(
+        stage,
+        terms.bucket_numel,
+        prefetch_numel=terms.prefetch_numel,
+        defragment=terms.defragment,
+        overlap_gather=terms.overlap_gather,
+    )
     engine = ZeroDataParallel(model, terms.mesh.data, config, offload=offload)
     optimizer = ZeroOptimizer(engine, AdamW, clip_norm=terms.clip_norm, lr=LR, fused=True)
     return Contender(name, engine, engine.accumulate, optimizer.step)

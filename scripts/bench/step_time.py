@@ -29,6 +29,7 @@ from parallel.mesh import Axis, Mesh
 from parallel.tensor.token_layout import ReplicatedTokens
 from parallel.world import World, start_world, stop_world
 from scripts.bench.contenders import CONTENDERS, Contender, Terms
+from zero.units.unit import find_units
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 NUM_COMPARED_LOSSES = 16  # after that AdamW amplifies rounding errors without bound
@@ -68,6 +69,10 @@ class Settings:
     defragment: bool | None = None
     """zero.defragment of our stages 2 and 3. With false, the default of stage 3, gradients are freed after the update,
     as by fsdp2."""
+    overlap_gather: bool = True
+    """zero.overlap_gather of our stages 0 to 2."""
+    compile: Literal["none", "blocks"] = "none"
+    """blocks: torch.compile of every transformer block, for all contenders alike, before the model is wrapped."""
     micro_batches: int = 1
     """Micro-batches a step."""
     micro_batch_size: int = 4
@@ -155,7 +160,14 @@ def make_batches(settings: Settings, world: World) -> list[list[Tensor]]:
 
 def build_contenders(settings: Settings, world: World, mesh: Mesh, batches: list[list[Tensor]]) -> list[Contender]:
     """Build and warm up the contenders one after the other. The memory of each is its peak above the memory in use."""
-    terms = Terms(mesh, settings.clip_norm, settings.bucket_numel, settings.prefetch_numel, settings.defragment)
+    terms = Terms(
+        mesh,
+        settings.clip_norm,
+        settings.bucket_numel,
+        settings.prefetch_numel,
+        settings.defragment,
+        settings.overlap_gather,
+    )
     # Before the first allocation: memory that malloc has once put on its heap is rarely returned to the system.
     return_freed_memory(at_least_bytes=2**16)
     template = build_model(settings, world.device)
@@ -166,7 +178,10 @@ def build_contenders(settings: Settings, world: World, mesh: Mesh, batches: list
     for name in settings.contenders:
         return_freed_memory(at_least_bytes=2**16)
         before = reset_peak_memory(world.device)
-        contender = CONTENDERS[name](name, copy.deepcopy(template), terms)
+        model = copy.deepcopy(template)
+        if settings.compile == "blocks":
+            compile_blocks(model)
+        contender = CONTENDERS[name](name, model, terms)
         train_steps(contender, batches, 2)
         reset_peak_memory(world.device)  # the peak of building is not that of a step
         train_steps(contender, batches, settings.warmup)
@@ -174,6 +189,15 @@ def build_contenders(settings: Settings, world: World, mesh: Mesh, batches: list
         return_freed_memory(at_least_bytes=LARGEST_MMAP_THRESHOLD)
         contenders.append(contender)
     return contenders
+
+
+def compile_blocks(model: nn.Module) -> None:
+    """Compile every block by itself, as torchtitan does."""
+    # Blocks of all contenders share one code object, which dynamo compiles at most this often.
+    torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 1024
+    for unit in find_units(model):
+        if unit:
+            model.get_submodule(unit).compile()
 
 
 def train_steps(contender: Contender, batches: list[list[Tensor]], num_steps: int) -> None:
