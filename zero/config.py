@@ -9,6 +9,9 @@ from parallel.errors import ConfigError
 from zero.stage import STAGES, GradientTypes, Lifetime, ShardingPolicy
 
 Accumulate = Literal["reduce", "local"]
+SMALLEST_BUCKET, NUMEL_PER_RANK = 2**25, 2**20
+NUM_STAGED = 3  # buckets in a pool, at most: two are reduced while one is filled
+LARGEST_POOL_BYTES = 1_600_000_000  # 5% of an accelerator of 32 GB
 DtypeName = Literal["fp32", "bf16", "fp16"]
 DTYPES: dict[DtypeName, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -19,9 +22,10 @@ class ZeroConfig:
 
     stage: int = 2
     """0: plain data parallelism; 1: optimizer states are partitioned; 2: gradients too; 3: parameters too."""
-    bucket_numel: int | None = 2**25
+    bucket_numel: int | Literal["auto"] | None = "auto"
     """C_B: the number of elements that are communicated, cast or summed at once, however large the model is; null: all
-    of them at once. With offload.mode=auto the size of chunks is searched instead."""
+    of them at once. auto: 2**25, and more if there are more than 32 ranks, whose parts of a message would be short.
+    With offload.mode=auto the size of chunks is searched instead."""
     overlap: bool = True
     """Let reductions run while backward goes on; false: wait for each one at once. The values are equal."""
     overlap_gather: bool = False
@@ -52,9 +56,10 @@ class ZeroConfig:
     def __post_init__(self) -> None:
         if self.stage not in STAGES:
             raise ConfigError(f"ZeroConfig.stage={self.stage} does not exist; choose {', '.join(map(str, STAGES))}")
-        if self.bucket_numel is not None and self.bucket_numel < 1:
+        if isinstance(self.bucket_numel, int) and self.bucket_numel < 1:
             raise ConfigError(
-                f"ZeroConfig.bucket_numel={self.bucket_numel} is below 1; choose 1 or more, or null for a single bucket"
+                f"ZeroConfig.bucket_numel={self.bucket_numel} is below 1; choose 1 or more, auto, or null for a single "
+                "bucket"
             )
         if self.accumulate not in get_args(Accumulate):
             raise ConfigError(
@@ -87,6 +92,21 @@ class ZeroConfig:
             accumulate = DTYPES[self.accumulate_dtype]
         reduce = accumulate if persist else parameter
         return GradientTypes(accumulate, reduce if self.reduce_dtype is None else DTYPES[self.reduce_dtype])
+
+    def chosen_bucket_numel(self, num_elements: int, num_ranks: int, parameter: torch.dtype) -> int:
+        """Return the number of elements of a bucket of a model with `num_elements` of the type `parameter`.
+
+        A message of a ring is cut into parts, one for each rank, and a short part takes the latency of a hop however
+        short it is: so buckets grow with the ranks, as long as they stay small beside what is allocated anyway.
+        """
+        if self.bucket_numel != "auto":
+            return self.bucket_numel or num_elements
+        types = self.gradient_types(parameter)
+        if self.policy.full_grads is Lifetime.PERSISTENT and types.accumulate is types.reduce:
+            largest = num_elements // 8  # buckets are parts of the full buffer, and all but the first are overlapped
+        else:
+            largest = LARGEST_POOL_BYTES // (NUM_STAGED * types.reduce.itemsize)
+        return max(SMALLEST_BUCKET, min(NUMEL_PER_RANK * num_ranks, largest))
 
     def with_gradient_types(self, parameter: torch.dtype, *, accumulates: bool) -> "ZeroConfig":
         """Return these settings with the types that `gradient_types` returns."""

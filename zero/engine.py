@@ -221,7 +221,9 @@ class ZeroDataParallel(nn.Module):
         resident_numel = config.resident_numel if self._unshards else math.inf
         resident = {n: p for params in own.values() for n, p in params.items() if p.numel() < resident_numel}
         unit_numels = [sum(param.numel() for param in params.values()) for params in own.values()]
-        numel = choose_bucket_numel(config.bucket_numel, unit_numels, self.offload.config, self.shard_axis.size)
+        dtype = next(self.module.parameters()).dtype.to_real()
+        numel = config.chosen_bucket_numel(sum(unit_numels), self.data.size, dtype)
+        numel = choose_bucket_numel(numel, unit_numels, self.offload.config, self.shard_axis.size)
         values_of = partial(_initial_values, self.data, init)
         units: dict[str, Unit] = {}
         for name, params in own.items():

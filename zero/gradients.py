@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from parallel.instruments.memory_tracker import TensorKind, tagged
 from parallel.mesh import Axis, Handle
 from zero.bucket import Bucket, GradShard, Staging, scale_into
+from zero.config import NUM_STAGED
 from zero.offload.placement import Offload, Placement
 from zero.offload.streams import SideStream
 from zero.stage import Lifetime, ShardingPolicy
@@ -38,7 +39,7 @@ from zero.units.agreement import LaunchOrder
 from zero.units.step_order import Round
 
 MAX_RANKS_IN_HALF = 64  # NCCL adds in the type of the message, and rounds at every rank
-MAX_IN_FLIGHT = 2  # reductions, hence staged buckets beside those that are still filling
+MAX_IN_FLIGHT = NUM_STAGED - 1  # reductions, beside the bucket that is filling
 
 
 class BackwardState(Enum):

@@ -12,6 +12,7 @@ do not fill their buffers yet.
 import math
 from dataclasses import dataclass, replace
 
+from gpt.planner.activation_store import parameters_of_rank
 from gpt.planner.dry_run import DEVICE, HOST, Recording, dry_run
 from gpt.planner.projection import project_recording
 from gpt.settings import Settings
@@ -65,14 +66,28 @@ class ShallowRun:
 def shallow_runs(settings: Settings) -> tuple[ShallowRun, ShallowRun]:
     """Return dry runs at two depths, in the world of `settings.dry_run`. Raise ConfigError as `dry_run` does.
 
-    Their last activation checkpoint has as many layers as that of the model at its full depth.
+    Their last activation checkpoint has as many layers as that of the model at its full depth, and their buckets have
+    the size of its buckets.
     """
+    settings = _with_bucket_numel(settings)
     num_layers, group = settings.model.num_layers, settings.activations.layers_per_checkpoint
     models = (
         replace(settings.model, num_layers=math.ceil(depth / group) * group + num_layers % group) for depth in DEPTHS
     )
     first, second = (ShallowRun(model.num_layers, dry_run(replace(settings, model=model))) for model in models)
     return first, second
+
+
+def _with_bucket_numel(settings: Settings) -> Settings:
+    """Return the settings with the bucket size that `auto` stands for at the full depth."""
+    assert settings.dry_run.world_size is not None
+    tensor_size = settings.parallel.tensor_size
+    data_size = settings.dry_run.world_size // tensor_size
+    if settings.zero.bucket_numel != "auto" or not data_size:
+        return settings
+    zero = settings.with_gradient_types(data_size).zero
+    numel = zero.chosen_bucket_numel(parameters_of_rank(settings.model, tensor_size), data_size, settings.train.dtype)
+    return replace(settings, zero=replace(settings.zero, bucket_numel=numel))
 
 
 def extrapolate(runs: tuple[ShallowRun, ShallowRun], cluster: ClusterSpec) -> DepthExtrapolation:

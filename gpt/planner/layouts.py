@@ -133,7 +133,7 @@ def workload(layout: CandidateLayout, settings: Settings, data_size: int, num_mi
     num_parameters = parameters_of_rank(model, layout.tensor_size)
     states = model_states(layout, settings, data_size).accelerator.total
     # Assumed: buffers of three buckets and, if parameters are transient, three layers unsharded at once.
-    bucket = (settings.zero.bucket_numel or num_parameters) * reduced_bytes
+    bucket = zero.chosen_bucket_numel(num_parameters, data_size, settings.train.dtype) * reduced_bytes
     is_transient = policy.full_params is Lifetime.TRANSIENT
     unsharded = 3 * itemsize * num_parameters / model.num_layers if is_transient else 0
     sent = traffic.step_bytes(
