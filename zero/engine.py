@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from parallel.errors import ConfigError
 from parallel.mesh import Axis
+from parallel.tensor.gradient_sums import sums_of
 from zero.bucket import Bucket
 from zero.config import ZeroConfig
 from zero.flat import FlatParameters, is_absent
@@ -193,6 +194,8 @@ class ZeroDataParallel(nn.Module):
             self._hooks.remove()
             restore_parameter_tables(self.module)
         module = self.module
+        for sums in sums_of(module):
+            sums.is_deferred = False
         del self.module
         return module
 

@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from parallel.blocks import RunBlocks, run_in_order
 from parallel.errors import ConfigError
 from parallel.mesh import Axis
+from parallel.tensor.gradient_sums import GradientSums
 from parallel.tensor.initial_values import fill_normal
 from parallel.tensor.layers import (
     ColumnParallelLinear,
@@ -31,7 +32,6 @@ from parallel.tensor.layers import (
     gather_columns,
     part_of,
     split_dims,
-    sum_gradient_over,
 )
 from parallel.tensor.linear_cross_entropy import linear_cross_entropy
 from parallel.tensor.random_streams import own_random_stream
@@ -219,8 +219,7 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(config, tokens, layer_norm) for _ in range(config.num_layers))
         self.final_norm = layer_norm(config.hidden_size, eps=LAYER_NORM_EPS)
         if tokens.num_parts > 1:
-            for param in self.parameters_of_own_tokens():
-                param.register_hook(sum_gradient_over(tokens.axis, gradient_sum_dtype))
+            self.gradient_sums = GradientSums(self.parameters_of_own_tokens(), tokens.axis, gradient_sum_dtype)
 
     def parameters_of_own_tokens(self) -> Iterator[nn.Parameter]:
         """Yield the replicated parameters whose gradient covers only this rank's tokens.

@@ -7,7 +7,6 @@ replicated, and its gradient is bitwise the same on all ranks of the axis.
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -163,20 +162,6 @@ def row_gradients(grad: Tensor, x: Tensor, weight: Tensor, tokens: TokenLayout) 
 def gather_columns(own: Tensor, axis: Axis) -> Tensor:
     """Gather (tokens, n) from every rank into (tokens, size * n). The result's gradient must be equal on all ranks."""
     return _GatherColumns.apply(own, axis)
-
-
-def sum_gradient_over(axis: Axis, dtype: torch.dtype | None = None) -> Callable[[Tensor], Tensor]:
-    """Return a gradient hook that sums over `axis`, for replicated parameters applied to this rank's tokens only.
-
-    `dtype` is the data type of the sum and of the message; None: that of the gradient.
-    """
-    return partial(_sum_over_ranks, axis=axis, dtype=dtype)
-
-
-def _sum_over_ranks(grad: Tensor, axis: Axis, dtype: torch.dtype | None) -> Tensor:
-    total = torch.empty_like(grad, dtype=dtype, memory_format=torch.contiguous_format)
-    axis.all_reduce(grad, out=total).wait()
-    return total.to(grad.dtype)
 
 
 class _ColumnLinear(torch.autograd.Function):

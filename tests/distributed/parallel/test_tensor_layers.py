@@ -7,6 +7,7 @@ from torch.nn import functional as F
 
 from parallel.mesh import Axis, Mesh
 from parallel.tensor import initial_values
+from parallel.tensor.gradient_sums import GradientSums
 from parallel.tensor.initial_values import fill_normal
 from parallel.tensor.layers import (
     ColumnParallelLinear,
@@ -15,7 +16,6 @@ from parallel.tensor.layers import (
     _Reduce,
     gather_columns,
     split_dims,
-    sum_gradient_over,
 )
 from parallel.tensor.token_layout import ReplicatedTokens, SplitTokens, TokenLayout
 from tests.ranks import run_ranks
@@ -47,9 +47,18 @@ def reduced_and_gathered(first_rank: int) -> dict[str, list[float]]:
     columns = torch.full((1, 1), value, requires_grad=True)
     wide = gather_columns(columns, axis)
     wide.backward(torch.arange(4.0)[None])
+    shared = nn.Parameter(torch.ones(1))
+    sums = GradientSums([shared], axis)
+    (shared * value).sum().backward()
+    sums.is_deferred = True
+    at_once = [torch.full((1,), value), torch.full((2,), 2 * value)]
+    (own,) = torch.autograd.grad((shared * value).sum(), shared)
+    sums.sum_at_once(at_once)
+    assert own.item() == value
     assert partial_sums.grad is not None
     assert spread.grad is not None
     assert columns.grad is not None
+    assert shared.grad is not None
     return {
         "reduce": summed.tolist(),
         "gradient of reduce": partial_sums.grad.tolist(),
@@ -58,7 +67,8 @@ def reduced_and_gathered(first_rank: int) -> dict[str, list[float]]:
         "gather of tokens": gathered.tolist(),
         "gather of columns": wide[0].tolist(),
         "gradient of gather of columns": columns.grad[0].tolist(),
-        "gradient of shared parameters": sum_gradient_over(axis)(torch.full((1,), value)).tolist(),
+        "gradient of shared parameters": shared.grad.tolist(),
+        "gradients of shared parameters at once": torch.cat(at_once).tolist(),
     }
 
 
@@ -75,6 +85,7 @@ def test_mappings_equal_megatrons_expectations(first_rank, total):
             "gather of columns": values,
             "gradient of gather of columns": [float(rank)],
             "gradient of shared parameters": [total],
+            "gradients of shared parameters at once": [total, 2 * total, 2 * total],
         }
 
 

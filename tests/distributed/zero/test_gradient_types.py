@@ -177,9 +177,9 @@ def test_every_axis_reduces_in_the_chosen_type(reduce):
         assert found == {(axis, dtype) for axis in axes}
 
 
-def messages_of_tensor_ranks(reduce: str) -> set[tuple[str, str]]:
-    """Return (op, type) of what tensor ranks with tokens of their own send in the backward of a bf16 GPT."""
-    train = TrainSettings(micro_batch_size=1, global_batch_size=2)
+def messages_of_tensor_ranks(reduce: str) -> tuple[set[tuple[str, str]], list[str]]:
+    """Return what tensor ranks with own tokens send: (op, type) in backward, and the types of the sums of two steps."""
+    train = TrainSettings(micro_batch_size=1, global_batch_size=4)
     parallel = ParallelSettings(tensor_size=2, sequence_parallel=True)
     settings = Settings(
         ModelConfig(2, 16, 2, 8, 32), DataSettings(""), parallel, ZeroConfig(2, reduce_dtype=reduce), train=train
@@ -189,18 +189,21 @@ def messages_of_tensor_ranks(reduce: str) -> set[tuple[str, str]]:
     mesh.log.keeps_events = True
     tokens = torch.zeros(1, 9, dtype=torch.int64)
     for _ in range(2):
-        train_step(state.model, state.optimizer, [tokens], mesh)
+        train_step(state.model, state.optimizer, [tokens, tokens], mesh)
     events = [event for event in mesh.log.events if event.phase == "backward"]
     assert {str(e.dtype) for e in events if e.axis == "data"} == {str(DTYPES[reduce])}
-    return {(event.op, str(event.dtype)) for event in events if event.axis == "tensor"}
+    # Without the norm, one number.
+    sums = [event for event in mesh.log.events if event.phase == "update" and event.message_bytes > 8]
+    activations = {(event.op, str(event.dtype)) for event in events if event.axis == "tensor"}
+    return activations, [str(event.dtype) for event in sums if event.axis == "tensor"]
 
 
 @pytest.mark.parametrize("reduce", ["fp32", "bf16"])
 def test_tensor_ranks_sum_gradients_of_parameters_in_the_chosen_type(reduce):
-    """Activations keep their type: they are gathered and reduce-scattered."""
+    """Activations keep their type: they are gathered and reduce-scattered. Gradients are summed once a step."""
     activations = {("all_gather", "torch.bfloat16"), ("reduce_scatter", "torch.bfloat16")}
     for found in run_ranks(4, messages_of_tensor_ranks, reduce):
-        assert found == activations | {("all_reduce", str(DTYPES[reduce]))}
+        assert found == (activations, 2 * [str(DTYPES[reduce])])
 
 
 def test_the_defaults_are_exact_and_cost_no_traffic():

@@ -1,0 +1,45 @@
+"""Sums over the tensor axis of the gradients of replicated parameters that each rank applies to its own tokens only."""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from parallel.mesh import Axis
+
+
+class GradientSums:
+    """Sums the gradients of `params` over `axis`: each one in backward, by a hook, or all at once, by the optimizer.
+
+    Keep it as an attribute of the module, where `sums_of` finds it. Two messages for each layer and micro-batch would
+    be as slow as their latency, so whoever accumulates the gradients can set `is_deferred`, which switches the hooks
+    off, and call `sum_at_once` once a step. `dtype` is the data type of sums and messages; None: that of the gradients.
+    """
+
+    def __init__(self, params: Iterable[nn.Parameter], axis: Axis, dtype: torch.dtype | None = None):
+        self.params, self._axis, self._dtype = list(params), axis, dtype
+        self.is_deferred = False
+        for param in self.params:
+            param.register_hook(self._on_gradient)
+
+    def sum_at_once(self, grads: Sequence[Tensor]) -> None:
+        """Sum flat tensors over the axis, in place, in one message. All ranks must give as many elements."""
+        if not grads:
+            return
+        message = torch.cat([grad.to(self._dtype or grad.dtype) for grad in grads])
+        message = message.to(self._axis.communication_device(message))
+        self._axis.all_reduce(message, out=message).wait()
+        for grad, total in zip(grads, message.split([grad.numel() for grad in grads]), strict=True):
+            grad.copy_(total)
+
+    def _on_gradient(self, grad: Tensor) -> Tensor:
+        if self.is_deferred:
+            return grad
+        total = torch.empty_like(grad, dtype=self._dtype, memory_format=torch.contiguous_format)
+        self._axis.all_reduce(grad, out=total).wait()
+        return total.to(grad.dtype)
+
+
+def sums_of(module: nn.Module) -> list[GradientSums]:
+    """Return the sums of all parts of a module."""
+    return [value for part in module.modules() for value in vars(part).values() if isinstance(value, GradientSums)]
