@@ -194,8 +194,7 @@ class ZeroDataParallel(nn.Module):
             self._hooks.remove()
             restore_parameter_tables(self.module)
         module = self.module
-        for sums in sums_of(module):
-            sums.is_deferred = False
+        sums_of(module, are_deferred=False)
         del self.module
         return module
 

@@ -11,7 +11,7 @@ steps that are recorded.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Sequence, Set
 from functools import partial
 from typing import Any
 
@@ -26,6 +26,7 @@ from parallel.tensor.layers import split_dims
 from zero.bucket import Bucket
 from zero.elementwise import BucketedOptimizer, Piece, as_groups, check_class, number_groups, probe_elementwise
 from zero.engine import ZeroDataParallel
+from zero.flat import FlatParameters
 from zero.grad_norm import GradNorm
 from zero.layout import cut
 from zero.loss_scale import LossScale, SkippedSteps
@@ -82,13 +83,7 @@ class ZeroOptimizer:
         group_of = number_groups(groups, set(model.module.parameters()))
         self._params = self._trainable(group_of)
         self.state_bytes_per_element = probe_elementwise(optimizer, settings, first, groups)
-        owned = {
-            bucket: list(flat.params_in(bucket.shard))
-            for flat in self._flats
-            for bucket in flat.buckets
-            if not group_of.keys().isdisjoint(bucket.grads.parts)
-        }
-        self._owned = owned
+        owned = self._owned = _owned_parts(self._flats, group_of)
         for bucket in owned:
             bucket.place_master(bucket.optimizer_placement)
         self._wait_for_updates = model.wait_for_updates
@@ -100,9 +95,7 @@ class ZeroOptimizer:
         self._bucketed = BucketedOptimizer(optimizer(groups, **settings))
         split = {model.module.get_parameter(name) for name in split_dims(model.module)}
         self.grad_norm = GradNorm(owned, self._params, (model.shard_axis, tensor), split, self.loss_scale.scale)
-        self._sums = sums_of(model.module) if tensor.size > 1 else []
-        for sums in self._sums:
-            sums.is_deferred = True
+        self._sums = sums_of(model.module, are_deferred=True) if tensor.size > 1 else []
         self._group_buckets()
         self._written = WrittenParameters(self._flats, self._offload)
         self._check_others()
@@ -345,6 +338,18 @@ def _copies(tensors: list[Tensor], buffer: Tensor) -> list[Tensor]:
     copies = list(buffer[: sum(map(Tensor.numel, tensors))].split([tensor.numel() for tensor in tensors]))
     foreach_copy_(copies, tensors)
     return copies
+
+
+def _owned_parts(
+    flats: Iterable[FlatParameters], params: Collection[nn.Parameter]
+) -> dict[Bucket, list[tuple[nn.Parameter, range]]]:
+    """Return the parts of parameters in each shard that this rank owns, for buckets that have some of `params`."""
+    return {
+        bucket: list(flat.params_in(bucket.shard))
+        for flat in flats
+        for bucket in flat.buckets
+        if any(param in params for param in bucket.grads.parts)
+    }
 
 
 def _pieces(bucket: Bucket, owned: list[tuple[nn.Parameter, range]], group_of: dict[nn.Parameter, int]) -> list[Piece]:

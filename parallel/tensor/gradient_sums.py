@@ -40,6 +40,9 @@ class GradientSums:
         return total.to(grad.dtype)
 
 
-def sums_of(module: nn.Module) -> list[GradientSums]:
-    """Return the sums of all parts of a module."""
-    return [value for part in module.modules() for value in vars(part).values() if isinstance(value, GradientSums)]
+def sums_of(module: nn.Module, *, are_deferred: bool) -> list[GradientSums]:
+    """Return the sums of all parts of a module, and switch their hooks on, or off if they are deferred."""
+    found = [value for part in module.modules() for value in vars(part).values() if isinstance(value, GradientSums)]
+    for sums in found:
+        sums.is_deferred = are_deferred
+    return found
