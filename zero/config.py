@@ -41,9 +41,9 @@ class ZeroConfig:
     reduce_dtype: DtypeName | None = None
     """Data type in which gradients are reduced, and staged before that: that of the messages between ranks. null:
     accumulate_dtype if full gradients are kept, else the type of the parameters."""
-    prefetch_numel: int = 2**27
-    """If parameters are partitioned: the number of elements of the next units that are gathered ahead; 0: none. While
-    the model is built, it limits the number of elements that are not sharded yet."""
+    prefetch_numel: int | None = None
+    """If parameters are partitioned: the number of elements of the next units that are gathered ahead; 0: none; null:
+    those of the next unit."""
     resident_numel: int = 0
     """If parameters are partitioned: those with fewer elements than this stay gathered, such as norms and biases."""
     defragment: bool | None = None
@@ -69,7 +69,7 @@ class ZeroConfig:
             if getattr(self, name) not in (None, *DTYPES):
                 raise ConfigError(f"ZeroConfig.{name}={getattr(self, name)} is unknown; choose {', '.join(DTYPES)}")
         for name in ("prefetch_numel", "resident_numel"):
-            if getattr(self, name) < 0:
+            if (getattr(self, name) or 0) < 0:
                 raise ConfigError(f"ZeroConfig.{name}={getattr(self, name)} is below 0; choose 0 for none")
 
     @property

@@ -38,6 +38,8 @@ from zero.units.scheduler import UnitScheduler
 from zero.units.step_order import Round
 from zero.units.unit import Unit, assign_parameters, find_units, group_alike, named_units
 
+LEAST_PREFETCHED = 2**20  # elements, of any number of small units: a message of fewer takes the latency of the network
+
 
 class ZeroDataParallel(nn.Module):
     """A module whose gradients are averaged over `data`, and whose states are partitioned as the stage says.
@@ -70,7 +72,6 @@ class ZeroDataParallel(nn.Module):
             )
         self.offload = Offload(device or next(module.parameters()).device, offload)
         orders: UnitOrders = {"forward": ExecutionOrder(), "backward": ExecutionOrder()}
-        self.planner = PlacementPlanner(self.offload, config.prefetch_numel, orders)
         self._guard = ParameterGuard(
             {param: name for name, param in module.named_parameters()},
             before_read=lambda param: self._scheduler.before_read(param),
@@ -78,6 +79,7 @@ class ZeroDataParallel(nn.Module):
             holds_gradients=lambda: self.reducer.holds_gradients,
         )
         self._units = self._make_units(config, init)
+        self.planner = PlacementPlanner(self.offload, self._prefetch_numel(), orders)
         if init:
             restore_parameter_tables(module)  # after the last `pop_full`
         _move_buffers(module, data, device)
@@ -243,6 +245,12 @@ class ZeroDataParallel(nn.Module):
         if self._unshards:
             return find_units(self.module) if config.units is None else named_units(self.module, config.units)
         return [""]
+
+    def _prefetch_numel(self) -> int:
+        """Return the number of elements that are gathered ahead."""
+        if self.config.prefetch_numel is not None:
+            return self.config.prefetch_numel
+        return max(LEAST_PREFETCHED, *(unit.transient_numel for name, unit in self._units.items() if name), 0)
 
     def _install_hooks(self, trainable: list[nn.Parameter]) -> None:
         self._backward = RunningBackward(

@@ -26,6 +26,7 @@ from zero.offload.placement import NO_OFFLOAD, OffloadConfig, Placement
 from zero.stage import Lifetime, ShardingPolicy
 from zero.torch_internals import replace_parameter_table
 
+UNSHARDED_NUMEL = 2**26
 NUM_RECENT_MODULES = 4  # the last modules used, whose parameters stay unsharded: an expression may read several modules
 
 
@@ -36,18 +37,23 @@ class ShardedInit:
     ranks must build the same model. It gets the values that the first rank would have given it without this context,
     because all ranks draw from the first rank's random state.
 
-    `unsharded_numel` limits the elements that are unsharded at the same time; those of the `NUM_RECENT_MODULES` modules
-    that were used last stay unsharded even above the limit. Shards are stored in the memory in which `offload` places
-    parameters. If full parameters persist, nothing is sharded.
+    `unsharded_numel` limits the elements that are unsharded at the same time, None: to 2**26; those of the
+    `NUM_RECENT_MODULES` modules that were used last stay unsharded even above the limit. Shards are stored in the
+    memory in which `offload` places parameters. If full parameters persist, nothing is sharded.
     """
 
     def __init__(
-        self, data: Axis, policy: ShardingPolicy, unsharded_numel: int = 2**26, offload: OffloadConfig = NO_OFFLOAD
+        self,
+        data: Axis,
+        policy: ShardingPolicy,
+        unsharded_numel: int | None = None,
+        offload: OffloadConfig = NO_OFFLOAD,
     ):
         self._data = data
         self._is_on_host = offload.initial_placement("parameters") is Placement.HOST
         self._axis, _ = policy.axes(data)
-        self._unsharded_numel = unsharded_numel if policy.full_params is Lifetime.TRANSIENT else math.inf
+        limit = UNSHARDED_NUMEL if unsharded_numel is None else unsharded_numel
+        self._unsharded_numel = limit if policy.full_params is Lifetime.TRANSIENT else math.inf
         self._unsharded: dict[nn.Parameter, int] = {}  # the numel of each, ordered from the least recently used
         self._recent: deque[dict[nn.Parameter, None]] = deque(maxlen=NUM_RECENT_MODULES)  # each module's parameters
         self._shards: dict[nn.Parameter, Tensor] = {}

@@ -64,7 +64,7 @@ class Terms:
     mesh: Mesh
     clip_norm: float
     bucket_numel: int | None
-    prefetch_numel: int
+    prefetch_numel: int | None
     defragment: bool | None
     overlap_gather: bool
 

@@ -64,8 +64,8 @@ class Settings:
     """Largest global gradient norm, for all contenders; .inf: gradients are not clipped."""
     bucket_numel: int | None = 2**25
     """zero.bucket_numel of our stages."""
-    prefetch_numel: int = 2**21
-    """zero.prefetch_numel of our stage 3: a block of this model, as fsdp2 gathers ahead."""
+    prefetch_numel: int | None = None
+    """zero.prefetch_numel of our stage 3; null: those of the next block, as fsdp2 gathers ahead."""
     defragment: bool | None = None
     """zero.defragment of our stages 2 and 3. With false, the default of stage 3, gradients are freed after the update,
     as by fsdp2."""
