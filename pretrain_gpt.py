@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from data.errors import DataError
-from gpt.build import build, build_mesh
+from gpt.build import build, build_mesh, start_options
 from gpt.corpus import Corpus
 from gpt.monitor.console import RunConsole, describe_run, memory_table
 from gpt.monitor.out_of_memory import out_of_memory_recorded
@@ -54,7 +54,8 @@ def main() -> None:
         if settings.dry_run.world_size is not None:
             run_and_report(settings, console)
             return
-        world = start_world()
+        with errors_in_option_names():
+            world = start_world(start_options(settings))
         logging.basicConfig(level=logging.INFO if world.is_first else logging.ERROR, format="%(message)s")
         pretrain(settings, world)
     except (ConfigError, DataError) as error:

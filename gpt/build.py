@@ -16,6 +16,7 @@ from gpt.model.compiled_blocks import check_compiler, compile_blocks
 from gpt.model.transformer import GPT, Attention, ModelConfig, check_divides, initialize
 from gpt.planner.activation_store import chosen_activations
 from gpt.planner.host_memory import check_host_memory
+from gpt.run_folder.files import HANG
 from gpt.schedule import check_batch_sizes, learning_rate
 from gpt.settings import LossScaleSettings, OptimizerSettings, ParallelSettings, Settings
 from parallel.errors import ConfigError
@@ -24,13 +25,14 @@ from parallel.mesh import Axis, Mesh
 from parallel.tensor.layers import part_of, split_dims
 from parallel.tensor.softmax import inductor_works
 from parallel.tensor.token_layout import ReplicatedTokens, SplitTokens, TokenLayout
-from parallel.world import World
+from parallel.world import StartOptions, World
 from zero.activations.checkpointed_blocks import ActivationsConfig, check_replicas, checkpointed_blocks, recomputed
 from zero.engine import ZeroDataParallel
 from zero.loss_scale import LossScale
 from zero.offload.placement import Offload, Placement
 from zero.optimizer import ZeroOptimizer
 from zero.sharded_init import ShardedInit
+from zero.stage import Lifetime
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +65,14 @@ class TrainState:
         """The number of parameters over all tensor ranks, with replicated parameters counted once."""
         num_split = sum(self.model.module.get_parameter(name).numel() for name in split_dims(self.model.module))
         return self.num_parameters + num_split * (self.mesh.tensor.size - 1)
+
+
+def start_options(settings: Settings) -> StartOptions:
+    """Return what the settings ask of the process of a rank."""
+    # Stage 3 launches gathers ahead of the computation that is queued; one queue would hold them up.
+    orders_launches = settings.parallel.tensor_size > 1 and settings.zero.policy.full_params is Lifetime.PERSISTENT
+    run = settings.run
+    return StartOptions(run.device, run.hang_seconds, orders_launches, Path(run.dir).absolute() / HANG)
 
 
 def build_mesh(settings: Settings, world: World) -> Mesh:

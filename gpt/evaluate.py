@@ -30,7 +30,7 @@ from data.blend import parse_path
 from data.errors import DataError
 from data.sources import Source, text_of
 from data.tokenizer import Tokenizer, load_tokenizer, named_tokenizer
-from gpt.build import TrainState, build, build_mesh
+from gpt.build import TrainState, build, build_mesh, start_options
 from gpt.checkpoint import checkpoint
 from gpt.model.generate import evaluation
 from gpt.monitor.console import RunConsole
@@ -233,7 +233,7 @@ def evaluate_text(arguments: list[str]) -> Score:
             "choose a number in that range"
         )
     text = read_text(Source(own.source, own.text_key, own.subset, own.split))
-    world = start_world()
+    world = start_world(start_options(settings))
     logging.basicConfig(level=logging.INFO if world.is_first else logging.ERROR, format="%(message)s")
     state, origin = load_model(settings, own.weights, world)
     tokenizer = find_tokenizer(own.tokenizer, settings.data.path, settings.model.vocab_size)

@@ -35,7 +35,7 @@ def _groups(settings: type, prefix: str = "") -> Iterator[tuple[str, str]]:
             yield from _groups(field.type, f"{prefix}{field.name}.")
 
 
-_GROUPS = dict(_groups(Settings))
+_GROUPS = dict(_groups(Settings)) | {"StartOptions": "run"}
 _CLASS = re.compile(rf"\b({'|'.join(_GROUPS)})\b(?=\.\w)")  # ZeroConfig in ZeroConfig.stage
 # `parallel` has no class of settings: it takes these as arguments of functions.
 _ARGUMENT = re.compile(rf"(?<![\w.-])({'|'.join(field.name for field in fields(ParallelSettings))})(?==)")

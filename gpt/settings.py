@@ -233,8 +233,11 @@ class RunSettings:
 
     dir: str = "runs/default"
     """Folder to which the run writes config.yaml, metrics.jsonl, loss.png and its checkpoints."""
+    device: Literal["auto", "cpu"] = "auto"
+    """auto: train on GPUs, or on CPUs if the node has no GPU; cpu: train on CPUs, also if it has GPUs."""
     hang_seconds: float = 600.0
-    """If no rank makes progress for this many seconds, the rank that holds up the others is named and the job ends; 0:
+    """If no rank makes progress for this many seconds, the rank that holds up the others is named, each rank writes its
+    last collectives to run.dir/hang, and the job ends. A collective that takes three times as long fails by itself. 0:
     wait forever."""
     tensorboard: bool = False
     """Also write the metrics for TensorBoard, to run.dir/tensorboard."""
@@ -242,6 +245,8 @@ class RunSettings:
     def __post_init__(self) -> None:
         if self.hang_seconds < 0:
             raise ConfigError(f"run.hang_seconds={self.hang_seconds} is below 0; choose 600, or 0 to wait forever")
+        if self.device not in ("auto", "cpu"):
+            raise ConfigError(f"run.device={self.device} is unknown; choose auto or cpu")
         if self.tensorboard and find_spec("tensorboard") is None:
             raise ConfigError("run.tensorboard=true needs a package; pip install tensorboard, or choose false")
 

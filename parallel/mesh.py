@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from parallel.errors import ConfigError
 from parallel.instruments.comm_log import CommEvent, CommLog
 from parallel.receive_buffers import Allocate, ReceiveBuffers, new_buffer
-from parallel.torch_internals import flatten_mesh
+from parallel.torch_internals import flatten_mesh, take_default_timeout
 
 
 class Handle:
@@ -249,6 +249,7 @@ class Mesh:
 
         def axis(name: str, group: dist.ProcessGroup, parts: tuple[Axis, Axis] | None = None) -> Axis:
             size, rank = dist.get_world_size(group), dist.get_rank(group)
+            take_default_timeout(group)
             return Axis(name, size, rank, log, group, parts, imitated_backend, ReceiveBuffers(allocate))
 
         def part(name: str) -> Axis:

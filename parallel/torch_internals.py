@@ -5,8 +5,11 @@ a new torch behaves differently. What every operation calls is torch's own objec
 function would add a call to every operation.
 """
 
+import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,11 +41,16 @@ __all__ = [
     "default_store",
     "fake_from_meta",
     "flatten_mesh",
+    "flight_record",
     "is_composite",
+    "largest_rounded_pinned_bytes",
+    "memory_snapshot",
     "observe_resizes",
     "run_meta_kernel",
     "schema_of",
+    "set_allocator",
     "storage_id",
+    "take_default_timeout",
     "unset_fake_temporarily",
 ]
 
@@ -72,6 +80,50 @@ def flatten_mesh(mesh: DeviceMesh, name: str) -> dist.ProcessGroup:
     `dist.new_group` would need a call for every group of the job, on all ranks; the mesh knows which groups these are.
     """
     return mesh._flatten(name).get_group()
+
+
+def take_default_timeout(group: dist.ProcessGroup) -> None:
+    """Give the collectives of a group that are launched from now on the time limit of the default group.
+
+    A mesh passes no time limit to its groups, which get torch's constant, and no public function changes it.
+    """
+    default = dist.distributed_c10d._get_default_group()
+    if group is not default and dist.get_backend(group) != "fake":
+        options = default._get_backend(default._device_types[0]).options
+        dist.distributed_c10d._set_pg_timeout(options._timeout, group)
+
+
+def flight_record() -> bytes | None:
+    """Return torch's record of the last collectives of NCCL, for its analyzer `torchfrtrace`; None without NCCL.
+
+    Torch itself writes it only if NCCL's own time limit has passed, or if a pipe asks for it.
+    """
+    dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace", None)
+    return dump() if dump and torch.cuda.is_initialized() else None
+
+
+def set_allocator(options: str) -> bool:
+    """Set options of torch's allocators, as in PYTORCH_ALLOC_CONF; return False if torch does not know all of them.
+
+    Torch reads the variable when it is imported or first allocates, which a program cannot precede.
+    """
+    try:
+        torch._C._accelerator_setAllocatorSettings(options)
+    except (RuntimeError, ValueError):
+        return False
+    return True
+
+
+def largest_rounded_pinned_bytes() -> float:
+    """Return the size of pinned memory up to which torch rounds it up to a power of two; infinity without a limit."""
+    options = torch._C._accelerator_getAllocatorSettings()
+    found = re.search(r"pinned_max_round_threshold_mb:(\d+)", options.replace(" ", ""))
+    return int(found[1]) * 2**20 if found else math.inf
+
+
+def memory_snapshot(path: Path) -> None:
+    """Write a snapshot of the CUDA allocator's memory, which https://pytorch.org/memory_viz displays."""
+    torch.cuda.memory._dump_snapshot(str(path))
 
 
 def schema_of(operation: OpOverload) -> torch.FunctionSchema:

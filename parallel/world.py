@@ -1,6 +1,7 @@
 """The process and the job that it belongs to: launcher's environment, device, process group, and exit on errors.
 
-Only this file reads the launcher's environment variables. It works under `torchrun` and under plain `python`.
+Only this file reads the launcher's environment variables; `parallel/process_defaults.py` changes what they leave unset.
+It works under `torchrun` and under plain `python`.
 """
 
 import os
@@ -10,17 +11,43 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import NoReturn
+from pathlib import Path
+from typing import Literal, NoReturn
 from uuid import uuid4
 
 import torch
 import torch.distributed as dist
 
 from parallel.errors import ConfigError
+from parallel.process_defaults import num_gpus_of_node, set_variables, share_cores
 from parallel.torch_internals import FakeStore, default_store
 
 FAILURE_KEY = "failed_ranks"  # in the default store: the number of ranks that have failed
+START_SECONDS = 600.0  # for which ranks wait for each other at the start of a job
+FOREVER = timedelta(days=365)
+# A collective times out after this many times `hang_seconds`. The watchdog of parallel/watchdog.py, which names the
+# rank that hangs, may need 2.5 times as long: torch counts from the launch, and aborts without a name.
+HANGS_PER_TIMEOUT = 3
 PRINT_SECONDS = 2.0  # the launcher kills all ranks when the first one exits: the error must be printed before that
+
+
+@dataclass(frozen=True)
+class StartOptions:
+    """The wishes of a program for its process.
+
+    `device`: "auto" is the GPU, or the CPU on a node without GPUs. `hang_seconds`: after three times as long, a
+    collective fails; 0: never. `orders_launches`: see `set_variables`. `hang_folder`: where NCCL's record of a hang is
+    written.
+    """
+
+    device: Literal["auto", "cpu"] = "auto"
+    hang_seconds: float = 600.0
+    orders_launches: bool = False
+    hang_folder: Path | None = None
+
+    @property
+    def collective_timeout(self) -> timedelta:
+        return timedelta(seconds=HANGS_PER_TIMEOUT * self.hang_seconds) if self.hang_seconds else FOREVER
 
 
 @dataclass(frozen=True)
@@ -47,39 +74,54 @@ def num_ranks_from_environment() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def start_world(timeout_seconds: float = 600.0) -> World:
+def start_world(options: StartOptions = StartOptions()) -> World:
     """Create the process group of the ranks that the launcher started: NCCL on GPUs, gloo on CPUs.
 
-    A single process gets no process group. Raises ConfigError if the node has more ranks than GPUs.
+    A single process gets no process group. Raises ConfigError if the ranks do not fit to the node's GPUs.
     """
     size = num_ranks_from_environment()
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", str(size)))
-    if torch.cuda.is_available():
-        if local_rank >= torch.cuda.device_count():
-            raise ConfigError(
-                f"{local_size} ranks were started on a node of {torch.cuda.device_count()} GPUs; start as many as it "
-                "has, with --nproc_per_node, or hide the GPUs with CUDA_VISIBLE_DEVICES="
-            )
-        device = torch.device("cuda", local_rank)
+    set_variables(os.environ, options.orders_launches, options.hang_folder)
+    device = _choose_device(options.device, local_rank, local_size)
+    if device.type == "cuda":
         torch.cuda.set_device(device)
-    else:
-        device = torch.device("cpu")
+    share_cores(os.environ, local_size, device)
     if size > 1:
-        is_gpu, timeout = device.type == "cuda", timedelta(seconds=timeout_seconds)
         # The ranks agree on a prefix of the store before the process group uses it: a group that reads the keys of an
         # earlier start would try to connect to processes that have ended.
-        store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
-        store.set_timeout(timeout)
+        store, rank, size = next(dist.rendezvous("env://", timeout=timedelta(seconds=START_SECONDS)))
+        store.set_timeout(timedelta(seconds=START_SECONDS))
         dist.init_process_group(
-            "nccl" if is_gpu else "gloo",
-            store=_store_of_this_start(store, rank, size, timeout_seconds),
+            "nccl" if device.type == "cuda" else "gloo",
+            store=_store_of_this_start(store, rank, size, START_SECONDS),
             rank=rank,
             world_size=size,
-            timeout=timeout,
-            device_id=device if is_gpu else None,
+            timeout=options.collective_timeout,
+            device_id=device if device.type == "cuda" else None,
         )
     return World(rank_from_environment(), size, local_rank, local_size, device)
+
+
+def _choose_device(wanted: str, local_rank: int, local_size: int) -> torch.device:
+    """Return the device of this rank. Raises ConfigError on all ranks of the node alike, so that one of them prints."""
+    if wanted == "cpu" or not torch.cuda.is_available():
+        # GPUs that are hidden by an empty variable are hidden by the user: schedulers unset it, or name no device.
+        is_asked_for = wanted == "cpu" or os.environ.get("CUDA_VISIBLE_DEVICES") == ""
+        if not is_asked_for and (num_gpus := num_gpus_of_node()):
+            raise ConfigError(
+                f"torch {torch.__version__} can use none of the {num_gpus} GPUs of this node; install torch for CUDA, "
+                "ask the scheduler for GPUs, or choose StartOptions.device=cpu to train on the CPU"
+            )
+        return torch.device("cpu")
+    num_visible = torch.cuda.device_count()
+    if 1 < num_visible < local_size:
+        raise ConfigError(
+            f"{local_size} ranks were started on a node of {num_visible} GPUs; start as many as it has, with "
+            "--nproc_per_node, or choose StartOptions.device=cpu"
+        )
+    # A rank of Slurm's --gpus-per-task=1 sees its own GPU only. NCCL refuses two ranks on one GPU.
+    return torch.device("cuda", local_rank % num_visible)
 
 
 def _store_of_this_start(store: dist.Store, rank: int, size: int, timeout_seconds: float) -> dist.Store:

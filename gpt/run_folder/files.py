@@ -13,6 +13,7 @@ from parallel.errors import ConfigError
 
 CONFIG, METRICS, LOSS_PLOT, CHECKPOINTS = "config.yaml", "metrics.jsonl", "loss.png", "checkpoints"
 WEIGHTS = "weights"
+HANG, OUT_OF_MEMORY = "hang", "out_of_memory"  # folders of one file a rank, written only if it happens
 
 
 def start_run(folder: Path, config: str, last_step: int) -> None:

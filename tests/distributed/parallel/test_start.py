@@ -2,11 +2,14 @@
 
 import os
 import threading
+from datetime import timedelta
 
 import pytest
+import torch
 import torch.distributed as dist
 
-from parallel.world import _store_of_this_start, shared_store, start_world
+from parallel.mesh import Mesh
+from parallel.world import FOREVER, StartOptions, _store_of_this_start, shared_store, start_world
 from tests.ranks import MASTER_ADDRESS, run_ranks
 
 
@@ -71,3 +74,23 @@ def test_a_request_to_stop_does_not_reach_the_next_start():
     found = run_ranks(2, start_twice, store.port, init_process_group=False)
     assert found[0][1] is False
     assert found[1][1] is False
+
+
+def time_limits(hang_seconds: float) -> dict[str, tuple[timedelta, float]]:
+    """The time limit of the group of each axis, and the sum of an all-reduce along it."""
+    start_world(StartOptions(hang_seconds=hang_seconds))
+    found = {}
+    mesh = Mesh.create(tensor_size=2, shard_size=2)
+    for axis in (mesh.tensor, mesh.data, *mesh.data.parts):
+        one = torch.ones(1)
+        axis.all_reduce(one, out=one).wait()
+        limit = axis.group._get_backend(torch.device("cpu")).options._timeout if axis.group else None
+        found[axis.name] = limit, one.item()
+    dist.destroy_process_group()
+    return found
+
+
+def test_collectives_of_every_axis_fail_long_after_the_watchdog_has_named_a_rank():
+    for hang_seconds, limit in [(700.0, timedelta(seconds=2100)), (0.0, FOREVER)]:
+        for found in run_ranks(8, time_limits, hang_seconds, init_process_group=False):
+            assert found == {"tensor": (limit, 2), "data": (limit, 4), "shard": (limit, 2), "replica": (limit, 2)}

@@ -1,0 +1,203 @@
+"""A rank's process gets the threads, cores and options that torchrun leaves unset, and keeps what the user has set."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from parallel import process_defaults as defaults
+from parallel.errors import ConfigError
+from parallel.world import StartOptions, start_world
+
+ROOT = Path(__file__).parents[3]
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+KNOWN_TO_TORCH_2_11 = {"expandable_segments", "backend", "max_split_size_mb"}
+
+
+@pytest.fixture
+def given(monkeypatch) -> list[str]:
+    """The options that an imitated torch 2.11 has accepted for its allocators."""
+    accepted: list[str] = []
+
+    def set_allocator(options: str) -> bool:
+        is_known = {option.split(":")[0] for option in options.split(",")} <= KNOWN_TO_TORCH_2_11
+        accepted.extend([options] if is_known else [])
+        return is_known
+
+    monkeypatch.setattr(defaults, "set_allocator", set_allocator)
+    return accepted
+
+
+def test_launches_are_ordered_only_if_that_is_asked_for():
+    for orders_launches, environment, expected in [
+        (False, {}, None),
+        (True, {}, "1"),
+        (True, {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}, "8"),
+    ]:
+        defaults.set_variables(environment, orders_launches, None)
+        assert environment.get("CUDA_DEVICE_MAX_CONNECTIONS") == expected
+        assert "TORCH_NCCL_ASYNC_ERROR_HANDLING" not in environment
+
+
+def test_ncclss_record_goes_to_the_run_unless_the_user_has_named_a_file():
+    environment: dict[str, str] = {}
+    defaults.set_variables(environment, False, Path("/runs/1/hang"))
+    assert environment["TORCH_FR_DUMP_TEMP_FILE"] == "/runs/1/hang/nccl_trace_rank_"
+    environment = {"TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "/tmp/mine_"}
+    defaults.set_variables(environment, False, Path("/runs/1/hang"))
+    assert "TORCH_FR_DUMP_TEMP_FILE" not in environment
+
+
+def test_options_of_the_allocators_are_added_to_the_users_own(monkeypatch):
+    given: list[str] = []
+    monkeypatch.setattr(defaults, "set_allocator", lambda options: given.append(options) or True)
+    for environment in (
+        {},
+        {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"},
+        {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64,pinned_max_round_threshold_mb:9", "PYTORCH_CUDA_ALLOC_CONF": "x"},
+    ):
+        defaults.set_variables(environment, False, None)
+    assert given == [
+        "expandable_segments:True,pinned_max_round_threshold_mb:1",
+        "expandable_segments:False,pinned_max_round_threshold_mb:1",
+        "max_split_size_mb:64,pinned_max_round_threshold_mb:9,expandable_segments:True",
+    ]
+
+
+def test_a_torch_that_does_not_know_an_option_gets_the_others(given):
+    defaults.set_variables({}, False, None)
+    defaults.set_variables({"PYTORCH_ALLOC_CONF": "backend:native"}, False, None)
+    assert given == ["expandable_segments:True", "backend:native,expandable_segments:True"]
+
+
+PROGRAM = """
+import os, torch
+os.sched_getaffinity, os.cpu_count = lambda process: set(range(8)), lambda: 8
+from parallel.world import start_world
+start_world()
+print("threads", torch.get_num_threads(), os.environ["OMP_NUM_THREADS"])
+"""
+
+
+def test_torchruns_single_thread_becomes_a_ranks_part_of_the_cores(tmp_path):
+    (tmp_path / "program.py").write_text(PROGRAM)
+    environment = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    ended = subprocess.run(
+        [*command, str(tmp_path / "program.py")],
+        env=environment | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert ended.stdout.count("threads 4 4") == 2
+
+
+def test_a_number_of_threads_that_the_user_has_chosen_stays(monkeypatch):
+    chosen = []
+    monkeypatch.setattr(torch, "set_num_threads", chosen.append)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)))
+    rank = {"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "none"}
+    for environment, of_parent in [
+        (rank, b"PATH=/bin\0OMP_NUM_THREADS=1\0"),
+        (rank, b"OMP_NUM_THREADS=1\0"),
+        (rank, None),
+        (rank | {"OMP_NUM_THREADS": "3"}, b"PATH=/bin\0"),
+        ({"OMP_NUM_THREADS": "1"}, b"PATH=/bin\0"),
+    ]:
+        monkeypatch.setattr(defaults, "_environment_of_parent", lambda found=of_parent: found)
+        defaults.share_cores(dict(environment), 2, CPU)
+        assert chosen == []
+    monkeypatch.setattr(defaults, "_environment_of_parent", lambda: b"MY_OMP_NUM_THREADS=1\0")
+    defaults.share_cores(dict(rank), 2, CPU)
+    assert chosen == [4]
+
+
+def test_ranks_share_the_cores_of_torchrun_and_keep_those_that_a_scheduler_gave_each(monkeypatch):
+    chosen = []
+    monkeypatch.setattr(torch, "set_num_threads", chosen.append)
+    monkeypatch.setattr(os, "cpu_count", lambda: 16)
+    for cores, environment in [(8, {"TORCHELASTIC_RUN_ID": "none"}), (8, {}), (16, {})]:
+        monkeypatch.setattr(os, "sched_getaffinity", lambda process, cores=cores: set(range(cores)))
+        defaults.share_cores(dict(environment), 4, CPU)
+    assert chosen == [2, 8, 4]
+
+
+@pytest.fixture
+def sysfs(tmp_path) -> Path:
+    nodes = {"0000:0f:00.0": "1", "0000:10:00.0": "-1", "0000:11:00.0": "7"}
+    for address, node in nodes.items():
+        (tmp_path / "bus/pci/devices" / address).mkdir(parents=True)
+        (tmp_path / "bus/pci/devices" / address / "numa_node").write_text(f"{node}\n")
+    (tmp_path / "devices/system/node/node1").mkdir(parents=True)
+    (tmp_path / "devices/system/node/node1/cpulist").write_text("4-6,9\n")
+    return tmp_path
+
+
+def test_cores_near_a_gpu_are_read_from_sysfs_or_unknown(sysfs):
+    assert defaults.cores_near("0000:0f:00.0", sysfs) == {4, 5, 6, 9}
+    for unknown in ("0000:10:00.0", "0000:11:00.0", "0000:99:00.0"):
+        assert defaults.cores_near(unknown, sysfs) == set()
+
+
+@pytest.mark.parametrize(
+    ("allowed", "bound", "num_threads"), [(range(16), {4, 5, 6, 9}, 4), (range(6), {4, 5}, 2), (range(4), None, None)]
+)
+def test_a_rank_runs_on_the_cores_near_its_gpu_among_those_that_it_may_use(
+    sysfs, monkeypatch, allowed, bound, num_threads
+):
+    found = {}
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(allowed))
+    monkeypatch.setattr(os, "sched_setaffinity", lambda process, cores: found.update(bound=cores))
+    monkeypatch.setattr(torch, "set_num_threads", lambda number: found.update(num_threads=number))
+    address = SimpleNamespace(pci_domain_id=0, pci_bus_id=15, pci_device_id=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: address)
+    cores_near = defaults.cores_near
+    monkeypatch.setattr(defaults, "cores_near", lambda address: cores_near(address, sysfs))
+    defaults.share_cores({}, 1, GPU)
+    assert (found.get("bound"), found.get("num_threads")) == (bound, num_threads)
+
+
+@pytest.fixture
+def gpus(tmp_path, monkeypatch) -> Path:
+    """A node of two GPUs, of which torch sees none."""
+    for name in ("0000:0f:00.0", "0000:10:00.0"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setattr("parallel.world.num_gpus_of_node", lambda: defaults.num_gpus_of_node(tmp_path))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    return tmp_path
+
+
+@pytest.mark.parametrize("is_hidden", [False, True])
+def test_a_node_with_gpus_trains_on_its_cpu_only_if_asked(gpus, monkeypatch, is_hidden):
+    if is_hidden:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "NoDevFiles")
+    with pytest.raises(ConfigError, match=r"can use none of the 2 GPUs of this node; .* StartOptions\.device=cpu"):
+        start_world()
+    assert start_world(StartOptions(device="cpu")).device == CPU
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert start_world().device == CPU
+
+
+@pytest.mark.parametrize(
+    ("num_visible", "local_rank", "local_size", "index"), [(8, 3, 8, 3), (1, 3, 8, 0), (8, 1, 2, 1), (4, 3, 8, None)]
+)
+def test_a_rank_that_sees_one_gpu_uses_it_whatever_its_number(monkeypatch, num_visible, local_rank, local_size, index):
+    """Slurm's --gpus-per-task=1 shows each rank its own GPU."""
+    current = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_visible)
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    monkeypatch.setattr("parallel.world.share_cores", lambda *_: None)
+    monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local_size))
+    if index is None:
+        with pytest.raises(ConfigError, match="8 ranks were started on a node of 4 GPUs"):
+            start_world()
+    else:
+        assert start_world().device == torch.device("cuda", index)
+        assert current == [torch.device("cuda", index)]
