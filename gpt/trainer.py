@@ -17,6 +17,7 @@ from gpt.corpus import Corpus
 from gpt.model.flops import peak_flops_per_second
 from gpt.monitor.collectives import profiled
 from gpt.monitor.console import RunConsole, step_line, summary_table
+from gpt.monitor.hang import write_hang_report
 from gpt.monitor.metrics import StepTraffic, Throughput, memory_by_kind, peak_memory
 from gpt.monitor.profiling import Profiler, straggler_lines, timer_table
 from gpt.monitor.tracking import Tracking, open_tracking
@@ -46,8 +47,14 @@ class Trainer:
         def on_abort(reason: str) -> None:  # self._tracking is replaced when the run has resumed
             self._tracking.on_abort(reason)
 
+        def on_hang(reason: str) -> None:  # the report first: the tracking may take seconds to end
+            write_hang_report(self._folder, world.rank, mesh.log, reason)
+            on_abort(reason)
+
         self._stopping = Stopping(store, world.rank, world.size, on_abort)
-        self._watchdog = Watchdog(store, world.rank, world.size, mesh.log, settings.run.hang_seconds, on_abort)
+        self._watchdog = Watchdog(store, world.rank, world.size, mesh.log, settings.run.hang_seconds, on_hang)
+        if settings.run.hang_seconds:
+            mesh.log.follow(state.device)
         self._recovery = Recovery(
             settings.checkpoint, self._folder, state, console.say, self._watchdog.beat, self._on_save
         )

@@ -1,9 +1,10 @@
-"""A watchdog that ends a job that hangs, and names the rank that hangs and its last collective.
+"""A watchdog that ends a job that hangs, and names the rank that hangs and the collective that it has not completed.
 
 A thread of each rank writes heartbeats to the launcher's store. If a rank has made no progress for `hang_seconds`, its
 thread reads the heartbeats of all ranks. If another rank still makes progress, the job continues. Otherwise the rank
-that hangs is one whose heartbeats have stopped; if there is none, the one that has launched the fewest collectives,
-because the other ranks wait for it in their next collective. The launcher can start the job again.
+that hangs is one whose heartbeats have stopped; if there is none, the one that has come least far: all ranks run the
+same collectives, and the others wait for it in their next one. What counts is what the device has completed and
+reached, because the host of a rank may have launched many more. The launcher can start the job again.
 """
 
 import json
@@ -21,6 +22,7 @@ from parallel.instruments.comm_log import CommLog
 
 EXIT_CODE = 3
 POLLS_PER_HANG = 10  # polls in `hang_seconds`
+SECONDS_TO_REPORT = 15.0  # for which ranks wait for each other's `on_abort`, beside two polls
 
 
 @dataclass(frozen=True)
@@ -29,15 +31,31 @@ class Heartbeat:
 
     tick: int  # grows as long as the process runs, even if its main thread hangs
     idle_seconds: float  # since the last progress
-    num_collectives: int
-    last: str  # the last collective that was launched
+    num_launched: int  # collectives
+    num_reached: int
+    num_complete: int
+    next: str  # the first collective that is not complete, or the last one if all are
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """The progress of the rank: no rank completes a collective that another has not reached."""
+        return self.num_complete, self.num_reached
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The reason for which all ranks end, and the number of ranks whose processes still run."""
+
+    reason: str
+    num_alive: int
 
 
 class Watchdog:
-    """A watchdog of one rank. It ends the job if no rank launches a collective or calls `beat` for `hang_seconds`.
+    """A watchdog of one rank. It ends the job if no rank completes a collective or calls `beat` for `hang_seconds`.
 
     With `hang_seconds` 0 it does nothing. Before the job ends, every rank whose process still runs calls `on_abort`
-    with the reason, in the watchdog's thread.
+    with the reason, in the watchdog's thread. Then they wait for each other, because the launcher kills all ranks as
+    soon as one has ended.
     """
 
     def __init__(
@@ -53,7 +71,8 @@ class Watchdog:
         self._on_abort = on_abort
         self._hang_seconds, self._poll_seconds = hang_seconds, hang_seconds / POLLS_PER_HANG
         self._num_beats = self._tick = 0
-        self._progress, self._progress_time = (0, 0), time.monotonic()  # (collectives, beats), and when it last changed
+        # (complete, reached, beats), and when it last changed
+        self._progress, self._progress_time = (0, 0, 0), time.monotonic()
 
     def beat(self) -> None:
         """Record progress other than a collective. May be called from any thread."""
@@ -82,24 +101,26 @@ class Watchdog:
                 # This rank's heartbeat is written before the others are read: it must not count as silent meanwhile.
                 self._write_heartbeat()
                 if self._store.check(["watch/verdict"]):
-                    self._on_abort(self._store.get("watch/verdict").decode())
-                    os._exit(EXIT_CODE)
+                    self._end(Verdict(**json.loads(self._store.get("watch/verdict"))))
                 if self._idle_seconds() > self._hang_seconds and self._store.add("watch/num_reporters", 1) == 1:
                     self._report(ended)
             except (RuntimeError, ValueError):  # the rank that serves the store, usually rank 0, has ended
                 if self._idle_seconds() > self._hang_seconds:
-                    idle = f"{self._idle_seconds():.0f} s"
-                    self._end(f"rank {self._rank} has made no progress for {idle}, and rank 0 has ended")
+                    reason = f"has made no progress for {self._idle_seconds():.0f} s, and rank 0 has ended"
+                    self._print_and_end(Verdict(f"rank {self._rank} {reason}", num_alive=1))
 
     def _idle_seconds(self) -> float:
-        progress = (self._log.num_recorded, self._num_beats)
+        now = self._log.progress()
+        progress = now.num_complete, now.num_reached, self._num_beats
         if progress != self._progress:
             self._progress, self._progress_time = progress, time.monotonic()
         return time.monotonic() - self._progress_time
 
     def _write_heartbeat(self) -> None:
         self._tick += 1
-        heartbeat = Heartbeat(self._tick, self._idle_seconds(), self._log.num_recorded, str(self._log.last or "none"))
+        idle_seconds, now = self._idle_seconds(), self._log.progress()
+        counts = now.num_launched, now.num_reached, now.num_complete
+        heartbeat = Heartbeat(self._tick, idle_seconds, *counts, str(now.next or "none"))
         self._store.set(f"watch/{self._rank}", json.dumps(asdict(heartbeat)))
 
     def _report(self, ended: threading.Event) -> None:
@@ -110,26 +131,47 @@ class Watchdog:
             if ended.wait(self._poll_seconds):
                 return
             self._write_heartbeat()
-        if verdict := describe_hang(before, self._heartbeats(), self._hang_seconds, self._size):
+        after = self._heartbeats()
+        if reason := describe_hang(before, after, self._hang_seconds, self._size):
+            verdict = Verdict(reason, self._size - len(silent_ranks(before, after, self._size)))
             # The verdict is set before this process ends, so that the other ranks end with the same reason.
-            self._store.set("watch/verdict", verdict)
-            self._end(verdict)
+            self._store.set("watch/verdict", json.dumps(asdict(verdict)))
+            self._print_and_end(verdict)
         # A rank still makes progress. The counter is deleted so that any rank may report later; this rank does so after
         # another half of `hang_seconds`.
         self._store.delete_key("watch/num_reporters")
         self._progress_time = time.monotonic() - self._hang_seconds / 2
 
-    def _end(self, reason: str) -> None:
-        """End this process from the watchdog's thread: the main thread may never return from its collective."""
-        # The line is printed before `on_abort`, which may take long or fail, and both before the process ends.
-        sys.stderr.write(f"error: {reason}\n")
+    def _print_and_end(self, verdict: Verdict) -> None:
+        # The line is printed before `on_abort`, which may take long or fail.
+        sys.stderr.write(f"error: {verdict.reason}\n")
         sys.stderr.flush()
-        self._on_abort(reason)
-        os._exit(EXIT_CODE)
+        self._end(verdict)
+
+    def _end(self, verdict: Verdict) -> None:
+        """End this process from the watchdog's thread: the main thread may never return from its collective."""
+        try:
+            self._on_abort(verdict.reason)
+            self._wait_for_reports(verdict.num_alive)
+        finally:
+            os._exit(EXIT_CODE)
+
+    def _wait_for_reports(self, num_alive: int) -> None:
+        """Wait until `on_abort` has returned on all ranks that still run; one that hangs there too is left behind."""
+        end = time.monotonic() + 2 * self._poll_seconds + SECONDS_TO_REPORT
+        if self._store.add("watch/num_reported", 1) == num_alive:
+            self._store.set("watch/all_reported", "")
+        while time.monotonic() < end and not self._store.check(["watch/all_reported"]):
+            time.sleep(min(1.0, self._poll_seconds))
 
     def _heartbeats(self) -> dict[int, Heartbeat]:
         keys = {rank: f"watch/{rank}" for rank in range(self._size)}
         return {r: Heartbeat(**json.loads(self._store.get(key))) for r, key in keys.items() if self._store.check([key])}
+
+
+def silent_ranks(before: Mapping[int, Heartbeat], after: Mapping[int, Heartbeat], size: int) -> list[int]:
+    """Return the ranks that have written no heartbeat between two readings."""
+    return [rank for rank in range(size) if rank not in after or before.get(rank) == after[rank]]
 
 
 def describe_hang(
@@ -139,20 +181,27 @@ def describe_hang(
 
     `before` and `after` are the heartbeats of all ranks, read a few polls apart.
     """
-    silent = [rank for rank in range(size) if rank not in after or before.get(rank) == after[rank]]
+    silent = silent_ranks(before, after, size)
     alive = {rank: heartbeat for rank, heartbeat in after.items() if rank not in silent}
     if any(heartbeat.idle_seconds < hang_seconds / 2 for heartbeat in alive.values()):
         return None
     if silent:
         culprits, what = silent, "does not answer"
     else:
-        fewest = min(heartbeat.num_collectives for heartbeat in alive.values())
-        culprits = [rank for rank, heartbeat in alive.items() if heartbeat.num_collectives == fewest]
+        least = min(heartbeat.position for heartbeat in alive.values())
+        culprits = [rank for rank, heartbeat in alive.items() if heartbeat.position == least]
         what = f"has made no progress for {hang_seconds:g} s"
-    lasts = "; ".join(f"rank {rank} {what}; its last collective: {_last(after, rank)}" for rank in culprits[:4])
+    found = "; ".join(f"rank {rank} {what}: {_describe(after.get(rank))}" for rank in culprits[:4])
     more = f"; and {len(culprits) - 4} more ranks" if len(culprits) > 4 else ""
-    return f"{lasts}{more}; the job ends (run.hang_seconds={hang_seconds:g})"
+    return f"{found}{more}; the job ends (run.hang_seconds={hang_seconds:g})"
 
 
-def _last(heartbeats: Mapping[int, Heartbeat], rank: int) -> str:
-    return f"{heartbeats[rank].last}, number {heartbeats[rank].num_collectives}" if rank in heartbeats else "unknown"
+def _describe(heartbeat: Heartbeat | None) -> str:
+    """Return what a rank was doing."""
+    if heartbeat is None:
+        return "its collectives are unknown"
+    is_last = heartbeat.num_complete == heartbeat.num_launched
+    return (
+        f"{heartbeat.num_complete} of its {heartbeat.num_launched} collectives are complete, "
+        f"the {'last' if is_last else 'next'} one is {heartbeat.next}"
+    )

@@ -1,12 +1,37 @@
-"""A log of collectives: totals of the bytes sent, and on request a list of all collectives."""
+"""A log of collectives: totals of the bytes sent, the newest collectives, and on request a list of all.
 
+A collective is launched by the host, reached by the device when all that was queued before it is done, and complete
+when its result may be read by what is queued after the wait for it. On a CPU the host is the device.
+"""
+
+import inspect
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
+
+# The newest collectives that are kept; more cannot be queued: CUDA blocks the host after about as many kernels.
+NUM_NEWEST = 1024
+
+
+class Mark(Protocol):
+    """A position in the work of a device. `query` returns True if the device has passed it, and never waits."""
+
+    def query(self) -> bool: ...
+
+
+class PassedMark:
+    """A mark that the device has passed when it is made."""
+
+    def query(self) -> bool:
+        return True
+
+
+PASSED = PassedMark()
 
 
 @dataclass
@@ -28,6 +53,17 @@ class CommEvent:
     awaited: float | None = field(default=None, compare=False)
     completed: float | None = field(default=None, compare=False)
     waiting_phase: str = field(default="", compare=False)
+    place: tuple[str, int] = field(default=("", 0), compare=False)  # the file and the line that launched it
+    reach_mark: Mark = field(default=PASSED, compare=False, repr=False)
+    end_mark: Mark | None = field(default=None, compare=False, repr=False)  # None until it has been waited for
+
+    @property
+    def is_reached(self) -> bool:
+        return self.reach_mark.query()
+
+    @property
+    def is_complete(self) -> bool:
+        return self.end_mark is not None and self.end_mark.query()
 
     @property
     def wire_bytes(self) -> int:
@@ -40,7 +76,22 @@ class CommEvent:
         return passes * self.message_bytes * (self.group_size - 1) // self.group_size
 
     def __str__(self) -> str:
-        return f"{self.op} of {self.message_bytes:,} bytes along the {self.axis} axis in {self.phase}"
+        file, line = self.place
+        place = f" at {'/'.join(file.split('/')[-2:])}:{line}" if file else ""
+        return f"{self.op} of {self.message_bytes:,} bytes along the {self.axis} axis in {self.phase}{place}"
+
+
+@dataclass(frozen=True)
+class CommProgress:
+    """The numbers of collectives that were launched, reached and completed, and the one that is next.
+
+    `next` is the first one that is not complete, or the last one if all are.
+    """
+
+    num_launched: int
+    num_reached: int
+    num_complete: int
+    next: CommEvent | None
 
 
 class CommLog:
@@ -55,8 +106,18 @@ class CommLog:
         self.on_phase: Callable[[str], AbstractContextManager[object]] = nullcontext
         self.phase = "setup"
         self.num_recorded = 0
-        self.last: CommEvent | None = None
+        self.newest: deque[CommEvent] = deque(maxlen=NUM_NEWEST)
+        self._mark: Callable[[], Mark] = lambda: PASSED
         self.clear()
+
+    @property
+    def last(self) -> CommEvent | None:
+        """The newest collective."""
+        return self.newest[-1] if self.newest else None
+
+    def follow(self, device: torch.device) -> None:
+        """Let the device say, and not the host, which of the collectives that follow are reached and complete."""
+        self._mark = mark_on_gpu if device.type == "cuda" else lambda: PASSED
 
     def clear(self) -> None:
         self.events: list[CommEvent] = []
@@ -85,7 +146,9 @@ class CommLog:
     def record(self, op: str, axis: str, group_size: int, message: torch.Tensor) -> CommEvent:
         num_bytes = message.numel() * message.element_size()
         event = CommEvent(op, axis, group_size, num_bytes, message.dtype, self.phase, self.clock())
-        self.num_recorded, self.last = self.num_recorded + 1, event
+        event.place, event.reach_mark = _place(), self._mark()
+        self.num_recorded += 1
+        self.newest.append(event)
         self.wire_bytes_by[axis, op, self.phase] += event.wire_bytes
         if self.keeps_events:
             self.events.append(event)
@@ -95,8 +158,34 @@ class CommLog:
         event.awaited, event.waiting_phase = self.clock(), self.phase
 
     def record_wait_end(self, event: CommEvent) -> None:
-        event.completed = self.clock()
+        event.completed, event.end_mark = self.clock(), self._mark()
+
+    def progress(self) -> CommProgress:
+        """Return how far this rank has come. May be called from any thread; waits for nothing."""
+        newest = list(self.newest)
+        incomplete = [event for event in newest if not event.is_complete]
+        num_reached = self.num_recorded - sum(not event.is_reached for event in newest)
+        following = incomplete[0] if incomplete else self.last
+        return CommProgress(self.num_recorded, num_reached, self.num_recorded - len(incomplete), following)
 
     def wire_bytes(self, axis: str) -> int:
         """Return the bytes that this rank has sent along `axis` since the log was cleared."""
         return sum(sent for (name, _, _), sent in self.wire_bytes_by.items() if name == axis)
+
+
+def mark_on_gpu() -> Mark:
+    """Return a mark behind all that has been queued on the current stream."""
+    event = torch.cuda.Event()
+    event.record()
+    return event
+
+
+def _place() -> tuple[str, int]:
+    """Return the file and the line that called the function of an axis that has called `CommLog.record`."""
+    frame = inspect.currentframe()
+    assert frame is not None
+    frame = frame.f_back.f_back  # type: ignore[union-attr]  # of the caller of `record`
+    file = frame.f_code.co_filename if frame else ""
+    while frame is not None and frame.f_code.co_filename == file:
+        frame = frame.f_back
+    return (frame.f_code.co_filename, frame.f_lineno) if frame else ("", 0)

@@ -107,8 +107,14 @@ def test_a_rank_that_hangs_is_named_with_its_last_collective_and_the_job_ends(co
         ranks[1].send_signal(signal.SIGSTOP)
         assert ranks[0].wait(timeout=20) == 3
         told = ranks[0].stderr.read()
-    last = r"its last collective: \w+ of [\d,]+ bytes along the \w+ axis in \w+, number \d+"
-    assert re.search(rf"error: rank 1 does not answer; {last}; the job ends \(run.hang_seconds=2\)", told), told
+    next_one = r"\w+ of [\d,]+ bytes along the \w+ axis in \w+ at \w+/\w+\.py:\d+"
+    found = (
+        rf"error: rank 1 does not answer: \d+ of its \d+ collectives are complete, the \w+ one is {next_one}; the job"
+    )
+    assert re.search(rf"{found} ends \(run.hang_seconds=2\)", told), told
+    (report,) = (run_dir / "hang").iterdir()
+    assert report.name == "rank-0.json"
+    assert json.loads(report.read_text())["collectives"][-1]["state"] == "reached"
 
 
 def test_a_second_job_in_a_folder_is_refused_and_nothing_is_touched(corpus, tmp_path):

@@ -1,4 +1,4 @@
-"""What the settings of a run ask of the process of a rank."""
+"""Settings of a run are translated to options of the process of a rank."""
 
 from pathlib import Path
 

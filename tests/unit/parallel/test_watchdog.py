@@ -3,15 +3,22 @@
 import os
 import threading
 from dataclasses import replace
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
 
+from parallel.instruments import comm_log
 from parallel.instruments.comm_log import CommLog
 from parallel.watchdog import EXIT_CODE, Heartbeat, Watchdog, describe_hang
 
 WAITING = Heartbeat(
-    tick=40, idle_seconds=30.0, num_collectives=100, last="all_reduce of 8 bytes along the data axis in update"
+    tick=40,
+    idle_seconds=30.0,
+    num_launched=100,
+    num_reached=100,
+    num_complete=99,
+    next="all_reduce of 8 bytes along the data axis in update",
 )
 BEFORE = dict.fromkeys(range(4), WAITING)
 AFTER = dict.fromkeys(range(4), replace(WAITING, tick=43))
@@ -22,24 +29,39 @@ def verdict(**changed: Heartbeat | None) -> str | None:
     return describe_hang(BEFORE, {rank: heartbeat for rank, heartbeat in after.items() if heartbeat}, 20.0, 4)
 
 
-def test_a_rank_with_fewer_collectives_than_the_others_is_named():
+def test_a_rank_whose_host_has_launched_fewer_collectives_than_the_others_is_named():
     found = verdict(
-        rank_2=replace(AFTER[2], num_collectives=99, last="all_gather of 64 bytes along the data axis in forward")
+        rank_2=replace(
+            AFTER[2], num_launched=99, num_reached=99, next="all_gather of 64 bytes along the data axis in forward"
+        )
     )
-    assert found.startswith("rank 2 has made no progress for 20 s; its last collective: all_gather of 64 bytes")
-    assert "number 99" in found
+    assert found.startswith(
+        "rank 2 has made no progress for 20 s: 99 of its 99 collectives are complete, the last one is all_gather of 64"
+    )
     assert "rank 1" not in found
+
+
+def test_a_rank_whose_device_hangs_is_named_though_its_host_has_launched_most():
+    """The hosts of ranks that wait have launched what they could; that of rank 3 was the fastest."""
+    found = verdict(
+        rank_1=replace(AFTER[1], num_launched=101), rank_3=replace(AFTER[3], num_launched=150, num_reached=99)
+    )
+    assert found.startswith("rank 3 has made no progress for 20 s: 99 of its 150 collectives are complete, the next")
+    assert "rank 1" not in found
+    found = verdict(rank_1=replace(AFTER[1], num_launched=80, num_reached=80, num_complete=80))
+    assert found.startswith("rank 1 has")
+    assert "rank 3" not in found
 
 
 def test_a_rank_without_new_heartbeats_is_named():
     assert verdict(rank_3=WAITING).startswith(
-        f"rank 3 does not answer; its last collective: {WAITING.last}, number 100"
+        f"rank 3 does not answer: 99 of its 100 collectives are complete, the next one is {WAITING.next}; the job ends"
     )
-    assert verdict(rank_0=None).startswith("rank 0 does not answer; its last collective: unknown")
+    assert verdict(rank_0=None).startswith("rank 0 does not answer: its collectives are unknown")
 
 
 def test_no_rank_is_named_while_any_makes_progress():
-    assert verdict(rank_1=replace(AFTER[1], idle_seconds=1.0, num_collectives=1)) is None
+    assert verdict(rank_1=replace(AFTER[1], idle_seconds=1.0, num_complete=1)) is None
 
 
 def test_ranks_that_are_alike_are_all_named_in_one_line():
@@ -52,7 +74,53 @@ def test_the_log_knows_its_last_collective():
     log = CommLog()
     with log.during("forward"):
         log.record("all_gather", "data", 4, torch.zeros(1000))
-    assert (log.num_recorded, str(log.last)) == (1, "all_gather of 4,000 bytes along the data axis in forward")
+    assert log.num_recorded == 1
+    assert str(log.last).startswith("all_gather of 4,000 bytes along the data axis in forward at ")
+
+
+class Device:
+    """A GPU that runs what the host has queued up to a mark, and then hangs."""
+
+    def __init__(self, num_passed: int):
+        self._num_passed, self._num_marks = num_passed, 0
+
+    def mark(self) -> SimpleNamespace:
+        self._num_marks += 1
+        return SimpleNamespace(query=lambda number=self._num_marks: number <= self._num_passed)
+
+
+def progress_of(monkeypatch, num_passed: int, num_waited: int = 5) -> tuple[int, int, int, str]:
+    monkeypatch.setattr(comm_log, "mark_on_gpu", Device(num_passed).mark)
+    log = CommLog()
+    log.follow(torch.device("cuda", 0))
+    for number in range(5):
+        event = log.record(f"gather {number}", "data", 4, torch.zeros(1))
+        if number < num_waited:
+            log.record_wait_end(event)
+    now = log.progress()
+    return now.num_launched, now.num_reached, now.num_complete, now.next.op
+
+
+def test_the_device_says_what_is_reached_and_complete_and_not_the_host(monkeypatch):
+    assert progress_of(monkeypatch, 10) == (5, 5, 5, "gather 4")
+    assert progress_of(monkeypatch, 4) == (5, 2, 2, "gather 2")  # two marks a collective
+    assert progress_of(monkeypatch, 5) == (5, 3, 2, "gather 2")
+    assert progress_of(monkeypatch, 10, num_waited=3) == (5, 5, 3, "gather 3")
+    log = CommLog()
+    log.record_wait_end(log.record("gather", "data", 4, torch.zeros(1)))
+    assert log.progress().num_complete == 1  # on a CPU, the host has waited
+
+
+def test_a_rank_makes_progress_when_its_device_does_and_not_when_its_host_launches():
+    log = CommLog()
+    watchdog = Watchdog(dist.HashStore(), 0, 1, log, hang_seconds=1000.0)
+    log.follow(torch.device("cpu"))
+    times = []
+    for act in (lambda: None, lambda: log.record("gather", "data", 4, torch.zeros(1)), watchdog.beat, lambda: None):
+        act()
+        watchdog._idle_seconds()
+        times.append(watchdog._progress_time)
+    assert times[0] < times[1] < times[2] == times[3]
 
 
 def test_the_reason_is_reported_before_the_process_ends(monkeypatch):
@@ -60,5 +128,23 @@ def test_the_reason_is_reported_before_the_process_ends(monkeypatch):
     monkeypatch.setattr(os, "_exit", lambda code: (reported.append(code), has_ended.set()))
     with Watchdog(dist.HashStore(), 0, 1, CommLog(), hang_seconds=0.3, on_abort=reported.append).running():
         assert has_ended.wait(30)
-    assert reported[0].startswith("rank 0 has made no progress for 0.3 s; its last collective: none")
+    assert reported[0].startswith("rank 0 has made no progress for 0.3 s: 0 of its 0 collectives are complete")
     assert reported[1] == EXIT_CODE
+
+
+def test_no_rank_ends_before_all_have_reported(monkeypatch):
+    """The launcher kills all ranks when the first one ends."""
+    store, happened, have_ended = dist.HashStore(), [], threading.Barrier(3)
+
+    def end(code: int) -> None:
+        happened.append("end")
+        have_ended.wait(30)
+
+    monkeypatch.setattr(os, "_exit", end)
+    ranks = [
+        Watchdog(store, rank, 2, CommLog(), hang_seconds=0.5, on_abort=lambda reason: happened.append("report"))
+        for rank in range(2)
+    ]
+    with ranks[0].running(), ranks[1].running():
+        have_ended.wait(30)
+    assert happened[:4] == ["report", "report", "end", "end"]
