@@ -7,7 +7,6 @@ torchrun --nproc_per_node=2 pretrain_gpt.py --config configs/quickstart.yaml --z
 
 import logging
 import sys
-from pathlib import Path
 
 from data.errors import DataError
 from gpt.build import build, build_mesh, start_options
@@ -29,12 +28,10 @@ def pretrain(settings: Settings, world: World) -> None:
     """Train a model as the settings say, and print texts that it generates. All ranks call it."""
     console = RunConsole(is_quiet=not world.is_first)
     mesh = build_mesh(settings, world)
-    train, zero = settings.train, settings.zero
+    train = settings.train
     corpus = Corpus.open(settings.data, settings.model, train, mesh, world)
-    trainer = None
-    with out_of_memory_recorded(
-        Path(settings.run.dir), train, zero, world, lambda: trainer.num_steps_done if trainer else 0
-    ):
+    state = trainer = None
+    with out_of_memory_recorded(settings, world, lambda: state, lambda: trainer.num_steps_done if trainer else 0):
         state = build(settings, mesh, world.device)
         console.say(describe_run(state, train, settings.run.dir))
         console.show(memory_table(state, train))

@@ -9,6 +9,10 @@ class ConfigError(ValueError):
     """A setting, or a combination of settings, that cannot work. It is printed, and the exit code is 2."""
 
 
+class MemoryLimitError(ConfigError):
+    """A limit of memory, of the settings or of the system, that the run exceeds."""
+
+
 @contextmanager
 def exit_on_config_error(*others: type[Exception]) -> Iterator[None]:
     """Print the message of a ConfigError, or of one of `others`, and exit with code 2.

@@ -7,14 +7,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpt import trainer
+from gpt.model.transformer import GPT
 from gpt.monitor.collectives import read_profile
 from gpt.monitor.console import RunConsole
 from gpt.planner.report import run_and_report
 from gpt.run_folder.files import read_steps
 from gpt.settings_parser import parse_settings
 from parallel.errors import ConfigError
+from parallel.mesh import Axis
+from parallel.tensor.token_layout import ReplicatedTokens
 from parallel.world import start_world
 from pretrain_gpt import pretrain
 from tests.end_to_end.runs import options, run, run_on_rank
@@ -263,25 +267,60 @@ def test_explicit_attention_gives_the_same_losses(corpus, tmp_path):
 
 def test_a_model_too_large_for_the_machine_leaves_a_record(corpus, tmp_path):
     arguments = options(corpus, tmp_path / "run", model__hidden_size=1_000_000)
-    with pytest.raises(ConfigError, match=r"rank 0 ran out of memory after step 0.*zero.stage=2"):
+    with pytest.raises(ConfigError, match=r"rank 0 ran out of memory after step 0.*rank-0.txt says.*zero.stage=2"):
         pretrain(parse_settings(arguments), start_world())
+    table = (tmp_path / "run" / "out_of_memory" / "rank-0.txt").read_text()
+    assert "can't allocate memory" in table
+    assert "peak allocated" in table
     record = json.loads((tmp_path / "run" / "metrics.jsonl").read_text())
     assert record["out_of_memory"] is True
     assert record["step"] == 0
 
 
-def test_running_out_of_memory_in_a_step_leaves_a_record(corpus, tmp_path, monkeypatch):
-    train_step, calls = trainer.train_step, []
+class FailingOperation(TorchDispatchMode):
+    """A mode in which a call of an operation finds no memory."""
 
-    def third_step_fails(*args):
-        calls.append(args)
-        if len(calls) == 3:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return train_step(*args)
+    def __init__(self, operation: object, number: int):
+        super().__init__()
+        self._operation, self._number, self._num_calls = operation, number, 0
 
-    monkeypatch.setattr(trainer, "train_step", third_step_fails)
-    with pytest.raises(ConfigError, match="after step 2"):
-        pretrain(parse_settings(options(corpus, tmp_path / "run")), start_world())
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self._num_calls += func is self._operation
+        if func is self._operation and self._num_calls == self._number:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return func(*args, **(kwargs or {}))
+
+
+def table_of(run_dir: Path) -> dict[str, dict[str, float]]:
+    """The columns of each unit in the table of model states, in MB."""
+    head, *rows = (run_dir / "out_of_memory" / "rank-0.txt").read_text().split("\n\n")[1].splitlines()
+    columns = head.removeprefix("model states on the device").split()[:-1]
+    return {row.rsplit(maxsplit=6)[0]: dict(zip(columns, map(float, row.split()[-6:]), strict=True)) for row in rows}
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_running_out_of_memory_in_backward_leaves_a_table_of_what_holds_it(corpus, tmp_path, stage):
+    arguments = options(corpus, tmp_path / "run", zero__stage=stage, train__compile="none")
+    backward_of_norm = torch.ops.aten.native_layer_norm_backward.default
+    settings = parse_settings(arguments)
+    with FailingOperation(backward_of_norm, 45), pytest.raises(ConfigError, match="after step 2") as caught:
+        pretrain(settings, start_world())
+    assert str(tmp_path / "run" / "out_of_memory" / "rank-0.txt") in str(caught.value)
+    table = table_of(tmp_path / "run")
+    with torch.device("meta"):
+        module = GPT(settings.model, ReplicatedTokens(Axis.trivial("tensor")))
+    of_block = sum(param.nbytes for param in module.blocks[0].parameters()) / 1e6
+    of_all = sum(param.nbytes for param in module.parameters()) / 1e6
+    total = table.pop("all")
+    assert set(table) == {"-", "blocks.0", "blocks.1"}
+    for states, num_bytes in [(table["blocks.0"], of_block), (total, of_all)]:
+        assert (states["parameters"], states["moments"]) == pytest.approx((num_bytes, 2 * num_bytes), abs=0.001)
+    if stage == 3:  # the second block has run backward, and the first one runs
+        assert (table["blocks.0"]["unsharded"], table["blocks.1"]["unsharded"]) == pytest.approx(
+            (of_block, 0), abs=0.001
+        )
+    else:
+        assert (total["gradients"], total["unsharded"]) == pytest.approx((of_all, 0), abs=0.001)
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     assert json.loads(lines[-1])["out_of_memory"] is True
     assert len(read_steps(tmp_path / "run")) == 2

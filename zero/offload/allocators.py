@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from parallel.errors import ConfigError
+from parallel.errors import MemoryLimitError
 from parallel.instruments.memory_tracker import TensorKind, tagged
 
 Allocate = Callable[[int, torch.dtype], Tensor]  # (number of elements, dtype) -> flat tensor, not initialized
@@ -19,14 +19,14 @@ def device_allocator(device: torch.device, kind: TensorKind) -> Allocate:
 def host_allocator(device: torch.device, kind: TensorKind) -> Allocate:
     """Return an allocator of host memory, pinned if `device` is a GPU so that copies run beside the computation.
 
-    The allocator raises ConfigError if the host does not have as much memory as is asked for.
+    The allocator raises MemoryLimitError if the host does not have as much memory as is asked for.
     """
 
     def allocate(numel: int, dtype: torch.dtype) -> Tensor:
         try:
             tensor = torch.empty(numel, dtype=dtype, pin_memory=device.type == "cuda")
         except RuntimeError as error:
-            raise ConfigError(
+            raise MemoryLimitError(
                 f"{numel * dtype.itemsize / 1e9:,.3g} GB of host memory for {kind} could not be allocated: "
                 f"{str(error).splitlines()[0]}; offload less, or allow the process more (pinned) memory"
             ) from error

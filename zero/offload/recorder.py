@@ -6,7 +6,7 @@ from typing import Literal
 
 import torch
 
-from parallel.errors import ConfigError
+from parallel.errors import MemoryLimitError
 from parallel.instruments.memory_tracker import PeakMeter
 from parallel.mesh import Axis
 
@@ -49,14 +49,14 @@ class MemoryRecorder:
     def check(self, axes: Iterable[Axis]) -> int:
         """Return the bytes that are free at the tightest moment of all ranks of `axes`. Blocks the host.
 
-        Raises ConfigError if a rank has needed more than the budget.
+        Raises MemoryLimitError if a rank has needed more than the budget.
         """
         tightest = max(self.peaks, key=lambda moment: self.peaks[moment])
         least_room = int(self.budget_bytes - self.peaks[tightest])
         for axis in axes:
             least_room = axis.min_over_ranks(least_room)
         if least_room < 0:
-            raise ConfigError(
+            raise MemoryLimitError(
                 f"OffloadConfig.accelerator_memory_gb={self.budget_bytes / GIGA:g} cannot be kept: this rank needs "
                 f"{self.peaks[tightest] / GIGA:.6g} GB in {' visit '.join(map(str, tightest))}, and the rank that "
                 f"needs most {-least_room / GIGA:.6g} GB too much; offload more, store fewer activations, or take a "

@@ -1,6 +1,7 @@
 """The bytes of memory that one rank's model states and buffers occupy, to compare with those of `zero/formulas`."""
 
-from collections.abc import Iterable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator
 
 from torch import Tensor
 
@@ -29,6 +30,59 @@ def resident_states(
         master=_num_bytes(bucket.master for bucket in here if _has_own_master(bucket)),
         moments=_num_bytes(value for value in values if isinstance(value, Tensor) and value.dim() > 0),
     )
+
+
+def bytes_by_group(
+    model: ZeroDataParallel,
+    optimizer: ZeroOptimizer | None,
+    group_of: Callable[[str], str],
+    placement: Placement = Placement.ACCELERATOR,
+) -> dict[str, Counter[str]]:
+    """Return the bytes of each kind of state that are allocated now for each group of parameters.
+
+    `group_of` returns the group of the parameter with a name. The kinds are those of `ModelStates`, and "unsharded" for
+    transient parameters that are gathered. Without an optimizer only parameters are counted.
+    """
+    found: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    for flat in model.flats:
+        for bucket in flat.buckets:
+            for kind, elements, itemsize in _stretches(bucket, optimizer, placement):
+                for span, part in flat.layout.spans_in(elements):
+                    found[group_of(span.name)][kind] += len(part) * itemsize
+    return found
+
+
+def _stretches(
+    bucket: Bucket, optimizer: ZeroOptimizer | None, placement: Placement
+) -> Iterator[tuple[str, range, int]]:
+    """Yield (kind, elements of the flat buffer, bytes of each) of what is allocated for a bucket."""
+
+    def stretch(kind: str, tensor: Tensor) -> tuple[str, range, int]:
+        is_full = tensor.numel() >= len(bucket.elements)
+        return kind, bucket.elements if is_full else bucket.shard, tensor.element_size()
+
+    for tensor in _parameters(bucket.params, placement):
+        yield stretch("parameters", tensor)
+    full = bucket.params.full
+    if placement is Placement.ACCELERATOR and not bucket.params.persists and full.untyped_storage().nbytes():
+        yield stretch("unsharded", full)
+    if optimizer is None or bucket not in optimizer.buckets:
+        return
+    # The owned gradients may be a part of the full ones, which are then counted.
+    gradients = sorted(_gradients(bucket.grads, placement), key=Tensor.numel)
+    for tensor in {tensor.untyped_storage().data_ptr(): tensor for tensor in gradients}.values():
+        if tensor.untyped_storage().nbytes():
+            yield stretch("gradients", tensor)
+    if bucket.optimizer_placement is not placement:
+        return
+    if _has_own_master(bucket):
+        yield stretch("master", bucket.master)
+    for piece in optimizer.pieces_of(bucket):
+        start = bucket.shard.start
+        elements = range(start + piece.elements.start, start + piece.elements.stop)
+        for value in optimizer.inner.state.get(piece.param, {}).values():
+            if isinstance(value, Tensor) and value.dim() > 0:
+                yield "moments", elements, value.element_size()
 
 
 def buffer_bytes(model: ZeroDataParallel, optimizer: ZeroOptimizer) -> dict[str, int]:
