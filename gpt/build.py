@@ -205,7 +205,7 @@ def build_optimizer(
     model: ZeroDataParallel, tensor: Axis, settings: OptimizerSettings, loss_scale: LossScale
 ) -> ZeroOptimizer:
     """Return AdamW over the shards of the model, with weight decay for parameters of two or more dimensions only."""
-    adam, options, name = choose_adam(model.offload)
+    adam, options, name = choose_adam(settings.implementation, model.offload)
     logger.info("optimizer: %s", name)
     params = [param for param in model.module.parameters() if param.requires_grad]
     groups = [
@@ -227,13 +227,14 @@ def build_optimizer(
     )
 
 
-def choose_adam(offload: Offload) -> tuple[type[torch.optim.Optimizer], dict[str, Any], str]:
-    """Return (class, options, name for the log) of the Adam to use.
-
-    NVIDIA apex's fused Adam is used if it works and all optimizer states are on a CUDA device, else torch's.
-    """
-    if offload.config.initial_placement("optimizer") is Placement.ACCELERATOR:
-        params = [nn.Parameter(torch.zeros(1, device=offload.device))]
-        if fused := find_apex("apex.optimizers", "FusedAdam", lambda fused: fused(params), offload.device):
-            return fused, {"adam_w_mode": True}, "apex.optimizers.FusedAdam"
-    return torch.optim.AdamW, {"fused": True}, "torch.optim.AdamW(fused=True)"
+def choose_adam(implementation: str, offload: Offload) -> tuple[type[torch.optim.Optimizer], dict[str, Any], str]:
+    """Return (class, options, name for the log) of the AdamW to use. Raises ConfigError if apex's does not work."""
+    if implementation == "torch":
+        return torch.optim.AdamW, {"fused": True}, "torch.optim.AdamW(fused=True)"
+    params = [nn.Parameter(torch.zeros(1, device=offload.device))]
+    fused = find_apex("apex.optimizers", "FusedAdam", lambda fused: fused(params), offload.device)
+    is_offloaded = offload.config.initial_placement("optimizer") is Placement.HOST
+    if fused is None or is_offloaded:
+        problem = "cannot update states in host memory" if is_offloaded else f"does not work on {offload.device.type}"
+        raise ConfigError(f"optimizer.implementation=apex: FusedAdam {problem}; choose optimizer.implementation=torch")
+    return fused, {"adam_w_mode": True}, "apex.optimizers.FusedAdam"

@@ -48,6 +48,9 @@ class OptimizerSettings:
     """Decay rates of the first and the second moment."""
     eps: float = 1e-8
     """Number added to the square root of the second moment, against division by zero."""
+    implementation: Literal["torch", "apex"] = "torch"
+    """torch: torch's fused AdamW, which never makes the host wait for the device; apex: NVIDIA apex's FusedAdam, on
+    GPUs without offloaded optimizer states. A run may resume with the other one."""
 
     def __post_init__(self) -> None:
         for name in ("lr", "weight_decay"):
@@ -57,6 +60,8 @@ class OptimizerSettings:
             raise ConfigError(
                 f"optimizer.clip_norm={self.clip_norm} is not above 0; choose 1.0, or .inf for no clipping"
             )
+        if self.implementation not in ("torch", "apex"):
+            raise ConfigError(f"optimizer.implementation={self.implementation} is unknown; choose torch or apex")
 
 
 @dataclass(frozen=True)

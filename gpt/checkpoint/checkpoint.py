@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from gpt.build import TrainState
+from gpt.checkpoint.adam import are_alike, load_counters
 from gpt.run_folder.files import first_free
 from parallel.errors import ConfigError
 from zero.state.owned_state import (
@@ -149,8 +150,7 @@ def load(checkpoint: Path, state: TrainState) -> Progress:
     # Before anything is loaded: a rank that finds damage does not reach the barrier, so the others do not continue.
     mesh.barrier()
     load_owned_state(state.model, state.optimizer, saved, TensorRank(mesh.tensor.rank, mesh.tensor.size))
-    for group, counters in zip(state.optimizer.inner.param_groups, layout["optimizer_counters"], strict=True):
-        group.update(counters)
+    load_counters(state.optimizer, saved, layout["optimizer"], layout["optimizer_counters"])
     _load_own(saved, state)
     return Progress(**layout["progress"])
 
@@ -188,10 +188,10 @@ def _check_fits(checkpoint: Path, saved: dict[str, Any], expected: dict[str, Any
                 f"checkpoint {checkpoint} is of another model: {name} is {saved_shapes.get(name, 'missing')} there and "
                 f"{shapes.get(name, 'missing')} in this run; take model.* from its config.yaml, or another run.dir"
             )
-    if saved["optimizer"] != expected["optimizer"]:
+    if not are_alike(saved["optimizer"], expected["optimizer"]):
         raise ConfigError(
             f"checkpoint {checkpoint} was saved with the optimizer {saved['optimizer']}, this run has "
-            f"{expected['optimizer']}; resume it on machines where the same one is installed"
+            f"{expected['optimizer']}; resume it with the program that wrote it"
         )
 
 

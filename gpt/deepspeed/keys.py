@@ -113,9 +113,7 @@ OPTIMIZER = [
             mapped("betas", ValueType.PAIR, "optimizer.betas"),
             mapped("eps", ValueType.NUMBER, "optimizer.eps"),
             mapped("weight_decay", ValueType.NUMBER, "optimizer.weight_decay", note="for matrices and embeddings only"),
-            not_needed(
-                ValueType.BOOLEAN, "apex's fused AdamW is used if it works, else torch's", "torch_adam", "fused"
-            ),
+            not_needed(ValueType.BOOLEAN, "optimizer.implementation chooses a fused one", "torch_adam", "fused"),
             unsupported("adam_w_mode", ValueType.BOOLEAN, "weight decay is always decoupled; set it to true", True),
             unsupported("bias_correction", ValueType.BOOLEAN, "bias correction is always on; set it to true", True),
             unsupported("amsgrad", ValueType.BOOLEAN, "AMSGrad is not supported; set it to false", False),
