@@ -89,15 +89,15 @@ def build_mesh(settings: Settings, world: World) -> Mesh:
         allocate=allocate_buffer,
     )
     check_divides(settings.model, mesh.tensor)
-    check_replicas(settings.activations, token_layout(settings.parallel, mesh).replicas)
+    replicas = token_layout(settings.parallel, mesh).replicas
+    check_replicas(settings.activations, replicas)
     check_batch_sizes(settings.train.batch, mesh.data.size)
     num_tokens = settings.train.micro_batch_size * settings.model.seq_length
     if settings.parallel.sequence_parallel:
         part_of(num_tokens, mesh.tensor, "train.micro_batch_size x model.seq_length")
     # For its ConfigError: it raises one if warm-up and decay overlap.
     learning_rate(settings.schedule, settings.optimizer.lr, 0, settings.train.steps)
-    zero = settings.with_gradient_types(mesh.data.size).zero
-    check_host_memory(settings.model, settings.train.dtype, zero, settings.offload, mesh, world)
+    check_host_memory(settings.with_gradient_types(mesh.data.size), mesh, replicas, world)
     return mesh
 
 

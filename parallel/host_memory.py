@@ -1,5 +1,6 @@
 """The memory of this node, in bytes, as the operating system reports it."""
 
+import math
 import os
 from pathlib import Path
 
@@ -7,6 +8,11 @@ from pathlib import Path
 def physical_bytes() -> int:
     """Return the size of the node's physical memory."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def pinned_bytes(num_bytes: float, largest_rounded: float) -> float:
+    """Return the bytes that torch allocates for pinned memory: up to a size, it rounds them up to a power of two."""
+    return 2.0 ** math.ceil(math.log2(num_bytes)) if 0 < num_bytes <= largest_rounded else num_bytes
 
 
 def available_bytes() -> int:

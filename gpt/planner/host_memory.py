@@ -1,41 +1,108 @@
-"""A check, before anything is allocated, that a node's memory can hold the states that its ranks offload."""
+"""A check, before anything is allocated, that a node's memory can hold what its ranks place there.
 
-import torch
+offloaded states          pinned; the moments, which torch's optimizer allocates, are not
+activation checkpoints    pinned, with the store partition_host
+copies for saves          of what a rank saves, if checkpoints are written while training goes on; pinned
+"""
 
-from gpt.model.transformer import ModelConfig
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import astuple, dataclass, replace
+
 from gpt.planner.activation_store import parameters_of_rank
+from gpt.settings import Settings
 from parallel.errors import ConfigError
-from parallel.host_memory import available_bytes
-from parallel.mesh import Mesh
+from parallel.host_memory import available_bytes, pinned_bytes
+from parallel.mesh import Axis, Mesh
+from parallel.torch_internals import largest_rounded_pinned_bytes
 from parallel.world import World
-from zero.config import ZeroConfig
-from zero.formulas import memory
-from zero.offload.placement import OffloadConfig
+from zero.stage import Lifetime
+
+MASTER_BYTES = MOMENT_BYTES = 4  # of an element; Adam has two moments
 
 
-def check_host_memory(
-    model: ModelConfig, dtype: torch.dtype, zero: ZeroConfig, offload: OffloadConfig, mesh: Mesh, world: World
-) -> None:
-    """Raise ConfigError if the node's available memory is too small. An imitated world always passes."""
-    if not offload.offloaded_states or world.imitated_backend:
+@dataclass(frozen=True)
+class HostBytes:
+    """The bytes of host memory that one rank needs, by purpose."""
+
+    states: float
+    activations: float
+    saves: float
+
+    @property
+    def total(self) -> float:
+        return sum(astuple(self))
+
+
+def check_host_memory(settings: Settings, mesh: Mesh, replicas: Axis, world: World) -> None:
+    """Raise ConfigError if the node's available memory is too small. An imitated world always passes.
+
+    `settings` have the types of gradients that null stands for. `replicas`: ranks that hold the same activations.
+    """
+    if world.imitated_backend:
         return
-    needed = bytes_on_host(model, dtype, zero, offload, mesh) * world.local_size
-    available = available_bytes()
-    if needed > available:
+    largest_rounded = largest_rounded_pinned_bytes() if world.device.type == "cuda" else 0
+    needed = bytes_on_host(settings, mesh, replicas, lambda num_bytes: pinned_bytes(num_bytes, largest_rounded))
+    available, size = available_bytes(), world.local_size
+    if needed.total * size > available:
+        purposes = {
+            f"offload.mode={settings.offload.mode} %s of model states": needed.states,
+            f"activations.store={settings.activations.store} %s of checkpoints": needed.activations,
+            "checkpoint.asynchronous=true %s of copies": needed.saves,
+        }
+        parts = [text % f"{num_bytes * size / 1e9:,.1f} GB" for text, num_bytes in purposes.items() if num_bytes]
         raise ConfigError(
-            f"offload.mode={offload.mode} places {needed / 1e9:,.1f} GB of model states in the memory of this "
-            f"node ({world.local_size} ranks), where {available / 1e9:,.1f} GB are free: "
-            f"{(needed - available) / 1e9:,.1f} too much; use more nodes, a higher zero.stage, or fewer offload.states"
+            f"this run places in the memory of this node ({size} ranks): {', '.join(parts)}; "
+            f"{available / 1e9:,.1f} GB are free, {(needed.total * size - available) / 1e9:,.1f} GB too little; use "
+            "more nodes, a higher zero.stage, fewer offload.states, or checkpoint.asynchronous=false"
         )
 
 
-def bytes_on_host(
-    model: ModelConfig, dtype: torch.dtype, zero: ZeroConfig, offload: OffloadConfig, mesh: Mesh
-) -> float:
-    """Return the bytes of model states that one rank places in host memory; with offload.mode=auto, an upper bound."""
+def bytes_on_host(settings: Settings, mesh: Mesh, replicas: Axis, allocated: Callable[[float], float]) -> HostBytes:
+    """Return the bytes that one rank places in host memory; with offload.mode=auto, an upper bound.
+
+    `allocated` returns the size of an allocation of pinned memory. The moments of a bucket are copied as one tensor
+    here; a save copies those of each parameter.
+    """
+    zero, itemsize, states = settings.zero, settings.train.dtype.itemsize, settings.offload.offloaded_states
     policy = zero.policy
-    shard_size = policy.axes(mesh.data)[0].size
-    num_parameters = parameters_of_rank(model, mesh.tensor.size)
-    gradient_bytes = zero.gradient_types(dtype).accumulate.itemsize
-    states = memory.formula(policy, num_parameters, shard_size, dtype.itemsize, gradient_bytes=gradient_bytes)
-    return memory.placed(states, policy, shard_size, offload.offloaded_states).host.total
+    shard_axis, replica_axis = policy.axes(mesh.data)
+    pinned, pageable = [], 0  # bytes of an element: of each state that has an allocation of its own, and of the others
+    if "optimizer" in states:
+        pinned.append(zero.gradient_types(settings.train.dtype).accumulate.itemsize)
+        pinned += [MASTER_BYTES] if itemsize < MASTER_BYTES else []
+        pageable = 2 * MOMENT_BYTES
+    if "parameters" in states and policy.full_params is Lifetime.TRANSIENT:
+        pinned.append(itemsize)
+    copies = settings.checkpoint.asynchronous and settings.checkpoint.every and replica_axis.rank == 0
+    saved = [MASTER_BYTES, MOMENT_BYTES, MOMENT_BYTES] if copies else []
+    numels = list(_shard_numels(settings, mesh.tensor.size, shard_axis.size))
+    return HostBytes(
+        states=sum(numel * pageable + sum(allocated(numel * each) for each in pinned) for numel in numels),
+        activations=allocated(_checkpoint_bytes(settings, mesh, replicas)),
+        saves=sum(allocated(numel * each) for numel in numels for each in saved),
+    )
+
+
+def _shard_numels(settings: Settings, tensor_size: int, shard_size: int) -> Iterator[int]:
+    """Yield the number of elements of a rank's shard of each bucket, without the gaps between parameters."""
+    model = settings.model
+    units = [parameters_of_rank(model, tensor_size)]
+    if settings.zero.policy.full_params is Lifetime.TRANSIENT:  # then a bucket ends with its unit
+        one, two = (parameters_of_rank(replace(model, num_layers=number), tensor_size) for number in (1, 2))
+        units = [2 * one - two] + [two - one] * model.num_layers
+    for numel in units:
+        bucket_numel = settings.zero.bucket_numel or numel
+        for start in range(0, numel, bucket_numel):
+            yield math.ceil(min(bucket_numel, numel - start) / shard_size)
+
+
+def _checkpoint_bytes(settings: Settings, mesh: Mesh, replicas: Axis) -> int:
+    """Return the bytes of the activation checkpoints of one micro-batch in host memory."""
+    activations, model, train = settings.activations, settings.model, settings.train
+    if activations.store != "partition_host":
+        return 0
+    num_parts = mesh.tensor.size if settings.parallel.sequence_parallel else 1
+    numel = train.micro_batch_size * model.seq_length // num_parts * model.hidden_size
+    num_checkpoints = math.ceil(model.num_layers / activations.layers_per_checkpoint)
+    return num_checkpoints * math.ceil(numel / replicas.size) * train.dtype.itemsize

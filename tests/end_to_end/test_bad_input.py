@@ -54,7 +54,7 @@ def contents(folder: Path) -> dict[str, bytes]:
         ),
         (
             {"offload__mode": "host", "model__hidden_size": 65536, "model__num_layers": 100},
-            r"offload.mode=host places [\d,.]+ GB of model states in the memory of this node .1 ranks., where",
+            r"in the memory of this node .1 ranks.: offload.mode=host [\d,.]+ GB of model states; [\d,.]+ GB are free",
         ),
         ({"offload__accelerator_memory_gb": 1e-6}, "offload.accelerator_memory_gb=1e-06 is too small.* zero.units, a"),
         ({"parallel__shard_size": 3}, "^parallel.shard_size=3 does not divide the 1 data-parallel ranks; choose"),

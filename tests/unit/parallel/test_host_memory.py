@@ -1,8 +1,9 @@
 """The memory of this node, compared with what the kernel reports elsewhere."""
 
+import math
 from pathlib import Path
 
-from parallel.host_memory import available_bytes, physical_bytes
+from parallel.host_memory import available_bytes, physical_bytes, pinned_bytes
 
 
 def test_physical_memory_is_what_the_kernel_reports_as_its_total():
@@ -21,3 +22,9 @@ def test_without_meminfo_available_memory_is_the_physical_memory(monkeypatch):
 
     monkeypatch.setattr(Path, "read_text", missing)
     assert available_bytes() == physical_bytes()
+
+
+def test_pinned_memory_is_rounded_up_to_a_power_of_two_below_a_size():
+    sizes = [0, 1, 1000, 1024, 10.4e9]
+    assert [pinned_bytes(size, math.inf) for size in sizes] == [0, 1, 1024, 1024, 2**34]
+    assert [pinned_bytes(size, 2**20) for size in sizes] == [0, 1, 1024, 1024, 10.4e9]

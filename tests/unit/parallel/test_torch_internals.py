@@ -4,7 +4,9 @@ If one fails after an update of torch, the function that it tests is the place t
 """
 
 import ast
+import math
 from contextlib import ExitStack
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +57,47 @@ def test_a_fake_process_group_has_any_size_and_sends_nothing():
         assert tensor.tolist() == [1.0, 1.0]
     finally:
         dist.destroy_process_group()
+
+
+def time_limits() -> list[timedelta]:
+    """The time limits of a subgroup, before and after it takes that of the default group."""
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=77))
+    group = dist.new_group([0, 1])
+    before = group._get_backend(CPU).options._timeout
+    internals.take_default_timeout(group)
+    return [before, group._get_backend(CPU).options._timeout]
+
+
+def test_a_subgroup_takes_the_time_limit_of_the_default_group():
+    for before, after in run_ranks(2, time_limits):
+        assert before != after == timedelta(seconds=77)
+
+
+def test_a_group_that_sends_nothing_has_no_time_limit():
+    dist.init_process_group("fake", rank=0, world_size=2, store=internals.FakeStore())
+    try:
+        internals.take_default_timeout(dist.new_group([0, 1]))
+    finally:
+        dist.destroy_process_group()
+
+
+def test_options_of_the_allocators_are_set_and_found_again():
+    before = torch._C._accelerator_getAllocatorSettings()
+    try:
+        assert internals.set_allocator("expandable_segments:True")
+        assert internals.largest_rounded_pinned_bytes() == math.inf
+        assert internals.set_allocator("expandable_segments:True, pinned_max_round_threshold_mb : 3")
+        assert internals.largest_rounded_pinned_bytes() == 3 * 2**20
+        assert not internals.set_allocator("expandable_segments:maybe")
+    finally:
+        internals.set_allocator(before)
+
+
+def test_the_reports_of_cuda_and_nccl_exist_where_these_do():
+    assert callable(torch.cuda.memory._dump_snapshot)
+    assert hasattr(torch._C._distributed_c10d, "_dump_nccl_trace") == dist.is_nccl_available()
+    if not torch.cuda.is_initialized():
+        assert internals.flight_record() is None
 
 
 def test_a_schema_says_what_is_written_and_what_is_a_view():
