@@ -127,6 +127,8 @@ def build(settings: Settings, mesh: Mesh, device: torch.device) -> TrainState:
     if settings.train.precision == "fp16" and device.type == "cpu":
         logger.warning("train.precision=fp16 is slow on a CPU; choose bf16")
     settings = settings.with_gradient_types(mesh.data.size)
+    torch.set_float32_matmul_precision(settings.train.float32_matmul_precision)
+    logger.info("products of fp32: %s precision", settings.train.float32_matmul_precision)
     train, tokens = settings.train, token_layout(settings.parallel, mesh)
     if train.compiles_blocks:
         check_compiler(device)

@@ -106,6 +106,9 @@ class TrainSettings:
     """Start with a smaller batch and grow to global_batch_size; null: use global_batch_size from the first step on."""
     precision: DtypeName = "bf16"
     """Data type of parameters, activations and gradients. Master weights and the optimizer's moments are fp32."""
+    float32_matmul_precision: Literal["highest", "high", "medium"] = "highest"
+    """Precision of matrix products of fp32 tensors. highest: fp32; high: TF32 on GPUs that have it, with 10 bits of
+    mantissa; medium: bf16. Products in half precision are not affected."""
     compile: Literal["none", "blocks"] = "none"
     """Part of the model that torch.compile compiles for training. blocks: all blocks have one graph, which inductor
     compiles in the first step, for about a minute; it needs triton on GPUs and g++ on CPUs. Blocks are
@@ -140,6 +143,11 @@ class TrainSettings:
                 raise ConfigError(f"train.{name}={getattr(self, name)} is below 0; choose 0 or more")
         if self.precision not in DTYPES:
             raise ConfigError(f"train.precision={self.precision} is unknown; choose {', '.join(DTYPES)}")
+        if self.float32_matmul_precision not in ("highest", "high", "medium"):
+            raise ConfigError(
+                f"train.float32_matmul_precision={self.float32_matmul_precision} is unknown; choose highest, high or "
+                "medium"
+            )
         if self.compile not in ("none", "blocks"):
             raise ConfigError(f"train.compile={self.compile} is unknown; choose none or blocks")
 

@@ -222,7 +222,7 @@ class Trainer:
             "lr": lr,
             "tokens": progress.consumed_samples * self._settings.model.seq_length,
         }
-        record |= self._throughput.measure() | peak_memory(self._state.device)
+        record |= self._throughput.measure() | peak_memory(self._state.device, self._state.model.planner.earlier_peaks)
         record |= memory_by_kind(self._state.model, self._state.optimizer)
         record["skipped_steps"] = int(optimizer.num_skipped.item())
         if optimizer.loss_scale.is_dynamic:

@@ -9,11 +9,12 @@ that fails raises SaveError on all ranks, and leaves the checkpoints before it a
 
 import shutil
 import threading
-import time
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from gpt.build import TrainState
@@ -32,7 +33,7 @@ from zero.state.saved_state import rank_file
 from zero.state.sealed_file import flush_folder, replace_text, write_json
 from zero.state.tensor_file import write_tensors
 
-POLL_SECONDS = 0.02
+WAIT_SECONDS = 5.0  # after which a rank that waits in the store looks for signals
 
 
 class SaveError(ConfigError):
@@ -101,12 +102,12 @@ class Saver:
         except Exception as error:  # any error: the first rank waits until every rank has reported
             self._store.set(f"{key}/error", f"rank {self._state.mesh.rank}: {_reason(error)}")
         # After the error is set: the first rank looks for an error as soon as all ranks are counted.
-        self._store.add(f"{key}/num_written", 1)
+        if self._store.add(f"{key}/num_written", 1) == self._state.mesh.size:
+            self._store.set(f"{key}/all_written", "")
 
     def _complete(self, key: str, partial: Path, final: Path, layout: dict) -> None:
         """Wait for all ranks, give the checkpoint its final name, and report the outcome. The first rank calls it."""
-        while self._store.add(f"{key}/num_written", 0) < self._state.mesh.size:
-            time.sleep(POLL_SECONDS)
+        _wait_for(self._store, f"{key}/all_written")
         reason = ""
         if self._store.check([f"{key}/error"]):
             reason = self._store.get(f"{key}/error").decode()
@@ -128,8 +129,7 @@ class Saver:
 
     def _outcome(self, key: str, progress: Progress, final: Path) -> Path:
         """Wait until the first rank has reported the outcome. Return the checkpoint, or raise SaveError."""
-        while not self._store.check([f"{key}/outcome"]):
-            time.sleep(POLL_SECONDS)
+        _wait_for(self._store, f"{key}/outcome")
         if reason := self._store.get(f"{key}/outcome").decode():
             raise SaveError(
                 f"checkpoint of step {progress.step} cannot be written to {final.parent}: {reason}; make room or "
@@ -155,6 +155,17 @@ class HostCopies:
         if torch.cuda.is_initialized():
             torch.cuda.current_stream().synchronize()
         return {name: self._copies[name] for name in tensors}
+
+
+def _wait_for(store: dist.Store, key: str) -> None:
+    """Wait until a key is set. The store wakes all ranks: if each asked again and again, it would be kept busy."""
+    while True:
+        try:
+            store.wait([key], timedelta(seconds=WAIT_SECONDS))
+            return
+        except RuntimeError:
+            if store.check([key]):  # raises if the store has ended
+                return
 
 
 def _reason(error: Exception) -> str:

@@ -46,9 +46,10 @@ def out_of_memory_recorded(
         if not _is_out_of_memory(error):
             raise
         run_dir, train = Path(settings.run.dir), settings.train
-        peak, step = peak_memory(world.device), num_steps_done()
+        state, step = find_state(), num_steps_done()
+        peak = peak_memory(world.device, state.model.planner.earlier_peaks if state else (0, 0))
         append_record(run_dir, {"step": step, "out_of_memory": True, "rank": world.rank} | peak)
-        table = _write_report(run_dir / OUT_OF_MEMORY, world, find_state(), error, peak)
+        table = _write_report(run_dir / OUT_OF_MEMORY, world, state, error, peak)
         if isinstance(error, MemoryLimitError):
             raise MemoryLimitError(f"{error}; {table} says what holds the memory") from error
         raise MemoryLimitError(

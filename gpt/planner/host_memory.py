@@ -6,7 +6,7 @@ copies for saves          of what a rank saves, if checkpoints are written while
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import astuple, dataclass, replace
 
 from gpt.planner.activation_store import parameters_of_rank
@@ -76,25 +76,28 @@ def bytes_on_host(settings: Settings, mesh: Mesh, replicas: Axis, allocated: Cal
         pinned.append(itemsize)
     copies = settings.checkpoint.asynchronous and settings.checkpoint.every and replica_axis.rank == 0
     saved = [MASTER_BYTES, MOMENT_BYTES, MOMENT_BYTES] if copies else []
-    numels = list(_shard_numels(settings, mesh.tensor.size, shard_axis.size))
+    shards = _shards(settings, mesh.tensor.size, shard_axis.size)
     return HostBytes(
-        states=sum(numel * pageable + sum(allocated(numel * each) for each in pinned) for numel in numels),
+        states=sum(n * (numel * pageable + sum(allocated(numel * each) for each in pinned)) for numel, n in shards),
         activations=allocated(_checkpoint_bytes(settings, mesh, replicas)),
-        saves=sum(allocated(numel * each) for numel in numels for each in saved),
+        saves=sum(n * sum(allocated(numel * each) for each in saved) for numel, n in shards),
     )
 
 
-def _shard_numels(settings: Settings, tensor_size: int, shard_size: int) -> Iterator[int]:
-    """Yield the number of elements of a rank's shard of each bucket, without the gaps between parameters."""
+def _shards(settings: Settings, tensor_size: int, shard_size: int) -> list[tuple[int, int]]:
+    """Return (elements, how many there are) of a rank's shards of buckets, without the gaps between parameters."""
     model = settings.model
-    units = [parameters_of_rank(model, tensor_size)]
+    units = [(parameters_of_rank(model, tensor_size), 1)]
     if settings.zero.policy.full_params is Lifetime.TRANSIENT:  # then a bucket ends with its unit
         one, two = (parameters_of_rank(replace(model, num_layers=number), tensor_size) for number in (1, 2))
-        units = [2 * one - two] + [two - one] * model.num_layers
-    for numel in units:
+        units = [(2 * one - two, 1), (two - one, model.num_layers)]
+    shards = []
+    for numel, num_units in units:
         bucket_numel = settings.zero.bucket_numel or numel
-        for start in range(0, numel, bucket_numel):
-            yield math.ceil(min(bucket_numel, numel - start) / shard_size)
+        num_full, rest = divmod(numel, bucket_numel)
+        shards += [(math.ceil(bucket_numel / shard_size), num_full * num_units)]
+        shards += [(math.ceil(rest / shard_size), num_units)]
+    return shards
 
 
 def _checkpoint_bytes(settings: Settings, mesh: Mesh, replicas: Axis) -> int:

@@ -199,13 +199,20 @@ def _active_trackers() -> list[MemoryTracker]:
 
 
 class PeakMeter:
-    """A meter of a device's peak since `restart`, read from CUDA's allocator, on a CPU from the active trackers."""
+    """A meter of a device's peak since `restart`, read from CUDA's allocator, on a CPU from the active trackers.
+
+    CUDA has one peak for all readers: `earlier_peaks` are the highest before a restart, (allocated, reserved) bytes.
+    """
 
     def __init__(self, device: torch.device):
         self._device = device
+        self.earlier_peaks = (0, 0)
 
     def restart(self) -> None:
         if self._device.type == "cuda":
+            allocated, reserved = self.earlier_peaks
+            allocated = max(allocated, torch.cuda.max_memory_allocated(self._device))
+            self.earlier_peaks = allocated, max(reserved, torch.cuda.max_memory_reserved(self._device))
             torch.cuda.reset_peak_memory_stats(self._device)
         for tracker in _active_trackers():
             tracker.device.metered_peak = tracker.device.total

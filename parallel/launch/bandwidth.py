@@ -12,7 +12,8 @@ from torch import Tensor
 
 from parallel.mesh import Axis, Mesh
 
-MESSAGE_BYTES = 8 * 2**20
+LINK_BYTES = 8 * 2**20  # of a message between two ranks
+SHARD_BYTES = 2**20  # of each rank's part of a collective, at least: with less, latency is measured
 SECONDS_EACH = 0.5  # for which a measured action is repeated
 MAX_REPEATS = 50
 # A rate is slow below these fractions of the median of comparable links or devices, or of the rate in a cluster file.
@@ -41,6 +42,11 @@ class DeviceRate:
     kernel_seconds: float
 
 
+def message_bytes(num_ranks: int) -> int:
+    """Return the size of the messages by which the collectives of a group are measured."""
+    return max(LINK_BYTES, num_ranks * SHARD_BYTES)
+
+
 def measure_axis(axis: Axis, device: torch.device) -> list[LinkRate]:
     """Measure the three collectives of training, on all groups of the axis at once.
 
@@ -48,7 +54,7 @@ def measure_axis(axis: Axis, device: torch.device) -> list[LinkRate]:
     """
     if axis.size == 1:
         return []
-    numel = MESSAGE_BYTES // 2 // axis.size * axis.size
+    numel = message_bytes(axis.size) // 2 // axis.size * axis.size
     full = torch.ones(numel, dtype=torch.bfloat16, device=device)
     shard = torch.ones(numel // axis.size, dtype=torch.bfloat16, device=device)
     operations: dict[str, Measurement] = {
@@ -74,14 +80,14 @@ def measure_links(axis: Axis, device: torch.device, takes_part: bool = True) -> 
     if axis.size == 1:
         return []
     rates, members = [], _members(axis)
-    sent, received = (torch.ones(MESSAGE_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
+    sent, received = (torch.ones(LINK_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
     for number in (0, 1, 2) if axis.size > 2 else (0,):
         for first, second in [pair for pair in _pairs(axis.size, number) if axis.rank in pair and takes_part]:
             peer = second if axis.rank == first else first
             seconds = _seconds(partial(_exchange, axis, peer, sent, received), device, pair=(axis, peer))
             if axis.rank == first:
                 ranks = tuple(sorted((members[axis.rank], members[peer])))
-                rates.append(LinkRate(axis.name, "link", ranks, MESSAGE_BYTES / seconds))
+                rates.append(LinkRate(axis.name, "link", ranks, LINK_BYTES / seconds))
         dist.barrier()  # of all ranks: no pair of the next round may start while one of this round is measured
     return rates
 

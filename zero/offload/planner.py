@@ -65,6 +65,11 @@ class PlacementPlanner:
         self.prefetch_numel = 0 if self._is_auto else prefetch_numel
         self.may_keep = not self._is_auto
 
+    @property
+    def earlier_peaks(self) -> tuple[int, int]:
+        """The highest (allocated, reserved) bytes of CUDA's allocator before the planner has reset its peaks."""
+        return self._recorder.earlier_peaks
+
     def check_units(self, units: Iterable[Unit], staging_bytes: int) -> None:
         """Check that the budget holds the two largest units, as if one were inside the other, and staged gradients.
 

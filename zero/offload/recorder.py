@@ -34,6 +34,11 @@ class MemoryRecorder:
     def is_recording(self) -> bool:
         return self._num_steps_left > 0
 
+    @property
+    def earlier_peaks(self) -> tuple[int, int]:
+        """The highest (allocated, reserved) bytes of CUDA's allocator before the recorder has reset its peaks."""
+        return self._meter.earlier_peaks
+
     def start_forward(self) -> None:
         """Restart the meter before the first forward: the memory that building the model needed has been freed."""
         if self.is_recording and not self.peaks:

@@ -8,7 +8,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
-from parallel.instruments.memory_tracker import MemoryTracker, TensorKind, allocating, tagged
+from parallel.instruments.memory_tracker import MemoryTracker, PeakMeter, TensorKind, allocating, tagged
 from parallel.instruments.operation_observer import active_observers
 
 CPU = torch.device("cpu")
@@ -136,3 +136,15 @@ def test_a_tracker_exits_by_an_exception_too():
         raise KeyError
     assert "resize_" not in vars(torch.UntypedStorage)
     assert active_observers() == []
+
+
+def test_a_meter_keeps_the_peaks_that_a_restart_takes_from_other_readers(monkeypatch):
+    peaks = {"allocated": 70, "reserved": 90}
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: peaks["allocated"])
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: peaks["reserved"])
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: peaks.update(allocated=5, reserved=100))
+    meter = PeakMeter(torch.device("cuda", 0))
+    meter.restart()
+    assert (meter.earlier_peaks, meter.peak_bytes()) == ((70, 90), 5)
+    meter.restart()
+    assert meter.earlier_peaks == (70, 100)

@@ -1,0 +1,51 @@
+"""Ranks that wait for a save do not keep the store busy."""
+
+import time
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from gpt.build import build
+from gpt.checkpoint import saver
+from gpt.checkpoint.checkpoint import Progress
+from gpt.settings_parser import parse_settings
+from parallel.mesh import Mesh
+from tests.ranks import run_ranks
+
+BASE = "{data: {path: nowhere}, model: {num_layers: 1, hidden_size: 8, num_heads: 2, seq_length: 4, vocab_size: 64}}"
+
+
+class CountingStore:
+    """A store that counts its calls."""
+
+    def __init__(self, store: dist.Store):
+        self._store, self.num_calls = store, 0
+
+    def __getattr__(self, name: str) -> Any:
+        self.num_calls += 1
+        return getattr(self._store, name)
+
+
+def calls_in_a_slow_save(folder: Path) -> int:
+    """The number of times that a rank asks the store while the last rank takes half a second to write its file."""
+    settings = parse_settings([f"--config={BASE}"])
+    state = build(settings, Mesh.create(1), torch.device("cpu"))
+    store = CountingStore(saver.shared_store())
+    write_tensors = saver.write_tensors
+
+    def write_slowly(*args: Any, **kwargs: Any) -> None:
+        time.sleep(0.5 * dist.get_rank())
+        write_tensors(*args, **kwargs)
+
+    with mock.patch.multiple(saver, shared_store=lambda: store, write_tensors=write_slowly):
+        own = saver.Saver(folder, state, keep=1, is_async=True)
+        own.start(Progress(1))
+        assert own.wait() == folder / "step-00000001"
+    return store.num_calls
+
+
+def test_a_rank_asks_the_store_a_few_times_however_long_a_save_takes(tmp_path):
+    assert max(run_ranks(2, calls_in_a_slow_save, tmp_path)) <= 10

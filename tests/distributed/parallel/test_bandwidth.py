@@ -1,0 +1,24 @@
+"""Collectives are measured with messages that grow with the number of ranks."""
+
+from unittest import mock
+
+import torch
+
+from parallel.launch import bandwidth
+from parallel.mesh import Mesh
+from tests.ranks import run_ranks
+
+
+def measured_bytes() -> int:
+    """The size of the last message, if each rank's part should have 3 MiB and a link is measured by less."""
+    mesh = Mesh.create(1)
+    small = {"SHARD_BYTES": 3 * 2**20, "LINK_BYTES": 2**10, "SECONDS_EACH": 0.0}
+    with mock.patch.multiple(bandwidth, **small):
+        bandwidth.measure_axis(mesh.data, torch.device("cpu"))
+    return mesh.log.last.message_bytes
+
+
+def test_each_ranks_part_of_a_measured_collective_has_a_smallest_size():
+    assert run_ranks(2, measured_bytes) == [6 * 2**20] * 2
+    assert bandwidth.message_bytes(400) == 400 * 2**20
+    assert bandwidth.message_bytes(2) == 8 * 2**20

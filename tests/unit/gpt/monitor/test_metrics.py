@@ -1,0 +1,15 @@
+"""The reported peak of memory is that of the whole run."""
+
+import torch
+
+from gpt.monitor.metrics import peak_memory
+
+
+def test_peaks_before_torchs_were_reset_count(monkeypatch):
+    for name, value in {"max_memory_allocated": 50, "max_memory_reserved": 60, "memory_reserved": 9}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 4)
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: {})
+    found = peak_memory(torch.device("cuda", 0), earlier=(70, 10))
+    assert (found["peak_allocated_bytes"], found["peak_reserved_bytes"]) == (70, 60)
+    assert peak_memory(torch.device("cuda", 0))["peak_allocated_bytes"] == 50
