@@ -76,7 +76,7 @@ def bytes_on_host(settings: Settings, mesh: Mesh, replicas: Axis, allocated: Cal
         pinned.append(itemsize)
     copies = settings.checkpoint.asynchronous and settings.checkpoint.every and replica_axis.rank == 0
     saved = [MASTER_BYTES, MOMENT_BYTES, MOMENT_BYTES] if copies else []
-    shards = _shards(settings, mesh.tensor.size, shard_axis.size)
+    shards = _shards(settings, mesh, shard_axis.size)
     return HostBytes(
         states=sum(n * (numel * pageable + sum(allocated(numel * each) for each in pinned)) for numel, n in shards),
         activations=allocated(_checkpoint_bytes(settings, mesh, replicas)),
@@ -84,16 +84,17 @@ def bytes_on_host(settings: Settings, mesh: Mesh, replicas: Axis, allocated: Cal
     )
 
 
-def _shards(settings: Settings, tensor_size: int, shard_size: int) -> list[tuple[int, int]]:
+def _shards(settings: Settings, mesh: Mesh, shard_size: int) -> list[tuple[int, int]]:
     """Return (elements, how many there are) of a rank's shards of buckets, without the gaps between parameters."""
-    model = settings.model
-    units = [(parameters_of_rank(model, tensor_size), 1)]
+    model, tensor_size = settings.model, mesh.tensor.size
+    total = parameters_of_rank(model, tensor_size)
+    bucket_numel = settings.zero.chosen_bucket_numel(total, mesh.data.size, settings.train.dtype)
+    units = [(total, 1)]
     if settings.zero.policy.full_params is Lifetime.TRANSIENT:  # then a bucket ends with its unit
         one, two = (parameters_of_rank(replace(model, num_layers=number), tensor_size) for number in (1, 2))
         units = [(2 * one - two, 1), (two - one, model.num_layers)]
     shards = []
     for numel, num_units in units:
-        bucket_numel = settings.zero.bucket_numel or numel
         num_full, rest = divmod(numel, bucket_numel)
         shards += [(math.ceil(bucket_numel / shard_size), num_full * num_units)]
         shards += [(math.ceil(rest / shard_size), num_units)]

@@ -117,6 +117,43 @@ def test_a_rank_that_hangs_is_named_with_its_last_collective_and_the_job_ends(co
     assert json.loads(report.read_text())["collectives"][-1]["state"] == "reached"
 
 
+HANGING_PROGRAM = """
+import os, time
+import pretrain_gpt
+from gpt import trainer
+
+train_step, steps = trainer.train_step, []
+
+def hang_in_the_fourth_step(*arguments):
+    steps.append(None)
+    if os.environ["RANK"] == "1" and len(steps) == 4:
+        time.sleep(1000)
+    return train_step(*arguments)
+
+trainer.train_step = hang_in_the_fourth_step
+pretrain_gpt.main()
+"""
+
+
+@pytest.mark.full
+def test_all_ranks_of_a_job_that_hangs_leave_a_report_before_the_launcher_kills_them(corpus, tmp_path):
+    (tmp_path / "program.py").write_text(HANGING_PROGRAM)
+    launch = [sys.executable, "-m", "parallel.launch", "--standalone", "--nproc-per-node=2"]
+    arguments = options(corpus, tmp_path / "run", run__hang_seconds=4, zero__stage=3)
+    ended = subprocess.run(
+        [*launch, str(tmp_path / "program.py"), *arguments],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 3
+    assert "error: rank 1 has made no progress for 4 s: " in ended.stderr
+    reports = [json.loads((tmp_path / "run" / "hang" / f"rank-{rank}.json").read_text()) for rank in range(2)]
+    assert reports[0]["num_launched"] > reports[1]["num_launched"]
+
+
 def test_a_second_job_in_a_folder_is_refused_and_nothing_is_touched(corpus, tmp_path):
     run_dir = tmp_path / "run"
     lock = RunLock(run_dir)
