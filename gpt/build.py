@@ -16,7 +16,6 @@ from gpt.model.compiled_blocks import check_compiler, compile_blocks
 from gpt.model.transformer import GPT, Attention, ModelConfig, check_divides, initialize
 from gpt.planner.activation_store import chosen_activations
 from gpt.planner.host_memory import check_host_memory
-from gpt.run_folder.files import HANG
 from gpt.schedule import check_batch_sizes, learning_rate
 from gpt.settings import LossScaleSettings, OptimizerSettings, ParallelSettings, Settings
 from parallel.errors import ConfigError
@@ -72,7 +71,7 @@ def start_options(settings: Settings) -> StartOptions:
     # Stage 3 launches gathers ahead of the computation that is queued; one queue would hold them up.
     orders_launches = settings.parallel.tensor_size > 1 and settings.zero.policy.full_params is Lifetime.PERSISTENT
     run = settings.run
-    return StartOptions(run.device, run.hang_seconds, orders_launches, Path(run.dir).absolute() / HANG)
+    return StartOptions(run.device, run.hang_seconds, orders_launches, Path(run.dir).absolute())
 
 
 def build_mesh(settings: Settings, world: World) -> Mesh:

@@ -9,6 +9,10 @@ class ConfigError(ValueError):
     """A setting, or a combination of settings, that cannot work. It is printed, and the exit code is 2."""
 
 
+class NodeError(ConfigError):
+    """An error that all ranks of a node meet, and other nodes may not: the first rank of the node prints it."""
+
+
 class MemoryLimitError(ConfigError):
     """A limit of memory, of the settings or of the system, that the run exceeds."""
 

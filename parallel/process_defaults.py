@@ -5,9 +5,9 @@ threads     Torchrun gives each rank one thread. A rank gets its part of the cor
 cores       Those of the NUMA node of the rank's GPU, if sysfs names it: other cores reach the GPU and its pinned memory
             through the link between the processors.
 memory      Segments that grow leave fewer gaps between tensors of different sizes. Torch rounds pinned memory up to a
-            power of two; from `EXACT_PINNED_MB` on, it gets the size that is asked for (torch 2.12 or newer).
+            power of two; from `EXACT_PINNED_MB` on, it gets the size that is asked for (torch 2.13 can, 2.11 cannot).
 launches    With one queue from the host to the device, kernels and collectives start in the order of their launch.
-NCCL        Torch writes its record of the last collectives, the flight recorder, to a folder of the run.
+NCCL        Torch writes its record of the last collectives, by the flight recorder, to the folder of the run.
 """
 
 import os
@@ -28,15 +28,15 @@ FLIGHT_RECORD = "nccl_trace_rank_"  # followed by the rank, as torch's analyzer 
 SYSFS, GPUS_OF_NODE = Path("/sys"), Path("/proc/driver/nvidia/gpus")
 
 
-def set_variables(environment: MutableMapping[str, str], orders_launches: bool, hang_folder: Path | None) -> None:
+def set_variables(environment: MutableMapping[str, str], orders_launches: bool, record_folder: Path | None) -> None:
     """Set the environment variables of CUDA and NCCL, and the options of torch's allocators, before CUDA starts.
 
     `orders_launches`: for tensor parallelism, whose collectives are between kernels that wait for them.
     """
     if orders_launches:
         environment.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    if hang_folder is not None and not any(name in environment for name in FLIGHT_RECORDER_NAMES):
-        environment[FLIGHT_RECORDER_NAMES[0]] = str(hang_folder / FLIGHT_RECORD)
+    if record_folder is not None and not any(name in environment for name in FLIGHT_RECORDER_NAMES):
+        environment[FLIGHT_RECORDER_NAMES[0]] = str(record_folder / FLIGHT_RECORD)
     own = next((environment[name] for name in ALLOCATOR_NAMES if name in environment), "")
     missing = [f"{key}:{value}" for key, value in ALLOCATOR.items() if key not in own]
     # A torch that does not know the last option refuses all of them.

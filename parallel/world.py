@@ -12,13 +12,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from socket import gethostname
 from typing import Literal, NoReturn
 from uuid import uuid4
 
 import torch
 import torch.distributed as dist
 
-from parallel.errors import ConfigError
+from parallel.errors import ConfigError, NodeError
 from parallel.process_defaults import num_gpus_of_node, set_variables, share_cores
 from parallel.torch_internals import FakeStore, default_store
 
@@ -35,19 +36,21 @@ PRINT_SECONDS = 2.0  # the launcher kills all ranks when the first one exits: th
 class StartOptions:
     """The wishes of a program for its process.
 
-    `device`: "auto" is the GPU, or the CPU on a node without GPUs. `hang_seconds`: after three times as long, a
-    collective fails; 0: never. `orders_launches`: see `set_variables`. `hang_folder`: where NCCL's record of a hang is
-    written.
+    `device`: "auto" is the GPU, or the CPU on a node without GPUs. `hang_seconds`: after three times as long, and at
+    least `START_SECONDS`, a collective fails; 0: never. `orders_launches`: see `set_variables`. `record_folder`: where
+    torch writes its record of NCCL's collectives when one has failed in this way.
     """
 
     device: Literal["auto", "cpu"] = "auto"
     hang_seconds: float = 600.0
     orders_launches: bool = False
-    hang_folder: Path | None = None
+    record_folder: Path | None = None
 
     @property
     def collective_timeout(self) -> timedelta:
-        return timedelta(seconds=HANGS_PER_TIMEOUT * self.hang_seconds) if self.hang_seconds else FOREVER
+        # While a run is built and data is indexed, ranks wait for each other longer than in a step.
+        seconds = max(START_SECONDS, HANGS_PER_TIMEOUT * self.hang_seconds)
+        return timedelta(seconds=seconds) if self.hang_seconds else FOREVER
 
 
 @dataclass(frozen=True)
@@ -77,12 +80,12 @@ def num_ranks_from_environment() -> int:
 def start_world(options: StartOptions = StartOptions()) -> World:
     """Create the process group of the ranks that the launcher started: NCCL on GPUs, gloo on CPUs.
 
-    A single process gets no process group. Raises ConfigError if the ranks do not fit to the node's GPUs.
+    A single process gets no process group. Raises NodeError if the ranks do not fit to the node's GPUs.
     """
     size = num_ranks_from_environment()
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", str(size)))
-    set_variables(os.environ, options.orders_launches, options.hang_folder)
+    set_variables(os.environ, options.orders_launches, options.record_folder)
     device = _choose_device(options.device, local_rank, local_size)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -104,21 +107,21 @@ def start_world(options: StartOptions = StartOptions()) -> World:
 
 
 def _choose_device(wanted: str, local_rank: int, local_size: int) -> torch.device:
-    """Return the device of this rank. Raises ConfigError on all ranks of the node alike, so that one of them prints."""
+    """Return the device of this rank. Raises NodeError, on all ranks of the node alike."""
     if wanted == "cpu" or not torch.cuda.is_available():
         # GPUs that are hidden by an empty variable are hidden by the user: schedulers unset it, or name no device.
         is_asked_for = wanted == "cpu" or os.environ.get("CUDA_VISIBLE_DEVICES") == ""
         if not is_asked_for and (num_gpus := num_gpus_of_node()):
-            raise ConfigError(
-                f"torch {torch.__version__} can use none of the {num_gpus} GPUs of this node; install torch for CUDA, "
-                "ask the scheduler for GPUs, or choose StartOptions.device=cpu to train on the CPU"
+            raise NodeError(
+                f"{gethostname()}: torch {torch.__version__} can use none of the node's {num_gpus} GPUs; install torch "
+                "for CUDA, ask the scheduler for GPUs, or choose StartOptions.device=cpu to train on the CPU"
             )
         return torch.device("cpu")
     num_visible = torch.cuda.device_count()
     if 1 < num_visible < local_size:
-        raise ConfigError(
-            f"{local_size} ranks were started on a node of {num_visible} GPUs; start as many as it has, with "
-            "--nproc_per_node, or choose StartOptions.device=cpu"
+        raise NodeError(
+            f"{gethostname()}: {local_size} ranks were started on a node of {num_visible} GPUs; start as many as it "
+            "has, with --nproc_per_node, or choose StartOptions.device=cpu"
         )
     # A rank of Slurm's --gpus-per-task=1 sees its own GPU only. NCCL refuses two ranks on one GPU.
     return torch.device("cuda", local_rank % num_visible)
@@ -199,7 +202,7 @@ def exit_with_error(error: Exception) -> NoReturn:
     """
     # The failure is counted before anything is printed: the count decides who prints. The other ranks exit after a
     # pause, because the launcher kills all ranks as soon as one has exited.
-    if _count_failure() == 1:
+    if _count_failure(isinstance(error, NodeError)) == 1:
         print(f"error: {error}", file=sys.stderr, flush=True)
     else:
         time.sleep(PRINT_SECONDS)
@@ -215,13 +218,13 @@ def has_failed_elsewhere() -> bool:
         return True
 
 
-def _count_failure() -> int:
-    """Return the number of ranks that have failed, this one included.
+def _count_failure(is_of_node: bool) -> int:
+    """Return the number of ranks that have failed, this one included; of the node, if the failure `is_of_node`.
 
     Before the process group exists there is no store to count in, and all ranks fail alike: rank 0 counts as the first.
     """
     if not dist.is_initialized():
-        return 1 + rank_from_environment()
+        return 1 + (int(os.environ.get("LOCAL_RANK", "0")) if is_of_node else rank_from_environment())
     try:
         return default_store().add(FAILURE_KEY, 1)
     except (RuntimeError, ValueError):

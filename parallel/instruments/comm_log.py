@@ -34,6 +34,18 @@ class PassedMark:
 PASSED = PassedMark()
 
 
+def mark_on_host() -> Mark:
+    """Return a mark that is passed: what the host has run is done."""
+    return PASSED
+
+
+def mark_on_gpu() -> Mark:
+    """Return a mark behind all that has been queued on the current stream."""
+    event = torch.cuda.Event()
+    event.record()
+    return event
+
+
 @dataclass
 class CommEvent:
     """One collective on one rank.
@@ -107,7 +119,7 @@ class CommLog:
         self.phase = "setup"
         self.num_recorded = 0
         self.newest: deque[CommEvent] = deque(maxlen=NUM_NEWEST)
-        self._mark: Callable[[], Mark] = lambda: PASSED
+        self._mark: Callable[[], Mark] = mark_on_host
         self.clear()
 
     @property
@@ -117,7 +129,7 @@ class CommLog:
 
     def follow(self, device: torch.device) -> None:
         """Let the device say, and not the host, which of the collectives that follow are reached and complete."""
-        self._mark = mark_on_gpu if device.type == "cuda" else lambda: PASSED
+        self._mark = mark_on_gpu if device.type == "cuda" else mark_on_host
 
     def clear(self) -> None:
         self.events: list[CommEvent] = []
@@ -171,13 +183,6 @@ class CommLog:
     def wire_bytes(self, axis: str) -> int:
         """Return the bytes that this rank has sent along `axis` since the log was cleared."""
         return sum(sent for (name, _, _), sent in self.wire_bytes_by.items() if name == axis)
-
-
-def mark_on_gpu() -> Mark:
-    """Return a mark behind all that has been queued on the current stream."""
-    event = torch.cuda.Event()
-    event.record()
-    return event
 
 
 def _place() -> tuple[str, int]:

@@ -22,5 +22,5 @@ def test_one_queue_of_launches_is_for_tensor_groups_that_keep_their_parameters(t
 def test_the_device_the_time_limit_and_the_folder_are_those_of_the_run():
     arguments = ["--run.device=cpu", "--run.hang_seconds=7", "--run.dir=runs/a"]
     options = start_options(parse_settings([f"--config={BASE}", *arguments]))
-    assert (options.device, options.hang_seconds, options.hang_folder) == ("cpu", 7, Path.cwd() / "runs/a/hang")
+    assert (options.device, options.hang_seconds, options.record_folder) == ("cpu", 7, Path.cwd() / "runs/a")
     assert in_option_names("choose StartOptions.device=cpu") == "choose run.device=cpu"
