@@ -68,12 +68,14 @@ def bytes_on_host(settings: Settings, mesh: Mesh, replicas: Axis, allocated: Cal
     policy = zero.policy
     shard_axis, replica_axis = policy.axes(mesh.data)
     pinned, pageable = [], 0  # bytes of an element: of each state that has an allocation of its own, and of the others
+    has_parameters = "parameters" in states and policy.full_params is Lifetime.TRANSIENT
+    if has_parameters:
+        pinned.append(itemsize)
     if "optimizer" in states:
         pinned.append(zero.gradient_types(settings.train.dtype).accumulate.itemsize)
-        pinned += [MASTER_BYTES] if itemsize < MASTER_BYTES else []
+        # Parameters in fp32 are their own master weights, if both are in the same memory.
+        pinned += [] if has_parameters and itemsize == MASTER_BYTES else [MASTER_BYTES]
         pageable = 2 * MOMENT_BYTES
-    if "parameters" in states and policy.full_params is Lifetime.TRANSIENT:
-        pinned.append(itemsize)
     copies = settings.checkpoint.asynchronous and settings.checkpoint.every and replica_axis.rank == 0
     saved = [MASTER_BYTES, MOMENT_BYTES, MOMENT_BYTES] if copies else []
     shards = _shards(settings, mesh, shard_axis.size)

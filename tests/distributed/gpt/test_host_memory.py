@@ -72,7 +72,8 @@ def test_the_forecast_is_what_a_step_and_a_save_allocate():
     for size, *arguments in [
         (2, "--zero.stage=2"),
         (2, "--zero.stage=3", "--activations.store=partition_host"),
-        (2, "--zero.stage=1", "--parallel.shard_size=1"),
+        (2, "--zero.stage=1", "--parallel.shard_size=1", "--train.precision=fp32"),
+        (2, "--zero.stage=3", "--train.precision=fp32"),
         (4, "--zero.stage=3", "--parallel.tensor_size=2", "--activations.store=partition_host"),
     ]:
         for found in run_ranks(size, forecast_and_use, arguments):
