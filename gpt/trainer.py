@@ -48,8 +48,10 @@ class Trainer:
             self._tracking.on_abort(reason)
 
         def on_hang(reason: str) -> None:  # the report first: the tracking may take seconds to end
-            write_hang_report(self._folder, world.rank, mesh.log, reason)
-            on_abort(reason)
+            try:
+                write_hang_report(self._folder, world.rank, mesh.log, reason)
+            finally:
+                on_abort(reason)
 
         self._stopping = Stopping(store, world.rank, world.size, on_abort)
         self._watchdog = Watchdog(store, world.rank, world.size, mesh.log, settings.run.hang_seconds, on_hang)

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 
 import torch.distributed as dist
 
@@ -151,18 +152,19 @@ class Watchdog:
     def _end(self, verdict: Verdict) -> None:
         """End this process from the watchdog's thread: the main thread may never return from its collective."""
         try:
-            self._on_abort(verdict.reason)
-            self._wait_for_reports(verdict.num_alive)
+            try:
+                self._on_abort(verdict.reason)
+            finally:
+                self._wait_for_reports(verdict.num_alive)
         finally:
             os._exit(EXIT_CODE)
 
     def _wait_for_reports(self, num_alive: int) -> None:
         """Wait until `on_abort` has returned on all ranks that still run; one that hangs there too is left behind."""
-        end = time.monotonic() + 2 * self._poll_seconds + SECONDS_TO_REPORT
         if self._store.add("watch/num_reported", 1) == num_alive:
             self._store.set("watch/all_reported", "")
-        while time.monotonic() < end and not self._store.check(["watch/all_reported"]):
-            time.sleep(min(1.0, self._poll_seconds))
+        # Raises after this time, and the process ends.
+        self._store.wait(["watch/all_reported"], timedelta(seconds=2 * self._poll_seconds + SECONDS_TO_REPORT))
 
     def _heartbeats(self) -> dict[int, Heartbeat]:
         keys = {rank: f"watch/{rank}" for rank in range(self._size)}

@@ -5,6 +5,7 @@ import threading
 from dataclasses import replace
 from types import SimpleNamespace
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -132,8 +133,9 @@ def test_the_reason_is_reported_before_the_process_ends(monkeypatch):
     assert reported[1] == EXIT_CODE
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # the process would have ended
 def test_no_rank_ends_before_all_have_reported(monkeypatch):
-    """The launcher kills all ranks when the first one ends."""
+    """The launcher kills all ranks when the first one ends. A report that fails, as on a full disk, counts too."""
     store, happened, have_ended = dist.HashStore(), [], threading.Barrier(3)
 
     def end(code: int) -> None:
@@ -141,10 +143,13 @@ def test_no_rank_ends_before_all_have_reported(monkeypatch):
         have_ended.wait(30)
 
     monkeypatch.setattr(os, "_exit", end)
-    ranks = [
-        Watchdog(store, rank, 2, CommLog(), hang_seconds=0.5, on_abort=lambda reason: happened.append("report"))
-        for rank in range(2)
-    ]
+
+    def report(reason: str) -> None:
+        happened.append("report")
+        if len(happened) == 1:
+            raise OSError("No space left on device")
+
+    ranks = [Watchdog(store, rank, 2, CommLog(), hang_seconds=0.5, on_abort=report) for rank in range(2)]
     with ranks[0].running(), ranks[1].running():
         have_ended.wait(30)
     assert happened[:4] == ["report", "report", "end", "end"]
