@@ -1,0 +1,457 @@
+"""A checker of streams: it follows a run on a CPU as if it were on a GPU, and reports what is not ordered by waits.
+
+    with streams_checked(device):      raises StreamError at the end if the run in here would race on a GPU
+        ...
+
+The computation, each `SideStream`, each communicator (NCCL runs the collectives of a process group in order, on a
+stream of its own) and the host are streams, with vector clocks:
+
+    an operation      runs on the current stream, after all that the host has waited for before it was launched
+    a collective      runs on its communicator's stream, after what the launching stream had queued; its handle's `wait`
+                      makes the current stream wait for it. What gloo does instead is not observed
+    host memory       is read and written by copies on the current stream, and by the host itself: at once
+
+Reported are accesses that a wait should order: reads before the last write, writes before earlier reads and writes, by
+any two streams; memory that is freed and allocated again while another stream may use it (CUDA's allocator keeps memory
+for the stream on which it was allocated, and gives it out at once); collectives for which nothing can wait any more.
+
+On a CPU, memory counts as host memory if it is so tagged, and the results of the host's operations do. A copy between
+device and host that a GPU would make, such as `.to("cpu")`, is then none, and counts where its result is read.
+"""
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from parallel.instruments.comm_log import CommEvent
+from parallel.instruments.fake_tensors import instances_in
+from parallel.instruments.memory_accesses import Access, AccessedMemory, Clock, Place, calling_places, describe
+from parallel.instruments.memory_tracker import TensorKind
+from parallel.instruments.operation_observer import observe_operations
+from parallel.torch_internals import (
+    VIEWS_DESPITE_THEIR_SCHEMA,
+    OpOverload,
+    observe_host_reads,
+    observe_resizes,
+    schema_of,
+    storage_id,
+)
+
+MAX_REPORTS = 10  # lines of an error
+
+
+class StreamError(RuntimeError):
+    """Raised if operations would race on a GPU."""
+
+
+class SimulatedStream:
+    """A stream of a GPU, or the host; `parallel.streams.Stream` has its methods."""
+
+    def __init__(self, checker: "StreamChecker", name: str):
+        self._checker, self._name = checker, name
+        self.clock: Clock = {}
+        self.num_host_waits = 0  # of the host, when this stream has last launched
+        self.freed: list[tuple[str, list[Access], list[Place]]] = []  # memory of its pool that others may use
+
+    def join(self, clock: Clock) -> None:
+        """Launch nothing more before what a clock has counted has run."""
+        own = self.clock
+        for stream, number in clock.items():
+            if number > own.get(stream, 0):
+                own[stream] = number
+
+    def record_event(self) -> "SimulatedEvent":
+        self._checker.begin_launch(self)
+        return SimulatedEvent(self._checker, dict(self.clock))
+
+    def wait_event(self, event: "SimulatedEvent") -> None:
+        self.join(event.clock)
+
+    def wait_stream(self, stream: "SimulatedStream") -> None:
+        self.wait_event(stream.record_event())
+
+    def synchronize(self) -> None:
+        self.record_event().synchronize()
+
+    @contextmanager
+    def as_current(self) -> Iterator[None]:
+        """Launch on this stream in this block."""
+        outer, self._checker.current_stream = self._checker.current_stream, self
+        try:
+            yield
+        finally:
+            self._checker.current_stream = outer
+
+    def __str__(self) -> str:
+        return self._name
+
+
+class SimulatedEvent:
+    """A point in the order of a simulated stream."""
+
+    def __init__(self, checker: "StreamChecker", clock: Clock):
+        self._checker, self.clock = checker, clock
+
+    def synchronize(self) -> None:
+        self._checker.host_waits_for(self.clock)
+
+    def query(self) -> bool:
+        """Return True, and let the host know it: on a CPU the event has passed."""
+        self.synchronize()
+        return True
+
+
+class SimulatedWait:
+    """The wait for a collective: the function that `StreamSimulation.collective` returns."""
+
+    def __init__(self, checker: "StreamChecker", access: Access, wait: Callable[[], object], tensors: Any):
+        self._checker, self._access, self._wait = checker, access, wait
+        self._event = access.stream.record_event()
+        self._tensors = tensors  # NCCL keeps them allocated until the wait
+        self._was_called = False
+
+    def __call__(self) -> None:
+        self._was_called = True
+        with self._checker.hidden():
+            self._wait()
+        self._checker.current_stream.wait_event(self._event)
+        self._tensors = None
+
+    def __del__(self) -> None:
+        if not self._was_called:
+            self._checker.on_lost_wait(self._access)
+
+
+@dataclass(frozen=True)
+class _Roles:
+    """What an operation does with its arguments, by its schema."""
+
+    name: str
+    written: frozenset[int | str]  # positions and names of the arguments that it writes
+    writes_results: bool
+    blocks_host: bool  # the host waits for the values
+
+
+class StreamChecker:
+    """An observer of operations that is a `StreamSimulation`. `reports` are the races found so far, one line each.
+
+    `device` is the run's accelerator, also if that is the CPU. Enter it before side streams are made.
+    """
+
+    simulates_streams = True
+
+    def __init__(self, device: torch.device):
+        self._device_type = device.type
+        self.default = TensorKind.OTHER, False  # (kind, on_host) of storages that are not tagged
+        self.reports: list[str] = []
+        self._reported: set[tuple] = set()
+        self._storages: dict[int, AccessedMemory] = {}  # by `storage_id`
+        self._communicators: dict[Any, SimulatedStream] = {}  # by process group
+        self._num_side_streams = self._num_host_waits = 0
+        self._is_active = self._is_hidden = False
+        self._host = SimulatedStream(self, "the host")
+        self.current_stream = self._computation = SimulatedStream(self, "the computation")
+
+    def __enter__(self) -> Self:
+        with ExitStack() as stack:
+            stack.enter_context(observe_resizes(self._on_resize))
+            stack.enter_context(observe_host_reads(self.on_host_read))
+            stack.enter_context(observe_operations(self))
+            self._active = stack.pop_all()
+        self._is_active = True
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._is_active = False
+        self._active.close()
+
+    def raise_reports(self) -> None:
+        """Raise StreamError with the reports since the last call, if there are any."""
+        reports, self.reports = self.reports, []
+        if reports:
+            more = len(reports) - MAX_REPORTS
+            lines = reports[:MAX_REPORTS] + ([f"and {more} more"] if more > 0 else [])
+            raise StreamError("on a GPU this run would race:\n" + "\n".join(lines))
+
+    @contextmanager
+    def hidden(self) -> Iterator[None]:
+        """Observe nothing in this block."""
+        outer, self._is_hidden = self._is_hidden, True
+        try:
+            yield
+        finally:
+            self._is_hidden = outer
+
+    def new_stream(self) -> SimulatedStream:
+        self._num_side_streams += 1
+        return SimulatedStream(self, f"side stream {self._num_side_streams}")
+
+    def collective(
+        self, group: Any, event: CommEvent, launch: Callable[[], Callable[[], object]], read: Tensor, written: Tensor
+    ) -> SimulatedWait:
+        communicator = self._communicators.get(group)
+        if communicator is None:
+            communicator = self._communicators[group] = SimulatedStream(self, f"the communicator {event.axis}")
+        communicator.wait_stream(self.current_stream)
+        access = self._launch(communicator, event.op)
+        self._read(read, access)
+        self._write(written, access)
+        with self.hidden():
+            wait = launch()
+        return SimulatedWait(self, access, wait, (read, written))
+
+    def read_on_host(self, tensors: Iterable[Tensor]) -> None:
+        for tensor in tensors:
+            self.on_host_read(tensor)
+
+    def begin_launch(self, stream: SimulatedStream) -> None:
+        """Order what the stream launches next after all that the host has waited for, and has done itself."""
+        if stream.num_host_waits != self._num_host_waits:
+            stream.num_host_waits = self._num_host_waits
+            stream.join(self._host.clock)
+
+    def host_waits_for(self, clock: Clock) -> None:
+        """Block the host until what a clock has counted has run."""
+        self._host.join(clock)
+        self._num_host_waits += 1
+
+    def on_tag(self, tensor: Tensor, kind: TensorKind, on_host: bool) -> None:
+        if not self._is_hidden:
+            memory = self._memory_of(tensor)
+            memory.kind, memory.is_on_host = kind, memory.is_on_host or on_host
+
+    def on_operation(self, function: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any) -> None:
+        roles = None if self._is_hidden else _roles_of(function)
+        if roles is None or (roles.name == "copy_" and _are_the_same_elements(*args[:2])):
+            return
+        read, written = _sort_arguments(roles, args, kwargs)
+        stream, host_waits = self._stream_of(roles, read, written, args, kwargs)
+        access = self._launch(stream, roles.name)
+        for tensor in read:
+            self._read(tensor, access)
+        for tensor in written:
+            self._write(tensor, access)
+        for tensor in instances_in((output,), Tensor):
+            if storage_id(tensor.untyped_storage()) not in self._storages:
+                self._allocate(tensor, access)
+                if roles.writes_results:
+                    self._write(tensor, access)
+        if host_waits:
+            self.host_waits_for(stream.clock)
+
+    def on_host_read(self, tensor: Tensor) -> None:
+        """Record that the host reads the values of a tensor; of one on the device after a wait for its copy."""
+        if self._is_hidden or not tensor.numel():
+            return
+        if self._memory_of(tensor).is_on_host:
+            self._read(tensor, self._launch(self._host, "a read"))
+        else:
+            self._read(tensor, self._launch(self.current_stream, "a copy"))
+            self.host_waits_for(self.current_stream.clock)
+
+    def on_lost_wait(self, access: Access) -> None:
+        """Report a collective whose handle has been deleted before anything has waited for it."""
+        if self._is_active:
+            self._report((access,), f"{access} was launched, and its handle was deleted without a `wait`")
+
+    def _stream_of(
+        self, roles: _Roles, read: list[Tensor], written: list[Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[SimulatedStream, bool]:
+        """Return the stream that runs an operation, and whether the host waits for it."""
+        on_host = [tensor for tensor in (*written, *read) if self._memory_of(tensor).is_on_host]
+        num_tensors = len(read) + len(written)
+        if len(on_host) == num_tensors:
+            return (self._host if on_host or self.default[1] else self.current_stream), False
+        if not on_host:
+            return self.current_stream, roles.blocks_host
+        if roles.name == "copy_":
+            is_blocking = not (kwargs.get("non_blocking") or args[2:3] == (True,))
+            return self.current_stream, is_blocking
+        # Device and host memory are used together: on a GPU one has been copied by `.to`, for which the host waits.
+        if written and not self._memory_of(written[0]).is_on_host:
+            return self.current_stream, True
+        if not written and not any(tensor.dim() for tensor in on_host):
+            return self.current_stream, False  # scalars on the host are arguments of the kernel
+        self._fetch(tensor for tensor in (*read, *written) if not self._memory_of(tensor).is_on_host)
+        return self._host, False
+
+    def _fetch(self, tensors: Iterable[Tensor]) -> None:
+        """Copy tensors on the device to the host, which waits, unless it knows the values already."""
+        for tensor in tensors:
+            memory, (start, stop) = self._memory_of(tensor), _bytes_of(tensor)
+            if not memory.is_written_before(start, stop, self._host.clock):
+                self._read(tensor, self._launch(self.current_stream, "a copy"))
+                self.host_waits_for(self.current_stream.clock)
+
+    def _launch(self, stream: SimulatedStream, name: str) -> Access:
+        """Return the next operation of a stream."""
+        if stream is self._host:
+            self._num_host_waits += 1  # what streams launch from now on runs after this
+        else:
+            self.begin_launch(stream)
+        number = stream.clock[stream] = stream.clock.get(stream, 0) + 1
+        return Access(stream, number, name)
+
+    def _read(self, tensor: Tensor, access: Access) -> None:
+        if tensor.numel():
+            start, stop = _bytes_of(tensor)
+            memory = self._memory_of(tensor)
+            if earlier := memory.read(start, stop, access, access.stream.clock):
+                self._report_race(memory, access, "reads", earlier, "written")
+
+    def _write(self, tensor: Tensor, access: Access) -> None:
+        if tensor.numel():
+            start, stop = _bytes_of(tensor)
+            memory = self._memory_of(tensor)
+            if earlier := memory.write(start, stop, access, access.stream.clock):
+                self._report_race(memory, access, "overwrites", earlier, "finished")
+
+    def _memory_of(self, tensor: Tensor) -> AccessedMemory:
+        """Return the memory of a tensor's storage, as the computation's if it is new to the checker."""
+        storage = tensor.untyped_storage()
+        memory = self._storages.get(storage_id(storage))
+        return self._add(tensor, storage, self._computation) if memory is None else memory
+
+    def _add(self, tensor: Tensor, storage: torch.UntypedStorage, owner: SimulatedStream) -> AccessedMemory:
+        kind, on_host = self.default
+        key, is_on_host = storage_id(storage), on_host or tensor.device.type != self._device_type
+        memory = self._storages[key] = AccessedMemory(owner, is_on_host, storage.nbytes(), kind)
+        memory.reference = weakref.ref(storage, partial(self._on_free, key))
+        return memory
+
+    def _allocate(self, tensor: Tensor, access: Access) -> None:
+        """Record that an operation has allocated its result."""
+        memory = self._add(tensor, tensor.untyped_storage(), self.current_stream)
+        if access.stream is self._host:
+            memory.is_on_host = True
+        elif not memory.is_on_host:
+            self._take_from_pool(self.current_stream, access.name)
+
+    def _on_resize(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
+        memory = None if self._is_hidden else self._storages.get(storage_id(storage))
+        if memory is None or memory.is_on_host:
+            return
+        self._free(memory)
+        memory.forget()
+        memory.num_bytes = num_bytes
+        if num_bytes:
+            memory.owner = self.current_stream
+            self._take_from_pool(self.current_stream, "resize_")
+
+    def _on_free(self, key: int, _reference: weakref.ref) -> None:
+        memory = self._storages.pop(key)
+        if self._is_active and not memory.is_on_host:
+            self._free(memory)
+
+    def _free(self, memory: AccessedMemory) -> None:
+        """Return memory to the pool of the stream on which it was allocated; remember those that may still use it."""
+        self.begin_launch(memory.owner)
+        pending = {a.stream: a for a in memory.accesses() if not a.is_before(memory.owner.clock)}
+        if pending:
+            memory.owner.freed.append((memory.kind, list(pending.values()), calling_places()))
+
+    def _take_from_pool(self, stream: SimulatedStream, name: str) -> None:
+        """Allocate on a stream, which may be given any memory of its pool."""
+        if not stream.freed:
+            return
+        self.begin_launch(stream)
+        for kind, accesses, places in stream.freed:
+            for access in accesses:
+                if not access.is_before(stream.clock):
+                    self._report(
+                        (access, *places),
+                        f"memory of {kind} that {access} may still use was freed ({describe(places)}), and {name} "
+                        f"({describe(calling_places())}) may be given it: {_remedy(access, stream)} before it is freed",
+                    )
+        stream.freed.clear()
+
+    def _report_race(self, memory: AccessedMemory, later: Access, does: str, earlier: Access, has_done: str) -> None:
+        where = f"{memory.kind} in host memory" if memory.is_on_host else str(memory.kind)
+        self._report(
+            (later, earlier),
+            f"{later} {does} {where} before {earlier} has surely {has_done}: {_remedy(earlier, later.stream)} in "
+            "between",
+        )
+
+    def _report(self, key: Iterable[Any], line: str) -> None:
+        """Add a report, unless the same lines of code have led to one already."""
+        places = tuple((item.name, *item.places) if isinstance(item, Access) else item for item in key)
+        if places not in self._reported:
+            self._reported.add(places)
+            self.reports.append(line)
+
+
+@contextmanager
+def streams_checked(device: torch.device) -> Iterator[StreamChecker]:
+    """Check the streams of this block. Raises StreamError at its end if operations in it would race on a GPU."""
+    with StreamChecker(device) as checker:
+        yield checker
+    checker.raise_reports()
+
+
+def _remedy(earlier: Access, later: SimulatedStream) -> str:
+    """Return which wait is missing between two operations."""
+    first = str(earlier.stream)
+    if str(later) == "the host":
+        return f"the host must wait for {first} (`synchronize`, a `host_handle`)"
+    if first.startswith("the communicator"):
+        return f"{later} must `wait` for the handle of that {earlier.name}"
+    if first.startswith("side stream"):
+        return f"{later} must wait for {first} (a `device_handle`)"
+    return f"{later} must wait for {first} (as in a `SideStream.context`)"
+
+
+@cache
+def _roles_of(function: OpOverload) -> _Roles | None:
+    """Return the roles of an operation's arguments; None if it accesses no memory."""
+    schema = schema_of(function)
+    name = schema.name.split("::")[1]
+    aliases = [result.alias_info for result in schema.returns]
+    is_view = bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)
+    if is_view or function in VIEWS_DESPITE_THEIR_SCHEMA or function.namespace in ("c10d", "prim"):
+        return None
+    written: set[int | str] = set()
+    for position, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            written |= {position, argument.name}
+    blocks_host = bool({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(function.tags))
+    writes_results = not name.startswith(("empty", "new_empty"))
+    return _Roles(name, frozenset(written), writes_results, blocks_host)
+
+
+def _sort_arguments(roles: _Roles, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the tensors that an operation reads only, and those that it writes."""
+    read: list[Tensor] = []
+    written: list[Tensor] = []
+    for key, value in (*enumerate(args), *kwargs.items()):
+        into = written if key in roles.written else read
+        if isinstance(value, Tensor):
+            into.append(value)
+        elif isinstance(value, (list, tuple)):
+            into.extend(item for item in value if isinstance(item, Tensor))
+    return read, written
+
+
+def _are_the_same_elements(one: Tensor, other: Tensor) -> bool:
+    """Return True if both are the same view of the same memory: torch returns early from a copy."""
+    return (
+        storage_id(one.untyped_storage()) == storage_id(other.untyped_storage())
+        and one.storage_offset() == other.storage_offset()
+        and (one.shape, one.stride(), one.dtype) == (other.shape, other.stride(), other.dtype)
+    )
+
+
+def _bytes_of(tensor: Tensor) -> tuple[int, int]:
+    """Return the bytes of its storage from the first to after the last element of a tensor that is not empty."""
+    itemsize = tensor.element_size()
+    start = int(tensor.storage_offset()) * itemsize
+    if tensor.is_contiguous():
+        return start, start + tensor.numel() * itemsize
+    last = sum((int(size) - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return start, start + (last + 1) * itemsize
