@@ -1,59 +1,19 @@
-"""Accesses to the bytes of one storage, and the order in which streams have made them.
+"""Accesses to the bytes of one storage, and what an operation does with its arguments.
 
-    Access      stream S, its n-th operation        ordered before what stream T launches now if T's clock has n for S
-    bytes       | last write, reads since | last write, reads since | ...   stretches that were accessed alike
-
-A clock is {stream: number of that stream's last operation that has surely run before}: a vector clock. The host counts
-as a stream.
+bytes   | last write, reads since | last write, reads since | ...   stretches that were accessed alike
 """
 
-import sys
-import sysconfig
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
-from types import CodeType
 from typing import Any
 
 import torch
+from torch import Tensor
 
-Clock = dict[Any, int]
-Place = tuple[CodeType, int]  # a line of code
-
-ROOT = Path(__file__).parents[2]
-# Calls that pass through these files are issued by their callers.
-DOORS = (
-    "parallel/instruments",
-    "parallel/mesh.py",
-    "parallel/streams.py",
-    "parallel/torch_internals.py",
-    "zero/offload/streams.py",
-)
-FOREIGN = (
-    str(Path(torch.__file__).parent),
-    sysconfig.get_path("stdlib"),
-    *(str(ROOT / door) for door in DOORS),
-    "<",  # code that was made from a string
-)
-NUM_PLACES = 2  # the line that issued an operation, and the one that called its function
-
-
-class Access:
-    """One operation of a stream, or of the host, on memory."""
-
-    __slots__ = ("name", "number", "places", "stream")
-
-    def __init__(self, stream: Any, number: int, name: str):
-        self.stream, self.number, self.name = stream, number, name
-        self.places = calling_places()
-
-    def is_before(self, clock: Clock) -> bool:
-        """Return whether the operation has run before anything that a stream with this clock launches."""
-        return clock.get(self.stream, 0) >= self.number
-
-    def __str__(self) -> str:
-        return f"{self.name} by {self.stream} ({describe(self.places)})"
+from parallel.instruments.simulated_streams import Access, Clock, SimulatedStream
+from parallel.torch_internals import VIEWS_DESPITE_THEIR_SCHEMA, OpOverload, schema_of
 
 
 class AccessedMemory:
@@ -61,7 +21,7 @@ class AccessedMemory:
 
     __slots__ = ("_reads", "_starts", "_writes", "is_on_host", "kind", "num_bytes", "owner", "reference")
 
-    def __init__(self, owner: Any, is_on_host: bool, num_bytes: int, kind: str):
+    def __init__(self, owner: SimulatedStream, is_on_host: bool, num_bytes: int, kind: str):
         self.owner, self.is_on_host, self.num_bytes, self.kind = owner, is_on_host, num_bytes, kind
         self.reference: Any = None
         self.forget()
@@ -71,7 +31,7 @@ class AccessedMemory:
         # Stretch k begins at byte _starts[k] and ends where the next one begins.
         self._starts = [0]
         self._writes: list[Access | None] = [None]
-        self._reads: list[dict[Any, Access]] = [{}]
+        self._reads: list[dict[SimulatedStream, Access]] = [{}]
 
     def read(self, start: int, stop: int, access: Access, clock: Clock) -> Access | None:
         """Record a read of bytes; return a write that it may overtake."""
@@ -105,12 +65,12 @@ class AccessedMemory:
         writes = (self._writes[k] for k in self._stretches(start, stop))
         return all(write is None or write.is_before(clock) for write in writes)
 
-    def accesses(self) -> Iterator[Access]:
-        """Iterate over the last write and the reads since of every stretch."""
+    def accesses_after(self, clock: Clock) -> Iterator[Access]:
+        """Iterate over last writes and reads since that may overtake what a stream with this clock launches."""
         for write, reads in zip(self._writes, self._reads, strict=True):
-            if write is not None:
+            if write is not None and not write.is_before(clock):
                 yield write
-            yield from reads.values()
+            yield from (read for read in reads.values() if not read.is_before(clock))
 
     def _stretches(self, start: int, stop: int) -> range:
         """Return the numbers of the stretches that bytes start to stop consist of, cut at both ends if need be."""
@@ -131,30 +91,52 @@ class AccessedMemory:
         return k + 1
 
 
-def calling_places() -> list[Place]:
-    """Return the lines outside of torch, the instruments and the doors that are running, the innermost one first."""
-    places: list[Place] = []
-    frame = sys._getframe(2)
-    while frame is not None:
-        if not _is_foreign(frame.f_code):
-            places.append((frame.f_code, frame.f_lineno))
-            if len(places) == NUM_PLACES:
-                break
-        frame = frame.f_back  # type: ignore[assignment]
-    return places
+@dataclass(frozen=True)
+class Roles:
+    """What an operation does with its arguments, by its schema."""
+
+    name: str
+    written: frozenset[int | str]  # positions and names of the arguments that it writes
+    writes_results: bool
+    blocks_host: bool  # the host waits for the values
 
 
 @cache
-def _is_foreign(code: CodeType) -> bool:
-    name = code.co_filename
-    return name.startswith(FOREIGN) or "site-packages" in name
+def roles_of(function: OpOverload) -> Roles | None:
+    """Return the roles of an operation's arguments; None if it accesses no memory."""
+    schema = schema_of(function)
+    name = schema.name.split("::")[1]
+    aliases = [result.alias_info for result in schema.returns]
+    is_view = bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)
+    if is_view or function in VIEWS_DESPITE_THEIR_SCHEMA or function.namespace in ("c10d", "prim"):
+        return None
+    written: set[int | str] = set()
+    for position, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            written |= {position, argument.name}
+    blocks_host = bool({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(function.tags))
+    writes_results = not name.startswith(("empty", "new_empty"))
+    return Roles(name, frozenset(written), writes_results, blocks_host)
 
 
-def describe(places: list[Place]) -> str:
-    """Return the lines as text: "file:line in function", called by the next one."""
-    return ", from ".join(f"{_short(code.co_filename)}:{line} in {code.co_name}" for code, line in places) or "torch"
+def sorted_arguments(roles: Roles, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the tensors that an operation reads only, and those that it writes."""
+    read: list[Tensor] = []
+    written: list[Tensor] = []
+    for key, value in (*enumerate(args), *kwargs.items()):
+        into = written if key in roles.written else read
+        if isinstance(value, Tensor):
+            into.append(value)
+        elif isinstance(value, (list, tuple)):
+            into.extend(item for item in value if isinstance(item, Tensor))
+    return read, written
 
 
-def _short(name: str) -> str:
-    path = Path(name)
-    return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else name
+def bytes_of(tensor: Tensor) -> tuple[int, int]:
+    """Return the bytes of its storage from the first to after the last element of a tensor that is not empty."""
+    itemsize = tensor.element_size()
+    start = int(tensor.storage_offset()) * itemsize
+    if tensor.is_contiguous():
+        return start, start + tensor.numel() * itemsize
+    last = sum((int(size) - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return start, start + (last + 1) * itemsize

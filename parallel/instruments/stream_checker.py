@@ -20,10 +20,10 @@ device and host that a GPU would make, such as `.to("cpu")`, is then none, and c
 """
 
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -31,80 +31,29 @@ from torch import Tensor
 
 from parallel.instruments.comm_log import CommEvent
 from parallel.instruments.fake_tensors import instances_in
-from parallel.instruments.memory_accesses import Access, AccessedMemory, Clock, Place, calling_places, describe
+from parallel.instruments.kernel_log import are_the_same_elements
+from parallel.instruments.memory_accesses import AccessedMemory, Roles, bytes_of, roles_of, sorted_arguments
 from parallel.instruments.memory_tracker import TensorKind
 from parallel.instruments.operation_observer import observe_operations
-from parallel.torch_internals import (
-    VIEWS_DESPITE_THEIR_SCHEMA,
-    OpOverload,
-    observe_host_reads,
-    observe_resizes,
-    schema_of,
-    storage_id,
+from parallel.instruments.simulated_streams import (
+    Access,
+    Place,
+    SimulatedStream,
+    SimulatedStreams,
+    calling_places,
+    describe,
+    remedy,
 )
+from parallel.torch_internals import OpOverload, observe_host_reads, observe_resizes, storage_id
 
 MAX_REPORTS = 10  # lines of an error
+
+# Memory that was freed: (kind, accesses that may still use it, where it was freed).
+Freed = tuple[str, list[Access], tuple[Place, ...]]
 
 
 class StreamError(RuntimeError):
     """Raised if operations would race on a GPU."""
-
-
-class SimulatedStream:
-    """A stream of a GPU, or the host; `parallel.streams.Stream` has its methods."""
-
-    def __init__(self, checker: "StreamChecker", name: str):
-        self._checker, self._name = checker, name
-        self.clock: Clock = {}
-        self.num_host_waits = 0  # of the host, when this stream has last launched
-        self.freed: list[tuple[str, list[Access], list[Place]]] = []  # memory of its pool that others may use
-
-    def join(self, clock: Clock) -> None:
-        """Launch nothing more before what a clock has counted has run."""
-        own = self.clock
-        for stream, number in clock.items():
-            if number > own.get(stream, 0):
-                own[stream] = number
-
-    def record_event(self) -> "SimulatedEvent":
-        self._checker.begin_launch(self)
-        return SimulatedEvent(self._checker, dict(self.clock))
-
-    def wait_event(self, event: "SimulatedEvent") -> None:
-        self.join(event.clock)
-
-    def wait_stream(self, stream: "SimulatedStream") -> None:
-        self.wait_event(stream.record_event())
-
-    def synchronize(self) -> None:
-        self.record_event().synchronize()
-
-    @contextmanager
-    def as_current(self) -> Iterator[None]:
-        """Launch on this stream in this block."""
-        outer, self._checker.current_stream = self._checker.current_stream, self
-        try:
-            yield
-        finally:
-            self._checker.current_stream = outer
-
-    def __str__(self) -> str:
-        return self._name
-
-
-class SimulatedEvent:
-    """A point in the order of a simulated stream."""
-
-    def __init__(self, checker: "StreamChecker", clock: Clock):
-        self._checker, self.clock = checker, clock
-
-    def synchronize(self) -> None:
-        self._checker.host_waits_for(self.clock)
-
-    def query(self) -> bool:
-        """Return True, and let the host know it: on a CPU the event has passed."""
-        self.synchronize()
-        return True
 
 
 class SimulatedWait:
@@ -126,16 +75,6 @@ class SimulatedWait:
             self._checker.on_lost_wait(self._access)
 
 
-@dataclass(frozen=True)
-class _Roles:
-    """What an operation does with its arguments, by its schema."""
-
-    name: str
-    written: frozenset[int | str]  # positions and names of the arguments that it writes
-    writes_results: bool
-    blocks_host: bool  # the host waits for the values
-
-
 class StreamChecker:
     """An observer of operations that is a `StreamSimulation`. `reports` are the races found so far, one line each.
 
@@ -151,10 +90,10 @@ class StreamChecker:
         self._reported: set[tuple] = set()
         self._storages: dict[int, AccessedMemory] = {}  # by `storage_id`
         self._communicators: dict[Any, SimulatedStream] = {}  # by process group
-        self._num_side_streams = self._num_host_waits = 0
+        self._freed: defaultdict[SimulatedStream, list[Freed]] = defaultdict(list)  # by the stream of its pool
         self._is_active = self._is_hidden = False
-        self._host = SimulatedStream(self, "the host")
-        self.current_stream = self._computation = SimulatedStream(self, "the computation")
+        self._streams = SimulatedStreams()
+        self._host = self._streams.host
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
@@ -186,18 +125,21 @@ class StreamChecker:
         finally:
             self._is_hidden = outer
 
+    @property
+    def current_stream(self) -> SimulatedStream:
+        return self._streams.current
+
     def new_stream(self) -> SimulatedStream:
-        self._num_side_streams += 1
-        return SimulatedStream(self, f"side stream {self._num_side_streams}")
+        return self._streams.new_side_stream()
 
     def collective(
         self, group: Any, event: CommEvent, launch: Callable[[], Callable[[], object]], read: Tensor, written: Tensor
     ) -> SimulatedWait:
         communicator = self._communicators.get(group)
         if communicator is None:
-            communicator = self._communicators[group] = SimulatedStream(self, f"the communicator {event.axis}")
+            communicator = self._communicators[group] = self._streams.new_communicator(event.axis)
         communicator.wait_stream(self.current_stream)
-        access = self._launch(communicator, event.op)
+        access = communicator.launch(event.op)
         self._read(read, access)
         self._write(written, access)
         with self.hidden():
@@ -209,29 +151,18 @@ class StreamChecker:
         for tensor in tensors:
             self.on_host_read(tensor)
 
-    def begin_launch(self, stream: SimulatedStream) -> None:
-        """Order what the stream launches next after all that the host has waited for, and has done itself."""
-        if stream.num_host_waits != self._num_host_waits:
-            stream.num_host_waits = self._num_host_waits
-            stream.join(self._host.clock)
-
-    def host_waits_for(self, clock: Clock) -> None:
-        """Block the host until what a clock has counted has run."""
-        self._host.join(clock)
-        self._num_host_waits += 1
-
     def on_tag(self, tensor: Tensor, kind: TensorKind, on_host: bool) -> None:
         if not self._is_hidden:
             memory = self._memory_of(tensor)
             memory.kind, memory.is_on_host = kind, memory.is_on_host or on_host
 
     def on_operation(self, function: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any) -> None:
-        roles = None if self._is_hidden else _roles_of(function)
-        if roles is None or (roles.name == "copy_" and _are_the_same_elements(*args[:2])):
+        roles = None if self._is_hidden else roles_of(function)
+        if roles is None or (roles.name == "copy_" and are_the_same_elements(*args[:2])):
             return
-        read, written = _sort_arguments(roles, args, kwargs)
+        read, written = sorted_arguments(roles, args, kwargs)
         stream, host_waits = self._stream_of(roles, read, written, args, kwargs)
-        access = self._launch(stream, roles.name)
+        access = stream.launch(roles.name)
         for tensor in read:
             self._read(tensor, access)
         for tensor in written:
@@ -242,25 +173,25 @@ class StreamChecker:
                 if roles.writes_results:
                     self._write(tensor, access)
         if host_waits:
-            self.host_waits_for(stream.clock)
+            stream.synchronize()
 
     def on_host_read(self, tensor: Tensor) -> None:
         """Record that the host reads the values of a tensor; of one on the device after a wait for its copy."""
         if self._is_hidden or not tensor.numel():
             return
         if self._memory_of(tensor).is_on_host:
-            self._read(tensor, self._launch(self._host, "a read"))
+            self._read(tensor, self._host.launch("a read"))
         else:
-            self._read(tensor, self._launch(self.current_stream, "a copy"))
-            self.host_waits_for(self.current_stream.clock)
+            self._read(tensor, self.current_stream.launch("a copy"))
+            self.current_stream.synchronize()
 
     def on_lost_wait(self, access: Access) -> None:
-        """Report a collective whose handle has been deleted before anything has waited for it."""
-        if self._is_active:
+        """Report a collective whose handle has been deleted before anything has waited for it, unless it has raced."""
+        if self._is_active and not access.is_reported:
             self._report((access,), f"{access} was launched, and its handle was deleted without a `wait`")
 
     def _stream_of(
-        self, roles: _Roles, read: list[Tensor], written: list[Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]
+        self, roles: Roles, read: list[Tensor], written: list[Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[SimulatedStream, bool]:
         """Return the stream that runs an operation, and whether the host waits for it."""
         on_host = [tensor for tensor in (*written, *read) if self._memory_of(tensor).is_on_host]
@@ -283,30 +214,21 @@ class StreamChecker:
     def _fetch(self, tensors: Iterable[Tensor]) -> None:
         """Copy tensors on the device to the host, which waits, unless it knows the values already."""
         for tensor in tensors:
-            memory, (start, stop) = self._memory_of(tensor), _bytes_of(tensor)
+            memory, (start, stop) = self._memory_of(tensor), bytes_of(tensor)
             if not memory.is_written_before(start, stop, self._host.clock):
-                self._read(tensor, self._launch(self.current_stream, "a copy"))
-                self.host_waits_for(self.current_stream.clock)
-
-    def _launch(self, stream: SimulatedStream, name: str) -> Access:
-        """Return the next operation of a stream."""
-        if stream is self._host:
-            self._num_host_waits += 1  # what streams launch from now on runs after this
-        else:
-            self.begin_launch(stream)
-        number = stream.clock[stream] = stream.clock.get(stream, 0) + 1
-        return Access(stream, number, name)
+                self._read(tensor, self.current_stream.launch("a copy"))
+                self.current_stream.synchronize()
 
     def _read(self, tensor: Tensor, access: Access) -> None:
         if tensor.numel():
-            start, stop = _bytes_of(tensor)
+            start, stop = bytes_of(tensor)
             memory = self._memory_of(tensor)
             if earlier := memory.read(start, stop, access, access.stream.clock):
                 self._report_race(memory, access, "reads", earlier, "written")
 
     def _write(self, tensor: Tensor, access: Access) -> None:
         if tensor.numel():
-            start, stop = _bytes_of(tensor)
+            start, stop = bytes_of(tensor)
             memory = self._memory_of(tensor)
             if earlier := memory.write(start, stop, access, access.stream.clock):
                 self._report_race(memory, access, "overwrites", earlier, "finished")
@@ -315,7 +237,7 @@ class StreamChecker:
         """Return the memory of a tensor's storage, as the computation's if it is new to the checker."""
         storage = tensor.untyped_storage()
         memory = self._storages.get(storage_id(storage))
-        return self._add(tensor, storage, self._computation) if memory is None else memory
+        return self._add(tensor, storage, self._streams.computation) if memory is None else memory
 
     def _add(self, tensor: Tensor, storage: torch.UntypedStorage, owner: SimulatedStream) -> AccessedMemory:
         kind, on_host = self.default
@@ -350,37 +272,40 @@ class StreamChecker:
 
     def _free(self, memory: AccessedMemory) -> None:
         """Return memory to the pool of the stream on which it was allocated; remember those that may still use it."""
-        self.begin_launch(memory.owner)
-        pending = {a.stream: a for a in memory.accesses() if not a.is_before(memory.owner.clock)}
+        memory.owner.begin_launch()
+        pending = sorted(memory.accesses_after(memory.owner.clock), key=lambda access: access.number)
         if pending:
-            memory.owner.freed.append((memory.kind, list(pending.values()), calling_places()))
+            latest = {access.stream: access for access in pending}
+            self._freed[memory.owner].append((memory.kind, list(latest.values()), calling_places()))
 
     def _take_from_pool(self, stream: SimulatedStream, name: str) -> None:
         """Allocate on a stream, which may be given any memory of its pool."""
-        if not stream.freed:
+        if not self._freed[stream]:
             return
-        self.begin_launch(stream)
-        for kind, accesses, places in stream.freed:
+        stream.begin_launch()
+        for kind, accesses, places in self._freed.pop(stream):
             for access in accesses:
                 if not access.is_before(stream.clock):
                     self._report(
                         (access, *places),
                         f"memory of {kind} that {access} may still use was freed ({describe(places)}), and {name} "
-                        f"({describe(calling_places())}) may be given it: {_remedy(access, stream)} before it is freed",
+                        f"({describe(calling_places())}) may be given it: {remedy(access, stream)} before it is freed",
                     )
-        stream.freed.clear()
 
     def _report_race(self, memory: AccessedMemory, later: Access, does: str, earlier: Access, has_done: str) -> None:
         where = f"{memory.kind} in host memory" if memory.is_on_host else str(memory.kind)
         self._report(
             (later, earlier),
-            f"{later} {does} {where} before {earlier} has surely {has_done}: {_remedy(earlier, later.stream)} in "
+            f"{later} {does} {where} before {earlier} has surely {has_done}: {remedy(earlier, later.stream)} in "
             "between",
         )
 
     def _report(self, key: Iterable[Any], line: str) -> None:
         """Add a report, unless the same lines of code have led to one already."""
+        key = list(key)
         places = tuple((item.name, *item.places) if isinstance(item, Access) else item for item in key)
+        for access in instances_in(key, Access):
+            access.is_reported = True
         if places not in self._reported:
             self._reported.add(places)
             self.reports.append(line)
@@ -392,65 +317,3 @@ def streams_checked(device: torch.device) -> Iterator[StreamChecker]:
     with StreamChecker(device) as checker:
         yield checker
     checker.raise_reports()
-
-
-def _remedy(earlier: Access, later: SimulatedStream) -> str:
-    """Return which wait is missing between two operations."""
-    first = str(earlier.stream)
-    if str(later) == "the host":
-        return f"the host must wait for {first} (`synchronize`, a `host_handle`)"
-    if first.startswith("the communicator"):
-        return f"{later} must `wait` for the handle of that {earlier.name}"
-    if first.startswith("side stream"):
-        return f"{later} must wait for {first} (a `device_handle`)"
-    return f"{later} must wait for {first} (as in a `SideStream.context`)"
-
-
-@cache
-def _roles_of(function: OpOverload) -> _Roles | None:
-    """Return the roles of an operation's arguments; None if it accesses no memory."""
-    schema = schema_of(function)
-    name = schema.name.split("::")[1]
-    aliases = [result.alias_info for result in schema.returns]
-    is_view = bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)
-    if is_view or function in VIEWS_DESPITE_THEIR_SCHEMA or function.namespace in ("c10d", "prim"):
-        return None
-    written: set[int | str] = set()
-    for position, argument in enumerate(schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            written |= {position, argument.name}
-    blocks_host = bool({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(function.tags))
-    writes_results = not name.startswith(("empty", "new_empty"))
-    return _Roles(name, frozenset(written), writes_results, blocks_host)
-
-
-def _sort_arguments(roles: _Roles, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the tensors that an operation reads only, and those that it writes."""
-    read: list[Tensor] = []
-    written: list[Tensor] = []
-    for key, value in (*enumerate(args), *kwargs.items()):
-        into = written if key in roles.written else read
-        if isinstance(value, Tensor):
-            into.append(value)
-        elif isinstance(value, (list, tuple)):
-            into.extend(item for item in value if isinstance(item, Tensor))
-    return read, written
-
-
-def _are_the_same_elements(one: Tensor, other: Tensor) -> bool:
-    """Return True if both are the same view of the same memory: torch returns early from a copy."""
-    return (
-        storage_id(one.untyped_storage()) == storage_id(other.untyped_storage())
-        and one.storage_offset() == other.storage_offset()
-        and (one.shape, one.stride(), one.dtype) == (other.shape, other.stride(), other.dtype)
-    )
-
-
-def _bytes_of(tensor: Tensor) -> tuple[int, int]:
-    """Return the bytes of its storage from the first to after the last element of a tensor that is not empty."""
-    itemsize = tensor.element_size()
-    start = int(tensor.storage_offset()) * itemsize
-    if tensor.is_contiguous():
-        return start, start + tensor.numel() * itemsize
-    last = sum((int(size) - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return start, start + (last + 1) * itemsize
