@@ -7,6 +7,7 @@ torchrun --nproc_per_node=2 pretrain_gpt.py --config configs/quickstart.yaml --z
 
 import logging
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 from data.errors import DataError
@@ -21,6 +22,7 @@ from gpt.settings import Settings
 from gpt.settings_parser import parse_settings
 from gpt.trainer import Trainer
 from parallel.errors import ConfigError
+from parallel.instruments.stream_checker import streams_checked
 from parallel.world import World, exit_with_error, has_failed_elsewhere, rank_from_environment, start_world, stop_world
 
 
@@ -32,8 +34,11 @@ def pretrain(settings: Settings, world: World) -> None:
     train, zero = settings.train, settings.zero
     corpus = Corpus.open(settings.data, settings.model, train, mesh, world)
     trainer = None
-    with out_of_memory_recorded(
-        Path(settings.run.dir), train, zero, world, lambda: trainer.num_steps_done if trainer else 0
+    with (
+        streams_checked(world.device) if settings.profile.check_streams else nullcontext(),
+        out_of_memory_recorded(
+            Path(settings.run.dir), train, zero, world, lambda: trainer.num_steps_done if trainer else 0
+        ),
     ):
         state = build(settings, mesh, world.device)
         console.say(describe_run(state, train, settings.run.dir))

@@ -54,6 +54,8 @@ class StreamSimulation(Protocol):
 
     def read_on_host(self, tensors: Iterable[Tensor]) -> None: ...
 
+    def raise_reports(self) -> None: ...
+
 
 def active_simulation() -> StreamSimulation | None:
     """Return the simulation that follows this thread, if there is one."""
@@ -101,3 +103,9 @@ def announce_host_read(tensors: Iterable[Tensor]) -> None:
     """Tell a simulation that the host reads tensors in another thread, which it cannot observe."""
     if simulation := active_simulation():
         simulation.read_on_host(tensors)
+
+
+def raise_races() -> None:
+    """Raise an error if a simulation has found operations that would race on a GPU."""
+    if simulation := active_simulation():
+        simulation.raise_reports()

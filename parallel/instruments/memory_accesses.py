@@ -93,10 +93,11 @@ class AccessedMemory:
 
 @dataclass(frozen=True)
 class Roles:
-    """What an operation does with its arguments, by its schema."""
+    """The roles of an operation's arguments, by its schema."""
 
     name: str
     written: frozenset[int | str]  # positions and names of the arguments that it writes
+    reads: bool  # else it takes the shapes of its arguments only
     writes_results: bool
     blocks_host: bool  # the host waits for the values
 
@@ -115,8 +116,9 @@ def roles_of(function: OpOverload) -> Roles | None:
         if argument.alias_info is not None and argument.alias_info.is_write:
             written |= {position, argument.name}
     blocks_host = bool({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(function.tags))
-    writes_results = not name.startswith(("empty", "new_empty"))
-    return Roles(name, frozenset(written), writes_results, blocks_host)
+    takes_shapes = name.startswith("new_") or name.endswith("_like")
+    is_empty = name.startswith(("empty", "new_empty"))
+    return Roles(name, frozenset(written), not takes_shapes, not is_empty, blocks_host)
 
 
 def sorted_arguments(roles: Roles, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Tensor], list[Tensor]]:

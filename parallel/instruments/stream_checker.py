@@ -163,7 +163,7 @@ class StreamChecker:
         read, written = sorted_arguments(roles, args, kwargs)
         stream, host_waits = self._stream_of(roles, read, written, args, kwargs)
         access = stream.launch(roles.name)
-        for tensor in read:
+        for tensor in read if roles.reads else ():
             self._read(tensor, access)
         for tensor in written:
             self._write(tensor, access)

@@ -160,7 +160,7 @@ def read_on_the_host_before_a_query(waits: bool) -> object:
 
 
 def launch_a_gather_beside_a_copy(waits: bool) -> object:
-    """As with offloaded parameters: the gather runs behind the copy from the host."""
+    """Launch both on the side stream, so that the gather runs behind the copy, as with offloaded parameters."""
     side, source, whole = SideStream(CPU), on_host(4), torch.zeros(8)
     with side.context():
         whole[:4].copy_(source, non_blocking=True)
@@ -211,7 +211,7 @@ def test_nothing_is_reported_with_the_wait(program):
 
 
 def test_memory_is_taken_from_another_streams_pool_only_after_a_wait():
-    """What is allocated on one stream may be freed while it is used there: the same stream is given it again."""
+    """Memory may be freed while its own stream uses it: only that stream is given it again."""
     with streams_checked(CPU):
         for _ in range(3):
             torch.ones(4).add_(1)
@@ -225,7 +225,7 @@ def test_scalars_of_the_host_may_be_used_by_the_device_and_the_other_way_round()
 
 
 def test_a_second_stream_that_waits_on_the_same_handle_is_not_made_to_wait():
-    """As on a GPU: the first wait removes the steps of the handle."""
+    """The first wait removes the steps of the handle, as on a GPU."""
     with StreamChecker(CPU) as checker:
         whole, side = torch.zeros(8), SideStream(CPU)
         with side.context():
