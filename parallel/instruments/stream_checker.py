@@ -234,10 +234,10 @@ class StreamChecker:
                 self._report_race(memory, access, "overwrites", earlier, "finished")
 
     def _memory_of(self, tensor: Tensor) -> AccessedMemory:
-        """Return the memory of a tensor's storage, as the computation's if it is new to the checker."""
+        """Return the memory of a tensor's storage; if it is new to the checker, as allocated on the current stream."""
         storage = tensor.untyped_storage()
         memory = self._storages.get(storage_id(storage))
-        return self._add(tensor, storage, self._streams.computation) if memory is None else memory
+        return self._add(tensor, storage, self.current_stream) if memory is None else memory
 
     def _add(self, tensor: Tensor, storage: torch.UntypedStorage, owner: SimulatedStream) -> AccessedMemory:
         kind, on_host = self.default
