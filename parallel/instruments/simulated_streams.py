@@ -14,8 +14,11 @@ from types import CodeType, FrameType
 
 import torch
 
+from parallel.instruments.launch_order import COMMUNICATOR, COMPUTATION, HOST, Launch
+
 Clock = dict["SimulatedStream", int]
 Place = tuple[CodeType, int]  # a line of code
+Message = tuple[()] | tuple[tuple[int, ...], int, torch.dtype | None]  # (ranks, bytes, dtype)
 
 ROOT = Path(__file__).parents[2]
 # Calls that pass through these files are issued by their callers.
@@ -42,11 +45,20 @@ class SimulatedStream:
         self._streams, self.name = streams, name
         self.clock: Clock = {}
         self._num_host_changes = 0  # when this stream has last launched
+        self._waits_for: list[tuple[str, int]] = []  # what the next launch waits for, if launches are recorded
 
-    def launch(self, name: str) -> "Access":
-        """Return the next operation of this stream."""
+    @property
+    def number(self) -> int:
+        """The number of the last launch."""
+        return self.clock.get(self, 0)
+
+    def launch(self, name: str, message: Message = ()) -> "Access":
+        """Return the next operation of this stream; `message` is recorded with it."""
         self.begin_launch()
-        number = self.clock[self] = self.clock.get(self, 0) + 1
+        number = self.clock[self] = self.number + 1
+        if (launches := self._streams.launches) is not None:
+            launches.append(Launch(self.name, number, name, tuple(dict.fromkeys(self._waits_for)), *message))
+            self._waits_for.clear()
         return Access(self, number, name)
 
     def begin_launch(self) -> None:
@@ -57,13 +69,15 @@ class SimulatedStream:
         elif self._num_host_changes != streams.num_host_changes:
             self._num_host_changes = streams.num_host_changes
             self._join(streams.host.clock)
+            self._note([(HOST, streams.host.number)])
 
     def record_event(self) -> "SimulatedEvent":
         self.begin_launch()
-        return SimulatedEvent(self._streams, dict(self.clock))
+        return SimulatedEvent(self._streams, dict(self.clock), [(self.name, self.number), *self._waits_for])
 
     def wait_event(self, event: "SimulatedEvent") -> None:
         self._join(event.clock)
+        self._note(event.launches)
 
     def wait_stream(self, stream: "SimulatedStream") -> None:
         self.wait_event(stream.record_event())
@@ -83,6 +97,10 @@ class SimulatedStream:
     def __str__(self) -> str:
         return self.name
 
+    def _note(self, launches: list[tuple[str, int]]) -> None:
+        if self._streams.launches is not None:
+            self._waits_for += [(name, number) for name, number in launches if number and name != self.name]
+
     def _join(self, clock: Clock) -> None:
         own = self.clock
         for stream, number in clock.items():
@@ -93,12 +111,12 @@ class SimulatedStream:
 class SimulatedEvent:
     """A point in the order of a simulated stream."""
 
-    def __init__(self, streams: "SimulatedStreams", clock: Clock):
-        self._streams, self.clock = streams, clock
+    def __init__(self, streams: "SimulatedStreams", clock: Clock, launches: list[tuple[str, int]]):
+        self._streams, self.clock, self.launches = streams, clock, launches
 
     def synchronize(self) -> None:
-        self._streams.num_host_changes += 1
         self._streams.host.wait_event(self)
+        self._streams.host.launch("synchronize")
 
     def query(self) -> bool:
         """Return True, and let the host know it: on a CPU the event has passed."""
@@ -107,20 +125,21 @@ class SimulatedEvent:
 
 
 class SimulatedStreams:
-    """All streams of a run. `computation` is that of a step's own operations."""
+    """All streams of a run. `current` is that on which operations are launched, at first the computation's."""
 
     def __init__(self) -> None:
         self.num_host_changes = 0  # waits and operations of the host
+        self.launches: list[Launch] | None = None  # all launches, if they are recorded
         self._num_side_streams = 0
-        self.host = SimulatedStream(self, "the host")
-        self.current = self.computation = SimulatedStream(self, "the computation")
+        self.host = SimulatedStream(self, HOST)
+        self.current = SimulatedStream(self, COMPUTATION)
 
     def new_side_stream(self) -> SimulatedStream:
         self._num_side_streams += 1
         return SimulatedStream(self, f"side stream {self._num_side_streams}")
 
     def new_communicator(self, axis: str) -> SimulatedStream:
-        return SimulatedStream(self, f"the communicator {axis}")
+        return SimulatedStream(self, f"{COMMUNICATOR} {axis}")
 
 
 class Access:
@@ -143,9 +162,9 @@ class Access:
 def remedy(earlier: Access, later: SimulatedStream) -> str:
     """Return which wait is missing between two operations."""
     first = str(earlier.stream)
-    if str(later) == "the host":
+    if str(later) == HOST:
         return f"the host must wait for {first} (`synchronize`, a `host_handle`)"
-    if first.startswith("the communicator"):
+    if first.startswith(COMMUNICATOR):
         return f"{later} must `wait` for the handle of that {earlier.name}"
     if first.startswith("side stream"):
         return f"{later} must wait for {first} (a `device_handle`)"

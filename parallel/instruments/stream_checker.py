@@ -27,16 +27,19 @@ from functools import partial
 from typing import Any, Self
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from parallel.instruments.comm_log import CommEvent
 from parallel.instruments.fake_tensors import instances_in
 from parallel.instruments.kernel_log import are_the_same_elements
+from parallel.instruments.launch_order import Launch
 from parallel.instruments.memory_accesses import AccessedMemory, Roles, bytes_of, roles_of, sorted_arguments
 from parallel.instruments.memory_tracker import TensorKind
 from parallel.instruments.operation_observer import observe_operations
 from parallel.instruments.simulated_streams import (
     Access,
+    Message,
     Place,
     SimulatedStream,
     SimulatedStreams,
@@ -108,6 +111,15 @@ class StreamChecker:
         self._is_active = False
         self._active.close()
 
+    @property
+    def launches(self) -> list[Launch]:
+        """The launches since `record_launches`, in the order of the host."""
+        return self._streams.launches or []
+
+    def record_launches(self) -> None:
+        """Record all launches from now on; call this before the first one."""
+        self._streams.launches = []
+
     def raise_reports(self) -> None:
         """Raise StreamError with the reports since the last call, if there are any."""
         reports, self.reports = self.reports, []
@@ -139,7 +151,8 @@ class StreamChecker:
         if communicator is None:
             communicator = self._communicators[group] = self._streams.new_communicator(event.axis)
         communicator.wait_stream(self.current_stream)
-        access = communicator.launch(event.op)
+        members = tuple(dist.get_process_group_ranks(group))
+        access = communicator.launch(event.op, (members, event.message_bytes, event.dtype))
         self._read(read, access)
         self._write(written, access)
         with self.hidden():
@@ -162,7 +175,7 @@ class StreamChecker:
             return
         read, written = sorted_arguments(roles, args, kwargs)
         stream, host_waits = self._stream_of(roles, read, written, args, kwargs)
-        access = stream.launch(roles.name)
+        access = stream.launch(roles.name, self._size(read, written, output))
         for tensor in read if roles.reads else ():
             self._read(tensor, access)
         for tensor in written:
@@ -210,6 +223,12 @@ class StreamChecker:
             return self.current_stream, False  # scalars on the host are arguments of the kernel
         self._fetch(tensor for tensor in (*read, *written) if not self._memory_of(tensor).is_on_host)
         return self._host, False
+
+    def _size(self, read: list[Tensor], written: list[Tensor], output: Any) -> Message:
+        """Return the bytes that an operation reads and writes, if launches are recorded."""
+        if self._streams.launches is None:
+            return ()
+        return (), sum(tensor.nbytes for tensor in instances_in((read, written, output), Tensor)), None
 
     def _fetch(self, tensors: Iterable[Tensor]) -> None:
         """Copy tensors on the device to the host, which waits, unless it knows the values already."""
