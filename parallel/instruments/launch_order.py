@@ -8,7 +8,7 @@ on all ranks. From those of one rank follows which collectives overlap with the 
 """
 
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -57,7 +57,10 @@ class Overlap:
 
 
 def overlaps(launches: Sequence[Launch], first: int = 0) -> list[Overlap]:
-    """Return the overlap of each collective from `launches[first]` on for which the computation waits."""
+    """Return the overlap of each collective for which the computation waits in `launches[first:]`.
+
+    It may have been launched before: the next step waits for what the last one gathers.
+    """
     found: list[Overlap] = []
     known: defaultdict[tuple[str, int], dict[str, int]] = defaultdict(dict)  # what has run before a launch has
     latest: defaultdict[str, dict[str, int]] = defaultdict(dict)  # the same of the last launch of each stream
@@ -69,12 +72,13 @@ def overlaps(launches: Sequence[Launch], first: int = 0) -> list[Overlap]:
             for other, reached in (*known[stream, number].items(), (stream, number)):
                 before[other] = max(before.get(other, 0), reached)
         known[launch.stream, launch.number] = latest[launch.stream] = before
-        if launch.is_collective and position >= first:
+        if launch.is_collective:
             in_flight[launch.stream, launch.number] = launch, num_operations, num_bytes
         elif launch.stream == COMPUTATION:
             for key in [key for key in in_flight if before.get(key[0], 0) >= key[1]]:
                 collective, num_before, bytes_before = in_flight.pop(key)
-                found.append(Overlap(collective, num_operations - num_before, num_bytes - bytes_before))
+                if position >= first:
+                    found.append(Overlap(collective, num_operations - num_before, num_bytes - bytes_before))
             num_operations, num_bytes = num_operations + 1, num_bytes + launch.num_bytes
     return found
 
@@ -82,6 +86,22 @@ def overlaps(launches: Sequence[Launch], first: int = 0) -> list[Overlap]:
 def exposed(launches: Sequence[Launch], first: int = 0) -> list[Launch]:
     """Return the collectives for which the computation waits at once, without an operation in between."""
     return [overlap.collective for overlap in overlaps(launches, first) if not overlap.num_operations]
+
+
+def waiting_time(launches: Sequence[Launch], duration: Callable[[Launch], float], first: int = 0) -> float:
+    """Return for how long the computation waits for other streams in `launches[first:]`.
+
+    `duration` is that of a launch, in any unit. A launch begins when all that it waits for has ended.
+    """
+    ends: dict[tuple[str, int], float] = {}
+    free: defaultdict[str, float] = defaultdict(float)  # {stream: time at which its launches so far have ended}
+    total = 0.0
+    for position, launch in enumerate(launches):
+        start = max([free[launch.stream], *(ends[key] for key in launch.waits_for)])
+        if launch.stream == COMPUTATION and position >= first:
+            total += start - free[COMPUTATION]
+        free[launch.stream] = ends[launch.stream, launch.number] = start + duration(launch)
+    return total
 
 
 class Job:

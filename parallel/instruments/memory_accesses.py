@@ -4,6 +4,7 @@ bytes   | last write, reads since | last write, reads since | ...   stretches th
 """
 
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel.instruments.simulated_streams import Access, Clock, SimulatedStream
+from parallel.instruments.simulated_streams import Access, Clock, Place, SimulatedStream, calling_places
 from parallel.torch_internals import VIEWS_DESPITE_THEIR_SCHEMA, OpOverload, schema_of
 
 
@@ -89,6 +90,38 @@ class AccessedMemory:
         self._writes.insert(k + 1, self._writes[k])
         self._reads.insert(k + 1, dict(self._reads[k]))
         return k + 1
+
+
+@dataclass(frozen=True)
+class FreedMemory:
+    """Memory of a stream's pool, and the accesses of other streams that it may still be used by."""
+
+    kind: str
+    accesses: list[Access]
+    places: tuple[Place, ...]  # where it was freed
+
+
+class MemoryPools:
+    """The freed memory of CUDA's allocator, which gives it to the stream on which it was allocated, at once."""
+
+    def __init__(self) -> None:
+        self._freed: defaultdict[SimulatedStream, list[FreedMemory]] = defaultdict(list)
+
+    def free(self, memory: AccessedMemory) -> None:
+        """Return memory to its pool, with the last access of each other stream that may still use it."""
+        memory.owner.begin_launch()
+        pending = sorted(memory.accesses_after(memory.owner.clock), key=lambda access: access.number)
+        if pending:
+            latest = {access.stream: access for access in pending}
+            self._freed[memory.owner].append(FreedMemory(memory.kind, list(latest.values()), calling_places()))
+
+    def allocate(self, stream: SimulatedStream) -> Iterator[tuple[FreedMemory, Access]]:
+        """Iterate over the freed memory that the stream may be given, and the accesses that may still use it."""
+        if not self._freed[stream]:
+            return
+        stream.begin_launch()
+        for memory in self._freed.pop(stream):
+            yield from ((memory, access) for access in memory.accesses if not access.is_before(stream.clock))
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,6 @@ device and host that a GPU would make, such as `.to("cpu")`, is then none, and c
 """
 
 import weakref
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -34,13 +33,19 @@ from parallel.instruments.comm_log import CommEvent
 from parallel.instruments.fake_tensors import instances_in
 from parallel.instruments.kernel_log import are_the_same_elements
 from parallel.instruments.launch_order import Launch
-from parallel.instruments.memory_accesses import AccessedMemory, Roles, bytes_of, roles_of, sorted_arguments
+from parallel.instruments.memory_accesses import (
+    AccessedMemory,
+    MemoryPools,
+    Roles,
+    bytes_of,
+    roles_of,
+    sorted_arguments,
+)
 from parallel.instruments.memory_tracker import TensorKind
 from parallel.instruments.operation_observer import observe_operations
 from parallel.instruments.simulated_streams import (
     Access,
     Message,
-    Place,
     SimulatedStream,
     SimulatedStreams,
     calling_places,
@@ -50,9 +55,6 @@ from parallel.instruments.simulated_streams import (
 from parallel.torch_internals import OpOverload, observe_host_reads, observe_resizes, storage_id
 
 MAX_REPORTS = 10  # lines of an error
-
-# Memory that was freed: (kind, accesses that may still use it, where it was freed).
-Freed = tuple[str, list[Access], tuple[Place, ...]]
 
 
 class StreamError(RuntimeError):
@@ -93,7 +95,7 @@ class StreamChecker:
         self._reported: set[tuple] = set()
         self._storages: dict[int, AccessedMemory] = {}  # by `storage_id`
         self._communicators: dict[Any, SimulatedStream] = {}  # by process group
-        self._freed: defaultdict[SimulatedStream, list[Freed]] = defaultdict(list)  # by the stream of its pool
+        self._pools = MemoryPools()
         self._is_active = self._is_hidden = False
         self._streams = SimulatedStreams()
         self._host = self._streams.host
@@ -271,45 +273,33 @@ class StreamChecker:
         if access.stream is self._host:
             memory.is_on_host = True
         elif not memory.is_on_host:
-            self._take_from_pool(self.current_stream, access.name)
+            self._take_from_pool(access.name)
 
     def _on_resize(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
         memory = None if self._is_hidden else self._storages.get(storage_id(storage))
         if memory is None or memory.is_on_host:
             return
-        self._free(memory)
+        self._pools.free(memory)
         memory.forget()
         memory.num_bytes = num_bytes
         if num_bytes:
             memory.owner = self.current_stream
-            self._take_from_pool(self.current_stream, "resize_")
+            self._take_from_pool("resize_")
 
     def _on_free(self, key: int, _reference: weakref.ref) -> None:
         memory = self._storages.pop(key)
         if self._is_active and not memory.is_on_host:
-            self._free(memory)
+            self._pools.free(memory)
 
-    def _free(self, memory: AccessedMemory) -> None:
-        """Return memory to the pool of the stream on which it was allocated; remember those that may still use it."""
-        memory.owner.begin_launch()
-        pending = sorted(memory.accesses_after(memory.owner.clock), key=lambda access: access.number)
-        if pending:
-            latest = {access.stream: access for access in pending}
-            self._freed[memory.owner].append((memory.kind, list(latest.values()), calling_places()))
-
-    def _take_from_pool(self, stream: SimulatedStream, name: str) -> None:
-        """Allocate on a stream, which may be given any memory of its pool."""
-        if not self._freed[stream]:
-            return
-        stream.begin_launch()
-        for kind, accesses, places in self._freed.pop(stream):
-            for access in accesses:
-                if not access.is_before(stream.clock):
-                    self._report(
-                        (access, *places),
-                        f"memory of {kind} that {access} may still use was freed ({describe(places)}), and {name} "
-                        f"({describe(calling_places())}) may be given it: {remedy(access, stream)} before it is freed",
-                    )
+    def _take_from_pool(self, name: str) -> None:
+        """Allocate on the current stream, which may be given any memory of its pool."""
+        stream = self.current_stream
+        for memory, access in self._pools.allocate(stream):
+            line = (
+                f"memory of {memory.kind} that {access} may still use was freed ({describe(memory.places)}), and "
+                f"{name} ({describe(calling_places())}) may be given it: {remedy(access, stream)} before it is freed"
+            )
+            self._report((access, *memory.places), line)
 
     def _report_race(self, memory: AccessedMemory, later: Access, does: str, earlier: Access, has_done: str) -> None:
         where = f"{memory.kind} in host memory" if memory.is_on_host else str(memory.kind)

@@ -10,29 +10,31 @@ from gpt.planner.dry_run import blank_micro_batches
 from gpt.settings import Settings
 from gpt.train_step import train_step
 from parallel.instruments.fake_tensors import QuickFakeTensorMode
-from parallel.instruments.launch_order import Job, Launch, exposed
+from parallel.instruments.launch_order import COMPUTATION, Job, Launch, exposed, waiting_time
 from parallel.instruments.stream_checker import StreamChecker
 from parallel.world import imitated_world
 from tests.distributed.gpt.test_streams import FACTORS, settings_of
+from zero.stage import Lifetime
 
-NUM_RANKS = 8
-# {name: (values of FACTORS, {(axis, operation): (exposed, all) collectives of a step})}, without the tensor axis
+NUM_RANKS, NORM_BYTES = 8, 4
+# {name: (values of FACTORS, {(axis, operation): (exposed, all) collectives of a step})}, without the tensor axis. The
+# exposed ones are those for which the computation waits without having run anything since their launch.
 SETTINGS = {
     "stage 1": (
         (1, (4, None, 2), 1, "reduce", "none", "none", "bf16", ""),
-        {("data", "reduce_scatter"): (0, 4), ("data", "all_gather"): (1, 4)},
+        {("data", "reduce_scatter"): (0, 4), ("data", "all_gather"): (0, 4)},
     ),
     "stage 1, shard groups, accumulated locally": (
         (1, (4, 2, 2), 2, "local", "none", "none", "bf16", ""),
-        {("shard", "reduce_scatter"): (0, 4), ("replica", "all_reduce"): (4, 4), ("shard", "all_gather"): (1, 4)},
+        {("shard", "reduce_scatter"): (0, 4), ("replica", "all_reduce"): (0, 4), ("shard", "all_gather"): (0, 4)},
     ),
     "stage 2": (
         (2, (4, None, 2), 1, "reduce", "none", "none", "bf16", ""),
-        {("data", "reduce_scatter"): (0, 4), ("data", "all_gather"): (1, 4)},
+        {("data", "reduce_scatter"): (0, 4), ("data", "all_gather"): (0, 4)},
     ),
     "stage 2, shard groups, reduced each time": (
         (2, (4, 2, 2), 2, "reduce", "partition", "none", "bf16", ""),
-        {("shard", "reduce_scatter"): (0, 8), ("replica", "all_reduce"): (8, 8), ("shard", "all_gather"): (1, 4)},
+        {("shard", "reduce_scatter"): (0, 8), ("replica", "all_reduce"): (0, 8), ("shard", "all_gather"): (0, 4)},
     ),
     "stage 3": (
         (3, (4, None, 2), 1, "reduce", "none", "none", "bf16", ""),
@@ -40,11 +42,11 @@ SETTINGS = {
     ),
     "stage 3, shard groups, reduced each time": (
         (3, (4, 2, 2), 2, "reduce", "none", "none", "bf16", ""),
-        {("shard", "reduce_scatter"): (0, 10), ("replica", "all_reduce"): (10, 10), ("shard", "all_gather"): (2, 14)},
+        {("shard", "reduce_scatter"): (0, 10), ("replica", "all_reduce"): (0, 10), ("shard", "all_gather"): (2, 14)},
     ),
     "stage 3, shard groups, accumulated locally, on the host": (
         (3, (4, 2, 2), 2, "local", "partition_host", "host", "bf16", ""),
-        {("shard", "reduce_scatter"): (0, 5), ("replica", "all_reduce"): (5, 5), ("shard", "all_gather"): (2, 14)},
+        {("shard", "reduce_scatter"): (0, 5), ("replica", "all_reduce"): (0, 5), ("shard", "all_gather"): (2, 14)},
     ),
 }
 BY_DEFAULT = {"stage 2, shard groups, reduced each time", "stage 3, shard groups, accumulated locally, on the host"}
@@ -85,16 +87,35 @@ def check(name: str) -> None:
             assert all(by_rank[member][communicator] == messages for member in communicator[1])
     assert Job(launches).run() == []
 
-    of_step, exposed_of_step = Counter(), Counter()
-    for counter, collectives in (
-        (of_step, [launch for launch in launches[0][firsts[0] :] if launch.is_collective]),
-        (exposed_of_step, exposed(launches[0], firsts[0])),
-    ):
-        for launch in collectives:
-            axis = launch.stream.removeprefix("the communicator ")
-            if axis != "tensor" and launch.num_bytes > 8:  # the rest: the norm
-                counter[axis, launch.name] += 1
-    assert {key: (exposed_of_step[key], number) for key, number in of_step.items()} == expected
+    own, first = launches[0], firsts[0]
+    of_step = [launch for launch in own[first:] if launch.is_collective and is_of_states(launch)]
+    num_exposed = Counter((axis_of(launch), launch.name) for launch in exposed(own, first) if is_of_states(launch))
+    counts = Counter((axis_of(launch), launch.name) for launch in of_step)
+    assert {key: (num_exposed[key], number) for key, number in counts.items()} == expected
+    if settings.zero.policy.full_params is Lifetime.PERSISTENT:
+        last_reduction = max(n for n, launch in enumerate(of_step) if launch.name == "reduce_scatter")
+        gathers = [launch for launch in of_step if launch.name == "all_gather"]
+        at_most = sum(launch.num_bytes for launch in (*of_step[last_reduction : -len(gathers)], gathers[0]))
+        assert waiting_time(own, relative_duration, first) <= at_most + NORM_BYTES
+
+
+def axis_of(launch: Launch) -> str:
+    return launch.stream.removeprefix("the communicator ")
+
+
+def is_of_states(launch: Launch) -> bool:
+    """Return whether a collective moves gradients or parameters."""
+    return axis_of(launch) != "tensor" and launch.num_bytes > NORM_BYTES
+
+
+def relative_duration(launch: Launch) -> float:
+    """Return the time in which a message of one byte is sent, times the size of this one.
+
+    Meanwhile, the computation reads or writes four bytes: here it takes longer than all messages of states.
+    """
+    if launch.is_collective:
+        return launch.num_bytes if axis_of(launch) != "tensor" else 0
+    return launch.num_bytes / 4 if launch.stream == COMPUTATION else 0
 
 
 @pytest.mark.parametrize(

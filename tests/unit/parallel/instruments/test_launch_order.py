@@ -2,7 +2,7 @@
 
 import torch
 
-from parallel.instruments.launch_order import COMPUTATION, Job, Launch, Overlap, exposed, overlaps
+from parallel.instruments.launch_order import COMPUTATION, Job, Launch, Overlap, exposed, overlaps, waiting_time
 from parallel.instruments.stream_checker import StreamChecker
 from parallel.mesh import Mesh
 from parallel.world import imitated_world
@@ -25,7 +25,8 @@ def test_a_collective_is_exposed_if_the_computation_waits_for_it_at_once():
     launches = [operation(1), first, operation(2), operation(3), second, operation(4, (A, 2))]
     assert overlaps(launches) == [Overlap(first, 2, 200), Overlap(second, 0, 0)]
     assert exposed(launches) == [second]
-    assert exposed(launches, first=5) == []
+    assert exposed(launches, first=5) == [second]
+    assert exposed(launches, first=6) == []
 
 
 def test_a_wait_for_a_stream_that_has_waited_counts_too():
@@ -75,3 +76,14 @@ def test_a_checker_records_what_is_launched_and_what_it_waits_for():
     assert mul.stream == "side stream 1"
     assert add.waits_for == ((mul.stream, mul.number), *(w for w in add.waits_for if w[0] != mul.stream))
     assert "the host" in dict(zero.waits_for)  # it has read the sum
+
+
+def test_the_computation_waits_for_what_its_operations_do_not_cover():
+    launches = [operation(1), collective(A, 1, (COMPUTATION, 1)), operation(2), operation(3, (A, 1))]
+
+    def duration(launch: Launch) -> float:
+        return 250 if launch.is_collective else 100
+
+    assert waiting_time(launches, duration) == 150
+    assert waiting_time(launches[:-1], duration) == 0
+    assert waiting_time(launches, duration, first=4) == 0
