@@ -2,6 +2,7 @@
 
 import itertools
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,18 +13,19 @@ from torch import Tensor, nn
 from gpt.build import TrainState, build, build_mesh
 from gpt.checkpoint.checkpoint import Progress, owned_tensors
 from gpt.checkpoint.saver import HostCopies, Saver
-from gpt.planner.dry_run import blank_micro_batches
+from gpt.planner.dry_run import blank_micro_batches, dry_run
 from gpt.settings import Settings
 from gpt.settings_parser import parse_settings
 from gpt.train_step import evaluate, train_step
 from parallel.instruments.memory_tracker import MemoryTracker
-from parallel.instruments.stream_checker import streams_checked
+from parallel.instruments.stream_checker import StreamError, streams_checked
 from parallel.mesh import Mesh
 from parallel.streams import announce_host_read
 from parallel.world import World, imitated_world
 from tests.ranks import run_ranks
 from zero.config import ZeroConfig
 from zero.engine import ZeroDataParallel
+from zero.flat import FlatParameters
 from zero.offload.placement import OffloadConfig
 from zero.optimizer import ZeroOptimizer
 from zero.uneven import join
@@ -167,6 +169,16 @@ def test_the_chosen_settings_have_every_value():
 @pytest.mark.parametrize("values", CHOSEN, ids=str)
 def test_no_operation_races(values):
     check_imitated(dict(zip(FACTORS, values, strict=True)))
+
+
+def test_a_dry_run_ends_with_the_wait_that_is_missing(monkeypatch):
+    values = (3, (2, None, 1), 1, "reduce", "none", "none", "bf16", "--profile.check_streams=true")
+    settings = settings_of(dict(zip(FACTORS, values, strict=True)))
+    settings = replace(settings, dry_run=replace(settings.dry_run, world_size=2))
+    dry_run(settings)
+    monkeypatch.setattr(FlatParameters, "_wait_for_gathers", lambda _: None)
+    with pytest.raises(StreamError, match="the computation must `wait` for the handle of that all_gather"):
+        dry_run(settings)
 
 
 @pytest.mark.full
