@@ -7,6 +7,7 @@ torchrun --nproc_per_node=2 pretrain_gpt.py --config configs/quickstart.yaml --z
 
 import logging
 import sys
+from contextlib import nullcontext
 
 from data.errors import DataError
 from gpt.build import build, build_mesh, start_options
@@ -20,6 +21,7 @@ from gpt.settings import Settings
 from gpt.settings_parser import parse_settings
 from gpt.trainer import Trainer
 from parallel.errors import ConfigError
+from parallel.instruments.stream_checker import streams_checked
 from parallel.world import World, exit_with_error, has_failed_elsewhere, rank_from_environment, start_world, stop_world
 
 
@@ -31,7 +33,10 @@ def pretrain(settings: Settings, world: World) -> None:
     train = settings.train
     corpus = Corpus.open(settings.data, settings.model, train, mesh, world)
     state = trainer = None
-    with out_of_memory_recorded(settings, world, lambda: state, lambda: trainer.num_steps_done if trainer else 0):
+    with (
+        streams_checked(world.device) if settings.profile.check_streams else nullcontext(),
+        out_of_memory_recorded(settings, world, lambda: state, lambda: trainer.num_steps_done if trainer else 0),
+    ):
         state = build(settings, mesh, world.device)
         console.say(describe_run(state, train, settings.run.dir))
         console.show(memory_table(state, train))

@@ -266,7 +266,7 @@ class RunSettings:
 
 @dataclass(frozen=True)
 class ProfileSettings:
-    """A profile of a few steps, which shows where their time is spent."""
+    """A profile of a few steps, which shows where their time is spent, and a check of their order."""
 
     steps: tuple[int, int] | None = None
     """First and last step to time and to trace; null: do not profile."""
@@ -275,6 +275,9 @@ class ProfileSettings:
     collectives_step: int = 5
     """Step whose collectives the first rank records in run.dir/collectives.json, for comparison with a dry run or
     another run. This step is slower than others. 0: record none."""
+    check_streams: bool = False
+    """Follow every operation, and end the run after the first step in which operations would race on a GPU, with a line
+    for each pair: for changes of the code, in runs on CPUs and dry runs. Steps take several times as long."""
 
     def __post_init__(self) -> None:
         if self.collectives_step < 0:

@@ -12,6 +12,7 @@ from gpt.loss_guard import LossGuard
 from gpt.model.generate import evaluation
 from parallel.instruments.memory_tracker import TensorKind, allocating
 from parallel.mesh import Mesh
+from parallel.streams import raise_races
 from zero.engine import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
 
@@ -29,7 +30,7 @@ def train_step(
     A micro-batch is int64 tokens of shape (micro_batch_size, seq_length + 1). The returned loss is the mean over this
     rank's micro-batches. The gradient is that of the mean loss over all micro-batches of all ranks, and the returned
     norm is its norm before clipping. If the guard finds the loss bad, nothing is updated. `gradient_hook` is called
-    when the gradients are complete, before the update.
+    when the gradients are complete, before the update. Raises StreamError if streams are checked and would race.
     """
     scale = optimizer.loss_scale.scale / len(micro_batches)
     losses = []
@@ -49,6 +50,7 @@ def train_step(
     loss = torch.stack(losses).mean()
     with mesh.log.during("update"):
         grad_norm = optimizer.step(skip=guard.judge(loss) if guard else None, gradient_hook=gradient_hook)
+    raise_races()
     return loss, grad_norm
 
 

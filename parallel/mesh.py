@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from parallel.errors import ConfigError
 from parallel.instruments.comm_log import CommEvent, CommLog
 from parallel.receive_buffers import Allocate, ReceiveBuffers, new_buffer
+from parallel.streams import active_simulation
 from parallel.torch_internals import flatten_mesh, take_default_timeout
 
 
@@ -87,11 +88,7 @@ class Axis:
         if self.size == 1:
             return _copy(shard, out)
         event = self.log.record("all_gather", self.name, self.size, out)
-        if self._is_gloo:
-            return self._timed(event, self._send_to_all(shard, out))
-        gather = _first_named("all_gather_single", "all_gather_into_tensor")
-        work = gather(_flat(out), _flat(shard), group=self.group, async_op=True)
-        return self._timed(event, Handle(work.wait))
+        return self._launch(event, self._all_gather, shard, out)
 
     def reduce_scatter(self, full: Tensor, *, out: Tensor) -> Handle:
         """Sum (size * n, ...) over the ranks and write this rank's part to `out`, (n, ...), contiguous.
@@ -101,11 +98,7 @@ class Axis:
         if self.size == 1:
             return _copy(full, out)
         event = self.log.record("reduce_scatter", self.name, self.size, full)
-        if self._is_gloo:
-            return self._timed(event, self._exchange_and_sum(full, out))
-        scatter = _first_named("reduce_scatter_single", "reduce_scatter_tensor")
-        work = scatter(_flat(out), _flat(full), group=self.group, async_op=True)
-        return self._timed(event, Handle(work.wait))
+        return self._launch(event, self._reduce_scatter, full, out)
 
     def all_reduce(self, tensor: Tensor, *, out: Tensor) -> Handle:
         """Sum the tensor over the ranks into `out`. In place if `out` is `tensor`."""
@@ -113,7 +106,7 @@ class Axis:
         if self.size == 1:
             return Handle()
         event = self.log.record("all_reduce", self.name, self.size, out)
-        return self._timed(event, Handle(dist.all_reduce(out, group=self.group, async_op=True).wait))
+        return self._launch(event, self._all_reduce, out, out)
 
     def broadcast(self, tensor: Tensor) -> Handle:
         """Overwrite the contiguous tensor of every rank with that of the first rank."""
@@ -121,8 +114,7 @@ class Axis:
             return Handle()
         event = self.log.record("broadcast", self.name, self.size, tensor)
         as_bytes = tensor.view(-1).view(torch.uint8)  # gloo does not support every dtype
-        work = dist.broadcast(as_bytes, group=self.group, group_src=0, async_op=True)
-        return self._timed(event, Handle(work.wait))
+        return self._launch(event, self._broadcast, as_bytes, as_bytes)
 
     @property
     def backend(self) -> str | None:
@@ -141,9 +133,33 @@ class Axis:
     def _is_gloo(self) -> bool:
         return self.backend == "gloo"
 
-    def _timed(self, event: CommEvent, collective: Handle) -> Handle:
+    def _launch(
+        self, event: CommEvent, collective: Callable[[Tensor, Tensor], Callable[[], object]], read: Tensor, out: Tensor
+    ) -> Handle:
+        """Launch a collective that reads one tensor and writes another, maybe the same."""
+        launch = partial(collective, read, out)
+        simulation = active_simulation()
+        wait = launch() if simulation is None else simulation.collective(self.group, event, launch, read, out)
         start, end = partial(self.log.record_wait_start, event), partial(self.log.record_wait_end, event)
-        return Handle(start, collective.wait, end)
+        return Handle(start, wait, end)
+
+    def _all_gather(self, shard: Tensor, out: Tensor) -> Callable[[], object]:
+        if self._is_gloo:
+            return self._send_to_all(shard, out).wait
+        gather = _first_named("all_gather_single", "all_gather_into_tensor")
+        return gather(_flat(out), _flat(shard), group=self.group, async_op=True).wait
+
+    def _reduce_scatter(self, full: Tensor, out: Tensor) -> Callable[[], object]:
+        if self._is_gloo:
+            return self._exchange_and_sum(full, out).wait
+        scatter = _first_named("reduce_scatter_single", "reduce_scatter_tensor")
+        return scatter(_flat(out), _flat(full), group=self.group, async_op=True).wait
+
+    def _all_reduce(self, _tensor: Tensor, out: Tensor) -> Callable[[], object]:
+        return dist.all_reduce(out, group=self.group, async_op=True).wait
+
+    def _broadcast(self, _tensor: Tensor, out: Tensor) -> Callable[[], object]:
+        return dist.broadcast(out, group=self.group, group_src=0, async_op=True).wait
 
     def broadcast_copy(self, tensor: Tensor) -> Tensor:
         """Return the first rank's values of the tensor, contiguous, on its `communication_device`.

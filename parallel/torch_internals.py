@@ -8,7 +8,7 @@ function would add a call to every operation.
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,7 @@ __all__ = [
     "is_composite",
     "largest_rounded_pinned_bytes",
     "memory_snapshot",
+    "observe_host_reads",
     "observe_resizes",
     "run_meta_kernel",
     "schema_of",
@@ -206,30 +207,51 @@ def fake_from_meta(meta: Tensor, device: torch.device, attributes: Mapping[str, 
     return fake
 
 
-@contextmanager
-def observe_resizes(observer: Callable[[torch.UntypedStorage, int], None]) -> Iterator[None]:
-    """Call `observer` with every storage that is resized in this block, and its new size in bytes, after the resize.
+def observe_resizes(observer: Callable[[torch.UntypedStorage, int], object]) -> AbstractContextManager[None]:
+    """Call `observer` with every storage that is resized in a block, and its new size in bytes, after the resize.
 
-    Resizing a storage is not an operation: no dispatch mode sees it. So `torch.UntypedStorage.resize_` is replaced
-    while at least one observer is active. Blocks may end in any order, also by exceptions; the last one to end restores
-    the method.
+    Resizing a storage is not an operation: no dispatch mode sees it.
     """
-    observers: list[Callable] | None = getattr(torch.UntypedStorage.resize_, "observers", None)
-    if observers is None:
-        original, observers = torch.UntypedStorage.resize_, []
+    return _observe_calls(torch.UntypedStorage, "resize_", observer)
 
-        def resize_and_report(storage: torch.UntypedStorage, num_bytes: int) -> Any:
-            result = original(storage, num_bytes)
-            for observe in resize_and_report.observers:  # type: ignore[attr-defined]
-                observe(storage, num_bytes)
+
+@contextmanager
+def observe_host_reads(observer: Callable[[Tensor], object]) -> Iterator[None]:
+    """Call `observer` with every tensor whose values Python or NumPy reads in this block, after the read.
+
+    `numpy` and `tolist` of a tensor on the CPU are not operations: no dispatch mode sees them.
+    """
+
+    def observe(tensor: Tensor, *_args: Any, **_kwargs: Any) -> None:
+        observer(tensor)
+
+    with _observe_calls(Tensor, "numpy", observe), _observe_calls(Tensor, "tolist", observe):
+        yield
+
+
+@contextmanager
+def _observe_calls(owner: type, name: str, observer: Callable[..., object]) -> Iterator[None]:
+    """Call `observer` with the arguments of every call of a method that a class inherits from its base in C++.
+
+    The method is replaced while at least one observer is active. Blocks may end in any order, also by exceptions; the
+    last one to end restores the method.
+    """
+    observers: list[Callable] | None = getattr(getattr(owner, name), "observers", None)
+    if observers is None:
+        original, observers = getattr(owner, name), []
+
+        def call_and_report(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            for observe in call_and_report.observers:  # type: ignore[attr-defined]
+                observe(*args, **kwargs)
             return result
 
-        resize_and_report.observers = observers  # type: ignore[attr-defined]
-        torch.UntypedStorage.resize_ = resize_and_report  # type: ignore[method-assign,assignment]
+        call_and_report.observers = observers  # type: ignore[attr-defined]
+        setattr(owner, name, call_and_report)
     observers.append(observer)
     try:
         yield
     finally:
         observers.remove(observer)
         if not observers:
-            del torch.UntypedStorage.resize_  # what remains is the method that the class inherits from torch's C++ base
+            delattr(owner, name)  # what remains is the method that the class inherits

@@ -28,6 +28,8 @@ from gpt.checkpoint.checkpoint import (
     owned_tensors,
 )
 from parallel.errors import ConfigError
+from parallel.instruments.memory_tracker import TensorKind, allocating
+from parallel.streams import announce_host_read, synchronize
 from parallel.world import shared_store
 from zero.state.saved_state import rank_file
 from zero.state.sealed_file import flush_folder, replace_text, write_json
@@ -51,7 +53,7 @@ class Saver:
     ):
         self._folder, self._state, self._keep, self._on_chunk = folder, state, keep, on_chunk
         self._store = shared_store()
-        self._host_copies = HostCopies() if is_async else None
+        self._host_copies = HostCopies(state.device) if is_async else None
         self._num_saves = 0
         self._pending: tuple[threading.Thread, Callable[[], Path]] | None = None
 
@@ -75,6 +77,7 @@ class Saver:
             if self._state.mesh.rank == 0:
                 self._complete(key, partial, final, layout)
 
+        announce_host_read(tensors.values())
         thread = threading.Thread(target=write, daemon=True)
         thread.start()
         self._pending = thread, lambda: self._outcome(key, progress, final)
@@ -141,7 +144,8 @@ class Saver:
 class HostCopies:
     """Copies of tensors in host memory, which is pinned for tensors on a GPU, and reused at every save."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._copies: dict[str, Tensor] = {}
 
     def take(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -149,11 +153,11 @@ class HostCopies:
         for name, tensor in tensors.items():
             copy = self._copies.get(name)
             if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
-                copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+                with allocating(TensorKind.OTHER, on_host=True):
+                    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
                 self._copies[name] = copy
             copy.copy_(tensor.detach(), non_blocking=True)
-        if torch.cuda.is_initialized():
-            torch.cuda.current_stream().synchronize()
+        synchronize(self._device)
         return {name: self._copies[name] for name in tensors}
 
 

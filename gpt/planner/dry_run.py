@@ -6,7 +6,7 @@ Its results are exact for the imitated backend, except for dropout on GPUs, whos
 
 import gc
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,6 +22,7 @@ from parallel.instruments.fake_tensors import QuickFakeTensorMode
 from parallel.instruments.kernel_log import Kernel, KernelLog
 from parallel.instruments.memory_tracker import MemoryTracker, TensorKind
 from parallel.instruments.operation_observer import observe_operations
+from parallel.instruments.stream_checker import streams_checked
 from parallel.launch.cluster import ClusterSpec
 from parallel.world import World, imitated_world
 
@@ -70,7 +71,8 @@ def record_step(
     """
     settings = replace(settings, train=replace(settings.train, compile="none"))  # fake tensors cannot be compiled
     mesh = build_mesh(settings, world)
-    with tensor_mode, MemoryTracker(world.device) as tracker:
+    checked = streams_checked(world.device) if settings.profile.check_streams else nullcontext()
+    with tensor_mode, MemoryTracker(world.device) as tracker, checked:
         state = build(settings, mesh, world.device)
         building_peak_bytes = tracker.device.peak_total
         micro_batches = blank_micro_batches(settings.train, settings.model.seq_length, mesh.data.size)

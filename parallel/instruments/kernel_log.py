@@ -66,7 +66,7 @@ class KernelLog:
         if not _runs_a_kernel(function):
             return
         name = schema_of(function).name.removeprefix("aten::")
-        if name == "copy_" and _are_the_same_elements(*args[:2]):
+        if name == "copy_" and are_the_same_elements(*args[:2]):
             return  # torch returns early
         tensors = list(instances_in((args, _without_outputs(function, kwargs)), Tensor))
         results = list(instances_in((output,), Tensor))
@@ -115,7 +115,7 @@ def _without_outputs(function: OpOverload, kwargs: Mapping[str, Any]) -> tuple[A
     return tuple(value for name, value in kwargs.items() if name not in outputs)
 
 
-def _are_the_same_elements(one: Tensor, other: Tensor) -> bool:
+def are_the_same_elements(one: Tensor, other: Tensor) -> bool:
     """Return True if both are the same view of the same memory."""
     return (
         storage_id(one.untyped_storage()) == storage_id(other.untyped_storage())

@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
-from typing import Any, Self
+from typing import Any, Protocol, Self, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -37,13 +37,22 @@ class TensorKind(StrEnum):
     OTHER = "other"
 
 
+@runtime_checkable
+class TagObserver(Protocol):
+    """An observer of operations that is told the kinds of tensors. `default` is (kind, on_host) of those untagged."""
+
+    default: tuple[TensorKind, bool]
+
+    def on_tag(self, tensor: Tensor, kind: TensorKind, on_host: bool) -> None: ...
+
+
 def tagged(kind: TensorKind, tensor: Tensor, *, on_host: bool = False) -> Tensor:
     """Return the tensor; active trackers count its storage as `kind` from now on, in host memory if `on_host`.
 
     If the CPU is the run's accelerator, only `on_host` distinguishes host memory from the accelerator's.
     """
-    for tracker in _active_trackers():
-        tracker._tag(tensor, kind, on_host)
+    for observer in _tag_observers():
+        observer.on_tag(tensor, kind, on_host)
     return tensor
 
 
@@ -55,15 +64,15 @@ def allocate_buffer(like: Tensor, numel: int) -> Tensor:
 @contextmanager
 def allocating(kind: TensorKind, *, on_host: bool = False) -> Iterator[None]:
     """Count storages that are allocated in this block, and not tagged, as `kind`; the innermost block wins."""
-    trackers = _active_trackers()
-    outer = [tracker._default for tracker in trackers]
-    for tracker in trackers:
-        tracker._default = kind, on_host
+    observers = _tag_observers()
+    outer = [observer.default for observer in observers]
+    for observer in observers:
+        observer.default = kind, on_host
     try:
         yield
     finally:
-        for tracker, before in zip(trackers, outer, strict=True):
-            tracker._default = before
+        for observer, before in zip(observers, outer, strict=True):
+            observer.default = before
 
 
 @dataclass(eq=False)
@@ -115,7 +124,7 @@ class MemoryTracker:
     def __init__(self, device: torch.device):
         self.device, self.host = MemoryUsage(), MemoryUsage()
         self._device_type = device.type
-        self._default = TensorKind.OTHER, False  # (kind, on_host) of storages that are not tagged
+        self.default = TensorKind.OTHER, False  # (kind, on_host) of storages that are not tagged
         self._storages: dict[int, _TrackedStorage] = {}  # by `storage_id`
 
     def restart(self) -> None:
@@ -156,7 +165,7 @@ class MemoryTracker:
         key, num_bytes = storage_id(storage), storage.nbytes()
         tracked = self._storages.get(key)
         if tracked is None:
-            kind, on_host = self._default
+            kind, on_host = self.default
             memory = self.device if tensor.device.type == self._device_type and not on_host else self.host
             tracked = _TrackedStorage(memory, kind, weakref.ref(storage, partial(self._on_free, key)))
             self._storages[key] = tracked
@@ -179,7 +188,7 @@ class MemoryTracker:
         tracked.memory.change(tracked.kind, num_bytes - tracked.num_bytes)
         tracked.num_bytes = num_bytes
 
-    def _tag(self, tensor: Tensor, kind: TensorKind, on_host: bool) -> None:
+    def on_tag(self, tensor: Tensor, kind: TensorKind, on_host: bool) -> None:
         """Move the bytes of the tensor's storage, and its allocation if that is new, to another kind or memory."""
         tracked = self._track(tensor)
         memory = self.host if on_host else tracked.memory
@@ -192,6 +201,10 @@ class MemoryTracker:
         tracked.memory, tracked.kind = memory, kind
         memory.change(kind, tracked.num_bytes)
         memory.num_allocations[kind] += tracked.is_new
+
+
+def _tag_observers() -> list[TagObserver]:
+    return [observer for observer in active_observers() if isinstance(observer, TagObserver)]
 
 
 def _active_trackers() -> list[MemoryTracker]:

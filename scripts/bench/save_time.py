@@ -68,7 +68,7 @@ class Bench:
             name: Saver(folder / name, state, keep=1, is_async=name == "asynchronous")
             for name in ("waiting", "asynchronous")
         }
-        self.plain_copies = HostCopies()
+        self.plain_copies = HostCopies(torch.device("cpu"))
         self.tensors = owned_tensors(state)
         self.num_bytes = sum(tensor.nbytes for tensor in self.tensors.values())
         self.step = 0

@@ -18,9 +18,9 @@ def run(corpus: Path, run_dir: Path, **settings: object) -> list[tuple]:
     return [(record["step"], record["loss"], record["grad_norm"]) for record in records]
 
 
-def test_a_profiled_run_is_the_same_run_and_names_its_phases(tmp_path):
+def test_a_profiled_and_checked_run_is_the_same_run_and_names_its_phases(tmp_path):
     corpus, profiled = prepare_corpus(tmp_path), tmp_path / "profiled"
-    settings = {"zero__stage": 3, "profile__steps": "[2, 4]", "profile__ranks": "[1]"}
+    settings = {"zero__stage": 3, "profile__steps": "[2, 4]", "profile__ranks": "[1]", "profile__check_streams": True}
     assert run(corpus, profiled, **settings) == run(corpus, tmp_path / "plain", zero__stage=3)
     assert sorted(path.name for path in (profiled / "profile").iterdir()) == ["rank-1.json", "timers.json"]
     trace = json.loads((profiled / "profile" / "rank-1.json").read_text())["traceEvents"]

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from parallel.errors import MemoryLimitError
-from parallel.instruments.memory_tracker import TensorKind, tagged
+from parallel.instruments.memory_tracker import TensorKind, allocating, tagged
 
 Allocate = Callable[[int, torch.dtype], Tensor]  # (number of elements, dtype) -> flat tensor, not initialized
 
@@ -24,12 +24,12 @@ def host_allocator(device: torch.device, kind: TensorKind) -> Allocate:
 
     def allocate(numel: int, dtype: torch.dtype) -> Tensor:
         try:
-            tensor = torch.empty(numel, dtype=dtype, pin_memory=device.type == "cuda")
+            with allocating(kind, on_host=True):
+                return torch.empty(numel, dtype=dtype, pin_memory=device.type == "cuda")
         except RuntimeError as error:
             raise MemoryLimitError(
                 f"{numel * dtype.itemsize / 1e9:,.3g} GB of host memory for {kind} could not be allocated: "
                 f"{str(error).splitlines()[0]}; offload less, or allow the process more (pinned) memory"
             ) from error
-        return tagged(kind, tensor, on_host=True)
 
     return allocate

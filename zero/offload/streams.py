@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import torch
 
 from parallel.mesh import Handle
+from parallel.streams import current_stream, new_stream, using, wait_event
 
 
 class SideStream:
@@ -20,7 +21,7 @@ class SideStream:
     """
 
     def __init__(self, device: torch.device):
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream, self._device = new_stream(device), device
 
     @contextmanager
     def context(self) -> Iterator[None]:
@@ -29,8 +30,8 @@ class SideStream:
             yield
             return
         # First, so that the side stream reads what the computation has written so far.
-        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-        with torch.cuda.stream(self._stream):
+        self._stream.wait_stream(current_stream(self._device))
+        with using(self._stream):
             yield
 
     def launch_after(self, first: Handle, launch: Callable[[], Handle]) -> Handle:
@@ -48,8 +49,8 @@ class SideStream:
         """Return a handle whose `wait` makes the current stream wait for what has been launched here so far."""
         if self._stream is None:
             return Handle()
-        event, device = self._stream.record_event(), self._stream.device
-        return Handle(lambda: torch.cuda.current_stream(device).wait_event(event))
+        event, device = self._stream.record_event(), self._device
+        return Handle(lambda: wait_event(device, event))
 
     def host_handle(self) -> Handle:
         """Return a handle whose `wait` blocks the host until all that has been launched here so far has run."""
@@ -58,6 +59,5 @@ class SideStream:
 
 def launched_work(device: torch.device) -> Callable[[], bool]:
     """Return a function that returns, without a wait, whether the computation that was queued so far has run."""
-    if device.type != "cuda":
-        return lambda: True
-    return torch.cuda.current_stream(device).record_event().query
+    stream = current_stream(device)
+    return stream.record_event().query if stream else lambda: True

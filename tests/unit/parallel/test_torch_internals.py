@@ -268,6 +268,27 @@ def test_resizes_are_no_longer_observed_after_an_exception():
     assert resized(observed) == []
 
 
+def test_host_reads_are_observed_until_the_block_ends():
+    observed: list[torch.Tensor] = []
+    tensor = torch.arange(3)
+    with internals.observe_host_reads(observed.append):
+        assert tensor.numpy().tolist() == tensor.tolist() == [0, 1, 2]
+    assert [id(read) for read in observed] == [id(tensor)] * 2
+    tensor.tolist()
+    assert len(observed) == 2
+    assert not {"numpy", "tolist"} & vars(torch.Tensor).keys()
+
+
+def test_no_dispatch_mode_sees_a_host_read():
+    tensor = torch.arange(3)
+    with CountingMode() as counting:
+        tensor.tolist()
+        tensor.numpy()
+    assert not any("item" in str(seen) or "copy" in str(seen) for seen in counting.seen), (
+        "torch dispatches them now: they need not be observed by replaced methods"
+    )
+
+
 def test_no_dispatch_mode_sees_a_resize():
     storage = torch.empty(4).untyped_storage()
     with CountingMode() as counting:
