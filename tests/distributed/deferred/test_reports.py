@@ -1,4 +1,4 @@
-"""What deferred execution reports: each wait that is missing shows as poison or as an error."""
+"""The reports of deferred execution: a wait that is missing shows as poison or as an error."""
 
 from collections.abc import Callable
 
