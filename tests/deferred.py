@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from gpt.checkpoint.saver import HostCopies
-from parallel.mesh import Axis
+from parallel.mesh import Axis, _first_named
 from tests.simulated_streams import Action, Event, Output, Race, Region, Stream, Streams, Work
 from zero.offload import allocators
 from zero.offload.streams import SideStream
@@ -128,7 +128,8 @@ class Communicators:
 
     def __init__(self, streams: Streams):
         self._streams, self._of_group = streams, {}
-        self._gather, self._scatter = dist.all_gather_into_tensor, dist.reduce_scatter_tensor
+        self._gather = _first_named("all_gather_single", "all_gather_into_tensor")
+        self._scatter = _first_named("reduce_scatter_single", "reduce_scatter_tensor")
         self._reduce, self._broadcast = dist.all_reduce, dist.broadcast
 
     def all_gather(self, out: Tensor, own: Tensor, group: Any = None, async_op: bool = False) -> Any:

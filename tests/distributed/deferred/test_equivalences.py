@@ -67,6 +67,7 @@ class Case:
     num_micro_batches: int = 2
     accumulate: str = "reduce"
     overlap: bool = True
+    overlap_gather: bool = False
     is_split: bool = False
     store: str = "none"
     offload: str = "none"
@@ -74,7 +75,8 @@ class Case:
 
     @property
     def zero(self) -> ZeroConfig:
-        return ZeroConfig(self.stage, 4000, self.overlap, prefetch_numel=30_000, accumulate=self.accumulate)
+        ways = {"overlap_gather": self.overlap_gather, "accumulate": self.accumulate, "prefetch_numel": 30_000}
+        return ZeroConfig(self.stage, 4000, self.overlap, **ways)
 
     @property
     def activations(self) -> ActivationsConfig:
@@ -153,14 +155,15 @@ def check_equal_one_process(num_ranks: int, cases: list[Case]) -> None:
 FEW = {
     2: [
         Case(0, offload="host", num_micro_batches=1),
-        Case(1, store="partition_host"),
+        Case(1, store="partition_host", overlap_gather=True),
         Case(2, offload="host", store="partition_host", overlap=False),
+        Case(2, offload="host", overlap_gather=True),
         Case(3, offload="host"),
         Case(3, offload="auto", num_micro_batches=1),
         Case(3, offload="more", num_micro_batches=1),
     ],
     4: [
-        Case(1, tensor_size=2, is_split=True, is_compiled=True, num_micro_batches=1),
+        Case(1, tensor_size=2, is_split=True, is_compiled=True, num_micro_batches=1, overlap_gather=True),
         Case(2, shard_size=2),
         Case(3, shard_size=2, accumulate="local"),
         Case(3, tensor_size=2, store="partition_host", num_micro_batches=1),
@@ -186,6 +189,7 @@ FACTORS = {
     "num_micro_batches": [1, 3],
     "accumulate": ["reduce", "local"],
     "overlap": [True, False],
+    "overlap_gather": [True, False],
     "is_split": [False, True],
     "store": ["none", "keep", "partition", "partition_host", "selective"],
     "offload": ["none", "host", "auto", "more"],
