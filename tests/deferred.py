@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from gpt.checkpoint.saver import HostCopies
 from parallel.mesh import Axis, _first_named
+from tests.ranks import run_ranks
 from tests.simulated_streams import Action, Event, Output, Race, Region, Stream, Streams, Work
 from zero.offload import allocators
 from zero.offload.streams import SideStream
@@ -34,6 +35,16 @@ def deferred() -> Iterator[Streams]:
         yield streams
         if streams.pending:
             raise Race(f"never waited for: {', '.join(work.name for work in streams.pending)}")
+
+
+def run_late(num_ranks: int, function: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
+    """Call a function on several ranks as `run_ranks` does, under deferred execution."""
+    return run_ranks(num_ranks, _late, function, *args, **options)
+
+
+def _late(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    with deferred():
+        return function(*args, **options)
 
 
 class LateOperations(TorchDispatchMode):

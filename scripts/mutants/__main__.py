@@ -13,7 +13,6 @@ import json
 import os
 import random
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -30,6 +29,7 @@ from rich.table import Table
 
 from scripts.mutants import waits
 from scripts.mutants.mutant import Mutant, SourceFile
+from scripts.mutants.runner import run_tests
 
 ROOT = Path(__file__).resolve().parents[2]
 EQUIVALENT = Path(__file__).with_name("equivalent.toml")
@@ -57,6 +57,7 @@ class Outcome:
 
 def main() -> int:
     options = _options()
+    os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is imported
     found = list(all_mutants(options.kind, options.paths))
     reasons = equivalents(EQUIVALENT)
     outcomes = [Outcome(m, EQUIVALENT_TO, reasons[key(m)]) for m in found if key(m) in reasons and not options.all]
@@ -147,28 +148,6 @@ def copy_tree(to: Path) -> None:
         if (ROOT / name).is_file() and not (ROOT / name).is_symlink():
             (to / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, to / name)
-
-
-def run_tests(tree: Path, tests: list[str], limit_seconds: float) -> str:
-    """Run tests until one fails; return what failed, "" if nothing did."""
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider", "--tb=short", *tests]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        command, cwd=tree, env=environment, text=True, start_new_session=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
-    try:
-        output, _ = process.communicate(timeout=limit_seconds)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
-        return f"no end after {limit_seconds:.0f} s"
-    if process.returncode == 0:
-        return ""
-    lines = output.splitlines()
-    test = next((line.split("::")[-1].split(" - ")[0] for line in lines if line.startswith(("FAILED", "ERROR"))), "")
-    error = next((line[2:].strip() for line in reversed(lines) if line.startswith("E  ")), "")
-    return f"{test or f'exit code {process.returncode}'}: {error}"
 
 
 def _replace(file: Path, source: str) -> None:

@@ -29,7 +29,6 @@ from tests.distributed.gpt.test_tensor_parallel import (
     train_whole,
 )
 from tests.distributed.zero.compiled.backend import Backend
-from tests.distributed.zero.test_uneven import check_joined
 from tests.pairwise import product_of
 from tests.ranks import run_ranks
 from tests.simulated_streams import Streams
@@ -214,16 +213,6 @@ def test_late_collectives_and_copies_change_nothing_in_any_configuration(sizes: 
         settings = {name: value for name, value in combination.items() if name != "sizes"}
         cases.append(Case(**settings, tensor_size=tensor_size, shard_size=shard_size))
     check_equal_one_process(data_size * tensor_size, cases)
-
-
-def joined_late() -> None:
-    for stage in (1, 3):
-        with deferred():
-            check_joined(ZeroConfig(stage, bucket_numel=64))
-
-
-def test_late_flags_of_uneven_data_change_nothing():
-    run_ranks(2, joined_late)
 
 
 def save_while_training(folder: Path, stage: int, offload: str) -> bool:

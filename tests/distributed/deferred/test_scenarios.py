@@ -1,0 +1,64 @@
+"""Tests of what a run does beside its steps, under deferred execution: what they state holds there too."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.deferred import run_late
+from tests.distributed.gpt import test_checkpoint_layouts as layouts
+from tests.distributed.gpt import test_weights_out as weights_out
+from tests.distributed.parallel import test_linear_cross_entropy as loss
+from tests.distributed.parallel import test_tensor_layers as layers
+from tests.distributed.zero import test_gathered as gathered
+from tests.distributed.zero import test_several_optimizers as several
+from tests.distributed.zero import test_sharded_init as sharded_init
+from tests.distributed.zero import test_uneven as uneven
+from zero.config import ZeroConfig
+from zero.offload.placement import OffloadConfig
+
+
+@pytest.fixture
+def repeat(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Return a function that repeats a test, whose ranks run late this time."""
+
+    def call(test: Callable[..., None], *args: object) -> None:
+        monkeypatch.setattr(sys.modules[test.__module__], "run_ranks", run_late)
+        test(*args)
+
+    return call
+
+
+def check_beside_steps() -> None:
+    """Check what several small tests of two ranks check."""
+    for stage in (1, 3):
+        uneven.check_joined(ZeroConfig(stage, bucket_numel=64))
+        gathered.check_changes_reach_ranks_and_optimizer(ZeroConfig(stage, bucket_numel=4000, overlap_gather=True))
+    several.check_cases([(ZeroConfig(1, 3000), OffloadConfig("host", ("optimizer",)))])
+    sharded_init.check_values(sharded_init.copied, ZeroConfig(3), 0, None)
+
+
+def test_uneven_data_changed_parameters_several_optimizers_and_sharded_initialization():
+    run_late(2, check_beside_steps)
+
+
+def test_layers_and_the_loss(repeat):
+    repeat(layers.test_layers_equal_the_whole_ones, "replicated", 2)
+    repeat(layers.test_layers_equal_the_whole_ones, "split", 2)
+    repeat(loss.test_the_loss_and_its_gradients_equal_those_of_whole_logits, 2)
+    repeat(layers.test_more_ranks_than_a_parameter_has_stretches_share_it_too)
+
+
+def test_exported_weights(repeat, tmp_path: Path):
+    repeat(weights_out.test_transformers_computes_the_logits_of_the_run, tmp_path, weights_out.DEFAULT_CASES[1])
+
+
+def test_a_run_that_is_resumed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setattr(layouts, "run_ranks", run_late)
+    expected = layouts.run_ranks(1, layouts.train_and_save, layouts.REFERENCE, tmp_path / "reference", 2, 5)[0]
+    for number, case in enumerate((layouts.LayoutCase(1, 2), layouts.LayoutCase(3, 2, offload=OffloadConfig("host")))):
+        folder = tmp_path / str(number)
+        layouts.run_ranks(2, layouts.train_and_save, case, folder, 2)
+        found = layouts.run_ranks(2, layouts.load_and_train, case, folder / "step-00000002", 5)[0]
+        assert found == pytest.approx(expected, abs=1e-10, rel=0)
