@@ -1,11 +1,15 @@
 """Tests of what a run does beside its steps, under deferred execution: what they state holds there too."""
 
+import itertools
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
+from parallel.blocks import run_in_order
+from parallel.mesh import Mesh
 from tests.deferred import run_late
 from tests.distributed.gpt import test_checkpoint_layouts as layouts
 from tests.distributed.gpt import test_weights_out as weights_out
@@ -15,6 +19,7 @@ from tests.distributed.zero import test_gathered as gathered
 from tests.distributed.zero import test_several_optimizers as several
 from tests.distributed.zero import test_sharded_init as sharded_init
 from tests.distributed.zero import test_uneven as uneven
+from zero.activations.checkpointed_blocks import ActivationsConfig, checkpointed_blocks
 from zero.config import ZeroConfig
 from zero.offload.placement import OffloadConfig
 
@@ -41,6 +46,28 @@ def check_beside_steps() -> None:
 
 def test_uneven_data_changed_parameters_several_optimizers_and_sharded_initialization():
     run_late(2, check_beside_steps)
+
+
+def check_backwards_that_end_early() -> None:
+    """Check that a checkpoint that was fetched for a backward that ended early does no harm to later ones."""
+    weights = [torch.full((3,), 1.0 + n, dtype=torch.float64, requires_grad=True) for n in range(5)]
+    blocks = [lambda x, w=weight: (x * x.sigmoid() * w).cos() for weight in weights]
+    x = torch.linspace(-1, 1, 12, dtype=torch.float64).view(4, 3).requires_grad_()
+    expected = torch.autograd.grad(run_in_order(blocks, x * 1).sum(), [x, *weights])
+    for store, defragment in itertools.product(("partition", "partition_host"), (True, False)):
+        run = checkpointed_blocks(ActivationsConfig(store, 1, defragment), Mesh.create(2).tensor)
+        first = run(blocks, x * 1).sum()
+        torch.autograd.grad(first, weights[-1])  # fetches the checkpoint before the last one, too
+        second = run(blocks, x * 1).sum()
+        torch.testing.assert_close(torch.autograd.grad(second, [x, *weights]), expected, rtol=0, atol=0)
+        if not defragment:
+            first, second = (run(blocks, x * 1).sum() for _ in range(2))
+            torch.autograd.grad(first, weights[-1])
+            torch.testing.assert_close(torch.autograd.grad(second, [x, *weights]), expected, rtol=0, atol=0)
+
+
+def test_backwards_that_end_early():
+    run_late(2, check_backwards_that_end_early)
 
 
 def test_layers_and_the_loss(repeat):
