@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from parallel.blocks import run_in_order
 from parallel.mesh import Mesh
@@ -19,9 +20,15 @@ from tests.distributed.zero import test_gathered as gathered
 from tests.distributed.zero import test_several_optimizers as several
 from tests.distributed.zero import test_sharded_init as sharded_init
 from tests.distributed.zero import test_uneven as uneven
+from tests.distributed.zero import test_zero_equals_one_process as plain
+from tests.models import batch, build, loss_of
+from tests.ranks import run_ranks
+from tests.twins import assert_same_bits, params_of
 from zero.activations.checkpointed_blocks import ActivationsConfig, checkpointed_blocks
 from zero.config import ZeroConfig
+from zero.engine import ZeroDataParallel
 from zero.offload.placement import OffloadConfig
+from zero.optimizer import ZeroOptimizer
 
 
 @pytest.fixture
@@ -42,6 +49,35 @@ def check_beside_steps() -> None:
         gathered.check_changes_reach_ranks_and_optimizer(ZeroConfig(stage, bucket_numel=4000, overlap_gather=True))
     several.check_cases([(ZeroConfig(1, 3000), OffloadConfig("host", ("optimizer",)))])
     sharded_init.check_values(sharded_init.copied, ZeroConfig(3), 0, None)
+
+
+def check_orders_that_change() -> None:
+    """Check a model that skips blocks that were prefetched, and parameters in bf16 that are copied to the host."""
+    config, double = ZeroConfig(3, 2000, prefetch_numel=4000), torch.float64
+    found = plain.train_with_zero("albert", config, 1, False, double)
+    expected = plain.train_in_one_process("albert", 2, 1, double)
+    assert found.distance(expected) < plain.TOLERANCE[double]
+
+
+def half_precision_on_the_host() -> dict[str, Tensor]:
+    """Train a bf16 model whose parameters alone are in host memory: each update casts master weights for the copy."""
+    data = Mesh.create(tensor_size=1).data
+    offload = OffloadConfig("host", ("parameters",))
+    model = ZeroDataParallel(build("gpt", dtype=torch.bfloat16), data, ZeroConfig(3, 4000), offload=offload)
+    optimizer = ZeroOptimizer(model, torch.optim.AdamW, fused=True, lr=1e-2)
+    for step in range(3):
+        loss_of(model, batch(step, 0, data.rank)).backward()
+        optimizer.step()
+    return params_of(model)
+
+
+def test_half_precision_on_the_host_gives_the_same_bits():
+    for found, expected in zip(*(run(2, half_precision_on_the_host) for run in (run_late, run_ranks)), strict=True):
+        assert_same_bits(found, expected)
+
+
+def test_orders_that_change():
+    run_late(2, check_orders_that_change)
 
 
 def test_uneven_data_changed_parameters_several_optimizers_and_sharded_initialization():
