@@ -121,7 +121,7 @@ def _call(function: Any, args: tuple, kwargs: dict, inputs: list[Tensor], writte
 
 
 class DeferredWork:
-    """What torch.distributed returns for a collective that it has launched."""
+    """The object that torch.distributed returns for a collective that it has launched."""
 
     def __init__(self, streams: Streams, work: Work):
         self._streams, self._work = streams, work

@@ -154,7 +154,7 @@ class Work:
 
 
 class Event:
-    """What had been launched on a stream when the event was recorded."""
+    """A mark behind all that had been launched on a stream when the event was recorded."""
 
     def __init__(self, streams: "Streams", *_: Any, **__: Any):
         self._streams, self.before = streams, frozenset[Work]()

@@ -48,7 +48,7 @@ SURVIVED, EQUIVALENT_TO = "SURVIVED", "equivalent"
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a mutant: the detector that failed, with the name of its test, or `SURVIVED`."""
+    """The fate of a mutant: the detector that failed, with the name of its test, or `SURVIVED`."""
 
     mutant: Mutant
     verdict: str
