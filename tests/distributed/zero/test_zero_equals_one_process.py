@@ -38,7 +38,8 @@ class Result:
         assert self.params.keys() == other.params.keys()
         numbers = zip(self.losses + self.grad_norms, other.losses + other.grad_norms, strict=True)
         params = ((self.params[name] - other.params[name]).abs().max().item() for name in self.params)
-        return max(*(abs(a - b) for a, b in numbers), *params)
+        # Not `max`, which drops NaN.
+        return torch.tensor([*(abs(a - b) for a, b in numbers), *params], dtype=torch.float64).max().item()
 
 
 @cache

@@ -1,0 +1,127 @@
+"""Tests of what a run does beside its steps, under deferred execution: what they state holds there too."""
+
+import itertools
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from parallel.blocks import run_in_order
+from parallel.mesh import Mesh
+from tests.deferred import run_late
+from tests.distributed.gpt import test_checkpoint_layouts as layouts
+from tests.distributed.gpt import test_weights_out as weights_out
+from tests.distributed.parallel import test_linear_cross_entropy as loss
+from tests.distributed.parallel import test_tensor_layers as layers
+from tests.distributed.zero import test_gathered as gathered
+from tests.distributed.zero import test_several_optimizers as several
+from tests.distributed.zero import test_sharded_init as sharded_init
+from tests.distributed.zero import test_uneven as uneven
+from tests.distributed.zero import test_zero_equals_one_process as plain
+from tests.models import batch, build, loss_of
+from tests.ranks import run_ranks
+from tests.twins import assert_same_bits, params_of
+from zero.activations.checkpointed_blocks import ActivationsConfig, checkpointed_blocks
+from zero.config import ZeroConfig
+from zero.engine import ZeroDataParallel
+from zero.offload.placement import OffloadConfig
+from zero.optimizer import ZeroOptimizer
+
+
+@pytest.fixture
+def repeat(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Return a function that repeats a test, whose ranks run late this time."""
+
+    def call(test: Callable[..., None], *args: object) -> None:
+        monkeypatch.setattr(sys.modules[test.__module__], "run_ranks", run_late)
+        test(*args)
+
+    return call
+
+
+def check_beside_steps() -> None:
+    """Check what several small tests of two ranks check."""
+    for stage in (1, 3):
+        uneven.check_joined(ZeroConfig(stage, bucket_numel=64))
+        gathered.check_changes_reach_ranks_and_optimizer(ZeroConfig(stage, bucket_numel=4000, overlap_gather=True))
+    several.check_cases([(ZeroConfig(1, 3000), OffloadConfig("host", ("optimizer",)))])
+    sharded_init.check_values(sharded_init.copied, ZeroConfig(3), 0, None)
+
+
+def check_orders_that_change() -> None:
+    """Check a model that skips blocks that were prefetched, and parameters in bf16 that are copied to the host."""
+    config, double = ZeroConfig(3, 2000, prefetch_numel=4000), torch.float64
+    found = plain.train_with_zero("albert", config, 1, False, double)
+    expected = plain.train_in_one_process("albert", 2, 1, double)
+    assert found.distance(expected) < plain.TOLERANCE[double]
+
+
+def half_precision_on_the_host() -> dict[str, Tensor]:
+    """Train a bf16 model whose parameters alone are in host memory: each update casts master weights for the copy."""
+    data = Mesh.create(tensor_size=1).data
+    offload = OffloadConfig("host", ("parameters",))
+    model = ZeroDataParallel(build("gpt", dtype=torch.bfloat16), data, ZeroConfig(3, 4000), offload=offload)
+    optimizer = ZeroOptimizer(model, torch.optim.AdamW, fused=True, lr=1e-2)
+    for step in range(3):
+        loss_of(model, batch(step, 0, data.rank)).backward()
+        optimizer.step()
+    return params_of(model)
+
+
+def test_half_precision_on_the_host_gives_the_same_bits():
+    for found, expected in zip(*(run(2, half_precision_on_the_host) for run in (run_late, run_ranks)), strict=True):
+        assert_same_bits(found, expected)
+
+
+def test_orders_that_change():
+    run_late(2, check_orders_that_change)
+
+
+def test_uneven_data_changed_parameters_several_optimizers_and_sharded_initialization():
+    run_late(2, check_beside_steps)
+
+
+def check_backwards_that_end_early() -> None:
+    """Check that a checkpoint that was fetched for a backward that ended early does no harm to later ones."""
+    weights = [torch.full((3,), 1.0 + n, dtype=torch.float64, requires_grad=True) for n in range(5)]
+    blocks = [lambda x, w=weight: (x * x.sigmoid() * w).cos() for weight in weights]
+    x = torch.linspace(-1, 1, 12, dtype=torch.float64).view(4, 3).requires_grad_()
+    expected = torch.autograd.grad(run_in_order(blocks, x * 1).sum(), [x, *weights])
+    for store, defragment in itertools.product(("partition", "partition_host"), (True, False)):
+        run = checkpointed_blocks(ActivationsConfig(store, 1, defragment), Mesh.create(2).tensor)
+        first = run(blocks, x * 1).sum()
+        torch.autograd.grad(first, weights[-1])  # fetches the checkpoint before the last one, too
+        second = run(blocks, x * 1).sum()
+        torch.testing.assert_close(torch.autograd.grad(second, [x, *weights]), expected, rtol=0, atol=0)
+        if not defragment:
+            first, second = (run(blocks, x * 1).sum() for _ in range(2))
+            torch.autograd.grad(first, weights[-1])
+            torch.testing.assert_close(torch.autograd.grad(second, [x, *weights]), expected, rtol=0, atol=0)
+
+
+def test_backwards_that_end_early():
+    run_late(2, check_backwards_that_end_early)
+
+
+def test_layers_and_the_loss(repeat):
+    repeat(layers.test_layers_equal_the_whole_ones, "replicated", 2)
+    repeat(layers.test_layers_equal_the_whole_ones, "split", 2)
+    repeat(loss.test_the_loss_and_its_gradients_equal_those_of_whole_logits, 2)
+    repeat(layers.test_more_ranks_than_a_parameter_has_stretches_share_it_too)
+
+
+def test_exported_weights(repeat, tmp_path: Path):
+    repeat(weights_out.test_transformers_computes_the_logits_of_the_run, tmp_path, weights_out.DEFAULT_CASES[1])
+
+
+def test_a_run_that_is_resumed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setattr(layouts, "run_ranks", run_late)
+    expected = layouts.run_ranks(1, layouts.train_and_save, layouts.REFERENCE, tmp_path / "reference", 2, 5)[0]
+    for number, case in enumerate((layouts.LayoutCase(1, 2), layouts.LayoutCase(3, 2, offload=OffloadConfig("host")))):
+        folder = tmp_path / str(number)
+        layouts.run_ranks(2, layouts.train_and_save, case, folder, 2)
+        found = layouts.run_ranks(2, layouts.load_and_train, case, folder / "step-00000002", 5)[0]
+        assert found == pytest.approx(expected, abs=1e-10, rel=0)
