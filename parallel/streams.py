@@ -82,9 +82,7 @@ def current_stream(device: torch.device) -> Stream | None:
 
 def using(stream: Any) -> AbstractContextManager[Any]:
     """Return a context in which operations are launched on `stream`."""
-    if isinstance(stream, torch.cuda.Stream):
-        return torch.cuda.stream(stream)
-    return stream.as_current()
+    return stream.as_current() if hasattr(stream, "as_current") else torch.cuda.stream(stream)
 
 
 def wait_event(device: torch.device, event: Any) -> None:

@@ -6,7 +6,7 @@ first waits for the stream on which the collective is launched. It is a collecti
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -17,12 +17,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+import parallel.streams
+import zero.offload.streams
 from gpt.checkpoint.saver import HostCopies
 from parallel.mesh import Axis, _first_named
 from tests.ranks import run_ranks
 from tests.simulated_streams import Action, Event, Output, Race, Region, Stream, Streams, Work
 from zero.offload import allocators
-from zero.offload.streams import SideStream
 
 
 @contextmanager
@@ -77,6 +78,19 @@ class LateOperations(TorchDispatchMode):
         if not written:
             return result
         return written[0][0] if len(written) == 1 else tuple(out for out, _ in written)
+
+
+class HostAllocations(TorchDispatchMode):
+    """A dispatch mode under which the project allocates memory of the host."""
+
+    def __init__(self, streams: Streams):
+        super().__init__()
+        self._streams = streams
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        tensor = function(*args, **(kwargs or {}))
+        self._streams.on_host.append(Region(tensor, is_kept=False))
+        return tensor
 
 
 def _is_alias(function: Any) -> bool:
@@ -232,20 +246,20 @@ def _cuda(streams: Streams) -> Iterator[Any]:
 
 
 def _memory(streams: Streams) -> Iterator[Any]:
-    resize, tagged = torch.UntypedStorage.resize_, allocators.tagged
+    resize, allocating = torch.UntypedStorage.resize_, allocators.allocating
 
     def resize_(storage: torch.UntypedStorage, num_bytes: int) -> Any:
         if num_bytes < storage.nbytes():
             streams.before_free(storage)
         return resize(storage, num_bytes)
 
-    def tag(kind: Any, tensor: Tensor, *, on_host: bool = False) -> Tensor:
-        if on_host:
-            streams.on_host.append(Region(tensor, is_kept=False))
-        return tagged(kind, tensor, on_host=on_host)
+    @contextmanager
+    def recorded(kind: Any, *, on_host: bool = False) -> Iterator[None]:
+        with allocating(kind, on_host=on_host), HostAllocations(streams) if on_host else nullcontext():
+            yield
 
     yield mock.patch.object(torch.UntypedStorage, "resize_", resize_)
-    yield mock.patch.object(allocators, "tagged", tag)
+    yield mock.patch.object(allocators, "allocating", recorded)
 
 
 def _region(streams: Streams, tensor: Tensor) -> Region:
@@ -255,17 +269,19 @@ def _region(streams: Streams, tensor: Tensor) -> Region:
 
 
 def _doors(streams: Streams) -> Iterator[Any]:
-    """Give the project side streams on a CPU, and let the snapshots of a saver land late."""
-    start, take = SideStream.__init__, HostCopies.take
-
-    def init(side_stream: SideStream, device: torch.device) -> None:
-        start(side_stream, device)
-        side_stream._stream = side_stream._stream or torch.cuda.Stream(device)
+    """Give the project the streams of CUDA on a CPU, and let the snapshots of a saver land late."""
+    take = HostCopies.take
+    doors = {
+        "new_stream": lambda device: torch.cuda.Stream(device),
+        "current_stream": lambda device: torch.cuda.current_stream(device),
+    }
+    for name, door in doors.items():
+        for module in (parallel.streams, zero.offload.streams):
+            yield mock.patch.object(module, name, door)
 
     def take_late(copies: HostCopies, tensors: Any) -> Any:
         # The computation's stream, for once one that does not run at once: what is copied lands late on the host.
-        with torch.cuda.stream(torch.cuda.Stream()), mock.patch("torch.cuda.is_initialized", return_value=True):
+        with torch.cuda.stream(torch.cuda.Stream()):
             return take(copies, tensors)
 
-    yield mock.patch.object(SideStream, "__init__", init)
     yield mock.patch.object(HostCopies, "take", take_late)

@@ -8,8 +8,6 @@ A dry run has tensors on the CPU, so it takes none of these paths. Where fake te
 - the values that a checkpoint's file, the comparison of replicas and an optimizer without a fused step read
 """
 
-from unittest import mock
-
 import pytest
 import torch
 
@@ -61,10 +59,7 @@ def train(stage: int, offload: str, store: str, precision: str, tensor_size: int
             assert all(param.device == cuda for param in module.parameters())
         tensors = owned_tensors(TrainState(mesh, model, optimizer, cuda, activations))
         fake = {name: tensor for name, tensor in tensors.items() if not name.startswith("random.")}
-        with mock.patch(
-            "torch.cuda.is_initialized", return_value=True
-        ):  # elsewhere false: random numbers are the CPU's
-            copies = HostCopies().take(fake)
+        copies = HostCopies(cuda).take(fake)
         assert {copy.device.type for copy in copies.values()} == {"cpu"}
 
 

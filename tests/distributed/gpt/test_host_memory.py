@@ -54,7 +54,7 @@ def forecast_and_use(arguments: list[str]) -> list[tuple[float, float]]:
         num_micro_batches = settings.train.num_micro_batches(mesh.data.size)
         train_step(state.model, state.optimizer, [torch.randint(300, (2, 17))] * num_micro_batches, mesh)
     states = resident_states(state.model, state.optimizer, Placement.HOST)
-    copies = HostCopies().take(owned_state(state.model, state.optimizer))
+    copies = HostCopies(state.device).take(owned_state(state.model, state.optimizer))
     if state.model.replica_axis.rank:
         copies = {}
     checkpoints = 0
