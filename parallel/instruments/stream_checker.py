@@ -263,7 +263,7 @@ class StreamChecker:
     def _add(self, tensor: Tensor, storage: torch.UntypedStorage, owner: SimulatedStream) -> AccessedMemory:
         kind, on_host = self.default
         key, is_on_host = storage_id(storage), on_host or tensor.device.type != self._device_type
-        memory = self._storages[key] = AccessedMemory(owner, is_on_host, storage.nbytes(), kind)
+        memory = self._storages[key] = AccessedMemory(owner, is_on_host, kind)
         memory.reference = weakref.ref(storage, partial(self._on_free, key))
         return memory
 
@@ -281,7 +281,6 @@ class StreamChecker:
             return
         self._pools.free(memory)
         memory.forget()
-        memory.num_bytes = num_bytes
         if num_bytes:
             memory.owner = self.current_stream
             self._take_from_pool("resize_")
