@@ -152,6 +152,9 @@ class StreamChecker:
         communicator = self._communicators.get(group)
         if communicator is None:
             communicator = self._communicators[group] = self._streams.new_communicator(event.axis)
+        for tensor in (read, written):
+            # NCCL sends no host memory: on a GPU, `.to(axis.communication_device(...))` has copied it.
+            self._memory_of(tensor).is_on_host = False
         communicator.wait_stream(self.current_stream)
         members = tuple(dist.get_process_group_ranks(group))
         access = communicator.launch(event.op, (members, event.message_bytes, event.dtype))
