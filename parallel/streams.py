@@ -14,14 +14,6 @@ from torch import Tensor
 from parallel.torch_internals import active_dispatch_modes
 
 
-class Event(Protocol):
-    """A point in the order of a stream; those of CUDA have these methods."""
-
-    def query(self) -> bool: ...
-
-    def synchronize(self) -> None: ...
-
-
 class Stream(Protocol):
     """Work that runs in order, beside that of other streams; those of CUDA have these methods."""
 

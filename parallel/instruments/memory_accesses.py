@@ -20,10 +20,10 @@ from parallel.torch_internals import VIEWS_DESPITE_THEIR_SCHEMA, OpOverload, sch
 class AccessedMemory:
     """The accesses to one storage. `owner`: the stream on which it was allocated, from whose pool its memory is."""
 
-    __slots__ = ("_reads", "_starts", "_writes", "is_on_host", "kind", "num_bytes", "owner", "reference")
+    __slots__ = ("_reads", "_starts", "_writes", "is_on_host", "kind", "owner", "reference")
 
-    def __init__(self, owner: SimulatedStream, is_on_host: bool, num_bytes: int, kind: str):
-        self.owner, self.is_on_host, self.num_bytes, self.kind = owner, is_on_host, num_bytes, kind
+    def __init__(self, owner: SimulatedStream, is_on_host: bool, kind: str):
+        self.owner, self.is_on_host, self.kind = owner, is_on_host, kind
         self.reference: Any = None
         self.forget()
 

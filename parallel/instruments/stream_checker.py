@@ -152,6 +152,9 @@ class StreamChecker:
         communicator = self._communicators.get(group)
         if communicator is None:
             communicator = self._communicators[group] = self._streams.new_communicator(event.axis)
+        for tensor in (read, written):
+            # NCCL sends no host memory: on a GPU, `.to(axis.communication_device(...))` has copied it.
+            self._memory_of(tensor).is_on_host = False
         communicator.wait_stream(self.current_stream)
         members = tuple(dist.get_process_group_ranks(group))
         access = communicator.launch(event.op, (members, event.message_bytes, event.dtype))
@@ -263,7 +266,7 @@ class StreamChecker:
     def _add(self, tensor: Tensor, storage: torch.UntypedStorage, owner: SimulatedStream) -> AccessedMemory:
         kind, on_host = self.default
         key, is_on_host = storage_id(storage), on_host or tensor.device.type != self._device_type
-        memory = self._storages[key] = AccessedMemory(owner, is_on_host, storage.nbytes(), kind)
+        memory = self._storages[key] = AccessedMemory(owner, is_on_host, kind)
         memory.reference = weakref.ref(storage, partial(self._on_free, key))
         return memory
 
@@ -281,7 +284,6 @@ class StreamChecker:
             return
         self._pools.free(memory)
         memory.forget()
-        memory.num_bytes = num_bytes
         if num_bytes:
             memory.owner = self.current_stream
             self._take_from_pool("resize_")

@@ -93,6 +93,8 @@ def is_valid(combination: dict) -> bool:
     has_replicas = combination["sizes"][2] > 1 and "sequence" not in combination["others"]
     if combination["store"] == "partition" and not has_replicas:
         return False
+    if combination["offload"] == "parameters" and combination["stage"] < 3:
+        return False
     return "sequence" not in combination["others"] or combination["sizes"][2] > 1
 
 
@@ -151,6 +153,7 @@ def check_imitated(combination: dict) -> None:
 CHOSEN = [  # together, these have every value of every factor
     (0, (4, 2, 2), 3, "local", "partition", "none", "bf16", ""),
     (1, (4, None, 2), 3, "local", "partition_host", "optimizer", "bf16", "--activations.defragment=false"),
+    (2, (4, None, 2), 1, "local", "selective", "optimizer", "fp32", "--parallel.sequence_parallel=true"),
     (1, (4, 2, 1), 1, "reduce", "selective", "host", "fp32", "--zero.reduce_dtype=bf16"),
     (2, (4, 2, 2), 3, "reduce", "keep", "none", "bf16", "--parallel.sequence_parallel=true"),
     (2, (4, 2, 1), 3, "local", "partition_host", "host", "bf16", ""),

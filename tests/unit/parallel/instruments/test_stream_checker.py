@@ -224,6 +224,15 @@ def test_scalars_of_the_host_may_be_used_by_the_device_and_the_other_way_round()
         torch.ones(4).add_(states.sum())
 
 
+def test_host_memory_that_is_reduced_has_been_copied_to_the_device():
+    with streams_checked(CPU):
+        axis, grad = data_axis(), on_host(4).zero_()
+        message = torch.cat([grad]).to(axis.communication_device(grad))
+        axis.all_reduce(message, out=message).wait()
+        grad.copy_(message)  # the host waits
+        grad.mul_(2)
+
+
 def test_a_second_stream_that_waits_on_the_same_handle_is_not_made_to_wait():
     """The first wait removes the steps of the handle, as on a GPU."""
     with StreamChecker(CPU) as checker:
