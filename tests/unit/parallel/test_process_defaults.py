@@ -75,11 +75,12 @@ def test_a_torch_that_does_not_know_an_option_gets_the_others(given):
 
 
 PROGRAM = """
-import os, torch
+import os, sys, torch
 os.sched_getaffinity, os.cpu_count = lambda process: set(range(8)), lambda: 8
 from parallel.world import start_world
 start_world()
-print("threads", torch.get_num_threads(), os.environ["OMP_NUM_THREADS"], flush=True)
+# In one piece: the ranks share a pipe.
+sys.stdout.write(f"threads {torch.get_num_threads()} {os.environ['OMP_NUM_THREADS']}\\n")
 torch.distributed.barrier()  # no rank ends while the other one still connects to it
 """
 
