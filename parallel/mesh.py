@@ -22,17 +22,23 @@ from parallel.torch_internals import flatten_mesh, take_default_timeout
 
 
 class Handle:
-    """An asynchronous collective: the steps that remain before its output may be read."""
+    """An asynchronous collective: the steps that remain before its output may be read.
 
-    def __init__(self, *steps: Callable[[], object]):
-        self._steps = deque(steps)
+    `on_wait` are called before and after the steps.
+    """
+
+    def __init__(self, *steps: Callable[[], object], on_wait: tuple[Callable[[], object], ...] = ()):
+        self._steps, self._on_wait = deque(steps), on_wait
 
     def wait(self) -> None:
         """Complete the collective. On a GPU the current stream waits for it, and the host does not."""
-        while self._steps:
-            # A step is removed before it is called, so that a second `wait`, even one inside a step, does not repeat
-            # it.
-            self._steps.popleft()()
+        if not self._steps:
+            return
+        for step in self._on_wait[:1]:
+            step()
+        self._complete()
+        for step in self._on_wait[1:]:
+            step()
 
     def then(self, launch: Callable[[], "Handle"]) -> "Handle":
         """Return a handle on this collective followed by one that reads its output.
@@ -41,6 +47,20 @@ class Handle:
         waited for.
         """
         return Handle(self.wait, lambda: launch().wait()) if self._steps else launch()
+
+    def then_beside(self, launch: Callable[[], "Handle"]) -> "Handle":
+        """Return the same as `then`, with the second one launched at once; call it on a stream that may wait.
+
+        `on_wait` is called when the result is waited for.
+        """
+        self._complete()
+        return Handle(launch().wait, on_wait=self._on_wait)
+
+    def _complete(self) -> None:
+        while self._steps:
+            # A step is removed before it is called, so that a second `wait`, even one inside a step, does not repeat
+            # it.
+            self._steps.popleft()()
 
 
 @dataclass(frozen=True)
@@ -141,7 +161,7 @@ class Axis:
         simulation = active_simulation()
         wait = launch() if simulation is None else simulation.collective(self.group, event, launch, read, out)
         start, end = partial(self.log.record_wait_start, event), partial(self.log.record_wait_end, event)
-        return Handle(start, wait, end)
+        return Handle(wait, on_wait=(start, end))
 
     def _all_gather(self, shard: Tensor, out: Tensor) -> Callable[[], object]:
         if self._is_gloo:

@@ -24,6 +24,7 @@ from parallel.instruments.memory_tracker import MemoryTracker, TensorKind
 from parallel.instruments.operation_observer import observe_operations
 from parallel.instruments.stream_checker import streams_checked
 from parallel.launch.cluster import ClusterSpec
+from parallel.streams import UncheckedStreams
 from parallel.world import World, imitated_world
 
 DEVICE, HOST = "device", "host"  # the memories of a Recording
@@ -71,8 +72,7 @@ def record_step(
     """
     settings = replace(settings, train=replace(settings.train, compile="none"))  # fake tensors cannot be compiled
     mesh = build_mesh(settings, world)
-    checked = streams_checked(world.device) if settings.profile.check_streams else nullcontext()
-    with tensor_mode, MemoryTracker(world.device) as tracker, checked:
+    with tensor_mode, MemoryTracker(world.device) as tracker, _streams(settings, world):
         state = build(settings, mesh, world.device)
         building_peak_bytes = tracker.device.peak_total
         micro_batches = blank_micro_batches(settings.train, settings.model.seq_length, mesh.data.size)
@@ -103,6 +103,13 @@ def record_step(
             events,
             kernel_log.kernels,
         )
+
+
+def _streams(settings: Settings, world: World) -> AbstractContextManager[Any]:
+    """Return a context that gives the run the streams of a GPU, if it imitates one or is to be checked."""
+    if settings.profile.check_streams:
+        return streams_checked(world.device)
+    return observe_operations(UncheckedStreams()) if world.imitated_backend == "nccl" else nullcontext()
 
 
 @contextmanager

@@ -131,6 +131,8 @@ def _replay(
             event = events[number]
             # It may send parameters that are still being copied from the host, so it starts after that copy.
             ready = max(free["compute"], free["from host"])
+            if event.axis == "replica":  # it reduces what the shard axis has reduced
+                ready = max(ready, free["shard"])
             seconds = collective_seconds(event, cluster, shape)
             lanes.ends[number] = lanes.run(event.axis, event.op, ready, seconds)
         for number in waits.get(position, ()):

@@ -42,8 +42,7 @@ class SideStream:
         if self._stream is None:
             return first.then(launch)
         with self.context():
-            first.wait()
-            return launch()
+            return first.then_beside(launch)
 
     def device_handle(self) -> Handle:
         """Return a handle whose `wait` makes the current stream wait for what has been launched here so far."""

@@ -56,3 +56,14 @@ def test_what_follows_is_launched_now_if_nothing_is_awaited_and_else_when_waited
     assert taken == []
     chained.wait()
     assert taken == ["first", "launched", "done"]
+
+
+def test_what_follows_beside_is_launched_at_once_and_reported_when_it_is_waited_for():
+    taken = []
+    notes = (lambda: taken.append("wait"), lambda: taken.append("waited"))
+    first = Handle(lambda: taken.append("first"), on_wait=notes)
+    both = first.then_beside(lambda: Handle(lambda: taken.append("second")))
+    assert taken == ["first"]
+    both.wait()
+    both.wait()
+    assert taken == ["first", "wait", "second", "waited"]
