@@ -60,6 +60,9 @@ class Profiler:
             activities.append(ProfilerActivity.CUDA)
         self._trace = profile(activities=activities)
         self._trace.start()
+        # The profiler starts in a time that differs between ranks. Without this barrier, the others would wait for the
+        # slowest one in their first collective, and that wait would be counted.
+        self._mesh.barrier()
         self._start = self._now()
 
     def end(self, step: int) -> list[dict[str, float]] | None:

@@ -20,6 +20,7 @@ from data.indexed import bin_path
 from parallel.errors import ConfigError
 from scripts.acceptance.child import run_child
 from scripts.acceptance.figures import Figure, PartResult, UnreadableResult
+from scripts.acceptance.long_runs import long_parts
 from scripts.acceptance.machine import Machine, find_machine
 from scripts.acceptance.parts import Part, parts
 from scripts.acceptance.plan import Plan
@@ -104,7 +105,8 @@ def main(arguments: Sequence[str]) -> int:
     (plan.output / "logs").mkdir(parents=True)
     plan.write_synthetic_data()
     try:
-        results = run_parts(parts(plan), plan, options.minutes, console)
+        rows = [*parts(plan), *(long_parts(plan) if options.long else [])]
+        results = run_parts(rows, plan, options.minutes, console)
     except KeyboardInterrupt:
         console.print("interrupted: the running part was stopped, and nothing was written")
         return 130

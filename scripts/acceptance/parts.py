@@ -83,7 +83,7 @@ def step_time(plan: Plan, size: ModelSize) -> Part:
         "precision": "bf16" if plan.half_precision == "bf16" else "fp32",
         "contenders": f"[{','.join(contenders)}]",
         "rounds": scale.rounds,
-        "steps": 2,
+        "steps": scale.bench_steps,
         "warmup": scale.warmup,
         "layers": size.layers,
         "hidden": size.hidden,
@@ -92,7 +92,7 @@ def step_time(plan: Plan, size: ModelSize) -> Part:
         "micro_batch_size": scale.micro_batch_size,
         "json": file,
     }
-    command = plan.launch(plan.num_ranks, "-m", "scripts.bench.step_time", *_as_options(options))
+    command = plan.launch(plan.num_ranks, "-m", "scripts.bench.step_time", *as_options(options))
     return Part(part, command, partial(readings.step_time, plan, size, file), 240)
 
 
@@ -103,13 +103,13 @@ def dry_run(plan: Plan, stage: int) -> Part:
         "dry_run.cluster": plan.cluster_file,
         "dry_run.backend": "nccl" if plan.machine.num_gpus else "gloo",
     }
-    command = [sys.executable, "pretrain_gpt.py", *_as_options(options)]
+    command = [sys.executable, "pretrain_gpt.py", *as_options(options)]
     return Part(f"dry run, stage {stage}", command, partial(readings.dry_run, folder), 120)
 
 
 def training(plan: Plan, stage: int) -> Part:
     folder = plan.output / f"training-stage-{stage}"
-    command = plan.launch(plan.num_ranks, "pretrain_gpt.py", *_as_options(training_options(plan, stage, folder)))
+    command = plan.launch(plan.num_ranks, "pretrain_gpt.py", *as_options(training_options(plan, stage, folder)))
     read = partial(readings.training, plan, folder, plan.output / f"dry-run-stage-{stage}")
     return Part(f"training, stage {stage}", command, read, 240)
 
@@ -118,7 +118,7 @@ def training_without_overlap(plan: Plan, stage: int) -> Part:
     folder = plan.output / f"training-stage-{stage}-without-overlap"
     options = training_options(plan, stage, folder)
     options |= {"zero.overlap": "false", "zero.overlap_gather": "false", "zero.prefetch_numel": 0}
-    command = plan.launch(plan.num_ranks, "pretrain_gpt.py", *_as_options(options))
+    command = plan.launch(plan.num_ranks, "pretrain_gpt.py", *as_options(options))
     read = partial(readings.hidden_share, plan, plan.output / f"training-stage-{stage}", folder)
     return Part(f"training, stage {stage}, without overlap", command, read, 240)
 
@@ -153,5 +153,6 @@ def training_options(plan: Plan, stage: int, folder: Path) -> dict[str, object]:
     }
 
 
-def _as_options(options: Mapping[str, object]) -> list[str]:
+def as_options(options: Mapping[str, object]) -> list[str]:
+    """Return options of a program as words of its command line."""
     return [f"--{name}={value}" for name, value in options.items()]

@@ -1,4 +1,4 @@
-"""What an acceptance run measures on a machine: how many ranks, which models, and how long."""
+"""The plan of an acceptance run: its ranks, models and lengths, which follow from the machine."""
 
 import os
 import sys
@@ -30,6 +30,19 @@ class ModelSize:
 
 
 @dataclass(frozen=True)
+class LongScale:
+    """The sizes of the training runs of --long. The vocabulary is that of GPT-2, as in the user's data."""
+
+    model: ModelSize
+    seq: int
+    steps: int
+    global_batch_size: int
+    micro_batch_size: int
+    eval_every: int
+    eval_samples: int
+
+
+@dataclass(frozen=True)
 class Scale:
     """The sizes of an acceptance run. A training run is measured up to the first profiled step."""
 
@@ -39,12 +52,14 @@ class Scale:
     vocab: int
     micro_batch_size: int
     rounds: int
+    bench_steps: int  # of each contender in a round
     warmup: int
     training_stages: tuple[int, ...]
     training_steps: int
     log_every: int
     profiled: tuple[int, int]
     num_cases: int | None  # that are compared with one process; None: all
+    long: LongScale
 
 
 GPT2_124M = ModelSize("GPT-2 124M", 12, 768, 124)
@@ -60,12 +75,14 @@ ON_GPUS = Scale(
     vocab=50257,
     micro_batch_size=4,
     rounds=4,
+    bench_steps=2,
     warmup=3,
     training_stages=(2, 3),
     training_steps=20,
     log_every=5,
     profiled=(16, 18),
     num_cases=None,
+    long=LongScale(GPT2_124M, 1024, 1000, 512, 16, 125, 512),
 )
 ON_CPUS = Scale(
     compared=(TINY_GPT,),
@@ -74,12 +91,14 @@ ON_CPUS = Scale(
     vocab=256,
     micro_batch_size=2,
     rounds=2,
+    bench_steps=1,
     warmup=1,
     training_stages=(2,),
     training_steps=8,
     log_every=2,
     profiled=(7, 8),
-    num_cases=4,
+    num_cases=3,
+    long=LongScale(TINY_GPT, 32, 4, 4, 2, 2, 4),
 )
 
 

@@ -1,4 +1,4 @@
-"""How the results of the parts are read, and what counts as passed."""
+"""Functions that read the results of the parts, and the limits that count as passed."""
 
 import json
 import re
