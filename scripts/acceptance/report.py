@@ -18,17 +18,17 @@ VERDICTS = {True: "passed", False: "FAILED"}
 
 
 def result_table(results: Sequence[PartResult]) -> Table:
-    """Return a table with a row for each figure, and one for each part that did not run to its end."""
+    """Return a table with a row for each part, and below it one for each of its figures."""
     table = Table(title="Acceptance", title_justify="left")
-    for heading in ("part", "figure", "measured", "required", ""):
+    for heading in ("part and figures", "measured", "required", ""):
         table.add_column(heading, justify="right" if heading == "measured" else "left", overflow="fold")
     for result in results:
         table.add_section()
-        table.add_row(f"{result.name} ({result.seconds:.0f} s)", "", "", "", VERDICTS[result.passed])
+        table.add_row(result.name, f"{result.seconds:.0f} s", "", VERDICTS[result.passed], style="bold")
         if result.problem:
-            table.add_row("", result.problem, "", "", VERDICTS[False])
+            table.add_row(f"  {result.problem}", "", "", VERDICTS[False])
         for figure in result.figures:
-            table.add_row("", figure.what, figure.text, figure.required, _verdict(figure))
+            table.add_row(f"  {figure.what}", figure.text, figure.required, _verdict(figure))
     return table
 
 
@@ -64,21 +64,19 @@ def _page(plan: Plan, results: Sequence[PartResult], data: str) -> list[str]:
         "",
         *("| | |", "| --- | --- |", *(f"| {name} | {value} |" for name, value in facts.items())),
         "",
-        *("| part | figure | measured | required | |", "| --- | --- | --- | --- | --- |"),
+        *("| part and figures | measured | required | |", "| --- | --- | --- | --- |"),
     ]
     for result in results:
-        lines.append(f"| **{result.name}** | {_cell(result.problem)} | {result.seconds:.0f} s | | {_bold(result)} |")
-        lines += [f"| | {f.what} | {_cell(f.text)} | {f.required} | {_verdict(f)} |" for f in result.figures]
+        lines.append(f"| **{result.name}** | {result.seconds:.0f} s | | **{VERDICTS[result.passed]}** |")
+        if result.problem:
+            lines.append(f"| {_cell(result.problem)} | | | {VERDICTS[False]} |")
+        lines += [f"| {_cell(f.what)} | {_cell(f.text)} | {f.required} | {_verdict(f)} |" for f in result.figures]
     return lines
 
 
 def _verdict(figure: Figure) -> str:
     """Return the verdict about a figure; an empty string if it is recorded only."""
     return VERDICTS[figure.passed] if figure.required or not figure.passed else ""
-
-
-def _bold(result: PartResult) -> str:
-    return f"**{VERDICTS[result.passed]}**"
 
 
 def _cell(text: str) -> str:

@@ -1,0 +1,106 @@
+"""The acceptance run: all parts pass on CPUs, and one that fails or hangs does not stop the others."""
+
+import itertools
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from scripts.acceptance import readings
+from scripts.acceptance.__main__ import main, run_parts
+from scripts.acceptance.cases import cases_for
+from scripts.acceptance.figures import Figure
+from scripts.acceptance.machine import Machine
+from scripts.acceptance.parts import Part
+from scripts.acceptance.plan import Plan
+
+ROOT = Path(__file__).parents[2]
+PYTHON = [sys.executable, "-c"]
+MACHINE = Machine(0, "CPU", 0, "-", True, 2, "3", "2", "-", "-")
+
+
+def test_all_parts_pass_on_cpus(tmp_path):
+    command = [sys.executable, "-m", "scripts.acceptance", "--output", str(tmp_path)]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    found = json.loads((tmp_path / "results.json").read_text())
+    names = ["preflight", "equality, 2 ranks", "step time of a tiny GPT", "dry run, stage 2", "training, stage 2"]
+    assert [part["name"] for part in found["parts"]] == [*names, "training, stage 2, without overlap"]
+    assert all(part["passed"] for part in found["parts"])
+    figures = {figure["what"]: figure["value"] for part in found["parts"] for figure in part["figures"]}
+    assert figures["equal comparisons"] == figures["equal comparisons, delayed"] == "5 of 5"
+    page = (tmp_path / "results.md").read_text()
+    assert "6 of 6 parts passed" in page
+    assert all(f"| {what} |" in page for what in figures)
+
+
+def part(name: str, script: str, limit_seconds: float = 60) -> Part:
+    return Part(name, [*PYTHON, script], lambda log: [Figure("log", log.read_text().splitlines()[-1])], limit_seconds)
+
+
+def is_running(pid: str) -> bool:
+    """Return False also for a process that was killed and that nobody has waited for."""
+    status = Path("/proc", pid, "status")
+    return status.exists() and "State:\tZ" not in status.read_text()
+
+
+def test_a_part_that_fails_or_hangs_does_not_stop_the_others(tmp_path):
+    (tmp_path / "logs").mkdir()
+    # The child of a part that hangs, like a rank of torchrun, is in a session of its own.
+    sleep = "subprocess.Popen(['sleep', '1000'], start_new_session=True)"
+    rows = [
+        part("fails", "print('start'); raise RuntimeError('no peer')"),
+        part("hangs", f"import subprocess; p = {sleep}; print(p.pid, flush=True); p.wait()", limit_seconds=2),
+        part("works", "print('fine')"),
+    ]
+    fails, hangs, works = run_parts(rows, Plan(MACHINE, 2, tmp_path), 15, Console(quiet=True))
+    assert (fails.passed, hangs.passed, works.passed) == (False, False, True)
+    assert fails.problem.startswith("RuntimeError: no peer (exit code 1; see ")
+    assert hangs.problem.startswith("did not end within 2 s and was stopped; see ")
+    assert works.figures == (Figure("log", "fine"),)
+    assert not is_running(str(hangs.figures[0].value))
+    (late,) = run_parts(rows[2:], Plan(MACHINE, 2, tmp_path), 0, Console(quiet=True))
+    assert late.problem == "was not run: the time is used up; --minutes gives more"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--gpus", "99"], "error: --gpus=99: this machine has "),
+        (["--gpus", "many"], "error: argument --gpus: invalid int value: 'many'"),
+        (["--minutes", "0"], "error: --minutes=0 is not above 0; choose 15"),
+        (["--long"], "error: --long and --data PREFIX need each other"),
+        (["--long", "--data", "nowhere"], "error: --data=nowhere: nowhere.bin does not exist"),
+        (["--output", str(ROOT)], f"error: --output={ROOT} is not an empty folder"),
+    ],
+)
+def test_wrong_arguments_end_with_code_2_and_one_line(arguments, message, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    said = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert said.startswith(message)
+    assert said.count("\n") == 1
+
+
+def test_a_different_loss_fails(tmp_path):
+    file = tmp_path / "equality.jsonl"
+    rows = [{"what": "a", "difference": 0.0, "passed": True}, {"what": "b", "difference": 0.1, "passed": False}]
+    file.write_text("\n".join(json.dumps(row | {"ranks": 2, "is_delayed": True}) for row in rows))
+    equal, largest = readings.equality(file, tmp_path)
+    assert (equal.value, equal.passed, largest.passed) == ("1 of 2; not: b", False, False)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
+def test_cases_contain_every_pair_of_values(num_ranks):
+    cases = [vars(case) for case in cases_for(num_ranks)]
+    assert all(case["store"] != "partition" or case["tensor_size"] > 1 for case in cases)
+    assert all(num_ranks % (case["tensor_size"] * case["num_shard_groups"]) == 0 for case in cases)
+    pairs = {pair for case in cases for pair in itertools.combinations(case.items(), 2)}
+    for stage, store in itertools.product(range(4), ["none", "keep", "partition_host"]):
+        assert (("stage", stage), ("store", store)) in pairs
+    for stage, groups in itertools.product(range(4), [1, 2] if num_ranks > 1 else [1]):
+        assert (("stage", stage), ("num_shard_groups", groups)) in pairs
