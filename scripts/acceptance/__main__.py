@@ -95,7 +95,11 @@ def run_part(part: Part, plan: Plan, seconds_left: float) -> PartResult:
 def main(arguments: Sequence[str]) -> int:
     # A scheduler's or a shell's SIGTERM ends the parts as Ctrl-C does.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    machine = find_machine()
+    try:
+        machine = find_machine()
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     plan, options = parse_plan(arguments, machine)
     console = Console()
     if not console.is_terminal:

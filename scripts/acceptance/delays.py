@@ -1,12 +1,13 @@
 """Work that is queued before every collective and every copy, so that a missing wait shows as a wrong result.
 
-    before a collective    on the stream that launches it, on the even and the odd ranks in turn: on the ranks that do
-                           not delay, the collective is late, and the computation runs ahead of it
+    before a collective    on the stream that launches it, on about half of the ranks, which are others each time: on
+                           the ranks that do not delay, the collective is late, and the computation runs ahead of it
     before a copy          on the side stream (the copy is late) and on the computing stream (the copy is early) in turn
 
-On a CPU, which has no streams, the ranks sleep in turn instead.
+On a CPU, which has no streams, these ranks sleep instead.
 """
 
+import random
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -28,8 +29,8 @@ class Delays:
     """The delays of one rank; `num_collectives` and `num_copies` count those that were queued here."""
 
     def __init__(self, world: World):
-        self._rank, self._device = world.rank, world.device
-        self._num_launches = self._num_contexts = 0
+        self._device = world.device
+        self._coin = random.Random(world.rank)  # another order on every rank, and the same in every run
         self.num_collectives = self.num_copies = 0
         if self._device.type == "cuda":
             # Allocated once: a matrix that is allocated on a side stream would change what the allocator does there.
@@ -47,8 +48,7 @@ class Delays:
 
     def _delayed(self, collective: Callable[..., Any]) -> Callable[..., Any]:
         def launch(axis: Axis, *args: Any, **kwargs: Any) -> Any:
-            self._num_launches += 1
-            if (self._num_launches + self._rank) % 2:
+            if self._coin.random() < 0.5:
                 self.num_collectives += 1
                 self._delay()
             return collective(axis, *args, **kwargs)
@@ -58,9 +58,8 @@ class Delays:
     def _delayed_context(self, context: Callable[..., Any]) -> Callable[..., Any]:
         @contextmanager
         def delayed(stream: SideStream) -> Iterator[None]:
-            self._num_contexts += 1
             self.num_copies += 1
-            if is_early := self._num_contexts % 2 == 0:
+            if is_early := self.num_copies % 2 == 0:
                 self._delay()
             with context(stream):
                 if not is_early:

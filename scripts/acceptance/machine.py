@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from parallel.errors import ConfigError
+
 
 @dataclass(frozen=True)
 class Machine:
@@ -38,7 +40,7 @@ def find_machine() -> Machine:
     return Machine(
         num_gpus=num_gpus,
         gpu=name,
-        gpu_memory_bytes=int(float(memory_mib)) * 2**20,
+        gpu_memory_bytes=int(memory_mib) * 2**20 if memory_mib.isdigit() else 0,  # [N/A] if it is the host's
         driver=driver,
         has_bf16=float(capability) >= 8,
         num_cores=os.cpu_count() or 1,
@@ -50,7 +52,13 @@ def find_machine() -> Machine:
 
 
 def _ask_nvidia_smi() -> list[str]:
-    """Return (name, memory in MiB, version of the driver, compute capability) of the first GPU."""
+    """Return (name, memory in MiB, version of the driver, compute capability) of the first GPU.
+
+    Raises ConfigError if nvidia-smi does not run.
+    """
     query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version,compute_cap", "--format=csv,noheader,nounits"]
-    lines = subprocess.run(query, capture_output=True, text=True, check=True, timeout=60).stdout.splitlines()
+    try:
+        lines = subprocess.run(query, capture_output=True, text=True, check=True, timeout=60).stdout.splitlines()
+    except (OSError, subprocess.SubprocessError) as error:
+        raise ConfigError(f"nvidia-smi does not run on a machine with GPUs: {error}; repair the driver") from error
     return [field.strip() for field in lines[0].split(",")]

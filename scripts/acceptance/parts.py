@@ -148,7 +148,7 @@ def training_options(plan: Plan, stage: int, folder: Path) -> dict[str, object]:
         "profile.steps": list(scale.profiled),
         "profile.ranks": [],
         "profile.collectives_step": 0,
-        "run.hang_seconds": 120,
+        "run.hang_seconds": 150,  # less than the time limit of the part: it then names the rank that hangs
         "run.dir": folder,
     }
 
