@@ -1,7 +1,7 @@
 """Deferred execution: collectives and copies on side streams run only when they are waited for, as late as on a GPU.
 
-Inside `with deferred():` torch.cuda's streams and events are simulated (see `tests/simulated_streams.py`), so that the
-project's own code decides what waits for what. A collective goes the way of NCCL: each communicator is a stream, which
+Inside `with deferred():` streams and events are simulated (see `tests/simulated_streams.py`), so that the project's own
+code decides what waits for what. A collective goes the way of NCCL: each communicator is a stream, which
 first waits for the stream on which the collective is launched. It is a collective of gloo in truth, run late.
 """
 
@@ -17,12 +17,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-import parallel.streams
-import zero.offload.streams
 from gpt.checkpoint.saver import HostCopies
 from parallel.mesh import Axis, _first_named
 from tests.ranks import run_ranks
-from tests.simulated_streams import Action, Event, Output, Race, Region, Stream, Streams, Work
+from tests.simulated_streams import Action, Output, Race, Region, Stream, Streams, Work
 from zero.offload import allocators
 
 
@@ -30,8 +28,9 @@ from zero.offload import allocators
 def deferred() -> Iterator[Streams]:
     """Defer collectives and copies on side streams. Raises Race at the end if some work was never waited for."""
     streams = Streams()
+    streams.late_operations = partial(LateOperations, streams)
     with ExitStack() as patches:
-        for patch in (*_cuda(streams), *_collectives(streams), *_memory(streams), *_doors(streams)):
+        for patch in (*_collectives(streams), *_memory(streams), *_doors(streams)):
             patches.enter_context(patch)
         yield streams
         if streams.pending:
@@ -141,7 +140,7 @@ class DeferredWork:
         self._streams, self._work = streams, work
 
     def wait(self) -> bool:
-        self._streams.current.wait([self._work])
+        self._streams.current_stream.wait([self._work])
         return True
 
     def is_completed(self) -> bool:
@@ -202,7 +201,7 @@ class Communicators:
 
     def _launch(self, name: str, group: Any, async_op: bool, inputs: list, outputs: list, act: Callable) -> Any:
         stream = self._of_group.setdefault(group or dist.group.WORLD, Stream(self._streams))
-        stream.wait_stream(self._streams.current)
+        stream.wait_stream(self._streams.current_stream)
         inputs = [Region(tensor, is_kept=True) for tensor in inputs]
         outputs = [Output(Region(tensor, is_kept=True), is_updated=updated) for tensor, updated in outputs]
         work = DeferredWork(self._streams, stream.launch(Work(name, inputs, outputs, act)))
@@ -226,23 +225,6 @@ def _collectives(streams: Streams) -> Iterator[Any]:
         yield mock.patch.object(dist, name, function, create=True)
     # The axis calls torch's own collectives, as it does on NCCL.
     yield mock.patch.object(Axis, "_is_gloo", False)
-
-
-def _cuda(streams: Streams) -> Iterator[Any]:
-    @contextmanager
-    def stream(chosen: Stream | None) -> Iterator[None]:
-        with streams.on(chosen):
-            if chosen is None or chosen is streams.compute:
-                yield
-            else:
-                with LateOperations(streams, chosen):
-                    yield
-
-    yield mock.patch("torch.cuda.Stream", partial(Stream, streams))
-    yield mock.patch("torch.cuda.Event", partial(Event, streams))
-    yield mock.patch("torch.cuda.stream", stream)
-    yield mock.patch("torch.cuda.current_stream", streams.current_on)
-    yield mock.patch("torch.cuda.synchronize", streams.run_all)
 
 
 def _memory(streams: Streams) -> Iterator[Any]:
@@ -269,19 +251,14 @@ def _region(streams: Streams, tensor: Tensor) -> Region:
 
 
 def _doors(streams: Streams) -> Iterator[Any]:
-    """Give the project the streams of CUDA on a CPU, and let the snapshots of a saver land late."""
+    """Give the project the simulated streams, and let the snapshots of a saver land late."""
     take = HostCopies.take
-    doors = {
-        "new_stream": lambda device: torch.cuda.Stream(device),
-        "current_stream": lambda device: torch.cuda.current_stream(device),
-    }
-    for name, door in doors.items():
-        for module in (parallel.streams, zero.offload.streams):
-            yield mock.patch.object(module, name, door)
 
     def take_late(copies: HostCopies, tensors: Any) -> Any:
         # The computation's stream, for once one that does not run at once: what is copied lands late on the host.
-        with torch.cuda.stream(torch.cuda.Stream()):
+        with streams.new_stream().as_current():
             return take(copies, tensors)
 
+    # Not in `parallel/mesh.py`, which would let a simulation replace the collectives of torch.
+    yield mock.patch("parallel.streams.active_simulation", return_value=streams)
     yield mock.patch.object(HostCopies, "take", take_late)

@@ -14,7 +14,6 @@ import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -68,18 +67,10 @@ def fake_cuda(rank: int, size: int) -> Iterator[None]:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from parallel.world import imitated_world
-    from tests.simulated_streams import Event, Stream, Streams
+    from tests.simulated_streams import Streams
 
-    streams = Streams()
-    names = {
-        "Stream": partial(Stream, streams),
-        "Event": partial(Event, streams),
-        "stream": streams.on,
-        "current_stream": streams.current_on,
-    }
     with ExitStack() as stack:
-        for name, value in names.items():
-            stack.enter_context(mock.patch(f"torch.cuda.{name}", value))
+        stack.enter_context(mock.patch("parallel.streams.active_simulation", return_value=Streams()))
         for name, options in REPLACED.items():
             stack.enter_context(mock.patch(name, **options))
         stack.enter_context(imitated_world(rank, size, size, "nccl"))

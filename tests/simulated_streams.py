@@ -10,7 +10,7 @@ are not ordered, an output that is written before its work has run, and memory t
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -156,14 +156,14 @@ class Work:
 class Event:
     """A mark behind all that had been launched on a stream when the event was recorded."""
 
-    def __init__(self, streams: "Streams", *_: Any, **__: Any):
+    def __init__(self, streams: "Streams"):
         self._streams, self.before = streams, frozenset[Work]()
 
     def record(self, stream: "Stream | None" = None) -> None:
-        self.before = (stream or self._streams.current).before
+        self.before = (stream or self._streams.current_stream).before
 
     def wait(self, stream: "Stream | None" = None) -> None:
-        (stream or self._streams.current).wait_event(self)
+        (stream or self._streams.current_stream).wait_event(self)
 
     def synchronize(self) -> None:
         self._streams.run(self.before)
@@ -175,8 +175,8 @@ class Event:
 class Stream:
     """A queue of work. The computation's own stream is one on which nothing ever waits in the queue."""
 
-    def __init__(self, streams: "Streams", device: Any = None, *, is_eager: bool = False):
-        self._streams, self.device, self._is_eager = streams, device, is_eager
+    def __init__(self, streams: "Streams", *, is_eager: bool = False):
+        self._streams, self._is_eager = streams, is_eager
         self.before = frozenset[Work]()  # what the next piece of work must follow
 
     def wait(self, works: Iterable[Work]) -> None:
@@ -203,6 +203,16 @@ class Stream:
     def query(self) -> bool:
         return all(work.has_run for work in self.before)
 
+    @contextmanager
+    def as_current(self) -> Iterator[None]:
+        """Launch on this stream in this block."""
+        outer, self._streams.current_stream = self._streams.current_stream, self
+        try:
+            with nullcontext() if self._is_eager else self._streams.late_operations(self):
+                yield
+        finally:
+            self._streams.current_stream = outer
+
     def launch(self, work: Work) -> Work:
         work.after, self.before = self.before, frozenset([work])
         self._streams.launch(work)
@@ -210,29 +220,29 @@ class Stream:
 
 
 class Streams:
-    """All streams of a process, and the work on them that has not run."""
+    """All streams of a process, and the work on them that has not run: a simulation for `parallel/streams.py`.
 
-    def __init__(self) -> None:
+    `late_operations` returns a context in which a side stream takes the operations that it runs late.
+    """
+
+    def __init__(self, late_operations: Callable[[Stream], AbstractContextManager[Any]] | None = None) -> None:
+        self.late_operations = late_operations or (lambda stream: nullcontext())
         self.compute = Stream(self, is_eager=True)
         self.pending: list[Work] = []  # in the order of launches
         self.on_host: list[Region] = []  # memory that the project allocates in the host's memory
         self.num_launched = 0
         self._numbers = itertools.count()
-        self._current = [self.compute]
+        self.current_stream = self.compute
         self.is_running = False  # work runs, and what it calls is not launched again
 
-    @property
-    def current(self) -> Stream:
-        return self._current[-1]
+    def new_stream(self) -> Stream:
+        return Stream(self)
 
-    @contextmanager
-    def on(self, stream: Stream | None) -> Iterator[None]:
-        """Make a stream current."""
-        self._current.append(stream or self.current)
-        try:
-            yield
-        finally:
-            self._current.pop()
+    def read_on_host(self, tensors: Iterable[Tensor]) -> None:
+        """Do nothing: what has not run yet holds poison, which the host reads."""
+
+    def raise_reports(self) -> None:
+        """Do nothing: a race is raised at once."""
 
     def launch(self, work: Work) -> None:
         """Poison the outputs of new work. Raises Race if it shares memory with work that it does not follow."""
@@ -256,11 +266,8 @@ class Streams:
                 work.run()
             self._arm()
 
-    def run_all(self, _device: Any = None) -> None:
+    def run_all(self) -> None:
         self.run(list(self.pending))
-
-    def current_on(self, _device: Any = None) -> Stream:
-        return self.current
 
     def before_free(self, storage: torch.UntypedStorage) -> None:
         """Raise Race if work that has not run uses the memory."""

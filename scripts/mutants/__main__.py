@@ -37,10 +37,18 @@ EQUIVALENT = Path(__file__).with_name("equivalent.toml")
 # Kinds of mutants: a module with FOLDERS, WITHOUT and `mutants(file)`.
 KINDS: dict[str, ModuleType] = {"waits": waits}
 
+EQUALS = "tests/distributed/zero/test_zero_equals_one_process.py"
+
 # Tests that run on each mutant, until one fails; the cheapest first.
 DETECTORS: dict[str, list[str]] = {
     "deferred": ["tests/distributed/deferred/test_reports.py", "tests/distributed/deferred"],
-    "gloo": ["tests/distributed/parallel/test_axis.py"],
+    "checker": ["tests/unit/parallel/instruments/test_stream_checker.py", "tests/distributed/gpt/test_streams.py"],
+    "order": ["tests/distributed/gpt/test_launch_order.py"],
+    # What runs only on gloo, at once: its own gather and scatter, and a reduction between groups behind another.
+    "gloo": [
+        "tests/distributed/parallel/test_axis.py",
+        f"{EQUALS}::test_sharding_inside_groups_and_replicating_across_equals_one_process",
+    ],
 }
 
 SURVIVED, EQUIVALENT_TO = "SURVIVED", "equivalent"

@@ -29,6 +29,7 @@ from zero.config import ZeroConfig
 from zero.engine import ZeroDataParallel
 from zero.offload.placement import OffloadConfig
 from zero.optimizer import ZeroOptimizer
+from zero.uneven import join
 
 
 @pytest.fixture
@@ -43,7 +44,10 @@ def repeat(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 
 def check_beside_steps() -> None:
-    """Check what several small tests of two ranks check."""
+    """Check what several small tests of two ranks check, and the turns of uneven data if nothing else communicates."""
+    data = Mesh.create(tensor_size=1).data
+    weights = [weight for _, weight in itertools.islice(join(uneven.batches_of(data.rank), data), 9)]
+    assert weights == [1] * uneven.NUM_BATCHES[data.rank] + [0] * (3 - uneven.NUM_BATCHES[data.rank])
     for stage in (1, 3):
         uneven.check_joined(ZeroConfig(stage, bucket_numel=64))
         gathered.check_changes_reach_ranks_and_optimizer(ZeroConfig(stage, bucket_numel=4000, overlap_gather=True))
@@ -52,8 +56,8 @@ def check_beside_steps() -> None:
 
 
 def check_orders_that_change() -> None:
-    """Check a model that skips blocks that were prefetched, and parameters in bf16 that are copied to the host."""
-    config, double = ZeroConfig(3, 2000, prefetch_numel=4000), torch.float64
+    """Check a model that skips blocks that were gathered ahead."""
+    config, double = ZeroConfig(3, 2000, prefetch_numel=10**9), torch.float64
     found = plain.train_with_zero("albert", config, 1, False, double)
     expected = plain.train_in_one_process("albert", 2, 1, double)
     assert found.distance(expected) < plain.TOLERANCE[double]
@@ -90,8 +94,10 @@ def check_backwards_that_end_early() -> None:
     blocks = [lambda x, w=weight: (x * x.sigmoid() * w).cos() for weight in weights]
     x = torch.linspace(-1, 1, 12, dtype=torch.float64).view(4, 3).requires_grad_()
     expected = torch.autograd.grad(run_in_order(blocks, x * 1).sum(), [x, *weights])
-    for store, defragment in itertools.product(("partition", "partition_host"), (True, False)):
-        run = checkpointed_blocks(ActivationsConfig(store, 1, defragment), Mesh.create(2).tensor)
+    two = Mesh.create(2).tensor
+    stores = [("partition", two), ("partition_host", two), ("partition_host", two.without_peers())]
+    for (store, replicas), defragment in itertools.product(stores, (True, False)):
+        run = checkpointed_blocks(ActivationsConfig(store, 1, defragment), replicas)
         first = run(blocks, x * 1).sum()
         torch.autograd.grad(first, weights[-1])  # fetches the checkpoint before the last one, too
         second = run(blocks, x * 1).sum()
