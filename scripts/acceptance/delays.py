@@ -1,7 +1,7 @@
 """Work that is queued before every collective and every copy, so that a missing wait shows as a wrong result.
 
-    before a collective    on the stream that launches it, on about half of the ranks, which are others each time: on
-                           the ranks that do not delay, the collective is late, and the computation runs ahead of it
+    before a collective    on the stream that launches it, for some in a row on about half of the ranks, then on others:
+                           the other ranks get late results, and their computation runs ahead of them
     before a copy          on the side stream (the copy is late) and on the computing stream (the copy is early) in turn
 
 On a CPU, which has no streams, these ranks sleep instead.
@@ -22,7 +22,10 @@ from zero.offload.streams import SideStream
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast")
 NUM_PRODUCTS, PRODUCT_SIZE = 10, 2048  # on an H100 about 4 ms in fp32, longer than the collectives of a small model
-SLEEP_SECONDS = 0.0005
+# A rank then falls behind by more than a forward pass. Delayed one by one, updated parameters would still arrive before
+# they are read: they are sent in the order in which the forward reads them.
+NUM_IN_A_ROW = 20
+SLEEP_SECONDS = 0.003
 
 
 class Delays:
@@ -31,6 +34,7 @@ class Delays:
     def __init__(self, world: World):
         self._device = world.device
         self._coin = random.Random(world.rank)  # another order on every rank, and the same in every run
+        self._num_launches, self._is_slow = 0, False
         self.num_collectives = self.num_copies = 0
         if self._device.type == "cuda":
             # Allocated once: a matrix that is allocated on a side stream would change what the allocator does there.
@@ -48,7 +52,10 @@ class Delays:
 
     def _delayed(self, collective: Callable[..., Any]) -> Callable[..., Any]:
         def launch(axis: Axis, *args: Any, **kwargs: Any) -> Any:
-            if self._coin.random() < 0.5:
+            if self._num_launches % NUM_IN_A_ROW == 0:
+                self._is_slow = self._coin.random() < 0.5
+            self._num_launches += 1
+            if self._is_slow:
                 self.num_collectives += 1
                 self._delay()
             return collective(axis, *args, **kwargs)
