@@ -69,7 +69,7 @@ class Settings:
     defragment: bool | None = None
     """zero.defragment of our stages 2 and 3. With false, the default of stage 3, gradients are freed after the update,
     as by fsdp2."""
-    overlap_gather: bool = True
+    overlap_gather: bool = False
     """zero.overlap_gather of our stages 0 to 2."""
     compile: Literal["none", "blocks"] = "none"
     """blocks: torch.compile of every transformer block, for all contenders alike, before the model is wrapped."""
