@@ -68,8 +68,10 @@ class TrainState:
 
 def start_options(settings: Settings) -> StartOptions:
     """Return what the settings ask of the process of a rank."""
-    # Stage 3 launches gathers ahead of the computation that is queued; one queue would hold them up.
-    orders_launches = settings.parallel.tensor_size > 1 and settings.zero.policy.full_params is Lifetime.PERSISTENT
+    # Stage 3 launches gathers ahead of the computation that is queued, and offload behind copies from the host: in a
+    # single queue they would hold up what is launched after them.
+    runs_ahead = settings.zero.policy.full_params is Lifetime.TRANSIENT or bool(settings.offload.offloaded_states)
+    orders_launches = settings.parallel.tensor_size > 1 and not runs_ahead
     run = settings.run
     return StartOptions(run.device, run.hang_seconds, orders_launches, Path(run.dir).absolute())
 

@@ -17,6 +17,7 @@ BASE = "{data: {path: nowhere}, model: {num_layers: 2, hidden_size: 32, num_head
 def test_one_queue_of_launches_is_for_tensor_groups_that_keep_their_parameters(tensor_size, stage, expected):
     arguments = [f"--config={BASE}", f"--parallel.tensor_size={tensor_size}", f"--zero.stage={stage}"]
     assert start_options(parse_settings(arguments)).orders_launches == expected
+    assert not start_options(parse_settings([*arguments, "--offload.mode=host"])).orders_launches
 
 
 def test_the_device_the_time_limit_and_the_folder_are_those_of_the_run():
