@@ -20,25 +20,29 @@ from parallel.receive_buffers import Allocate, ReceiveBuffers, new_buffer
 from parallel.streams import active_simulation
 from parallel.torch_internals import flatten_mesh, take_default_timeout
 
+WaitCalls = tuple[Callable[[], object], Callable[[], object]]
+
+
+def _do_nothing() -> None: ...
+
 
 class Handle:
     """An asynchronous collective: the steps that remain before its output may be read.
 
-    `on_wait` are called before and after the steps.
+    `on_wait` are called before the first and after the last step.
     """
 
-    def __init__(self, *steps: Callable[[], object], on_wait: tuple[Callable[[], object], ...] = ()):
+    def __init__(self, *steps: Callable[[], object], on_wait: WaitCalls = (_do_nothing, _do_nothing)):
         self._steps, self._on_wait = deque(steps), on_wait
 
     def wait(self) -> None:
         """Complete the collective. On a GPU the current stream waits for it, and the host does not."""
         if not self._steps:
             return
-        for step in self._on_wait[:1]:
-            step()
+        before, after = self._on_wait
+        before()
         self._complete()
-        for step in self._on_wait[1:]:
-            step()
+        after()
 
     def then(self, launch: Callable[[], "Handle"]) -> "Handle":
         """Return a handle on this collective followed by one that reads its output.

@@ -18,12 +18,12 @@ from torch.utils.hooks import RemovableHandle
 
 from parallel.errors import ConfigError
 from parallel.mesh import Axis
-from parallel.tensor.gradient_sums import sums_of
+from parallel.tensor.gradient_sums import set_deferred
 from zero.bucket import Bucket
 from zero.config import ZeroConfig
 from zero.flat import FlatParameters, is_absent
 from zero.gradients import GradientReducer
-from zero.offload.chunks import choose_bucket_numel
+from zero.offload.chunks import choose_chunk_numel
 from zero.offload.placement import NO_OFFLOAD, Offload, OffloadConfig
 from zero.offload.planner import PlacementPlanner, UnitOrders
 from zero.sharded_init import ShardedInit
@@ -196,7 +196,7 @@ class ZeroDataParallel(nn.Module):
             self._hooks.remove()
             restore_parameter_tables(self.module)
         module = self.module
-        sums_of(module, are_deferred=False)
+        set_deferred(module, False)
         del self.module
         return module
 
@@ -225,9 +225,11 @@ class ZeroDataParallel(nn.Module):
         resident_numel = config.resident_numel if self._unshards else math.inf
         resident = {n: p for params in own.values() for n, p in params.items() if p.numel() < resident_numel}
         unit_numels = [sum(param.numel() for param in params.values()) for params in own.values()]
-        dtype = next(self.module.parameters()).dtype.to_real()
-        numel = config.chosen_bucket_numel(sum(unit_numels), self.data.size, dtype)
-        numel = choose_bucket_numel(numel, unit_numels, self.offload.config, self.shard_axis.size)
+        if self.offload.config.mode == "auto":
+            numel = choose_chunk_numel(unit_numels, self.offload.config, self.shard_axis.size)
+        else:
+            dtype = next(self.module.parameters()).dtype.to_real()
+            numel = config.chosen_bucket_numel(sum(unit_numels), self.data.size, dtype)
         values_of = partial(_initial_values, self.data, init)
         units: dict[str, Unit] = {}
         for name, params in own.items():

@@ -11,7 +11,7 @@ steps that are recorded.
 """
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from parallel.errors import ConfigError
 from parallel.instruments.memory_tracker import TensorKind, allocating
 from parallel.mesh import Axis, Handle
-from parallel.tensor.gradient_sums import sums_of
+from parallel.tensor.gradient_sums import GradientSums, set_deferred
 from parallel.tensor.layers import split_dims
 from zero.bucket import Bucket
 from zero.elementwise import BucketedOptimizer, Piece, as_groups, check_class, number_groups, probe_elementwise
@@ -95,7 +95,7 @@ class ZeroOptimizer:
         self._bucketed = BucketedOptimizer(optimizer(groups, **settings))
         split = {model.module.get_parameter(name) for name in split_dims(model.module)}
         self.grad_norm = GradNorm(owned, self._params, (model.shard_axis, tensor), split, self.loss_scale.scale)
-        self._sums = sums_of(model.module, are_deferred=True) if tensor.size > 1 else []
+        self._sums = self._deferred_sums(model.module) if tensor.size > 1 else []
         self._group_buckets()
         self._written = WrittenParameters(self._flats, self._offload)
         self._check_others()
@@ -127,8 +127,8 @@ class ZeroOptimizer:
         self._planner.before_update(self._axes)
         if self._buckets_on(Placement.HOST):
             self._offload.synchronize()  # before the host reads gradients that were copied to it
-        for sums in self._sums:
-            sums.sum_at_once(self._owned_gradients(set(sums.params)))
+        for sums, parts in self._sums:
+            sums.sum_at_once([bucket.owned_part(bucket.grads.owned, part) for bucket, part in parts])
         gradient_hook()
         norm = self.grad_norm.total()
         coefficient = (self._clip_norm / (norm + 1e-6)).clamp(max=1.0) / self.loss_scale.scale
@@ -177,14 +177,14 @@ class ZeroOptimizer:
         bucket.grads.place(placement)
         self._group_buckets()
 
-    def _owned_gradients(self, params: Set[nn.Parameter]) -> list[Tensor]:
-        """Return the reduced gradients of this rank's pieces of some parameters, which this optimizer updates."""
-        return [
-            bucket.owned_part(bucket.grads.owned, part)
-            for bucket, parts in self._owned.items()
-            for param, part in parts
-            if param in params and param in self._params
-        ]
+    def _deferred_sums(self, module: nn.Module) -> list[tuple[GradientSums, list[tuple[Bucket, range]]]]:
+        """Switch off the hooks of gradient sums; return each of these with this rank's parts of its parameters."""
+        found = []
+        for sums in set_deferred(module, True):
+            summed = self._params.intersection(sums.params)
+            parts = [(bucket, part) for bucket, own in self._owned.items() for param, part in own if param in summed]
+            found.append((sums, parts))
+        return found
 
     def _trainable(self, params: Iterable[nn.Parameter]) -> frozenset[nn.Parameter]:
         given = list(params)

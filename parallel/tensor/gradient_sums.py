@@ -11,9 +11,10 @@ from parallel.mesh import Axis
 class GradientSums:
     """Sums the gradients of `params` over `axis`: each one in backward, by a hook, or all at once, by the optimizer.
 
-    Keep it as an attribute of the module, where `sums_of` finds it. Two messages for each layer and micro-batch would
-    be as slow as their latency, so whoever accumulates the gradients can set `is_deferred`, which switches the hooks
-    off, and call `sum_at_once` once a step. `dtype` is the data type of sums and messages; None: that of the gradients.
+    Keep it as an attribute of the module, where `set_deferred` finds it. Two messages for each layer and micro-batch
+    would be as slow as their latency, so whoever accumulates the gradients can set `is_deferred`, which switches the
+    hooks off, and call `sum_at_once` once a step. `dtype` is the data type of sums and messages; None: that of the
+    gradients.
     """
 
     def __init__(self, params: Iterable[nn.Parameter], axis: Axis, dtype: torch.dtype | None = None):
@@ -40,9 +41,9 @@ class GradientSums:
         return total.to(grad.dtype)
 
 
-def sums_of(module: nn.Module, *, are_deferred: bool) -> list[GradientSums]:
-    """Return the sums of all parts of a module, and switch their hooks on, or off if they are deferred."""
+def set_deferred(module: nn.Module, is_deferred: bool) -> list[GradientSums]:
+    """Switch the hooks of all sums in a module off, or on again; return these sums."""
     found = [value for part in module.modules() for value in vars(part).values() if isinstance(value, GradientSums)]
     for sums in found:
-        sums.is_deferred = are_deferred
+        sums.is_deferred = is_deferred
     return found

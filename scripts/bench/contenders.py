@@ -7,7 +7,7 @@ our stages update fp32 master weights with fp32 moments, torch's contenders the 
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -63,21 +63,11 @@ class Terms:
 
     mesh: Mesh
     clip_norm: float
-    bucket_numel: int | None
-    prefetch_numel: int | None
-    defragment: bool | None
-    overlap_gather: bool
+    zero: ZeroConfig  # of our stages, but for the stage
 
 
 def zero(name: str, model: nn.Module, terms: Terms, *, stage: int, offload: OffloadConfig = NO_OFFLOAD) -> Contender:
-    config = ZeroConfig(
-        stage,
-        terms.bucket_numel,
-        prefetch_numel=terms.prefetch_numel,
-        defragment=terms.defragment,
-        overlap_gather=terms.overlap_gather,
-    )
-    engine = ZeroDataParallel(model, terms.mesh.data, config, offload=offload)
+    engine = ZeroDataParallel(model, terms.mesh.data, replace(terms.zero, stage=stage), offload=offload)
     optimizer = ZeroOptimizer(engine, AdamW, clip_norm=terms.clip_norm, lr=LR, fused=True)
     return Contender(name, engine, engine.accumulate, optimizer.step)
 

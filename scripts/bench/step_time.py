@@ -29,6 +29,7 @@ from parallel.mesh import Axis, Mesh
 from parallel.tensor.token_layout import ReplicatedTokens
 from parallel.world import World, start_world, stop_world
 from scripts.bench.contenders import CONTENDERS, Contender, Terms
+from zero.config import ZeroConfig
 from zero.units.unit import find_units
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -160,14 +161,13 @@ def make_batches(settings: Settings, world: World) -> list[list[Tensor]]:
 
 def build_contenders(settings: Settings, world: World, mesh: Mesh, batches: list[list[Tensor]]) -> list[Contender]:
     """Build and warm up the contenders one after the other. The memory of each is its peak above the memory in use."""
-    terms = Terms(
-        mesh,
-        settings.clip_norm,
-        settings.bucket_numel,
-        settings.prefetch_numel,
-        settings.defragment,
-        settings.overlap_gather,
+    config = ZeroConfig(
+        bucket_numel=settings.bucket_numel,
+        prefetch_numel=settings.prefetch_numel,
+        defragment=settings.defragment,
+        overlap_gather=settings.overlap_gather,
     )
+    terms = Terms(mesh, settings.clip_norm, config)
     # Before the first allocation: memory that malloc has once put on its heap is rarely returned to the system.
     return_freed_memory(at_least_bytes=2**16)
     template = build_model(settings, world.device)

@@ -35,13 +35,11 @@ class ChunkSize:
     """Elements of equal blocks that the model's chunks leave empty."""
 
 
-def choose_bucket_numel(bucket_numel: int, unit_numels: Sequence[int], config: OffloadConfig, num_shards: int) -> int:
-    """Return the number of elements of a bucket: with auto, those of a chunk; else `bucket_numel`."""
-    if config.mode == "auto":
-        chunk = search_chunk_size(unit_numels, config, num_shards)
-        logger.info("offload: chunks of %d elements, %d unfilled", chunk.numel, chunk.unfilled_numel)
-        return chunk.numel
-    return bucket_numel
+def choose_chunk_numel(unit_numels: Sequence[int], config: OffloadConfig, num_shards: int) -> int:
+    """Return the number of elements of a chunk that `search_chunk_size` finds, and log it."""
+    chunk = search_chunk_size(unit_numels, config, num_shards)
+    logger.info("offload: chunks of %d elements, %d unfilled", chunk.numel, chunk.unfilled_numel)
+    return chunk.numel
 
 
 def search_chunk_size(unit_numels: Iterable[int], config: OffloadConfig, num_shards: int) -> ChunkSize:
