@@ -20,9 +20,10 @@ from gpt.train_step import train_step
 from parallel.instruments.comm_log import CommEvent
 from parallel.instruments.fake_tensors import QuickFakeTensorMode
 from parallel.instruments.kernel_log import Kernel, KernelLog
+from parallel.instruments.launch_order import Launch
 from parallel.instruments.memory_tracker import MemoryTracker, TensorKind
 from parallel.instruments.operation_observer import observe_operations
-from parallel.instruments.stream_checker import streams_checked
+from parallel.instruments.stream_checker import StreamChecker, streams_checked
 from parallel.launch.cluster import ClusterSpec
 from parallel.streams import UncheckedStreams
 from parallel.world import World, imitated_world
@@ -103,6 +104,21 @@ def record_step(
             events,
             kernel_log.kernels,
         )
+
+
+def record_launches(
+    settings: Settings, world: World, tensor_mode: AbstractContextManager[Any]
+) -> tuple[list[Launch], int]:
+    """Return what a rank launches while it builds the run and trains two steps, and the number before the second."""
+    mesh = build_mesh(settings, world)
+    with tensor_mode, StreamChecker(world.device) as checker:
+        checker.record_launches()
+        state = build(settings, mesh, world.device)
+        micro_batches = blank_micro_batches(settings.train, settings.model.seq_length, mesh.data.size)
+        train_step(state.model, state.optimizer, micro_batches, mesh)
+        num_before = len(checker.launches)
+        train_step(state.model, state.optimizer, micro_batches, mesh)
+    return checker.launches, num_before
 
 
 def _streams(settings: Settings, world: World) -> AbstractContextManager[Any]:

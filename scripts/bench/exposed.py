@@ -15,16 +15,13 @@ from dataclasses import dataclass, replace
 from rich.console import Console
 from rich.table import Table
 
-from gpt.build import build, build_mesh
-from gpt.planner.dry_run import blank_micro_batches, dry_run
+from gpt.planner.dry_run import dry_run, record_launches
 from gpt.planner.projection import project_recording
 from gpt.settings import Settings
 from gpt.settings_parser import parse_settings
-from gpt.train_step import train_step
 from parallel.errors import ConfigError
 from parallel.instruments.fake_tensors import QuickFakeTensorMode
 from parallel.instruments.launch_order import Launch, exposed
-from parallel.instruments.stream_checker import StreamChecker
 from parallel.launch.cluster import ClusterSpec
 from parallel.world import exit_with_error, imitated_world
 
@@ -45,28 +42,15 @@ class Exposure:
 
 
 def measure(settings: Settings, cluster: ClusterSpec) -> Exposure:
-    launches, first = launches_of_steps(settings, cluster)
+    chosen = settings.dry_run
+    assert chosen.world_size is not None
+    with imitated_world(chosen.rank, chosen.world_size, cluster.gpus_per_node, "nccl") as world:
+        launches, first = record_launches(settings, world, QuickFakeTensorMode())
     of_step = [launch for launch in launches[first:] if launch.is_collective and launch.num_bytes > NUMBER_BYTES]
     bare = [launch for launch in exposed(launches, first) if launch.num_bytes > NUMBER_BYTES]
     timeline = project_recording(dry_run(settings), cluster)
     waiting = timeline.seconds - timeline.busy_seconds()["compute"]
     return Exposure(len(of_step), gigabytes(of_step), len(bare), gigabytes(bare), 1e3 * timeline.seconds, 1e3 * waiting)
-
-
-def launches_of_steps(settings: Settings, cluster: ClusterSpec) -> tuple[list[Launch], int]:
-    """Return what a rank launches in building and two steps, and the number of launches before the second step."""
-    chosen = settings.dry_run
-    assert chosen.world_size is not None
-    with imitated_world(chosen.rank, chosen.world_size, cluster.gpus_per_node, "nccl") as world:
-        mesh = build_mesh(settings, world)
-        with QuickFakeTensorMode(), StreamChecker(world.device) as checker:
-            checker.record_launches()
-            state = build(settings, mesh, world.device)
-            micro_batches = blank_micro_batches(settings.train, settings.model.seq_length, mesh.data.size)
-            train_step(state.model, state.optimizer, micro_batches, mesh)
-            num_before = len(checker.launches)
-            train_step(state.model, state.optimizer, micro_batches, mesh)
-        return checker.launches, num_before
 
 
 def gigabytes(launches: list[Launch]) -> float:

@@ -5,13 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from gpt.build import build, build_mesh
-from gpt.planner.dry_run import blank_micro_batches
+from gpt.planner.dry_run import record_launches
 from gpt.settings import Settings
-from gpt.train_step import train_step
 from parallel.instruments.fake_tensors import QuickFakeTensorMode
 from parallel.instruments.launch_order import COMPUTATION, Job, Launch, exposed, waiting_time
-from parallel.instruments.stream_checker import StreamChecker
 from parallel.world import imitated_world
 from tests.distributed.gpt.test_streams import FACTORS, settings_of
 from zero.stage import Lifetime
@@ -53,17 +50,8 @@ BY_DEFAULT = {"stage 2, shard groups, reduced each time", "stage 3, shard groups
 
 
 def launches_of(settings: Settings, rank: int, tensor_mode: QuickFakeTensorMode) -> tuple[list[Launch], int]:
-    """Return the launches of a rank that builds a run and trains two steps, and the number of those before the last."""
     with imitated_world(rank, NUM_RANKS, NUM_RANKS, "nccl") as world:
-        mesh = build_mesh(settings, world)
-        with tensor_mode, StreamChecker(world.device) as checker:
-            checker.record_launches()
-            state = build(settings, mesh, world.device)
-            micro_batches = blank_micro_batches(settings.train, settings.model.seq_length, mesh.data.size)
-            train_step(state.model, state.optimizer, micro_batches, mesh)
-            num_before = len(checker.launches)
-            train_step(state.model, state.optimizer, micro_batches, mesh)
-        return checker.launches, num_before
+        return record_launches(settings, world, tensor_mode)
 
 
 def collectives_by_communicator(launches: list[Launch]) -> dict[tuple, list[tuple]]:
