@@ -1,4 +1,4 @@
-"""Blocks of a GPT whose forward is compiled by torch.compile, one graph for all of them.
+"""Blocks of a GPT whose forward is compiled by torch.compile; all of them share one graph, or two.
 
 The module's `__call__` is not compiled: its hooks belong to ZeRO. Evaluation and generation, whose shapes differ from
 training's, run the blocks as they are, and so does a step in which single operations are observed.
@@ -6,6 +6,7 @@ training's, run the blocks as they are, and so does a step in which single opera
 
 import shutil
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from types import MethodType
 from typing import Any
@@ -25,23 +26,46 @@ Backend = str | Callable[..., Any]
 def compile_blocks(
     model: GPT, recomputes: Recomputation, backend: Backend = "inductor", may_break: bool = False
 ) -> None:
-    """Compile what each block computes in training.
+    """Compile what each block computes in training, as one graph, or two.
 
     If blocks are computed again in backward, the last product of each stays outside: inside a graph, it could not be
-    left out there. Graphs end where a tensor rank draws random numbers of its own for dropout, and, with `may_break`,
-    where anything else cannot be traced.
+    left out there. Attention stays outside if a tensor rank draws random numbers of its own for its dropout: a graph
+    ends before it and another begins after it. With `may_break`, graphs also end where something cannot be traced.
     """
     draws_apart = model.config.dropout > 0 and model.tokens.axis.size > 1
     make_traceable(model.blocks, model.tokens)
+
+    def compiled(method: Callable[..., Any], block: Block) -> Callable[..., Any]:
+        return torch.compile(MethodType(method, block), backend=backend, fullgraph=not may_break)
+
     for block in model.blocks:
         assert isinstance(block, Block)
-        if draws_apart:
-            block.attention.attend = torch.compiler.disable(block.attention.attend)  # type: ignore[method-assign]
-            block.dropout.forward = torch.compiler.disable(block.dropout.forward)  # type: ignore[method-assign]
-        function = block.before_last_product if recomputes == "blocks" else block.forward
-        compiled = torch.compile(function, backend=backend, fullgraph=not (draws_apart or may_break))
         finish = block.finish if recomputes == "blocks" else None
-        block.forward = CompiledForward(block, compiled, finish)  # type: ignore[method-assign]
+        if draws_apart:
+            before = compiled(_before_heads, block)
+            after = compiled(_after_heads if finish else _after_heads_to_end, block)
+            function: Callable[..., Any] = partial(_around_attention, block.attention.attend, before, after)
+        else:
+            function = compiled(Block.before_last_product if finish else Block.forward, block)
+        block.forward = CompiledForward(block, function, finish)  # type: ignore[method-assign]
+
+
+def _around_attention(
+    attend: Callable[..., Tensor], before: Callable[..., Any], after: Callable[..., Any], x: Tensor, num_sequences: int
+) -> Any:
+    return after(x, attend(*before(x, num_sequences)))
+
+
+def _before_heads(block: Block, x: Tensor, num_sequences: int) -> tuple[Tensor, ...]:
+    return block.attention.split_heads(block.attention_norm(x), num_sequences)
+
+
+def _after_heads(block: Block, x: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:
+    return block.after_attention(x, block.attention.project(attended))
+
+
+def _after_heads_to_end(block: Block, x: Tensor, attended: Tensor) -> Tensor:
+    return block.finish(*_after_heads(block, x, attended))
 
 
 def check_compiler(device: torch.device) -> None:

@@ -27,6 +27,7 @@ from parallel.tensor.initial_values import fill_normal
 from parallel.tensor.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
+    TokenDropout,
     VocabParallelEmbedding,
     column_parallel_linear,
     gather_columns,
@@ -122,10 +123,17 @@ class Attention(nn.Module):
         self.projection = RowParallelLinear(config.hidden_size, config.hidden_size, tokens)
 
     def forward(self, x: Tensor, num_sequences: int) -> Tensor:
+        return self.project(self.attend(*self.split_heads(x, num_sequences)))
+
+    def split_heads(self, x: Tensor, num_sequences: int) -> tuple[Tensor, ...]:
+        """Return q, k and v of this rank's heads, (batch, own heads, seq, head_dim) each."""
         qkv = self.qkv(x).unflatten(0, (num_sequences, -1)).unflatten(-1, (-1, 3, self.head_dim))
         # Split before the transposes, so that the gradient of the split has the layout of qkv: it is not copied again.
-        q, k, v = (part.transpose(1, 2) for part in qkv.unbind(-2))  # (batch, own heads, seq, head_dim) each
-        return self.projection(self.attend(q, k, v).transpose(1, 2).flatten(0, 1).flatten(1))
+        return tuple(part.transpose(1, 2) for part in qkv.unbind(-2))
+
+    def project(self, attended: Tensor) -> Tensor:
+        """Return the output for what `attend` returns."""
+        return self.projection(attended.transpose(1, 2).flatten(0, 1).flatten(1))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Run the kernel, with another mask of dropout on each rank."""
@@ -150,19 +158,6 @@ class MLP(nn.Module):
         return F.gelu(self.up(x), approximate="tanh")
 
 
-class TokenDropout(nn.Module):
-    """Dropout of this rank's tokens, with equal masks on ranks that hold the same tokens."""
-
-    def __init__(self, probability: float, tokens: TokenLayout):
-        super().__init__()
-        self.probability, self.tokens = probability, tokens
-
-    def forward(self, x: Tensor) -> Tensor:
-        probability = self.probability if self.training else 0.0
-        with self.tokens.random_stream() if probability else nullcontext():
-            return F.dropout(x, probability)
-
-
 class Block(nn.Module):
     """A transformer block, (tokens of this rank, hidden) -> the same, for `num_sequences` sequences of one length."""
 
@@ -182,7 +177,11 @@ class Block(nn.Module):
 
         `finish` returns what `forward` does.
         """
-        x = x + self.dropout(self.attention(self.attention_norm(x), num_sequences))
+        return self.after_attention(x, self.attention(self.attention_norm(x), num_sequences))
+
+    def after_attention(self, x: Tensor, attention: Tensor) -> tuple[Tensor, Tensor]:
+        """Add the output of attention to the residual stream; return what `before_last_product` does."""
+        x = x + self.dropout(attention)
         return x, self.mlp.activated(self.mlp_norm(x))
 
     def finish(self, x: Tensor, activated: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ replicated, and its gradient is bitwise the same on all ranks of the axis.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -86,6 +87,26 @@ class RowParallelLinear(nn.Module):
         # The bias is added once in the sum over ranks, as part of the product: a pass of its own would take longer.
         bias = _OnFirstRank.apply(self.bias, self.tokens.axis)
         return _Reduce.apply(F.linear(x, self.weight, bias), self.tokens)
+
+
+class TokenDropout(nn.Module):
+    """Dropout of this rank's tokens, with equal masks on ranks that hold the same tokens.
+
+    `traced` is what torch.compile traces instead, if the ranks draw different numbers.
+    """
+
+    traced: Callable[[Tensor, float], Tensor] | None = None
+
+    def __init__(self, probability: float, tokens: TokenLayout):
+        super().__init__()
+        self.probability, self.tokens = probability, tokens
+
+    def forward(self, x: Tensor) -> Tensor:
+        probability = self.probability if self.training else 0.0
+        if probability and self.traced is not None and torch.compiler.is_compiling():
+            return self.traced(x, probability)
+        with self.tokens.random_stream() if probability else nullcontext():
+            return F.dropout(x, probability)
 
 
 class VocabParallelEmbedding(nn.Module):

@@ -1,4 +1,4 @@
-"""Compiled blocks against blocks that are not compiled: the same bits, the same traffic, one graph."""
+"""Compiled blocks against blocks that are not compiled: the same bits, the same traffic, as few graphs as possible."""
 
 import itertools
 from collections import Counter
@@ -42,8 +42,9 @@ class Case:
         return ModelConfig(self.num_layers, 16, 2, 8, 50, self.dropout, vocab_multiple=2, attention=self.attention)
 
     @property
-    def is_one_graph(self) -> bool:
-        return self.tensor_size == 1 or self.dropout == 0
+    def num_graphs(self) -> int:
+        """One, or two around attention that draws random numbers of its own on each tensor rank."""
+        return 1 if self.tensor_size == 1 or self.dropout == 0 else 2
 
 
 @dataclass(frozen=True)
@@ -100,8 +101,8 @@ def check_equals_eager(cases: list[Case], backend_name: str) -> None:
             torch.testing.assert_close(found.values, expected.values, rtol=0, atol=0)
             assert found.traffic == expected.traffic
             assert expected.traffic
-            # One for all blocks, micro-batches and steps.
-            assert not case.is_one_graph or len(backend.num_operations) == 1, backend.num_operations
+            # The same for all blocks, micro-batches and steps.
+            assert len(backend.num_operations) == case.num_graphs, backend.num_operations
         except BaseException as error:
             error.add_note(f"in {case}")
             raise
@@ -109,7 +110,7 @@ def check_equals_eager(cases: list[Case], backend_name: str) -> None:
 
 FEW = {
     1: [Case(stage=1, store="keep", dropout=0.1), Case(store="selective", dropout=0.1, num_layers=12)],
-    2: [Case(store="keep", tensor_size=2), Case(0, tensor_size=2, sequence_parallel=True, dropout=0.1)],
+    2: [Case(store="keep", tensor_size=2), Case(0, tensor_size=2, sequence_parallel=True, dropout=0.1, num_layers=12)],
 }
 
 
