@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-COMPUTATION, HOST, COMMUNICATOR = "the computation", "the host", "the communicator"
+COMPUTATION, HOST, COMMUNICATOR, SIDE_STREAM = "the computation", "the host", "the communicator", "side stream"
 
 
 @dataclass(frozen=True, slots=True)

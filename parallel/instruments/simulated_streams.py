@@ -14,7 +14,7 @@ from types import CodeType, FrameType
 
 import torch
 
-from parallel.instruments.launch_order import COMMUNICATOR, COMPUTATION, HOST, Launch
+from parallel.instruments.launch_order import COMMUNICATOR, COMPUTATION, HOST, SIDE_STREAM, Launch
 
 Clock = dict["SimulatedStream", int]
 Place = tuple[CodeType, int]  # a line of code
@@ -136,7 +136,7 @@ class SimulatedStreams:
 
     def new_side_stream(self) -> SimulatedStream:
         self._num_side_streams += 1
-        return SimulatedStream(self, f"side stream {self._num_side_streams}")
+        return SimulatedStream(self, f"{SIDE_STREAM} {self._num_side_streams}")
 
     def new_communicator(self, axis: str) -> SimulatedStream:
         return SimulatedStream(self, f"{COMMUNICATOR} {axis}")
@@ -166,7 +166,7 @@ def remedy(earlier: Access, later: SimulatedStream) -> str:
         return f"the host must wait for {first} (`synchronize`, a `host_handle`)"
     if first.startswith(COMMUNICATOR):
         return f"{later} must `wait` for the handle of that {earlier.name}"
-    if first.startswith("side stream"):
+    if first.startswith(SIDE_STREAM):
         return f"{later} must wait for {first} (a `device_handle`)"
     return f"{later} must wait for {first} (as in a `SideStream.context`)"
 

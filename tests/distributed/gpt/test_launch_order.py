@@ -8,14 +8,16 @@ import pytest
 from gpt.planner.dry_run import record_launches
 from gpt.settings import Settings
 from parallel.instruments.fake_tensors import QuickFakeTensorMode
-from parallel.instruments.launch_order import COMPUTATION, Job, Launch, exposed, waiting_time
+from parallel.instruments.launch_order import COMPUTATION, SIDE_STREAM, Job, Launch, exposed, waiting_time
 from parallel.world import imitated_world
 from tests.distributed.gpt.test_streams import FACTORS, settings_of
 from zero.stage import Lifetime
 
 NUM_RANKS, NORM_BYTES = 8, 4
 # {name: (values of FACTORS, {(axis, operation): (exposed, all) collectives of a step})}, without the tensor axis. The
-# exposed ones are those for which the computation waits without having run anything since their launch.
+# exposed ones are those for which the computation waits without having run anything since their launch. Copies between
+# the accelerator and the host run beside the computation: in one step 14 of shards of parameters to the accelerator, 5
+# of gradients to the host, and 4 of checkpoints in each direction.
 SETTINGS = {
     "stage 1": (
         (1, (4, None, 2), 1, "reduce", "none", "none", "bf16", ""),
@@ -46,6 +48,7 @@ SETTINGS = {
         {("shard", "reduce_scatter"): (0, 5), ("replica", "all_reduce"): (0, 5), ("shard", "all_gather"): (2, 14)},
     ),
 }
+NUM_COPIES = {"stage 3, shard groups, accumulated locally, on the host": 14 + 5 + 4 + 4}
 BY_DEFAULT = {"stage 2, shard groups, reduced each time", "stage 3, shard groups, accumulated locally, on the host"}
 
 
@@ -80,6 +83,7 @@ def check(name: str) -> None:
     num_exposed = Counter((axis_of(launch), launch.name) for launch in exposed(own, first) if is_of_states(launch))
     counts = Counter((axis_of(launch), launch.name) for launch in of_step)
     assert {key: (num_exposed[key], number) for key, number in counts.items()} == expected
+    assert sum(launch.stream.startswith(SIDE_STREAM) for launch in own[first:]) == NUM_COPIES.get(name, 0)
     if settings.zero.policy.full_params is Lifetime.PERSISTENT:
         last_reduction = max(n for n, launch in enumerate(of_step) if launch.name == "reduce_scatter")
         gathers = [launch for launch in of_step if launch.name == "all_gather"]

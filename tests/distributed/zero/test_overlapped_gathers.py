@@ -9,7 +9,10 @@ from parallel.mesh import Mesh
 from tests.ranks import run_ranks
 from zero.config import ZeroConfig
 from zero.engine import ZeroDataParallel
+from zero.offload.placement import Placement
 from zero.optimizer import ZeroOptimizer
+from zero.state.owned_state import load_owned_state
+from zero.state.saved_state import WHOLE
 
 
 class Model(nn.Module):
@@ -29,16 +32,30 @@ class Model(nn.Module):
         return self.norm(x) @ self.embedding.weight.t() + self.bias
 
 
+class NothingSaved:
+    """A saved state without a value: what is loaded from it stays as it is."""
+
+    def state_kinds(self, name: str) -> list[str]:
+        return []
+
+    def read(self, *_: object, **__: object) -> None: ...
+
+
 READERS = ["", "embedding", "blocks.0", "blocks.1", "blocks.2", "norm"]
-READS: dict[str, Callable[[ZeroDataParallel], object]] = {
-    "forward": lambda model: model(torch.arange(5)),
-    "a call outside the wrapper": lambda model: model.module(torch.arange(5)),
-    "a part": lambda model: model.module.blocks[1](torch.ones(2, 6)),
-    "one parameter": lambda model: model.module.blocks[1][0].weight.sum(),
-    "a kept list": lambda model: [param.detach() for param in list(model.parameters())],
-    "a state dict": lambda model: model.module.state_dict(),
-    "gathered": lambda model: model.gathered().__enter__(),
-    "nothing": lambda model: None,
+READS: dict[str, Callable[[ZeroDataParallel, ZeroOptimizer], object]] = {
+    "forward": lambda model, _: model(torch.arange(5)),
+    "a call outside the wrapper": lambda model, _: model.module(torch.arange(5)),
+    "a part": lambda model, _: model.module.blocks[1](torch.ones(2, 6)),
+    "one parameter": lambda model, _: model.module.blocks[1][0].weight.sum(),
+    "a kept list": lambda model, _: [param.detach() for param in list(model.parameters())],
+    "a state dict": lambda model, _: model.module.state_dict(),
+    "gathered": lambda model, _: model.gathered().__enter__(),
+    "unwrapped": lambda model, _: model.unwrap(),
+    "all updates": lambda model, _: model.wait_for_updates(),
+    "changes": lambda _, optimizer: optimizer.take_changes(),
+    "placement": lambda _, optimizer: optimizer.place(optimizer.buckets[0], Placement.HOST),
+    "saved state": lambda model, optimizer: load_owned_state(model, optimizer, NothingSaved(), WHOLE),
+    "nothing": lambda *_: None,
 }
 
 
@@ -63,8 +80,9 @@ def waits_for_gathers(
     with mesh.log.keeping_events(lambda: len(begun)) as events:
         optimizer.step()
         begun.append("step")
-        READS[read](model)
+        READS[read](model, optimizer)
     gathers = [event for event in events if event.op == "all_gather" and event.phase != "agreement"]
+    del gathers[len(model.buckets) :]  # those of what has been loaded
     readers = [{reader_of(model._guard.names[param]) for param in bucket.grads.parts} for bucket in model.buckets]
     waits = [None if gather.awaited is None else int(gather.awaited) - 1 for gather in gathers]
     return waits, readers, [param.detach().clone() for param in module.parameters()]
