@@ -126,7 +126,8 @@ class Axis:
 
     def all_reduce(self, tensor: Tensor, *, out: Tensor) -> Handle:
         """Sum the tensor over the ranks into `out`. In place if `out` is `tensor`."""
-        out.copy_(tensor)  # returns early if both are the same memory
+        if out is not tensor:
+            out.copy_(tensor)  # returns early if both are the same memory
         if self.size == 1:
             return Handle()
         event = self.log.record("all_reduce", self.name, self.size, out)

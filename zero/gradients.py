@@ -146,7 +146,7 @@ class GradientReducer:
         tagged(TensorKind.GRADIENTS, grad)
         # torch's optimizers, too, update a complex parameter as pairs of real numbers.
         grad = (torch.view_as_real(grad.resolve_conj()) if grad.is_complex() else grad).reshape(-1)
-        stop = grad.numel()
+        numel = stop = grad.numel()
         for position in self._positions[param]:
             if position < self._num_launched:
                 raise RuntimeError(f"a gradient of shape {tuple(param.shape)} arrived after its bucket was reduced")
@@ -154,7 +154,8 @@ class GradientReducer:
             start = stop - len(grads.parts[param])
             if grads.needs_block:
                 self._make_room()
-            grads.write(param, grad[start:stop], self._scale_before(grads), self.staging)
+            part = grad[start:stop] if stop - start < numel else grad
+            grads.write(param, part, self._scale_before(grads), self.staging)
             stop = start
             if self._closes_on_arrival:
                 grads.expected.discard(param)
