@@ -42,7 +42,11 @@ EQUALS = "tests/distributed/zero/test_zero_equals_one_process.py"
 # Tests that run on each mutant, until one fails; the cheapest first.
 DETECTORS: dict[str, list[str]] = {
     "deferred": ["tests/distributed/deferred/test_reports.py", "tests/distributed/deferred"],
-    "checker": ["tests/unit/parallel/instruments/test_stream_checker.py", "tests/distributed/gpt/test_streams.py"],
+    "checker": [
+        "tests/unit/parallel/instruments/test_stream_checker.py",
+        "tests/unit/zero/offload/test_placement.py",
+        "tests/distributed/gpt/test_streams.py",
+    ],
     "order": ["tests/distributed/gpt/test_launch_order.py", "tests/distributed/zero/test_overlapped_gathers.py"],
     # What runs only on gloo, at once: its own gather and scatter, and a reduction between groups behind another.
     "gloo": [
