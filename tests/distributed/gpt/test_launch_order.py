@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from gpt.planner.dry_run import record_launches
+from gpt.planner.dry_run import dry_run, record_launches
 from gpt.settings import Settings
 from parallel.instruments.fake_tensors import QuickFakeTensorMode
 from parallel.instruments.launch_order import COMPUTATION, SIDE_STREAM, Job, Launch, exposed, waiting_time
@@ -83,12 +83,20 @@ def check(name: str) -> None:
     num_exposed = Counter((axis_of(launch), launch.name) for launch in exposed(own, first) if is_of_states(launch))
     counts = Counter((axis_of(launch), launch.name) for launch in of_step)
     assert {key: (num_exposed[key], number) for key, number in counts.items()} == expected
+    assert exposed_in_projection(settings) == +num_exposed
     assert sum(launch.stream.startswith(SIDE_STREAM) for launch in own[first:]) == NUM_COPIES.get(name, 0)
     if settings.zero.policy.full_params is Lifetime.PERSISTENT:
         last_reduction = max(n for n, launch in enumerate(of_step) if launch.name == "reduce_scatter")
         gathers = [launch for launch in of_step if launch.name == "all_gather"]
         at_most = sum(launch.num_bytes for launch in (*of_step[last_reduction : -len(gathers)], gathers[0]))
         assert waiting_time(own, relative_duration, first) <= at_most + NORM_BYTES
+
+
+def exposed_in_projection(settings: Settings) -> Counter[tuple[str, str]]:
+    """Count the collectives of states that the projection of a dry run finds without a kernel to overlap with."""
+    events = dry_run(replace(settings, dry_run=replace(settings.dry_run, world_size=NUM_RANKS))).events
+    states = [event for event in events if event.axis != "tensor" and event.message_bytes > NORM_BYTES]
+    return Counter((event.axis, event.op) for event in states if event.awaited == event.launched)
 
 
 def axis_of(launch: Launch) -> str:
