@@ -1,0 +1,54 @@
+"""ZeRO-DP for any module: wrap it in `ZeroDataParallel`, and update it by a `ZeroOptimizer`.
+
+The names below are the public interface; docs/zero.md describes it.
+"""
+
+from importlib.util import find_spec
+from pathlib import Path
+
+
+def require_siblings(package: str, *names: str) -> None:
+    """Raise ImportError if one of `names` is not that of the package beside this one.
+
+    `data` and `parallel` are common names: Python would import a file data.py beside the user's program instead.
+    """
+    root = Path(__file__).resolve().parents[1]
+    for name in names:
+        spec = find_spec(name)
+        found = Path(spec.origin).resolve() if spec is not None and spec.origin is not None else None
+        if found is not None and found != root / name / "__init__.py":
+            raise ImportError(
+                f"{package} needs {root / name}, but Python imports {found} by the name {name}; rename that file"
+            )
+
+
+require_siblings("zero", "parallel")  # before anything of it is imported
+
+from zero.activations.checkpointed_blocks import ActivationsConfig, checkpointed_blocks
+from zero.config import ZeroConfig
+from zero.engine import ZeroDataParallel
+from zero.loss_scale import LossScale, SkippedStepsError
+from zero.offload.placement import OffloadConfig
+from zero.optimizer import ZeroOptimizer
+from zero.sharded_init import ShardedInit
+from zero.state.full_state import full_state_dict
+from zero.uneven import join
+from zero.units.agreement import DivergedRanks
+from zero.units.guarded_parameter import GradientAccessError, ShardedParameterError
+
+__all__ = [
+    "ActivationsConfig",
+    "DivergedRanks",
+    "GradientAccessError",
+    "LossScale",
+    "OffloadConfig",
+    "ShardedInit",
+    "ShardedParameterError",
+    "SkippedStepsError",
+    "ZeroConfig",
+    "ZeroDataParallel",
+    "ZeroOptimizer",
+    "checkpointed_blocks",
+    "full_state_dict",
+    "join",
+]

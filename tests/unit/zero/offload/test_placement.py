@@ -1,4 +1,4 @@
-"""What the host may do with the memory of copies, by the checker of streams."""
+"""Memory of copies, and what the host may do with it, by the checker of streams."""
 
 from collections.abc import Callable
 from contextlib import nullcontext

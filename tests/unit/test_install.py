@@ -1,0 +1,62 @@
+"""The project as an installed package: its commands, its wheel, and files of the user that have the same names."""
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import zero
+from scripts.mutants.__main__ import copy_tree
+from tests.end_to_end.runs import options, prepare_corpus
+from tests.source_files import ROOT
+from zero import require_siblings
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def test_each_command_runs_a_module_that_exists():
+    commands = (ROOT / "gpt/commands.py").read_text()
+    modules = dict(re.findall(r'^(\w+) = _command\("([\w.]+)"\)', commands, flags=re.MULTILINE))
+    assert PROJECT["scripts"] == {f"zero-gpt-{name}": f"gpt.commands:{name}" for name in modules}
+    for module in modules.values():
+        path = ROOT / module.replace(".", "/")
+        assert path.with_suffix(".py").is_file() or (path / "__main__.py").is_file(), module
+
+
+def test_the_public_names_exist():
+    assert all(hasattr(zero, name) for name in zero.__all__)
+
+
+@pytest.mark.parametrize("name", ["data.py", "data/__init__.py"])
+def test_a_file_of_the_user_with_the_name_of_a_package_is_named(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    require_siblings("gpt", "data", "parallel")
+    in_the_way = tmp_path / name
+    in_the_way.parent.mkdir(exist_ok=True)
+    in_the_way.touch()
+    monkeypatch.delitem(sys.modules, "data", raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ImportError, match=rf"gpt needs .*/data, but Python imports {in_the_way} by the name data"):
+        require_siblings("gpt", "data", "parallel")
+
+
+@pytest.mark.full
+def test_a_wheel_is_built_installed_elsewhere_and_trains(tmp_path: Path):
+    source, wheels, site, work = (tmp_path / name for name in ("source", "wheels", "site", "work"))
+    work.mkdir()
+    copy_tree(source)  # a build leaves files in the folder of the source
+    pip = [sys.executable, "-m", "pip", "--quiet"]
+    subprocess.run([*pip, "wheel", source, "--no-deps", "--no-build-isolation", "--wheel-dir", wheels], check=True)
+    (wheel,) = wheels.iterdir()
+    assert PROJECT["version"] in wheel.name
+    subprocess.run([*pip, "install", "--no-deps", "--target", site, wheel], check=True)
+    arguments = options(prepare_corpus(work), work / "run", train__steps=2)
+    environment = os.environ | {"PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}
+    command = [site / "bin/zero-gpt-pretrain", *arguments]
+    subprocess.run(command, cwd=work, env=environment, check=True, capture_output=True)
+    assert len((work / "run/metrics.jsonl").read_text().splitlines()) == 2
