@@ -1,0 +1,50 @@
+"""The configurations of configs/gpt, from 124M to 175B parameters."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from gpt.planner.activation_store import parameters_of_rank
+from gpt.planner.depth import extrapolate, shallow_runs
+from gpt.planner.layouts import USABLE_MEMORY_FRACTION
+from gpt.schedule import check_batch_sizes
+from gpt.settings import Settings
+from gpt.settings_parser import parse_settings
+from parallel.launch.cluster import ClusterSpec
+from tests.source_files import ROOT
+
+SIZES = sorted((ROOT / "configs/gpt").glob("*.yaml"))
+CLUSTERS = ["dgx-a100", "dgx-h100"]
+
+
+def settings_and_ranks(path: Path) -> tuple[Settings, int]:
+    """Return the settings, and the least number of GPUs, which the first line of the file says."""
+    found = re.match(r"# GPT of [\d.]+[MB] parameters, for (\d+) or more GPUs", path.read_text())
+    assert found is not None
+    return parse_settings(["--config", str(path)]), int(found[1])
+
+
+@pytest.mark.parametrize("path", SIZES, ids=lambda path: path.stem)
+def test_a_size_has_the_parameters_of_its_name_and_divides_over_its_ranks(path: Path):
+    settings, num_ranks = settings_and_ranks(path)
+    number, unit = float(path.stem[:-1]), {"m": 1e6, "b": 1e9}[path.stem[-1]]
+    assert parameters_of_rank(settings.model, 1) == pytest.approx(number * unit, rel=0.08)  # Chinchilla has relative positions, too
+    check_batch_sizes(settings.train.batch, num_ranks // settings.parallel.tensor_size)
+    assert settings.schedule.min_lr == pytest.approx(settings.optimizer.lr / 10)
+    assert settings.run.dir == f"runs/gpt-{path.stem}"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("path", SIZES, ids=lambda path: path.stem)
+def test_a_size_fits_its_gpus(path: Path):
+    settings, num_ranks = settings_and_ranks(path)
+    data_size = num_ranks // settings.parallel.tensor_size
+    train = replace(settings.train, compile="none", global_batch_size=2 * settings.train.micro_batch_size * data_size)
+    settings = replace(settings, train=train, dry_run=replace(settings.dry_run, world_size=num_ranks))
+    runs = shallow_runs(settings)
+    for name in CLUSTERS:
+        cluster = ClusterSpec.load(ROOT / f"configs/clusters/{name}.yaml")
+        estimate = extrapolate(runs, cluster).at(settings.model.num_layers)
+        assert estimate.device_peak_bytes <= USABLE_MEMORY_FRACTION * cluster.gpu_memory_bytes
