@@ -7,9 +7,10 @@ the training program has to set `zero.stage` or `parallel.tensor_size`.
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass
+from dataclasses import fields
 
 from gpt.settings import ParallelSettings, Settings
+from gpt.settings_tree import Group, walk
 
 
 def in_option_names(text: str) -> str:
@@ -27,15 +28,8 @@ def errors_in_option_names() -> Iterator[None]:
         raise
 
 
-def _groups(settings: type, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield (name of the class, name of the option) of every group of settings, such as ("ZeroConfig", "zero")."""
-    for field in fields(settings):
-        if isinstance(field.type, type) and is_dataclass(field.type):
-            yield field.type.__name__, f"{prefix}{field.name}"
-            yield from _groups(field.type, f"{prefix}{field.name}.")
-
-
-_GROUPS = dict(_groups(Settings)) | {"StartOptions": "run"}
+_GROUPS = {node.kind.__name__: node.name for node in walk(Settings) if isinstance(node, Group)}
+_GROUPS["StartOptions"] = "run"
 _CLASS = re.compile(rf"\b({'|'.join(_GROUPS)})\b(?=\.\w)")  # ZeroConfig in ZeroConfig.stage
 # `parallel` has no class of settings: it takes these as arguments of functions.
 _ARGUMENT = re.compile(rf"(?<![\w.-])({'|'.join(field.name for field in fields(ParallelSettings))})(?==)")

@@ -12,35 +12,36 @@ The progress of a run is these two integers, which advance even if an overflow s
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
-from typing import Literal
+from typing import Annotated, Literal
 
 from parallel.errors import ConfigError
+from parallel.fields import Range, check_fields
+
+# So that the samples of a run, steps x batch size, are less than 2**63.
+NumSteps = Annotated[int, Range(1, 10**12)]
+BatchSize = Annotated[int, Range(1, 2**20)]
 
 
 @dataclass(frozen=True)
 class ScheduleConfig:
     """The learning rate over the steps of a run: it rises to optimizer.lr and falls to min_lr."""
 
-    min_lr: float = 0.0
+    min_lr: Annotated[float, Range(0, 1000)] = 0.0
     """Learning rate at the end of the decay, at step decay_steps and after it."""
-    warmup_steps: int = 0
+    warmup_steps: Annotated[int, Range(0, 10**12)] = 0
     """Steps over which the learning rate rises linearly to optimizer.lr; 0: no warm-up."""
     decay: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
     """Shape of the decay from optimizer.lr to min_lr; wsd: stay at optimizer.lr and fall at the end; constant: no
     decay."""
-    decay_steps: int | None = None
+    decay_steps: NumSteps | None = None
     """Step at which min_lr is reached; null: the last step of the run."""
-    wsd_decay_steps: int | None = None
+    wsd_decay_steps: NumSteps | None = None
     """Steps of the decay, which ends at decay_steps; for wsd only."""
 
     def __post_init__(self) -> None:
-        if self.min_lr < 0:
-            raise ConfigError(f"schedule.min_lr={self.min_lr} is below 0; choose 0 or more")
-        if self.warmup_steps < 0:
-            raise ConfigError(f"schedule.warmup_steps={self.warmup_steps} is below 0; choose 0 for no warm-up")
+        check_fields(self)
         if self.decay == "wsd" and not self.wsd_decay_steps:
-            raise ConfigError(f"schedule.decay=wsd with wsd_decay_steps={self.wsd_decay_steps}; choose 1 or more")
+            raise ConfigError("ScheduleConfig.wsd_decay_steps=null, and decay=wsd needs it; choose 1 or more")
 
 
 def learning_rate(config: ScheduleConfig, lr: float, step: int, num_steps: int) -> float:
@@ -78,32 +79,30 @@ def _decay_span(config: ScheduleConfig, num_steps: int) -> tuple[int, int]:
 class RampUpConfig:
     """A batch that grows by `increment` at equal intervals over the first `samples` samples, as in Megatron-LM."""
 
-    start: int
+    start: BatchSize
     """Sequences in the first batch."""
-    increment: int
+    increment: BatchSize
     """Sequences by which the batch grows each time."""
-    samples: int
+    samples: Annotated[int, Range(1, 10**18)]
     """Samples after which the batch has reached global_batch_size."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 @dataclass(frozen=True)
 class BatchConfig:
     """The number of sequences in a step, and in each micro-batch of it."""
 
-    micro_batch_size: int
+    micro_batch_size: BatchSize
     """Sequences in one forward and backward pass of one rank."""
-    global_batch_size: int
+    global_batch_size: BatchSize
     """Sequences in one optimizer step, over all ranks."""
     ramp_up: RampUpConfig | None = None
     """Start with a smaller batch and grow to global_batch_size; null: use global_batch_size from the first step on."""
 
     def __post_init__(self) -> None:
-        named_sizes = {"micro_batch_size": self.micro_batch_size, "global_batch_size": self.global_batch_size}
-        if self.ramp_up:
-            named_sizes |= {f"ramp_up.{name}": size for name, size in vars(self.ramp_up).items()}
-        for name, size in named_sizes.items():
-            if size < 1:
-                raise ConfigError(f"train.{name}={size} is below 1; choose a positive number")
+        check_fields(self)
         if self.ramp_up:
             self._check_ramp_up(self.ramp_up)
 
@@ -149,5 +148,21 @@ def batch_plan(config: BatchConfig, consumed_samples: int = 0) -> Iterator[tuple
 
 
 def consumed_samples_after(config: BatchConfig, num_steps: int) -> int:
-    """Return the number of samples in the first `num_steps` steps of a run."""
-    return sum(size for _, size in islice(batch_plan(config), num_steps))
+    """Return the number of samples in the first `num_steps` steps of a run, in as many operations as batch sizes."""
+    consumed = num_done = 0
+    while num_done < num_steps:
+        size, next_size_from = global_batch_size(config, consumed), _end_of_size(config, consumed)
+        left = num_steps - num_done
+        num_equal = left if next_size_from is None else min(left, -(-(next_size_from - consumed) // size))
+        num_done, consumed = num_done + num_equal, consumed + num_equal * size
+    return consumed
+
+
+def _end_of_size(config: BatchConfig, consumed_samples: int) -> int | None:
+    """Return the smallest sample at which the batch is larger than at `consumed_samples`; None if there is none."""
+    ramp_up = config.ramp_up
+    if ramp_up is None or consumed_samples >= ramp_up.samples or ramp_up.start == config.global_batch_size:
+        return None
+    num_increments = (config.global_batch_size - ramp_up.start) // ramp_up.increment
+    num_made = consumed_samples * num_increments // ramp_up.samples
+    return -(-(num_made + 1) * ramp_up.samples // num_increments)

@@ -1,67 +1,69 @@
 """All settings of a run: a tree of frozen dataclasses, each of which checks its values when it is made.
 
-`gpt/settings_parser.py` reads them. The docstrings of the fields are the text of `pretrain_gpt.py --help`.
+`gpt/settings_parser.py` reads them. The types of the fields state the ranges of their values; from these and from the
+docstrings the text of `pretrain_gpt.py --help` is made.
 """
 
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 import yaml
 
 from gpt.model.transformer import ModelConfig
-from gpt.schedule import BatchConfig, RampUpConfig, ScheduleConfig
+from gpt.schedule import BatchConfig, BatchSize, NumSteps, RampUpConfig, ScheduleConfig
 from parallel.errors import ConfigError
+from parallel.fields import FilePath, NonNegative, Positive, Range, check_fields
 from zero.activations.checkpointed_blocks import ActivationsConfig
 from zero.config import DTYPES, DtypeName, ZeroConfig
 from zero.offload.placement import OffloadConfig
+
+Ranks = Annotated[int, Range(1, 2**20)]
+Share = Annotated[float, Range(0, 1e9)]
+BelowOne = Annotated[float, Range(0, below=1)]
+LossScale = Annotated[float, Range(2.0**-32, 2.0**64)]
 
 
 @dataclass(frozen=True)
 class ParallelSettings:
     """The sizes of the mesh axes: tensor_size ranks share one copy of the model, and the copies form the data axis."""
 
-    tensor_size: int = 1
+    tensor_size: Ranks = 1
     """Ranks that share one copy of the model by tensor parallelism; they should be on one node."""
     sequence_parallel: bool = False
     """Split the tokens of norms, dropout and residuals over the tensor ranks, instead of repeating the work on each."""
-    shard_size: int | None = None
+    shard_size: Ranks | None = None
     """Data-parallel ranks over which ZeRO shards the model states; each such group is a replica of the others. null:
     all data-parallel ranks."""
     tensor_across_nodes: bool = False
     """Allow the ranks of one tensor group to be on several nodes, as in the ZeRO paper's baseline. Links between nodes
     are many times slower."""
 
+    def __post_init__(self) -> None:
+        check_fields(self)
+
 
 @dataclass(frozen=True)
 class OptimizerSettings:
     """The optimizer AdamW; weight decay is for matrices and embeddings only, gradients are clipped by global norm."""
 
-    lr: float = 3e-4
+    lr: Annotated[float, Range(0, 1000)] = 3e-4
     """Highest learning rate of the run; the settings of `schedule` say how it rises and falls."""
-    weight_decay: float = 0.1
+    weight_decay: Annotated[float, Range(0, 1000)] = 0.1
     """Decoupled weight decay, applied to parameters with two or more dimensions."""
-    clip_norm: float = 1.0
+    clip_norm: Annotated[float, Range(above=0, allows_inf=True)] = 1.0
     """Largest global norm of the gradients; they are scaled down to it if their norm is larger. .inf: no clipping."""
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[BelowOne, BelowOne] = (0.9, 0.95)
     """Decay rates of the first and the second moment."""
-    eps: float = 1e-8
+    eps: Annotated[float, Range(1e-30, 1)] = 1e-8
     """Number added to the square root of the second moment, against division by zero."""
     implementation: Literal["torch", "apex"] = "torch"
     """torch: torch's fused AdamW, which never makes the host wait for the device; apex: NVIDIA apex's FusedAdam, on
     GPUs without offloaded optimizer states. A run may resume with the other one."""
 
     def __post_init__(self) -> None:
-        for name in ("lr", "weight_decay"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"optimizer.{name}={getattr(self, name)} is below 0; choose 0 or more")
-        if self.clip_norm <= 0:
-            raise ConfigError(
-                f"optimizer.clip_norm={self.clip_norm} is not above 0; choose 1.0, or .inf for no clipping"
-            )
-        if self.implementation not in ("torch", "apex"):
-            raise ConfigError(f"optimizer.implementation={self.implementation} is unknown; choose torch or apex")
+        check_fields(self)
 
 
 @dataclass(frozen=True)
@@ -71,35 +73,32 @@ class LossScaleSettings:
     dynamic: bool = True
     """Halve the scale when gradients overflow, and double it after growth_interval steps without overflow; false: keep
     the initial scale."""
-    initial: float = 65536.0
+    initial: LossScale = 65536.0
     """Scale of the first step."""
-    minimum: float = 1.0
+    minimum: LossScale = 1.0
     """Smallest scale, below which overflows do not halve it."""
-    growth_interval: int = 1000
+    growth_interval: Positive = 1000
     """Consecutive steps without overflow after which the scale is doubled."""
-    hysteresis: int = 2
+    hysteresis: Positive = 2
     """Consecutive steps with overflow after which the scale is halved."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.minimum <= self.initial:
+        check_fields(self)
+        if self.minimum > self.initial:
             raise ConfigError(
-                f"train.loss_scale.minimum={self.minimum} must be above 0 and not above initial={self.initial}; "
-                "choose 1 and 65536"
+                f"LossScaleSettings.minimum={self.minimum} is above initial={self.initial}; choose 1 and 65536"
             )
-        for name in ("growth_interval", "hysteresis"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"train.loss_scale.{name}={getattr(self, name)} is below 1; choose 1 or more")
 
 
 @dataclass(frozen=True)
 class TrainSettings:
     """The length of the run, its batches, its precision, and what is logged and evaluated."""
 
-    steps: int = 1000
+    steps: NumSteps = 1000
     """Optimizer steps of the whole run, those before a resume included."""
-    micro_batch_size: int = 4
+    micro_batch_size: BatchSize = 4
     """Sequences in one forward and backward pass of one rank."""
-    global_batch_size: int = 8
+    global_batch_size: BatchSize = 8
     """Sequences in one optimizer step, over all ranks. If they are more than one micro-batch per data-parallel rank,
     gradients are accumulated over several micro-batches."""
     ramp_up: RampUpConfig | None = None
@@ -115,41 +114,27 @@ class TrainSettings:
     not compiled in evaluation and generation."""
     loss_scale: LossScaleSettings = field(default_factory=LossScaleSettings)
     """The loss scale of fp16."""
-    initial_weights: str | None = None
+    initial_weights: FilePath | None = None
     """Folder of GPT-2 weights in the format of transformers, to start the run from; null: random values."""
-    seed: int = 1234
+    seed: NonNegative = 1234
     """Seed of the initial values, of dropout and of the order of samples."""
-    log_every: int = 10
+    log_every: Positive = 10
     """Steps between two lines in the console and in metrics.jsonl. Logging waits for the device."""
-    layer_grad_norms_every: int = 0
+    layer_grad_norms_every: NonNegative = 0
     """Steps between measurements of the gradient norm of each layer, which are written at logged steps; 0: never."""
-    eval_every: int = 0
+    eval_every: NonNegative = 0
     """Steps between evaluations on the validation split; 0: evaluate only at the end."""
-    eval_samples: int = 64
+    eval_samples: Annotated[int, Range(0, 10**12)] = 64
     """Sequences of the validation split in one evaluation, rounded up to whole micro-batches; 0: never evaluate."""
-    peak_tflops: float | None = None
+    peak_tflops: Annotated[float, Range(above=0, at_most=1e9)] | None = None
     """Peak TFLOP/s of one device in this precision, from which MFU is computed; null: look it up in a table of GPUs."""
-    sample_tokens: int = 64
+    sample_tokens: NonNegative = 64
     """Tokens that the model generates for each prompt at the end of the run; 0: generate nothing."""
     prompts: tuple[str, ...] = ("def", "import", "class")
     """Prompts that the model continues at the end of the run."""
 
     def __post_init__(self) -> None:
-        for name in ("steps", "log_every"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"train.{name}={getattr(self, name)} is below 1; choose 1 or more")
-        for name in ("layer_grad_norms_every", "eval_every", "eval_samples", "sample_tokens", "seed"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"train.{name}={getattr(self, name)} is below 0; choose 0 or more")
-        if self.precision not in DTYPES:
-            raise ConfigError(f"train.precision={self.precision} is unknown; choose {', '.join(DTYPES)}")
-        if self.float32_matmul_precision not in ("highest", "high", "medium"):
-            raise ConfigError(
-                f"train.float32_matmul_precision={self.float32_matmul_precision} is unknown; choose highest, high or "
-                "medium"
-            )
-        if self.compile not in ("none", "blocks"):
-            raise ConfigError(f"train.compile={self.compile} is unknown; choose none or blocks")
+        check_fields(self)
 
     def num_micro_batches(self, data_size: int) -> int:
         """Return the number of micro-batches of a rank in a step at full batch size."""
@@ -175,21 +160,24 @@ class TrainSettings:
 class DataSettings:
     """The training data: token files written by `python -m data.prepare`."""
 
-    path: str | list[str]
+    path: FilePath | list[FilePath]
     """PREFIX of a pair of files PREFIX.bin and PREFIX.idx, or a list of WEIGHT:PREFIX to blend several."""
-    split: tuple[float, float, float] = (0.98, 0.01, 0.01)
+    split: tuple[Share, Share, Share] = (0.98, 0.01, 0.01)
     """Shares of the documents that are used for training, validation and test."""
-    cache_dir: str | None = None
+    cache_dir: FilePath | None = None
     """Folder for cached indices of samples; null: the folder of the data."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 @dataclass(frozen=True)
 class CheckpointSettings:
     """Checkpoints, which are written to run.dir/checkpoints and from which a run resumes."""
 
-    every: int = 0
+    every: NonNegative = 0
     """Steps between checkpoints, with one more at the end of the run; 0: save only if a signal ends the run early."""
-    keep: int = 2
+    keep: Positive = 2
     """Number of checkpoints to keep; older ones are deleted."""
     asynchronous: bool = True
     """Copy the state to host memory and write it to disk while training goes on; false: training waits for the disk,
@@ -197,15 +185,12 @@ class CheckpointSettings:
     weights: bool = False
     """With each checkpoint, also write the weights to run.dir/weights, in train.precision and in the format of
     transformers."""
-    resume: str = "auto"
+    resume: FilePath = "auto"
     """auto: resume from the newest checkpoint in run.dir if there is one; never: start from the beginning; or the
     folder of a checkpoint to resume from."""
 
     def __post_init__(self) -> None:
-        if self.every < 0:
-            raise ConfigError(f"checkpoint.every={self.every} is below 0; choose 0 or more")
-        if self.keep < 1:
-            raise ConfigError(f"checkpoint.keep={self.keep} is below 1; choose 1 or more")
+        check_fields(self)
 
 
 @dataclass(frozen=True)
@@ -216,23 +201,17 @@ class GuardSettings:
     """A step with a bad loss never updates the weights. skip: training then goes on; stop: the run ends; roll_back: the
     run continues from the newest checkpoint and leaves out the samples in between. An overflow in fp16 is not a bad
     loss."""
-    spike_factor: float | None = None
+    spike_factor: Annotated[float, Range(above=1, at_most=1e9)] | None = None
     """A loss is bad if it is more than this many times the running mean of the losses before it; null: a loss is bad
     only if it is not finite."""
-    max_roll_backs: int = 3
+    max_roll_backs: NonNegative = 3
     """Number of times that a run rolls back; at the next bad loss it ends."""
-    check_replicas_every: int = 0
+    check_replicas_every: NonNegative = 0
     """Steps between comparisons of the weights of all replicas, by checksum; 0: never. A comparison waits for the
     device."""
 
     def __post_init__(self) -> None:
-        if self.spike_factor is not None and self.spike_factor <= 1:
-            raise ConfigError(
-                f"guard.spike_factor={self.spike_factor} is not above 1; choose 3, or null to accept every finite loss"
-            )
-        for name in ("max_roll_backs", "check_replicas_every"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"guard.{name}={getattr(self, name)} is below 0; choose 0 or more")
+        check_fields(self)
 
     @property
     def checks_losses(self) -> bool:
@@ -244,11 +223,11 @@ class GuardSettings:
 class RunSettings:
     """The folder of the run, what is written there, and how long a run may hang."""
 
-    dir: str = "runs/default"
+    dir: FilePath = "runs/default"
     """Folder to which the run writes config.yaml, metrics.jsonl, loss.png and its checkpoints."""
     device: Literal["auto", "cpu"] = "auto"
     """auto: train on GPUs, or on CPUs if the node has no GPU; cpu: train on CPUs, also if it has GPUs."""
-    hang_seconds: float = 600.0
+    hang_seconds: Annotated[float, Range(0, 1e7)] = 600.0
     """If no rank makes progress for this many seconds, the rank that holds up the others is named, each rank writes its
     last collectives to run.dir/hang, and the job ends. A collective that takes three times as long, and 10 minutes,
     fails by itself. 0: wait forever."""
@@ -256,23 +235,20 @@ class RunSettings:
     """Also write the metrics for TensorBoard, to run.dir/tensorboard."""
 
     def __post_init__(self) -> None:
-        if self.hang_seconds < 0:
-            raise ConfigError(f"run.hang_seconds={self.hang_seconds} is below 0; choose 600, or 0 to wait forever")
-        if self.device not in ("auto", "cpu"):
-            raise ConfigError(f"run.device={self.device} is unknown; choose auto or cpu")
+        check_fields(self)
         if self.tensorboard and find_spec("tensorboard") is None:
-            raise ConfigError("run.tensorboard=true needs a package; pip install tensorboard, or choose false")
+            raise ConfigError("RunSettings.tensorboard=true needs a package; pip install tensorboard, or choose false")
 
 
 @dataclass(frozen=True)
 class ProfileSettings:
     """A profile of a few steps, which shows where their time is spent, and a check of their order."""
 
-    steps: tuple[int, int] | None = None
+    steps: tuple[Positive, Positive] | None = None
     """First and last step to time and to trace; null: do not profile."""
-    ranks: tuple[int, ...] = (0,)
+    ranks: tuple[NonNegative, ...] = (0,)
     """Ranks that write a trace to run.dir/profile/rank-*.json; all ranks are timed."""
-    collectives_step: int = 5
+    collectives_step: NonNegative = 5
     """Step whose collectives the first rank records in run.dir/collectives.json, for comparison with a dry run or
     another run. This step is slower than others. 0: record none."""
     check_streams: bool = False
@@ -280,41 +256,38 @@ class ProfileSettings:
     for each pair: for changes of the code, in runs on CPUs and dry runs. Steps take several times as long."""
 
     def __post_init__(self) -> None:
-        if self.collectives_step < 0:
-            raise ConfigError(f"profile.collectives_step={self.collectives_step} is below 0; choose 5, or 0 for none")
-        if self.steps is not None and not 1 <= self.steps[0] <= self.steps[1]:
-            raise ConfigError(f"profile.steps={list(self.steps)} are not a first and a last step; choose [10, 12]")
+        check_fields(self)
+        if self.steps is not None and self.steps[0] > self.steps[1]:
+            raise ConfigError(f"ProfileSettings.steps={list(self.steps)}: the first is after the last; choose [10, 12]")
 
 
 @dataclass(frozen=True)
 class DryRunSettings:
     """A dry run: two steps of one rank of any world, on tensors without values, to see memory, traffic and time."""
 
-    world_size: int | None = None
+    world_size: Ranks | None = None
     """Number of ranks of the imitated run; null: train instead of a dry run."""
-    rank: int = 0
+    rank: NonNegative = 0
     """The rank whose steps are run."""
-    cluster: str | None = None
+    cluster: FilePath | None = None
     """File that describes the machines, such as configs/clusters/dgx-2.yaml; null: one large node, and no projection of
     time."""
     backend: Literal["nccl", "gloo"] = "nccl"
     """Communication backend that is imitated; gloo needs more buffers than nccl, to receive into."""
-    trace: str | None = None
+    trace: FilePath | None = None
     """File to write the projected timeline to, for Perfetto or chrome://tracing; needs dry_run.cluster."""
 
     def __post_init__(self) -> None:
-        if self.world_size is not None and self.world_size < 1:
-            raise ConfigError(f"dry_run.world_size={self.world_size} is below 1; choose 1 or more, or null")
-        if self.world_size is not None and not 0 <= self.rank < self.world_size:
+        check_fields(self)
+        if self.world_size is not None and self.rank >= self.world_size:
             raise ConfigError(
-                f"dry_run.rank={self.rank} is not one of the {self.world_size} ranks; choose 0 to {self.world_size - 1}"
+                f"DryRunSettings.rank={self.rank} is not one of the {self.world_size} ranks; choose 0 to "
+                f"{self.world_size - 1}"
             )
-        if self.backend not in ("nccl", "gloo"):
-            raise ConfigError(f"dry_run.backend={self.backend} is unknown; choose nccl or gloo")
         if self.trace and not self.cluster:
             raise ConfigError(
-                f"dry_run.trace={self.trace} needs a cluster to project times on, and dry_run.cluster is null; choose "
-                "one, such as dry_run.cluster=configs/clusters/dgx-2.yaml"
+                f"DryRunSettings.trace={self.trace} needs a cluster to project times on, and dry_run.cluster is null; "
+                "choose one, such as dry_run.cluster=configs/clusters/dgx-2.yaml"
             )
 
 
@@ -333,6 +306,9 @@ class WandbSettings:
     """Group that the run belongs to, such as the runs of one experiment; null: none."""
     tags: tuple[str, ...] = ()
     """Tags of the run, to find it by."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 @dataclass(frozen=True)
@@ -354,6 +330,9 @@ class Settings:
     wandb: WandbSettings = field(default_factory=WandbSettings)
     profile: ProfileSettings = field(default_factory=ProfileSettings)
     dry_run: DryRunSettings = field(default_factory=DryRunSettings)
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     def with_gradient_types(self, data_size: int) -> "Settings":
         """Return these settings with the types of gradients that null stands for on `data_size` data-parallel ranks."""

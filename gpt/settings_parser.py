@@ -1,24 +1,48 @@
 """Reads the settings of a run: YAML files, DeepSpeed's configuration and dotted options, in layers.
 
 --config a.yaml --config b.yaml    <    --zero.deepspeed_config ds_config.json    <    --zero.stage 2 ...
+
+A layer has values by dotted names, and says of each where it is written. The dataclasses check the values.
 """
 
 import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import MISSING, dataclass, fields
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from types import NoneType
+from typing import Any, get_origin
 
-import yaml
-from jsonargparse import ActionConfigFile, ArgumentError, ArgumentParser, Namespace, set_parsing_settings
 from rich.table import Table
 
 from gpt.deepspeed.config import deepspeed_layer
-from gpt.option_names import errors_in_option_names
+from gpt.option_names import errors_in_option_names, in_option_names
 from gpt.settings import Settings
+from gpt.settings_help import help_text
+from gpt.settings_tree import Group, Leaf, default_of, walk
+from parallel.config_files import Section, parse_yaml, read_section
 from parallel.errors import ConfigError
+from parallel.fields import FilePath, alternatives, convert, is_text, shown
 
+CONFIG = "config"
 DEEPSPEED_CONFIG = "zero.deepspeed_config"  # not a field of ZeroConfig: the file sets more than ZeRO
+DEEPSPEED_TEXT = "A JSON configuration of DeepSpeed, translated into settings; see docs/deepspeed.md."
+TREE = [*walk(Settings), Leaf(DEEPSPEED_CONFIG, FilePath | None, None, DEEPSPEED_TEXT)]
+GROUPS = {node.name: node for node in TREE if isinstance(node, Group)}
+LEAVES = {node.name: node for node in TREE if isinstance(node, Leaf)}
+
+
+@dataclass(frozen=True)
+class Given:
+    """A value that a layer gives, and "FILE, line N: "; "" for an option on the command line."""
+
+    value: Any
+    origin: str = ""
+
+
+Layer = dict[str, Given]
 
 
 @errors_in_option_names()
@@ -33,74 +57,143 @@ def parse_settings(
 
     Raises ConfigError, with a message of one line, if anything in the settings is wrong.
     """
-    parser = _parser()
-    configs, options = _split(arguments)
-    try:
-        namespace = parser.parse_args([*configs, *options])
-        # The parser adds this option to every namespace; it is removed each time, as it is not a field of Settings.
-        if path := namespace.pop(DEEPSPEED_CONFIG):
-            names = frozenset(_names_of_options(options, namespace))
-            layer = deepspeed_layer(Path(path), namespace, names, num_ranks, show)
-            namespace = parser.parse_object(layer, namespace)
-            namespace.pop(DEEPSPEED_CONFIG)
-        instantiated = parser.instantiate(namespace)
-    except ArgumentError as error:
-        raise ConfigError(_explain(error, list(parser.get_defaults().keys()))) from error
-    return Settings(**{name: getattr(instantiated, name) for name in Settings.__dataclass_fields__})
+    files, options = _layers(arguments)
+    given = _merged(files, options)
+    path = _typed(DEEPSPEED_CONFIG, given.pop(DEEPSPEED_CONFIG, Given(None)))
+    if path is not None:
+        base = {name: leaf.default for name, leaf in LEAVES.items()}
+        base |= {name: _typed(name, found) for name, found in given.items()}
+        translated = deepspeed_layer(Path(path), base, frozenset(options), num_ranks, show)
+        layer = {name: Given(value, f"{path}: ") for name, value in translated.items()}
+        given = _merged(files, layer, options)
+        del given[DEEPSPEED_CONFIG]
+    return _build(Settings, "", None, given)
 
 
-def _parser() -> ArgumentParser:
-    set_parsing_settings(docstring_parse_attribute_docstrings=True)
-    parser = ArgumentParser(prog="pretrain_gpt.py", description=Settings.__doc__, exit_on_error=False)
-    parser.add_argument("--config", action=ActionConfigFile, help="YAML file of settings; may be given several times")
-    parser.add_class_arguments(Settings, as_group=False)
-    parser.add_argument(
-        f"--{DEEPSPEED_CONFIG}",
-        type=str | None,
-        help="A JSON configuration of DeepSpeed, translated into settings; see docs/deepspeed.md",
-    )
-    return parser
-
-
-def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the arguments that belong to `--config`, and all others; both keep their order."""
-    configs: list[str] = []
-    options: list[str] = []
-    for previous, argument in zip(["", *arguments[:-1]], arguments, strict=False):
-        is_config = argument.partition("=")[0] == "--config" or previous == "--config"
-        (configs if is_config else options).append(argument)
-    return configs, options
-
-
-def _names_of_options(options: Sequence[str], parsed: Namespace) -> Iterator[str]:
-    """Yield the dotted name of every setting that the options give; `--zero={stage: 1}` gives `zero.stage`."""
-    for option, following in zip(options, [*options[1:], ""], strict=False):
-        if not option.startswith("--"):
-            continue
-        name, separator, value = option[2:].partition("=")
-        if isinstance(parsed.get(name), Namespace):  # a group of settings, given as YAML or by the name of a YAML file
-            value = value if separator else following
-            yield from _leaves(name, yaml.safe_load(Path(value).read_text() if Path(value).is_file() else value))
+def _layers(arguments: Sequence[str]) -> tuple[Layer, Layer]:
+    """Return what the files of `--config` give, and what all other options give."""
+    files: Layer = {}
+    options: Layer = {}
+    for name, text in _options(arguments):
+        if name == CONFIG:
+            is_inline = text.startswith("{")
+            content = parse_yaml(text, f"--{CONFIG}") if is_inline else read_section(Path(text), text)
+            files = _merged(files, dict(_entries("", content, f"--{CONFIG}" if is_inline else text)))
+        elif name in GROUPS and not text.startswith("{") and _is_file(text):
+            options = _merged(options, dict(_entries(name, read_section(Path(text), text), text)))
         else:
-            yield name
+            options = _merged(options, dict(_entries(name, _value_of_option(name, text), f"--{name}")))
+    return files, options
 
 
-def _leaves(name: str, value: Any) -> Iterator[str]:
-    """Yield the dotted name of every leaf of a nested dictionary that is called `name`."""
-    if not isinstance(value, dict):
-        yield name
-        return
-    for key, below in value.items():
-        yield from _leaves(f"{name}.{key}", below)
+def _options(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield (name, text of the value) of every option. Print the help and exit if one asks for it."""
+    remaining = iter(arguments)
+    for argument in remaining:
+        if argument in ("-h", "--help"):
+            sys.stdout.write(help_text(Settings, TREE))
+            sys.exit(0)
+        if not argument.startswith("--"):
+            raise ConfigError(f"{shown(argument)} is not an option; options are --NAME=VALUE or --NAME VALUE")
+        name, equals, text = argument[2:].partition("=")
+        if name != CONFIG:
+            _check_name(name)
+        if not equals:
+            text = next(remaining, "")
+        if not text or (not equals and text.startswith("--")):
+            raise ConfigError(f"--{name} has no value; write --{name}=VALUE")
+        yield name, text
 
 
-def _explain(error: Exception, known_names: list[str]) -> str:
-    """Return the parser's message in one line. If a setting does not exist, suggest the one with the closest name."""
-    message = re.sub(r'^Parser key "([^"]+)":', r"\1:", " ".join(str(error).split()))
-    unknown = re.search(r"unrecognized arguments: --([\w.]+)|Group '(\w+)' does not accept option '(\w+)'", message)
-    if unknown is None:
-        return message
-    name = ".".join(filter(None, unknown.groups()))
-    likely = get_close_matches(name, known_names, n=1)
-    remedy = f"did you mean {likely[0]}?" if likely else "see pretrain_gpt.py --help"
-    return f"{name}: there is no such setting; {remedy}"
+def _check_name(name: str, origin: str = "") -> None:
+    """Raise ConfigError if there is no setting of this name, and suggest the one with the closest name."""
+    if name not in LEAVES and name not in GROUPS:
+        likely = get_close_matches(name[:100], [*LEAVES, *GROUPS], n=1)
+        remedy = f"did you mean {likely[0]}?" if likely else "see pretrain_gpt.py --help"
+        raise ConfigError(f"{origin}{shown(name)}: there is no such setting; {remedy}")
+
+
+def _is_file(text: str) -> bool:
+    try:
+        return Path(text).is_file()
+    except (OSError, ValueError):  # longer than the name of a file may be, or a null byte
+        return False
+
+
+def _value_of_option(name: str, text: str) -> Any:
+    """Return the value of an option: its text if the setting is a text, else the YAML value."""
+    kinds = alternatives(LEAVES[name].hint) if name in LEAVES else ()
+    is_null = text == "null" and NoneType in kinds
+    is_list = text.startswith("[") and any(get_origin(kind) is list for kind in kinds)
+    if any(map(is_text, kinds)) and not is_null and not is_list:
+        return text
+    return parse_yaml(text, f"--{name}")
+
+
+def _entries(name: str, value: Any, source: str, line: int | None = None) -> Iterator[tuple[str, Given]]:
+    """Yield (dotted name, value and origin) of every leaf below a setting or a group; "" is the root of all."""
+    origin = f"{source}, line {line}: " if line else ""
+    if name in LEAVES:
+        yield name, Given(value, origin)
+    elif isinstance(value, Section):
+        for key, below in value.items():
+            child, place = f"{name}.{key}" if name else key, f"{source}, line {value.lines[key]}: "
+            if "." in key:  # it could be in the file a second time, below its group
+                raise ConfigError(f"{place}{shown(key)} contains a dot; write the setting below its group")
+            _check_name(child, place)
+            yield from _entries(child, below, source, value.lines[key])
+    elif value is not None:
+        raise ConfigError(f"{origin}{name}={shown(value)} is not a group of settings; write its settings below {name}")
+    elif GROUPS[name].is_optional:
+        yield name, Given(None, origin)
+
+
+def _merged(*layers: Layer) -> Layer:
+    """Return what layers give together; a later one wins. A group that is null is not one that has settings."""
+    merged: Layer = {}
+    for layer in layers:
+        for name, given in layer.items():
+            for other in [other for other in merged if other.startswith(f"{name}.") or name.startswith(f"{other}.")]:
+                del merged[other]
+            merged[name] = given
+    return merged
+
+
+def _typed(name: str, given: Given) -> Any:
+    """Return the value of one setting in its type. Raise ConfigError if it does not suit."""
+    if name in GROUPS:
+        return given.value
+    with _origins({name: given}):
+        return convert(name, LEAVES[name].hint, given.value)
+
+
+def _build(kind: type, prefix: str, base: Any, given: Layer) -> Any:
+    """Return the group of settings that begin with `prefix`. What is not given is as in `base`, or has its default."""
+    values, missing = {}, []
+    for field in fields(kind):
+        name, default = f"{prefix}{field.name}", default_of(field, base)
+        if name in given:
+            values[field.name] = given[name].value
+        elif name in GROUPS and (default is MISSING or any(other.startswith(f"{name}.") for other in given)):
+            below = None if default is MISSING else default
+            values[field.name] = _build(GROUPS[name].kind, f"{name}.", below, given)
+        elif default is MISSING:
+            missing.append(name)
+        else:
+            values[field.name] = default
+    if missing:
+        raise ConfigError(f"{', '.join(missing)}: not set; give a --config that sets what has no default")
+    with _origins(given):
+        return kind(**values)
+
+
+@contextmanager
+def _origins(given: Layer) -> Iterator[None]:
+    """Put the origin of the setting that an error begins with before its message."""
+    try:
+        yield
+    except ConfigError as error:
+        message = in_option_names(str(error))
+        found = re.match(r"[\w.]+", message)
+        origin = given[found[0]].origin if found and found[0] in given else ""
+        raise ConfigError(f"{origin}{message}") from error

@@ -1,11 +1,11 @@
 """The settings of ZeRO."""
 
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Annotated, Literal
 
 import torch
 
-from parallel.errors import ConfigError
+from parallel.fields import NonNegative, Positive, Range, check_fields
 from zero.stage import STAGES, GradientTypes, Lifetime, ShardingPolicy
 
 Accumulate = Literal["reduce", "local"]
@@ -20,9 +20,9 @@ DTYPES: dict[DtypeName, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfl
 class ZeroConfig:
     """The partition of model states over the data-parallel ranks, and the portions in which they are communicated."""
 
-    stage: int = 2
+    stage: Annotated[int, Range(min(STAGES), max(STAGES))] = 2
     """0: plain data parallelism; 1: optimizer states are partitioned; 2: gradients too; 3: parameters too."""
-    bucket_numel: int | Literal["auto"] | None = "auto"
+    bucket_numel: Positive | Literal["auto"] | None = "auto"
     """C_B: the number of elements that are communicated, cast or summed at once, however large the model is; null: all
     of them at once. auto: 2**25, and more if there are more than 32 ranks, whose parts of a message would be short.
     With offload.mode=auto the size of chunks is searched instead."""
@@ -41,10 +41,10 @@ class ZeroConfig:
     reduce_dtype: DtypeName | None = None
     """Data type in which gradients are reduced, and staged before that: that of the messages between ranks. null:
     accumulate_dtype if full gradients are kept, else the type of the parameters."""
-    prefetch_numel: int | None = None
+    prefetch_numel: NonNegative | None = None
     """If parameters are partitioned: the number of elements of the next units that are gathered ahead; 0: none; null:
     those of the next unit."""
-    resident_numel: int = 0
+    resident_numel: NonNegative = 0
     """If parameters are partitioned: those with fewer elements than this stay gathered, such as norms and biases."""
     defragment: bool | None = None
     """Allocate the memory of gradients once (M_D of the paper), if full gradients are transient. false: allocate
@@ -54,23 +54,7 @@ class ZeroConfig:
     """The modules that are gathered at a time, by patterns such as blocks.*; null: the elements of the module lists."""
 
     def __post_init__(self) -> None:
-        if self.stage not in STAGES:
-            raise ConfigError(f"ZeroConfig.stage={self.stage} does not exist; choose {', '.join(map(str, STAGES))}")
-        if isinstance(self.bucket_numel, int) and self.bucket_numel < 1:
-            raise ConfigError(
-                f"ZeroConfig.bucket_numel={self.bucket_numel} is below 1; choose 1 or more, auto, or null for a single "
-                "bucket"
-            )
-        if self.accumulate not in get_args(Accumulate):
-            raise ConfigError(
-                f"ZeroConfig.accumulate={self.accumulate} is unknown; choose {' or '.join(get_args(Accumulate))}"
-            )
-        for name in ("accumulate_dtype", "reduce_dtype"):
-            if getattr(self, name) not in (None, *DTYPES):
-                raise ConfigError(f"ZeroConfig.{name}={getattr(self, name)} is unknown; choose {', '.join(DTYPES)}")
-        for name in ("prefetch_numel", "resident_numel"):
-            if (getattr(self, name) or 0) < 0:
-                raise ConfigError(f"ZeroConfig.{name}={getattr(self, name)} is below 0; choose 0 for none")
+        check_fields(self)
 
     @property
     def policy(self) -> ShardingPolicy:

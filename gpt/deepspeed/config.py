@@ -4,7 +4,6 @@ file -> keys under their current names -> each key is translated by its row (`gp
      -> rules combine the values of several keys (`gpt/deepspeed/rules.py`) -> settings
 """
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from difflib import get_close_matches
@@ -17,6 +16,7 @@ from gpt.deepspeed.key import ValueType, as_text, unchanged
 from gpt.deepspeed.keys import KEYS, ONLY_ENABLED_IS_READ, OTHER_NAMES
 from gpt.deepspeed.rules import RULES
 from gpt.deepspeed.translation import AUTO, FileKey, Translation, Verdict
+from parallel.config_files import read_json
 from parallel.errors import ConfigError
 from parallel.world import num_ranks_from_environment
 
@@ -30,7 +30,7 @@ def deepspeed_layer(
     num_ranks: int | None,
     show: Callable[[Table], None],
 ) -> dict[str, Any]:
-    """Return the tree of settings that the file sets, without those that an option on the command line sets.
+    """Return the settings that the file sets, by dotted names, without those that an option sets.
 
     `base` has all settings as they are without the file, by dotted names; `options` are the names of those that the
     command line sets. `show` is called with a table of all keys. Raise ConfigError if the file cannot be translated.
@@ -39,7 +39,7 @@ def deepspeed_layer(
     translation = translate(path, base, options, num_ranks)
     show(translation.table())  # before the check, so that the user sees all keys even if some are refused
     translation.check()
-    return translation.as_tree()
+    return translation.settings_of_file()
 
 
 def translate(path: Path, base: Mapping[str, Any], options: frozenset[str], num_ranks: int) -> Translation:
@@ -71,19 +71,7 @@ def translate(path: Path, base: Mapping[str, Any], options: frozenset[str], num_
 
 def read(path: Path) -> dict[str, Any]:
     """Return the file's JSON object. Raise ConfigError if it is not one, or has a key twice."""
-
-    def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        names = [name for name, _ in pairs]
-        if duplicates := [name for name in names if names.count(name) > 1]:
-            raise ConfigError(f"zero.deepspeed_config={path} has the key {duplicates[0]} twice; remove one")
-        return dict(pairs)
-
-    try:
-        content = json.loads(path.read_text(), object_pairs_hook=without_duplicates)
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"zero.deepspeed_config={path} is not a readable JSON file: {error}; correct it or give another"
-        ) from error
+    content = read_json(path, f"zero.deepspeed_config={path}")
     if not isinstance(content, dict):
         raise ConfigError(f"zero.deepspeed_config={path} contains {as_text(content)}; it must be an object of keys")
     return content
@@ -106,7 +94,7 @@ def _under_current_names(pairs: Iterator[tuple[str, Any]]) -> Iterator[FileKey]:
     earlier: dict[str, FileKey] = {}
     for spelling, value in pairs:
         name, convert = OTHER_NAMES.get(spelling, (spelling, unchanged))
-        key = FileKey(f"{spelling}={as_text(value)}", name, value)
+        key = FileKey(f"{as_text(spelling)}={as_text(value)}", name, value)
         if convert is not unchanged and not isinstance(value, bool) and value not in LEFT_OPEN:
             yield replace(key, verdict="refused", reason=f"is not {ValueType.BOOLEAN.value}")
             continue

@@ -1,11 +1,12 @@
 """A row of the table of DeepSpeed's keys (`gpt/deepspeed/keys.py`), and the functions that make rows."""
 
 import json
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
+
+LARGEST = 1e300  # larger numbers overflow in the products of the rules; NaN is not below it
 
 
 class ValueType(Enum):
@@ -25,7 +26,7 @@ class ValueType(Enum):
 
     def parse(self, value: Any) -> Any:
         """Return the value in this type, or None if it has another type."""
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < LARGEST
         is_integer = is_number and value == int(value)
         match self:
             case ValueType.BOOLEAN:
@@ -80,7 +81,7 @@ def as_text(value: Any) -> str:
     """Return the value as error messages and tables show it: integral numbers without a fraction, the rest as JSON."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
-    return value if isinstance(value, str) else json.dumps(value, default=str)
+    return value if isinstance(value, str) and value.isprintable() else json.dumps(value, default=str)
 
 
 def unchanged(value: Any) -> Any:

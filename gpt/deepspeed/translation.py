@@ -107,15 +107,6 @@ class Translation:
         is_overridden = setting in self.settings and chosen != self.settings[setting]
         return f"{setting}={as_text(chosen)}" + (" by option" if is_overridden else "")
 
-    def as_tree(self) -> dict[str, Any]:
-        """Return the settings that the file sets and no option overrides, nested as in a YAML file."""
-        tree: dict[str, Any] = {}
-        for setting, value in self.settings.items():
-            if self.is_option(setting):
-                continue
-            *parents, name = setting.split(".")
-            branch = tree
-            for parent in parents:
-                branch = branch.setdefault(parent, {})
-            branch[name] = value
-        return tree
+    def settings_of_file(self) -> dict[str, Any]:
+        """Return the settings that the file sets and no option overrides, by dotted names."""
+        return {name: value for name, value in self.settings.items() if not self.is_option(name)}

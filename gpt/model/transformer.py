@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from torch.nn import functional as F
 
 from parallel.blocks import RunBlocks, run_in_order
 from parallel.errors import ConfigError
+from parallel.fields import Range, check_fields
 from parallel.mesh import Axis
 from parallel.tensor.gradient_sums import GradientSums
 from parallel.tensor.initial_values import fill_normal
@@ -47,20 +48,20 @@ RESIDUAL_PROJECTIONS = ("attention.projection.weight", "mlp.down.weight")
 class ModelConfig:
     """The shape of a GPT-2 model."""
 
-    num_layers: int
+    num_layers: Annotated[int, Range(1, 10**7)]
     """Number of transformer blocks."""
-    hidden_size: int
+    hidden_size: Annotated[int, Range(1, 2**20)]
     """Width of the residual stream; the MLP is four times as wide."""
-    num_heads: int
+    num_heads: Annotated[int, Range(1, 2**20)]
     """Number of attention heads; must divide hidden_size."""
-    seq_length: int
+    seq_length: Annotated[int, Range(1, 2**30)]
     """Length of the longest sequence, in tokens; the model has as many learned positions."""
-    vocab_size: int
+    vocab_size: Annotated[int, Range(1, 2**31)]
     """Number of different tokens that the model knows."""
-    dropout: float = 0.1
+    dropout: Annotated[float, Range(0, below=1)] = 0.1
     """Probability with which an element of an embedding, an attention weight or a residual branch's output is
     dropped."""
-    vocab_multiple: int = 128
+    vocab_multiple: Annotated[int, Range(1, 2**20)] = 128
     """The number of rows of the token embedding is rounded up to a multiple of this. Padding is never predicted and
     never changes."""
     attention: Literal["flash", "math"] = "flash"
@@ -68,20 +69,13 @@ class ModelConfig:
     baseline."""
 
     def __post_init__(self) -> None:
-        for name in ("num_layers", "hidden_size", "num_heads", "seq_length", "vocab_size", "vocab_multiple"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"model.{name}={getattr(self, name)} is below 1; choose a positive number")
+        check_fields(self)
         if self.hidden_size % self.num_heads:
             next_multiple = math.ceil(self.hidden_size / self.num_heads) * self.num_heads
             raise ConfigError(
                 f"model.hidden_size={self.hidden_size} is not divisible by model.num_heads={self.num_heads}; "
                 f"choose a multiple of {self.num_heads}, such as hidden_size={next_multiple}"
             )
-        if not 0 <= self.dropout < 1:
-            raise ConfigError(f"model.dropout={self.dropout} is outside [0, 1); choose 0 to switch dropout off")
-        if self.attention not in ATTENTION_KERNELS:
-            names = " or ".join(ATTENTION_KERNELS)
-            raise ConfigError(f"model.attention={self.attention} is unknown; choose {names}")
 
     @property
     def head_dim(self) -> int:

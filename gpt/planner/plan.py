@@ -15,6 +15,7 @@ from rich.table import Table
 
 from gpt.model.flops import hardware_flops
 from gpt.model.transformer import ModelConfig
+from gpt.option_names import errors_in_option_names
 from gpt.planner.depth import DepthExtrapolation, Estimate, extrapolate, shallow_runs
 from gpt.planner.layouts import CandidateLayout, Prediction, candidate_layouts, fits, predict, usable_bytes
 from gpt.settings import Settings
@@ -139,6 +140,7 @@ def plan_table(
     return table
 
 
+@errors_in_option_names()
 def main(arguments: list[str]) -> None:
     """Print a plan and the command that starts its best run."""
     parser = argparse.ArgumentParser(prog="python -m gpt.planner.plan", description=__doc__)

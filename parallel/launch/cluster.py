@@ -2,11 +2,13 @@
 
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Self
 
-import yaml
-
+from parallel.config_files import read_section
 from parallel.errors import ConfigError
+from parallel.fields import Range, check_fields
+
+Rate = Annotated[float, Range(above=0, at_most=1e9)]
 
 
 @dataclass(frozen=True)
@@ -18,32 +20,25 @@ class ClusterSpec:
     """
 
     name: str
-    gpus_per_node: int
-    gpu_memory_gib: float
-    host_memory_gb: float  # of a node
-    peak_half_tflops: float  # with tensor cores
-    num_multiprocessors: int
-    memory_gb_per_second: float
-    intra_node_gb_per_second: float
-    node_gb_per_second: float  # from one whole node to the others
-    network_card_gb_per_second: float  # of one network card
-    host_gb_per_second: float  # between the GPU and host memory
-    host_memory_gb_per_second: float = 200.0  # between the processors of a node and its memory
-    gemm_fraction: float = 1.0
-    memory_fraction: float = 1.0
-    node_fraction: float = 1.0
-    kernel_seconds: float = 5e-6  # the shortest time of a kernel
-    hop_seconds: float = 1e-5  # latency of one step of a ring
+    gpus_per_node: Annotated[int, Range(1, 2**16)]
+    gpu_memory_gib: Rate
+    host_memory_gb: Rate  # of a node
+    peak_half_tflops: Rate  # with tensor cores
+    num_multiprocessors: Annotated[int, Range(1, 2**16)]
+    memory_gb_per_second: Rate
+    intra_node_gb_per_second: Rate
+    node_gb_per_second: Rate  # from one whole node to the others
+    network_card_gb_per_second: Rate  # of one network card
+    host_gb_per_second: Rate  # between the GPU and host memory
+    host_memory_gb_per_second: Rate = 200.0  # between the processors of a node and its memory
+    gemm_fraction: Rate = 1.0
+    memory_fraction: Rate = 1.0
+    node_fraction: Rate = 1.0
+    kernel_seconds: Rate = 5e-6  # the shortest time of a kernel
+    hop_seconds: Rate = 1e-5  # latency of one step of a ring
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name == "name":
-                continue
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
-                raise ConfigError(
-                    f"cluster {self.name}: {field.name}={value} is not a number above 0; correct the file"
-                )
+        check_fields(self)
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
@@ -51,14 +46,7 @@ class ClusterSpec:
 
         Raises ConfigError if it cannot be read, or if a field is missing, unknown or not a positive number.
         """
-        try:
-            values: Any = yaml.safe_load(Path(path).read_text())
-        except (OSError, yaml.YAMLError) as error:
-            raise ConfigError(
-                f"cluster file {path} cannot be read: {' '.join(str(error).split())}; give another"
-            ) from error
-        if not isinstance(values, dict):
-            values = {}
+        values = read_section(Path(path), f"cluster file {path}")
         known = {field.name for field in fields(cls)}
         required = {field.name for field in fields(cls) if field.default is MISSING}
         if missing := sorted(required - set(values)):
@@ -67,7 +55,10 @@ class ClusterSpec:
             )
         if unknown := sorted(set(values) - known):
             raise ConfigError(f"cluster file {path} has {', '.join(unknown)}, which is unknown; remove it")
-        return cls(**values)
+        try:
+            return cls(**values)
+        except ConfigError as error:
+            raise ConfigError(f"cluster file {path}: {str(error).removeprefix('ClusterSpec.')}") from error
 
     @property
     def host_memory_rate_of_a_gpu(self) -> float:

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from parallel.blocks import Recomputation, RunBlock, run_in_order
 from parallel.errors import ConfigError
+from parallel.fields import Positive, check_fields
 from parallel.mesh import Axis, Handle
 from zero.activations.choice import Hardware
 from zero.activations.slab import Slot
@@ -39,7 +40,7 @@ class ActivationsConfig:
     again. The others keep checkpoints only. keep: on the device; partition: divided over the tensor ranks (P_a);
     partition_host: divided over the tensor ranks, in host memory (P_a+cpu); auto: one of these three, by the arithmetic
     of the paper's section 8."""
-    layers_per_checkpoint: int = 1
+    layers_per_checkpoint: Positive = 1
     """Number of blocks that share a checkpoint and are computed again together; the last group may be smaller."""
     defragment: bool = True
     """M_D: checkpoints are copied into memory that is allocated once; false: new memory is allocated for each."""
@@ -47,14 +48,7 @@ class ActivationsConfig:
     """The device and its links, from which auto computes its choice."""
 
     def __post_init__(self) -> None:
-        choices = get_args(StoreChoice)
-        if self.store not in choices:
-            raise ConfigError(f"ActivationsConfig.store={self.store} is unknown; choose one of {', '.join(choices)}")
-        if self.layers_per_checkpoint < 1:
-            raise ConfigError(
-                f"ActivationsConfig.layers_per_checkpoint={self.layers_per_checkpoint} is below 1; choose 1 or more, "
-                "or ActivationsConfig.store=none for no checkpoints"
-            )
+        check_fields(self)
 
     @property
     def recomputes(self) -> Recomputation:

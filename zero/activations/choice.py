@@ -12,32 +12,34 @@ paper's symbols:
 import math
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Annotated
 
-from parallel.errors import ConfigError
+from parallel.fields import Range, check_fields
 from zero.activations.stores import NUM_IN_TRANSIT, STORES, StoreName
 
 USABLE_FRACTION = 0.85  # of a device's memory: CUDA, communication libraries and fragmentation take the rest
+
+
+Rate = Annotated[float, Range(above=0, at_most=1e9)]
 
 
 @dataclass(frozen=True)
 class Hardware:
     """A device of the cluster, and the bandwidths of its links in one direction; by default a V100 in a DGX-2."""
 
-    memory_gb: float | None = None
+    memory_gb: Rate | None = None
     """Memory of a device, in 1e9 bytes; null: the memory of the device that the run uses."""
-    tflops: float = 40.0
+    tflops: Rate = 40.0
     """Floating-point operations that a device performs in training, in 1e12 per second."""
-    tensor_gb_per_second: float = 150.0
+    tensor_gb_per_second: Rate = 150.0
     """Bandwidth between the ranks of a tensor group, in 1e9 bytes per second."""
-    data_gb_per_second: float = 6.25
+    data_gb_per_second: Rate = 6.25
     """Bandwidth between data-parallel ranks, in 1e9 bytes per second: one device's part of its node's network."""
-    host_gb_per_second: float = 15.75
+    host_gb_per_second: Rate = 15.75
     """Bandwidth between a device and its host, in 1e9 bytes per second."""
 
     def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if value is not None and value <= 0:
-                raise ConfigError(f"Hardware.{name}={value} is not above 0; give the cluster's own figure")
+        check_fields(self)
 
 
 @dataclass(frozen=True)

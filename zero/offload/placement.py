@@ -12,12 +12,12 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
-from typing import Literal, get_args
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
 
-from parallel.errors import ConfigError
+from parallel.fields import Positive, Range, check_fields
 from parallel.instruments.memory_tracker import TensorKind
 from parallel.mesh import Handle
 from parallel.torch_internals import storage_id
@@ -48,28 +48,18 @@ class OffloadConfig:
     states: tuple[State, ...] = ("optimizer", "parameters")
     """The states that may be offloaded. optimizer: owned gradients, master weights and moments, updated by the host;
     parameters: the shards of stage 3, which are copied to the accelerator for every all-gather."""
-    accelerator_memory_gb: float | None = None
+    accelerator_memory_gb: Annotated[float, Range(above=0, at_most=1e9)] | None = None
     """Limit of the memory that the process may use on the accelerator, in 1e9 bytes. A run that needs more in one of
     its first two steps ends there, and says how much more. null: no limit or, with auto, nine tenths of the device."""
-    hidden_dim: int = 1024
+    hidden_dim: Positive = 1024
     """auto: chunk sizes are searched in steps of this many elements; the model's hidden size suits its blocks best."""
-    min_chunk_size_m: float = 32.0
+    min_chunk_size_m: Annotated[float, Range(above=0, at_most=2**20)] = 32.0
     """auto: the smallest chunk size to try, in 2**20 elements."""
-    search_range_m: float = 32.0
+    search_range_m: Annotated[float, Range(0, 2**20)] = 32.0
     """auto: how far above the smallest size to search, in 2**20 elements."""
 
     def __post_init__(self) -> None:
-        if self.mode not in get_args(Mode):
-            raise ConfigError(f"OffloadConfig.mode={self.mode} is unknown; choose {', '.join(get_args(Mode))}")
-        if unknown := set(self.states) - set(get_args(State)):
-            raise ConfigError(
-                f"OffloadConfig.states={sorted(unknown)} is unknown; choose among {', '.join(get_args(State))}"
-            )
-        for name in ("accelerator_memory_gb", "hidden_dim", "min_chunk_size_m"):
-            if (value := getattr(self, name)) is not None and value <= 0:
-                raise ConfigError(f"OffloadConfig.{name}={value} is not above 0; choose a positive number")
-        if self.search_range_m < 0:
-            raise ConfigError(f"OffloadConfig.search_range_m={self.search_range_m} is below 0; choose 0 or more")
+        check_fields(self)
 
     @property
     def offloaded_states(self) -> set[State]:

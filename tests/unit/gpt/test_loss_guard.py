@@ -51,7 +51,7 @@ def test_the_mean_continues_after_a_resume():
 
 @pytest.mark.parametrize(
     ("settings", "message"),
-    [({"spike_factor": 0.5}, "guard.spike_factor=0.5 is not above 1"), ({"max_roll_backs": -1}, "max_roll_backs=-1")],
+    [({"spike_factor": 0.5}, "spike_factor=0.5 is not above 1"), ({"max_roll_backs": -1}, "max_roll_backs=-1")],
 )
 def test_settings_that_cannot_work_are_refused(settings, message):
     with pytest.raises(ConfigError, match=message):

@@ -33,7 +33,7 @@ def test_names_of_the_libraries_become_options(text: str, expected: str):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: ZeroConfig(stage=7), r"^zero\.stage=7 does not exist; choose 0, 1, 2, 3$"),
+        (lambda: ZeroConfig(stage=7), r"^zero\.stage=7 is above 3; choose an integer from 0 to 3$"),
         (lambda: OffloadConfig(accelerator_memory_gb=0), r"^offload\.accelerator_memory_gb=0 is not above 0"),
         (lambda: Hardware(memory_gb=-1), r"^activations\.hardware\.memory_gb=-1 is not above 0"),
         (lambda: Mesh.create(3), r"^parallel\.tensor_size=3 does not divide the 1 ranks; choose 1,"),

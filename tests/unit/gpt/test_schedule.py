@@ -4,6 +4,7 @@ from itertools import islice
 
 import pytest
 
+from gpt.option_names import errors_in_option_names
 from gpt.schedule import (
     BatchConfig,
     RampUpConfig,
@@ -14,6 +15,7 @@ from gpt.schedule import (
     global_batch_size,
     learning_rate,
 )
+from gpt.settings import TrainSettings
 from parallel.errors import ConfigError
 
 
@@ -53,6 +55,18 @@ def test_a_plan_resumed_anywhere_continues_the_same_plan():
         assert consumed_samples_after(config, step) == first_sample
 
 
+@pytest.mark.parametrize("num_steps", [0, 1, 2, 7, 50, 333])
+@pytest.mark.parametrize("ramp_up", [None, (4, 4, 1), (8, 12, 1000), (2, 2, 100), (32, 5, 90), (2, 30, 7)])
+def test_the_samples_of_a_run_are_the_sum_of_its_batches(ramp_up, num_steps):
+    config = BatchConfig(2, 32, ramp_up and RampUpConfig(*ramp_up))
+    assert consumed_samples_after(config, num_steps) == sum(size for _, size in islice(batch_plan(config), num_steps))
+
+
+def test_the_samples_of_a_run_of_a_trillion_steps_are_counted_at_once():
+    assert consumed_samples_after(BatchConfig(1, 4), 10**12) == 4 * 10**12
+    assert consumed_samples_after(BatchConfig(1, 3, RampUpConfig(1, 2, 10**15)), 10**12) == 10**12
+
+
 def test_a_batch_without_ramp_up_is_always_full():
     assert list(islice(batch_plan(BatchConfig(1, 4), 12), 2)) == [(12, 4), (16, 4)]
 
@@ -64,8 +78,11 @@ def test_a_batch_without_ramp_up_is_always_full():
             lambda: learning_rate(ScheduleConfig(min_lr=1e-3), 1e-4, 0, num_steps=20),
             "schedule.min_lr=0.001 is above optimizer.lr=0.0001",
         ),
-        (lambda: ScheduleConfig(warmup_steps=-1), "schedule.warmup_steps=-1 is below 0"),
-        (lambda: ScheduleConfig(decay="wsd"), "schedule.decay=wsd with wsd_decay_steps=None"),
+        (
+            lambda: ScheduleConfig(warmup_steps=-1),
+            "schedule.warmup_steps=-1 is below 0; choose an integer from",
+        ),
+        (lambda: ScheduleConfig(decay="wsd"), "schedule.wsd_decay_steps=null, and decay=wsd needs it"),
         (
             lambda: learning_rate(ScheduleConfig(warmup_steps=30), 1, 0, num_steps=20),
             "schedule.warmup_steps=30 is above the 20 steps that the cosine decay leaves",
@@ -74,8 +91,8 @@ def test_a_batch_without_ramp_up_is_always_full():
             lambda: learning_rate(ScheduleConfig(0, 15, "wsd", wsd_decay_steps=8), 1, 0, num_steps=20),
             "schedule.warmup_steps=15 is above the 12 steps that the wsd decay leaves",
         ),
-        (lambda: BatchConfig(0, 4), "train.micro_batch_size=0 is below 1"),
-        (lambda: BatchConfig(1, 4, RampUpConfig(2, 0, 10)), "train.ramp_up.increment=0 is below 1"),
+        (lambda: TrainSettings(micro_batch_size=0), "train.micro_batch_size=0 is below 1"),
+        (lambda: RampUpConfig(2, 0, 10), "train.ramp_up.increment=0 is below 1"),
         (
             lambda: BatchConfig(1, 30, RampUpConfig(8, 8, 10)),
             "train.global_batch_size=30 is not train.ramp_up.start=8 plus a multiple of train.ramp_up.increment=8",
@@ -91,7 +108,7 @@ def test_a_batch_without_ramp_up_is_always_full():
     ],
 )
 def test_impossible_schedules_are_refused(make, message):
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=message), errors_in_option_names():
         make()
 
 

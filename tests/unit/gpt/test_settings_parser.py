@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from gpt.schedule import RampUpConfig
 from gpt.settings import Settings
 from gpt.settings_parser import parse_settings
+from parallel.errors import ConfigError
 
 BASE = "{data: {path: nowhere}, model: {num_layers: 2, hidden_size: 32, num_heads: 4, seq_length: 16, vocab_size: 300}}"
 FILE = "{optimizer: {lr: 0.5, eps: 0.25, clip_norm: 7.0}}"
@@ -41,3 +43,81 @@ def test_an_option_of_a_group_gives_only_the_settings_that_it_names(deepspeed_op
     file.write_text("{clip_norm: 3}")
     for option in (["--optimizer={clip_norm: 3}"], ["--optimizer", "{clip_norm: 3}"], [f"--optimizer={file}"]):
         assert optimizer_of(deepspeed_option, *option) == (0.125, 1e-8, 3.0)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("train: 5", "line 1: train=5 is not a group of settings; write its settings below train"),
+        ("\nzero: 3", "line 2: zero=3 is not a group of settings"),
+        ("train: [steps]", "line 1: train=['steps'] is not a group of settings"),
+        ("train:\n  loss_scale: 8", "line 2: train.loss_scale=8 is not a group of settings"),
+        ("train:\n  seed: 1\n  stps: 2", "line 3: train.stps: there is no such setting; did you mean train.steps?"),
+        ("trian:\n  steps: 2", "line 1: trian: there is no such setting; did you mean train?"),
+        ("train.steps: 2", "line 1: train.steps contains a dot; write the setting below its group"),
+        ("train:\n  seed: 1\n  steps: null", "line 3: train.steps=null is no value; choose an integer from 1"),
+        ("train: {seed: 1}\nrun:\n  dir: ''", "line 3: run.dir= is empty; choose a text"),
+        ("train:\n  seed: 1\ntrain:\n  steps: 2", "line 3: the key train is here twice; correct it"),
+        ("optimizer:\n  lr: 1e-3\n  lr: 1e-4", "line 3: the key lr is here twice; correct it"),
+        ("train:\n  loss_scale:\n    initial: 1\n    minimum: 2", "line 4: train.loss_scale.minimum=2.0 is above init"),
+        ("optimizer:\n  class_path: os.system", "line 2: optimizer.class_path: there is no such setting"),
+        ("optimizer: {betas: " + "[" * 10**5, "line 1: nested more than 50 deep"),
+    ],
+)
+def test_a_mistake_in_a_file_is_explained_with_the_file_and_the_line(tmp_path: Path, content: str, message: str):
+    file = tmp_path / "c.yaml"
+    file.write_text(content)
+    with pytest.raises(ConfigError) as raised:
+        parse_settings([f"--config={BASE}", "--config", str(file)])
+    assert str(raised.value).startswith(f"{file}, {message}")
+    assert str(raised.value).isprintable()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--train=5"], "train=5 is not a group of settings; write its settings below train"),
+        (["--train.steps"], "--train.steps has no value; write --train.steps=VALUE"),
+        (["--train.steps="], "--train.steps has no value; write --train.steps=VALUE"),
+        (["--train.steps", "--train.seed=1"], "--train.steps has no value"),
+        (["steps=3"], "steps=3 is not an option; options are --NAME=VALUE or --NAME VALUE"),
+        (["--config={train: {stps: 3}}"], "--config, line 1: train.stps: there is no such setting"),
+        (["--config", "{train: {steps: 3}"], "--config, line 1: expected ',' or '}'"),
+        (["--train.prompts=" + "[" * 10**5], "--train.prompts, line 1: nested more than 50 deep"),
+        (["--train.ramp_up.start=4"], "train.ramp_up.increment, train.ramp_up.samples: not set"),
+        (["--optimizer=/nowhere"], "optimizer=/nowhere is not a group of settings"),
+        (["--" + "x" * 10**5 + "=1"], "x" * 57 + "...: there is no such setting; see pretrain_gpt.py --help"),
+    ],
+)
+def test_a_mistake_in_an_option_is_explained(arguments: list[str], message: str):
+    with pytest.raises(ConfigError) as raised:
+        parse_settings([f"--config={BASE}", *arguments])
+    assert str(raised.value).startswith(message)
+    assert str(raised.value).isprintable()
+
+
+def test_what_has_no_default_has_to_be_set():
+    with pytest.raises(ConfigError, match=r"^model.num_layers, .*, model.vocab_size: not set; give a --config"):
+        parse_settings(["--train.steps=3"])
+
+
+def test_an_empty_group_changes_nothing():
+    assert optimizer_of("--config={optimizer: {lr: 0.5}}", "--config={optimizer: }") == (0.5, 1e-8, 1.0)
+
+
+def test_a_group_that_may_be_null_is_set_in_parts_and_unset():
+    def ramp_up_of(*arguments: str) -> RampUpConfig | None:
+        return parse_settings([f"--config={BASE}", *arguments]).train.ramp_up
+
+    file = "--config={train: {ramp_up: {start: 2, increment: 2, samples: 9}}}"
+    assert ramp_up_of(file, "--train.ramp_up.samples=5") == RampUpConfig(2, 2, 5)
+    assert ramp_up_of(file, "--train.ramp_up=null") is None
+    assert ramp_up_of("--train.ramp_up=null", "--train.ramp_up={start: 1, increment: 1, samples: 1}") == RampUpConfig(
+        1, 1, 1
+    )
+    assert ramp_up_of() is None
+
+
+def test_a_text_of_an_option_needs_no_quotes():
+    settings = parse_settings([f"--config={BASE}", "--run.dir=5", "--wandb.name=null", "--data.path=[1:a, 2:b]"])
+    assert (settings.run.dir, settings.wandb.name, settings.data.path) == ("5", None, ["1:a", "2:b"])

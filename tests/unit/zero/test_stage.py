@@ -22,7 +22,7 @@ def test_one_axis_divides_and_the_other_replicates(stage):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"stage": 4}, r"ZeroConfig\.stage=4 does not exist; choose 0, 1, 2, 3"),
+        ({"stage": 4}, r"ZeroConfig\.stage=4 is above 3; choose an integer from 0 to 3"),
         ({"accumulate": "locl"}, r"ZeroConfig\.accumulate=locl is unknown; choose reduce or local"),
         ({"bucket_numel": 0}, r"ZeroConfig\.bucket_numel=0 is below 1"),
     ],

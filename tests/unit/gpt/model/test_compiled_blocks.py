@@ -55,7 +55,7 @@ def test_a_copy_has_blocks_of_its_own():
 
 
 def test_a_part_that_cannot_be_compiled_is_refused():
-    with pytest.raises(ConfigError, match=r"train.compile=model is unknown; choose none or blocks"):
+    with pytest.raises(ConfigError, match=r"TrainSettings.compile=model is unknown; choose none or blocks"):
         TrainSettings(compile="model")
 
 

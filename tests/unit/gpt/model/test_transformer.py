@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from gpt.model.apex import choose_layer_norm
 from gpt.model.attention_kernel import describe_attention
 from gpt.model.transformer import GPT, Attention, ModelConfig, initialize
+from gpt.option_names import errors_in_option_names
 from parallel.errors import ConfigError
 from parallel.instruments.comm_log import CommLog
 from parallel.instruments.kernel_log import KernelLog
@@ -155,12 +156,12 @@ def test_initialization_leaves_the_global_random_state_alone():
         ({"hidden_size": 100, "num_heads": 12}, r"model.hidden_size=100 .* model.num_heads=12; .* hidden_size=108"),
         ({"num_layers": 0}, "model.num_layers=0 is below 1"),
         ({"vocab_size": -3}, "model.vocab_size=-3 is below 1"),
-        ({"dropout": 1.0}, r"model.dropout=1.0 is outside \[0, 1\)"),
+        ({"dropout": 1.0}, "model.dropout=1.0 is not below 1; choose a number of 0 or more and below 1"),
         ({"attention": "fast"}, "model.attention=fast is unknown; choose flash or math"),
     ],
 )
 def test_an_impossible_model_is_refused(changes, message):
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=message), errors_in_option_names():
         small_config(**changes)
 
 

@@ -101,7 +101,7 @@ def test_an_abort_is_reported_before_the_process_ends():
 
 def test_tensorboard_needs_its_package(monkeypatch):
     monkeypatch.setattr("gpt.settings.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"run.tensorboard=true needs a package; pip install tensorboard"):
+    with pytest.raises(ConfigError, match=r"RunSettings.tensorboard=true needs a package; pip install tensorboard"):
         RunSettings(tensorboard=True)
 
 

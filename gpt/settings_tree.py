@@ -1,0 +1,73 @@
+"""The tree of settings: its groups, which are dataclasses, and its leaves, with types, defaults and docstrings."""
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Iterator
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from functools import cache
+from types import NoneType
+from typing import Any
+
+from parallel.fields import alternatives, field_types
+
+
+@dataclass(frozen=True)
+class Group:
+    """A group of settings. `is_optional`: it may be null, such as train.ramp_up."""
+
+    name: str
+    kind: type
+    is_optional: bool
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A setting. `hint` is its type with its range; `default` is MISSING if it has to be set."""
+
+    name: str
+    hint: Any
+    default: Any
+    text: str
+
+
+def walk(kind: type, prefix: str = "", base: Any = None) -> Iterator[Group | Leaf]:
+    """Yield all groups and leaves below a dataclass, in their order.
+
+    `base` is an object of this class with the default values; None: the defaults of its fields.
+    """
+    texts = field_texts(kind)
+    for field in fields(kind):
+        hint, name, default = field_types(kind)[field.name], f"{prefix}{field.name}", default_of(field, base)
+        if (below := group_of(hint)) is None:
+            yield Leaf(name, hint, default, texts[field.name])
+        else:
+            yield Group(name, below, is_optional=below is not hint)
+            yield from walk(below, f"{name}.", None if default is MISSING else default)
+
+
+def group_of(hint: Any) -> type | None:
+    """Return the dataclass that a type stands for, alone or as an alternative to null; None if there is none."""
+    kinds = [kind for kind in alternatives(hint) if kind is not NoneType]
+    return kinds[0] if len(kinds) == 1 and isinstance(kinds[0], type) and is_dataclass(kinds[0]) else None
+
+
+def default_of(field: Field[Any], base: Any) -> Any:
+    """Return the default value of a field, which is that in `base` if this is not None; MISSING if it has none."""
+    if base is not None:
+        return getattr(base, field.name)
+    return field.default if field.default_factory is MISSING else field.default_factory()
+
+
+@cache
+def field_texts(kind: type) -> dict[str, str]:
+    """Return the docstring below each field of a dataclass, in one line; "" if there is none."""
+    (definition,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
+    assert isinstance(definition, ast.ClassDef)
+    texts = {field.name: "" for field in fields(kind)}
+    for statement, following in zip(definition.body, [*definition.body[1:], None], strict=True):
+        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+            match following:
+                case ast.Expr(value=ast.Constant(value=str(text))):
+                    texts[statement.target.id] = " ".join(text.split())
+    return texts

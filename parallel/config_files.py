@@ -1,0 +1,151 @@
+"""Reads the YAML and JSON files that users write: an error names the file and the line.
+
+Beyond what the formats require, a key may not appear twice, files are UTF-8, and values are nested at most
+`MAX_DEPTH` deep: the parsers are recursive. Of YAML 1.1, words such as `yes`, octal and base-60 numbers, dates and tags
+are left out: they are read as something else than they seem to be.
+"""
+
+import json
+import re
+from pathlib import Path
+from typing import Any, ClassVar
+
+import yaml
+
+from parallel.errors import ConfigError
+
+MAX_DEPTH = 50
+PREFIX = "tag:yaml.org,2002:"
+# Of scalars without quotes: the type, the pattern, and the characters with which it may begin.
+SCALARS = (
+    ("null", r"(?:~|null|Null|NULL|)", ["~", "n", "N", ""]),
+    ("bool", r"(?:true|True|TRUE|false|False|FALSE)", list("tTfF")),
+    ("int", r"[-+]?(?:0|[1-9](?:_?[0-9])*)", list("-+0123456789")),
+    (
+        "float",
+        r"[-+]?(?:[0-9](?:_?[0-9])*(?:\.[0-9]*(?:[eE][-+]?[0-9]+)?|[eE][-+]?[0-9]+)|\.[0-9]+(?:[eE][-+]?[0-9]+)?"
+        r"|\.(?:inf|Inf|INF))|\.(?:nan|NaN|NAN)",
+        list("-+0123456789."),
+    ),
+    ("merge", r"<<", ["<"]),
+)
+
+
+class Section(dict[str, Any]):
+    """A mapping of a YAML file, with the number of the line of each key."""
+
+    lines: dict[str, int]
+
+
+class _Loader(yaml.SafeLoader):
+    """A loader that is strict, and notes lines. Its parser is written in Python: libyaml's would exhaust the stack."""
+
+    yaml_implicit_resolvers: ClassVar[dict[str, list[tuple[str, re.Pattern[str]]]]] = {}
+    depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        event = self.peek_event()
+        if self.depth == MAX_DEPTH:
+            raise yaml.MarkedYAMLError(None, None, f"nested more than {MAX_DEPTH} deep", event.start_mark)
+        if getattr(event, "tag", None) is not None:
+            raise yaml.MarkedYAMLError(None, None, f"the tag {event.tag} is not supported", event.start_mark)
+        self.depth += 1
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
+
+    def compose_mapping_node(self, anchor: str | None) -> yaml.Node:
+        node = super().compose_mapping_node(anchor)
+        names: set[str] = set()
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise yaml.MarkedYAMLError(None, None, "a key is not a single word", key.start_mark)
+            if key.value in names:
+                raise yaml.MarkedYAMLError(None, None, f"the key {key.value} is here twice", key.start_mark)
+            names.add(key.value)
+        return node
+
+    def construct_section(self, node: yaml.MappingNode) -> Any:
+        section = Section()
+        yield section
+        self.flatten_mapping(node)
+        section.lines = {key.value: key.start_mark.line + 1 for key, _ in node.value}
+        section.update({key.value: self.construct_object(value, deep=True) for key, value in node.value})
+
+
+for _type, _pattern, _first in SCALARS:
+    _Loader.add_implicit_resolver(f"{PREFIX}{_type}", re.compile(rf"^(?:{_pattern})$"), _first)
+_Loader.add_constructor(f"{PREFIX}map", _Loader.construct_section)
+
+
+def read_text(path: Path, name: str) -> str:
+    """Return the text of a file. Raise ConfigError, which begins with `name`, if it is not a file of UTF-8."""
+    try:
+        content = path.read_bytes()
+    except (OSError, ValueError) as error:  # ValueError: the path contains a null byte
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{name} cannot be read ({reason}); give another file") from error
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise ConfigError(f"{name}, line {line} is not UTF-8; save the file in UTF-8") from error
+
+
+def parse_yaml(text: str, name: str) -> Any:
+    """Return the value of a YAML text. Raise ConfigError, which begins with `name`, if it is not well-formed."""
+    try:
+        return yaml.load(text, _Loader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = f"{name}, line {mark.line + 1}" if mark else name
+        raise ConfigError(f"{where}: {one_line(error.problem or error.context)}; correct it") from error
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        raise ConfigError(f"{name}, line {line}: U+{ord(text[error.position]):04X} is not text; remove it") from error
+    except ValueError as error:  # Python refuses to convert thousands of digits
+        raise ConfigError(f"{name} contains a number with too many digits; shorten it") from error
+
+
+def read_section(path: Path, name: str) -> Section:
+    """Return the content of a YAML file. Raise ConfigError if it cannot be read or contains no section of keys."""
+    content = parse_yaml(read_text(path, name), name)
+    if not isinstance(content, Section) or not content:
+        raise ConfigError(f"{name} contains no section of names and values; correct it or give another file")
+    return content
+
+
+def read_json(path: Path, name: str) -> Any:
+    """Return the content of a JSON file. Raise ConfigError if it cannot be read or has a key twice in an object."""
+    text = read_text(path, name)
+    check_depth(text, name)
+
+    def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        keys: set[str] = set()
+        for key, _ in pairs:
+            if key in keys:
+                raise ConfigError(f"{name} has the key {key} twice; remove one")
+            keys.add(key)
+        return dict(pairs)
+
+    try:
+        return json.loads(text, object_pairs_hook=without_duplicates)
+    except ConfigError:  # a ValueError, as json's own
+        raise
+    except ValueError as error:
+        raise ConfigError(f"{name} is not a JSON file: {one_line(error)}; correct it or give another") from error
+
+
+def check_depth(text: str, name: str) -> None:
+    """Raise ConfigError if the brackets of a JSON text are nested too deep for a recursive parser."""
+    depth = 0
+    for token in re.finditer(r'"(?:\\.|[^"\\])*"|[\[\]{}]', text, re.DOTALL):
+        depth += {"[": 1, "{": 1, "]": -1, "}": -1}.get(token[0], 0)
+        if depth > MAX_DEPTH:
+            line = text.count("\n", 0, token.start()) + 1
+            raise ConfigError(f"{name}, line {line}: nested more than {MAX_DEPTH} deep; correct it")
+
+
+def one_line(message: object) -> str:
+    """Return a message without line breaks."""
+    return " ".join(str(message).split())

@@ -1,0 +1,97 @@
+"""Files of settings that are not as they should be: one line with the file and the line."""
+
+from pathlib import Path
+
+import pytest
+
+from parallel.config_files import parse_yaml, read_json, read_section
+from parallel.errors import ConfigError
+
+DEEP = 10**5
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"a: 1\nb: 2\na: 3\n", ", line 3: the key a is here twice; correct it"),
+        (b"train:\n  steps: 1\ntrain:\n  seed: 2\n", ", line 3: the key train is here twice; correct it"),
+        (b"a:\n  b: 1\n  b: 1\n", ", line 3: the key b is here twice; correct it"),
+        (b"a: 1\nb: {c: \xff}\n", ", line 2 is not UTF-8; save the file in UTF-8"),
+        ("a: é".encode("utf-16"), ", line 1 is not UTF-8; save the file in UTF-8"),
+        (b"a: 1\nb: \x00\n", ", line 2: U+0000 is not text; remove it"),
+        (b"a: " + b"[" * DEEP, ", line 1: nested more than 50 deep; correct it"),
+        (b"a:\n" + b"- " * DEEP, ", line 2: nested more than 50 deep; correct it"),
+        (b"a: " + b"{a: " * DEEP, ", line 1: nested more than 50 deep; correct it"),
+        (b"a: [1, 2\nb: 3\n", ", line 2: expected ',' or ']', but got ':'; correct it"),
+        (b"a: 1\n\tb: 2\n", ", line 2: found character '\\t' that cannot start any token; correct it"),
+        (b"a: *b\n", ", line 1: found undefined alias 'b'; correct it"),
+        (b"? [a, b]\n: 1\n", ", line 1: a key is not a single word; correct it"),
+        (b"a: !!python/object/apply:os.system [ls]\n", ", line 1: the tag tag:yaml.org,2002:python/object/apply:os.sy"),
+        (b"a: !!binary AAAA\n", ", line 1: the tag tag:yaml.org,2002:binary is not supported; correct it"),
+        (b"a: 1\n---\na: 2\n", ", line 2: but found another document; correct it"),
+        (b"a: " + b"1" * 5000, " contains a number with too many digits; shorten it"),
+        (b"a: &a\n  b: *a\n", ", line 1: found unconstructable recursive node; correct it"),
+        (b"- a\n", " contains no section of names and values; correct it or give another file"),
+        (b"# nothing\n", " contains no section of names and values; correct it or give another file"),
+        (b"", " contains no section of names and values; correct it or give another file"),
+    ],
+)
+def test_a_yaml_file_with_a_mistake_is_refused_by_name_and_line(tmp_path: Path, content: bytes, message: str):
+    path = tmp_path / "c.yaml"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError) as raised:
+        read_section(path, "c.yaml")
+    assert str(raised.value).startswith(f"c.yaml{message}")
+    assert str(raised.value).isprintable()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b'{"a": ' * DEEP, ", line 1: nested more than 50 deep; correct it"),
+        (b'{"a":\n' + b"[" * DEEP, ", line 2: nested more than 50 deep; correct it"),
+        (b'{"a": 1, "b": {"c": 1, "c": 2}}', " has the key c twice; remove one"),
+        (b'{"a": \xff}', ", line 1 is not UTF-8; save the file in UTF-8"),
+        (b'{"a": ' + b"1" * 5000 + b"}", " is not a JSON file: Exceeds the limit"),
+        (b'{"a": 1', " is not a JSON file: Expecting ',' delimiter: line 1"),
+        (b"", " is not a JSON file: Expecting value: line 1"),
+    ],
+)
+def test_a_json_file_with_a_mistake_is_refused_by_name(tmp_path: Path, content: bytes, message: str):
+    path = tmp_path / "c.json"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError) as raised:
+        read_json(path, "c.json")
+    assert str(raised.value).startswith(f"c.json{message}")
+    assert str(raised.value).isprintable()
+
+
+@pytest.mark.parametrize("name", ["missing.yaml", ".", "x" * 5000, "a\0b"])
+def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path, name: str):
+    with pytest.raises(ConfigError, match=r"^it cannot be read \(.*\); give another file$"):
+        read_section(tmp_path / name, "it")
+
+
+def test_scalars_are_what_they_seem_to_be():
+    values = {
+        "1": 1, "-1_000": -1000, "1e3": 1000.0, "1.": 1.0, ".5": 0.5, "-.inf": -float("inf"), "true": True,
+        "null": None,
+        "010": "010", "0x10": "0x10", "1:30": "1:30", "yes": "yes", "off": "off", "2024-01-01": "2024-01-01", "": None,
+        "1_": "1_", "'1'": "1", "[1, a]": [1, "a"],
+    }  # fmt: skip
+    assert {text: parse_yaml(text, "") for text in values} == values
+
+
+def test_a_section_knows_the_lines_of_its_keys(tmp_path: Path):
+    path = tmp_path / "c.yaml"
+    path.write_text("\ufeff# settings\na: 1\nb:\n  c: [1,\n    2]\n  d: x\n")
+    section = read_section(path, "c.yaml")
+    assert section == {"a": 1, "b": {"c": [1, 2], "d": "x"}}
+    assert (section.lines, section["b"].lines) == ({"a": 2, "b": 3}, {"c": 4, "d": 6})
+
+
+def test_a_section_may_take_over_the_keys_of_another():
+    assert parse_yaml("a: &a {x: 1, y: 2}\nb:\n  <<: *a\n  y: 3\n", "") == {
+        "a": {"x": 1, "y": 2},
+        "b": {"x": 1, "y": 3},
+    }

@@ -1,0 +1,99 @@
+"""Types and ranges of fields: what is accepted, what is refused, and how it is explained."""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal
+
+import pytest
+
+from parallel.errors import ConfigError
+from parallel.fields import NonNegative, Positive, Range, check_fields, describe, field_types
+
+
+@dataclass(frozen=True)
+class Tree:
+    """Fields of all types that settings have."""
+
+    steps: Positive = 1
+    offset: int = 0
+    lr: Annotated[float, Range(0, 1)] = 0.5
+    clip: Annotated[float, Range(above=0, allows_inf=True)] = 1.0
+    beta: Annotated[float, Range(0, below=1)] = 0.9
+    limit: Positive | None = None
+    numel: Positive | Literal["auto"] | None = "auto"
+    decay: Literal["cosine", "linear"] = "cosine"
+    overlap: bool = True
+    folder: str = "runs"
+    path: str | list[str] = "a"
+    split: tuple[float, float] = (0.5, 0.5)
+    ranks: tuple[NonNegative, ...] = (0,)
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"steps": 0}, "Tree.steps=0 is below 1; choose an integer of 1 or more"),
+        ({"steps": 5.0}, "Tree.steps=5.0 is a number with a decimal point; choose an integer of 1 or more"),
+        ({"steps": True}, "Tree.steps=true is true or false; choose an integer of 1 or more"),
+        ({"steps": None}, "Tree.steps=null is no value; choose an integer of 1 or more"),
+        ({"steps": [1]}, "Tree.steps=[1] is a list; choose an integer of 1 or more"),
+        (
+            {"steps": 2**63},
+            "Tree.steps=9223372036854775808 is above 9223372036854775807; choose an integer of 1 or more",
+        ),
+        ({"offset": -(2**64)}, "Tree.offset=-18446744073709551616 is below -9223372036854775807; choose an integer"),
+        ({"steps": 10**5000}, "Tree.steps=2**16609... is above 9223372036854775807; choose an integer of 1 or more"),
+        ({"lr": math.nan}, "Tree.lr=.nan is not a number; choose a number from 0 to 1"),
+        ({"lr": math.inf}, "Tree.lr=.inf is above 1; choose a number from 0 to 1"),
+        ({"lr": -math.inf}, "Tree.lr=-.inf is below 0; choose a number from 0 to 1"),
+        ({"lr": 10**400}, "Tree.lr=2**1328... is above 1e+30; choose a number from 0 to 1"),
+        ({"lr": "fast"}, "Tree.lr=fast is a text; choose a number from 0 to 1"),
+        ({"clip": 0}, "Tree.clip=0 is not above 0; choose a number above 0, or .inf"),
+        ({"clip": 1e31}, "Tree.clip=1e+31 is above 1e+30; choose a number above 0, or .inf"),
+        ({"beta": 1}, "Tree.beta=1 is not below 1; choose a number of 0 or more and below 1"),
+        ({"limit": 0}, "Tree.limit=0 is below 1; choose an integer of 1 or more or null"),
+        ({"numel": "all"}, "Tree.numel=all is unknown; choose an integer of 1 or more, auto or null"),
+        ({"decay": "wsd"}, "Tree.decay=wsd is unknown; choose cosine or linear"),
+        ({"decay": None}, "Tree.decay=null is no value; choose cosine or linear"),
+        ({"overlap": 1}, "Tree.overlap=1 is an integer; choose true or false"),
+        ({"folder": ""}, "Tree.folder= is empty; choose a text"),
+        ({"folder": "a\0b"}, "Tree.folder='a\\x00b' has a character that is not text; choose a text"),
+        ({"folder": "\udc80"}, "Tree.folder='\\udc80' has a character that is not text; choose a text"),
+        ({"folder": 5}, "Tree.folder=5 is an integer; choose a text"),
+        ({"path": ["a", 5]}, "Tree.path=['a', 5] contains 5, an integer; choose a text or a list, each element a text"),
+        ({"split": [1]}, "Tree.split=[1] has 1 elements, not 2; choose a list of 2, each a number"),
+        (
+            {"split": (1, math.nan)},
+            "Tree.split=[1, nan] contains .nan, which is not a number; choose a list of 2, each a ",
+        ),
+        (
+            {"ranks": [-1]},
+            "Tree.ranks=[-1] contains -1, which is below 0; choose a list, each element an integer of 0 or",
+        ),
+        ({"folder": ["x" * 10**6]}, "Tree.folder=['xxxxxxxxxxxx...xxxxxxxxxxxxx'] is a list; choose a text"),
+    ],
+)
+def test_a_value_that_does_not_suit_its_field_is_refused_in_one_line(values: dict[str, Any], message: str):
+    with pytest.raises(ConfigError) as raised:
+        Tree(**values)
+    assert str(raised.value).startswith(message)
+    assert str(raised.value).isprintable()
+
+
+def test_values_get_the_types_of_their_fields():
+    tree = Tree(lr=1, clip=math.inf, split=[1, 0.5], ranks=[3], path=["a"], limit=2**63 - 1)
+    assert tree == Tree(lr=1.0, clip=math.inf, split=(1.0, 0.5), ranks=(3,), path=["a"], limit=2**63 - 1)
+    assert [type(value) for value in (tree.lr, *tree.split)] == [float] * 3
+    assert replace(tree, numel=None).numel is None
+
+
+def test_a_type_is_described_as_its_errors_describe_it():
+    assert [describe(hint) for hint in field_types(Tree).values()][:4] == [
+        "an integer of 1 or more",
+        "an integer",
+        "a number from 0 to 1",
+        "a number above 0, or .inf",
+    ]
