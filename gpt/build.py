@@ -222,7 +222,8 @@ def build_optimizer(
         tensor=tensor,
         clip_norm=settings.clip_norm,
         loss_scale=loss_scale,
-        warn_skipped=False,  # the metrics report skipped steps
+        max_skipped_in_a_row=None,  # guard.max_skipped_steps is the limit, and the metrics report skipped steps
+        warn_skipped=False,
         lr=settings.lr,
         betas=settings.betas,
         eps=settings.eps,

@@ -7,6 +7,7 @@ loss is judged on the device; the host reads only the number of bad losses, and 
 import torch
 from torch import Tensor
 
+from parallel.errors import ConfigError
 from parallel.mesh import Axis
 
 
@@ -62,3 +63,27 @@ class LossGuard:
     def state(self) -> dict[str, Tensor]:
         """Return the tensors to save, or to copy saved ones into. `num_bad` is not one: it counts since the start."""
         return {"mean": self._detector.mean, "num_good": self._detector.num_good}
+
+
+class SkippedInARow:
+    """A check, from the number of skipped steps at each logged step, that not too many follow each other.
+
+    It counts whole intervals between logged steps in which every step was skipped, so it needs no tensor of its own.
+    """
+
+    def __init__(self, limit: int | None, step: int, num_skipped: int):
+        """`limit`: of steps in a row, None for no limit; `num_skipped`: up to `step`."""
+        self._limit, self._in_a_row = limit, 0
+        self._step, self._num_skipped = step, num_skipped
+
+    def check(self, step: int, num_skipped: int) -> None:
+        """Note the number of skipped steps up to `step`. Raises ConfigError if the last `limit` steps were skipped."""
+        num_steps, num_new = step - self._step, num_skipped - self._num_skipped
+        self._in_a_row = self._in_a_row + num_new if num_new == num_steps else 0
+        self._step, self._num_skipped = step, num_skipped
+        if self._limit is not None and self._in_a_row >= self._limit:
+            raise ConfigError(
+                f"the last {self._in_a_row} steps, up to step {step}, updated nothing, because gradients or losses "
+                f"were not finite or spiked, and guard.max_skipped_steps={self._limit}; lower optimizer.lr, or resume "
+                "from an earlier checkpoint"
+            )

@@ -206,6 +206,9 @@ class GuardSettings:
     only if it is not finite."""
     max_roll_backs: NonNegative = 3
     """Number of times that a run rolls back; at the next bad loss it ends."""
+    max_skipped_steps: Positive | None = 50
+    """The run ends if this many steps in a row update nothing, since gradients or losses are bad; it is checked at
+    logged steps. null: it goes on."""
     check_replicas_every: NonNegative = 0
     """Steps between comparisons of the weights of all replicas, by checksum; 0: never. A comparison waits for the
     device."""

@@ -14,6 +14,7 @@ from gpt.build import TrainState
 from gpt.checkpoint.checkpoint import Progress
 from gpt.checkpoint.recovery import Recovery
 from gpt.corpus import Corpus
+from gpt.loss_guard import SkippedInARow
 from gpt.model.flops import peak_flops_per_second
 from gpt.monitor.collectives import profiled
 from gpt.monitor.console import RunConsole, step_line, summary_table
@@ -108,6 +109,8 @@ class Trainer:
         """
         self._throughput.restart()
         batches, log = self._batches(), self._state.mesh.log
+        num_skipped = int(self._state.optimizer.num_skipped.item())  # before the first step: the device is idle
+        skipped_in_a_row = SkippedInARow(self._settings.guard.max_skipped_steps, self._progress.step, num_skipped)
         while True:
             self._profiler.begin(self._progress.step + 1)
             with log.during("data"):
@@ -123,6 +126,8 @@ class Trainer:
                 append_record(self._folder, record)
                 self._tracking.log(record)
             self._console.advance()
+            if record:
+                skipped_in_a_row.check(record["step"], record["skipped_steps"])
             if record and self._must_roll_back():
                 self._progress = self._recovery.roll_back(self._progress)
                 self._tracking.roll_back(self._progress.step)

@@ -282,6 +282,11 @@ def test_a_run_rolls_back_and_leaves_the_samples_of_a_bad_loss_out(corpus, tmp_p
             [3, 4],
             r"by step 3: 2 not .*after 1 of 1 roll-backs",
         ),
+        (
+            {"guard__spike_factor": 5, "guard__max_skipped_steps": 3},
+            [1, 3, 4, 5],
+            r"the last 3 steps, up to step 5, updated nothing.*guard.max_skipped_steps=3",
+        ),
     ],
 )
 def test_bad_losses_end_the_run_where_that_is_asked_for(corpus, tmp_path, settings, bad_steps, message):

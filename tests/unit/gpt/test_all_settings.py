@@ -101,6 +101,7 @@ def test_the_help_shows_every_setting_with_its_text_and_its_values():
         assert f"--{leaf.name} {leaf.text} ({describe(leaf.hint)}; " in text
     assert "--optimizer.eps Number added" in text
     assert "(a number from 1e-30 to 1; default: 1e-08)" in text
+    assert "(an integer of 1 or more or null; default: 50)" in text
 
 
 def test_the_defaults_are_those_of_the_dataclasses():

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from gpt.loss_guard import LossGuard
+from gpt.loss_guard import LossGuard, SkippedInARow
 from gpt.settings import GuardSettings
 from parallel.errors import ConfigError
 from parallel.mesh import Axis
@@ -51,8 +51,22 @@ def test_the_mean_continues_after_a_resume():
 
 @pytest.mark.parametrize(
     ("settings", "message"),
-    [({"spike_factor": 0.5}, "spike_factor=0.5 is not above 1"), ({"max_roll_backs": -1}, "max_roll_backs=-1")],
+    [
+        ({"spike_factor": 0.5}, "GuardSettings.spike_factor=0.5 is not above 1"),
+        ({"max_roll_backs": -1}, "max_roll_backs=-1"),
+    ],
 )
 def test_settings_that_cannot_work_are_refused(settings, message):
     with pytest.raises(ConfigError, match=message):
         GuardSettings(**settings)
+
+
+def test_many_skipped_steps_in_a_row_end_the_run():
+    skipped = SkippedInARow(20, step=100, num_skipped=7)
+    skipped.check(110, 17)
+    skipped.check(120, 26)  # one of these steps was not skipped
+    skipped.check(130, 36)
+    with pytest.raises(ConfigError, match=r"the last 20 steps, up to step 140, .*guard.max_skipped_steps=20; lower"):
+        skipped.check(140, 46)
+    endless = SkippedInARow(None, step=0, num_skipped=0)
+    endless.check(1000, 1000)
