@@ -15,6 +15,7 @@ from data.errors import DataError
 from data.indexed import IndexedDataset, bin_path, idx_path
 
 PARTS = ("train", "validation", "test")
+MAX_EPOCHS_AHEAD = 16  # whose orders are cached at the start; each rank writes those of later ones as it gets there
 MIN_CACHED_ENTRIES = 1 << 20  # documents and samples: a smaller order is built faster than its files are opened
 
 
@@ -27,7 +28,7 @@ class Samples(Protocol):
         """Return the file and the document in which a sample starts, for error messages."""
 
     def build_cache(self, first_sample: int, num_samples: int) -> None:
-        """Write the cache files of the orders that contain these samples, if they do not exist yet.
+        """Write the cache files of the first orders that contain these samples, if they do not exist yet.
 
         One rank of each node calls this before the others read samples.
         """
@@ -79,7 +80,8 @@ class PackedSamples:
         if not self._has_cache_files:
             return
         last_sample = first_sample + num_samples - 1
-        for epoch in range(first_sample // self.samples_per_epoch, last_sample // self.samples_per_epoch + 1):
+        epochs = range(first_sample // self.samples_per_epoch, last_sample // self.samples_per_epoch + 1)
+        for epoch in epochs[:MAX_EPOCHS_AHEAD]:
             self._order_of(epoch)
 
     def _find(self, sample: int) -> tuple[EpochOrder, int]:

@@ -52,8 +52,9 @@ def search_chunk_size(unit_numels: Iterable[int], config: OffloadConfig, num_sha
     if not counted:
         return ChunkSize(grain, 0)
     smallest = max(1, round(config.min_chunk_size_m * MEBI))
-    largest = smallest + round(config.search_range_m * MEBI)
-    candidates = np.arange(smallest, largest + 1, config.hidden_dim, dtype=np.int64)
+    # One chunk holds any unit from the largest unit on; and steps below the grain are rounded up to it.
+    largest = min(smallest + round(config.search_range_m * MEBI), max(smallest, max(counted)) + config.hidden_dim)
+    candidates = np.arange(smallest, largest + 1, max(config.hidden_dim, grain), dtype=np.int64)
     candidates = np.unique(-(-candidates // grain) * grain)
     candidates = candidates[: np.searchsorted(candidates, max(counted)) + 1]  # one chunk holds any unit from there on
     unfilled = np.zeros_like(candidates)

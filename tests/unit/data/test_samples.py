@@ -8,7 +8,7 @@ import pytest
 from data.blend import open_samples
 from data.errors import DataError
 from data.indexed import IndexedDataset, IndexedWriter
-from data.samples import PARTS, PackedSamples, split_documents
+from data.samples import MAX_EPOCHS_AHEAD, PARTS, PackedSamples, split_documents
 
 SEQ_LENGTH = 8
 
@@ -101,6 +101,13 @@ def test_the_cache_is_built_for_the_epochs_asked_for_and_then_only_read(million_
         samples[i].tolist() for i in (0, samples.samples_per_epoch)
     ]
     assert files == {path: path.stat().st_mtime_ns for path in Path(million_documents + ".cache").iterdir()}
+
+
+def test_a_run_of_endless_length_caches_the_first_epochs_only(million_documents, monkeypatch):
+    samples, built = _packed(million_documents), []
+    monkeypatch.setattr(PackedSamples, "_order_of", lambda self, epoch: built.append(epoch))
+    samples.build_cache(3 * samples.samples_per_epoch, 10**18)
+    assert built == list(range(3, 3 + MAX_EPOCHS_AHEAD))
 
 
 def test_the_cache_is_stored_where_the_setting_says(million_documents, tmp_path):

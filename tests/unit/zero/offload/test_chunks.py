@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zero.layout import Layout
-from zero.offload.chunks import MEBI, Cycle, search_chunk_size
+from zero.offload.chunks import MEBI, ChunkSize, Cycle, search_chunk_size
 from zero.offload.placement import OffloadConfig
 from zero.units.unit import assign_parameters, find_units
 
@@ -86,6 +86,11 @@ def test_no_more_is_wasted_than_by_colossalais_search(name, num_shards):
     found = search_chunk_size(map(sum, units), OffloadConfig(hidden_dim=hidden_size), num_shards)
     assert our_waste(units, found.numel, num_shards) <= theirs
     assert found.numel % num_shards == 0
+
+
+def test_an_endless_range_is_searched_no_further_than_the_largest_unit():
+    config = OffloadConfig(hidden_dim=1, min_chunk_size_m=1e-6, search_range_m=2**20)
+    assert search_chunk_size([5120, 640], config, 1) == ChunkSize(640, 0)
 
 
 def test_chunks_divide_blocks_that_repeat():
