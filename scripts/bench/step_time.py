@@ -5,6 +5,7 @@ order that rotates from round to round. Ratios are between times of the same rou
 affects both sides alike. Run it with scripts/bench/step_time.sh.
 """
 
+import argparse
 import copy
 import ctypes
 import gc
@@ -15,9 +16,8 @@ import statistics
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-import jsonargparse
 import torch
 import torch.distributed as dist
 import transformers
@@ -25,6 +25,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gpt.model.transformer import GPT, ModelConfig, initialize
+from gpt.settings_tree import field_texts
+from parallel.config_files import parse_yaml
+from parallel.errors import exit_on_config_error
+from parallel.fields import alternatives, convert, field_types, is_text
 from parallel.mesh import Axis, Mesh
 from parallel.tensor.token_layout import ReplicatedTokens
 from parallel.world import World, start_world, stop_world
@@ -86,7 +90,7 @@ class Settings:
     """Rows of the token embedding."""
     seq: int = 256
     """Tokens a sequence."""
-    json: Path | None = None
+    json: str | None = None
     """File for all measured numbers."""
 
 
@@ -319,8 +323,22 @@ def table(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
+def parse_options() -> Settings:
+    """Return the settings that the command line gives. Raise SystemExit if one does not suit its field."""
+    parser = argparse.ArgumentParser(description=Settings.__doc__)
+    for name, text in field_texts(Settings).items():
+        parser.add_argument(f"--{name}", default=argparse.SUPPRESS, help=text)
+    with exit_on_config_error():
+        return Settings(**{name: _value(name, text) for name, text in vars(parser.parse_args()).items()})
+
+
+def _value(name: str, text: str) -> Any:
+    hint = field_types(Settings)[name]
+    return convert(name, hint, text if any(map(is_text, alternatives(hint))) else parse_yaml(text, name))
+
+
 def main() -> None:
-    settings = jsonargparse.auto_cli(Settings, as_positional=False)
+    settings = parse_options()
     world = start_world()
     if world.size == 1:  # DDP needs a process group even then
         dist.init_process_group(
@@ -342,7 +360,7 @@ def report(rows: list[Row], settings: Settings, world: World) -> None:
     print(table(rows))
     if settings.json:
         result = {"settings": {**asdict(settings), "json": None}, "rows": [asdict(row) for row in rows]}
-        settings.json.write_text(json.dumps(result, indent=1))
+        Path(settings.json).write_text(json.dumps(result, indent=1))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import tempfile
 from functools import partial
 from pathlib import Path
 
-PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "transformers", "datasets", "jsonargparse", "pytest"]
+PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "transformers", "datasets", "pytest"]
 OWN = {"data", "gpt", "parallel", "pretrain_gpt", "scripts", "tests", "zero"}
 
 

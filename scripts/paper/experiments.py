@@ -87,6 +87,7 @@ class Experiment:
             "stage": stage,
             "bucket_numel": None if is_megatron else BUCKET_NUMEL,
             "overlap": self.is_baseline and not is_megatron,
+            "overlap_gather": False,  # section 5.1: parameters are gathered at the end of each step
             **GRADIENT_TYPES,
         }
         parallel: dict[str, Any] = {"tensor_size": tensor_size}
@@ -139,7 +140,7 @@ def experiments(*figures: str) -> Iterator[Experiment]:
 def parsed(settings: dict[str, Any], world_size: int) -> Settings:
     """Return the settings of a dry run on the paper's cluster."""
     world = [f"--dry_run.world_size={world_size}", f"--dry_run.cluster={CLUSTER_FILE}"]
-    return parse_settings(["--config", yaml.safe_dump(settings), *world])
+    return parse_settings(["--config", yaml.safe_dump(settings, default_flow_style=True), *world])
 
 
 def main() -> None:

@@ -30,7 +30,8 @@ def settings_and_ranks(path: Path) -> tuple[Settings, int]:
 def test_a_size_has_the_parameters_of_its_name_and_divides_over_its_ranks(path: Path):
     settings, num_ranks = settings_and_ranks(path)
     number, unit = float(path.stem[:-1]), {"m": 1e6, "b": 1e9}[path.stem[-1]]
-    assert parameters_of_rank(settings.model, 1) == pytest.approx(number * unit, rel=0.08)  # Chinchilla has relative positions, too
+    # Chinchilla has relative positions, too.
+    assert parameters_of_rank(settings.model, 1) == pytest.approx(number * unit, rel=0.08)
     check_batch_sizes(settings.train.batch, num_ranks // settings.parallel.tensor_size)
     assert settings.schedule.min_lr == pytest.approx(settings.optimizer.lr / 10)
     assert settings.run.dir == f"runs/gpt-{path.stem}"
