@@ -124,7 +124,7 @@ def test_a_death_is_reported_with_its_exit_code():
 
 
 def test_a_death_is_reported_before_the_errors_that_it_causes():
-    """As when the survivor has answered before this process looks at either."""
+    """Imitate a survivor that has answered before this process looks at either."""
     connections = []
     for rank in range(2):
         own, of_worker = multiprocessing.Pipe()
