@@ -18,7 +18,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -35,6 +34,7 @@ from scripts.mutants.mutant import Mutant, SourceFile
 from scripts.mutants.runner import run_tests
 
 ROOT = Path(__file__).resolve().parents[2]
+LIMIT_SECONDS = 600.0  # for the tests of a detector: a mutant may hang
 EQUIVALENT = Path(__file__).with_name("equivalent.toml")
 
 # Kinds of mutants: a module with FOLDERS, WITHOUT, `mutants(file)` and `detectors(mutant)`.
@@ -129,35 +129,32 @@ class Judge:
 
     def __init__(self, tree: Path):
         self._tree = tree
-        self._limits: dict[tuple[str, ...], float] = {}
+        self._right: set[str] = set()  # tests that pass on the code itself
 
     def outcome(self, mutant: Mutant, detectors: dict[str, list[str]]) -> Outcome:
-        """Run the detectors on a mutant, until one fails."""
+        """Run the detectors on a mutant, until one fails. Ends the program if it fails on the code itself, too."""
         for name, tests in detectors.items():
-            if tests and (failed := self._failure(mutant, tests)):
+            if tests and (failed := self._run(mutant, tests)):
+                self._confirm(failed, tests)
                 return Outcome(mutant, name, failed)
         return Outcome(mutant, SURVIVED)
 
-    def _failure(self, mutant: Mutant, tests: list[str]) -> str:
-        """Return the test that fails on a mutant, or ""."""
-        limit = self._limit(tests)
+    def _run(self, mutant: Mutant, tests: list[str]) -> str:
         file = self._tree / mutant.path
         source = file.read_text()
         try:
             _replace(file, mutant.apply(source))
-            return run_tests(self._tree, tests, limit)
+            return run_tests(self._tree, tests, LIMIT_SECONDS)
         finally:
             _replace(file, source)
 
-    def _limit(self, tests: list[str]) -> float:
-        """Return the seconds that tests may take on a mutant. Ends the program if they fail on the code itself."""
-        key = tuple(tests)
-        if key not in self._limits:
-            start = time.monotonic()
-            if failed := run_tests(self._tree, tests, limit_seconds=3600):
-                sys.exit(f"{' '.join(tests)} fails on the code itself: {failed}")
-            self._limits[key] = 60 + 3 * (time.monotonic() - start)
-        return self._limits[key]
+    def _confirm(self, failed: str, tests: list[str]) -> None:
+        """Run the file of a test that has failed on the code itself, once. All files, if a failure names none."""
+        file = failed.partition("::")[0]
+        unknown = {file} - self._right if file.endswith(".py") else set(tests) - self._right
+        if unknown and (of_itself := run_tests(self._tree, sorted(unknown), LIMIT_SECONDS)):
+            sys.exit(f"{', '.join(unknown)} fails on the code itself: {of_itself}")
+        self._right |= unknown
 
 
 def copy_tree(to: Path) -> None:

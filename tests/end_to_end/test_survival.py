@@ -24,8 +24,8 @@ from gpt.settings_parser import parse_settings
 from parallel.errors import ConfigError
 from parallel.world import start_world
 from pretrain_gpt import pretrain
-from scripts.failing_run import Kill
-from scripts.kills import run_under
+from scripts.chaos.failing_run import Fault
+from scripts.chaos.runs import run_under
 from tests.end_to_end.runs import options, run
 from tests.ranks import MASTER_ADDRESS, torchrun_environment
 
@@ -37,7 +37,7 @@ def losses(records: list[dict]) -> list[tuple]:
     return [(record["step"], record["loss"], record["grad_norm"]) for record in records]
 
 
-def check_that_kills_change_nothing(corpus: Path, folder: Path, num_steps: int, kills: list[Kill]) -> None:
+def check_that_kills_change_nothing(corpus: Path, folder: Path, num_steps: int, kills: list[Fault]) -> None:
     settings = {"train__steps": num_steps, "checkpoint__every": 2, "model__dropout": 0.1, "zero__stage": 3}
     settings |= {"train__eval_samples": 0, "train__sample_tokens": 0}
     undisturbed = run(2, corpus, folder / "undisturbed", **settings)
@@ -48,12 +48,12 @@ def check_that_kills_change_nothing(corpus: Path, folder: Path, num_steps: int, 
 
 
 def test_a_run_killed_while_it_saves_equals_an_undisturbed_one(corpus, tmp_path):
-    check_that_kills_change_nothing(corpus, tmp_path, 6, [Kill(0, 0, "save.rename", 2)])
+    check_that_kills_change_nothing(corpus, tmp_path, 6, [Fault(0, 0, "save.rename", 2)])
 
 
 @pytest.mark.full
 def test_a_run_killed_again_and_again_equals_an_undisturbed_one(corpus, tmp_path):
-    check_that_kills_change_nothing(corpus, tmp_path, 10, [Kill(0, 1, "reduce", 25), Kill(1, 0, "save.rename", 1)])
+    check_that_kills_change_nothing(corpus, tmp_path, 10, [Fault(0, 1, "reduce", 25), Fault(1, 0, "save.rename", 1)])
 
 
 @contextmanager
