@@ -114,9 +114,8 @@ def run_all(mutants: list[Mutant], detectors: Detectors, names: list[str] | None
         copy_tree(Path(folder))
         judge = Judge(Path(folder))
         task = progress.add_task("", total=len(mutants))
-        for mutant in mutants:
+        for mutant, groups in [(mutant, detectors(mutant)) for mutant in mutants]:  # all before the tree may change
             progress.update(task, description=f"{mutant.path}:{mutant.line}")
-            groups = detectors(mutant)
             outcome = judge.outcome(mutant, {name: groups[name] for name in groups if name in (names or groups)})
             yield outcome
             line = f"{mutant.path}:{mutant.line} {mutant.change} {outcome.verdict} {outcome.detail[:160]}"
