@@ -10,14 +10,13 @@ flip, replicated a bit flips in a state of which other ranks have replicas
 flip, elsewhere  a bit flips in a state of which there is no other
 """
 
-import os
 import random
 import re
+import shutil
 import subprocess
-import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from glob import glob
 from pathlib import Path
 
 from gpt.run_folder.files import read_steps
@@ -26,7 +25,8 @@ from scripts.chaos.runs import OPTIONS, Ended, Steps, end, logged_steps, start
 
 NUM_RANKS, NUM_REPLICAS = 2, 3  # of three replicas, two are a majority
 NUM_STEPS = 40
-FAKETIME = os.environ.get("LIBFAKETIME", "/usr/lib/*/faketime/libfaketime.so.1")
+CLOCK = Path(__file__).with_name("clock.c")
+MOST_HOURS = 72  # by which the clock jumps
 SAME, NOT_RUN = "same losses", "not run"
 
 
@@ -168,29 +168,23 @@ def _mount(folder: Path, num_bytes: int, how: str = "") -> bool:
 
 def clock(this: Round) -> Outcome:
     """Let the clock jump twice while the job runs."""
-    if not (libraries := glob(FAKETIME)):
-        return Outcome(NOT_RUN, "libfaketime is not installed (Debian: faketime)")
-    settings, offset = this.settings(this.chance.randrange(4)), this.folder / "offset"
-    offset.write_text("+0")
-    environment = {
-        "LD_PRELOAD": libraries[0],
-        "FAKETIME_TIMESTAMP_FILE": str(offset),
-        "FAKETIME_NO_CACHE": "1",
-        "DONT_FAKE_MONOTONIC": "1",
-    }
-    jumps = [f"{this.chance.choice('+-')}{this.chance.randint(1, 72)}h" for _ in range(2)]
-    timers = [
-        threading.Timer(seconds, offset.write_text, [jump])
-        for seconds, jump in zip(sorted(this.chance.uniform(0, 12) for _ in jumps), jumps, strict=True)
-    ]
-    for timer in timers:
-        timer.start()
-    try:
-        check(end(start(settings, this.run_dir, environment=environment)), 0)
-    finally:
-        for timer in timers:
-            timer.cancel()
-    return this.equal(settings, " ".join(jumps))
+    if not (compiler := shutil.which("cc")):
+        return Outcome(NOT_RUN, "there is no C compiler for clock.c")
+    library, offset = this.folder / "clock.so", this.folder / "offset"
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", library, CLOCK, "-ldl"], check=True)
+    offset.write_text("0")
+    settings = this.settings(this.chance.randrange(4))
+    environment = {"LD_PRELOAD": str(library), "CLOCK_OFFSET": str(offset)}
+    jumps = [this.chance.randint(-MOST_HOURS, MOST_HOURS) for _ in range(2)]
+    job = start(settings, this.run_dir, environment=environment)
+    for step, jump in zip(sorted(this.chance.sample(range(NUM_STEPS - 4), len(jumps))), jumps, strict=True):
+        while job.poll() is None and len(read_steps(this.run_dir)) < step:
+            time.sleep(0.02)
+        written = offset.with_suffix(".new")
+        written.write_text(str(3600 * jump))
+        written.rename(offset)  # at once: a reader must not find an empty file
+    check(end(job), 0)
+    return this.equal(settings, f"stage {settings['zero.stage']}, {jumps} hours")
 
 
 def flip_replicated(this: Round) -> Outcome:
