@@ -21,7 +21,7 @@ from pathlib import Path
 
 from gpt.run_folder.files import read_steps
 from scripts.chaos.failing_run import FIRST_RANK_ONLY, MOMENT, POINTS, STEP, Fault
-from scripts.chaos.runs import OPTIONS, Ended, Steps, end, logged_steps, start
+from scripts.chaos.runs import LIMIT_SECONDS, OPTIONS, Ended, Steps, end, logged_steps, start
 
 NUM_RANKS, NUM_REPLICAS = 2, 3  # of three replicas, two are a majority
 NUM_STEPS = 40
@@ -107,7 +107,8 @@ def kill(this: Round) -> Outcome:
     stage = this.chance.randrange(4)
     settings = this.settings(stage, checkpoint__asynchronous=this.chance.random() < 0.5)
     faults = [this.fault("kill", [*POINTS, MOMENT], attempt) for attempt in range(this.chance.randint(1, 3))]
-    check(end(start(settings, this.run_dir, faults, num_restarts=len(faults))), 0, breaks_connections=True)
+    job = start(settings, this.run_dir, faults, num_restarts=len(faults))
+    check(end(job, LIMIT_SECONDS * (1 + len(faults))), 0, breaks_connections=True)
     return this.equal(settings, f"stage {stage}, {_listed(faults)}")
 
 
@@ -131,7 +132,7 @@ def pause(this: Round) -> Outcome:
 def stop(this: Round) -> Outcome:
     """Stop a rank for good: the watchdog of another one ends the job and names it."""
     stage = this.chance.randrange(4)
-    settings, fault = this.settings(stage, run__hang_seconds=5), this.fault("stop", list(POINTS))
+    settings, fault = this.settings(stage, run__hang_seconds=8), this.fault("stop", list(POINTS))
     ended = end(start(settings, this.run_dir, [fault]))
     check(ended, 3)
     if f"rank {fault.rank} " not in ended.errors[0]:

@@ -33,7 +33,7 @@ OPTIONS: dict[str, object] = {
     "run.hang_seconds": 60,
 }
 Steps = list[tuple]  # (step, loss, gradient norm) of each
-LIMIT_SECONDS = 240.0
+LIMIT_SECONDS = 240.0  # for one start of a job, which takes 10 on a machine with two idle cores
 # The last line of a traceback that a rank prints because another one has ended.
 BROKEN_CONNECTION = re.compile(
     r"closed by peer|Connection reset|Broken pipe|Connection refused|gloo/transport|\bstore\b"
