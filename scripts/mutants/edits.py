@@ -54,9 +54,10 @@ EQUALS = "tests/distributed/zero/test_zero_equals_one_process.py"
 LAYOUTS = "tests/distributed/gpt/test_checkpoint_layouts.py"
 WIDE = {
     "zero": [
+        "tests/distributed/zero/scenarios",
         EQUALS,
         "tests/distributed/zero/test_zero_optimizer.py",
-        "tests/distributed/gpt/test_checkpoint_layouts.py",
+        LAYOUTS,
     ],
     "parallel": ["tests/distributed/gpt/test_tensor_parallel.py", EQUALS, *PROGRAMS],
     "gpt": ["tests/end_to_end/test_bad_input.py", LAYOUTS, *PROGRAMS],
