@@ -1,4 +1,4 @@
-"""What W&B is told of the code: the commit, and if files differ from it."""
+"""The version of the code that W&B is told: the commit, and if files differ from it."""
 
 import subprocess
 from pathlib import Path
