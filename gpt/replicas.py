@@ -1,7 +1,7 @@
-"""A check that replicas of the same weights are still equal, which detects silent data corruption."""
+"""A check that replicas of the same model states are still equal, which detects silent data corruption."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -12,7 +12,10 @@ from parallel.mesh import Axis
 from parallel.tensor.layers import split_dims
 from zero.stage import Lifetime
 
-INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+MOST_NAMES = 3  # in an error
+
+NamedTensors = Iterable[tuple[str, Tensor]]
 
 
 class DivergenceError(ConfigError):
@@ -20,49 +23,93 @@ class DivergenceError(ConfigError):
 
 
 def check_replicas(state: TrainState, step: int) -> None:
-    """Compare checksums of the weights along every axis that replicates them.
+    """Compare checksums of the weights and of the optimizer states along every axis that replicates them.
 
-    Waits for the device. Raises DivergenceError if they differ.
+    Waits for the device. Raises DivergenceError if they differ, with the ranks and the parameters.
     """
     model, mesh = state.model, state.mesh
     model.wait_for_updates()
-    persistent = [flat.full for flat in model.flats if flat.lifetime is Lifetime.PERSISTENT]
-    masters = [bucket.master for bucket in model.buckets]
     for what, axis, tensors in (
-        ("parameters", mesh.data, persistent),
-        ("master weights", model.replica_axis, masters),
+        ("parameters", mesh.data, _persistent(state)),
+        ("master weights", model.replica_axis, _owned(state)),
+        ("optimizer states", model.replica_axis, _optimizer_states(state)),
         ("parameters that are not split", mesh.tensor, _not_split(state)),
     ):
         _compare(f"step {step}: the {what}", axis, tensors, state.device)
 
 
-def _not_split(state: TrainState) -> Iterable[Tensor]:
-    """Yield this rank's owned pieces of the parameters that every tensor rank has in full."""
-    split = split_dims(state.model.module)
+def _persistent(state: TrainState) -> NamedTensors:
+    """Yield the full parameters that every data-parallel rank keeps."""
+    for flat in state.model.flats:
+        if flat.lifetime is Lifetime.PERSISTENT:
+            for span in flat.layout.spans:
+                yield span.name, flat.full[span.elements.start : span.elements.stop]
+
+
+def _owned(state: TrainState) -> Iterator[tuple[str, Tensor]]:
+    """Yield this rank's owned pieces of the master weights."""
     for flat in state.model.flats:
         for bucket in flat.buckets:
             for span, part in flat.layout.spans_in(bucket.shard):
-                if span.name not in split:
-                    yield bucket.owned_part(bucket.master, part)
+                yield span.name, bucket.owned_part(bucket.master, part)
 
 
-def _compare(what: str, axis: Axis, tensors: Iterable[Tensor], device: torch.device) -> None:
-    """Raise DivergenceError if the sum of the tensors' checksums differs along the axis.
+def _optimizer_states(state: TrainState) -> NamedTensors:
+    """Yield the optimizer states of this rank's owned pieces, such as both moments of Adam."""
+    trainable = set(state.optimizer.buckets)
+    for flat in state.model.flats:
+        for bucket in trainable.intersection(flat.buckets):
+            names = {part.start - bucket.shard.start: span.name for span, part in flat.layout.spans_in(bucket.shard)}
+            for piece in state.optimizer.pieces_of(bucket):
+                for kind, value in state.optimizer.inner.state.get(piece.param, {}).items():
+                    if isinstance(value, Tensor):
+                        yield f"{kind} of {names[piece.elements.start]}", value
 
-    The tensors may be in host memory; the sums are sent from `device`.
+
+def _not_split(state: TrainState) -> NamedTensors:
+    """Yield this rank's owned pieces of the parameters that every tensor rank has in full."""
+    split = split_dims(state.model.module)
+    return ((name, tensor) for name, tensor in _owned(state) if name not in split)
+
+
+def _compare(what: str, axis: Axis, tensors: NamedTensors, device: torch.device) -> None:
+    """Raise DivergenceError if the checksums of the tensors differ along the axis.
+
+    The tensors may be in host memory; the sums are sent from `device`. Their names, and how many there are of each, are
+    the same on all ranks of the axis. One number is compared; only if it differs, those of all names are.
     """
-    zero = torch.zeros((), dtype=torch.int64, device=device)
-    own = torch.stack([zero, *(_checksum(tensor).to(device) for tensor in tensors)]).sum()[None]
-    of_ranks = own.new_empty(axis.size)
+    sums: dict[str, Tensor] = {}
+    if axis.size > 1:
+        for name, tensor in tensors:
+            sums[name] = sums.get(name, 0) + _checksum(tensor).to(device)
+    own = torch.stack([torch.zeros((), dtype=torch.int64, device=device), *(sums[name] for name in sorted(sums))])
+    (of_all,) = _gathered(own.sum()[None], axis)
+    if len(set(of_all)) > 1:
+        _, *of_names = _gathered(own, axis)
+        differing = [name for name, of_ranks in zip(sorted(sums), of_names, strict=True) if len(set(of_ranks)) > 1]
+        raise DivergenceError(_message(what, axis, of_all, differing))
+
+
+def _gathered(own: Tensor, axis: Axis) -> list[list[int]]:
+    """Return, for each element of a 1-dim tensor, those of all ranks of the axis. Waits for the device."""
+    of_ranks = own.new_empty(axis.size * len(own))
     axis.all_gather(own, out=of_ranks).wait()
-    checksums = of_ranks.tolist()
-    majority, _ = Counter(checksums).most_common(1)[0]
-    if odd := [rank for rank, checksum in enumerate(checksums) if checksum != majority]:
-        raise DivergenceError(
-            f"{what} of {axis.name} rank{'s' if len(odd) > 1 else ''} {', '.join(map(str, odd))} differ from those of "
-            f"the other {axis.size - len(odd)}, to which they should be equal; the machine may corrupt data silently: "
-            "resume from a checkpoint without it"
-        )
+    return of_ranks.view(axis.size, len(own)).t().tolist()
+
+
+def _message(what: str, axis: Axis, checksums: list[int], names: list[str]) -> str:
+    """Return the error for replicas with these checksums, which differ in the tensors of these names."""
+    usual, number = Counter(checksums).most_common(1)[0]
+    odd = [rank for rank, checksum in enumerate(checksums) if checksum != usual]
+    listed = ", ".join(names[:MOST_NAMES]) + (f" and {len(names) - MOST_NAMES} more" if names[MOST_NAMES:] else "")
+    if number > len(odd):
+        ranks = f"rank{'s' if len(odd) > 1 else ''} {', '.join(map(str, odd))} differ in {listed} from those of the "
+        others = f"other {number}, to which they should be equal"
+    else:  # such as one of two: none of them is known to be right
+        ranks = f"ranks {', '.join(map(str, range(axis.size)))} differ in {listed}, and should be equal; "
+        others = "no majority shows which is right"
+    remedy = "the machine may corrupt data silently: resume from a checkpoint without it"
+    return f"{what} of {axis.name} {ranks}{others}; {remedy}"
 
 
 def _checksum(tensor: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from gpt.run_folder.files import read_steps
-from scripts.kills import OPTIONS, ROOT, prepare_corpus
+from scripts.chaos.runs import OPTIONS, ROOT, prepare_corpus
 from scripts.testbed import Node, joined_nodes, ssh_to, testbed_problem
 
 NUM_STEPS, HANG_SECONDS = 40, 8

@@ -35,6 +35,10 @@ class RankError(Exception):
     """A rank raised, died or did not answer in time; the message has its number and its traceback."""
 
 
+class RankDiedError(RankError):
+    """A rank's process has ended; the message has its exit code."""
+
+
 @dataclass(frozen=True)
 class RankCall:
     """A call on one rank, with the environment that torchrun would have set."""
@@ -153,9 +157,15 @@ def collect(workers: list[Worker], timeout_seconds: float) -> list[Any]:
             raise RankError(
                 f"no answer from ranks {pending} of {len(workers)} in {timeout_seconds} s; their stacks are on stderr"
             )
+        errors = []
         for rank in pending:
             if workers[rank].connection in answered:
-                results[rank] = receive(workers[rank], f"rank {rank} of {len(workers)}")
+                try:
+                    results[rank] = receive(workers[rank], f"rank {rank} of {len(workers)}")
+                except RankError as error:
+                    errors.append(error)
+        if errors:  # a death before the broken connections that it leaves to the other ranks
+            raise min(errors, key=lambda error: not isinstance(error, RankDiedError))
     return [results[rank] for rank in range(len(workers))]
 
 
@@ -164,7 +174,7 @@ def receive(worker: Worker, rank_name: str) -> Any:
         succeeded, result = pickle.loads(worker.connection.recv_bytes())
     except (EOFError, ConnectionResetError):
         worker.process.join()
-        raise RankError(f"{rank_name} died with exit code {worker.process.exitcode}") from None
+        raise RankDiedError(f"{rank_name} died with exit code {worker.process.exitcode}") from None
     if not succeeded:
         raise RankError(f"{rank_name} raised:\n{result}")
     return result

@@ -23,7 +23,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot
 
 from gpt.run_folder.files import read_steps
-from scripts.kills import ROOT, prepare_corpus
+from scripts.chaos.runs import ROOT, prepare_corpus
 from scripts.testbed import Node, joined_nodes, testbed_problem
 from scripts.two_nodes import Job
 

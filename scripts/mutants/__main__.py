@@ -1,11 +1,13 @@
 """Prove that the tests notice what they are for: break the code in one place at a time, and see which test fails.
 
-    python -m scripts.mutants                            all mutants without a wait, about 15 seconds each
-    python -m scripts.mutants zero/offload --list        what would be broken below a folder, or in a file
-    python -m scripts.mutants --sample 10 --seed 3       some of them
+    python -m scripts.mutants                                    all mutants without a wait, about 15 seconds each
+    python -m scripts.mutants zero/offload --list                what would be broken below a folder, or in a file
+    python -m scripts.mutants --kind edits --sample 20 --seed 3  20 of the small edits of operators, constants, ...
 
-Each mutant is made in a copy of the working tree, in a temporary folder. It survives if no detector fails. Survivors
-that change nothing are listed in `scripts/mutants/equivalent.toml`, each with its reason, and are not run.
+Each mutant is made in a copy of the working tree, in a temporary folder. Its kind chooses groups of tests that may
+notice it, its *detectors*, which run in order until one fails. It survives if none does. Survivors that change nothing
+are listed in `scripts/mutants/equivalent.toml`, each with its reason, and are not run. The last detector of an edit is
+the whole default suite: `--detectors near folder package` leaves it out.
 """
 
 import argparse
@@ -16,9 +18,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 import tomllib
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -27,35 +29,20 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from scripts.mutants import waits
+from scripts.mutants import edits, waits
 from scripts.mutants.mutant import Mutant, SourceFile
 from scripts.mutants.runner import run_tests
 
 ROOT = Path(__file__).resolve().parents[2]
+LIMIT_SECONDS = 600.0  # for the tests of a detector: a mutant may hang
 EQUIVALENT = Path(__file__).with_name("equivalent.toml")
 
-# Kinds of mutants: a module with FOLDERS, WITHOUT and `mutants(file)`.
-KINDS: dict[str, ModuleType] = {"waits": waits}
-
-EQUALS = "tests/distributed/zero/test_zero_equals_one_process.py"
-
-# Tests that run on each mutant, until one fails; the cheapest first.
-DETECTORS: dict[str, list[str]] = {
-    "deferred": ["tests/distributed/deferred/test_reports.py", "tests/distributed/deferred"],
-    "checker": [
-        "tests/unit/parallel/instruments/test_stream_checker.py",
-        "tests/unit/zero/offload/test_placement.py",
-        "tests/distributed/gpt/test_streams.py",
-    ],
-    "order": ["tests/distributed/gpt/test_launch_order.py", "tests/distributed/zero/test_overlapped_gathers.py"],
-    # What runs only on gloo, at once: its own gather and scatter, and a reduction between groups behind another.
-    "gloo": [
-        "tests/distributed/parallel/test_axis.py",
-        f"{EQUALS}::test_sharding_inside_groups_and_replicating_across_equals_one_process",
-    ],
-}
+# Kinds of mutants: a module with FOLDERS, WITHOUT, `mutants(file)` and `detectors(mutant)`.
+KINDS: dict[str, ModuleType] = {"waits": waits, "edits": edits}
 
 SURVIVED, EQUIVALENT_TO = "SURVIVED", "equivalent"
+Key = tuple[str, str, str, int]  # path, function, deleted text, number
+Detectors = Callable[[Mutant], dict[str, list[str]]]
 
 
 @dataclass(frozen=True)
@@ -79,15 +66,13 @@ def main() -> int:
     if options.list:
         outcomes += [Outcome(mutant, "") for mutant in chosen]
     else:
-        detectors = {name: DETECTORS[name] for name in options.detectors or DETECTORS}
-        outcomes += list(run_all(chosen, detectors))
+        outcomes += run_all(chosen, KINDS[options.kind].detectors, options.detectors)
     outcomes.sort(key=lambda outcome: (outcome.mutant.path, outcome.mutant.start))
     Console().print(table(outcomes))
     if options.json:
-        rows = [(o.mutant.path, o.mutant.line, o.mutant.deleted, o.verdict, o.detail) for o in outcomes]
+        rows = [(o.mutant.path, o.mutant.line, o.mutant.change, o.verdict, o.detail) for o in outcomes]
         Path(options.json).write_text(json.dumps(rows, indent=1))
-    known = {key(mutant) for mutant in found}
-    stale = [entry for entry in reasons if not options.paths and entry not in known]
+    stale = stale_equivalents(reasons)
     for entry in stale:
         print(f"equivalent.toml: there is no such mutant any more: {entry}")
     return int(bool(stale) or any(outcome.verdict == SURVIVED for outcome in outcomes))
@@ -97,7 +82,7 @@ def all_mutants(kind: str, paths: list[str]) -> Iterator[Mutant]:
     """Yield the mutants of a kind in all of its files, or in those that lie below one of `paths`."""
     module = KINDS[kind]
     for folder in module.FOLDERS:
-        for file in sorted((ROOT / folder).rglob("*.py")):
+        for file in sorted((ROOT / folder).rglob("*.py")) or [ROOT / folder]:
             path = file.relative_to(ROOT).as_posix()
             is_asked_for = not paths or any(f"{path}/".startswith(f"{asked.rstrip('/')}/") for asked in paths)
             if is_asked_for and not path.startswith(module.WITHOUT):
@@ -105,49 +90,70 @@ def all_mutants(kind: str, paths: list[str]) -> Iterator[Mutant]:
                 yield from sorted(mutants, key=lambda mutant: mutant.start)
 
 
-def key(mutant: Mutant) -> tuple[str, str, str, int]:
+def key(mutant: Mutant) -> Key:
     """Return what identifies a mutant if lines have moved."""
     return mutant.path, mutant.function, mutant.deleted, mutant.number
 
 
-def equivalents(file: Path) -> dict[tuple[str, str, str, int], str]:
+def equivalents(file: Path) -> dict[Key, str]:
     """Return the reason why a mutant is as right as the code, by `key`."""
     entries = tomllib.loads(file.read_text()).get("equivalent", [])
     return {(e["path"], e["function"], e["deleted"], e.get("number", 0)): e["reason"] for e in entries}
 
 
-def run_all(mutants: list[Mutant], detectors: dict[str, list[str]]) -> Iterator[Outcome]:
-    """Yield what became of each mutant. Ends the program if a detector fails without one."""
+def stale_equivalents(reasons: Iterable[Key]) -> list[Key]:
+    """Return the keys that no mutant of any kind has any more."""
+    paths = [path for path, *_ in reasons]
+    known = {key(mutant) for kind in KINDS for mutant in all_mutants(kind, paths)}
+    return [entry for entry in reasons if entry not in known]
+
+
+def run_all(mutants: list[Mutant], detectors: Detectors, names: list[str] | None) -> Iterator[Outcome]:
+    """Yield what became of each mutant; `names` are those of the detectors to run (None: all)."""
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder, _progress() as progress:
-        tree = Path(folder)
-        copy_tree(tree)
-        task = progress.add_task("without a mutant", total=len(mutants))
-        limits = {}
-        for name, tests in detectors.items():
-            start = time.monotonic()
-            if failed := run_tests(tree, tests, limit_seconds=1200):
-                sys.exit(f"{name} fails on the code itself: {failed}")
-            limits[name] = 60 + 3 * (time.monotonic() - start)
-        for mutant in mutants:
+        copy_tree(Path(folder))
+        judge = Judge(Path(folder))
+        task = progress.add_task("", total=len(mutants))
+        for mutant, groups in [(mutant, detectors(mutant)) for mutant in mutants]:  # all before the tree may change
             progress.update(task, description=f"{mutant.path}:{mutant.line}")
-            outcome = judge(tree, mutant, detectors, limits)
+            outcome = judge.outcome(mutant, {name: groups[name] for name in groups if name in (names or groups)})
             yield outcome
-            progress.console.print(f"{mutant.path}:{mutant.line} {outcome.verdict}", markup=False, highlight=False)
+            line = f"{mutant.path}:{mutant.line} {mutant.change} {outcome.verdict} {outcome.detail[:160]}"
+            progress.console.print(line, markup=False, highlight=False)
             progress.advance(task)
 
 
-def judge(tree: Path, mutant: Mutant, detectors: dict[str, list[str]], limits: dict[str, float]) -> Outcome:
-    """Run the detectors on one mutant, until one fails."""
-    file = tree / mutant.path
-    source = file.read_text()
-    try:
-        _replace(file, mutant.apply(source))
+class Judge:
+    """A copy of the working tree in which tests run on one mutant after another."""
+
+    def __init__(self, tree: Path):
+        self._tree = tree
+        self._right: set[str] = set()  # tests that pass on the code itself
+
+    def outcome(self, mutant: Mutant, detectors: dict[str, list[str]]) -> Outcome:
+        """Run the detectors on a mutant, until one fails. Ends the program if it fails on the code itself, too."""
         for name, tests in detectors.items():
-            if failed := run_tests(tree, tests, limits[name]):
+            if tests and (failed := self._run(mutant, tests)):
+                self._confirm(failed, tests)
                 return Outcome(mutant, name, failed)
         return Outcome(mutant, SURVIVED)
-    finally:
-        _replace(file, source)
+
+    def _run(self, mutant: Mutant, tests: list[str]) -> str:
+        file = self._tree / mutant.path
+        source = file.read_text()
+        try:
+            _replace(file, mutant.apply(source))
+            return run_tests(self._tree, tests, LIMIT_SECONDS)
+        finally:
+            _replace(file, source)
+
+    def _confirm(self, failed: str, tests: list[str]) -> None:
+        """Run the file of a test that has failed on the code itself, once. All files, if a failure names none."""
+        file = failed.partition("::")[0]
+        unknown = {file} - self._right if file.endswith(".py") else set(tests) - self._right
+        if unknown and (of_itself := run_tests(self._tree, sorted(unknown), LIMIT_SECONDS)):
+            sys.exit(f"{', '.join(unknown)} fails on the code itself: {of_itself}")
+        self._right |= unknown
 
 
 def copy_tree(to: Path) -> None:
@@ -170,14 +176,15 @@ def _replace(file: Path, source: str) -> None:
 
 def table(outcomes: list[Outcome]) -> Table:
     """Return a table of what became of each mutant."""
-    caught = sum(outcome.verdict in DETECTORS for outcome in outcomes)
-    survived = sum(outcome.verdict == SURVIVED for outcome in outcomes)
+    verdicts = Counter(outcome.verdict for outcome in outcomes)
+    survived = verdicts[SURVIVED]
+    caught = verdicts.total() - survived - verdicts[EQUIVALENT_TO] - verdicts[""]
     rows = Table(title=f"{len(outcomes)} mutants: {caught} caught, {survived} survived")
-    for name in ("where", "deleted", "caught by", "how"):
+    for name in ("where", "change", "caught by", "how"):
         rows.add_column(name, overflow="fold")
     for outcome in outcomes:
         mutant = outcome.mutant
-        rows.add_row(f"{mutant.path}:{mutant.line}", mutant.deleted, outcome.verdict, outcome.detail[:160])
+        rows.add_row(f"{mutant.path}:{mutant.line}", mutant.change, outcome.verdict, outcome.detail[:160])
     return rows
 
 
@@ -190,7 +197,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Break the code in one place at a time, and see which test fails.")
     parser.add_argument("paths", nargs="*", help="only mutants in these files and folders")
     parser.add_argument("--kind", choices=KINDS, default="waits")
-    parser.add_argument("--detectors", nargs="+", choices=DETECTORS, help="only these")
+    parser.add_argument("--detectors", nargs="+", metavar="NAME", help="only these groups of tests")
     parser.add_argument("--sample", type=int, metavar="N", help="only N of the mutants")
     parser.add_argument("--seed", type=int, default=0, help="of the sample")
     parser.add_argument("--all", action="store_true", help="run those that are listed as equivalent, too")

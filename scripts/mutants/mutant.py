@@ -22,6 +22,11 @@ class Mutant:
     stop: int
     replacement: str
 
+    @property
+    def change(self) -> str:
+        """The text before and after, in one line."""
+        return f"{self.deleted} -> {' '.join(self.replacement.split()) or 'nothing'}"
+
     def apply(self, source: str) -> str:
         """Return the text of the mutant."""
         return source[: self.start] + self.replacement + source[self.stop :]
@@ -43,7 +48,7 @@ class SourceFile:
         start, stop = self._span(node)
         return self.source[start:stop]
 
-    def mutant(self, node: ast.expr | ast.keyword, replacement: str) -> Mutant:
+    def mutant(self, node: ast.expr | ast.keyword | ast.stmt, replacement: str) -> Mutant:
         """Return the mutant in which other text stands for a node; an argument is deleted if the text is empty."""
         start, stop = self._span(node)
         deleted, function = " ".join(self.source[start:stop].split()), self._function(node)
@@ -60,7 +65,7 @@ class SourceFile:
                 names.insert(0, node.name)
         return ".".join(names)
 
-    def _span(self, node: ast.expr | ast.keyword) -> tuple[int, int]:
+    def _span(self, node: ast.expr | ast.keyword | ast.stmt) -> tuple[int, int]:
         assert node.end_lineno is not None
         assert node.end_col_offset is not None
         return self._offset(node.lineno, node.col_offset), self._offset(node.end_lineno, node.end_col_offset)

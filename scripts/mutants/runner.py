@@ -10,6 +10,7 @@ import sys
 import tempfile
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "transformers", "datasets", "pytest"]
 OWN = {"data", "gpt", "parallel", "pretrain_gpt", "scripts", "tests", "zero"}
@@ -54,13 +55,16 @@ class _Forking:
     """A context of multiprocessing that forks, whatever it is asked for."""
 
     def __init__(self, fork: multiprocessing.context.BaseContext):
-        self.Pipe, self.Process = fork.Pipe, fork.Process  # type: ignore[attr-defined]
+        self._fork = fork
         self.set_forkserver_preload = partial(lambda names: None)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._fork, name)
 
 
 def _failure(output: str, code: int) -> str:
-    """Return the name of the test that failed, and the last line of its error."""
+    """Return the path and the name of the test that failed, and the last line of its error."""
     lines = output.splitlines()
-    test = next((line.split("::")[-1].split(" - ")[0] for line in lines if line.startswith(("FAILED", "ERROR"))), "")
+    test = next((line.partition(" ")[2].split(" - ")[0] for line in lines if line.startswith(("FAILED", "ERROR"))), "")
     error = next((line[2:].strip() for line in reversed(lines) if line.startswith("E  ")), "")
     return f"{test or f'exit code {code}'}: {error}"

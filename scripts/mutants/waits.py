@@ -27,6 +27,27 @@ ARGUMENT = re.compile(r"stream|beside|queued")
 NO_HANDLE = '__import__("parallel.mesh").mesh.Handle()'
 NO_CONTEXT = '__import__("contextlib").nullcontext()'
 
+EQUALS = "tests/distributed/zero/test_zero_equals_one_process.py"
+DETECTORS = {
+    "deferred": ["tests/distributed/deferred/test_reports.py", "tests/distributed/deferred"],
+    "checker": [
+        "tests/unit/parallel/instruments/test_stream_checker.py",
+        "tests/unit/zero/offload/test_placement.py",
+        "tests/distributed/gpt/test_streams.py",
+    ],
+    "order": ["tests/distributed/gpt/test_launch_order.py", "tests/distributed/zero/test_overlapped_gathers.py"],
+    # What runs only on gloo, at once: its own gather and scatter, and a reduction between groups behind another.
+    "gloo": [
+        "tests/distributed/parallel/test_axis.py",
+        f"{EQUALS}::test_sharding_inside_groups_and_replicating_across_equals_one_process",
+    ],
+}
+
+
+def detectors(mutant: Mutant) -> dict[str, list[str]]:
+    """Return the tests that may notice a mutant, in groups, the cheapest first."""
+    return DETECTORS
+
 
 def mutants(file: SourceFile) -> Iterator[Mutant]:
     """Yield all mutants of one file."""

@@ -24,8 +24,8 @@ from gpt.settings_parser import parse_settings
 from parallel.errors import ConfigError
 from parallel.world import start_world
 from pretrain_gpt import pretrain
-from scripts.failing_run import Kill
-from scripts.kills import run_under
+from scripts.chaos.failing_run import Fault
+from scripts.chaos.runs import run_under
 from tests.end_to_end.runs import options, run
 from tests.ranks import MASTER_ADDRESS, torchrun_environment
 
@@ -37,7 +37,7 @@ def losses(records: list[dict]) -> list[tuple]:
     return [(record["step"], record["loss"], record["grad_norm"]) for record in records]
 
 
-def check_that_kills_change_nothing(corpus: Path, folder: Path, num_steps: int, kills: list[Kill]) -> None:
+def check_that_kills_change_nothing(corpus: Path, folder: Path, num_steps: int, kills: list[Fault]) -> None:
     settings = {"train__steps": num_steps, "checkpoint__every": 2, "model__dropout": 0.1, "zero__stage": 3}
     settings |= {"train__eval_samples": 0, "train__sample_tokens": 0}
     undisturbed = run(2, corpus, folder / "undisturbed", **settings)
@@ -48,12 +48,12 @@ def check_that_kills_change_nothing(corpus: Path, folder: Path, num_steps: int, 
 
 
 def test_a_run_killed_while_it_saves_equals_an_undisturbed_one(corpus, tmp_path):
-    check_that_kills_change_nothing(corpus, tmp_path, 6, [Kill(0, 0, "save.rename", 2)])
+    check_that_kills_change_nothing(corpus, tmp_path, 6, [Fault(0, 0, "save.rename", 2)])
 
 
 @pytest.mark.full
 def test_a_run_killed_again_and_again_equals_an_undisturbed_one(corpus, tmp_path):
-    check_that_kills_change_nothing(corpus, tmp_path, 10, [Kill(0, 1, "reduce", 25), Kill(1, 0, "save.rename", 1)])
+    check_that_kills_change_nothing(corpus, tmp_path, 10, [Fault(0, 1, "reduce", 25), Fault(1, 0, "save.rename", 1)])
 
 
 @contextmanager
@@ -181,7 +181,7 @@ STEP_6_FAILS = r"checkpoint of step 6 cannot be written to .*: "
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_write_that_fails_costs_the_checkpoint_not_the_run_nor_the_checkpoint_before(
-    corpus, tmp_path, caplog, asynchronous
+    corpus, tmp_path, caplog, capsys, asynchronous
 ):
     """From the second checkpoint on, the system limits the size of files to less than a checkpoint needs."""
     run_dir = tmp_path / "run"
@@ -193,6 +193,7 @@ def test_a_write_that_fails_costs_the_checkpoint_not_the_run_nor_the_checkpoint_
             pretrain(parse_settings(options(corpus, run_dir, **settings)), start_world())
         assert {path: path.read_bytes() for path in (run_dir / "checkpoints").rglob("*") if path.is_file()} == before
         assert re.search(r"error: checkpoint of step 4 cannot be .*; training goes on", caplog.text)
+        assert "step-00000002: 2 of 6 steps done" in " ".join(capsys.readouterr().out.split())
         assert losses(read_steps(run_dir))[:2] == losses(first)
         assert len(read_steps(run_dir)) == 6
 

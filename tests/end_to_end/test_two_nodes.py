@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from scripts.kills import ROOT, prepare_corpus
+from scripts.chaos.runs import ROOT, prepare_corpus
 from scripts.testbed import Node, joined_nodes, testbed_problem
 from scripts.two_nodes import NUM_STEPS, lose_and_restart
 

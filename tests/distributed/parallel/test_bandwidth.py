@@ -2,6 +2,7 @@
 
 from unittest import mock
 
+import pytest
 import torch
 
 from parallel.launch import bandwidth
@@ -22,3 +23,13 @@ def test_each_ranks_part_of_a_measured_collective_has_a_smallest_size():
     assert run_ranks(2, measured_bytes) == [6 * 2**20] * 2
     assert bandwidth.message_bytes(400) == 400 * 2**20
     assert bandwidth.message_bytes(2) == 8 * 2**20
+
+
+@pytest.mark.parametrize("size", range(3, 10))
+def test_three_sets_of_disjoint_pairs_are_all_links_of_a_ring(size: int):
+    sets = [bandwidth._pairs(size, number) for number in range(3)]
+    for pairs in sets:
+        ends = [rank for pair in pairs for rank in pair]
+        assert len(set(ends)) == len(ends), "no rank is in two pairs of a set"
+    assert sorted(pair for pairs in sets for pair in pairs) == [(rank, (rank + 1) % size) for rank in range(size)]
+    assert bandwidth._pairs(2, 0) == [(0, 1)]

@@ -1,14 +1,16 @@
 """The pool of ranks itself: a harness that loses results, errors or hangs would make every other test worthless."""
 
+import multiprocessing
 import os
 import pickle
 import time
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.ranks import RankCall, RankError, rank_pool, run_ranks
+from tests.ranks import RankCall, RankError, Worker, collect, rank_pool, run_ranks
 
 
 def sum_of_ranks() -> float:
@@ -119,6 +121,20 @@ def test_an_exception_is_reported_with_its_traceback_and_the_next_call_works():
 def test_a_death_is_reported_with_its_exit_code():
     with pytest.raises(RankError, match="rank 1 of 2 died with exit code 3"):
         run_ranks(2, die_on_rank_1)
+
+
+def test_a_death_is_reported_before_the_errors_that_it_causes():
+    """Imitate a survivor that has answered before this process looks at either."""
+    connections = []
+    for rank in range(2):
+        own, of_worker = multiprocessing.Pipe()
+        if rank == 0:
+            of_worker.send_bytes(pickle.dumps((False, "connection closed by peer")))
+        of_worker.close()
+        connections.append(own)
+    ended = mock.Mock(exitcode=3)
+    with pytest.raises(RankError, match="rank 1 of 2 died with exit code 3"):
+        collect([Worker(ended, connection) for connection in connections], timeout_seconds=10)
 
 
 def test_a_hang_ends_at_the_timeout():

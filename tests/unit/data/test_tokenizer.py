@@ -2,11 +2,11 @@
 
 import pytest
 from tokenizers import Tokenizer as Backend
-from tokenizers import models, pre_tokenizers
+from tokenizers import models, pre_tokenizers, processors
 
 from data.errors import DataError
 from data.sidecar import Sidecar
-from data.tokenizer import load_tokenizer, named_tokenizer, tokenizer_path, train_tokenizer
+from data.tokenizer import Tokenizer, load_tokenizer, named_tokenizer, tokenizer_path, train_tokenizer
 
 TEXTS = ["the cat sat on the mat\n", "the dog sat on the log\n"] * 20
 
@@ -28,6 +28,18 @@ def test_a_text_cannot_end_its_document():
     tokenizer = train_tokenizer(TEXTS, 300)
     assert tokenizer.eod not in tokenizer.encode("a<|endoftext|>b")
     assert tokenizer.decode([tokenizer.eod]) == "<|endoftext|>"
+
+
+def test_what_a_post_processor_adds_is_in_no_document():
+    plain = train_tokenizer(TEXTS, 300)
+    backend = Backend.from_str(plain._backend.to_str())
+    backend.post_processor = processors.TemplateProcessing(
+        single="<|endoftext|> $A <|endoftext|>", special_tokens=[("<|endoftext|>", plain.eod)]
+    )
+    tokenizer = Tokenizer(backend, plain.eod)
+    assert backend.encode("the cat").ids[0] == plain.eod, "the library itself adds it"
+    assert tokenizer.encode("the cat") == plain.encode("the cat")
+    assert tokenizer.encode_batch(TEXTS) == [plain.encode(text) for text in TEXTS]
 
 
 def test_a_vocabulary_that_cannot_hold_the_bytes_is_reported():

@@ -1,9 +1,7 @@
 """The script that breaks waits: what it deletes, and how it finds a mutant again."""
 
-from pathlib import Path
-
 from scripts.mutants import __main__ as script
-from scripts.mutants import waits
+from scripts.mutants import edits, waits
 from scripts.mutants.mutant import SourceFile
 
 SOURCE = """
@@ -57,11 +55,69 @@ def test_a_mutant_keeps_its_key_if_lines_move():
 
 
 def test_every_mutant_that_is_listed_as_equivalent_exists():
-    known = {script.key(mutant) for kind in script.KINDS for mutant in script.all_mutants(kind, [])}
-    assert script.equivalents(script.EQUIVALENT).keys() <= known
+    assert script.stale_equivalents(script.equivalents(script.EQUIVALENT)) == []
+    assert script.stale_equivalents([("gpt/loss_guard.py", "LossGuard.judge", "nothing", 0)])
 
 
 def test_the_tests_of_every_detector_exist():
-    assert all(
-        (Path(script.ROOT) / test.split("::")[0]).exists() for tests in script.DETECTORS.values() for test in tests
-    )
+    groups = [*waits.DETECTORS.values(), *edits.WIDE.values()]
+    assert all((script.ROOT / test.split("::")[0]).exists() for tests in groups for test in tests)
+
+
+EDITED = '''
+class A:
+    """1 < 2."""
+
+    size: Literal[3] = 4
+
+    def f(self, a: int | None = None) -> Literal[5]:
+        if a < min(self.b, -7) and not self.c:
+            raise ValueError(f"{a + 1} is below {self.b}" + str(8))
+        self.d(0.5)
+        self.e[a] = "x" + a
+        e = a // 2
+        return e
+
+    def __repr__(self):
+        return str(1 + 1)
+
+
+if TYPE_CHECKING:
+    x = 1
+'''
+EDITS = [
+    ("4", "(5)"),
+    ("a < min(self.b, -7) and not self.c", "(a < min(self.b, -7) or not self.c)"),
+    ("a < min(self.b, -7) and not self.c", "(not (a < min(self.b, -7) and (not self.c)))"),
+    ("a < min(self.b, -7)", "(a <= min(self.b, -7))"),
+    ("min", "(max)"),
+    ("7", "(8)"),
+    ("not self.c", "(self.c)"),
+    ('raise ValueError(f"{a + 1} is below {self.b}" + str(8))', "pass"),
+    ("self.d(0.5)", "pass"),
+    ("0.5", "(2.0)"),
+    ('self.e[a] = "x" + a', "pass"),
+    ("a // 2", "(a * 2)"),
+    ("2", "(3)"),
+    ("e", "None"),
+]
+
+
+def test_each_edit_is_made_by_itself_and_texts_and_annotations_stay():
+    mutants = sorted(edits.mutants(SourceFile("a.py", EDITED)), key=lambda mutant: mutant.start)
+    assert sorted((m.deleted, m.replacement) for m in mutants) == sorted(EDITS)
+    for mutant in mutants:
+        broken = mutant.apply(EDITED)
+        compile(broken, "a.py", "exec")
+        assert broken != EDITED
+    assert len({script.key(mutant) for mutant in mutants}) == len(EDITS)
+
+
+def test_an_edit_is_shown_to_the_tests_that_name_it_then_to_those_of_its_folder():
+    source = SourceFile("gpt/loss_guard.py", "class SpikeDetector:\n    def judge(self):\n        f()")
+    mutant, *_ = edits.mutants(source)
+    groups = edits.detectors(mutant)
+    assert groups["near"][0] == "tests/unit/gpt/test_loss_guard.py"
+    assert "tests/distributed/gpt/test_loss_guard.py" in groups["near"]
+    assert "tests/unit/gpt/test_schedule.py" in groups["folder"]
+    assert list(groups) == ["near", "folder", "package", "suite"]

@@ -1,17 +1,45 @@
 """The links between neighbours of an axis follow from the nodes of the ranks."""
 
 from collections import Counter
+from unittest import mock
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from parallel.instruments.comm_log import CommLog
 from parallel.launch.node_map import NodeMap, node_table, ring_members, span
 from parallel.mesh import Axis, Mesh
+from parallel.world import World
 
 
 def mesh(data_size: int, tensor_size: int) -> Mesh:
     log = CommLog()
     return Mesh(Axis("data", data_size, 0, log), Axis("tensor", tensor_size, 0, log), log)
+
+
+def found(hosts: list[str], local_size: int) -> list[tuple[str, ...]]:
+    """Return the nodes that each rank finds, on hosts of these names."""
+    store, maps = dist.HashStore(), []
+    for rank in reversed(range(len(hosts))):  # rank 0 waits for the others
+        with (
+            mock.patch("parallel.launch.node_map.shared_store", return_value=store),
+            mock.patch("socket.gethostname", return_value=hosts[rank]),
+        ):
+            world = World(rank, len(hosts), rank % local_size, local_size, torch.device("cpu"))
+            maps.append(NodeMap.find(world).nodes)
+    return maps[::-1]
+
+
+def test_the_first_rank_finds_the_nodes_of_all_ranks_and_the_others_their_own():
+    first, second, third, fourth = found(["a", "a", "b", "b"], 2)
+    assert first == ("a", "a", "b", "b")
+    assert (second, third, fourth) == (("?", "a", "?", "?"), ("?", "?", "b", "?"), ("?", "?", "?", "b"))
+
+
+def test_nodes_of_one_name_are_told_apart_by_their_first_ranks():
+    assert found(["a"] * 4 + ["b"] * 2, 2)[0] == ("a#0", "a#0", "a#2", "a#2", "b", "b")
+    assert found(["a"] * 4, 4)[0] == ("a",) * 4
 
 
 TWO_NODES = NodeMap(("n1", "n1", "n2", "n2"))

@@ -1,7 +1,9 @@
 """Problems of nodes, links and devices are found and named."""
 
 import dataclasses
+import os
 import threading
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -83,6 +85,23 @@ def test_facts_are_those_of_the_job_that_is_handed_in(tmp_path):
     assert facts.data[str(files[1])] == "missing"
     assert facts.disk == str(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["a.idx"], "the probe is deleted"
+
+
+def test_the_rate_of_a_disk_is_that_of_bytes_which_have_reached_it(tmp_path):
+    flushed, now = [], 10.0
+
+    def flush(file: int) -> None:
+        nonlocal now
+        flushed.append(os.fstat(file).st_size)
+        now += 0.25
+
+    def clock() -> float:
+        return now
+
+    with mock.patch("os.fsync", flush), mock.patch("time.perf_counter", clock):
+        rate = find_facts(Job(folder=tmp_path)).disk_bytes_per_second
+    assert flushed == [32 * 2**20]
+    assert rate == 128 * 2**20
 
 
 def test_without_a_description_the_arguments_are_compared_as_they_are():

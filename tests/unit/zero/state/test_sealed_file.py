@@ -1,12 +1,15 @@
 """Files with a checksum: any change of a byte or of the length is noticed, and safetensors reads the same tensors."""
 
+import os
+from pathlib import Path
+
 import pytest
 import safetensors.torch
 import torch
 
 from parallel.errors import ConfigError
 from zero.state import tensor_file
-from zero.state.sealed_file import read_json, verify, write_json
+from zero.state.sealed_file import flush_folder, read_json, verify, write_json
 from zero.state.tensor_file import TensorFile, write_tensors
 
 TENSORS = {
@@ -68,3 +71,9 @@ def test_every_changed_byte_and_every_truncation_is_noticed(tmp_path, kind):
     file.unlink()
     with pytest.raises(ConfigError, match=rf"{file} cannot be read: No such file"):
         verify(file)
+
+
+def test_flushing_a_folder_leaves_no_file_open(tmp_path: Path):
+    num_open = len(os.listdir("/proc/self/fd"))
+    flush_folder(tmp_path)
+    assert len(os.listdir("/proc/self/fd")) == num_open

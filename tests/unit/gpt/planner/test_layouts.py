@@ -1,0 +1,38 @@
+"""The time that offloaded states add to a step, by the bytes that move."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from gpt.planner.layouts import offload_seconds
+from parallel.launch.cluster import ClusterSpec
+from zero.formulas.memory import ModelStates
+
+ROOT = Path(__file__).resolve().parents[4]
+# 10e9 bytes per second over PCIe, and 100e9 in the host's memory for each of 2 GPUs.
+CLUSTER = dataclasses.replace(
+    ClusterSpec.load(ROOT / "configs/clusters/dgx-2.yaml"),
+    host_gb_per_second=10.0,
+    host_memory_gb_per_second=200.0,
+    gpus_per_node=2,
+)
+
+
+@pytest.mark.parametrize(
+    ("on_host", "num_micro_batches", "seconds"),
+    [
+        # Gradients to the host and updated parameters, half as large as the master weights, back.
+        (ModelStates(parameters=0, gradients=20e9, master=40e9, moments=80e9), 1, (20 + 20) / 10 + (240 + 20) / 100),
+        # Two sums of gradients are copied back, so that the next micro-batch's are added to them.
+        (ModelStates(parameters=0, gradients=20e9, master=40e9, moments=80e9), 3, (100 + 20) / 10 + (240 + 20) / 100),
+        # Parameters are copied for each forward and each backward.
+        (ModelStates(parameters=20e9, gradients=20e9, master=40e9, moments=80e9), 3, (100 + 120) / 10 + 260 / 100),
+        (ModelStates(parameters=20e9, gradients=0, master=0, moments=0), 1, 4.0),
+        (ModelStates(parameters=0, gradients=0, master=0, moments=0), 5, 0.0),
+    ],
+)
+def test_offloaded_states_take_the_time_of_their_copies_and_of_the_update_on_the_host(
+    on_host: ModelStates, num_micro_batches: int, seconds: float
+):
+    assert offload_seconds(on_host, 2, num_micro_batches, CLUSTER) == pytest.approx(seconds, rel=1e-12)
