@@ -31,7 +31,8 @@ from data.errors import DataError
 from data.sources import Source, text_of
 from data.tokenizer import Tokenizer, load_tokenizer, named_tokenizer
 from gpt.build import TrainState, build, build_mesh, start_options
-from gpt.checkpoint import checkpoint
+from gpt.checkpoint.checkpoint import load
+from gpt.checkpoint.folder import find
 from gpt.model.generate import evaluation
 from gpt.monitor.console import RunConsole
 from gpt.option_names import errors_in_option_names
@@ -186,13 +187,13 @@ def load_model(settings: Settings, weights: str | None, world: World) -> tuple[T
         settings = replace(settings, train=replace(settings.train, initial_weights=weights))
         return build(settings, build_mesh(settings, world), world.device), weights
     folder = Path(settings.run.dir) / CHECKPOINTS
-    saved = checkpoint.find(folder, settings.checkpoint.resume)
+    saved = find(folder, settings.checkpoint.resume)
     if saved is None:
         raise ConfigError(
             f"{folder} holds no checkpoint; give another --run.dir, or exported weights with --weights FOLDER"
         )
     state = build(settings, build_mesh(settings, world), world.device)
-    checkpoint.load(saved, state)
+    load(saved, state)
     return state, str(saved)
 
 

@@ -337,6 +337,11 @@ class Settings:
     def __post_init__(self) -> None:
         check_fields(self)
 
+    @property
+    def order_of_samples(self) -> dict[str, Any]:
+        """The settings that determine which samples a step reads, by the names of their options, for JSON."""
+        return {"train.seed": self.train.seed, "data.split": list(self.data.split), "data.path": self.data.path}
+
     def with_gradient_types(self, data_size: int) -> "Settings":
         """Return these settings with the types of gradients that null stands for on `data_size` data-parallel ranks."""
         accumulates = self.train.num_micro_batches(data_size) > 1

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gpt.build import TrainState
-from gpt.checkpoint.checkpoint import Progress
+from gpt.checkpoint.layout import Progress
 from gpt.checkpoint.recovery import Recovery
 from gpt.corpus import Corpus
 from gpt.loss_guard import SkippedInARow
@@ -59,7 +60,13 @@ class Trainer:
         if settings.run.hang_seconds:
             mesh.log.follow(state.device)
         self._recovery = Recovery(
-            settings.checkpoint, self._folder, state, console.say, self._watchdog.beat, self._on_save
+            settings.checkpoint,
+            self._folder,
+            state,
+            settings.order_of_samples,
+            console.say,
+            self._watchdog.beat,
+            self._on_save,
         )
         self._profiler = Profiler(settings.profile, mesh, state.device, self._folder)
         self._node_map = NodeMap.find(world)
@@ -200,7 +207,8 @@ class Trainer:
                 state.model, state.optimizer, micro_batches, state.mesh, state.guard, measure_layer_norms
             )
         sent = traffic.measure()
-        self._progress = Progress(step, self._progress.consumed_samples + batch_size)
+        num_samples = self._progress.consumed_samples + batch_size
+        self._progress = replace(self._progress, step=step, consumed_samples=num_samples)
         self._throughput.count(batch_size)
         record = None
         is_evaluated = self._corpus.validation is not None and self._is_due(settings.train.eval_every)

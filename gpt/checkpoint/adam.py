@@ -7,10 +7,12 @@ from typing import Any
 
 import torch
 
+from parallel.errors import ConfigError
 from zero.optimizer import ZeroOptimizer
 from zero.state.saved_state import SavedState
 
 COUNTS_PER_PARAMETER, COUNTS_PER_GROUP = "AdamW", "FusedAdam"  # the names of torch's class and apex's
+MOMENTS = {"exp_avg", "exp_avg_sq"}
 
 
 def are_alike(saved: str, present: str) -> bool:
@@ -23,9 +25,11 @@ def load_counters(
 ) -> None:
     """Load the counters of parameter groups, or make them of those of parameters. The states have been loaded before.
 
-    `counters` are those of the saved groups. Raises ValueError if the number of groups differs.
+    `counters` are those of the saved groups. Raises ConfigError if these or the states are not those of `saved_class`.
     """
     inner = optimizer.inner
+    if problem := _problem(optimizer, saved_class, counters):
+        raise ConfigError(f"{saved.folder} is damaged: {problem}")
     groups = list(zip(inner.param_groups, counters, strict=True))
     if saved_class == type(inner).__name__:
         for group, of_group in groups:
@@ -47,3 +51,30 @@ def load_counters(
     if (step := next(steps, None)) is not None:
         for group, _ in groups:
             group["step"] = int(step)
+
+
+def _problem(optimizer: ZeroOptimizer, saved_class: str, counters: list[dict[str, Any]]) -> str | None:
+    """Return what is wrong with the states that have been loaded, or with the counters of the groups; None if nothing.
+
+    Before the first update there are neither.
+    """
+    inner = optimizer.inner
+    if len(counters) != len(inner.param_groups):
+        return f"it has the counters of {len(counters)} groups of parameters, not of {len(inner.param_groups)}"
+    if any(key in inner.defaults or key == "params" for of_group in counters for key in of_group):
+        return "a counter has the name of a setting of the optimizer"
+    pieces = [piece for bucket in optimizer.buckets for piece in optimizer.pieces_of(bucket)]
+    states = [(piece.param, inner.state.get(piece.param, {})) for piece in pieces]
+    if not any(state for _, state in states):
+        return None
+    if saved_class == COUNTS_PER_GROUP and any("step" not in of_group for of_group in counters):
+        return "a group of parameters has no counter of steps"
+    expected = MOMENTS | ({"step"} if saved_class == COUNTS_PER_PARAMETER else set())
+    for param, state in states:
+        if state.keys() != expected:
+            return f"a parameter has the states {sorted(state)}, {sorted(expected)} are needed"
+        if any(state[kind].shape != param.shape or not state[kind].is_floating_point() for kind in MOMENTS):
+            return "moments differ from their weights in shape, or are integers"
+        if "step" in expected and state["step"].shape:
+            return "the counter of steps of a parameter is not a number"
+    return None

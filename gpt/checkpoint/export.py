@@ -6,21 +6,23 @@ python -m gpt.checkpoint.export runs/quickstart/checkpoints --output weights --d
 import argparse
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from gpt.build import TrainState
-from gpt.checkpoint.checkpoint import newest, read_layout
-from gpt.checkpoint.pretrained import FILE_BYTES, WeightsWriter
-from gpt.model.transformer import ModelConfig
-from parallel.errors import exit_on_config_error
+from gpt.checkpoint.folder import LAYOUT, newest
+from gpt.checkpoint.layout import read_layout, verify_file
+from gpt.checkpoint.pretrained import FILE_BYTES, WeightsWriter, check_shapes
+from gpt.model.transformer import ModelConfig, parameter_shapes
+from parallel.errors import ConfigError, exit_on_config_error
 from parallel.tensor.layers import split_dims
 from zero.config import DTYPES
-from zero.state.saved_state import SavedState, rank_file
-from zero.state.sealed_file import verify
+from zero.state.saved_state import SavedState
 
 
 def export_checkpoint(checkpoint: Path, output: Path, dtype: torch.dtype, file_bytes: int = FILE_BYTES) -> int:
@@ -31,14 +33,26 @@ def export_checkpoint(checkpoint: Path, output: Path, dtype: torch.dtype, file_b
     """
     checkpoint = newest(checkpoint) or checkpoint
     layout = read_layout(checkpoint)
+    for rank in range(len(layout["files"])):
+        verify_file(checkpoint, layout, rank)
     saved = SavedState(checkpoint, layout["state"])
-    for number in range(saved.num_files):
-        verify(rank_file(checkpoint, number))
-    writer = WeightsWriter(output, ModelConfig(**layout["model"]), file_bytes)
+    writer = WeightsWriter(output, _config_of(checkpoint, layout, saved), file_bytes)
     for name in saved.parameters:
         writer.add(name, saved.whole(name).to(dtype))
     writer.finish()
     return sum(parameter.shape.numel() for parameter in saved.parameters.values())
+
+
+def _config_of(checkpoint: Path, layout: Mapping[str, Any], saved: SavedState) -> ModelConfig:
+    """Return the model's configuration. Raises ConfigError if the parameters are not those of such a model."""
+    path = checkpoint / LAYOUT
+    try:
+        config = ModelConfig(**{field.name: layout["model"][field.name] for field in fields(ModelConfig)})
+    except ConfigError as error:
+        raise ConfigError(f"{path} is damaged: {error}") from error
+    shapes = {name: parameter.shape for name, parameter in saved.parameters.items()}
+    check_shapes(shapes, parameter_shapes(config, config.padded_vocab_size), path)
+    return config
 
 
 def export_live(state: TrainState, output: Path) -> None:

@@ -2,16 +2,27 @@
 
 import hashlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from gpt.build import TrainState
-from gpt.checkpoint import checkpoint
-from gpt.checkpoint.checkpoint import Progress
+from gpt.checkpoint.checkpoint import load
 from gpt.checkpoint.export import export_live
-from gpt.checkpoint.saver import SaveError, Saver, keep_newest
+from gpt.checkpoint.folder import (
+    checkpoint_name,
+    checkpoints,
+    find,
+    keep_newest,
+    newest,
+    remove_partial,
+    set_aside_later,
+)
+from gpt.checkpoint.layout import Progress
+from gpt.checkpoint.saver import SaveError, Saver
 from gpt.run_folder.files import CHECKPOINTS, WEIGHTS, cut_metrics, start_run
 from gpt.run_folder.lock import RunLock
 from gpt.settings import CheckpointSettings
@@ -24,8 +35,9 @@ logger = logging.getLogger(__name__)
 class Recovery:
     """The checkpoints of a run and the lock on its folder. All ranks make the same calls.
 
-    `say` prints a line about each checkpoint that was saved or loaded. `on_chunk` is called whenever a few megabytes
-    have been written, and `on_save` with the folder of each complete checkpoint.
+    `data` has the settings that determine the order of samples. `say` prints a line about each checkpoint that was
+    saved or loaded. `on_chunk` is called whenever a few megabytes have been written, and `on_save` with the folder of
+    each complete checkpoint.
     """
 
     def __init__(
@@ -33,17 +45,20 @@ class Recovery:
         config: CheckpointSettings,
         run_dir: Path,
         state: TrainState,
+        data: Mapping[str, Any],
         say: Callable[[str], None],
         on_chunk: Callable[[], None],
         on_save: Callable[[Path], None],
     ):
         self._on_save = on_save
         self._config, self._run_dir = config, run_dir
-        self._state, self._say = state, say
+        self._state, self._data, self._say = state, data, say
         self._folder = self._run_dir / CHECKPOINTS
         self._is_first = state.mesh.rank == 0
         self._lock = RunLock(self._run_dir)
-        self._saver = Saver(self._folder, state, keep=config.keep, is_async=config.asynchronous, on_chunk=on_chunk)
+        self._saver = Saver(
+            self._folder, state, keep=config.keep, is_async=config.asynchronous, data=data, on_chunk=on_chunk
+        )
         self._saved_step: int | None = None
         self._failure: SaveError | None = None  # the error of the last save
 
@@ -57,21 +72,21 @@ class Recovery:
         # locked below: nothing is created if loading fails.
         if self._is_first and self._run_dir.exists():
             self._lock.take()
-        progress, found = Progress(), checkpoint.find(self._folder, self._config.resume)
+        progress, found = Progress(run=self._saver.name_run()), find(self._folder, self._config.resume)
         if not _all_ranks_have(self._state.mesh, str(found)):
             raise ConfigError(
                 f"rank {self._state.mesh.rank} would resume from {found}, another rank from elsewhere; put "
                 f"run.dir={self._run_dir} on a file system that all nodes share"
             )
         if found is not None:
-            progress = checkpoint.load(found, self._state)
+            progress = load(found, self._state, self._data)
             self._say(f"resumed from {found}: {progress.step} of {num_steps} steps done")
         if self._is_first:
             self._lock.take()
             start_run(self._run_dir, settings, progress.step)
             for folder in (self._folder, self._run_dir / WEIGHTS):
-                checkpoint.remove_partial(folder)
-            checkpoint.set_aside_later(self._folder, progress.step)
+                remove_partial(folder)
+            set_aside_later(self._folder, progress.step)
         # Before any rank saves: the first one has removed what interrupted saves have left.
         self._state.mesh.barrier()
         return progress
@@ -103,22 +118,22 @@ class Recovery:
         The samples since that checkpoint are thus left out. Raises ConfigError if there is no checkpoint.
         """
         self._settle()
-        found = checkpoint.newest(self._folder)
+        found = newest(self._folder)
         if found is None:
             raise ConfigError(
                 f"guard.policy=roll_back found no checkpoint with checkpoint.every={self._config.every}; save more "
                 "often, such as every 100 steps"
             )
-        before = checkpoint.load(found, self._state)
+        before = load(found, self._state)
         # The first rank changes the folder after all ranks have read the checkpoint, and before any rank saves again.
         self._state.mesh.barrier()
         if self._is_first:
             cut_metrics(self._run_dir, before.step)
-            checkpoint.set_aside_later(self._folder, before.step)
+            set_aside_later(self._folder, before.step)
         self._state.mesh.barrier()
         self._saved_step = before.step
         self._say(f"rolled back from step {progress.step} to {found}; the samples in between are left out")
-        return Progress(before.step, progress.consumed_samples)
+        return replace(progress, step=before.step)
 
     def release(self) -> None:
         """Release the lock on the folder."""
@@ -140,9 +155,9 @@ class Recovery:
         """Write the weights to RUN/weights. An export that fails is logged, and training goes on."""
         folder = self._run_dir / WEIGHTS
         try:
-            export_live(self._state, folder / checkpoint.checkpoint_name(step))
+            export_live(self._state, folder / checkpoint_name(step))
             if self._is_first:
-                keep_newest(sorted(folder.glob("step-*")), self._config.keep)
+                keep_newest(checkpoints(folder), self._config.keep)
         except OSError as error:
             logger.error("error: weights cannot be written to %s: %s; training goes on", folder, error.strerror)
 

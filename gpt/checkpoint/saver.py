@@ -1,39 +1,40 @@
 """Saves checkpoints so that a crash cannot damage them: into another folder, flushed, then renamed.
 
-    every rank    copy to host memory (asynchronous only) -> write its file in .step-*.partial -> report to the store
+    every rank    copy to host memory (asynchronous only) -> write its file in .step-*.partial -> its seal to the store
     first rank    all have reported -> layout.json -> rename -> latest -> delete old checkpoints -> outcome to the store
 
 Ranks communicate through the launcher's store and not with collectives, which training uses at the same time. A save
 that fails raises SaveError on all ranks, and leaves the checkpoints before it as they were.
 """
 
+import json
+import logging
+import secrets
 import shutil
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from gpt.build import TrainState
-from gpt.checkpoint.checkpoint import (
-    LATEST,
-    LAYOUT,
-    Progress,
-    checkpoint_name,
-    complete_checkpoints,
-    describe,
-    owned_tensors,
-)
+from gpt.checkpoint.checkpoint import owned_tensors
+from gpt.checkpoint.folder import LATEST, LAYOUT, checkpoint_name, delete_old, set_aside
+from gpt.checkpoint.layout import ORIGIN, Progress, describe, origin, with_seals
 from parallel.errors import ConfigError
 from parallel.instruments.memory_tracker import TensorKind, allocating
 from parallel.streams import announce_host_read, synchronize
 from parallel.world import shared_store
 from zero.state.saved_state import rank_file
-from zero.state.sealed_file import flush_folder, replace_text, write_json
+from zero.state.sealed_file import Seal, flush_folder, replace_text, write_json
 from zero.state.tensor_file import write_tensors
+
+logger = logging.getLogger(__name__)
 
 WAIT_SECONDS = 5.0  # after which a rank that waits in the store looks for signals
 
@@ -45,17 +46,30 @@ class SaveError(ConfigError):
 class Saver:
     """A writer of checkpoints of `state` to `folder`, in which the newest `keep` checkpoints remain.
 
-    All ranks make the same calls. `on_chunk` is called in another thread whenever a few megabytes have been written.
+    All ranks make the same calls. `data` has the settings that determine the order of samples. `on_chunk` is called in
+    another thread whenever a few megabytes have been written.
     """
 
     def __init__(
-        self, folder: Path, state: TrainState, *, keep: int, is_async: bool, on_chunk: Callable[[], None] = lambda: None
+        self,
+        folder: Path,
+        state: TrainState,
+        *,
+        keep: int,
+        is_async: bool,
+        data: Mapping[str, Any] | None = None,
+        on_chunk: Callable[[], None] = lambda: None,
     ):
         self._folder, self._state, self._keep, self._on_chunk = folder, state, keep, on_chunk
+        self._data = data or {}
         self._store = shared_store()
         self._host_copies = HostCopies(state.device) if is_async else None
         self._num_saves = 0
         self._pending: tuple[threading.Thread, Callable[[], Path]] | None = None
+
+    def name_run(self) -> str:
+        """Return a random name for a run that begins, the same on all ranks."""
+        return self._store.compare_set("run", "", secrets.token_hex(6)).decode()
 
     def start(self, progress: Progress) -> None:
         """Begin to save. Call `wait` before the next save.
@@ -68,12 +82,13 @@ class Saver:
         final = self._folder / checkpoint_name(progress.step)
         key = f"save/{final}/{self._num_saves}"
         partial = final.with_name(f".{final.name}.partial")
-        tensors, layout = owned_tensors(self._state), describe(self._state, progress)
+        tensors, layout = owned_tensors(self._state), describe(self._state, progress, self._data)
+        file_origin = origin(progress, self._state.mesh.rank)
         if self._host_copies:
             tensors = self._host_copies.take(tensors)
 
         def write() -> None:
-            self._write_rank(key, partial, tensors)
+            self._write_rank(key, partial, tensors, file_origin)
             if self._state.mesh.rank == 0:
                 self._complete(key, partial, final, layout)
 
@@ -97,29 +112,36 @@ class Saver:
         thread.join()
         return outcome()
 
-    def _write_rank(self, key: str, partial: Path, tensors: Mapping[str, Tensor]) -> None:
-        """Write this rank's file, and report it or the error to the store under `key`."""
+    def _write_rank(self, key: str, partial: Path, tensors: Mapping[str, Tensor], file_origin: str) -> None:
+        """Write this rank's file, and report its seal, or the error, to the store under `key`."""
+        rank = self._state.mesh.rank
+        report: dict[str, Any] = {"rank": rank}
         try:
             partial.mkdir(parents=True, exist_ok=True)
-            write_tensors(rank_file(partial, self._state.mesh.rank), tensors, on_chunk=self._on_chunk)
+            seal = write_tensors(rank_file(partial, rank), tensors, {ORIGIN: file_origin}, on_chunk=self._on_chunk)
+            report["seal"] = asdict(seal)
         except Exception as error:  # any error: the first rank waits until every rank has reported
-            self._store.set(f"{key}/error", f"rank {self._state.mesh.rank}: {_reason(error)}")
-        # After the error is set: the first rank looks for an error as soon as all ranks are counted.
+            report["error"] = f"rank {rank}: {_reason(error)}"
+        self._store.append(f"{key}/reports", json.dumps(report) + "\n")  # type: ignore[attr-defined]
+        # After the report: the first rank reads all reports as soon as all ranks are counted.
         if self._store.add(f"{key}/num_written", 1) == self._state.mesh.size:
             self._store.set(f"{key}/all_written", "")
 
-    def _complete(self, key: str, partial: Path, final: Path, layout: dict) -> None:
+    def _complete(self, key: str, partial: Path, final: Path, layout: dict[str, Any]) -> None:
         """Wait for all ranks, give the checkpoint its final name, and report the outcome. The first rank calls it."""
         _wait_for(self._store, f"{key}/all_written")
-        reason = ""
-        if self._store.check([f"{key}/error"]):
-            reason = self._store.get(f"{key}/error").decode()
-        else:
+        lines = self._store.get(f"{key}/reports").decode().splitlines()
+        self._store.delete_key(f"{key}/reports")  # as long as there are ranks, and the store never forgets
+        reports = sorted(map(json.loads, lines), key=lambda report: report["rank"])
+        reason = next((report["error"] for report in reports if "error" in report), "")
+        if not reason:
             try:
                 # In this order, a crash at any point leaves the older checkpoints usable: the folder gets its final
                 # name when all of it is on disk, and `latest` changes only after that. Old ones are deleted last.
-                write_json(partial / LAYOUT, layout)
+                write_json(partial / LAYOUT, with_seals(layout, [Seal(**report["seal"]) for report in reports]))
                 flush_folder(partial)
+                if final.exists():  # the run has not written it: it set aside all checkpoints of steps to come
+                    set_aside(self._folder, [final])
                 partial.rename(final)
                 replace_text(self._folder / LATEST, final.name)
             except Exception as error:
@@ -127,8 +149,14 @@ class Saver:
         if reason:
             shutil.rmtree(partial, ignore_errors=True)  # make room for the next attempt
         else:
-            keep_newest(complete_checkpoints(self._folder), self._keep)
+            self._delete_old()
         self._store.set(f"{key}/outcome", reason)
+
+    def _delete_old(self) -> None:
+        try:
+            delete_old(self._folder, self._keep)
+        except OSError as error:  # the ranks wait for the outcome of this save, which is good
+            logger.warning("old checkpoints in %s cannot be deleted: %s", self._folder, _reason(error))
 
     def _outcome(self, key: str, progress: Progress, final: Path) -> Path:
         """Wait until the first rank has reported the outcome. Return the checkpoint, or raise SaveError."""
@@ -174,11 +202,3 @@ def _wait_for(store: dist.Store, key: str) -> None:
 
 def _reason(error: Exception) -> str:
     return str(getattr(error, "strerror", None) or error)
-
-
-def keep_newest(folders: list[Path], keep: int) -> None:
-    """Delete all but the last `keep` folders."""
-    for old in folders[:-keep]:
-        # Renamed first, so that a folder that is half deleted never looks like a complete checkpoint.
-        doomed = old.rename(old.with_name(f".{old.name}.partial"))
-        shutil.rmtree(doomed, ignore_errors=True)

@@ -50,10 +50,8 @@ FIXED_FIELDS = {
 def config_from_huggingface(config: "GPT2Config") -> ModelConfig:
     """Return the configuration in this project. Raises ConfigError if it uses a feature that is not supported here."""
     for name, ours in {**FIXED_FIELDS, "attn_pdrop": config.resid_pdrop, "embd_pdrop": config.resid_pdrop}.items():
-        if getattr(config, name) != ours:
-            raise ConfigError(
-                f"the model has {name}={getattr(config, name)}, only {ours} is supported; choose another model"
-            )
+        if (theirs := getattr(config, name)) != ours:
+            raise ConfigError(f"the model has {name}={theirs}, only {ours} is supported; choose another model")
     if config.n_inner not in (None, 4 * config.n_embd):
         raise ConfigError(
             f"the model has n_inner={config.n_inner}, only {4 * config.n_embd} is supported; choose another model"
@@ -101,6 +99,11 @@ def name_to_huggingface(name: str) -> str:
     return f"transformer.{_rename(name, MODULE_NAMES)}"
 
 
+def shape_from_huggingface(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape of this project's parameter `name`, of which transformers has a tensor of this shape."""
+    return shape[::-1] if name.endswith(LINEAR_WEIGHTS) else shape
+
+
 def tensor_from_huggingface(name: str, tensor: Tensor, num_heads: int) -> Tensor:
     """Return this project's parameter `name`, contiguous, converted from the tensor of transformers."""
     tensor = tensor.T if name.endswith(LINEAR_WEIGHTS) else tensor
@@ -122,11 +125,17 @@ def load_weights(model: GPT, weights: Mapping[str, Tensor]) -> None:
     """Copy whole parameters into a model of any tensor size, and set the padding of the vocabulary to zero.
 
     `weights` holds them by this project's names, and is read one parameter at a time: it may read each from disk.
+    Raises ConfigError if a value is not finite in the data type of the model.
     """
     axis, dims = model.tokens.axis, split_dims(model)
     with torch.no_grad():
         for name, param in model.named_parameters():
-            whole = weights[name]
+            whole = weights[name].to(param.dtype)
+            if not whole.isfinite().all():
+                raise ConfigError(
+                    f"{name_to_huggingface(name)} has {int((~whole.isfinite()).sum())} values that are not finite in "
+                    f"{param.dtype}, 0 are allowed; choose other weights or another precision"
+                )
             if name == TOKEN_EMBEDDING:
                 whole = F.pad(whole, (0, 0, 0, model.config.padded_vocab_size - whole.shape[0]))
             param.copy_(whole.chunk(axis.size, dims[name])[axis.rank] if name in dims else whole)

@@ -88,6 +88,26 @@ class ModelConfig:
         return math.ceil(self.vocab_size / self.vocab_multiple) * self.vocab_multiple
 
 
+def parameter_shapes(config: ModelConfig, num_rows: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield (name, whole shape) of each parameter of a model whose token embedding has `num_rows`.
+
+    Nothing is allocated, so the configuration may be that of an unknown file.
+    """
+    width = config.hidden_size
+    linear = {"attention.qkv": (3, 1), "attention.projection": (1, 1), "mlp.up": (4, 1), "mlp.down": (1, 4)}
+    yield "token_embedding.weight", (num_rows, width)
+    yield "position_embedding.weight", (config.seq_length, width)
+    for number in range(config.num_layers):
+        for name, (rows, columns) in linear.items():
+            yield f"blocks.{number}.{name}.weight", (rows * width, columns * width)
+            yield f"blocks.{number}.{name}.bias", (rows * width,)
+        for norm in ("attention_norm", "mlp_norm"):
+            yield f"blocks.{number}.{norm}.weight", (width,)
+            yield f"blocks.{number}.{norm}.bias", (width,)
+    yield "final_norm.weight", (width,)
+    yield "final_norm.bias", (width,)
+
+
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
     """Return causal attention of (batch, heads, seq, head_dim) tensors by torch's fused kernel."""
     return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)

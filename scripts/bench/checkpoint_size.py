@@ -8,13 +8,15 @@ from dataclasses import dataclass
 
 import torch
 
+from gpt.checkpoint.layout import with_seals
 from gpt.model.transformer import GPT, ModelConfig
 from parallel.instruments.comm_log import CommLog
 from parallel.mesh import Axis
 from parallel.tensor.layers import split_dims
 from parallel.tensor.token_layout import ReplicatedTokens
 from zero.layout import Layout
-from zero.state.saved_state import describe_layout
+from zero.state.description import describe_layout
+from zero.state.sealed_file import Seal
 from zero.units.unit import assign_parameters, find_units
 
 ADAM_TENSORS = 4  # for each piece of a parameter: weights, both moments and the step
@@ -63,8 +65,9 @@ def measure(case: Case, *, is_by_unit: bool) -> CheckpointSize:
         for rank in (0, shards // 2, shards - 1)
     )
     owned_numel = sum(layout.numel for layout in layouts) // shards
+    content = with_seals(description, [Seal("0" * 8, 12 * owned_numel)] * case.num_ranks)
     return CheckpointSize(
-        case.num_ranks + 1, len(json.dumps(description, indent=1)), ADAM_TENSORS * num_pieces, 12 * owned_numel
+        case.num_ranks + 1, len(json.dumps(content, indent=1)), ADAM_TENSORS * num_pieces, 12 * owned_numel
     )
 
 

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from gpt.build import TrainState, build_loss_scale, build_model, build_optimizer
-from gpt.checkpoint.checkpoint import Progress, load, owned_tensors
+from gpt.checkpoint.checkpoint import load, owned_tensors
+from gpt.checkpoint.layout import Progress
 from gpt.checkpoint.saver import HostCopies, Saver
 from gpt.model.transformer import ModelConfig, initialize
 from gpt.settings import LossScaleSettings, OptimizerSettings

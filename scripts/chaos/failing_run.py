@@ -48,7 +48,7 @@ POINTS: dict[str, tuple[Any, str, str]] = {
     "save.layout": (saver, "write_json", "before"),
     "save.rename": (saver, "flush_folder", "after"),
     "save.latest": (saver, "replace_text", "before"),
-    "save.keep": (saver, "keep_newest", "before"),
+    "save.keep": (saver, "delete_old", "before"),
     "save.remove": (shutil, "rmtree", "before"),
 }
 # The points that only rank 0 reaches.

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from gpt.build import TrainState
-from gpt.checkpoint.checkpoint import Progress, load, owned_tensors, read_layout
+from gpt.checkpoint.checkpoint import load, owned_tensors
+from gpt.checkpoint.layout import Progress, read_layout
 from gpt.checkpoint.saver import Saver
 from gpt.train_step import train_step
 from tests.gpu.test_step import build, micro_batches

@@ -19,7 +19,8 @@ from zero.engine import ZeroDataParallel
 from zero.flat import FlatParameters
 from zero.layout import Span
 from zero.optimizer import ZeroOptimizer
-from zero.state.saved_state import MASTER, SavedFile, SavedState, TensorRank, describe_layout
+from zero.state.description import describe_layout
+from zero.state.saved_state import MASTER, SavedFile, SavedState, TensorRank
 
 
 def owned_state(model: ZeroDataParallel, optimizer: ZeroOptimizer) -> dict[str, Tensor]:
@@ -76,7 +77,7 @@ def load_common_state(model: ZeroDataParallel, optimizer: ZeroOptimizer, file: S
     """
     for name, tensor in common_state(model, optimizer).items():
         if name in file.entries:
-            tensor.copy_(file.tensor(name))
+            file.load(name, tensor)
 
 
 def group_counters(optimizer: ZeroOptimizer) -> list[dict[str, Any]]:

@@ -9,9 +9,10 @@ and a rank holds only the elements that it reads.
     the file of a rank                          "3.exp_avg.640": elements of flat buffer 3, from its element 640 on
 """
 
+import re
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -21,10 +22,13 @@ import torch
 from torch import Tensor
 
 from parallel.errors import ConfigError
-from zero.layout import Layout, Span, cut_into_buckets
+from zero.layout import Layout
+from zero.state.description import layout_of
+from zero.state.schema import shown
 from zero.state.tensor_file import TensorFile
 
 MASTER = "master"  # the kind of tensor that every parameter has: its master weights
+PART_NAME = re.compile(r"(0|[1-9][0-9]{0,17})\.(\w+)\.(0|[1-9][0-9]{0,17})")  # "3.exp_avg.640"
 MAX_OPEN_FILES = 32
 BLOCK_NUMEL = 2**22  # elements that are read at once if only some columns of a parameter are needed
 
@@ -71,16 +75,27 @@ class Block(NamedTuple):
 
 
 class SavedFile(TensorFile):
-    """The file of one rank, with an index of the tensors in it by kind and by position in the flat buffers."""
+    """The file of one rank, with an index of the tensors in it by kind and by position in the flat buffers.
 
-    def __init__(self, path: Path):
+    Raises ConfigError if a tensor does not lie in its flat buffer, or cannot be a part of it.
+    """
+
+    def __init__(self, path: Path, layouts: Sequence[Layout]):
         super().__init__(path)
         starts: defaultdict[tuple[int, str], list[int]] = defaultdict(list)
-        for name in self.entries:
-            buffer, _, rest = name.partition(".")
-            kind, _, start = rest.rpartition(".")
-            if buffer.isdecimal() and start.isdecimal():
-                starts[int(buffer), kind].append(int(start))
+        for name, entry in self.entries.items():
+            if not (found := PART_NAME.fullmatch(name)):
+                continue
+            number, kind, start = int(found[1]), found[2], int(found[3])
+            stop = start + entry.shape.numel()
+            if number >= len(layouts) or stop > layouts[number].numel or len(entry.shape) > 1:
+                raise ConfigError(
+                    f"{path} does not match layout.json: {shown(name)} of shape {list(entry.shape)} does not lie "
+                    f"in one of {len(layouts)} flat buffers"
+                )
+            if kind == MASTER and not (entry.shape and entry.dtype.is_floating_point):
+                raise ConfigError(f"{path} does not match layout.json: {shown(name)} is {entry.dtype}, not weights")
+            starts[number, kind].append(start)
         self._starts = {key: sorted(found) for key, found in starts.items()}
 
     def kinds_at(self, buffer: int, start: int) -> list[str]:
@@ -102,28 +117,6 @@ class SavedFile(TensorFile):
         return f"{buffer}.{kind}.{starts[index]}", starts[index]
 
 
-def describe_layout(layout: Layout) -> dict[str, Any]:
-    """Return a description of a layout, for JSON: the name, shape and start of each parameter, and the bucket size.
-
-    Buckets and shards are computed from it, so its size does not depend on their number.
-    """
-    return {
-        "numel": layout.numel,
-        "bucket_numel": len(layout.buckets[0].elements),
-        "num_shards": layout.buckets[0].num_shards,
-        "spans": {span.name: [list(span.shape), span.elements.start] for span in layout.spans},
-    }
-
-
-def _layout(description: dict[str, Any]) -> Layout:
-    """Return the layout of a result of `describe_layout`."""
-    spans = []
-    for name, (shape, start) in description["spans"].items():
-        spans.append(Span(name, torch.Size(shape), range(start, start + torch.Size(shape).numel())))
-    buckets = cut_into_buckets(description["numel"], description["bucket_numel"], description["num_shards"])
-    return Layout(tuple(spans), buckets)
-
-
 class SavedState:
     """A reader of the files that the ranks of one layout have written to `folder`.
 
@@ -133,9 +126,9 @@ class SavedState:
     def __init__(self, folder: Path, description: dict[str, Any]):
         self.folder = folder
         self.data_size, self.tensor_size = description["data_size"], description["tensor_size"]
-        self._layouts = [_layout(buffer) for buffer in description["buffers"]]
+        self._layouts = [layout_of(buffer) for buffer in description["buffers"]]
         self.parameters = _parameters(self._layouts, description["split_dims"], self.tensor_size)
-        self.file = lru_cache(MAX_OPEN_FILES)(lambda rank: SavedFile(rank_file(folder, rank)))
+        self.file = lru_cache(MAX_OPEN_FILES)(lambda rank: SavedFile(rank_file(folder, rank), self._layouts))
 
     @property
     def num_files(self) -> int:
@@ -225,7 +218,7 @@ def full_shapes(description: dict[str, Any]) -> dict[str, list[int]]:
 
     A model can load a saved state if the names and the full shapes are the same.
     """
-    layouts = [_layout(buffer) for buffer in description["buffers"]]
+    layouts = [layout_of(buffer) for buffer in description["buffers"]]
     parameters = _parameters(layouts, description["split_dims"], description["tensor_size"])
     return {name: list(parameter.shape) for name, parameter in parameters.items()}
 

@@ -10,14 +10,24 @@ import json
 import os
 import re
 import zlib
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from parallel.errors import ConfigError
+from zero.state.schema import Schema, parse_json
 
 CHUNK_BYTES = 2**24
 NO_CHECKSUM = "0" * 8
 CHECKSUM = re.compile(rb'"crc32": ?"([0-9a-f]{8})"')
+
+
+@dataclass(frozen=True)
+class Seal:
+    """The checksum that a file contains, and its size: another file of the same name has another seal."""
+
+    checksum: str  # eight hexadecimal digits
+    num_bytes: int
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
@@ -29,15 +39,21 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
         flush(file)
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Return the content of a JSON file, including its checksum. Raises ConfigError as `verify` does."""
+def read_json(path: Path, schema: Schema) -> dict[str, Any]:
+    """Return the content of a JSON file, including its checksum.
+
+    Raises ConfigError as `verify` does, and if the content does not fit the schema.
+    """
     verify(path)
-    return json.loads(path.read_bytes())
+    return parse_json(path.read_bytes(), schema, path)
 
 
-def verify(path: Path) -> None:
-    """Read a file and compare its checksum. Raises ConfigError if it cannot be read, or is not as it was written."""
-    checksum, expected = 0, None
+def verify(path: Path) -> Seal:
+    """Read a file, compare its checksum, and return its seal.
+
+    Raises ConfigError if it cannot be read, or is not as it was written.
+    """
+    checksum, total_bytes, expected = 0, 0, None
     buffer = bytearray(CHUNK_BYTES)
     try:
         with path.open("rb", buffering=0) as file:
@@ -49,10 +65,12 @@ def verify(path: Path) -> None:
                     expected, start = bytes(found[1]), found.start(1)
                     buffer[start : start + len(NO_CHECKSUM)] = NO_CHECKSUM.encode()
                 checksum = zlib.crc32(memoryview(buffer)[:num_bytes], checksum)
+                total_bytes += num_bytes
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
     if expected is None or checksum_digits(checksum) != expected:
-        raise ConfigError(f"{path} is damaged: its {path.stat().st_size} bytes are not those that were written")
+        raise ConfigError(f"{path} is damaged: its {total_bytes} bytes are not those that were written")
+    return Seal(expected.decode(), total_bytes)
 
 
 def replace_text(path: Path, text: str) -> None:

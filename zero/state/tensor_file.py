@@ -17,17 +17,19 @@ If the package opens the file again for each range of 4 MiB, it needs 14 MiB onl
 
 import json
 import math
+import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
 
 from parallel.errors import ConfigError
-from zero.state.sealed_file import CHUNK_BYTES, NO_CHECKSUM, checksum_digits, checksum_offset, flush
+from zero.state.schema import COUNT, Schema, check, parse_json, shown
+from zero.state.sealed_file import CHUNK_BYTES, NO_CHECKSUM, Seal, checksum_digits, checksum_offset, flush
 
 DTYPE_NAMES = {
     torch.float64: "F64",
@@ -42,6 +44,9 @@ DTYPE_NAMES = {
     torch.bool: "BOOL",
 }
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+HEADER: Schema = {str: {"dtype": set(DTYPES), "shape": [COUNT], "data_offsets": (COUNT, COUNT)}}
+METADATA = "__metadata__"
+MAX_DIMS = 64
 
 
 def write_tensors(
@@ -49,14 +54,16 @@ def write_tensors(
     tensors: Mapping[str, Tensor],
     metadata: Mapping[str, str] | None = None,
     on_chunk: Callable[[], None] = lambda: None,
-) -> None:
-    """Write tensors from any device to one file, and flush it to the disk. Raises OSError if that fails.
+) -> Seal:
+    """Write tensors from any device to one file, flush it to the disk, and return its seal.
 
+    Raises OSError if that fails.
     `on_chunk` is called after each chunk of at most `CHUNK_BYTES`.
     """
     # The tensors with the largest elements are first, so that every tensor is aligned.
     by_alignment = dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))
     header = _header(by_alignment, {"crc32": NO_CHECKSUM, **(metadata or {})})
+    num_bytes = len(header) + sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
     with path.open("wb") as file:
         file.write(header)
         checksum = zlib.crc32(header)
@@ -69,6 +76,7 @@ def write_tensors(
         file.seek(checksum_offset(header))
         file.write(checksum_digits(checksum))
         flush(file)
+    return Seal(checksum_digits(checksum).decode(), num_bytes)
 
 
 @dataclass(frozen=True)
@@ -83,28 +91,40 @@ class TensorEntry:
 class TensorFile:
     """A reader of any range of any tensor of a safetensors file.
 
-    Raises ConfigError if the file cannot be read, or is not a safetensors file.
+    The types, shapes and offsets of all tensors are compared with the size of the file. Raises ConfigError if the file
+    cannot be read, or is not a safetensors file.
     """
 
     def __init__(self, path: Path):
         self.path = path
         try:
             self._file = path.open("rb", buffering=0)
-            header_bytes = int.from_bytes(self._file.read(8), "little")
-            header = json.loads(self._file.read(min(header_bytes, path.stat().st_size)))
-            header.pop("__metadata__", None)
-            self.entries = {name: _entry(found, 8 + header_bytes) for name, found in header.items()}
+            self.entries, self.metadata = _read_header(self._file, path)
         except OSError as error:
             raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ConfigError(f"{path} is damaged: it is not a safetensors file") from error
+
+    def entry(self, name: str) -> TensorEntry:
+        """Return the description of a tensor. Raises ConfigError if the file does not contain it."""
+        if name not in self.entries:
+            raise ConfigError(f"{self.path} is damaged: it has no tensor {shown(name)}")
+        return self.entries[name]
 
     def tensor(self, name: str) -> Tensor:
         """Return all of a tensor, in host memory."""
-        entry = self.entries[name]
+        entry = self.entry(name)
         out = torch.empty(entry.shape, dtype=entry.dtype)
         self.read(name, range(out.numel()), out.view(-1))
         return out
+
+    def load(self, name: str, out: Tensor) -> None:
+        """Copy all of a tensor to `out`. Raises ConfigError if the shapes differ, or only one of them is of floats."""
+        found = self.tensor(name)
+        if found.shape != out.shape or found.is_floating_point() != out.is_floating_point():
+            raise ConfigError(
+                f"{self.path} is damaged: {shown(name)} is {found.dtype} of shape {list(found.shape)}, {out.dtype} of "
+                f"shape {list(out.shape)} is needed"
+            )
+        out.copy_(found)
 
     def read(self, name: str, elements: range, out: Tensor) -> None:
         """Fill `out` with `elements` of the tensor `name`, counted in row-major order.
@@ -112,7 +132,7 @@ class TensorFile:
         `out` is one-dimensional and contiguous, of any dtype and on any device. Raises ConfigError if the tensor has
         fewer elements, or if the file is too short.
         """
-        entry, out = self.entries[name], out.detach()
+        entry, out = self.entry(name), out.detach()
         if elements.stop > math.prod(entry.shape):
             raise ConfigError(f"{self.path}: {name} has {math.prod(entry.shape)} elements, {elements.stop} are needed")
         self._file.seek(entry.offset + elements.start * entry.dtype.itemsize)
@@ -134,12 +154,41 @@ class TensorFile:
             left = left[num_read:]
 
 
+def _read_header(file: BinaryIO, path: Path) -> tuple[dict[str, TensorEntry], dict[str, str]]:
+    """Return the tensors of an open file and its metadata. Raises ConfigError unless the tensors fill the file."""
+    file_bytes = os.fstat(file.fileno()).st_size
+    header_bytes = int.from_bytes(file.read(8), "little")
+    data_offset = 8 + header_bytes
+    if not 8 < data_offset <= file_bytes:
+        raise ConfigError(f"{path} is damaged: its header would have {header_bytes} of its {file_bytes} bytes")
+    header = parse_json(file.read(header_bytes), {str: dict}, path)
+    metadata = header.pop(METADATA, {})
+    check(metadata, {str: str}, path)
+    check(header, HEADER, path)
+    stop = 0
+    for name, found in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+        (start, next_start), shape = found["data_offsets"], found["shape"]
+        # Beside a 0, a shape may have any other numbers; torch multiplies them.
+        if len(shape) > MAX_DIMS or math.prod(n for n in shape if n) * 8 not in COUNT:
+            raise ConfigError(f"{path} is damaged: {shown(name)} has the shape {shown(shape)}")
+        num_bytes = DTYPES[found["dtype"]].itemsize * math.prod(shape)
+        if start != stop or next_start - start != num_bytes:
+            raise ConfigError(
+                f"{path} is damaged: {shown(name)} has the offsets {start} and {next_start}, and its {num_bytes} bytes "
+                f"begin at {stop}"
+            )
+        stop = next_start
+    if data_offset + stop != file_bytes:
+        raise ConfigError(f"{path} is damaged: it has {file_bytes} bytes, its tensors end at {data_offset + stop}")
+    return {name: _entry(found, data_offset) for name, found in header.items()}, metadata
+
+
 def _entry(found: Mapping[str, Any], data_offset: int) -> TensorEntry:
     return TensorEntry(DTYPES[found["dtype"]], torch.Size(found["shape"]), data_offset + found["data_offsets"][0])
 
 
 def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
-    entries: dict[str, Any] = {"__metadata__": metadata}
+    entries: dict[str, Any] = {METADATA: metadata}
     start = 0
     for name, tensor in tensors.items():
         stop = start + tensor.numel() * tensor.element_size()

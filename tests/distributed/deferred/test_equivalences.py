@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from gpt.build import TrainState
-from gpt.checkpoint.checkpoint import Progress, owned_tensors
+from gpt.checkpoint.checkpoint import owned_tensors
+from gpt.checkpoint.layout import Progress
 from gpt.checkpoint.saver import Saver
 from gpt.model.compiled_blocks import compile_blocks
 from gpt.model.transformer import ModelConfig

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from gpt.build import TrainState
-from gpt.checkpoint import checkpoint
-from gpt.checkpoint.checkpoint import Progress
+from gpt.checkpoint.checkpoint import load
+from gpt.checkpoint.layout import Progress, read_layout
 from gpt.checkpoint.saver import Saver
 from gpt.model.transformer import GPT, ModelConfig, initialize
 from parallel.mesh import Mesh
@@ -98,19 +98,19 @@ def train_and_save(case: LayoutCase, folder: Path, num_steps: int, num_more: int
 def load_and_save(cases: list[LayoutCase], source: Path, folder: Path) -> None:
     for number, case in enumerate(cases):
         state = build(case)
-        assert checkpoint.load(source, state) == Progress(2, 2 * GLOBAL_BATCH)
+        assert load(source, state) == Progress(2, 2 * GLOBAL_BATCH)
         save(state, folder / f"{case.data}-{case.tensor}-{number}", 2, is_async=bool(number % 2))
 
 
 def load_and_train(case: LayoutCase, source: Path, num_steps: int) -> list[float]:
     state = build(case)
-    progress = checkpoint.load(source, state)
+    progress = load(source, state)
     return train(state, progress.step, num_steps)
 
 
 def logical(folder: Path) -> dict[str, Tensor]:
     """Return every tensor of a checkpoint, in its full shape, by name and kind."""
-    saved = SavedState(folder, checkpoint.read_layout(folder)["state"])
+    saved = SavedState(folder, read_layout(folder)["state"])
     found = {}
     for name in saved.parameters:
         for kind in ["master", *saved.state_kinds(name)]:

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from gpt.checkpoint.checkpoint import Progress, load, owned_tensors
+from gpt.checkpoint.checkpoint import load, owned_tensors
+from gpt.checkpoint.layout import Progress
 from gpt.checkpoint.saver import Saver
 from scripts.bench.save_time import build_state, peak_growth, save, train_step
 from tests.ranks import run_ranks

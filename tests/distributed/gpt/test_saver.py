@@ -10,10 +10,11 @@ import torch.distributed as dist
 
 from gpt.build import build
 from gpt.checkpoint import saver
-from gpt.checkpoint.checkpoint import Progress
+from gpt.checkpoint.layout import Progress
 from gpt.settings_parser import parse_settings
 from parallel.mesh import Mesh
 from tests.ranks import run_ranks
+from zero.state.sealed_file import Seal
 
 BASE = "{data: {path: nowhere}, model: {num_layers: 1, hidden_size: 8, num_heads: 2, seq_length: 4, vocab_size: 64}}"
 
@@ -36,9 +37,9 @@ def calls_in_a_slow_save(folder: Path) -> int:
     store = CountingStore(saver.shared_store())
     write_tensors = saver.write_tensors
 
-    def write_slowly(*args: Any, **kwargs: Any) -> None:
+    def write_slowly(*args: Any, **kwargs: Any) -> Seal:
         time.sleep(0.5 * dist.get_rank())
-        write_tensors(*args, **kwargs)
+        return write_tensors(*args, **kwargs)
 
     with mock.patch.multiple(saver, shared_store=lambda: store, write_tensors=write_slowly):
         own = saver.Saver(folder, state, keep=1, is_async=True)

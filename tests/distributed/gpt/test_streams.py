@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gpt.build import TrainState, build, build_mesh
-from gpt.checkpoint.checkpoint import Progress, owned_tensors
+from gpt.checkpoint.checkpoint import owned_tensors
+from gpt.checkpoint.layout import Progress
 from gpt.checkpoint.saver import HostCopies, Saver
 from gpt.planner.dry_run import blank_micro_batches, dry_run
 from gpt.settings import Settings

@@ -49,7 +49,7 @@ def test_any_range_is_read_into_any_dtype(tmp_path, monkeypatch):
 def test_json_is_read_as_it_was_written(tmp_path):
     content = {"step": 3, "name": "x", "list": [1, 2.5, None]}
     write_json(tmp_path / "a.json", content)
-    found = read_json(tmp_path / "a.json")
+    found = read_json(tmp_path / "a.json", {"step": int, "list": list})
     assert len(found.pop("crc32")) == 8
     assert found == content
 

@@ -1,0 +1,120 @@
+"""The folder of a run's checkpoints: their names, which of them is the newest, and which are kept.
+
+step-00000100             a checkpoint; a folder of another name, such as step-00000100-backup, is none
+.step-00000200.partial    is being written, or was when the job ended
+old-2-step-00000150       set aside: the run went back behind its step, for the second time
+latest                    the name of the newest checkpoint, for people and other programs
+"""
+
+import logging
+import re
+import shutil
+from pathlib import Path
+
+from parallel.errors import ConfigError
+from zero.state.schema import shown
+
+logger = logging.getLogger(__name__)
+
+LAYOUT, LATEST = "layout.json", "latest"
+NAME = re.compile(r"step-([0-9]{8,})")
+SET_ASIDE = re.compile(r"old-([0-9]+)-step-([0-9]{8,})")
+
+
+def checkpoint_name(step: int) -> str:
+    """Return the name of the folder of a step's checkpoint."""
+    return f"step-{step:08d}"
+
+
+def step_in_name(path: Path) -> int | None:
+    """Return the step of the checkpoint that has this name, or None if it is not the name of a checkpoint."""
+    found = NAME.fullmatch(path.name)
+    return int(found[1]) if found else None
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """Return the checkpoints of the folder in the order of their steps.
+
+    One that is being written has another name, so one without layout.json is damaged.
+    """
+    return [path for _, path in sorted((int(found[1]), path) for found, path in _matches(folder, NAME))]
+
+
+def newest(folder: Path) -> Path | None:
+    """Return the newest checkpoint of the folder, or None if there is none."""
+    return next(reversed(checkpoints(folder)), None)
+
+
+def find(folder: Path, resume: str) -> Path | None:
+    """Return the checkpoint that the setting `checkpoint.resume` selects, or None to start from the beginning.
+
+    Raises ConfigError if it is the name of a folder that does not hold a complete checkpoint.
+    """
+    if resume == "never":
+        return None
+    if resume == "auto":
+        found = newest(folder)
+        _warn_if_latest_differs(folder, found)
+        return found
+    if not is_complete(Path(resume)):
+        raise ConfigError(
+            f"checkpoint.resume={shown(resume)[1:-1]} holds no complete checkpoint; give the folder of one, or auto"
+        )
+    return Path(resume)
+
+
+def is_complete(checkpoint: Path) -> bool:
+    """Return whether the folder has a layout.json, which is the last file of a checkpoint to be written."""
+    try:
+        return (checkpoint / LAYOUT).is_file()
+    except OSError:  # the name is too long, for example
+        return False
+
+
+def set_aside_later(folder: Path, step: int) -> None:
+    """Rename the checkpoints of steps after `step`, because the run will save these steps again."""
+    set_aside(folder, [path for path in checkpoints(folder) if (step_in_name(path) or 0) > step])
+
+
+def set_aside(folder: Path, paths: list[Path]) -> None:
+    """Rename checkpoints of the folder, all with the same new number."""
+    number = 1 + max((int(found[1]) for found, _ in _matches(folder, SET_ASIDE)), default=0)
+    for path in paths:
+        path.rename(path.with_name(f"old-{number}-{path.name}"))
+
+
+def delete_old(folder: Path, keep: int) -> None:
+    """Delete all but the `keep` newest checkpoints, and all but the `keep` that were set aside last."""
+    old = sorted((int(found[1]), int(found[2]), path) for found, path in _matches(folder, SET_ASIDE))
+    keep_newest(checkpoints(folder), keep)
+    keep_newest([path for _, _, path in old], keep)
+
+
+def keep_newest(folders: list[Path], keep: int) -> None:
+    """Delete all but the last `keep` folders."""
+    for path in folders[:-keep]:
+        # Renamed first, so that a folder that is half deleted never looks like a complete checkpoint.
+        doomed = path.rename(path.with_name(f".{path.name}.partial"))
+        shutil.rmtree(doomed, ignore_errors=True)
+
+
+def remove_partial(folder: Path) -> None:
+    """Delete what interrupted saves have left."""
+    for path in folder.glob(".*.partial"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _matches(folder: Path, name: re.Pattern[str]) -> list[tuple[re.Match[str], Path]]:
+    return [(found, path) for path in folder.glob("*") if (found := name.fullmatch(path.name))]
+
+
+def _warn_if_latest_differs(folder: Path, found: Path | None) -> None:
+    """Warn if the file `latest` exists, and names something else than the newest checkpoint."""
+    try:
+        with (folder / LATEST).open("rb") as file:
+            text = file.read(100).decode(errors="replace").strip()
+    except OSError:  # a crash before `latest` was written, or the first start
+        return
+    name = found.name if found else "none"
+    if text != name:
+        logger.warning("%s names %s, but the newest checkpoint is %s", folder / LATEST, shown(text), found or "none")
