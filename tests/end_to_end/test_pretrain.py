@@ -191,12 +191,12 @@ def test_a_run_that_starts_anew_keeps_what_it_finds(corpus, tmp_path):
 
 
 def test_a_run_that_starts_anew_is_not_mistaken_for_the_old_one(corpus, tmp_path):
-    """Old checkpoints of later steps are renamed, so that the run never resumes from them."""
+    """Old checkpoints of later steps are renamed, so that the run never resumes from them; the newest `keep` remain."""
     run(1, corpus, tmp_path / "run", checkpoint__every=3)
     settings = {"checkpoint__every": 2, "checkpoint__keep": 1, "train__steps": 2}
     run(1, corpus, tmp_path / "run", checkpoint__resume="never", **settings)
     names = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
-    assert names == ["latest", "old-1-step-00000003", "old-1-step-00000006", "step-00000002"]
+    assert names == ["latest", "old-1-step-00000006", "step-00000002"]
     longer = run(1, corpus, tmp_path / "run", **settings | {"train__steps": 4})
     assert [record["step"] for record in longer] == [1, 2, 3, 4]
 

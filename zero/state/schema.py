@@ -47,7 +47,9 @@ def check(content: Any, schema: Schema, origin: object) -> None:
     try:
         _check(content, schema)
     except _Mismatch as mismatch:
-        raise ConfigError(f"{origin} is damaged: {mismatch.place.lstrip('.')} {mismatch.problem}") from None
+        raise ConfigError(
+            f"{origin} is damaged: {mismatch.place.lstrip('.') or 'the content'} {mismatch.problem}"
+        ) from None
 
 
 def shown(value: object) -> str:

@@ -1,0 +1,245 @@
+"""Checkpoints that are mixed, damaged and sealed again, or of another model: one line that names the file."""
+
+import logging
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gpt.checkpoint.checkpoint import load
+from gpt.checkpoint.export import export_checkpoint
+from gpt.checkpoint.layout import read_layout
+from parallel.errors import ConfigError
+from tests.unit.gpt.checkpoint.runs import (
+    DATA,
+    change_header,
+    change_layout,
+    load_in_one_process,
+    seal_files,
+    sealed,
+    tiny_state,
+)
+from zero.state.tensor_file import TensorFile
+
+STEP_1, STEP_2 = "step-00000001", "step-00000002"
+RANK_0, RANK_1 = "rank-00000.safetensors", "rank-00001.safetensors"
+
+
+@pytest.fixture
+def run(runs: Path, tmp_path: Path) -> Path:
+    """Return a copy of a run, to damage its second checkpoint."""
+    return shutil.copytree(runs / "run-a", tmp_path / "run-a")
+
+
+def assert_refused(checkpoint: Path, message: str, action: Callable[[Path], object] = load_in_one_process) -> None:
+    with pytest.raises(ConfigError, match=message) as raised:
+        action(checkpoint)
+    assert "\n" not in str(raised.value)
+    assert len(str(raised.value)) < 900
+    assert str(checkpoint) in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("taken", "replaced", "message"),
+    [
+        (
+            f"run-a/{STEP_1}/{RANK_1}",
+            RANK_1,
+            f"{RANK_1} belongs .* is of rank 1 of step 1 of run run-a .* step 2",
+        ),
+        (
+            f"run-b/{STEP_2}/{RANK_0}",
+            RANK_0,
+            f"{RANK_0} belongs .* is of rank 0 of step 2 of run run-b .* run-a",
+        ),
+        (
+            f"run-a/{STEP_2}/{RANK_0}",
+            RANK_1,
+            f"{RANK_1} belongs .* is of rank 0 of step 2 of run run-a .* rank 1",
+        ),
+        (f"run-a/{STEP_1}/layout.json", "layout.json", "layout.json belongs to another checkpoint: it is of step 1"),
+        (f"run-b/{STEP_2}/layout.json", "layout.json", f"{RANK_0} belongs to .* run run-a .* names .* run run-b"),
+    ],
+)
+def test_a_file_of_another_checkpoint_is_named(runs: Path, run: Path, taken: str, replaced: str, message: str):
+    shutil.copy(runs / taken, run / STEP_2 / replaced)
+    remedy = f"resume from the checkpoint before it with --checkpoint.resume={run / STEP_1}"
+    assert_refused(run / STEP_2, f"{message}.*{re.escape(remedy)}")
+    load_in_one_process(run / STEP_1)
+
+
+def at(*path: Any, value: Any) -> Callable[[dict[str, Any]], None]:
+    """Return a function that sets a value inside of JSON."""
+
+    def change(content: Any) -> None:
+        for key in path[:-1]:
+            content = content[key]
+        content[path[-1]] = value
+
+    return change
+
+
+def without(*path: Any) -> Callable[[dict[str, Any]], None]:
+    def change(content: Any) -> None:
+        for key in path[:-1]:
+            content = content[key]
+        del content[path[-1]]
+
+    return change
+
+
+BUFFER = ("state", "buffers", 0)
+LAYOUTS = [
+    (at(*BUFFER, "numel", value=10**12), "its buffers have 1000000000000 elements, its files"),
+    (at(*BUFFER, "numel", value="x"), r"state.buffers\[0\].numel is 'x', an integer from 0 to"),
+    (at(*BUFFER, "bucket_numel", value=0), "1152 elements in buckets of 0 cannot be cut into 2 equal shards"),
+    (at(*BUFFER, "bucket_numel", value=2), "576 buckets do not fit into a file of"),
+    (at(*BUFFER, "num_shards", value=3), "3 shards are more than the 2 data-parallel ranks"),
+    (at(*BUFFER, "spans", "final_norm.bias", value=[[8], 0]), "'final_norm.bias' begins at 0, before"),
+    (at(*BUFFER, "spans", "final_norm.bias", value=[[2**40], 1136]), "'the end' begins at 1152, before"),
+    (at(*BUFFER, "spans", "final_norm.bias", value=[[8] * 99, 1136]), "more than 64 dims"),
+    (at(*BUFFER, "spans", "final_norm.bias", value=[[16], 1136]), r"final_norm.bias is \[16\] there and \[8\]"),
+    (without(*BUFFER, "spans", "final_norm.bias"), "final_norm.bias is missing there"),
+    (without(*BUFFER, "num_shards"), r"state.buffers\[0\].num_shards is missing"),
+    (without("files", 1), "it names 1 files, its 2 ranks wrote as many"),
+    (at("state", "split_dims", "nothing", value=0), "'nothing' has no dim 0"),
+    (at("state", "data_size", value=True), "state.data_size is True, an integer from 1"),
+    (at("progress", "step", value=-1), "progress.step is -1, an integer from 0"),
+    (at("progress", "step", value=7), "belongs to another checkpoint: it is of step 7"),
+    (without("progress"), "progress is missing"),
+    (without("format"), "format is missing"),
+    (at("model", "num_heads", value=4), "model.num_heads=2, but checkpoint .* is of a model with 4; choose"),
+    (at("model", "attention", value=["flash"]), r"model.attention is \['flash'\], one of flash, math is needed"),
+    (at("model", "num_heads", value=10**400), "model.num_heads is 1000.*, an integer from 0"),
+    (at("optimizer", value="SGD"), "was saved with the optimizer SGD, this run has AdamW"),
+    (at("optimizer_counters", value=[{}]), "counters of 1 groups of parameters, not of 2"),
+    (at("optimizer_counters", value=[{"lr": 1.0}, {}]), "a counter has the name of a setting"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), LAYOUTS, ids=lambda value: value if isinstance(value, str) else "")
+def test_a_layout_that_was_changed_and_sealed_again_is_named(run: Path, change: Callable, message: str):
+    change_layout(run / STEP_2, change)
+    assert_refused(run / STEP_2, message)
+
+
+MOMENT, WEIGHTS, STEP = "0.exp_avg.0", "0.master.0", "0.step.0"
+HEADERS = [
+    (at(WEIGHTS, "data_offsets", value=[0, 10**12]), "has the offsets"),
+    (at(WEIGHTS, "data_offsets", value=[-4, 8]), r"data_offsets\[0\] is -4, an integer from 0"),
+    (at(WEIGHTS, "data_offsets", value=[0]), "data_offsets is .0., a list of 2 is needed"),
+    (at(WEIGHTS, "dtype", value="F99"), "dtype is 'F99', one of BF16, BOOL"),
+    (at(WEIGHTS, "dtype", value="I32"), "'0.master.0' is torch.int32, not weights"),
+    (at(WEIGHTS, "shape", value=[2**62, 0]), "'0.master.0' has the shape"),
+    (at(WEIGHTS, "shape", value=[2, 64]), r"'0.master.0' of shape \[2, 64\] does not lie in one of 1 flat buffers"),
+    (at(MOMENT, "dtype", value="I32"), "moments differ from their weights in shape, or are integers"),
+    (without(WEIGHTS, "shape"), "0.master.0.shape is missing"),
+    (without("random.cpu"), "has the offsets|its tensors end at"),
+    (at("__metadata__", value=5), "__metadata__ is 5, a value of type dict|has no checksum"),
+    (lambda header: header.update({"9.master.0": header.pop(WEIGHTS)}), "'9.master.0' of shape .* of 1 flat buffers"),
+    (lambda header: header.update({"other": header.pop(WEIGHTS)}), "it lacks values of master"),
+    (lambda header: header.update({"other": header.pop(MOMENT)}), r"has the states \['exp_avg_sq', 'step'\], "),
+    (lambda header: header.update({"other": header.pop("random.cpu")}), "it has no tensor 'random.cpu'"),
+    (lambda header: header.update({"random.cpu": header.pop("num_skipped")}), "has the offsets|its tensors end at"),
+    (
+        lambda header: header.update({"random.cpu": header.pop("num_skipped"), "other": header.pop("random.cpu")}),
+        "random.cpu is not the state of a random generator",
+    ),
+    (
+        lambda header: header.update({"num_skipped": header.pop("random.cpu"), "other": header.pop("num_skipped")}),
+        r"'num_skipped' is torch.uint8 of shape \[5056\], torch.int64 of shape \[\] is needed",
+    ),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), HEADERS, ids=lambda value: value if isinstance(value, str) else "")
+def test_a_header_that_was_changed_and_sealed_again_is_named(run: Path, change: Callable, message: str):
+    change_header(run / STEP_2 / RANK_0, change)
+    if "has no checksum" not in message:
+        seal_files(run / STEP_2)
+    assert_refused(run / STEP_2, message)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (b'{"crc32": "00000000", "a": ' + b"[" * 100_000, "it is not JSON .'maximum recursion depth exceeded"),
+        (b'{"crc32": "00000000", "a": ' + b"9" * 5000 + b"}", "it is not JSON .'Exceeds the limit"),
+        (b'{"crc32": "00000000", "a": "\xff"}', "it is not JSON"),
+        (b'{"crc32": "00000000"', "it is not JSON"),
+        (b'["crc32": "00000000"]', "it is not JSON"),
+        (b'[{"crc32": "00000000"}]', r"the content is \[\{'crc32': '........'\}\], an object is needed"),
+        (b"{}", "it has no checksum"),
+        (b"", "its 0 bytes are not those"),
+    ],
+    ids=range(8),
+)
+def test_what_is_not_json_is_named(run: Path, text: bytes, message: str):
+    (run / STEP_2 / "layout.json").write_bytes(sealed(text))
+    assert_refused(run / STEP_2, f"layout.json is damaged: {message}")
+    file = run / RANK_0
+    file.write_bytes(len(text).to_bytes(8, "little") + text)
+    if text not in (b"", b"{}"):
+        with pytest.raises(ConfigError, match=f"{RANK_0} is damaged: {message}"):
+            TensorFile(file)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ({"num_heads": 4}, "model.num_heads=4, but checkpoint .* is of a model with 2; choose model.num_heads=2, or"),
+        ({"vocab_size": 19}, "model.vocab_size=19, but checkpoint .* is of a model with 20"),
+        ({"seq_length": 5}, "position_embedding.weight is .4, 8. there and .5, 8."),
+    ],
+)
+def test_another_model_is_refused(run: Path, model: dict[str, Any], message: str):
+    assert_refused(run / STEP_2, message, lambda checkpoint: load_in_one_process(checkpoint, **model))
+
+
+def test_another_dropout_is_not(run: Path):
+    assert load_in_one_process(run / STEP_2, dropout=0.1).equals(load_in_one_process(run / STEP_2))
+
+
+def test_settings_that_change_the_data_are_warnings(run: Path, caplog: pytest.LogCaptureFixture):
+    state = tiny_state()
+    with caplog.at_level(logging.WARNING):
+        load(run / STEP_2, state, DATA)
+        assert caplog.messages == []
+        load(run / STEP_2, state, DATA | {"train.seed": 5, "data.split": [0.8, 0.1, 0.1]})
+    assert [message.split(":")[0] for message in caplog.messages] == [
+        "train.seed=5, but the checkpoint was saved with 1234",
+        "data.split=[0.8, 0.1, 0.1], but the checkpoint was saved with [0.9, 0.05, 0.05]",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (at("model", "num_layers", value=2**40), "lacks the parameter blocks.1.attention.qkv.weight"),
+        (at("model", "hidden_size", value=2**60), "token_embedding.weight has the shape"),
+        (at("model", "num_heads", value=3), "layout.json is damaged: model.hidden_size=8 is not divisible"),
+        (at("model", "vocab_size", value=12), "token_embedding.weight has the shape"),
+    ],
+)
+def test_an_export_compares_the_configuration_with_the_shapes(
+    run: Path, tmp_path: Path, change: Callable, message: str
+):
+    change_layout(run / STEP_2, change)
+    assert_refused(run / STEP_2, message, lambda found: export_checkpoint(found, tmp_path / "out", torch.float32))
+
+
+def test_a_file_of_another_step_is_not_exported(run: Path, tmp_path: Path):
+    shutil.copy(run / STEP_1 / RANK_1, run / STEP_2 / RANK_1)
+    message = f"{RANK_1} belongs to another checkpoint"
+    assert_refused(run / STEP_2, message, lambda found: export_checkpoint(found, tmp_path / "out", torch.float32))
+
+
+def test_the_name_of_a_folder_need_not_be_that_of_its_step(run: Path):
+    expected = load_in_one_process(run / STEP_2)
+    moved = (run / STEP_2).rename(run / "my-favourite")
+    assert load_in_one_process(moved).equals(expected)
+    assert read_layout(moved)["progress"] == {"step": 2, "consumed_samples": 4, "run": "run-a"}
