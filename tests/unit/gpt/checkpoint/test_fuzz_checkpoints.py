@@ -1,0 +1,305 @@
+"""Checkpoints and folders of weights that are damaged in any way: the same state is loaded, or one line names the file.
+
+Files that are changed and sealed again are the work of a program, not of a disk: if their seals in layout.json are
+renewed too, what they hold may differ, but nothing else than a ConfigError may be raised.
+"""
+
+import json
+import math
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from functools import cache
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+import torch
+from hypothesis import strategies as st
+
+from gpt.build import TrainState
+from gpt.checkpoint.checkpoint import load, owned_tensors
+from gpt.checkpoint.folder import LATEST, find
+from gpt.checkpoint.pretrained import load_pretrained
+from parallel.errors import ConfigError
+from tests.fuzz import fuzzed, result_unless_refused, run_examples
+from tests.pretrained_weights import write_pretrained
+from tests.unit.gpt.checkpoint.runs import (
+    DATA,
+    NAMES,
+    RANK_FILES,
+    Loaded,
+    change_header,
+    change_layout,
+    seal_files,
+    tiny_state,
+)
+from tests.unit.gpt.model.models import small_config, small_gpt
+
+STEP_1, STEP_2 = "step-00000001", "step-00000002"
+SECONDS_OF_WORK = 20  # of the processor, for one example; a checkpoint is loaded in 0.01
+JUNK: list[Any] = [None, True, False, -1, 0, 1, 2, 7, 2**31, 2**63, 10**12, 10**30, 1.5, math.nan, -math.inf, "", "x"]
+JUNK += ["\ud800", "a\nb", "x" * 5000, "12", "F32", "I64", [], [[]], {}, {"a": 1}, [0] * 100, [2**62, 0], [0, 4]]
+
+Damage = Callable[[Path], None]
+bytes_of_any_file = st.tuples(st.sampled_from(NAMES), st.floats(0, 1, exclude_max=True))
+
+
+def flipped(place: tuple[str, float], bit: int) -> Damage:
+    def damage(checkpoint: Path) -> None:
+        content = bytearray((checkpoint / place[0]).read_bytes())
+        if content:
+            content[int(place[1] * len(content))] ^= 1 << bit
+        (checkpoint / place[0]).write_bytes(content)
+
+    return damage
+
+
+def spliced(place: tuple[str, float], removed: int, inserted: bytes) -> Damage:
+    def damage(checkpoint: Path) -> None:
+        content = (checkpoint / place[0]).read_bytes()
+        start = int(place[1] * len(content))
+        (checkpoint / place[0]).write_bytes(content[:start] + inserted + content[start + removed :])
+
+    return damage
+
+
+def replaced(name: str, other: str) -> Damage:
+    def damage(checkpoint: Path) -> None:
+        shutil.copy(checkpoint.parents[1] / "originals" / other, checkpoint / name)
+
+    return damage
+
+
+def missing(name: str, instead: str) -> Damage:
+    def damage(checkpoint: Path) -> None:
+        (checkpoint / name).unlink(missing_ok=True)
+        if instead == "folder":
+            (checkpoint / name).mkdir()
+        if instead == "dangling link":
+            (checkpoint / name).symlink_to("nowhere")
+
+    return damage
+
+
+def latest(text: bytes) -> Damage:
+    return lambda checkpoint: (checkpoint.parent / LATEST).write_bytes(text) and None
+
+
+def beside(name: str) -> Damage:
+    """Add a folder beside the checkpoint that is none."""
+    return lambda checkpoint: shutil.copytree(checkpoint, checkpoint.parent / name, dirs_exist_ok=True) and None
+
+
+OTHERS = [f"{run}/{name}" for run in (f"run-a/{STEP_1}", f"run-a/{STEP_2}", f"run-b/{STEP_2}") for name in NAMES]
+damages_of_a_disk = st.one_of(
+    st.builds(flipped, bytes_of_any_file, st.integers(0, 7)),
+    st.builds(spliced, bytes_of_any_file, st.integers(0, 50), st.binary(max_size=20)),
+    st.builds(spliced, bytes_of_any_file, st.just(10**9), st.just(b"")),
+    st.builds(replaced, st.sampled_from(NAMES), st.sampled_from(OTHERS)),
+    st.builds(missing, st.sampled_from(NAMES), st.sampled_from(["nothing", "folder", "dangling link"])),
+    st.builds(latest, st.binary(max_size=300)),
+    st.builds(
+        beside, st.sampled_from(["step-00000003-backup", "old-1-step-00000003", "step-3", ".step-00000003.partial"])
+    ),
+)
+
+
+def changed_json(walk: list[int], operation: str, junk: Any) -> Callable[[Any], None]:
+    """Return a function that changes JSON at the place to which the numbers lead."""
+
+    def change(content: Any) -> None:
+        for number in walk:
+            keys = _keys(content)
+            child = content[keys[number % len(keys)]] if keys else None
+            if not _keys(child):
+                break
+            content = child
+        keys = _keys(content)
+        key = keys[walk[-1] % len(keys)]
+        if operation == "set":
+            content[key] = junk
+        elif operation == "swap":
+            other = keys[(walk[-1] + 1 + walk[0]) % len(keys)]
+            content[key], content[other] = content[other], content[key]
+        else:
+            value = content.pop(key)
+            if operation == "rename" and isinstance(content, dict):
+                content[str(junk)] = value
+
+    return change
+
+
+def _keys(content: Any) -> list[Any]:
+    if isinstance(content, dict):
+        return list(content)
+    return list(range(len(content))) if isinstance(content, list) else []
+
+
+changes_of_json = st.builds(
+    changed_json,
+    st.lists(st.integers(0, 2**16), min_size=1, max_size=7),
+    st.sampled_from(["set", "set", "set", "delete", "rename", "swap"]),
+    st.sampled_from(JUNK) | st.integers(0, 2000) | st.text(max_size=8),
+)
+
+
+def changed_header(name: str, change: Callable[[Any], None], *, is_sealed: bool) -> Damage:
+    def damage(checkpoint: Path) -> None:
+        change_header(checkpoint / name, change)
+        if is_sealed:
+            seal_files(checkpoint)
+
+    return damage
+
+
+sealed_in_itself = st.builds(changed_header, st.sampled_from(RANK_FILES), changes_of_json, is_sealed=st.just(False))
+sealed_everywhere = st.one_of(
+    st.builds(changed_header, st.sampled_from(RANK_FILES), changes_of_json, is_sealed=st.just(True)),
+    st.builds(lambda change: lambda checkpoint: change_layout(checkpoint, change), changes_of_json),
+)
+
+
+@contextmanager
+def bounded_work() -> Iterator[None]:
+    """Fail if the block takes more of the processor than any file of a few kilobytes may cost."""
+
+    def fail(*_: object) -> NoReturn:
+        raise TimeoutError(f"more than {SECONDS_OF_WORK} seconds of the processor")
+
+    before = signal.signal(signal.SIGVTALRM, fail)
+    signal.setitimer(signal.ITIMER_VIRTUAL, SECONDS_OF_WORK)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
+
+
+@cache
+def state_for_all() -> TrainState:
+    return tiny_state()
+
+
+def load_anew(checkpoint: Path) -> Loaded:
+    """Load into a state in which all that is loaded has other values."""
+    state = state_for_all()
+    state.optimizer.inner.state.clear()
+    state.optimizer.num_skipped.fill_(7)
+    for bucket in state.optimizer.buckets:
+        bucket.master.fill_(7)
+    torch.manual_seed(7)
+    progress = load(checkpoint, state, DATA)
+    return Loaded(progress, {name: tensor.clone() for name, tensor in owned_tensors(state).items()})
+
+
+def damaged_copy(runs: Path, tmp_path: Path, damages: list[Damage]) -> Path:
+    """Return the path of a copy of the second checkpoint of run-a, damaged."""
+    run = tmp_path / "run-a"
+    shutil.rmtree(run, ignore_errors=True)
+    shutil.copytree(runs / "run-a", run)
+    if not (tmp_path / "originals").exists():
+        (tmp_path / "originals").symlink_to(runs)
+    apply(damages, run / STEP_2)
+    return run / STEP_2
+
+
+def apply(damages: list[Damage], folder: Path) -> None:
+    for damage in damages:
+        # An earlier damage may have left nothing to which this one can be done.
+        with suppress(OSError, ValueError, KeyError, IndexError, TypeError, AttributeError):
+            damage(folder)
+
+
+@fuzzed(60, 2500)
+def test_a_damaged_checkpoint_is_refused_or_loads_the_same(runs: Path, tmp_path: Path, num_examples: int):
+    expected = load_anew(runs / "run-a" / STEP_2)
+
+    def check(damages: list[Damage]) -> None:
+        checkpoint = damaged_copy(runs, tmp_path, damages)
+        with bounded_work():
+            assert find(checkpoint.parent, "auto") == checkpoint
+            found = result_unless_refused(lambda: load_anew(checkpoint), ConfigError, checkpoint)
+        assert found is None or found.equals(expected)
+
+    damage = damages_of_a_disk | damages_of_a_disk | sealed_in_itself
+    run_examples(num_examples, check, st.lists(damage, min_size=1, max_size=3))
+
+
+@fuzzed(60, 1500)
+def test_a_checkpoint_that_is_changed_and_sealed_again_raises_nothing_else(
+    runs: Path, tmp_path: Path, num_examples: int
+):
+    shapes = {name: tensor.shape for name, tensor in load_anew(runs / "run-a" / STEP_2).tensors.items()}
+
+    def check(damages: list[Damage]) -> None:
+        checkpoint = damaged_copy(runs, tmp_path, damages)
+        with bounded_work():
+            found = result_unless_refused(lambda: load_anew(checkpoint), ConfigError, checkpoint)
+        if found:
+            assert {name: tensor.shape for name, tensor in found.tensors.items()} == shapes
+            assert json.dumps(asdict(found.progress))
+
+    run_examples(num_examples, check, st.lists(sealed_everywhere, min_size=1, max_size=2))
+
+
+MODEL = small_config(num_layers=1, hidden_size=6)
+
+
+@fuzzed(60, 1000)
+def test_weights_of_a_damaged_folder_are_refused_or_finite_and_of_the_right_shape(tmp_path: Path, num_examples: int):
+    weights = tmp_path / "weights"
+    write_pretrained(weights, MODEL, small_gpt(MODEL).state_dict())
+    (file,) = weights.glob("*.safetensors")
+    names, originals = (file.name, "config.json"), {path: path.read_bytes() for path in weights.iterdir()}
+
+    def change_of_config(change: Callable[[Any], None]) -> Damage:
+        def damage(folder: Path) -> None:
+            content = json.loads((folder / "config.json").read_text())
+            change(content)
+            (folder / "config.json").write_text(json.dumps(content))
+
+        return damage
+
+    def check(damages: list[Damage]) -> None:
+        shutil.rmtree(weights)
+        weights.mkdir()
+        for path, content in originals.items():
+            path.write_bytes(content)
+        apply(damages, weights)
+        model = small_gpt(MODEL, seed=2)
+        with bounded_work():
+            result_unless_refused(lambda: load_pretrained(model, weights), ConfigError, weights)
+        assert all(param.isfinite().all() for param in model.parameters())
+
+    places = st.tuples(st.sampled_from(names), st.floats(0, 1, exclude_max=True))
+    early = st.tuples(st.sampled_from(names), st.floats(0, 0.3))  # the header of the file is here
+    run_examples(
+        num_examples,
+        check,
+        st.lists(
+            st.one_of(
+                st.builds(flipped, places | early, st.integers(0, 7)),
+                st.builds(spliced, places | early, st.integers(0, 50), st.binary(max_size=20)),
+                st.builds(missing, st.sampled_from(names), st.sampled_from(["nothing", "folder", "dangling link"])),
+                st.builds(changed_header, st.just(file.name), changes_of_json, is_sealed=st.just(False)),
+                st.builds(change_of_config, changes_of_json),
+            ),
+            min_size=1,
+            max_size=2,
+        ),
+    )
+
+
+def test_a_hang_would_be_noticed():
+    with pytest.raises(TimeoutError, match="of the processor"):
+        work_forever()
+
+
+@bounded_work()
+def work_forever() -> None:
+    signal.setitimer(signal.ITIMER_VIRTUAL, 0.01)
+    while True:
+        pass
