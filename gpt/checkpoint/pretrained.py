@@ -113,8 +113,9 @@ def _read_config(path: Path) -> ModelConfig:
     content = {name: value for name, value in content.items() if value is not None}
     optional = {name: schema for name, schema in OPTIONAL_SCHEMA.items() if name in content}
     check(content, optional, path)
-    # Only what is checked: transformers would look at the other keys too.
+    # Only what is checked: transformers would look at the other keys too. It does not take 1 for 1.0.
     known = {name: content[name] for name in [*CONFIG_SCHEMA, *optional] if name != "model_type"}
+    known |= {name: float(content[name]) for name, schema in optional.items() if schema is float}
     try:
         return config_from_huggingface(GPT2Config(**known))
     except ConfigError as error:

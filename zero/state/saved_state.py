@@ -130,11 +130,6 @@ class SavedState:
         self.parameters = _parameters(self._layouts, description["split_dims"], self.tensor_size)
         self.file = lru_cache(MAX_OPEN_FILES)(lambda rank: SavedFile(rank_file(folder, rank), self._layouts))
 
-    @property
-    def num_files(self) -> int:
-        """The number of files: one for each rank that saved."""
-        return self.data_size * self.tensor_size
-
     def state_kinds(self, name: str) -> list[str]:
         """Return the kinds of optimizer state of a parameter, such as exp_avg, exp_avg_sq and step."""
         parameter = self.parameters[name]

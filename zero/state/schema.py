@@ -12,12 +12,14 @@ A schema is written as the JSON that it describes:
 
 import json
 import math
+from collections.abc import Iterator
 from typing import Any
 
 from parallel.errors import ConfigError
 
 COUNT = range(2**63)  # an integer that fits into 64 bits
 SHOWN_CHARACTERS = 60
+HASHABLE, CONTAINERS = (str, int, type(None)), (dict, list, tuple)
 
 Schema = Any  # as in the docstring of the module
 
@@ -59,52 +61,60 @@ def shown(value: object) -> str:
 
 
 def _check(value: Any, schema: Schema) -> None:
-    if isinstance(schema, dict):
-        _check_object(value, schema)
-    elif isinstance(schema, list):
-        _need(type(value) is list, value, "a list")
-        for number, item in enumerate(value):
-            _check_inside(item, schema[0], number)
-    elif isinstance(schema, tuple):
-        _need(type(value) is list and len(value) == len(schema), value, f"a list of {len(schema)}")
-        for number, (item, of_item) in enumerate(zip(value, schema, strict=True)):
-            _check_inside(item, of_item, number)
-    elif isinstance(schema, range):
-        _need(type(value) is int and value in schema, value, f"an integer from {schema.start} to {schema.stop - 1}")
-    elif isinstance(schema, set):
-        is_one = isinstance(value, (str, int, type(None))) and value in schema
-        _need(is_one, value, f"one of {', '.join(sorted(map(str, schema)))}")
+    """Raise _Mismatch if the value does not fit. Headers have thousands of entries, so messages are made last."""
+    kind = type(schema)
+    if kind is range:
+        fits = type(value) is int and value in schema
+    elif kind is dict:
+        fits = type(value) is dict
+    elif kind is list:
+        fits = type(value) is list
+    elif kind is tuple:
+        fits = type(value) is list and len(value) == len(schema)
+    elif kind is set:
+        fits = type(value) in HASHABLE and value in schema
     elif schema is float:
-        _need(type(value) in (int, float) and _is_finite(value), value, "a finite number")
+        fits = type(value) in (int, float) and _is_finite(value)
     else:  # exactly: True is an int for isinstance
-        _need(type(value) is schema, value, f"a value of type {schema.__name__}")
+        fits = type(value) is schema
+    if not fits:
+        raise _Mismatch(f"is {shown(value)}, {_described(schema)} is needed")
+    if kind in CONTAINERS:
+        for key, item, of_item in _items(value, schema):
+            try:
+                _check(item, of_item)
+            except _Mismatch as mismatch:
+                step = f"[{key}]" if isinstance(key, int) else f".{shown(key)[1:-1]}"
+                mismatch.place = f"{step}{mismatch.place}"
+                raise
 
 
-def _check_object(value: Any, schema: dict[Any, Schema]) -> None:
-    _need(type(value) is dict, value, "an object")
+def _items(value: Any, schema: Schema) -> Iterator[tuple[str | int, Any, Schema]]:
+    """Yield (key, item, schema of the item) of everything in a container that is checked."""
+    if isinstance(schema, list):
+        return ((number, item, schema[0]) for number, item in enumerate(value))
+    if isinstance(schema, tuple):
+        return ((number, item, schema[number]) for number, item in enumerate(value))
     if str in schema:
-        for key, item in value.items():
-            _check_inside(item, schema[str], key)
-        return
-    for key, of_item in schema.items():
+        return ((key, item, schema[str]) for key, item in value.items())
+    for key in schema:
         if key not in value:
             raise _Mismatch("is missing", f".{key}")
-        _check_inside(value[key], of_item, key)
+    return ((key, value[key], of_item) for key, of_item in schema.items())
 
 
-def _check_inside(item: Any, schema: Schema, key: str | int) -> None:
-    try:
-        _check(item, schema)
-    except _Mismatch as mismatch:
-        # The place is put together only if there is a mismatch: headers of files have thousands of entries.
-        step = f"[{key}]" if isinstance(key, int) else f".{shown(key)[1:-1]}"
-        mismatch.place = f"{step}{mismatch.place}"
-        raise
-
-
-def _need(fits: bool, value: Any, expected: str) -> None:
-    if not fits:
-        raise _Mismatch(f"is {shown(value)}, {expected} is needed")
+def _described(schema: Schema) -> str:
+    if isinstance(schema, range):
+        return f"an integer from {schema.start} to {schema.stop - 1}"
+    if isinstance(schema, set):
+        return f"one of {', '.join(sorted(map(str, schema)))}"
+    if isinstance(schema, tuple):
+        return f"a list of {len(schema)}"
+    if schema is float:
+        return "a finite number"
+    if isinstance(schema, (dict, list)):
+        return "an object" if isinstance(schema, dict) else "a list"
+    return f"a value of type {schema.__name__}"
 
 
 def _is_finite(value: float) -> bool:

@@ -19,8 +19,9 @@ import json
 import math
 import os
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -164,12 +165,13 @@ def _read_header(file: BinaryIO, path: Path) -> tuple[dict[str, TensorEntry], di
     header = parse_json(file.read(header_bytes), {str: dict}, path)
     metadata = header.pop(METADATA, {})
     check(metadata, {str: str}, path)
-    check(header, HEADER, path)
+    if not _is_typed(header.values()):
+        check(header, HEADER, path)
     stop = 0
     for name, found in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
         (start, next_start), shape = found["data_offsets"], found["shape"]
         # Beside a 0, a shape may have any other numbers; torch multiplies them.
-        if len(shape) > MAX_DIMS or math.prod(n for n in shape if n) * 8 not in COUNT:
+        if len(shape) > MAX_DIMS or (0 in shape and math.prod(n for n in shape if n) * 8 not in COUNT):
             raise ConfigError(f"{path} is damaged: {shown(name)} has the shape {shown(shape)}")
         num_bytes = DTYPES[found["dtype"]].itemsize * math.prod(shape)
         if start != stop or next_start - start != num_bytes:
@@ -181,6 +183,22 @@ def _read_header(file: BinaryIO, path: Path) -> tuple[dict[str, TensorEntry], di
     if data_offset + stop != file_bytes:
         raise ConfigError(f"{path} is damaged: it has {file_bytes} bytes, its tensors end at {data_offset + stop}")
     return {name: _entry(found, data_offset) for name, found in header.items()}, metadata
+
+
+def _is_typed(entries: Collection[dict[str, Any]]) -> bool:
+    """Return True if the entries fit `HEADER`: in a third of the time that `check` takes, and without its message."""
+    try:
+        lists = [entry[name] for name in ("shape", "data_offsets") for entry in entries]
+        numbers = list(chain.from_iterable(lists))
+        return (
+            all(entry["dtype"] in DTYPES and len(entry["data_offsets"]) == 2 for entry in entries)
+            and {*map(type, lists)} <= {list}
+            and {*map(type, numbers)} <= {int}
+            and min(numbers, default=0) >= 0
+            and max(numbers, default=0) in COUNT
+        )
+    except (KeyError, TypeError):
+        return False
 
 
 def _entry(found: Mapping[str, Any], data_offset: int) -> TensorEntry:
