@@ -213,7 +213,7 @@ def apply(damages: list[Damage], folder: Path) -> None:
             damage(folder)
 
 
-@fuzzed(60, 2500)
+@fuzzed(40, 2500)
 def test_a_damaged_checkpoint_is_refused_or_loads_the_same(runs: Path, tmp_path: Path, num_examples: int):
     expected = load_anew(runs / "run-a" / STEP_2)
 
@@ -228,7 +228,7 @@ def test_a_damaged_checkpoint_is_refused_or_loads_the_same(runs: Path, tmp_path:
     run_examples(num_examples, check, st.lists(damage, min_size=1, max_size=3))
 
 
-@fuzzed(60, 1500)
+@fuzzed(40, 1500)
 def test_a_checkpoint_that_is_changed_and_sealed_again_raises_nothing_else(
     runs: Path, tmp_path: Path, num_examples: int
 ):
@@ -248,7 +248,7 @@ def test_a_checkpoint_that_is_changed_and_sealed_again_raises_nothing_else(
 MODEL = small_config(num_layers=1, hidden_size=6)
 
 
-@fuzzed(60, 1000)
+@fuzzed(40, 1000)
 def test_weights_of_a_damaged_folder_are_refused_or_finite_and_of_the_right_shape(tmp_path: Path, num_examples: int):
     weights = tmp_path / "weights"
     write_pretrained(weights, MODEL, small_gpt(MODEL).state_dict())
