@@ -44,7 +44,9 @@ def check_that_kills_change_nothing(corpus: Path, folder: Path, num_steps: int, 
     arguments = dict(option[2:].split("=", 1) for option in options(corpus, folder / "killed", **settings))
     del arguments["run.dir"]
     assert run_under(arguments, folder / "killed", kills) == losses(undisturbed)
-    assert json.loads((folder / "killed" / "checkpoints" / f"step-{num_steps:08d}" / "layout.json").read_text())
+    last = json.loads((folder / "killed" / "checkpoints" / f"step-{num_steps:08d}" / "layout.json").read_text())
+    assert last["data"] == {"train.seed": 1234, "data.split": [0.8, 0.1, 0.1], "data.path": str(corpus)}
+    assert last["progress"]["step"] == num_steps
 
 
 def test_a_run_killed_while_it_saves_equals_an_undisturbed_one(corpus, tmp_path):

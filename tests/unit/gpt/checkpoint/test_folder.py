@@ -1,6 +1,7 @@
 """The folder of checkpoints: which is the newest, and what is kept."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -78,11 +79,11 @@ def test_what_is_set_aside_is_deleted_from_the_oldest_on(tmp_path: Path):
     assert names_in(tmp_path) == [*kept, "step-00000003", "step-00000004", "step-00000005"]
 
 
-def recovery(run_dir: Path, resume: str) -> Recovery:
+def recovery(run_dir: Path, resume: str, **data: Any) -> Recovery:
     config = CheckpointSettings(every=1, keep=2, resume=resume)
     state = tiny_state()
     train_step(state, 1)
-    return Recovery(config, run_dir, state, DATA, lambda line: None, lambda: None, lambda folder: None)
+    return Recovery(config, run_dir, state, DATA | data, lambda line: None, lambda: None, lambda folder: None)
 
 
 def test_a_newest_checkpoint_without_layout_is_named_and_does_not_prevent_saves(
@@ -108,7 +109,10 @@ def test_a_newest_checkpoint_without_layout_is_named_and_does_not_prevent_saves(
     again.release()
     assert names_in(folder) == ["latest", "old-1-step-00000006", "step-00000003", "step-00000006"]
     assert caplog.messages == []
-    assert find(folder, "auto") == folder / "step-00000006"
+    other_seed = recovery(tmp_path, "auto", **{"train.seed": 9})
+    assert other_seed.resume("", 9) == Progress(6, 6, progress.run)
+    other_seed.release()
+    assert [message.split(",")[0] for message in caplog.messages] == ["train.seed=9"]
 
 
 def test_a_folder_in_the_way_of_a_save_is_set_aside(tmp_path: Path):

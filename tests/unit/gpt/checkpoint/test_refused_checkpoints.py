@@ -1,5 +1,6 @@
 """Checkpoints that are mixed, damaged and sealed again, or of another model: one line that names the file."""
 
+import json
 import logging
 import re
 import shutil
@@ -13,9 +14,11 @@ import torch
 from gpt.checkpoint.checkpoint import load
 from gpt.checkpoint.export import export_checkpoint
 from gpt.checkpoint.layout import read_layout
+from gpt.settings import DataSettings, Settings, TrainSettings
 from parallel.errors import ConfigError
 from tests.unit.gpt.checkpoint.runs import (
     DATA,
+    MODEL,
     change_header,
     change_layout,
     load_in_one_process,
@@ -214,6 +217,13 @@ def test_settings_that_change_the_data_are_warnings(run: Path, caplog: pytest.Lo
         "train.seed=5, but the checkpoint was saved with 1234",
         "data.split=[0.8, 0.1, 0.1], but the checkpoint was saved with [0.9, 0.05, 0.05]",
     ]
+
+
+@pytest.mark.parametrize("path", ["corpus", ["0.3:a", "0.7:b"]])
+def test_settings_that_determine_the_data_are_the_same_after_json(path: str | list[str]):
+    settings = Settings(MODEL, DataSettings(path, (0.9, 0.1, 0.0)), train=TrainSettings(seed=3))
+    expected = {"train.seed": 3, "data.split": [0.9, 0.1, 0.0], "data.path": path}
+    assert settings.order_of_samples == json.loads(json.dumps(settings.order_of_samples)) == expected
 
 
 @pytest.mark.parametrize(
