@@ -144,6 +144,7 @@ HEADERS = [
     (without("random.cpu"), "has the offsets|its tensors end at"),
     (at("__metadata__", value=5), "__metadata__ is 5, a value of type dict|has no checksum"),
     (lambda header: header.update({"9.master.0": header.pop(WEIGHTS)}), "'9.master.0' of shape .* of 1 flat buffers"),
+    (lambda header: header.update({"0.master.1150": header.pop(WEIGHTS)}), "'0.master.1150' of shape .* does not lie"),
     (lambda header: header.update({"other": header.pop(WEIGHTS)}), "it lacks values of master"),
     (lambda header: header.update({"other": header.pop(MOMENT)}), r"has the states \['exp_avg_sq', 'step'\], "),
     (lambda header: header.update({"other": header.pop("random.cpu")}), "it has no tensor 'random.cpu'"),
