@@ -32,11 +32,11 @@ class CountingMomentum(torch.optim.Optimizer):
                     continue
                 state = self.state[param]
                 if not state:
-                    state["short"] = torch.zeros_like(param, dtype=torch.bfloat16)
-                    state["long"] = torch.zeros_like(param)
-                state["short"].mul_(group["rate"]).add_(param.grad.bfloat16())
-                state["long"].lerp_(param.grad, 0.1)
-                param -= group["lr"] / group["num_steps"] * (state["short"].to(param.dtype) + state["long"])
+                    state["exp_avg"] = torch.zeros_like(param, dtype=torch.bfloat16)
+                    state["exp_avg_sq"] = torch.zeros_like(param)
+                state["exp_avg"].mul_(group["rate"]).add_(param.grad.bfloat16())
+                state["exp_avg_sq"].lerp_(param.grad, 0.1)
+                param -= group["lr"] / group["num_steps"] * (state["exp_avg"].to(param.dtype) + state["exp_avg_sq"])
 
 
 Wrapped = tuple[ZeroDataParallel, ZeroOptimizer]
@@ -88,5 +88,5 @@ def test_only_states_of_the_type_of_the_weights_take_that_of_the_weights_they_ar
     train(again, range(3))
     wide = resumed(tmp_path, again, wrap(torch.float64))
     types = {kind: tensor.dtype for state in wide[1].inner.state.values() for kind, tensor in state.items()}
-    assert types == {"short": torch.bfloat16, "long": torch.float64}
+    assert types == {"exp_avg": torch.bfloat16, "exp_avg_sq": torch.float64}
     assert train(wide, range(3, 6)) == pytest.approx(losses, rel=1e-5)  # rounding of float32
