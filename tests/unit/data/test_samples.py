@@ -112,7 +112,7 @@ def test_a_run_of_endless_length_caches_the_first_epochs_only(million_documents,
 
 def test_the_cache_is_stored_where_the_setting_says(million_documents, tmp_path):
     _packed(million_documents, cache_dir=tmp_path / "elsewhere")[0]
-    assert len(list((tmp_path / "elsewhere").iterdir())) == 3
+    assert len(list((tmp_path / "elsewhere").iterdir())) == 4
     assert not Path(million_documents + ".cache").exists()
 
 
