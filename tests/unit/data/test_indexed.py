@@ -143,9 +143,7 @@ def test_an_index_that_is_not_the_one_that_was_written_is_noticed(write_corpus):
     Sidecar(**facts, documents=2, tokens=4, checksums={".idx": checksum}).save(prefix)
     check_index(IndexedDataset(prefix))
     _overwrite(prefix + ".idx", 34, struct.pack("<iiqq", 2, 2, 0, 4))
-    with pytest.raises(
-        DataError, match=r"corpus.idx is damaged or belongs to another corpus: its CRC-32 is \d+"
-    ):
+    with pytest.raises(DataError, match=r"corpus.idx is damaged or belongs to another corpus: its CRC-32 is \d+"):
         check_index(IndexedDataset(prefix))
     Sidecar(**facts, documents=2, tokens=5).save(prefix)
     with pytest.raises(DataError, match=r"corpus.idx holds 4 tokens, .*corpus.json says 5: they belong to different"):
