@@ -51,7 +51,8 @@ class Corpus:
                 seq_length=model.seq_length,
                 seed=train.seed,
                 cache_dir=data.cache_dir,
-                checks_files=False,
+                checks_index=False,
+                checks_cache=world.local_rank == 0,
             )
             # One rank of each node builds the indices, before all ranks of the node map them into memory.
             if world.local_rank == 0:
