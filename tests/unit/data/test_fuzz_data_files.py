@@ -97,7 +97,7 @@ def _read(prefix: Path) -> tuple[Any, ...]:
     (batch,) = next(loader.steps([(0, 90)]))
     if not Sidecar.path(prefix).is_file():
         return (batch.tolist(),)
-    return batch.tolist(), Sidecar.load(prefix), load_tokenizer(prefix).decode(batch[0].tolist())
+    return batch.tolist(), Sidecar.load(prefix), load_tokenizer(prefix).decode(range(280))
 
 
 def _check_damage(whole: Path, folder: Path, suffix: str, read: Callable[[Path], Any], damage: Damage) -> None:

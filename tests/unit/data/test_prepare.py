@@ -222,6 +222,11 @@ def test_json_that_python_cannot_hold_is_reported_in_one_line(content, message):
         text_of(Document("a.jsonl", 1, content, 1), "text")
 
 
+def test_a_line_break_in_the_name_of_a_file_does_not_break_the_message():
+    with pytest.raises(DataError, match="^a b.jsonl:1 is a JSON list; every line must be one JSON object$"):
+        text_of(Document("a\nb.jsonl", 1, b"[1]", 1), "text")
+
+
 def test_a_parquet_column_that_is_not_utf_8_is_reported_with_its_row(tmp_path):
     texts = pa.Array.from_buffers(pa.string(), 2, pa.array([b"good", b"\xff"]).buffers())
     parquet.write_table(pa.table({"text": texts}), tmp_path / "a.parquet")

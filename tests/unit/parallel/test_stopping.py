@@ -61,8 +61,10 @@ def test_a_signal_asks_to_stop_and_its_handler_is_restored_after_the_block(numbe
     with stop.handling_signals():
         assert stop.may_begin(1)
         os.kill(os.getpid(), number)
-        os.kill(os.getpid(), number)  # as a launcher passes it on
         deadline = time.monotonic() + 10
+        while stop._reported_at is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        os.kill(os.getpid(), number)  # as a launcher passes it on
         while stop._last is None and time.monotonic() < deadline:
             time.sleep(0.01)
         assert not stop.may_begin(2)
