@@ -223,7 +223,7 @@ def test_json_that_python_cannot_hold_is_reported_in_one_line(content, message):
 
 
 def test_a_line_break_in_the_name_of_a_file_does_not_break_the_message():
-    with pytest.raises(DataError, match="^a b.jsonl:1 is a JSON list; every line must be one JSON object$"):
+    with pytest.raises(DataError, match=r"^a b.jsonl:1 is a JSON list; every line must be one JSON object$"):
         text_of(Document("a\nb.jsonl", 1, b"[1]", 1), "text")
 
 

@@ -7,7 +7,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers
 
 from data.errors import DataError
-from data.sidecar import Sidecar
+from data.sidecar import Sidecar, file_checksum
 from data.tokenizer import Tokenizer, load_tokenizer, named_tokenizer, tokenizer_path, train_tokenizer
 
 TEXTS = ["the cat sat on the mat\n", "the dog sat on the log\n"] * 20
@@ -65,6 +65,18 @@ def test_the_tokenizer_of_a_corpus_is_loaded_from_beside_it(tmp_path):
     loaded = load_tokenizer(tmp_path / "corpus")
     assert Sidecar.load(tmp_path / "corpus") == sidecar
     assert (loaded.eod, loaded.vocab_size, loaded.encode("the cat")) == (0, 270, tokenizer.encode("the cat"))
+
+
+def test_a_tokenizer_that_is_not_the_one_that_was_written_is_noticed(tmp_path):
+    train_tokenizer(TEXTS, 270).save(tokenizer_path(tmp_path / "corpus"))
+    checksums = {".tokenizer.json": file_checksum(tokenizer_path(tmp_path / "corpus"))}
+    Sidecar(**FACTS, checksums=checksums).save(tmp_path / "corpus")
+    assert load_tokenizer(tmp_path / "corpus").vocab_size == 270
+    train_tokenizer(TEXTS[:1], 270).save(tokenizer_path(tmp_path / "corpus"))
+    with pytest.raises(
+        DataError, match=r"corpus.tokenizer.json is damaged or belongs to another corpus: its CRC-32 is"
+    ):
+        load_tokenizer(tmp_path / "corpus")
 
 
 def test_a_corpus_without_its_sidecar_is_reported(tmp_path):
