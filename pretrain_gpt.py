@@ -6,8 +6,13 @@ torchrun --nproc_per_node=2 pretrain_gpt.py --config configs/quickstart.yaml --z
 """
 
 import logging
+import signal
 import sys
 from contextlib import nullcontext
+
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    # Until training handles it, Ctrl-C ends the process at once and without a traceback: there is nothing to save.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 from data.errors import DataError
 from gpt.build import build, build_mesh, start_options
@@ -22,7 +27,16 @@ from gpt.settings_parser import parse_settings
 from gpt.trainer import Trainer
 from parallel.errors import ConfigError
 from parallel.instruments.stream_checker import streams_checked
-from parallel.world import World, exit_with_error, has_failed_elsewhere, rank_from_environment, start_world, stop_world
+from parallel.world import (
+    World,
+    exit_after_loss,
+    exit_with_error,
+    has_failed_elsewhere,
+    has_lost_a_rank,
+    rank_from_environment,
+    start_world,
+    stop_world,
+)
 
 
 @errors_in_option_names()
@@ -58,12 +72,15 @@ def main() -> None:
             return
         with errors_in_option_names():
             world = start_world(start_options(settings))
+        logging.raiseExceptions = False  # a log on a full disk is no reason to print a traceback for each of its lines
         logging.basicConfig(level=logging.INFO if world.is_first else logging.ERROR, format="%(message)s")
         pretrain(settings, world)
     except (ConfigError, DataError) as error:
         exit_with_error(error)
     except RuntimeError as error:
-        # A collective fails if another rank has left; that rank has printed its reason.
+        # A collective fails if another rank has left; that rank has printed its reason, unless it was killed.
+        if has_lost_a_rank(error):
+            exit_after_loss(error)
         if has_failed_elsewhere():
             exit_with_error(error)
         raise

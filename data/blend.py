@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
+from data.check import check_index
 from data.errors import DataError
 from data.indexed import IndexedDataset
 from data.samples import PackedSamples, Samples, split_documents
@@ -113,19 +114,29 @@ def open_samples(
     seq_length: int,
     seed: int,
     cache_dir: str | Path | None = None,
+    checks_index: bool = True,
+    checks_cache: bool = True,
 ) -> Samples:
     """Open one `part` (train, validation or test) of data.path: PREFIX, WEIGHT:PREFIX, or a list of these.
 
     Without weights, prefixes are mixed in proportion to their numbers of samples. Orders of samples are cached in
-    `cache_dir`, by default PREFIX.cache. Raises DataError if a file is missing, a weight is not positive, or a prefix
-    has fewer than seq_length + 1 tokens in this part.
+    `cache_dir`, by default PREFIX.cache. Raises DataError if a file is missing or damaged, a weight is not positive, or
+    a prefix has fewer than seq_length + 1 tokens in this part. Without `checks_index`, the indices are not
+    read as a whole to find damage, and without `checks_cache` the cached orders are not: one rank of each node does
+    this for the others.
     """
     weights, prefixes = parse_path(path)
     datasets = []
     for prefix in prefixes:
         dataset = IndexedDataset(prefix)
+        if checks_index:
+            check_index(dataset)
         documents = split_documents(len(dataset), split)[part]
-        datasets.append(PackedSamples(dataset, documents, seq_length=seq_length, seed=seed, cache_dir=cache_dir))
+        datasets.append(
+            PackedSamples(
+                dataset, documents, seq_length=seq_length, seed=seed, cache_dir=cache_dir, checks_cache=checks_cache
+            )
+        )
     return BlendedSamples(datasets, weights or [dataset.samples_per_epoch for dataset in datasets])
 
 

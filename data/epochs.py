@@ -14,13 +14,14 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from data.errors import DataError
+from data.sidecar import file_checksum
 
 VERSION = 1  # of build_epoch: increase it after a change by which the same recipe gives another order
 
@@ -74,15 +75,25 @@ def build_epoch(lengths: np.ndarray, *, seq_length: int, seed: int, epoch: int) 
     return EpochOrder(document_order, sample_starts, _shuffled(num_samples, generator))
 
 
-def cached_epoch(folder: Path, stem: str, build: Callable[[], EpochOrder]) -> EpochOrder:
-    """Return the order stored in the files `folder`/`stem`.*, memory-mapped. Build and write it if one is missing."""
+def cached_epoch(folder: Path, stem: str, build: Callable[[], EpochOrder], checks: bool = True) -> EpochOrder:
+    """Return the order stored in the files `folder`/`stem`.*, memory-mapped. Build and write it if one is missing.
+
+    With `checks`, the files are read once and compared with their checksums. Raises DataError if one is damaged.
+    """
     paths = {field.name: folder / f"{stem}.{field.name}.npy" for field in dataclasses.fields(EpochOrder)}
-    if not all(path.exists() for path in paths.values()):
-        _save(build(), paths, folder)
+    checksums = folder / f"{stem}.crc32.json"
+    if not all(path.exists() for path in (*paths.values(), checksums)):
+        _save(build(), paths, checksums)
     try:
+        if checks and json.loads(checksums.read_bytes()) != _checksums(paths.values()):
+            raise ValueError("its files are not those that were written")
         return EpochOrder(**{name: np.load(path, mmap_mode="r") for name, path in paths.items()})
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"cannot read the sample order {folder / stem} ({error}); delete {folder}") from None
+
+
+def _checksums(paths: Iterable[Path]) -> dict[str, int]:
+    return {path.name: file_checksum(path) for path in paths}
 
 
 def _shuffled(count: int, generator: np.random.Generator) -> np.ndarray:
@@ -91,13 +102,17 @@ def _shuffled(count: int, generator: np.random.Generator) -> np.ndarray:
     return numbers
 
 
-def _save(order: EpochOrder, paths: dict[str, Path], folder: Path) -> None:
+def _save(order: EpochOrder, paths: dict[str, Path], checksums: Path) -> None:
     """Write each file into a folder that only this process uses, then rename it: other processes find it complete."""
+    folder = checksums.parent
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".unfinished.", dir=folder) as staging:
             for name, path in paths.items():
                 np.save(Path(staging, path.name), getattr(order, name))
+            written = _checksums(Path(staging, path.name) for path in paths.values())
+            Path(staging, checksums.name).write_text(json.dumps(written) + "\n")
+            for path in (*paths.values(), checksums):
                 os.replace(Path(staging, path.name), path)
     except OSError as error:
         raise DataError(

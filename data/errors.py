@@ -4,5 +4,9 @@
 class DataError(ValueError):
     """A mistake that the user can correct.
 
-    The message is one line with the file or setting, what was expected, what was found, and the remedy.
+    The message is one line with the file or setting, what was expected, what was found, and the remedy. Line breaks in
+    it, which names of files and messages of libraries may contain, become spaces.
     """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(" ".join(message.splitlines()))

@@ -7,7 +7,9 @@ PREFIX.idx   | "MMIDIDX\\0\\0" | u64 version 1 | u8 dtype code | u64 N | u64 D |
 
 import os
 import struct
+import zlib
 from array import array
+from itertools import accumulate
 from pathlib import Path
 from typing import Self
 
@@ -49,6 +51,7 @@ class IndexedWriter:
         self.prefix = prefix
         self.dtype = np.dtype(dtype).newbyteorder("<")
         self.num_tokens = 0
+        self.bin_checksum = 0  # CRC-32 of what has been appended
         self._lengths = array("i")
 
     @property
@@ -58,7 +61,9 @@ class IndexedWriter:
     def add(self, tokens: np.ndarray, lengths: np.ndarray) -> None:
         """Append whole documents, given as their joined tokens and the number of tokens of each."""
         assert len(tokens) == lengths.sum()
-        self._bin.write(tokens.astype(self.dtype, copy=False).data)
+        content = tokens.astype(self.dtype, copy=False).data
+        self._bin.write(content)
+        self.bin_checksum = zlib.crc32(content, self.bin_checksum)
         self._lengths.frombytes(lengths.astype(np.intc).tobytes())
         self.num_tokens += len(tokens)
 
@@ -92,15 +97,18 @@ class IndexedWriter:
 class IndexedDataset:
     """The sequences of PREFIX.bin as read-only views of a memory map.
 
-    Opening reads only the header, and indexing copies nothing. `sequence_lengths` i32[N] in tokens, `starts` i64[N] in
-    bytes and `document_indices` i64[D] are memory maps as well. IndexedWriter writes one sequence for each document.
-    Raises DataError if the pair is missing, truncated, or in another format.
+    Opening reads only the header, and indexing copies nothing: `data.check` checks the arrays. `sequence_lengths`
+    i32[N] in tokens, `starts` i64[N] in bytes and `document_indices` i64[D] are memory maps as well. IndexedWriter
+    writes one sequence for each document. Raises DataError if the pair is missing, truncated, or in another format.
     """
 
     def __init__(self, prefix: str | Path) -> None:
         self.prefix = str(prefix)
-        self._open_index(idx_path(prefix))
-        self._open_tokens(bin_path(prefix))
+        try:
+            self._open_index(idx_path(prefix))
+            self._open_tokens(bin_path(prefix))
+        except OSError as error:
+            raise DataError(f"cannot read {error.filename or prefix} ({error.strerror}); correct data.path") from None
 
     def _open_index(self, path: Path) -> None:
         index_bytes = _size_of(path, self.prefix)
@@ -117,7 +125,9 @@ class IndexedDataset:
                 f"expected {VERSION} and a code from 1 to 8; prepare it again"
             )
         self.dtype = DTYPE_OF_CODE[code]
-        ends = np.cumsum([HEADER.size, 4 * num_sequences, 8 * num_sequences, 8 * num_document_indices]).tolist()
+        if self.dtype.kind == "f":
+            raise DataError(f"{path} describes numbers of type {self.dtype}, tokens are integers; prepare it again")
+        ends = list(accumulate([HEADER.size, 4 * num_sequences, 8 * num_sequences, 8 * num_document_indices]))
         # Megatron may append the mode of each sequence, one byte.
         if index_bytes not in (ends[-1], ends[-1] + num_sequences):
             raise DataError(

@@ -1,14 +1,15 @@
 """python -m data.prepare: turn text into PREFIX.bin, PREFIX.idx, PREFIX.tokenizer.json and PREFIX.json.
 
 The four files are written into a hidden folder beside PREFIX and renamed at the end, the index last. The index exists
-only if the other three are complete.
+only if the other three are complete. A lock on PREFIX, beside it, keeps a second process from writing the same files.
 """
 
 import argparse
 import os
-import tempfile
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
@@ -16,36 +17,28 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from data.encode import Encoded, Encoder, encode_in_order
 from data.errors import DataError
 from data.indexed import IndexedWriter, bin_path, idx_path, token_dtype
-from data.sidecar import Sidecar
+from data.sidecar import INDEX, TOKENIZER, TOKENS, Sidecar, file_checksum
 from data.sources import Source
+from data.staging import reserved, staging_folder
 from data.tokenizer import Tokenizer, named_tokenizer, tokenizer_path, train_tokenizer
 
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
+HIGHEST = {"workers": 4096, "train_bytes": sys.maxsize, "max_documents": sys.maxsize}  # of options that are numbers
 # In the order in which they are renamed: the index last, because a pair without an index cannot be opened.
 OUTPUT_PATHS = (bin_path, tokenizer_path, Sidecar.path, idx_path)
 
 
-def prepare(
-    source: Source,
-    output: str,
-    tokenizer: Tokenizer,
-    *,
-    tokenizer_name: str,
-    num_workers: int,
-    overwrite: bool,
-) -> Sidecar:
-    """Encode a corpus and write the four files of prefix `output`. Raises DataError if the user made a mistake."""
-    existing = [str(path(output)) for path in OUTPUT_PATHS if path(output).exists()]
-    if existing and not overwrite:
-        raise DataError(f"{existing[0]} exists; choose another --output or add --overwrite")
-    folder, name = os.path.split(os.path.abspath(output))
-    os.makedirs(folder, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{name}.", dir=folder) as staging:
-        staged = os.path.join(staging, name)
+def prepare(source: Source, output: Path, tokenizer: Tokenizer, *, tokenizer_name: str, num_workers: int) -> Sidecar:
+    """Encode a corpus and write the four files of prefix `output`, whose lock the caller holds.
+
+    Raises DataError if the user made a mistake, and OSError if a file cannot be written.
+    """
+    with staging_folder(output) as folder:
+        staged = folder / output.name
         tokenizer.save(tokenizer_path(staged))
         encoder = Encoder(str(tokenizer_path(staged)), tokenizer.eod, source.text_key)
-        with IndexedWriter(staged, token_dtype(tokenizer.vocab_size)) as writer, _progress(name, source) as advance:
+        with IndexedWriter(staged, token_dtype(tokenizer.vocab_size)) as writer, _progress(output, source) as advance:
             for encoded in encode_in_order(encoder, source.documents(), num_workers):
                 writer.add(encoded.tokens, encoded.lengths)
                 advance(encoded)
@@ -53,6 +46,7 @@ def prepare(
             raise DataError(
                 f"--source {' '.join(source.names)} holds no text, so {output} is not written; give another"
             )
+        checksums = {suffix: file_checksum(f"{staged}{suffix}") for suffix in (INDEX, TOKENIZER)}
         sidecar = Sidecar(
             vocab_size=tokenizer.vocab_size,
             eod=tokenizer.eod,
@@ -60,6 +54,7 @@ def prepare(
             documents=writer.num_documents,
             tokens=writer.num_tokens,
             source=source.names,
+            checksums={TOKENS: writer.bin_checksum} | checksums,
         )
         sidecar.save(staged)
         # The old index is removed before the files are renamed: it must never describe the new tokens.
@@ -70,7 +65,7 @@ def prepare(
 
 
 @contextmanager
-def _progress(name: str, source: Source) -> Iterator[Callable[[Encoded], None]]:
+def _progress(output: Path, source: Source) -> Iterator[Callable[[Encoded], None]]:
     """Show a progress bar on the terminal and yield the function that advances it."""
     columns = (
         TextColumn("{task.description}"),
@@ -82,7 +77,7 @@ def _progress(name: str, source: Source) -> Iterator[Callable[[Encoded], None]]:
     )
     console = Console(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task_id = progress.add_task(name, total=source.weight(), documents=0, tokens=0, rate=0.0)
+        task_id = progress.add_task(output.name, total=source.weight(), documents=0, tokens=0, rate=0.0)
         task = progress.tasks[0]
 
         def advance(encoded: Encoded) -> None:
@@ -121,29 +116,38 @@ def main(arguments: list[str] | None = None) -> None:
     """Prepare a corpus. Exit with code 2 and one line if the user made a mistake, and with 130 after Ctrl-C."""
     parser = _parser()
     args = parser.parse_args(arguments)
-    source = Source(args.source, args.text_key, args.config, args.split, args.max_documents)
     try:
-        for name in ("workers", "train_bytes", "max_documents"):
-            if (value := getattr(args, name)) is not None and value < 1:
-                raise DataError(f"--{name}={value} must be 1 or more")
-        if args.tokenizer:
-            tokenizer = named_tokenizer(args.tokenizer, args.eod_token)
-        else:
-            tokenizer = train_tokenizer(source.sample(args.train_bytes), args.train_vocab_size)
-        sidecar = prepare(
-            source,
-            args.output,
-            tokenizer,
-            tokenizer_name=args.tokenizer or "trained",
-            num_workers=args.workers,
-            overwrite=args.overwrite,
-        )
-    except (DataError, OSError) as error:
+        sidecar = _run(args)
+    except DataError as error:
         parser.exit(EXIT_USER_ERROR, f"data.prepare: {error}\n")
+    except OSError as error:
+        place = error.filename or args.output
+        parser.exit(
+            EXIT_USER_ERROR,
+            f"data.prepare: cannot write or read {place} ({error.strerror or error}); make room, or choose another\n",
+        )
     except KeyboardInterrupt:
         parser.exit(EXIT_INTERRUPTED, f"data.prepare: interrupted, nothing written to {args.output}\n")
     facts = f"{sidecar.documents:,} documents, {sidecar.tokens:,} tokens, vocabulary {sidecar.vocab_size:,}"
     Console().print(f"{args.output}: {facts}", soft_wrap=True, highlight=False)
+
+
+def _run(args: argparse.Namespace) -> Sidecar:
+    source = Source(args.source, args.text_key, args.config, args.split, args.max_documents)
+    for name, highest in HIGHEST.items():
+        if (value := getattr(args, name)) is not None and not 1 <= value <= highest:
+            raise DataError(f"--{name}={value} must be 1 or more, and at most {highest}")
+    output = Path(args.output)
+    with reserved(output):
+        existing = [str(path(output)) for path in OUTPUT_PATHS if path(output).exists()]
+        if existing and not args.overwrite:
+            raise DataError(f"{existing[0]} exists; choose another --output or add --overwrite")
+        if args.tokenizer is not None:
+            tokenizer = named_tokenizer(args.tokenizer, args.eod_token)
+        else:
+            tokenizer = train_tokenizer(source.sample(args.train_bytes), args.train_vocab_size)
+        name = "trained" if args.tokenizer is None else args.tokenizer
+        return prepare(source, output, tokenizer, tokenizer_name=name, num_workers=args.workers)
 
 
 if __name__ == "__main__":

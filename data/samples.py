@@ -28,14 +28,17 @@ class Samples(Protocol):
         """Return the file and the document in which a sample starts, for error messages."""
 
     def build_cache(self, first_sample: int, num_samples: int) -> None:
-        """Write the cache files of the first orders that contain these samples, if they do not exist yet.
+        """Write the cache files of the first orders that contain these samples, or check them if they exist.
 
         One rank of each node calls this before the others read samples.
         """
 
 
 class PackedSamples:
-    """The samples of a range of documents of one prefix, of which each epoch has another order."""
+    """The samples of a range of documents of one prefix, of which each epoch has another order.
+
+    Without `checks_cache`, cached orders are used without comparing their checksums; `build_cache` compares them.
+    """
 
     def __init__(
         self,
@@ -45,11 +48,13 @@ class PackedSamples:
         seq_length: int,
         seed: int,
         cache_dir: str | Path | None = None,
+        checks_cache: bool = True,
     ) -> None:
         self._dataset = dataset
         self._documents = documents
         self._seq_length = seq_length
         self._seed = seed
+        self._checks_cache = checks_cache
         self._cache_dir = Path(cache_dir or f"{dataset.prefix}.cache")
         self.num_tokens = dataset.first_token(documents.stop) - dataset.first_token(documents.start)
         if self.num_tokens < seq_length + 1:
@@ -82,21 +87,21 @@ class PackedSamples:
         last_sample = first_sample + num_samples - 1
         epochs = range(first_sample // self.samples_per_epoch, last_sample // self.samples_per_epoch + 1)
         for epoch in epochs[:MAX_EPOCHS_AHEAD]:
-            self._order_of(epoch)
+            self._order_of(epoch, checks=True)
 
     def _find(self, sample: int) -> tuple[EpochOrder, int]:
         """Return the order of a sample's epoch, and the index of the sample in its `sample_starts`."""
         epoch, index = divmod(sample, self.samples_per_epoch)
         current = self._current  # read once, because another thread may replace it
         if current is None or current[0] != epoch:
-            current = self._current = (epoch, self._order_of(epoch))
+            current = self._current = (epoch, self._order_of(epoch, self._checks_cache))
         return current[1], int(current[1].shuffle[index])
 
     @property
     def _has_cache_files(self) -> bool:
         return len(self._documents) + self.samples_per_epoch >= MIN_CACHED_ENTRIES
 
-    def _order_of(self, epoch: int) -> EpochOrder:
+    def _order_of(self, epoch: int, checks: bool) -> EpochOrder:
         if not self._has_cache_files:
             return self._build(epoch)
         recipe = Recipe(
@@ -109,7 +114,7 @@ class PackedSamples:
             seq_length=self._seq_length,
             seed=self._seed,
         )
-        return cached_epoch(self._cache_dir, recipe.file_stem(epoch), lambda: self._build(epoch))
+        return cached_epoch(self._cache_dir, recipe.file_stem(epoch), lambda: self._build(epoch), checks)
 
     def _build(self, epoch: int) -> EpochOrder:
         lengths = self._dataset.sequence_lengths[self._documents.start : self._documents.stop]

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import chain, islice
 from pathlib import Path
+from textwrap import shorten
 from typing import Any, NamedTuple
 
 from data.errors import DataError
@@ -25,11 +26,16 @@ SUFFIXES = TEXT_SUFFIXES + JSON_SUFFIXES + PARQUET_SUFFIXES
 DATASETS_FILES = ("state.json", "dataset_dict.json")  # in a folder written by save_to_disk
 NOT_IN_STDLIB = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 NOT_IN_STDLIB |= {"encodings", "pydoc_data"}  # generated tables, a fifth of all tokens
+MAX_KEYS_SHOWN = 200  # characters of the names of keys, in an error message
 MAX_DOCUMENT_BYTES = 64 << 20  # a document is encoded as a whole, which takes many times its size in memory
 
 
+# Columns of text in Arrow, and the types as which their bytes are read
+BYTES_OF = {"string": "binary", "large_string": "large_binary", "string_view": "binary_view"}
+
+
 class Document(NamedTuple):
-    """One document as it was read: bytes of a text file or of a JSON line, or the value of a text column."""
+    """One document as it was read: bytes of a text file, a JSON line or a Parquet column, or text of a dataset."""
 
     origin: str  # the file or dataset
     number: int  # of its line or row, from 1; 0 if the document is a whole file
@@ -133,6 +139,8 @@ def _json_text(place: str, line: str, text_key: str) -> str | None:
         raise DataError(
             f"{place} is not JSON ({error.msg}, column {error.colno}); every line must be one JSON object"
         ) from None
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, or thousands of brackets
+        raise DataError(f"{place} cannot be read as JSON ({error}); leave it out") from None
     if not isinstance(row, dict):
         raise DataError(f"{place} is a JSON {type(row).__name__}; every line must be one JSON object")
     return _text_in(row, place, text_key)
@@ -140,7 +148,8 @@ def _json_text(place: str, line: str, text_key: str) -> str | None:
 
 def _text_in(row: dict[str, Any], place: str, text_key: str) -> str | None:
     if text_key not in row or not isinstance(row[text_key], str | None):  # null is an empty document, not an error
-        raise DataError(f"{place} has no text under --text_key {text_key}; its keys are {', '.join(row)}")
+        keys = shorten(", ".join(row), MAX_KEYS_SHOWN, placeholder=" ...")
+        raise DataError(f"{place} has no text under --text_key {text_key}; its keys are {keys}")
     return row[text_key]
 
 
@@ -203,7 +212,9 @@ def _read_parquet(path: str, text_key: str) -> Iterator[Document]:
             _check_column(path, text_key, {field.name: str(field.type) for field in file.schema_arrow})
             weight = os.path.getsize(path) / max(file.metadata.num_rows, 1)
             batches = file.iter_batches(batch_size=256, columns=[text_key])
-            texts = chain.from_iterable(batch.column(0).to_pylist() for batch in batches)
+            # As bytes, which `text_of` decodes: a column of text may hold what is not UTF-8.
+            columns = (batch.column(0) for batch in batches)
+            texts = chain.from_iterable(column.cast(BYTES_OF[str(column.type)]).to_pylist() for column in columns)
             for number, text in enumerate(texts, 1):
                 yield Document(path, number, text, weight)
     except (OSError, pyarrow.ArrowException) as error:
@@ -254,7 +265,7 @@ def _read_rows(name: str, rows: Any, text_key: str) -> Iterator[Document]:
 
 
 def _check_column(origin: str, text_key: str, columns: dict[str, str]) -> None:
-    if not columns.get(text_key, "").endswith(("string", "string_view")):
+    if columns.get(text_key) not in BYTES_OF:
         known = ", ".join(f"{name} ({kind})" for name, kind in columns.items())
         raise DataError(f"{origin} has no column of text called {text_key}; set --text_key to one of {known}")
 

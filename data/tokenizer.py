@@ -8,11 +8,14 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from data.errors import DataError
-from data.sidecar import Sidecar
+from data.sidecar import TOKENIZER, Sidecar
 
 TRAINED_EOD = "<|endoftext|>"
 KNOWN_EOD_TOKENS = (TRAINED_EOD, "<|end_of_text|>", "</s>", "<eos>", "<｜end▁of▁sentence｜>")
 NUM_BYTES = 256
+MAX_ID = 2**31 - 1  # of a token, which is stored as i32
+MAX_TRAINED_VOCAB_SIZE = 2**24  # the library reserves memory for all entries at once
+MAX_TRAINED_WORD_BYTES = 512
 
 
 class Tokenizer:
@@ -27,7 +30,9 @@ class Tokenizer:
         self._backend.no_truncation()
         self._backend.no_padding()
         self.eod = eod
-        self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values()) + 1  # ids may have gaps
+        self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1  # ids may have gaps
+        if not 0 < self.vocab_size <= MAX_ID + 1:
+            raise DataError(f"the tokenizer has ids below {self.vocab_size}; tokens are stored as 0 to {MAX_ID}")
 
     def encode(self, text: str) -> list[int]:
         return self._backend.encode(text, add_special_tokens=False).ids
@@ -39,7 +44,8 @@ class Tokenizer:
         return self._backend.decode([int(token) for token in ids], skip_special_tokens=False)
 
     def save(self, path: str | Path) -> None:
-        self._backend.save(str(path))
+        # Not by the library's own `save`, whose errors are bare Exceptions.
+        Path(path).write_text(self._backend.to_str(pretty=True), encoding="utf-8")
 
     @classmethod
     def from_file(cls, path: str | Path, eod: int) -> Self:
@@ -47,12 +53,14 @@ class Tokenizer:
 
 
 def tokenizer_path(prefix: str | Path) -> Path:
-    return Path(f"{prefix}.tokenizer.json")
+    return Path(f"{prefix}{TOKENIZER}")
 
 
 def load_tokenizer(prefix: str | Path) -> Tokenizer:
     """Return the tokenizer that a prepared corpus was encoded with."""
-    return Tokenizer.from_file(tokenizer_path(prefix), Sidecar.load(prefix).eod)
+    sidecar = Sidecar.load(prefix)
+    sidecar.check_file(prefix, TOKENIZER)
+    return Tokenizer.from_file(tokenizer_path(prefix), sidecar.eod)
 
 
 def named_tokenizer(name: str, eod_token: str | None = None) -> Tokenizer:
@@ -75,14 +83,19 @@ def named_tokenizer(name: str, eod_token: str | None = None) -> Tokenizer:
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """Train a byte-level BPE of `vocab_size` entries, or fewer if the texts have too few pairs to merge.
 
-    Its id 0 ends documents.
+    Its id 0 ends documents. Words of more than `MAX_TRAINED_WORD_BYTES`, such as encoded images, are cut while merges
+    are counted, because the time to train grows with the square of a word's length. Words are encoded as a whole.
     """
     if vocab_size <= NUM_BYTES:
         raise DataError(
             f"--train_vocab_size={vocab_size} cannot hold {NUM_BYTES} bytes and {TRAINED_EOD}; use 257 or more"
         )
+    if vocab_size > MAX_TRAINED_VOCAB_SIZE:
+        raise DataError(f"--train_vocab_size={vocab_size} is above {MAX_TRAINED_VOCAB_SIZE}; choose a smaller one")
     backend = tokenizers.Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    by_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    cut_words = pre_tokenizers.FixedLength(length=MAX_TRAINED_WORD_BYTES)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([by_bytes, cut_words])
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
@@ -91,6 +104,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
         show_progress=False,
     )
     backend.train_from_iterator(texts, trainer)
+    backend.pre_tokenizer = by_bytes
     return Tokenizer(backend, eod=0)
 
 

@@ -6,6 +6,8 @@ from typing import Self
 
 from data.batches import BatchLoader
 from data.blend import open_samples, parse_path
+from data.check import check_index
+from data.indexed import IndexedDataset
 from data.sidecar import Sidecar
 from data.tokenizer import Tokenizer, load_tokenizer, tokenizer_path
 from gpt.model.transformer import ModelConfig
@@ -35,6 +37,11 @@ class Corpus:
         """
         _, prefixes = parse_path(data.path)
         _check_vocabulary(prefixes, model.vocab_size)
+        # One rank of each node reads the indices as a whole; the others use them when they are known to be undamaged.
+        if world.local_rank == 0:
+            for prefix in prefixes:
+                check_index(IndexedDataset(prefix))
+        mesh.barrier()
 
         def loader(part: str, num_samples: int) -> BatchLoader:
             samples = open_samples(
@@ -44,6 +51,8 @@ class Corpus:
                 seq_length=model.seq_length,
                 seed=train.seed,
                 cache_dir=data.cache_dir,
+                checks_index=False,
+                checks_cache=world.local_rank == 0,
             )
             # One rank of each node builds the indices, before all ranks of the node map them into memory.
             if world.local_rank == 0:

@@ -24,7 +24,7 @@ from gpt.monitor.metrics import StepTraffic, Throughput, memory_by_kind, peak_me
 from gpt.monitor.profiling import Profiler, straggler_lines, timer_table
 from gpt.monitor.tracking import Tracking, open_tracking
 from gpt.replicas import check_replicas
-from gpt.run_folder.files import LOSS_PLOT, append_record, read_steps
+from gpt.run_folder.files import LOSS_PLOT, MetricsFile, read_steps, written_if_possible
 from gpt.schedule import batch_plan, learning_rate
 from gpt.settings import Settings
 from gpt.train_step import evaluate, mean_over, train_step
@@ -43,6 +43,7 @@ class Trainer:
         self._corpus, self._console = corpus, console
         self._folder = Path(settings.run.dir)
         self._progress = Progress()
+        self._metrics = MetricsFile(self._folder)
         store, mesh = shared_store(), state.mesh
         self._tracking = Tracking({})
 
@@ -130,13 +131,14 @@ class Trainer:
             record = self._step(*batch)
             self._watchdog.beat()
             if record and self._world.is_first:
-                append_record(self._folder, record)
+                self._metrics.append(record)
                 self._tracking.log(record)
             self._console.advance()
             if record:
                 skipped_in_a_row.check(record["step"], record["skipped_steps"])
             if record and self._must_roll_back():
                 self._progress = self._recovery.roll_back(self._progress)
+                self._metrics.roll_back(self._progress.step)
                 self._tracking.roll_back(self._progress.step)
                 return True
             self._check_and_save()
@@ -257,14 +259,17 @@ class Trainer:
 
     def _report(self) -> dict[str, Any]:
         """Show the summary, plot the loss of all steps, and return the last record; all include what was resumed."""
+        self._metrics.close()
         records = read_steps(self._folder)
         if not records:
             return {}
-        from gpt.monitor.plot import plot_loss  # imported here, because only the first rank needs matplotlib
-
         self._console.show(summary_table(self._state, self._settings.train, records))
-        plot_loss(records, self._folder / LOSS_PLOT)
-        self._console.say(f"{self._folder / LOSS_PLOT} shows the loss; all files of the run are in {self._folder}")
+        plot = self._folder / LOSS_PLOT
+        with written_if_possible(plot):
+            from gpt.monitor.plot import plot_loss  # imported here, because only the first rank needs matplotlib
+
+            plot_loss(records, plot)
+            self._console.say(f"{plot} shows the loss; all files of the run are in {self._folder}")
         return records[-1]
 
     def _on_save(self, checkpoint: Path) -> None:

@@ -19,13 +19,15 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # Slurm sends SIGUSR1 before the time of a job is over
+# Slurm sends SIGUSR1 before the time of a job is over; SIGINT is Ctrl-C.
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+SAME_SECONDS = 2.0  # in which further signals count as one: a launcher passes on what its ranks have received as well
 POLL_SECONDS = 0.5
 AGREEMENT_SECONDS = 10.0  # if a rank dies, torchrun sends the others SIGTERM, and SIGKILL 30 s later: must be less
 
 
 class Stopping:
-    """A handler of signals: the first one asks all ranks to stop, and a second one ends this process at once.
+    """A handler of signals: the first one asks all ranks to stop, and a later one ends this process at once.
 
     If not all ranks report their step in time after the first signal, this process ends too: a rank has died, and a
     collective with it would never complete. `on_abort` is then called with the reason, in the thread, before the
@@ -62,7 +64,9 @@ class Stopping:
         """Handle the signals in this block, and restore their handlers after it. Only the main thread may call this."""
         receiving, sending = os.pipe()
         os.set_blocking(sending, False)
-        before = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
+        # A shell that starts a job in the background lets it ignore Ctrl-C.
+        ignored = {signal.SIGINT} if signal.getsignal(signal.SIGINT) == signal.SIG_IGN else set()
+        before = {number: signal.signal(number, lambda *_: None) for number in SIGNALS if number not in ignored}
         # The handlers are set before the pipe: without one, a signal would end the process. They do nothing, because
         # Python runs them between bytecodes, which a main thread in a collective does not reach. The interpreter writes
         # each signal's number to the pipe at once, also during a collective.
@@ -84,15 +88,15 @@ class Stopping:
             os.close(sending)
 
     def _watch(self, receiving: int, ended: threading.Event) -> None:
-        num_received = 0
+        asked_at: float | None = None  # time of the first signal
         while not ended.is_set():
             if select.select([receiving], [], [], POLL_SECONDS)[0]:
                 received = [number for number in os.read(receiving, 64) if number in SIGNALS]
-                num_received += len(received)
-                if num_received > 1:
-                    os._exit(128 + received[-1])
-                if received:
+                if received and asked_at is None:
+                    asked_at = time.monotonic()
                     self._attempt(self.request)
+                elif received and asked_at is not None and time.monotonic() > asked_at + SAME_SECONDS:
+                    os._exit(128 + received[-1])
             self._attempt(self._agree)
             if self._last is None and self._reported_at and time.monotonic() > self._reported_at + AGREEMENT_SECONDS:
                 self._abort()

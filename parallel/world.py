@@ -8,7 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -19,11 +19,23 @@ from uuid import uuid4
 import torch
 import torch.distributed as dist
 
+from parallel import watchdog
 from parallel.errors import ConfigError, NodeError
 from parallel.process_defaults import num_gpus_of_node, set_variables, share_cores
 from parallel.torch_internals import FakeStore, default_store
 
-FAILURE_KEY = "failed_ranks"  # in the default store: the number of ranks that have failed
+# In the default store: the numbers of ranks that have failed, and that have noticed the loss of another one
+FAILURE_KEY, LOSS_KEY = "failed_ranks", "ranks_that_lost_another"
+# Parts of the messages of gloo and NCCL, whose errors have no class for this.
+LOST_CONNECTION = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "Socket closed",
+    "Connection refused",
+    "remote process exited",
+)
+EXIT_USER_ERROR = 2
 START_SECONDS = 600.0  # for which ranks wait for each other at the start of a job
 FOREVER = timedelta(days=365)
 # A collective times out after this many times `hang_seconds`. The watchdog of parallel/watchdog.py, which names the
@@ -202,30 +214,63 @@ def exit_with_error(error: Exception) -> NoReturn:
     """
     # The failure is counted before anything is printed: the count decides who prints. The other ranks exit after a
     # pause, because the launcher kills all ranks as soon as one has exited.
-    if _count_failure(isinstance(error, NodeError)) == 1:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-    else:
-        time.sleep(PRINT_SECONDS)
-    sys.stdout.flush()
-    os._exit(2)
+    is_first = _count(FAILURE_KEY, isinstance(error, NodeError)) == 1
+    _print_and_exit(str(error) if is_first else None, EXIT_USER_ERROR)
 
 
 def has_failed_elsewhere() -> bool:
-    """Return True if another rank has failed and printed why: this rank's collective failed for that reason."""
+    """Return True if another rank has failed, and printed why unless its node was lost with the store."""
+    return _num_failures() != 0
+
+
+def has_lost_a_rank(error: Exception) -> bool:
+    """Return True if `error` is due to another rank, or its node, that has ended without printing why."""
+    num_failures = _num_failures()
+    return num_failures is None or (num_failures == 0 and any(part in str(error) for part in LOST_CONNECTION))
+
+
+def _num_failures() -> int | None:
+    """Return the number of ranks that have failed, or None if the rank that serves the store has ended."""
+    if not dist.is_initialized():
+        return 0
     try:
-        return dist.is_initialized() and default_store().check([FAILURE_KEY])
-    except (RuntimeError, ValueError):  # the rank that serves the store has ended
-        return True
+        return default_store().add(FAILURE_KEY, 0)
+    except (RuntimeError, ValueError):
+        return None
 
 
-def _count_failure(is_of_node: bool) -> int:
-    """Return the number of ranks that have failed, this one included; of the node, if the failure `is_of_node`.
+def exit_after_loss(error: Exception) -> NoReturn:
+    """End this rank because another one was lost, with the exit code of the watchdog, which ends ranks that wait.
+
+    Only the first rank that notices prints a line. It ends after a pause: on the node of the lost rank, the launcher
+    then takes that one for the first that failed.
+    """
+    found = next((part for part in LOST_CONNECTION if part in str(error)), str(error).strip().partition("\n")[0])
+    reason = f"another rank or its node was lost ({found}); start again to resume from the newest checkpoint"
+    is_first = _count(LOSS_KEY, is_of_node=False) == 1
+    time.sleep(PRINT_SECONDS)
+    _print_and_exit(reason if is_first else None, watchdog.EXIT_CODE)
+
+
+def _print_and_exit(reason: str | None, code: int) -> NoReturn:
+    """End this process, with an error line; None: after a pause, because another rank prints it."""
+    if reason is None:
+        time.sleep(PRINT_SECONDS)
+    with suppress(OSError):  # a full disk must not change the exit code
+        if reason is not None:
+            print(f"error: {reason}", file=sys.stderr, flush=True)
+        sys.stdout.flush()
+    os._exit(code)
+
+
+def _count(key: str, is_of_node: bool) -> int:
+    """Return the number of ranks that have counted under `key`, this one included; of the node, if it `is_of_node`.
 
     Before the process group exists there is no store to count in, and all ranks fail alike: rank 0 counts as the first.
     """
     if not dist.is_initialized():
         return 1 + (int(os.environ.get("LOCAL_RANK", "0")) if is_of_node else rank_from_environment())
     try:
-        return default_store().add(FAILURE_KEY, 1)
+        return default_store().add(key, 1)
     except (RuntimeError, ValueError):
         return 1

@@ -17,6 +17,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from gpt.run_folder.files import written_if_possible
 from parallel.errors import ConfigError, exit_on_config_error
 from parallel.instruments.comm_log import CommEvent, CommLog
 from parallel.instruments.kernel_log import KernelLog
@@ -64,7 +65,8 @@ def profiled(log: CommLog, folder: Path | None) -> Iterator[None]:
     if folder is None:
         return
     rows = profile(events, kernels.count())
-    (folder / PROFILE_OF_RUN).write_text(json.dumps({"collectives": rows}, indent=1) + "\n")
+    with written_if_possible(folder / PROFILE_OF_RUN):
+        (folder / PROFILE_OF_RUN).write_text(json.dumps({"collectives": rows}, indent=1) + "\n")
 
 
 def read_profile(path: Path) -> list[dict[str, Any]]:

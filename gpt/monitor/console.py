@@ -1,6 +1,9 @@
 """Console output of the first rank: a description of the run, its memory, a line per logged step, and a summary."""
 
+import logging
 import math
+import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
@@ -10,6 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 from gpt.build import TrainState
 from gpt.model.transformer import GPT
@@ -20,9 +24,14 @@ from zero.formulas import memory, traffic
 from zero.offload.placement import Placement
 from zero.state import resident
 
+logger = logging.getLogger(__name__)
+
 
 class RunConsole:
-    """The console, which on a terminal also shows a progress bar. Ranks other than the first have a quiet one."""
+    """The console, which on a terminal also shows a progress bar. Ranks other than the first have a quiet one.
+
+    If the output cannot be written, such as to a file on a full disk, the run goes on without it.
+    """
 
     def __init__(self, is_quiet: bool):
         self._console = Console(quiet=is_quiet, highlight=False, soft_wrap=True)
@@ -40,11 +49,19 @@ class RunConsole:
 
     def say(self, text: str) -> None:
         """Print lines of text."""
-        self._console.print(text, markup=False, emoji=False)
+        self._print(Text(text))
 
     def show(self, table: Table) -> None:
         """Print a table."""
-        self._console.print(table)
+        self._print(table)
+
+    def _print(self, content: Text | Table) -> None:
+        try:
+            self._console.print(content)
+        except OSError as error:
+            logger.warning("the output cannot be written (%s); the run goes on without it", error.strerror)
+            # Of the whole process: what Python still buffers would fail again, at the latest when the process ends.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     @contextmanager
     def progress(self, num_done: int, num_steps: int) -> Iterator[None]:

@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from gpt.run_folder.files import HANG
+from gpt.run_folder.files import HANG, written_if_possible
 from parallel.instruments.comm_log import CommEvent, CommLog
 from parallel.process_defaults import FLIGHT_RECORD
 from parallel.torch_internals import flight_record
@@ -19,7 +19,6 @@ NUM_LAST = 50
 def write_hang_report(run_dir: Path, rank: int, log: CommLog, reason: str) -> None:
     """Write the collectives of a rank that hangs, or waits for one that hangs. May be called from any thread."""
     folder = run_dir / HANG
-    folder.mkdir(parents=True, exist_ok=True)
     now, newest = log.progress(), list(log.newest)
     first_number = log.num_recorded - len(newest) + 1
     rows = [{"number": first_number + index} | _row(event) for index, event in enumerate(newest)]
@@ -32,10 +31,12 @@ def write_hang_report(run_dir: Path, rank: int, log: CommLog, reason: str) -> No
         "num_complete": now.num_complete,
         "collectives": rows[max(0, start) :],
     }
-    (folder / f"rank-{rank}.json").write_text(json.dumps(report, indent=1) + "\n")
-    # Last, because it asks CUDA, which may hang too.
-    if record := flight_record():
-        (folder / f"{FLIGHT_RECORD}{rank}").write_bytes(record)
+    with written_if_possible(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"rank-{rank}.json").write_text(json.dumps(report, indent=1) + "\n")
+        # Last, because it asks CUDA, which may hang too.
+        if record := flight_record():
+            (folder / f"{FLIGHT_RECORD}{rank}").write_bytes(record)
 
 
 def _row(event: CommEvent) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import torch
 
 from gpt.build import TrainState
 from gpt.monitor.metrics import peak_memory
-from gpt.run_folder.files import OUT_OF_MEMORY, append_record
+from gpt.run_folder.files import OUT_OF_MEMORY, MetricsFile, written_if_possible
 from gpt.settings import Settings
 from parallel.errors import MemoryLimitError
 from parallel.torch_internals import memory_snapshot
@@ -48,7 +48,7 @@ def out_of_memory_recorded(
         run_dir, train = Path(settings.run.dir), settings.train
         state, step = find_state(), num_steps_done()
         peak = peak_memory(world.device, state.model.planner.earlier_peaks if state else (0, 0))
-        append_record(run_dir, {"step": step, "out_of_memory": True, "rank": world.rank} | peak)
+        MetricsFile(run_dir).append({"step": step, "out_of_memory": True, "rank": world.rank} | peak)
         table = _write_report(run_dir / OUT_OF_MEMORY, world, state, error, peak)
         if isinstance(error, MemoryLimitError):
             raise MemoryLimitError(f"{error}; {table} says what holds the memory") from error
@@ -66,12 +66,13 @@ def _is_out_of_memory(error: Exception) -> bool:
 
 def _write_report(folder: Path, world: World, state: TrainState | None, error: Exception, peak: dict[str, int]) -> Path:
     """Write the table, and the snapshot of a GPU, and return the path of the table."""
-    folder.mkdir(parents=True, exist_ok=True)
     table = folder / f"rank-{world.rank}.txt"
     lines = [str(error).strip().partition("\n")[0], "", *memory_lines(state, peak)]
-    table.write_text("\n".join(lines) + "\n")
-    if world.device.type == "cuda":
-        memory_snapshot(table.with_suffix(".pickle"))
+    with written_if_possible(table):
+        folder.mkdir(parents=True, exist_ok=True)
+        table.write_text("\n".join(lines) + "\n")
+        if world.device.type == "cuda":
+            memory_snapshot(table.with_suffix(".pickle"))
     return table
 
 

@@ -24,6 +24,7 @@ import torch
 from rich.table import Table
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from gpt.run_folder.files import written_if_possible
 from gpt.settings import ProfileSettings
 from parallel.instruments.comm_log import CommEvent
 from parallel.mesh import Mesh
@@ -80,13 +81,17 @@ class Profiler:
         own = self._timers(log.events, stop)
         log.events.clear()
         if self._mesh.rank in self._settings.ranks:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            self._trace.export_chrome_trace(str(self._folder / f"rank-{self._mesh.rank}.json"))
+            path = self._folder / f"rank-{self._mesh.rank}.json"
+            with written_if_possible(path):
+                self._folder.mkdir(parents=True, exist_ok=True)
+                self._trace.export_chrome_trace(str(path))
         self._trace = None
         by_rank = self._gather_timers([own[name] / num_steps for name in (*TIMERS, "step")])
         if self._mesh.rank == 0:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            (self._folder / "timers.json").write_text(json.dumps(by_rank, indent=1) + "\n")
+            path = self._folder / "timers.json"
+            with written_if_possible(path):
+                self._folder.mkdir(parents=True, exist_ok=True)
+                path.write_text(json.dumps(by_rank, indent=1) + "\n")
         return by_rank
 
     def _timers(self, events: list[CommEvent], stop: Any) -> dict[str, float]:

@@ -1,5 +1,6 @@
 """TensorBoard as a sink: event files in RUN/tensorboard, which show every step once, however often the run resumed."""
 
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,10 @@ class TensorboardRun:
 
     def __init__(self, run_dir: Path):
         self._folder = run_dir / "tensorboard"
+        # A thread of TensorBoard that cannot write stores its error, which the next call of the writer raises here; it
+        # would also print a traceback.
+        print_traceback = threading.excepthook
+        threading.excepthook = lambda failed: hasattr(failed.thread, "exception") or print_traceback(failed)
         self._open(purge_step=0)
 
     def log(self, record: Mapping[str, Any]) -> None:

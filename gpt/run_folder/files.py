@@ -4,15 +4,31 @@ metrics.jsonl has one JSON object per logged step; a rank that runs out of memor
 """
 
 import json
+import logging
 import math
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 from parallel.errors import ConfigError
 
+logger = logging.getLogger(__name__)
+
 CONFIG, METRICS, LOSS_PLOT, CHECKPOINTS = "config.yaml", "metrics.jsonl", "loss.png", "checkpoints"
 WEIGHTS = "weights"
+NUMBERS_OF_A_STEP = {  # those that tables and plots read
+    "loss",
+    "tokens",
+    "tokens_per_second",
+    "model_tflops_per_device",
+    "peak_allocated_bytes",
+    "data_axis_bytes",
+    "tensor_axis_bytes",
+    "skipped_steps",
+}
 HANG, OUT_OF_MEMORY = "hang", "out_of_memory"  # folders of one file a rank, written only if it happens
 
 
@@ -25,9 +41,9 @@ def start_run(folder: Path, config: str, last_step: int) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         config_file, metrics = folder / CONFIG, folder / METRICS
-        if config_file.exists() and config_file.read_text() != config:
+        if config_file.exists() and config_file.read_bytes() != config.encode():
             config_file.rename(first_free(config_file.with_suffix(".{}.yaml")))
-        config_file.write_text(config)
+        config_file.write_bytes(config.encode())
         if metrics.exists() and last_step == 0:
             metrics.rename(first_free(metrics.with_suffix(".{}.jsonl")))
         else:
@@ -37,29 +53,103 @@ def start_run(folder: Path, config: str, last_step: int) -> None:
 
 
 def cut_metrics(folder: Path, last_step: int) -> None:
-    """Remove what was logged after `last_step`, because these steps are run again. Raises OSError if a write fails."""
+    """Remove what was logged after `last_step`, because these steps are run again, and lines that cannot be read.
+
+    Raises ConfigError if a write fails.
+    """
     metrics = folder / METRICS
-    if metrics.exists():
-        kept = [line for line in _complete_lines(metrics) if json.loads(line)["step"] <= last_step]
+    if not metrics.exists():
+        return
+    lines = _complete_lines(metrics)
+    damaged = [number for number, (_, record) in enumerate(lines, 1) if record is None]
+    kept = b"".join(line for line, record in lines if record and record["step"] <= last_step)
+    try:
+        # Steps are in order, so what is removed is at the end; this needs no room on the disk.
+        if not damaged and metrics.read_bytes().startswith(kept):
+            os.truncate(metrics, len(kept))
+            return
         # A new file replaces the old one when it is complete, so that a crash cannot lose the metrics.
         partial = metrics.with_suffix(".partial")
-        partial.write_text("".join(kept))
+        partial.write_bytes(kept)
+        original = first_free(metrics.with_suffix(".{}.jsonl"))
+        metrics.rename(original)
         partial.replace(metrics)
+    except OSError as error:
+        raise ConfigError(
+            f"{metrics} cannot be written ({error.strerror}); make room, or choose another run.dir"
+        ) from error
+    what = f"{len(damaged)} of {len(lines)} lines cannot be read, among them number {damaged[0] if damaged else 0}"
+    logger.warning("%s: %s; they are removed, and the old file is kept as %s", metrics, what, original.name)
 
 
-def append_record(folder: Path, record: dict[str, Any]) -> None:
-    """Append a record to metrics.jsonl. Numbers that are not finite become null, because JSON cannot express them."""
+class MetricsFile:
+    """The writer of metrics.jsonl.
+
+    If the disk is full, training goes on, because its checkpoints are worth more than a record of it. What could not be
+    written is kept in memory, and written with a later record: sinks and comparisons rely on a complete file.
+    """
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+        self._waiting: list[dict[str, Any]] = []
+        self._has_failed = False
+
+    def append(self, record: dict[str, Any]) -> None:
+        """Append a record and those that are waiting. Log the first failure."""
+        self._waiting.append(record)
+        try:
+            append_records(self._folder, self._waiting)
+            self._waiting = []
+        except OSError as error:
+            if not self._has_failed:
+                logger.warning(
+                    "%s cannot be written (%s); the run goes on, and its records are written when there is room",
+                    self._folder / METRICS,
+                    error.strerror,
+                )
+            self._has_failed = True
+
+    def roll_back(self, step: int) -> None:
+        """Discard what was logged after `step` and has not been written; `cut_metrics` removes the rest."""
+        self._waiting = [record for record in self._waiting if record["step"] <= step]
+
+    def close(self) -> None:
+        """Log how many records could not be written."""
+        if self._waiting:
+            logger.warning(
+                "%s lacks %d records, for which there was no room", self._folder / METRICS, len(self._waiting)
+            )
+
+
+def append_records(folder: Path, records: Sequence[dict[str, Any]]) -> None:
+    """Append records to metrics.jsonl. Numbers that are not finite become null, because JSON cannot express them.
+
+    Raises OSError if a write fails; the file is then as it was before.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
-    with (folder / METRICS).open("a") as file:
-        file.write(json.dumps(finite) + "\n")
+    finite = ({k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in r.items()} for r in records)
+    text = "".join(json.dumps(record) + "\n" for record in finite).encode()
+    with (folder / METRICS).open("a+b", buffering=0) as file:
+        start = file.tell()
+        file.seek(max(start - 1, 0))
+        if file.read(1) not in (b"", b"\n"):  # the end of a line that a crash has cut
+            text = b"\n" + text
+        try:
+            while text:  # a disk that becomes full takes a part first, and then raises
+                text = text[file.write(text) :]
+        except OSError:
+            file.truncate(start)
+            raise
 
 
 def read_steps(folder: Path) -> list[dict[str, Any]]:
-    """Return the records of the logged steps, in order."""
+    """Return the records of the logged steps, in order. Lines that cannot be read are left out, with a warning."""
     metrics = folder / METRICS
-    records = map(json.loads, _complete_lines(metrics)) if metrics.exists() else []
-    return [_with_nan(record) for record in records if "loss" in record]
+    records = [record for _, record in _complete_lines(metrics)] if metrics.exists() else []
+    if None in records:
+        first = records.index(None) + 1
+        logger.warning("%s: %d lines cannot be read, the first is line %d", metrics, records.count(None), first)
+    return [_with_nan(record) for record in records if record and "out_of_memory" not in record]
 
 
 def _with_nan(record: dict[str, Any]) -> dict[str, Any]:
@@ -67,12 +157,45 @@ def _with_nan(record: dict[str, Any]) -> dict[str, Any]:
     return {key: math.nan if value is None and key != "mfu" else value for key, value in record.items()}
 
 
-def _complete_lines(path: Path) -> list[str]:
-    """Return the lines of the file, without the unfinished last line that a crash may have left."""
-    return [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+def _complete_lines(path: Path) -> list[tuple[bytes, dict[str, Any] | None]]:
+    """Return (line, record) of the lines of the file, without an unfinished last line that a crash may have left.
+
+    The record is None if the line cannot be read.
+    """
+    return [(line + b"\n", _record(line)) for line in path.read_bytes().split(b"\n")[:-1]]
+
+
+def _record(line: bytes) -> dict[str, Any] | None:
+    """Return the record of a line, None if it is not one that this program writes."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):  # not JSON, or not UTF-8
+        return None
+    if not isinstance(record, dict) or type(record.get("step")) is not int:
+        return None
+    if "out_of_memory" not in record:
+        if not record.keys() >= NUMBERS_OF_A_STEP:
+            return None
+        if not all(value is None or type(value) in (int, float) for value in record.values()):
+            return None
+    return record
 
 
 def first_free(path: Path) -> Path:
     """Return the path with {} in its name replaced by the smallest number, from 1, for which no such file exists."""
     numbered = (path.with_name(path.name.format(number)) for number in count(1))
     return next(candidate for candidate in numbered if not candidate.exists())
+
+
+@contextmanager
+def written_if_possible(path: Path) -> Iterator[None]:
+    """Log an OSError of this block, which writes `path`, and go on without the file: training does not depend on it.
+
+    All files of a run are written in this way, except for checkpoints, metrics.jsonl, and what a start needs.
+    """
+    try:
+        yield
+    except OSError as error:
+        logger.warning("%s cannot be written (%s); the run goes on without it", path, error.strerror or error)
+        with suppress(OSError):
+            path.unlink()  # a file that is cut would be taken for a whole one

@@ -3,15 +3,24 @@
 python -m parallel.launch --nnodes 2 --nproc-per-node 8 ... pretrain_gpt.py ...      every option is torchrun's
 """
 
+import os
+import signal
 import sys
+from contextlib import suppress
+from pathlib import Path
 
 from torch.distributed import run
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+# Of ranks that were asked to stop, for their last checkpoint; torchrun's own 30 s are too few for a large model.
+SHUTDOWN_OPTION, SECONDS_TO_STOP = "--shutdown-timeout", 600
+
 
 def main(arguments: list[str]) -> int:
     """Run torchrun and return the exit code: 128 + the number of the signal if a rank was killed, as in a shell."""
+    if SHUTDOWN_OPTION in run.get_args_parser().format_help():  # not in older versions
+        arguments = [f"{SHUTDOWN_OPTION}={SECONDS_TO_STOP}", *arguments]
     try:
         run.main(arguments)
     except ChildFailedError as error:
@@ -19,8 +28,18 @@ def main(arguments: list[str]) -> int:
         sys.stderr.write(f"launch: rank {rank} failed first, with exit code {failure.exitcode}\n")
         return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
     except SignalException as error:
+        # torchrun has waited for the ranks, unless a second signal has interrupted it.
+        kill_children()
         return 128 + error.sigval
     return 0
+
+
+def kill_children() -> None:
+    """Kill the ranks that still run. Each is the leader of its own process group."""
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(OSError):
+            for child in (task / "children").read_text().split():
+                os.killpg(int(child), signal.SIGKILL)
 
 
 if __name__ == "__main__":

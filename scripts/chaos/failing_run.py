@@ -28,6 +28,7 @@ import pretrain_gpt
 from gpt import trainer
 from gpt.checkpoint import recovery, saver
 from gpt.model.transformer import GPT
+from gpt.run_folder import files
 from scripts.chaos.flips import TARGETS, flip
 from zero.bucket import ParamShard
 from zero.gradients import GradientReducer
@@ -41,7 +42,7 @@ POINTS: dict[str, tuple[Any, str, str]] = {
     "reduce": (GradientReducer, "_launch", "after"),
     "update": (ZeroOptimizer, "_update", "before"),
     "publish": (ParamShard, "all_gather_updated", "before"),
-    "log": (trainer, "append_record", "before"),
+    "log": (files, "append_records", "before"),
     "save.begin": (saver, "write_tensors", "before"),
     "save.middle": (tensor_file, "_chunks", "before"),
     "save.written": (saver, "write_tensors", "after"),

@@ -94,14 +94,28 @@ def test_mistakes_in_settings_are_explained_in_one_line(corpus, tmp_path, settin
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("suffix", [".bin", ".idx"])
-@pytest.mark.parametrize("damage", ["missing", "truncated"])
+@pytest.mark.parametrize(
+    ("suffix", "damage"),
+    [
+        (".bin", "missing"),
+        (".idx", "missing"),
+        (".bin", "truncated"),
+        (".idx", "truncated"),
+        (".idx", "changed"),
+        (".json", "changed"),
+        (".tokenizer.json", "changed"),
+    ],
+)
 def test_damaged_data_is_named(corpus, tmp_path, suffix, damage):
     for kind in (".bin", ".idx", ".json", ".tokenizer.json"):
         (tmp_path / f"copy{kind}").write_bytes(Path(f"{corpus}{kind}").read_bytes())
     damaged = tmp_path / f"copy{suffix}"
     whole = damaged.read_bytes()
-    damaged.unlink() if damage == "missing" else damaged.write_bytes(whole[: len(whole) // 2])
+    if damage == "missing":
+        damaged.unlink()
+    else:
+        rest = bytes([whole[len(whole) // 2] ^ 1]) + whole[len(whole) // 2 + 1 :]
+        damaged.write_bytes(whole[: len(whole) // 2] + rest * (damage == "changed"))
     with pytest.raises(DataError, match=re.escape(str(damaged))):
         pretrain(parse_settings(options(tmp_path / "copy", tmp_path / "run")), start_world())
     assert not (tmp_path / "run").exists()

@@ -102,6 +102,40 @@ def test_a_signal_to_one_rank_makes_all_save_the_same_step_and_end_with_code_0(c
     assert [record["step"] for record in resumed] == list(range(1, last + 4))
 
 
+@pytest.mark.full
+def test_ctrl_c_at_a_launcher_saves_a_checkpoint_and_prints_no_traceback(corpus, tmp_path):
+    run_dir = tmp_path / "run"
+    launch = [sys.executable, "-m", "parallel.launch", "--standalone", "--nproc-per-node=2", "pretrain_gpt.py"]
+    with subprocess.Popen(
+        [*launch, *options(corpus, run_dir, **LONG)],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as launcher:
+        wait_for_steps(run_dir, 3)
+        os.killpg(launcher.pid, signal.SIGINT)  # as a terminal does
+        printed, errors = launcher.communicate(timeout=60)
+    assert launcher.returncode == 128 + signal.SIGINT
+    assert "Traceback" not in errors
+    last = read_steps(run_dir)[-1]["step"]
+    assert f"stopped by a signal after step {last}; start again to resume" in printed
+    assert (run_dir / "checkpoints" / f"step-{last:08d}" / "layout.json").exists()
+
+
+@pytest.mark.full
+def test_a_rank_whose_peer_is_killed_ends_with_one_line_and_the_code_of_the_watchdog(corpus, tmp_path):
+    with started_ranks(2, options(corpus, tmp_path / "run", **LONG)) as ranks:
+        wait_for_steps(tmp_path / "run", 3)
+        ranks[1].kill()
+        assert ranks[0].wait(timeout=30) == 3
+        errors = ranks[0].stderr.read()
+    assert re.findall("^error: .*", errors, re.MULTILINE) == [errors.splitlines()[-1]]
+    assert "error: another rank or its node was lost (Connection" in errors
+
+
 def test_a_rank_that_hangs_is_named_with_its_last_collective_and_the_job_ends(corpus, tmp_path):
     run_dir = tmp_path / "run"
     with started_ranks(2, options(corpus, run_dir, run__hang_seconds=2, **LONG)) as ranks:
@@ -216,6 +250,25 @@ def files_of_at_most(num_bytes: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.full
+def test_a_full_disk_costs_no_step_and_is_told_in_lines(corpus, tmp_path):
+    """After the settings there is room for a few records; neither plots, profiles nor sinks find any."""
+    settings = {"train__steps": 20, "run__tensorboard": True, "wandb__mode": "offline"}
+    with small_disk(tmp_path / "run", 3 * 4096, "rw"):
+        ended = subprocess.run(
+            [sys.executable, "pretrain_gpt.py", *options(corpus, tmp_path / "run", **settings)],
+            cwd=ROOT,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    assert ended.returncode == 0
+    assert "step     20/20" in ended.stdout
+    assert "Traceback" not in ended.stderr
+    assert re.search(r"metrics.jsonl cannot be written \(No space left on device\); the run goes on", ended.stderr)
 
 
 @pytest.mark.full

@@ -72,6 +72,7 @@ def test_a_cached_order_is_built_once_and_then_memory_mapped(tmp_path):
     assert all(isinstance(array, np.memmap) for array in vars(again).values())
     assert all(np.array_equal(*pair) for pair in zip(vars(fresh).values(), vars(again).values(), strict=True))
     assert sorted(path.name for path in (tmp_path / "cache").iterdir()) == [
+        "stem.crc32.json",
         "stem.document_order.npy",
         "stem.sample_starts.npy",
         "stem.shuffle.npy",
@@ -94,7 +95,7 @@ def test_a_folder_that_cannot_be_written_is_reported_with_its_setting(tmp_path):
 
 
 def test_a_damaged_order_is_reported_with_the_remedy(tmp_path):
-    for name in ("document_order", "sample_starts", "shuffle"):
-        (tmp_path / f"stem.{name}.npy").write_bytes(b"nothing")
+    for name in ("document_order.npy", "sample_starts.npy", "shuffle.npy", "crc32.json"):
+        (tmp_path / f"stem.{name}").write_bytes(b"nothing")
     with pytest.raises(DataError, match=f"delete {tmp_path}"):
         cached_epoch(tmp_path, "stem", lambda: pytest.fail("must not build"))

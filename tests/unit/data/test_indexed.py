@@ -1,15 +1,18 @@
 """The .bin/.idx pair, byte for byte."""
 
 import struct
+import zlib
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from data.check import check_index
 from data.errors import DataError
 from data.indexed import IndexedDataset, IndexedWriter, token_dtype
+from data.sidecar import Sidecar
 
 HEADER_BYTES = 34
 
@@ -33,6 +36,7 @@ def test_tokens_take_two_bytes_below_a_vocabulary_of_65500_and_four_from_there(v
     assert token_dtype(vocab_size) == np.dtype(name)
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.lists(st.integers(0, 2**31 - 1), max_size=5), min_size=1, max_size=20).filter(any), st.integers(1, 20)
 )
@@ -94,8 +98,10 @@ def test_a_missing_bin_is_named(write_corpus):
     [
         (0, b"X", r"corpus.idx \(82 bytes\) does not start with a 34-byte MMIDIDX header"),
         (9, struct.pack("<Q", 2), "has version 2 and dtype code 8, expected 1"),
+        (17, b"\x07", "describes numbers of type float32, tokens are integers"),
         (17, b"\x09", "has version 1 and dtype code 9, expected 1 and a code from 1 to 8"),
         (18, struct.pack("<Q", 3), "has 82 bytes, its header describes 94"),
+        (18, struct.pack("<Q", 2**64 - 1), "has 82 bytes, its header describes 221360928884514619438"),
         (74, struct.pack("<Q", 5), "its last document index is not its 2 sequences"),
         (42, struct.pack("<qq", 0, 0), "corpus.bin has 8 bytes, its index describes 2"),
     ],
@@ -105,6 +111,43 @@ def test_a_damaged_index_is_reported_with_the_expected_values(write_corpus, offs
     _overwrite(prefix + ".idx", offset, content)
     with pytest.raises(DataError, match=message):
         IndexedDataset(prefix)
+
+
+@pytest.mark.parametrize("block", [1, 2, 100])
+@pytest.mark.parametrize(
+    ("offset", "content", "message"),
+    [
+        (34, struct.pack("<i", -1), "sequence 0 has a length of -1 tokens"),
+        (38, struct.pack("<i", 3), "sequence 2 starts at byte 8, the one before ends at 12"),
+        (46, struct.pack("<q", 2), "sequence 0 starts at byte 2, the one before ends at 0"),
+        (54, struct.pack("<q", 2**63 - 2), "sequence 1 starts at byte 9223372036854775806, the one before ends at 6"),
+        (70, struct.pack("<q", 1), "document 0 begins with sequence 1, not with sequence 0"),
+        (78, struct.pack("<q", 2**40), "document 2 begins with sequence 2, before the document ahead of it"),
+        (86, struct.pack("<q", -1), "document 2 begins with sequence -1, before the document ahead of it"),
+    ],
+)
+def test_the_inside_of_an_index_is_checked(write_corpus, monkeypatch, block, offset, content, message):
+    monkeypatch.setattr("data.check.BLOCK", block)
+    prefix = write_corpus([[1, 2, 258], [7], [8, 9]])
+    check_index(IndexedDataset(prefix))
+    _overwrite(prefix + ".idx", offset, content)
+    with pytest.raises(DataError, match=rf"corpus.idx is damaged: {message}; copy or prepare it again"):
+        check_index(IndexedDataset(prefix))
+
+
+def test_an_index_that_is_not_the_one_that_was_written_is_noticed(write_corpus):
+    """Two lengths and a start are changed together, so that the arrays are still consistent."""
+    prefix = write_corpus([[1, 2, 258], [7]])
+    checksum = zlib.crc32(Path(prefix + ".idx").read_bytes())
+    facts = {"vocab_size": 300, "eod": 0, "tokenizer": "trained", "source": ["x"]}
+    Sidecar(**facts, documents=2, tokens=4, checksums={".idx": checksum}).save(prefix)
+    check_index(IndexedDataset(prefix))
+    _overwrite(prefix + ".idx", 34, struct.pack("<iiqq", 2, 2, 0, 4))
+    with pytest.raises(DataError, match=r"corpus.idx is damaged or belongs to another corpus: its CRC-32 is \d+"):
+        check_index(IndexedDataset(prefix))
+    Sidecar(**facts, documents=2, tokens=5).save(prefix)
+    with pytest.raises(DataError, match=r"corpus.idx holds 4 tokens, .*corpus.json says 5: they belong to different"):
+        check_index(IndexedDataset(prefix))
 
 
 @pytest.mark.parametrize("suffix", [".bin", ".idx"])

@@ -3,8 +3,10 @@
 import gzip
 import json
 import re
+import resource
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 
 import pyarrow as pa
@@ -12,10 +14,12 @@ import pytest
 from datasets import Dataset, DatasetDict
 from pyarrow import parquet
 
+from data.errors import DataError
 from data.indexed import IndexedDataset
 from data.prepare import main
 from data.sidecar import Sidecar
-from data.sources import Source
+from data.sources import Document, Source, text_of
+from data.staging import reserved
 from data.tokenizer import load_tokenizer, train_tokenizer
 
 TEXTS = [f"document {i} says {'again ' * (i % 7)}Ψ{i * i}\n" for i in range(40)]
@@ -66,6 +70,7 @@ def test_files_of_every_kind_in_one_directory_become_one_corpus(tmp_path, capsys
     parquet.write_table(pa.table({"text": [*TEXTS[9:20], None], "id": range(12)}), folder / "d.parquet")
     (folder / "picture.png").write_bytes(b"\xff")
     prefix = tmp_path / "out" / "corpus"
+    (tmp_path / "out" / ".corpus.unfinished" / "left by a killed process").mkdir(parents=True)
     main(["--source", str(folder), "--output", str(prefix), "--train_vocab_size", "280", "--workers", "1"])
     assert _documents(prefix) == TEXTS[:20]
     assert sorted(path.name for path in prefix.parent.iterdir()) == sorted(f"corpus{suffix}" for suffix in SUFFIXES)
@@ -76,6 +81,9 @@ def test_files_of_every_kind_in_one_directory_become_one_corpus(tmp_path, capsys
         documents=20,
         tokens=IndexedDataset(prefix).num_tokens,
         source=[str(folder)],
+        checksums={
+            suffix: zlib.crc32(Path(f"{prefix}{suffix}").read_bytes()) for suffix in (*SUFFIXES[:2], SUFFIXES[3])
+        },
     )
     assert "20 documents" in capsys.readouterr().out
 
@@ -196,6 +204,63 @@ def test_a_source_that_cannot_be_read_is_reported_in_one_line(tmp_path, capsys, 
     assert list(tmp_path.glob("out/*")) == []
 
 
+LONG_NUMBER = b'{"text": "a", "n": ' + b"1" * 4301 + b"}"
+DEEP_LIST = b'{"text": "a", "n": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (LONG_NUMBER, r"a.jsonl:1 cannot be read as JSON \(Exceeds the limit"),
+        (DEEP_LIST, r"a.jsonl:1 cannot be read as JSON \(maximum recursion"),
+        (b'{"a\\nb": 1}', "a.jsonl:1 has no text under --text_key text; its keys are a b$"),
+    ],
+    ids=["long number", "deep list", "line break in a key"],
+)
+def test_json_that_python_cannot_hold_is_reported_in_one_line(content, message):
+    with pytest.raises(DataError, match=message):
+        text_of(Document("a.jsonl", 1, content, 1), "text")
+
+
+def test_a_line_break_in_the_name_of_a_file_does_not_break_the_message():
+    with pytest.raises(DataError, match=r"^a b.jsonl:1 is a JSON list; every line must be one JSON object$"):
+        text_of(Document("a\nb.jsonl", 1, b"[1]", 1), "text")
+
+
+def test_a_parquet_column_that_is_not_utf_8_is_reported_with_its_row(tmp_path):
+    texts = pa.Array.from_buffers(pa.string(), 2, pa.array([b"good", b"\xff"]).buffers())
+    parquet.write_table(pa.table({"text": texts}), tmp_path / "a.parquet")
+    good, bad = Source([str(tmp_path / "a.parquet")]).documents()
+    assert text_of(good, "text") == "good"
+    with pytest.raises(DataError, match=r"a.parquet:2 is not UTF-8 .*; convert it or leave it out"):
+        text_of(bad, "text")
+
+
+def test_a_second_process_with_the_same_output_is_refused_and_touches_nothing(tmp_path, capsys):
+    (tmp_path / "a.txt").write_text(TEXTS[0])
+    arguments = ("--source", tmp_path / "a.txt", "--output", tmp_path / "out" / "corpus", "--train_vocab_size", "257")
+    with reserved(tmp_path / "out" / "corpus"):
+        assert "out/corpus is being written by another process, which holds" in _error_of(capsys, *arguments)
+        assert [path.name for path in (tmp_path / "out").iterdir()] == [".corpus.lock"]
+    with reserved(tmp_path / "out" / "corpus"):
+        pass
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_a_full_disk_is_reported_in_one_line_and_nothing_is_left(tmp_path, capsys):
+    """The system limits the size of a file to less than the tokenizer's, which is written first."""
+    (tmp_path / "a.txt").write_text(TEXTS[0])
+    arguments = ("--source", tmp_path / "a.txt", "--output", tmp_path / "out" / "corpus", "--train_vocab_size", "257")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+    try:
+        message = _error_of(capsys, *arguments)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert re.search(r"cannot write or read .*corpus.* \(File too large\); make room, or choose another", message)
+    assert list((tmp_path / "out").iterdir()) == []
+
+
 @pytest.mark.parametrize("column", [["a"], [1]])
 def test_a_parquet_file_without_the_column_of_text_is_reported(tmp_path, capsys, column):
     key = "body" if column == ["a"] else "text"
@@ -226,6 +291,7 @@ def test_too_large_a_document_is_reported(tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("option", ["--workers", "--train_bytes", "--max_documents"])
-def test_a_number_below_one_is_reported(tmp_path, capsys, option):
-    arguments = ("--source", "stdlib", "--output", tmp_path / "corpus", "--train_vocab_size", "257", option, "0")
-    assert f"{option}=0 must be 1 or more" in _error_of(capsys, *arguments)
+@pytest.mark.parametrize("value", ["0", "9223372036854775808"])
+def test_a_number_outside_its_range_is_reported(tmp_path, capsys, option, value):
+    arguments = ("--source", "stdlib", "--output", tmp_path / "corpus", "--train_vocab_size", "257", option, value)
+    assert f"{option}={value} must be 1 or more, and at most" in _error_of(capsys, *arguments)

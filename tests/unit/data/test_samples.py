@@ -105,14 +105,14 @@ def test_the_cache_is_built_for_the_epochs_asked_for_and_then_only_read(million_
 
 def test_a_run_of_endless_length_caches_the_first_epochs_only(million_documents, monkeypatch):
     samples, built = _packed(million_documents), []
-    monkeypatch.setattr(PackedSamples, "_order_of", lambda self, epoch: built.append(epoch))
+    monkeypatch.setattr(PackedSamples, "_order_of", lambda self, epoch, checks: built.append(epoch))
     samples.build_cache(3 * samples.samples_per_epoch, 10**18)
     assert built == list(range(3, 3 + MAX_EPOCHS_AHEAD))
 
 
 def test_the_cache_is_stored_where_the_setting_says(million_documents, tmp_path):
     _packed(million_documents, cache_dir=tmp_path / "elsewhere")[0]
-    assert len(list((tmp_path / "elsewhere").iterdir())) == 3
+    assert len(list((tmp_path / "elsewhere").iterdir())) == 4
     assert not Path(million_documents + ".cache").exists()
 
 

@@ -1,11 +1,13 @@
 """Tokenizers: training, loading by name, and the files beside a corpus."""
 
+import json
+
 import pytest
 from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers, processors
 
 from data.errors import DataError
-from data.sidecar import Sidecar
+from data.sidecar import Sidecar, file_checksum
 from data.tokenizer import Tokenizer, load_tokenizer, named_tokenizer, tokenizer_path, train_tokenizer
 
 TEXTS = ["the cat sat on the mat\n", "the dog sat on the log\n"] * 20
@@ -47,6 +49,26 @@ def test_a_vocabulary_that_cannot_hold_the_bytes_is_reported():
         train_tokenizer(TEXTS, 256)
 
 
+def test_a_vocabulary_for_which_the_library_has_no_memory_is_reported():
+    with pytest.raises(DataError, match=r"--train_vocab_size=2147483648 is above 16777216; choose"):
+        train_tokenizer(TEXTS, 2**31)
+
+
+def test_a_word_of_a_megabyte_is_cut_in_training_and_encoded_as_a_whole():
+    """Without the cut, the merges would go on doubling its tokens up to 2**20 bytes."""
+    word = "a" * 2**20
+    tokenizer = train_tokenizer([word], 300)
+    assert max(len(tokenizer.decode([token])) for token in range(1, tokenizer.vocab_size)) == 512
+    assert len(tokenizer.encode(word)) == 2**20 // 512
+    assert "FixedLength" not in tokenizer._backend.to_str()
+
+
+def test_a_tokenizer_whose_ids_do_not_fit_into_a_token_is_reported(tmp_path):
+    for vocab, found in (({"</s>": 2**31}, 2**31 + 1), ({}, 0)):
+        with pytest.raises(DataError, match=f"has ids below {found}; tokens are stored as 0 to 2147483647"):
+            Tokenizer(Backend(models.WordLevel(vocab, unk_token="?")), 0)
+
+
 def test_the_tokenizer_of_a_corpus_is_loaded_from_beside_it(tmp_path):
     tokenizer = train_tokenizer(TEXTS, 270)
     tokenizer.save(tokenizer_path(tmp_path / "corpus"))
@@ -55,6 +77,18 @@ def test_the_tokenizer_of_a_corpus_is_loaded_from_beside_it(tmp_path):
     loaded = load_tokenizer(tmp_path / "corpus")
     assert Sidecar.load(tmp_path / "corpus") == sidecar
     assert (loaded.eod, loaded.vocab_size, loaded.encode("the cat")) == (0, 270, tokenizer.encode("the cat"))
+
+
+def test_a_tokenizer_that_is_not_the_one_that_was_written_is_noticed(tmp_path):
+    train_tokenizer(TEXTS, 270).save(tokenizer_path(tmp_path / "corpus"))
+    checksums = {".tokenizer.json": file_checksum(tokenizer_path(tmp_path / "corpus"))}
+    Sidecar(**FACTS, checksums=checksums).save(tmp_path / "corpus")
+    assert load_tokenizer(tmp_path / "corpus").vocab_size == 270
+    train_tokenizer(TEXTS[:1], 270).save(tokenizer_path(tmp_path / "corpus"))
+    with pytest.raises(
+        DataError, match=r"corpus.tokenizer.json is damaged or belongs to another corpus: its CRC-32 is"
+    ):
+        load_tokenizer(tmp_path / "corpus")
 
 
 def test_a_corpus_without_its_sidecar_is_reported(tmp_path):
@@ -98,3 +132,30 @@ def test_a_tokenizer_that_cannot_be_read_is_reported_in_one_line(tmp_path):
     with pytest.raises(DataError, match=r"cannot load the tokenizer .*; give a tokenizer.json file") as error:
         named_tokenizer(str(tmp_path / "missing"))
     assert "\n" not in str(error.value)
+
+
+FACTS = {"vocab_size": 270, "eod": 0, "tokenizer": "trained", "documents": 1, "tokens": 2, "source": ["x"]}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"vocab_size": "270"}, "vocab_size is '270', not a number"),
+        ({"documents": True}, "documents is 'True', not a number"),
+        ({"tokens": -1}, "tokens is '-1', not a number"),
+        ({"source": "x"}, "source is 'x', not a list of texts"),
+        ({"checksums": {".idx": None}}, "checksums is .* not an object of numbers"),
+        ({"eod": 270}, "eod=270 is not below vocab_size=270"),
+        ({"vocabulary": 1}, "its keys should be .*, and differ in vocabulary"),
+        ({"crc32": 1}, "it was changed since it was written"),
+        (None, "it is a JSON list, not an object"),
+    ],
+    ids=str,
+)
+def test_a_wrong_sidecar_is_reported_with_the_key(tmp_path, change, message):
+    """A file without checksums, as an older version wrote it, is accepted if its types are right."""
+    Sidecar.path(tmp_path / "corpus").write_text(json.dumps(FACTS))
+    assert Sidecar.load(tmp_path / "corpus") == Sidecar(**FACTS)
+    Sidecar.path(tmp_path / "corpus").write_text(json.dumps([] if change is None else FACTS | change))
+    with pytest.raises(DataError, match=rf"cannot read .*corpus.json, .*{message}.*; prepare the data again"):
+        Sidecar.load(tmp_path / "corpus")

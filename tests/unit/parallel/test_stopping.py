@@ -54,17 +54,31 @@ def test_all_ranks_stop_after_the_same_step(seed):
     assert 20 <= last_steps[0] < 199
 
 
-def test_a_signal_asks_to_stop_and_its_handler_is_restored_after_the_block():
-    before = signal.getsignal(signal.SIGTERM)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_asks_to_stop_and_its_handler_is_restored_after_the_block(number):
+    before = signal.getsignal(number)
     stop = Stopping(dist.HashStore(), 0, 1)
     with stop.handling_signals():
         assert stop.may_begin(1)
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), number)
         deadline = time.monotonic() + 10
+        while stop._reported_at is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        os.kill(os.getpid(), number)  # as a launcher passes it on
         while stop._last is None and time.monotonic() < deadline:
             time.sleep(0.01)
         assert not stop.may_begin(2)
-    assert signal.getsignal(signal.SIGTERM) is before
+    assert signal.getsignal(number) is before
+
+
+def test_ctrl_c_stays_ignored_in_a_job_that_a_shell_started_in_the_background():
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with Stopping(dist.HashStore(), 0, 1).handling_signals():
+            assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+        assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 PROGRAM = """
@@ -72,11 +86,12 @@ import os, signal, time
 import torch.distributed as dist
 from parallel import stopping
 stopping.AGREEMENT_SECONDS = {agreement_seconds}
+stopping.SAME_SECONDS = 0.5
 stop = stopping.Stopping(dist.HashStore(), 0, 2)
 with stop.handling_signals():
     stop.may_begin(1)
     for _ in range({num_signals}):
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGINT)
         time.sleep(1)
     time.sleep(60)
 """
@@ -86,7 +101,7 @@ with stop.handling_signals():
     ("num_signals", "agreement_seconds", "code", "message"),
     [
         (1, 0.1, 1, "rank 0 was asked to stop in step 1, and not all 2 ranks have answered within 0.1 s"),
-        (2, 60, 128 + signal.SIGTERM, ""),
+        (2, 60, 128 + signal.SIGINT, ""),
     ],
     ids=["a peer is gone", "a second signal"],
 )

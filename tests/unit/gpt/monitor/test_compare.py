@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from gpt.monitor.compare import COLUMNS, main, read_runs
-from gpt.run_folder.files import append_record
+from gpt.run_folder.files import append_records
 from parallel.errors import ConfigError
 
 
@@ -14,7 +14,7 @@ def write_run(folder: Path, losses: list[float], **last: float) -> Path:
         record = {"step": step, "loss": loss, "tokens": 1_000_000 * step, "skipped_steps": 0}
         record |= {"tokens_per_second": 100 * step, "model_tflops_per_device": 1.5, "peak_allocated_bytes": 3e6}
         record |= {"data_axis_bytes": 2_000_000, "tensor_axis_bytes": 0}
-        append_record(folder, record | (last if step == len(losses) else {}))
+        append_records(folder, [record | (last if step == len(losses) else {})])
     return folder
 
 

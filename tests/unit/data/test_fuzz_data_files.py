@@ -1,0 +1,189 @@
+"""Damaged data files: a reader gets what it would get from whole files, or a DataError of one line that names a file.
+
+Files are damaged as disks, copies and editors do it: bytes change, are lost or repeated, and numbers become extreme.
+"""
+
+import gzip
+import json
+import shutil
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import strategies as st
+from pyarrow import parquet
+
+from data.batches import BatchLoader
+from data.blend import open_samples
+from data.check import check_corpus
+from data.errors import DataError
+from data.indexed import IndexedWriter
+from data.prepare import main
+from data.sidecar import Sidecar
+from data.sources import Source, text_of
+from data.tokenizer import load_tokenizer, named_tokenizer
+from tests.fuzz import fuzzed, result_unless_refused, run_examples
+
+TEXTS = [f"document {i} says {'again ' * (i % 7)}Ψ{i * i}\n" for i in range(40)]
+EXTREME = [0, 1, -1, 2**15, 2**31 - 1, -(2**31), 2**32, 2**62, 2**63 - 1, -(2**63), 10**12]
+Damage = Callable[[bytes], bytes]
+
+
+def _flip(place: float, mask: int) -> Damage:
+    return lambda content: _overwritten(content, place, lambda old: bytes([old[0] ^ mask]), 1)
+
+
+def _set_number(place: float, number: int, num_bytes: int) -> Damage:
+    value = (number % 2 ** (8 * num_bytes)).to_bytes(num_bytes, "little")
+    return lambda content: _overwritten(content, place, lambda _: value, num_bytes)
+
+
+def _overwritten(content: bytes, place: float, change: Callable[[bytes], bytes], num_bytes: int) -> bytes:
+    start = int(place * max(len(content) - num_bytes, 0))
+    return content[:start] + change(content[start : start + num_bytes]) + content[start + num_bytes :]
+
+
+def _cut(place: float) -> Damage:
+    return lambda content: content[: int(place * len(content))]
+
+
+def _insert(place: float, inserted: bytes) -> Damage:
+    return lambda content: _overwritten(content, place, lambda _: inserted, 0)
+
+
+def _remove(place: float, num_bytes: int) -> Damage:
+    return lambda content: _overwritten(content, place, lambda _: b"", num_bytes)
+
+
+PLACE = st.floats(0, 1, exclude_max=True)
+DAMAGE: st.SearchStrategy[Damage] = st.one_of(
+    st.builds(_flip, PLACE, st.integers(1, 255)),
+    st.builds(_set_number, PLACE, st.sampled_from(EXTREME), st.sampled_from([4, 8])),
+    st.builds(_cut, PLACE),
+    st.builds(_insert, PLACE, st.binary(min_size=1, max_size=16)),
+    st.builds(_remove, PLACE, st.integers(1, 16)),
+)
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the prefix of a corpus that `data.prepare` wrote."""
+    folder = tmp_path_factory.mktemp("prepared")
+    (folder / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    prefix = folder / "corpus"
+    main(["--source", f"{folder}/texts.jsonl", "--output", str(prefix), "--train_vocab_size", "280", "--workers", "1"])
+    return prefix
+
+
+@pytest.fixture(scope="module")
+def foreign(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the prefix of a pair without PREFIX.json, as Megatron-LM writes it. Two documents are empty."""
+    prefix = tmp_path_factory.mktemp("foreign") / "corpus"
+    lengths = np.array([*range(1, 20), 0, 0, *range(19, 0, -1)])
+    with IndexedWriter(prefix, np.dtype("u2")) as writer:
+        writer.add(np.arange(lengths.sum()) % 280, lengths)
+    return prefix
+
+
+def _read(prefix: Path) -> tuple[Any, ...]:
+    """Return all that training reads of a corpus. Every part of the samples is read, and of two epochs."""
+    samples = open_samples(str(prefix), split=[1, 0, 0], seq_length=16, seed=1)
+    samples.build_cache(0, 90)
+    loader = BatchLoader(samples, micro_batch_size=90, data_rank=0, data_size=1, vocab_size=280)
+    (batch,) = next(loader.steps([(0, 90)]))
+    if not Sidecar.path(prefix).is_file():
+        return (batch.tolist(),)
+    return batch.tolist(), Sidecar.load(prefix), load_tokenizer(prefix).decode(range(280))
+
+
+def _check_damage(whole: Path, folder: Path, suffix: str, read: Callable[[Path], Any], damage: Damage) -> None:
+    """Read a copy of the files with one damaged; compare with what is read of the whole files, or with the error."""
+    for file in whole.parent.glob(f"{whole.name}.*"):
+        if file.is_file():
+            shutil.copyfile(file, folder / file.name)
+    copy = folder / whole.name
+    damaged = Path(f"{copy}{suffix}")
+    damaged.write_bytes(damage(damaged.read_bytes()))
+    found = result_unless_refused(lambda: read(copy), DataError, copy)
+    assert found is None or found == read(whole)
+
+
+@fuzzed(few=40, many=1500)
+@pytest.mark.parametrize("suffix", [".idx", ".json", ".tokenizer.json"])
+def test_a_prepared_corpus_is_read_as_it_was_written_or_refused(num_examples, suffix, prepared, tmp_path):
+    run_examples(num_examples, lambda damage: _check_damage(prepared, tmp_path, suffix, _read, damage), DAMAGE)
+
+
+@fuzzed(few=60, many=1500)
+def test_an_index_of_another_program_is_read_as_it_was_written_or_refused(num_examples, foreign, tmp_path):
+    run_examples(num_examples, lambda damage: _check_damage(foreign, tmp_path, ".idx", _read, damage), DAMAGE)
+
+
+@fuzzed(few=20, many=500)
+def test_the_check_of_a_corpus_finds_every_change_of_its_tokens(num_examples, prepared, tmp_path):
+    def check(prefix: Path) -> bytes:
+        check_corpus(str(prefix))
+        return prefix.with_suffix(".bin").read_bytes()
+
+    run_examples(num_examples, lambda damage: _check_damage(prepared, tmp_path, ".bin", check, damage), DAMAGE)
+
+
+@fuzzed(few=30, many=600)
+def test_a_cached_order_is_read_as_it_was_written_or_refused(num_examples, foreign, tmp_path, monkeypatch):
+    monkeypatch.setattr("data.samples.MIN_CACHED_ENTRIES", 1)
+    cache = tmp_path / "cache"
+
+    def read() -> list[list[int]]:
+        samples = open_samples(str(foreign), split=[1, 0, 0], seq_length=16, seed=1, cache_dir=cache)
+        return [samples[i].tolist() for i in range(30)]
+
+    expected = read()
+    files = {path: path.read_bytes() for path in sorted(cache.iterdir())}
+
+    def check(path: Path, damage: Damage) -> None:
+        for file, content in files.items():
+            file.write_bytes(damage(content) if file == path else content)
+        assert result_unless_refused(read, DataError, f"delete {cache}") in (None, expected)
+
+    run_examples(num_examples, check, st.sampled_from(list(files)), DAMAGE)
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a file of every kind of text, and a tokenizer."""
+    folder = tmp_path_factory.mktemp("sources")
+    lines = "".join(json.dumps({"id": i, "text": text}) + "\n" for i, text in enumerate(TEXTS)).encode()
+    (folder / "a.jsonl").write_bytes(lines)
+    (folder / "a.jsonl.gz").write_bytes(gzip.compress(lines, mtime=0))
+    (folder / "a.txt").write_text("".join(TEXTS))
+    parquet.write_table(pa.table({"text": TEXTS, "id": range(len(TEXTS))}), folder / "a.parquet")
+    return folder
+
+
+@fuzzed(few=25, many=400)
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.txt", "a.parquet"])
+def test_a_damaged_source_is_read_or_refused(num_examples, name, sources, tmp_path):
+    """Text is not protected: what a change turns into another text is read as that."""
+
+    def check(damage: Damage) -> None:
+        (tmp_path / name).write_bytes(damage((sources / name).read_bytes()))
+        documents = islice(Source([str(tmp_path / name)]).documents(), 1000)
+        result_unless_refused(lambda: [text_of(document, "text") for document in documents], DataError, name)
+
+    run_examples(num_examples, check, DAMAGE)
+
+
+@fuzzed(few=25, many=500)
+def test_a_damaged_tokenizer_is_read_or_refused(num_examples, prepared, tmp_path):
+    content = Path(f"{prepared}.tokenizer.json").read_bytes()
+
+    def check(damage: Damage) -> None:
+        (tmp_path / "tokenizer.json").write_bytes(damage(content))
+        read = lambda: named_tokenizer(str(tmp_path)).encode("the document says")  # noqa: E731
+        result_unless_refused(read, DataError, tmp_path)
+
+    run_examples(num_examples, check, DAMAGE)

@@ -1,0 +1,164 @@
+"""The files of a run's folder: damaged lines, full disks, and what a resumed run keeps."""
+
+import errno
+import json
+import math
+import os
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from hypothesis import strategies as st
+
+from gpt.run_folder.files import (
+    NUMBERS_OF_A_STEP,
+    MetricsFile,
+    append_records,
+    cut_metrics,
+    read_steps,
+    start_run,
+    written_if_possible,
+)
+from parallel.errors import ConfigError
+from tests.fuzz import fuzzed, run_examples
+
+METRICS = "metrics.jsonl"
+
+
+def record(step: int, **others: object) -> dict:
+    return {"step": step} | dict.fromkeys(NUMBERS_OF_A_STEP, 1.5 * step) | others
+
+
+def steps_in(folder: Path) -> list[int]:
+    return [found["step"] for found in read_steps(folder)]
+
+
+@contextmanager
+def files_of_at_most(num_bytes: int) -> Iterator[None]:
+    """Let the system refuse what goes beyond, as a full disk does: it takes a part of a write, and refuses the next."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+DAMAGED = [
+    b"\n",
+    b'{"step": 3, "lo\n',
+    b'{"step": 3, "loss": "\xff"}\n',
+    b"[3]\n",
+    b"null\n",
+    b'{"step": 3}\n',
+    json.dumps(record(3) | {"step": "3"}).encode() + b"\n",
+    json.dumps(record(3) | {"lr": [1]}).encode() + b"\n",
+    b"\0" * 100 + b"\n",
+    b"[" * 100_000 + b"\n",
+]
+
+
+@pytest.mark.parametrize("line", DAMAGED, ids=range(len(DAMAGED)))
+def test_a_damaged_line_is_left_out_named_and_removed_when_the_run_resumes(tmp_path, caplog, line):
+    append_records(tmp_path, [record(1), record(2)])
+    damaged = (tmp_path / METRICS).read_bytes() + line
+    (tmp_path / METRICS).write_bytes(damaged)
+    append_records(tmp_path, [record(4), record(5)])
+    damaged += (tmp_path / METRICS).read_bytes()[len(damaged) :]
+    assert steps_in(tmp_path) == [1, 2, 4, 5]
+    assert "metrics.jsonl: 1 lines cannot be read, the first is line 3" in caplog.text
+    cut_metrics(tmp_path, 4)
+    assert "1 of 5 lines cannot be read, among them number 3; they are removed, and the old file is kept" in caplog.text
+    caplog.clear()
+    assert steps_in(tmp_path) == [1, 2, 4]
+    assert caplog.text == ""
+    assert (tmp_path / "metrics.1.jsonl").read_bytes() == damaged
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.1.jsonl", METRICS]
+
+
+def test_a_line_that_a_crash_has_cut_is_left_out_and_does_not_spoil_the_next(tmp_path, caplog):
+    append_records(tmp_path, [record(1), record(2)])
+    whole = (tmp_path / METRICS).read_bytes()
+    (tmp_path / METRICS).write_bytes(whole[:-5])
+    assert steps_in(tmp_path) == [1]
+    assert caplog.text == ""
+    append_records(tmp_path, [record(3)])
+    assert steps_in(tmp_path) == [1, 3]
+    (tmp_path / METRICS).write_bytes(whole[:-5])
+    cut_metrics(tmp_path, 2)
+    append_records(tmp_path, [record(2)])
+    assert (tmp_path / METRICS).read_bytes() == whole
+
+
+@fuzzed(few=100, many=2000)
+def test_other_lines_survive_any_damage(num_examples, tmp_path):
+    """A change that leaves a line readable may change its numbers: a record is no state of the run."""
+    append_records(tmp_path, [record(step) for step in range(1, 9)])
+    whole = (tmp_path / METRICS).read_bytes()
+    lines = whole.split(b"\n")
+
+    def check(place: int, inserted: bytes, num_removed: int) -> None:
+        damaged = whole[:place] + inserted + whole[place + num_removed :]
+        (tmp_path / METRICS).write_bytes(damaged)
+        untouched = {number for number, line in enumerate(lines[:-1], 1) if line in damaged.split(b"\n")[:-1]}
+        assert untouched <= set(steps_in(tmp_path))
+        cut_metrics(tmp_path, 8)
+        append_records(tmp_path, [record(9)])
+        assert untouched <= set(steps_in(tmp_path))
+        assert steps_in(tmp_path)[-1] == 9
+        for path in tmp_path.glob("metrics.*.jsonl"):
+            path.unlink()
+
+    run_examples(num_examples, check, st.integers(0, len(whole)), st.binary(max_size=8), st.integers(0, 8))
+
+
+def test_numbers_that_are_not_finite_are_null_in_the_file_and_nan_when_read(tmp_path):
+    append_records(tmp_path, [record(1, loss=math.inf, mfu=None)])
+    assert json.loads((tmp_path / METRICS).read_text())["loss"] is None
+    (found,) = read_steps(tmp_path)
+    assert math.isnan(found["loss"])
+    assert found["mfu"] is None
+
+
+def test_a_record_of_a_full_disk_is_written_when_there_is_room(tmp_path, caplog):
+    metrics = MetricsFile(tmp_path)
+    metrics.append(record(1))
+    whole = (tmp_path / METRICS).read_bytes()
+    with files_of_at_most(len(whole) + 10):
+        for step in (2, 3, 4):
+            metrics.append(record(step))
+            assert (tmp_path / METRICS).read_bytes() == whole
+        metrics.roll_back(3)
+        metrics.close()
+    assert caplog.text.count("cannot be written (File too large); the run goes on") == 1
+    assert "metrics.jsonl lacks 2 records, for which there was no room" in caplog.text
+    metrics.append(record(4))
+    assert steps_in(tmp_path) == [1, 2, 3, 4]
+
+
+def test_steps_are_removed_without_room_on_the_disk(tmp_path):
+    append_records(tmp_path, [record(step) for step in range(1, 5)])
+    with files_of_at_most(0):
+        cut_metrics(tmp_path, 2)
+    assert steps_in(tmp_path) == [1, 2]
+    (tmp_path / METRICS).write_bytes(b"\n" + (tmp_path / METRICS).read_bytes())
+    with files_of_at_most(0), pytest.raises(ConfigError, match=r"metrics.jsonl cannot be written \(File too large\)"):
+        cut_metrics(tmp_path, 2)
+
+
+@pytest.mark.parametrize("old", [b"\xff\xfe", b"", b"train: {steps: 1"])
+def test_a_damaged_config_is_kept_beside_the_new_one(tmp_path, old):
+    (tmp_path / "config.yaml").write_bytes(old)
+    start_run(tmp_path, "train:\n  steps: 2\n", last_step=0)
+    assert (tmp_path / "config.yaml").read_text() == "train:\n  steps: 2\n"
+    assert (tmp_path / "config.1.yaml").read_bytes() == old
+
+
+def test_a_file_that_training_does_not_need_costs_a_warning_and_leaves_nothing(tmp_path, caplog):
+    with written_if_possible(tmp_path / "plot"):
+        (tmp_path / "plot").write_text("a part")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    assert "plot cannot be written (No space left on device); the run goes on without it" in caplog.text
+    assert list(tmp_path.iterdir()) == []
