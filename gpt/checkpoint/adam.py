@@ -13,6 +13,7 @@ from zero.state.saved_state import SavedState
 
 COUNTS_PER_PARAMETER, COUNTS_PER_GROUP = "AdamW", "FusedAdam"  # the names of torch's class and apex's
 MOMENTS = {"exp_avg", "exp_avg_sq"}
+STATES = {COUNTS_PER_PARAMETER: MOMENTS | {"step"}, COUNTS_PER_GROUP: MOMENTS}  # of each parameter
 
 
 def are_alike(saved: str, present: str) -> bool:
@@ -65,11 +66,11 @@ def _problem(optimizer: ZeroOptimizer, saved_class: str, counters: list[dict[str
         return "a counter has the name of a setting of the optimizer"
     pieces = [piece for bucket in optimizer.buckets for piece in optimizer.pieces_of(bucket)]
     states = [(piece.param, inner.state.get(piece.param, {})) for piece in pieces]
-    if not any(state for _, state in states):
+    if saved_class not in STATES or not any(state for _, state in states):
         return None
     if saved_class == COUNTS_PER_GROUP and any("step" not in of_group for of_group in counters):
         return "a group of parameters has no counter of steps"
-    expected = MOMENTS | ({"step"} if saved_class == COUNTS_PER_PARAMETER else set())
+    expected = STATES[saved_class]
     for param, state in states:
         if state.keys() != expected:
             return f"a parameter has the states {sorted(state)}, {sorted(expected)} are needed"

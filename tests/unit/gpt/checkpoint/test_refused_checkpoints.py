@@ -230,8 +230,8 @@ def test_settings_that_determine_the_data_are_the_same_after_json(path: str | li
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (at("model", "num_layers", value=10**6), "lacks the parameter blocks.1.attention.qkv.weight"),
-        (at("model", "hidden_size", value=2**18), "token_embedding.weight has the shape"),
+        (at("model", "num_layers", value=10**7), "lacks the parameter blocks.1.attention.qkv.weight"),
+        (at("model", "hidden_size", value=2**20), "token_embedding.weight has the shape"),
         (at("model", "num_heads", value=3), "layout.json is damaged: model.hidden_size=8 is not divisible"),
         (at("model", "vocab_size", value=12), "token_embedding.weight has the shape"),
     ],
