@@ -16,6 +16,7 @@ def _command(module: str) -> Callable[[], None]:
 # pyproject.toml gives each its name: `zero-gpt-prepare` and so on.
 pretrain = _command("pretrain_gpt")
 prepare = _command("data.prepare")
+check = _command("data.check")
 plan = _command("gpt.planner.plan")
 preflight = _command("gpt.preflight")
 evaluate = _command("gpt.evaluate")
