@@ -20,7 +20,7 @@ from data.indexed import IndexedWriter, bin_path, idx_path, token_dtype
 from data.sidecar import INDEX, TOKENIZER, TOKENS, Sidecar, file_checksum
 from data.sources import Source
 from data.staging import reserved, staging_folder
-from data.tokenizer import Tokenizer, named_tokenizer, tokenizer_path, train_tokenizer
+from data.tokenizer import Tokenizer, character_tokenizer, named_tokenizer, tokenizer_path, train_tokenizer
 
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
@@ -101,6 +101,7 @@ def _parser() -> argparse.ArgumentParser:
     tokenizer = parser.add_mutually_exclusive_group(required=True)
     tokenizer.add_argument("--tokenizer", help="a tokenizer.json, a folder with one, or a hub name such as gpt2")
     tokenizer.add_argument("--train_vocab_size", type=int, metavar="N", help="train a byte-level BPE of N entries")
+    tokenizer.add_argument("--characters", action="store_true", help="one entry for each character of the source")
     add("--train_bytes", type=int, default=32_000_000, metavar="N", help="text to train it on (%(default)s bytes)")
     add("--eod_token", help="the token of --tokenizer that ends a document, such as </s>")
     add("--text_key", default="text", help="the key of JSON lines, or the column (%(default)s)")
@@ -143,10 +144,11 @@ def _run(args: argparse.Namespace) -> Sidecar:
         if existing and not args.overwrite:
             raise DataError(f"{existing[0]} exists; choose another --output or add --overwrite")
         if args.tokenizer is not None:
-            tokenizer = named_tokenizer(args.tokenizer, args.eod_token)
+            name, tokenizer = args.tokenizer, named_tokenizer(args.tokenizer, args.eod_token)
+        elif args.characters:
+            name, tokenizer = "characters", character_tokenizer(source.sample(sys.maxsize))
         else:
-            tokenizer = train_tokenizer(source.sample(args.train_bytes), args.train_vocab_size)
-        name = "trained" if args.tokenizer is None else args.tokenizer
+            name, tokenizer = "trained", train_tokenizer(source.sample(args.train_bytes), args.train_vocab_size)
         return prepare(source, output, tokenizer, tokenizer_name=name, num_workers=args.workers)
 
 

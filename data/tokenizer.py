@@ -35,10 +35,16 @@ class Tokenizer:
             raise DataError(f"the tokenizer has ids below {self.vocab_size}; tokens are stored as 0 to {MAX_ID}")
 
     def encode(self, text: str) -> list[int]:
-        return self._backend.encode(text, add_special_tokens=False).ids
+        """Return the ids of a text. Raises DataError if the tokenizer lacks one of its characters."""
+        (ids,) = self.encode_batch([text])
+        return ids
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        return [encoding.ids for encoding in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
+        """Return the ids of several texts. Raises DataError as `encode` does."""
+        try:
+            return [encoding.ids for encoding in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
+        except Exception as error:  # the library raises bare Exception
+            raise DataError(f"the tokenizer cannot encode a text: {error}; give another tokenizer or text") from None
 
     def decode(self, ids: Iterable[int]) -> str:
         return self._backend.decode([int(token) for token in ids], skip_special_tokens=False)
@@ -105,6 +111,22 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     )
     backend.train_from_iterator(texts, trainer)
     backend.pre_tokenizer = by_bytes
+    return Tokenizer(backend, eod=0)
+
+
+def character_tokenizer(texts: Iterable[str]) -> Tokenizer:
+    """Return a tokenizer with an entry for each character of the texts. Its id 0 ends documents.
+
+    Raises DataError if there are no characters. Other texts may have characters that it cannot encode.
+    """
+    characters = sorted(set().union(*texts))
+    if not characters:
+        raise DataError("--characters: the source holds no text; give another")
+    vocabulary = {entry: number for number, entry in enumerate([TRAINED_EOD, *characters])}
+    backend = tokenizers.Tokenizer(models.WordLevel(vocabulary))
+    backend.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), "isolated")
+    backend.decoder = decoders.Fuse()
+    backend.add_special_tokens([TRAINED_EOD])
     return Tokenizer(backend, eod=0)
 
 

@@ -8,7 +8,14 @@ from tokenizers import models, pre_tokenizers, processors
 
 from data.errors import DataError
 from data.sidecar import Sidecar, file_checksum
-from data.tokenizer import Tokenizer, load_tokenizer, named_tokenizer, tokenizer_path, train_tokenizer
+from data.tokenizer import (
+    Tokenizer,
+    character_tokenizer,
+    load_tokenizer,
+    named_tokenizer,
+    tokenizer_path,
+    train_tokenizer,
+)
 
 TEXTS = ["the cat sat on the mat\n", "the dog sat on the log\n"] * 20
 
@@ -159,3 +166,15 @@ def test_a_wrong_sidecar_is_reported_with_the_key(tmp_path, change, message):
     Sidecar.path(tmp_path / "corpus").write_text(json.dumps([] if change is None else FACTS | change))
     with pytest.raises(DataError, match=rf"cannot read .*corpus.json, .*{message}.*; prepare the data again"):
         Sidecar.load(tmp_path / "corpus")
+
+
+def test_a_character_tokenizer_has_an_entry_for_each_character_of_its_texts():
+    tokenizer = character_tokenizer(["hello\nworld <|endoftext|>", "\r é 日本"])
+    text = "hold\n<|endoftext|>\r日é"
+    ids = tokenizer.encode(text)
+    assert tokenizer.vocab_size == 1 + len(set("hello\nworld <|endoftext|>\r é 日本"))
+    assert (len(ids), tokenizer.eod in ids, tokenizer.decode(ids)) == (len(text), False, text)
+    with pytest.raises(DataError, match="cannot encode a text"):
+        tokenizer.encode("Hello")
+    with pytest.raises(DataError, match="holds no text"):
+        character_tokenizer([])
