@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from parallel.instruments.launch_order import overlaps
 from parallel.instruments.memory_tracker import TensorKind
 from parallel.instruments.stream_checker import StreamChecker, StreamError, streams_checked
 from parallel.mesh import Axis, Handle, Mesh
@@ -13,6 +14,7 @@ from parallel.streams import active_simulation, announce_host_read, current_stre
 from parallel.world import imitated_world
 from zero.offload.allocators import host_allocator
 from zero.offload.streams import SideStream, launched_work
+from zero.uneven import _Exchange
 
 CPU = torch.device("cpu")
 
@@ -258,6 +260,18 @@ def test_an_error_has_one_line_for_each_pair_of_places():
     with pytest.raises(StreamError) as error, streams_checked(CPU):
         race()
     assert len(str(error.value).splitlines()) == 2
+
+
+def test_flags_of_uneven_data_are_exchanged_beside_the_computation():
+    """On the stream of the computation this would be right, too, and the computation would wait for it."""
+    with streams_checked(CPU) as checker:
+        checker.record_launches()
+        exchange = _Exchange(True, data_axis(), SideStream(CPU))
+        torch.ones(4).add(1)
+        launches = list(checker.launches)
+        exchange.wait()
+    assert any(launch.is_collective for launch in launches)
+    assert overlaps(launches) == []
 
 
 def test_without_a_checker_there_are_no_streams():
