@@ -20,11 +20,13 @@ class WrittenParameters:
         self._versions: dict[FlatParameters, list[object]] = {}  # when master weights and parameters were equal
 
     def take(self, placement: Placement, buckets: Iterable[Bucket]) -> None:
-        """Give the master weights of those buckets, which are placed alike, the values of written parameters."""
+        """Give the master weights of those buckets, which are placed alike, the values of written parameters.
+
+        The caller has made the computation wait for all updates. So a copy of master weights to the accelerator has
+        ended when their parameters are read, and they may be overwritten.
+        """
         written = {b for flat in self._flats if self._may_be_written(flat) for b in flat.buckets}
         outdated = [bucket for bucket in buckets if bucket in written and bucket.master_may_be_outdated]
-        if outdated and placement is Placement.HOST:
-            self._offload.synchronize()  # master weights may still be read by a copy to the accelerator
         owned = self._offload.read_from(placement, (bucket.params.owned for bucket in outdated))
         for bucket, values in zip(outdated, owned, strict=True):
             with allocating(TensorKind.OTHER, on_host=placement is Placement.HOST):
