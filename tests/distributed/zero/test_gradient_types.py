@@ -182,7 +182,7 @@ def messages_of_tensor_ranks(reduce: str) -> tuple[set[tuple[str, str]], list[st
     train = TrainSettings(micro_batch_size=1, global_batch_size=4)
     parallel = ParallelSettings(tensor_size=2, sequence_parallel=True)
     settings = Settings(
-        ModelConfig(2, 16, 2, 8, 32), DataSettings(""), parallel, ZeroConfig(2, reduce_dtype=reduce), train=train
+        ModelConfig(2, 16, 2, 8, 32), DataSettings("unread"), parallel, ZeroConfig(2, reduce_dtype=reduce), train=train
     )
     mesh = Mesh.create(tensor_size=2)
     state = build(settings, mesh, torch.device("cpu"))
