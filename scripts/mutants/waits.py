@@ -18,8 +18,8 @@ from collections.abc import Iterator
 from scripts.mutants.mutant import Mutant, SourceFile
 
 FOLDERS = ("zero", "parallel", "gpt/checkpoint")
-# Here the host waits for other processes, or for a measurement to end, and not for a stream.
-WITHOUT = ("parallel/launch/", "parallel/host_barrier.py", "parallel/stopping.py")
+# Here the host waits for other processes, or for a measurement to end, and not for a stream; or waits are simulated.
+WITHOUT = ("parallel/launch/", "parallel/host_barrier.py", "parallel/stopping.py", "parallel/instruments/")
 WAIT = re.compile(r"_*(wait|synchronize|landed|arrive)(_[a-z_]+)?")
 HANDLE = re.compile(r"(device|host)_handle")
 CONTEXT = re.compile(r"_*(context|beside|queued)|stream")
