@@ -45,6 +45,8 @@ def pretrain(settings: Settings, world: World) -> None:
     console = RunConsole(is_quiet=not world.is_first)
     mesh = build_mesh(settings, world)
     train = settings.train
+    if train.precision == "fp16" and world.device.type == "cpu":
+        logging.getLogger(__name__).warning("train.precision=fp16 is slow on a CPU; choose bf16")
     corpus = Corpus.open(settings.data, settings.model, train, mesh, world)
     state = trainer = None
     with (

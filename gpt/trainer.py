@@ -1,5 +1,6 @@
 """The training loop: steps and their metrics, evaluations, checkpoints, and the end of a run."""
 
+import logging
 import math
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -18,14 +19,14 @@ from gpt.corpus import Corpus
 from gpt.loss_guard import SkippedInARow
 from gpt.model.flops import peak_flops_per_second
 from gpt.monitor.collectives import profiled
-from gpt.monitor.console import RunConsole, step_line, summary_table
+from gpt.monitor.console import RunConsole, nothing_left, step_line, summary_table
 from gpt.monitor.hang import write_hang_report
 from gpt.monitor.metrics import StepTraffic, Throughput, memory_by_kind, peak_memory
 from gpt.monitor.profiling import Profiler, straggler_lines, timer_table
 from gpt.monitor.tracking import Tracking, open_tracking
 from gpt.replicas import check_replicas
 from gpt.run_folder.files import LOSS_PLOT, MetricsFile, read_steps, written_if_possible
-from gpt.schedule import batch_plan, learning_rate
+from gpt.schedule import batch_plan, learning_rate, rate_change
 from gpt.settings import Settings
 from gpt.train_step import evaluate, mean_over, train_step
 from parallel.errors import ConfigError
@@ -33,6 +34,8 @@ from parallel.launch.node_map import NodeMap, node_table
 from parallel.stopping import Stopping
 from parallel.watchdog import Watchdog
 from parallel.world import World, shared_store
+
+logger = logging.getLogger(__name__)
 
 
 class Trainer:
@@ -91,7 +94,10 @@ class Trainer:
         """Resume, run every step that is left, and report. Raises ConfigError for errors that the user can correct."""
         try:
             # In this order: resuming removes later steps from metrics.jsonl, from which tracking reads the history.
-            self._progress = self._recovery.resume(self._settings.to_yaml(), self._settings.train.steps)
+            self._progress = self._recovery.resume(self._settings.to_yaml())
+            if self._world.is_first:
+                self._warn_if_rate_changed()
+            num_left = max(0, self._settings.train.steps - self._progress.step)
             self._tracking = open_tracking(self._settings, self._progress.step, self._world.is_first)
             with (
                 self._tracking,
@@ -107,8 +113,18 @@ class Trainer:
                 self._recovery.finish()
                 if self._world.is_first:
                     self._tracking.summary = self._report()
+            if not num_left:
+                self._console.say(nothing_left(self._settings, self._progress.step))
         finally:
             self._recovery.release()
+
+    def _warn_if_rate_changed(self) -> None:
+        """Warn if the settings give the last logged step another learning rate than it had."""
+        schedule, steps, records = self._settings.schedule, self._settings.train.steps, read_steps(self._folder)
+        if records and "lr" in records[-1] and self._progress.step < steps:
+            step, rate = records[-1]["step"], records[-1]["lr"]
+            if change := rate_change(schedule, self._settings.optimizer.lr, steps, step, rate):
+                logger.warning("%s", change)
 
     def _run_steps(self) -> bool:
         """Run steps until the last one, a signal or a roll-back.

@@ -62,7 +62,7 @@ class Recovery:
         self._saved_step: int | None = None
         self._failure: SaveError | None = None  # the error of the last save
 
-    def resume(self, settings: str, num_steps: int) -> Progress:
+    def resume(self, settings: str) -> Progress:
         """Lock the folder, load the checkpoint that `checkpoint.resume` selects, and return its progress.
 
         `settings` is the text of config.yaml. Raises ConfigError if the folder is in use or cannot be written, or if
@@ -80,7 +80,7 @@ class Recovery:
             )
         if found is not None:
             progress = load(found, self._state, self._data)
-            self._say(f"resumed from {found}: {progress.step} of {num_steps} steps done")
+            self._say(f"resumed from {found}, after step {progress.step}")
         if self._is_first:
             self._lock.take()
             start_run(self._run_dir, settings, progress.step)

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from gpt.build import TrainState
 from gpt.model.transformer import GPT
-from gpt.settings import TrainSettings
+from gpt.settings import Settings, TrainSettings
 from parallel.tensor.linear_cross_entropy import temporary_bytes
 from zero.activations.checkpointed_blocks import CheckpointedBlocks
 from zero.formulas import memory, traffic
@@ -73,6 +73,15 @@ class RunConsole:
     def advance(self) -> None:
         """Move the progress bar by one step."""
         self._progress.advance(self._task)
+
+
+def nothing_left(settings: Settings, num_done: int) -> str:
+    """Return what to change if a run has no steps left."""
+    return (
+        f"nothing was left to do: {settings.run.dir} has {num_done} steps, and train.steps={settings.train.steps}.\n"
+        f"Choose another run.dir for another run, train.steps above {num_done} to go on with this one, or\n"
+        "checkpoint.resume=never to begin it anew."
+    )
 
 
 def describe_run(state: TrainState, train: TrainSettings, run_dir: str) -> str:
