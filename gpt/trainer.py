@@ -19,13 +19,14 @@ from gpt.corpus import Corpus
 from gpt.loss_guard import SkippedInARow
 from gpt.model.flops import peak_flops_per_second
 from gpt.monitor.collectives import profiled
-from gpt.monitor.console import RunConsole, nothing_left, step_line, summary_table
+from gpt.monitor.console import RunConsole, nothing_left, summary_table
 from gpt.monitor.hang import write_hang_report
 from gpt.monitor.metrics import StepTraffic, Throughput, memory_by_kind, peak_memory
 from gpt.monitor.profiling import Profiler, straggler_lines, timer_table
 from gpt.monitor.tracking import Tracking, open_tracking
 from gpt.replicas import check_replicas
 from gpt.run_folder.files import LOSS_PLOT, MetricsFile, read_steps, written_if_possible
+from gpt.sampling import sample_texts
 from gpt.schedule import batch_plan, learning_rate, rate_change
 from gpt.settings import Settings
 from gpt.train_step import evaluate, mean_over, train_step
@@ -68,7 +69,7 @@ class Trainer:
             self._folder,
             state,
             settings.order_of_samples,
-            console.say,
+            console.report,
             self._watchdog.beat,
             self._on_save,
         )
@@ -84,11 +85,6 @@ class Trainer:
     def num_steps_done(self) -> int:
         """The number of steps that are done, those before a resume included."""
         return self._progress.step
-
-    @property
-    def was_stopped(self) -> bool:
-        """True if a signal ended the run before its last step."""
-        return self._was_stopped
 
     def train(self) -> None:
         """Resume, run every step that is left, and report. Raises ConfigError for errors that the user can correct."""
@@ -230,12 +226,17 @@ class Trainer:
         self._throughput.count(batch_size)
         record = None
         is_evaluated = self._corpus.validation is not None and self._is_due(settings.train.eval_every)
-        if is_evaluated or self._progress.step == 1 or self._is_due(settings.train.log_every):
+        is_sampled = (
+            self._corpus.tokenizer and settings.train.sample_tokens and self._is_due(settings.train.sample_every)
+        )
+        if is_evaluated or is_sampled or self._progress.step == 1 or self._is_due(settings.train.log_every):
             record = self._measure(loss, grad_norm, lr) | sent
             record |= {f"grad_norm/{layer}": norm.item() for layer, norm in norms.items()}
             if is_evaluated:
                 record |= self._evaluate()
-            self._console.say(step_line(record, settings.train, settings.model.seq_length))
+            if is_sampled:
+                record["samples"] = self._sample()
+            self._console.log_step(record, settings.train, settings.model.seq_length)
         return record
 
     def _is_due(self, every: int) -> bool:
@@ -272,6 +273,18 @@ class Trainer:
         loss = evaluate(self._state.model, on_device, self._state.mesh)
         self._throughput.restart()
         return {"validation_loss": loss, "validation_perplexity": float(torch.tensor(loss).exp())}
+
+    def _sample(self) -> list[dict[str, str]]:
+        """Return texts that the model generates. All ranks call it."""
+        settings, corpus, texts = self._settings, self._corpus, []
+        assert corpus.tokenizer is not None
+        num_tokens, seq_length = settings.train.sample_tokens, settings.model.seq_length
+        with self._state.mesh.log.during("sampling"):
+            for text in sample_texts(self._state.model, corpus.tokenizer, corpus.prompts, num_tokens, seq_length):
+                texts.append(text)
+                self._watchdog.beat()
+        self._throughput.restart()
+        return texts
 
     def _report(self) -> dict[str, Any]:
         """Show the summary, plot the loss of all steps, and return the last record; all include what was resumed."""
