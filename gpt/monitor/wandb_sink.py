@@ -28,6 +28,7 @@ class WandbRun:
 
     def __init__(self, settings: WandbSettings, run_dir: Path, config: dict[str, Any], is_same_run: bool):
         self._run = _start(settings, run_dir, config, _run_id(run_dir, is_same_run))
+        (run_dir / RUN_ID).write_text(self._run.id)  # in a sweep, another one: W&B has chosen it
         self._num_steps = self._run.step  # W&B has all steps below this one, and accepts none of them again
 
     def log(self, record: Mapping[str, Any]) -> None:
