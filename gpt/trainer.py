@@ -17,11 +17,10 @@ from gpt.checkpoint.layout import Progress
 from gpt.checkpoint.recovery import Recovery
 from gpt.corpus import Corpus
 from gpt.loss_guard import SkippedInARow
-from gpt.model.flops import peak_flops_per_second
 from gpt.monitor.collectives import profiled
 from gpt.monitor.console import RunConsole, nothing_left, summary_table
 from gpt.monitor.hang import write_hang_report
-from gpt.monitor.metrics import StepTraffic, Throughput, memory_by_kind, peak_memory
+from gpt.monitor.metrics import StepTraffic, Throughput, memory_by_kind, peak_flops, peak_memory
 from gpt.monitor.profiling import Profiler, straggler_lines, timer_table
 from gpt.monitor.tracking import Tracking, open_tracking
 from gpt.replicas import check_replicas
@@ -79,7 +78,7 @@ class Trainer:
         self._was_stopped = False
         self._num_bad, self._num_roll_backs = 0, 0
         recomputes = state.activations.recomputes
-        self._throughput = Throughput(settings.model, world.size, recomputes, self._peak_flops())
+        self._throughput = Throughput(settings.model, world.size, recomputes, peak_flops(settings.train, state.device))
 
     @property
     def num_steps_done(self) -> int:
@@ -303,11 +302,3 @@ class Trainer:
 
     def _on_save(self, checkpoint: Path) -> None:
         self._tracking.log_checkpoint(checkpoint)
-
-    def _peak_flops(self) -> float | None:
-        """Return the peak FLOP/s of this rank's device, or None if it is not known."""
-        train, device = self._settings.train, self._state.device
-        if train.peak_tflops is not None:
-            return train.peak_tflops * 1e12
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-        return peak_flops_per_second(name, train.dtype)
