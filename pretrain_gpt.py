@@ -21,7 +21,6 @@ from gpt.monitor.console import RunConsole, describe_run, memory_table
 from gpt.monitor.out_of_memory import out_of_memory_recorded
 from gpt.option_names import errors_in_option_names
 from gpt.planner.report import run_and_report
-from gpt.sampling import sample_texts
 from gpt.settings import Settings
 from gpt.settings_parser import parse_settings
 from gpt.trainer import Trainer
@@ -41,10 +40,12 @@ from parallel.world import (
 
 @errors_in_option_names()
 def pretrain(settings: Settings, world: World) -> None:
-    """Train a model as the settings say, and print texts that it generates. All ranks call it."""
+    """Train a model as the settings say. All ranks call it."""
     console = RunConsole(is_quiet=not world.is_first)
     mesh = build_mesh(settings, world)
     train = settings.train
+    if train.precision == "fp16" and world.device.type == "cpu":
+        logging.getLogger(__name__).warning("train.precision=fp16 is slow on a CPU; choose bf16")
     corpus = Corpus.open(settings.data, settings.model, train, mesh, world)
     state = trainer = None
     with (
@@ -56,11 +57,6 @@ def pretrain(settings: Settings, world: World) -> None:
         console.show(memory_table(state, train))
         trainer = Trainer(settings, world, state, corpus, console)
         trainer.train()
-        if corpus.tokenizer is not None and train.sample_tokens and not trainer.was_stopped:
-            for text in sample_texts(
-                state.model, corpus.tokenizer, train.prompts, train.sample_tokens, settings.model.seq_length
-            ):
-                console.say(f"--- generated text\n{text}")
 
 
 def main() -> None:

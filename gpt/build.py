@@ -125,8 +125,6 @@ def token_layout(settings: ParallelSettings, mesh: Mesh) -> TokenLayout:
 
 def build(settings: Settings, mesh: Mesh, device: torch.device) -> TrainState:
     """Return a model with its initial values, sharded by ZeRO, and its optimizer. All ranks call it."""
-    if settings.train.precision == "fp16" and device.type == "cpu":
-        logger.warning("train.precision=fp16 is slow on a CPU; choose bf16")
     settings = settings.with_gradient_types(mesh.data.size)
     torch.set_float32_matmul_precision(settings.train.float32_matmul_precision)
     logger.info("products of fp32: %s precision", settings.train.float32_matmul_precision)

@@ -8,6 +8,7 @@ from data.batches import BatchLoader
 from data.blend import open_samples, parse_path
 from data.check import check_index
 from data.indexed import IndexedDataset
+from data.samples import Samples
 from data.sidecar import Sidecar
 from data.tokenizer import Tokenizer, load_tokenizer, tokenizer_path
 from gpt.model.transformer import ModelConfig
@@ -16,6 +17,8 @@ from gpt.settings import DataSettings, TrainSettings
 from parallel.errors import ConfigError
 from parallel.mesh import Mesh
 from parallel.world import World
+
+NUM_PROMPTS, PROMPT_TOKENS = 3, 8  # if the settings give none
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,7 @@ class Corpus:
     training: BatchLoader
     validation: BatchLoader | None
     tokenizer: Tokenizer | None
+    prompts: list[list[int]]  # token ids, for texts that the model generates
 
     @classmethod
     def open(cls, data: DataSettings, model: ModelConfig, train: TrainSettings, mesh: Mesh, world: World) -> Self:
@@ -43,7 +47,7 @@ class Corpus:
                 check_index(IndexedDataset(prefix))
         mesh.barrier()
 
-        def loader(part: str, num_samples: int) -> BatchLoader:
+        def samples_of(part: str, num_samples: int) -> Samples:
             samples = open_samples(
                 data.path,
                 part,
@@ -58,6 +62,9 @@ class Corpus:
             if world.local_rank == 0:
                 samples.build_cache(0, num_samples)
             mesh.barrier()
+            return samples
+
+        def loader(samples: Samples) -> BatchLoader:
             return BatchLoader(
                 samples,
                 micro_batch_size=train.micro_batch_size,
@@ -67,11 +74,22 @@ class Corpus:
                 pin_memory=world.device.type == "cuda",
             )
 
+        training = samples_of("train", consumed_samples_after(train.batch, train.steps))
+        validation = samples_of("validation", train.eval_samples) if train.eval_samples else None
+        tokenizer = load_tokenizer(prefixes[0]) if tokenizer_path(prefixes[0]).is_file() else None
         return cls(
-            training=loader("train", consumed_samples_after(train.batch, train.steps)),
-            validation=loader("validation", train.eval_samples) if train.eval_samples else None,
-            tokenizer=load_tokenizer(prefixes[0]) if tokenizer_path(prefixes[0]).is_file() else None,
+            training=loader(training),
+            validation=None if validation is None else loader(validation),
+            tokenizer=tokenizer,
+            prompts=_prompts(train.prompts, tokenizer, validation or training) if tokenizer else [],
         )
+
+
+def _prompts(texts: Sequence[str] | None, tokenizer: Tokenizer, samples: Samples) -> list[list[int]]:
+    """Return the ids of the prompts, or the beginnings of the first samples. All ranks have the same."""
+    if texts is None:
+        return [samples[number][:PROMPT_TOKENS].tolist() for number in range(NUM_PROMPTS)]
+    return [tokenizer.encode(text) or [tokenizer.eod] for text in texts]
 
 
 def _check_vocabulary(prefixes: Sequence[str], model_vocab_size: int) -> None:

@@ -1,4 +1,4 @@
-"""Short texts that the model generates at the end of a run, for a person to read."""
+"""Short texts that the model generates during a run and at its end, for a person to read."""
 
 from collections.abc import Iterator, Sequence
 
@@ -10,15 +10,18 @@ from zero.engine import ZeroDataParallel
 
 
 def sample_texts(
-    model: ZeroDataParallel, tokenizer: Tokenizer, prompts: Sequence[str], num_tokens: int, seq_length: int
-) -> Iterator[str]:
-    """Yield each prompt with its continuation, up to the end-of-text token if the model generates one.
+    model: ZeroDataParallel, tokenizer: Tokenizer, prompts: Sequence[list[int]], num_tokens: int, seq_length: int
+) -> Iterator[dict[str, str]]:
+    """Yield {"prompt", "text"} for each prompt; the text is the prompt with its continuation.
 
-    All ranks call this together, because parameters may have to be unsharded.
+    It ends at the end-of-text token if the model generates one. `prompts` are token ids. All ranks call this together,
+    because parameters may have to be unsharded.
     """
     device = next(model.module.parameters()).device
     for prompt in prompts:
-        ids = torch.tensor([tokenizer.encode(prompt) or [tokenizer.eod]], device=device)
-        tokens = generate(model, ids, num_tokens, seq_length, temperature=0.8, top_k=40)[0].tolist()
-        end = tokens.index(tokenizer.eod, 1) if tokenizer.eod in tokens[1:] else len(tokens)
-        yield tokenizer.decode(tokens[:end])
+        ids = torch.tensor([prompt], device=device)
+        continuation = generate(model, ids, num_tokens, seq_length, temperature=0.8, top_k=40)[
+            0, len(prompt) :
+        ].tolist()
+        end = continuation.index(tokenizer.eod) if tokenizer.eod in continuation else num_tokens
+        yield {"prompt": tokenizer.decode(prompt), "text": tokenizer.decode(prompt + continuation[:end])}

@@ -63,6 +63,22 @@ def learning_rate(config: ScheduleConfig, lr: float, step: int, num_steps: int) 
     return config.min_lr + (lr - config.min_lr) * remaining
 
 
+def rate_change(config: ScheduleConfig, lr: float, num_steps: int, step: int, rate: float) -> str | None:
+    """Return a warning if these settings give another learning rate than `rate` to `step`, counted from 1, else None.
+
+    The run has then been resumed with another schedule: if a cosine is extended, for example, the rate rises.
+    """
+    expected = learning_rate(config, lr, step - 1, num_steps)
+    if math.isclose(expected, rate, rel_tol=1e-6):
+        return None
+    following = learning_rate(config, lr, step, num_steps)
+    return (
+        f"warning: the schedule has changed: step {step} had the learning rate {rate:.2e}, and step {step + 1} gets "
+        f"{following:.2e} (these settings give {expected:.2e} to step {step}); to continue at the old rate, keep "
+        "optimizer.lr and schedule.*, and set schedule.decay_steps to the old train.steps"
+    )
+
+
 def _decay_span(config: ScheduleConfig, num_steps: int) -> tuple[int, int]:
     """Return the step at which the decay begins and the step at which it has ended."""
     end = num_steps if config.decay_steps is None else config.decay_steps

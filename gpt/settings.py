@@ -128,10 +128,12 @@ class TrainSettings:
     """Sequences of the validation split in one evaluation, rounded up to whole micro-batches; 0: never evaluate."""
     peak_tflops: Annotated[float, Range(above=0, at_most=1e9)] | None = None
     """Peak TFLOP/s of one device in this precision, from which MFU is computed; null: look it up in a table of GPUs."""
+    sample_every: NonNegative = 0
+    """Steps between texts that the model generates, which are logged with the step; 0: generate only at the end."""
     sample_tokens: NonNegative = 64
-    """Tokens that the model generates for each prompt at the end of the run; 0: generate nothing."""
-    prompts: tuple[str, ...] = ("def", "import", "class")
-    """Prompts that the model continues at the end of the run."""
+    """Tokens that the model generates for each prompt; 0: generate nothing."""
+    prompts: tuple[str, ...] | None = None
+    """Texts that the model continues; null: the first tokens of three sequences of the validation split."""
 
     def __post_init__(self) -> None:
         check_fields(self)

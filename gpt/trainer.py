@@ -1,5 +1,6 @@
 """The training loop: steps and their metrics, evaluations, checkpoints, and the end of a run."""
 
+import logging
 import math
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -16,16 +17,16 @@ from gpt.checkpoint.layout import Progress
 from gpt.checkpoint.recovery import Recovery
 from gpt.corpus import Corpus
 from gpt.loss_guard import SkippedInARow
-from gpt.model.flops import peak_flops_per_second
 from gpt.monitor.collectives import profiled
-from gpt.monitor.console import RunConsole, step_line, summary_table
+from gpt.monitor.console import RunConsole, nothing_left, summary_table
 from gpt.monitor.hang import write_hang_report
-from gpt.monitor.metrics import StepTraffic, Throughput, memory_by_kind, peak_memory
+from gpt.monitor.metrics import StepTraffic, Throughput, memory_by_kind, peak_flops, peak_memory
 from gpt.monitor.profiling import Profiler, straggler_lines, timer_table
 from gpt.monitor.tracking import Tracking, open_tracking
 from gpt.replicas import check_replicas
 from gpt.run_folder.files import LOSS_PLOT, MetricsFile, read_steps, written_if_possible
-from gpt.schedule import batch_plan, learning_rate
+from gpt.sampling import sample_texts
+from gpt.schedule import batch_plan, learning_rate, rate_change
 from gpt.settings import Settings
 from gpt.train_step import evaluate, mean_over, train_step
 from parallel.errors import ConfigError
@@ -33,6 +34,8 @@ from parallel.launch.node_map import NodeMap, node_table
 from parallel.stopping import Stopping
 from parallel.watchdog import Watchdog
 from parallel.world import World, shared_store
+
+logger = logging.getLogger(__name__)
 
 
 class Trainer:
@@ -65,7 +68,7 @@ class Trainer:
             self._folder,
             state,
             settings.order_of_samples,
-            console.say,
+            console.report,
             self._watchdog.beat,
             self._on_save,
         )
@@ -75,23 +78,21 @@ class Trainer:
         self._was_stopped = False
         self._num_bad, self._num_roll_backs = 0, 0
         recomputes = state.activations.recomputes
-        self._throughput = Throughput(settings.model, world.size, recomputes, self._peak_flops())
+        self._throughput = Throughput(settings.model, world.size, recomputes, peak_flops(settings.train, state.device))
 
     @property
     def num_steps_done(self) -> int:
         """The number of steps that are done, those before a resume included."""
         return self._progress.step
 
-    @property
-    def was_stopped(self) -> bool:
-        """True if a signal ended the run before its last step."""
-        return self._was_stopped
-
     def train(self) -> None:
         """Resume, run every step that is left, and report. Raises ConfigError for errors that the user can correct."""
         try:
             # In this order: resuming removes later steps from metrics.jsonl, from which tracking reads the history.
-            self._progress = self._recovery.resume(self._settings.to_yaml(), self._settings.train.steps)
+            self._progress = self._recovery.resume(self._settings.to_yaml())
+            if self._world.is_first:
+                self._warn_if_rate_changed()
+            num_left = max(0, self._settings.train.steps - self._progress.step)
             self._tracking = open_tracking(self._settings, self._progress.step, self._world.is_first)
             with (
                 self._tracking,
@@ -107,8 +108,18 @@ class Trainer:
                 self._recovery.finish()
                 if self._world.is_first:
                     self._tracking.summary = self._report()
+            if not num_left:
+                self._console.say(nothing_left(self._settings, self._progress.step))
         finally:
             self._recovery.release()
+
+    def _warn_if_rate_changed(self) -> None:
+        """Warn if the settings give the last logged step another learning rate than it had."""
+        schedule, steps, records = self._settings.schedule, self._settings.train.steps, read_steps(self._folder)
+        if records and "lr" in records[-1] and self._progress.step < steps:
+            step, rate = records[-1]["step"], records[-1]["lr"]
+            if change := rate_change(schedule, self._settings.optimizer.lr, steps, step, rate):
+                logger.warning("%s", change)
 
     def _run_steps(self) -> bool:
         """Run steps until the last one, a signal or a roll-back.
@@ -214,12 +225,17 @@ class Trainer:
         self._throughput.count(batch_size)
         record = None
         is_evaluated = self._corpus.validation is not None and self._is_due(settings.train.eval_every)
-        if is_evaluated or self._progress.step == 1 or self._is_due(settings.train.log_every):
+        is_sampled = (
+            self._corpus.tokenizer and settings.train.sample_tokens and self._is_due(settings.train.sample_every)
+        )
+        if is_evaluated or is_sampled or self._progress.step == 1 or self._is_due(settings.train.log_every):
             record = self._measure(loss, grad_norm, lr) | sent
             record |= {f"grad_norm/{layer}": norm.item() for layer, norm in norms.items()}
             if is_evaluated:
                 record |= self._evaluate()
-            self._console.say(step_line(record, settings.train, settings.model.seq_length))
+            if is_sampled:
+                record["samples"] = self._sample()
+            self._console.log_step(record, settings.train, settings.model.seq_length)
         return record
 
     def _is_due(self, every: int) -> bool:
@@ -257,6 +273,18 @@ class Trainer:
         self._throughput.restart()
         return {"validation_loss": loss, "validation_perplexity": float(torch.tensor(loss).exp())}
 
+    def _sample(self) -> list[dict[str, str]]:
+        """Return texts that the model generates. All ranks call it."""
+        settings, corpus, texts = self._settings, self._corpus, []
+        assert corpus.tokenizer is not None
+        num_tokens, seq_length = settings.train.sample_tokens, settings.model.seq_length
+        with self._state.mesh.log.during("sampling"):
+            for text in sample_texts(self._state.model, corpus.tokenizer, corpus.prompts, num_tokens, seq_length):
+                texts.append(text)
+                self._watchdog.beat()
+        self._throughput.restart()
+        return texts
+
     def _report(self) -> dict[str, Any]:
         """Show the summary, plot the loss of all steps, and return the last record; all include what was resumed."""
         self._metrics.close()
@@ -274,11 +302,3 @@ class Trainer:
 
     def _on_save(self, checkpoint: Path) -> None:
         self._tracking.log_checkpoint(checkpoint)
-
-    def _peak_flops(self) -> float | None:
-        """Return the peak FLOP/s of this rank's device, or None if it is not known."""
-        train, device = self._settings.train, self._state.device
-        if train.peak_tflops is not None:
-            return train.peak_tflops * 1e12
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-        return peak_flops_per_second(name, train.dtype)

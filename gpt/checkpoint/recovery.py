@@ -36,8 +36,8 @@ class Recovery:
     """The checkpoints of a run and the lock on its folder. All ranks make the same calls.
 
     `data` has the settings that determine the order of samples. `say` prints a line about each checkpoint that was
-    saved or loaded. `on_chunk` is called whenever a few megabytes have been written, and `on_save` with the folder of
-    each complete checkpoint.
+    saved or loaded. `on_chunk` is called whenever a few megabytes have been written, and on the first rank `on_save`
+    with the folder of each complete checkpoint; both in another thread.
     """
 
     def __init__(
@@ -57,12 +57,18 @@ class Recovery:
         self._is_first = state.mesh.rank == 0
         self._lock = RunLock(self._run_dir)
         self._saver = Saver(
-            self._folder, state, keep=config.keep, is_async=config.asynchronous, data=data, on_chunk=on_chunk
+            self._folder,
+            state,
+            keep=config.keep,
+            is_async=config.asynchronous,
+            data=data,
+            on_chunk=on_chunk,
+            on_complete=self._on_complete,
         )
         self._saved_step: int | None = None
         self._failure: SaveError | None = None  # the error of the last save
 
-    def resume(self, settings: str, num_steps: int) -> Progress:
+    def resume(self, settings: str) -> Progress:
         """Lock the folder, load the checkpoint that `checkpoint.resume` selects, and return its progress.
 
         `settings` is the text of config.yaml. Raises ConfigError if the folder is in use or cannot be written, or if
@@ -80,7 +86,7 @@ class Recovery:
             )
         if found is not None:
             progress = load(found, self._state, self._data)
-            self._say(f"resumed from {found}: {progress.step} of {num_steps} steps done")
+            self._say(f"resumed from {found}, after step {progress.step}")
         if self._is_first:
             self._lock.take()
             start_run(self._run_dir, settings, progress.step)
@@ -139,13 +145,16 @@ class Recovery:
         """Release the lock on the folder."""
         self._lock.release()
 
+    def _on_complete(self, saved: Path) -> None:
+        """Report a checkpoint. The thread that has written it on the first rank calls this."""
+        self._say(f"saved {saved}")
+        self._on_save(saved)
+
     def _settle(self) -> None:
         """Wait for the save that has begun, and report how it ended."""
         try:
-            if saved := self._saver.wait():
+            if self._saver.wait():
                 self._failure = None
-                self._say(f"saved {saved}")
-                self._on_save(saved)
         except SaveError as error:
             self._failure, self._saved_step = error, None
             if self._is_first:

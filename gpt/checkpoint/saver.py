@@ -46,8 +46,9 @@ class SaveError(ConfigError):
 class Saver:
     """A writer of checkpoints of `state` to `folder`, in which the newest `keep` checkpoints remain.
 
-    All ranks make the same calls. `data` has the settings that determine the order of samples. `on_chunk` is called in
-    another thread whenever a few megabytes have been written.
+    All ranks make the same calls. `data` has the settings that determine the order of samples. In another thread,
+    `on_chunk` is called whenever a few megabytes have been written, and on the first rank `on_complete` with each
+    checkpoint, as soon as it is complete.
     """
 
     def __init__(
@@ -59,8 +60,10 @@ class Saver:
         is_async: bool,
         data: Mapping[str, Any] | None = None,
         on_chunk: Callable[[], None] = lambda: None,
+        on_complete: Callable[[Path], None] = lambda checkpoint: None,
     ):
         self._folder, self._state, self._keep, self._on_chunk = folder, state, keep, on_chunk
+        self._on_complete = on_complete
         self._data = data or {}
         self._store = shared_store()
         self._host_copies = HostCopies(state.device) if is_async else None
@@ -151,6 +154,8 @@ class Saver:
         else:
             self._delete_old()
         self._store.set(f"{key}/outcome", reason)
+        if not reason:
+            self._on_complete(final)
 
     def _delete_old(self) -> None:
         try:

@@ -14,9 +14,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
+from gpt.monitor.console import make_console, print_table
 from gpt.run_folder.files import written_if_possible
 from parallel.errors import ConfigError, exit_on_config_error
 from parallel.instruments.comm_log import CommEvent, CommLog
@@ -101,8 +101,8 @@ def profile_table(rows: list[dict[str, Any]]) -> Table:
             row["phase"],
             str(row["group_size"]),
             str(row["count"]),
-            f"{sizes[0]:,.3f}" if len(sizes) == 1 else f"{sizes[0]:,.3f} to {sizes[-1]:,.3f}",
-            f"{row['first_position']:.0%} to {row['last_position']:.0%}",
+            f"{sizes[0]:,.3f}" if len(sizes) == 1 else f"{sizes[0]:,.3f}-{sizes[-1]:,.3f}",
+            f"{row['first_position'] * 100:.0f}-{row['last_position']:.0%}",
             f"{row['blocking'] / row['count']:.0%}",
         )
     return table
@@ -129,7 +129,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("runs", nargs=2, type=Path, help="folders of runs, real or dry")
     with exit_on_config_error():
         one, other = (read_profile(path) for path in parser.parse_args(arguments).runs)
-    Console().print(comparison_table(one, other))
+    print_table(make_console(), comparison_table(one, other))
 
 
 if __name__ == "__main__":

@@ -10,9 +10,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
+from gpt.monitor.console import make_console, print_table
 from gpt.monitor.plot import plot_losses
 from gpt.run_folder.files import METRICS, read_steps
 from parallel.errors import ConfigError, exit_on_config_error
@@ -97,8 +97,8 @@ def main(arguments: list[str]) -> None:
     )
     options = parser.parse_args(arguments)
     runs = read_runs(options.runs)
-    console = Console(soft_wrap=True, highlight=False, width=None if sys.stdout.isatty() else 160)
-    console.print(comparison_table(runs))
+    console = make_console()
+    print_table(console, comparison_table(runs))
     plot_losses(runs, options.plot)
     console.print(f"{options.plot} shows their losses")
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
-from datetime import timedelta
+from datetime import datetime
 from typing import Any
 
 from rich.console import Console
@@ -17,7 +17,8 @@ from rich.text import Text
 
 from gpt.build import TrainState
 from gpt.model.transformer import GPT
-from gpt.settings import TrainSettings
+from gpt.monitor.units import count
+from gpt.settings import Settings, TrainSettings
 from parallel.tensor.linear_cross_entropy import temporary_bytes
 from zero.activations.checkpointed_blocks import CheckpointedBlocks
 from zero.formulas import memory, traffic
@@ -25,6 +26,28 @@ from zero.offload.placement import Placement
 from zero.state import resident
 
 logger = logging.getLogger(__name__)
+
+ROWS_PER_HEADING = 20
+LOG_WIDTH = 200  # of tables in a file or a pipe, where nothing is cut to the width of a terminal
+
+
+def make_console(is_quiet: bool = False) -> Console:
+    """Return a console whose lines are never broken, and whose tables are not cut if there is no terminal."""
+    console = Console(quiet=is_quiet, highlight=False, soft_wrap=True)
+    if not console.is_terminal:
+        console.width = LOG_WIDTH
+    return console
+
+
+def print_table(console: Console, table: Table) -> None:
+    """Print a table; on a terminal that is too narrow, its cells take several lines, and none is cut."""
+    _fold(table)
+    console.print(table, soft_wrap=False)
+
+
+def _fold(table: Table) -> None:
+    for column in table.columns:
+        column.overflow = "fold"
 
 
 class RunConsole:
@@ -34,7 +57,8 @@ class RunConsole:
     """
 
     def __init__(self, is_quiet: bool):
-        self._console = Console(quiet=is_quiet, highlight=False, soft_wrap=True)
+        self._console = make_console(is_quiet)
+        self._num_rows = 0
         self._progress = Progress(
             TextColumn("step {task.completed}/{task.total}"),
             BarColumn(),
@@ -51,13 +75,31 @@ class RunConsole:
         """Print lines of text."""
         self._print(Text(text))
 
+    def report(self, text: str) -> None:
+        """Print a line of text after the time of day. Other threads may call it."""
+        self.say(f"{_time_of_day()} {text}")
+
     def show(self, table: Table) -> None:
         """Print a table."""
+        _fold(table)
         self._print(table)
+
+    def log_step(self, record: dict[str, Any], train: TrainSettings, seq_length: int) -> None:
+        """Print the metrics of a logged step in columns, with a heading every few rows, and its texts."""
+        time, columns = _time_of_day(), step_columns(record, train, seq_length)
+        if self._num_rows % ROWS_PER_HEADING == 0:
+            self.say(" ".join(["    time", *(f"{name:>{width}}" for name, width, _ in columns)]))
+        self._num_rows += 1
+        self.say(" ".join([time, *(f"{text:>{width}}" for _, width, text in columns)]))
+        if "validation_loss" in record:
+            loss, perplexity = record["validation_loss"], record["validation_perplexity"]
+            self.say(f"{time} validation loss {loss:.4f}, perplexity {perplexity:,.1f}")
+        for sample in record.get("samples", []):
+            self.say(f"--- generated text, step {record['step']}\n{sample['text']}")
 
     def _print(self, content: Text | Table) -> None:
         try:
-            self._console.print(content)
+            self._console.print(content, soft_wrap=isinstance(content, Text))
         except OSError as error:
             logger.warning("the output cannot be written (%s); the run goes on without it", error.strerror)
             # Of the whole process: what Python still buffers would fail again, at the latest when the process ends.
@@ -75,14 +117,26 @@ class RunConsole:
         self._progress.advance(self._task)
 
 
-def describe_run(state: TrainState, train: TrainSettings, run_dir: str) -> str:
-    """Return one line with the size of the model, the types, the ranks and the batch."""
-    mesh, model, zero = state.mesh, state.config, state.model.config
-    types = f"gradients summed in {zero.accumulate_dtype} and reduced in {zero.reduce_dtype}"
+def nothing_left(settings: Settings, num_done: int) -> str:
+    """Return what to change if a run has no steps left."""
     return (
-        f"{state.num_parameters_of_model / 1e6:,.1f}M parameters ({model.num_layers} layers x {model.hidden_size}), "
-        f"{train.precision}, {types}, ZeRO stage {zero.stage}; {mesh.data.size} data x {mesh.tensor.size} tensor ranks "
-        f"on {state.device.type}; batch {train.global_batch_size} x {model.seq_length} tokens; {run_dir}"
+        f"nothing was left to do: {settings.run.dir} has {num_done} steps, and train.steps={settings.train.steps}.\n"
+        f"Choose another run.dir for another run, train.steps above {num_done} to go on with this one, or\n"
+        "checkpoint.resume=never to begin it anew."
+    )
+
+
+def describe_run(state: TrainState, train: TrainSettings, run_dir: str) -> str:
+    """Return lines with the size of the model, the types, the ranks and the batch."""
+    mesh, model, zero = state.mesh, state.config, state.model.config
+    num_tokens = train.global_batch_size * model.seq_length
+    return (
+        f"{count(state.num_parameters_of_model)} parameters: {model.num_layers} layers x {model.hidden_size}, "
+        f"{model.seq_length} tokens, {train.precision}\n"
+        f"ZeRO stage {zero.stage}, {mesh.data.size} data x {mesh.tensor.size} tensor ranks on {state.device.type}\n"
+        f"gradients summed in {zero.accumulate_dtype} and reduced in {zero.reduce_dtype}\n"
+        f"{train.steps:,} steps, batch {train.global_batch_size} x {model.seq_length} = {num_tokens:,} tokens\n"
+        f"run.dir {run_dir}"
     )
 
 
@@ -155,19 +209,26 @@ def _buffer_rows(state: TrainState, train: TrainSettings) -> Iterator[tuple[str,
         yield "buffer: prefetched parameters", gathered, "at most"
 
 
-def step_line(record: dict[str, Any], train: TrainSettings, seq_length: int) -> str:
-    """Return one line with the metrics of a logged step."""
+def step_columns(record: dict[str, Any], train: TrainSettings, seq_length: int) -> list[tuple[str, int, str]]:
+    """Return (heading, width, text) of the metrics of a logged step; with the time of day they fit 80 columns."""
     tokens_left = (train.steps - record["step"]) * train.global_batch_size * seq_length
-    seconds_left = tokens_left / record["tokens_per_second"]
-    mfu = f"{record['mfu']:.1%}" if record["mfu"] is not None else "-"
-    scale = f"  scale {record['loss_scale']:g}" if "loss_scale" in record else ""
-    evaluation = f"  validation {record['validation_loss']:.4f}" if "validation_loss" in record else ""
-    return (
-        f"step {record['step']:>6}/{train.steps}  loss {record['loss']:.4f}  lr {record['lr']:.2e}  "
-        f"norm {record['grad_norm']:.3f}  {record['tokens_per_second']:,.0f} tokens/s  "
-        f"{record['model_tflops_per_device']:.3g} TFLOPs/device  MFU {mfu}{scale}  "
-        f"{timedelta(seconds=round(seconds_left))} left{evaluation}"
-    )
+    minutes, seconds = divmod(round(tokens_left / record["tokens_per_second"]), 60)
+    columns = [
+        ("step", 2 * len(f"{train.steps}") + 1, f"{record['step']}/{train.steps}"),
+        ("loss", 7, f"{record['loss']:.4f}"),
+        ("lr", 8, f"{record['lr']:.2e}"),
+        ("norm", 7, f"{record['grad_norm']:.3f}"),
+        ("tokens/s", 9, f"{record['tokens_per_second']:,.0f}"),
+    ]
+    if record["mfu"] is not None:
+        columns.append(("MFU", 5, f"{record['mfu']:.1%}"))
+    if "loss_scale" in record:
+        columns.append(("scale", 5, f"2^{math.log2(record['loss_scale']):g}"))
+    return [*columns, ("left", 8, f"{minutes // 60}:{minutes % 60:02}:{seconds:02}")]
+
+
+def _time_of_day() -> str:
+    return f"{datetime.now():%H:%M:%S}"
 
 
 def summary_table(state: TrainState, train: TrainSettings, records: list[dict[str, Any]]) -> Table:

@@ -6,8 +6,9 @@ from dataclasses import asdict
 
 import torch
 
-from gpt.model.flops import hardware_flops, model_flops
+from gpt.model.flops import hardware_flops, model_flops, peak_flops_per_second
 from gpt.model.transformer import ModelConfig
+from gpt.settings import TrainSettings
 from parallel.blocks import Recomputation
 from parallel.instruments.comm_log import CommLog
 from zero.engine import ZeroDataParallel
@@ -93,3 +94,11 @@ def peak_memory(device: torch.device, earlier: tuple[int, int] = (0, 0)) -> dict
         "reserved_unused_bytes": torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device),
         "allocation_retries": torch.cuda.memory_stats(device).get("num_alloc_retries", 0),
     }
+
+
+def peak_flops(train: TrainSettings, device: torch.device) -> float | None:
+    """Return the peak FLOP/s of the device in the precision of the run, or None if it is not known."""
+    if train.peak_tflops is not None:
+        return train.peak_tflops * 1e12
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    return peak_flops_per_second(name, train.dtype)

@@ -24,6 +24,8 @@ class TensorboardRun:
         for name, value in record.items():
             if isinstance(value, (int, float)) and name != "step":
                 self._writer.add_scalar(name, value, record["step"])
+        for number, sample in enumerate(record.get("samples", [])):
+            self._writer.add_text(f"sample/{number}", as_text(sample["text"]), record["step"])
         self._step = record["step"]
         self._writer.flush()  # a killed process loses nothing that was logged
 
@@ -46,3 +48,8 @@ class TensorboardRun:
 
         self._writer = SummaryWriter(str(self._folder), purge_step=purge_step)
         self._step = purge_step
+
+
+def as_text(text: str) -> str:
+    """Return a text as Markdown, which TensorBoard displays, with its line breaks and its spaces."""
+    return "\n".join(f"    {line}" for line in text.splitlines())

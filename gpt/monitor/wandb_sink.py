@@ -28,11 +28,12 @@ class WandbRun:
 
     def __init__(self, settings: WandbSettings, run_dir: Path, config: dict[str, Any], is_same_run: bool):
         self._run = _start(settings, run_dir, config, _run_id(run_dir, is_same_run))
+        (run_dir / RUN_ID).write_text(self._run.id)  # in a sweep, another one: W&B has chosen it
         self._num_steps = self._run.step  # W&B has all steps below this one, and accepts none of them again
 
     def log(self, record: Mapping[str, Any]) -> None:
         if record["step"] >= self._num_steps:
-            self._run.log(dict(record), step=record["step"])
+            self._run.log(_with_table(record), step=record["step"])
             self._num_steps = record["step"] + 1
 
     def roll_back(self, step: int) -> None:
@@ -45,12 +46,25 @@ class WandbRun:
         import wandb
 
         artifact = wandb.Artifact(f"checkpoint-{self._run.id}", type="checkpoint")
-        artifact.add_reference(checkpoint.resolve().as_uri(), checksum=False)
+        try:
+            artifact.add_reference(checkpoint.resolve().as_uri(), checksum=False)
+        except ValueError:  # this thread is late, and the run has deleted the checkpoint
+            return
         self._run.log_artifact(artifact, aliases=["latest", checkpoint.name])
 
     def finish(self, summary: Mapping[str, Any], exit_code: int) -> None:
-        self._run.summary.update(dict(summary))
+        self._run.summary.update({key: value for key, value in summary.items() if key != "samples"})
         self._run.finish(exit_code=exit_code)
+
+
+def _with_table(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the record with its texts as a table of W&B."""
+    import wandb
+
+    if "samples" not in record:
+        return dict(record)
+    rows = [[sample["prompt"], sample["text"]] for sample in record["samples"]]
+    return {**record, "samples": wandb.Table(columns=["prompt", "text"], data=rows)}
 
 
 def _run_id(run_dir: Path, is_same_run: bool) -> str:

@@ -10,6 +10,7 @@ from rich.table import Table
 from gpt.model.flops import hardware_flops, model_flops
 from gpt.monitor.collectives import profile, profile_table
 from gpt.monitor.console import RunConsole
+from gpt.monitor.units import count, num_bytes, seconds, unit_of
 from gpt.planner.dry_run import DEVICE, HOST, Recording, dry_run, no_garbage_collection
 from gpt.planner.projection import Timeline, kernel_seconds, project_recording
 from gpt.settings import DryRunSettings, Settings
@@ -124,8 +125,8 @@ def headline(report: dict[str, Any]) -> str:
     """Return one line with the size of the model and its peak memory; with a cluster, also fit and speed."""
     peak = sum(report["peak_bytes"][DEVICE].values())
     line = (
-        f"{report['parameters'] / 1e9:,.2f}B parameters on {report['world_size']} ranks "
-        f"({report['data_size']} data x {report['tensor_size']} tensor); peak {peak / 1e9:,.2f} GB per device"
+        f"{count(report['parameters'])} parameters on {report['world_size']} ranks "
+        f"({report['data_size']} data x {report['tensor_size']} tensor); peak {num_bytes(peak)} per device"
     )
     if "cluster" in report:
         available = int(report["cluster"]["gpu_memory_gib"] * 2**30)
@@ -133,7 +134,7 @@ def headline(report: dict[str, Any]) -> str:
         step = report["step"]
         line += (
             f": {verdict} the {available / 1e9:,.2f} GB of {report['cluster']['name']}{host_verdict(report)}; "
-            f"projected step {step['seconds']:.3g} s, {step['hardware_tflops_per_device']:.1f} TFLOPs per device, "
+            f"projected step {seconds(step['seconds'])}, {step['hardware_tflops_per_device']:.1f} TFLOPs per device, "
             f"MFU {100 * step['mfu']:.1f}%"
         )
     return line
@@ -148,24 +149,27 @@ def host_verdict(report: dict[str, Any]) -> str:
 
 def memory_table(report: dict[str, Any]) -> Table:
     """Return a table of this rank's memory by kind of tensor."""
-    table = Table(title="Memory of this rank, GB", title_justify="left")
+    columns = [report[what][where] for where in (DEVICE, HOST) for what in ("resident_bytes", "peak_bytes")]
+    size, unit = unit_of(max(sum(column.values()) for column in columns))
+    table = Table(title=f"Memory of this rank, {unit}", title_justify="left")
     for heading in ("", "device, resident", "device, peak", "host, resident", "host, peak"):
         table.add_column(heading, justify="left" if not heading else "right")
-    columns = [report[what][where] for where in (DEVICE, HOST) for what in ("resident_bytes", "peak_bytes")]
     for kind in TensorKind:
         if any(kind in column for column in columns):
-            table.add_row(kind, *(f"{column.get(kind, 0) / 1e9:,.3f}" for column in columns))
+            table.add_row(kind, *(f"{column.get(kind, 0) / size:,.3f}" for column in columns))
     table.add_section()
-    table.add_row("total", *(f"{sum(column.values()) / 1e9:,.3f}" for column in columns))
+    table.add_row("total", *(f"{sum(column.values()) / size:,.3f}" for column in columns))
     return table
 
 
 def traffic_table(report: dict[str, Any]) -> Table:
     """Return a table of the bytes that this rank sends in a step."""
+    rows = report["traffic_bytes"]
+    size, unit = unit_of(max((row["bytes"] for row in rows), default=0))
     table = Table("axis", "operation", "phase", title="Sent by this rank in a step", title_justify="left")
-    table.add_column("GB", justify="right")
-    for row in report["traffic_bytes"]:
-        table.add_row(row["axis"], row["op"], row["phase"], f"{row['bytes'] / 1e9:,.4f}")
+    table.add_column(unit, justify="right")
+    for row in rows:
+        table.add_row(row["axis"], row["op"], row["phase"], f"{row['bytes'] / size:,.4f}")
     return table
 
 

@@ -176,9 +176,22 @@ def _record(line: bytes) -> dict[str, Any] | None:
     if "out_of_memory" not in record:
         if not record.keys() >= NUMBERS_OF_A_STEP:
             return None
-        if not all(value is None or type(value) in (int, float) for value in record.values()):
+        numbers = [value for key, value in record.items() if key != "samples"]
+        if not all(value is None or type(value) in (int, float) for value in numbers):
+            return None
+        if not _are_texts(record.get("samples", [])):
             return None
     return record
+
+
+def _are_texts(samples: Any) -> bool:
+    """Return True if these are the texts that a model has generated in a step, [{"prompt", "text"}, ...]."""
+    return isinstance(samples, list) and all(
+        isinstance(sample, dict)
+        and sample.keys() == {"prompt", "text"}
+        and all(isinstance(text, str) for text in sample.values())
+        for sample in samples
+    )
 
 
 def first_free(path: Path) -> Path:

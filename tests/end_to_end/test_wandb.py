@@ -66,11 +66,19 @@ def run_program(arguments: list[str], **environment: str) -> None:
 def test_an_offline_run_holds_the_same_metrics_the_settings_and_the_code_version(corpus, tmp_path):
     key = "0123456789" * 4
     settings = {"wandb__mode": "offline", "wandb__group": "trials", "wandb__tags": "[a, b]", "checkpoint__every": 3}
-    settings |= {"train__layer_grad_norms_every": 2, "train__sample_tokens": 0}
+    settings |= {"train__layer_grad_norms_every": 2, "train__sample_every": 4}
     run_program(options(corpus, tmp_path / "run", **settings), WANDB_API_KEY=key)
     logged = read_steps(tmp_path / "run")
+    texts = {record["step"]: record.pop("samples") for record in logged if "samples" in record}
     history = history_within_a_minute(tmp_path / "run", len(logged))
     assert [{key: row[key] for key in expected} for row, expected in zip(history, logged, strict=True)] == logged
+    files = tmp_path / "run" / "wandb" / "latest-run" / "files"
+    tables = {
+        row["step"]: json.loads((files / row["samples/path"]).read_text()) for row in history if "samples/path" in row
+    }
+    rows = {step: [[text["prompt"], text["text"]] for text in found] for step, found in texts.items()}
+    assert {step: table["data"] for step, table in tables.items()} == rows
+    assert rows.keys() == {4, 6}
     (file,) = (tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb")
     records = list(offline_records(file))
     run = next(record.run for record in records if record.HasField("run"))

@@ -2,6 +2,7 @@
 
 import time
 from pathlib import Path
+from queue import Queue
 from typing import Any
 from unittest import mock
 
@@ -46,6 +47,22 @@ def calls_in_a_slow_save(folder: Path) -> int:
         own.start(Progress(1))
         assert own.wait() == folder / "step-00000001"
     return store.num_calls
+
+
+def saves_that_are_reported_before_anyone_waits(folder: Path) -> list[Path]:
+    """The checkpoints that a saver has reported to this rank half a minute after their start at the latest."""
+    state = build(parse_settings([f"--config={BASE}"]), Mesh.create(1), torch.device("cpu"))
+    reported: Queue[Path] = Queue()
+    own = saver.Saver(folder, state, keep=1, is_async=True, on_complete=reported.put)
+    own.start(Progress(1))
+    found = [reported.get(timeout=30)] if dist.get_rank() == 0 else []
+    own.wait()
+    return found + list(reported.queue)
+
+
+def test_the_first_rank_reports_a_checkpoint_when_it_is_complete(tmp_path):
+    found = run_ranks(2, saves_that_are_reported_before_anyone_waits, tmp_path)
+    assert found == [[tmp_path / "step-00000001"], []]
 
 
 def test_a_rank_asks_the_store_a_few_times_however_long_a_save_takes(tmp_path):

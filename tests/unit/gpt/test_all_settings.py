@@ -7,7 +7,7 @@ from typing import Annotated, Any, get_args, get_origin
 import pytest
 
 from gpt.settings import Settings
-from gpt.settings_help import help_text
+from gpt.settings_help import help_text, page
 from gpt.settings_parser import DEEPSPEED_CONFIG, GROUPS, LEAVES, TREE, parse_settings
 from parallel.errors import ConfigError
 from parallel.fields import LARGEST_INT, alternatives, describe
@@ -26,6 +26,7 @@ VALUES = {
     "''": "",
     "[]": [],
 }
+ROOT = Path(__file__).resolve().parents[3]
 NUMBERS = int, float
 MAY_BE_INFINITE = {"optimizer.clip_norm"}
 
@@ -102,6 +103,14 @@ def test_the_help_shows_every_setting_with_its_text_and_its_values():
     assert "--optimizer.eps Number added" in text
     assert "(a number from 1e-30 to 1; default: 1e-08)" in text
     assert "(an integer of 1 or more or null; default: 50)" in text
+
+    assert text.index("--zero.units ") < text.index("--zero.deepspeed_config ") < text.index("offload: ")
+    assert text.index("--train.prompts ") < text.index("train.ramp_up: ") < text.index("--train.ramp_up.start ")
+
+
+def test_the_page_of_settings_is_the_one_that_is_made():
+    assert (ROOT / "docs" / "settings.md").read_text() == page(TREE), "run python -m scripts.settings_page"
+    assert all(page(TREE).count(f"| `{leaf.name}` | {leaf.text} |") == 1 for leaf in LEAVES.values())
 
 
 def test_the_defaults_are_those_of_the_dataclasses():

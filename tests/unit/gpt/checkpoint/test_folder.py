@@ -92,7 +92,7 @@ def test_a_newest_checkpoint_without_layout_is_named_and_does_not_prevent_saves(
     """The checkpoint before it is offered; once the run resumed from that, the damaged one is out of the way."""
     folder = tmp_path / "checkpoints"
     first = recovery(tmp_path, "auto")
-    progress = first.resume("", 9)
+    progress = first.resume("")
     assert len(progress.run) == 12
     for step in (3, 6):
         first.save(Progress(step, step, progress.run))
@@ -101,16 +101,16 @@ def test_a_newest_checkpoint_without_layout_is_named_and_does_not_prevent_saves(
     (folder / "step-00000006" / LAYOUT).unlink()
     before = folder / "step-00000003"
     with pytest.raises(ConfigError, match=rf"step-00000006/layout.json cannot be read.*--checkpoint.resume={before}"):
-        recovery(tmp_path, "auto").resume("", 9)
+        recovery(tmp_path, "auto").resume("")
     again = recovery(tmp_path, str(before))
-    assert again.resume("", 9) == Progress(3, 3, progress.run)
+    assert again.resume("") == Progress(3, 3, progress.run)
     again.save(Progress(6, 6, progress.run))
     again.finish()
     again.release()
     assert names_in(folder) == ["latest", "old-1-step-00000006", "step-00000003", "step-00000006"]
     assert caplog.messages == []
     other_seed = recovery(tmp_path, "auto", **{"train.seed": 9})
-    assert other_seed.resume("", 9) == Progress(6, 6, progress.run)
+    assert other_seed.resume("") == Progress(6, 6, progress.run)
     other_seed.release()
     assert [message.split(",")[0] for message in caplog.messages] == ["train.seed=9"]
 

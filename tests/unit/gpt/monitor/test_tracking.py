@@ -13,6 +13,8 @@ from gpt.monitor.tracking import Tracking
 from gpt.settings import RunSettings
 from parallel.errors import ConfigError
 
+SAMPLES = [{"prompt": "def", "text": "def f():\n    pass"}]
+
 
 class RecordingSink:
     """A sink that records the calls to it."""
@@ -118,8 +120,10 @@ def test_event_files_hold_every_step_once_after_a_kill_and_a_roll_back(tmp_path)
         resumed.log(record)
     time.sleep(1.1)
     resumed.roll_back(2)
-    resumed.log({"step": 3, "loss": 0.5, "grad_norm/blocks.0": 1.0})
+    resumed.log({"step": 3, "loss": 0.5, "grad_norm/blocks.0": 1.0, "samples": SAMPLES})
     resumed.finish({}, 0)
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 3.0), (2, 2.0), (3, 0.5)]
     assert [event.step for event in events.Scalars("grad_norm/blocks.0")] == [3]
+    (text,) = events.Tensors("sample/0/text_summary")
+    assert (text.step, text.tensor_proto.string_val) == (3, [b"    def f():\n        pass"])

@@ -1,4 +1,4 @@
-"""The version of the code that W&B is told: the commit, and if files differ from it."""
+"""W&B is told the commit of the code, with a mark if files differ from it, and of existing checkpoints only."""
 
 import subprocess
 from pathlib import Path
@@ -27,3 +27,14 @@ def test_the_version_of_the_code_is_its_commit_and_says_if_files_differ(tmp_path
     assert version_in(tmp_path) == git(tmp_path, "rev-parse", "HEAD")
     (tmp_path / "a").write_text("2")
     assert version_in(tmp_path) == git(tmp_path, "rev-parse", "HEAD") + "+changes"
+
+
+def test_a_checkpoint_that_is_deleted_before_it_is_logged_is_left_out(tmp_path: Path):
+    sink = object.__new__(wandb_sink.WandbRun)
+    sink._run = mock.Mock(id="abc")
+    kept, deleted = tmp_path / "step-00000004", tmp_path / "step-00000002"
+    kept.mkdir()
+    for checkpoint in (deleted, kept):
+        sink.log_checkpoint(checkpoint)
+    (call,) = sink._run.log_artifact.call_args_list
+    assert call.kwargs["aliases"] == ["latest", "step-00000004"]

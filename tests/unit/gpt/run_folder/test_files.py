@@ -55,6 +55,8 @@ DAMAGED = [
     b'{"step": 3}\n',
     json.dumps(record(3) | {"step": "3"}).encode() + b"\n",
     json.dumps(record(3) | {"lr": [1]}).encode() + b"\n",
+    json.dumps(record(3) | {"samples": "def"}).encode() + b"\n",
+    json.dumps(record(3) | {"samples": [{"prompt": "def", "text": 5}]}).encode() + b"\n",
     b"\0" * 100 + b"\n",
     b"[" * 100_000 + b"\n",
 ]
@@ -120,6 +122,12 @@ def test_numbers_that_are_not_finite_are_null_in_the_file_and_nan_when_read(tmp_
     (found,) = read_steps(tmp_path)
     assert math.isnan(found["loss"])
     assert found["mfu"] is None
+
+
+def test_generated_texts_are_read_as_they_were_written(tmp_path):
+    samples = [{"prompt": "def", "text": "def f():\n    return '\u2028\ufffd'"}, {"prompt": "", "text": ""}]
+    append_records(tmp_path, [record(1, samples=samples), record(2)])
+    assert [found.get("samples") for found in read_steps(tmp_path)] == [samples, None]
 
 
 def test_a_record_of_a_full_disk_is_written_when_there_is_room(tmp_path, caplog):

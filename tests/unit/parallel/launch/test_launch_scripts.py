@@ -160,6 +160,19 @@ def test_slurm_runs_torchrun_on_every_node_of_the_job(stubs):
     assert "+ srun" in said
 
 
+def test_slurms_script_started_by_hand_says_so(stubs):
+    ended = subprocess.run(
+        [SCRIPTS / "slurm.sbatch", "--train.steps=5"],
+        env=environment(stubs),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr.count("\n")) == (2, "", 1)
+    assert "submit it with sbatch" in ended.stderr
+    assert "slurm.sbatch --train.steps=5" in ended.stderr
+
+
 def test_slurm_gives_every_node_its_gpus():
     lines = (SCRIPTS / "slurm.sbatch").read_text().splitlines()
     assert "#SBATCH --gpus-per-node=8" in lines

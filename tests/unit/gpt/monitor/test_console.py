@@ -1,0 +1,105 @@
+"""Lines of the console fit 80 columns, tables are not cut without a terminal, and curves that are equal both show."""
+
+import re
+from typing import Any
+
+import pytest
+from matplotlib import pyplot
+from rich.table import Table
+
+from gpt.monitor import units
+from gpt.monitor.collectives import profile_table
+from gpt.monitor.console import ROWS_PER_HEADING, RunConsole, make_console, print_table
+from gpt.monitor.plot import plot_loss, plot_losses
+from gpt.settings import TrainSettings
+
+LONG = {"step": 499_999, "loss": 10.123456, "lr": 3e-4, "grad_norm": 123.4567, "tokens_per_second": 1_234_567.8}
+TRAIN = TrainSettings(steps=500_000, global_batch_size=2**16)
+
+
+def printed(capsys: pytest.CaptureFixture[str], *records: dict[str, Any]) -> list[str]:
+    console = RunConsole(is_quiet=False)
+    for record in records:
+        console.log_step(record, TRAIN, seq_length=2048)
+    return capsys.readouterr().out.splitlines()
+
+
+def test_a_row_fits_80_columns_with_all_that_it_may_show(capsys):
+    heading, row = printed(capsys, LONG | {"mfu": 0.4567, "loss_scale": 2.0**16})
+    assert len(heading) == len(row) <= 80
+    assert heading.split() == ["time", "step", "loss", "lr", "norm", "tokens/s", "MFU", "scale", "left"]
+    time, *cells = row.split()
+    assert re.fullmatch(r"\d\d:\d\d:\d\d", time)
+    left = ["0:01:49"]  # 2**16 x 2048 tokens
+    assert cells == ["499999/500000", "10.1235", "3.00e-04", "123.457", "1,234,568", "45.7%", "2^16", *left]
+
+
+def test_a_cpu_has_no_mfu(capsys):
+    heading, _ = printed(capsys, LONG | {"mfu": None})
+    assert "MFU" not in heading
+
+
+def test_the_heading_is_repeated(capsys):
+    lines = printed(capsys, *[LONG | {"mfu": None}] * (ROWS_PER_HEADING + 1))
+    assert [number for number, line in enumerate(lines) if "loss" in line] == [0, ROWS_PER_HEADING + 1]
+
+
+def test_validation_and_texts_follow_their_step(capsys):
+    samples = [{"prompt": "def", "text": "def f[red]:\n    pass"}]
+    evaluated = LONG | {"mfu": None, "validation_loss": 1.25, "validation_perplexity": 3.49, "samples": samples}
+    lines = printed(capsys, evaluated)[2:]
+    assert lines[0].endswith(" validation loss 1.2500, perplexity 3.5")
+    assert lines[1:] == ["--- generated text, step 499999", "def f[red]:", "    pass"]
+
+
+def test_without_a_terminal_no_cell_is_cut(capsys):
+    row = {"axis": "replica", "op": "reduce_scatter", "phase": "evaluation", "group_size": 1024, "count": 12345}
+    row |= {"message_bytes": {"1000": 1, "67108864": 2}, "first_position": 0.3, "last_position": 1.0, "blocking": 1}
+    RunConsole(is_quiet=False).show(profile_table([row]))
+    assert "reduce_scatter" in (output := capsys.readouterr().out)
+    assert "…" not in output
+
+
+def test_on_a_narrow_terminal_cells_are_broken_and_not_cut(capsys):
+    console = make_console()
+    console.width = 20
+    table = Table("operation")
+    table.add_row("a_long_operation_of_35_characters__")
+    print_table(console, table)
+    assert "…" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (units.count(36_200), "36.2K"),
+        (units.count(124_439_808), "124M"),
+        (units.count(1_557_611_200), "1.56B"),
+        (units.count(7), "7"),
+        (units.num_bytes(330_730), "331 kB"),
+        (units.num_bytes(34.06e9), "34.1 GB"),
+        (units.seconds(0.00133), "1.33 ms"),
+        (units.seconds(61.2), "61.2 s"),
+        (units.unit_of(2.5e6), (1e6, "MB")),
+        (units.unit_of(0), (1e3, "kB")),
+    ],
+)
+def test_numbers_have_the_prefix_that_suits_them(text, expected):
+    assert text == expected
+
+
+def test_runs_with_equal_losses_both_show_in_the_plot(tmp_path, monkeypatch):
+    monkeypatch.setattr(pyplot, "close", lambda figure: figures.append(figure))
+    figures: list[Any] = []
+    records = [{"tokens": 1_000_000 * step, "loss": 5.0 / step} for step in range(1, 20)]
+    plot_losses({"a": records, "b": records}, tmp_path / "compare.png")
+    plot_loss(records, tmp_path / "loss.png")
+    monkeypatch.undo()
+    below, above = figures[0].axes[0].lines
+    assert below.get_linewidth() >= 2 * above.get_linewidth()
+    titles = [figure.axes[0].get_title() for figure in figures]
+    assert titles == ["Training loss of 2 runs", f"Loss of {tmp_path.name}"]
+    for figure in figures:
+        labels = [label.get_text() for label in figure.axes[0].get_xticklabels()]
+        assert {"5M", "10M", "15M"} < set(labels)
+        pyplot.close(figure)
