@@ -108,14 +108,18 @@ def profile_table(rows: list[dict[str, Any]]) -> Table:
     return table
 
 
-def comparison_table(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> Table:
-    """Return a table of the counts and bytes of two profiles, with zeros for a row that one of them lacks."""
-    table = Table("axis", "operation", "phase", title="Collectives of two runs", title_justify="left")
-    for heading in ("count, first", "count, second", "MB sent, first", "MB sent, second"):
-        table.add_column(heading, justify="right")
-    first, second = ({(r["axis"], r["op"], r["phase"]): r for r in rows} for rows in (one, other))
-    for key in dict.fromkeys([*first, *second]):
-        rows = [side.get(key, {"count": 0, "wire_bytes": 0}) for side in (first, second)]
+def comparison_table(runs: dict[str, list[dict[str, Any]]]) -> Table:
+    """Return a table of the counts and bytes of the profiles of {name of a run: profile}.
+
+    A row that a profile lacks has zeros.
+    """
+    table = Table("axis", "operation", "phase", title="Collectives of a step", title_justify="left")
+    for figure in ("count", "MB sent"):
+        for name in runs:
+            table.add_column(f"{figure},\n{name}", justify="right")
+    profiles = [{(row["axis"], row["op"], row["phase"]): row for row in rows} for rows in runs.values()]
+    for key in dict.fromkeys(key for rows in profiles for key in rows):
+        rows = [side.get(key, {"count": 0, "wire_bytes": 0}) for side in profiles]
         counts, sent = [str(row["count"]) for row in rows], [f"{row['wire_bytes'] / 1e6:,.3f}" for row in rows]
         table.add_row(*key, *counts, *sent)
     return table
@@ -127,9 +131,10 @@ def main(arguments: list[str]) -> None:
         prog="python -m gpt.monitor.collectives", description="Compare the collectives of two runs."
     )
     parser.add_argument("runs", nargs=2, type=Path, help="folders of runs, real or dry")
+    paths = parser.parse_args(arguments).runs
     with exit_on_config_error():
-        one, other = (read_profile(path) for path in parser.parse_args(arguments).runs)
-    print_table(make_console(), comparison_table(one, other))
+        runs = {str(path): read_profile(path) for path in paths}
+    print_table(make_console(), comparison_table(runs))
 
 
 if __name__ == "__main__":

@@ -2,29 +2,33 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import product
+from typing import Literal, get_args
 
 from gpt.model.flops import hardware_flops
 from gpt.model.transformer import ModelConfig
 from gpt.planner.activation_store import parameters_of_rank, workload_of
 from gpt.settings import Settings
+from parallel.blocks import Recomputation
 from parallel.launch.cluster import ClusterSpec
+from zero.activations.checkpointed_blocks import ActivationsConfig
 from zero.activations.choice import (
     Hardware,
     Workload,
-    bytes_per_sequence,
     exposed_seconds,
     model_parallel_volume,
+    stored_bytes,
 )
 from zero.activations.stores import STORES, StoreName
-from zero.config import ZeroConfig
+from zero.config import Accumulate, ZeroConfig
 from zero.formulas import memory, traffic
 from zero.formulas.memory import ModelStates, PlacedStates
 from zero.offload.placement import Mode
 from zero.stage import STAGES, Lifetime
 
 ASSUMED_PEAK_FRACTION = 0.5  # fraction of the peak rate that computation is assumed to reach
-USABLE_MEMORY_FRACTION = 0.97  # of a GPU's memory; the rest is for small allocations, which closed forms leave out
 MAX_MICRO_BATCH = 128
+PlannedStore = Literal["none", "selective", StoreName]  # of activations.store: all but auto
 
 
 @dataclass(frozen=True)
@@ -33,20 +37,43 @@ class CandidateLayout:
 
     tensor_size: int
     stage: int
-    store: StoreName
+    store: PlannedStore
     micro_batch_size: int
     offload: Mode = "accelerator"
+    accumulate: Accumulate = "reduce"
 
     @property
-    def family(self) -> tuple[int, int, str, str]:
+    def partition(self) -> tuple[int, int, str]:
+        """The settings that divide the model states over the ranks and place them."""
+        return self.tensor_size, self.stage, self.offload
+
+    @property
+    def family(self) -> tuple:
         """The settings other than the micro-batch size."""
-        return self.tensor_size, self.stage, self.store, self.offload
+        return *self.partition, self.store, self.accumulate
+
+    @property
+    def recomputes(self) -> Recomputation:
+        """The part of the model that is computed again in backward."""
+        return ActivationsConfig(self.store).recomputes
+
+    def applied_to(self, settings: Settings) -> Settings:
+        """Return the settings with this layout."""
+        return replace(
+            settings,
+            parallel=replace(settings.parallel, tensor_size=self.tensor_size),
+            zero=replace(settings.zero, stage=self.stage, accumulate=self.accumulate),
+            activations=replace(settings.activations, store=self.store),
+            offload=replace(settings.offload, mode=self.offload),
+            train=replace(settings.train, micro_batch_size=self.micro_batch_size),
+        )
 
     def options(self, global_batch_size: int) -> list[str]:
         """Return the options of the training program that select this layout."""
         return [
             f"--parallel.tensor_size={self.tensor_size}",
             f"--zero.stage={self.stage}",
+            f"--zero.accumulate={self.accumulate}",
             f"--activations.store={self.store}",
             f"--offload.mode={self.offload}",
             f"--train.micro_batch_size={self.micro_batch_size}",
@@ -54,10 +81,10 @@ class CandidateLayout:
         ]
 
     def __str__(self) -> str:
-        offload = ", offload" if self.offload == "host" else ""
-        return (
-            f"tensor {self.tensor_size}, stage {self.stage}, {self.store}, micro-batch {self.micro_batch_size}{offload}"
-        )
+        parts = [f"tensor {self.tensor_size}", f"stage {self.stage}", self.store]
+        parts += ["local"] if self.accumulate == "local" else []
+        parts += [f"micro-batch {self.micro_batch_size}", *(["offload"] if self.offload == "host" else [])]
+        return ", ".join(parts)
 
 
 @dataclass(frozen=True)
@@ -72,22 +99,25 @@ class Prediction:
 
 
 def predict(layout: CandidateLayout, settings: Settings, cluster: ClusterSpec, world_size: int) -> Prediction | None:
-    """Return the prediction, or None if the layout does not divide the world, the global batch or the model."""
+    """Return the prediction, or None if the layout does not divide the world, the global batch or the model.
+
+    Local accumulation of a single micro-batch is nothing, so for such a layout it returns None too.
+    """
     model, train = settings.model, settings.train
     data_size, uneven = divmod(world_size, layout.tensor_size)
     num_micro_batches, rest = divmod(train.global_batch_size, layout.micro_batch_size * data_size)
     indivisible = model.num_heads % layout.tensor_size + model.padded_vocab_size % layout.tensor_size
-    if uneven or rest or not num_micro_batches or indivisible:
+    is_same_as_reduce = layout.accumulate == "local" and num_micro_batches == 1
+    if uneven or rest or not num_micro_batches or indivisible or is_same_as_reduce:
         return None
     work = workload(layout, settings, data_size, num_micro_batches)
-    device_bytes_per_sequence = bytes_per_sequence(work, layout.store)
     checkpoints_on_host = 0.0
     if layout.store == "partition_host":
         checkpoints_on_host = work.checkpoint_bytes / layout.tensor_size * work.b
     states_on_host = model_states(layout, settings, data_size).host
     return Prediction(
         layout,
-        work.state_bytes + device_bytes_per_sequence * work.b,
+        work.state_bytes + activation_bytes(work, layout, settings) * work.b,
         (checkpoints_on_host + states_on_host.total) * cluster.gpus_per_node,
         num_micro_batches * micro_batch_seconds(work, layout, model, cluster)
         + offload_seconds(states_on_host, train.dtype.itemsize, num_micro_batches, cluster),
@@ -108,9 +138,27 @@ def model_states(layout: CandidateLayout, settings: Settings, data_size: int) ->
 
 def zero_of(layout: CandidateLayout, settings: Settings, data_size: int) -> ZeroConfig:
     """Return the settings of ZeRO with a layout, and the types of gradients that null stands for."""
-    train = replace(settings.train, micro_batch_size=layout.micro_batch_size)
-    chosen = replace(settings, train=train, zero=replace(settings.zero, stage=layout.stage))
-    return chosen.with_gradient_types(data_size).zero
+    return layout.applied_to(settings).with_gradient_types(data_size).zero
+
+
+def activation_bytes(work: Workload, layout: CandidateLayout, settings: Settings) -> float:
+    """Return the bytes that the activations of one sequence need on the device.
+
+    Until its backward a block keeps, for every token, 4 h elements (inputs of norms and of the first products) that the
+    tensor ranks divide only with sequence parallelism, and 12 h that they divide (q, k, v, the output of attention, and
+    the MLP before and after its activation function); with dropout also two masks of h. Math attention keeps its
+    weights, with dropout in three versions, unless only these are computed again. With checkpoints, only the blocks of
+    one group are kept at the same time. Backward needs another 4 h, the logits, and their gradient.
+    """
+    model = settings.model
+    copies = 1 if settings.parallel.sequence_parallel else layout.tensor_size
+    kept = ((6 if model.dropout else 4) * copies + 12) * work.h
+    if layout.recomputes != "attention" and model.attention == "math":
+        kept += (3 if model.dropout else 1) * model.num_heads * work.s
+    num_kept = work.L if layout.store not in STORES else min(work.k, work.L)
+    stored = stored_bytes(work, layout.store) if layout.store in STORES else 0.0
+    elements = kept * num_kept + 4 * work.h + 2 * work.vocab_size
+    return stored + work.itemsize * work.s * elements / layout.tensor_size
 
 
 def offload_seconds(on_host: ModelStates, itemsize: int, num_micro_batches: int, cluster: ClusterSpec) -> float:
@@ -161,16 +209,19 @@ def micro_batch_seconds(work: Workload, layout: CandidateLayout, model: ModelCon
     node_rate = cluster.node_gb_per_second * cluster.node_fraction / ranks_per_ring
     data_rate = min(node_rate, cluster.network_card_gb_per_second)
     flops_per_second = cluster.peak_half_tflops * ASSUMED_PEAK_FRACTION * 1e12
-    computing = hardware_flops(model, work.b, "blocks") / layout.tensor_size / flops_per_second
+    computing = hardware_flops(model, work.b, layout.recomputes) / layout.tensor_size / flops_per_second
     hardware = Hardware(
         None, flops_per_second / 1e12, cluster.intra_node_gb_per_second, data_rate, cluster.host_gb_per_second
     )
-    has_tensor_ranks = layout.tensor_size > 1
-    tensor_bytes = model_parallel_volume(work.b, work.s, work.h, work.L) * work.itemsize if has_tensor_ranks else 0
+    tensor_bytes = 0.0
+    if layout.tensor_size > 1:  # two all-reduces each in forward, backward, and recomputation of whole blocks
+        of_three = 3 if layout.recomputes == "blocks" else 2
+        tensor_bytes = model_parallel_volume(work.b, work.s, work.h, work.L) * work.itemsize * of_three / 3
+    store = layout.store if layout.store in STORES else "keep"  # without checkpoints, none are communicated
     return (
         computing
         + tensor_bytes / (cluster.intra_node_gb_per_second * 1e9)
-        + work.b * exposed_seconds(work, layout.store, work.b, hardware)
+        + work.b * exposed_seconds(work, store, work.b, hardware)
     )
 
 
@@ -183,21 +234,19 @@ def candidate_layouts(gpus_per_node: int, global_batch_size: int, offload: Mode)
     tensor_sizes = [2**n for n in range(20) if gpus_per_node % 2**n == 0]
     micro_batches = [b for b in range(1, min(global_batch_size, MAX_MICRO_BATCH) + 1) if b <= 4 or b % 4 == 0]
     for tensor_size in tensor_sizes:
-        for stage in STAGES:
-            for store in STORES:
-                if store == "partition" and tensor_size == 1:
-                    continue
-                for mode in modes:
-                    for micro_batch in micro_batches:
-                        yield CandidateLayout(tensor_size, stage, store, micro_batch, mode)
-
-
-def usable_bytes(cluster: ClusterSpec) -> float:
-    """Return the memory of a GPU that model states and activations may fill."""
-    return USABLE_MEMORY_FRACTION * cluster.gpu_memory_bytes
+        stores: list[PlannedStore] = ["none", "selective", *STORES]
+        if tensor_size == 1:
+            stores.remove("partition")
+        for stage, policy in STAGES.items():
+            # Stage 2 that accumulates locally is stage 1, so it is left out.
+            is_stage = replace(policy, full_grads=Lifetime.PERSISTENT) in STAGES.values()
+            sums: tuple[Accumulate, ...] = ("reduce",) if is_stage else get_args(Accumulate)
+            for store, mode, accumulate in product(stores, modes, sums):
+                for micro_batch in micro_batches:
+                    yield CandidateLayout(tensor_size, stage, store, micro_batch, mode, accumulate)
 
 
 def fits(prediction: Prediction, cluster: ClusterSpec) -> bool:
     """Return True if the predicted memory fits a GPU and the host of a node."""
-    on_device = prediction.device_bytes <= usable_bytes(cluster)
+    on_device = prediction.device_bytes <= cluster.usable_gpu_bytes
     return on_device and prediction.host_bytes <= cluster.host_memory_gb * 1e9

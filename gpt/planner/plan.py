@@ -13,11 +13,10 @@ from dataclasses import dataclass, replace
 from rich.console import Console
 from rich.table import Table
 
-from gpt.model.flops import hardware_flops
-from gpt.model.transformer import ModelConfig
 from gpt.option_names import errors_in_option_names
 from gpt.planner.depth import DepthExtrapolation, Estimate, extrapolate, shallow_runs
-from gpt.planner.layouts import CandidateLayout, Prediction, candidate_layouts, fits, predict, usable_bytes
+from gpt.planner.layouts import CandidateLayout, Prediction, candidate_layouts, fits, predict
+from gpt.planner.plan_report import best_line, estimate_fits, model_tflops_per_gpu, plan_table, too_large_line
 from gpt.settings import Settings
 from gpt.settings_parser import parse_settings
 from parallel.errors import ConfigError, exit_on_config_error
@@ -31,7 +30,7 @@ class Plan:
     """The layouts that fit and those that do not, each with the memory and time that closed forms predict."""
 
     fitting: list[Prediction]  # the fastest layout of each family, the fastest family first
-    too_large: list[Prediction]  # the layout with the least device memory of each family in which none fits
+    too_large: list[Prediction]  # the layout with the least device memory of each partition in which none fits
 
 
 def make_plan(settings: Settings, cluster: ClusterSpec, world_size: int) -> Plan:
@@ -46,7 +45,7 @@ def make_plan(settings: Settings, cluster: ClusterSpec, world_size: int) -> Plan
         )
     fitting = [found for found in possible if fits(found, cluster)]
     if not fitting:
-        usable = usable_bytes(cluster)
+        usable = cluster.usable_gpu_bytes
         smallest = min(possible, key=lambda found: found.device_bytes)
         raise ConfigError(
             f"the model does not fit on {world_size} GPUs: the layout with the least memory ({smallest.layout}) needs "
@@ -54,27 +53,28 @@ def make_plan(settings: Settings, cluster: ClusterSpec, world_size: int) -> Plan
             "too much; use more nodes or a smaller model"
         )
     fastest: dict[tuple, Prediction] = {}
-    for found in sorted(fitting, key=lambda found: found.seconds):
+    for found in sorted(fitting, key=closed_form_rank):
         fastest.setdefault(found.layout.family, found)
-    families = {found.layout.family for found in possible} - set(fastest)
+    partitions = {found.layout.partition for found in possible} - {found.layout.partition for found in fitting}
     too_large = [
-        min((found for found in possible if found.layout.family == family), key=lambda found: found.device_bytes)
-        for family in sorted(families)
+        min((found for found in possible if found.layout.partition == one), key=lambda found: found.device_bytes)
+        for one in sorted(partitions)
     ]
     return Plan(list(fastest.values()), too_large)
 
 
+def closed_form_rank(found: Prediction) -> tuple[float, int]:
+    """Return the key by which layouts are sorted.
+
+    Closed forms leave out that small products reach less of a GPU's rate, so of those that are equally fast, the one
+    with the fewest micro-batches is the first.
+    """
+    return float(f"{found.seconds:.3g}"), found.num_micro_batches
+
+
 def extrapolate_layout(layout: CandidateLayout, settings: Settings, cluster: ClusterSpec) -> DepthExtrapolation:
     """Return the extrapolation from two shallow dry runs with the layout, in the world of `settings.dry_run`."""
-    chosen = replace(
-        settings,
-        parallel=replace(settings.parallel, tensor_size=layout.tensor_size),
-        zero=replace(settings.zero, stage=layout.stage),
-        activations=replace(settings.activations, store=layout.store),
-        offload=replace(settings.offload, mode=layout.offload),
-        train=replace(settings.train, micro_batch_size=layout.micro_batch_size),
-    )
-    return extrapolate(shallow_runs(chosen), cluster)
+    return extrapolate(shallow_runs(layout.applied_to(settings)), cluster)
 
 
 def deepest_models(settings: Settings, cluster: ClusterSpec, world_size: int) -> list[tuple[int, CandidateLayout]]:
@@ -114,32 +114,6 @@ def largest_fitting(number_fits: Callable[[int], bool]) -> int:
     return low
 
 
-def plan_table(
-    plan: Plan,
-    verified: dict[CandidateLayout, Estimate],
-    model: ModelConfig,
-    global_batch_size: int,
-    cluster: ClusterSpec,
-) -> Table:
-    """Return a table of the ten fastest layouts, with the estimates of those that a dry run has verified."""
-    table = Table(title="Layouts by predicted time of a step", title_justify="left")
-    table.add_column("layout", no_wrap=True)
-    for heading in ("micro batches", "GB", "s per step", "dry run: GB", "s per step", "TFLOPs per GPU"):
-        table.add_column(heading, justify="right")
-    for found in plan.fitting[:10]:
-        cells = ["", "", ""]
-        if estimate := verified.get(found.layout):
-            flops = hardware_flops(model, global_batch_size, "blocks")
-            sequences_per_gpu = found.num_micro_batches * found.layout.micro_batch_size / found.layout.tensor_size
-            num_gpus = global_batch_size / sequences_per_gpu
-            remark = "" if estimate.device_peak_bytes <= cluster.gpu_memory_bytes else " (too much)"
-            tflops = flops / num_gpus / estimate.seconds / 1e12
-            cells = [f"{estimate.device_peak_bytes / 1e9:.1f}{remark}", f"{estimate.seconds:.2f}", f"{tflops:.1f}"]
-        figures = [str(found.num_micro_batches), f"{found.device_bytes / 1e9:.1f}", f"{found.seconds:.2f}"]
-        table.add_row(str(found.layout), *figures, *cells)
-    return table
-
-
 @errors_in_option_names()
 def main(arguments: list[str]) -> None:
     """Print a plan and the command that starts its best run."""
@@ -149,7 +123,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--largest", action="store_true", help="find the largest number of layers that fits")
     parser.add_argument("--verify", type=int, default=3, help="number of layouts to verify by dry runs")
     own, others = parser.parse_known_args(arguments)
-    console = Console(soft_wrap=True, highlight=False, width=None if sys.stdout.isatty() else 120)
+    console = Console(soft_wrap=True, highlight=False, width=None if sys.stdout.isatty() else 140)
     cluster = ClusterSpec.load(own.cluster)
     settings = parse_settings(others, max(1, own.nodes) * cluster.gpus_per_node, console.print)
     if own.nodes < 1 or own.verify < 1:
@@ -166,37 +140,45 @@ def report_plan(
     settings: Settings, cluster: ClusterSpec, world_size: int, num_to_verify: int, console: Console
 ) -> list[str]:
     """Print the layouts, and return the options of the fastest one that fits in a dry run."""
+    model, batch = settings.model, settings.train.global_batch_size
+    _progress("computing the memory and time of all layouts by closed forms")
     plan = make_plan(settings, cluster, world_size)
-    verified, fitting = verify(plan, settings, cluster, num_to_verify)
-    console.print(plan_table(plan, verified, settings.model, settings.train.global_batch_size, cluster))
+    verified = verify(plan, settings, cluster, num_to_verify)
+    tflops = {layout: model_tflops_per_gpu(model, batch, world_size, found) for layout, found in verified.items()}
+    console.print(plan_table(plan.fitting, verified, tflops, cluster))
     for found in plan.too_large:
-        on_device = (found.device_bytes - usable_bytes(cluster)) / 1e9
-        on_host = found.host_bytes / 1e9 - cluster.host_memory_gb
-        reason = f"{on_device:.1f} GB too much on a GPU" if on_device > 0 else f"{on_host:.0f} GB too much on a host"
-        console.print(f"does not fit: {found.layout}: {reason}")
+        console.print(too_large_line(found, cluster))
+    fitting = [layout for layout, found in verified.items() if estimate_fits(found, cluster)]
     if not fitting:
         raise ConfigError(f"none of the {len(verified)} best layouts fits in a dry run; raise --verify={num_to_verify}")
     best = min(fitting, key=lambda layout: verified[layout].seconds)
-    return best.options(settings.train.global_batch_size)
+    console.print(best_line(best, verified[best], cluster))
+    return best.options(batch)
 
 
-def verify(
-    plan: Plan, settings: Settings, cluster: ClusterSpec, num_to_verify: int
-) -> tuple[dict[CandidateLayout, Estimate], list[CandidateLayout]]:
+def verify(plan: Plan, settings: Settings, cluster: ClusterSpec, num_to_verify: int) -> dict[CandidateLayout, Estimate]:
     """Estimate the fastest layouts by dry runs, until `num_to_verify` of them fit or MAX_DRY_RUNS times as many ran.
 
-    Return all estimates, and the layouts that fit: at most one for each tensor size, stage and offload mode.
+    Of those that fit, at most one has the same partition.
     """
     verified: dict[CandidateLayout, Estimate] = {}
-    fitting: dict[tuple[int, int, str], CandidateLayout] = {}
+    partitions: set[tuple] = set()  # of the layouts that fit
+    most = min(MAX_DRY_RUNS * num_to_verify, len(plan.fitting))
     for layout in (found.layout for found in plan.fitting):
-        if len(fitting) == num_to_verify or len(verified) == MAX_DRY_RUNS * num_to_verify:
+        if len(partitions) == num_to_verify or len(verified) == most:
             break
-        if (layout.tensor_size, layout.stage, layout.offload) not in fitting:
+        if layout.partition not in partitions:
+            _progress(f"dry run {len(verified) + 1} of at most {most}: {layout}")
             verified[layout] = extrapolate_layout(layout, settings, cluster).at(settings.model.num_layers)
-            if verified[layout].device_peak_bytes <= cluster.gpu_memory_bytes:
-                fitting[layout.tensor_size, layout.stage, layout.offload] = layout
-    return verified, list(fitting.values())
+            if estimate_fits(verified[layout], cluster):
+                partitions.add(layout.partition)
+    return verified
+
+
+def _progress(line: str) -> None:
+    """Print a line to stderr, since a plan takes minutes; stdout has the plan alone."""
+    sys.stderr.write(f"{line}\n")
+    sys.stderr.flush()
 
 
 def report_largest(
@@ -209,13 +191,15 @@ def report_largest(
     for heading in ("closed forms", "dry run", "parameters", "GB"):
         table.add_column(heading, justify="right")
     max_layers: dict[CandidateLayout, int] = {}
+    _progress("computing the largest models of all layouts by closed forms")
     for predicted, layout in deepest_models(settings, cluster, world_size)[:num_to_verify]:
+        _progress(f"dry run {len(max_layers) + 1} of {num_to_verify}: {layout}")
         # Two micro-batches are enough: later ones need as much memory as the second.
         batch = min(settings.train.global_batch_size, 2 * layout.micro_batch_size * world_size // layout.tensor_size)
         short_step = replace(settings, train=replace(settings.train, global_batch_size=batch))
         extrapolation = extrapolate_layout(layout, short_step, cluster)
         host_bytes = cluster.host_memory_gb * 1e9 / cluster.gpus_per_node
-        max_layers[layout] = extrapolation.max_layers(cluster.gpu_memory_bytes, host_bytes)
+        max_layers[layout] = extrapolation.max_layers(cluster.usable_gpu_bytes, host_bytes)
         estimate = extrapolation.at(max_layers[layout])
         figures = f"{estimate.parameters / 1e9:.1f}B", f"{estimate.device_peak_bytes / 1e9:.1f}"
         table.add_row(str(layout), str(predicted), str(max_layers[layout]), *figures)

@@ -16,7 +16,7 @@ from gpt.planner.projection import Timeline, kernel_seconds, project_recording
 from gpt.settings import DryRunSettings, Settings
 from parallel.errors import ConfigError
 from parallel.instruments.memory_tracker import TensorKind
-from parallel.launch.cluster import ClusterSpec
+from parallel.launch.cluster import RESERVED_BYTES, ClusterSpec
 
 REPORT = "report.json"
 
@@ -85,7 +85,7 @@ def make_report(
     }
     if cluster is not None and timeline is not None:
         report["cluster"] = asdict(cluster)
-        report["fits"] = sum(recording.peak[DEVICE].values()) <= cluster.gpu_memory_bytes
+        report["fits"] = sum(recording.peak[DEVICE].values()) <= cluster.usable_gpu_bytes
         on_host = sum(recording.peak[HOST].values()) * min(size, cluster.gpus_per_node)
         report["node_host_bytes"] = on_host
         report["fits_host"] = on_host <= cluster.host_memory_gb * 1e9
@@ -129,13 +129,14 @@ def headline(report: dict[str, Any]) -> str:
         f"({report['data_size']} data x {report['tensor_size']} tensor); peak {num_bytes(peak)} per device"
     )
     if "cluster" in report:
-        available = int(report["cluster"]["gpu_memory_gib"] * 2**30)
+        cluster = ClusterSpec(**report["cluster"])
+        available = cluster.usable_gpu_bytes
         verdict = "fits" if report["fits"] else f"does NOT fit, by {(peak - available) / 1e9:,.2f} GB,"
         step = report["step"]
         line += (
-            f": {verdict} the {available / 1e9:,.2f} GB of {report['cluster']['name']}{host_verdict(report)}; "
-            f"projected step {seconds(step['seconds'])}, {step['hardware_tflops_per_device']:.1f} TFLOPs per device, "
-            f"MFU {100 * step['mfu']:.1f}%"
+            f": {verdict} the {available / 1e9:,.2f} GB of {cluster.name}, beside {RESERVED_BYTES / 1e9:.0f} GB for "
+            f"CUDA and NCCL{host_verdict(report)}; projected step {seconds(step['seconds'])}, "
+            f"{step['hardware_tflops_per_device']:.1f} TFLOPs per device, MFU {100 * step['mfu']:.1f}%{cluster.remark}"
         )
     return line
 

@@ -10,6 +10,8 @@ from parallel.fields import Range, check_fields
 
 Rate = Annotated[float, Range(above=0, at_most=1e9)]
 
+RESERVED_BYTES = 10**9  # of a GPU's memory, assumed to be taken by CUDA and NCCL
+
 
 @dataclass(frozen=True)
 class ClusterSpec:
@@ -36,6 +38,7 @@ class ClusterSpec:
     node_fraction: Rate = 1.0
     kernel_seconds: Rate = 5e-6  # the shortest time of a kernel
     hop_seconds: Rate = 1e-5  # latency of one step of a ring
+    calibrated: bool = False  # true: the rates are measured, or the fractions are fitted to measurements
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -68,3 +71,13 @@ class ClusterSpec:
     @property
     def gpu_memory_bytes(self) -> int:
         return int(self.gpu_memory_gib * 2**30)
+
+    @property
+    def usable_gpu_bytes(self) -> int:
+        """The memory of a GPU that the tensors of a run may fill."""
+        return self.gpu_memory_bytes - RESERVED_BYTES
+
+    @property
+    def remark(self) -> str:
+        """A remark to print beside times that are projected on this cluster; empty if it is calibrated."""
+        return "" if self.calibrated else " (not calibrated)"

@@ -211,6 +211,7 @@ def cluster_of(by_rank: Sequence[Measured], world: World, name: str) -> ClusterS
         host_gb_per_second=min(device.host_bytes_per_second for device in devices) / BYTES_PER_GB,
         kernel_seconds=max(device.kernel_seconds for device in devices),
         hop_seconds=max(measured.hop_seconds for measured in by_rank) or 1e-5,
+        calibrated=True,
     )
 
 

@@ -1,5 +1,6 @@
 """Plots like the paper's, of the values that it prints and those of dry runs."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,40 +14,70 @@ from matplotlib.axes import Axes
 
 @dataclass(frozen=True)
 class Series:
-    """Values over names or over numbers (`places`). Unknown values are None."""
+    """Values over names or over numbers (`places`). Unknown values are None; `marks` stand in their place in bars."""
 
     label: str
     places: Sequence[str | float]
     values: Sequence[float | None]
     style: str = "o-"
     color: str = "tab:blue"
+    marks: Sequence[str] = ()
 
 
-def plot_lines(path: Path, title: str, axis_labels: tuple[str, str], series: Sequence[Series]) -> None:
-    _, axes = pyplot.subplots(figsize=(9, 4), layout="constrained")
+@dataclass(frozen=True)
+class Labels:
+    """The title of a plot, and the names of its axes, with units."""
+
+    title: str
+    x: str
+    y: str
+
+
+def plot_lines(path: Path, labels: Labels, series: Sequence[Series], names: Sequence[str] = ()) -> None:
+    """Draw lines, with a gap at each unknown value. Names are drawn in the order of `names`, numbers to scale."""
+    figure, axes = pyplot.subplots(figsize=(9, 4), layout="constrained")
     for one in series:
-        known = [(x, value) for x, value in zip(one.places, one.values, strict=True) if value is not None]
-        if known:
-            axes.plot(*zip(*known, strict=True), one.style, color=one.color, alpha=0.8, label=one.label)
-    axes.set_xlabel(axis_labels[0])
-    finish(path, title, axis_labels[1], axes)
+        places = [names.index(str(place)) for place in one.places] if names else one.places
+        values = [math.nan if value is None else value for value in one.values]
+        axes.plot(places, values, one.style, color=one.color, alpha=0.8, label=one.label)
+    if names:
+        axes.set_xticks(range(len(names)), list(names))
+    finish(path, labels, axes)
+    pyplot.close(figure)
 
 
-def plot_bars(path: Path, title: str, unit: str, series: Sequence[Series]) -> None:
-    """Draw a group of bars for each name. All series have the same names."""
-    _, axes = pyplot.subplots(figsize=(9, 4), layout="constrained")
+def plot_bars(path: Path, labels: Labels, series: Sequence[Series], limit: tuple[str, float] | None = None) -> None:
+    """Draw a group of bars for each name, and a line at `limit`. All series have the same names.
+
+    An unknown value has no bar but its mark, if there is one.
+    """
+    figure, axes = pyplot.subplots(figsize=(9, 4), layout="constrained")
     names, width = series[0].places, 0.8 / len(series)
     for number, one in enumerate(series):
         places = [place + (number - (len(series) - 1) / 2) * width for place in range(len(names))]
         bars = axes.bar(places, [value or 0.0 for value in one.values], width, color=one.color, label=one.label)
-        axes.bar_label(bars, [f"{value:.0f}" if value else "" for value in one.values], fontsize=8)
+        marks = one.marks or [""] * len(names)
+        texts = [f"{value:.0f}" if value else mark for value, mark in zip(one.values, marks, strict=True)]
+        for bar, text in zip(bars, texts, strict=True):
+            axes.annotate(
+                text,
+                (bar.get_x() + width / 2, bar.get_height()),
+                xytext=(0, 2),
+                textcoords="offset points",
+                ha="center",
+                fontsize=8,
+                rotation=0 if bar.get_height() else 90,
+            )
+    if limit:
+        axes.axhline(limit[1], color="tab:red", linestyle="--", label=limit[0])
     axes.set_xticks(range(len(names)), [str(name) for name in names])
-    finish(path, title, unit, axes)
+    finish(path, labels, axes)
+    pyplot.close(figure)
 
 
-def finish(path: Path, title: str, unit: str, axes: Axes) -> None:
-    axes.set(ylabel=unit, title=title, ylim=(0, None))
+def finish(path: Path, labels: Labels, axes: Axes) -> None:
+    axes.margins(y=0.15)  # room for the numbers above bars
+    axes.set(xlabel=labels.x, ylabel=labels.y, title=labels.title, ylim=(0, None))
     axes.legend()
     axes.grid(alpha=0.3)
     pyplot.savefig(path, dpi=100)
-    pyplot.close()

@@ -93,10 +93,15 @@ def arithmetic_intensity(h: int, k: int, itemsize: int) -> float:
 def bytes_per_sequence(w: Workload, store: StoreName) -> float:
     """Return the bytes that one sequence needs on the device.
 
-    These are its checkpoints with the buffers through which they are fetched, the activations of one group while it
-    runs again (12 h elements for each token and layer, section 3.2), the logits, and the gradient of the logits. All
-    but the first are divided over the tensor ranks.
+    These are its stored checkpoints, the activations of one group while it runs again (12 h elements for each token and
+    layer, section 3.2), the logits, and the gradient of the logits. All but the first are divided over the tensor
+    ranks.
     """
+    return stored_bytes(w, store) + w.itemsize * (12 * w.h * w.k + 2 * w.vocab_size) * w.s / w.tensor_size
+
+
+def stored_bytes(w: Workload, store: StoreName) -> float:
+    """Return the bytes on the device of one sequence's checkpoints and of the buffers to fetch them."""
     one = w.checkpoint_bytes / math.ceil(w.L / w.k)
     gathered = NUM_IN_TRANSIT * one if w.N_m > 1 else 0
     stored = {
@@ -104,7 +109,7 @@ def bytes_per_sequence(w: Workload, store: StoreName) -> float:
         "partition": w.checkpoint_bytes / w.N_m + gathered,
         "partition_host": NUM_IN_TRANSIT * one / w.N_m + gathered,
     }
-    return stored[store] + w.itemsize * (12 * w.h * w.k + 2 * w.vocab_size) * w.s / w.tensor_size
+    return stored[store]
 
 
 def largest_batch(w: Workload, store: StoreName, memory_bytes: float) -> int:

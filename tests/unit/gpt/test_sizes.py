@@ -8,7 +8,6 @@ import pytest
 
 from gpt.planner.activation_store import parameters_of_rank
 from gpt.planner.depth import extrapolate, shallow_runs
-from gpt.planner.layouts import USABLE_MEMORY_FRACTION
 from gpt.schedule import check_batch_sizes
 from gpt.settings import Settings
 from gpt.settings_parser import parse_settings
@@ -48,4 +47,4 @@ def test_a_size_fits_its_gpus(path: Path):
     for name in CLUSTERS:
         cluster = ClusterSpec.load(ROOT / f"configs/clusters/{name}.yaml")
         estimate = extrapolate(runs, cluster).at(settings.model.num_layers)
-        assert estimate.device_peak_bytes <= USABLE_MEMORY_FRACTION * cluster.gpu_memory_bytes
+        assert estimate.device_peak_bytes <= cluster.usable_gpu_bytes

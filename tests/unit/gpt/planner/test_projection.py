@@ -9,10 +9,8 @@ import torch
 from gpt.model.flops import hardware_flops, model_flops
 from gpt.monitor.collectives import comparison_table, profile
 from gpt.planner.dry_run import dry_run
-from gpt.planner.layouts import CandidateLayout, predict
-from gpt.planner.plan import deepest_models, make_plan
 from gpt.planner.projection import MeshShape, collective_seconds, kernel_seconds, project, project_recording
-from gpt.planner.report import make_report
+from gpt.planner.report import headline, make_report
 from gpt.settings import Settings
 from gpt.settings_parser import parse_settings
 from parallel.errors import ConfigError
@@ -141,7 +139,10 @@ def test_a_collective_that_is_waited_for_before_any_computation_is_blocking():
 
 def test_profiles_are_compared_row_by_row():
     one, other = (profile([event("all_reduce", "data", 2, 100)] * count, 1.0) for count in (2, 3))
-    assert comparison_table(one, other).row_count == 1
+    table = comparison_table({"runs/a": one, "runs/b": other})
+    headings = [str(column.header) for column in table.columns[3:]]
+    assert headings == ["count,\nruns/a", "count,\nruns/b", "MB sent,\nruns/a", "MB sent,\nruns/b"]
+    assert [list(column.cells) for column in table.columns[3:5]] == [["2"], ["3"]]
 
 
 @pytest.mark.parametrize("store", ["none", "keep"])
@@ -160,51 +161,22 @@ def test_the_report_says_where_the_time_of_the_step_lies():
     for name, total in [("seconds", timeline.busy_seconds()["compute"]), ("flops", report["counted_flops"])]:
         assert sum(row[name] for row in report["kernels"]) == pytest.approx(total)
     assert report["step"]["mfu"] == pytest.approx(model_flops(chosen.model, 8) / 4 / timeline.seconds / 125e12)
+    assert report["fits"]
+    assert "not calibrated" not in headline(report)
 
 
-def test_the_planner_chooses_a_layout_that_fits():
-    plan = make_plan(settings(), DGX_2, 400)
-    assert plan.fitting == sorted(plan.fitting, key=lambda found: found.seconds)
-    assert all(found.device_bytes < DGX_2.gpu_memory_bytes for found in plan.fitting)
-    assert {(f.layout.tensor_size, f.layout.stage) for f in plan.too_large} >= {(16, 0), (8, 1)}
-    assert any(f.layout.stage == 3 for f in plan.fitting)
-
-
-def test_the_largest_model_fits_and_one_more_layer_does_not():
-    num_layers, layout = deepest_models(settings(), DGX_2, 400)[0]
-    assert (
-        predict(layout, settings(f"--model.num_layers={num_layers}"), DGX_2, 400)
-        in make_plan(settings(f"--model.num_layers={num_layers}"), DGX_2, 400).fitting
-    )
-    deeper = settings(f"--model.num_layers={num_layers + 1}")
-    with pytest.raises(
-        ConfigError, match=r"does not fit on 400 GPUs: the layout with the least memory .* needs [\d.]+ GB"
-    ):
-        make_plan(deeper, DGX_2, 400)
-
-
-def test_the_planner_counts_gradients_that_accumulate_locally():
-    layout = CandidateLayout(tensor_size=16, stage=2, store="partition", micro_batch_size=8)
-    reduced, local = (predict(layout, settings(f"--zero.accumulate={how}"), DGX_2, 400) for how in ("reduce", "local"))
-    full_gradients = 2 * 100e9 / 16
-    assert local.device_bytes - reduced.device_bytes == pytest.approx(full_gradients * 24 / 25, rel=0.02)
-    assert local.seconds < reduced.seconds, "4 micro-batches, of which the last alone reduces"
-
-
-def test_offload_fits_a_model_whose_states_exceed_the_device():
-    """13B parameters on one node: 16 GB of states per GPU; with offload, stage 2 keeps 2 bytes per parameter there."""
-    small = "--model.num_layers=40", "--model.hidden_size=5120", "--train.global_batch_size=64"
-    chosen = settings(*small, "--offload.mode=auto")
-    plan = make_plan(chosen, DGX_2, 16)
-    offloaded = [found for found in plan.fitting if found.layout.offload == "host"]
-    for found in offloaded:
-        without = predict(dataclasses.replace(found.layout, offload="accelerator"), chosen, DGX_2, 16)
-        assert found.device_bytes < without.device_bytes
-        assert found.host_bytes > without.host_bytes
-        assert found.seconds > without.seconds
-    in_stage_2 = {f.layout.offload for f in plan.fitting if (f.layout.tensor_size, f.layout.stage) == (1, 2)}
-    assert in_stage_2 == {"host"}
-    assert not any(found.layout.offload == "host" for found in make_plan(settings(*small), DGX_2, 16).fitting)
+def test_the_report_reserves_memory_and_names_a_cluster_that_is_not_calibrated():
+    chosen = shallow()
+    recording = dry_run(chosen)
+    peak = sum(recording.peak["device"].values())
+    small = dataclasses.replace(DGX_2, gpu_memory_gib=(peak + 0.9e9) / 2**30, calibrated=False)
+    timeline = project_recording(recording, small)
+    report = make_report(recording, chosen.dry_run, chosen.train.global_batch_size, small, timeline)
+    assert not report["fits"]
+    line = headline(report)
+    assert "does NOT fit, by 0.10 GB, the" in line
+    assert "beside 1 GB for CUDA and NCCL" in line
+    assert line.endswith("% (not calibrated)")
 
 
 def test_a_host_update_is_copied_back_when_it_is_done_and_gathered_after_the_copy():
@@ -223,11 +195,6 @@ def test_a_host_update_is_copied_back_when_it_is_done_and_gathered_after_the_cop
     assert spans["copy back"].start == pytest.approx(4.0, rel=1e-6)
     assert spans["all_gather"].start == pytest.approx(5.0, rel=1e-6)
     assert spans["add"].start < 1.0, "the accelerator does not wait for a copy that it does not read"
-
-
-def test_a_world_that_no_layout_divides_is_refused():
-    with pytest.raises(ConfigError, match=r"no layout divides train.global_batch_size=800 sequences over 448 ranks"):
-        make_plan(settings(), DGX_2, 448)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.paper.reproduce import largest_model
+from scripts.paper.tables import largest_model
 from zero.activations.choice import partition_volume
 from zero.stage import STAGES
 

@@ -1,0 +1,88 @@
+"""The tables and lines that the planner prints."""
+
+from collections.abc import Mapping
+
+from rich.table import Table
+
+from gpt.model.flops import model_flops
+from gpt.model.transformer import ModelConfig
+from gpt.planner.depth import Estimate
+from gpt.planner.layouts import CandidateLayout, Prediction
+from parallel.launch.cluster import RESERVED_BYTES, ClusterSpec
+
+NUM_SHOWN = 10  # layouts in the table; all that a dry run has estimated are shown
+
+
+def estimate_fits(estimate: Estimate, cluster: ClusterSpec) -> bool:
+    """Return True if the estimated memory fits a GPU and, with those of the node's other ranks, its host."""
+    on_host = estimate.host_peak_bytes * cluster.gpus_per_node
+    return estimate.device_peak_bytes <= cluster.usable_gpu_bytes and on_host <= cluster.host_memory_gb * 1e9
+
+
+def in_order(
+    fitting: list[Prediction], verified: Mapping[CandidateLayout, Estimate], cluster: ClusterSpec
+) -> tuple[list[Prediction], list[Prediction]]:
+    """Return the predictions that dry runs have verified, by the time of these, and the others in their order.
+
+    They are not mixed, because closed forms leave out much of the time. Layouts that do not fit in a dry run are last.
+    """
+
+    def rank(found: Prediction) -> tuple[bool, float]:
+        estimate = verified[found.layout]
+        return not estimate_fits(estimate, cluster), estimate.seconds
+
+    first = sorted((found for found in fitting if found.layout in verified), key=rank)
+    return first, [found for found in fitting if found.layout not in verified]
+
+
+def plan_table(
+    fitting: list[Prediction],
+    verified: Mapping[CandidateLayout, Estimate],
+    tflops_per_gpu: Mapping[CandidateLayout, float],
+    cluster: ClusterSpec,
+) -> Table:
+    """Return a table of the layouts: first those that dry runs have verified, then the fastest others."""
+    table = Table(title="Layouts by the time of a step, first of dry runs, then of closed forms", title_justify="left")
+    table.add_column("layout")
+    seconds, tflops = (f"{figure},\nnot\ncalibrated" for figure in ("seconds", "model\nTFLOPs"))
+    if cluster.calibrated:
+        seconds, tflops = "seconds", "model\nTFLOPs"
+    for heading in ("micro-\nbatches", "GB", seconds, "dry run:\nGB", seconds, tflops):
+        table.add_column(heading, justify="right")
+    first, others = in_order(fitting, verified, cluster)
+    for found in first:
+        estimate = verified[found.layout]
+        too_much = "" if estimate_fits(estimate, cluster) else " too much"
+        figures = f"{estimate.device_peak_bytes / 1e9:.1f}{too_much}", f"{estimate.seconds:.3g}"
+        table.add_row(*_closed_forms(found), *figures, f"{tflops_per_gpu[found.layout]:.1f}")
+    table.add_section()
+    for found in others[: max(0, NUM_SHOWN - len(first))]:
+        table.add_row(*_closed_forms(found), "", "", "")
+    return table
+
+
+def _closed_forms(found: Prediction) -> tuple[str, str, str, str]:
+    """Return the cells of a prediction by closed forms."""
+    return str(found.layout), str(found.num_micro_batches), f"{found.device_bytes / 1e9:.1f}", f"{found.seconds:.3g}"
+
+
+def model_tflops_per_gpu(model: ModelConfig, global_batch_size: int, world_size: int, estimate: Estimate) -> float:
+    """Return the rate at which a GPU performs what learning needs, so recomputation does not count."""
+    return model_flops(model, global_batch_size) / world_size / estimate.seconds / 1e12
+
+
+def best_line(layout: CandidateLayout, estimate: Estimate, cluster: ClusterSpec) -> str:
+    """Return a line with the layout that the planner recommends, and the figures of its dry run."""
+    return (
+        f"the fastest of those that fit in a dry run: {layout}: {estimate.device_peak_bytes / 1e9:.1f} of "
+        f"{cluster.usable_gpu_bytes / 1e9:.1f} GB ({RESERVED_BYTES / 1e9:.0f} GB of each GPU is reserved for CUDA and "
+        f"NCCL), {estimate.seconds:.3g} s a step{cluster.remark}"
+    )
+
+
+def too_large_line(found: Prediction, cluster: ClusterSpec) -> str:
+    """Return a line that says by how much a layout exceeds the memory."""
+    on_device = (found.device_bytes - cluster.usable_gpu_bytes) / 1e9
+    on_host = found.host_bytes / 1e9 - cluster.host_memory_gb
+    reason = f"{on_device:.1f} GB too much on a GPU" if on_device > 0 else f"{on_host:.0f} GB too much on a host"
+    return f"does not fit: {found.layout}: {reason}"

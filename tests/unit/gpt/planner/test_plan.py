@@ -1,0 +1,166 @@
+"""The planner: closed forms of layouts, the choice among them, and what it prints."""
+
+import dataclasses
+
+import pytest
+
+from gpt.planner import plan as planner
+from gpt.planner.depth import Estimate
+from gpt.planner.dry_run import DEVICE, dry_run
+from gpt.planner.layouts import CandidateLayout, Prediction, activation_bytes, candidate_layouts, predict, workload
+from gpt.planner.plan import Plan, closed_form_rank, deepest_models, make_plan, verify
+from gpt.planner.plan_report import best_line, in_order, plan_table
+from parallel.errors import ConfigError
+from tests.unit.gpt.planner.test_projection import DGX_2, settings, shallow
+
+NOT_CALIBRATED = dataclasses.replace(DGX_2, calibrated=False)
+
+
+def test_the_planner_chooses_a_layout_that_fits():
+    plan = make_plan(settings(), DGX_2, 400)
+    assert plan.fitting == sorted(plan.fitting, key=closed_form_rank)
+    assert all(found.device_bytes <= DGX_2.gpu_memory_bytes - 1e9 for found in plan.fitting)
+    assert {(f.layout.tensor_size, f.layout.stage) for f in plan.too_large} >= {(16, 0), (8, 1)}
+    assert any(f.layout.stage == 3 for f in plan.fitting)
+
+
+def test_the_largest_model_fits_and_one_more_layer_does_not():
+    num_layers, layout = deepest_models(settings(), DGX_2, 400)[0]
+    assert (
+        predict(layout, settings(f"--model.num_layers={num_layers}"), DGX_2, 400)
+        in make_plan(settings(f"--model.num_layers={num_layers}"), DGX_2, 400).fitting
+    )
+    deeper = settings(f"--model.num_layers={num_layers + 1}")
+    with pytest.raises(
+        ConfigError, match=r"does not fit on 400 GPUs: the layout with the least memory .* needs [\d.]+ GB"
+    ):
+        make_plan(deeper, DGX_2, 400)
+
+
+def test_the_planner_counts_gradients_that_accumulate_locally():
+    layout = CandidateLayout(tensor_size=16, stage=2, store="partition", micro_batch_size=8)
+    reduced, local = (
+        predict(dataclasses.replace(layout, accumulate=how), settings(), DGX_2, 400) for how in ("reduce", "local")
+    )
+    full_gradients = 2 * 100e9 / 16
+    assert local.device_bytes - reduced.device_bytes == pytest.approx(full_gradients * 24 / 25, rel=0.02)
+    assert local.seconds < reduced.seconds, "4 micro-batches, of which the last alone reduces"
+
+
+def test_offload_fits_a_model_whose_states_exceed_the_device():
+    """13B parameters on one node: 16 GB of states per GPU; with offload, stage 2 keeps 2 bytes per parameter there."""
+    small = "--model.num_layers=40", "--model.hidden_size=5120", "--train.global_batch_size=64"
+    chosen = settings(*small, "--offload.mode=auto")
+    plan = make_plan(chosen, DGX_2, 16)
+    offloaded = [found for found in plan.fitting if found.layout.offload == "host"]
+    for found in offloaded:
+        without = predict(dataclasses.replace(found.layout, offload="accelerator"), chosen, DGX_2, 16)
+        assert found.device_bytes < without.device_bytes
+        assert found.host_bytes > without.host_bytes
+        assert found.seconds > without.seconds
+    in_stage_2 = {f.layout.offload for f in plan.fitting if (f.layout.tensor_size, f.layout.stage) == (1, 2)}
+    assert in_stage_2 == {"host"}
+    assert not any(found.layout.offload == "host" for found in make_plan(settings(*small), DGX_2, 16).fitting)
+
+
+def test_a_world_that_no_layout_divides_is_refused():
+    with pytest.raises(ConfigError, match=r"no layout divides train.global_batch_size=800 sequences over 448 ranks"):
+        make_plan(settings(), DGX_2, 448)
+
+
+@pytest.mark.parametrize(
+    ("store", "options"),
+    [
+        ("none", ["--model.attention=flash", "--model.dropout=0"]),
+        ("none", ["--model.attention=math", "--model.dropout=0", "--parallel.tensor_size=1"]),
+        ("none", ["--model.attention=math", "--model.dropout=0.1"]),
+        ("selective", ["--model.attention=math", "--model.dropout=0.1", "--parallel.sequence_parallel=true"]),
+    ],
+)
+def test_a_layer_without_checkpoints_keeps_the_bytes_of_the_closed_form(store: str, options: list[str]):
+    def at_depth(num_layers: int) -> tuple[float, float]:
+        wide = "--model.hidden_size=256", "--model.num_heads=4", "--model.seq_length=128"
+        depth = f"--model.num_layers={num_layers}", f"--activations.store={store}", "--zero.stage=0"
+        chosen = shallow(*depth, *wide, *options)
+        layout = CandidateLayout(chosen.parallel.tensor_size, 0, chosen.activations.store, 2)
+        formula = activation_bytes(workload(layout, chosen, 2, 1), layout, chosen)
+        recording = dry_run(chosen)
+        peak, resident = (sum(memory[DEVICE].values()) for memory in (recording.peak, recording.resident))
+        return 2 * formula, peak - resident
+
+    shallower, deeper = at_depth(2), at_depth(4)
+    formula, measured = (b - a for a, b in zip(shallower, deeper, strict=True))
+    assert measured == pytest.approx(formula, rel=0.01), "the statistics of norms are left out"
+
+
+def test_every_store_and_local_accumulation_is_considered():
+    layouts = list(candidate_layouts(8, 64, "accelerator"))
+    assert {layout.store for layout in layouts} == {"none", "selective", "keep", "partition", "partition_host"}
+    assert {layout.stage for layout in layouts if layout.accumulate == "local"} == {3}
+    stage_1 = CandidateLayout(tensor_size=16, stage=1, store="keep", micro_batch_size=8)
+    local = dataclasses.replace(stage_1, stage=2, accumulate="local")
+    one, other = (predict(layout, settings(), DGX_2, 400) for layout in (stage_1, local))
+    assert (one.device_bytes, one.seconds) == (other.device_bytes, other.seconds), "so it is left out in stage 2"
+    assert "--zero.accumulate=local" in local.options(800)
+    assert local.applied_to(settings()).zero.accumulate == "local"
+
+
+def test_less_recomputation_takes_less_time_and_more_memory():
+    layout = CandidateLayout(tensor_size=16, stage=2, store="none", micro_batch_size=1)
+    none, selective, keep = (
+        predict(dataclasses.replace(layout, store=store), settings(), DGX_2, 400)
+        for store in ("none", "selective", "keep")
+    )
+    assert none.seconds < selective.seconds < keep.seconds
+    assert none.device_bytes > selective.device_bytes > keep.device_bytes
+
+
+def prediction(store: str, seconds: float) -> Prediction:
+    return Prediction(CandidateLayout(1, 2, store, 8), 20e9, 0.0, seconds, 4)
+
+
+def estimate(seconds: float, gigabytes: float = 20.0, on_host: float = 0.0) -> Estimate:
+    return Estimate(1e9, gigabytes * 1e9, gigabytes * 1e9, on_host * 1e9, seconds, seconds)
+
+
+PREDICTIONS = [prediction("none", 1.0), prediction("selective", 1.1), prediction("keep", 1.2), prediction("auto", 1.3)]
+
+
+def test_the_table_is_in_the_order_of_dry_runs_and_then_of_closed_forms():
+    none, selective, keep, other = (found.layout for found in PREDICTIONS)
+    verified = {none: estimate(1.5, gigabytes=33.5), selective: estimate(1.9), keep: estimate(1.8)}
+    first, others = in_order(PREDICTIONS, verified, DGX_2)
+    assert [found.layout for found in first] == [keep, selective, none], "none does not fit beside the reserve"
+    assert [found.layout for found in others] == [other]
+    table = plan_table(PREDICTIONS, verified, dict.fromkeys(verified, 50.0), DGX_2)
+    assert list(table.columns[0].cells) == [str(layout) for layout in (keep, selective, none, other)]
+    assert list(table.columns[4].cells) == ["20.0", "20.0", "33.5 too much", ""]
+
+
+def test_the_figures_of_a_cluster_that_is_not_calibrated_say_so():
+    for cluster, num_headings in ((DGX_2, 0), (NOT_CALIBRATED, 3)):
+        table = plan_table(PREDICTIONS, {}, {}, cluster)
+        assert sum("not\ncalibrated" in str(column.header) for column in table.columns) == num_headings
+        line = best_line(PREDICTIONS[0].layout, estimate(2.0), cluster)
+        assert "20.0 of 33.1 GB" in line
+        assert ("not calibrated" in line) == bool(num_headings)
+
+
+def test_layouts_are_verified_until_enough_fit_and_each_is_announced(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    estimates = {"none": estimate(2.0, gigabytes=33.5), "selective": estimate(1.9, on_host=200), "keep": estimate(1.8)}
+
+    class Extrapolation:
+        def __init__(self, layout: CandidateLayout, *_: object):
+            self.layout = layout
+
+        def at(self, _num_layers: int) -> Estimate:
+            return estimates[self.layout.store]
+
+    monkeypatch.setattr(planner, "extrapolate_layout", Extrapolation)
+    verified = verify(Plan(PREDICTIONS, []), settings(), DGX_2, 2)
+    assert [layout.store for layout in verified] == ["none", "selective", "keep"], "the last has keep's partition"
+    announced = capsys.readouterr().err.splitlines()
+    assert announced[0] == "dry run 1 of at most 4: tensor 1, stage 2, none, micro-batch 8"
+    assert len(announced) == 3
