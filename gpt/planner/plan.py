@@ -9,10 +9,12 @@ import argparse
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 from rich.console import Console
 from rich.table import Table
 
+from gpt.monitor.console import make_console, print_table
 from gpt.option_names import errors_in_option_names
 from gpt.planner.depth import DepthExtrapolation, Estimate, extrapolate, shallow_runs
 from gpt.planner.layouts import CandidateLayout, Prediction, candidate_layouts, fits, predict
@@ -123,9 +125,9 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--largest", action="store_true", help="find the largest number of layers that fits")
     parser.add_argument("--verify", type=int, default=3, help="number of layouts to verify by dry runs")
     own, others = parser.parse_known_args(arguments)
-    console = Console(soft_wrap=True, highlight=False, width=None if sys.stdout.isatty() else 140)
+    console = make_console()
     cluster = ClusterSpec.load(own.cluster)
-    settings = parse_settings(others, max(1, own.nodes) * cluster.gpus_per_node, console.print)
+    settings = parse_settings(others, max(1, own.nodes) * cluster.gpus_per_node, partial(print_table, console))
     if own.nodes < 1 or own.verify < 1:
         raise ConfigError(f"--nodes={own.nodes} or --verify={own.verify} is below 1; choose 1 or more")
     world_size = own.nodes * cluster.gpus_per_node
@@ -145,7 +147,7 @@ def report_plan(
     plan = make_plan(settings, cluster, world_size)
     verified = verify(plan, settings, cluster, num_to_verify)
     tflops = {layout: model_tflops_per_gpu(model, batch, world_size, found) for layout, found in verified.items()}
-    console.print(plan_table(plan.fitting, verified, tflops, cluster))
+    print_table(console, plan_table(plan.fitting, verified, tflops, cluster))
     for found in plan.too_large:
         console.print(too_large_line(found, cluster))
     fitting = [layout for layout, found in verified.items() if estimate_fits(found, cluster)]
@@ -203,7 +205,7 @@ def report_largest(
         estimate = extrapolation.at(max_layers[layout])
         figures = f"{estimate.parameters / 1e9:.1f}B", f"{estimate.device_peak_bytes / 1e9:.1f}"
         table.add_row(str(layout), str(predicted), str(max_layers[layout]), *figures)
-    console.print(table)
+    print_table(console, table)
     best = max(max_layers, key=lambda layout: max_layers[layout])
     console.print(f"{max_layers[best]} layers of hidden size {model.hidden_size} are the most that fit, by dry run")
     return [f"--model.num_layers={max_layers[best]}", *best.options(settings.train.global_batch_size)]
