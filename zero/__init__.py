@@ -31,7 +31,10 @@ from zero.loss_scale import LossScale, SkippedStepsError
 from zero.offload.placement import OffloadConfig
 from zero.optimizer import ZeroOptimizer
 from zero.sharded_init import ShardedInit
+from zero.state.checkpoint import Saver, has_checkpoint, load, save
+from zero.state.export import export
 from zero.state.full_state import full_state_dict
+from zero.state.writer import SaveError
 from zero.uneven import join
 from zero.units.agreement import DivergedRanks
 from zero.units.guarded_parameter import GradientAccessError, ShardedParameterError
@@ -42,6 +45,8 @@ __all__ = [
     "GradientAccessError",
     "LossScale",
     "OffloadConfig",
+    "SaveError",
+    "Saver",
     "ShardedInit",
     "ShardedParameterError",
     "SkippedStepsError",
@@ -49,6 +54,10 @@ __all__ = [
     "ZeroDataParallel",
     "ZeroOptimizer",
     "checkpointed_blocks",
+    "export",
     "full_state_dict",
+    "has_checkpoint",
     "join",
+    "load",
+    "save",
 ]

@@ -107,6 +107,11 @@ class ZeroOptimizer:
         return self._bucketed.inner
 
     @property
+    def tensor(self) -> Axis:
+        """The axis along which the model itself is split."""
+        return self._axes[2]
+
+    @property
     def buckets(self) -> list[Bucket]:
         """The buckets of all trainable parameters, in the order of the layout."""
         return list(self._pieces)

@@ -4,24 +4,24 @@ python -m gpt.checkpoint.export runs/quickstart/checkpoints --output weights --d
 """
 
 import argparse
-import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from gpt.build import TrainState
-from gpt.checkpoint.folder import LAYOUT, newest
-from gpt.checkpoint.layout import read_layout, verify_file
-from gpt.checkpoint.pretrained import FILE_BYTES, WeightsWriter, check_shapes
+from gpt.checkpoint.folder import newest
+from gpt.checkpoint.layout import Progress, name_of, read_layout
+from gpt.checkpoint.pretrained import WeightsWriter, check_shapes, to_huggingface, write_config
 from gpt.model.transformer import ModelConfig, parameter_shapes
 from parallel.errors import ConfigError, exit_on_config_error
-from parallel.tensor.layers import split_dims
 from zero.config import DTYPES
+from zero.state.export import FILE_BYTES, WeightFiles, export_units
+from zero.state.layout_file import LAYOUT, verify_file
 from zero.state.saved_state import SavedState
 
 
@@ -34,7 +34,7 @@ def export_checkpoint(checkpoint: Path, output: Path, dtype: torch.dtype, file_b
     checkpoint = newest(checkpoint) or checkpoint
     layout = read_layout(checkpoint)
     for rank in range(len(layout["files"])):
-        verify_file(checkpoint, layout, rank)
+        verify_file(checkpoint, layout, rank, name_of(Progress(**layout["progress"])))
     saved = SavedState(checkpoint, layout["state"])
     writer = WeightsWriter(output, _config_of(checkpoint, layout, saved), file_bytes)
     for name in saved.parameters:
@@ -61,45 +61,14 @@ def export_live(state: TrainState, output: Path) -> None:
     All ranks call it. One unit at a time is unsharded, and written by the first rank. If that rank cannot write, it
     still takes part in the collectives of the other units, for which the other ranks wait, and then raises OSError.
     """
-    failure, partial = None, output.with_name(f".{output.name}.partial")
-    largest_unit_bytes = max(flat.full.nbytes for flat in state.model.flats) * state.mesh.tensor.size
-    file_bytes = min(FILE_BYTES, largest_unit_bytes)
-    writer = WeightsWriter(partial, state.config, file_bytes) if state.mesh.rank == 0 else None
-    for name, whole in _whole_parameters(state):
-        if writer:
-            try:
-                writer.add(name, whole)
-            except OSError as error:
-                failure, writer = error, None
-    if failure:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise failure
-    if writer:
-        # The folder gets its final name only when it is complete. A folder of that name is an export of the same step
-        # from before a roll-back.
-        writer.finish()
-        shutil.rmtree(output, ignore_errors=True)
-        partial.rename(output)
+    config = state.config
 
+    def finish(files: WeightFiles, folder: Path) -> None:
+        files.finish()
+        write_config(folder, config)
 
-def _whole_parameters(state: TrainState) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, whole parameter) on the ranks whose data rank is 0; the others only take part in unsharding.
-
-    Parameters are unsharded over the data axis, and those that are split are gathered over the tensor axis.
-    """
-    dims, tensor = split_dims(state.model.module), state.mesh.tensor
-    for flat in state.model.flats:
-        with state.model.gathered(flat.params[:1]):  # one parameter is enough to unshard the whole unit
-            for span, param in zip(flat.layout.spans, flat.params, strict=True):
-                if state.mesh.data.rank > 0:
-                    continue
-                own = param.detach().contiguous()
-                if span.name not in dims:
-                    yield span.name, own
-                    continue
-                of_all_ranks = own.new_empty(tensor.size, *own.shape)
-                tensor.all_gather(own, out=of_all_ranks).wait()
-                yield span.name, torch.cat(list(of_all_ranks), dims[span.name])
+    # A folder of that name is an export of the same step from before a roll-back.
+    export_units(output, state.model, state.mesh.tensor, partial(to_huggingface, config=config), finish, replaces=True)
 
 
 def main(arguments: list[str]) -> None:

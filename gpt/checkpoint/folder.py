@@ -12,11 +12,12 @@ import shutil
 from pathlib import Path
 
 from parallel.errors import ConfigError
+from zero.state.layout_file import is_complete
 from zero.state.schema import shown
 
 logger = logging.getLogger(__name__)
 
-LAYOUT, LATEST = "layout.json", "latest"
+LATEST = "latest"
 NAME = re.compile(r"step-([0-9]{8,})")
 SET_ASIDE = re.compile(r"old-([0-9]+)-step-([0-9]{8,})")
 
@@ -61,14 +62,6 @@ def find(folder: Path, resume: str) -> Path | None:
             f"checkpoint.resume={shown(resume)[1:-1]} holds no complete checkpoint; give the folder of one, or auto"
         )
     return Path(resume)
-
-
-def is_complete(checkpoint: Path) -> bool:
-    """Return whether the folder has a layout.json, which is the last file of a checkpoint to be written."""
-    try:
-        return (checkpoint / LAYOUT).is_file()
-    except OSError:  # the name is too long, for example
-        return False
 
 
 def set_aside_later(folder: Path, step: int) -> None:

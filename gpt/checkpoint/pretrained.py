@@ -3,7 +3,6 @@
 config.json, model.safetensors.index.json, model-00001-of-00003.safetensors, ...
 """
 
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -22,11 +21,11 @@ from gpt.model.huggingface import (
 )
 from gpt.model.transformer import GPT, ModelConfig, parameter_shapes
 from parallel.errors import ConfigError
+from zero.state.export import FILE_BYTES, WeightFiles
 from zero.state.schema import Schema, check, parse_json, shown
-from zero.state.tensor_file import TensorFile, write_tensors
+from zero.state.tensor_file import TensorFile
 
-FILE_BYTES = 2**28
-CONFIG, INDEX = "config.json", "model.safetensors.index.json"
+CONFIG = "config.json"
 SIZE = range(1, 2**31)
 CONFIG_SCHEMA: Schema = dict.fromkeys(("n_layer", "n_embd", "n_head", "n_positions", "vocab_size"), SIZE)
 OPTIONAL_SCHEMA: Schema = {
@@ -136,50 +135,30 @@ def load_pretrained(model: GPT, folder: Path) -> None:
 
 
 class WeightsWriter:
-    """A writer of a folder of weights, tensor by tensor. It holds at most `file_bytes` of them, or one larger tensor.
+    """A writer of a folder of weights, by the names of this project, and of its configuration.
 
     Raises ConfigError if the folder already holds weights, because a reader would mix them with these.
     """
 
     def __init__(self, folder: Path, config: ModelConfig, file_bytes: int = FILE_BYTES):
-        self._folder, self._config, self._file_bytes = folder, config, file_bytes
-        self._held: dict[str, Tensor] = {}
-        self._files: list[dict[str, int]] = []  # {name of a tensor: bytes} for each file that is written
-        folder.mkdir(parents=True, exist_ok=True)
-        if any(folder.glob("*.safetensors")):
-            raise ConfigError(f"{folder} holds .safetensors files already; choose another folder, or empty it")
+        self._folder, self._config = folder, config
+        self._files = WeightFiles(folder, file_bytes)
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Add a whole parameter, on any device, by its name in this project. Raises OSError if a write fails."""
-        # A copy, because the memory of the parameter's unit is freed before the file is written.
-        theirs = tensor_to_huggingface(name, tensor.detach().cpu(), self._config).clone()
-        if self._held_bytes + theirs.nbytes > self._file_bytes:
-            self._write_held()
-        self._held[name_to_huggingface(name)] = theirs
+        """Add a whole parameter, on any device. Raises OSError if a write fails."""
+        self._files.add(*to_huggingface(name, tensor, self._config))
 
     def finish(self) -> None:
         """Write the rest of the tensors, the index and the configuration. Raises OSError if a write fails."""
-        self._write_held()
-        # Files get the names that readers look for when all of them are written: the names contain their number.
-        names = [f"model-{n:05d}-of-{len(self._files):05d}.safetensors" for n in range(1, len(self._files) + 1)]
-        for number, name in enumerate(names):
-            self._partial(number).rename(self._folder / name)
-        index = {
-            "metadata": {"total_size": sum(sum(held.values()) for held in self._files)},
-            "weight_map": {tensor: name for name, held in zip(names, self._files, strict=True) for tensor in held},
-        }
-        (self._folder / INDEX).write_text(json.dumps(index, indent=1))
-        config_to_huggingface(self._config).save_pretrained(self._folder)
+        self._files.finish()
+        write_config(self._folder, self._config)
 
-    @property
-    def _held_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self._held.values())
 
-    def _write_held(self) -> None:
-        if self._held:
-            write_tensors(self._partial(len(self._files)), self._held, {"format": "pt"})
-            self._files.append({name: tensor.nbytes for name, tensor in self._held.items()})
-            self._held = {}
+def to_huggingface(name: str, tensor: Tensor, config: ModelConfig) -> tuple[str, Tensor]:
+    """Return the name and the value of a parameter in the format of transformers, in host memory."""
+    return name_to_huggingface(name), tensor_to_huggingface(name, tensor.detach().cpu(), config)
 
-    def _partial(self, number: int) -> Path:
-        return self._folder / f".model-{number}.partial"
+
+def write_config(folder: Path, config: ModelConfig) -> None:
+    """Write the configuration of transformers."""
+    config_to_huggingface(config).save_pretrained(folder)

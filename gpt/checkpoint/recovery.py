@@ -22,12 +22,13 @@ from gpt.checkpoint.folder import (
     set_aside_later,
 )
 from gpt.checkpoint.layout import Progress
-from gpt.checkpoint.saver import SaveError, Saver
+from gpt.checkpoint.saver import Saver
 from gpt.run_folder.files import CHECKPOINTS, WEIGHTS, cut_metrics, start_run
 from gpt.run_folder.lock import RunLock
 from gpt.settings import CheckpointSettings
 from parallel.errors import ConfigError
 from parallel.mesh import Mesh
+from zero.state.writer import SaveError
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import torch
 
-from gpt.checkpoint.layout import with_seals
 from gpt.model.transformer import GPT, ModelConfig
 from parallel.instruments.comm_log import CommLog
 from parallel.mesh import Axis
@@ -16,6 +15,7 @@ from parallel.tensor.layers import split_dims
 from parallel.tensor.token_layout import ReplicatedTokens
 from zero.layout import Layout
 from zero.state.description import describe_layout
+from zero.state.layout_file import with_seals
 from zero.state.sealed_file import Seal
 from zero.units.unit import assign_parameters, find_units
 

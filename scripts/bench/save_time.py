@@ -18,7 +18,7 @@ from torch import Tensor
 from gpt.build import TrainState, build_loss_scale, build_model, build_optimizer
 from gpt.checkpoint.checkpoint import load, owned_tensors
 from gpt.checkpoint.layout import Progress
-from gpt.checkpoint.saver import HostCopies, Saver
+from gpt.checkpoint.saver import Saver
 from gpt.model.transformer import ModelConfig, initialize
 from gpt.settings import LossScaleSettings, OptimizerSettings
 from parallel.mesh import Mesh
@@ -28,6 +28,7 @@ from zero.activations.checkpointed_blocks import ActivationsConfig
 from zero.config import ZeroConfig
 from zero.engine import ZeroDataParallel
 from zero.state.sealed_file import CHUNK_BYTES, flush
+from zero.state.writer import HostCopies
 
 CONFIG = ModelConfig(8, 640, 10, 128, 8192, dropout=0.0)
 

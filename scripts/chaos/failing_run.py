@@ -33,7 +33,7 @@ from scripts.chaos.flips import TARGETS, flip
 from zero.bucket import ParamShard
 from zero.gradients import GradientReducer
 from zero.optimizer import ZeroOptimizer
-from zero.state import tensor_file
+from zero.state import tensor_file, writer
 
 # name: (module or class, name of its function, "before" the function is called or "after" it has returned)
 POINTS: dict[str, tuple[Any, str, str]] = {
@@ -43,11 +43,11 @@ POINTS: dict[str, tuple[Any, str, str]] = {
     "update": (ZeroOptimizer, "_update", "before"),
     "publish": (ParamShard, "all_gather_updated", "before"),
     "log": (files, "append_records", "before"),
-    "save.begin": (saver, "write_tensors", "before"),
+    "save.begin": (writer, "write_tensors", "before"),
     "save.middle": (tensor_file, "_chunks", "before"),
-    "save.written": (saver, "write_tensors", "after"),
-    "save.layout": (saver, "write_json", "before"),
-    "save.rename": (saver, "flush_folder", "after"),
+    "save.written": (writer, "write_tensors", "after"),
+    "save.layout": (writer, "write_json", "before"),
+    "save.rename": (writer, "flush_folder", "after"),
     "save.latest": (saver, "replace_text", "before"),
     "save.keep": (saver, "delete_old", "before"),
     "save.remove": (shutil, "rmtree", "before"),

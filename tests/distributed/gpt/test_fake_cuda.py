@@ -13,7 +13,6 @@ import torch
 
 from gpt.build import TrainState, build_model
 from gpt.checkpoint.checkpoint import owned_tensors
-from gpt.checkpoint.saver import HostCopies
 from gpt.model.transformer import ModelConfig, initialize
 from gpt.train_step import train_step
 from parallel.instruments.fake_tensors import real_tensors
@@ -26,6 +25,7 @@ from zero.engine import ZeroDataParallel
 from zero.loss_scale import LossScale
 from zero.offload.placement import OffloadConfig, Placement
 from zero.optimizer import ZeroOptimizer
+from zero.state.writer import HostCopies
 
 CONFIG = ModelConfig(2, 32, 4, 16, 97, dropout=0.1, vocab_multiple=8, attention="math")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from gpt.build import build, build_mesh, token_layout
-from gpt.checkpoint.saver import HostCopies
 from gpt.planner.host_memory import bytes_on_host, check_host_memory
 from gpt.settings_parser import parse_settings
 from gpt.train_step import train_step
@@ -23,6 +22,7 @@ from zero.offload.allocators import host_allocator
 from zero.offload.placement import Placement
 from zero.state.owned_state import owned_state
 from zero.state.resident import resident_states
+from zero.state.writer import HostCopies
 
 CPU = torch.device("cpu")
 BASE = """{data: {path: nowhere}, train: {precision: bf16, micro_batch_size: 2, global_batch_size: 8},

@@ -10,11 +10,12 @@ import torch
 import torch.distributed as dist
 
 from gpt.build import build
-from gpt.checkpoint import saver
 from gpt.checkpoint.layout import Progress
+from gpt.checkpoint.saver import Saver
 from gpt.settings_parser import parse_settings
 from parallel.mesh import Mesh
 from tests.ranks import run_ranks
+from zero.state import writer
 from zero.state.sealed_file import Seal
 
 BASE = "{data: {path: nowhere}, model: {num_layers: 1, hidden_size: 8, num_heads: 2, seq_length: 4, vocab_size: 64}}"
@@ -35,15 +36,15 @@ def calls_in_a_slow_save(folder: Path) -> int:
     """The number of times that a rank asks the store while the last rank takes half a second to write its file."""
     settings = parse_settings([f"--config={BASE}"])
     state = build(settings, Mesh.create(1), torch.device("cpu"))
-    store = CountingStore(saver.shared_store())
-    write_tensors = saver.write_tensors
+    store = CountingStore(writer.shared_store())
+    write_tensors = writer.write_tensors
 
     def write_slowly(*args: Any, **kwargs: Any) -> Seal:
         time.sleep(0.5 * dist.get_rank())
         return write_tensors(*args, **kwargs)
 
-    with mock.patch.multiple(saver, shared_store=lambda: store, write_tensors=write_slowly):
-        own = saver.Saver(folder, state, keep=1, is_async=True)
+    with mock.patch.multiple(writer, shared_store=lambda: store, write_tensors=write_slowly):
+        own = Saver(folder, state, keep=1, is_async=True)
         own.start(Progress(1))
         assert own.wait() == folder / "step-00000001"
     return store.num_calls
@@ -53,7 +54,7 @@ def saves_that_are_reported_before_anyone_waits(folder: Path) -> list[Path]:
     """The checkpoints that a saver has reported to this rank half a minute after their start at the latest."""
     state = build(parse_settings([f"--config={BASE}"]), Mesh.create(1), torch.device("cpu"))
     reported: Queue[Path] = Queue()
-    own = saver.Saver(folder, state, keep=1, is_async=True, on_complete=reported.put)
+    own = Saver(folder, state, keep=1, is_async=True, on_complete=reported.put)
     own.start(Progress(1))
     found = [reported.get(timeout=30)] if dist.get_rank() == 0 else []
     own.wait()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from gpt.build import TrainState, build, build_mesh
 from gpt.checkpoint.checkpoint import owned_tensors
 from gpt.checkpoint.layout import Progress
-from gpt.checkpoint.saver import HostCopies, Saver
+from gpt.checkpoint.saver import Saver
 from gpt.planner.dry_run import blank_micro_batches, dry_run
 from gpt.settings import Settings
 from gpt.settings_parser import parse_settings
@@ -29,6 +29,7 @@ from zero.engine import ZeroDataParallel
 from zero.flat import FlatParameters
 from zero.offload.placement import OffloadConfig
 from zero.optimizer import ZeroOptimizer
+from zero.state.writer import HostCopies
 from zero.uneven import join
 
 OFFLOADS = {

@@ -16,13 +16,13 @@ from torch import Tensor
 
 from gpt.build import TrainState, build
 from gpt.checkpoint.checkpoint import load, owned_tensors
-from gpt.checkpoint.folder import LAYOUT
 from gpt.checkpoint.layout import Progress
 from gpt.checkpoint.saver import Saver
 from gpt.model.transformer import ModelConfig
 from gpt.settings import DataSettings, Settings, TrainSettings
 from parallel.mesh import Mesh
 from zero.config import ZeroConfig
+from zero.state.layout_file import LAYOUT
 from zero.state.sealed_file import CHECKSUM, NO_CHECKSUM, checksum_digits, checksum_offset, verify, write_json
 
 MODEL = ModelConfig(1, 8, 2, 4, vocab_size=20, vocab_multiple=4, dropout=0.0)

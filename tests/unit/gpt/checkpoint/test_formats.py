@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from gpt.checkpoint.folder import LAYOUT
-from gpt.checkpoint.layout import FORMAT, read_layout
+from gpt.checkpoint.layout import read_layout
 from parallel.errors import ConfigError
+from zero.state.layout_file import FORMAT, LAYOUT
 from zero.state.sealed_file import write_json
 
 

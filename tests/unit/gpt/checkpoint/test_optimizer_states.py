@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import nn
 
-from gpt.checkpoint.adam import load_counters
 from parallel.mesh import Axis
 from zero.config import ZeroConfig
 from zero.engine import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
+from zero.state.adam import load_counters
 from zero.state.owned_state import describe_state, group_counters, load_owned_state, owned_state
 from zero.state.saved_state import WHOLE, SavedState, rank_file
 from zero.state.tensor_file import write_tensors

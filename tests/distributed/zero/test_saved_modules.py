@@ -1,0 +1,133 @@
+"""Llama of transformers is saved, resumed on other numbers of ranks at other stages, and opened by from_pretrained."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from parallel.mesh import Mesh
+from tests.distributed.zero.architectures.precision import computing_in_float64
+from tests.ranks import run_ranks
+from zero import Saver, ZeroConfig, ZeroDataParallel, ZeroOptimizer, export, load
+
+CONFIG = LlamaConfig(
+    vocab_size=32,
+    hidden_size=16,
+    intermediate_size=24,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    max_position_embeddings=16,
+    tie_word_embeddings=True,
+)
+GLOBAL_BATCH, FIRST_STEPS, STEPS = 4, 2, 5
+
+
+@dataclass
+class Trained:
+    """The report of a rank: losses of the global batches, learning rates, random numbers after loading, logits."""
+
+    losses: list[float]
+    rates: list[float]
+    random: Tensor
+    logits: Tensor
+
+
+class Run:
+    """A Llama in training; its sequences do not depend on the number of ranks."""
+
+    def __init__(self, stage: int, seed: int):
+        torch.manual_seed(seed)
+        self.data = Mesh.create(tensor_size=1).data
+        with computing_in_float64():
+            llama = LlamaForCausalLM(CONFIG).double()
+        self.model = ZeroDataParallel(llama, self.data, ZeroConfig(stage, bucket_numel=700))
+        matrices, rest = [[p for p in self.model.module.parameters() if (p.dim() > 1) is m] for m in (True, False)]
+        groups = [{"params": matrices, "weight_decay": 0.1}, {"params": rest}]
+        self.optimizer = ZeroOptimizer(self.model, torch.optim.AdamW, groups, clip_norm=0.5, lr=1e-2)
+        self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer.inner, T_max=STEPS)
+        self.rates: list[float] = []
+
+    def train(self, steps: range) -> list[float]:
+        losses = []
+        for step in steps:
+            ids = batch(step).chunk(self.data.size)[self.data.rank]
+            with computing_in_float64():
+                loss = self.model(input_ids=ids, labels=ids).loss
+                loss.backward()
+            self.optimizer.step()
+            self.rates += [group["lr"] for group in self.optimizer.inner.param_groups]
+            self.scheduler.step()
+            total = loss.detach() / self.data.size
+            self.data.all_reduce(total, out=total).wait()
+            losses.append(total.item())
+        return losses
+
+    def result(self, losses: list[float], random: Tensor) -> Trained:
+        with torch.no_grad(), computing_in_float64():
+            logits = self.model(input_ids=batch(9)).logits
+        return Trained(losses, self.rates[-2 * (STEPS - FIRST_STEPS) :], random, logits)
+
+
+def batch(step: int) -> Tensor:
+    return torch.randint(CONFIG.vocab_size, (GLOBAL_BATCH, 8), generator=torch.Generator().manual_seed(step))
+
+
+def save_and_train_on(folder: Path) -> Trained:
+    """Save at stage 3 while training goes on, and export."""
+    run = Run(stage=3, seed=3)
+    run.train(range(FIRST_STEPS))
+    torch.manual_seed(50 + run.data.rank)
+    saver = Saver(run.model, run.optimizer)
+    saver.start(folder / "checkpoint", {"step": FIRST_STEPS, "scheduler": run.scheduler.state_dict()})
+    random = torch.rand(3)
+    losses = run.train(range(FIRST_STEPS, STEPS))
+    assert saver.wait() == folder / "checkpoint"
+    export(folder / "exported", run.model, tokenizer=tokenizer(), file_bytes=4000)
+    return run.result(losses, random)
+
+
+def resume(folder: Path, stage: int) -> Trained:
+    run = Run(stage, seed=4)
+    extra = load(folder / "checkpoint", run.model, run.optimizer)
+    run.scheduler.load_state_dict(extra["scheduler"])
+    random = torch.rand(3)
+    return run.result(run.train(range(extra["step"], STEPS)), random)
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    words = Tokenizer(WordLevel({f"w{number}": number for number in range(CONFIG.vocab_size)}, unk_token="w0"))
+    words.pre_tokenizer = WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0")
+
+
+def assert_same(trained: Trained, expected: Trained) -> None:
+    for name in ("losses", "rates", "logits"):
+        torch.testing.assert_close(getattr(trained, name), getattr(expected, name), rtol=1e-10, atol=1e-10)
+
+
+def test_llama_is_saved_on_2_ranks_resumed_on_1_and_4_and_opened_by_from_pretrained(tmp_path: Path):
+    saved = run_ranks(2, save_and_train_on, tmp_path)
+    four = run_ranks(4, resume, tmp_path, 2)
+    one = resume(tmp_path, 1)
+    for trained in (one, *four):
+        assert_same(trained, saved[0])
+    for trained, expected in zip([one, *four[:2]], [saved[0], *saved], strict=True):
+        assert trained.random.equal(expected.random)
+    assert len({tuple(trained.random.tolist()) for trained in four[:3]}) == 3  # the third rank is new
+
+    folder = tmp_path / "exported"
+    with torch.no_grad(), computing_in_float64():
+        module = AutoModelForCausalLM.from_pretrained(folder)
+        logits = module(input_ids=batch(9)).logits
+    assert isinstance(module, LlamaForCausalLM)
+    torch.testing.assert_close(logits, saved[0].logits, rtol=1e-10, atol=1e-10)
+    assert AutoTokenizer.from_pretrained(folder).encode("w3 w17") == [3, 17]
+    names = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    assert names.keys() == LlamaForCausalLM(CONFIG).state_dict().keys() - {"lm_head.weight"}
+    assert json.loads((folder / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]

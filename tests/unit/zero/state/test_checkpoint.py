@@ -1,0 +1,170 @@
+"""Folders that a module is saved to: complete or as before, refused if damaged, never at the cost of other files."""
+
+import shutil
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from parallel.errors import ConfigError
+from parallel.mesh import Axis
+from zero import SaveError, Saver, ZeroConfig, ZeroDataParallel, ZeroOptimizer, export, has_checkpoint, load, save
+
+Wrapped = tuple[ZeroDataParallel, ZeroOptimizer]
+
+
+def wrap(width: int = 3, optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW, lr: Any = 0.1) -> Wrapped:
+    model = ZeroDataParallel(nn.Linear(2, width), Axis.trivial("data"), ZeroConfig(1))
+    return model, ZeroOptimizer(model, optimizer, lr=lr)
+
+
+def train(wrapped: Wrapped) -> Tensor:
+    model, optimizer = wrapped
+    model(torch.ones(1, 2)).square().mean().backward()
+    optimizer.step()
+    return model.module.weight.detach().clone()
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> tuple[Path, Tensor]:
+    wrapped = wrap()
+    weight = train(wrapped)
+    return save(tmp_path / "saved", *wrapped, {"step": 1}), weight
+
+
+def test_a_checkpoint_is_replaced_by_that_of_a_later_save(saved: tuple[Path, Tensor]):
+    folder, _ = saved
+    (folder.parent / ".saved.partial").mkdir()
+    (folder.parent / ".saved.partial/rank-00007.safetensors").touch()  # of an interrupted save on more ranks
+    wrapped = wrap()
+    weight = train(wrapped)
+    assert save(folder, *wrapped, {"step": 2}) == folder
+    other = wrap()
+    assert load(folder, *other) == {"step": 2}
+    assert other[0].module.weight.equal(weight)
+    assert sorted(path.name for path in folder.iterdir()) == ["layout.json", "rank-00000.safetensors"]
+    assert [path.name for path in folder.parent.iterdir()] == ["saved"]
+
+
+def test_a_crash_while_a_checkpoint_is_replaced_leaves_the_old_one(
+    saved: tuple[Path, Tensor], monkeypatch: pytest.MonkeyPatch
+):
+    folder, weight = saved
+    rename = Path.rename
+
+    def crash(path: Path, target: Path) -> Path:
+        if path.name == ".saved.partial":
+            raise OSError("power failure")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", crash)
+    wrapped = wrap()
+    train(wrapped)
+    with pytest.raises(SaveError, match=r"checkpoint saved cannot be written to .*power failure; make room"):
+        save(folder, *wrapped)
+    assert not folder.exists()
+    assert has_checkpoint(folder)
+    other = wrap()
+    assert load(folder, *other) == {"step": 1}
+    assert other[0].module.weight.equal(weight)
+    monkeypatch.undo()
+    save(folder, *wrapped, {"step": 5})
+    assert load(folder, *other) == {"step": 5}
+
+
+def test_a_folder_with_other_files_is_not_replaced(tmp_path: Path):
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work/thesis.tex").touch()
+    with pytest.raises(SaveError, match=r"it holds thesis\.tex"):
+        save(tmp_path / "work", *wrap())
+    with pytest.raises(OSError, match="not empty"):
+        export(tmp_path / "work", wrap()[0])
+    assert [path.name for path in (tmp_path / "work").iterdir()] == ["thesis.tex"]
+
+
+def test_a_damaged_or_foreign_checkpoint_is_refused(saved: tuple[Path, Tensor]):
+    folder, _ = saved
+    with pytest.raises(ConfigError, match=r"is of another model: weight is \[3, 2\] there and \[4, 2\] in this run"):
+        load(folder, *wrap(width=4))
+    with pytest.raises(ConfigError, match="was saved with the optimizer AdamW, this run has SGD"):
+        load(folder, *wrap(optimizer=torch.optim.SGD))
+    model = wrap()[0]
+    groups = [{"params": [param]} for param in model.module.parameters()]
+    with pytest.raises(ConfigError, match="has 1 groups of parameters, the optimizer has 2"):
+        load(folder, model, ZeroOptimizer(model, torch.optim.AdamW, groups))
+    assert not has_checkpoint(folder.parent)
+    with pytest.raises(ConfigError, match="holds no complete checkpoint"):
+        load(folder.parent, *wrap())
+    later = save(folder.parent / "later", *wrap())
+    file = "rank-00000.safetensors"
+    shutil.copy(later / file, folder / file)
+    with pytest.raises(ConfigError, match="belongs to another checkpoint: it is of rank 0 of save"):
+        load(folder, *wrap())
+    content = bytearray((later / file).read_bytes())
+    content[-1] ^= 1
+    (later / file).write_bytes(content)
+    with pytest.raises(ConfigError, match="is damaged"):
+        load(later, *wrap())
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({"scheduler": {"milestones": Counter({30: 1})}}, r"extra\['scheduler'\]\['milestones'\] has the key 30"),
+        ({"seen": [torch.ones(1)]}, r"extra\['seen'\]\[0\] is a Tensor"),
+    ],
+)
+def test_extra_that_json_would_change_is_refused(tmp_path: Path, extra: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        save(tmp_path / "saved", *wrap(), extra)
+
+
+def test_the_settings_of_groups_are_loaded_into_what_a_captured_step_reads(tmp_path: Path):
+    wrapped = wrap()
+    train(wrapped)
+    wrapped[1].inner.param_groups[0] |= {"lr": 0.25, "betas": (0.5, 0.75)}
+    save(tmp_path / "saved", *wrapped)
+    rate = torch.tensor(0.1)
+    other = wrap()
+    other[1].inner.param_groups[0]["lr"] = rate
+    load(tmp_path / "saved", *other)
+    group = other[1].inner.param_groups[0]
+    assert group["lr"] is rate
+    assert rate == 0.25
+    assert group["betas"] == (0.5, 0.75)
+
+
+def test_a_saver_reports_a_failure_at_the_next_save(tmp_path: Path):
+    saver = Saver(*wrap())
+    (tmp_path / "file").touch()
+    saver.start(tmp_path / "file/saved")
+    with pytest.raises(SaveError, match="checkpoint saved cannot be written"):
+        saver.start(tmp_path / "saved")
+    saver.start(tmp_path / "saved")
+    assert saver.wait() == tmp_path / "saved"
+    assert saver.wait() is None
+
+
+def test_two_optimizers_of_a_model_are_saved_to_a_folder_each(tmp_path: Path):
+    def wrap_two() -> tuple[ZeroDataParallel, list[ZeroOptimizer]]:
+        model = ZeroDataParallel(nn.Linear(2, 3), Axis.trivial("data"), ZeroConfig(1))
+        return model, [ZeroOptimizer(model, torch.optim.AdamW, [param], lr=0.1) for param in model.module.parameters()]
+
+    def train_two(model: ZeroDataParallel, optimizers: list[ZeroOptimizer]) -> list[Tensor]:
+        model(torch.ones(1, 2)).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        return [param.detach().clone() for param in model.module.parameters()]
+
+    model, optimizers = wrap_two()
+    train_two(model, optimizers)
+    for number, optimizer in enumerate(optimizers):
+        save(tmp_path / str(number), model, optimizer)
+    expected = train_two(model, optimizers)
+    model, optimizers = wrap_two()
+    for number, optimizer in enumerate(optimizers):
+        load(tmp_path / str(number), model, optimizer)
+    assert all(param.equal(other) for param, other in zip(train_two(model, optimizers), expected, strict=True))

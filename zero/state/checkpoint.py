@@ -1,0 +1,205 @@
+"""Saves a model and its optimizer to a folder, and loads them at any stage, on any number of ranks.
+
+FOLDER/layout.json               where each tensor is stored, the optimizer's settings, and `extra`
+rank-00000.safetensors    the flat shards that rank 0 owns, and its random states
+"""
+
+import logging
+import math
+import re
+import secrets
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parallel.errors import ConfigError
+from zero.engine import ZeroDataParallel
+from zero.optimizer import ZeroOptimizer
+from zero.state.layout_file import is_complete, read_layout
+from zero.state.rank_state import RankState
+from zero.state.schema import Schema
+from zero.state.sealed_file import flush_folder
+from zero.state.writer import CheckpointWriter, Publication, SaveError
+
+logger = logging.getLogger(__name__)
+
+SCHEMA: dict[str, Schema] = {
+    "save": str,  # a random name, by which the files of one save are told from those of another
+    "extra": dict,
+    "settings": [{"numbers": {str: float}, "tuples": {str: [float]}}],  # of each group of the optimizer
+}
+OWN_FILE = re.compile(r"layout\.json|rank-[0-9]{5,}\.safetensors")
+REMEDY = "make room or choose another folder (a checkpoint of this name from before is untouched)"
+
+
+class Saver:
+    """A saver of a model and its optimizer to folders, one at a time, while training goes on.
+
+    All ranks make the same calls. If it is asynchronous, `start` returns when the state is copied to host memory, which
+    stays allocated, and training may go on while another thread writes the files.
+    """
+
+    def __init__(self, model: ZeroDataParallel, optimizer: ZeroOptimizer, *, is_async: bool = True):
+        self._state = RankState(model, optimizer)
+        publication = Publication(_replace, REMEDY)
+        self._writer = CheckpointWriter(self._state.mesh, self._state.device, publication, is_async=is_async)
+
+    def start(self, folder: str | Path, extra: Mapping[str, Any] | None = None) -> None:
+        """Wait for the save before this one, and begin to save to `folder`; a checkpoint that it holds is replaced.
+
+        `extra` is kept as JSON, the first rank's: the step, the state of a scheduler or a sampler. Raises SaveError on
+        all ranks if the save before this one has failed, and ValueError if `extra` would not be the same after loading.
+        """
+        extra = dict(extra or {})
+        _check_json(extra, "extra")
+        self.wait()
+        final = Path(folder).absolute()
+        key = self._writer.new_key(final)
+        save = self._begin(key, final)
+        layout = self._state.describe({"save": save, "extra": extra, "settings": _settings(self._state.optimizer)})
+        self._writer.start(key, final, self._state.tensors(), layout, f"save {save}", final.name)
+
+    def wait(self) -> Path | None:
+        """Wait until the save that `start` began is complete, and return its folder, or None if there is none.
+
+        Raises SaveError on all ranks if it failed on any.
+        """
+        return self._writer.wait()
+
+    def _begin(self, key: str, final: Path) -> str:
+        """Remove what an interrupted save has left, before any rank writes; return the name of the save."""
+        if self._state.mesh.rank == 0:
+            shutil.rmtree(final.with_name(f".{final.name}.partial"), ignore_errors=True)
+            self._writer.store.set(f"{key}/name", secrets.token_hex(6))
+        self._writer.wait_for(f"{key}/name")
+        return self._writer.store.get(f"{key}/name").decode()
+
+
+def save(
+    folder: str | Path, model: ZeroDataParallel, optimizer: ZeroOptimizer, extra: Mapping[str, Any] | None = None
+) -> Path:
+    """Save a model and its optimizer, and return the folder when it is complete. All ranks call it.
+
+    A crash at any moment leaves the checkpoint that the folder held before, or the new one. `extra` and the errors are
+    those of `Saver.start`. Raises SaveError on all ranks if a rank cannot write.
+    """
+    saver = Saver(model, optimizer, is_async=False)
+    saver.start(folder, extra)
+    saved = saver.wait()
+    assert saved is not None
+    return saved
+
+
+def load(folder: str | Path, model: ZeroDataParallel, optimizer: ZeroOptimizer) -> dict[str, Any]:
+    """Load what `save` or a `Saver` has written, and return its `extra`. All ranks call it.
+
+    The stage, the number of ranks, the tensor size, the buckets and the dtypes may be others. The settings of the
+    optimizer's groups, such as the learning rate, are loaded too. Raises ConfigError if the folder does not hold a
+    complete checkpoint of this model, or if it is damaged; all its files are read and checked first.
+    """
+    checkpoint = _find(Path(folder).absolute())
+    layout = read_layout(checkpoint, SCHEMA)
+    state = RankState(model, optimizer)
+    state.check_fits(checkpoint, layout, "build the model that was saved")
+    groups = optimizer.inner.param_groups
+    if len(groups) != len(layout["settings"]):
+        raise ConfigError(
+            f"checkpoint {checkpoint} has {len(layout['settings'])} groups of parameters, the optimizer has "
+            f"{len(groups)}; give it the groups that were saved"
+        )
+    state.load(checkpoint, layout, f"save {layout['save']}")
+    for group, settings in zip(groups, layout["settings"], strict=True):
+        _load_settings(group, settings)
+    return layout["extra"]
+
+
+def has_checkpoint(folder: str | Path) -> bool:
+    """Return whether `load` finds a complete checkpoint in the folder."""
+    return is_complete(_current(Path(folder).absolute()))
+
+
+def _find(folder: Path) -> Path:
+    """Return the checkpoint of a folder. Raises ConfigError if there is none."""
+    found = _current(folder)
+    if not is_complete(found):
+        raise ConfigError(f"{folder} holds no complete checkpoint; give the folder of one")
+    if found != folder:
+        logger.warning("%s was being replaced when the job ended; %s, which it held before, is loaded", folder, found)
+    return found
+
+
+def _current(folder: Path) -> Path:
+    """Return the folder, or what it held before, if a crash has interrupted its replacement."""
+    before = _name_before(folder)
+    return before if not folder.exists() and is_complete(before) else folder
+
+
+def _name_before(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.before")
+
+
+def _replace(partial: Path, final: Path) -> None:
+    """Give a complete checkpoint its final name. Raises SaveError if the folder of this name holds other files."""
+    if final.exists():
+        for path in final.iterdir():
+            if not OWN_FILE.fullmatch(path.name):
+                raise SaveError(f"it holds {path.name}, which no checkpoint has, and would be replaced")
+        shutil.rmtree(_name_before(final), ignore_errors=True)
+        final.rename(_name_before(final))
+    partial.rename(final)
+    # Before the old one is deleted: a crash must not leave neither of them.
+    flush_folder(final.parent)
+    shutil.rmtree(_name_before(final), ignore_errors=True)
+
+
+def _settings(optimizer: ZeroOptimizer) -> list[dict[str, Any]]:
+    """Return the numbers, and the tuples of numbers, among the settings of each group of the optimizer."""
+    found = []
+    for group in optimizer.inner.param_groups:
+        values = {name: _plain(group[name]) for name in optimizer.inner.defaults if name in group}
+        found.append(
+            {
+                "numbers": {name: value for name, value in values.items() if _is_number(value)},
+                "tuples": {
+                    name: [_plain(item) for item in value]
+                    for name, value in values.items()
+                    if isinstance(value, (tuple, list)) and all(_is_number(_plain(item)) for item in value)
+                },
+            }
+        )
+    return found
+
+
+def _load_settings(group: dict[str, Any], settings: dict[str, Any]) -> None:
+    for name, value in {**settings["numbers"], **settings["tuples"]}.items():
+        present = group.get(name)
+        if isinstance(present, Tensor):  # a captured step reads this tensor
+            present.fill_(value)
+        else:
+            group[name] = tuple(value) if isinstance(value, list) else value
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
+
+
+def _check_json(value: Any, place: str) -> None:
+    """Raise ValueError if JSON would change a value, which is at `place` in `extra`; tuples become lists."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            if type(key) is not str:
+                raise ValueError(f"{place} has the key {key!r}, JSON has only strings; convert it, or leave it out")
+            _check_json(item, f"{place}[{key!r}]")
+    elif isinstance(value, (list, tuple)):
+        for number, item in enumerate(value):
+            _check_json(item, f"{place}[{number}]")
+    elif type(value) not in (int, float, str, bool, type(None)):
+        raise ValueError(f"{place} is a {type(value).__name__}, which JSON does not have; convert it, or leave it out")

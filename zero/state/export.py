@@ -1,0 +1,190 @@
+"""Writes the weights of a model in training to a folder that `from_pretrained` of transformers opens, unit by unit.
+
+model.safetensors.index.json, model-00001-of-00003.safetensors, ..., config.json, and the files of the tokenizer
+"""
+
+import copy
+import errno
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from parallel.errors import ConfigError
+from parallel.mesh import Axis
+from parallel.tensor.layers import split_dims
+from zero.engine import ZeroDataParallel
+from zero.state.tensor_file import write_tensors
+
+FILE_BYTES = 2**28
+STEM = "model"  # of the names of files, by which transformers finds them
+INDEX = f"{STEM}.safetensors.index.json"
+COMPILED = "_orig_mod."  # in the names of a module that torch.compile has wrapped
+
+Convert = Callable[[str, Tensor], tuple[str, Tensor]]
+
+
+class WeightFiles:
+    """A writer of a folder of weights, tensor by tensor. It holds at most `file_bytes` of them, or one larger tensor.
+
+    Raises ConfigError if the folder already holds weights, because a reader would mix them with these.
+    """
+
+    def __init__(self, folder: Path, file_bytes: int = FILE_BYTES):
+        self._folder, self._file_bytes = folder, file_bytes
+        self._held: dict[str, Tensor] = {}
+        self._files: list[dict[str, int]] = []  # {name of a tensor: bytes} for each file that is written
+        folder.mkdir(parents=True, exist_ok=True)
+        if any(folder.glob("*.safetensors")):
+            raise ConfigError(f"{folder} holds .safetensors files already; choose another folder, or empty it")
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Add a whole tensor, on any device. Raises OSError if a write fails."""
+        # A copy, because the memory of the parameter's unit is freed before the file is written.
+        held = tensor.detach().to("cpu", copy=True)
+        if sum(tensor.nbytes for tensor in self._held.values()) + held.nbytes > self._file_bytes:
+            self._write_held()
+        self._held[name] = held
+
+    def finish(self) -> None:
+        """Write the rest of the tensors, and the index. Raises OSError if a write fails."""
+        self._write_held()
+        # Files get the names that readers look for when all of them are written: the names contain their number.
+        names = [f"{STEM}-{n:05d}-of-{len(self._files):05d}.safetensors" for n in range(1, len(self._files) + 1)]
+        for number, name in enumerate(names):
+            self._partial(number).rename(self._folder / name)
+        index = {
+            "metadata": {"total_size": sum(sum(held.values()) for held in self._files)},
+            "weight_map": {tensor: name for name, held in zip(names, self._files, strict=True) for tensor in held},
+        }
+        (self._folder / INDEX).write_text(json.dumps(index, indent=1))
+
+    def _write_held(self) -> None:
+        if self._held:
+            write_tensors(self._partial(len(self._files)), self._held, {"format": "pt"})
+            self._files.append({name: tensor.nbytes for name, tensor in self._held.items()})
+            self._held = {}
+
+    def _partial(self, number: int) -> Path:
+        return self._folder / f".{STEM}-{number}.partial"
+
+
+def export(
+    folder: str | Path,
+    model: ZeroDataParallel,
+    *,
+    config: Any = None,
+    tokenizer: Any = None,
+    dtype: torch.dtype | None = None,
+    tensor: Axis | None = None,
+    file_bytes: int = FILE_BYTES,
+) -> None:
+    """Write the weights to a new folder that `from_pretrained` opens. All ranks call it.
+
+    One unit at a time is unsharded, and the first rank writes it, in `dtype` if it is given. Names are those of the
+    module's `state_dict`; of tied weights the first is written. `config` and `tokenizer` are saved by their own
+    `save_pretrained`; `config` is by default that of the module. `tensor` is the axis along which the model itself is
+    split. Raises OSError on the first rank if it cannot write, or if the folder is not empty.
+    """
+    module, output = model.module, Path(folder).absolute()
+    state = {name.replace(COMPILED, ""): value for name, value in module.state_dict(keep_vars=True).items()}
+    names = {id(value): name for name, value in reversed(state.items()) if isinstance(value, nn.Parameter)}
+    params = dict(module.named_parameters())
+
+    def convert(name: str, value: Tensor) -> tuple[str, Tensor]:
+        return names.get(id(params.get(name)), name), value.to(dtype) if dtype and value.is_floating_point() else value
+
+    def finish(files: WeightFiles, partial: Path) -> None:
+        for name, value in state.items():
+            if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+                files.add(*convert(name, value))
+        files.finish()
+        written = dtype or next(module.parameters()).dtype
+        described = _described(config or getattr(module, "config", None), module, written)
+        for part in (described, getattr(module, "generation_config", None), tokenizer):
+            if part is not None and hasattr(part, "save_pretrained"):
+                part.save_pretrained(partial)
+
+    export_units(output, model, tensor or Axis.trivial("tensor"), convert, finish, file_bytes=file_bytes)
+
+
+def export_units(
+    output: Path,
+    model: ZeroDataParallel,
+    tensor: Axis,
+    convert: Convert,
+    finish: Callable[[WeightFiles, Path], None],
+    *,
+    replaces: bool = False,
+    file_bytes: int = FILE_BYTES,
+) -> None:
+    """Write what `convert` makes of each parameter to a folder that is complete or does not exist. All ranks call it.
+
+    The first rank writes, and then calls `finish` with its writer and the folder. If it cannot write, it still takes
+    part in the collectives of the other units, for which the other ranks wait, and then raises OSError: also if the
+    folder holds files, unless `replaces`.
+    """
+    partial = output.with_name(f".{output.name}.partial")
+    largest_unit_bytes = max(flat.full.nbytes for flat in model.flats) * tensor.size
+    failure: OSError | None = None
+    files: WeightFiles | None = None
+    is_first = model.data.rank == 0 and tensor.rank == 0
+    if is_first:
+        try:
+            if not replaces and output.exists() and any(output.iterdir()):
+                raise FileExistsError(errno.EEXIST, "the folder is not empty; choose another one", str(output))
+            shutil.rmtree(partial, ignore_errors=True)
+            files = WeightFiles(partial, min(file_bytes, largest_unit_bytes))
+        except OSError as error:
+            failure = error
+    for name, whole in whole_parameters(model, tensor):
+        if files:
+            try:
+                files.add(*convert(name, whole))
+            except OSError as error:
+                failure, files = error, None
+    if not is_first:
+        return
+    try:
+        if files is None:
+            raise failure or AssertionError
+        # The folder gets its final name only when it is complete.
+        finish(files, partial)
+        shutil.rmtree(output, ignore_errors=True)
+        partial.rename(output)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def whole_parameters(model: ZeroDataParallel, tensor: Axis) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, whole parameter) on the ranks whose data rank is 0; the others only take part in unsharding.
+
+    Parameters are unsharded over the data axis, and those that are split are gathered over the tensor axis.
+    """
+    dims = split_dims(model.module)
+    for flat in model.flats:
+        with torch.no_grad(), model.gathered(flat.params[:1]):  # one parameter is enough to unshard the whole unit
+            for span, param in zip(flat.layout.spans, flat.params, strict=True):
+                if model.data.rank > 0:
+                    continue
+                own = param.detach().contiguous()
+                if span.name not in dims:
+                    yield span.name, own
+                    continue
+                of_all_ranks = own.new_empty(tensor.size, *own.shape)
+                tensor.all_gather(own, out=of_all_ranks).wait()
+                yield span.name, torch.cat(list(of_all_ranks), dims[span.name])
+
+
+def _described(config: Any, module: nn.Module, dtype: torch.dtype) -> Any:
+    """Return a copy of a configuration of transformers that names the class of the module and the dtype."""
+    if not hasattr(config, "save_pretrained"):
+        return None
+    config = copy.deepcopy(config)
+    config.architectures = [type(getattr(module, "_orig_mod", module)).__name__]
+    config.dtype = dtype
+    return config

@@ -1,0 +1,205 @@
+"""Writes checkpoints so that a crash cannot damage them: into another folder, flushed, then renamed.
+
+    every rank    copy to host memory (asynchronous only) -> write its file in .NAME.partial -> its seal to the store
+    first rank    all have reported -> layout.json -> publish: rename -> tidy: delete old ones -> outcome to the store
+
+Ranks communicate through the launcher's store and not with collectives, which training uses at the same time. A save
+that fails raises SaveError on all ranks, and leaves the checkpoints before it as they were.
+"""
+
+import json
+import logging
+import shutil
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parallel.errors import ConfigError
+from parallel.instruments.memory_tracker import TensorKind, allocating
+from parallel.mesh import Mesh
+from parallel.streams import announce_host_read, synchronize
+from parallel.world import shared_store
+from zero.state.layout_file import LAYOUT, ORIGIN, origin, with_seals
+from zero.state.saved_state import rank_file
+from zero.state.sealed_file import Seal, flush_folder, write_json
+from zero.state.tensor_file import write_tensors
+
+logger = logging.getLogger(__name__)
+
+WAIT_SECONDS = 5.0  # after which a rank that waits in the store looks for signals
+
+
+class SaveError(ConfigError):
+    """An error raised if a checkpoint could not be written; training may go on."""
+
+
+@dataclass(frozen=True)
+class Publication:
+    """The part of a save that the program decides: the first rank does it when all ranks have written their files.
+
+    `publish(partial, final)` gives the folder its final name; if it raises, the save has failed. `tidy()` removes what
+    is not needed any more; its errors are logged. `on_complete(final)` is called when the other ranks know of the
+    success. `remedy` is what the user can do about a failure.
+    """
+
+    publish: Callable[[Path, Path], None]
+    remedy: str
+    tidy: Callable[[], None] = lambda: None
+    on_complete: Callable[[Path], None] = lambda final: None
+
+
+class CheckpointWriter:
+    """A writer of checkpoints, one at a time. All ranks of `mesh` make the same calls.
+
+    `on_chunk` is called in another thread whenever a few megabytes have been written.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        device: torch.device,
+        publication: Publication,
+        *,
+        is_async: bool,
+        on_chunk: Callable[[], None] = lambda: None,
+    ):
+        self._rank, self._num_ranks, self._publication, self._on_chunk = mesh.rank, mesh.size, publication, on_chunk
+        self.store = shared_store()
+        self._host_copies = HostCopies(device) if is_async else None
+        self._pending: tuple[threading.Thread, Callable[[], Path]] | None = None
+
+    def new_key(self, final: Path) -> str:
+        """Return a key of the store for a save to `final`, which no other save has: all ranks return the same."""
+        # Counted in the store and not here: a second writer of the same folder must not find the first one's keys.
+        return f"save/{final}/{self.store.add(f'saves/{self._rank}', 1)}"
+
+    def start(
+        self, key: str, final: Path, tensors: Mapping[str, Tensor], layout: Mapping[str, Any], save: str, title: str
+    ) -> None:
+        """Begin to save. Call `wait` before the next save.
+
+        If the writer is asynchronous, this returns when the tensors are copied, and training may change them. Otherwise
+        it returns when this rank's file is written. `save` names this save in the files, and `title` in errors.
+        """
+        assert self._pending is None, "the save before this one has not been waited for"
+        partial = final.with_name(f".{final.name}.partial")
+        if self._host_copies:
+            tensors = self._host_copies.take(tensors)
+
+        def write() -> None:
+            self._write_rank(key, partial, tensors, origin(self._rank, save))
+            if self._rank == 0:
+                self._complete(key, partial, final, layout)
+
+        announce_host_read(tensors.values())
+        thread = threading.Thread(target=write, daemon=True)
+        thread.start()
+        self._pending = thread, lambda: self._outcome(key, title, final)
+        if not self._host_copies:
+            # Before training goes on: the thread reads the tensors themselves, which the next step changes.
+            thread.join()
+
+    def wait(self) -> Path | None:
+        """Wait until the save that `start` began is complete, and return its folder, or None if there is none.
+
+        Raises SaveError on all ranks if it failed on any.
+        """
+        if self._pending is None:
+            return None
+        thread, outcome = self._pending
+        self._pending = None
+        thread.join()
+        return outcome()
+
+    def wait_for(self, key: str) -> None:
+        """Wait until a key is set. The store wakes all ranks: if each asked again and again, it would be kept busy."""
+        while True:
+            try:
+                self.store.wait([key], timedelta(seconds=WAIT_SECONDS))
+                return
+            except RuntimeError:
+                if self.store.check([key]):  # raises if the store has ended
+                    return
+
+    def _write_rank(self, key: str, partial: Path, tensors: Mapping[str, Tensor], file_origin: str) -> None:
+        """Write this rank's file, and report its seal, or the error, to the store under `key`."""
+        report: dict[str, Any] = {"rank": self._rank}
+        try:
+            partial.mkdir(parents=True, exist_ok=True)
+            path = rank_file(partial, self._rank)
+            report["seal"] = asdict(write_tensors(path, tensors, {ORIGIN: file_origin}, on_chunk=self._on_chunk))
+        except Exception as error:  # any error: the first rank waits until every rank has reported
+            report["error"] = f"rank {self._rank}: {_reason(error)}"
+        self.store.append(f"{key}/reports", json.dumps(report) + "\n")  # type: ignore[attr-defined]
+        # After the report: the first rank reads all reports as soon as all ranks are counted.
+        if self.store.add(f"{key}/num_written", 1) == self._num_ranks:
+            self.store.set(f"{key}/all_written", "")
+
+    def _complete(self, key: str, partial: Path, final: Path, layout: Mapping[str, Any]) -> None:
+        """Wait for all ranks, give the checkpoint its final name, and report the outcome. The first rank calls it."""
+        self.wait_for(f"{key}/all_written")
+        lines = self.store.get(f"{key}/reports").decode().splitlines()
+        self.store.delete_key(f"{key}/reports")  # as long as there are ranks, and the store never forgets
+        reports = sorted(map(json.loads, lines), key=lambda report: report["rank"])
+        reason = next((report["error"] for report in reports if "error" in report), "")
+        if not reason:
+            try:
+                # In this order, a crash at any point leaves the older checkpoints usable: the folder gets its final
+                # name when all of it is on disk.
+                write_json(partial / LAYOUT, with_seals(layout, [Seal(**report["seal"]) for report in reports]))
+                flush_folder(partial)
+                self._publication.publish(partial, final)
+            except Exception as error:
+                reason = f"rank 0: {_reason(error)}"
+        if reason:
+            shutil.rmtree(partial, ignore_errors=True)  # make room for the next attempt
+        else:
+            self._tidy(final.parent)
+        self.store.set(f"{key}/outcome", reason)
+        if not reason:
+            self._publication.on_complete(final)
+
+    def _tidy(self, folder: Path) -> None:
+        try:
+            self._publication.tidy()
+        except OSError as error:  # the ranks wait for the outcome of this save, which is good
+            logger.warning("old checkpoints in %s cannot be deleted: %s", folder, _reason(error))
+
+    def _outcome(self, key: str, title: str, final: Path) -> Path:
+        """Wait until the first rank has reported the outcome. Return the checkpoint, or raise SaveError."""
+        self.wait_for(f"{key}/outcome")
+        if reason := self.store.get(f"{key}/outcome").decode():
+            raise SaveError(
+                f"checkpoint {title} cannot be written to {final.parent}: {reason}; {self._publication.remedy}"
+            )
+        return final
+
+
+class HostCopies:
+    """Copies of tensors in host memory, which is pinned for tensors on a GPU, and reused at every save."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._copies: dict[str, Tensor] = {}
+
+    def take(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return copies of the tensors, which are complete when this returns: the tensors may then change."""
+        for name, tensor in tensors.items():
+            copy = self._copies.get(name)
+            if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
+                with allocating(TensorKind.OTHER, on_host=True):
+                    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+                self._copies[name] = copy
+            copy.copy_(tensor.detach(), non_blocking=True)
+        synchronize(self._device)
+        return {name: self._copies[name] for name in tensors}
+
+
+def _reason(error: Exception) -> str:
+    return str(getattr(error, "strerror", None) or error)
