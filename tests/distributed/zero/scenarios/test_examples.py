@@ -1,4 +1,6 @@
-"""The examples of docs/zero.md: each is the body of a function below, which trains as it does in plain torch.
+"""The examples of docs/zero.md and docs/migration.md, which train as they do in plain torch.
+
+Each is the body of a function below.
 
 In one process, `ZeroDataParallel` and `ZeroOptimizer` stand for a plain module and a plain optimizer.
 """
@@ -169,6 +171,52 @@ def train_an_adversary(
     optimize_discriminator.zero_grad()
 
 
+def leave_distributed_data_parallel(module, batches, loss_of, data, config, ZeroDataParallel, ZeroOptimizer):
+    model = ZeroDataParallel(module, data, config)  # was DistributedDataParallel(module)
+    optimizer = ZeroOptimizer(model, torch.optim.SGD, lr=0.1, clip_norm=1.0)  # was SGD(model.parameters(), lr=0.1)
+    for first, last in zip(batches[0::2], batches[1::2], strict=False):
+        with model.accumulate():  # was model.no_sync()
+            (loss_of(model(first)) / 2).backward()
+        (loss_of(model(last)) / 2).backward()
+        optimizer.step()  # clips; was clip_grad_norm_ before it
+        optimizer.zero_grad()
+
+
+def leave_fsdp2(model, optimizer, batches, loss_of, state, full_state_dict):
+    with model.gathered(modify=True) as module:  # was set_model_state_dict; the first rank's values are kept
+        module.load_state_dict(state)
+    for x in batches:
+        loss_of(model(x)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    state = full_state_dict(model)  # was get_model_state_dict(..., full_state_dict=True, cpu_offload=True)
+
+
+def leave_deepspeed(module, batches, loss_of, data, config, ZeroDataParallel, ZeroOptimizer):
+    model = ZeroDataParallel(module, data, config)  # was engine, optimizer, _, _ = deepspeed.initialize(...)
+    optimizer = ZeroOptimizer(model, torch.optim.SGD, lr=0.1, clip_norm=1.0)
+    weight = model.module.head.weight
+    with model.gathered([weight], modify=True):  # was deepspeed.zero.GatheredParameters([weight], modifier_rank=0)
+        weight.mul_(0.5)
+    for x in batches:
+        loss_of(model(x)).backward()  # was engine.backward(loss_of(engine(x)))
+        optimizer.step()  # was engine.step()
+        optimizer.zero_grad()
+
+
+def leave_accelerate(module, batches, loss_of, data, config, scores, ZeroDataParallel, ZeroOptimizer):
+    model = ZeroDataParallel(module, data, config)  # was accelerator.prepare(module, optimizer)
+    optimizer = ZeroOptimizer(model, torch.optim.SGD, lr=0.1)
+    for x in batches:
+        loss = loss_of(model(x))
+        loss.backward()  # was accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        total = loss.detach().clone()
+        data.all_reduce(total, out=total).wait()  # was accelerator.reduce(loss, "mean")
+        scores.append(total / data.size)
+
+
 EXAMPLES = [
     evaluate,
     train_with_a_loss_that_reads_weights,
@@ -184,6 +232,7 @@ EXAMPLES = [
     train_an_adversary,
 ]
 
+MIGRATIONS = [leave_distributed_data_parallel, leave_fsdp2, leave_deepspeed, leave_accelerate]
 
 EXAMPLES_IN_HALF_PRECISION = [train_under_autocast, train_in_half_precision]
 
@@ -231,7 +280,7 @@ def call(run: Run, example: Callable[..., None]) -> None:
 
 @scenario(DEFAULT + HOST)
 def test_the_examples_train_as_in_plain_torch(run: Run) -> None:
-    for example in EXAMPLES:
+    for example in EXAMPLES + MIGRATIONS:
         try:
             call(run, example)
         except BaseException as error:
@@ -251,6 +300,7 @@ def body(example: Callable[..., None]) -> str:
     return textwrap.dedent(source[source.index("):\n") + 3 :]).strip()
 
 
-@pytest.mark.parametrize("example", EXAMPLES + EXAMPLES_IN_HALF_PRECISION)
+@pytest.mark.parametrize("example", EXAMPLES + EXAMPLES_IN_HALF_PRECISION + MIGRATIONS)
 def test_the_documentation_has_the_example(example: Callable[..., None]) -> None:
-    assert f"```python\n{body(example)}\n```" in (ROOT / "docs/zero.md").read_text()
+    page = "docs/migration.md" if example in MIGRATIONS else "docs/zero.md"
+    assert f"```python\n{body(example)}\n```" in (ROOT / page).read_text()
