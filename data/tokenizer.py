@@ -49,6 +49,12 @@ class Tokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         return self._backend.decode([int(token) for token in ids], skip_special_tokens=False)
 
+    def token(self, id: int) -> str:
+        """Return the token that has an id."""
+        token = self._backend.id_to_token(id)
+        assert token is not None, f"the tokenizer has no token {id}"
+        return token
+
     def save(self, path: str | Path) -> None:
         # Not by the library's own `save`, whose errors are bare Exceptions.
         Path(path).write_text(self._backend.to_str(pretty=True), encoding="utf-8")

@@ -13,10 +13,12 @@ from typing import Any
 
 import torch
 
+from data.errors import DataError
 from gpt.build import TrainState
 from gpt.checkpoint.folder import newest
 from gpt.checkpoint.layout import Progress, name_of, read_layout
 from gpt.checkpoint.pretrained import WeightsWriter, check_shapes, to_huggingface, write_config
+from gpt.checkpoint.tokenizer_files import NO_TOKENIZER, TokenizerFiles
 from gpt.model.transformer import ModelConfig, parameter_shapes
 from parallel.errors import ConfigError, exit_on_config_error
 from zero.config import DTYPES
@@ -25,10 +27,13 @@ from zero.state.layout_file import LAYOUT, verify_file
 from zero.state.saved_state import SavedState
 
 
-def export_checkpoint(checkpoint: Path, output: Path, dtype: torch.dtype, file_bytes: int = FILE_BYTES) -> int:
+def export_checkpoint(
+    checkpoint: Path, output: Path, dtype: torch.dtype, file_bytes: int = FILE_BYTES, data: str | None = None
+) -> int:
     """Export a checkpoint, or the newest in a folder of several, and return the number of parameters.
 
-    Only the tensors of one output file are in memory at a time. Raises ConfigError if there is no checkpoint, or if it
+    Only the tensors of one output file are in memory at a time. The tokenizer is that of the corpus with the prefix
+    `data`, or of the one that the run was trained on. Raises ConfigError if there is no checkpoint, or if it
     is damaged.
     """
     checkpoint = newest(checkpoint) or checkpoint
@@ -36,7 +41,8 @@ def export_checkpoint(checkpoint: Path, output: Path, dtype: torch.dtype, file_b
     for rank in range(len(layout["files"])):
         verify_file(checkpoint, layout, rank, name_of(Progress(**layout["progress"])))
     saved = SavedState(checkpoint, layout["state"])
-    writer = WeightsWriter(output, _config_of(checkpoint, layout, saved), file_bytes)
+    tokenizer = TokenizerFiles.of_data({"data.path": data} if data else layout["data"])
+    writer = WeightsWriter(output, _config_of(checkpoint, layout, saved), file_bytes, tokenizer)
     for name in saved.parameters:
         writer.add(name, saved.whole(name).to(dtype))
     writer.finish()
@@ -55,7 +61,7 @@ def _config_of(checkpoint: Path, layout: Mapping[str, Any], saved: SavedState) -
     return config
 
 
-def export_live(state: TrainState, output: Path) -> None:
+def export_live(state: TrainState, output: Path, tokenizer: TokenizerFiles = NO_TOKENIZER) -> None:
     """Export the weights of the model in training, in their own data type.
 
     All ranks call it. One unit at a time is unsharded, and written by the first rank. If that rank cannot write, it
@@ -65,7 +71,7 @@ def export_live(state: TrainState, output: Path) -> None:
 
     def finish(files: WeightFiles, folder: Path) -> None:
         files.finish()
-        write_config(folder, config)
+        write_config(folder, config, tokenizer)
 
     # A folder of that name is an export of the same step from before a roll-back.
     export_units(output, state.model, state.mesh.tensor, partial(to_huggingface, config=config), finish, replaces=True)
@@ -76,9 +82,10 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("checkpoint", type=Path, help="folder of a checkpoint, or of several: then the newest")
     parser.add_argument("--output", type=Path, required=True, help="folder that from_pretrained will open")
     parser.add_argument("--dtype", choices=DTYPES, default="fp32", help="type of the weights")
+    parser.add_argument("--data", help="PREFIX of the corpus whose tokenizer is exported; default: that of the run")
     options = parser.parse_args(arguments)
-    with exit_on_config_error(OSError):
-        count = export_checkpoint(options.checkpoint, options.output, DTYPES[options.dtype])
+    with exit_on_config_error(OSError, DataError):
+        count = export_checkpoint(options.checkpoint, options.output, DTYPES[options.dtype], data=options.data)
     sys.stdout.write(f"{count:,} parameters in {options.dtype}: {options.output}\n")
 
 

@@ -8,8 +8,10 @@ from pathlib import Path
 
 from torch import Tensor
 
+from gpt.checkpoint.tokenizer_files import NO_TOKENIZER, TokenizerFiles
 from gpt.model.huggingface import (
     FIXED_FIELDS,
+    NO_SPECIAL_IDS,
     config_from_huggingface,
     config_to_huggingface,
     load_weights,
@@ -135,13 +137,20 @@ def load_pretrained(model: GPT, folder: Path) -> None:
 
 
 class WeightsWriter:
-    """A writer of a folder of weights, by the names of this project, and of its configuration.
+    """A writer of a folder of weights, by the names of this project, of its configuration and its tokenizer.
 
     Raises ConfigError if the folder already holds weights, because a reader would mix them with these.
     """
 
-    def __init__(self, folder: Path, config: ModelConfig, file_bytes: int = FILE_BYTES):
-        self._folder, self._config = folder, config
+    def __init__(
+        self,
+        folder: Path,
+        config: ModelConfig,
+        file_bytes: int = FILE_BYTES,
+        tokenizer: TokenizerFiles = NO_TOKENIZER,
+    ):
+        tokenizer.check_fits(config)
+        self._folder, self._config, self._tokenizer = folder, config, tokenizer
         self._files = WeightFiles(folder, file_bytes)
 
     def add(self, name: str, tensor: Tensor) -> None:
@@ -151,7 +160,7 @@ class WeightsWriter:
     def finish(self) -> None:
         """Write the rest of the tensors, the index and the configuration. Raises OSError if a write fails."""
         self._files.finish()
-        write_config(self._folder, self._config)
+        write_config(self._folder, self._config, self._tokenizer)
 
 
 def to_huggingface(name: str, tensor: Tensor, config: ModelConfig) -> tuple[str, Tensor]:
@@ -159,6 +168,7 @@ def to_huggingface(name: str, tensor: Tensor, config: ModelConfig) -> tuple[str,
     return name_to_huggingface(name), tensor_to_huggingface(name, tensor.detach().cpu(), config)
 
 
-def write_config(folder: Path, config: ModelConfig) -> None:
-    """Write the configuration of transformers."""
-    config_to_huggingface(config).save_pretrained(folder)
+def write_config(folder: Path, config: ModelConfig, tokenizer: TokenizerFiles) -> None:
+    """Write the configuration of transformers, and the files of the tokenizer. Raises OSError if a write fails."""
+    config_to_huggingface(config, tokenizer.special_ids or NO_SPECIAL_IDS).save_pretrained(folder)
+    tokenizer.write(folder, config)

@@ -23,6 +23,7 @@ from gpt.checkpoint.folder import (
 )
 from gpt.checkpoint.layout import Progress
 from gpt.checkpoint.saver import Saver
+from gpt.checkpoint.tokenizer_files import NO_TOKENIZER, TokenizerFiles
 from gpt.run_folder.files import CHECKPOINTS, WEIGHTS, cut_metrics, start_run
 from gpt.run_folder.lock import RunLock
 from gpt.settings import CheckpointSettings
@@ -66,6 +67,9 @@ class Recovery:
             on_chunk=on_chunk,
             on_complete=self._on_complete,
         )
+        # Only the first rank writes weights.
+        exports = config.weights and self._is_first
+        self._tokenizer = TokenizerFiles.of_data(data) if exports else NO_TOKENIZER
         self._saved_step: int | None = None
         self._failure: SaveError | None = None  # the error of the last save
 
@@ -165,7 +169,7 @@ class Recovery:
         """Write the weights to RUN/weights. An export that fails is logged, and training goes on."""
         folder = self._run_dir / WEIGHTS
         try:
-            export_live(self._state, folder / checkpoint_name(step))
+            export_live(self._state, folder / checkpoint_name(step), self._tokenizer)
             if self._is_first:
                 keep_newest(checkpoints(folder), self._config.keep)
         except OSError as error:

@@ -37,6 +37,8 @@ MODULE_NAMES = {
 }
 TOKEN_EMBEDDING = "token_embedding.weight"
 LINEAR_WEIGHTS = ("qkv.weight", "projection.weight", "up.weight", "down.weight")
+# By default GPT2Config has GPT-2's own ids, which may lie outside of the vocabulary.
+NO_SPECIAL_IDS = {"bos_token_id": None, "eos_token_id": None}
 # Fields of GPT2Config that this project's GPT-2 does not vary.
 FIXED_FIELDS = {
     "activation_function": "gelu_new",
@@ -66,8 +68,8 @@ def config_from_huggingface(config: "GPT2Config") -> ModelConfig:
     )
 
 
-def config_to_huggingface(config: ModelConfig) -> "GPT2Config":
-    """Return the configuration in transformers."""
+def config_to_huggingface(config: ModelConfig, special_ids: Mapping[str, int | None] = NO_SPECIAL_IDS) -> "GPT2Config":
+    """Return the configuration in transformers; `special_ids` are those of the tokens that begin and end a text."""
     from transformers import GPT2Config
 
     return GPT2Config(
@@ -81,6 +83,7 @@ def config_to_huggingface(config: ModelConfig) -> "GPT2Config":
         attn_pdrop=config.dropout,
         architectures=["GPT2LMHeadModel"],
         **FIXED_FIELDS,
+        **special_ids,
     )
 
 

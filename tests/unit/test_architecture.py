@@ -35,7 +35,7 @@ ARROWS = {
     "gpt/model":            "parallel/*",
     "gpt/deepspeed":        "parallel",
     "gpt/run_folder":       "parallel/* zero gpt",
-    "gpt/checkpoint":       "parallel/* zero/* gpt gpt/model gpt/run_folder",
+    "gpt/checkpoint":       "parallel/* zero/* gpt gpt/model gpt/run_folder data",
     "gpt/monitor":          "parallel/* zero/* gpt gpt/model gpt/run_folder",
     "gpt/planner":          "parallel/* zero/* gpt gpt/model gpt/run_folder gpt/monitor",
     "gpt":                  "parallel/* zero/* gpt/* data",
