@@ -125,7 +125,7 @@ def test_extra_that_json_would_change_is_refused(tmp_path: Path, extra: dict[str
 def test_the_settings_of_groups_are_loaded_into_what_a_captured_step_reads(tmp_path: Path):
     wrapped = wrap()
     train(wrapped)
-    wrapped[1].inner.param_groups[0] |= {"lr": 0.25, "betas": (0.5, 0.75)}
+    wrapped[1].inner.param_groups[0] |= {"lr": 0.25, "betas": (0.5, 0.75), "initial_lr": 0.5}
     save(tmp_path / "saved", *wrapped)
     rate = torch.tensor(0.1)
     other = wrap()
@@ -135,6 +135,7 @@ def test_the_settings_of_groups_are_loaded_into_what_a_captured_step_reads(tmp_p
     assert group["lr"] is rate
     assert rate == 0.25
     assert group["betas"] == (0.5, 0.75)
+    assert group["initial_lr"] == 0.5  # as a scheduler adds it
 
 
 def test_a_saver_reports_a_failure_at_the_next_save(tmp_path: Path):
