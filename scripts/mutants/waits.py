@@ -19,7 +19,14 @@ from scripts.mutants.mutant import Mutant, SourceFile
 
 FOLDERS = ("zero", "parallel", "gpt/checkpoint")
 # Here the host waits for other processes, or for a measurement to end, and not for a stream; or waits are simulated.
-WITHOUT = ("parallel/launch/", "parallel/host_barrier.py", "parallel/stopping.py", "parallel/instruments/")
+WITHOUT = (
+    "parallel/host_barrier.py",
+    "parallel/instruments/",
+    "parallel/launch/",
+    "parallel/stopping.py",
+    "zero/state/checkpoint.py",
+    "zero/state/writer.py",
+)
 WAIT = re.compile(r"_*(wait|synchronize|landed|arrive)(_[a-z_]+)?")
 HANDLE = re.compile(r"(device|host)_handle")
 CONTEXT = re.compile(r"_*(context|beside|queued)|stream")
