@@ -1,11 +1,13 @@
-"""The time that offloaded states add to a step, by the bytes that move."""
+"""The memory and the time that closed forms predict for a layout, by the bytes that are held and moved."""
 
 import dataclasses
 from pathlib import Path
 
 import pytest
 
-from gpt.planner.layouts import offload_seconds
+from gpt.planner.activation_store import parameters_of_rank
+from gpt.planner.layouts import CandidateLayout, model_states, offload_seconds, workload
+from gpt.settings_parser import parse_settings
 from parallel.launch.cluster import ClusterSpec
 from zero.formulas.memory import ModelStates
 
@@ -36,3 +38,14 @@ def test_offloaded_states_take_the_time_of_their_copies_and_of_the_update_on_the
     on_host: ModelStates, num_micro_batches: int, seconds: float
 ):
     assert offload_seconds(on_host, 2, num_micro_batches, CLUSTER) == pytest.approx(seconds, rel=1e-12)
+
+
+@pytest.mark.parametrize(("stage", "num_layers_unsharded"), [(2, 0), (3, 3)])
+def test_a_layout_holds_its_states_three_buckets_and_at_stage_3_three_layers(stage: int, num_layers_unsharded: int):
+    shape = ["--model.num_layers=4", "--model.hidden_size=64", "--model.num_heads=4", "--model.seq_length=32"]
+    settings = parse_settings([*shape, "--model.vocab_size=100", "--data.path=unread", "--zero.bucket_numel=5000"])
+    layout = CandidateLayout(1, stage, "keep", micro_batch_size=4)
+    work = workload(layout, settings, data_size=2, num_micro_batches=1)
+    states = model_states(layout, settings, 2).accelerator.total
+    unsharded = num_layers_unsharded * 2 * parameters_of_rank(settings.model, 1) / 4
+    assert work.state_bytes == states + 3 * 5000 * 2 + unsharded  # in bf16
