@@ -43,9 +43,12 @@ DETECTORS = {
         "tests/distributed/gpt/test_streams.py",
     ],
     "order": ["tests/distributed/gpt/test_launch_order.py", "tests/distributed/zero/test_overlapped_gathers.py"],
-    # What runs only on gloo, at once: its own gather and scatter, and a reduction between groups behind another.
+    # What runs only on gloo, at once: its own gather and scatter, and a reduction between groups behind another. And
+    # layers without the engine: a loss of several chunks, and sums of gradients by hooks.
     "gloo": [
         "tests/distributed/parallel/test_axis.py",
+        "tests/distributed/parallel/test_linear_cross_entropy.py",
+        "tests/distributed/parallel/test_tensor_layers.py",
         f"{EQUALS}::test_sharding_inside_groups_and_replicating_across_equals_one_process",
     ],
 }
