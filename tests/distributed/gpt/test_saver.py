@@ -1,4 +1,4 @@
-"""Ranks that wait for a save do not keep the store busy."""
+"""Saves in which ranks wait without keeping the store busy, and settings that all ranks compare."""
 
 import time
 from pathlib import Path
@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from gpt.build import build
 from gpt.checkpoint.layout import Progress
+from gpt.checkpoint.recovery import _all_ranks_have
 from gpt.checkpoint.saver import Saver
 from gpt.settings_parser import parse_settings
 from parallel.mesh import Mesh
@@ -68,3 +69,13 @@ def test_the_first_rank_reports_a_checkpoint_when_it_is_complete(tmp_path):
 
 def test_a_rank_asks_the_store_a_few_times_however_long_a_save_takes(tmp_path):
     assert max(run_ranks(2, calls_in_a_slow_save, tmp_path)) <= 10
+
+
+def comparisons_of_settings() -> list[bool]:
+    mesh = Mesh.create(tensor_size=2)
+    odd = "other" if dist.get_rank() == 2 else "equal"
+    return [_all_ranks_have(mesh, text) for text in ("equal", odd, "equal")]
+
+
+def test_settings_are_compared_over_both_axes():
+    assert run_ranks(4, comparisons_of_settings) == [[True, False, True]] * 4
