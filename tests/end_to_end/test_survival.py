@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import resource
 import signal
 import subprocess
 import sys
@@ -27,6 +26,7 @@ from pretrain_gpt import pretrain
 from scripts.chaos.failing_run import Fault
 from scripts.chaos.runs import run_under
 from tests.end_to_end.runs import options, run
+from tests.full_disk import files_of_at_most
 from tests.ranks import MASTER_ADDRESS, torchrun_environment
 
 ROOT = Path(__file__).parents[2]
@@ -240,16 +240,6 @@ def test_an_unwritable_place_costs_the_checkpoints_not_the_run(corpus, tmp_path)
     with pytest.raises(ConfigError, match=STEP_6_FAILS + "rank 0: Not a directory"):
         pretrain(parse_settings(options(corpus, tmp_path / "run", checkpoint__every=3)), start_world())
     assert len(read_steps(tmp_path / "run")) == 6
-
-
-@contextmanager
-def files_of_at_most(num_bytes: int) -> Iterator[None]:
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @pytest.mark.full

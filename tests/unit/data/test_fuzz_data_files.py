@@ -183,7 +183,6 @@ def test_a_damaged_tokenizer_is_read_or_refused(num_examples, prepared, tmp_path
 
     def check(damage: Damage) -> None:
         (tmp_path / "tokenizer.json").write_bytes(damage(content))
-        read = lambda: named_tokenizer(str(tmp_path)).encode("the document says")  # noqa: E731
-        result_unless_refused(read, DataError, tmp_path)
+        result_unless_refused(lambda: named_tokenizer(str(tmp_path)).encode("the document says"), DataError, tmp_path)
 
     run_examples(num_examples, check, DAMAGE)

@@ -3,7 +3,6 @@
 import gzip
 import json
 import re
-import resource
 import subprocess
 import sys
 import zlib
@@ -21,6 +20,7 @@ from data.sidecar import Sidecar
 from data.sources import Document, Source, text_of
 from data.staging import reserved
 from data.tokenizer import load_tokenizer, train_tokenizer
+from tests.full_disk import files_of_at_most
 
 TEXTS = [f"document {i} says {'again ' * (i % 7)}Ψ{i * i}\n" for i in range(40)]
 SUFFIXES = (".bin", ".idx", ".json", ".tokenizer.json")
@@ -251,12 +251,8 @@ def test_a_full_disk_is_reported_in_one_line_and_nothing_is_left(tmp_path, capsy
     """The system limits the size of a file to less than the tokenizer's, which is written first."""
     (tmp_path / "a.txt").write_text(TEXTS[0])
     arguments = ("--source", tmp_path / "a.txt", "--output", tmp_path / "out" / "corpus", "--train_vocab_size", "257")
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
-    try:
+    with files_of_at_most(100):
         message = _error_of(capsys, *arguments)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert re.search(r"cannot write or read .*corpus.* \(File too large\); make room, or choose another", message)
     assert list((tmp_path / "out").iterdir()) == []
 

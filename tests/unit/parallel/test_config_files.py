@@ -1,5 +1,6 @@
 """Files of settings that are not as they should be: one line with the file and the line."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,14 @@ from parallel.config_files import parse_yaml, read_json, read_section
 from parallel.errors import ConfigError
 
 DEEP = 10**5
+
+
+def assert_refused(read: Callable[[Path, str], object], path: Path, content: bytes, message: str) -> None:
+    path.write_bytes(content)
+    with pytest.raises(ConfigError) as raised:
+        read(path, path.name)
+    assert str(raised.value).startswith(f"{path.name}{message}")
+    assert str(raised.value).isprintable()
 
 
 @pytest.mark.parametrize(
@@ -37,12 +46,7 @@ DEEP = 10**5
     ],
 )
 def test_a_yaml_file_with_a_mistake_is_refused_by_name_and_line(tmp_path: Path, content: bytes, message: str):
-    path = tmp_path / "c.yaml"
-    path.write_bytes(content)
-    with pytest.raises(ConfigError) as raised:
-        read_section(path, "c.yaml")
-    assert str(raised.value).startswith(f"c.yaml{message}")
-    assert str(raised.value).isprintable()
+    assert_refused(read_section, tmp_path / "c.yaml", content, message)
 
 
 @pytest.mark.parametrize(
@@ -58,12 +62,7 @@ def test_a_yaml_file_with_a_mistake_is_refused_by_name_and_line(tmp_path: Path, 
     ],
 )
 def test_a_json_file_with_a_mistake_is_refused_by_name(tmp_path: Path, content: bytes, message: str):
-    path = tmp_path / "c.json"
-    path.write_bytes(content)
-    with pytest.raises(ConfigError) as raised:
-        read_json(path, "c.json")
-    assert str(raised.value).startswith(f"c.json{message}")
-    assert str(raised.value).isprintable()
+    assert_refused(read_json, tmp_path / "c.json", content, message)
 
 
 @pytest.mark.parametrize("name", ["missing.yaml", ".", "x" * 5000, "a\0b"])

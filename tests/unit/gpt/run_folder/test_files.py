@@ -4,9 +4,6 @@ import errno
 import json
 import math
 import os
-import resource
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -22,6 +19,7 @@ from gpt.run_folder.files import (
     written_if_possible,
 )
 from parallel.errors import ConfigError
+from tests.full_disk import files_of_at_most
 from tests.fuzz import fuzzed, run_examples
 
 METRICS = "metrics.jsonl"
@@ -33,17 +31,6 @@ def record(step: int, **others: object) -> dict:
 
 def steps_in(folder: Path) -> list[int]:
     return [found["step"] for found in read_steps(folder)]
-
-
-@contextmanager
-def files_of_at_most(num_bytes: int) -> Iterator[None]:
-    """Let the system refuse what goes beyond, as a full disk does: it takes a part of a write, and refuses the next."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 DAMAGED = [
