@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from parallel.host_barrier import BrokenBarrier, HostBarrier
 from parallel.mesh import Mesh
+from parallel.torch_internals import default_store
 from tests.ranks import run_ranks
 from tests.twins import Twins, params_of
 from zero.config import ZeroConfig
@@ -35,9 +36,21 @@ class Branches(nn.Module):
         return x.sum()
 
 
+def limit_waits(seconds: float) -> None:
+    """Start the process group; from then on, waits of the host and of collectives end after about this time.
+
+    What a new process does once, such as imports, may take longer than that, and is done under a long limit.
+    """
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    Trainee(STAGE_3).run("l")
+    dist.barrier()
+    default_store().set_timeout(timedelta(seconds=seconds))
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds))
+
+
 def train_along(routes: list[list[list[int]]], seconds: float) -> str:
     """Train along routes[step][rank]; return the error of this rank, or an empty string."""
-    dist.init_process_group("gloo", timeout=timedelta(seconds=seconds))
+    limit_waits(seconds)
     mesh = Mesh.create(tensor_size=1)
     model = ZeroDataParallel(Branches(), mesh.data, STAGE_3)
     try:
@@ -171,8 +184,7 @@ def test_an_evaluation_now_and_then_meets_twice():
 
 def error_of(config: ZeroConfig, steps: list[list[str]]) -> str:
     """Run the parts steps[step][rank]; return the error of this rank, or an empty string."""
-    torch.optim.SGD([torch.zeros(1, requires_grad=True)])  # imports much, which may take longer than the timeout
-    dist.init_process_group("gloo", timeout=timedelta(seconds=2))
+    limit_waits(2.0)
     trainee = Trainee(config)
     try:
         for parts in steps:
@@ -283,13 +295,9 @@ def test_ranks_may_run_their_own_experts_if_they_are_gathered_as_one_unit():
         assert run_ranks(2, train_own_experts, units) == ["", ""]
 
 
-def start() -> None:
-    """Do nothing: workers start and import this file before the call, which may take longer than the timeout."""
-
-
 def wait_for_each(purposes: list[list[str]]) -> list[str]:
     """Wait at a barrier once for each purpose of this rank; return the errors."""
-    dist.init_process_group("gloo", timeout=timedelta(seconds=6))
+    limit_waits(6.0)
     axis = Mesh.create(tensor_size=1).data
     barrier, messages = HostBarrier(axis), []
     for purpose in purposes[axis.rank]:
@@ -302,7 +310,6 @@ def wait_for_each(purposes: list[list[str]]) -> list[str]:
 
 
 def test_ranks_with_another_purpose_or_missing_ones_are_named():
-    run_ranks(3, start)
     messages = run_ranks(3, wait_for_each, [["eats"] * 2, ["eats"] * 2, ["eats", "sleeps"]], init_process_group=False)
     assert all(len(texts) == 1 and "sleeps" in texts[0] and "eats" in texts[0] for texts in messages)
     messages = run_ranks(2, wait_for_each, [["eats"], []], init_process_group=False)
