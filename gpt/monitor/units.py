@@ -5,6 +5,7 @@ from collections.abc import Sequence
 COUNTS = (1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K"), (1, "")
 BYTES = (1e9, " GB"), (1e6, " MB"), (1e3, " kB"), (1, " bytes")
 SECONDS = (1, " s"), (1e-3, " ms"), (1e-6, " us")
+DURATIONS = (86400, " days"), (3600, " h"), (60, " min"), (1, " s")
 
 
 def count(number: float) -> str:
@@ -20,6 +21,11 @@ def num_bytes(number: float) -> str:
 def seconds(number: float) -> str:
     """Return a time with three digits in s, ms or us."""
     return _scaled(number, SECONDS)
+
+
+def duration(number: float) -> str:
+    """Return the time of a long task, given in seconds, with three digits in days, h, min or s."""
+    return _scaled(number, DURATIONS)
 
 
 def unit_of(number: float) -> tuple[float, str]:

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from gpt.model.transformer import Block, ModelConfig
 from gpt.settings import Settings
-from parallel.instruments.comm_log import CommEvent
 from parallel.instruments.compiled_kernels import CompiledRegion, compiled_region, splice
 from parallel.instruments.kernel_log import Kernel
 from parallel.mesh import Axis
@@ -24,9 +23,9 @@ logger = logging.getLogger(__name__)
 
 
 def with_compiled_code(
-    kernels: list[Kernel], events: list[CommEvent], settings: Settings, activations: ActivationsConfig
-) -> tuple[list[Kernel], list[CommEvent]]:
-    """Return the kernels of a step with those that a GPU runs compiled, and its collectives at their new places.
+    kernels: list[Kernel], settings: Settings, activations: ActivationsConfig
+) -> tuple[list[Kernel], list[int]]:
+    """Return the kernels of a step with those that a GPU runs compiled, and the new place of every old place.
 
     The loss is compiled on GPUs, and blocks if the settings say so. What cannot be counted stays eager, with a warning.
     """
@@ -40,20 +39,7 @@ def with_compiled_code(
         regions.append(block_region(one_layer, train.micro_batch_size, train.dtype))
     elif train.compiles_blocks:
         logger.warning("kernels of compiled blocks are counted eager with tensor parallelism or recomputation")
-    kernels, places = splice(kernels, [region for region in regions if region is not None])
-
-    def moved(position: float | None) -> int | None:
-        return None if position is None else places[int(position)]
-
-    return kernels, [
-        replace(
-            event,
-            launched=places[int(event.launched)],
-            awaited=moved(event.awaited),
-            completed=moved(event.completed),
-        )
-        for event in events
-    ]
+    return splice(kernels, [region for region in regions if region is not None])
 
 
 @cache

@@ -8,7 +8,7 @@ import gc
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -21,7 +21,7 @@ from parallel.instruments.comm_log import CommEvent
 from parallel.instruments.fake_tensors import QuickFakeTensorMode
 from parallel.instruments.kernel_log import Kernel, KernelLog
 from parallel.instruments.launch_order import Launch
-from parallel.instruments.memory_tracker import MemoryTracker, TensorKind
+from parallel.instruments.memory_tracker import MemoryHistory, MemoryTracker, TensorKind
 from parallel.instruments.operation_observer import observe_operations
 from parallel.instruments.stream_checker import StreamChecker, streams_checked
 from parallel.launch.cluster import ClusterSpec
@@ -46,6 +46,24 @@ class Recording:
     building_peak_bytes: int
     events: list[CommEvent]  # their times are counts of kernels; the next step waits for one that is awaited early
     kernels: list[Kernel]
+    memory: MemoryHistory  # of the device; its times are counts of kernels
+
+    def with_kernels(self, kernels: list[Kernel], places: list[int]) -> Self:
+        """Return the recording with other kernels; `places[n]` of them are before the one that was number n."""
+
+        def moved(position: float | None) -> int | None:
+            return None if position is None else places[int(position)]
+
+        events = [
+            replace(
+                event,
+                launched=places[int(event.launched)],
+                awaited=moved(event.awaited),
+                completed=moved(event.completed),
+            )
+            for event in self.events
+        ]
+        return replace(self, kernels=kernels, events=events, memory=self.memory.at_times(places))
 
 
 @errors_in_option_names()
@@ -60,8 +78,7 @@ def dry_run(settings: Settings) -> Recording:
     local_size = min(chosen.world_size, cluster.gpus_per_node) if cluster else chosen.world_size
     with imitated_world(chosen.rank, chosen.world_size, local_size, chosen.backend) as world:
         recording = record_step(settings, world, QuickFakeTensorMode())
-    kernels, events = with_compiled_code(recording.kernels, recording.events, settings, recording.state.activations)
-    return replace(recording, kernels=kernels, events=events)
+    return recording.with_kernels(*with_compiled_code(recording.kernels, settings, recording.state.activations))
 
 
 def record_step(
@@ -88,21 +105,26 @@ def record_step(
             tracker.restart()
             kernel_log = KernelLog(lambda: mesh.log.phase, tracker.is_on_host)
             mesh.log.clear()
-            with observe_operations(kernel_log), mesh.log.keeping_events(kernel_log.count) as events:
+            with (
+                tracker.keeping_history(kernel_log.count) as memory,
+                observe_operations(kernel_log),
+                mesh.log.keeping_events(kernel_log.count) as events,
+            ):
                 train_step(state.model, state.optimizer, micro_batches, mesh)
         # What the next step waits for: the step before left the same collectives, which this step has waited for.
         late = [event for event in events if event.awaited is None]
         for event, before in zip(late, late_before, strict=True):
             event.awaited, event.completed = before.awaited, before.completed
-        memories = {DEVICE: tracker.device, HOST: tracker.host}
+        usage = {DEVICE: tracker.device, HOST: tracker.host}
         return Recording(
             state,
-            {name: dict(+memory.resident) for name, memory in memories.items()},
-            {name: dict(+memory.peak) for name, memory in memories.items()},
-            {name: dict(+memory.num_allocations) for name, memory in memories.items()},
+            {name: dict(+used.resident) for name, used in usage.items()},
+            {name: dict(+used.peak) for name, used in usage.items()},
+            {name: dict(+used.num_allocations) for name, used in usage.items()},
             building_peak_bytes,
             events,
             kernel_log.kernels,
+            memory,
         )
 
 

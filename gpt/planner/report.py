@@ -1,6 +1,8 @@
 """The report of a dry run: RUN/report.json for programs, and tables for people."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from gpt.monitor.console import RunConsole
 from gpt.monitor.units import count, num_bytes, seconds, unit_of
 from gpt.planner.dry_run import DEVICE, HOST, Recording, dry_run, no_garbage_collection
 from gpt.planner.projection import Timeline, kernel_seconds, project_recording
+from gpt.planner.run_cost import RunCost
 from gpt.settings import DryRunSettings, Settings
 from parallel.errors import ConfigError
 from parallel.instruments.memory_tracker import TensorKind
@@ -22,31 +25,42 @@ REPORT = "report.json"
 
 
 def run_and_report(settings: Settings, console: RunConsole) -> dict[str, Any]:
-    """Run the dry run of `settings`, print and write its report, and return it.
+    """Run the dry run of `settings`, print its report, write it with its plots, and return it.
 
     Raise ConfigError if the settings do not suit the imitated world, or the report cannot be written.
     """
-    recording = dry_run(settings)
+    recording, folder = dry_run(settings), Path(settings.run.dir)
     # The collector would traverse the many objects of a deep model's recording again and again.
     with no_garbage_collection():
         cluster = ClusterSpec.load(settings.dry_run.cluster) if settings.dry_run.cluster else None
         timeline = project_recording(recording, cluster) if cluster else None
         report = make_report(recording, settings.dry_run, settings.train.global_batch_size, cluster, timeline)
-        _write(report, timeline, Path(settings.run.dir) / REPORT, settings.dry_run.trace)
         console.say(headline(report))
+        if cluster and timeline:
+            cost = RunCost.of(settings, timeline.seconds, recording.state.mesh.size, cluster)
+            report["run"] = asdict(cost)
+            console.say(f"the whole run: {cost}{cluster.remark}")
+        with _writing(folder):
+            from gpt.planner.plots import plot_lanes, plot_memory  # imported here: training ranks never need matplotlib
+
+            (folder / REPORT).write_text(json.dumps(report, indent=1) + "\n")
+            plot_memory(recording, folder / "memory.png", timeline, cluster)
+            if cluster and timeline:
+                plot_lanes(timeline, folder / "lanes.png", cluster)
+                if settings.dry_run.trace:
+                    Path(settings.dry_run.trace).write_text(json.dumps(trace_events(timeline)))
         for table in (memory_table(report), traffic_table(report), profile_table(report["collectives"])):
             console.show(table)
-    console.say(f"the full report is in {Path(settings.run.dir) / REPORT}")
+    console.say(f"the full report and its plots are in {folder}")
     return report
 
 
-def _write(report: dict[str, Any], timeline: Timeline | None, file: Path, trace: str | None) -> None:
-    """Write the report, and the timeline to the file `trace` if both exist. Raise ConfigError if that fails."""
+@contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    """Make the folder for files that are written in the block. Raise ConfigError if that fails."""
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(report, indent=1) + "\n")
-        if trace and timeline is not None:
-            Path(trace).write_text(json.dumps(trace_events(timeline)))
+        folder.mkdir(parents=True, exist_ok=True)
+        yield
     except OSError as error:
         raise ConfigError(
             f"{error.filename} cannot be written ({error.strerror}); choose another run.dir or dry_run.trace"

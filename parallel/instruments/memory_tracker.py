@@ -10,9 +10,9 @@ cost next to nothing.
 
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import partial
 from typing import Any, Protocol, Self, runtime_checkable
@@ -85,6 +85,7 @@ class MemoryUsage:
     total: int = 0
     peak_total: int = 0
     metered_peak: int = 0  # the highest total since a `PeakMeter` was restarted
+    history: "MemoryHistory | None" = None  # keeps the changes, if there is one
 
     def restart(self) -> None:
         self.peak, self.peak_total = self.resident.copy(), self.total
@@ -93,9 +94,33 @@ class MemoryUsage:
     def change(self, kind: TensorKind, num_bytes: int) -> None:
         self.resident[kind] += num_bytes
         self.total += num_bytes
+        if self.history:
+            self.history.changes.append((self.history.clock(), kind, num_bytes))
         self.metered_peak = max(self.metered_peak, self.total)
         if self.total >= self.peak_total:  # also if equal: a tag at the peak moves bytes to another kind
             self.peak, self.peak_total = self.resident.copy(), self.total
+
+
+@dataclass(eq=False)
+class MemoryHistory:
+    """The bytes of each kind at one moment, and the changes since then: (time of `clock`, kind, bytes)."""
+
+    start: Counter[TensorKind]
+    clock: Callable[[], int]
+    changes: list[tuple[int, TensorKind, int]] = field(default_factory=list)
+
+    def states(self) -> Iterator[tuple[int, Counter[TensorKind]]]:
+        """Yield (time, bytes of each kind): at the start, and after each change. The counter is the same one."""
+        now = self.start.copy()
+        yield 0, now
+        for time, kind, num_bytes in self.changes:
+            now[kind] += num_bytes
+            yield time, now
+
+    def at_times(self, places: Sequence[int]) -> Self:
+        """Return the history with another clock, which shows `places[time]` where the own one shows `time`."""
+        changes = [(places[time], kind, num_bytes) for time, kind, num_bytes in self.changes]
+        return replace(self, changes=changes)
 
 
 @dataclass
@@ -133,6 +158,15 @@ class MemoryTracker:
         self.host.restart()
         for tracked in self._storages.values():
             tracked.is_new = False
+
+    @contextmanager
+    def keeping_history(self, clock: Callable[[], int]) -> Iterator[MemoryHistory]:
+        """Return a record of the device's memory, to which each change in the block is added at the time of `clock`."""
+        self.device.history = MemoryHistory(self.device.resident.copy(), clock)
+        try:
+            yield self.device.history
+        finally:
+            self.device.history = None
 
     def is_on_host(self, tensor: Tensor) -> bool:
         return self._track(tensor).memory is self.host

@@ -38,6 +38,7 @@ class ClusterSpec:
     node_fraction: Rate = 1.0
     kernel_seconds: Rate = 5e-6  # the shortest time of a kernel
     hop_seconds: Rate = 1e-5  # latency of one step of a ring
+    dollars_per_gpu_hour: Rate | None = None  # what is paid for one GPU; null: costs are given in GPU hours alone
     calibrated: bool = False  # true: the rates are measured, or the fractions are fitted to measurements
 
     def __post_init__(self) -> None:

@@ -78,6 +78,7 @@ def test_a_real_run_and_a_dry_one_have_the_same_profile_of_collectives(corpus, t
     run_and_report(parse_settings(options(corpus, tmp_path / "dry", **settings, **dry)), RunConsole(is_quiet=True))
     found = read_profile(tmp_path / "real")
     assert found == read_profile(tmp_path / "dry")
+    assert (tmp_path / "dry/memory.png").exists()
     assert {row["op"] for row in found} == {"all_gather", "reduce_scatter", "all_reduce"}
 
 

@@ -5,10 +5,11 @@ import dataclasses
 import pytest
 
 from gpt.planner import plan as planner
+from gpt.planner.closed_forms import Plan, closed_form_rank, deepest_models, make_plan
 from gpt.planner.depth import Estimate
 from gpt.planner.dry_run import DEVICE, dry_run
 from gpt.planner.layouts import CandidateLayout, Prediction, activation_bytes, candidate_layouts, predict, workload
-from gpt.planner.plan import Plan, closed_form_rank, deepest_models, make_plan, verify
+from gpt.planner.plan import verify
 from gpt.planner.plan_report import best_line, in_order, plan_table
 from parallel.errors import ConfigError
 from tests.unit.gpt.planner.test_projection import DGX_2, settings, shallow
@@ -159,7 +160,7 @@ def test_layouts_are_verified_until_enough_fit_and_each_is_announced(
             return estimates[self.layout.store]
 
     monkeypatch.setattr(planner, "extrapolate_layout", Extrapolation)
-    verified = verify(Plan(PREDICTIONS, []), settings(), DGX_2, 2)
+    verified = verify(Plan(PREDICTIONS, []), settings(), DGX_2, 400, 2)
     assert [layout.store for layout in verified] == ["none", "selective", "keep"], "the last has keep's partition"
     announced = capsys.readouterr().err.splitlines()
     assert announced[0] == "dry run 1 of at most 4: tensor 1, stage 2, none, micro-batch 8"

@@ -1,0 +1,93 @@
+"""All layouts of a run by closed forms: those that fit, the fastest first, and the deepest models that they allow."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from gpt.planner.layouts import CandidateLayout, Prediction, candidate_layouts, fits, predict
+from gpt.settings import Settings
+from parallel.errors import ConfigError
+from parallel.launch.cluster import ClusterSpec
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The layouts that fit and those that do not, each with the memory and time that closed forms predict."""
+
+    fitting: list[Prediction]  # the fastest layout of each family, the fastest family first
+    too_large: list[Prediction]  # the layout with the least device memory of each partition in which none fits
+
+
+def make_plan(settings: Settings, cluster: ClusterSpec, world_size: int) -> Plan:
+    """Return the plan for a world. Raise ConfigError if no layout divides it and the batch, or none fits."""
+    layouts = candidate_layouts(cluster.gpus_per_node, settings.train.global_batch_size, settings.offload.mode)
+    predictions = (predict(layout, settings, cluster, world_size) for layout in layouts)
+    possible = [found for found in predictions if found is not None]
+    if not possible:
+        raise ConfigError(
+            f"no layout divides train.global_batch_size={settings.train.global_batch_size} sequences over "
+            f"{world_size} ranks; choose a multiple of {world_size}"
+        )
+    fitting = [found for found in possible if fits(found, cluster)]
+    if not fitting:
+        usable = cluster.usable_gpu_bytes
+        smallest = min(possible, key=lambda found: found.device_bytes)
+        raise ConfigError(
+            f"the model does not fit on {world_size} GPUs: the layout with the least memory ({smallest.layout}) needs "
+            f"{smallest.device_bytes / 1e9:.1f} GB of {usable / 1e9:.1f}, {(smallest.device_bytes - usable) / 1e9:.1f} "
+            "too much; use more nodes or a smaller model"
+        )
+    fastest: dict[tuple, Prediction] = {}
+    for found in sorted(fitting, key=closed_form_rank):
+        fastest.setdefault(found.layout.family, found)
+    partitions = {found.layout.partition for found in possible} - {found.layout.partition for found in fitting}
+    too_large = [
+        min((found for found in possible if found.layout.partition == one), key=lambda found: found.device_bytes)
+        for one in sorted(partitions)
+    ]
+    return Plan(list(fastest.values()), too_large)
+
+
+def closed_form_rank(found: Prediction) -> tuple[float, int]:
+    """Return the key by which layouts are sorted.
+
+    Closed forms leave out that small products reach less of a GPU's rate, so of those that are equally fast, the one
+    with the fewest micro-batches is the first.
+    """
+    return float(f"{found.seconds:.3g}"), found.num_micro_batches
+
+
+def deepest_models(settings: Settings, cluster: ClusterSpec, world_size: int) -> list[tuple[int, CandidateLayout]]:
+    """Return (number of layers that fit by closed forms, layout) for each family of layouts, the deepest first.
+
+    A family is represented by the layout with the smallest micro-batch that divides the batch. Raise ConfigError if
+    not even one layer fits.
+    """
+
+    def with_depth(num_layers: int) -> Settings:
+        return replace(settings, model=replace(settings.model, num_layers=num_layers))
+
+    make_plan(with_depth(1), cluster, world_size)
+    smallest: dict[tuple, CandidateLayout] = {}
+    for layout in candidate_layouts(cluster.gpus_per_node, settings.train.global_batch_size, settings.offload.mode):
+        if predict(layout, settings, cluster, world_size) is not None:
+            smallest.setdefault(layout.family, layout)
+    found = []
+    for layout in smallest.values():
+
+        def depth_fits(num_layers: int, layout: CandidateLayout = layout) -> bool:
+            prediction = predict(layout, with_depth(num_layers), cluster, world_size)
+            return prediction is not None and fits(prediction, cluster)
+
+        found.append((largest_fitting(depth_fits), layout))
+    return sorted(found, key=lambda pair: pair[0], reverse=True)
+
+
+def largest_fitting(number_fits: Callable[[int], bool]) -> int:
+    """Return the largest number that fits, by bisection, if 0 and every number below one that fits also fit."""
+    low, high = 0, 1
+    while number_fits(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if number_fits(middle) else (low, middle)
+    return low

@@ -1,0 +1,113 @@
+"""The front of layouts, the cost of a run, and what plots of a step show."""
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from gpt.planner import plan as planner
+from gpt.planner.depth import Estimate
+from gpt.planner.dry_run import DEVICE, dry_run
+from gpt.planner.front import Choice, front, front_table, spread
+from gpt.planner.layouts import CandidateLayout, Prediction
+from gpt.planner.plan import report_front
+from gpt.planner.plots import busy_shares, highest_moments, kernel_starts, plot_lanes, plot_memory
+from gpt.planner.projection import Task, Timeline, project_recording
+from gpt.planner.run_cost import RunCost
+from parallel.errors import ConfigError
+from tests.unit.gpt.planner.test_projection import DGX_2, settings, shallow
+
+
+def test_the_front_holds_what_no_other_item_beats():
+    items = [(3.0, 1.0), (1.0, 3.0), (2.0, 2.0), (2.0, 3.0), (1.0, 3.0), (4.0, 4.0)]
+    assert front(items, lambda item: item) == [(1.0, 3.0), (2.0, 2.0), (3.0, 1.0)]
+
+
+def test_layouts_of_the_front_are_spread_from_the_fastest_to_the_smallest():
+    predictions = [
+        Prediction(CandidateLayout(1, 2, "none", number), (20 - number) * 1e9, 0.0, float(number), 1)
+        for number in range(1, 10)
+    ]
+    slow = dataclasses.replace(predictions[4], seconds=20.0)
+    assert [layout.micro_batch_size for layout in spread([slow, *predictions], 3)] == [1, 5, 9]
+    assert [layout.micro_batch_size for layout in spread(predictions[:2], 3)] == [1, 2]
+    assert spread([], 3) == []
+
+
+def test_a_run_costs_the_time_of_its_samples():
+    chosen = settings("--train.steps=1000", "--train.ramp_up={start: 400, increment: 400, samples: 80000}")
+    cluster = dataclasses.replace(DGX_2, dollars_per_gpu_hour=2.0)
+    cost = RunCost.of(chosen, 9.0, 400, cluster)
+    samples = 200 * 400 + 800 * 800
+    assert cost.tokens == samples * chosen.model.seq_length
+    assert cost.seconds == pytest.approx(samples / 800 * 9.0)
+    assert cost.gpu_hours == pytest.approx(400 * cost.seconds / 3600)
+    assert cost.dollars == pytest.approx(2 * cost.gpu_hours)
+    assert str(cost) == "737M tokens in 2.25 h, 900 GPU hours, 1,800 dollars"
+    assert "dollars" not in str(RunCost.of(chosen, 9.0, 400, DGX_2))
+
+
+def test_the_history_of_memory_reaches_the_recorded_peak_and_ends_with_what_is_resident():
+    recording = dry_run(shallow("--activations.store=keep"))
+    moments = highest_moments(recording)
+    assert max(state.total() for _, state in moments) == sum(recording.peak[DEVICE].values())
+    assert +moments[-1][1] == recording.resident[DEVICE]
+    assert [position for position, _ in moments] == sorted(position for position, _ in moments)
+    timeline = project_recording(recording, DGX_2)
+    starts = kernel_starts(recording, timeline)
+    assert len(starts) == len(recording.kernels) + 1
+    assert starts == sorted(starts)
+    assert starts[-1] == timeline.seconds
+
+
+def test_a_lane_is_as_high_as_it_is_busy():
+    timeline = Timeline([Task("data", "", 0.0, 1.0), Task("host", "", 0.0, 4.0), Task("data", "", 2.5, 4.0)], 4.0)
+    np.testing.assert_allclose(busy_shares(timeline, "data", np.arange(5.0)), [1.0, 0.0, 0.5, 1.0])
+
+
+def test_a_dry_run_is_plotted(tmp_path: Path):
+    recording = dry_run(shallow("--offload.mode=host"))
+    timeline = project_recording(recording, DGX_2)
+    plot_lanes(timeline, tmp_path / "lanes.png", DGX_2)
+    for name, of_cluster in {"seconds.png": (timeline, DGX_2), "kernels.png": (None, None)}.items():
+        plot_memory(recording, tmp_path / name, *of_cluster)
+    assert {file.name for file in tmp_path.iterdir()} == {"lanes.png", "seconds.png", "kernels.png"}
+
+
+def test_the_planner_compares_numbers_of_nodes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    class Extrapolation:
+        """Twice as many GPUs take more than half of the time, and less memory."""
+
+        def __init__(self, layout: CandidateLayout, _settings: object, _cluster: object, world_size: int):
+            self.estimate = Estimate(1e9, 5e12 / world_size + layout.stage, 0.0, 0.0, 4e3 / world_size + 1, 1.0)
+
+        def at(self, _num_layers: int) -> Estimate:
+            return self.estimate
+
+    monkeypatch.setattr(planner, "extrapolate_layout", Extrapolation)
+    console = Console(width=120, record=True)
+    plot = tmp_path / "folder/front.png"
+    num_nodes, options = report_front(settings(), DGX_2, [25, 12, 50], 1, plot, console)
+    assert num_nodes == 50
+    assert "--train.global_batch_size=800" in options
+    text = console.export_text()
+    assert "12 nodes: no layout divides train.global_batch_size=800 sequences over 192 ranks" in text
+    rows = [line for line in text[text.index("Front:") :].splitlines() if "stage" in line]
+    assert [row.split()[1] for row in rows] == ["50", "25"], "less time, and fewer GPU hours"
+    assert plot.exists()
+    with pytest.raises(ConfigError, match=r"no layout fits on --nodes=\[12\]"):
+        report_front(settings(), DGX_2, [12], 1, plot, console)
+    with pytest.raises(ConfigError, match=r"front.png/file/front.png cannot be written"):
+        report_front(settings(), DGX_2, [25], 1, plot / "file/front.png", console)
+
+
+def test_the_table_of_the_front_has_prices_if_the_cluster_has_one():
+    estimate = Estimate(1e9, 20e9, 0.0, 0.0, 2.0, 1.0)
+    for price in (None, 2.0):
+        cluster = dataclasses.replace(DGX_2, dollars_per_gpu_hour=price, calibrated=price is not None)
+        choice = Choice(25, CandidateLayout(1, 2, "none", 8), estimate, RunCost.of(settings(), 2.0, 400, cluster))
+        headings = [str(column.header) for column in front_table([choice], cluster).columns]
+        assert ("dollars" in headings) == (price is not None)
+        assert any("not\ncalibrated" in heading for heading in headings) == (price is None)
