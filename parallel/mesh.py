@@ -141,6 +141,20 @@ class Axis:
         as_bytes = tensor.view(-1).view(torch.uint8)  # gloo does not support every dtype
         return self._launch(event, self._broadcast, as_bytes, as_bytes)
 
+    def all_to_all(
+        self, sent: Tensor, sent_numels: Sequence[int], *, out: Tensor, out_numels: Sequence[int], total_numel: int
+    ) -> Handle:
+        """Send a part of the flat tensor to each rank, and write the parts that they send to `out`, by rank.
+
+        `sent_numels` are the elements for each rank, `out_numels` those from each rank, and `total_numel` those that
+        all ranks send, themselves included: the ranks may send different numbers, and 0.
+        """
+        if self.size == 1:
+            return _copy(sent, out)
+        numels = total_numel, sent.numel() - sent_numels[self.rank]
+        event = self.log.record("all_to_all", self.name, self.size, sent, uneven_numels=numels)
+        return self._launch(event, partial(self._all_to_all, sent_numels, out_numels), sent, out)
+
     @property
     def backend(self) -> str | None:
         """The backend that communicates, or that a fake process group stands for; None if the axis has one rank."""
@@ -185,6 +199,16 @@ class Axis:
 
     def _broadcast(self, _tensor: Tensor, out: Tensor) -> Callable[[], object]:
         return dist.broadcast(out, group=self.group, group_src=0, async_op=True).wait
+
+    def _all_to_all(
+        self, sent_numels: Sequence[int], out_numels: Sequence[int], sent: Tensor, out: Tensor
+    ) -> Callable[[], object]:
+        if self._is_gloo:
+            parts, own_parts = sent.split(list(sent_numels)), out.split(list(out_numels))
+            own_parts[self.rank].copy_(parts[self.rank])
+            return self._exchange(parts, own_parts).wait
+        exchange = _first_named("all_to_all_single")
+        return exchange(out, sent, list(out_numels), list(sent_numels), group=self.group, async_op=True).wait
 
     def broadcast_copy(self, tensor: Tensor) -> Tensor:
         """Return the first rank's values of the tensor, contiguous, on its `communication_device`.
@@ -241,12 +265,15 @@ class Axis:
         """Send `sent[k]` to every other rank k and fill `received[k]` with what rank k sends.
 
         Messages between two ranks are matched in the order in which they are launched, so all ranks must launch their
-        exchanges in the same order.
+        exchanges in the same order. An empty message is not sent, and both ranks know it.
         """
         peers = [rank for rank in range(self.size) if rank != self.rank]
-        messages = [dist.P2POp(dist.irecv, received[peer], group=self.group, group_peer=peer) for peer in peers]
-        messages += [dist.P2POp(dist.isend, sent[peer], group=self.group, group_peer=peer) for peer in peers]
-        return Handle(*(work.wait for work in dist.batch_isend_irecv(messages)))
+        messages = [
+            dist.P2POp(dist.irecv, received[p], group=self.group, group_peer=p) for p in peers if len(received[p])
+        ]
+        messages += [dist.P2POp(dist.isend, sent[p], group=self.group, group_peer=p) for p in peers if len(sent[p])]
+        works = dist.batch_isend_irecv(messages) if messages else []
+        return Handle(*(work.wait for work in works))
 
 
 @dataclass(frozen=True)

@@ -134,6 +134,7 @@ class Attention(nn.Module):
         self.kernel: Kernel = ATTENTION_KERNELS[config.attention]
         # Rows are ordered (head, q | k | v, head_dim), so that equal parts of the rows are whole heads.
         self.qkv = ColumnParallelLinear(config.hidden_size, 3 * config.hidden_size, tokens)
+        self.packed_rows = {"qkv.weight": (config.head_dim,) * 3}
         self.projection = RowParallelLinear(config.hidden_size, config.hidden_size, tokens)
 
     def forward(self, x: Tensor, num_sequences: int) -> Tensor:
