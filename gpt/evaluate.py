@@ -181,8 +181,9 @@ def load_model(settings: Settings, weights: str | None, world: World) -> tuple[T
     """Return the model, and the folder that its weights were read from.
 
     That is the folder `weights`, of exported weights, or if it is None the checkpoint that `checkpoint.resume` selects.
-    Raises ConfigError if there is no such checkpoint.
+    Each rank computes whole sequences. Raises ConfigError if there is no such checkpoint.
     """
+    settings = replace(settings, parallel=replace(settings.parallel, context_size=1))
     if weights:
         settings = replace(settings, train=replace(settings.train, initial_weights=weights))
         return build(settings, build_mesh(settings, world), world.device), weights

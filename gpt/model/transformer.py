@@ -23,6 +23,7 @@ from parallel.blocks import RunBlocks, run_in_order
 from parallel.errors import ConfigError
 from parallel.fields import Range, check_fields
 from parallel.mesh import Axis
+from parallel.tensor.context import over_context, own_stretch, whole_sequences
 from parallel.tensor.gradient_sums import GradientSums
 from parallel.tensor.initial_values import fill_normal
 from parallel.tensor.layers import (
@@ -131,6 +132,7 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig, tokens: TokenLayout):
         super().__init__()
         self.head_dim, self.dropout, self.axis = config.head_dim, config.dropout, tokens.axis
+        self.context = tokens.context
         self.kernel: Kernel = ATTENTION_KERNELS[config.attention]
         # Rows are ordered (head, q | k | v, head_dim), so that equal parts of the rows are whole heads.
         self.qkv = ColumnParallelLinear(config.hidden_size, 3 * config.hidden_size, tokens)
@@ -154,7 +156,7 @@ class Attention(nn.Module):
         """Run the kernel, with another mask of dropout on each rank."""
         probability = self.dropout if self.training else 0.0
         with own_random_stream(self.axis) if probability else nullcontext():
-            return self.kernel(q, k, v, probability)
+            return over_context(self.kernel, self.context)(q, k, v, probability)
 
 
 class MLP(nn.Module):
@@ -250,6 +252,9 @@ class GPT(nn.Module):
         With targets (batch, seq), return their mean loss, 0-dim, instead; targets below 0 are left out. Pass the factor
         by which the loss is multiplied before backward as `loss_scale`: see `linear_cross_entropy`.
 
+        The ranks of a context get the same ids. The loss is that of this rank's stretch of each sequence, and the
+        logits are those of whole sequences, without gradients.
+
         Raises ValueError if the sequence is longer than the model's positions.
         """
         num_sequences, seq_length = ids.shape
@@ -257,29 +262,34 @@ class GPT(nn.Module):
             raise ValueError(
                 f"a sequence of {seq_length} tokens exceeds model.seq_length={self.config.seq_length}; shorten it"
             )
-        if ids.numel() % self.tokens.num_parts:
+        context = self.tokens.context
+        multiple = context.size * self.tokens.num_parts
+        if ids.numel() % multiple or seq_length % context.size:
             # Ranks need equal numbers of tokens: pad the end of the sequences, to which no token before it attends.
-            num_missing = -seq_length % self.tokens.num_parts
+            num_missing = -seq_length % multiple
             ids = F.pad(ids, (0, num_missing))
             targets = None if targets is None else F.pad(targets, (0, num_missing), value=-1)
+        ids = own_stretch(ids, context)
         x, weight, vocab_size = self.last_hidden(ids), self.token_embedding.weight, self.config.vocab_size
         if targets is not None:
             return linear_cross_entropy(
                 x,
                 weight,
-                targets.flatten(),
+                own_stretch(targets, context).flatten(),
                 vocab_size,
                 self.tokens,
                 loss_scale=loss_scale,
                 is_compiled=self.compiles_loss,
             )
         logits = gather_columns(column_parallel_linear(x, weight, None, self.tokens), self.tokens.axis)
-        return logits[:, :vocab_size].unflatten(0, (num_sequences, -1))[:, :seq_length]
+        own_logits = logits[:, :vocab_size].unflatten(0, (num_sequences, -1))
+        return whole_sequences(own_logits, context)[:, :seq_length]
 
     def last_hidden(self, ids: Tensor) -> Tensor:
         """Return what the head is applied to, (tokens of this rank, hidden)."""
         num_sequences, seq_length = ids.shape
-        positions = torch.arange(seq_length, device=ids.device).clamp_(max=self.config.seq_length - 1)
+        first = self.tokens.context.rank * seq_length
+        positions = torch.arange(first, first + seq_length, device=ids.device).clamp_(max=self.config.seq_length - 1)
         positions = positions.repeat(num_sequences)
         embedded = self.token_embedding(ids.flatten()) + self.position_embedding(self.tokens.cut(positions))
         blocks = [partial(block, num_sequences=num_sequences) for block in self.blocks]

@@ -93,7 +93,7 @@ def record_step(
     with tensor_mode, MemoryTracker(world.device) as tracker, _streams(settings, world):
         state = build(settings, mesh, world.device)
         building_peak_bytes = tracker.device.peak_total
-        micro_batches = blank_micro_batches(settings.train, settings.model.seq_length, mesh.data.size)
+        micro_batches = blank_micro_batches(settings.train, settings.model.seq_length, mesh.num_batch_ranks)
         # Before the collector is switched off: garbage of the builder would count as resident memory.
         gc.collect()
         with no_garbage_collection():
@@ -136,7 +136,7 @@ def record_launches(
     with tensor_mode, StreamChecker(world.device) as checker:
         checker.record_launches()
         state = build(settings, mesh, world.device)
-        micro_batches = blank_micro_batches(settings.train, settings.model.seq_length, mesh.data.size)
+        micro_batches = blank_micro_batches(settings.train, settings.model.seq_length, mesh.num_batch_ranks)
         train_step(state.model, state.optimizer, micro_batches, mesh)
         num_before = len(checker.launches)
         train_step(state.model, state.optimizer, micro_batches, mesh)
@@ -165,7 +165,7 @@ def no_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-def blank_micro_batches(train: TrainSettings, seq_length: int, data_size: int) -> list[torch.Tensor]:
+def blank_micro_batches(train: TrainSettings, seq_length: int, num_batch_ranks: int) -> list[torch.Tensor]:
     """Return one rank's micro-batches of a step at full batch size, all zeros."""
     shape = train.micro_batch_size, seq_length + 1
-    return [torch.zeros(shape, dtype=torch.int64) for _ in range(train.num_micro_batches(data_size))]
+    return [torch.zeros(shape, dtype=torch.int64) for _ in range(train.num_micro_batches(num_batch_ranks))]
