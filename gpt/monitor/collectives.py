@@ -100,7 +100,7 @@ def profile_table(rows: list[dict[str, Any]]) -> Table:
             row["op"],
             row["phase"],
             str(row["count"]),
-            f"{sizes[0]:,.1f}" if len(sizes) == 1 else f"{sizes[0]:,.1f}-{sizes[-1]:,.1f}",
+            "-".join(f"{size:,.{int(size < 100)}f}" for size in dict.fromkeys((sizes[0], sizes[-1]))),
             f"{row['first_position'] * 100:.0f}-{row['last_position']:.0%}",
             f"{row['blocking'] / row['count']:.0%}",
         )
