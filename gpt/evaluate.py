@@ -248,7 +248,7 @@ def evaluate_text(arguments: list[str]) -> Score:
         micro_batch_size=settings.train.micro_batch_size,
     )
     RunConsole(is_quiet=not world.is_first).say(
-        f"{origin}: perplexity {score.perplexity:.4f} per word, {score.token_perplexity:.4f} per token "
+        f"{origin}\nperplexity {score.perplexity:,.6g} per word, {score.token_perplexity:,.6g} per token "
         f"({score.num_words:,} words, {score.num_tokens:,} tokens)"
     )
     return score

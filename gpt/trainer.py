@@ -297,7 +297,7 @@ class Trainer:
             from gpt.monitor.plot import plot_loss  # imported here, because only the first rank needs matplotlib
 
             plot_loss(records, plot)
-            self._console.say(f"{plot} shows the loss; all files of the run are in {self._folder}")
+            self._console.say(f"{LOSS_PLOT} and all other files of the run are in {self._folder}")
         return records[-1]
 
     def _on_save(self, checkpoint: Path) -> None:
