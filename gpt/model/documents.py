@@ -59,23 +59,24 @@ class Documents(NamedTuple):
 def needs_mask(attention: str, head_dim: int, dropout: float, x: Tensor) -> bool:
     """Return True if attention of documents in a residual stream like `x` cannot run by the kernel of variable lengths.
 
-    Of a fake tensor, the device is taken for a GPU: dry runs assume the kernel for half precision.
+    Of a fake tensor, the device is taken for a GPU that has the kernel.
     """
+    has_kernel = isinstance(x, FakeTensor) or device_has_kernel(x.device)
+    return not (has_kernel and suits_kernel(attention, head_dim, dropout, x.dtype))
+
+
+def suits_kernel(attention: str, head_dim: int, dropout: float, dtype: torch.dtype) -> bool:
+    """Return True if the kernel of variable lengths computes such attention, on a device that has it."""
     return (
-        attention != "flash"
-        or dropout > 0
-        or head_dim > MAX_HEAD_DIM
-        or head_dim % HEAD_DIM_MULTIPLE > 0
-        or x.dtype not in (torch.float16, torch.bfloat16)
-        or not (isinstance(x, FakeTensor) or has_kernel(x.device))
+        attention == "flash"
+        and not dropout
+        and head_dim <= MAX_HEAD_DIM
+        and head_dim % HEAD_DIM_MULTIPLE == 0
+        and dtype in (torch.float16, torch.bfloat16)
     )
 
 
 @cache
-def has_kernel(device: torch.device) -> bool:
-    """Return True if torch's kernel of variable lengths runs on the device."""
-    return (
-        device.type == "cuda"
-        and torch.version.hip is None
-        and torch.cuda.get_device_capability(device) >= FIRST_CAPABILITY
-    )
+def device_has_kernel(device: torch.device) -> bool:
+    """Return True if torch has the kernel of variable lengths for the device: for A100 and later GPUs."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= FIRST_CAPABILITY

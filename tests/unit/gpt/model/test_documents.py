@@ -88,14 +88,14 @@ def test_the_kernel_of_variable_lengths_gets_the_documents_of_all_sequences(monk
 def test_the_kernel_of_variable_lengths_runs_where_it_can(attention, head_dim, dropout, dtype, expected, monkeypatch):
     x = torch.empty(1, dtype=dtype)
     assert needs_mask(attention, head_dim, dropout, x), "torch has no such kernel for a CPU"
-    monkeypatch.setattr("gpt.model.documents.has_kernel", lambda _device: True)
+    monkeypatch.setattr("gpt.model.documents.device_has_kernel", lambda _device: True)
     assert needs_mask(attention, head_dim, dropout, x) == expected
 
 
 def test_the_log_says_how_documents_are_kept_apart(monkeypatch):
     config = small_config(dropout=0.0)
     assert "16^2 scores a sequence; " in describe_documents(config, torch.device("cpu"), torch.bfloat16)
-    monkeypatch.setattr("gpt.model.documents.has_kernel", lambda _device: True)
+    monkeypatch.setattr("gpt.model.documents.device_has_kernel", lambda _device: True)
     assert describe_documents(config, torch.device("cpu"), torch.bfloat16) == "torch.nn.attention.varlen"
 
 
