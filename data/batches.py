@@ -10,8 +10,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 import torch
-from torch import Tensor
 
+from data.documents import NOT_COUNTED, DocumentBatch, MicroBatch
 from data.errors import DataError
 from data.samples import Samples
 
@@ -38,15 +38,15 @@ class BatchLoader:
         self._vocab_size = vocab_size
         self._pin_memory = pin_memory
 
-    def steps(self, plan: Iterable[tuple[int, int]]) -> Iterator[list[Tensor]]:
+    def steps(self, plan: Iterable[tuple[int, int]]) -> Iterator[list[MicroBatch]]:
         """Yield a list of micro-batches for each step (first_sample, global_batch_size) of `plan`.
 
-        A micro-batch is int64 (micro_batch_size, seq_length + 1). Two steps are read ahead of the one in use, so `plan`
-        is consumed ahead too. Closing the iterator ends the thread. Raises DataError if a token is outside the
-        vocabulary, or if micro_batch_size x data_size does not divide global_batch_size.
+        Two steps are read ahead of the one in use, so `plan` is consumed ahead too. Closing the iterator ends the
+        thread. Raises DataError if a token is outside the vocabulary, or if micro_batch_size x data_size does not
+        divide global_batch_size.
         """
         reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batch-reader")
-        ahead: deque[Future[list[Tensor]]] = deque()
+        ahead: deque[Future[list[MicroBatch]]] = deque()
         try:
             # One thread reads the steps in the order of the queue, so results are yielded in the order of `plan`.
             for first_sample, global_batch_size in plan:
@@ -58,7 +58,7 @@ class BatchLoader:
         finally:
             reader.shutdown(cancel_futures=True)
 
-    def _read_step(self, first_sample: int, global_batch_size: int) -> list[Tensor]:
+    def _read_step(self, first_sample: int, global_batch_size: int) -> list[MicroBatch]:
         samples_per_micro_batch = self._micro_batch_size * self._data_size
         if global_batch_size % samples_per_micro_batch:
             raise DataError(
@@ -71,10 +71,10 @@ class BatchLoader:
             for offset in range(0, global_batch_size, samples_per_micro_batch)
         ]
 
-    def _read_micro_batch(self, first_sample: int) -> Tensor:
+    def _read_micro_batch(self, first_sample: int) -> MicroBatch:
         tokens = np.stack([self._samples[first_sample + row] for row in range(self._micro_batch_size)])
         self._check_vocabulary(tokens, first_sample)
-        batch = torch.from_numpy(tokens)
+        batch = torch.from_numpy(tokens) if tokens.ndim == 2 else DocumentBatch.of(tokens)
         return batch.pin_memory() if self._pin_memory else batch
 
     def _check_vocabulary(self, tokens: np.ndarray, first_sample: int) -> None:
@@ -82,11 +82,14 @@ class BatchLoader:
 
         Without this check, the lookup on a GPU would fail by a device-side assertion that names neither token nor file.
         """
+        if tokens.ndim == 3:
+            tokens = tokens[:, :2]  # the others are positions
+            tokens = np.where(tokens == NOT_COUNTED, 0, tokens)
         if tokens.min() >= 0 and tokens.max() < self._vocab_size:
             return
-        row, column = np.argwhere((tokens < 0) | (tokens >= self._vocab_size))[0]
-        sample = first_sample + int(row)
+        place = tuple(np.argwhere((tokens < 0) | (tokens >= self._vocab_size))[0])
+        sample = first_sample + int(place[0])
         raise DataError(
-            f"token id {tokens[row, column]} in sample {sample} ({self._samples.place(sample)}) is outside "
+            f"token id {tokens[place]} in sample {sample} ({self._samples.place(sample)}) is outside "
             f"model.vocab_size={self._vocab_size}; raise it to the tokenizer's size or prepare the data with another"
         )

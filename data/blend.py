@@ -12,14 +12,14 @@ most half the number of datasets.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Unpack
 
 import numpy as np
 
 from data.check import check_index
 from data.errors import DataError
 from data.indexed import IndexedDataset
-from data.samples import PackedSamples, Samples, split_documents
+from data.samples import PackedSamples, SampleOptions, Samples, split_documents
 
 BLOCK_SAMPLES = 1024  # computed at once, because the next sample requested is usually a neighbour
 
@@ -88,8 +88,13 @@ class BlendedSamples:
     """The samples of several datasets in the order of a blend."""
 
     def __init__(self, datasets: Sequence[Samples], weights: Sequence[float]) -> None:
-        self._datasets = datasets
+        self._datasets, self._weights = datasets, weights
         self._order = BlendOrder(weights)
+
+    @property
+    def tokens_per_sample(self) -> float:
+        pairs = zip(self._weights, self._datasets, strict=True)
+        return math.fsum(weight * dataset.tokens_per_sample for weight, dataset in pairs) / math.fsum(self._weights)
 
     def __getitem__(self, sample: int) -> np.ndarray:
         dataset, number = self._order.locate(sample)
@@ -111,19 +116,16 @@ def open_samples(
     part: str = "train",
     *,
     split: Sequence[float],
-    seq_length: int,
-    seed: int,
-    cache_dir: str | Path | None = None,
     checks_index: bool = True,
-    checks_cache: bool = True,
+    **options: Unpack[SampleOptions],
 ) -> Samples:
     """Open one `part` (train, validation or test) of data.path: PREFIX, WEIGHT:PREFIX, or a list of these.
 
-    Without weights, prefixes are mixed in proportion to their numbers of samples. Orders of samples are cached in
-    `cache_dir`, by default PREFIX.cache. Raises DataError if a file is missing or damaged, a weight is not positive, or
-    a prefix has fewer than seq_length + 1 tokens in this part. Without `checks_index`, the indices are not
-    read as a whole to find damage, and without `checks_cache` the cached orders are not: one rank of each node does
-    this for the others.
+    Without weights, prefixes are mixed in proportion to their numbers of samples. The options are those of
+    `PackedSamples`; orders of samples are cached in `cache_dir`, by default PREFIX.cache. Raises DataError if a file is
+    missing or damaged, a weight is not positive, or a prefix has too few tokens in this part. Without `checks_index`,
+    the indices are not read as a whole to find damage, and without `checks_cache` the cached orders are not: one rank
+    of each node does this for the others.
     """
     weights, prefixes = parse_path(path)
     datasets = []
@@ -132,11 +134,7 @@ def open_samples(
         if checks_index:
             check_index(dataset)
         documents = split_documents(len(dataset), split)[part]
-        datasets.append(
-            PackedSamples(
-                dataset, documents, seq_length=seq_length, seed=seed, cache_dir=cache_dir, checks_cache=checks_cache
-            )
-        )
+        datasets.append(PackedSamples(dataset, documents, **options))
     return BlendedSamples(datasets, weights or [dataset.samples_per_epoch for dataset in datasets])
 
 

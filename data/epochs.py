@@ -17,11 +17,14 @@ import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
 from data.errors import DataError
 from data.sidecar import file_checksum
+
+Order = TypeVar("Order")  # a dataclass of arrays
 
 VERSION = 1  # of build_epoch: increase it after a change by which the same recipe gives another order
 
@@ -64,7 +67,7 @@ class Recipe:
 def build_epoch(lengths: np.ndarray, *, seq_length: int, seed: int, epoch: int) -> EpochOrder:
     """Return the order of `epoch` over documents of these lengths in tokens, a function of the arguments alone."""
     generator = np.random.default_rng([seed, epoch])
-    document_order = _shuffled(len(lengths), generator)
+    document_order = shuffled(len(lengths), generator)
     ends = np.cumsum(lengths[document_order], dtype=np.int64)  # of the shuffled documents, in the joined tokens
     num_samples = (int(ends[-1]) - 1) // seq_length
     starts = np.arange(0, num_samples * seq_length + 1, seq_length)  # of the samples, in the joined tokens
@@ -72,22 +75,24 @@ def build_epoch(lengths: np.ndarray, *, seq_length: int, seed: int, epoch: int) 
     offsets = starts - ends[places] + lengths[document_order[places]]
     starts_type = np.min_scalar_type(max(len(lengths), int(offsets.max())))
     sample_starts = np.stack([places.astype(starts_type), offsets.astype(starts_type)], axis=1)
-    return EpochOrder(document_order, sample_starts, _shuffled(num_samples, generator))
+    return EpochOrder(document_order, sample_starts, shuffled(num_samples, generator))
 
 
-def cached_epoch(folder: Path, stem: str, build: Callable[[], EpochOrder], checks: bool = True) -> EpochOrder:
+def cached_epoch(folder: Path, stem: str, kind: type[Order], build: Callable[[], Order], checks: bool = True) -> Order:
     """Return the order stored in the files `folder`/`stem`.*, memory-mapped. Build and write it if one is missing.
 
-    With `checks`, the files are read once and compared with their checksums. Raises DataError if one is damaged.
+    `kind` is the dataclass of arrays that `build` returns. With `checks`, the files are read once and compared with
+    their checksums. Raises DataError if one is damaged.
     """
-    paths = {field.name: folder / f"{stem}.{field.name}.npy" for field in dataclasses.fields(EpochOrder)}
+    names = [field.name for field in dataclasses.fields(cast(Any, kind))]
+    paths = {name: folder / f"{stem}.{name}.npy" for name in names}
     checksums = folder / f"{stem}.crc32.json"
     if not all(path.exists() for path in (*paths.values(), checksums)):
         _save(build(), paths, checksums)
     try:
         if checks and json.loads(checksums.read_bytes()) != _checksums(paths.values()):
             raise ValueError("its files are not those that were written")
-        return EpochOrder(**{name: np.load(path, mmap_mode="r") for name, path in paths.items()})
+        return kind(**{name: np.load(path, mmap_mode="r") for name, path in paths.items()})
     except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"cannot read the sample order {folder / stem} ({error}); delete {folder}") from None
 
@@ -96,13 +101,14 @@ def _checksums(paths: Iterable[Path]) -> dict[str, int]:
     return {path.name: file_checksum(path) for path in paths}
 
 
-def _shuffled(count: int, generator: np.random.Generator) -> np.ndarray:
+def shuffled(count: int, generator: np.random.Generator) -> np.ndarray:
+    """Return the numbers below `count` in random order, in the smallest unsigned type that holds `count`."""
     numbers = np.arange(count, dtype=np.min_scalar_type(count))
     generator.shuffle(numbers)
     return numbers
 
 
-def _save(order: EpochOrder, paths: dict[str, Path], checksums: Path) -> None:
+def _save(order: Any, paths: dict[str, Path], checksums: Path) -> None:
     """Write each file into a folder that only this process uses, then rename it: other processes find it complete."""
     folder = checksums.parent
     try:

@@ -11,7 +11,7 @@ from torch import nn
 from gpt.checkpoint.pretrained import load_pretrained
 from gpt.loss_guard import LossGuard
 from gpt.model.apex import choose_layer_norm, find_apex
-from gpt.model.attention_kernel import describe_attention
+from gpt.model.attention_kernel import describe_attention, describe_documents
 from gpt.model.compiled_blocks import check_compiler, compile_blocks
 from gpt.model.transformer import GPT, Attention, ModelConfig, check_divides, initialize
 from gpt.planner.activation_store import chosen_activations
@@ -137,6 +137,8 @@ def build(settings: Settings, mesh: Mesh, device: torch.device) -> TrainState:
     if train.compiles_blocks:
         check_compiler(device)
     activations = chosen_activations(settings.activations, settings.model, train, settings.zero, mesh, tokens, device)
+    if settings.data.mask_documents:
+        logger.info("documents: kept apart by %s", describe_documents(settings.model, device, train.dtype))
     with ShardedInit(mesh.data, settings.zero.policy, settings.zero.prefetch_numel, settings.offload) as init:
         sum_dtype = settings.zero.gradient_types(train.dtype).reduce
         gpt = build_model(

@@ -1,8 +1,11 @@
 """The data of a run: batches for training and validation, and the tokenizer that they were made with."""
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
+
+import numpy as np
 
 from data.batches import BatchLoader
 from data.blend import open_samples, parse_path
@@ -19,6 +22,9 @@ from parallel.mesh import Mesh
 from parallel.world import World
 
 NUM_PROMPTS, PROMPT_TOKENS = 3, 8  # if the settings give none
+MOST_PADDING = 0.01  # of all positions; more is a warning
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -32,6 +38,7 @@ class Corpus:
     validation: BatchLoader | None
     tokenizer: Tokenizer | None
     prompts: list[list[int]]  # token ids, for texts that the model generates
+    tokens_per_sample: float  # of training; padding does not count
 
     @classmethod
     def open(cls, data: DataSettings, model: ModelConfig, train: TrainSettings, mesh: Mesh, world: World) -> Self:
@@ -57,38 +64,57 @@ class Corpus:
                 cache_dir=data.cache_dir,
                 checks_index=False,
                 checks_cache=world.local_rank == 0,
+                packing=data.packing,
+                masks_documents=data.mask_documents,
             )
+            if data.packing == "best_fit":
+                _log_padding(part, samples.tokens_per_sample / model.seq_length)
             # One rank of each node builds the indices, before all ranks of the node map them into memory.
             if world.local_rank == 0:
                 samples.build_cache(0, num_samples)
             mesh.barrier()
             return samples
 
-        def loader(samples: Samples) -> BatchLoader:
-            return BatchLoader(
-                samples,
-                micro_batch_size=train.micro_batch_size,
-                data_rank=mesh.batch_rank,
-                data_size=mesh.num_batch_ranks,
-                vocab_size=model.vocab_size,
-                pin_memory=world.device.type == "cuda",
-            )
-
         training = samples_of("train", consumed_samples_after(train.batch, train.steps))
         validation = samples_of("validation", train.eval_samples) if train.eval_samples else None
         tokenizer = load_tokenizer(prefixes[0]) if tokenizer_path(prefixes[0]).is_file() else None
         return cls(
-            training=loader(training),
-            validation=None if validation is None else loader(validation),
+            training=_loader(training, model, train, mesh, world),
+            validation=None if validation is None else _loader(validation, model, train, mesh, world),
             tokenizer=tokenizer,
             prompts=_prompts(train.prompts, tokenizer, validation or training) if tokenizer else [],
+            tokens_per_sample=training.tokens_per_sample,
         )
+
+
+def _loader(samples: Samples, model: ModelConfig, train: TrainSettings, mesh: Mesh, world: World) -> BatchLoader:
+    return BatchLoader(
+        samples,
+        micro_batch_size=train.micro_batch_size,
+        data_rank=mesh.batch_rank,
+        data_size=mesh.num_batch_ranks,
+        vocab_size=model.vocab_size,
+        pin_memory=world.device.type == "cuda",
+    )
+
+
+def _log_padding(part: str, filled: float) -> None:
+    """Log the share of padding in packed samples; as a warning if it is large."""
+    is_large = 1 - filled > MOST_PADDING
+    logger.log(
+        logging.WARNING if is_large else logging.INFO,
+        "%s: %.3f%% of the positions are padding%s",
+        part,
+        100 * (1 - filled),
+        "; few documents fit together: raise model.seq_length, or choose data.packing=stream" if is_large else "",
+    )
 
 
 def _prompts(texts: Sequence[str] | None, tokenizer: Tokenizer, samples: Samples) -> list[list[int]]:
     """Return the ids of the prompts, or the beginnings of the first samples. All ranks have the same."""
     if texts is None:
-        return [samples[number][:PROMPT_TOKENS].tolist() for number in range(NUM_PROMPTS)]
+        # The tokens are the only row of a sample, or the first one if documents are kept apart.
+        return [np.atleast_2d(samples[number])[0, :PROMPT_TOKENS].tolist() for number in range(NUM_PROMPTS)]
     return [tokenizer.encode(text) or [tokenizer.eod] for text in texts]
 
 

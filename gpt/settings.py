@@ -171,9 +171,20 @@ class DataSettings:
     """Shares of the documents that are used for training, validation and test."""
     cache_dir: FilePath | None = None
     """Folder for cached indices of samples; null: the folder of the data."""
+    mask_documents: bool = False
+    """Keep the documents of a sample apart: attention does not cross the end of a document, positions restart, and the
+    first token of the next one is not predicted."""
+    packing: Literal["stream", "best_fit"] = "stream"
+    """stream: samples are stretches of the joined documents; best_fit: documents are packed whole into samples, with
+    padding, and only those that are longer than a sample are cut. best_fit needs data.mask_documents=true."""
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if self.packing == "best_fit" and not self.mask_documents:
+            raise ConfigError(
+                "DataSettings.packing=best_fit needs DataSettings.mask_documents=true, because a packed document does "
+                "not continue the one before it; set it, or choose DataSettings.packing=stream"
+            )
 
 
 @dataclass(frozen=True)
@@ -345,7 +356,13 @@ class Settings:
     @property
     def order_of_samples(self) -> dict[str, Any]:
         """The settings that determine which samples a step reads, by the names of their options, for JSON."""
-        return {"train.seed": self.train.seed, "data.split": list(self.data.split), "data.path": self.data.path}
+        data = self.data
+        return {
+            "train.seed": self.train.seed,
+            "data.split": list(data.split),
+            "data.path": data.path,
+            "data.packing": data.packing,
+        }
 
     def with_gradient_types(self, data_size: int) -> "Settings":
         """Return these settings with the types of gradients that null stands for on `data_size` data-parallel ranks."""

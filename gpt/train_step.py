@@ -3,16 +3,19 @@
 The host does not read the value of any tensor during a step, so it runs ahead of the device.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
 
+from data.documents import DocumentBatch, MicroBatch
 from gpt.loss_guard import LossGuard
+from gpt.model.documents import Documents
 from gpt.model.generate import evaluation
 from parallel.instruments.memory_tracker import TensorKind, allocating
 from parallel.mesh import Mesh
 from parallel.streams import raise_races
+from parallel.tensor.context import own_stretch
 from zero.engine import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
 
@@ -20,33 +23,34 @@ from zero.optimizer import ZeroOptimizer
 def train_step(
     model: ZeroDataParallel,
     optimizer: ZeroOptimizer,
-    micro_batches: list[Tensor],
+    micro_batches: Sequence[MicroBatch],
     mesh: Mesh,
     guard: LossGuard | None = None,
     gradient_hook: Callable[[], object] = lambda: None,
 ) -> tuple[Tensor, Tensor]:
     """Run one optimizer step and return (loss, gradient norm), both 0-dim.
 
-    A micro-batch is int64 tokens of shape (micro_batch_size, seq_length + 1). The returned loss is the mean over this
-    rank's micro-batches. The gradient is that of the mean loss over all micro-batches of all ranks, and the returned
-    norm is its norm before clipping. If the guard finds the loss bad, nothing is updated. `gradient_hook` is called
-    when the gradients are complete, before the update. Raises StreamError if streams are checked and would race.
+    The mean of the returned loss over the ranks is the mean over the counted tokens of all their micro-batches. The
+    gradient is that of this mean, and the returned norm is its norm before clipping. If the guard finds the loss bad,
+    nothing is updated. `gradient_hook` is called when the gradients are complete, before the update. Raises StreamError
+    if streams are checked and would race.
     """
     scale = optimizer.loss_scale.scale / len(micro_batches)
+    shares = shares_of_tokens(micro_batches, mesh, loss_dtype(model))
     losses = []
 
-    def run(tokens: Tensor) -> None:
+    def run(micro_batch: MicroBatch, share: Tensor | None) -> None:
         with allocating(TensorKind.ACTIVATIONS):
             with mesh.log.during("forward"):
-                loss = model(tokens[:, :-1], tokens[:, 1:], scale)
+                loss = loss_of(model, micro_batch, mesh, share, scale)
             with mesh.log.during("backward"):
                 (loss * scale).backward()
         losses.append(loss.detach())
 
     with model.accumulate():
-        for tokens in micro_batches[:-1]:
-            run(tokens)
-    run(micro_batches[-1])
+        for micro_batch, share in zip(micro_batches[:-1], shares[:-1], strict=True):
+            run(micro_batch, share)
+    run(micro_batches[-1], shares[-1])
     loss = torch.stack(losses).mean()
     with mesh.log.during("update"):
         grad_norm = optimizer.step(skip=guard.judge(loss) if guard else None, gradient_hook=gradient_hook)
@@ -55,11 +59,56 @@ def train_step(
 
 
 @torch.no_grad()
-def evaluate(model: ZeroDataParallel, micro_batches: Iterable[Tensor], mesh: Mesh) -> float:
-    """Return the mean loss over the micro-batches of all ranks, each of which has the same number."""
+def evaluate(model: ZeroDataParallel, micro_batches: Iterable[MicroBatch], mesh: Mesh) -> float:
+    """Return the mean loss over the counted tokens of all ranks, each of which has as many micro-batches."""
+    batches = list(micro_batches)
     with evaluation(model), mesh.log.during("evaluation"):
-        loss = torch.stack([model(tokens[:, :-1], tokens[:, 1:]).float() for tokens in micro_batches]).mean()
-        return mean_over(mesh, loss)
+        pairs = zip(batches, shares_of_tokens(batches, mesh, loss_dtype(model)), strict=True)
+        return mean_over(
+            mesh, torch.stack([loss_of(model, batch, mesh, share).float() for batch, share in pairs]).mean()
+        )
+
+
+def loss_of(
+    model: ZeroDataParallel, micro_batch: MicroBatch, mesh: Mesh, share: Tensor | None, scale: Tensor | None = None
+) -> Tensor:
+    """Return the mean loss of this rank's tokens times their share, 0-dim; `scale` multiplies it before backward."""
+    if share is None:
+        assert isinstance(micro_batch, Tensor)
+        return model(micro_batch[:, :-1], micro_batch[:, 1:], scale)
+    assert not isinstance(micro_batch, Tensor)
+    documents = Documents(micro_batch.positions, micro_batch.starts)
+    scale = None if scale is None else scale * share
+    loss = model(micro_batch.tokens, micro_batch.targets, scale, documents)
+    # Without a counted token the mean is not a number, and its gradient is zero.
+    return torch.where(is_counted(micro_batch, mesh).any(), loss, 0) * share
+
+
+def shares_of_tokens(micro_batches: Sequence[MicroBatch], mesh: Mesh, dtype: torch.dtype) -> list[Tensor | None]:
+    """Return each micro-batch's number of counted tokens, divided by the mean over the micro-batches of all ranks.
+
+    The mean of losses that are multiplied by these shares is the mean over all counted tokens. None stands for a share
+    of 1: all tokens are counted unless documents are kept apart.
+    """
+    counts = [is_counted(batch, mesh).sum() for batch in micro_batches if not isinstance(batch, Tensor)]
+    if not counts:
+        return [None] * len(micro_batches)
+    own = torch.stack(counts)
+    total = own.sum()
+    mesh.data.all_reduce(total, out=total).wait()
+    mean = total.clamp(min=1).double() / (len(own) * mesh.data.size)
+    # Backward divides by the share, which therefore is not 0 if no token is counted.
+    return list((own.clamp(min=1) / mean).to(dtype))
+
+
+def is_counted(micro_batch: DocumentBatch, mesh: Mesh) -> Tensor:
+    """Return which of this rank's tokens are counted in the loss, those of its stretch with context parallelism."""
+    return own_stretch(micro_batch.targets, mesh.context) >= 0
+
+
+def loss_dtype(model: ZeroDataParallel) -> torch.dtype:
+    """Return the type of the model's loss."""
+    return torch.promote_types(next(model.module.parameters()).dtype, torch.float32)
 
 
 def mean_over(mesh: Mesh, value: Tensor) -> float:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from data.documents import MicroBatch
 from gpt.build import TrainState
 from gpt.checkpoint.layout import Progress
 from gpt.checkpoint.recovery import Recovery
@@ -78,7 +79,13 @@ class Trainer:
         self._was_stopped = False
         self._num_bad, self._num_roll_backs = 0, 0
         recomputes = state.activations.recomputes
-        self._throughput = Throughput(settings.model, world.size, recomputes, peak_flops(settings.train, state.device))
+        self._throughput = Throughput(
+            settings.model,
+            corpus.tokens_per_sample,
+            world.size,
+            recomputes,
+            peak_flops(settings.train, state.device),
+        )
 
     @property
     def num_steps_done(self) -> int:
@@ -186,7 +193,7 @@ class Trainer:
                 self._recovery.save(self._progress)
             self._throughput.restart()
 
-    def _batches(self) -> Iterator[tuple[int, list[Tensor]]]:
+    def _batches(self) -> Iterator[tuple[int, list[MicroBatch]]]:
         """Yield (global batch size, this rank's micro-batches on its device) of every step that is left."""
         train, start = self._settings.train, self._progress
         num_steps_left = max(0, train.steps - start.step)
@@ -195,9 +202,9 @@ class Trainer:
             return islice(batch_plan(train.batch, start.consumed_samples), num_steps_left)
 
         for (_, batch_size), micro_batches in zip(plan(), self._corpus.training.steps(plan()), strict=True):
-            yield batch_size, [tokens.to(self._state.device, non_blocking=True) for tokens in micro_batches]
+            yield batch_size, [batch.to(self._state.device, non_blocking=True) for batch in micro_batches]
 
-    def _step(self, batch_size: int, micro_batches: list[Tensor]) -> dict[str, Any] | None:
+    def _step(self, batch_size: int, micro_batches: list[MicroBatch]) -> dict[str, Any] | None:
         """Run one step, and return its record if it is logged."""
         settings, state, step = self._settings, self._state, self._progress.step + 1
         lr = learning_rate(settings.schedule, settings.optimizer.lr, self._progress.step, settings.train.steps)
@@ -235,7 +242,7 @@ class Trainer:
                 record |= self._evaluate()
             if is_sampled:
                 record["samples"] = self._sample()
-            self._console.log_step(record, settings.train, settings.model.seq_length)
+            self._console.log_step(record, settings.train, self._corpus.tokens_per_sample)
         return record
 
     def _is_due(self, every: int) -> bool:
@@ -253,7 +260,7 @@ class Trainer:
             "loss": mean_loss,
             "grad_norm": grad_norm.item(),
             "lr": lr,
-            "tokens": progress.consumed_samples * self._settings.model.seq_length,
+            "tokens": round(progress.consumed_samples * self._corpus.tokens_per_sample),
         }
         record |= self._throughput.measure() | peak_memory(self._state.device, self._state.model.planner.earlier_peaks)
         record |= memory_by_kind(self._state.model, self._state.optimizer)
@@ -268,7 +275,7 @@ class Trainer:
         samples_at_once = self._settings.train.micro_batch_size * self._state.mesh.num_batch_ranks
         num_samples = math.ceil(self._settings.train.eval_samples / samples_at_once) * samples_at_once
         (micro_batches,) = self._corpus.validation.steps([(0, num_samples)])
-        on_device = (tokens.to(self._state.device, non_blocking=True) for tokens in micro_batches)
+        on_device = (batch.to(self._state.device, non_blocking=True) for batch in micro_batches)
         loss = evaluate(self._state.model, on_device, self._state.mesh)
         self._throughput.restart()
         return {"validation_loss": loss, "validation_perplexity": float(torch.tensor(loss).exp())}

@@ -85,5 +85,5 @@ def changed_data(saved: Mapping[str, Any], present: Mapping[str, Any]) -> list[s
     return [
         f"{name}={value}, but the checkpoint was saved with {saved['data'].get(name)}: from here on, samples are others"
         for name, value in present.items()
-        if saved["data"].get(name) != value
+        if saved["data"].get(name, value) != value  # older checkpoints do not have all
     ]

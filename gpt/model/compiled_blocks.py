@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gpt.model.documents import Documents
 from gpt.model.transformer import GPT, Block
 from parallel.blocks import Recomputation
 from parallel.errors import ConfigError
@@ -53,9 +54,14 @@ def compile_blocks(
 
 
 def _around_attention(
-    attend: Callable[..., Tensor], before: Callable[..., Any], after: Callable[..., Any], x: Tensor, num_sequences: int
+    attend: Callable[..., Tensor],
+    before: Callable[..., Any],
+    after: Callable[..., Any],
+    x: Tensor,
+    num_sequences: int,
+    documents: Documents | None,
 ) -> Any:
-    return after(x, attend(*before(x, num_sequences)))
+    return after(x, attend(*before(x, num_sequences), documents=documents))
 
 
 def _before_heads(block: Block, x: Tensor, num_sequences: int) -> tuple[Tensor, ...]:
@@ -85,10 +91,10 @@ class CompiledForward:
         """`finish`: what remains of the forward; None if `compiled` is all of it."""
         self._block, self._compiled, self._finish, self._eager = block, compiled, finish, block.forward
 
-    def __call__(self, x: Tensor, num_sequences: int) -> Tensor:
+    def __call__(self, x: Tensor, num_sequences: int, documents: Documents | None = None) -> Tensor:
         if not self._block.training or active_dispatch_modes():
-            return self._eager(x, num_sequences)
-        output = self._compiled(x, num_sequences)
+            return self._eager(x, num_sequences, documents)
+        output = self._compiled(x, num_sequences, documents)
         return self._finish(*output) if self._finish else output
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:

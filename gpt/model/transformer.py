@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from gpt.model.documents import Documents, needs_mask
 from parallel.blocks import RunBlocks, run_in_order
 from parallel.errors import ConfigError
 from parallel.fields import Range, check_fields
@@ -109,20 +110,25 @@ def parameter_shapes(config: ModelConfig, num_rows: int) -> Iterator[tuple[str, 
     yield "final_norm.bias", (width,)
 
 
-def flash_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
+def flash_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float, documents: Documents | None = None) -> Tensor:
     """Return causal attention of (batch, heads, seq, head_dim) tensors by torch's fused kernel."""
+    if documents is not None:
+        return documents.attention(q, k, v, dropout)
     return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
 
 
-def math_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
+def math_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float, documents: Documents | None = None) -> Tensor:
     """Return causal attention of (batch, heads, seq, head_dim) tensors by explicit matrices of scores."""
     scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1)  # (batch, heads, seq, seq)
-    is_future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
-    weights = scores.masked_fill_(is_future, -math.inf).softmax(dim=-1)
-    return F.dropout(weights, dropout) @ v
+    if documents is not None and documents.mask is not None:
+        scores += documents.mask
+    else:
+        is_future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        scores.masked_fill_(is_future, -math.inf)
+    return F.dropout(scores.softmax(dim=-1), dropout) @ v
 
 
-Kernel = Callable[[Tensor, Tensor, Tensor, float], Tensor]
+Kernel = Callable[[Tensor, Tensor, Tensor, float, Documents | None], Tensor]
 ATTENTION_KERNELS: dict[str, Kernel] = {"flash": flash_attention, "math": math_attention}
 
 
@@ -139,8 +145,9 @@ class Attention(nn.Module):
         self.packed_rows = {"qkv.weight": (config.head_dim,) * 3}
         self.projection = RowParallelLinear(config.hidden_size, config.hidden_size, tokens)
 
-    def forward(self, x: Tensor, num_sequences: int) -> Tensor:
-        return self.project(self.attend(*self.split_heads(x, num_sequences)))
+    def forward(self, x: Tensor, num_sequences: int, documents: Documents | None = None) -> Tensor:
+        q, k, v = self.split_heads(x, num_sequences)
+        return self.project(self.attend(q, k, v, documents))
 
     def split_heads(self, x: Tensor, num_sequences: int) -> tuple[Tensor, ...]:
         """Return q, k and v of this rank's heads, (batch, own heads, seq, head_dim) each."""
@@ -152,11 +159,11 @@ class Attention(nn.Module):
         """Return the output for what `attend` returns."""
         return self.projection(attended.transpose(1, 2).flatten(0, 1).flatten(1))
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents | None = None) -> Tensor:
         """Run the kernel, with another mask of dropout on each rank."""
         probability = self.dropout if self.training else 0.0
         with own_random_stream(self.axis) if probability else nullcontext():
-            return over_context(self.kernel, self.context)(q, k, v, probability)
+            return over_context(self.kernel, self.context)(q, k, v, probability, documents)
 
 
 class MLP(nn.Module):
@@ -186,15 +193,17 @@ class Block(nn.Module):
         self.mlp = MLP(config, tokens)
         self.dropout = TokenDropout(config.dropout, tokens)
 
-    def forward(self, x: Tensor, num_sequences: int) -> Tensor:
-        return self.finish(*self.before_last_product(x, num_sequences))
+    def forward(self, x: Tensor, num_sequences: int, documents: Documents | None = None) -> Tensor:
+        return self.finish(*self.before_last_product(x, num_sequences, documents))
 
-    def before_last_product(self, x: Tensor, num_sequences: int) -> tuple[Tensor, Tensor]:
+    def before_last_product(
+        self, x: Tensor, num_sequences: int, documents: Documents | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Return the residual stream after attention, and the input of the last product, which backward does not need.
 
         `finish` returns what `forward` does.
         """
-        return self.after_attention(x, self.attention(self.attention_norm(x), num_sequences))
+        return self.after_attention(x, self.attention(self.attention_norm(x), num_sequences, documents))
 
     def after_attention(self, x: Tensor, attention: Tensor) -> tuple[Tensor, Tensor]:
         """Add the output of attention to the residual stream; return what `before_last_product` does."""
@@ -246,11 +255,18 @@ class GPT(nn.Module):
             if "norm." in name or name.startswith("position_embedding."):
                 yield param
 
-    def forward(self, ids: Tensor, targets: Tensor | None = None, loss_scale: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        ids: Tensor,
+        targets: Tensor | None = None,
+        loss_scale: Tensor | None = None,
+        documents: Documents | None = None,
+    ) -> Tensor:
         """Return the logits (batch, seq, vocab) of int64 ids (batch, seq).
 
         With targets (batch, seq), return their mean loss, 0-dim, instead; targets below 0 are left out. Pass the factor
-        by which the loss is multiplied before backward as `loss_scale`: see `linear_cross_entropy`.
+        by which the loss is multiplied before backward as `loss_scale`: see `linear_cross_entropy`. Without
+        `documents`, each sequence is one document.
 
         The ranks of a context get the same ids. The loss is that of this rank's stretch of each sequence, and the
         logits are those of whole sequences, without gradients.
@@ -265,12 +281,12 @@ class GPT(nn.Module):
         context = self.tokens.context
         multiple = context.size * self.tokens.num_parts
         if ids.numel() % multiple or seq_length % context.size:
+            assert documents is None, "documents are kept apart in sequences that need no padding"
             # Ranks need equal numbers of tokens: pad the end of the sequences, to which no token before it attends.
             num_missing = -seq_length % multiple
             ids = F.pad(ids, (0, num_missing))
             targets = None if targets is None else F.pad(targets, (0, num_missing), value=-1)
-        ids = own_stretch(ids, context)
-        x, weight, vocab_size = self.last_hidden(ids), self.token_embedding.weight, self.config.vocab_size
+        x, weight, vocab_size = self.last_hidden(ids, documents), self.token_embedding.weight, self.config.vocab_size
         if targets is not None:
             return linear_cross_entropy(
                 x,
@@ -285,14 +301,20 @@ class GPT(nn.Module):
         own_logits = logits[:, :vocab_size].unflatten(0, (num_sequences, -1))
         return whole_sequences(own_logits, context)[:, :seq_length]
 
-    def last_hidden(self, ids: Tensor) -> Tensor:
+    def last_hidden(self, ids: Tensor, documents: Documents | None = None) -> Tensor:
         """Return what the head is applied to, (tokens of this rank, hidden)."""
         num_sequences, seq_length = ids.shape
-        first = self.tokens.context.rank * seq_length
-        positions = torch.arange(first, first + seq_length, device=ids.device).clamp_(max=self.config.seq_length - 1)
-        positions = positions.repeat(num_sequences)
-        embedded = self.token_embedding(ids.flatten()) + self.position_embedding(self.tokens.cut(positions))
-        blocks = [partial(block, num_sequences=num_sequences) for block in self.blocks]
+        if documents is None:
+            positions = torch.arange(seq_length, device=ids.device).clamp_(max=self.config.seq_length - 1)
+            positions = positions.repeat(num_sequences, 1)
+        else:
+            positions = documents.positions
+        ids, positions = (own_stretch(whole, self.tokens.context).flatten() for whole in (ids, positions))
+        embedded = self.token_embedding(ids) + self.position_embedding(self.tokens.cut(positions))
+        dropout = self.config.dropout if self.training else 0.0
+        if documents and needs_mask(self.config.attention, self.config.head_dim, dropout, embedded):
+            documents = documents.with_mask(embedded.dtype)
+        blocks = [partial(block, num_sequences=num_sequences, documents=documents) for block in self.blocks]
         return self.final_norm(self.run_blocks(blocks, self.dropout(embedded)))
 
 

@@ -84,9 +84,9 @@ class RunConsole:
         _fold(table)
         self._print(table)
 
-    def log_step(self, record: dict[str, Any], train: TrainSettings, seq_length: int) -> None:
+    def log_step(self, record: dict[str, Any], train: TrainSettings, tokens_per_sample: float) -> None:
         """Print the metrics of a logged step in columns, with a heading every few rows, and its texts."""
-        time, columns = _time_of_day(), step_columns(record, train, seq_length)
+        time, columns = _time_of_day(), step_columns(record, train, tokens_per_sample)
         if self._num_rows % ROWS_PER_HEADING == 0:
             self.say(" ".join(["    time", *(f"{name:>{width}}" for name, width, _ in columns)]))
         self._num_rows += 1
@@ -210,9 +210,9 @@ def _buffer_rows(state: TrainState, train: TrainSettings) -> Iterator[tuple[str,
         yield "buffer: prefetched parameters", gathered, "at most"
 
 
-def step_columns(record: dict[str, Any], train: TrainSettings, seq_length: int) -> list[tuple[str, int, str]]:
+def step_columns(record: dict[str, Any], train: TrainSettings, tokens_per_sample: float) -> list[tuple[str, int, str]]:
     """Return (heading, width, text) of the metrics of a logged step; with the time of day they fit 80 columns."""
-    tokens_left = (train.steps - record["step"]) * train.global_batch_size * seq_length
+    tokens_left = (train.steps - record["step"]) * train.global_batch_size * tokens_per_sample
     minutes, seconds = divmod(round(tokens_left / record["tokens_per_second"]), 60)
     columns = [
         ("step", 2 * len(f"{train.steps}") + 1, f"{record['step']}/{train.steps}"),

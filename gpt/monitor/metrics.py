@@ -19,8 +19,16 @@ from zero.state.resident import buffer_bytes, resident_states
 class Throughput:
     """A measurement of tokens and FLOPs per second, over the steps since the last `measure` or `restart`."""
 
-    def __init__(self, model: ModelConfig, num_devices: int, recomputes: Recomputation, peak_flops: float | None):
+    def __init__(
+        self,
+        model: ModelConfig,
+        tokens_per_sample: float,
+        num_devices: int,
+        recomputes: Recomputation,
+        peak_flops: float | None,
+    ):
         self._model, self._num_devices, self._recomputes = model, num_devices, recomputes
+        self._tokens_per_sample = tokens_per_sample
         self._peak_flops = peak_flops
         self._num_sequences, self._start = 0, time.perf_counter()
 
@@ -43,7 +51,7 @@ class Throughput:
         executed = hardware_flops(self._model, num_sequences, self._recomputes) / per_device
         self.restart()
         return {
-            "tokens_per_second": num_sequences * self._model.seq_length / seconds,
+            "tokens_per_second": num_sequences * self._tokens_per_sample / seconds,
             "model_tflops_per_device": useful / 1e12,
             "hardware_tflops_per_device": executed / 1e12,
             "mfu": useful / self._peak_flops if self._peak_flops else None,

@@ -12,6 +12,7 @@ from typing import Any, Self
 
 import torch
 
+from data.documents import DocumentBatch, MicroBatch
 from gpt.build import TrainState, build, build_mesh
 from gpt.option_names import errors_in_option_names
 from gpt.planner.compiled_code import with_compiled_code
@@ -93,7 +94,7 @@ def record_step(
     with tensor_mode, MemoryTracker(world.device) as tracker, _streams(settings, world):
         state = build(settings, mesh, world.device)
         building_peak_bytes = tracker.device.peak_total
-        micro_batches = blank_micro_batches(settings.train, settings.model.seq_length, mesh.num_batch_ranks)
+        micro_batches = _micro_batches(settings, mesh.num_batch_ranks)
         # Before the collector is switched off: garbage of the builder would count as resident memory.
         gc.collect()
         with no_garbage_collection():
@@ -136,7 +137,7 @@ def record_launches(
     with tensor_mode, StreamChecker(world.device) as checker:
         checker.record_launches()
         state = build(settings, mesh, world.device)
-        micro_batches = blank_micro_batches(settings.train, settings.model.seq_length, mesh.num_batch_ranks)
+        micro_batches = _micro_batches(settings, mesh.num_batch_ranks)
         train_step(state.model, state.optimizer, micro_batches, mesh)
         num_before = len(checker.launches)
         train_step(state.model, state.optimizer, micro_batches, mesh)
@@ -165,7 +166,24 @@ def no_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-def blank_micro_batches(train: TrainSettings, seq_length: int, num_batch_ranks: int) -> list[torch.Tensor]:
-    """Return one rank's micro-batches of a step at full batch size, all zeros."""
-    shape = train.micro_batch_size, seq_length + 1
-    return [torch.zeros(shape, dtype=torch.int64) for _ in range(train.num_micro_batches(num_batch_ranks))]
+def _micro_batches(settings: Settings, num_batch_ranks: int) -> list[MicroBatch]:
+    return blank_micro_batches(
+        settings.train, settings.model.seq_length, num_batch_ranks, masks_documents=settings.data.mask_documents
+    )
+
+
+def blank_micro_batches(
+    train: TrainSettings, seq_length: int, num_batch_ranks: int, masks_documents: bool = False
+) -> list[MicroBatch]:
+    """Return one rank's micro-batches of a step at full batch size, all zeros.
+
+    With `masks_documents`, each sample is one document: it takes the most time, and the memory of others.
+    """
+    num_samples, num_micro_batches = train.micro_batch_size, train.num_micro_batches(num_batch_ranks)
+    if not masks_documents:
+        shape = num_samples, seq_length + 1
+        return [torch.zeros(shape, dtype=torch.int64) for _ in range(num_micro_batches)]
+    zeros = torch.zeros(num_samples, seq_length, dtype=torch.int64)
+    positions = torch.arange(seq_length).repeat(num_samples, 1)
+    starts = torch.arange(0, (num_samples + 1) * seq_length, seq_length, dtype=torch.int32)
+    return [DocumentBatch(zeros, zeros, positions, starts) for _ in range(num_micro_batches)]

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Literal, get_args
 
+from gpt.model.documents import suits_kernel
 from gpt.model.flops import hardware_flops
 from gpt.model.transformer import ModelConfig
 from gpt.planner.activation_store import parameters_of_rank, workload_of
@@ -149,7 +150,8 @@ def activation_bytes(work: Workload, layout: CandidateLayout, settings: Settings
     tensor ranks divide only with sequence parallelism, and 12 h that they divide (q, k, v, the output of attention, and
     the MLP before and after its activation function); with dropout also two masks of h. Math attention keeps its
     weights, with dropout in three versions, unless only these are computed again. With checkpoints, only the blocks of
-    one group are kept at the same time. Backward needs another 4 h, the logits, and their gradient.
+    one group are kept at the same time. Backward needs another 4 h, the logits, and their gradient. A mask of
+    documents, which all layers share, has s^2 elements.
     """
     model = settings.model
     copies = 1 if settings.parallel.sequence_parallel else layout.tensor_size
@@ -159,6 +161,10 @@ def activation_bytes(work: Workload, layout: CandidateLayout, settings: Settings
     num_kept = work.L if layout.store not in STORES else min(work.k, work.L)
     stored = stored_bytes(work, layout.store) if layout.store in STORES else 0.0
     elements = kept * num_kept + 4 * work.h + 2 * work.vocab_size
+    if settings.data.mask_documents and not suits_kernel(
+        model.attention, model.head_dim, model.dropout, settings.train.dtype
+    ):
+        elements += work.s * layout.tensor_size  # every rank has the mask
     return stored + work.itemsize * work.s * elements / layout.tensor_size
 
 

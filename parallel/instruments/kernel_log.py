@@ -21,6 +21,7 @@ INDEXED = {"gather", "scatter_"}  # read or write the elements that their third 
 OVERWRITES = {"copy_", "fill_", "zero_", "normal_", "bernoulli_"}  # write their argument without reading it
 # A dropout takes three kernels on a CPU and one on a GPU: only the one that multiplies is logged.
 FUSED_ON_A_GPU = {"bernoulli_", "div_"}
+NAMESPACES = {"aten", "torch_attn"}  # the second one is that of attention with variable lengths
 NO_KERNELS = {"empty", "empty_strided", "empty_like", "detach", "new_empty", "new_empty_strided", "_unsafe_view"}
 
 
@@ -104,7 +105,7 @@ def _runs_a_kernel(function: OpOverload) -> bool:
     name = schema.name.removeprefix("aten::")
     aliases = [result.alias_info for result in schema.returns]
     is_view = bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)
-    return function.namespace == "aten" and not is_view and name not in NO_KERNELS | FUSED_ON_A_GPU
+    return function.namespace in NAMESPACES and not is_view and name not in NO_KERNELS | FUSED_ON_A_GPU
 
 
 def _without_outputs(function: OpOverload, kwargs: Mapping[str, Any]) -> tuple[Any, ...]:

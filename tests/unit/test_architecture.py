@@ -38,7 +38,7 @@ ARROWS = {
     "gpt/run_folder":       "parallel/* zero gpt",
     "gpt/checkpoint":       "parallel/* zero/* gpt gpt/model gpt/run_folder data",
     "gpt/monitor":          "parallel/* zero/* gpt gpt/model gpt/run_folder",
-    "gpt/planner":          "parallel/* zero/* gpt gpt/model gpt/run_folder gpt/monitor",
+    "gpt/planner":          "parallel/* zero/* gpt gpt/model gpt/run_folder gpt/monitor data/documents.py",
     "gpt":                  "parallel/* zero/* gpt/* data",
 
     "pretrain_gpt.py":      "parallel/* zero/* gpt/* data",

@@ -193,7 +193,9 @@ def observe_dropout(is_split: bool) -> dict[str, bool]:
     torch.manual_seed(5)
     block = model.blocks[0]
     attention_weights = []
-    block.attention.kernel = lambda q, k, v, p: attention_weights.append(torch.dropout(torch.ones(64), p, True)) or v
+    block.attention.kernel = lambda q, k, v, p, _documents: (
+        attention_weights.append(torch.dropout(torch.ones(64), p, True)) or v
+    )
     num_own_tokens = 24 // model.tokens.num_parts
     residual = block.dropout(torch.ones(num_own_tokens, 32))
     block.attention(torch.ones(num_own_tokens, 32), 2)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.epochs import Recipe, build_epoch, cached_epoch
+from data.epochs import EpochOrder, Recipe, build_epoch, cached_epoch
 from data.errors import DataError
 
 RECIPE = Recipe("corpus", 100, 50, 7, 0, 10, 16, 1)
@@ -67,7 +67,7 @@ def test_a_cached_order_is_built_once_and_then_memory_mapped(tmp_path):
         built.append(1)
         return build_epoch(np.full(10, 20), seq_length=16, seed=1, epoch=0)
 
-    fresh, again = (cached_epoch(tmp_path / "cache", "stem", build) for _ in range(2))
+    fresh, again = (cached_epoch(tmp_path / "cache", "stem", EpochOrder, build) for _ in range(2))
     assert len(built) == 1
     assert all(isinstance(array, np.memmap) for array in vars(again).values())
     assert all(np.array_equal(*pair) for pair in zip(vars(fresh).values(), vars(again).values(), strict=True))
@@ -90,7 +90,10 @@ def test_a_folder_that_cannot_be_written_is_reported_with_its_setting(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(DataError, match=r"cannot write the sample order to .*; set data.cache_dir"):
         cached_epoch(
-            tmp_path / "file" / "cache", "stem", lambda: build_epoch(np.full(9, 9), seq_length=4, seed=1, epoch=0)
+            tmp_path / "file" / "cache",
+            "stem",
+            EpochOrder,
+            lambda: build_epoch(np.full(9, 9), seq_length=4, seed=1, epoch=0),
         )
 
 
@@ -98,4 +101,4 @@ def test_a_damaged_order_is_reported_with_the_remedy(tmp_path):
     for name in ("document_order.npy", "sample_starts.npy", "shuffle.npy", "crc32.json"):
         (tmp_path / f"stem.{name}").write_bytes(b"nothing")
     with pytest.raises(DataError, match=f"delete {tmp_path}"):
-        cached_epoch(tmp_path, "stem", lambda: pytest.fail("must not build"))
+        cached_epoch(tmp_path, "stem", EpochOrder, lambda: pytest.fail("must not build"))

@@ -223,7 +223,7 @@ def test_settings_that_change_the_data_are_warnings(run: Path, caplog: pytest.Lo
 @pytest.mark.parametrize("path", ["corpus", ["0.3:a", "0.7:b"]])
 def test_settings_that_determine_the_data_are_the_same_after_json(path: str | list[str]):
     settings = Settings(MODEL, DataSettings(path, (0.9, 0.1, 0.0)), train=TrainSettings(seed=3))
-    expected = {"train.seed": 3, "data.split": [0.9, 0.1, 0.0], "data.path": path}
+    expected = {"train.seed": 3, "data.split": [0.9, 0.1, 0.0], "data.path": path, "data.packing": "stream"}
     assert settings.order_of_samples == json.loads(json.dumps(settings.order_of_samples)) == expected
 
 

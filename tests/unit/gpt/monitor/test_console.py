@@ -20,7 +20,7 @@ TRAIN = TrainSettings(steps=500_000, global_batch_size=2**16)
 def printed(capsys: pytest.CaptureFixture[str], *records: dict[str, Any]) -> list[str]:
     console = RunConsole(is_quiet=False)
     for record in records:
-        console.log_step(record, TRAIN, seq_length=2048)
+        console.log_step(record, TRAIN, tokens_per_sample=2048)
     return capsys.readouterr().out.splitlines()
 
 

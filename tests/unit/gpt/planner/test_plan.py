@@ -95,6 +95,25 @@ def test_a_layer_without_checkpoints_keeps_the_bytes_of_the_closed_form(store: s
     assert measured == pytest.approx(formula, rel=0.01), "the statistics of norms are left out"
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_documents_kept_apart_take_a_mask_if_the_kernel_does_not_suit(precision: str):
+    def bytes_with(masks_documents: str) -> tuple[float, float]:
+        shape = "--model.num_layers=2", "--model.hidden_size=64", "--model.num_heads=4", "--model.seq_length=256"
+        chosen = shallow(
+            *shape,
+            *("--model.attention=flash", "--model.dropout=0", "--activations.store=none"),
+            f"--train.precision={precision}",
+            f"--data.mask_documents={masks_documents}",
+        )
+        layout = CandidateLayout(chosen.parallel.tensor_size, 0, "none", 2)
+        formula = activation_bytes(workload(layout, chosen, 2, 1), layout, chosen)
+        return 2 * formula, sum(dry_run(chosen).peak[DEVICE].values())
+
+    formula, measured = (b - a for a, b in zip(bytes_with("false"), bytes_with("true"), strict=True))
+    assert formula == (2 * 256**2 * 4 if precision == "fp32" else 0)
+    assert measured == pytest.approx(formula, rel=0.02, abs=2 * 8 * 2 * 256), "tokens are not copied"
+
+
 def test_every_store_and_local_accumulation_is_considered():
     layouts = list(candidate_layouts(8, 64, "accelerator"))
     assert {layout.store for layout in layouts} == {"none", "selective", "keep", "partition", "partition_host"}

@@ -1,0 +1,109 @@
+"""Documents that are kept apart in a sequence: losses and gradients are those of the documents one by one."""
+
+import pytest
+import torch
+import torch.nn.attention.varlen as torch_varlen
+from torch import Tensor
+from torch.nn import functional as F
+
+from gpt.build import build_model
+from gpt.model.attention_kernel import describe_documents
+from gpt.model.documents import Documents, needs_mask
+from gpt.model.transformer import GPT, ModelConfig, initialize
+from tests.unit.gpt.model.models import ONE_DEVICE, small_config
+from zero.activations.checkpointed_blocks import ActivationsConfig
+
+STARTS = torch.tensor([0, 1, 6, 16, 31, 32], dtype=torch.int32)  # the second sequence of 16 begins with the fourth
+POSITIONS = torch.cat([torch.arange(n) for n in STARTS.diff()]).unflatten(0, (2, 16))
+TOLERANCE = 1e-13
+
+
+def build(config: ModelConfig, store: str = "none") -> GPT:
+    model = build_model(config, ActivationsConfig(store), ONE_DEVICE, torch.device("cpu"), torch.float64)
+    initialize(model, seed=1)
+    return model
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    tokens = torch.randint(61, (2, 2, 16), generator=torch.Generator().manual_seed(4))
+    targets = tokens[1]
+    targets[0, 5] = targets[1, 15] = -1  # the last tokens of documents
+    return tokens[0], targets
+
+
+def gradients(model: GPT, loss: Tensor) -> list[Tensor]:
+    return [loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))]
+
+
+def one_by_one(model: GPT) -> list[Tensor]:
+    tokens, targets = batch()
+    bounds = [slice(first, stop) for first, stop in zip(STARTS.tolist(), STARTS[1:].tolist(), strict=False)]
+    pairs = [(tokens.flatten()[part][None], targets.flatten()[part][None]) for part in bounds]
+    counted = [(own, words) for own, words in pairs if words.max() >= 0]
+    total = sum(model(own, words) * (words >= 0).sum() for own, words in counted)
+    return gradients(model, total / (targets >= 0).sum())
+
+
+@pytest.mark.parametrize("attention", ["flash", "math"])
+@pytest.mark.parametrize("store", ["none", "selective", "keep"])
+def test_losses_and_gradients_are_those_of_the_documents_one_by_one(attention, store):
+    config = small_config(attention=attention, num_layers=3)
+    model = build(config, store)
+    found = gradients(model, model(*batch(), documents=Documents(POSITIONS, STARTS)))
+    for one, other in zip(found, one_by_one(build(config)), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=TOLERANCE)
+    assert (found[0] - model(*batch())).abs() > 1e-4, "documents that see each other have another loss"
+
+
+def slow_varlen(q, k, v, starts, starts_k, longest, longest_k, *, window_size):
+    """Attend to each document by itself, with the arguments and shapes of torch's function."""
+    assert q.shape == (32, 3, 8)
+    assert (starts_k is starts, longest, longest_k, window_size) == (True, 16, 16, (-1, 0))
+    parts = [part.transpose(0, 1).split(starts.diff().tolist(), dim=1) for part in (q, k, v)]
+    attended = [F.scaled_dot_product_attention(*part, is_causal=True) for part in zip(*parts, strict=True)]
+    return torch.cat(attended, dim=1).transpose(0, 1)
+
+
+def test_the_kernel_of_variable_lengths_gets_the_documents_of_all_sequences(monkeypatch):
+    monkeypatch.setattr(torch_varlen, "varlen_attn", slow_varlen)
+    monkeypatch.setattr("gpt.model.transformer.needs_mask", lambda *_: False)
+    model = build(small_config(num_layers=2))
+    found = gradients(model, model(*batch(), documents=Documents(POSITIONS, STARTS)))
+    for one, other in zip(found, one_by_one(model), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("attention", "head_dim", "dropout", "dtype", "expected"),
+    [
+        ("flash", 64, 0.0, torch.bfloat16, False),
+        ("flash", 64, 0.0, torch.float16, False),
+        ("math", 64, 0.0, torch.bfloat16, True),
+        ("flash", 60, 0.0, torch.bfloat16, True),
+        ("flash", 264, 0.0, torch.bfloat16, True),
+        ("flash", 64, 0.1, torch.bfloat16, True),
+        ("flash", 64, 0.0, torch.float32, True),
+    ],
+)
+def test_the_kernel_of_variable_lengths_runs_where_it_can(attention, head_dim, dropout, dtype, expected, monkeypatch):
+    x = torch.empty(1, dtype=dtype)
+    assert needs_mask(attention, head_dim, dropout, x), "torch has no such kernel for a CPU"
+    monkeypatch.setattr("gpt.model.documents.device_has_kernel", lambda _device: True)
+    assert needs_mask(attention, head_dim, dropout, x) == expected
+
+
+def test_the_log_says_how_documents_are_kept_apart(monkeypatch):
+    config = small_config(dropout=0.0)
+    assert "16^2 scores a sequence; " in describe_documents(config, torch.device("cpu"), torch.bfloat16)
+    monkeypatch.setattr("gpt.model.documents.device_has_kernel", lambda _device: True)
+    assert describe_documents(config, torch.device("cpu"), torch.bfloat16) == "torch.nn.attention.varlen"
+
+
+def test_dropout_and_evaluation_use_the_mask():
+    model = build(small_config(dropout=0.5, num_layers=1))
+    documents = Documents(POSITIONS, STARTS)
+    assert not model(*batch(), documents=documents).equal(model(*batch(), documents=documents))
+    model.eval()
+    loss = model(*batch(), documents=documents)
+    assert loss.equal(model(*batch(), documents=documents))
+    torch.testing.assert_close(loss, one_by_one(model)[0], rtol=0, atol=TOLERANCE)
