@@ -23,6 +23,7 @@ from gpt.settings import LossScaleSettings, OptimizerSettings, ParallelSettings,
 from parallel.errors import ConfigError
 from parallel.instruments.memory_tracker import allocate_buffer
 from parallel.mesh import Axis, Mesh
+from parallel.tensor.context import check_context
 from parallel.tensor.layers import part_of, split_dims
 from parallel.tensor.softmax import inductor_works
 from parallel.tensor.token_layout import ReplicatedTokens, SplitTokens, TokenLayout
@@ -88,6 +89,7 @@ def build_mesh(settings: Settings, world: World) -> Mesh:
         settings.parallel.tensor_size,
         world.device.type,
         shard_size=settings.parallel.shard_size,
+        context_size=settings.parallel.context_size,
         imitated_backend=world.imitated_backend,
         allocate=allocate_buffer,
     )
@@ -96,10 +98,18 @@ def build_mesh(settings: Settings, world: World) -> Mesh:
         family_of(settings.model)  # for its ConfigError, as below
     replicas = token_layout(settings.parallel, mesh).replicas
     check_replicas(settings.activations, replicas)
-    check_batch_sizes(settings.train.batch, mesh.data.size)
-    num_tokens = settings.train.micro_batch_size * settings.model.seq_length
+    check_batch_sizes(settings.train.batch, mesh.num_batch_ranks)
+    num_kv_heads, seq_length = max(1, settings.model.kv_heads // mesh.tensor.size), settings.model.seq_length
+    sizes = {"heads of keys and values of a tensor rank": num_kv_heads, "tokens of a sequence": seq_length}
+    check_context(mesh.context, sizes)
+    if mesh.context.size > 1 and settings.data.mask_documents:
+        raise ConfigError(
+            f"data.mask_documents=true does not go with parallel.context_size={mesh.context.size}: the ranks of a "
+            "context would count other tokens; choose parallel.context_size=1"
+        )
+    num_tokens = settings.train.micro_batch_size * seq_length // mesh.context.size
     if settings.parallel.sequence_parallel:
-        part_of(num_tokens, mesh.tensor, "train.micro_batch_size x model.seq_length")
+        part_of(num_tokens, mesh.tensor, "the tokens of a micro-batch")
     # For its ConfigError: it raises one if warm-up and decay overlap.
     learning_rate(settings.schedule, settings.optimizer.lr, 0, settings.train.steps)
     check_host_memory(settings.with_gradient_types(mesh.data.size), mesh, replicas, world)
@@ -123,8 +133,9 @@ def check_tensor_groups(settings: ParallelSettings, world: World) -> None:
 
 
 def token_layout(settings: ParallelSettings, mesh: Mesh) -> TokenLayout:
-    """Return the layout of the residual stream's tokens over the tensor ranks."""
-    return SplitTokens(mesh.tensor) if settings.sequence_parallel else ReplicatedTokens(mesh.tensor)
+    """Return the layout of the residual stream's tokens over the tensor and the context ranks."""
+    layout = SplitTokens if settings.sequence_parallel else ReplicatedTokens
+    return layout(mesh.tensor, mesh.context)
 
 
 def build(settings: Settings, mesh: Mesh, device: torch.device) -> TrainState:

@@ -91,8 +91,8 @@ def _loader(samples: Samples, model: ModelConfig, train: TrainSettings, mesh: Me
     return BatchLoader(
         samples,
         micro_batch_size=train.micro_batch_size,
-        data_rank=mesh.data.rank,
-        data_size=mesh.data.size,
+        data_rank=mesh.batch_rank,
+        data_size=mesh.num_batch_ranks,
         vocab_size=model.vocab_size,
         pin_memory=world.device.type == "cuda",
     )

@@ -181,8 +181,9 @@ def load_model(settings: Settings, weights: str | None, world: World) -> tuple[T
     """Return the model, and the folder that its weights were read from.
 
     That is the folder `weights`, of exported weights, or if it is None the checkpoint that `checkpoint.resume` selects.
-    Raises ConfigError if there is no such checkpoint.
+    Each rank computes whole sequences. Raises ConfigError if there is no such checkpoint.
     """
+    settings = replace(settings, parallel=replace(settings.parallel, context_size=1))
     if weights:
         settings = replace(settings, train=replace(settings.train, initial_weights=weights))
         return build(settings, build_mesh(settings, world), world.device), weights
@@ -247,7 +248,7 @@ def evaluate_text(arguments: list[str]) -> Score:
         micro_batch_size=settings.train.micro_batch_size,
     )
     RunConsole(is_quiet=not world.is_first).say(
-        f"{origin}: perplexity {score.perplexity:.4f} per word, {score.token_perplexity:.4f} per token "
+        f"{origin}\nperplexity {score.perplexity:,.6g} per word, {score.token_perplexity:,.6g} per token "
         f"({score.num_words:,} words, {score.num_tokens:,} tokens)"
     )
     return score

@@ -33,6 +33,9 @@ class ParallelSettings:
     """Ranks that share one copy of the model by tensor parallelism; they should be on one node."""
     sequence_parallel: bool = False
     """Split the tokens of norms, dropout and residuals over the tensor ranks, instead of repeating the work on each."""
+    context_size: Ranks = 1
+    """Data-parallel ranks that divide the tokens of each sequence among them. Attention exchanges heads for tokens, so
+    this must divide the heads of a tensor rank; for sequences too long for the memory of one GPU."""
     shard_size: Ranks | None = None
     """Data-parallel ranks over which ZeRO shards the model states; each such group is a replica of the others. null:
     all data-parallel ranks."""
@@ -363,7 +366,7 @@ class Settings:
 
     def with_gradient_types(self, data_size: int) -> "Settings":
         """Return these settings with the types of gradients that null stands for on `data_size` data-parallel ranks."""
-        accumulates = self.train.num_micro_batches(data_size) > 1
+        accumulates = self.train.num_micro_batches(data_size // self.parallel.context_size) > 1
         zero = self.zero.with_gradient_types(self.train.dtype, accumulates=accumulates)
         return replace(self, zero=zero)
 

@@ -272,7 +272,7 @@ class Trainer:
     def _evaluate(self) -> dict[str, float]:
         """Return the loss and the perplexity on the validation split. All ranks call it."""
         assert self._corpus.validation is not None
-        samples_at_once = self._settings.train.micro_batch_size * self._state.mesh.data.size
+        samples_at_once = self._settings.train.micro_batch_size * self._state.mesh.num_batch_ranks
         num_samples = math.ceil(self._settings.train.eval_samples / samples_at_once) * samples_at_once
         (micro_batches,) = self._corpus.validation.steps([(0, num_samples)])
         on_device = (batch.to(self._state.device, non_blocking=True) for batch in micro_batches)
@@ -304,7 +304,7 @@ class Trainer:
             from gpt.monitor.plot import plot_loss  # imported here, because only the first rank needs matplotlib
 
             plot_loss(records, plot)
-            self._console.say(f"{plot} shows the loss; all files of the run are in {self._folder}")
+            self._console.say(f"{LOSS_PLOT} and all other files of the run are in {self._folder}")
         return records[-1]
 
     def _on_save(self, checkpoint: Path) -> None:

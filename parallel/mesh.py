@@ -141,6 +141,20 @@ class Axis:
         as_bytes = tensor.view(-1).view(torch.uint8)  # gloo does not support every dtype
         return self._launch(event, self._broadcast, as_bytes, as_bytes)
 
+    def all_to_all(
+        self, sent: Tensor, sent_numels: Sequence[int], *, out: Tensor, out_numels: Sequence[int], total_numel: int
+    ) -> Handle:
+        """Send a part of the flat tensor to each rank, and write the parts that they send to `out`, by rank.
+
+        `sent_numels` are the elements for each rank, `out_numels` those from each rank, and `total_numel` those that
+        all ranks send, themselves included: the ranks may send different numbers, and 0.
+        """
+        if self.size == 1:
+            return _copy(sent, out)
+        numels = total_numel, sent.numel() - sent_numels[self.rank]
+        event = self.log.record("all_to_all", self.name, self.size, sent, uneven_numels=numels)
+        return self._launch(event, partial(self._all_to_all, sent_numels, out_numels), sent, out)
+
     @property
     def backend(self) -> str | None:
         """The backend that communicates, or that a fake process group stands for; None if the axis has one rank."""
@@ -185,6 +199,16 @@ class Axis:
 
     def _broadcast(self, _tensor: Tensor, out: Tensor) -> Callable[[], object]:
         return dist.broadcast(out, group=self.group, group_src=0, async_op=True).wait
+
+    def _all_to_all(
+        self, sent_numels: Sequence[int], out_numels: Sequence[int], sent: Tensor, out: Tensor
+    ) -> Callable[[], object]:
+        if self._is_gloo:
+            parts, own_parts = sent.split(list(sent_numels)), out.split(list(out_numels))
+            own_parts[self.rank].copy_(parts[self.rank])
+            return self._exchange(parts, own_parts).wait
+        exchange = _first_named("all_to_all_single")
+        return exchange(out, sent, list(out_numels), list(sent_numels), group=self.group, async_op=True).wait
 
     def broadcast_copy(self, tensor: Tensor) -> Tensor:
         """Return the first rank's values of the tensor, contiguous, on its `communication_device`.
@@ -241,24 +265,29 @@ class Axis:
         """Send `sent[k]` to every other rank k and fill `received[k]` with what rank k sends.
 
         Messages between two ranks are matched in the order in which they are launched, so all ranks must launch their
-        exchanges in the same order.
+        exchanges in the same order. An empty message is not sent, and both ranks know it.
         """
         peers = [rank for rank in range(self.size) if rank != self.rank]
-        messages = [dist.P2POp(dist.irecv, received[peer], group=self.group, group_peer=peer) for peer in peers]
-        messages += [dist.P2POp(dist.isend, sent[peer], group=self.group, group_peer=peer) for peer in peers]
-        return Handle(*(work.wait for work in dist.batch_isend_irecv(messages)))
+        messages = [
+            dist.P2POp(dist.irecv, received[p], group=self.group, group_peer=p) for p in peers if len(received[p])
+        ]
+        messages += [dist.P2POp(dist.isend, sent[p], group=self.group, group_peer=p) for p in peers if len(sent[p])]
+        works = dist.batch_isend_irecv(messages) if messages else []
+        return Handle(*(work.wait for work in works))
 
 
 @dataclass(frozen=True)
 class Mesh:
     """The grid of ranks: rank = data.rank * tensor.size + tensor.rank.
 
-    A tensor group is a run of consecutive ranks, which a launcher places on one node.
+    A tensor group is a run of consecutive ranks, which a launcher places on one node. The ranks of `context` are
+    consecutive ranks of the data axis, which have the same sequences.
     """
 
     data: Axis
     tensor: Axis
     log: CommLog
+    context: Axis = field(default_factory=partial(Axis.trivial, "context"))
 
     @classmethod
     def create(
@@ -269,6 +298,7 @@ class Mesh:
         shard_size: int | None = None,
         imitated_backend: str | None = None,
         allocate: Allocate = new_buffer,
+        context_size: int = 1,
     ) -> "Mesh":
         """Create the axes from the ranks of torch's default process group, or from this process alone if there is none.
 
@@ -278,32 +308,45 @@ class Mesh:
         """
         log = log or CommLog()
         world_size = dist.get_world_size() if dist.is_initialized() else 1
-        data_size = _data_size(world_size, tensor_size, shard_size)
+        data_size = _data_size(world_size, tensor_size, shard_size, context_size)
         if world_size == 1:
-            return cls(Axis.trivial("data", log), Axis.trivial("tensor", log), log)
+            data, tensor, context = (Axis.trivial(name, log) for name in ("data", "tensor", "context"))
+            return cls(data, tensor, log, context)
         inner = shard_size or data_size
-        sizes = {"replica": data_size // inner, "shard": inner, "tensor": tensor_size}
+        sizes = {"replica": data_size // inner, "group": inner // context_size}
+        sizes |= {"context": context_size, "tensor": tensor_size}
         sizes = {name: size for name, size in sizes.items() if size > 1}  # a group of one would start useless threads
         # Creating a group is a collective, so all ranks create theirs in the same order: first the groups of the mesh,
-        # last the flattened one below.
+        # last the flattened ones below.
         groups = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
-        def axis(name: str, group: dist.ProcessGroup, parts: tuple[Axis, Axis] | None = None) -> Axis:
+        def axis(name: str, *dims: str) -> Axis:
+            """Return the axis of the ranks that differ in these dims of the mesh."""
+            own = tuple(dim for dim in dims if dim in sizes)
+            if not own:
+                return Axis.trivial(name, log)
+            group = groups.get_group(own[0]) if len(own) == 1 else flatten_mesh(groups[own], name)
             size, rank = dist.get_world_size(group), dist.get_rank(group)
             take_default_timeout(group)
-            return Axis(name, size, rank, log, group, parts, imitated_backend, ReceiveBuffers(allocate))
+            return Axis(name, size, rank, log, group, None, imitated_backend, ReceiveBuffers(allocate))
 
-        def part(name: str) -> Axis:
-            return axis(name, groups.get_group(name)) if name in sizes else Axis.trivial(name, log)
-
-        shard, replica, tensor = part("shard"), part("replica"), part("tensor")
-        if replica.size == 1:
-            data = replace(shard, name="data", parts=(shard, replica) if shard_size else None)
-        elif shard.size == 1:
-            data = replace(replica, name="data", parts=(shard, replica))
+        replica, context, tensor = (axis(name, name) for name in ("replica", "context", "tensor"))
+        shard = axis("shard", "group", "context")
+        if replica.size == 1 or shard.size == 1:
+            data = replace(shard if replica.size == 1 else replica, name="data")
         else:
-            data = axis("data", flatten_mesh(groups["replica", "shard"], "data"), (shard, replica))
-        return cls(data, tensor, log)
+            data = axis("data", "replica", "group", "context")
+        return cls(replace(data, parts=(shard, replica) if shard_size else None), tensor, log, context)
+
+    @property
+    def num_batch_ranks(self) -> int:
+        """The number of data-parallel ranks that have different sequences."""
+        return self.data.size // self.context.size
+
+    @property
+    def batch_rank(self) -> int:
+        """The number of this rank among those that have different sequences, the same for all ranks of a context."""
+        return self.data.rank // self.context.size
 
     @property
     def rank(self) -> int:
@@ -319,8 +362,8 @@ class Mesh:
             dist.barrier()
 
 
-def _data_size(world_size: int, tensor_size: int, shard_size: int | None) -> int:
-    """Return the size of the data axis. Raises ConfigError if `tensor_size` or `shard_size` does not divide."""
+def _data_size(world_size: int, tensor_size: int, shard_size: int | None, context_size: int) -> int:
+    """Return the size of the data axis. Raises ConfigError if one of the other sizes does not divide."""
     if tensor_size < 1 or world_size % tensor_size:
         divisors = [str(n) for n in range(1, world_size + 1) if world_size % n == 0]
         raise ConfigError(
@@ -333,6 +376,10 @@ def _data_size(world_size: int, tensor_size: int, shard_size: int | None) -> int
             f"shard_size={shard_size} does not divide the {data_size} data-parallel ranks; "
             "choose a divisor, or null to shard over all of them"
         )
+    divided = shard_size or data_size
+    if context_size < 1 or divided % context_size:
+        of_ranks = "data-parallel ranks" if shard_size is None else "ranks of a shard group"
+        raise ConfigError(f"context_size={context_size} does not divide the {divided} {of_ranks}; choose a divisor")
     return data_size
 
 

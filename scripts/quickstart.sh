@@ -11,7 +11,7 @@ source scripts/setup.sh
 # Train a tokenizer on the text and encode the text with it, once.
 data=runs/quickstart/data/stdlib
 if [[ ! -f $data.idx ]]; then # written last: if it exists, the data is complete
-    echo "== data: learning a vocabulary of 8192 and encoding the standard library into $data.bin"
+    echo "== data: learning a vocabulary of 8192 and encoding the standard library"
     python -m data.prepare --source stdlib --output "$data" --train_vocab_size 8192
 fi
 
@@ -26,7 +26,7 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(((num_cores + num_ranks - 1) / num_r
 echo "== training: $num_ranks ranks"
 torchrun --standalone --nproc_per_node="$num_ranks" pretrain_gpt.py --config configs/quickstart.yaml "$@"
 
-echo "== done: the text that the model wrote is above; runs/quickstart, or your --run.dir, contains"
+echo "== done: the text that the model wrote is above; the folder of the run has"
 echo "   loss.png        the loss over the steps"
-echo "   metrics.jsonl   a line for each logged step: loss, throughput, memory, traffic"
+echo "   metrics.jsonl   for each logged step: loss, throughput, memory, traffic"
 echo "   config.yaml     every setting, to run it again"

@@ -30,6 +30,7 @@ from zero.engine import ZeroDataParallel
 from zero.loss_scale import LossScale, SkippedStepsError
 from zero.offload.placement import OffloadConfig
 from zero.optimizer import ZeroOptimizer
+from zero.optimizers.muon import Muon
 from zero.sharded_init import ShardedInit
 from zero.state.checkpoint import Saver, has_checkpoint, load, save
 from zero.state.export import export
@@ -44,6 +45,7 @@ __all__ = [
     "DivergedRanks",
     "GradientAccessError",
     "LossScale",
+    "Muon",
     "OffloadConfig",
     "SaveError",
     "Saver",

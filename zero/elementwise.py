@@ -1,7 +1,8 @@
 """A torch optimizer that updates some of its parameters at a time, and a check that this gives the same results.
 
-Shards ignore parameter boundaries, so the update of an element must not depend on other elements. This is true of Adam
-and SGD. LAMB, Muon and Adafactor compute with whole parameters: on shards they would silently train differently.
+Shards ignore parameter boundaries, so the update of an element must not depend on other elements, unless the optimizer
+declares another atom (`zero/optimizers/atoms.py`). This is true of Adam and SGD. LAMB, Adafactor and torch's Muon
+compute with whole parameters: on shards they would silently train differently.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -15,6 +16,8 @@ from torch.optim import Optimizer
 from parallel.errors import ConfigError
 from parallel.instruments.fake_tensors import real_tensors
 from zero.layout import cut
+from zero.optimizers.atoms import Atom, atom_of
+from zero.optimizers.matrix_optimizer import MatrixOptimizer
 
 MIN_ALLOCATION_BYTES = 512  # that CUDA's allocator takes for any smaller tensor
 PROBE_SHAPE, NUM_PROBE_STEPS = (6, 8), 3
@@ -160,56 +163,83 @@ def number_groups(groups: list[dict[str, Any]], known: set[nn.Parameter]) -> dic
 
 
 @real_tensors()
-def probe_elementwise(
+def probe_atoms(
     optimizer: type[Optimizer],
     settings: dict[str, Any],
     device: torch.device,
     groups: Sequence[dict[str, Any]] = ({},),
-) -> float:
+) -> list[float]:
     """Check that an optimizer gives the same result for small parameters as a whole and for two flat pieces of each.
 
-    There is a parameter for each of `groups`, which has the group's settings. Return the largest number of bytes of
-    state for each element of a parameter in fp32. Raises ConfigError if the results differ, or if the optimizer refuses
-    flat pieces.
+    The pieces are stepped as the atom requires that the optimizer declares for each of `groups`, whose settings a
+    parameter has. Return, for each group, the bytes of state for each element of a parameter in fp32. Raises
+    ConfigError if the results differ, or if the optimizer refuses flat pieces.
     """
-    groups = _distinct_settings(groups)
+    probed, numbers = _distinct_settings(groups)
     settings = _with_large_rate(settings)
-    wholes = [_random(number)[0].to(device) for number in range(len(groups))]
+    wholes = [_random(number)[0].to(device) for number in range(len(probed))]
     params = [nn.Parameter(whole.clone()) for whole in wholes]
     pieces = [
         Piece(nn.Parameter(cut(w.flatten(), part).clone()), part, n) for n, w in enumerate(wholes) for part in HALVES
     ]
     name = getattr(optimizer, "__name__", str(optimizer))
     try:
-        inner = optimizer([group | {"params": [p]} for group, p in zip(groups, params, strict=True)], **settings)
-        in_pieces = [g | {"params": [p.param for p in pieces if p.group == n]} for n, g in enumerate(groups)]
+        inner = optimizer([group | {"params": [p]} for group, p in zip(probed, params, strict=True)], **settings)
+        in_pieces = [g | {"params": [p.param for p in pieces if p.group == n]} for n, g in enumerate(probed)]
         bucketed = BucketedOptimizer(optimizer(in_pieces, **settings))
         for step in range(1, NUM_PROBE_STEPS + 1):
-            grads = [_random(number)[step].to(device) for number in range(len(groups))]
+            grads = [_random(number)[step].to(device) for number in range(len(probed))]
             for param, grad in zip(params, grads, strict=True):
                 param.grad = grad.clone()
             inner.step()
-            bucketed.begin_round()
-            for piece in pieces:
-                bucketed.step([([piece], grads[piece.group].flatten().clone())])
-            bucketed.end_round()
+            _step_pieces(bucketed, pieces, grads)
     except AssertionError as error:
         raise ConfigError(f"optimizer {name} does not work on {device.type}: {error}; change its settings") from error
     except (RuntimeError, TypeError, ValueError) as error:
         raise ConfigError(
-            f"optimizer {name} cannot step flat pieces of parameters: {error}; choose an optimizer such as AdamW, Adam "
-            "or SGD"
+            f"optimizer {name} cannot step flat pieces of parameters: {error}; choose an optimizer such as AdamW, "
+            "SGD or zero's Muon"
         ) from error
+    _check_equal(name, params, pieces)
+    states = [[v for v in inner.state[p].values() if isinstance(v, Tensor) and v.numel() == p.numel()] for p in params]
+    return [float(sum(state.element_size() for state in states[number])) for number in numbers]
+
+
+def _check_equal(name: str, params: Sequence[nn.Parameter], pieces: Sequence[Piece]) -> None:
     for number, param in enumerate(params):
         joined = torch.cat([piece.param.detach() for piece in pieces if piece.group == number])
         if not torch.allclose(param.detach().flatten(), joined, rtol=1e-5, atol=1e-7):
             raise ConfigError(
                 f"optimizer {name} is not element-wise: it updates a {PROBE_SHAPE[0]} x {PROBE_SHAPE[1]} parameter "
                 "differently as a whole and in 2 pieces, so its states cannot be partitioned; choose an optimizer such "
-                "as AdamW, Adam or SGD"
+                "as AdamW, SGD or zero's Muon"
             )
-    states = ([v for v in inner.state[p].values() if isinstance(v, Tensor) and v.numel() == p.numel()] for p in params)
-    return float(max(sum(state.element_size() for state in found) for found in states))
+
+
+def _step_pieces(bucketed: BucketedOptimizer, pieces: Sequence[Piece], grads: Sequence[Tensor]) -> None:
+    """Step pieces of whole parameters: element by element one after the other, those of a matrix in its steps."""
+    inner = bucketed.inner
+    bucketed.begin_round()
+    for number, grad in enumerate(grads):
+        group, own = inner.param_groups[number], [piece for piece in pieces if piece.group == number]
+        if atom_of(inner, group) is Atom.ELEMENT:
+            for piece in own:
+                bucketed.step([([piece], grad.flatten().clone())])
+        else:
+            _step_matrix(inner, group, own, grad)
+    bucketed.end_round()
+
+
+@torch.no_grad()
+def _step_matrix(inner: Optimizer, group: dict[str, Any], pieces: Sequence[Piece], grad: Tensor) -> None:
+    assert isinstance(inner, MatrixOptimizer)
+    for piece in pieces:
+        inner.prepare(piece.param)
+    sent = [inner.direction(piece.param, cut(grad.flatten(), piece.elements).clone(), group) for piece in pieces]
+    update = inner.transform(torch.cat(sent).to(inner.message_dtype).view(grad.shape), group).flatten()
+    for piece in pieces:
+        inner.decay(piece.param, group)
+        inner.add(piece.param, cut(update, piece.elements), group, (grad.shape[0], grad.shape[1]))
 
 
 def _random(seed: int) -> Tensor:
@@ -223,7 +253,9 @@ def _with_large_rate(settings: dict[str, Any]) -> dict[str, Any]:
     return settings | {"lr": 1e-2} if "lr" in settings else settings
 
 
-def _distinct_settings(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the settings of parameter groups, each only once."""
+def _distinct_settings(groups: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[int]]:
+    """Return the settings of parameter groups, each only once, and for each group the number of its settings."""
     found = [_with_large_rate(_settings(group)) for group in groups]
-    return list({repr(sorted(settings.items(), key=str)): settings for settings in found}.values())
+    keys = [repr(sorted(settings.items(), key=str)) for settings in found]
+    distinct = dict(zip(keys, found, strict=True))
+    return list(distinct.values()), [list(distinct).index(key) for key in keys]

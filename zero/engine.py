@@ -346,7 +346,12 @@ class ZeroDataParallel(nn.Module):
 
 
 def check_module(module: nn.Module, data: Axis) -> None:
-    """Raise ValueError if a module cannot be wrapped."""
+    """Raise TypeError if `data` is not an axis, and ValueError if the module cannot be wrapped."""
+    given: object = data
+    if not isinstance(given, Axis):
+        raise TypeError(
+            f"ZeroDataParallel takes an axis, such as `mesh.data`, not an object of class {type(given).__name__}"
+        )
     if next(module.parameters(), None) is None:
         raise ValueError(f"{type(module).__name__} has no parameters; there is nothing to train in parallel")
     for name, param in module.named_parameters():

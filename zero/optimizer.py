@@ -11,7 +11,7 @@ steps that are recorded.
 """
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,17 +24,19 @@ from parallel.mesh import Axis, Handle
 from parallel.tensor.gradient_sums import GradientSums, set_deferred
 from parallel.tensor.layers import split_dims
 from zero.bucket import Bucket
-from zero.elementwise import BucketedOptimizer, Piece, as_groups, check_class, number_groups, probe_elementwise
+from zero.elementwise import BucketedOptimizer, Piece, as_groups, check_class, number_groups, probe_atoms
 from zero.engine import ZeroDataParallel
 from zero.flat import FlatParameters
 from zero.grad_norm import GradNorm
 from zero.layout import cut
 from zero.loss_scale import LossScale, SkippedSteps
 from zero.offload.placement import Placement
+from zero.optimizers.matrix_updates import MatrixUpdates
 from zero.stage import Lifetime
 from zero.torch_internals import foreach_copy_, foreach_mul_
 from zero.written_parameters import WrittenParameters
 
+Scales = dict[Placement, tuple[Tensor, Tensor]]  # (clip coefficient, flag of a skipped step) in each memory
 GROUPED_SHARE = 8  # shards are updated together up to this part of the elements of a bucket
 
 
@@ -82,7 +84,8 @@ class ZeroOptimizer:
         groups = as_groups(model.module.parameters() if groups is None else groups)
         group_of = number_groups(groups, set(model.module.parameters()))
         self._params = self._trainable(group_of)
-        self.state_bytes_per_element = probe_elementwise(optimizer, settings, first, groups)
+        self._state_bytes = probe_atoms(optimizer, settings, first, groups)  # of an element in fp32, by group
+        self._group_of = {param: group_of[param] for param in self._params}
         owned = self._owned = _owned_parts(self._flats, group_of)
         for bucket in owned:
             bucket.place_master(bucket.optimizer_placement)
@@ -93,6 +96,9 @@ class ZeroOptimizer:
         pieces = [piece for pieces in self._pieces.values() for piece in pieces]
         groups = [group | {"params": [p.param for p in pieces if p.group == n]} for n, group in enumerate(groups)]
         self._bucketed = BucketedOptimizer(optimizer(groups, **settings))
+        self.matrices = MatrixUpdates(
+            self.inner, model.module, self._flats, self._pieces, group_of, (model.shard_axis, tensor), self._offload
+        )
         split = {model.module.get_parameter(name) for name in split_dims(model.module)}
         self.grad_norm = GradNorm(owned, self._params, (model.shard_axis, tensor), split, self.loss_scale.scale)
         self._sums = self._deferred_sums(model.module) if tensor.size > 1 else []
@@ -105,6 +111,12 @@ class ZeroOptimizer:
     def inner(self) -> torch.optim.Optimizer:
         """The torch optimizer, whose parameters are the owned pieces; set learning rates in its `param_groups`."""
         return self._bucketed.inner
+
+    @property
+    def state_bytes_per_element(self) -> float:
+        """The bytes of the optimizer's states for each element in fp32, in the mean over the parameters."""
+        state_bytes = sum(self._state_bytes[number] * param.numel() for param, number in self._group_of.items())
+        return state_bytes / sum(param.numel() for param in self._group_of)
 
     @property
     def tensor(self) -> Axis:
@@ -167,7 +179,8 @@ class ZeroOptimizer:
     def bytes_to_place(self, bucket: Bucket) -> int:
         """Return the memory that `place` would allocate on the accelerator, without the cast buffer."""
         # An optimizer that has skipped every step so far has not made its moments yet.
-        expected = round(bucket.master.nbytes * self.state_bytes_per_element / 4)
+        per_byte = ((len(piece.elements), self._state_bytes[piece.group] / 4) for piece in self._pieces[bucket])
+        expected = round(sum(numel * bytes_each for numel, bytes_each in per_byte) * bucket.master.itemsize)
         moments = max(self._bucketed.state_bytes(self._pieces[bucket]), expected)
         needs_own_master = bucket.master.dtype != bucket.params.owned.dtype or bucket.params.placement is Placement.HOST
         gradient = 0 if bucket.grads.persists else bucket.grads.owned.nbytes  # else a part of the full gradients
@@ -230,23 +243,42 @@ class ZeroOptimizer:
             flat.reshard()
         self.take_changes()
         self._bucketed.begin_round()
+        scales = {p: _on(self._offload.device_of(p), coefficient, skip) for p in Placement if self._groups[p]}
+        self.matrices.begin()
+        for buckets in self._groups_in_order(scales, with_matrices=True):
+            self._update(buckets, scales)
+        self.matrices.send()
         published: dict[Bucket, Handle] = {}
-        # The accelerator first: each rank has placed a prefix of the buckets there, perhaps of another length, so that
-        # all ranks launch their all-gathers in the order of the layout.
-        for placement in (Placement.ACCELERATOR, Placement.HOST):
-            device = self._offload.device_of(placement)
-            if groups := self._groups[placement]:
-                here = coefficient.to(device)
-                if self._takes_found_inf:
-                    self.inner.found_inf = skip.to(device)  # type: ignore[attr-defined]
-                for buckets in groups:
-                    self._update(buckets, here)
-                    published |= {bucket: self._publish(bucket) for bucket in buckets}
+        for buckets in self._groups_in_order(scales, with_matrices=False):
+            self._update(buckets, scales)
+            published |= {bucket: self._publish(bucket) for bucket in buckets}
+        self._set_flag(skip)
+        self.matrices.compute()
+        for buckets in self._groups_in_order(scales, with_matrices=True):
+            for bucket in buckets:
+                self.matrices.apply(bucket)
+                published[bucket] = self._publish(bucket)
+        self.matrices.end()
         self._bucketed.end_round()
         # A backward whose forward has run before this update must raise, as in torch.
         torch.autograd.graph.increment_version(self._params)
         self._written.restart()
         self._finish_gathers(published)
+
+    def _groups_in_order(self, scales: Scales, *, with_matrices: bool) -> Iterator[list[Bucket]]:
+        """Iterate over the groups of buckets that are updated together, with or without matrices.
+
+        The accelerator's come first: each rank has placed a prefix of the buckets there, perhaps of another length, so
+        that all ranks launch their all-gathers in the order of the layout.
+        """
+        for placement, (_, skip) in scales.items():
+            self._set_flag(skip)
+            yield from (g for g in self._groups[placement] if (g[0] in self.matrices) is with_matrices)
+
+    def _set_flag(self, skip: Tensor) -> None:
+        """Let the optimizer skip its updates if `skip` is not zero, if it takes such a flag."""
+        if self._takes_found_inf:
+            self.inner.found_inf = skip  # type: ignore[attr-defined]
 
     def _finish_gathers(self, published: dict[Bucket, Handle]) -> None:
         """Wait for the gathers of updated parameters, or let the first module that reads them wait."""
@@ -258,7 +290,7 @@ class ZeroOptimizer:
                 for gather in gathers.values():
                     gather.wait()
 
-    def _update(self, buckets: Sequence[Bucket], coefficient: Tensor) -> None:
+    def _update(self, buckets: Sequence[Bucket], scales: Scales) -> None:
         """Step the torch optimizer for a group of buckets.
 
         Their gradients are cast to the master weights' dtype first, into one buffer, or are all used as they are.
@@ -274,9 +306,12 @@ class ZeroOptimizer:
                 is_shared = self._is_shared[bucket]
                 scaled += [cut(grad, piece.elements) for piece in self._pieces[bucket]] if is_shared else [grad]
         if scaled:
-            foreach_mul_(scaled, coefficient)
+            foreach_mul_(scaled, scales[placement][0])
         with allocating(TensorKind.MOMENTS, on_host=placement is Placement.HOST):  # in the optimizer's first step
-            self._bucketed.step([(self._pieces[bucket], grad) for bucket, grad in zip(buckets, grads, strict=True)])
+            elements = [self.matrices.other_pieces[bucket] for bucket in buckets]
+            self._bucketed.step(list(zip(elements, grads, strict=True)))
+        for bucket, grad in zip(buckets, grads, strict=True):
+            self.matrices.prepare(bucket, grad)
 
     def _publish(self, bucket: Bucket) -> Handle:
         """Copy master weights to the owned parameters, wherever either is placed, and all-gather what was updated."""
@@ -310,7 +345,7 @@ class ZeroOptimizer:
         self._groups: dict[Placement, list[list[Bucket]]] = {}
         self.cast_buffers: dict[Placement, Tensor] = {}
         for placement in Placement:
-            groups = self._groups[placement] = _consecutive(self._buckets_on(placement), limit)
+            groups = self._groups[placement] = _consecutive(self._buckets_on(placement), limit, self.matrices)
             if cast := [group for group in groups if group[0].casts_gradient]:
                 largest = max(cast, key=_owned_numel)
                 self.cast_buffers[placement] = self._offload.new(
@@ -318,19 +353,27 @@ class ZeroOptimizer:
                 )
 
 
+def _on(device: torch.device, coefficient: Tensor, skip: Tensor) -> tuple[Tensor, Tensor]:
+    return coefficient.to(device), skip.to(device)
+
+
 def _owned_numel(buckets: Iterable[Bucket]) -> int:
     return sum(bucket.master.numel() for bucket in buckets)
 
 
-def _consecutive(buckets: Sequence[Bucket], limit: int) -> list[list[Bucket]]:
-    """Group buckets of the same types, in order, with at most `limit` owned elements unless a bucket has more."""
+def _consecutive(buckets: Sequence[Bucket], limit: int, matrices: MatrixUpdates) -> list[list[Bucket]]:
+    """Group buckets of the same types, in order, with at most `limit` owned elements unless a bucket has more.
+
+    Buckets with matrices are apart from others.
+    """
+
+    def kind(bucket: Bucket) -> tuple[object, ...]:
+        return bucket.casts_gradient, bucket.master.dtype, bucket in matrices
+
     groups: list[list[Bucket]] = []
     for bucket in buckets:
         last = groups[-1] if groups else []
-        is_alike = bool(last) and (last[0].casts_gradient, last[0].master.dtype) == (
-            bucket.casts_gradient,
-            bucket.master.dtype,
-        )
+        is_alike = bool(last) and kind(last[0]) == kind(bucket)
         if is_alike and _owned_numel([*last, bucket]) <= limit:
             last.append(bucket)
         else:

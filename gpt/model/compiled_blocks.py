@@ -29,10 +29,12 @@ def compile_blocks(
     """Compile what each block computes in training, as one graph, or two.
 
     If blocks are computed again in backward, the last product of each stays outside: inside a graph, it could not be
-    left out there. Attention stays outside if a tensor rank draws random numbers of its own for its dropout: a graph
-    ends before it and another begins after it. With `may_break`, graphs also end where something cannot be traced.
+    left out there. Attention stays outside if a tensor rank draws random numbers of its own for its dropout, or if its
+    heads are exchanged over a context: a graph ends before it and another begins after it. With `may_break`, graphs
+    also end where something cannot be traced.
     """
     draws_apart = model.config.dropout > 0 and model.tokens.axis.size > 1
+    attends_outside = draws_apart or model.tokens.context.size > 1
     make_traceable(model.blocks, model.tokens)
 
     def compiled(method: Callable[..., Any], block: Block) -> Callable[..., Any]:
@@ -41,7 +43,7 @@ def compile_blocks(
     for block in model.blocks:
         assert isinstance(block, Block)
         finish = block.finish if recomputes == "blocks" else None
-        if draws_apart:
+        if attends_outside:
             before = compiled(_before_heads, block)
             after = compiled(_after_heads if finish else _after_heads_to_end, block)
             function: Callable[..., Any] = partial(_around_attention, block.attention.attend, before, after)

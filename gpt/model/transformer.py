@@ -24,6 +24,7 @@ from gpt.model.documents import Documents, needs_mask
 from gpt.model.rotary import Rotation, rotated, tables
 from parallel.blocks import RunBlocks, run_in_order
 from parallel.mesh import Axis
+from parallel.tensor.context import over_context, own_stretch, whole_sequences
 from parallel.tensor.gradient_sums import GradientSums
 from parallel.tensor.heads import GroupedHeads, PackedHeads
 from parallel.tensor.initial_values import fill_normal
@@ -124,7 +125,7 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig, tokens: TokenLayout, norm: type[nn.Module] = nn.LayerNorm):
         super().__init__()
-        self.dropout, self.axis = config.dropout, tokens.axis
+        self.dropout, self.axis, self.context = config.dropout, tokens.axis, tokens.context
         self.kernel: Kernel = ATTENTION_KERNELS[config.attention]
         width, num_heads, head_dim = config.hidden_size, config.num_heads, config.head_size
         if config.kv_heads < num_heads:
@@ -157,7 +158,7 @@ class Attention(nn.Module):
         """Run the kernel, with another mask of dropout on each rank."""
         probability = self.dropout if self.training else 0.0
         with own_random_stream(self.axis) if probability else nullcontext():
-            return self.kernel(q, k, v, probability, documents)
+            return over_context(self.kernel, self.context)(q, k, v, probability, documents)
 
 
 def gelu(up: Tensor) -> Tensor:
@@ -179,8 +180,9 @@ class MLP(nn.Module):
 
     def __init__(self, config: ModelConfig, tokens: TokenLayout):
         super().__init__()
-        rows, self.activation = ROWS_PER_UNIT[config.mlp] * config.mlp_size, ACTIVATIONS[config.mlp]
-        self.up = ColumnParallelLinear(config.hidden_size, rows, tokens, config.biases)
+        num_rows, self.activation = ROWS_PER_UNIT[config.mlp], ACTIVATIONS[config.mlp]
+        self.packed_rows = {"up.weight": (1,) * num_rows} if num_rows > 1 else {}
+        self.up = ColumnParallelLinear(config.hidden_size, num_rows * config.mlp_size, tokens, config.biases)
         self.down = RowParallelLinear(config.mlp_size, config.hidden_size, tokens, config.biases)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -285,6 +287,9 @@ class GPT(nn.Module):
         by which the loss is multiplied before backward as `loss_scale`: see `linear_cross_entropy`. Without
         `documents`, each sequence is one document.
 
+        The ranks of a context get the same ids. The loss is that of this rank's stretch of each sequence, and the
+        logits are those of whole sequences, without gradients.
+
         Raises ValueError if the sequence is longer than the model's positions.
         """
         num_sequences, seq_length = ids.shape
@@ -292,31 +297,36 @@ class GPT(nn.Module):
             raise ValueError(
                 f"a sequence of {seq_length} tokens exceeds model.seq_length={self.config.seq_length}; shorten it"
             )
-        if ids.numel() % self.tokens.num_parts:
+        context = self.tokens.context
+        multiple = context.size * self.tokens.num_parts
+        if ids.numel() % multiple or seq_length % context.size:
             assert documents is None, "documents are kept apart in sequences that need no padding"
             # Ranks need equal numbers of tokens: pad the end of the sequences, to which no token before it attends.
-            num_missing = -seq_length % self.tokens.num_parts
+            num_missing = -seq_length % multiple
             ids = F.pad(ids, (0, num_missing))
             targets = None if targets is None else F.pad(targets, (0, num_missing), value=-1)
+        ids = own_stretch(ids, context)
         x, weight, vocab_size = self.last_hidden(ids, documents), self.head_weight, self.config.vocab_size
         if targets is not None:
             return linear_cross_entropy(
                 x,
                 weight,
-                targets.flatten(),
+                own_stretch(targets, context).flatten(),
                 vocab_size,
                 self.tokens,
                 loss_scale=loss_scale,
                 is_compiled=self.compiles_loss,
             )
         logits = gather_columns(column_parallel_linear(x, weight, self.tokens), self.tokens.axis)
-        return logits[:, :vocab_size].unflatten(0, (num_sequences, -1))[:, :seq_length]
+        own_logits = logits[:, :vocab_size].unflatten(0, (num_sequences, -1))
+        return whole_sequences(own_logits, context)[:, :seq_length]
 
     def last_hidden(self, ids: Tensor, documents: Documents | None = None) -> Tensor:
         """Return what the head is applied to, (tokens of this rank, hidden)."""
         num_sequences, seq_length = ids.shape
         if documents is None:
-            positions = torch.arange(seq_length, device=ids.device).clamp_(max=self.config.seq_length - 1)
+            first, last = self.tokens.context.rank * seq_length, self.config.seq_length - 1
+            positions = torch.arange(first, first + seq_length, device=ids.device).clamp_(max=last)
             of_all_tokens = positions.repeat(num_sequences)
         else:
             positions, of_all_tokens = documents.positions[:, None], documents.positions.flatten()  # one for all heads

@@ -91,17 +91,16 @@ def _histogram(events: Any) -> dict[str, int]:
 def profile_table(rows: list[dict[str, Any]]) -> Table:
     """Return a table with one line for each row of a profile."""
     table = Table(title="Collectives of a step, in the order of their first launch", title_justify="left")
-    for heading in ("axis", "operation", "phase", "ranks", "count", "message, MB", "position", "blocking"):
+    for heading in ("axis\n(ranks)", "operation", "phase", "count", "message,\nMB", "posi-\ntion", "block-\ning"):
         table.add_column(heading)
     for row in rows:
         sizes = [int(size) / 1e6 for size in row["message_bytes"]]
         table.add_row(
-            row["axis"],
+            f"{row['axis']} ({row['group_size']})",
             row["op"],
             row["phase"],
-            str(row["group_size"]),
             str(row["count"]),
-            f"{sizes[0]:,.3f}" if len(sizes) == 1 else f"{sizes[0]:,.3f}-{sizes[-1]:,.3f}",
+            "-".join(f"{size:,.{int(size < 100)}f}" for size in dict.fromkeys((sizes[0], sizes[-1]))),
             f"{row['first_position'] * 100:.0f}-{row['last_position']:.0%}",
             f"{row['blocking'] / row['count']:.0%}",
         )

@@ -130,10 +130,11 @@ def describe_run(state: TrainState, train: TrainSettings, run_dir: str) -> str:
     """Return lines with the size of the model, the types, the ranks and the batch."""
     mesh, model, zero = state.mesh, state.config, state.model.config
     num_tokens = train.global_batch_size * model.seq_length
+    data = f"{mesh.data.size} data{f' ({mesh.context.size} context)' if mesh.context.size > 1 else ''}"
     return (
         f"{count(state.num_parameters_of_model)} parameters: {model.num_layers} layers x {model.hidden_size}, "
         f"{model.seq_length} tokens, {train.precision}\n"
-        f"ZeRO stage {zero.stage}, {mesh.data.size} data x {mesh.tensor.size} tensor ranks on {state.device.type}\n"
+        f"ZeRO stage {zero.stage}, {data} x {mesh.tensor.size} tensor ranks on {state.device.type}\n"
         f"gradients summed in {zero.accumulate_dtype} and reduced in {zero.reduce_dtype}\n"
         f"{train.steps:,} steps, batch {train.global_batch_size} x {model.seq_length} = {num_tokens:,} tokens\n"
         f"run.dir {run_dir}"
@@ -235,7 +236,7 @@ def summary_table(state: TrainState, train: TrainSettings, records: list[dict[st
     """Return a table of the last logged step, with the first loss and the traffic that the paper predicts."""
     first, last = records[0], records[-1]
     data_size = state.mesh.data.size
-    num_micro_batches = train.num_micro_batches(data_size)
+    num_micro_batches = train.num_micro_batches(state.mesh.num_batch_ranks)
     zero, numel = state.model.config, state.num_parameters
     gradient_bytes = numel * zero.gradient_types(train.dtype).reduce.itemsize
     expected = traffic.step_bytes(

@@ -30,7 +30,13 @@ from parallel.instruments.comm_log import CommEvent
 from parallel.mesh import Mesh
 
 COMPUTING = ("forward", "backward", "update")
-WAITING = {"reduce_scatter": "reduce", "all_reduce": "reduce", "all_gather": "gather", "broadcast": "gather"}
+WAITING = {
+    "reduce_scatter": "reduce",
+    "all_reduce": "reduce",
+    "all_gather": "gather",
+    "broadcast": "gather",
+    "all_to_all": "gather",
+}
 TIMERS = (*COMPUTING, "reduce", "gather", "data", "checkpoint")
 STRAGGLER_FACTOR = 1.15
 FOLDER = "profile"

@@ -54,13 +54,13 @@ def workload(
     policy, itemsize, data_size = zero.policy, train.dtype.itemsize, mesh.data.size
     num_parameters = parameters_of_rank(model, mesh.tensor.size)
     shard_size = policy.axes(mesh.data)[0].size
-    num_micro_batches = train.global_batch_size / (train.micro_batch_size * data_size)
+    num_micro_batches = train.global_batch_size / (train.micro_batch_size * mesh.num_batch_ranks)
     accumulate, reduce = (dtype.itemsize for dtype in zero.gradient_types(train.dtype))
     sent = traffic.step_bytes(
         policy, num_parameters * itemsize, data_size, max(1, round(num_micro_batches)), num_parameters * reduce
     )
     return workload_of(
-        model,
+        replace(model, seq_length=model.seq_length // mesh.context.size),  # the tokens of this rank
         b=train.micro_batch_size,
         k=layers_per_checkpoint,
         N_m=tokens.replicas.size,

@@ -94,7 +94,7 @@ def record_step(
     with tensor_mode, MemoryTracker(world.device) as tracker, _streams(settings, world):
         state = build(settings, mesh, world.device)
         building_peak_bytes = tracker.device.peak_total
-        micro_batches = _micro_batches(settings, mesh.data.size)
+        micro_batches = _micro_batches(settings, mesh.num_batch_ranks)
         # Before the collector is switched off: garbage of the builder would count as resident memory.
         gc.collect()
         with no_garbage_collection():
@@ -137,7 +137,7 @@ def record_launches(
     with tensor_mode, StreamChecker(world.device) as checker:
         checker.record_launches()
         state = build(settings, mesh, world.device)
-        micro_batches = _micro_batches(settings, mesh.data.size)
+        micro_batches = _micro_batches(settings, mesh.num_batch_ranks)
         train_step(state.model, state.optimizer, micro_batches, mesh)
         num_before = len(checker.launches)
         train_step(state.model, state.optimizer, micro_batches, mesh)
@@ -166,20 +166,20 @@ def no_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _micro_batches(settings: Settings, data_size: int) -> list[MicroBatch]:
+def _micro_batches(settings: Settings, num_batch_ranks: int) -> list[MicroBatch]:
     return blank_micro_batches(
-        settings.train, settings.model.seq_length, data_size, masks_documents=settings.data.mask_documents
+        settings.train, settings.model.seq_length, num_batch_ranks, masks_documents=settings.data.mask_documents
     )
 
 
 def blank_micro_batches(
-    train: TrainSettings, seq_length: int, data_size: int, masks_documents: bool = False
+    train: TrainSettings, seq_length: int, num_batch_ranks: int, masks_documents: bool = False
 ) -> list[MicroBatch]:
     """Return one rank's micro-batches of a step at full batch size, all zeros.
 
     With `masks_documents`, each sample is one document: it takes the most time, and the memory of others.
     """
-    num_samples, num_micro_batches = train.micro_batch_size, train.num_micro_batches(data_size)
+    num_samples, num_micro_batches = train.micro_batch_size, train.num_micro_batches(num_batch_ranks)
     if not masks_documents:
         shape = num_samples, seq_length + 1
         return [torch.zeros(shape, dtype=torch.int64) for _ in range(num_micro_batches)]

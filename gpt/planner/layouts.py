@@ -108,10 +108,11 @@ def predict(layout: CandidateLayout, settings: Settings, cluster: ClusterSpec, w
     """
     model, train = settings.model, settings.train
     data_size, uneven = divmod(world_size, layout.tensor_size)
-    num_micro_batches, rest = divmod(train.global_batch_size, layout.micro_batch_size * data_size)
+    num_batch_ranks, uneven_context = divmod(data_size, settings.parallel.context_size)
+    num_micro_batches, rest = divmod(train.global_batch_size, layout.micro_batch_size * max(1, num_batch_ranks))
     is_divisible = divides(model, Axis("tensor", layout.tensor_size, 0, CommLog()))
     is_same_as_reduce = layout.accumulate == "local" and num_micro_batches == 1
-    if uneven or rest or not num_micro_batches or not is_divisible or is_same_as_reduce:
+    if uneven or uneven_context or rest or not num_micro_batches or not is_divisible or is_same_as_reduce:
         return None
     work = workload(layout, settings, data_size, num_micro_batches)
     checkpoints_on_host = 0.0
@@ -195,7 +196,7 @@ def workload(layout: CandidateLayout, settings: Settings, data_size: int, num_mi
         policy, num_parameters * itemsize, data_size, num_micro_batches, num_parameters * reduced_bytes
     )
     return workload_of(
-        model,
+        replace(model, seq_length=model.seq_length // settings.parallel.context_size),  # the tokens of one rank
         b=layout.micro_batch_size,
         k=settings.activations.layers_per_checkpoint,
         N_m=layout.tensor_size,
@@ -216,7 +217,8 @@ def micro_batch_seconds(work: Workload, layout: CandidateLayout, model: ModelCon
     node_rate = cluster.node_gb_per_second * cluster.node_fraction / ranks_per_ring
     data_rate = min(node_rate, cluster.network_card_gb_per_second)
     flops_per_second = cluster.peak_half_tflops * ASSUMED_PEAK_FRACTION * 1e12
-    computing = hardware_flops(model, work.b, layout.recomputes) / layout.tensor_size / flops_per_second
+    num_ranks = layout.tensor_size * model.seq_length // work.s  # that share the sequences
+    computing = hardware_flops(model, work.b, layout.recomputes) / num_ranks / flops_per_second
     hardware = Hardware(
         None, flops_per_second / 1e12, cluster.intra_node_gb_per_second, data_rate, cluster.host_gb_per_second
     )

@@ -21,7 +21,14 @@ from gpt.planner.closed_forms import Plan, deepest_models, make_plan
 from gpt.planner.depth import DepthExtrapolation, Estimate, extrapolate, shallow_runs
 from gpt.planner.front import Choice, front, front_table, spread
 from gpt.planner.layouts import CandidateLayout
-from gpt.planner.plan_report import best_line, estimate_fits, model_tflops_per_gpu, plan_table, too_large_line
+from gpt.planner.plan_report import (
+    best_line,
+    estimate_fits,
+    launch_command,
+    model_tflops_per_gpu,
+    plan_table,
+    too_large_line,
+)
 from gpt.planner.plots import plot_front
 from gpt.planner.run_cost import RunCost
 from gpt.settings import Settings
@@ -64,8 +71,8 @@ def main(arguments: list[str]) -> None:
     else:
         report = report_largest if own.largest else report_plan
         options = report(settings, cluster, num_nodes * cluster.gpus_per_node, own.verify, console)
-    launch = f"NNODES={num_nodes} RDZV=HOST:29500 RANKS_PER_NODE={cluster.gpus_per_node} scripts/launch/torchrun.sh"
-    console.print(f"\nOn every node:\n{launch} \\\n    {' '.join([*others, *options])}")
+    command = launch_command(num_nodes, cluster.gpus_per_node, [*others, *options])
+    console.print(f"\nOn every node, where HOST is the first of them:\n{command}")
 
 
 def report_plan(

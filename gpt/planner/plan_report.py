@@ -1,6 +1,7 @@
 """The tables and lines that the planner prints."""
 
-from collections.abc import Mapping
+import shlex
+from collections.abc import Mapping, Sequence
 
 from rich.table import Table
 
@@ -10,6 +11,7 @@ from gpt.planner.depth import Estimate
 from gpt.planner.layouts import CandidateLayout, Prediction
 from parallel.launch.cluster import RESERVED_BYTES, ClusterSpec
 
+MAX_COLUMNS = 80
 NUM_SHOWN = 10  # layouts in the table; all that a dry run has estimated are shown
 
 
@@ -53,7 +55,7 @@ def plan_table(
     for found in first:
         estimate = verified[found.layout]
         too_much = "" if estimate_fits(estimate, cluster) else " too much"
-        figures = f"{estimate.device_peak_bytes / 1e9:.1f}{too_much}", f"{estimate.seconds:.3g}"
+        figures = f"{estimate.device_peak_bytes / 1e9:.1f}{too_much}", _seconds(estimate.seconds)
         table.add_row(*_closed_forms(found), *figures, f"{tflops_per_gpu[found.layout]:.1f}")
     table.add_section()
     for found in others[: max(0, NUM_SHOWN - len(first))]:
@@ -63,7 +65,7 @@ def plan_table(
 
 def _closed_forms(found: Prediction) -> tuple[str, str, str, str]:
     """Return the cells of a prediction by closed forms."""
-    return str(found.layout), str(found.num_micro_batches), f"{found.device_bytes / 1e9:.1f}", f"{found.seconds:.3g}"
+    return str(found.layout), str(found.num_micro_batches), f"{found.device_bytes / 1e9:.1f}", _seconds(found.seconds)
 
 
 def model_tflops_per_gpu(model: ModelConfig, global_batch_size: int, world_size: int, estimate: Estimate) -> float:
@@ -72,12 +74,28 @@ def model_tflops_per_gpu(model: ModelConfig, global_batch_size: int, world_size:
 
 
 def best_line(layout: CandidateLayout, estimate: Estimate, cluster: ClusterSpec) -> str:
-    """Return a line with the layout that the planner recommends, and the figures of its dry run."""
+    """Return lines with the layout that the planner recommends, and the figures of its dry run."""
     return (
-        f"the fastest of those that fit in a dry run: {layout}: {estimate.device_peak_bytes / 1e9:.1f} of "
-        f"{cluster.usable_gpu_bytes / 1e9:.1f} GB ({RESERVED_BYTES / 1e9:.0f} GB of each GPU is reserved for CUDA and "
-        f"NCCL), {estimate.seconds:.3g} s a step{cluster.remark}"
+        f"the fastest of those that fit in a dry run: {layout}:\n"
+        f"{estimate.device_peak_bytes / 1e9:.1f} of {cluster.usable_gpu_bytes / 1e9:.1f} GB "
+        f"({RESERVED_BYTES / 1e9:.0f} GB of each GPU is reserved for CUDA and NCCL),\n"
+        f"{_seconds(estimate.seconds)} s a step{cluster.remark}"
     )
+
+
+def launch_command(num_nodes: int, gpus_per_node: int, options: Sequence[str]) -> str:
+    """Return the command that starts a run on each node, in lines of at most 80 columns if its words are that short."""
+    lines = [f"NNODES={num_nodes} RDZV=HOST:29500 RANKS_PER_NODE={gpus_per_node} scripts/launch/torchrun.sh"]
+    for word in map(shlex.quote, options):
+        if len(lines[-1]) + len(word) > MAX_COLUMNS - len("  \\"):
+            lines.append("   ")
+        lines[-1] += f" {word}"
+    return " \\\n".join(lines)
+
+
+def _seconds(number: float) -> str:
+    """Return seconds with three digits, such as 1.40 and 161."""
+    return f"{number:,.0f}" if number >= 100 else f"{number:#.3g}"
 
 
 def too_large_line(found: Prediction, cluster: ClusterSpec) -> str:

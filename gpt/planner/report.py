@@ -136,30 +136,33 @@ def traffic(recording: Recording) -> list[dict[str, Any]]:
 
 
 def headline(report: dict[str, Any]) -> str:
-    """Return one line with the size of the model and its peak memory; with a cluster, also fit and speed."""
+    """Return lines with the size of the model and its peak memory; with a cluster, also if it fits, and its speed."""
     peak = sum(report["peak_bytes"][DEVICE].values())
-    line = (
+    lines = [
         f"{count(report['parameters'])} parameters on {report['world_size']} ranks "
-        f"({report['data_size']} data x {report['tensor_size']} tensor); peak {num_bytes(peak)} per device"
-    )
+        f"({report['data_size']} data x {report['tensor_size']} tensor)",
+        f"peak {num_bytes(peak)} per device",
+    ]
     if "cluster" in report:
         cluster = ClusterSpec(**report["cluster"])
         available = cluster.usable_gpu_bytes
         verdict = "fits" if report["fits"] else f"does NOT fit, by {(peak - available) / 1e9:,.2f} GB,"
         step = report["step"]
-        line += (
-            f": {verdict} the {available / 1e9:,.2f} GB of {cluster.name}, beside {RESERVED_BYTES / 1e9:.0f} GB for "
-            f"CUDA and NCCL{host_verdict(report)}; projected step {seconds(step['seconds'])}, "
-            f"{step['hardware_tflops_per_device']:.1f} TFLOPs per device, MFU {100 * step['mfu']:.1f}%{cluster.remark}"
-        )
-    return line
+        lines[-1] += f": {verdict} the {available / 1e9:,.2f} GB of {cluster.name},"
+        lines += [
+            f"beside {RESERVED_BYTES / 1e9:.0f} GB for CUDA and NCCL",
+            *host_verdict(report),
+            f"projected step {seconds(step['seconds'])}, {step['hardware_tflops_per_device']:.1f} TFLOPs per device, "
+            f"MFU {100 * step['mfu']:.1f}%{cluster.remark}",
+        ]
+    return "\n".join(lines)
 
 
-def host_verdict(report: dict[str, Any]) -> str:
-    """Return the use of a node's host memory and if it fits, or an empty string if it is less than 0.05 GB."""
+def host_verdict(report: dict[str, Any]) -> list[str]:
+    """Return a line with the use of a node's host memory and if it fits, or none if it is less than 0.05 GB."""
     needed, available = report["node_host_bytes"] / 1e9, report["cluster"]["host_memory_gb"]
     verdict = "fits" if report["fits_host"] else f"does NOT fit, by {needed - available:,.0f} GB,"
-    return f"; {needed:,.1f} GB on a node's host: {verdict} its {available:,.0f} GB" if needed >= 0.05 else ""
+    return [f"{needed:,.1f} GB on a node's host: {verdict} its {available:,.0f} GB"] if needed >= 0.05 else []
 
 
 def memory_table(report: dict[str, Any]) -> Table:

@@ -50,7 +50,8 @@ def mark_on_gpu() -> Mark:
 class CommEvent:
     """One collective on one rank.
 
-    `message_bytes` is the size of the unsharded tensor: the output of an all-gather, the input of a reduce-scatter.
+    `message_bytes` is the size of the unsharded tensor: the output of an all-gather, the input of a reduce-scatter, and
+    what all ranks of an all-to-all send. `sent_bytes` are those of this rank in an all-to-all, to other ranks.
     `launched`, `awaited` and `completed` are the times by the log's clock when the collective was launched, and when
     the wait for it began and ended; None if it has not been waited for. `waiting_phase` is the phase of that wait.
     """
@@ -65,6 +66,7 @@ class CommEvent:
     awaited: float | None = field(default=None, compare=False)
     completed: float | None = field(default=None, compare=False)
     waiting_phase: str = field(default="", compare=False)
+    sent_bytes: int | None = None
     place: tuple[str, int] = field(default=("", 0), compare=False)  # the file and the line that launched it
     reach_mark: Mark = field(default=PASSED, compare=False, repr=False)
     end_mark: Mark | None = field(default=None, compare=False, repr=False)  # None until it has been waited for
@@ -84,6 +86,8 @@ class CommEvent:
         An all-reduce is a reduce-scatter and an all-gather. A broadcast is a pipeline, in which every rank but the last
         passes the message on.
         """
+        if self.sent_bytes is not None:
+            return self.sent_bytes
         passes = 2 if self.op == "all_reduce" else 1
         return passes * self.message_bytes * (self.group_size - 1) // self.group_size
 
@@ -155,9 +159,20 @@ class CommLog:
         finally:
             self.keeps_events, self.events, self.clock = outer
 
-    def record(self, op: str, axis: str, group_size: int, message: torch.Tensor) -> CommEvent:
-        num_bytes = message.numel() * message.element_size()
-        event = CommEvent(op, axis, group_size, num_bytes, message.dtype, self.phase, self.clock())
+    def record(
+        self,
+        op: str,
+        axis: str,
+        group_size: int,
+        message: torch.Tensor,
+        uneven_numels: tuple[int, int] | None = None,
+    ) -> CommEvent:
+        """Record a launch; `uneven_numels` are the elements that all ranks send, and that this one sends to others."""
+        itemsize = message.element_size()
+        numel, sent = (message.numel(), None) if uneven_numels is None else uneven_numels
+        sent_bytes = None if sent is None else sent * itemsize
+        event = CommEvent(op, axis, group_size, numel * itemsize, message.dtype, self.phase, self.clock())
+        event.sent_bytes = sent_bytes
         event.place, event.reach_mark = _place(), self._mark()
         self.num_recorded += 1
         self.newest.append(event)

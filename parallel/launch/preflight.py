@@ -75,7 +75,8 @@ def check_nodes(options: argparse.Namespace, job: Job) -> None:
     nodes, problems = collect_facts(store, facts, options.nodes, names, options.wait)
     if problems:
         raise ConfigError("preflight: " + "\n  ".join(problems))
-    sys.stderr.write(f"preflight: {len(nodes)} nodes are alike: {', '.join(node.name for node in nodes)}\n")
+    number = "1 node is ready" if len(nodes) == 1 else f"{len(nodes)} nodes are alike"
+    sys.stderr.write(f"preflight: {number}: {', '.join(node.name for node in nodes)}\n")
 
 
 def check_and_measure(options: argparse.Namespace, arguments: Sequence[str], describe_job: DescribeJob) -> None:

@@ -32,6 +32,7 @@ class PackedHeads(nn.Module):
     def __init__(self, in_features: int, num_heads: int, head_dim: int, tokens: TokenLayout, has_bias: bool):
         super().__init__()
         self.tokens, self.head_dim = tokens, head_dim
+        self.packed_rows = {"weight": (head_dim,) * 3}
         num_rows = 3 * part_of(num_heads, tokens.axis, "the number of heads") * head_dim
         self.weight = nn.Parameter(torch.empty(num_rows, in_features))
         self.bias = nn.Parameter(torch.empty(num_rows)) if has_bias else None
@@ -64,6 +65,7 @@ class GroupedHeads(nn.Module):
         rows = part_of(num_heads, axis, "the number of heads") * head_dim, 2 * own_kv_heads * head_dim
         self.q_weight, self.kv_weight = (nn.Parameter(torch.empty(size, in_features)) for size in rows)
         self.q_bias, self.kv_bias = (nn.Parameter(torch.empty(size)) if has_bias else None for size in rows)
+        self.packed_rows = {"kv_weight": (head_dim,) * 2}
         self.shared_dims = {name: dim for name, dim in self.dims.items() if is_shared and name.startswith("kv")}
         self.split_dims = {name: dim for name, dim in self.dims.items() if name not in self.shared_dims}
 

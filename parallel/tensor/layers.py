@@ -49,6 +49,19 @@ def _listed(module: nn.Module, attribute: str) -> dict[str, Any]:
     return {name: dim for name, dim in listed.items() if name in params}
 
 
+def packed_rows(module: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Return {name: numbers of rows} of every parameter of the module that holds several matrices.
+
+    A module lists them in `packed_rows`. The rows of the parameter repeat: so many of the first matrix, so many of the
+    second one, and so on, and then again of the first. Each tensor rank has whole repetitions.
+    """
+    return {
+        f"{prefix}.{name}" if prefix else name: rows
+        for prefix, submodule in module.named_modules()
+        for name, rows in getattr(submodule, "packed_rows", {}).items()
+    }
+
+
 def part_of(size: int, axis: Axis, what: str) -> int:
     """Return the part of `size` that each rank of the axis has.
 

@@ -6,17 +6,20 @@
     SplitTokens        rank r: r-th stretch      - gather ->      all tokens                     all-gather
                                                  <- reduce -      all tokens, partial sums       reduce-scatter
 
-Tokens of all sequences are in one dim, so a stretch is contiguous and a collective needs no transposition.
+Tokens of all sequences are in one dim, so a stretch is contiguous and a collective needs no transposition. With context
+parallelism, "all tokens" are those of this rank's stretch of each sequence.
 """
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from torch import Tensor
 
 from parallel.mesh import Axis, Handle
 from parallel.tensor.random_streams import own_random_stream
+
+NO_CONTEXT = Axis.trivial("context")
 
 
 class TokenLayout(Protocol):
@@ -25,6 +28,10 @@ class TokenLayout(Protocol):
     @property
     def axis(self) -> Axis:
         """The tensor axis."""
+
+    @property
+    def context(self) -> Axis:
+        """The axis whose ranks have other stretches of the same sequences."""
 
     @property
     def num_parts(self) -> int:
@@ -52,7 +59,8 @@ class ReplicatedTokens:
     """A layout in which every rank holds all tokens (Megatron-LM, 2019)."""
 
     axis: Axis
-    num_parts: int = 1
+    context: Axis = NO_CONTEXT
+    num_parts: ClassVar = 1
 
     @property
     def replicas(self) -> Axis:
@@ -76,6 +84,7 @@ class SplitTokens:
     """A layout in which every rank holds one stretch of the tokens: sequence parallelism (Korthikanti et al., 2022)."""
 
     axis: Axis
+    context: Axis = NO_CONTEXT
 
     @property
     def num_parts(self) -> int:

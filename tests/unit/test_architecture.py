@@ -25,8 +25,9 @@ ARROWS = {
     "parallel/instruments": "parallel",
     "parallel/launch":      "parallel parallel/instruments",
 
-    "zero":                 "parallel parallel/tensor parallel/instruments zero/units zero/offload",
+    "zero":                 "parallel parallel/tensor parallel/instruments zero/units zero/offload zero/optimizers",
     "zero/units":           "parallel zero zero/offload",
+    "zero/optimizers":      "parallel parallel/tensor parallel/instruments zero zero/offload",
     "zero/activations":     "parallel parallel/instruments zero zero/offload",
     "zero/offload":         "parallel parallel/instruments zero zero/units",
     "zero/state":           "parallel parallel/tensor parallel/instruments zero zero/offload zero/formulas",

@@ -148,7 +148,7 @@ def pays(w: Workload, store: StoreName, instead_of: StoreName, memory_bytes: flo
 
 
 def choose_store(w: Workload, memory_bytes: float, hardware: Hardware) -> tuple[StoreName, str]:
-    """Return the store to use, and the reason as a line for the log.
+    """Return the store to use, and the reason as lines for the log.
 
     At a given batch, P_a and P_a+cpu only add cost. Therefore the first store that has room for the batch is chosen.
     The reason also says of each further store if it would pay, because it allows a larger batch.
@@ -163,6 +163,6 @@ def choose_store(w: Workload, memory_bytes: float, hardware: Hardware) -> tuple[
         for cheaper, store in pairwise(stores)
     ]
     return chosen, (
-        f"ActivationsConfig.store={chosen}, {holds} a micro-batch of {w.b}; sequences that fit: {sizes}; "
+        f"ActivationsConfig.store={chosen}, {holds} a micro-batch of {w.b}; sequences that fit: {sizes};\n"
         f"with the batch that it allows, {' and '.join(verdicts)}"
     )

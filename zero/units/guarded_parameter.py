@@ -159,9 +159,9 @@ class GuardedParameter(nn.Parameter):
         grad = _GRAD.__get__(self)
         if grad is None and self.zero_guard.holds_gradients() and not torch.compiler.is_compiling():
             raise GradientAccessError(
-                f"the gradient of {self.zero_name} is in the buckets of ZeroDataParallel, not in `.grad`; clip by "
-                "ZeroOptimizer(clip_norm=...), read norms in `optimizer.step(gradient_hook=...)`, discard gradients by "
-                "`model.zero_grad()`"
+                f"the gradient of {self.zero_name} is in the buckets of ZeroDataParallel, not in `.grad`; update by a "
+                "ZeroOptimizer, clip by its clip_norm, read norms in `optimizer.step(gradient_hook=...)`, discard "
+                "gradients by `model.zero_grad()`"
             )
         return grad
 

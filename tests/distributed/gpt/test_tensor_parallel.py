@@ -17,7 +17,7 @@ from gpt.pretrained.families import config_to_transformers
 from gpt.pretrained.tensors import load_weights
 from parallel.mesh import Axis, Mesh
 from parallel.tensor.layers import shared_dims, split_dims
-from parallel.tensor.token_layout import ReplicatedTokens, SplitTokens, TokenLayout
+from parallel.tensor.token_layout import NO_CONTEXT, ReplicatedTokens, SplitTokens, TokenLayout
 from tests.pairwise import pairwise
 from tests.pretrained_weights import weights_from_transformers
 from tests.ranks import run_ranks
@@ -46,8 +46,8 @@ def config_of(vocab_size: int, dropout: float = 0.0, num_layers: int = 2) -> Mod
     return ModelConfig(num_layers, 32, 4, SEQ, vocab_size, vocab_multiple=128, dropout=dropout)
 
 
-def layout_of(axis: Axis, is_split: bool) -> TokenLayout:
-    return SplitTokens(axis) if is_split else ReplicatedTokens(axis)
+def layout_of(axis: Axis, is_split: bool, context: Axis = NO_CONTEXT) -> TokenLayout:
+    return (SplitTokens if is_split else ReplicatedTokens)(axis, context)
 
 
 def build(config: ModelConfig, tokens: TokenLayout, activations: ActivationsConfig | None = None) -> GPT:
@@ -73,9 +73,10 @@ def train(
     zero: ZeroConfig,
     num_micro_batches: int = 1,
     activations: ActivationsConfig | None = None,
+    context_size: int = 1,
 ) -> Result:
-    mesh = Mesh.create(tensor_size)
-    gpt = build(config, layout_of(mesh.tensor, is_split), activations)
+    mesh = Mesh.create(tensor_size, context_size=context_size)
+    gpt = build(config, layout_of(mesh.tensor, is_split, mesh.context), activations)
     model = ZeroDataParallel(gpt, mesh.data, zero)
     optimizer = ZeroOptimizer(
         model, torch.optim.AdamW, tensor=mesh.tensor, clip_norm=CLIP_NORM, lr=1e-2, weight_decay=0.1, fused=True
@@ -86,7 +87,7 @@ def train(
         total = torch.zeros(())
 
         def backward(micro_batch: int, step: int = step, total: Tensor = total) -> None:
-            loss = model(*batch(config, step, micro_batch, mesh.data.rank)) / num_micro_batches
+            loss = model(*batch(config, step, micro_batch, mesh.batch_rank)) / num_micro_batches
             loss.backward()
             total += loss.detach() / mesh.data.size
 

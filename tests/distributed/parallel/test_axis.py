@@ -67,6 +67,19 @@ def check_broadcast(axis: Axis, dtype: torch.dtype) -> None:
     assert_equal(tensor, message(0, NUMEL, dtype).view(3, 4))
 
 
+def check_all_to_all(axis: Axis, dtype: torch.dtype) -> None:
+    """Send r * c + 1 elements from rank r to rank c, and nothing to rank 1 from rank 0."""
+    numels = [[0 if (r, c) == (0, 1) else r * c + 1 for c in range(axis.size)] for r in range(axis.size)]
+    values = [message(rank, sum(numels[rank]), dtype) for rank in range(axis.size)]
+    sent, received = numels[axis.rank], [row[axis.rank] for row in numels]
+    out, total = torch.full((sum(received),), 99, dtype=dtype), sum(map(sum, numels))
+    axis.all_to_all(values[axis.rank], sent, out=out, out_numels=received, total_numel=total).wait()
+    parts = [own.split(row)[axis.rank] for own, row in zip(values, numels, strict=True)]
+    assert_equal(out, torch.cat(parts))
+    axis.all_to_all(out, received, out=values[axis.rank].fill_(99), out_numels=sent, total_numel=total).wait()
+    assert_equal(values[axis.rank], message(axis.rank, sum(sent), dtype))  # and back
+
+
 def check_chain(axis: Axis, dtype: torch.dtype) -> None:
     """Scatter, then gather the result: launched when the first one is complete, waited for by one handle."""
     full, out = message(axis.rank, axis.size * NUMEL, dtype), torch.full((axis.size * NUMEL,), 99, dtype=dtype)
@@ -92,6 +105,7 @@ COLLECTIVES = [
     check_reduce_scatter,
     check_all_reduce,
     check_broadcast,
+    check_all_to_all,
     check_chain,
     check_two_in_flight,
 ]

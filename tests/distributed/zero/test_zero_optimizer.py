@@ -345,6 +345,8 @@ def test_what_is_no_optimizer_for_the_model_is_refused():
     instance = torch.optim.SGD(model.module.parameters())
     with pytest.raises(TypeError, match=r"takes a class of optimizers, .* not an object of class SGD"):
         ZeroOptimizer(model, instance)
+    with pytest.raises(TypeError, match=r"takes an axis, such as `mesh.data`, not an object of class object"):
+        ZeroDataParallel(nn.Linear(4, 4), object(), ZeroConfig())
 
 
 def check_skipped_steps_are_reported() -> None:

@@ -34,6 +34,7 @@ def test_a_size_has_the_parameters_of_its_name_and_divides_over_its_ranks(path: 
     check_batch_sizes(settings.train.batch, num_ranks // settings.parallel.tensor_size)
     assert settings.schedule.min_lr == pytest.approx(settings.optimizer.lr / 10)
     assert settings.run.dir == f"runs/gpt-{path.stem}"
+    assert settings.checkpoint.every == settings.train.eval_every > 0, "else nothing is left of a run that fails"
 
 
 @pytest.mark.full

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from parallel.errors import ConfigError
-from zero.elementwise import BucketedOptimizer, Piece, as_groups, probe_elementwise
+from zero.elementwise import BucketedOptimizer, Piece, as_groups, probe_atoms
 
 CPU = torch.device("cpu")
 
@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
     ],
 )
 def test_the_state_of_elementwise_optimizers(optimizer, settings, bytes_an_element):
-    assert probe_elementwise(optimizer, settings, CPU) == bytes_an_element
+    assert probe_atoms(optimizer, settings, CPU) == [bytes_an_element]
 
 
 class NormalizedSGD(torch.optim.Optimizer):
@@ -52,7 +52,7 @@ class NormalizedSGD(torch.optim.Optimizer):
 )
 def test_optimizers_that_are_not_elementwise_are_refused(optimizer, reason):
     with pytest.raises(ConfigError, match=f"optimizer {optimizer.__name__} {reason}"):
-        probe_elementwise(optimizer, {}, CPU)
+        probe_atoms(optimizer, {}, CPU)
 
 
 class Recorder(torch.optim.Optimizer):
@@ -115,14 +115,14 @@ class MuonLike(torch.optim.Optimizer):
     [({"normalizes": True}, "is not element-wise"), ({"decomposes": True}, "cannot step flat pieces")],
 )
 def test_the_settings_of_each_group_are_probed(settings, reason):
-    probe_elementwise(MuonLike, {}, CPU, [{"lr": 0.1}, {"lr": 0.0}])
+    probe_atoms(MuonLike, {}, CPU, [{"lr": 0.1}, {"lr": 0.0}])
     with pytest.raises(ConfigError, match=f"optimizer MuonLike {reason}"):
-        probe_elementwise(MuonLike, {}, CPU, [{"lr": 0.1}, {"lr": 0.0} | settings])
+        probe_atoms(MuonLike, {}, CPU, [{"lr": 0.1}, {"lr": 0.0} | settings])
 
 
 def test_settings_that_the_device_does_not_support_are_named():
     with pytest.raises(ConfigError, match=r"optimizer AdamW does not work on cpu: .*capturable=True.*; change its"):
-        probe_elementwise(torch.optim.AdamW, {"capturable": True}, CPU)
+        probe_atoms(torch.optim.AdamW, {"capturable": True}, CPU)
 
 
 def test_parameters_are_given_in_any_form_of_torchs():

@@ -1,6 +1,7 @@
 """The planner: closed forms of layouts, the choice among them, and what it prints."""
 
 import dataclasses
+import shlex
 
 import pytest
 
@@ -10,7 +11,7 @@ from gpt.planner.depth import Estimate
 from gpt.planner.dry_run import DEVICE, dry_run
 from gpt.planner.layouts import CandidateLayout, Prediction, activation_bytes, candidate_layouts, predict, workload
 from gpt.planner.plan import verify
-from gpt.planner.plan_report import best_line, in_order, plan_table
+from gpt.planner.plan_report import best_line, in_order, launch_command, plan_table
 from parallel.errors import ConfigError
 from tests.unit.gpt.planner.test_projection import DGX_2, settings, shallow
 
@@ -164,6 +165,14 @@ def test_the_figures_of_a_cluster_that_is_not_calibrated_say_so():
         line = best_line(PREDICTIONS[0].layout, estimate(2.0), cluster)
         assert "20.0 of 33.1 GB" in line
         assert ("not calibrated" in line) == bool(num_headings)
+
+
+def test_the_command_has_lines_of_80_columns_that_a_shell_joins():
+    options = ["--config", "configs/gpt/1.3b.yaml", "--profile.steps=[1, 2]", *(f"--option-{n}=1" for n in range(9))]
+    text = launch_command(25, 16, options)
+    assert max(map(len, text.splitlines())) <= 80
+    assert len(text.splitlines()) > 2
+    assert shlex.split(text.replace("\\\n", ""))[3:] == ["scripts/launch/torchrun.sh", *options]
 
 
 def test_layouts_are_verified_until_enough_fit_and_each_is_announced(

@@ -1,0 +1,301 @@
+"""Muon under every stage, along the tensor axis too, trains as in one process with whole parameters."""
+
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gpt.model.transformer import GPT, ModelConfig, initialize
+from parallel.mesh import Axis, Mesh
+from parallel.tensor.layers import split_dims
+from parallel.tensor.token_layout import ReplicatedTokens
+from tests.pairwise import pairwise, product_of
+from tests.ranks import run_ranks
+from zero.config import ZeroConfig
+from zero.engine import ZeroDataParallel
+from zero.offload.placement import NO_OFFLOAD, OffloadConfig
+from zero.optimizer import ZeroOptimizer
+from zero.optimizers.muon import Muon
+from zero.state import resident
+from zero.state.checkpoint import load, save
+
+CONFIG = ModelConfig(num_layers=2, hidden_size=32, num_heads=4, seq_length=8, vocab_size=97, dropout=0.0)
+GLOBAL_BATCH, NUM_STEPS = 12, 3  # sequences, divided over micro-batches and ranks
+LR, DECAY, CLIP_NORM, BETAS = 1e-2, 0.1, 0.5, (0.9, 0.95)
+MOMENTUM, COEFFICIENTS, EPS = 0.95, (3.4445, -4.7750, 2.0315), 1e-7
+# float64: 5 steps of an iteration of which each multiplies an error of 1e-16 by at most 3.4, and 3 updates.
+TOLERANCE = 1e-10
+HOST = OffloadConfig(mode="host")
+
+
+@dataclass(frozen=True)
+class Case:
+    stage: int = 2
+    data_size: int = 2
+    tensor_size: int = 1
+    num_micro_batches: int = 1
+    bucket_numel: int | None = 700
+    shard_size: int | None = None
+    offload: OffloadConfig = NO_OFFLOAD
+    overlap_gather: bool = False
+
+    @property
+    def num_ranks(self) -> int:
+        return self.data_size * self.tensor_size
+
+
+def is_matrix(name: str, param: nn.Parameter) -> bool:
+    return name.startswith("blocks.") and param.dim() == 2
+
+
+def build(tensor: Axis) -> GPT:
+    torch.set_default_dtype(torch.float64)
+    gpt = GPT(CONFIG, ReplicatedTokens(tensor))
+    initialize(gpt, seed=3)
+    return gpt
+
+
+def groups_of(gpt: GPT) -> list[dict[str, Any]]:
+    named = list(gpt.named_parameters())
+    return [
+        {"params": [param for name, param in named if is_matrix(name, param)]},
+        {"params": [param for name, param in named if not is_matrix(name, param)], "update": "adamw"},
+    ]
+
+
+def sequences(step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randint(CONFIG.vocab_size, (GLOBAL_BATCH, CONFIG.seq_length + 1), generator=generator)
+
+
+def start(case: Case, dtype: torch.dtype = torch.float64, **settings: Any) -> tuple[ZeroDataParallel, ZeroOptimizer]:
+    mesh = Mesh.create(case.tensor_size, shard_size=case.shard_size)
+    gpt = build(mesh.tensor).to(dtype)
+    types = {"accumulate_dtype": "bf16", "reduce_dtype": "bf16"} if dtype is torch.bfloat16 else {}
+    config = ZeroConfig(case.stage, case.bucket_numel, overlap_gather=case.overlap_gather, **types)
+    model = ZeroDataParallel(gpt, mesh.data, config, offload=case.offload)
+    muon = {"ns_dtype": "fp64", "lr": LR, "weight_decay": DECAY, "clip_norm": CLIP_NORM} | settings
+    return model, ZeroOptimizer(model, Muon, groups_of(gpt), tensor=mesh.tensor, **muon)
+
+
+def train_steps(model: ZeroDataParallel, optimizer: ZeroOptimizer, num_micro_batches: int, steps: range) -> None:
+    for step in steps:
+        own = sequences(step).chunk(model.data.size)[model.data.rank].chunk(num_micro_batches)
+        with model.accumulate():
+            for ids in own[:-1]:
+                (model(ids[:, :-1], ids[:, 1:]) / num_micro_batches).backward()
+        (model(own[-1][:, :-1], own[-1][:, 1:]) / num_micro_batches).backward()
+        optimizer.step()
+
+
+def whole_params(model: ZeroDataParallel, tensor: Axis) -> dict[str, Tensor]:
+    """Return the parameters with the parts of all tensor ranks; replicated ones must agree to the bit."""
+    dims, whole = split_dims(model.module), {}
+    with model.gathered() as module, torch.no_grad():
+        for name, param in module.named_parameters():
+            parts = param.new_empty(tensor.size, *param.shape)
+            tensor.all_gather(param.detach().contiguous(), out=parts).wait()
+            assert name in dims or all(part.equal(parts[0]) for part in parts), name
+            whole[name] = torch.cat(list(parts), dims[name]) if name in dims else parts[0]
+    return whole
+
+
+def train(case: Case) -> dict[str, Tensor]:
+    model, optimizer = start(case)
+    train_steps(model, optimizer, case.num_micro_batches, range(NUM_STEPS))
+    return whole_params(model, optimizer.tensor)
+
+
+def orthogonalized(matrix: Tensor) -> Tensor:
+    """Return the iteration of the Muon paper in fp64."""
+    a, b, c = COEFFICIENTS
+    x = matrix / matrix.norm().clamp(min=EPS)
+    for _ in range(5):
+        x = a * x + (b * (x @ x.T) + c * (x @ x.T) @ (x @ x.T)) @ x
+    return x
+
+
+def matrices_in(name: str, param: Tensor) -> list[Tensor]:
+    """Return views of the matrices of a whole parameter: q, k and v are three."""
+    if "qkv" not in name:
+        return [param]
+    by_head = param.view(CONFIG.num_heads, 3, CONFIG.head_dim, CONFIG.hidden_size)
+    return [by_head[:, number] for number in range(3)]
+
+
+def update_matrix(name: str, param: Tensor, grad: Tensor, momentum: Tensor) -> None:
+    momentum.mul_(MOMENTUM).add_(grad, alpha=1 - MOMENTUM)
+    direction = (1 - MOMENTUM) * grad + MOMENTUM * momentum
+    param.mul_(1 - LR * DECAY)
+    for own, values in zip(matrices_in(name, param), matrices_in(name, direction), strict=True):
+        matrix = values.reshape(-1, values.shape[-1])
+        rate = LR * 0.2 * max(matrix.shape) ** 0.5
+        own.sub_(rate * orthogonalized(matrix).view(own.shape))
+
+
+@cache
+def train_whole() -> dict[str, Tensor]:
+    """Train in one process without ZeRO: Muon as the paper has it, and torch's AdamW."""
+    gpt = build(Axis.trivial("tensor"))
+    matrices = {name: param for name, param in gpt.named_parameters() if is_matrix(name, param)}
+    momenta = {name: torch.zeros_like(param) for name, param in matrices.items()}
+    rest = [param for name, param in gpt.named_parameters() if name not in matrices]
+    adam = torch.optim.AdamW(rest, lr=LR, weight_decay=DECAY, betas=BETAS)
+    for step in range(NUM_STEPS):
+        ids = sequences(step)
+        gpt.zero_grad()
+        gpt(ids[:, :-1], ids[:, 1:]).backward()
+        torch.nn.utils.clip_grad_norm_(gpt.parameters(), CLIP_NORM)
+        adam.step()
+        with torch.no_grad():
+            for name, param in matrices.items():
+                update_matrix(name, param, param.grad, momenta[name])
+    return {name: param.detach() for name, param in gpt.named_parameters()}
+
+
+def assert_equals_whole(found: list[dict[str, Tensor]]) -> None:
+    expected = train_whole()
+    for params in found:
+        torch.testing.assert_close(params, expected, rtol=0, atol=TOLERANCE)
+
+
+FACTORS: dict[str, list[Any]] = {
+    "stage": [0, 1, 2, 3],
+    "ranks": [(1, 1), (2, 1), (3, 1), (1, 2), (2, 2)],  # data x tensor
+    "num_micro_batches": [1, 2],
+    "bucket_numel": [300, 5000, None],
+    "placed": [NO_OFFLOAD, HOST],
+}
+
+
+def case_of(ranks: tuple[int, int], placed: OffloadConfig, **settings: Any) -> Case:
+    offload = placed
+    if placed is HOST and settings["stage"] < 3:
+        offload = OffloadConfig(mode="host", states=("optimizer",))
+    return Case(data_size=ranks[0], tensor_size=ranks[1], offload=offload, **settings)
+
+
+def train_all(cases: list[Case]) -> list[dict[str, Tensor]]:
+    return [train(case) for case in cases]
+
+
+def check_cases(cases: list[Case]) -> None:
+    for num_ranks in {case.num_ranks for case in cases}:
+        for found in run_ranks(num_ranks, train_all, [case for case in cases if case.num_ranks == num_ranks]):
+            assert_equals_whole(found)
+
+
+def test_muon_equals_one_process():
+    cases = [case_of(**combination) for combination in pairwise(**FACTORS)]
+    grouped = Case(2, 4, shard_size=2), Case(3, 4, shard_size=2, overlap_gather=True), Case(1, 4, overlap_gather=True)
+    check_cases([*cases, *grouped])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("stage", FACTORS["stage"])
+@pytest.mark.parametrize("ranks", FACTORS["ranks"], ids=str)
+def test_muon_equals_one_process_in_every_combination(ranks, stage):
+    product = product_of(FACTORS | {"ranks": [ranks], "stage": [stage]}, *FACTORS)
+    check_cases([case_of(**combination) for combination in product])
+
+
+def test_parts_of_tensor_ranks_by_themselves_are_other_matrices():
+    found = run_ranks(2, train_apart)
+    assert all(sent == {"shard": 0, "tensor": 0} for _, sent in found)
+    difference = max((params - train_whole()[name]).abs().max() for name, params in found[0][0].items())
+    assert difference > 1e-3
+
+
+def train_apart() -> tuple[dict[str, Tensor], dict[str, int]]:
+    model, optimizer = start(Case(data_size=1, tensor_size=2), joins_parts=False)
+    optimizer.tensor.log.clear()
+    train_steps(model, optimizer, 1, range(NUM_STEPS))
+    return whole_params(model, optimizer.tensor), sent_by_axis(model)
+
+
+def sent_by_axis(model: ZeroDataParallel) -> dict[str, int]:
+    """Return the bytes of matrices that this rank has sent along each axis."""
+    sent = {"shard": 0, "tensor": 0}
+    for (axis, op, _), num_bytes in model.data.log.wire_bytes_by.items():
+        if op == "all_to_all":
+            sent["tensor" if axis == "tensor" else "shard"] += num_bytes
+    return sent
+
+
+def measure(case: Case) -> dict[str, Any]:
+    """Train in bf16 with gradients in bf16, and return what is sent and allocated."""
+    model, optimizer = start(case, torch.bfloat16, ns_dtype="bf16")
+    train_steps(model, optimizer, 1, range(1))
+    model.data.log.clear()
+    train_steps(model, optimizer, 1, range(1, 2))
+    matrices = optimizer.matrices
+    return {
+        "sent": sent_by_axis(model),
+        "numel": sum(matrix.numel for matrix in matrices.matrices),
+        "flops": matrices.assignment.all_flops,
+        "states": resident.resident_states(model, optimizer),
+        "num_parameters": sum(param.numel() for param in model.module.parameters()),
+        "state_bytes": optimizer.state_bytes_per_element,
+    }
+
+
+def measure_all(cases: list[Case]) -> list[dict[str, Any]]:
+    return [measure(case) for case in cases]
+
+
+def test_traffic_and_memory_are_those_of_the_formulas():
+    """Matrices cost 2 Psi (N-1)/N^2 elements in the mean over ranks, and along the tensor axis 2 Psi (T-1)/(N T).
+
+    Buckets are so small that each matrix is spread over all ranks. Moments are 4 bytes of a matrix, 8 of the rest.
+    """
+    cases = [Case(1, 4, bucket_numel=64), Case(3, 4, bucket_numel=64), Case(2, 2, 2, bucket_numel=64), Case(0, 4)]
+    for case, found in zip(cases, zip(*run_ranks(4, measure_all, cases), strict=True), strict=True):
+        num_shards = 1 if case.stage == 0 else case.data_size
+        numel, itemsize = found[0]["numel"], torch.bfloat16.itemsize
+        mean = {axis: sum(rank["sent"][axis] for rank in found) / len(found) for axis in ("shard", "tensor")}
+        assert mean["shard"] == pytest.approx(2 * itemsize * numel * (num_shards - 1) / num_shards**2, rel=0.02)
+        num_parts = case.tensor_size
+        assert mean["tensor"] == pytest.approx(2 * itemsize * numel / num_shards * (num_parts - 1) / num_parts)
+        for rank in found:
+            share = numel / rank["num_parameters"]
+            assert rank["state_bytes"] == pytest.approx(4 * share + 8 * (1 - share))
+            moments = rank["state_bytes"] * rank["num_parameters"] / num_shards
+            assert rank["states"].moments == pytest.approx(moments, rel=0.02)
+
+
+LAYOUTS = [
+    Case(1, 2, bucket_numel=300),
+    Case(3, 2, bucket_numel=5000),
+    Case(2, 1, 2),
+    Case(0, 2, offload=OffloadConfig(mode="host", states=("optimizer",))),
+    Case(3, 1, 2, bucket_numel=None, offload=HOST),
+]
+
+
+def save_after_two_steps(case: Case, folder: Path) -> None:
+    """Save after two steps; a run of the same layout continues with the same bits."""
+    model, optimizer = start(case)
+    train_steps(model, optimizer, 1, range(2))
+    save(folder, model, optimizer)
+    train_steps(model, optimizer, 1, range(2, NUM_STEPS))
+    expected = whole_params(model, optimizer.tensor)
+    for name, param in resume(case, folder).items():
+        assert param.equal(expected[name]), name
+
+
+def resume(case: Case, folder: Path) -> dict[str, Tensor]:
+    model, optimizer = start(case, lr=1.0)
+    load(folder, model, optimizer)
+    train_steps(model, optimizer, 1, range(2, NUM_STEPS))
+    return whole_params(model, optimizer.tensor)
+
+
+def test_every_layout_continues_what_another_has_saved(tmp_path):
+    for number, case in enumerate(LAYOUTS):
+        run_ranks(case.num_ranks, save_after_two_steps, case, tmp_path / str(number))
+        following = LAYOUTS[(number + 1) % len(LAYOUTS)]
+        assert_equals_whole(run_ranks(following.num_ranks, resume, following, tmp_path / str(number)))

@@ -1,0 +1,76 @@
+"""Packed matrices and their stretches, and an even division of matrices over ranks."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+from parallel.errors import ConfigError
+from zero.optimizers.matrices import Matrix, assign, matrices_of
+from zero.optimizers.muon import Muon
+
+COLUMNS = 5
+
+
+@pytest.mark.parametrize(("packed", "num_rows"), [(None, 6), ((2, 2, 2), 18), ((3, 1, 1), 10), ((1, 1), 4)])
+def test_the_stretches_of_packed_matrices_are_their_rows(packed, num_rows):
+    """Row r of the parameter is row r % period of a repetition; any range of elements is divided among the matrices."""
+    param = torch.arange(num_rows * COLUMNS).view(num_rows, COLUMNS)
+    numbers = packed or (num_rows,)
+    expected = [part.flatten(0, 1) for part in param.unflatten(0, (-1, sum(numbers))).split(numbers, dim=1)]
+    matrices = matrices_of("w", param.shape, 0, packed)
+    assert [matrix.shape for matrix in matrices] == [tuple(whole.shape) for whole in expected]
+    for cuts in ((0, num_rows * COLUMNS), (0, 7, 8, 33, 33, num_rows * COLUMNS)):
+        found = [torch.full((matrix.numel,), -1) for matrix in matrices]
+        for start, stop in pairwise(cuts):
+            elements = range(min(start, param.numel()), min(stop, param.numel()))
+            for own, matrix in zip(found, matrices, strict=True):
+                for stretch, first in matrix.stretches(elements):
+                    assert elements.start <= stretch.start < stretch.stop <= elements.stop
+                    own[first : first + len(stretch)] = param.flatten()[stretch.start : stretch.stop]
+        for own, whole in zip(found, expected, strict=True):
+            assert own.equal(whole.flatten())
+
+
+def test_what_is_no_matrix_is_refused():
+    with pytest.raises(ConfigError, match=r"bias of shape \(8,\) has 1 dims and is no matrix; give it to a group"):
+        matrices_of("bias", (8,), 0)
+    with pytest.raises(ConfigError, match=r"qkv has 8 rows, which are not whole repetitions of packed_rows=\(1, 2\)"):
+        matrices_of("qkv", (8, 4), 0, (1, 2))
+
+
+def gpt2_xl() -> list[Matrix]:
+    """Return the matrices of GPT-2 1.5B."""
+    found = []
+    for layer in range(48):
+        found += matrices_of(f"{layer}.qkv", (4800, 1600), 0, (64, 64, 64))
+        found += matrices_of(f"{layer}.projection", (1600, 1600), 0)
+        found += matrices_of(f"{layer}.up", (6400, 1600), 0)
+        found += matrices_of(f"{layer}.down", (1600, 6400), 0)
+    return found
+
+
+@pytest.mark.parametrize("num_ranks", [8, 16, 32, 64, 128, 256, 400])
+def test_the_work_at_1_5_billion_parameters_is_even(num_ranks):
+    matrices = gpt2_xl()
+    assert len(matrices) == 48 * 6
+    flops = assign(matrices, Muon.flops, num_ranks).all_flops
+    largest = max(Muon.flops(matrix.whole_shape) for matrix in matrices)
+    assert sum(flops) == sum(Muon.flops(matrix.whole_shape) for matrix in matrices)
+    assert max(flops) <= 1.15 * max(sum(flops) / num_ranks, largest)
+
+
+def test_ranks_without_a_matrix_are_counted():
+    assert assign(gpt2_xl(), Muon.flops, 400).num_idle == 400 - 288
+    assert assign(gpt2_xl(), Muon.flops, 8).num_idle == 0
+
+
+def test_parts_of_tensor_ranks_are_computed_by_one_of_them():
+    """Matrices that are split are divided over all ranks; of the others, each tensor rank computes its own."""
+    split = [Matrix(f"{n}", (2, 4), range(2), 2, 0, joined_dim=1, num_parts=2) for n in range(6)]
+    whole = [Matrix("replicated", (4, 4), range(4), 4, 0)]
+    assert split[0].whole_shape == (2, 8)
+    assignment = assign(split + whole, lambda shape: shape[0] * shape[1], 3, tensor_size=2)
+    assert sorted(assignment.places[:6]) == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]
+    assert assignment.places[6] == (0, None)
+    assert assignment.flops == [[32, 32], [16, 16], [16, 16]]

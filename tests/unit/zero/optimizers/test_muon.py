@@ -1,0 +1,126 @@
+"""Muon on whole parameters against torch's, and what a skipped step leaves."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from parallel.errors import ConfigError
+from parallel.mesh import Axis
+from zero.config import ZeroConfig
+from zero.elementwise import probe_atoms
+from zero.engine import ZeroDataParallel
+from zero.optimizer import ZeroOptimizer
+from zero.optimizers.muon import Muon
+
+CPU = torch.device("cpu")
+SHAPES = [(6, 20), (20, 6), (8, 8)]
+
+
+def params_of(shapes: list[tuple[int, ...]]) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    return [nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
+
+
+def set_gradients(params: list[nn.Parameter], step: int) -> None:
+    generator = torch.Generator().manual_seed(step)
+    for param in params:
+        param.grad = torch.randn(param.shape, generator=generator)
+
+
+@pytest.mark.parametrize("adjust_lr_fn", ["original", "match_rms_adamw"])
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_the_bits_are_torchs(adjust_lr_fn, nesterov):
+    settings = {"lr": 0.02, "weight_decay": 0.3, "adjust_lr_fn": adjust_lr_fn, "nesterov": nesterov}
+    own, torchs = params_of(SHAPES), params_of(SHAPES)
+    vectors, torchs_vectors = params_of([(7,)]), params_of([(7,)])
+    muon = Muon([{"params": own}, {"params": vectors, "update": "adamw"}], ns_eps=1e-7, betas=(0.8, 0.9), **settings)
+    expected = torch.optim.Muon(torchs, eps=1e-7, **settings)
+    adam = torch.optim.AdamW(torchs_vectors, lr=0.02, weight_decay=0.3, betas=(0.8, 0.9), fused=True)
+    for step in range(4):
+        for params in (own, torchs, vectors, torchs_vectors):
+            set_gradients(params, step)
+        for optimizer in (muon, expected, adam):
+            optimizer.step()
+    for found, param in zip(own + vectors, torchs + torchs_vectors, strict=True):
+        assert found.equal(param)
+
+
+def test_the_learning_rate_of_matrices_has_a_factor():
+    pair = [params_of(SHAPES) for _ in range(2)]
+    optimizers = Muon(pair[0], lr=0.02, lr_factor=4.0), Muon(pair[1], lr=0.08)
+    for params, optimizer in zip(pair, optimizers, strict=True):
+        set_gradients(params, 0)
+        optimizer.step()
+    assert all(a.equal(b) for a, b in zip(*pair, strict=True))
+
+
+def test_the_state_of_matrices_is_half_of_adams():
+    groups = [{}, {"update": "adamw"}, {"lr_factor": 2.0}]
+    assert probe_atoms(Muon, {}, CPU, groups) == [4, 8, 4]
+
+
+class Layers(nn.Module):
+    """Two linear layers, of whose weights `packed` are several matrices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(6, 12), nn.Linear(12, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.first(x).tanh()).square().sum()
+
+
+def groups_of(module: Layers) -> list[dict]:
+    return [
+        {"params": [module.first.weight, module.last.weight]},
+        {"params": [module.first.bias, module.last.bias], "update": "adamw"},
+    ]
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_step_with_an_infinite_gradient_leaves_no_trace(fused):
+    found = []
+    for bad_steps in ((0, 2), ()):
+        module = Layers()
+        model = ZeroDataParallel(module, Axis.trivial("data"), ZeroConfig(1, bucket_numel=32))
+        optimizer = ZeroOptimizer(model, Muon, groups_of(module), lr=0.1, fused=fused, warn_skipped=False)
+        good = iter(range(2))
+        for step in range(2 + len(bad_steps)):
+            factor = math.inf if step in bad_steps else 1.0 + next(good)
+            (model(torch.ones(3, 6)) * factor).backward()
+            optimizer.step()
+        assert optimizer.num_skipped.item() == len(bad_steps)
+        states = [dict(sorted(state.items())) for state in optimizer.inner.state.values()]
+        found.append([*module.parameters(), *(value for state in states for value in state.values())])
+    assert len(found[0]) == len(found[1])
+    assert all(a.equal(b) for a, b in zip(*found, strict=True))
+
+
+def test_a_vector_in_a_group_of_matrices_is_refused():
+    module = Layers()
+    model = ZeroDataParallel(module, Axis.trivial("data"), ZeroConfig(1))
+    with pytest.raises(ConfigError, match=r"first.bias of shape \(12,\) has 1 dims and is no matrix"):
+        ZeroOptimizer(model, Muon)
+    with pytest.raises(ConfigError, match=r"update='sgd' of a group; choose 'muon' or 'adamw'"):
+        ZeroOptimizer(model, Muon, [{"params": module.parameters(), "update": "sgd"}])
+
+
+class WrongMuon(Muon):
+    """A Muon that says that its matrices are elements."""
+
+    def atom(self, group):
+        return super().atom(group | {"update": "adamw"})
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None and group["update"] == "muon":
+                    self._step_whole(param, param.grad, group)
+
+
+def test_a_wrong_declaration_is_refused():
+    with pytest.raises(ConfigError, match=r"optimizer WrongMuon cannot step flat pieces"):
+        probe_atoms(WrongMuon, {}, CPU)

@@ -1,0 +1,140 @@
+"""The matrices of parameters, and the rank that computes each of them.
+
+A parameter holds one matrix, or several whose rows take turns, such as the q, k and v of each attention head:
+
+    rows of the parameter     q q k k v v | q q k k v v | ...     packed_rows = (2, 2, 2)
+    matrix 1 of 3             . . k k . . | . . k k . . | ...     a row of repetitions; each has `rows` of the `period`
+
+This file is arithmetic on shapes: it is the same on every rank.
+"""
+
+import heapq
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from parallel.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A matrix in a parameter of one tensor rank; the parts of several tensor ranks may be put together."""
+
+    param: str
+    """The name of the parameter."""
+    shape: tuple[int, int]
+    """The shape of this tensor rank's part."""
+    rows: range
+    """The rows of each repetition that belong to the matrix."""
+    period: int
+    """The number of rows of a repetition."""
+    group: int
+    """The number of the parameter group."""
+    joined_dim: int | None = None
+    """The dim along which the parts of all tensor ranks are put together; None if each rank's part is a matrix."""
+    num_parts: int = 1
+    """The number of tensor ranks whose parts are put together."""
+
+    @property
+    def numel(self) -> int:
+        """The number of elements of this tensor rank's part."""
+        return self.shape[0] * self.shape[1]
+
+    @property
+    def whole_shape(self) -> tuple[int, int]:
+        """The shape of the matrix that is computed."""
+        rows, columns = self.shape
+        return (
+            rows * (self.num_parts if self.joined_dim == 0 else 1),
+            columns * self.num_parts ** (self.joined_dim == 1),
+        )
+
+    def stretches(self, elements: range) -> Iterator[tuple[range, int]]:
+        """Iterate over the elements of the matrix among `elements` of the parameter, in ascending order.
+
+        Yields the elements of each stretch, counted in the parameter, and the first of them counted in the matrix.
+        """
+        columns = self.shape[1]
+        own_numel, period_numel = len(self.rows) * columns, self.period * columns
+        for number in range(elements.start // period_numel, -(-elements.stop // period_numel)):
+            first = number * period_numel + self.rows.start * columns
+            start, stop = max(first, elements.start), min(first + own_numel, elements.stop)
+            if start < stop:
+                yield range(start, stop), number * own_numel + start - first
+
+
+def matrices_of(
+    name: str,
+    shape: Sequence[int],
+    group: int,
+    packed_rows: Sequence[int] | None = None,
+    split_dim: int | None = None,
+    tensor_size: int = 1,
+) -> list[Matrix]:
+    """Return the matrices of one parameter, in the order in which they are packed.
+
+    `shape` is that of this tensor rank's part, `split_dim` the dim along which the parts of `tensor_size` ranks are put
+    together. Raises ConfigError if the parameter is not a matrix, or the rows are not whole repetitions.
+    """
+    if len(shape) != 2:
+        raise ConfigError(
+            f"{name} of shape {tuple(shape)} has {len(shape)} dims and is no matrix; give it to a group with another "
+            "`update`, such as adamw"
+        )
+    num_rows, columns = shape
+    numbers = list(packed_rows or [num_rows])
+    period = sum(numbers)
+    if not period or num_rows % period:
+        raise ConfigError(
+            f"{name} has {num_rows} rows, which are not whole repetitions of packed_rows={tuple(numbers)}, {period} "
+            "rows; correct the `packed_rows` of its module"
+        )
+    num_parts = tensor_size if split_dim is not None else 1
+    found, first = [], 0
+    for number in numbers:
+        rows = range(first, first + number)
+        own_shape = num_rows // period * number, columns
+        found.append(Matrix(name, own_shape, rows, period, group, split_dim if num_parts > 1 else None, num_parts))
+        first += number
+    return found
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """The rank that computes each matrix, along the shard axis and along the tensor axis, and the work of each rank."""
+
+    places: list[tuple[int, int | None]]
+    """For each matrix (shard rank, tensor rank); None: every tensor rank of this shard rank computes its own."""
+    flops: list[list[int]]
+    """Of each shard rank and each tensor rank."""
+
+    @property
+    def all_flops(self) -> list[int]:
+        """The FLOPs of every rank."""
+        return [flops for of_shard_rank in self.flops for flops in of_shard_rank]
+
+    @property
+    def num_idle(self) -> int:
+        """The number of ranks that compute no matrix."""
+        return self.all_flops.count(0)
+
+
+def assign(
+    matrices: Sequence[Matrix], flops_of: Callable[[tuple[int, int]], int], num_shards: int, tensor_size: int = 1
+) -> Assignment:
+    """Assign matrices to ranks, the longest first, each to the rank that has least to compute so far."""
+    flops = [[0] * tensor_size for _ in range(num_shards)]
+    places: list[tuple[int, int | None]] = [(0, None)] * len(matrices)
+    least = [(0, shard, tensor) for shard in range(num_shards) for tensor in range(tensor_size)]
+    costs = [flops_of(matrix.whole_shape) for matrix in matrices]
+    for number in sorted(range(len(matrices)), key=lambda number: -costs[number]):
+        if matrices[number].num_parts == tensor_size:
+            while least[0][0] != flops[least[0][1]][least[0][2]]:  # an entry from before the rank got more
+                heapq.heapreplace(least, (flops[least[0][1]][least[0][2]], *least[0][1:]))
+            _, shard, tensor = least[0]
+            flops[shard][tensor] += costs[number]
+            places[number] = shard, tensor
+        else:
+            shard = min(range(num_shards), key=lambda shard: max(flops[shard]))
+            flops[shard] = [before + costs[number] for before in flops[shard]]
+            places[number] = shard, None
+    return Assignment(places, flops)
