@@ -10,12 +10,14 @@ from torch import nn
 
 from gpt.checkpoint.pretrained import load_pretrained
 from gpt.loss_guard import LossGuard
-from gpt.model.apex import choose_layer_norm, find_apex
+from gpt.model.apex import choose_norm, find_apex
 from gpt.model.attention_kernel import describe_attention, describe_documents
 from gpt.model.compiled_blocks import check_compiler, compile_blocks
-from gpt.model.transformer import GPT, Attention, ModelConfig, check_divides, initialize
+from gpt.model.config import ModelConfig, check_divides
+from gpt.model.transformer import GPT, NORMS, Attention, initialize
 from gpt.planner.activation_store import chosen_activations
 from gpt.planner.host_memory import check_host_memory
+from gpt.pretrained.families import family_of
 from gpt.schedule import check_batch_sizes, learning_rate
 from gpt.settings import LossScaleSettings, OptimizerSettings, ParallelSettings, Settings
 from parallel.errors import ConfigError
@@ -92,11 +94,14 @@ def build_mesh(settings: Settings, world: World) -> Mesh:
         allocate=allocate_buffer,
     )
     check_divides(settings.model, mesh.tensor)
+    if settings.checkpoint.weights:
+        family_of(settings.model)  # for its ConfigError, as below
     replicas = token_layout(settings.parallel, mesh).replicas
     check_replicas(settings.activations, replicas)
     check_batch_sizes(settings.train.batch, mesh.num_batch_ranks)
-    num_heads, seq_length = settings.model.num_heads // mesh.tensor.size, settings.model.seq_length
-    check_context(mesh.context, {"heads of a tensor rank": num_heads, "tokens of a sequence": seq_length})
+    num_kv_heads, seq_length = max(1, settings.model.kv_heads // mesh.tensor.size), settings.model.seq_length
+    sizes = {"heads of keys and values of a tensor rank": num_kv_heads, "tokens of a sequence": seq_length}
+    check_context(mesh.context, sizes)
     num_tokens = settings.train.micro_batch_size * seq_length // mesh.context.size
     if settings.parallel.sequence_parallel:
         part_of(num_tokens, mesh.tensor, "the tokens of a micro-batch")
@@ -174,18 +179,18 @@ def build_model(
     `gradient_sum_dtype` is the type in which gradients are summed along the tensor axis; None: `dtype`. `is_compiled`:
     `compile_blocks` follows, which cannot trace apex.
     """
-    layer_norm, layer_norm_name = (nn.LayerNorm, "compiled") if is_compiled else choose_layer_norm(device)
-    logger.info("layer norm: %s", layer_norm_name)
+    norm, norm_name = (NORMS[config.norm], "compiled") if is_compiled else choose_norm(config.norm, device)
+    logger.info("norm: %s", norm_name)
     compiles_loss = inductor_works(device)
     logger.info("loss: %s", "compiled" if compiles_loss else "eager")
     if device.type == "cuda":
-        logger.info("attention: %s", describe_attention(config, config.num_heads // tokens.axis.size, device, dtype))
+        logger.info("attention: %s", describe_attention(config, tokens.axis.size, device, dtype))
     default_dtype = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         with torch.device(device):
             run_blocks = checkpointed_blocks(activations, tokens.replicas, device)
-            gpt = GPT(config, tokens, run_blocks, layer_norm, compiles_loss, gradient_sum_dtype)
+            gpt = GPT(config, tokens, run_blocks, norm, compiles_loss, gradient_sum_dtype)
     finally:
         torch.set_default_dtype(default_dtype)
     if activations.store == "selective":

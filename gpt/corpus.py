@@ -14,7 +14,7 @@ from data.indexed import IndexedDataset
 from data.samples import Samples
 from data.sidecar import Sidecar
 from data.tokenizer import Tokenizer, load_tokenizer, tokenizer_path
-from gpt.model.transformer import ModelConfig
+from gpt.model.config import ModelConfig
 from gpt.schedule import consumed_samples_after
 from gpt.settings import DataSettings, TrainSettings
 from parallel.errors import ConfigError

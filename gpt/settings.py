@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import torch
 import yaml
 
-from gpt.model.transformer import ModelConfig
+from gpt.model.config import ModelConfig
 from gpt.schedule import BatchConfig, BatchSize, NumSteps, RampUpConfig, ScheduleConfig
 from parallel.errors import ConfigError
 from parallel.fields import FilePath, NonNegative, Positive, Range, check_fields

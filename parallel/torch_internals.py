@@ -59,12 +59,14 @@ DEVICE_OF = torch.ops.prim.device.default  # the operation by which autograd ask
 VIEWS_DESPITE_THEIR_SCHEMA = {torch.ops.aten._unsafe_view.default}  # the schema says that the result is a new tensor
 
 
-def attention_backend(query: Tensor, dropout: float) -> SDPBackend:
+def attention_backend(query: Tensor, key: Tensor, dropout: float) -> SDPBackend:
     """Return the kernel that `scaled_dot_product_attention` runs for causal attention of such a query, key and value.
 
     The public functions of `torch.backends.cuda` say which kernels may run, and not which one is preferred.
     """
-    return SDPBackend(torch._fused_sdp_choice(query, query, query, dropout_p=dropout, is_causal=True))
+    is_grouped = key.shape[1] < query.shape[1]
+    choice = torch._fused_sdp_choice(query, key, key, dropout_p=dropout, is_causal=True, enable_gqa=is_grouped)
+    return SDPBackend(choice)
 
 
 def default_store() -> dist.Store:

@@ -6,24 +6,23 @@ from pathlib import Path
 from torch import Tensor
 
 from gpt.checkpoint.pretrained import WeightsWriter
-from gpt.model.huggingface import (
-    name_from_huggingface,
-    name_to_huggingface,
-    tensor_from_huggingface,
-    tensor_to_huggingface,
-)
-from gpt.model.transformer import ModelConfig
+from gpt.model.config import ModelConfig, parameter_shapes
+from gpt.pretrained.families import family_of
+from gpt.pretrained.tensors import source_of, to_transformers
 
 
-def weights_from_huggingface(weights: Mapping[str, Tensor], num_heads: int) -> dict[str, Tensor]:
-    """Return our state dict, made from that of a GPT2LMHeadModel or a GPT2Model."""
-    names = {name: name_from_huggingface(name) for name in weights}
-    return {ours: tensor_from_huggingface(ours, weights[name], num_heads) for name, ours in names.items() if ours}
+def weights_from_transformers(weights: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
+    """Return our state dict, made from that of a model of transformers with or without its head."""
+    family = family_of(config)
+    short = {name.removeprefix(family.prefix): tensor for name, tensor in weights.items()}
+    sources = {name: source_of(name, family, config) for name, _ in parameter_shapes(config, config.vocab_size)}
+    return {name: source.pack([short[theirs] for theirs in source.names]) for name, source in sources.items()}
 
 
-def weights_to_huggingface(weights: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """Return the state dict of a GPT2LMHeadModel without its tied head, made from ours."""
-    return {name_to_huggingface(name): tensor_to_huggingface(name, t, config) for name, t in weights.items()}
+def weights_to_transformers(weights: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
+    """Return the state dict of a model of transformers without a tied head, made from ours."""
+    parts = [to_transformers(name, tensor, family_of(config), config) for name, tensor in weights.items()]
+    return {name: tensor for part in parts for name, tensor in part.items()}
 
 
 def write_pretrained(folder: Path, config: ModelConfig, weights: Mapping[str, Tensor]) -> None:

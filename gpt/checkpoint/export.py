@@ -6,7 +6,6 @@ python -m gpt.checkpoint.export runs/quickstart/checkpoints --output weights --d
 import argparse
 import sys
 from collections.abc import Mapping
-from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,10 +16,12 @@ from data.errors import DataError
 from gpt.build import TrainState
 from gpt.checkpoint.folder import newest
 from gpt.checkpoint.layout import Progress, name_of, read_layout
-from gpt.checkpoint.pretrained import WeightsWriter, check_shapes, to_huggingface, write_config
+from gpt.checkpoint.pretrained import WeightsWriter, check_shapes, write_config
 from gpt.checkpoint.tokenizer_files import NO_TOKENIZER, TokenizerFiles
-from gpt.model.transformer import ModelConfig, parameter_shapes
-from parallel.errors import ConfigError, exit_on_config_error
+from gpt.model.config import ModelConfig, parameter_shapes
+from gpt.pretrained.families import family_of
+from gpt.pretrained.tensors import to_transformers
+from parallel.errors import exit_on_config_error
 from zero.config import DTYPES
 from zero.state.export import FILE_BYTES, WeightFiles, export_units
 from zero.state.layout_file import LAYOUT, verify_file
@@ -52,10 +53,7 @@ def export_checkpoint(
 def _config_of(checkpoint: Path, layout: Mapping[str, Any], saved: SavedState) -> ModelConfig:
     """Return the model's configuration. Raises ConfigError if the parameters are not those of such a model."""
     path = checkpoint / LAYOUT
-    try:
-        config = ModelConfig(**{field.name: layout["model"][field.name] for field in fields(ModelConfig)})
-    except ConfigError as error:
-        raise ConfigError(f"{path} is damaged: {error}") from error
+    config = ModelConfig.from_plain(layout["model"])
     shapes = {name: parameter.shape for name, parameter in saved.parameters.items()}
     check_shapes(shapes, parameter_shapes(config, config.padded_vocab_size), path)
     return config
@@ -67,14 +65,15 @@ def export_live(state: TrainState, output: Path, tokenizer: TokenizerFiles = NO_
     All ranks call it. One unit at a time is unsharded, and written by the first rank. If that rank cannot write, it
     still takes part in the collectives of the other units, for which the other ranks wait, and then raises OSError.
     """
-    config = state.config
+    config, family = state.config, family_of(state.config)
 
     def finish(files: WeightFiles, folder: Path) -> None:
         files.finish()
         write_config(folder, config, tokenizer)
 
     # A folder of that name is an export of the same step from before a roll-back.
-    export_units(output, state.model, state.mesh.tensor, partial(to_huggingface, config=config), finish, replaces=True)
+    convert = partial(to_transformers, family=family, config=config)
+    export_units(output, state.model, state.mesh.tensor, convert, finish, replaces=True)
 
 
 def main(arguments: list[str]) -> None:

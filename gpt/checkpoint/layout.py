@@ -4,13 +4,13 @@
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from gpt.build import TrainState
 from gpt.checkpoint.folder import step_in_name
-from gpt.model.transformer import ModelConfig
+from gpt.model.config import ModelConfig
 from parallel.errors import ConfigError
 from zero.state import layout_file
 from zero.state.layout_file import LAYOUT
@@ -30,8 +30,9 @@ class Progress:
 
 
 def _schema_of(config: type) -> Schema:
-    hints = get_type_hints(config)
-    return {field.name: _schema_of_type(hints[field.name]) for field in fields(config)}
+    """Return the schema of the fields that every checkpoint has: one of an earlier version may lack others."""
+    hints, named = get_type_hints(config), [field for field in fields(config) if field.default is MISSING]
+    return {name: _schema_of_type(hints[name]) for name in [*(field.name for field in named), *sorted(MAY_DIFFER)]}
 
 
 def _schema_of_type(hint: Any) -> Schema:
@@ -66,6 +67,10 @@ def read_layout(checkpoint: Path) -> dict[str, Any]:
     step = layout["progress"]["step"]
     if step_in_name(checkpoint) not in (None, step):
         raise ConfigError(f"{checkpoint / LAYOUT} belongs to another checkpoint: it is of step {step}")
+    try:
+        layout["model"] = asdict(ModelConfig.from_plain(layout["model"]))
+    except ConfigError as error:
+        raise ConfigError(f"{checkpoint / LAYOUT} is damaged: {error}") from error
     return layout
 
 

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from gpt.model.transformer import NORMS
+
 
 def find_apex(module: str, name: str, probe: Callable[[Any], object], device: torch.device) -> Any | None:
     """Return the class `name` of apex's `module`, or None if it does not work on the device.
@@ -26,8 +28,9 @@ def find_apex(module: str, name: str, probe: Callable[[Any], object], device: to
     return found
 
 
-def choose_layer_norm(device: torch.device) -> tuple[type[nn.Module], str]:
-    """Return apex's fused LayerNorm if it works on the device, else torch's, and its name for the log."""
-    if fused := find_apex("apex.normalization", "FusedLayerNorm", lambda norm: norm(1), device):
-        return fused, "apex.normalization.FusedLayerNorm"
-    return nn.LayerNorm, "torch.nn.LayerNorm"
+def choose_norm(kind: str, device: torch.device) -> tuple[type[nn.Module], str]:
+    """Return apex's fused norm of a kind in NORMS if it works on the device, else torch's, and its name for the log."""
+    name = NORMS[kind].__name__
+    if fused := find_apex("apex.normalization", f"Fused{name}", lambda norm: norm(1), device):
+        return fused, f"apex.normalization.Fused{name}"
+    return NORMS[kind], f"torch.nn.{name}"

@@ -2,8 +2,8 @@
 
 import torch
 
+from gpt.model.config import ModelConfig
 from gpt.model.documents import MAX_HEAD_DIM, needs_mask
-from gpt.model.transformer import ModelConfig
 from parallel.torch_internals import attention_backend
 
 NAMES = {
@@ -16,7 +16,7 @@ NAMES = {
 
 def describe_documents(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> str:
     """Return which kernel keeps documents apart in training."""
-    if not needs_mask(config.attention, config.head_dim, config.dropout, torch.empty(0, device=device, dtype=dtype)):
+    if not needs_mask(config.attention, config.head_size, config.dropout, torch.empty(0, device=device, dtype=dtype)):
         return "torch.nn.attention.varlen"
     return (
         f"a mask of {config.seq_length}^2 scores a sequence; torch.nn.attention.varlen needs model.attention=flash, "
@@ -24,11 +24,12 @@ def describe_documents(config: ModelConfig, device: torch.device, dtype: torch.d
     )
 
 
-def describe_attention(config: ModelConfig, num_own_heads: int, device: torch.device, dtype: torch.dtype) -> str:
-    """Return which kernel computes attention, in training, of a model whose ranks have `num_own_heads` heads each."""
+def describe_attention(config: ModelConfig, tensor_size: int, device: torch.device, dtype: torch.dtype) -> str:
+    """Return which kernel computes attention, in training, on each of `tensor_size` ranks."""
     if config.attention == "math":
         return "explicit matrices of scores (model.attention=math)"
-    shape = 1, num_own_heads, config.seq_length, config.head_dim
-    query = torch.empty(shape, device=device, dtype=dtype, requires_grad=True)
-    name = attention_backend(query, config.dropout).name
+    num_own_heads, num_own_kv_heads = (max(1, n // tensor_size) for n in (config.num_heads, config.kv_heads))
+    shapes = ((1, heads, config.seq_length, config.head_size) for heads in (num_own_heads, num_own_kv_heads))
+    query, key = (torch.empty(shape, device=device, dtype=dtype, requires_grad=True) for shape in shapes)
+    name = attention_backend(query, key, config.dropout).name
     return f"torch.nn.functional.scaled_dot_product_attention by {NAMES.get(name, name)}"

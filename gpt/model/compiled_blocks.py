@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpt.model.documents import Documents
-from gpt.model.transformer import GPT, Block
+from gpt.model.transformer import GPT, Block, Sequences
 from parallel.blocks import Recomputation
 from parallel.errors import ConfigError
 from parallel.tensor.traced_layers import make_traceable
@@ -58,14 +57,13 @@ def _around_attention(
     before: Callable[..., Any],
     after: Callable[..., Any],
     x: Tensor,
-    num_sequences: int,
-    documents: Documents | None,
+    sequences: Sequences,
 ) -> Any:
-    return after(x, attend(*before(x, num_sequences), documents=documents))
+    return after(x, attend(*before(x, sequences), documents=sequences.documents))
 
 
-def _before_heads(block: Block, x: Tensor, num_sequences: int) -> tuple[Tensor, ...]:
-    return block.attention.split_heads(block.attention_norm(x), num_sequences)
+def _before_heads(block: Block, x: Tensor, sequences: Sequences) -> tuple[Tensor, ...]:
+    return block.attention.split_heads(block.attention_norm(x), sequences)
 
 
 def _after_heads(block: Block, x: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:
@@ -91,10 +89,10 @@ class CompiledForward:
         """`finish`: what remains of the forward; None if `compiled` is all of it."""
         self._block, self._compiled, self._finish, self._eager = block, compiled, finish, block.forward
 
-    def __call__(self, x: Tensor, num_sequences: int, documents: Documents | None = None) -> Tensor:
+    def __call__(self, x: Tensor, sequences: Sequences) -> Tensor:
         if not self._block.training or active_dispatch_modes():
-            return self._eager(x, num_sequences, documents)
-        output = self._compiled(x, num_sequences, documents)
+            return self._eager(x, sequences)
+        output = self._compiled(x, sequences)
         return self._finish(*output) if self._finish else output
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:

@@ -8,7 +8,7 @@ seq_length^2 elements a sequence, once for all layers.
 """
 
 from functools import cache
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -42,8 +42,9 @@ class Documents(NamedTuple):
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
         """Return causal attention inside each document of (batch, heads, seq, head_dim) tensors."""
+        grouped: dict[str, Any] = {"enable_gqa": True} if k.shape[1] < q.shape[1] else {}
         if self.mask is not None:
-            return F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask, dropout_p=dropout)
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask, dropout_p=dropout, **grouped)
         # Imported here: it registers operators, which takes time, and older versions of torch do not have it.
         from torch.nn.attention.varlen import varlen_attn
 
@@ -51,7 +52,7 @@ class Documents(NamedTuple):
         q, k, v = (part.transpose(1, 2).flatten(0, 1) for part in (q, k, v))  # (tokens, heads, head_dim), no copies
         starts, longest = self.starts, seq_length  # no stretch is longer than a sequence
         # A window without tokens to the right is causal attention.
-        attended = varlen_attn(q, k, v, starts, starts, longest, longest, window_size=(-1, 0))
+        attended = varlen_attn(q, k, v, starts, starts, longest, longest, window_size=(-1, 0), **grouped)
         assert isinstance(attended, Tensor)
         return attended.unflatten(0, (num_sequences, -1)).transpose(1, 2)
 

@@ -1,16 +1,17 @@
 """Floating-point operations of training, by formula, in two conventions that differ by a factor of up to 1.4.
 
 Both count matrix products only, a multiply-add as two operations, and backward as twice forward. With s = seq_length,
-h = hidden_size, L = num_layers and V = vocab_size, forward costs for each token
+h = hidden_size, L = num_layers, V = vocab_size, a = num_heads x head_dim, which is h in GPT-2, and W weights in the
+linear layers of a block, forward costs for each token
 
-    blocks      24 L h^2    qkv 6, projection 2, up 8, down 8
-    attention    4 L s h    q k^T and weights v over all s positions; a causal model needs half of it, 2 L s h
+    blocks       2 L W      GPT-2: 24 L h^2, of it qkv 6, projection 2, up 8, down 8
+    attention    4 L s a    q k^T and weights v over all s positions; a causal model needs half of it, 2 L s a
     head         2 h V
 
 *Model FLOPs* are what learning needs: 3 times forward with causal attention, whatever the implementation computes. This
-is Megatron-LM's present formula, 72 B s L h^2 (1 + s/12h + V/12Lh). Attention counts half: the other half of the scores
-is masked. MFU measures how well the hardware is used, so an implementation that skips the masked half, such as flash
-attention, must not get a lower MFU for it.
+is Megatron-LM's present formula, for GPT-2 72 B s L h^2 (1 + s/12h + V/12Lh). Attention counts half: the other half of
+the scores is masked. MFU measures how well the hardware is used, so an implementation that skips the masked half, such
+as flash attention, must not get a lower MFU for it.
 
 *Hardware FLOPs* are what is executed: all of attention if the kernel is `math`, the head with its padding, and what
 backward computes again. That is the forward of the blocks if activations are checkpointed, or the inside of attention
@@ -20,7 +21,7 @@ of both). Flash attention computes the scores a second time in backward, which i
 
 import torch
 
-from gpt.model.transformer import ModelConfig
+from gpt.model.config import ModelConfig
 from parallel.blocks import Recomputation
 
 # Dense tensor-core rates from NVIDIA's data sheets; the first name that a device's name contains applies.
@@ -50,7 +51,7 @@ def hardware_flops(config: ModelConfig, num_sequences: int, recomputes: Recomput
     blocks = _blocks_forward(config, is_causal=config.attention == "flash")
     recomputed = {
         "nothing": 0,
-        "attention": 2 * config.num_layers * config.seq_length * config.hidden_size,
+        "attention": 2 * config.num_layers * config.seq_length * config.num_heads * config.head_size,
         "blocks": blocks,
     }
     return (
@@ -70,8 +71,8 @@ def peak_flops_per_second(device_name: str, dtype: torch.dtype) -> float | None:
 
 def _blocks_forward(config: ModelConfig, is_causal: bool) -> int:
     """Return the FLOPs of the forward of all blocks for one token."""
-    attention = (2 if is_causal else 4) * config.seq_length * config.hidden_size
-    return config.num_layers * (24 * config.hidden_size**2 + attention)
+    attention = (2 if is_causal else 4) * config.seq_length * config.num_heads * config.head_size
+    return config.num_layers * (2 * config.block_weights + attention)
 
 
 def _head_forward(config: ModelConfig, vocab_size: int) -> int:

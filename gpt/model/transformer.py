@@ -1,31 +1,32 @@
-"""GPT-2 as published, written as a program for one device.
+"""A GPT, written as a program for one device; by default GPT-2 as published.
 
 Its layers know how they are split over the tensor axis. Nothing in it refers to ZeRO, which wraps the whole model.
 
-ids -> token + position embedding -> dropout -> blocks -> LayerNorm -> logits by the (tied) token embedding
-block:  x += dropout(attention(LayerNorm(x)));  x += dropout(down(gelu(up(LayerNorm(x)))))
+ids -> token (+ position) embedding -> dropout -> blocks -> norm -> logits by the head, or by the token embedding
+block:  x += dropout(attention(norm(x)));  x += dropout(down(activation(up(norm(x)))))
 
-The residual stream x has shape (tokens, hidden), with the tokens of all sequences one after the other.
+The residual stream x has shape (tokens, hidden), with the tokens of all sequences one after the other. Tables give the
+part that an option of the configuration names: NORMS, POSITIONS, ACTIVATIONS, ATTENTION_KERNELS.
 """
 
 import math
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Literal
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from gpt.model.config import ROWS_PER_UNIT, ModelConfig, check_divides
 from gpt.model.documents import Documents, needs_mask
+from gpt.model.rotary import Rotation, rotated, tables
 from parallel.blocks import RunBlocks, run_in_order
-from parallel.errors import ConfigError
-from parallel.fields import Range, check_fields
 from parallel.mesh import Axis
 from parallel.tensor.context import over_context, own_stretch, whole_sequences
 from parallel.tensor.gradient_sums import GradientSums
+from parallel.tensor.heads import GroupedHeads, PackedHeads
 from parallel.tensor.initial_values import fill_normal
 from parallel.tensor.layers import (
     ColumnParallelLinear,
@@ -34,98 +35,85 @@ from parallel.tensor.layers import (
     VocabParallelEmbedding,
     column_parallel_linear,
     gather_columns,
-    part_of,
+    shared_dims,
     split_dims,
 )
 from parallel.tensor.linear_cross_entropy import linear_cross_entropy
 from parallel.tensor.random_streams import own_random_stream
 from parallel.tensor.token_layout import TokenLayout
 
-LAYER_NORM_EPS = 1e-5
 INIT_STD = 0.02
 RESIDUAL_PROJECTIONS = ("attention.projection.weight", "mlp.down.weight")
+NORMS: dict[str, type[nn.Module]] = {"layer": nn.LayerNorm, "rms": nn.RMSNorm}
 
 
-@dataclass(frozen=True)
-class ModelConfig:
-    """The shape of a GPT-2 model."""
+class Sequences(NamedTuple):
+    """The sequences of a batch, all of one length, as far as blocks need to know them."""
 
-    num_layers: Annotated[int, Range(1, 10**7)]
-    """Number of transformer blocks."""
-    hidden_size: Annotated[int, Range(1, 2**20)]
-    """Width of the residual stream; the MLP is four times as wide."""
-    num_heads: Annotated[int, Range(1, 2**20)]
-    """Number of attention heads; must divide hidden_size."""
-    seq_length: Annotated[int, Range(1, 2**30)]
-    """Length of the longest sequence, in tokens; the model has as many learned positions."""
-    vocab_size: Annotated[int, Range(1, 2**31)]
-    """Number of different tokens that the model knows."""
-    dropout: Annotated[float, Range(0, below=1)] = 0.1
-    """Probability with which an element of an embedding, an attention weight or a residual branch's output is
-    dropped."""
-    vocab_multiple: Annotated[int, Range(1, 2**20)] = 128
-    """The number of rows of the token embedding is rounded up to a multiple of this. Padding is never predicted and
-    never changes."""
-    attention: Literal["flash", "math"] = "flash"
-    """Attention kernel. flash: torch's fused kernel; math: the explicit matrix of scores, as in the ZeRO paper's
-    baseline."""
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-        if self.hidden_size % self.num_heads:
-            next_multiple = math.ceil(self.hidden_size / self.num_heads) * self.num_heads
-            raise ConfigError(
-                f"model.hidden_size={self.hidden_size} is not divisible by model.num_heads={self.num_heads}; "
-                f"choose a multiple of {self.num_heads}, such as hidden_size={next_multiple}"
-            )
-
-    @property
-    def head_dim(self) -> int:
-        """The width of one attention head."""
-        return self.hidden_size // self.num_heads
-
-    @property
-    def padded_vocab_size(self) -> int:
-        """The number of rows of the token embedding, the same for every tensor size."""
-        return math.ceil(self.vocab_size / self.vocab_multiple) * self.vocab_multiple
+    number: int
+    rotation: Rotation | None = None  # of each position, if positions are rotary
+    documents: Documents | None = None  # None: each sequence is one document
 
 
-def parameter_shapes(config: ModelConfig, num_rows: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield (name, whole shape) of each parameter of a model whose token embedding has `num_rows`.
+class LearnedPositions(nn.Module):
+    """A vector for each position, which is added to the embeddings of tokens."""
 
-    Nothing is allocated, so the configuration may be that of an unknown file.
-    """
-    width = config.hidden_size
-    linear = {"attention.qkv": (3, 1), "attention.projection": (1, 1), "mlp.up": (4, 1), "mlp.down": (1, 4)}
-    yield "token_embedding.weight", (num_rows, width)
-    yield "position_embedding.weight", (config.seq_length, width)
-    for number in range(config.num_layers):
-        for name, (rows, columns) in linear.items():
-            yield f"blocks.{number}.{name}.weight", (rows * width, columns * width)
-            yield f"blocks.{number}.{name}.bias", (rows * width,)
-        for norm in ("attention_norm", "mlp_norm"):
-            yield f"blocks.{number}.{norm}.weight", (width,)
-            yield f"blocks.{number}.{norm}.bias", (width,)
-    yield "final_norm.weight", (width,)
-    yield "final_norm.bias", (width,)
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(config.seq_length, config.hidden_size))
+
+    def forward(self, embedded: Tensor, positions: Tensor) -> Tensor:
+        return embedded + F.embedding(positions, self.weight)
+
+    def rotation(self, positions: Tensor, dtype: torch.dtype) -> None:
+        """Return None: queries and keys are not rotated."""
+
+
+class RotaryPositions(nn.Module):
+    """Angles of each position, by which queries and keys are rotated; embeddings are left as they are."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.config = config
+        self.tables: Rotation | None = None  # made in the first forward; not buffers, which a checkpoint would contain
+
+    def forward(self, embedded: Tensor, positions: Tensor) -> Tensor:
+        return embedded
+
+    def rotation(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
+        """Return the cosines and sines of positions (..., seq), (..., seq, head_dim) each."""
+        if self.tables is None or self.tables[0].device != positions.device or self.tables[0].dtype != dtype:
+            self.tables = tables(self.config, positions.device, dtype)
+        cosines, sines = self.tables
+        return cosines[positions], sines[positions]
+
+
+Positions = LearnedPositions | RotaryPositions
+POSITIONS: dict[str, Callable[[ModelConfig], Positions]] = {"learned": LearnedPositions, "rope": RotaryPositions}
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float, documents: Documents | None = None) -> Tensor:
     """Return causal attention of (batch, heads, seq, head_dim) tensors by torch's fused kernel."""
     if documents is not None:
         return documents.attention(q, k, v, dropout)
-    return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
+    is_grouped = k.shape[1] < q.shape[1]
+    return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=is_grouped)
 
 
 def math_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float, documents: Documents | None = None) -> Tensor:
-    """Return causal attention of (batch, heads, seq, head_dim) tensors by explicit matrices of scores."""
-    scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1)  # (batch, heads, seq, seq)
+    """Return causal attention of (batch, heads, seq, head_dim) tensors by explicit matrices of scores.
+
+    The heads of a group that share keys and values are computed as one longer sequence of queries.
+    """
+    heads, seq_length = (k.shape[1], q.shape[1] // k.shape[1]), q.shape[2]
+    q = (q * q.shape[-1] ** -0.5).unflatten(1, heads).flatten(2, 3)  # (batch, groups, heads of a group x seq, head_dim)
+    scores = q @ k.transpose(-2, -1)
     if documents is not None and documents.mask is not None:
-        scores += documents.mask
+        scores += documents.mask.expand(-1, heads[1], -1, -1).flatten(1, 2)[:, None]
     else:
-        is_future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
-        scores.masked_fill_(is_future, -math.inf)
-    return F.dropout(scores.softmax(dim=-1), dropout) @ v
+        is_future = torch.ones((seq_length, seq_length), dtype=torch.bool, device=q.device).triu(1)
+        scores.masked_fill_(is_future.expand(heads[1], -1, -1).flatten(0, 1), -math.inf)
+    return (F.dropout(scores.softmax(dim=-1), dropout) @ v).unflatten(2, (heads[1], -1)).flatten(1, 2)
 
 
 Kernel = Callable[[Tensor, Tensor, Tensor, float, Documents | None], Tensor]
@@ -135,25 +123,32 @@ ATTENTION_KERNELS: dict[str, Kernel] = {"flash": flash_attention, "math": math_a
 class Attention(nn.Module):
     """Multi-head attention, (tokens of this rank, hidden) -> the same; a rank computes its heads for all tokens."""
 
-    def __init__(self, config: ModelConfig, tokens: TokenLayout):
+    def __init__(self, config: ModelConfig, tokens: TokenLayout, norm: type[nn.Module] = nn.LayerNorm):
         super().__init__()
-        self.head_dim, self.dropout, self.axis = config.head_dim, config.dropout, tokens.axis
-        self.context = tokens.context
+        self.dropout, self.axis, self.context = config.dropout, tokens.axis, tokens.context
         self.kernel: Kernel = ATTENTION_KERNELS[config.attention]
-        # Rows are ordered (head, q | k | v, head_dim), so that equal parts of the rows are whole heads.
-        self.qkv = ColumnParallelLinear(config.hidden_size, 3 * config.hidden_size, tokens)
-        self.packed_rows = {"qkv.weight": (config.head_dim,) * 3}
-        self.projection = RowParallelLinear(config.hidden_size, config.hidden_size, tokens)
+        width, num_heads, head_dim = config.hidden_size, config.num_heads, config.head_size
+        if config.kv_heads < num_heads:
+            self.qkv: nn.Module = GroupedHeads(width, num_heads, config.kv_heads, head_dim, tokens, config.biases)
+        else:
+            self.qkv = PackedHeads(width, num_heads, head_dim, tokens, config.biases)
+        norm_of_heads = norm if config.qk_norm else nn.Identity
+        self.q_norm, self.k_norm = (norm_of_heads(head_dim, eps=config.norm_eps) for _ in "qk")
+        self.projection = RowParallelLinear(num_heads * head_dim, width, tokens, config.biases)
+        # Each rank normalizes its own heads only.
+        self.shared_dims = {f"{name}.{part}": None for name in ("q_norm", "k_norm") for part in ("weight", "bias")}
 
-    def forward(self, x: Tensor, num_sequences: int, documents: Documents | None = None) -> Tensor:
-        q, k, v = self.split_heads(x, num_sequences)
-        return self.project(self.attend(q, k, v, documents))
+    def forward(self, x: Tensor, sequences: Sequences) -> Tensor:
+        q, k, v = self.split_heads(x, sequences)
+        return self.project(self.attend(q, k, v, sequences.documents))
 
-    def split_heads(self, x: Tensor, num_sequences: int) -> tuple[Tensor, ...]:
+    def split_heads(self, x: Tensor, sequences: Sequences) -> tuple[Tensor, ...]:
         """Return q, k and v of this rank's heads, (batch, own heads, seq, head_dim) each."""
-        qkv = self.qkv(x).unflatten(0, (num_sequences, -1)).unflatten(-1, (-1, 3, self.head_dim))
-        # Split before the transposes, so that the gradient of the split has the layout of qkv: it is not copied again.
-        return tuple(part.transpose(1, 2) for part in qkv.unbind(-2))
+        q, k, v = self.qkv(x, sequences.number)
+        # The heads are split before the transposes, so that the gradient of the split has the layout of the product: it
+        # is not copied again.
+        q, k, v = (part.transpose(1, 2) for part in (self.q_norm(q), self.k_norm(k), v))
+        return rotated(q, sequences.rotation), rotated(k, sequences.rotation), v
 
     def project(self, attended: Tensor) -> Tensor:
         """Return the output for what `attend` returns."""
@@ -166,44 +161,58 @@ class Attention(nn.Module):
             return over_context(self.kernel, self.context)(q, k, v, probability, documents)
 
 
+def gelu(up: Tensor) -> Tensor:
+    """Return the GELU of each unit, in its tanh approximation."""
+    return F.gelu(up, approximate="tanh")
+
+
+def swiglu(up: Tensor) -> Tensor:
+    """Return silu(gate) * up of each unit. Columns are ordered (unit, gate | up): equal parts are whole units."""
+    gate, up = up.unflatten(-1, (-1, 2)).unbind(-1)
+    return F.silu(gate) * up
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": gelu, "swiglu": swiglu}
+
+
 class MLP(nn.Module):
-    """Two linear layers with a GELU between them, (tokens of this rank, hidden) -> the same."""
+    """Two linear layers with an activation function between them, (tokens of this rank, hidden) -> the same."""
 
     def __init__(self, config: ModelConfig, tokens: TokenLayout):
         super().__init__()
-        self.up = ColumnParallelLinear(config.hidden_size, 4 * config.hidden_size, tokens)
-        self.down = RowParallelLinear(4 * config.hidden_size, config.hidden_size, tokens)
+        num_rows, self.activation = ROWS_PER_UNIT[config.mlp], ACTIVATIONS[config.mlp]
+        self.packed_rows = {"up.weight": (1,) * num_rows} if num_rows > 1 else {}
+        self.up = ColumnParallelLinear(config.hidden_size, num_rows * config.mlp_size, tokens, config.biases)
+        self.down = RowParallelLinear(config.mlp_size, config.hidden_size, tokens, config.biases)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(self.activated(x))
 
     def activated(self, x: Tensor) -> Tensor:
         """Return the input of the second layer, (all tokens, own columns)."""
-        return F.gelu(self.up(x), approximate="tanh")
+        return self.activation(self.up(x))
 
 
 class Block(nn.Module):
-    """A transformer block, (tokens of this rank, hidden) -> the same, for `num_sequences` sequences of one length."""
+    """A transformer block, (tokens of this rank, hidden) -> the same, for the sequences of one batch."""
 
-    def __init__(self, config: ModelConfig, tokens: TokenLayout, layer_norm: type[nn.Module]):
+    def __init__(self, config: ModelConfig, tokens: TokenLayout, norm: type[nn.Module]):
         super().__init__()
-        self.attention_norm = layer_norm(config.hidden_size, eps=LAYER_NORM_EPS)
-        self.attention = Attention(config, tokens)
-        self.mlp_norm = layer_norm(config.hidden_size, eps=LAYER_NORM_EPS)
+        self.attention_norm = norm(config.hidden_size, eps=config.norm_eps)
+        self.attention = Attention(config, tokens, norm)
+        self.mlp_norm = norm(config.hidden_size, eps=config.norm_eps)
         self.mlp = MLP(config, tokens)
         self.dropout = TokenDropout(config.dropout, tokens)
 
-    def forward(self, x: Tensor, num_sequences: int, documents: Documents | None = None) -> Tensor:
-        return self.finish(*self.before_last_product(x, num_sequences, documents))
+    def forward(self, x: Tensor, sequences: Sequences) -> Tensor:
+        return self.finish(*self.before_last_product(x, sequences))
 
-    def before_last_product(
-        self, x: Tensor, num_sequences: int, documents: Documents | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def before_last_product(self, x: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor]:
         """Return the residual stream after attention, and the input of the last product, which backward does not need.
 
         `finish` returns what `forward` does.
         """
-        return self.after_attention(x, self.attention(self.attention_norm(x), num_sequences, documents))
+        return self.after_attention(x, self.attention(self.attention_norm(x), sequences))
 
     def after_attention(self, x: Tensor, attention: Tensor) -> tuple[Tensor, Tensor]:
         """Add the output of attention to the residual stream; return what `before_last_product` does."""
@@ -216,13 +225,13 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """GPT-2 with torch's default device and dtype; `initialize` gives it its initial values.
+    """A GPT with torch's default device and dtype; `initialize` gives it its initial values.
 
     `tokens` is the layout of the residual stream over the tensor axis, which also determines how the layers are split.
-    `run_blocks` runs the blocks on their input; activation checkpointing is one way to run them. `layer_norm` is called
-    with (hidden_size, eps). With `compiles_loss`, inductor compiles the loss. `gradient_sum_dtype` is the data type in
-    which the gradients of replicated parameters are summed along the tensor axis; None: their own. Raises ConfigError
-    if the size of the axis does not divide the model.
+    `run_blocks` runs the blocks on their input; activation checkpointing is one way to run them. `norm` is called with
+    (size, eps); None: torch's norm. With `compiles_loss`, inductor compiles the loss. `gradient_sum_dtype` is the data
+    type in which the gradients of replicated parameters are summed along the tensor axis; None: their own. Raises
+    ConfigError if the size of the axis does not divide the model.
     """
 
     def __init__(
@@ -230,29 +239,39 @@ class GPT(nn.Module):
         config: ModelConfig,
         tokens: TokenLayout,
         run_blocks: RunBlocks | None = None,
-        layer_norm: type[nn.Module] = nn.LayerNorm,
+        norm: type[nn.Module] | None = None,
         compiles_loss: bool = False,
         gradient_sum_dtype: torch.dtype | None = None,
     ):
         super().__init__()
         check_divides(config, tokens.axis)
+        norm = norm or NORMS[config.norm]
         self.compiles_loss = compiles_loss
         self.config, self.tokens, self.run_blocks = config, tokens, run_blocks or run_in_order
         self.token_embedding = VocabParallelEmbedding(config.padded_vocab_size, config.hidden_size, tokens)
-        self.position_embedding = nn.Embedding(config.seq_length, config.hidden_size)
+        self.position_embedding = POSITIONS[config.positions](config)
         self.dropout = TokenDropout(config.dropout, tokens)
-        self.blocks = nn.ModuleList(Block(config, tokens, layer_norm) for _ in range(config.num_layers))
-        self.final_norm = layer_norm(config.hidden_size, eps=LAYER_NORM_EPS)
-        if tokens.num_parts > 1:
-            self.gradient_sums = GradientSums(self.parameters_of_own_tokens(), tokens.axis, gradient_sum_dtype)
+        self.blocks = nn.ModuleList(Block(config, tokens, norm) for _ in range(config.num_layers))
+        self.final_norm = norm(config.hidden_size, eps=config.norm_eps)
+        if not config.tied_head:
+            self.head = VocabParallelEmbedding(config.padded_vocab_size, config.hidden_size, tokens)
+        if summed := list(self.parameters_of_partial_gradients()):
+            self.gradient_sums = GradientSums(summed, tokens.axis, gradient_sum_dtype)
 
-    def parameters_of_own_tokens(self) -> Iterator[nn.Parameter]:
-        """Yield the replicated parameters whose gradient covers only this rank's tokens.
+    @property
+    def head_weight(self) -> nn.Parameter:
+        """The weight of the head, (own words, hidden)."""
+        return (self.token_embedding if self.config.tied_head else self.head).weight
 
-        The gradient of a row-parallel bias covers all tokens.
+    def parameters_of_partial_gradients(self) -> Iterator[nn.Parameter]:
+        """Yield the replicated parameters of whose gradients each rank computes a part.
+
+        The parts are of its tokens, or of its heads. The gradient of a row-parallel bias covers all tokens.
         """
+        of_own_heads = shared_dims(self) if self.tokens.axis.size > 1 else {}
         for name, param in self.named_parameters():
-            if "norm." in name or name.startswith("position_embedding."):
+            is_of_own_tokens = self.tokens.num_parts > 1 and ("norm." in name or name.startswith("position_embedding."))
+            if is_of_own_tokens or name in of_own_heads:
                 yield param
 
     def forward(
@@ -286,7 +305,7 @@ class GPT(nn.Module):
             num_missing = -seq_length % multiple
             ids = F.pad(ids, (0, num_missing))
             targets = None if targets is None else F.pad(targets, (0, num_missing), value=-1)
-        x, weight, vocab_size = self.last_hidden(ids, documents), self.token_embedding.weight, self.config.vocab_size
+        x, weight, vocab_size = self.last_hidden(ids, documents), self.head_weight, self.config.vocab_size
         if targets is not None:
             return linear_cross_entropy(
                 x,
@@ -297,50 +316,49 @@ class GPT(nn.Module):
                 loss_scale=loss_scale,
                 is_compiled=self.compiles_loss,
             )
-        logits = gather_columns(column_parallel_linear(x, weight, None, self.tokens), self.tokens.axis)
+        logits = gather_columns(column_parallel_linear(x, weight, self.tokens), self.tokens.axis)
         own_logits = logits[:, :vocab_size].unflatten(0, (num_sequences, -1))
         return whole_sequences(own_logits, context)[:, :seq_length]
 
     def last_hidden(self, ids: Tensor, documents: Documents | None = None) -> Tensor:
         """Return what the head is applied to, (tokens of this rank, hidden)."""
-        num_sequences, seq_length = ids.shape
+        (num_sequences, seq_length), context = ids.shape, self.tokens.context
         if documents is None:
-            positions = torch.arange(seq_length, device=ids.device).clamp_(max=self.config.seq_length - 1)
-            positions = positions.repeat(num_sequences, 1)
+            own_length, last = seq_length // context.size, self.config.seq_length - 1
+            first = context.rank * own_length
+            positions = torch.arange(first, first + own_length, device=ids.device).clamp_(max=last)
+            of_all_tokens = positions.repeat(num_sequences)
         else:
-            positions = documents.positions
-        ids, positions = (own_stretch(whole, self.tokens.context).flatten() for whole in (ids, positions))
-        embedded = self.token_embedding(ids) + self.position_embedding(self.tokens.cut(positions))
+            own = own_stretch(documents.positions, context)
+            positions, of_all_tokens = own[:, None], own.flatten()  # one for all heads
+        embedded = self.token_embedding(own_stretch(ids, context).flatten())
+        embedded = self.position_embedding(embedded, self.tokens.cut(of_all_tokens))
+        rotation = self.position_embedding.rotation(positions, embedded.dtype)
         dropout = self.config.dropout if self.training else 0.0
-        if documents and needs_mask(self.config.attention, self.config.head_dim, dropout, embedded):
+        if documents and needs_mask(self.config.attention, self.config.head_size, dropout, embedded):
             documents = documents.with_mask(embedded.dtype)
-        blocks = [partial(block, num_sequences=num_sequences, documents=documents) for block in self.blocks]
+        blocks = [partial(block, sequences=Sequences(num_sequences, rotation, documents)) for block in self.blocks]
         return self.final_norm(self.run_blocks(blocks, self.dropout(embedded)))
 
 
-def check_divides(config: ModelConfig, axis: Axis) -> None:
-    """Raise ConfigError unless every rank of the axis gets equal parts of the heads, the width and the vocabulary."""
-    for name, size in (("model.num_heads", config.num_heads), ("model.hidden_size", config.hidden_size)):
-        part_of(size, axis, name)
-    part_of(config.padded_vocab_size, axis, "model.vocab_size rounded up to model.vocab_multiple")
-
-
 def initialize(model: GPT, seed: int, data: Axis | None = None) -> None:
-    """Give the model GPT-2's initial values.
+    """Give the model initial values with the spread of GPT-2's.
 
     They depend on the seed only, not on the order of construction, the device or the mesh; a dtype of less precision
     rounds them. The ranks of `data` share the work; if it is None, this rank does all of it.
     """
-    dims, data = split_dims(model), data or Axis.trivial("data")
+    dims, shared, data = split_dims(model), shared_dims(model), data or Axis.trivial("data")
     with torch.no_grad():
         for name, param in model.named_parameters():
             std = initial_std(name, model.config.num_layers)
             if std is None:
                 param.fill_(1.0 if name.endswith("norm.weight") else 0.0)
+            elif name in shared:  # whole, and with the values that it has where it is split
+                fill_normal(param, std, f"{seed}/{name}", shared[name], model.tokens.axis.without_peers(), data)
             else:
                 fill_normal(param, std, f"{seed}/{name}", dims.get(name), model.tokens.axis, data)
-        first_padding = model.config.vocab_size - model.token_embedding.first_word
-        model.token_embedding.weight[max(first_padding, 0) :] = 0.0
+        for weight in {model.token_embedding.weight, model.head_weight}:
+            weight[max(model.config.vocab_size - model.token_embedding.first_word, 0) :] = 0.0
 
 
 def initial_std(name: str, num_layers: int) -> float | None:

@@ -6,8 +6,8 @@ from dataclasses import asdict
 
 import torch
 
+from gpt.model.config import ModelConfig
 from gpt.model.flops import hardware_flops, model_flops, peak_flops_per_second
-from gpt.model.transformer import ModelConfig
 from gpt.settings import TrainSettings
 from parallel.blocks import Recomputation
 from parallel.instruments.comm_log import CommLog

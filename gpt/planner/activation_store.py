@@ -6,7 +6,8 @@ from functools import cache
 
 import torch
 
-from gpt.model.transformer import GPT, ModelConfig
+from gpt.model.config import ModelConfig
+from gpt.model.transformer import GPT
 from gpt.option_names import in_option_names
 from gpt.settings import TrainSettings
 from parallel.host_memory import physical_bytes
@@ -94,6 +95,8 @@ def workload_of(
         itemsize=itemsize,
         state_bytes=state_bytes,
         data_bytes=data_bytes,
+        block_weights=model.block_weights,
+        block_width=model.block_width,
     )
 
 

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gpt.model.transformer import Block, ModelConfig
+from gpt.model.config import ModelConfig
+from gpt.model.transformer import NORMS, POSITIONS, Block, Sequences
 from gpt.settings import Settings
 from parallel.instruments.compiled_kernels import CompiledRegion, compiled_region, splice
 from parallel.instruments.kernel_log import Kernel
@@ -62,10 +63,11 @@ def block_region(config: ModelConfig, num_sequences: int, dtype: torch.dtype) ->
         default_dtype = torch.get_default_dtype()
         torch.set_default_dtype(dtype)
         try:
-            block = Block(config, ReplicatedTokens(Axis.trivial("tensor")), nn.LayerNorm)
+            block = Block(config, ReplicatedTokens(Axis.trivial("tensor")), NORMS[config.norm])
             x = torch.empty(num_sequences * config.seq_length, config.hidden_size, requires_grad=True)
+            rotation = POSITIONS[config.positions](config).rotation(torch.arange(config.seq_length), dtype)
         finally:
             torch.set_default_dtype(default_dtype)
-        return block, (x, num_sequences)
+        return block, (x, Sequences(num_sequences, rotation))
 
     return compiled_region(build)

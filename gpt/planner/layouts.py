@@ -5,13 +5,15 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Literal, get_args
 
+from gpt.model.config import ModelConfig, divides
 from gpt.model.documents import suits_kernel
 from gpt.model.flops import hardware_flops
-from gpt.model.transformer import ModelConfig
 from gpt.planner.activation_store import parameters_of_rank, workload_of
 from gpt.settings import Settings
 from parallel.blocks import Recomputation
+from parallel.instruments.comm_log import CommLog
 from parallel.launch.cluster import ClusterSpec
+from parallel.mesh import Axis
 from zero.activations.checkpointed_blocks import ActivationsConfig
 from zero.activations.choice import (
     Hardware,
@@ -108,9 +110,9 @@ def predict(layout: CandidateLayout, settings: Settings, cluster: ClusterSpec, w
     data_size, uneven = divmod(world_size, layout.tensor_size)
     num_batch_ranks, uneven_context = divmod(data_size, settings.parallel.context_size)
     num_micro_batches, rest = divmod(train.global_batch_size, layout.micro_batch_size * max(1, num_batch_ranks))
-    indivisible = model.num_heads % layout.tensor_size + model.padded_vocab_size % layout.tensor_size
+    is_divisible = divides(model, Axis("tensor", layout.tensor_size, 0, CommLog()))
     is_same_as_reduce = layout.accumulate == "local" and num_micro_batches == 1
-    if uneven or uneven_context or rest or not num_micro_batches or indivisible or is_same_as_reduce:
+    if uneven or uneven_context or rest or not num_micro_batches or not is_divisible or is_same_as_reduce:
         return None
     work = workload(layout, settings, data_size, num_micro_batches)
     checkpoints_on_host = 0.0
@@ -147,22 +149,21 @@ def activation_bytes(work: Workload, layout: CandidateLayout, settings: Settings
     """Return the bytes that the activations of one sequence need on the device.
 
     Until its backward a block keeps, for every token, 4 h elements (inputs of norms and of the first products) that the
-    tensor ranks divide only with sequence parallelism, and 12 h that they divide (q, k, v, the output of attention, and
-    the MLP before and after its activation function); with dropout also two masks of h. Math attention keeps its
-    weights, with dropout in three versions, unless only these are computed again. With checkpoints, only the blocks of
-    one group are kept at the same time. Backward needs another 4 h, the logits, and their gradient. A mask of
-    documents, which all layers share, has s^2 elements.
+    tensor ranks divide only with sequence parallelism, and others that they divide (`ModelConfig.block_width`); with
+    dropout also two masks of h. Math attention keeps its weights, with dropout in three versions, unless only these are
+    computed again. With checkpoints, only the blocks of one group are kept at the same time. Backward needs another
+    4 h, the logits, and their gradient. A mask of documents, which all layers share, has s^2 elements.
     """
     model = settings.model
     copies = 1 if settings.parallel.sequence_parallel else layout.tensor_size
-    kept = ((6 if model.dropout else 4) * copies + 12) * work.h
+    kept = (6 if model.dropout else 4) * copies * work.h + work.block_width
     if layout.recomputes != "attention" and model.attention == "math":
         kept += (3 if model.dropout else 1) * model.num_heads * work.s
     num_kept = work.L if layout.store not in STORES else min(work.k, work.L)
     stored = stored_bytes(work, layout.store) if layout.store in STORES else 0.0
     elements = kept * num_kept + 4 * work.h + 2 * work.vocab_size
     if settings.data.mask_documents and not suits_kernel(
-        model.attention, model.head_dim, model.dropout, settings.train.dtype
+        model.attention, model.head_size, model.dropout, settings.train.dtype
     ):
         elements += work.s * layout.tensor_size  # every rank has the mask
     return stored + work.itemsize * work.s * elements / layout.tensor_size

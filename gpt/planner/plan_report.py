@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 
 from rich.table import Table
 
+from gpt.model.config import ModelConfig
 from gpt.model.flops import model_flops
-from gpt.model.transformer import ModelConfig
 from gpt.planner.depth import Estimate
 from gpt.planner.layouts import CandidateLayout, Prediction
 from parallel.launch.cluster import RESERVED_BYTES, ClusterSpec

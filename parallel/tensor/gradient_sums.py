@@ -1,11 +1,13 @@
 """Sums over the tensor axis of the gradients of replicated parameters that each rank applies to its own tokens only."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from parallel.mesh import Axis
+
+MESSAGE_NUMEL = 2**24  # elements of a message of `sum_at_once`, which bounds its memory (C_B)
 
 
 class GradientSums:
@@ -24,14 +26,13 @@ class GradientSums:
             param.register_hook(self._on_gradient)
 
     def sum_at_once(self, grads: Sequence[Tensor]) -> None:
-        """Sum flat tensors over the axis, in place, in one message. All ranks must give as many elements."""
-        if not grads:
-            return
-        message = torch.cat([grad.to(self._dtype or grad.dtype) for grad in grads])
-        message = message.to(self._axis.communication_device(message))
-        self._axis.all_reduce(message, out=message).wait()
-        for grad, total in zip(grads, message.split([grad.numel() for grad in grads]), strict=True):
-            grad.copy_(total)
+        """Sum flat tensors over the axis, in place, in messages of a few. All ranks must give as many elements."""
+        for some in _messages(grads):
+            message = torch.cat([grad.to(self._dtype or grad.dtype) for grad in some])
+            message = message.to(self._axis.communication_device(message))
+            self._axis.all_reduce(message, out=message).wait()
+            for grad, total in zip(some, message.split([grad.numel() for grad in some]), strict=True):
+                grad.copy_(total)
 
     def _on_gradient(self, grad: Tensor) -> Tensor:
         if self.is_deferred:
@@ -39,6 +40,18 @@ class GradientSums:
         total = torch.empty_like(grad, dtype=self._dtype, memory_format=torch.contiguous_format)
         self._axis.all_reduce(grad, out=total).wait()
         return total.to(grad.dtype)
+
+
+def _messages(grads: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield the tensors in lists of at most MESSAGE_NUMEL elements each, or of one tensor."""
+    some: list[Tensor] = []
+    for part in (part for grad in grads for part in grad.split(MESSAGE_NUMEL)):
+        if sum(map(len, some)) + len(part) > MESSAGE_NUMEL:
+            yield some
+            some = []
+        some.append(part)
+    if some:
+        yield some
 
 
 def set_deferred(module: nn.Module, is_deferred: bool) -> list[GradientSums]:

@@ -3,11 +3,13 @@
     x -> column-parallel -> this rank's columns -> (activation, attention heads) -> row-parallel -> sum over ranks
 
 All activations are (tokens, features). A module lists its split parameters in `split_dims`. Every other parameter is
-replicated, and its gradient is bitwise the same on all ranks of the axis.
+replicated, and its gradient is bitwise the same on all ranks of the axis, unless the module lists it in `shared_dims`:
+then each rank computes a part of the gradient, and these have to be summed.
 """
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from itertools import zip_longest
 from typing import Any, ClassVar
 
 import torch
@@ -18,16 +20,33 @@ from parallel.errors import ConfigError
 from parallel.mesh import Axis
 from parallel.tensor.token_layout import TokenLayout
 
-Linear = Callable[[Tensor, Tensor, Tensor], Tensor]  # (x, weight, bias) -> y
+Tensors = Sequence[Tensor]
+ColumnLinear = Callable[[Tensor, Tensors, Tensors], list[Tensor]]  # (x, weights, biases) -> one y a weight
+RowLinear = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # (x, weight, bias) -> y
 
 
 def split_dims(module: nn.Module) -> dict[str, int]:
     """Return {name: dim} of every parameter of the module that is split along the tensor axis."""
-    return {
+    return _listed(module, "split_dims")
+
+
+def shared_dims(module: nn.Module) -> dict[str, int | None]:
+    """Return {name: dim} of every replicated parameter of which each rank computes a part of the gradient.
+
+    The dim is the one along which a tensor axis of another size splits it, or None.
+    """
+    return _listed(module, "shared_dims")
+
+
+def _listed(module: nn.Module, attribute: str) -> dict[str, Any]:
+    """Return what submodules list under `attribute`, by the names of the parameters; they may lack some of these."""
+    params = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    listed = {
         f"{prefix}.{name}" if prefix else name: dim
         for prefix, submodule in module.named_modules()
-        for name, dim in getattr(submodule, "split_dims", {}).items()
+        for name, dim in getattr(submodule, attribute, {}).items()
     }
+    return {name: dim for name, dim in listed.items() if name in params}
 
 
 def packed_rows(module: nn.Module) -> dict[str, tuple[int, ...]]:
@@ -58,47 +77,47 @@ def part_of(size: int, axis: Axis, what: str) -> int:
 class ColumnParallelLinear(nn.Module):
     """A linear layer, (tokens of this rank, in) -> (all tokens, out / size).
 
-    Each rank has its rows of weight (out, in) and of bias (out,). `traced` is what torch.compile traces instead of the
-    layer, if the layer sends anything.
+    Each rank has its rows of weight (out, in) and of bias (out,), if it has one. `traced` is what torch.compile traces
+    instead of the layer, if the layer sends anything.
     """
 
     split_dims: ClassVar = {"weight": 0, "bias": 0}
-    traced: Linear | None = None
+    traced: ColumnLinear | None = None
 
-    def __init__(self, in_features: int, out_features: int, tokens: TokenLayout):
+    def __init__(self, in_features: int, out_features: int, tokens: TokenLayout, has_bias: bool = True):
         super().__init__()
         self.tokens = tokens
         own_features = part_of(out_features, tokens.axis, "the number of output features")
         self.weight = nn.Parameter(torch.empty(own_features, in_features))
-        self.bias = nn.Parameter(torch.empty(own_features))
+        self.bias = nn.Parameter(torch.empty(own_features)) if has_bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.traced is not None and torch.compiler.is_compiling():
-            return self.traced(x, self.weight, self.bias)
-        return column_parallel_linear(x, self.weight, self.bias, self.tokens)
+        (y,) = column_linears(x, [self.weight], [self.bias] if self.bias is not None else [], self.tokens, self.traced)
+        return y
 
 
 class RowParallelLinear(nn.Module):
     """A linear layer, (all tokens, in / size) -> (tokens of this rank, out).
 
-    Each rank has its columns of weight (out, in) and the whole bias (out,). `traced` is as for the column-parallel one.
+    Each rank has its columns of weight (out, in) and the whole bias (out,), if there is one. `traced` is as for the
+    column-parallel one.
     """
 
     split_dims: ClassVar = {"weight": 1}
-    traced: Linear | None = None
+    traced: RowLinear | None = None
 
-    def __init__(self, in_features: int, out_features: int, tokens: TokenLayout):
+    def __init__(self, in_features: int, out_features: int, tokens: TokenLayout, has_bias: bool = True):
         super().__init__()
         self.tokens = tokens
         own_features = part_of(in_features, tokens.axis, "the number of input features")
         self.weight = nn.Parameter(torch.empty(out_features, own_features))
-        self.bias = nn.Parameter(torch.empty(out_features))
+        self.bias = nn.Parameter(torch.empty(out_features)) if has_bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         if self.traced is not None and torch.compiler.is_compiling():
             return self.traced(x, self.weight, self.bias)
         # The bias is added once in the sum over ranks, as part of the product: a pass of its own would take longer.
-        bias = _OnFirstRank.apply(self.bias, self.tokens.axis)
+        bias = None if self.bias is None else _OnFirstRank.apply(self.bias, self.tokens.axis)
         return _Reduce.apply(F.linear(x, self.weight, bias), self.tokens)
 
 
@@ -144,53 +163,79 @@ class VocabParallelEmbedding(nn.Module):
         return _Reduce.apply(rows.masked_fill_(is_elsewhere[:, None], 0), self.tokens)
 
 
-def column_parallel_linear(x: Tensor, weight: Tensor, bias: Tensor | None, tokens: TokenLayout) -> Tensor:
-    """Apply a column-parallel linear layer, (tokens of this rank, in) -> (all tokens, out / size)."""
-    return _ColumnLinear.apply(x, weight, bias, tokens)
+def column_parallel_linear(x: Tensor, weight: Tensor, tokens: TokenLayout) -> Tensor:
+    """Apply a column-parallel linear layer without a bias, (tokens of this rank, in) -> (all tokens, out / size)."""
+    (y,) = column_linears(x, [weight], [], tokens)
+    return y
 
 
-def column_product(x: Tensor, weight: Tensor, bias: Tensor | None, tokens: TokenLayout) -> Tensor:
-    """Return the output of a column-parallel layer, without a graph."""
+def column_linears(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor],
+    tokens: TokenLayout,
+    traced: ColumnLinear | None = None,
+) -> Sequence[Tensor]:
+    """Apply several column-parallel linear layers to one input, which is gathered once, as is its gradient reduced.
+
+    `biases` has as many tensors as `weights`, or none. torch.compile traces `traced` instead, if it is given.
+    """
+    if traced is not None and torch.compiler.is_compiling():
+        return traced(x, weights, biases)
+    return _ColumnLinears.apply(x, tokens, len(weights), *weights, *biases)
+
+
+def column_products(x: Tensor, weights: Tensors, biases: Tensors, tokens: TokenLayout) -> list[Tensor]:
+    """Return the outputs of column-parallel layers, without a graph."""
     whole, gathered = tokens.gather(x)
     gathered.wait()
-    return F.linear(whole, weight, bias)
+    return [F.linear(whole, weight, bias) for weight, bias in zip_longest(weights, biases)]
 
 
 def column_gradients(
-    grad: Tensor, x: Tensor, weight: Tensor, tokens: TokenLayout, needed: Sequence[bool] = (True, True, True)
-) -> Any:
-    """Return the gradients of (x, weight, bias) of a column-parallel layer, with None for those that are not needed.
+    grads: Sequence[Tensor],
+    x: Tensor,
+    weights: Sequence[Tensor],
+    tokens: TokenLayout,
+    needed: tuple[bool, bool, bool] = (True, True, True),
+) -> tuple[Tensor | None, list[Tensor], list[Tensor]]:
+    """Return the gradients of the input, of the weights and of the biases of column-parallel layers.
 
-    The gather overlaps with the first product, and the reduction with the second one. All ranks launch the two
-    collectives in this order.
+    `needed` says of each of the three whether it is; what is not needed is None or an empty list. The gather overlaps
+    with the first products, and the reduction with the others. All ranks launch the two collectives in this order.
     """
-    needs_x, needs_weight, needs_bias = needed
-    grad_x = grad_weight = reduced = None
-    if needs_weight:
+    needs_x, needs_weights, needs_biases = needed
+    grad_x = reduced = None
+    grad_weights: list[Tensor] = []
+    if needs_weights:
         whole, gathered = tokens.gather(x)
     if needs_x:
-        grad_x, reduced = tokens.reduce(grad @ weight)
-    if needs_weight:
+        sums = grads[0] @ weights[0]
+        for grad, weight in zip(grads[1:], weights[1:], strict=True):
+            sums.addmm_(grad, weight)
+        grad_x, reduced = tokens.reduce(sums)
+    if needs_weights:
         gathered.wait()
-        grad_weight = grad.t() @ whole
-    grad_bias = grad.sum(0) if needs_bias else None
+        grad_weights = [grad.t() @ whole for grad in grads]
+    grad_biases = [grad.sum(0) for grad in grads] if needs_biases else []
     if reduced is not None:
         reduced.wait()
-    return grad_x, grad_weight, grad_bias
+    return grad_x, grad_weights, grad_biases
 
 
-def row_product(x: Tensor, weight: Tensor, bias: Tensor, tokens: TokenLayout) -> Tensor:
+def row_product(x: Tensor, weight: Tensor, bias: Tensor | None, tokens: TokenLayout) -> Tensor:
     """Return the output of a row-parallel layer, without a graph."""
-    sums, reduced = tokens.reduce(F.linear(x, weight, bias if tokens.axis.rank == 0 else torch.zeros_like(bias)))
+    bias = bias if bias is None or tokens.axis.rank == 0 else torch.zeros_like(bias)
+    sums, reduced = tokens.reduce(F.linear(x, weight, bias))
     reduced.wait()
     return sums
 
 
-def row_gradients(grad: Tensor, x: Tensor, weight: Tensor, tokens: TokenLayout) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of (x, weight, bias) of a row-parallel layer."""
+def row_gradients(grad: Tensor, x: Tensor, weight: Tensor, tokens: TokenLayout, has_bias: bool = True) -> list[Tensor]:
+    """Return the gradients of x, of the weight, and of the bias if there is one, of a row-parallel layer."""
     whole, gathered = tokens.gather(grad)
     gathered.wait()
-    return whole @ weight, whole.t() @ x, whole.sum(0)
+    return [whole @ weight, whole.t() @ x, *([whole.sum(0)] if has_bias else [])]
 
 
 def gather_columns(own: Tensor, axis: Axis) -> Tensor:
@@ -198,20 +243,26 @@ def gather_columns(own: Tensor, axis: Axis) -> Tensor:
     return _GatherColumns.apply(own, axis)
 
 
-class _ColumnLinear(torch.autograd.Function):
-    """A linear layer that gathers its input, and reduces the input's gradient while it computes the weight's."""
+class _ColumnLinears(torch.autograd.Function):
+    """Linear layers that gather their input, and reduce its gradient while the weights' are computed."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, tokens: TokenLayout) -> Tensor:
-        ctx.tokens = tokens
-        ctx.save_for_backward(x, weight)  # only this rank's tokens: the others are gathered again
-        return column_product(x, weight, bias, tokens)
+    def forward(ctx: Any, x: Tensor, tokens: TokenLayout, num_weights: int, *params: Tensor) -> tuple[Tensor, ...]:
+        ctx.tokens, weights, biases = tokens, list(params[:num_weights]), list(params[num_weights:])
+        ctx.save_for_backward(x, *weights)  # only this rank's tokens: the others are gathered again
+        return tuple(column_products(x, weights, biases, tokens))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        # Of a bias that is None no gradient is needed.
-        return *column_gradients(grad, x, weight, ctx.tokens, ctx.needs_input_grad[:3]), None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, *weights = ctx.saved_tensors
+        of_x, _, _, *of_params = ctx.needs_input_grad
+        of_weights, of_biases = of_params[: len(weights)], of_params[len(weights) :]
+        needed = of_x, any(of_weights), any(of_biases)
+        grad_x, grad_weights, grad_biases = column_gradients(grads, x, weights, ctx.tokens, needed)
+        grads_of_params: list[Tensor | None] = []
+        grads_of_params += grad_weights or [None] * len(weights)
+        grads_of_params += grad_biases or [None] * len(of_biases)
+        return grad_x, None, None, *grads_of_params
 
 
 class _Reduce(torch.autograd.Function):

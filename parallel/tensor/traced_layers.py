@@ -11,12 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from parallel.tensor.heads import GroupedHeads, PackedHeads
 from parallel.tensor.layers import (
+    ColumnLinear,
     ColumnParallelLinear,
+    RowLinear,
     RowParallelLinear,
     TokenDropout,
     column_gradients,
-    column_product,
+    column_products,
     row_gradients,
     row_product,
 )
@@ -33,11 +36,10 @@ def make_traceable(module: torch.nn.Module, tokens: TokenLayout) -> None:
     if tokens.axis.size == 1:
         return
     number = next(_numbers)
-    column = _operation(f"column_linear_{number}", column_product, column_gradients, tokens, tokens.num_parts, 1)
-    row = _operation(f"row_linear_{number}", row_product, row_gradients, tokens, 1, tokens.num_parts)
+    column, row = _column_linear(f"column_linear_{number}", tokens), _row_linear(f"row_linear_{number}", tokens)
     dropout = _dropout(f"token_dropout_{number}", tokens) if tokens.num_parts > 1 else None
     for layer in module.modules():
-        if isinstance(layer, ColumnParallelLinear):
+        if isinstance(layer, ColumnParallelLinear | PackedHeads | GroupedHeads):
             layer.traced = column
         elif isinstance(layer, RowParallelLinear):
             layer.traced = row
@@ -45,36 +47,71 @@ def make_traceable(module: torch.nn.Module, tokens: TokenLayout) -> None:
             layer.traced = dropout
 
 
-def _operation(
-    name: str,
-    product: Callable[[Tensor, Tensor, Tensor, TokenLayout], Tensor],
-    gradients: Callable[[Tensor, Tensor, Tensor, TokenLayout], tuple[Tensor, Tensor, Tensor]],
-    tokens: TokenLayout,
-    multiplied_by: int,
-    divided_by: int,
-) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """Register (x, weight, bias) -> (tokens of x * multiplied_by / divided_by, out) and its gradients."""
+def _column_linear(name: str, tokens: TokenLayout) -> ColumnLinear:
+    """Register (x, weights, biases) -> (tokens of x * parts, out) for each weight, and its gradients."""
 
     @torch.library.custom_op(f"zero::{name}", mutates_args=())
-    def forward(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        return product(x, weight, bias, tokens)
+    def forward(x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> list[Tensor]:
+        return column_products(x, weights, biases, tokens)
 
     @torch.library.custom_op(f"zero::{name}_gradients", mutates_args=())
-    def backward(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return gradients(grad, x, weight, tokens)
+    def backward(grads: list[Tensor], x: Tensor, weights: list[Tensor], has_biases: bool) -> list[Tensor]:
+        grad_x, grad_weights, grad_biases = column_gradients(grads, x, weights, tokens, (True, True, has_biases))
+        assert grad_x is not None
+        return [grad_x, *grad_weights, *grad_biases]
 
     @forward.register_fake
-    def _(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        return x.new_empty(x.shape[0] * multiplied_by // divided_by, weight.shape[0])
+    def _(x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> list[Tensor]:
+        return [x.new_empty(x.shape[0] * tokens.num_parts, weight.shape[0]) for weight in weights]
 
     @backward.register_fake
-    def _(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return x.new_empty(x.shape), weight.new_empty(weight.shape), weight.new_empty(weight.shape[:1])
+    def _(grads: list[Tensor], x: Tensor, weights: list[Tensor], has_biases: bool) -> list[Tensor]:
+        biases = [weight.new_empty(weight.shape[:1]) for weight in weights] if has_biases else []
+        return [x.new_empty(x.shape), *(weight.new_empty(weight.shape) for weight in weights), *biases]
 
-    def save(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    def save(ctx: Any, inputs: tuple[Tensor, list[Tensor], list[Tensor]], output: list[Tensor]) -> None:
+        x, weights, biases = inputs
+        ctx.has_biases = bool(biases)
+        ctx.save_for_backward(x, *weights)
+
+    def gradients(ctx: Any, grads: list[Tensor]) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        x, *weights = ctx.saved_tensors
+        grad_x, *of_params = backward(list(grads), x, weights, ctx.has_biases)
+        return grad_x, of_params[: len(weights)], of_params[len(weights) :]
+
+    forward.register_autograd(gradients, setup_context=save)
+    return forward
+
+
+def _row_linear(name: str, tokens: TokenLayout) -> RowLinear:
+    """Register (x, weight, bias or None) -> (tokens of x / parts, out), and its gradients."""
+
+    @torch.library.custom_op(f"zero::{name}", mutates_args=())
+    def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return row_product(x, weight, bias, tokens)
+
+    @torch.library.custom_op(f"zero::{name}_gradients", mutates_args=())
+    def backward(grad: Tensor, x: Tensor, weight: Tensor, has_bias: bool) -> list[Tensor]:
+        return row_gradients(grad, x, weight, tokens, has_bias)
+
+    @forward.register_fake
+    def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return x.new_empty(x.shape[0] // tokens.num_parts, weight.shape[0])
+
+    @backward.register_fake
+    def _(grad: Tensor, x: Tensor, weight: Tensor, has_bias: bool) -> list[Tensor]:
+        bias = [weight.new_empty(weight.shape[:1])] if has_bias else []
+        return [x.new_empty(x.shape), weight.new_empty(weight.shape), *bias]
+
+    def save(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor | None], output: Tensor) -> None:
+        ctx.has_bias = inputs[2] is not None
         ctx.save_for_backward(*inputs[:2])
 
-    forward.register_autograd(lambda ctx, grad: backward(grad, *ctx.saved_tensors), setup_context=save)
+    def gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        grad_x, grad_weight, *of_bias = backward(grad, *ctx.saved_tensors, ctx.has_bias)
+        return grad_x, grad_weight, *(of_bias or [None])
+
+    forward.register_autograd(gradients, setup_context=save)
     return forward
 
 

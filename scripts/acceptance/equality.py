@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from gpt.build import build, build_mesh
-from gpt.model.transformer import ModelConfig
+from gpt.model.config import ModelConfig
 from gpt.settings import DataSettings, OptimizerSettings, ParallelSettings, Settings, TrainSettings
 from gpt.train_step import mean_over, train_step
 from parallel.errors import ConfigError

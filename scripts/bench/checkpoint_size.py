@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from gpt.model.transformer import GPT, ModelConfig
+from gpt.model.config import ModelConfig
+from gpt.model.transformer import GPT
 from parallel.instruments.comm_log import CommLog
 from parallel.mesh import Axis
 from parallel.tensor.layers import split_dims

@@ -19,7 +19,8 @@ from gpt.build import TrainState, build_loss_scale, build_model, build_optimizer
 from gpt.checkpoint.checkpoint import load, owned_tensors
 from gpt.checkpoint.layout import Progress
 from gpt.checkpoint.saver import Saver
-from gpt.model.transformer import ModelConfig, initialize
+from gpt.model.config import ModelConfig
+from gpt.model.transformer import initialize
 from gpt.settings import LossScaleSettings, OptimizerSettings
 from parallel.mesh import Mesh
 from parallel.tensor.token_layout import ReplicatedTokens

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from gpt.model.transformer import GPT, ModelConfig, initialize
+from gpt.model.config import ModelConfig
+from gpt.model.transformer import GPT, initialize
 from gpt.train_step import train_step
 from parallel.mesh import Mesh
 from parallel.tensor.token_layout import ReplicatedTokens

@@ -34,9 +34,10 @@ ARROWS = {
     "zero/formulas":        "zero/stage.py zero/layout.py",
 
     "gpt/model":            "parallel/*",
+    "gpt/pretrained":       "parallel/* gpt/model",
     "gpt/deepspeed":        "parallel",
     "gpt/run_folder":       "parallel/* zero gpt",
-    "gpt/checkpoint":       "parallel/* zero/* gpt gpt/model gpt/run_folder data",
+    "gpt/checkpoint":       "parallel/* zero/* gpt gpt/model gpt/pretrained gpt/run_folder data",
     "gpt/monitor":          "parallel/* zero/* gpt gpt/model gpt/run_folder",
     "gpt/planner":          "parallel/* zero/* gpt gpt/model gpt/run_folder gpt/monitor data/documents.py",
     "gpt":                  "parallel/* zero/* gpt/* data",

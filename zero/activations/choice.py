@@ -60,6 +60,8 @@ class Workload:
     itemsize: int
     state_bytes: float  # of model states, and of buffers that stay allocated
     data_bytes: float  # sent by the rank along the data axis for one micro-batch
+    block_weights: int  # elements of the weights of a layer's products: 12 h^2 in GPT-2
+    block_width: int  # elements that a layer keeps for each token and that tensor ranks divide: 12 h in GPT-2
 
     @property
     def checkpoint_bytes(self) -> float:
@@ -80,24 +82,23 @@ def partition_volume(b: float, s: int, h: int, L: int, k: int) -> float:
     return b * s * h * math.ceil(L / k)
 
 
-def arithmetic_intensity(h: int, k: int, itemsize: int) -> float:
+def arithmetic_intensity(h: int, k: int, itemsize: int, block_weights: int | None = None) -> float:
     """Return the number of floating-point operations per byte of a checkpoint (section 6.1).
 
     For each token, forward, recomputation and backward take 2 + 2 + 4 operations a parameter, k layers have 12 h^2
-    parameters each, and a checkpoint has h elements. The intensity grows with the model, and not with the batch: it is
-    above 10^5 at h = 8192.
+    parameters each, or `block_weights`, and a checkpoint has h elements. The intensity grows with the model, and not
+    with the batch: it is above 10^5 at h = 8192.
     """
-    return 8 * 12 * h * k / itemsize
+    return 8 * (12 * h**2 if block_weights is None else block_weights) * k / h / itemsize
 
 
 def bytes_per_sequence(w: Workload, store: StoreName) -> float:
     """Return the bytes that one sequence needs on the device.
 
-    These are its stored checkpoints, the activations of one group while it runs again (12 h elements for each token and
-    layer, section 3.2), the logits, and the gradient of the logits. All but the first are divided over the tensor
-    ranks.
+    These are its stored checkpoints, the activations of one group while it runs again (in GPT-2 12 h elements for each
+    token and layer, section 3.2), the logits, and their gradient. All but the first are divided over the tensor ranks.
     """
-    return stored_bytes(w, store) + w.itemsize * (12 * w.h * w.k + 2 * w.vocab_size) * w.s / w.tensor_size
+    return stored_bytes(w, store) + w.itemsize * (w.block_width * w.k + 2 * w.vocab_size) * w.s / w.tensor_size
 
 
 def stored_bytes(w: Workload, store: StoreName) -> float:
@@ -128,7 +129,7 @@ def exposed_seconds(w: Workload, store: StoreName, b: float, hardware: Hardware)
         seconds += w.checkpoint_bytes / (hardware.tensor_gb_per_second * 1e9)
     if store == "partition_host":
         copies = 2 * w.checkpoint_bytes / w.N_m / (hardware.host_gb_per_second * 1e9)
-        operations = arithmetic_intensity(w.h, w.k, w.itemsize) * w.checkpoint_bytes / w.N_m
+        operations = arithmetic_intensity(w.h, w.k, w.itemsize, w.block_weights) * w.checkpoint_bytes / w.N_m
         seconds += max(0.0, copies - operations / (hardware.tflops * 1e12))
     return seconds
 

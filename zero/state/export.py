@@ -7,7 +7,7 @@ import copy
 import errno
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ STEM = "model"  # of the names of files, by which transformers finds them
 INDEX = f"{STEM}.safetensors.index.json"
 COMPILED = "_orig_mod."  # in the names of a module that torch.compile has wrapped
 
-Convert = Callable[[str, Tensor], tuple[str, Tensor]]
+Convert = Callable[[str, Tensor], Mapping[str, Tensor]]  # a parameter -> what is written of it, by name
 
 
 class WeightFiles:
@@ -95,13 +95,15 @@ def export(
     names = {id(value): name for name, value in reversed(state.items()) if isinstance(value, nn.Parameter)}
     params = dict(module.named_parameters())
 
-    def convert(name: str, value: Tensor) -> tuple[str, Tensor]:
-        return names.get(id(params.get(name)), name), value.to(dtype) if dtype and value.is_floating_point() else value
+    def convert(name: str, value: Tensor) -> dict[str, Tensor]:
+        written = value.to(dtype) if dtype and value.is_floating_point() else value
+        return {names.get(id(params.get(name)), name): written}
 
     def finish(files: WeightFiles, partial: Path) -> None:
         for name, value in state.items():
             if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
-                files.add(*convert(name, value))
+                for part_name, tensor in convert(name, value).items():
+                    files.add(part_name, tensor)
         files.finish()
         written = dtype or next(module.parameters()).dtype
         described = _described(config or getattr(module, "config", None), module, written)
@@ -144,7 +146,8 @@ def export_units(
     for name, whole in whole_parameters(model, tensor):
         if files:
             try:
-                files.add(*convert(name, whole))
+                for part_name, part in convert(name, whole.detach().cpu()).items():
+                    files.add(part_name, part)
             except OSError as error:
                 failure, files = error, None
     if not is_first:

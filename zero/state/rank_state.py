@@ -13,6 +13,7 @@ from torch import Tensor
 
 from parallel.errors import ConfigError
 from parallel.mesh import Mesh
+from parallel.tensor.layers import split_dims
 from zero.engine import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
 from zero.state.adam import are_alike, load_counters
@@ -100,7 +101,8 @@ class RankState:
         # Before anything is loaded: a rank that finds damage does not reach the barrier, so the others do not continue.
         mesh.barrier()
         saved = SavedState(checkpoint, layout["state"])
-        load_owned_state(self.model, self.optimizer, saved, TensorRank(mesh.tensor.rank, mesh.tensor.size))
+        tensor = TensorRank(mesh.tensor.rank, mesh.tensor.size, split_dims(self.model.module))
+        load_owned_state(self.model, self.optimizer, saved, tensor)
         load_counters(self.optimizer, saved, layout["optimizer"], layout["optimizer_counters"])
         self._load_own(saved)
 

@@ -12,8 +12,8 @@ and a rank holds only the elements that it reads.
 import re
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -40,10 +40,15 @@ def rank_file(folder: Path, rank: int) -> Path:
 
 @dataclass(frozen=True)
 class TensorRank:
-    """A position along a tensor axis, which determines a part of each parameter. Rank 0 of 1 has whole parameters."""
+    """A position along a tensor axis, which determines a part of each parameter. Rank 0 of 1 has whole parameters.
+
+    `dims` are the dims along which the axis cuts parameters, by name. A parameter may be cut along an axis of one size
+    and whole along one of another size.
+    """
 
     rank: int = 0
     size: int = 1
+    dims: Mapping[str, int] = field(default_factory=dict)
 
 
 WHOLE = TensorRank()
@@ -165,16 +170,20 @@ class SavedState:
         device. The size of the tensor axis may differ from the size that was saved.
         """
         parameter = self.parameters[name]
-        if parameter.dim is None or tensor.size == self.tensor_size:
+        own_dim = tensor.dims.get(name)
+        num_parts = 1 if own_dim is None else tensor.size
+        num_saved_parts = 1 if parameter.dim is None else self.tensor_size
+        if num_parts == num_saved_parts:
             self._read_part(parameter, kind, tensor.rank % self.tensor_size, elements, out)
             return
         # The parameter as a matrix: a row consists of all dims from the cut one on, so a rank's part is some columns.
-        row_numel = parameter.shape[parameter.dim :].numel()
-        own_numel, saved_numel = row_numel // tensor.size, row_numel // self.tensor_size
+        row_numel = parameter.shape[own_dim if parameter.dim is None else parameter.dim :].numel()
+        own_numel, saved_numel = row_numel // num_parts, row_numel // num_saved_parts
         for block in _blocks(elements, own_numel, max(1, BLOCK_NUMEL // saved_numel)):
             numel = block.num_rows * len(block.columns)
             block_out, out = out[:numel].view(block.num_rows, -1), out[numel:]
-            start, stop = (tensor.rank * own_numel + column for column in (block.columns.start, block.columns.stop))
+            part = 0 if own_dim is None else tensor.rank
+            start, stop = (part * own_numel + column for column in (block.columns.start, block.columns.stop))
             for saved_rank in range(start // saved_numel, -(-stop // saved_numel)):
                 saved_start = saved_rank * saved_numel
                 left, right = max(start, saved_start), min(stop, saved_start + saved_numel)

@@ -11,13 +11,15 @@ from torch import Tensor
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from gpt.build import build_model
-from gpt.model.huggingface import config_to_huggingface, load_weights
-from gpt.model.transformer import GPT, ModelConfig, initialize
+from gpt.model.config import ModelConfig
+from gpt.model.transformer import GPT, Sequences, initialize
+from gpt.pretrained.families import config_to_transformers
+from gpt.pretrained.tensors import load_weights
 from parallel.mesh import Axis, Mesh
-from parallel.tensor.layers import split_dims
+from parallel.tensor.layers import shared_dims, split_dims
 from parallel.tensor.token_layout import NO_CONTEXT, ReplicatedTokens, SplitTokens, TokenLayout
 from tests.pairwise import pairwise
-from tests.pretrained_weights import weights_from_huggingface
+from tests.pretrained_weights import weights_from_transformers
 from tests.ranks import run_ranks
 from zero.activations.checkpointed_blocks import ActivationsConfig
 from zero.config import ZeroConfig
@@ -53,7 +55,7 @@ def build(config: ModelConfig, tokens: TokenLayout, activations: ActivationsConf
     model = build_model(config, activations or ActivationsConfig(), tokens, torch.device("cpu"), torch.float64)
     initialize(model, seed=3)
     for name, param in model.named_parameters():  # values that differ between parameters and agree between ranks
-        if name not in split_dims(model) and param.dim() == 1:
+        if name not in split_dims(model) | shared_dims(model) and param.dim() == 1:
             param.data += torch.linspace(-0.1, 0.1, param.numel())
     return model
 
@@ -198,7 +200,7 @@ def observe_dropout(is_split: bool) -> dict[str, bool]:
     )
     num_own_tokens = 24 // model.tokens.num_parts
     residual = block.dropout(torch.ones(num_own_tokens, 32))
-    block.attention(torch.ones(num_own_tokens, 32), 2)
+    block.attention(torch.ones(num_own_tokens, 32), Sequences(2))
 
     def agrees(mine: Tensor) -> bool:
         of_all = mine.new_empty(2, *mine.shape)
@@ -235,11 +237,11 @@ def test_weights_of_transformers_give_its_logits_at_any_tensor_size(tensor_size,
 
     config = config_of(97)
     torch.manual_seed(0)
-    theirs = transformers.GPT2LMHeadModel(config_to_huggingface(config)).double().eval()
+    theirs = transformers.GPT2LMHeadModel(config_to_transformers(config)).double().eval()
     for param in theirs.parameters():
         torch.nn.init.normal_(param, 0, 0.3)
     ids = torch.randint(97, (3, 7))  # 21 tokens, which two or four ranks cannot divide equally
-    weights = weights_from_huggingface(theirs.state_dict(), config.num_heads)
+    weights = weights_from_transformers(theirs.state_dict(), config)
     for logits in run_ranks(tensor_size, logits_of, config, is_split, weights, ids):
         torch.testing.assert_close(logits, theirs(ids).logits.detach(), rtol=1e-10, atol=1e-10)
 

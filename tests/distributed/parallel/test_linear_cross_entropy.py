@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from gpt.model.transformer import GPT, ModelConfig, initialize
+from gpt.model.config import ModelConfig
+from gpt.model.transformer import GPT, initialize
 from parallel.mesh import Axis, Mesh
 from parallel.tensor.linear_cross_entropy import linear_cross_entropy
 from parallel.tensor.token_layout import ReplicatedTokens, SplitTokens

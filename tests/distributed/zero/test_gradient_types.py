@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from gpt.build import build
-from gpt.model.transformer import ModelConfig
+from gpt.model.config import ModelConfig
 from gpt.settings import DataSettings, ParallelSettings, Settings, TrainSettings
 from gpt.train_step import train_step
 from parallel.mesh import Mesh

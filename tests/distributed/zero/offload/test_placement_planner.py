@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gpt.model.transformer import GPT, ModelConfig, initialize
+from gpt.model.config import ModelConfig
+from gpt.model.transformer import GPT, initialize
 from parallel.errors import ConfigError
 from parallel.instruments.memory_tracker import MemoryTracker, TensorKind
 from parallel.mesh import Axis, Mesh

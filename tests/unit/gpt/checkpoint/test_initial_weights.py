@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from gpt.checkpoint.pretrained import load_pretrained
-from gpt.model.transformer import parameter_shapes
+from gpt.model.config import parameter_shapes
 from parallel.errors import ConfigError
-from tests.pretrained_weights import weights_to_huggingface, write_pretrained
+from tests.pretrained_weights import weights_to_transformers, write_pretrained
 from tests.unit.gpt.model.models import small_config, small_gpt
 from zero.state.tensor_file import write_tensors
 
@@ -47,19 +47,19 @@ Weights = dict[str, Tensor]
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda w: w.pop(NORM), "lacks the parameter final_norm.weight; its config"),
+        (lambda w: w.pop(NORM), "lacks the parameter ln_f.weight; its config"),
         (
             lambda w: w.update({"transformer.h.2.ln_1.bias": torch.zeros(24)}),
-            "has 'blocks.2.attention_norm.bias'",
+            "has 'h.2.ln_1.bias'",
         ),
         (
             lambda w: w.update({NORM: torch.ones(1)}),
-            r"final_norm.weight has the shape \[1\], .* \[24\]",
+            r"ln_f.weight has the shape \[1\], .* \[24\]",
         ),
-        (lambda w: w.update({QKV: w[QKV].T.contiguous()}), r"qkv.weight has the shape \[24, 72\], .* \[72, 24\]"),
+        (lambda w: w.update({QKV: w[QKV].T.contiguous()}), r"c_attn.weight has the shape \[72, 24\], .* \[24, 72\]"),
         (
             lambda w: w.update({TOKENS: w[TOKENS][:-1]}),
-            r"embedding.weight has the shape \[60, 24\], .* \[61, 24\]",
+            r"wte.weight has the shape \[60, 24\], .* \[61, 24\]",
         ),
         (
             lambda w: w.update({TOKENS: w[TOKENS].int()}),
@@ -71,14 +71,14 @@ Weights = dict[str, Tensor]
         ),
         (
             lambda w: w[NORM].fill_(torch.nan),
-            "ln_f.weight has 24 values that are not finite in .*float64",
+            "final_norm.weight has 24 values that are not finite in .*float64",
         ),
-        (lambda w: w[QKV][0, :2].fill_(-torch.inf), "c_attn.weight has 2 values that are not finite"),
+        (lambda w: w[QKV][0, :2].fill_(-torch.inf), "qkv.weight has 2 values that are not finite"),
     ],
 )
 def test_weights_that_do_not_fit_are_refused(folder: Path, change: Callable[[Weights], object], message: str):
     (file,) = folder.glob("*.safetensors")
-    weights = weights_to_huggingface(small_gpt(CONFIG).state_dict(), CONFIG)
+    weights = weights_to_transformers(small_gpt(CONFIG).state_dict(), CONFIG)
     change(weights)
     write_tensors(file, {name: tensor.contiguous() for name, tensor in weights.items()})
     assert_refused(folder, message)
@@ -86,7 +86,7 @@ def test_weights_that_do_not_fit_are_refused(folder: Path, change: Callable[[Wei
 
 def test_weights_that_overflow_in_the_precision_of_the_run_are_refused(folder: Path):
     (file,) = folder.glob("*.safetensors")
-    weights = weights_to_huggingface(small_gpt(CONFIG).state_dict(), CONFIG)
+    weights = weights_to_transformers(small_gpt(CONFIG).state_dict(), CONFIG)
     weights[NORM][3] = 1e6
     write_tensors(file, weights)
     load_pretrained(small_gpt(CONFIG), folder)
@@ -101,12 +101,12 @@ def test_weights_that_overflow_in_the_precision_of_the_run_are_refused(folder: P
         (lambda c: c.update(n_layer=None), "n_layer is None, an integer from 1"),
         (lambda c: c.update(n_head=0), "n_head is 0, an integer from 1"),
         (lambda c: c.update(n_head=5), "config.json: model.hidden_size=24 is not divisible by model.num_heads=5"),
-        (lambda c: c.update(n_layer=10**7), "lacks the parameter blocks.2.attention.qkv.weight"),
+        (lambda c: c.update(n_layer=10**7), "lacks the parameter h.2.attn.c_attn.weight"),
         (lambda c: c.update(resid_pdrop=float("nan")), "resid_pdrop is nan, a finite number is needed"),
         (lambda c: c.update(resid_pdrop=2, embd_pdrop=2, attn_pdrop=2), "config.json: .*dropout=2.0 is not below 1"),
         (lambda c: c.update(activation_function="re\nlu"), r"activation_function is 're\\nlu', one of gelu_new"),
         (lambda c: c.update(n_inner=[]), r"n_inner is \[\], an integer"),
-        (lambda c: c.update(model_type="llama"), "model_type is 'llama', one of gpt2 is needed"),
+        (lambda c: c.update(model_type="bert"), "model_type is 'bert', one of gpt2, llama, mistral, qwen3 is needed"),
         (lambda c: c.update(transformers_version=5, torch_dtype=[1]), None),
         (lambda c: [c.pop(name) for name in ("model_type", "scale_attn_weights", "resid_pdrop")], None),
     ],

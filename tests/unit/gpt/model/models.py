@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from gpt.model.transformer import GPT, ModelConfig, initialize
+from gpt.model.config import ModelConfig
+from gpt.model.transformer import GPT, initialize
 from parallel.blocks import RunBlocks
 from parallel.mesh import Axis
 from parallel.tensor.token_layout import ReplicatedTokens

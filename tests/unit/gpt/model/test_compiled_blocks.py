@@ -10,7 +10,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpt.model import compiled_blocks
-from gpt.model.transformer import GPT, ModelConfig, initialize
+from gpt.model.config import ModelConfig
+from gpt.model.transformer import GPT, initialize
 from gpt.settings import TrainSettings
 from parallel.errors import ConfigError
 from parallel.mesh import Axis

@@ -8,8 +8,9 @@ from torch.nn import functional as F
 
 from gpt.build import build_model
 from gpt.model.attention_kernel import describe_documents
+from gpt.model.config import ModelConfig
 from gpt.model.documents import Documents, needs_mask
-from gpt.model.transformer import GPT, ModelConfig, initialize
+from gpt.model.transformer import GPT, initialize
 from tests.unit.gpt.model.models import ONE_DEVICE, small_config
 from zero.activations.checkpointed_blocks import ActivationsConfig
 

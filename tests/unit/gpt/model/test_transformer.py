@@ -9,15 +9,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gpt.model.apex import choose_layer_norm
+from gpt.model.apex import choose_norm
 from gpt.model.attention_kernel import describe_attention
-from gpt.model.transformer import GPT, Attention, ModelConfig, initialize
+from gpt.model.config import ModelConfig
+from gpt.model.transformer import GPT, Attention, Sequences, initialize
 from gpt.option_names import errors_in_option_names
 from parallel.errors import ConfigError
 from parallel.instruments.comm_log import CommLog
 from parallel.instruments.kernel_log import KernelLog
 from parallel.instruments.operation_observer import observe_operations
 from parallel.mesh import Axis
+from parallel.tensor.layers import column_linears
 from parallel.tensor.token_layout import ReplicatedTokens
 from tests.unit.gpt.model.models import ONE_DEVICE, batch, small_config, small_gpt
 
@@ -62,9 +64,9 @@ def attention_layer(config: ModelConfig) -> Attention:
 @pytest.mark.parametrize("attention", ["flash", "math"])
 def test_attention_weights_are_dropped_in_training_only(attention):
     layer, x = attention_layer(small_config(dropout=0.5, attention=attention)), torch.randn(32, 24, dtype=torch.float64)
-    assert not layer(x, 2).equal(layer(x, 2))
+    assert not layer(x, Sequences(2)).equal(layer(x, Sequences(2)))
     layer.eval()
-    assert layer(x, 2).equal(layer(x, 2))
+    assert layer(x, Sequences(2)).equal(layer(x, Sequences(2)))
 
 
 def test_heads_computed_from_equal_parts_of_the_qkv_rows_make_up_the_whole_attention():
@@ -75,12 +77,15 @@ def test_heads_computed_from_equal_parts_of_the_qkv_rows_make_up_the_whole_atten
         part = attention_layer(config)
         part.qkv.weight, part.qkv.bias = nn.Parameter(weight), nn.Parameter(bias)
         part.projection = nn.Identity()
-        heads.append(part(x, 2))
-    torch.testing.assert_close(whole.projection(torch.cat(heads, dim=-1)), whole(x, 2), rtol=1e-12, atol=1e-14)
+        heads.append(part(x, Sequences(2)))
+    torch.testing.assert_close(
+        whole.projection(torch.cat(heads, dim=-1)), whole(x, Sequences(2)), rtol=1e-12, atol=1e-14
+    )
 
 
-def attention_with_parts_from_a_permutation(layer: Attention, x: Tensor, num_sequences: int) -> Tensor:
-    qkv = layer.qkv(x).unflatten(0, (num_sequences, -1)).unflatten(-1, (-1, 3, layer.head_dim))
+def attention_with_parts_from_a_permutation(layer: Attention, x: Tensor, sequences: Sequences) -> Tensor:
+    (qkv,) = column_linears(x, [layer.qkv.weight], [layer.qkv.bias], ONE_DEVICE)
+    qkv = qkv.unflatten(0, (sequences.number, -1)).unflatten(-1, (-1, 3, layer.qkv.head_dim))
     q, k, v = qkv.permute(3, 0, 2, 1, 4)
     return layer.projection(layer.kernel(q, k, v, 0.0).transpose(1, 2).flatten(0, 1).flatten(1))
 
@@ -91,7 +96,7 @@ def test_the_gradient_of_q_k_and_v_is_packed_by_one_copy(attention):
     results, copied_bytes = [], []
     for run in (layer, partial(attention_with_parts_from_a_permutation, layer)):
         x = torch.arange(32.0 * 24, dtype=torch.float64).cos().unflatten(0, (32, 24)).requires_grad_()
-        y = run(x, 2)
+        y = run(x, Sequences(2))
         kernels = KernelLog(lambda: "backward", is_on_host=lambda _tensor: False)
         with observe_operations(kernels):
             grads = torch.autograd.grad(y, [x, *layer.parameters()], y.detach().cos())
@@ -106,7 +111,7 @@ def test_the_gradient_of_q_k_and_v_is_packed_by_one_copy(attention):
 
 
 def test_the_log_names_the_attention_kernel():
-    described = partial(describe_attention, num_own_heads=2, device=torch.device("cpu"), dtype=torch.bfloat16)
+    described = partial(describe_attention, tensor_size=1, device=torch.device("cpu"), dtype=torch.bfloat16)
     assert "FlashAttention" in described(small_config(attention="flash", dropout=0.0))
     assert "no fused one" in described(small_config(attention="flash", dropout=0.1)), "the CPU's has no dropout"
     assert "explicit" in described(small_config(attention="math"))
@@ -215,7 +220,7 @@ def test_apex_is_used_where_it_works_on_a_cuda_device(apex, tmp_path, monkeypatc
     for module in ("apex", "apex.normalization"):
         monkeypatch.delitem(sys.modules, module, raising=False)
     expected = "apex.normalization.FusedLayerNorm" if apex == "working" else "torch.nn.LayerNorm"
-    assert choose_layer_norm(torch.device("cuda"))[1] == expected
-    assert choose_layer_norm(torch.device("cpu")) == (nn.LayerNorm, "torch.nn.LayerNorm")
+    assert choose_norm("layer", torch.device("cuda"))[1] == expected
+    assert choose_norm("layer", torch.device("cpu")) == (nn.LayerNorm, "torch.nn.LayerNorm")
     for module in ("apex", "apex.normalization"):
         sys.modules.pop(module, None)

@@ -33,6 +33,7 @@ def workload(billions: float, L: int, b: int, stage: int, N_d: int, **changes: i
     states = formula(STAGES[stage], psi, N_d).total
     sent = step_bytes(STAGES[stage], 2 * psi, N_d)
     shape = {"s": 1024, "h": 8192, "k": 2, "N_m": 16, "tensor_size": 16, "vocab_size": 50304, "itemsize": 2}
+    shape |= {"block_weights": 12 * 8192**2, "block_width": 12 * 8192}
     return Workload(b=b, L=L, state_bytes=states, data_bytes=sent, **(shape | changes))
 
 

@@ -1,0 +1,270 @@
+"""The models of transformers whose weights are read and written, and their configurations in this project.
+
+A Mistral without a sliding window is a Llama, and is written as one. transformers takes most of a second to import, so
+it is imported where it is used; a rank that trains does not need it.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from gpt.model.config import ModelConfig, RopeScaling
+from parallel.errors import ConfigError
+
+SIZE = range(1, 2**31)
+# By default a configuration of transformers has ids of its own, which may lie outside of the vocabulary.
+NO_SPECIAL_IDS = {"bos_token_id": None, "eos_token_id": None}
+GPT2_PARTS = {"positions": "learned", "norm": "layer", "mlp": "gelu", "qk_norm": False, "biases": True}
+LLAMA_PARTS = {"positions": "rope", "norm": "rms", "mlp": "swiglu", "qk_norm": False, "biases": False}
+ROPE_SCALING = {  # fields of RopeScaling by the names of transformers
+    "factor": "factor",
+    "low_freq_factor": "low_freq_factor",
+    "high_freq_factor": "high_freq_factor",
+    "original_max_position_embeddings": "original_seq_length",
+}
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Tensors of transformers that are one parameter here: its rows are ordered (group, tensor, row).
+
+    `groups` is the name of their number, in a ModelConfig. With `pieces`, each tensor is so many of them, one after the
+    other.
+    """
+
+    names: tuple[str, ...]
+    groups: str
+    pieces: int = 1
+
+
+@dataclass(frozen=True)
+class Family:
+    """The models of one class of transformers.
+
+    `modules` are the names of modules here and there; a block's are relative to the block. `packed` are those of
+    modules whose parameters are packed. `fixed` are fields of the configuration that may have one value only.
+    """
+
+    architecture: str
+    configuration: str
+    parts: Mapping[str, Any]  # the options of `model` by which the family is told from the others
+    to_ours: Callable[[Any], dict[str, Any]]
+    to_theirs: Callable[[ModelConfig], dict[str, Any]]
+    required: tuple[str, ...]  # fields of config.json that are sizes
+    optional: Mapping[str, Any]  # schemas of the other fields that are read
+    fixed: Mapping[str, Any]
+    prefix: str
+    modules: Mapping[str, str]
+    packed: Mapping[str, Packed]
+    is_transposed: bool = False  # weights are (in, out)
+    ignored: tuple[str, ...] = ()  # ends of the names of tensors that are no parameters
+
+
+def _gpt2_to_ours(config: Any) -> dict[str, Any]:
+    for name in ("attn_pdrop", "embd_pdrop"):
+        _refuse_unless(name, getattr(config, name), config.resid_pdrop)
+    return {
+        "num_layers": config.n_layer,
+        "hidden_size": config.n_embd,
+        "num_heads": config.n_head,
+        "seq_length": config.n_positions,
+        "vocab_size": config.vocab_size,
+        "dropout": config.resid_pdrop,
+        "norm_eps": config.layer_norm_epsilon,
+        "mlp_width": config.n_inner,
+    }
+
+
+def _gpt2_to_theirs(config: ModelConfig) -> dict[str, Any]:
+    return {
+        "n_layer": config.num_layers,
+        "n_embd": config.hidden_size,
+        "n_head": config.num_heads,
+        "n_positions": config.seq_length,
+        "n_inner": config.mlp_width,
+        "layer_norm_epsilon": config.norm_eps,
+        **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), config.dropout),
+    }
+
+
+def _llama_to_ours(config: Any) -> dict[str, Any]:
+    rope = config.rope_parameters
+    kind = rope.get("rope_type", "default")
+    if kind not in ("default", "llama3"):
+        raise ConfigError(f"the model has rope_type={kind}, only default and llama3 are supported; choose another one")
+    _refuse_unless("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0), 1.0)
+    window = getattr(config, "sliding_window", None) or config.max_position_embeddings
+    return {
+        "num_layers": config.num_hidden_layers,
+        "hidden_size": config.hidden_size,
+        "num_heads": config.num_attention_heads,
+        "num_kv_heads": config.num_key_value_heads,
+        "head_dim": config.head_dim,
+        "mlp_width": config.intermediate_size,
+        "seq_length": min(config.max_position_embeddings, window),  # up to here, a sliding window hides no token
+        "vocab_size": config.vocab_size,
+        "dropout": 0.0,
+        "norm_eps": config.rms_norm_eps,
+        "tied_head": config.tie_word_embeddings,
+        "rope_theta": rope["rope_theta"],
+        "rope_scaling": _scaling(rope) if kind == "llama3" else None,
+    }
+
+
+def _scaling(rope: Mapping[str, Any]) -> RopeScaling:
+    for name in ROPE_SCALING:
+        if type(rope.get(name)) not in (int, float):
+            raise ConfigError(f"the model has rope_type=llama3 and {name}={rope.get(name)}, a number is needed")
+    return RopeScaling(**{ours: rope[theirs] for theirs, ours in ROPE_SCALING.items()})
+
+
+def _llama_to_theirs(config: ModelConfig) -> dict[str, Any]:
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
+    if config.rope_scaling is not None:
+        rope["rope_type"] = "llama3"
+        rope |= {theirs: getattr(config.rope_scaling, ours) for theirs, ours in ROPE_SCALING.items()}
+    return {
+        "num_hidden_layers": config.num_layers,
+        "hidden_size": config.hidden_size,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.head_size,
+        "intermediate_size": config.mlp_size,
+        "max_position_embeddings": config.seq_length,
+        "rms_norm_eps": config.norm_eps,
+        "tie_word_embeddings": config.tied_head,
+        "rope_parameters": rope,
+    }
+
+
+def _refuse_unless(name: str, found: Any, supported: Any) -> None:
+    if found != supported:
+        raise ConfigError(f"the model has {name}={found}, only {supported} is supported; choose another model")
+
+
+GPT2 = Family(
+    architecture="GPT2LMHeadModel",
+    configuration="GPT2Config",
+    parts=GPT2_PARTS,
+    to_ours=_gpt2_to_ours,
+    to_theirs=_gpt2_to_theirs,
+    required=("n_layer", "n_embd", "n_head", "n_positions", "vocab_size"),
+    optional={
+        "n_inner": SIZE,
+        **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop", "layer_norm_epsilon"), float),
+    },
+    fixed={
+        "activation_function": "gelu_new",
+        "scale_attn_weights": True,
+        "scale_attn_by_inverse_layer_idx": False,
+        "tie_word_embeddings": True,
+    },
+    prefix="transformer.",
+    modules={
+        "token_embedding": "wte",
+        "position_embedding": "wpe",
+        "blocks": "h",
+        "attention_norm": "ln_1",
+        "attention.projection": "attn.c_proj",
+        "mlp_norm": "ln_2",
+        "mlp.up": "mlp.c_fc",
+        "mlp.down": "mlp.c_proj",
+        "final_norm": "ln_f",
+    },
+    packed={"attention.qkv.": Packed(("attn.c_attn",), "num_heads", pieces=3)},
+    is_transposed=True,
+    ignored=(".attn.bias", ".attn.masked_bias"),  # the causal masks of older files
+)
+
+
+def _like_llama(name: str, fixed: Mapping[str, Any], parts: Mapping[str, Any] = LLAMA_PARTS) -> Family:
+    """Return a family whose configuration and parameters have the names of Llama's."""
+    return Family(
+        architecture=f"{name}ForCausalLM",
+        configuration=f"{name}Config",
+        parts=parts,
+        to_ours=_llama_to_ours,
+        to_theirs=_llama_to_theirs,
+        required=(
+            "num_hidden_layers",
+            "hidden_size",
+            "num_attention_heads",
+            "intermediate_size",
+            "max_position_embeddings",
+            "vocab_size",
+        ),
+        optional={
+            **dict.fromkeys(("num_key_value_heads", "head_dim", "sliding_window"), SIZE),
+            **dict.fromkeys(("rms_norm_eps", "rope_theta", "attention_dropout"), float),
+            **dict.fromkeys(("tie_word_embeddings", "use_sliding_window"), bool),
+            **dict.fromkeys(("rope_parameters", "rope_scaling"), dict),
+        },
+        fixed={"hidden_act": "silu", "attention_dropout": 0.0, **fixed},
+        prefix="model.",
+        modules={
+            "token_embedding": "embed_tokens",
+            "blocks": "layers",
+            "attention_norm": "input_layernorm",
+            "attention.q_norm": "self_attn.q_norm",
+            "attention.k_norm": "self_attn.k_norm",
+            "attention.projection": "self_attn.o_proj",
+            "mlp_norm": "post_attention_layernorm",
+            "mlp.down": "mlp.down_proj",
+            "final_norm": "norm",
+            "head": "lm_head",
+        },
+        packed={
+            "attention.qkv.": Packed(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "num_heads"),
+            "attention.qkv.q_": Packed(("self_attn.q_proj",), "num_heads"),
+            "attention.qkv.kv_": Packed(("self_attn.k_proj", "self_attn.v_proj"), "kv_heads"),
+            "mlp.up.": Packed(("mlp.gate_proj", "mlp.up_proj"), "mlp_size"),
+        },
+        ignored=(".rotary_emb.inv_freq",),
+    )
+
+
+FAMILIES = {  # by the model_type of config.json; the first that has a model's parts is the one in which it is written
+    "gpt2": GPT2,
+    "llama": _like_llama("Llama", {"attention_bias": False, "mlp_bias": False}),
+    "qwen3": _like_llama("Qwen3", {"attention_bias": False}, {**LLAMA_PARTS, "qk_norm": True}),
+    "mistral": _like_llama("Mistral", {}),
+}
+
+
+def family_of(config: ModelConfig) -> Family:
+    """Return the family in which a model is written. Raises ConfigError if transformers has no such model."""
+    for family in FAMILIES.values():
+        has_parts = all(getattr(config, name) == value for name, value in family.parts.items())
+        is_gpt2 = config.tied_head and config.kv_heads == config.num_heads and config.head_dim is None
+        if has_parts and (family is not GPT2 or is_gpt2):
+            return family
+    names = [field.name for field in fields(ModelConfig) if field.name in (*GPT2_PARTS, "tied_head", "num_kv_heads")]
+    options = ", ".join(f"model.{name}={getattr(config, name)}".lower() for name in names)
+    raise ConfigError(
+        f"transformers has no model with {options}: its weights cannot be written in that format; choose the parts of "
+        "configs/models/gpt2.yaml, llama.yaml or qwen3.yaml, or write no weights"
+    )
+
+
+def config_from_transformers(config: Any) -> ModelConfig:
+    """Return a configuration of transformers in this project.
+
+    Raises ConfigError, with the name of the field, if the model has a feature that is not supported here.
+    """
+    family = FAMILIES[config.model_type]
+    for name, supported in family.fixed.items():
+        _refuse_unless(name, getattr(config, name), supported)
+    return ModelConfig(**family.to_ours(config), **family.parts)
+
+
+def config_to_transformers(config: ModelConfig, special_ids: Mapping[str, int | None] = NO_SPECIAL_IDS) -> Any:
+    """Return the configuration in transformers; `special_ids` are those of the tokens that begin and end a text."""
+    import transformers
+
+    family = family_of(config)
+    return getattr(transformers, family.configuration)(
+        vocab_size=config.vocab_size,
+        architectures=[family.architecture],
+        **{**family.fixed, **family.to_theirs(config)},
+        **special_ids,
+    )
