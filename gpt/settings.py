@@ -48,8 +48,29 @@ class ParallelSettings:
 
 
 @dataclass(frozen=True)
+class MuonSettings:
+    """Muon, which updates the matrices inside of the blocks. Embeddings, norms and biases are updated by AdamW."""
+
+    ns_steps: Annotated[int, Range(1, 99)] = 5
+    """Steps of the Newton-Schulz iteration that makes a matrix of updates orthogonal."""
+    ns_dtype: Literal["bf16", "fp32", "fp64"] = "bf16"
+    """Data type of this iteration, and of the messages by which matrices reach the ranks that compute them."""
+    adjust_lr: Literal["original", "match_rms_adamw"] = "match_rms_adamw"
+    """Factor of the learning rate of a matrix. match_rms_adamw: 0.2 sqrt(max(rows, columns)), which makes updates as
+    large as those of AdamW; original: sqrt(max(1, rows / columns))."""
+    lr_factor: Annotated[float, Range(above=0, at_most=1e4)] = 1.0
+    """Further factor of the learning rate of all matrices."""
+    joins_parts: bool = True
+    """Put the parts of a matrix that tensor ranks have together; false: make each part orthogonal by itself, which
+    sends nothing along the tensor axis, and gives updates that depend on the tensor size."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclass(frozen=True)
 class OptimizerSettings:
-    """The optimizer AdamW; weight decay is for matrices and embeddings only, gradients are clipped by global norm."""
+    """The optimizer; weight decay is for matrices and embeddings only, gradients are clipped by global norm."""
 
     lr: Annotated[float, Range(0, 1000)] = 3e-4
     """Highest learning rate of the run; the settings of `schedule` say how it rises and falls."""
@@ -64,9 +85,25 @@ class OptimizerSettings:
     implementation: Literal["torch", "apex"] = "torch"
     """torch: torch's fused AdamW, which never makes the host wait for the device; apex: NVIDIA apex's FusedAdam, on
     GPUs without offloaded optimizer states. A run may resume with the other one."""
+    name: Literal["adamw", "muon", "sgd"] = "adamw"
+    """adamw: AdamW for all parameters; muon: Muon for the matrices inside of the blocks, and AdamW for the rest; sgd:
+    SGD with momentum, with which the host waits for the device in each step."""
+    momentum: BelowOne = 0.95
+    """Decay rate of the momentum of muon and sgd."""
+    nesterov: bool = True
+    """Use Nesterov momentum in muon and sgd."""
+    muon: MuonSettings = field(default_factory=MuonSettings)
+    """The settings of muon."""
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if self.implementation == "apex" and self.name != "adamw":
+            raise ConfigError(
+                f"OptimizerSettings.implementation=apex has AdamW only, and name={self.name}; choose "
+                "implementation=torch, or name=adamw"
+            )
+        if self.name == "sgd" and self.nesterov and not self.momentum:
+            raise ConfigError("OptimizerSettings.momentum=0.0 has no Nesterov momentum; choose nesterov=false")
 
 
 @dataclass(frozen=True)

@@ -88,7 +88,8 @@ class MatrixUpdates:
             direction = self.inner.direction(piece.param, cut(grad, piece.elements), self._group(piece))
             stretches, first, message = self._stretches[piece], self._first_of[piece], self._message_of(bucket)
             foreach_copy_(
-                [cut(message, s.place) for s in stretches], [cut(direction, s.elements, first) for s in stretches]
+                [stretch.in_message(message) for stretch in stretches],
+                [stretch.runs.view(direction, first) for stretch in stretches],
             )
 
     def send(self) -> None:
@@ -132,8 +133,8 @@ class MatrixUpdates:
             group, first, message = self._group(piece), self._first_of[piece], self._message_of(bucket)
             self.inner.decay(piece.param, group)
             for stretch in self._stretches[piece]:
-                own = cut(piece.param, stretch.elements, first)
-                self.inner.add(own, cut(message, stretch.place), group, self.matrices[stretch.matrix].whole_shape)
+                own, update = stretch.runs.view(piece.param, first), stretch.in_message(message)
+                self.inner.add(own, update, group, self.matrices[stretch.matrix].whole_shape)
 
     def end(self) -> None:
         """End an update: free the message on the accelerator."""
