@@ -164,10 +164,10 @@ def activation_bytes(work: Workload, layout: CandidateLayout, settings: Settings
     num_kept = work.L if layout.store not in STORES else min(work.k, work.L)
     stored = stored_bytes(work, layout.store) if layout.store in STORES else 0.0
     elements = kept * num_kept + 4 * work.h + 2 * work.vocab_size
-    if settings.data.mask_documents and not suits_kernel(
+    mask = settings.data.mask_documents and not suits_kernel(
         model.attention, model.head_size, model.dropout, settings.train.dtype
-    ):
-        elements += work.s * layout.tensor_size  # every rank has the mask
+    )
+    stored += work.itemsize * model.seq_length**2 * mask  # every rank has all of it
     return stored + work.itemsize * work.s * elements / layout.tensor_size
 
 
