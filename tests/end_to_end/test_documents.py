@@ -52,6 +52,8 @@ CHANGES = {
     # files of a user, and names of the hub
     "/data/my-corpus": "my-corpus",
     "--tokenizer gpt2 --output runs/data/corpus": "--tokenizer tokenizer.json --output runs/data/corpus",
+    # dry runs of the whole paper
+    "reproduce.sh   ": "reproduce.sh figure1 ",
     # measurements
     "step_time.sh --rounds 14 --steps 1": f"step_time.sh {SMALL_BENCH}",
     "zero-2,zero-3]' --rounds 14 --steps 1": f"zero-2,zero-3]' {SMALL_BENCH}",
