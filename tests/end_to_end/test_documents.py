@@ -34,6 +34,7 @@ CHANGES = {
     "--train.steps 600 --run.dir runs/longer": f"--run.dir runs/longer {FEW_STEPS}",
     "--zero.stage 0 --run.dir runs/alone": f"--zero.stage 0 --run.dir runs/alone {FEW_STEPS}",
     "--run.dir runs/from-deepspeed": f"--run.dir runs/from-deepspeed {FEW_STEPS}",
+    "--run.dir runs/packed": f"--run.dir runs/packed {FEW_STEPS}",
     "--config configs/shakespeare.yaml": f"--config configs/shakespeare.yaml {FEW_STEPS}",
     "--run.dir runs/launched": f"--run.dir runs/launched {FEW_STEPS} --checkpoint.every 2",
     "slurm.sbatch $run": "slurm.sbatch $run --train.steps 8",
