@@ -20,7 +20,7 @@ TINY = (
     " --train.micro_batch_size 1 --train.global_batch_size 8 --schedule.warmup_steps 1 --checkpoint.every 2"
 )
 ONE_TEST = "tests/unit/parallel/test_fields.py"
-SMALL_BENCH = "--rounds 1 --steps 1 --warmup 1 --layers 1 --hidden 64 --vocab 256"
+SMALL_BENCH = "--rounds 2 --steps 1 --warmup 1 --layers 1 --hidden 64 --vocab 256"
 
 # What is run instead of a part of a command: training of minutes is shortened by settings, other programs by their
 # arguments; files of a user, and names of the hub, become files that the test makes.
