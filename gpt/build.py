@@ -102,11 +102,6 @@ def build_mesh(settings: Settings, world: World) -> Mesh:
     num_kv_heads, seq_length = max(1, settings.model.kv_heads // mesh.tensor.size), settings.model.seq_length
     sizes = {"heads of keys and values of a tensor rank": num_kv_heads, "tokens of a sequence": seq_length}
     check_context(mesh.context, sizes)
-    if mesh.context.size > 1 and settings.data.mask_documents:
-        raise ConfigError(
-            f"data.mask_documents=true does not go with parallel.context_size={mesh.context.size}: the ranks of a "
-            "context would count other tokens; choose parallel.context_size=1"
-        )
     num_tokens = settings.train.micro_batch_size * seq_length // mesh.context.size
     if settings.parallel.sequence_parallel:
         part_of(num_tokens, mesh.tensor, "the tokens of a micro-batch")

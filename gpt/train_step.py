@@ -8,13 +8,14 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from data.documents import MicroBatch
+from data.documents import DocumentBatch, MicroBatch
 from gpt.loss_guard import LossGuard
 from gpt.model.documents import Documents
 from gpt.model.generate import evaluation
 from parallel.instruments.memory_tracker import TensorKind, allocating
 from parallel.mesh import Mesh
 from parallel.streams import raise_races
+from parallel.tensor.context import own_stretch
 from zero.engine import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
 
@@ -41,7 +42,7 @@ def train_step(
     def run(micro_batch: MicroBatch, share: Tensor | None) -> None:
         with allocating(TensorKind.ACTIVATIONS):
             with mesh.log.during("forward"):
-                loss = loss_of(model, micro_batch, share, scale)
+                loss = loss_of(model, micro_batch, mesh, share, scale)
             with mesh.log.during("backward"):
                 (loss * scale).backward()
         losses.append(loss.detach())
@@ -63,13 +64,15 @@ def evaluate(model: ZeroDataParallel, micro_batches: Iterable[MicroBatch], mesh:
     batches = list(micro_batches)
     with evaluation(model), mesh.log.during("evaluation"):
         pairs = zip(batches, shares_of_tokens(batches, mesh, loss_dtype(model)), strict=True)
-        return mean_over(mesh, torch.stack([loss_of(model, *pair).float() for pair in pairs]).mean())
+        return mean_over(
+            mesh, torch.stack([loss_of(model, batch, mesh, share).float() for batch, share in pairs]).mean()
+        )
 
 
 def loss_of(
-    model: ZeroDataParallel, micro_batch: MicroBatch, share: Tensor | None, scale: Tensor | None = None
+    model: ZeroDataParallel, micro_batch: MicroBatch, mesh: Mesh, share: Tensor | None, scale: Tensor | None = None
 ) -> Tensor:
-    """Return the mean loss of a micro-batch times its share, 0-dim; `scale` multiplies it before backward."""
+    """Return the mean loss of this rank's tokens times their share, 0-dim; `scale` multiplies it before backward."""
     if share is None:
         assert isinstance(micro_batch, Tensor)
         return model(micro_batch[:, :-1], micro_batch[:, 1:], scale)
@@ -78,7 +81,7 @@ def loss_of(
     scale = None if scale is None else scale * share
     loss = model(micro_batch.tokens, micro_batch.targets, scale, documents)
     # Without a counted token the mean is not a number, and its gradient is zero.
-    return torch.where((micro_batch.targets >= 0).any(), loss, 0) * share
+    return torch.where(is_counted(micro_batch, mesh).any(), loss, 0) * share
 
 
 def shares_of_tokens(micro_batches: Sequence[MicroBatch], mesh: Mesh, dtype: torch.dtype) -> list[Tensor | None]:
@@ -87,15 +90,20 @@ def shares_of_tokens(micro_batches: Sequence[MicroBatch], mesh: Mesh, dtype: tor
     The mean of losses that are multiplied by these shares is the mean over all counted tokens. None stands for a share
     of 1: all tokens are counted unless documents are kept apart.
     """
-    targets = [batch.targets for batch in micro_batches if not isinstance(batch, Tensor)]
-    if not targets:
+    counts = [is_counted(batch, mesh).sum() for batch in micro_batches if not isinstance(batch, Tensor)]
+    if not counts:
         return [None] * len(micro_batches)
-    counts = torch.stack([(words >= 0).sum() for words in targets])
-    total = counts.sum()
+    own = torch.stack(counts)
+    total = own.sum()
     mesh.data.all_reduce(total, out=total).wait()
-    mean = total.clamp(min=1).double() / (len(counts) * mesh.data.size)
+    mean = total.clamp(min=1).double() / (len(own) * mesh.data.size)
     # Backward divides by the share, which therefore is not 0 if no token is counted.
-    return list((counts.clamp(min=1) / mean).to(dtype))
+    return list((own.clamp(min=1) / mean).to(dtype))
+
+
+def is_counted(micro_batch: DocumentBatch, mesh: Mesh) -> Tensor:
+    """Return which of this rank's tokens are counted in the loss, those of its stretch with context parallelism."""
+    return own_stretch(micro_batch.targets, mesh.context) >= 0
 
 
 def loss_dtype(model: ZeroDataParallel) -> torch.dtype:

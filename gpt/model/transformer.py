@@ -305,7 +305,6 @@ class GPT(nn.Module):
             num_missing = -seq_length % multiple
             ids = F.pad(ids, (0, num_missing))
             targets = None if targets is None else F.pad(targets, (0, num_missing), value=-1)
-        ids = own_stretch(ids, context)
         x, weight, vocab_size = self.last_hidden(ids, documents), self.head_weight, self.config.vocab_size
         if targets is not None:
             return linear_cross_entropy(
@@ -324,14 +323,13 @@ class GPT(nn.Module):
     def last_hidden(self, ids: Tensor, documents: Documents | None = None) -> Tensor:
         """Return what the head is applied to, (tokens of this rank, hidden)."""
         num_sequences, seq_length = ids.shape
-        if documents is None:
-            first, last = self.tokens.context.rank * seq_length, self.config.seq_length - 1
-            positions = torch.arange(first, first + seq_length, device=ids.device).clamp_(max=last)
-            of_all_tokens = positions.repeat(num_sequences)
-        else:
-            positions, of_all_tokens = documents.positions[:, None], documents.positions.flatten()  # one for all heads
-        embedded = self.position_embedding(self.token_embedding(ids.flatten()), self.tokens.cut(of_all_tokens))
-        rotation = self.position_embedding.rotation(positions, embedded.dtype)
+        positions = torch.arange(seq_length, device=ids.device).clamp_(max=self.config.seq_length - 1)[None]
+        if documents is not None:
+            positions = documents.positions
+        ids, positions = (own_stretch(whole, self.tokens.context) for whole in (ids, positions))
+        of_own_tokens = self.tokens.cut(positions.expand(num_sequences, -1).flatten())
+        embedded = self.position_embedding(self.token_embedding(ids.flatten()), of_own_tokens)
+        rotation = self.position_embedding.rotation(positions[:, None], embedded.dtype)  # one for all heads
         dropout = self.config.dropout if self.training else 0.0
         if documents and needs_mask(self.config.attention, self.config.head_size, dropout, embedded):
             documents = documents.with_mask(embedded.dtype)

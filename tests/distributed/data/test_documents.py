@@ -25,14 +25,15 @@ from zero.optimizer import ZeroOptimizer
 SEQ, MICRO_BATCHES, TOLERANCE = 12, 2, 1e-10
 ROUNDING = 4 * 2**-23  # relative, of the losses that an evaluation rounds to fp32
 CONFIG = ModelConfig(2, 32, 4, SEQ, 61, dropout=0.0)
-# Tensor size, sequence parallelism, stage, store: every value with every other axis size.
+# Tensor size, context size, sequence parallelism, stage, store: every value with every other axis size.
 CASES = [
-    (1, False, 0, "none"),
-    (1, False, 3, "keep"),
-    (2, False, 1, "selective"),
-    (2, False, 3, "partition"),
-    (2, True, 2, "keep"),
-    (2, True, 3, "none"),
+    (1, 1, False, 0, "none"),
+    (1, 1, False, 3, "keep"),
+    (1, 2, False, 2, "selective"),
+    (2, 1, False, 1, "selective"),
+    (2, 1, False, 3, "partition"),
+    (2, 1, True, 2, "keep"),
+    (2, 1, True, 3, "none"),
 ]
 
 
@@ -61,15 +62,15 @@ class Result(NamedTuple):
     params: dict[str, Tensor]  # that all ranks have whole
 
 
-def train(tensor_size: int, is_split: bool, stage: int, store: str) -> Result:
-    mesh = Mesh.create(tensor_size)
-    layout = SplitTokens(mesh.tensor) if is_split else ReplicatedTokens(mesh.tensor)
+def train(tensor_size: int, context_size: int, is_split: bool, stage: int, store: str) -> Result:
+    mesh = Mesh.create(tensor_size, context_size=context_size)
+    layout = (SplitTokens if is_split else ReplicatedTokens)(mesh.tensor, mesh.context)
     model = ZeroDataParallel(build(layout, store), mesh.data, ZeroConfig(stage))
     optimizer = ZeroOptimizer(model, torch.optim.AdamW, tensor=mesh.tensor, lr=1e-2, fused=True)
     result = Result([], [], [], {})
     for step in range(2):
-        first = step * MICRO_BATCHES * mesh.data.size
-        numbers = range(first + mesh.data.rank, first + MICRO_BATCHES * mesh.data.size, mesh.data.size)
+        first, size = step * MICRO_BATCHES * mesh.num_batch_ranks, mesh.num_batch_ranks
+        numbers = range(first + mesh.batch_rank, first + MICRO_BATCHES * size, size)
         rows = [np.stack([packed_apart(sample, SEQ) for sample in micro_batch(number)]) for number in numbers]
         batches = [DocumentBatch.of(samples) for samples in rows]
         result.evaluated.append(evaluate(model, batches, mesh))
@@ -113,7 +114,7 @@ def test_losses_gradients_and_updates_are_those_of_the_documents_one_by_one():
     of_ranks = run_ranks(2, train_cases)
     for results in of_ranks:
         for case, result in zip(CASES, results, strict=True):
-            expected = train_one_by_one(2 // case[0])
+            expected = train_one_by_one(2 // case[0] // case[1])
             assert result.losses == pytest.approx(expected.losses, abs=TOLERANCE, rel=0), case
             assert result.norms == pytest.approx(expected.norms, abs=TOLERANCE, rel=0), case
             assert result.evaluated == pytest.approx(expected.evaluated, rel=ROUNDING), case
