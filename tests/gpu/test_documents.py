@@ -7,8 +7,8 @@ from torch import Tensor
 
 from data.documents import DocumentBatch, packed_apart
 from gpt.model.compiled_blocks import compile_blocks
-from gpt.model.documents import Documents, device_has_kernel
 from gpt.model.config import ModelConfig
+from gpt.model.documents import Documents, device_has_kernel
 from gpt.model.transformer import GPT, initialize
 from gpt.train_step import train_step
 from parallel.mesh import Axis, Mesh
