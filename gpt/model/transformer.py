@@ -322,18 +322,14 @@ class GPT(nn.Module):
 
     def last_hidden(self, ids: Tensor, documents: Documents | None = None) -> Tensor:
         """Return what the head is applied to, (tokens of this rank, hidden)."""
-        (num_sequences, seq_length), context = ids.shape, self.tokens.context
-        if documents is None:
-            own_length, last = seq_length // context.size, self.config.seq_length - 1
-            first = context.rank * own_length
-            positions = torch.arange(first, first + own_length, device=ids.device).clamp_(max=last)
-            of_all_tokens = positions.repeat(num_sequences)
-        else:
-            own = own_stretch(documents.positions, context)
-            positions, of_all_tokens = own[:, None], own.flatten()  # one for all heads
-        embedded = self.token_embedding(own_stretch(ids, context).flatten())
-        embedded = self.position_embedding(embedded, self.tokens.cut(of_all_tokens))
-        rotation = self.position_embedding.rotation(positions, embedded.dtype)
+        num_sequences, seq_length = ids.shape
+        positions = torch.arange(seq_length, device=ids.device).clamp_(max=self.config.seq_length - 1)[None]
+        if documents is not None:
+            positions = documents.positions
+        ids, positions = (own_stretch(whole, self.tokens.context) for whole in (ids, positions))
+        of_own_tokens = self.tokens.cut(positions.expand(num_sequences, -1).flatten())
+        embedded = self.position_embedding(self.token_embedding(ids.flatten()), of_own_tokens)
+        rotation = self.position_embedding.rotation(positions[:, None], embedded.dtype)  # one for all heads
         dropout = self.config.dropout if self.training else 0.0
         if documents and needs_mask(self.config.attention, self.config.head_size, dropout, embedded):
             documents = documents.with_mask(embedded.dtype)

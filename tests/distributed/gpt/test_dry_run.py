@@ -30,6 +30,7 @@ FACTORS = {
         "--offload.mode=host",
     ],
 }
+LLAMA = "--config configs/models/llama.yaml --model.dropout=0.0"
 MAX_REAL_RUNS = 3
 CHOSEN = [  # together, these have every value of every factor
     (0, (2, 1), "selective", 2, "fp32", 0.1, "math", "--data.mask_documents=true"),
@@ -37,6 +38,8 @@ CHOSEN = [  # together, these have every value of every factor
     (2, (2, 1), "keep", 2, "fp16", 0.1, "math", "--zero.overlap=false"),
     (2, (1, 2), "partition_host", 1, "bf16", 0.0, "flash", "--activations.defragment=false"),
     (3, (2, 2), "partition", 2, "bf16", 0.1, "flash", "--offload.mode=host"),
+    (2, (1, 2), "selective", 2, "bf16", 0.0, "math", f"{LLAMA} --model.num_kv_heads=1 --model.mlp_width=40"),
+    (3, (2, 1), "none", 1, "bf16", 0.0, "flash", f"{LLAMA} --model.num_kv_heads=2 --model.qk_norm=true"),
 ]
 
 

@@ -1,20 +1,40 @@
-"""A small GPT in float64 and a batch for it."""
+"""Small models in float64, with the parts of every preset, and a batch for them."""
+
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from gpt.model.config import ModelConfig
+from gpt.model.config import ModelConfig, RopeScaling
 from gpt.model.transformer import GPT, initialize
 from parallel.blocks import RunBlocks
+from parallel.config_files import read_section
 from parallel.mesh import Axis
 from parallel.tensor.token_layout import ReplicatedTokens
 
+MODELS = Path(__file__).parents[4] / "configs" / "models"
+SIZES = {  # of small models with the parts of a preset, whose own sizes are those of large models
+    "gpt2": {},
+    "llama": {"num_kv_heads": 2, "mlp_width": 40, "rope_scaling": RopeScaling(8.0, 1.0, 4.0, 8)},
+    "llama2": {"mlp_width": 40},
+    "qwen3": {"num_kv_heads": 2, "mlp_width": 40, "head_dim": 12},
+    "mistral": {"num_kv_heads": 1, "mlp_width": 40},
+}
+FILES = {"llama2": "llama"}
 ONE_DEVICE = ReplicatedTokens(Axis.trivial("tensor"))
 
 
 def small_config(**changes: object) -> ModelConfig:
     settings = {"num_layers": 5, "hidden_size": 24, "num_heads": 3, "seq_length": 16, "vocab_size": 61, "dropout": 0.0}
     return ModelConfig(**{**settings, **changes})
+
+
+def preset_config(name: str, **changes: object) -> ModelConfig:
+    """Return a small model of 4 heads with the parts of a preset."""
+    path = MODELS / f"{FILES.get(name, name)}.yaml"
+    parts = read_section(path, path.name)["model"]
+    sizes = {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "seq_length": 12, "vocab_size": 97, "dropout": 0.0}
+    return ModelConfig(**{**sizes, **parts, **SIZES[name], **changes})
 
 
 def small_gpt(config: ModelConfig, run_blocks: RunBlocks | None = None, seed: int = 1) -> GPT:

@@ -1,0 +1,214 @@
+"""Models with the parts of every preset, and with each option by itself, train on any mesh as in one process."""
+
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from gpt.build import TrainState, build_model
+from gpt.checkpoint.checkpoint import load
+from gpt.checkpoint.layout import Progress
+from gpt.checkpoint.saver import Saver
+from gpt.model.compiled_blocks import compile_blocks
+from gpt.model.config import ModelConfig
+from gpt.model.transformer import initialize
+from gpt.pretrained.tensors import load_weights
+from parallel.mesh import Mesh
+from tests.distributed.gpt.test_checkpoint_layouts import logical
+from tests.distributed.gpt.test_tensor_parallel import (
+    NUM_STEPS,
+    assert_equals_whole,
+    batch,
+    layout_of,
+    train,
+    train_whole,
+)
+from tests.distributed.zero.compiled.backend import Backend
+from tests.pairwise import pairwise
+from tests.ranks import run_ranks
+from tests.unit.gpt.model.models import ONE_DEVICE, SIZES, preset_config
+from zero.activations.checkpointed_blocks import ActivationsConfig
+from zero.config import ZeroConfig
+from zero.engine import ZeroDataParallel
+from zero.optimizer import ZeroOptimizer
+
+OPTIONS = {  # of GPT-2, one at a time
+    "rope": {"positions": "rope"},
+    "rms": {"norm": "rms"},
+    "swiglu": {"mlp": "swiglu", "mlp_width": 24},
+    "grouped": {"num_kv_heads": 2},
+    "one-kv-head": {"num_kv_heads": 1, "attention": "math"},
+    "head-dim": {"head_dim": 6},
+    "qk-norm": {"qk_norm": True},
+    "no-biases": {"biases": False},
+    "untied": {"tied_head": False},
+}
+CONFIGS = {
+    **{name: preset_config(name) for name in SIZES if name != "gpt2"},
+    **{name: preset_config("gpt2", **changes) for name, changes in OPTIONS.items()},
+}
+MESHES = [(1, 2, False), (1, 2, True), (1, 4, False), (1, 4, True), (2, 2, True), (2, 1, False)]
+FACTORS = {
+    "name": list(CONFIGS),
+    "mesh": MESHES,  # data x tensor, sequence parallel
+    "stage": [0, 1, 2, 3],
+    "store": ["none", "selective", "keep"],
+}
+Case = dict
+
+
+def train_all(cases: list[Case]) -> list:
+    """Return the results of several cases on one rank; a start of the ranks serves all of them."""
+    return [
+        train(
+            CONFIGS[case["name"]],
+            case["mesh"][1],
+            case["mesh"][2],
+            ZeroConfig(case["stage"], 2000),
+            activations=ActivationsConfig(case["store"], 1),
+        )
+        for case in cases
+    ]
+
+
+def check(cases: list[Case]) -> None:
+    """Check cases whose meshes have one number of ranks."""
+    data_size, tensor_size, _ = cases[0]["mesh"]
+    of_ranks = run_ranks(data_size * tensor_size, train_all, cases, timeout_seconds=600)
+    for number, case in enumerate(cases):
+        data_size, tensor_size, _ = case["mesh"]
+        results = [of_rank[number] for of_rank in of_ranks]
+        try:
+            assert_equals_whole(results, train_whole(CONFIGS[case["name"]], data_size), tensor_size)
+        except BaseException as error:
+            error.add_note(f"in {case}")
+            raise
+
+
+def by_num_ranks(cases: list[Case], num_ranks: int) -> list[Case]:
+    return [case for case in cases if case["mesh"][0] * case["mesh"][1] == num_ranks]
+
+
+def few_cases() -> list[Case]:
+    """Return one case of each option and two of each preset; meshes, stages and stores take turns."""
+    others = itertools.cycle(pairwise(stage=FACTORS["stage"], store=FACTORS["store"]))
+    meshes = itertools.cycle(MESHES)
+    return [{"name": name, "mesh": next(meshes), **next(others)} for name in [*CONFIGS, *SIZES] if name in CONFIGS]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_every_option_and_preset_equals_one_process(num_ranks):
+    check(by_num_ranks(few_cases(), num_ranks))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_every_option_and_preset_equals_one_process_in_every_layout(name, num_ranks):
+    product = (dict(zip(FACTORS, values, strict=True)) for values in itertools.product(*FACTORS.values()))
+    check(by_num_ranks([case for case in product if case["name"] == name], num_ranks))
+
+
+def build_state(config: ModelConfig, tensor_size: int, stage: int) -> TrainState:
+    torch.set_default_dtype(torch.float64)
+    mesh, activations = Mesh.create(tensor_size), ActivationsConfig()
+    gpt = build_model(config, activations, layout_of(mesh.tensor, False), torch.device("cpu"), torch.float64)
+    initialize(gpt, seed=3)
+    model = ZeroDataParallel(gpt, mesh.data, ZeroConfig(stage, 700))
+    optimizer = ZeroOptimizer(model, torch.optim.AdamW, tensor=mesh.tensor, lr=1e-2, fused=True)
+    return TrainState(mesh, model, optimizer, torch.device("cpu"), activations)
+
+
+def continue_and_save(config: ModelConfig, tensor_size: int, stage: int, source: Path | None, folder: Path) -> float:
+    """Load a checkpoint if there is one, save it again, and return the loss of a step."""
+    state = build_state(config, tensor_size, stage)
+    if source is None:
+        state.model(*batch(config, 0, 0, 0)).backward()
+        state.optimizer.step()
+    else:
+        load(source, state)
+    saver = Saver(folder, state, keep=9, is_async=False)
+    saver.start(Progress(1, 2))
+    saver.wait()
+    loss = state.model(*batch(config, 1, 0, 0))
+    loss.backward()
+    return loss.item()
+
+
+@pytest.mark.parametrize("name", ["qwen3"])
+def test_checkpoints_are_read_at_sizes_that_split_keys_and_values_and_that_replicate_them(name, tmp_path):
+    config, source, losses, saved = CONFIGS[name], None, [], []
+    for number, (tensor_size, stage) in enumerate([(1, 1), (4, 3), (2, 2), (4, 1), (1, 0)]):
+        folder = tmp_path / str(number)
+        losses += run_ranks(tensor_size, continue_and_save, config, tensor_size, stage, source, folder)[:1]
+        source = folder / "step-00000001"
+        saved.append(logical(source))
+        assert saved[-1].keys() == saved[0].keys()
+        assert all(saved[-1][key].equal(saved[0][key]) for key in saved[0])
+    assert losses == pytest.approx(losses[:1] * len(losses), abs=1e-12)
+
+
+def logits_at(sizes: list[str], weights: list[dict[str, Tensor]], ids: Tensor) -> list[Tensor]:
+    torch.set_default_dtype(torch.float64)
+    axis = Mesh.create(torch.distributed.get_world_size()).tensor
+    found = []
+    for name, whole in zip(sizes, weights, strict=True):
+        for is_split in (False, True):
+            tokens = layout_of(axis, is_split)
+            model = build_model(CONFIGS[name], ActivationsConfig(), tokens, torch.device("cpu"), torch.float64).eval()
+            load_weights(model, whole)
+            found.append(model(ids).detach())
+    return found
+
+
+def test_weights_give_the_same_logits_at_any_tensor_size():
+    names, ids = ["llama", "qwen3", "mistral"], torch.arange(21).view(3, 7)
+    weights = []
+    for name in names:
+        config = CONFIGS[name]
+        generator = torch.Generator().manual_seed(0)
+        model = build_model(config, ActivationsConfig(), ONE_DEVICE, torch.device("cpu"), torch.float64)
+        shapes = {key: param.shape for key, param in model.named_parameters()}
+        whole = {key: 0.3 * torch.randn(s, generator=generator, dtype=torch.float64) for key, s in shapes.items()}
+        weights.append({key: w[: config.vocab_size] if w.shape[0] == 128 else w for key, w in whole.items()})
+    (expected,) = run_ranks(1, logits_at, names, weights, ids)
+    for tensor_size in (2, 4):
+        for found in run_ranks(tensor_size, logits_at, names, weights, ids):
+            for logits, whole in zip(found, expected, strict=True):
+                torch.testing.assert_close(logits, whole, rtol=1e-10, atol=1e-10)
+
+
+def losses_of_blocks(config: ModelConfig, tensor_size: int, is_split: bool, is_compiled: bool) -> list[Tensor]:
+    torch.manual_seed(0)
+    mesh = Mesh.create(tensor_size)
+    tokens, activations = layout_of(mesh.tensor, is_split), ActivationsConfig("keep", 1)
+    gpt = build_model(config, activations, tokens, torch.device("cpu"), torch.float64, is_compiled=is_compiled)
+    initialize(gpt, seed=0)
+    model = ZeroDataParallel(gpt, mesh.data, ZeroConfig(3, bucket_numel=500))
+    if is_compiled:
+        compile_blocks(gpt, activations.recomputes, Backend("aot_eager_default_partitioner"))
+    optimizer = ZeroOptimizer(model, torch.optim.AdamW, tensor=mesh.tensor, lr=0.01)
+    losses = []
+    for step in range(NUM_STEPS):
+        loss = model(*batch(config, step, 0, mesh.data.rank))
+        loss.backward()
+        losses += [loss.detach(), optimizer.step()]
+    return losses
+
+
+def check_compiled(names: list[str], tensor_size: int) -> None:
+    for name, is_split in itertools.product(names, [False, True]):
+        eager, compiled = (losses_of_blocks(CONFIGS[name], tensor_size, is_split, flag) for flag in (False, True))
+        torch.testing.assert_close(compiled, eager, rtol=1e-12, atol=1e-12, msg=f"{name} {is_split}")
+
+
+def test_compiled_blocks_equal_eager_ones():
+    run_ranks(2, check_compiled, ["mistral"], 2)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("tensor_size", [1, 2])
+def test_all_compiled_blocks_equal_eager_ones(tensor_size):
+    run_ranks(2, check_compiled, list(CONFIGS), tensor_size, timeout_seconds=1800)

@@ -1,0 +1,201 @@
+"""Llama, Qwen 3 and Mistral against transformers as the reference, whose files are read and written."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from torch.nn import functional as F
+from transformers.models.llama import modeling_llama
+from transformers.models.mistral import modeling_mistral
+from transformers.models.qwen3 import modeling_qwen3
+
+from gpt.checkpoint.pretrained import load_pretrained, read_pretrained
+from gpt.model.config import ModelConfig, parameter_shapes
+from gpt.pretrained.families import config_from_transformers, config_to_transformers, family_of
+from gpt.pretrained.tensors import load_weights
+from parallel.errors import ConfigError
+from tests.models import rms_norm
+from tests.pretrained_weights import weights_from_transformers, weights_to_transformers, write_pretrained
+from tests.unit.gpt.model.models import SIZES, batch, preset_config, small_config, small_gpt
+
+PRESETS = [name for name in SIZES if name != "gpt2"]
+NORMS = (modeling_llama.LlamaRMSNorm, modeling_qwen3.Qwen3RMSNorm, modeling_mistral.MistralRMSNorm)
+
+
+@pytest.fixture(autouse=True)
+def norms_in_the_dtype_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    for norm in NORMS:
+        monkeypatch.setattr(norm, "forward", rms_norm)
+
+
+def model_of_transformers(config: ModelConfig, name: str) -> nn.Module:
+    """Return a model whose parameters are so large that a misplaced one changes the logits."""
+    theirs = config_to_transformers(config)
+    if name == "mistral":  # it is written as a Llama, which it is
+        theirs = transformers.MistralConfig(**{**theirs.to_dict(), "sliding_window": None, "model_type": "mistral"})
+    model = transformers.AutoModelForCausalLM.from_config(theirs).double().train()
+    for param in model.parameters():
+        nn.init.normal_(param, 0, 0.3)
+    return model
+
+
+@pytest.mark.parametrize("attention", ["flash", "math"])
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("tied_head", [False, True])
+def test_logits_are_those_of_transformers(name, tied_head, attention):
+    config = preset_config(name, tied_head=tied_head, attention=attention)
+    theirs, ours, (tokens, _) = model_of_transformers(config, name), small_gpt(config), batch(config)
+    load_weights(ours, weights_from_transformers(theirs.state_dict(), config))
+    torch.testing.assert_close(ours(tokens), theirs(tokens).logits, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_losses_and_gradients_of_five_steps_are_those_of_transformers(name):
+    config = preset_config(name)
+    theirs, ours = model_of_transformers(config, name), small_gpt(config)
+    load_weights(ours, weights_from_transformers(theirs.state_dict(), config))
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-3) for model in (ours, theirs)]
+    for _ in range(5):
+        tokens, targets = batch(config)
+        loss = ours(tokens, targets)
+        expected = F.cross_entropy(theirs(tokens).logits.flatten(0, 1), targets.flatten())
+        torch.testing.assert_close(loss, expected, rtol=1e-10, atol=1e-10)
+        loss.backward()
+        expected.backward()
+        theirs_by_name = {key: param.grad for key, param in theirs.named_parameters()}
+        gradients = weights_from_transformers(theirs_by_name, config)
+        for key, param in ours.named_parameters():
+            grad = param.grad[: config.vocab_size] if key in ("token_embedding.weight", "head.weight") else param.grad
+            torch.testing.assert_close(grad, gradients[key], rtol=1e-9, atol=1e-10, msg=key)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_folder_is_written_and_read_without_a_change(name, tmp_path):
+    config = preset_config(name)
+    ours, (tokens, _) = small_gpt(config).eval(), batch(config)
+    write_pretrained(tmp_path, config, ours.state_dict())
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64).eval()
+    torch.testing.assert_close(theirs(tokens).logits, ours(tokens), rtol=1e-10, atol=1e-10)
+    again = small_gpt(config, seed=2)
+    load_pretrained(again, tmp_path)
+    torch.testing.assert_close(again.state_dict(), ours.state_dict(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_folder_that_transformers_wrote_is_read(name, tmp_path):
+    config = preset_config(name)
+    theirs, (tokens, _) = model_of_transformers(config, name), batch(config)
+    theirs.save_pretrained(tmp_path, max_shard_size="40KB")
+    found, weights = read_pretrained(tmp_path)
+    assert dict(parameter_shapes(found, 97)) == dict(parameter_shapes(config, 97))
+    ours = small_gpt(found)
+    load_weights(ours, weights)
+    torch.testing.assert_close(ours(tokens), theirs(tokens).logits, rtol=1e-10, atol=1e-10)
+
+
+def test_a_conversion_and_back_changes_nothing():
+    for name in PRESETS:
+        config = preset_config(name)
+        ours = {key: torch.randn(shape) for key, shape in parameter_shapes(config, config.vocab_size)}
+        back = weights_from_transformers(weights_to_transformers(ours, config), config)
+        assert back.keys() == ours.keys()
+        assert all(back[key].equal(ours[key]) for key in ours)
+
+
+PUBLISHED = {  # as in the config.json of these models
+    "meta-llama/Llama-2-7b": (
+        transformers.LlamaConfig(max_position_embeddings=4096, rms_norm_eps=1e-5),
+        6_738_415_616,
+    ),
+    "meta-llama/Meta-Llama-3-8B": (
+        transformers.LlamaConfig(
+            vocab_size=128256,
+            intermediate_size=14336,
+            num_key_value_heads=8,
+            max_position_embeddings=8192,
+            rms_norm_eps=1e-5,
+            rope_theta=500000.0,
+        ),
+        8_030_261_248,
+    ),
+    "Qwen/Qwen3-0.6B": (
+        transformers.Qwen3Config(
+            vocab_size=151936,
+            hidden_size=1024,
+            intermediate_size=3072,
+            num_hidden_layers=28,
+            num_attention_heads=16,
+            num_key_value_heads=8,
+            max_position_embeddings=40960,
+            rope_theta=1e6,
+            tie_word_embeddings=True,
+        ),
+        596_049_920,
+    ),
+    "mistralai/Mistral-7B-v0.1": (transformers.MistralConfig(sliding_window=4096), 7_241_732_096),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_models_have_their_numbers_of_parameters(name):
+    theirs, expected = PUBLISHED[name]
+    config = config_from_transformers(theirs)
+    assert sum(torch.Size(shape).numel() for _, shape in parameter_shapes(config, config.vocab_size)) == expected
+    if name.startswith("mistral"):
+        assert config.seq_length == 4096  # the window, up to which no token is hidden
+
+
+REFUSED = [
+    ({"hidden_act": "gelu"}, "hidden_act is 'gelu', one of silu"),
+    ({"attention_bias": True}, "attention_bias=True, only False"),
+    ({"mlp_bias": True}, "mlp_bias=True, only False"),
+    ({"attention_dropout": 0.1}, "attention_dropout=0.1, only 0.0"),
+    ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}}, "rope_type=yarn, only default and"),
+    ({"num_attention_heads": 5}, "config.json"),
+    ({"num_key_value_heads": 3}, "config.json"),
+    ({"hidden_size": "64"}, "hidden_size is '64', an integer"),
+    ({"rms_norm_eps": 1e-6}, "model.norm_eps=1e-05, but .* has 1e-06; choose model.norm_eps=1e-06"),
+    ({"tie_word_embeddings": True}, "model.tied_head=False, but .* has True"),
+    ({"max_position_embeddings": 8}, "model.seq_length=12, but .* has 8 positions, or a sliding window"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), REFUSED, ids=[next(iter(changes)) for changes, _ in REFUSED])
+def test_what_differs_is_refused_by_name(changes, message, tmp_path):
+    config = preset_config("llama", rope_scaling=None)
+    write_pretrained(tmp_path, config, small_gpt(config).state_dict())
+    change_config(tmp_path, changes)
+    with pytest.raises(ConfigError, match=message):
+        load_pretrained(small_gpt(config), tmp_path)
+
+
+def change_config(folder: Path, changes: dict) -> None:
+    content = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**content, **changes}))
+
+
+def test_a_run_may_have_shorter_sequences_than_its_initial_weights(tmp_path):
+    config = preset_config("mistral")
+    write_pretrained(tmp_path, config, small_gpt(config).state_dict())
+    load_pretrained(small_gpt(preset_config("mistral", seq_length=8)), tmp_path)
+
+
+def test_a_window_of_mistral_limits_the_sequences(tmp_path):
+    config = preset_config("mistral")
+    write_pretrained(tmp_path, config, small_gpt(config).state_dict())
+    change_config(tmp_path, {"model_type": "mistral", "sliding_window": 8})
+    load_pretrained(small_gpt(preset_config("mistral", seq_length=8)), tmp_path)
+    with pytest.raises(ConfigError, match="has 8 positions, or a sliding window of as many"):
+        load_pretrained(small_gpt(config), tmp_path)
+
+
+def test_a_model_that_transformers_does_not_have_is_not_written():
+    for changes in ({"norm": "rms"}, {"tied_head": False}, {"num_kv_heads": 1}, {"positions": "rope"}):
+        with pytest.raises(ConfigError, match=r"transformers has no model with model\.positions="):
+            family_of(small_config(**{"hidden_size": 24, "num_heads": 2, **changes}))
