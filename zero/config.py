@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 import torch
 
 from parallel.fields import NonNegative, Positive, Range, check_fields
+from zero.layout import ALIGNMENT
 from zero.stage import STAGES, GradientTypes, Lifetime, ShardingPolicy
 
 Accumulate = Literal["reduce", "local"]
@@ -50,6 +51,8 @@ class ZeroConfig:
     """Allocate the memory of gradients once (M_D of the paper), if full gradients are transient. false: allocate
     staging memory in backward only, and owned gradients from backward to the update; this leaves more memory for the
     forward and more work for the allocator. null: false if parameters are partitioned, else true."""
+    alignment: Positive = ALIGNMENT
+    """Parameters and shards begin at multiples of this many elements. 8-bit Adam needs 256: its blocks are not cut."""
     units: tuple[str, ...] | None = None
     """The modules that are gathered at a time, by patterns such as blocks.*; null: the elements of the module lists."""
 

@@ -24,7 +24,15 @@ from parallel.mesh import Axis, Handle
 from parallel.tensor.gradient_sums import GradientSums, set_deferred
 from parallel.tensor.layers import split_dims
 from zero.bucket import Bucket
-from zero.elementwise import BucketedOptimizer, Piece, as_groups, check_class, number_groups, probe_atoms
+from zero.elementwise import (
+    BucketedOptimizer,
+    Piece,
+    as_groups,
+    check_alignment,
+    check_class,
+    number_groups,
+    probe_atoms,
+)
 from zero.engine import ZeroDataParallel
 from zero.flat import FlatParameters
 from zero.grad_norm import GradNorm
@@ -96,6 +104,7 @@ class ZeroOptimizer:
         pieces = [piece for pieces in self._pieces.values() for piece in pieces]
         groups = [group | {"params": [p.param for p in pieces if p.group == n]} for n, group in enumerate(groups)]
         self._bucketed = BucketedOptimizer(optimizer(groups, **settings))
+        check_alignment(self.inner, model.config.alignment)
         self.matrices = MatrixUpdates(
             self.inner, model.module, self._flats, self._pieces, group_of, (model.shard_axis, tensor), self._offload
         )
