@@ -21,7 +21,7 @@ from gpt.checkpoint.tokenizer_files import NO_TOKENIZER, TokenizerFiles
 from gpt.model.config import ModelConfig, parameter_shapes
 from gpt.pretrained.families import family_of
 from gpt.pretrained.tensors import to_transformers
-from parallel.errors import exit_on_config_error
+from parallel.errors import ConfigError, exit_on_config_error
 from zero.config import DTYPES
 from zero.state.export import FILE_BYTES, WeightFiles, export_units
 from zero.state.layout_file import LAYOUT, is_complete, verify_file

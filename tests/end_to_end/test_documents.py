@@ -36,7 +36,6 @@ CHANGES = {
     "--run.dir runs/from-deepspeed": f"--run.dir runs/from-deepspeed {FEW_STEPS}",
     "--run.dir runs/packed": f"--run.dir runs/packed {FEW_STEPS}",
     "--config configs/shakespeare.yaml": f"--config configs/shakespeare.yaml {FEW_STEPS}",
-    "--run.dir runs/packed": f"--run.dir runs/packed {FEW_STEPS}",
     "--run.dir runs/launched": f"--run.dir runs/launched {FEW_STEPS} --checkpoint.every 2",
     "slurm.sbatch $run": "slurm.sbatch $run --train.steps 8",
     "hostfile.sh $run": "hostfile.sh $run --train.steps 10",
