@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -36,6 +36,7 @@ from zero.engine import ZeroDataParallel
 from zero.loss_scale import LossScale
 from zero.offload.placement import Offload, Placement
 from zero.optimizer import ZeroOptimizer
+from zero.optimizers.adamw8bit import AdamW8bit
 from zero.optimizers.muon import Muon
 from zero.sharded_init import ShardedInit
 from zero.stage import Lifetime
@@ -141,7 +142,7 @@ def token_layout(settings: ParallelSettings, mesh: Mesh) -> TokenLayout:
 
 def build(settings: Settings, mesh: Mesh, device: torch.device) -> TrainState:
     """Return a model with its initial values, sharded by ZeRO, and its optimizer. All ranks call it."""
-    settings = settings.with_gradient_types(mesh.data.size)
+    settings = settings.with_gradient_types(mesh.data.size).with_alignment()
     torch.set_float32_matmul_precision(settings.train.float32_matmul_precision)
     logger.info("products of fp32: %s precision", settings.train.float32_matmul_precision)
     train, tokens = settings.train, token_layout(settings.parallel, mesh)
@@ -227,7 +228,7 @@ def build_optimizer(
     model: ZeroDataParallel, tensor: Axis, settings: OptimizerSettings, loss_scale: LossScale
 ) -> ZeroOptimizer:
     """Return the optimizer over the shards of the model."""
-    optimizer, options, name = OPTIMIZERS[settings.name](settings, model.offload)
+    optimizer, options, name = OPTIMIZERS[settings.name].choose(settings, model.offload)
     logger.info("optimizer: %s", name)
     return ZeroOptimizer(
         model,
@@ -246,22 +247,34 @@ def build_optimizer(
 def parameter_groups(module: nn.Module, settings: OptimizerSettings) -> list[dict[str, Any]]:
     """Return parameter groups, with weight decay for parameters of two or more dimensions only.
 
-    With muon, the matrices inside of the blocks are the first group.
+    Parameters that the optimizer leaves to AdamW are in groups with update="adamw".
     """
-    named = [(name, param) for name, param in module.named_parameters() if param.requires_grad]
-    others = {"update": "adamw"} if settings.name == "muon" else {}
-    is_hidden = {param: bool(others) and is_hidden_matrix(name, param) for name, param in named}
-    groups: list[dict[str, Any]] = [
-        {"params": [param for param in is_hidden if is_hidden[param]]},
-        {"params": [param for param in is_hidden if not is_hidden[param] and param.dim() > 1], **others},
-        {"params": [param for param in is_hidden if param.dim() <= 1], **others, "weight_decay": 0.0},
-    ]
-    return [{"weight_decay": settings.weight_decay} | group for group in groups[0 if others else 1 :]]
+    groups: dict[tuple[bool, bool], dict[str, Any]] = {}
+    updates = OPTIMIZERS[settings.name].updates
+    for name, param in module.named_parameters():
+        if param.requires_grad:
+            key = decays, is_updated = param.dim() > 1, updates(name, param)
+            own = {"weight_decay": settings.weight_decay if decays else 0.0}
+            empty = {"params": [], **own} if is_updated else {"params": [], **own, "update": "adamw"}
+            groups.setdefault(key, empty)["params"].append(param)
+    return list(groups.values())
+
+
+class OptimizerRow(NamedTuple):
+    """An optimizer of the settings."""
+
+    choose: Callable[[OptimizerSettings, Offload], ChosenOptimizer]
+    updates: Callable[[str, nn.Parameter], bool] = lambda _name, _param: True
+    """Returns whether a parameter is updated by it, and not by AdamW."""
 
 
 def _adamw(settings: OptimizerSettings, offload: Offload) -> ChosenOptimizer:
     adam, options, name = choose_adam(settings.implementation, offload)
     return adam, options | {"betas": settings.betas, "eps": settings.eps}, name
+
+
+def _adamw8bit(settings: OptimizerSettings, _offload: Offload) -> ChosenOptimizer:
+    return AdamW8bit, {"betas": settings.betas, "eps": settings.eps}, "AdamW with moments of 8 bits"
 
 
 def _muon(settings: OptimizerSettings, _offload: Offload) -> ChosenOptimizer:
@@ -274,10 +287,11 @@ def _sgd(settings: OptimizerSettings, _offload: Offload) -> ChosenOptimizer:
     return torch.optim.SGD, {"momentum": settings.momentum, "nesterov": settings.nesterov}, "torch.optim.SGD"
 
 
-OPTIMIZERS: dict[str, Callable[[OptimizerSettings, Offload], ChosenOptimizer]] = {
-    "adamw": _adamw,
-    "muon": _muon,
-    "sgd": _sgd,
+OPTIMIZERS = {
+    "adamw": OptimizerRow(_adamw),
+    "adamw8bit": OptimizerRow(_adamw8bit, lambda _name, param: param.dim() > 1),
+    "muon": OptimizerRow(_muon, is_hidden_matrix),
+    "sgd": OptimizerRow(_sgd),
 }
 """By the name in the settings."""
 

@@ -4,6 +4,7 @@
 docstrings the text of `pretrain_gpt.py --help` is made.
 """
 
+import math
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from typing import Annotated, Any, Literal
@@ -18,6 +19,7 @@ from parallel.fields import FilePath, NonNegative, Positive, Range, check_fields
 from zero.activations.checkpointed_blocks import ActivationsConfig
 from zero.config import DTYPES, DtypeName, ZeroConfig
 from zero.offload.placement import OffloadConfig
+from zero.optimizers.adamw8bit import BLOCK
 
 Ranks = Annotated[int, Range(1, 2**20)]
 Share = Annotated[float, Range(0, 1e9)]
@@ -85,9 +87,10 @@ class OptimizerSettings:
     implementation: Literal["torch", "apex"] = "torch"
     """torch: torch's fused AdamW, which never makes the host wait for the device; apex: NVIDIA apex's FusedAdam, on
     GPUs without offloaded optimizer states. A run may resume with the other one."""
-    name: Literal["adamw", "muon", "sgd"] = "adamw"
-    """adamw: AdamW for all parameters; muon: Muon for the matrices inside of the blocks, and AdamW for the rest; sgd:
-    SGD with momentum, with which the host waits for the device in each step."""
+    name: Literal["adamw", "adamw8bit", "muon", "sgd"] = "adamw"
+    """adamw: AdamW for all parameters; adamw8bit: AdamW with moments of 8 bits, and of fp32 for norms and biases; muon:
+    Muon for the matrices inside of the blocks, and AdamW for the rest; sgd: SGD with momentum, with which the host
+    waits for the device in each step."""
     momentum: BelowOne = 0.95
     """Decay rate of the momentum of muon and sgd."""
     nesterov: bool = True
@@ -400,6 +403,11 @@ class Settings:
             "data.path": data.path,
             "data.packing": data.packing,
         }
+
+    def with_alignment(self) -> "Settings":
+        """Return these settings with shards that do not cut the blocks of the optimizer."""
+        block_numel = BLOCK if self.optimizer.name == "adamw8bit" else 1
+        return replace(self, zero=replace(self.zero, alignment=math.lcm(self.zero.alignment, block_numel)))
 
     def with_gradient_types(self, data_size: int) -> "Settings":
         """Return these settings with the types of gradients that null stands for on `data_size` data-parallel ranks."""

@@ -117,16 +117,6 @@ def check_class(optimizer: object) -> None:
         )
 
 
-def check_alignment(optimizer: Optimizer, alignment: int) -> None:
-    """Raise ConfigError if shards that begin at multiples of `alignment` elements may cut the optimizer's blocks."""
-    largest = max(atom_of(optimizer, group).numel for group in optimizer.param_groups)
-    if alignment % largest:
-        raise ConfigError(
-            f"{type(optimizer).__name__} updates blocks of {largest} elements, and ZeroConfig.alignment={alignment} "
-            f"lets shards cut them; choose {largest}"
-        )
-
-
 def as_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
     """Return parameter groups with lists of parameters, from any form that torch's optimizers take.
 
@@ -177,12 +167,14 @@ def probe_atoms(
     settings: dict[str, Any],
     device: torch.device,
     groups: Sequence[dict[str, Any]] = ({},),
+    alignment: int = 0,
 ) -> list[float]:
     """Check that an optimizer gives the same result for small parameters as a whole and for two flat pieces of each.
 
     The pieces are stepped as the atom requires that the optimizer declares for each of `groups`, whose settings a
     parameter has. Return, for each group, the bytes of state for each element of a parameter in fp32. Raises
-    ConfigError if the results differ, or if the optimizer refuses flat pieces.
+    ConfigError if the results differ, if the optimizer refuses flat pieces, or if pieces that begin at multiples of
+    `alignment` elements may cut its blocks.
     """
     probed, numbers = _distinct_settings(groups)
     settings = _with_large_rate(settings)
@@ -208,6 +200,11 @@ def probe_atoms(
             "SGD or zero's Muon"
         ) from error
     _check_equal(name, params, pieces)
+    if alignment % block_numel:
+        raise ConfigError(
+            f"{name} updates blocks of {block_numel} elements, and ZeroConfig.alignment={alignment} lets shards cut "
+            f"them; choose {block_numel}"
+        )
     states = [[v for v in inner.state[p].values() if isinstance(v, Tensor) and v.dim() > 0] for p in params]
     return [sum(state.nbytes for state in states[number]) / params[number].numel() for number in numbers]
 

@@ -113,6 +113,11 @@ def hidden_matrices_of_rank(model: ModelConfig, tensor_size: int) -> int:
     return _of_all_layers(model, tensor_size)[1]
 
 
+def matrices_of_rank(model: ModelConfig, tensor_size: int) -> int:
+    """Return how many of these parameters are in matrices, embeddings included."""
+    return _of_all_layers(model, tensor_size)[2]
+
+
 def _of_all_layers(model: ModelConfig, tensor_size: int) -> list[int]:
     """Return what `_count_parameters` does.
 
@@ -124,16 +129,17 @@ def _of_all_layers(model: ModelConfig, tensor_size: int) -> list[int]:
 
 
 @cache
-def _count_parameters(model: ModelConfig, tensor_size: int) -> tuple[int, int]:
+def _count_parameters(model: ModelConfig, tensor_size: int) -> tuple[int, int, int]:
     """Return the number of parameters on one tensor rank, counted in a model on the meta device.
 
-    The second number is that of parameters in matrices inside of the blocks.
+    The second number is that of parameters in matrices inside of the blocks, the third of those in all matrices.
     """
     with torch.device("meta"):
         tokens = ReplicatedTokens(Axis("tensor", tensor_size, 0, CommLog()))
         named = list(GPT(model, tokens).named_parameters())
-    hidden = [param for name, param in named if is_hidden_matrix(name, param)]
-    return sum(param.numel() for _, param in named), sum(param.numel() for param in hidden)
+    hidden = sum(param.numel() for name, param in named if is_hidden_matrix(name, param))
+    in_matrices = sum(param.numel() for _, param in named if param.dim() > 1)
+    return sum(param.numel() for _, param in named), hidden, in_matrices
 
 
 def memory_per_rank(device: torch.device, mesh: Mesh) -> float:

@@ -10,6 +10,7 @@ from gpt.planner.moments import moment_bytes
 from gpt.settings_parser import parse_settings
 from parallel.errors import ConfigError
 from parallel.mesh import Mesh
+from zero.optimizers.adamw8bit import AdamW8bit
 from zero.optimizers.muon import Muon
 
 BASE = "{data: {path: nowhere}, model: {num_layers: 1, hidden_size: 8, num_heads: 2, seq_length: 4, vocab_size: 64}}"
@@ -21,6 +22,7 @@ BASE = "{data: {path: nowhere}, model: {num_layers: 1, hidden_size: 8, num_heads
         ([], torch.optim.AdamW),
         (["--optimizer.name=muon", "--optimizer.muon.ns_steps=3"], Muon),
         (["--optimizer.name=sgd"], torch.optim.SGD),
+        (["--optimizer.name=adamw8bit"], AdamW8bit),
         (["--optimizer.name=sgd", "--optimizer.momentum=0", "--optimizer.nesterov=false"], torch.optim.SGD),
     ],
 )
@@ -31,7 +33,8 @@ def test_the_optimizer_is_that_of_the_settings(arguments, kind):
     optimizer, model = state.optimizer, state.model.module
     assert type(optimizer.inner) is kind
     expected_bytes = moment_bytes(settings.optimizer, settings.model, 1)
-    assert optimizer.state_bytes_per_element == pytest.approx(expected_bytes)
+    # The probe of 8-bit states ends with an incomplete block, which has scales as others have.
+    assert optimizer.state_bytes_per_element == pytest.approx(expected_bytes, rel=0.01)
     names = {param: name for name, param in model.named_parameters()}
     groups = parameter_groups(model, settings.optimizer)
     assert sorted(names[param] for group in groups for param in group["params"]) == sorted(names.values())
@@ -39,7 +42,8 @@ def test_the_optimizer_is_that_of_the_settings(arguments, kind):
         for param in group["params"]:
             assert group["weight_decay"] == (settings.optimizer.weight_decay if param.dim() > 1 else 0)
             is_hidden = names[param].startswith("blocks.") and names[param].endswith("weight") and param.dim() == 2
-            assert ("update" not in group) == (is_hidden or kind is not Muon)
+            expected = {Muon: is_hidden, AdamW8bit: param.dim() > 1}.get(kind, True)
+            assert ("update" not in group) == expected
     # q, k and v of the only layer, and its projection, up and down
     assert len(optimizer.matrices.matrices) == (6 if kind is Muon else 0)
 
