@@ -13,8 +13,9 @@ from gpt.model.flops import hardware_flops, model_flops
 from gpt.monitor.collectives import profile, profile_table
 from gpt.monitor.console import RunConsole
 from gpt.monitor.units import count, num_bytes, seconds, unit_of
+from gpt.planner.costs.kernels import kernel_seconds
 from gpt.planner.dry_run import DEVICE, HOST, Recording, dry_run, no_garbage_collection
-from gpt.planner.projection import Timeline, kernel_seconds, project_recording
+from gpt.planner.projection import Timeline, project_recording
 from gpt.planner.run_cost import RunCost
 from gpt.settings import DryRunSettings, Settings
 from parallel.errors import ConfigError

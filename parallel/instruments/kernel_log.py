@@ -18,6 +18,14 @@ PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "addmm_": 1, "_addmm_activation": 1, 
 # gradient of a norm's input and another one those of its weights; both read the output's gradient and the input.
 READ_TWICE = {"native_layer_norm_backward": 2, "_fused_rms_norm_backward": 2}
 INDEXED = {"gather", "scatter_"}  # read or write the elements that their third argument selects, and no others
+EMBEDDINGS = {"embedding"}  # read the rows of their first argument that their second one selects, and write as many
+# {fused attention: (positions of q and k among the arguments, products of seq x seq x head_dim per head)}. Backward
+# computes the scores again, and the gradients of scores, q, k and v.
+FUSED_ATTENTION = {
+    f"_scaled_dot_product_{kind}_attention{suffix}": ((1, 2), 5) if "backward" in suffix else ((0, 1), 2)
+    for kind in ("flash", "efficient", "cudnn")
+    for suffix in ("", "_for_cpu", "_backward", "_for_cpu_backward")
+}
 OVERWRITES = {"copy_", "fill_", "zero_", "normal_", "bernoulli_"}  # write their argument without reading it
 # A dropout takes three kernels on a CPU and one on a GPU: only the one that multiplies is logged.
 FUSED_ON_A_GPU = {"bernoulli_", "div_"}
@@ -31,7 +39,8 @@ class Kernel:
 
     `product` is (batch, m, n, k) of a matrix product, otherwise None. `is_transfer` is True if the kernel copies
     between device and host memory; `to_host` then is the direction. `is_on_host` is True if it uses host memory only.
-    `dtype` is that of a product's factors, otherwise that of the first result.
+    `dtype` is that of a product's factors, otherwise that of the first result. `attention` of a fused attention is
+    (heads of all sequences, seq of q, seq of k, head_dim, number of products), otherwise None.
     """
 
     name: str
@@ -42,6 +51,7 @@ class Kernel:
     is_transfer: bool = False
     to_host: bool = False
     is_on_host: bool = False
+    attention: tuple[int, int, int, int, int] | None = None
 
     @property
     def flops(self) -> int:
@@ -83,6 +93,8 @@ class KernelLog:
         dtype = args[PRODUCTS[name]].dtype if product else (results or tensors)[0].dtype
         if name in INDEXED:
             num_bytes = args[2].nbytes + 2 * args[2].numel() * dtype.itemsize
+        elif name in EMBEDDINGS:
+            num_bytes = args[1].nbytes + 2 * results[0].nbytes
         else:
             num_bytes = sum(_touched_bytes(tensor) for tensor in moved)
         # Of a copy the destination and the source, otherwise of the first two arguments.
@@ -96,6 +108,7 @@ class KernelLog:
             is_transfer=name == "copy_" and on_host[0] != on_host[1],
             to_host=on_host[0],
             is_on_host=all(on_host),
+            attention=attention_of(name, args),
         )
 
 
@@ -131,6 +144,15 @@ def product_of(name: str, args: Any) -> tuple[int, int, int, int] | None:
         return None
     *batch, m, k = args[first].shape
     return prod(batch), m, args[first + 1].shape[-1], k
+
+
+def attention_of(name: str, args: Any) -> tuple[int, int, int, int, int] | None:
+    """Return what `Kernel.attention` says of a fused attention, None of any other operation."""
+    if (found := FUSED_ATTENTION.get(name)) is None:
+        return None
+    (query, key), num_products = found
+    *heads, num_queries, head_dim = args[query].shape
+    return prod(heads), num_queries, args[key].shape[-2], head_dim, num_products
 
 
 def _touched_bytes(tensor: Tensor) -> int:

@@ -2,7 +2,8 @@
 
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
-from typing import Annotated, Self
+from statistics import NormalDist
+from typing import Annotated, Literal, Self
 
 from parallel.config_files import read_section
 from parallel.errors import ConfigError
@@ -39,6 +40,15 @@ class ClusterSpec:
     kernel_seconds: Rate = 5e-6  # the shortest time of a kernel
     hop_seconds: Rate = 1e-5  # latency of one step of a ring
     dollars_per_gpu_hour: Rate | None = None  # what is paid for one GPU; null: costs are given in GPU hours alone
+    # What follows are physical effects, each of which its default leaves out.
+    latency: Literal["hops", "nccl"] = "hops"  # of collectives; nccl: by NCCL's own model instead of `hop_seconds`
+    rings_use_all_cards: bool = False  # true: each GPU has a network card of its own, and a ring between nodes has all
+    attention_fraction: Rate | None = None  # of the peak rate, reached by fused attention; null: its bytes alone count
+    tile_overhead: Annotated[float, Range(0, at_most=1e9)] = 0.0  # of a product's tile, as a number of its factors' k
+    splits_products: bool = False  # true: a product may divide its sum over k, to fill the last round of its tiles
+    collective_multiprocessors: Annotated[int, Range(0, 2**16)] = 0  # that a collective takes from kernels beside it
+    speed_spread: Annotated[float, Range(0, below=1)] = 0.0  # standard deviation of the speeds of equal GPUs, over mean
+    launch_seconds: Annotated[float, Range(0, at_most=1e9)] = 0.0  # for which the host is busy with one kernel
     calibrated: bool = False  # true: the rates are measured, or the fractions are fitted to measurements
 
     def __post_init__(self) -> None:
@@ -68,6 +78,18 @@ class ClusterSpec:
     def host_memory_rate_of_a_gpu(self) -> float:
         """One rank's share of `host_memory_gb_per_second`, in 1e9 bytes per second."""
         return self.host_memory_gb_per_second / self.gpus_per_node
+
+    @property
+    def share_beside_collectives(self) -> float:
+        """The part of its rate that a kernel has while a collective runs beside it."""
+        return 1 - self.collective_multiprocessors / self.num_multiprocessors
+
+    def slowest_of(self, num_gpus: int) -> float:
+        """Return the expected time of the slowest of several GPUs, divided by that of an average one.
+
+        Speeds are taken to be normal; the quantile is Blom's for the largest of a sample.
+        """
+        return 1 + self.speed_spread * NormalDist().inv_cdf((num_gpus - 0.375) / (num_gpus + 0.25))
 
     @property
     def gpu_memory_bytes(self) -> int:

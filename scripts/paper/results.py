@@ -16,6 +16,12 @@ from scripts.paper.experiments import CLUSTER_FILE, ROOT, Experiment, experiment
 
 Part = tuple[str, Iterator[str]]  # the status of a table or figure, and the lines of its section
 CACHE = ROOT / "runs/paper/dry"
+PROJECTION = (
+    "gpt/planner/projection.py",
+    "gpt/planner/depth.py",
+    "gpt/planner/costs/kernels.py",
+    "gpt/planner/costs/collectives.py",
+)
 CLUSTER = ClusterSpec.load(CLUSTER_FILE)
 
 
@@ -59,7 +65,7 @@ def line_of(settings: dict, world_size: int) -> DepthExtrapolation:
     the training step.
     """
     text = yaml.safe_dump(settings) + str(world_size) + CLUSTER_FILE.read_text()
-    text += "".join((ROOT / path).read_text() for path in ("gpt/planner/projection.py", "gpt/planner/depth.py"))
+    text += "".join((ROOT / path).read_text() for path in PROJECTION)
     cache_file = CACHE / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
     if not cache_file.exists():
         CACHE.mkdir(parents=True, exist_ok=True)

@@ -8,8 +8,10 @@ import torch
 
 from gpt.model.flops import hardware_flops, model_flops
 from gpt.monitor.collectives import comparison_table, profile
+from gpt.planner.costs.collectives import MeshShape, collective_seconds
+from gpt.planner.costs.kernels import kernel_seconds
 from gpt.planner.dry_run import dry_run
-from gpt.planner.projection import MeshShape, collective_seconds, kernel_seconds, project, project_recording
+from gpt.planner.projection import project, project_recording
 from gpt.planner.report import headline, make_report
 from gpt.settings import Settings
 from gpt.settings_parser import parse_settings
