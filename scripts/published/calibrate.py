@@ -2,8 +2,9 @@
 
     python -m scripts.published.calibrate      prints the constants, to be copied into configs/clusters
 
-Each type's constants start at published measurements (`Fit.before`). Of the constants that fit its rows, those with the
-smallest change of the logarithms are taken, so rows that say little about a constant leave it where it is.
+Each type's constants start at published measurements (`Fit.before`). They are fitted by least squares of the logarithms;
+of constants that fit equally well, those that change the least are taken, so rows that say little about a constant
+leave it where it is.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,16 +32,15 @@ class Fit:
 
 
 # A100 and V100 products: 0.8 of the peak (Megatron-LM's largest, cuBLAS). H100: as in dgx-h100-estimated.yaml. Memory:
-# what copies reach. Attention: FlashAttention reaches 25 to 40% of an A100's peak (FlashAttention-2, abstract),
-# FlashAttention-2 35% of an H100's (FlashAttention-3, abstract).
+# what copies reach. Attention on an H100: what FlashAttention-2 reaches (FlashAttention-3, abstract).
 FITS = {
     "A100": Fit(
         ("dgx-a100", "dgx-a100-40gb", "p4d"),
-        {"gemm_fraction": 0.8, "memory_fraction": 0.88, "attention_fraction": 0.33},
+        {"gemm_fraction": 0.8, "memory_fraction": 0.88},
         (
             "Megatron_v1.1_A100-24x1920-n1-s1024-b16",
-            "MosaicML_A100-40-24x1024-n8-s2048-b16",
             "MosaicML_A100-40-40x5120-n32-s2048-b14",
+            "MosaicML_A100-80-40x5120-n8-s2048-b2",
         ),
     ),
     "H100": Fit(

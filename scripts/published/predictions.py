@@ -8,12 +8,13 @@ from gpt.planner.costs.program import Program, as_program
 from gpt.planner.projection import project
 from parallel.launch.cluster import ClusterSpec
 from scripts.published.recordings import StoredRecording, recordings_of
-from scripts.published.rows import ROOT, Row
+from scripts.published.rows import ROOT, Row, is_fsdp
 from scripts.published.sources import cluster_name, program_of
 
 CLUSTERS = ROOT / "configs/clusters"
 GBPS_PER_GB_PER_SECOND = 8
 
+HALF_BYTES, FULL_SHARD = 2, 3  # of an element; the stage of FSDP's FULL_SHARD
 TYPICAL_FRACTION = 0.45  # of the peak rate, that large models reach
 CHECKPOINT_BYTES = 2  # of an activation checkpoint, an element
 # {stage: ((bytes of a parameter, are they sharded), ...)}: parameters, gradients, optimizer states
@@ -62,8 +63,16 @@ def predict(row: Row, cluster: ClusterSpec | None = None, program: Program | Non
         cluster = replace(cluster, attention_fraction=cluster.attention_fraction * program.attention_gain)
     found = cached_recordings(row)
     seconds = at_depth(row, found, [step_seconds(row, one, cluster, program) for one in found])
-    peak = at_depth(row, found, [one.device_bytes for one in found])
+    peak = at_depth(row, found, [one.device_bytes for one in found]) - bytes_saved(row)
     return Prediction(row, seconds, peak, peak <= cluster.usable_gpu_bytes)
+
+
+def bytes_saved(row: Row) -> float:
+    """Return the memory that the measured program needs less than this one.
+
+    FSDP shards parameters in fp32, which are their own master weights; here there are half-precision shards beside.
+    """
+    return HALF_BYTES * row.parameters / row.data_size if is_fsdp(row) and row.stage == FULL_SHARD else 0.0
 
 
 def by_closed_form(row: Row) -> Prediction:

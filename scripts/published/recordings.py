@@ -10,10 +10,11 @@ from typing import Any
 import torch
 import yaml
 
+from gpt.planner.depth import DEPTHS
 from gpt.planner.dry_run import DEVICE, HOST, Recording, dry_run
 from parallel.instruments.comm_log import CommEvent
 from parallel.instruments.kernel_log import Kernel
-from scripts.published.rows import DEPTHS, ROOT, Row, settings_of, settings_tree
+from scripts.published.rows import ROOT, Row, settings_of, settings_tree
 
 CACHE = ROOT / "runs/published"
 SOURCES = ("parallel/instruments/kernel_log.py",)  # what a change of these records, older recordings lack

@@ -18,8 +18,7 @@ from parallel.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 ROWS = ROOT / "configs/published/rows.csv"
-LARGEST_BUCKET = 500_000_000  # elements: the default of DeepSpeed
-DEPTHS = 3, 6  # of the models that are recorded
+LARGEST_BUCKET = 500_000_000  # elements, of DeepSpeed by default
 RECORDED_MICRO_BATCHES = 2  # the second one is like all that follow
 SMALLEST_VOCAB_MULTIPLE, VOCAB_MULTIPLE = 8, 128
 STORES = {"none": "none", "keep": "keep", "full": "keep", "selective": "selective", "local": "selective"}
@@ -184,14 +183,15 @@ def settings_tree(row: Row, num_layers: int) -> dict[str, Any]:
 def _zero(row: Row) -> dict[str, Any]:
     """Return the settings of ZeRO: buckets and overlap as the measured programs choose them.
 
-    FSDP and DeepSpeed gather and reduce a unit at a time, which is a block or the embedding. Megatron-LM's own data
-    parallelism (stage 0) reduces all gradients at once, after backward. FSDP gathers the parameters of SHARD_GRAD_OP
-    in the next forward, the others at the end of a step.
+    FSDP gathers and reduces a unit at a time, which is a block or the embedding, and DeepSpeed at most a certain number
+    of elements. Megatron-LM's own data parallelism (stage 0) reduces all gradients at once, after backward. FSDP
+    gathers the parameters of SHARD_GRAD_OP in the next forward, the others at the end of a step.
     """
     block = (12 * row.hidden + 13) * row.hidden // row.tp
     embedding = math.ceil(row.vocab / row.tp + row.seq) * row.hidden
-    unit = min(max(block, embedding), LARGEST_BUCKET)
-    bucket_numel = {0: None, 1: min(block, unit), 2: min(block, unit)}.get(row.stage, unit)
+    unit = max(block, embedding)
+    largest = unit if is_fsdp(row) else LARGEST_BUCKET
+    bucket_numel = {0: None, 1: min(block, largest), 2: min(block, largest)}.get(row.stage, min(unit, largest))
     return {
         "stage": row.stage,
         "bucket_numel": bucket_numel,

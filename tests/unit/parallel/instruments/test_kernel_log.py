@@ -97,6 +97,19 @@ def test_a_gather_and_a_scatter_move_the_elements_that_the_index_selects():
         assert kernel.num_bytes == moved
 
 
+def test_an_embedding_moves_the_rows_that_it_selects():
+    weight, rows = torch.zeros(1000, 8), torch.zeros(5, dtype=torch.int64)
+    (kernel,) = kernels_of(lambda: torch.nn.functional.embedding(rows, weight))
+    assert kernel.num_bytes == 5 * 8 + 2 * 5 * 8 * 4
+
+
+def test_fused_attention_says_its_shape_and_its_products():
+    q, k, v = (torch.zeros(2, 3, seq, 16, requires_grad=True) for seq in (5, 7, 7))
+    attend = torch.nn.functional.scaled_dot_product_attention
+    found = [kernel.attention for kernel in kernels_of(lambda: attend(q, k, v).sum().backward())]
+    assert [shape for shape in found if shape is not None] == [(6, 5, 7, 16, 2), (6, 5, 7, 16, 5)]
+
+
 def test_the_precision_of_a_product_is_that_of_its_factors():
     with QuickFakeTensorMode():  # real products of this kind exist on GPUs only
         a, b = torch.empty(3, 5, dtype=torch.bfloat16), torch.empty(5, 7, dtype=torch.bfloat16)
