@@ -2,9 +2,9 @@
 
     python -m scripts.published.calibrate      prints the constants, to be copied into configs/clusters
 
-Each type's constants start at published measurements (`Fit.before`). They are fitted by least squares of the logarithms;
-of constants that fit equally well, those that change the least are taken, so rows that say little about a constant
-leave it where it is.
+Each type's constants start at published measurements (`Fit.before`). They are fitted by least squares of logarithms; of
+constants that fit equally well, those that change the least are taken, so rows that say little about a constant leave
+it where it is.
 """
 
 from collections.abc import Callable, Sequence

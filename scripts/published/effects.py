@@ -39,6 +39,11 @@ EFFECTS = (
     Effect("latencies of NCCL's algorithms", "its src/graph/tuning.cc", cluster={"latency": "hops"}),
     Effect("a network card for each GPU", "data sheets of DGX A100 and H100", cluster={"rings_use_all_cards": False}),
     Effect(
+        "one network card for a ring of DeepSpeed",
+        "the ZeRO paper's Figure 4; chosen for rows with doubt, which are in no sum",
+        program={"one_card_a_ring": False},
+    ),
+    Effect(
         "kernels beside a collective are slower",
         "16 of the multiprocessors run NCCL (NVIDIA's blog on NCCL 2.27)",
         cluster={"collective_multiprocessors": 0},

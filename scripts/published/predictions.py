@@ -4,7 +4,7 @@ import functools
 from dataclasses import dataclass, replace
 
 from gpt.planner.costs.collectives import MeshShape
-from gpt.planner.costs.program import Program, as_program
+from gpt.planner.costs.program import Program, as_program, cluster_for
 from gpt.planner.projection import project
 from parallel.launch.cluster import ClusterSpec
 from scripts.published.recordings import StoredRecording, recordings_of
@@ -58,9 +58,8 @@ def cluster_of(row: Row) -> ClusterSpec:
 
 def predict(row: Row, cluster: ClusterSpec | None = None, program: Program | None = None) -> Prediction:
     """Return the prediction of a row, by default on its cluster and as its program."""
-    cluster, program = cluster or cluster_of(row), program or program_of(row)
-    if cluster.attention_fraction is not None:
-        cluster = replace(cluster, attention_fraction=cluster.attention_fraction * program.attention_gain)
+    program = program or program_of(row)
+    cluster = cluster_for(cluster or cluster_of(row), program)
     found = cached_recordings(row)
     seconds = at_depth(row, found, [step_seconds(row, one, cluster, program) for one in found])
     peak = at_depth(row, found, [one.device_bytes for one in found]) - bytes_saved(row)

@@ -20,6 +20,7 @@ from scripts.published.sources import gpu_type, program_of
 
 PAGE = ROOT / "docs/published/README.md"
 WITHIN = 0.12
+CARDS = 8  # of a node of a DGX A100
 
 INTRODUCTION = """# Published throughputs, by dry runs
 
@@ -73,9 +74,9 @@ DOUBT = """
 
 They are predicted as the others are, and are in no sum. The rows of ZeRO-3 in Megatron-LM's paper (SC 2021, table 2)
 contradict rows of the same size: 175B with stage 3 reached 173 to 186 TFLOPs on 256 A100 with FSDP, and 204 with
-offload and short sequences. Their time grows in proportion to the number of GPUs although the work of each shrinks, as
-if collectives, and not computation, took the step. The table says at which rate of a node's network the projection
-would give the published figure:
+offload and short sequences. Their time grows with the number of GPUs although the work of each shrinks, as if
+collectives, and not computation, took the step. With a ring over one of a node's eight cards, as DeepSpeed's other rows
+suggest too, the projection comes near them; the table says which rate of that card would give the published figure:
 """
 
 
@@ -187,11 +188,12 @@ def refitted(effect: Effect, gpu: str) -> Constants:
 
 def network_lines(rows: Sequence[Row]) -> Iterator[str]:
     """Yield the rate of the network with which each row of the ZeRO-3 table would have its published figure."""
-    yield "\n| row | published | predicted | node's network, Gb/s | it would need |\n| --- | --- | --- | --- | --- |"
+    yield "\n| row | published | predicted | one card, Gb/s | it would need |\n| --- | --- | --- | --- | --- |"
     for row in rows:
         if row.source.startswith("ZeRO-3"):
             found, needed = predict(row), needed_gbps(row)
-            yield f"| {row.id} | {row.published_tflops:g} | {found.tflops:.1f} | {row.node_gbps:g} | {needed:.0f} |"
+            line = f"| {row.id} | {row.published_tflops:g} | {found.tflops:.1f} "
+            yield f"{line}| {row.node_gbps / CARDS:g} | {needed / CARDS:.0f} |"
 
 
 def needed_gbps(row: Row) -> float:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 from parallel.instruments.comm_log import CommEvent
 from parallel.instruments.kernel_log import Kernel
+from parallel.launch.cluster import ClusterSpec
 
 # Element-wise operations, and those along a row, which compilers and fused libraries merge with their neighbours.
 MERGED = {
@@ -20,8 +21,16 @@ class Program:
 
     merges_elementwise: bool = False  # neighbouring element-wise kernels are one, by a compiler or by hand
     attention_gain: float = 1.0  # rate of its fused attention, as a multiple of the cluster file's
+    one_card_a_ring: bool = False  # a ring between nodes uses one network card, also where each GPU has its own
     overlaps_tensor: bool = False  # products run in parts while their tensor-parallel collective does
     gathers_ahead_in_backward: bool = True  # false: a unit's gather is launched when the unit after it has ended
+
+
+def cluster_for(cluster: ClusterSpec, program: Program) -> ClusterSpec:
+    """Return the cluster as the program uses it."""
+    if cluster.attention_fraction is not None:
+        cluster = replace(cluster, attention_fraction=cluster.attention_fraction * program.attention_gain)
+    return replace(cluster, rings_use_all_cards=cluster.rings_use_all_cards and not program.one_card_a_ring)
 
 
 def as_program(

@@ -13,6 +13,7 @@ from scripts.published.calibrate import FITS, fitted
 from scripts.published.configurations import configuration
 from scripts.published.predictions import Prediction, load_cluster
 from scripts.published.rows import ROWS, Row, read_rows, settings_of, settings_tree
+from scripts.published.sources import cluster_name
 from tests.source_files import ROOT
 
 PAGE = (ROOT / "docs/published/README.md").read_text()
@@ -94,3 +95,10 @@ def test_cluster_files_of_a_type_have_the_same_constants_and_at_most_three_are_f
         assert len(fit.rows) <= 3
         constants = [[getattr(load_cluster(file), name) for name in fit.before] for file in fit.files]
         assert all(math.isclose(a, b) for one in constants for a, b in zip(constants[0], one, strict=True))
+
+
+def test_every_cluster_file_is_accepted_and_only_those_of_fitted_rows_are_calibrated():
+    files = {path.stem: load_cluster(path.stem) for path in (ROOT / "configs/clusters").glob("*.yaml")}
+    assert {name for name, cluster in files.items() if cluster.name != name} == set()
+    of_rows = {cluster_name(BY_ID[name]) for fit in FITS.values() for name in fit.rows}
+    assert {name for name, cluster in files.items() if cluster.calibrated} == of_rows | {"dgx-2"}

@@ -8,7 +8,7 @@ import torch
 
 from gpt.planner.costs.collectives import MeshShape, collective_seconds
 from gpt.planner.costs.kernels import ATTENTION_OVERHEAD, kernel_seconds
-from gpt.planner.costs.program import Program, as_program
+from gpt.planner.costs.program import Program, as_program, cluster_for
 from gpt.planner.projection import project
 from parallel.instruments.comm_log import CommEvent
 from parallel.instruments.kernel_log import Kernel
@@ -141,6 +141,14 @@ def test_merged_kernels_are_the_one_that_moves_the_most_and_a_collective_ends_th
     found, events = as_program(kernels, [event("all_gather", "data", 8, 8, 2, 3)], Program(merges_elementwise=True))
     assert [kernel.num_bytes for kernel in found] == [3e9, 0, 2e9]
     assert (events[0].launched, events[0].awaited) == (1, 2)
+
+
+def test_a_program_may_use_another_attention_and_one_card_for_a_ring():
+    cluster = with_effect(attention_fraction=0.3, rings_use_all_cards=True)
+    assert cluster_for(cluster, Program()) == cluster
+    changed = cluster_for(cluster, Program(attention_gain=2.0, one_card_a_ring=True))
+    assert (changed.attention_fraction, changed.rings_use_all_cards) == (0.6, False)
+    assert cluster_for(PLAIN, Program(attention_gain=2.0)) == PLAIN
 
 
 def test_a_program_may_gather_late_or_divide_products_beside_their_collective():
