@@ -215,9 +215,7 @@ def micro_batch_seconds(work: Workload, layout: CandidateLayout, model: ModelCon
     It is the sum of three times: of the computation, of tensor-parallel all-reduces, and of the traffic of the
     activation store and the data axis that does not overlap the computation.
     """
-    ranks_per_ring = min(layout.tensor_size, cluster.gpus_per_node)
-    node_rate = cluster.node_gb_per_second * cluster.node_fraction / ranks_per_ring
-    data_rate = min(node_rate, cluster.network_card_gb_per_second)
+    data_rate = cluster.ring_gb_per_second(min(layout.tensor_size, cluster.gpus_per_node))
     flops_per_second = cluster.peak_half_tflops * ASSUMED_PEAK_FRACTION * 1e12
     num_ranks = layout.tensor_size * model.seq_length // work.s  # that share the sequences
     computing = hardware_flops(model, work.b, layout.recomputes) / num_ranks / flops_per_second

@@ -21,7 +21,7 @@ from parallel.instruments.kernel_log import Kernel
 from parallel.launch.cluster import ClusterSpec
 
 FORWARD = "forward"  # the phase that begins a micro-batch
-COLLECTIVE_LANES = {"data", "tensor", "shard", "replica"}  # the axes, on whose lanes a device's collectives run
+OTHER_LANES = {"compute", "host", "to host", "from host"}  # all but those of the axes, on which collectives run
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class _Lanes:
     def compute(self, name: str, seconds: float, share_beside_collectives: float) -> None:
         """Append a kernel of the computation, of which only a share is done while collectives run beside it."""
         start = max(self.free["compute"], self.host_is_done)
-        beside = max((self.free[lane] for lane in self.free if lane in COLLECTIVE_LANES), default=0.0) - start
+        beside = max((self.free[lane] for lane in self.free if lane not in OTHER_LANES), default=0.0) - start
         if beside > 0:
             done = min(seconds, beside * share_beside_collectives)
             seconds += done / share_beside_collectives - done

@@ -79,6 +79,17 @@ class ClusterSpec:
         """One rank's share of `host_memory_gb_per_second`, in 1e9 bytes per second."""
         return self.host_memory_gb_per_second / self.gpus_per_node
 
+    def ring_gb_per_second(self, num_rings: int, *, uses_all_cards: bool = False) -> float:
+        """Return the rate of one of several equal rings between nodes, in 1e9 bytes per second.
+
+        The rings share a node's links. With a network card of its own for each GPU, NCCL lays a ring through all cards
+        of its group; otherwise it has one card, unless it `uses_all_cards` in any case.
+        """
+        rate = self.node_gb_per_second * self.node_fraction / num_rings
+        if not (uses_all_cards or self.rings_use_all_cards):
+            rate = min(rate, self.network_card_gb_per_second)
+        return rate
+
     @property
     def share_beside_collectives(self) -> float:
         """The part of its rate that a kernel has while a collective runs beside it."""

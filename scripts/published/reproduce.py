@@ -58,7 +58,8 @@ At most three constants for each type of GPU, by `python -m scripts.published.ca
 here and no others. They start at published measurements, which the column "before" of the tables uses. All other
 figures are in the cluster files, each with its source. The effects and the programs of the sources were chosen with
 the disclosed rows known, so their errors are those of few constants in a suitable form, and not of a blind prediction.
-"Without its source" predicts a row with constants that are fitted without any row of the row's source.
+"Without its source" predicts a row with constants that are fitted without any row of the row's source; H100, of which
+no other source is fitted, then has the ratios of fitted to published values that A100 has.
 """
 
 EFFECTS_TEXT = """

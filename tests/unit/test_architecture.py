@@ -39,7 +39,8 @@ ARROWS = {
     "gpt/run_folder":       "parallel/* zero gpt",
     "gpt/checkpoint":       "parallel/* zero/* gpt gpt/model gpt/pretrained gpt/run_folder data",
     "gpt/monitor":          "parallel/* zero/* gpt gpt/model gpt/run_folder",
-    "gpt/planner":          "parallel/* zero/* gpt gpt/model gpt/run_folder gpt/monitor gpt/planner/costs data/documents.py",
+    "gpt/planner":          "parallel/* zero/* gpt gpt/model gpt/run_folder gpt/monitor gpt/planner/costs "
+                            "data/documents.py",
     "gpt/planner/costs":    "parallel parallel/instruments parallel/launch",
     "gpt":                  "parallel/* zero/* gpt/* data",
 

@@ -85,12 +85,8 @@ def _group(event: CommEvent, cluster: ClusterSpec, shape: MeshShape) -> Group:
     if num_nodes == 1:
         return Group(event.group_size, 1, inside * 1e9)
     # All rings of one axis run at the same time and share a node's links; rings of different axes are assumed not to
-    # overlap.
+    # overlap. On the paper's DGX-2 a data-parallel ring uses one network card, as Figure 4 suggests, but a tensor
+    # group, which has all GPUs of a node, all of the node's, as the baseline does in Figure 2.
     num_rings = min(stride, cluster.gpus_per_node)
-    rate = cluster.node_gb_per_second * cluster.node_fraction / num_rings
-    # With a network card of its own for each GPU, NCCL lays one ring through each card of the group. On the paper's
-    # DGX-2 a data-parallel ring uses one network card, as Figure 4 suggests, but a tensor group, which has all GPUs of
-    # a node, all of the node's, as the baseline does in Figure 2.
-    if event.axis != "tensor" and not cluster.rings_use_all_cards:
-        rate = min(rate, cluster.network_card_gb_per_second)
+    rate = cluster.ring_gb_per_second(num_rings, uses_all_cards=event.axis == "tensor")
     return Group(event.group_size, min(num_nodes, event.group_size), min(rate, inside) * 1e9)
