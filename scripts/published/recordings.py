@@ -1,4 +1,8 @@
-"""Recordings of dry runs, kept in runs/published: what a projection needs of one, as JSON."""
+"""Recordings of dry runs, kept in runs/published: what a projection needs of one, as JSON.
+
+The name of a file has the settings and the log of kernels. Delete runs/published after any other change to the training
+step.
+"""
 
 import gzip
 import hashlib

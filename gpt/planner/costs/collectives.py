@@ -57,9 +57,9 @@ def collective_seconds(event: CommEvent, cluster: ClusterSpec, shape: MeshShape)
 
     In a ring each rank sends 1/n of the message to its neighbour n - 1 times, in an all-reduce twice as often.
     """
-    group = _group(event, cluster, shape)
     if event.group_size == 1:
         return 0.0
+    group = _group(event, cluster, shape)
     passes = 2 if event.op == "all_reduce" else 1
     moving = event.wire_bytes / group.bytes_per_second
     if cluster.latency == "hops":
