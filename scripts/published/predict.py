@@ -54,6 +54,7 @@ def predicted(row: Row) -> Prediction:
 
 
 def write(predictions: Sequence[Prediction], path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(COLUMNS)

@@ -29,7 +29,7 @@ before anything runs on a GPU. `bash scripts/published/reproduce.sh` writes this
 `configs/published/rows.csv`, and their configurations beside it. Any other rows in the same columns are predicted by
 
 ```bash
-python -m scripts.published.predict ROWS.csv --output OUT.csv
+python -m scripts.published.predict my-rows.csv --output runs/predicted.csv
 ```
 
 A row's step is recorded at two shallow depths and with at most two micro-batches, as the planner does

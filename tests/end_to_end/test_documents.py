@@ -87,6 +87,7 @@ BEFORE = {
     "docs/launch.md": "bash scripts/quickstart.sh; echo localhost > hosts.txt",
     "docs/model.md": "python -c 'from transformers import GPT2Config as C, GPT2LMHeadModel as M;"
     ' M(C(n_layer=1, n_embd=32, n_head=4, vocab_size=300)).save_pretrained("gpt2")\'',
+    "docs/published/README.md": "grep -e ^id -e V100-36x3072 configs/published/rows.csv > my-rows.csv",
     "docs/sizes.md": 'mkdir my-corpus; python -c \'for n in range(400): print({"text": f"{n} green bottles " * 40})\''
     " | tr \"'\" '\"' > my-corpus/a.jsonl; cp README.md held-out.txt;"
     " python -m data.prepare --source README.md --output runs/own --train_vocab_size 400;"
