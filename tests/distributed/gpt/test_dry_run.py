@@ -75,7 +75,7 @@ def is_possible(combination: dict) -> bool:
 
 
 def summary(recording: Recording) -> dict:
-    return {name: value for name, value in vars(recording).items() if name != "state"}
+    return {name: value for name, value in vars(recording).items() if name not in {"state", "memory"}}
 
 
 def run_for_real(settings: Settings) -> dict:
