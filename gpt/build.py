@@ -1,9 +1,10 @@
 """Builds what trains from the settings: the mesh, the model, ZeRO around it, and its optimizer."""
 
 import logging
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -14,9 +15,11 @@ from gpt.model.apex import choose_norm, find_apex
 from gpt.model.attention_kernel import describe_attention, describe_documents
 from gpt.model.compiled_blocks import check_compiler, compile_blocks
 from gpt.model.config import ModelConfig, check_divides
+from gpt.model.hidden_matrices import is_hidden_matrix
 from gpt.model.transformer import GPT, NORMS, Attention, initialize
 from gpt.planner.activation_store import chosen_activations
 from gpt.planner.host_memory import check_host_memory
+from gpt.planner.moments import moment_bytes
 from gpt.pretrained.families import family_of
 from gpt.schedule import check_batch_sizes, learning_rate
 from gpt.settings import LossScaleSettings, OptimizerSettings, ParallelSettings, Settings
@@ -33,10 +36,14 @@ from zero.engine import ZeroDataParallel
 from zero.loss_scale import LossScale
 from zero.offload.placement import Offload, Placement
 from zero.optimizer import ZeroOptimizer
+from zero.optimizers.adamw8bit import AdamW8bit
+from zero.optimizers.muon import Muon
 from zero.sharded_init import ShardedInit
 from zero.stage import Lifetime
 
 logger = logging.getLogger(__name__)
+
+ChosenOptimizer = tuple[type[torch.optim.Optimizer], dict[str, Any], str]  # class, options, name for the log
 
 
 @dataclass(frozen=True)
@@ -135,13 +142,16 @@ def token_layout(settings: ParallelSettings, mesh: Mesh) -> TokenLayout:
 
 def build(settings: Settings, mesh: Mesh, device: torch.device) -> TrainState:
     """Return a model with its initial values, sharded by ZeRO, and its optimizer. All ranks call it."""
-    settings = settings.with_gradient_types(mesh.data.size)
+    settings = settings.with_gradient_types(mesh.data.size).with_alignment()
     torch.set_float32_matmul_precision(settings.train.float32_matmul_precision)
     logger.info("products of fp32: %s precision", settings.train.float32_matmul_precision)
     train, tokens = settings.train, token_layout(settings.parallel, mesh)
     if train.compiles_blocks:
         check_compiler(device)
-    activations = chosen_activations(settings.activations, settings.model, train, settings.zero, mesh, tokens, device)
+    moments = moment_bytes(settings.optimizer, settings.model, mesh.tensor.size)
+    activations = chosen_activations(
+        settings.activations, settings.model, train, settings.zero, mesh, tokens, device, moments
+    )
     if settings.data.mask_documents:
         logger.info("documents: kept apart by %s", describe_documents(settings.model, device, train.dtype))
     with ShardedInit(mesh.data, settings.zero.policy, settings.zero.prefetch_numel, settings.offload) as init:
@@ -217,31 +227,76 @@ def build_loss_scale(settings: LossScaleSettings, is_fp16: bool, device: torch.d
 def build_optimizer(
     model: ZeroDataParallel, tensor: Axis, settings: OptimizerSettings, loss_scale: LossScale
 ) -> ZeroOptimizer:
-    """Return AdamW over the shards of the model, with weight decay for parameters of two or more dimensions only."""
-    adam, options, name = choose_adam(settings.implementation, model.offload)
+    """Return the optimizer over the shards of the model."""
+    optimizer, options, name = OPTIMIZERS[settings.name].choose(settings, model.offload)
     logger.info("optimizer: %s", name)
-    params = [param for param in model.module.parameters() if param.requires_grad]
-    groups = [
-        {"params": [param for param in params if param.dim() > 1], "weight_decay": settings.weight_decay},
-        {"params": [param for param in params if param.dim() <= 1], "weight_decay": 0.0},
-    ]
     return ZeroOptimizer(
         model,
-        adam,
-        groups,
+        optimizer,
+        parameter_groups(model.module, settings),
         tensor=tensor,
         clip_norm=settings.clip_norm,
         loss_scale=loss_scale,
         max_skipped_in_a_row=None,  # guard.max_skipped_steps is the limit, and the metrics report skipped steps
         warn_skipped=False,
         lr=settings.lr,
-        betas=settings.betas,
-        eps=settings.eps,
         **options,
     )
 
 
-def choose_adam(implementation: str, offload: Offload) -> tuple[type[torch.optim.Optimizer], dict[str, Any], str]:
+def parameter_groups(module: nn.Module, settings: OptimizerSettings) -> list[dict[str, Any]]:
+    """Return parameter groups, with weight decay for parameters of two or more dimensions only.
+
+    Parameters that the optimizer leaves to AdamW are in groups with update="adamw".
+    """
+    groups: dict[tuple[bool, bool], dict[str, Any]] = {}
+    updates = OPTIMIZERS[settings.name].updates
+    for name, param in module.named_parameters():
+        if param.requires_grad:
+            key = decays, is_updated = param.dim() > 1, updates(name, param)
+            own = {"weight_decay": settings.weight_decay if decays else 0.0}
+            empty = {"params": [], **own} if is_updated else {"params": [], **own, "update": "adamw"}
+            groups.setdefault(key, empty)["params"].append(param)
+    return list(groups.values())
+
+
+class OptimizerRow(NamedTuple):
+    """An optimizer of the settings."""
+
+    choose: Callable[[OptimizerSettings, Offload], ChosenOptimizer]
+    updates: Callable[[str, nn.Parameter], bool] = lambda _name, _param: True
+    """Returns whether a parameter is updated by it, and not by AdamW."""
+
+
+def _adamw(settings: OptimizerSettings, offload: Offload) -> ChosenOptimizer:
+    adam, options, name = choose_adam(settings.implementation, offload)
+    return adam, options | {"betas": settings.betas, "eps": settings.eps}, name
+
+
+def _adamw8bit(settings: OptimizerSettings, _offload: Offload) -> ChosenOptimizer:
+    return AdamW8bit, {"betas": settings.betas, "eps": settings.eps}, "AdamW with moments of 8 bits"
+
+
+def _muon(settings: OptimizerSettings, _offload: Offload) -> ChosenOptimizer:
+    muon = asdict(settings.muon)
+    options = {"adjust_lr_fn": muon.pop("adjust_lr"), "momentum": settings.momentum, "nesterov": settings.nesterov}
+    return Muon, muon | options | {"betas": settings.betas, "eps": settings.eps}, "Muon, and fused AdamW"
+
+
+def _sgd(settings: OptimizerSettings, _offload: Offload) -> ChosenOptimizer:
+    return torch.optim.SGD, {"momentum": settings.momentum, "nesterov": settings.nesterov}, "torch.optim.SGD"
+
+
+OPTIMIZERS = {
+    "adamw": OptimizerRow(_adamw),
+    "adamw8bit": OptimizerRow(_adamw8bit, lambda _name, param: param.dim() > 1),
+    "muon": OptimizerRow(_muon, is_hidden_matrix),
+    "sgd": OptimizerRow(_sgd),
+}
+"""By the name in the settings."""
+
+
+def choose_adam(implementation: str, offload: Offload) -> ChosenOptimizer:
     """Return (class, options, name for the log) of the AdamW to use. Raises ConfigError if apex's does not work."""
     if implementation == "torch":
         return torch.optim.AdamW, {"fused": True}, "torch.optim.AdamW(fused=True)"

@@ -4,6 +4,7 @@
 docstrings the text of `pretrain_gpt.py --help` is made.
 """
 
+import math
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from typing import Annotated, Any, Literal
@@ -18,6 +19,7 @@ from parallel.fields import FilePath, NonNegative, Positive, Range, check_fields
 from zero.activations.checkpointed_blocks import ActivationsConfig
 from zero.config import DTYPES, DtypeName, ZeroConfig
 from zero.offload.placement import OffloadConfig
+from zero.optimizers.adamw8bit import BLOCK
 
 Ranks = Annotated[int, Range(1, 2**20)]
 Share = Annotated[float, Range(0, 1e9)]
@@ -48,8 +50,29 @@ class ParallelSettings:
 
 
 @dataclass(frozen=True)
+class MuonSettings:
+    """Muon, which updates the matrices inside of the blocks. Embeddings, norms and biases are updated by AdamW."""
+
+    ns_steps: Annotated[int, Range(1, 99)] = 5
+    """Steps of the Newton-Schulz iteration that makes a matrix of updates orthogonal."""
+    ns_dtype: Literal["bf16", "fp32", "fp64"] = "bf16"
+    """Data type of this iteration, and of the messages by which matrices reach the ranks that compute them."""
+    adjust_lr: Literal["original", "match_rms_adamw"] = "match_rms_adamw"
+    """Factor of the learning rate of a matrix. match_rms_adamw: 0.2 sqrt(max(rows, columns)), which makes updates as
+    large as those of AdamW; original: sqrt(max(1, rows / columns))."""
+    lr_factor: Annotated[float, Range(above=0, at_most=1e4)] = 1.0
+    """Further factor of the learning rate of all matrices."""
+    joins_parts: bool = True
+    """Put the parts of a matrix that tensor ranks have together; false: make each part orthogonal by itself, which
+    sends nothing along the tensor axis, and gives updates that depend on the tensor size."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclass(frozen=True)
 class OptimizerSettings:
-    """The optimizer AdamW; weight decay is for matrices and embeddings only, gradients are clipped by global norm."""
+    """The optimizer; weight decay is for matrices and embeddings only, gradients are clipped by global norm."""
 
     lr: Annotated[float, Range(0, 1000)] = 3e-4
     """Highest learning rate of the run; the settings of `schedule` say how it rises and falls."""
@@ -64,9 +87,26 @@ class OptimizerSettings:
     implementation: Literal["torch", "apex"] = "torch"
     """torch: torch's fused AdamW, which never makes the host wait for the device; apex: NVIDIA apex's FusedAdam, on
     GPUs without offloaded optimizer states. A run may resume with the other one."""
+    name: Literal["adamw", "adamw8bit", "muon", "sgd"] = "adamw"
+    """adamw: AdamW for all parameters; adamw8bit: AdamW with moments of 8 bits, and of fp32 for norms and biases; muon:
+    Muon for the matrices inside of the blocks, and AdamW for the rest; sgd: SGD with momentum, with which the host
+    waits for the device in each step."""
+    momentum: BelowOne = 0.95
+    """Decay rate of the momentum of muon and sgd."""
+    nesterov: bool = True
+    """Use Nesterov momentum in muon and sgd."""
+    muon: MuonSettings = field(default_factory=MuonSettings)
+    """The settings of muon."""
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if self.implementation == "apex" and self.name != "adamw":
+            raise ConfigError(
+                f"OptimizerSettings.implementation=apex has AdamW only, and name={self.name}; choose "
+                "implementation=torch, or name=adamw"
+            )
+        if self.name == "sgd" and self.nesterov and not self.momentum:
+            raise ConfigError("OptimizerSettings.momentum=0.0 has no Nesterov momentum; choose nesterov=false")
 
 
 @dataclass(frozen=True)
@@ -363,6 +403,11 @@ class Settings:
             "data.path": data.path,
             "data.packing": data.packing,
         }
+
+    def with_alignment(self) -> "Settings":
+        """Return these settings with shards that do not cut the blocks of the optimizer."""
+        block_numel = BLOCK if self.optimizer.name == "adamw8bit" else 1
+        return replace(self, zero=replace(self.zero, alignment=math.lcm(self.zero.alignment, block_numel)))
 
     def with_gradient_types(self, data_size: int) -> "Settings":
         """Return these settings with the types of gradients that null stands for on `data_size` data-parallel ranks."""

@@ -8,7 +8,7 @@ from dataclasses import MISSING
 from gpt.settings_tree import Group, Leaf
 from parallel.fields import describe, shown
 
-USAGE = "usage: pretrain_gpt.py [--config FILE] [--GROUP.SETTING VALUE] [--GROUP FILE] ..."
+USAGE = "usage: pretrain_gpt.py [--config FILE] [--GROUP.SETTING VALUE] [--GROUP FILE]..."
 INDENT = " " * 8
 CONFIG_TEXT = (
     "YAML file of settings, or the settings themselves as {GROUP: {SETTING: VALUE}}; may be given several times."

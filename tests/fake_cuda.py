@@ -29,13 +29,17 @@ def _random_state() -> Any:
     return torch.zeros(16, dtype=torch.uint8)
 
 
+def _bytes_of_adam(_optimizer: Any, _settings: Any, _device: Any, groups: Any, *_: Any) -> list[float]:
+    return [8.0 for _ in groups]
+
+
 REPLACED: dict[str, dict[str, Any]] = {
     "torch.cuda.current_device": {"return_value": 0},  # asks the driver
     "torch.cuda.get_device_capability": {"return_value": (9, 0)},  # torch.distributed chooses a kernel by it
     "torch.cuda.max_memory_allocated": {"return_value": PEAK_BYTES},  # there is no allocator
     "torch.cuda.reset_peak_memory_stats": {},
     "torch.cuda.get_rng_state": {"side_effect": _random_state},
-    "zero.optimizer.probe_elementwise": {"return_value": 8},  # updates a parameter, and compares values
+    "zero.optimizer.probe_atoms": {"side_effect": _bytes_of_adam},  # updates parameters, and compares values
 }
 
 

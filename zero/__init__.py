@@ -30,6 +30,7 @@ from zero.engine import ZeroDataParallel
 from zero.loss_scale import LossScale, SkippedStepsError
 from zero.offload.placement import OffloadConfig
 from zero.optimizer import ZeroOptimizer
+from zero.optimizers.adamw8bit import AdamW8bit
 from zero.optimizers.muon import Muon
 from zero.sharded_init import ShardedInit
 from zero.state.checkpoint import Saver, has_checkpoint, load, save
@@ -42,6 +43,7 @@ from zero.units.guarded_parameter import GradientAccessError, ShardedParameterEr
 
 __all__ = [
     "ActivationsConfig",
+    "AdamW8bit",
     "DivergedRanks",
     "GradientAccessError",
     "LossScale",

@@ -5,7 +5,9 @@ from typing import Annotated, Literal
 
 import torch
 
+from parallel.errors import ConfigError
 from parallel.fields import NonNegative, Positive, Range, check_fields
+from zero.layout import ALIGNMENT
 from zero.stage import STAGES, GradientTypes, Lifetime, ShardingPolicy
 
 Accumulate = Literal["reduce", "local"]
@@ -50,11 +52,18 @@ class ZeroConfig:
     """Allocate the memory of gradients once (M_D of the paper), if full gradients are transient. false: allocate
     staging memory in backward only, and owned gradients from backward to the update; this leaves more memory for the
     forward and more work for the allocator. null: false if parameters are partitioned, else true."""
+    alignment: Annotated[int, Range(ALIGNMENT, 2**16)] = ALIGNMENT
+    """Parameters and shards begin at multiples of this many elements, a multiple of 16. 8-bit Adam needs 256, so that
+    its blocks are not cut; the setting of the optimizer's name takes care of it."""
     units: tuple[str, ...] | None = None
     """The modules that are gathered at a time, by patterns such as blocks.*; null: the elements of the module lists."""
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if self.alignment % ALIGNMENT:
+            raise ConfigError(
+                f"ZeroConfig.alignment={self.alignment} is not a multiple of {ALIGNMENT}; choose {ALIGNMENT} or 256"
+            )
 
     @property
     def policy(self) -> ShardingPolicy:

@@ -16,12 +16,11 @@ from torch.optim import Optimizer
 from parallel.errors import ConfigError
 from parallel.instruments.fake_tensors import real_tensors
 from zero.layout import cut
-from zero.optimizers.atoms import Atom, atom_of
+from zero.optimizers.atoms import atom_of
 from zero.optimizers.matrix_optimizer import MatrixOptimizer
 
 MIN_ALLOCATION_BYTES = 512  # that CUDA's allocator takes for any smaller tensor
-PROBE_SHAPE, NUM_PROBE_STEPS = (6, 8), 3
-HALVES = range(19), range(19, 48)  # of the probed parameter: two flat pieces
+PROBED_ROWS, PROBED_COLUMNS, PROBED_CUT, NUM_PROBE_STEPS = 6, 8, 19, 3
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,31 +167,31 @@ def probe_atoms(
     settings: dict[str, Any],
     device: torch.device,
     groups: Sequence[dict[str, Any]] = ({},),
+    alignment: int = 0,
 ) -> list[float]:
     """Check that an optimizer gives the same result for small parameters as a whole and for two flat pieces of each.
 
     The pieces are stepped as the atom requires that the optimizer declares for each of `groups`, whose settings a
     parameter has. Return, for each group, the bytes of state for each element of a parameter in fp32. Raises
-    ConfigError if the results differ, or if the optimizer refuses flat pieces.
+    ConfigError if the results differ, if the optimizer refuses flat pieces, or if pieces that begin at multiples of
+    `alignment` elements may cut its blocks.
     """
     probed, numbers = _distinct_settings(groups)
     settings = _with_large_rate(settings)
-    wholes = [_random(number)[0].to(device) for number in range(len(probed))]
-    params = [nn.Parameter(whole.clone()) for whole in wholes]
-    pieces = [
-        Piece(nn.Parameter(cut(w.flatten(), part).clone()), part, n) for n, w in enumerate(wholes) for part in HALVES
-    ]
     name = getattr(optimizer, "__name__", str(optimizer))
     try:
+        block_numel = _largest_block(optimizer, settings, probed)
+        values = [_random(number, block_numel).to(device) for number in range(len(probed))]
+        params = [nn.Parameter(of_steps[0].clone()) for of_steps in values]
+        pieces = [piece for n, of_steps in enumerate(values) for piece in _halves(of_steps[0], n, block_numel)]
         inner = optimizer([group | {"params": [p]} for group, p in zip(probed, params, strict=True)], **settings)
         in_pieces = [g | {"params": [p.param for p in pieces if p.group == n]} for n, g in enumerate(probed)]
         bucketed = BucketedOptimizer(optimizer(in_pieces, **settings))
         for step in range(1, NUM_PROBE_STEPS + 1):
-            grads = [_random(number)[step].to(device) for number in range(len(probed))]
-            for param, grad in zip(params, grads, strict=True):
-                param.grad = grad.clone()
+            for param, of_steps in zip(params, values, strict=True):
+                param.grad = of_steps[step].clone()
             inner.step()
-            _step_pieces(bucketed, pieces, grads)
+            _step_pieces(bucketed, pieces, [of_steps[step] for of_steps in values])
     except AssertionError as error:
         raise ConfigError(f"optimizer {name} does not work on {device.type}: {error}; change its settings") from error
     except (RuntimeError, TypeError, ValueError) as error:
@@ -201,8 +200,27 @@ def probe_atoms(
             "SGD or zero's Muon"
         ) from error
     _check_equal(name, params, pieces)
-    states = [[v for v in inner.state[p].values() if isinstance(v, Tensor) and v.numel() == p.numel()] for p in params]
-    return [float(sum(state.element_size() for state in states[number])) for number in numbers]
+    if alignment % block_numel:
+        raise ConfigError(
+            f"{name} updates blocks of {block_numel} elements, and ZeroConfig.alignment={alignment} lets shards cut "
+            f"them; choose {block_numel}"
+        )
+    states = [[v for v in inner.state[p].values() if isinstance(v, Tensor) and v.dim() > 0] for p in params]
+    return [sum(state.nbytes for state in states[number]) / params[number].numel() for number in numbers]
+
+
+def _largest_block(optimizer: type[Optimizer], settings: dict[str, Any], groups: Sequence[dict[str, Any]]) -> int:
+    """Return the number of elements of the largest blocks that the optimizer declares as the atom of a group."""
+    empty = [group | {"params": [nn.Parameter(torch.zeros(PROBED_ROWS, PROBED_COLUMNS))]} for group in groups]
+    inner = optimizer(empty, **settings)
+    return max(atom_of(inner, group).numel for group in inner.param_groups)
+
+
+def _halves(values: Tensor, number: int, block_numel: int) -> list[Piece]:
+    """Return two flat pieces of a parameter, which cut no block."""
+    cut_at = PROBED_CUT if block_numel == 1 else 2 * block_numel
+    parts = range(cut_at), range(cut_at, values.numel())
+    return [Piece(nn.Parameter(cut(values.flatten(), part).clone()), part, number) for part in parts]
 
 
 def _check_equal(name: str, params: Sequence[nn.Parameter], pieces: Sequence[Piece]) -> None:
@@ -210,7 +228,7 @@ def _check_equal(name: str, params: Sequence[nn.Parameter], pieces: Sequence[Pie
         joined = torch.cat([piece.param.detach() for piece in pieces if piece.group == number])
         if not torch.allclose(param.detach().flatten(), joined, rtol=1e-5, atol=1e-7):
             raise ConfigError(
-                f"optimizer {name} is not element-wise: it updates a {PROBE_SHAPE[0]} x {PROBE_SHAPE[1]} parameter "
+                f"optimizer {name} is not element-wise: it updates a {param.shape[0]} x {param.shape[1]} parameter "
                 "differently as a whole and in 2 pieces, so its states cannot be partitioned; choose an optimizer such "
                 "as AdamW, SGD or zero's Muon"
             )
@@ -222,11 +240,11 @@ def _step_pieces(bucketed: BucketedOptimizer, pieces: Sequence[Piece], grads: Se
     bucketed.begin_round()
     for number, grad in enumerate(grads):
         group, own = inner.param_groups[number], [piece for piece in pieces if piece.group == number]
-        if atom_of(inner, group) is Atom.ELEMENT:
+        if atom_of(inner, group).is_matrix:
+            _step_matrix(inner, group, own, grad)
+        else:
             for piece in own:
                 bucketed.step([([piece], grad.flatten().clone())])
-        else:
-            _step_matrix(inner, group, own, grad)
     bucketed.end_round()
 
 
@@ -242,10 +260,11 @@ def _step_matrix(inner: Optimizer, group: dict[str, Any], pieces: Sequence[Piece
         inner.add(piece.param, cut(update, piece.elements), group, (grad.shape[0], grad.shape[1]))
 
 
-def _random(seed: int) -> Tensor:
-    """Return the values of a parameter, and its gradient in each step."""
+def _random(seed: int, block_numel: int) -> Tensor:
+    """Return the values of a parameter, and its gradient in each step; it has three blocks and a part of one."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(1 + NUM_PROBE_STEPS, *PROBE_SHAPE, generator=generator, dtype=torch.float32)
+    columns = PROBED_COLUMNS if block_numel == 1 else -(-block_numel // 2) + 1
+    return torch.randn(1 + NUM_PROBE_STEPS, PROBED_ROWS, columns, generator=generator, dtype=torch.float32)
 
 
 def _with_large_rate(settings: dict[str, Any]) -> dict[str, Any]:

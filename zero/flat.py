@@ -53,7 +53,8 @@ class FlatParameters:
         self.params, self.axis, self.lifetime = list(params.values()), axis, lifetime
         self._guard = guard or ParameterGuard({p: name for name, p in params.items()})
         offload = offload or Offload(self.params[0].device)
-        self.layout = Layout.of({name: real_shape(p) for name, p in params.items()}, axis.size, bucket_numel)
+        shapes = {name: real_shape(p) for name, p in params.items()}
+        self.layout = Layout.of(shapes, axis.size, bucket_numel, config.alignment)
         first = self.params[0].data
         full = first.new_zeros(self.layout.numel, dtype=first.dtype.to_real(), device=offload.device)
         self.full = tagged(TensorKind.PARAMETERS, full)

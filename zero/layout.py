@@ -78,14 +78,19 @@ class Layout:
     buckets: tuple[BucketRange, ...]
 
     @classmethod
-    def of(cls, shapes: dict[str, torch.Size], num_shards: int, bucket_numel: int) -> "Layout":
-        """Lay out parameters; `bucket_numel` is rounded up to a multiple of `num_shards` times the alignment."""
+    def of(
+        cls, shapes: dict[str, torch.Size], num_shards: int, bucket_numel: int, alignment: int = ALIGNMENT
+    ) -> "Layout":
+        """Lay out parameters; `bucket_numel` is rounded up to a multiple of `num_shards` times the alignment.
+
+        Parameters and shards begin at multiples of `alignment` elements.
+        """
         spans, stop = [], 0
         for name, shape in shapes.items():
             spans.append(Span(name, shape, range(stop, stop + shape.numel())))
-            stop = round_up(spans[-1].elements.stop, ALIGNMENT)
-        stop = max(stop, ALIGNMENT)  # a parameter without elements needs a buffer too
-        grain = num_shards * ALIGNMENT
+            stop = round_up(spans[-1].elements.stop, alignment)
+        stop = max(stop, alignment)  # a parameter without elements needs a buffer too
+        grain = num_shards * alignment
         return cls(tuple(spans), cut_into_buckets(round_up(stop, grain), round_up(bucket_numel, grain), num_shards))
 
     @property

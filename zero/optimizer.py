@@ -1,8 +1,9 @@
-"""Any element-wise torch optimizer, run on the shards that this rank owns.
+"""Any element-wise torch optimizer, or one that declares another atom, run on the shards that this rank owns.
 
     grad_norm    the norm of all gradients, a tensor, and from it the clip coefficient, a tensor
     take         parameters that were written in place since the last step: their master weights follow
-    update       bucket by bucket: cast the gradient, step the torch optimizer, write the owned parameters
+    update       bucket by bucket: cast the gradient, step the torch optimizer, write the owned parameters; matrices in
+                 the steps of zero/optimizers/matrix_updates.py
     publish      bucket by bucket, while the next one is updated: all-gather the updated parameters
 
 Without offload the host waits for the device in `_must_skip` only, if the optimizer cannot skip a step by itself. With
@@ -52,8 +53,8 @@ class ZeroOptimizer:
     A step with a non-finite gradient changes nothing and counts in `num_skipped`. Torch's fused Adam and AdamW skip it
     on the device; for any other optimizer the host waits for the flag. SkippedStepsError is raised after
     `max_skipped_in_a_row` of them, and unless the loss scale is dynamic, or `warn_skipped` is false, the first one in a
-    row warns. Multiply the loss by `loss_scale.scale` before backward. Raises ConfigError if the optimizer is not
-    element-wise.
+    row warns. Multiply the loss by `loss_scale.scale` before backward. Raises ConfigError if the optimizer does
+    not update pieces of parameters as its atom says (zero/optimizers/atoms.py): by default, element by element.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class ZeroOptimizer:
         groups = as_groups(model.module.parameters() if groups is None else groups)
         group_of = number_groups(groups, set(model.module.parameters()))
         self._params = self._trainable(group_of)
-        self._state_bytes = probe_atoms(optimizer, settings, first, groups)  # of an element in fp32, by group
+        self._state_bytes = probe_atoms(optimizer, settings, first, groups, model.config.alignment)
         self._group_of = {param: group_of[param] for param in self._params}
         owned = self._owned = _owned_parts(self._flats, group_of)
         for bucket in owned:
@@ -115,6 +116,7 @@ class ZeroOptimizer:
     @property
     def state_bytes_per_element(self) -> float:
         """The bytes of the optimizer's states for each element in fp32, in the mean over the parameters."""
+        # `_state_bytes` are those of an element, by group.
         state_bytes = sum(self._state_bytes[number] * param.numel() for param, number in self._group_of.items())
         return state_bytes / sum(param.numel() for param in self._group_of)
 

@@ -21,10 +21,10 @@ from gpt.checkpoint.tokenizer_files import NO_TOKENIZER, TokenizerFiles
 from gpt.model.config import ModelConfig, parameter_shapes
 from gpt.pretrained.families import family_of
 from gpt.pretrained.tensors import to_transformers
-from parallel.errors import exit_on_config_error
+from parallel.errors import ConfigError, exit_on_config_error
 from zero.config import DTYPES
 from zero.state.export import FILE_BYTES, WeightFiles, export_units
-from zero.state.layout_file import LAYOUT, verify_file
+from zero.state.layout_file import LAYOUT, is_complete, verify_file
 from zero.state.saved_state import SavedState
 
 
@@ -37,7 +37,12 @@ def export_checkpoint(
     `data`, or of the one that the run was trained on. Raises ConfigError if there is no checkpoint, or if it
     is damaged.
     """
-    checkpoint = newest(checkpoint) or checkpoint
+    given, checkpoint = checkpoint, newest(checkpoint) or checkpoint
+    if not is_complete(checkpoint):
+        raise ConfigError(
+            f"{given} holds no complete checkpoint; give the folder of one, or that of all checkpoints of a run, "
+            "run.dir/checkpoints"
+        )
     layout = read_layout(checkpoint)
     for rank in range(len(layout["files"])):
         verify_file(checkpoint, layout, rank, name_of(Progress(**layout["progress"])))

@@ -18,6 +18,7 @@ from gpt.deepspeed.key import (
     unchanged,
     unsupported,
 )
+from gpt.deepspeed.rules import OPTIMIZER_NAMES
 from gpt.deepspeed.zero_keys import FOR_NVME, OFFLOAD, ZERO
 
 TYPES = "fp32", "bf16", "fp16"
@@ -102,14 +103,17 @@ OPTIMIZER = [
     *section(
         "optimizer",
         restricted(
-            not_needed(ValueType.STRING, "the optimizer is AdamW", "type")[0],
-            "Adam",
-            "AdamW",
-            refusal="the optimizer is AdamW; choose Adam or AdamW",
+            combined("type", ValueType.STRING, "optimizer.name", "optimizer.muon.adjust_lr"),
+            *OPTIMIZER_NAMES,
+            refusal=f"choose {', '.join(OPTIMIZER_NAMES)}",
         ),
         section(
             "params",
             combined("lr", ValueType.NUMBER, "optimizer.lr"),
+            combined("adam_lr", ValueType.NUMBER, "optimizer.lr"),
+            combined("muon_lr", ValueType.NUMBER, "optimizer.muon.lr_factor", note="divided by optimizer.lr"),
+            combined("momentum", ValueType.NUMBER, "optimizer.momentum", note="SGD without it has none"),
+            combined("nesterov", ValueType.BOOLEAN, "optimizer.nesterov"),
             mapped("betas", ValueType.PAIR, "optimizer.betas"),
             mapped("eps", ValueType.NUMBER, "optimizer.eps"),
             mapped("weight_decay", ValueType.NUMBER, "optimizer.weight_decay", note="for matrices and embeddings only"),

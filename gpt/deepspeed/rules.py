@@ -97,6 +97,23 @@ def offload(file: Translation) -> dict[str, Any]:
     return {"offload.mode": "host", "offload.states": states} if states else {"offload.mode": "accelerator"}
 
 
+OPTIMIZER_NAMES = {"Adam": "adamw", "AdamW": "adamw", "Muon": "muon", "SGD": "sgd"}
+
+
+def optimizer(file: Translation) -> dict[str, Any]:
+    """Return the optimizer and its momentum. DeepSpeed's Muon adjusts rates as its authors do; SGD has no momentum."""
+    kind, params = file.values.get("optimizer.type"), "optimizer.params"
+    settings: dict[str, Any] = {} if kind is None else {"optimizer.name": OPTIMIZER_NAMES[kind]}
+    if kind == "Muon":
+        settings["optimizer.muon.adjust_lr"] = "original"
+    if kind == "SGD":
+        settings |= {"optimizer.momentum": 0.0, "optimizer.nesterov": False}
+    for name in ("momentum", "nesterov"):
+        if f"{params}.{name}" in file.values:
+            settings[f"optimizer.{name}"] = file.values[f"{params}.{name}"]
+    return settings
+
+
 DECAYS = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 COS_MIN_RATIO = 1e-4  # DeepSpeed's default
 
@@ -104,7 +121,7 @@ COS_MIN_RATIO = 1e-4  # DeepSpeed's default
 def schedule(file: Translation) -> dict[str, Any]:
     """Return the learning rate and its schedule. The scheduler's learning rate overrides the optimizer's."""
     settings: dict[str, Any] = {}
-    for key in ("optimizer.params.lr", "scheduler.params.warmup_max_lr"):
+    for key in ("optimizer.params.lr", "optimizer.params.adam_lr", "scheduler.params.warmup_max_lr"):
         if key in file.values:
             settings["optimizer.lr"] = file.values[key]
     if kind := file.values.get("scheduler.type"):
@@ -113,6 +130,9 @@ def schedule(file: Translation) -> dict[str, Any]:
         ratio = file.values.get("scheduler.params.cos_min_ratio", COS_MIN_RATIO)
         settings["schedule.decay"] = DECAYS[kind]
         settings["schedule.min_lr"] = ratio * file.chosen("optimizer.lr") if kind == "WarmupCosineLR" else 0.0
+    if muon_lr := file.values.get("optimizer.params.muon_lr"):
+        file.settings |= settings
+        settings["optimizer.muon.lr_factor"] = muon_lr / file.chosen("optimizer.lr")
     return settings
 
 
@@ -126,4 +146,4 @@ def activations(file: Translation) -> dict[str, Any]:
 
 
 # In this order: later rules read settings that earlier ones have made.
-RULES: tuple[Rule, ...] = (precision, parameter_type, loss_scale, batch, offload, schedule, activations)
+RULES: tuple[Rule, ...] = (precision, parameter_type, loss_scale, batch, offload, optimizer, schedule, activations)

@@ -66,7 +66,11 @@ ZERO = section(
         ValueType.BOOLEAN, "it configures DeepSpeed's own checks", "enable_sanity_checks", "log_trace_cache_warnings"
     ),
     not_needed(ValueType.BOOLEAN, "pipeline parallelism is not supported", "pipeline_loading_checkpoint"),
-    not_needed(ValueType.BOOLEAN, "the optimizer is AdamW, not Muon", "save_muon_momentum_buffer_in_memory"),
+    not_needed(
+        ValueType.BOOLEAN,
+        "the momentum of Muon is always in memory",
+        "save_muon_momentum_buffer_in_memory",
+    ),
     unsupported(
         "stage3_model_persistence_threshold",
         ValueType.NON_NEGATIVE,

@@ -3,7 +3,7 @@
 import torch
 
 from gpt.model.config import ModelConfig
-from gpt.model.documents import MAX_HEAD_DIM, needs_mask
+from gpt.model.documents import needs_mask
 from parallel.torch_internals import attention_backend
 
 NAMES = {
@@ -18,10 +18,7 @@ def describe_documents(config: ModelConfig, device: torch.device, dtype: torch.d
     """Return which kernel keeps documents apart in training."""
     if not needs_mask(config.attention, config.head_size, config.dropout, torch.empty(0, device=device, dtype=dtype)):
         return "torch.nn.attention.varlen"
-    return (
-        f"a mask of {config.seq_length}^2 scores a sequence; torch.nn.attention.varlen needs model.attention=flash, "
-        f"model.dropout=0, heads of a multiple of 8 up to {MAX_HEAD_DIM}, fp16 or bf16, and a GPU from A100 on"
-    )
+    return f"a mask of {config.seq_length} x {config.seq_length} scores a sequence"
 
 
 def describe_attention(config: ModelConfig, tensor_size: int, device: torch.device, dtype: torch.dtype) -> str:

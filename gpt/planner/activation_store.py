@@ -7,6 +7,7 @@ from functools import cache
 import torch
 
 from gpt.model.config import ModelConfig
+from gpt.model.hidden_matrices import is_hidden_matrix
 from gpt.model.transformer import GPT
 from gpt.option_names import in_option_names
 from gpt.settings import TrainSettings
@@ -30,13 +31,14 @@ def chosen_activations(
     mesh: Mesh,
     tokens: TokenLayout,
     device: torch.device,
+    moment_bytes: float = 8,
 ) -> ActivationsConfig:
     """Return the settings with the store that `auto` stands for, and log the reason; other settings are unchanged."""
     if activations.store != "auto":
         return activations
     hardware = activations.hardware
     memory_bytes = hardware.memory_gb * 1e9 if hardware.memory_gb else memory_per_rank(device, mesh)
-    work = workload(model, train, zero, activations.layers_per_checkpoint, mesh, tokens)
+    work = workload(model, train, zero, activations.layers_per_checkpoint, mesh, tokens, moment_bytes)
     store, reason = choose_store(work, memory_bytes, hardware)
     logger.info(in_option_names(reason))
     return replace(activations, store=store)
@@ -49,6 +51,7 @@ def workload(
     layers_per_checkpoint: int,
     mesh: Mesh,
     tokens: TokenLayout,
+    moment_bytes: float = 8,
 ) -> Workload:
     """Return the work of one rank of this run on one micro-batch, with the memory and traffic of closed forms."""
     policy, itemsize, data_size = zero.policy, train.dtype.itemsize, mesh.data.size
@@ -66,7 +69,7 @@ def workload(
         N_m=tokens.replicas.size,
         tensor_size=mesh.tensor.size,
         itemsize=itemsize,
-        state_bytes=memory.formula(policy, num_parameters, shard_size, itemsize, gradient_bytes=accumulate).total,
+        state_bytes=memory.formula(policy, num_parameters, shard_size, itemsize, moment_bytes, accumulate).total,
         data_bytes=sent / max(1, num_micro_batches),
     )
 
@@ -101,21 +104,42 @@ def workload_of(
 
 
 def parameters_of_rank(model: ModelConfig, tensor_size: int) -> int:
-    """Return the number of parameters on one tensor rank.
+    """Return the number of parameters on one tensor rank."""
+    return _of_all_layers(model, tensor_size)[0]
+
+
+def hidden_matrices_of_rank(model: ModelConfig, tensor_size: int) -> int:
+    """Return how many of these parameters are in matrices inside of the blocks."""
+    return _of_all_layers(model, tensor_size)[1]
+
+
+def matrices_of_rank(model: ModelConfig, tensor_size: int) -> int:
+    """Return how many of these parameters are in matrices, embeddings included."""
+    return _of_all_layers(model, tensor_size)[2]
+
+
+def _of_all_layers(model: ModelConfig, tensor_size: int) -> list[int]:
+    """Return what `_count_parameters` does.
 
     It is extrapolated from models of one and two layers, because a deep model takes long to build, even on the meta
     device.
     """
     one_layer, two_layers = (_count_parameters(replace(model, num_layers=n), tensor_size) for n in (1, 2))
-    return one_layer + (model.num_layers - 1) * (two_layers - one_layer)
+    return [one + (model.num_layers - 1) * (two - one) for one, two in zip(one_layer, two_layers, strict=True)]
 
 
 @cache
-def _count_parameters(model: ModelConfig, tensor_size: int) -> int:
-    """Return the number of parameters on one tensor rank, counted in a model on the meta device."""
+def _count_parameters(model: ModelConfig, tensor_size: int) -> tuple[int, int, int]:
+    """Return the number of parameters on one tensor rank, counted in a model on the meta device.
+
+    The second number is that of parameters in matrices inside of the blocks, the third of those in all matrices.
+    """
     with torch.device("meta"):
         tokens = ReplicatedTokens(Axis("tensor", tensor_size, 0, CommLog()))
-        return sum(param.numel() for param in GPT(model, tokens).parameters())
+        named = list(GPT(model, tokens).named_parameters())
+    hidden = sum(param.numel() for name, param in named if is_hidden_matrix(name, param))
+    in_matrices = sum(param.numel() for _, param in named if param.dim() > 1)
+    return sum(param.numel() for _, param in named), hidden, in_matrices
 
 
 def memory_per_rank(device: torch.device, mesh: Mesh) -> float:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import astuple, dataclass, replace
 
 from gpt.planner.activation_store import parameters_of_rank
+from gpt.planner.moments import moment_bytes
 from gpt.settings import Settings
 from parallel.errors import ConfigError
 from parallel.host_memory import available_bytes, pinned_bytes
@@ -18,7 +19,7 @@ from parallel.torch_internals import largest_rounded_pinned_bytes
 from parallel.world import World
 from zero.stage import Lifetime
 
-MASTER_BYTES = MOMENT_BYTES = 4  # of an element; Adam has two moments
+MASTER_BYTES = 4  # of an element
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,9 @@ def bytes_on_host(settings: Settings, mesh: Mesh, replicas: Axis, allocated: Cal
     zero, itemsize, states = settings.zero, settings.train.dtype.itemsize, settings.offload.offloaded_states
     policy = zero.policy
     shard_axis, replica_axis = policy.axes(mesh.data)
-    pinned, pageable = [], 0  # bytes of an element: of each state that has an allocation of its own, and of the others
+    moments = moment_bytes(settings.optimizer, settings.model, mesh.tensor.size)
+    pinned: list[float] = []
+    pageable = 0.0  # bytes of an element: of each state that has an allocation of its own, and of the others
     has_parameters = "parameters" in states and policy.full_params is Lifetime.TRANSIENT
     if has_parameters:
         pinned.append(itemsize)
@@ -75,9 +78,9 @@ def bytes_on_host(settings: Settings, mesh: Mesh, replicas: Axis, allocated: Cal
         pinned.append(zero.gradient_types(settings.train.dtype).accumulate.itemsize)
         # Parameters in fp32 are their own master weights, if both are in the same memory.
         pinned += [] if has_parameters and itemsize == MASTER_BYTES else [MASTER_BYTES]
-        pageable = 2 * MOMENT_BYTES
+        pageable = moments
     copies = settings.checkpoint.asynchronous and settings.checkpoint.every and replica_axis.rank == 0
-    saved = [MASTER_BYTES, MOMENT_BYTES, MOMENT_BYTES] if copies else []
+    saved = [MASTER_BYTES, moments / 2, moments / 2] if copies else []
     shards = _shards(settings, mesh, shard_axis.size)
     return HostBytes(
         states=sum(n * (numel * pageable + sum(allocated(numel * each) for each in pinned)) for numel, n in shards),

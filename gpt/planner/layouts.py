@@ -9,6 +9,7 @@ from gpt.model.config import ModelConfig, divides
 from gpt.model.documents import suits_kernel
 from gpt.model.flops import hardware_flops
 from gpt.planner.activation_store import parameters_of_rank, workload_of
+from gpt.planner.moments import moment_bytes
 from gpt.settings import Settings
 from parallel.blocks import Recomputation
 from parallel.instruments.comm_log import CommLog
@@ -135,7 +136,8 @@ def model_states(layout: CandidateLayout, settings: Settings, data_size: int) ->
     policy, dtype = zero.policy, settings.train.dtype
     num_parameters = parameters_of_rank(settings.model, layout.tensor_size)
     gradient_bytes = zero.gradient_types(dtype).accumulate.itemsize
-    states = memory.formula(policy, num_parameters, data_size, dtype.itemsize, gradient_bytes=gradient_bytes)
+    moments = moment_bytes(settings.optimizer, settings.model, layout.tensor_size)
+    states = memory.formula(policy, num_parameters, data_size, dtype.itemsize, moments, gradient_bytes)
     offloaded = replace(settings.offload, mode=layout.offload).offloaded_states
     return memory.placed(states, policy, data_size, offloaded)
 
@@ -162,10 +164,10 @@ def activation_bytes(work: Workload, layout: CandidateLayout, settings: Settings
     num_kept = work.L if layout.store not in STORES else min(work.k, work.L)
     stored = stored_bytes(work, layout.store) if layout.store in STORES else 0.0
     elements = kept * num_kept + 4 * work.h + 2 * work.vocab_size
-    if settings.data.mask_documents and not suits_kernel(
+    mask = settings.data.mask_documents and not suits_kernel(
         model.attention, model.head_size, model.dropout, settings.train.dtype
-    ):
-        elements += work.s * layout.tensor_size  # every rank has the mask
+    )
+    stored += work.itemsize * model.seq_length**2 * mask  # every rank has all of it
     return stored + work.itemsize * work.s * elements / layout.tensor_size
 
 

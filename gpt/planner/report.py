@@ -20,6 +20,7 @@ from gpt.settings import DryRunSettings, Settings
 from parallel.errors import ConfigError
 from parallel.instruments.memory_tracker import TensorKind
 from parallel.launch.cluster import RESERVED_BYTES, ClusterSpec
+from zero.optimizers.matrix_updates import MatrixUpdates
 
 REPORT = "report.json"
 
@@ -36,6 +37,8 @@ def run_and_report(settings: Settings, console: RunConsole) -> dict[str, Any]:
         timeline = project_recording(recording, cluster) if cluster else None
         report = make_report(recording, settings.dry_run, settings.train.global_batch_size, cluster, timeline)
         console.say(headline(report))
+        if "matrices" in report:
+            console.say(matrices_line(report["matrices"]))
         if cluster and timeline:
             cost = RunCost.of(settings, timeline.seconds, recording.state.mesh.size, cluster)
             report["run"] = asdict(cost)
@@ -97,6 +100,8 @@ def make_report(
         "counted_flops": sum(kernel.flops for kernel in recording.kernels),
         "collectives": profile(recording.events, len(recording.kernels)),
     }
+    if state.optimizer.matrices.matrices:
+        report["matrices"] = work_on_matrices(state.optimizer.matrices)
     if cluster is not None and timeline is not None:
         report["cluster"] = asdict(cluster)
         report["fits"] = sum(recording.peak[DEVICE].values()) <= cluster.usable_gpu_bytes
@@ -156,6 +161,24 @@ def headline(report: dict[str, Any]) -> str:
             f"MFU {100 * step['mfu']:.1f}%{cluster.remark}",
         ]
     return "\n".join(lines)
+
+
+def work_on_matrices(matrices: MatrixUpdates) -> dict[str, Any]:
+    """Return how the matrices that are updated whole are divided over the ranks that share the optimizer's states."""
+    flops = matrices.assignment.all_flops
+    return {
+        "number": len(matrices.matrices),
+        "idle_ranks": matrices.assignment.num_idle,
+        "most_work": max(flops) * len(flops) / sum(flops),  # of a rank, in means over the ranks
+    }
+
+
+def matrices_line(matrices: dict[str, Any]) -> str:
+    """Return how evenly the ranks that share the optimizer's states divide the computation of matrices."""
+    return (
+        f"{matrices['number']} matrices are updated whole: the rank with most work has {matrices['most_work']:.2f} "
+        f"times the mean, and {matrices['idle_ranks']} ranks have none"
+    )
 
 
 def host_verdict(report: dict[str, Any]) -> list[str]:

@@ -16,7 +16,7 @@ import statistics
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -29,7 +29,7 @@ from gpt.model.transformer import GPT, initialize
 from gpt.settings_tree import field_texts
 from parallel.config_files import parse_yaml
 from parallel.errors import exit_on_config_error
-from parallel.fields import alternatives, convert, field_types, is_text
+from parallel.fields import Range, alternatives, convert, field_types, is_text
 from parallel.mesh import Axis, Mesh
 from parallel.tensor.token_layout import ReplicatedTokens
 from parallel.world import World, start_world, stop_world
@@ -60,8 +60,8 @@ class Settings:
     contenders: list[str] = field(default_factory=lambda: [name for name in CONTENDERS if name not in OPTIONAL])
     """Contenders to compare. The faster one of ddp-default and ddp-fused is the baseline. The offloads and the stages
     of DeepSpeed (which must be installed) run only if they are named."""
-    rounds: int = 40
-    """Measured rounds."""
+    rounds: Annotated[int, Range(2)] = 40
+    """Measured rounds; quartiles need two."""
     steps: int = 2
     """Steps of each contender in a round."""
     warmup: int = 3

@@ -8,7 +8,11 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
-mapfile -t hosts < <(sed 's/#.*//' "${HOSTS:?HOSTS names a file with one host a line}" | awk 'NF {print $1}')
+[[ -r ${HOSTS:?HOSTS names a file with one host a line} ]] || {
+    echo "error: HOSTS=$HOSTS cannot be read; give a file with one host a line" >&2
+    exit 2
+}
+mapfile -t hosts < <(sed 's/#.*//' "$HOSTS" | awk 'NF {print $1}')
 [[ ${#hosts[@]} -gt 0 ]] || {
     echo "error: HOSTS=$HOSTS names no host" >&2
     exit 2

@@ -33,8 +33,12 @@ RESERVED = f"{RESERVED_BYTES / 1e9:.0f}"
 INTRODUCTION = f"""# The paper, by dry runs
 
 The paper's tables and figures, as dry runs of this project predict them, beside the printed values
-(`docs/paper/*.csv`). `bash scripts/paper/reproduce.sh` runs the configurations in `configs/paper` and writes this page.
-Throughput counts 8 x parameters x tokens, as the authors do.
+(`docs/paper/*.csv`). Throughput counts 8 x parameters x tokens, as the authors do.
+
+```bash
+bash scripts/paper/reproduce.sh            # runs configs/paper dry, some minutes on one core, and writes this page
+bash scripts/paper/reproduce.sh table1     # prints one part, and leaves the page as it is
+```
 
 Two constants are calibrated, `gemm_fraction` and `node_fraction` in `configs/clusters/dgx-2.yaml`, by least squares
 over the three marked rows of Figure 2 and no others (`python -m scripts.paper.calibrate`). `memory_fraction` was

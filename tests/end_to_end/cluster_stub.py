@@ -78,7 +78,7 @@ def wandb(words: list[str]) -> None:
         return
     command, _project, _name, path = words
     assert command == "sweep"
-    assert yaml.safe_load(Path(path).read_text())["program"]
+    assert {"command", "metric", "parameters"} < yaml.safe_load(Path(path).read_text()).keys()
 
 
 def lm_eval(words: list[str]) -> None:

@@ -20,7 +20,7 @@ TINY = (
     " --train.micro_batch_size 1 --train.global_batch_size 8 --schedule.warmup_steps 1 --checkpoint.every 2"
 )
 ONE_TEST = "tests/unit/parallel/test_fields.py"
-SMALL_BENCH = "--rounds 1 --steps 1 --warmup 1 --layers 1 --hidden 64 --vocab 256"
+SMALL_BENCH = "--rounds 2 --steps 1 --warmup 1 --layers 1 --hidden 64 --vocab 256"
 
 # What is run instead of a part of a command: training of minutes is shortened by settings, other programs by their
 # arguments; files of a user, and names of the hub, become files that the test makes.
@@ -34,6 +34,7 @@ CHANGES = {
     "--train.steps 600 --run.dir runs/longer": f"--run.dir runs/longer {FEW_STEPS}",
     "--zero.stage 0 --run.dir runs/alone": f"--zero.stage 0 --run.dir runs/alone {FEW_STEPS}",
     "--run.dir runs/from-deepspeed": f"--run.dir runs/from-deepspeed {FEW_STEPS}",
+    "--run.dir runs/packed": f"--run.dir runs/packed {FEW_STEPS}",
     "--config configs/shakespeare.yaml": f"--config configs/shakespeare.yaml {FEW_STEPS}",
     "--run.dir runs/launched": f"--run.dir runs/launched {FEW_STEPS} --checkpoint.every 2",
     "slurm.sbatch $run": "slurm.sbatch $run --train.steps 8",
@@ -52,6 +53,8 @@ CHANGES = {
     # files of a user, and names of the hub
     "/data/my-corpus": "my-corpus",
     "--tokenizer gpt2 --output runs/data/corpus": "--tokenizer tokenizer.json --output runs/data/corpus",
+    # dry runs of the whole paper
+    "reproduce.sh   ": "reproduce.sh figure1 ",
     # measurements
     "step_time.sh --rounds 14 --steps 1": f"step_time.sh {SMALL_BENCH}",
     "zero-2,zero-3]' --rounds 14 --steps 1": f"zero-2,zero-3]' {SMALL_BENCH}",

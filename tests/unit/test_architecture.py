@@ -30,7 +30,7 @@ ARROWS = {
     "zero/optimizers":      "parallel parallel/tensor parallel/instruments zero zero/offload",
     "zero/activations":     "parallel parallel/instruments zero zero/offload",
     "zero/offload":         "parallel parallel/instruments zero zero/units",
-    "zero/state":           "parallel parallel/tensor parallel/instruments zero zero/offload zero/formulas",
+    "zero/state":           "parallel/* zero zero/offload zero/optimizers zero/formulas",
     "zero/formulas":        "zero/stage.py zero/layout.py",
 
     "gpt/model":            "parallel/*",

@@ -11,7 +11,7 @@ The results return by the same messages in the opposite direction, to the same p
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from parallel.mesh import Axis, Handle
-from zero.layout import Layout
-from zero.optimizers.matrices import Assignment, Matrix
+from zero.layout import Layout, cut
+from zero.optimizers.matrices import Assignment, Matrix, Runs
 from zero.torch_internals import foreach_copy_
 
 
@@ -31,10 +31,14 @@ class Stretch:
     matrix: int
     start: int
     """The first element, counted in this tensor rank's part of the matrix."""
-    elements: range
+    runs: Runs
     """The elements, counted in the parameter."""
     place: range
     """The elements of the message."""
+
+    def in_message(self, message: Tensor) -> Tensor:
+        """Return a view of the stretch in the message, in the shape of the view of `runs`."""
+        return cut(message, self.place).view(self.runs.count, self.runs.length)
 
 
 @dataclass(frozen=True)
@@ -71,24 +75,24 @@ class Places:
     """The places of stretches in a message that consists of a part for each rank."""
 
     def __init__(self, size: int):
-        self._found: list[list[tuple[Any, int, int, range]]] = [[] for _ in range(size)]
+        self._found: list[list[tuple[Any, int, int, Runs]]] = [[] for _ in range(size)]
 
-    def add(self, rank: int, owner: Any, matrix: int, start: int, elements: range) -> None:
+    def add(self, rank: int, owner: Any, matrix: int, start: int, runs: Runs) -> None:
         """Append a stretch to the part of `rank`; `owner` is returned with it."""
-        self._found[rank].append((owner, matrix, start, elements))
+        self._found[rank].append((owner, matrix, start, runs))
 
     @property
     def numels(self) -> list[int]:
         """The number of elements for each rank."""
-        return [sum(len(elements) for *_, elements in part) for part in self._found]
+        return [sum(runs.numel for *_, runs in part) for part in self._found]
 
     def stretches(self) -> list[tuple[Any, Stretch]]:
         """Return (owner, stretch) in the order of the message."""
         found, first = [], 0
         for part in self._found:
-            for owner, matrix, start, elements in part:
-                place = range(first, first + len(elements))
-                found.append((owner, Stretch(matrix, start, elements, place)))
+            for owner, matrix, start, runs in part:
+                place = range(first, first + runs.numel)
+                found.append((owner, Stretch(matrix, start, runs, place)))
                 first = place.stop
         return found
 
@@ -114,8 +118,8 @@ class MatrixExchange:
             self._of_param[matrix.param].append(number)
         sent = Places(shard_axis.size)
         for owner, name, elements in owned:
-            for number, start, part in self._stretches(name, elements):
-                sent.add(self._places[number][0], owner, number, start, part)
+            for number, start, runs in self._runs(name, elements):
+                sent.add(self._places[number][0], owner, number, start, runs)
         received = Places(shard_axis.size)
         own = {number for number, place in enumerate(self._places) if place[0] == shard_axis.rank}
         for layout in layouts:
@@ -154,17 +158,14 @@ class MatrixExchange:
             for stretch in self._received[number]:
                 start = first + stretch.start
                 in_parts.append(parts[start : start + len(stretch.place)])
-                in_received.append(received[stretch.place.start : stretch.place.stop])
+                in_received.append(cut(received, stretch.place))
         return in_parts, in_received
 
-    def _stretches(self, name: str, elements: range) -> list[tuple[int, int, range]]:
-        """Return (matrix, start in it, elements) of all stretches among some elements of a parameter, in order."""
-        found = [
-            (number, start, stretch)
-            for number in self._of_param.get(name, ())
-            for stretch, start in self.matrices[number].stretches(elements)
-        ]
-        return sorted(found, key=lambda item: item[2].start)
+    def _runs(self, name: str, elements: range) -> Iterator[tuple[int, int, Runs]]:
+        """Yield (matrix, first element in it, runs) of all matrices among some elements of a parameter."""
+        for number in self._of_param.get(name, ()):
+            for runs, start in self.matrices[number].runs_in(elements):
+                yield number, start, runs
 
     def _add_received(self, received: Places, layout: Layout, own: set[int]) -> None:
         for span in layout.spans:
@@ -172,9 +173,9 @@ class MatrixExchange:
                 continue
             first = span.elements.start
             for rank, part in layout.shards(span.elements):
-                for number, start, stretch in self._stretches(span.name, range(part.start - first, part.stop - first)):
+                for number, start, runs in self._runs(span.name, range(part.start - first, part.stop - first)):
                     if number in own:
-                        received.add(rank, None, number, start, stretch)
+                        received.add(rank, None, number, start, runs)
 
     def _plan_parts(self, own: list[int]) -> None:
         """Plan the second message: the parts of the matrices of this shard rank, to the tensor rank that computes."""

@@ -12,7 +12,30 @@ import heapq
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from parallel.errors import ConfigError
+from zero.layout import cut
+
+
+@dataclass(frozen=True)
+class Runs:
+    """`count` runs of `length` consecutive elements of a parameter; their beginnings are `distance` elements apart."""
+
+    start: int
+    count: int
+    length: int
+    distance: int
+
+    @property
+    def numel(self) -> int:
+        """The number of elements."""
+        return self.count * self.length
+
+    def view(self, flat: Tensor, origin: int) -> Tensor:
+        """Return a view (count, length) of these elements; the first of `flat` is the parameter's element `origin`."""
+        stop = self.start + (self.count - 1) * self.distance + self.length
+        return cut(flat, range(self.start, stop), origin).unfold(0, self.length, self.distance)
 
 
 @dataclass(frozen=True)
@@ -48,18 +71,22 @@ class Matrix:
             columns * self.num_parts ** (self.joined_dim == 1),
         )
 
-    def stretches(self, elements: range) -> Iterator[tuple[range, int]]:
+    def runs_in(self, elements: range) -> Iterator[tuple[Runs, int]]:
         """Iterate over the elements of the matrix among `elements` of the parameter, in ascending order.
 
-        Yields the elements of each stretch, counted in the parameter, and the first of them counted in the matrix.
+        Yields at most three times (runs, the first of their elements counted in the matrix): repetitions that are
+        complete are yielded together.
         """
         columns = self.shape[1]
-        own_numel, period_numel = len(self.rows) * columns, self.period * columns
-        for number in range(elements.start // period_numel, -(-elements.stop // period_numel)):
-            first = number * period_numel + self.rows.start * columns
-            start, stop = max(first, elements.start), min(first + own_numel, elements.stop)
-            if start < stop:
-                yield range(start, stop), number * own_numel + start - first
+        own_numel, distance = len(self.rows) * columns, self.period * columns
+        numbers = range(elements.start // distance, -(-elements.stop // distance))
+        for some in (numbers[:1], numbers[1:-1], numbers[1:][-1:]):
+            if some:
+                first = some[0] * distance + self.rows.start * columns
+                start = max(first, elements.start)
+                length = min(first + own_numel, elements.stop) - start
+                if length > 0:
+                    yield Runs(start, len(some), length, distance), some[0] * own_numel + start - first
 
 
 def matrices_of(

@@ -9,44 +9,24 @@ that are whole.
 """
 
 from abc import abstractmethod
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import AdamW
 
-from zero.optimizers.atoms import Atom
-
-ADAM_DEFAULTS: dict[str, Any] = {"betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True}
-COMMON_DEFAULTS = {"joins_parts": True}
+from zero.optimizers.atoms import MATRIX
+from zero.optimizers.grouped_adamw import GroupedAdamW
 
 
-class MatrixOptimizer(AdamW):
-    """AdamW for groups with update="adamw", and a method for matrices for those with update=`method`.
+class MatrixOptimizer(GroupedAdamW):
+    """A method for groups of matrices, and AdamW for the others.
 
-    The settings are those of torch's AdamW, and those of the method. The fused AdamW, which is the default, lets a step
-    be skipped without a wait: see `ZeroOptimizer`. If the model is split along a tensor axis, the parts of a matrix are
-    put together along it too; with `joins_parts=False` each rank's part is a matrix of its own, which sends nothing
-    along this axis and gives other updates.
+    If the model is split along a tensor axis, the parts of a matrix are put together along it too; with the setting
+    `joins_parts=False` each rank's part is a matrix of its own, which sends nothing along this axis and gives other
+    updates.
     """
 
-    method: ClassVar[str]
-    own_defaults: ClassVar[dict[str, Any]]
-    """The settings of the method, with their defaults."""
-
-    def __init__(self, params: Any, **settings: Any):
-        own = {name: settings.pop(name, value) for name, value in (COMMON_DEFAULTS | self.own_defaults).items()}
-        super().__init__(params, **ADAM_DEFAULTS | settings)
-        self.defaults |= {"update": self.method, **own}
-        for group in self.param_groups:
-            for name, value in self.defaults.items():
-                group.setdefault(name, value)
-            if group["update"] not in (self.method, "adamw"):
-                raise ValueError(f"update={group['update']!r} of a group; choose {self.method!r} or 'adamw'")
-
-    def atom(self, group: dict[str, Any]) -> Atom:
-        """Return the atom of a group."""
-        return Atom.MATRIX if group["update"] == self.method else Atom.ELEMENT
+    own_atom = MATRIX
 
     @property
     @abstractmethod
@@ -78,27 +58,8 @@ class MatrixOptimizer(AdamW):
     def flops(shape: tuple[int, int]) -> int:
         """Return a number proportional to the FLOPs of `transform`, by which matrices are divided over ranks."""
 
-    def is_kept(self, like: Tensor) -> Tensor | None:
-        """Return 0 if the step is to be skipped, else 1, in the type of `like`; None if no flag has been set."""
-        found_inf = getattr(self, "found_inf", None)
-        return None if found_inf is None else (1.0 - found_inf).to(like.dtype)
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        """Update whole parameters; those that are matrices as one matrix each."""
-        groups = self.param_groups
-        for group in groups:
-            if self.atom(group) is Atom.MATRIX:
-                for param in group["params"]:
-                    if param.grad is not None:
-                        self._step_whole(param, param.grad, group)
-        self.param_groups = [group for group in groups if self.atom(group) is Atom.ELEMENT]
-        try:
-            super().step()
-        finally:
-            self.param_groups = groups
-
-    def _step_whole(self, param: nn.Parameter, grad: Tensor, group: dict[str, Any]) -> None:
+    def update_param(self, param: nn.Parameter, grad: Tensor, group: dict[str, Any]) -> None:
+        """Update a whole parameter, which is one matrix."""
         if param.dim() != 2:
             raise ValueError(f"update={self.method!r} is for matrices, not for shape {tuple(param.shape)}")
         self.prepare(param)

@@ -20,7 +20,7 @@ from zero.elementwise import Piece
 from zero.flat import FlatParameters
 from zero.layout import cut
 from zero.offload.placement import Offload, Placement
-from zero.optimizers.atoms import Atom, atom_of
+from zero.optimizers.atoms import atom_of
 from zero.optimizers.exchange import MatrixExchange, Stretch, join, take_apart
 from zero.optimizers.matrices import Assignment, Matrix, assign, matrices_of
 from zero.optimizers.matrix_optimizer import MatrixOptimizer
@@ -45,7 +45,7 @@ class MatrixUpdates:
         """`pieces`: those of all buckets. `axes`: (shard, tensor); matrices are put together along both."""
         self._inner, self._offload = inner, offload
         axes = axes if inner.defaults.get("joins_parts", True) else (axes[0], axes[1].without_peers())
-        groups = {number for number, group in enumerate(inner.param_groups) if atom_of(inner, group) is Atom.MATRIX}
+        groups = {number for number, group in enumerate(inner.param_groups) if atom_of(inner, group).is_matrix}
         params = {param: number for param, number in group_of.items() if number in groups}
         self._pieces = {bucket: [p for p in own if p.group in groups] for bucket, own in pieces.items()}
         self.other_pieces = {bucket: [p for p in own if p.group not in groups] for bucket, own in pieces.items()}
@@ -88,7 +88,8 @@ class MatrixUpdates:
             direction = self.inner.direction(piece.param, cut(grad, piece.elements), self._group(piece))
             stretches, first, message = self._stretches[piece], self._first_of[piece], self._message_of(bucket)
             foreach_copy_(
-                [cut(message, s.place) for s in stretches], [cut(direction, s.elements, first) for s in stretches]
+                [stretch.in_message(message) for stretch in stretches],
+                [stretch.runs.view(direction, first) for stretch in stretches],
             )
 
     def send(self) -> None:
@@ -132,8 +133,8 @@ class MatrixUpdates:
             group, first, message = self._group(piece), self._first_of[piece], self._message_of(bucket)
             self.inner.decay(piece.param, group)
             for stretch in self._stretches[piece]:
-                own = cut(piece.param, stretch.elements, first)
-                self.inner.add(own, cut(message, stretch.place), group, self.matrices[stretch.matrix].whole_shape)
+                own, update = stretch.runs.view(piece.param, first), stretch.in_message(message)
+                self.inner.add(own, update, group, self.matrices[stretch.matrix].whole_shape)
 
     def end(self) -> None:
         """End an update: free the message on the accelerator."""

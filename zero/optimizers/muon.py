@@ -31,6 +31,7 @@ class Muon(MatrixOptimizer):
         "ns_dtype": "bf16",
         "adjust_lr_fn": "match_rms_adamw",
         "lr_factor": 1.0,
+        "joins_parts": True,
     }
 
     @property

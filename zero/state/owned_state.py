@@ -19,8 +19,9 @@ from zero.engine import ZeroDataParallel
 from zero.flat import FlatParameters
 from zero.layout import Span
 from zero.optimizer import ZeroOptimizer
+from zero.optimizers.adamw8bit import AdamW8bit
 from zero.state.description import describe_layout
-from zero.state.saved_state import MASTER, SavedFile, SavedState, TensorRank
+from zero.state.saved_state import MASTER, SavedFile, SavedState, TensorRank, elements_per_value
 
 
 def owned_state(model: ZeroDataParallel, optimizer: ZeroOptimizer) -> dict[str, Tensor]:
@@ -117,15 +118,25 @@ def _load_optimizer_state(
         if piece is None:  # the parameter is in none of the optimizer's groups
             continue
         state = optimizer.inner.state[piece.param]
+        of_elements: dict[str, Tensor] = {}  # values of blocks that are not those of this run
         for kind in saved.state_kinds(span.name):
             scalar = saved.scalar(span.name, kind)
-            if scalar is None:
+            if scalar is None and (numel := elements_per_value(kind)) > 1:
+                is_alike = saved.has_blocks_of(span.name, tensor)
+                read, count = (saved.read_blocks, -(-len(part) // numel)) if is_alike else (saved.read, len(part))
+                values = piece.param.new_empty(count, dtype=saved.dtype(span.name, kind))
+                read(span.name, kind, _within(span, part), out=values, tensor=tensor)
+                (state if is_alike else of_elements)[kind] = values
+            elif scalar is None:
                 state[kind] = torch.empty_like(piece.param, dtype=_state_dtype(saved, span.name, kind, piece))
                 saved.read(span.name, kind, _within(span, part), out=state[kind], tensor=tensor)
             else:
                 # A fused optimizer of torch expects step counters on the device, any other one on the host.
                 is_fused = optimizer.inner.defaults.get("fused")
                 state[kind] = scalar.to(piece.param.device if is_fused else "cpu", copy=True)
+        if of_elements:
+            assert isinstance(optimizer.inner, AdamW8bit)
+            optimizer.inner.requantize(piece.param, of_elements)
 
 
 def _state_dtype(saved: SavedState, name: str, kind: str, piece: Piece) -> torch.dtype:

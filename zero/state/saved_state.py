@@ -27,10 +27,17 @@ from zero.state.description import layout_of
 from zero.state.schema import shown
 from zero.state.tensor_file import TensorFile
 
+PER_BLOCK = re.compile(r".*_per_([1-9][0-9]{0,8})")  # a kind of state that has one value for so many elements
 MASTER = "master"  # the kind of tensor that every parameter has: its master weights
 PART_NAME = re.compile(r"(0|[1-9][0-9]{0,17})\.(\w+)\.(0|[1-9][0-9]{0,17})")  # "3.exp_avg.640"
 MAX_OPEN_FILES = 32
 BLOCK_NUMEL = 2**22  # elements that are read at once if only some columns of a parameter are needed
+
+
+def elements_per_value(kind: str) -> int:
+    """Return the number of consecutive elements of a parameter for which a kind of state has one value."""
+    found = PER_BLOCK.fullmatch(kind)
+    return int(found[1]) if found else 1
 
 
 def rank_file(folder: Path, rank: int) -> Path:
@@ -167,7 +174,8 @@ class SavedState:
         """Fill `out` with `elements` of the part of a parameter that belongs to the tensor rank `tensor`.
 
         The elements are counted in row-major order within that part. `out` is one-dimensional, of any dtype and on any
-        device. The size of the tensor axis may differ from the size that was saved.
+        device. The size of the tensor axis may differ from the size that was saved. A value that is that of a block of
+        elements is repeated for each of them.
         """
         parameter = self.parameters[name]
         own_dim = tensor.dims.get(name)
@@ -191,6 +199,25 @@ class SavedState:
                 saved_block = Block(block.first_row, block.num_rows, columns, saved_numel)
                 self._read_block(parameter, kind, saved_rank, saved_block, block_out[:, left - start : right - start])
 
+    def read_blocks(self, name: str, kind: str, elements: range, *, out: Tensor, tensor: TensorRank = WHOLE) -> None:
+        """Fill `out` with the values of a kind that has one for each block of elements, if `has_blocks_of` is true.
+
+        `elements` begin with a block.
+        """
+        parameter, numel = self.parameters[name], elements_per_value(kind)
+        start = parameter.elements.start
+        in_buffer = range(start + elements.start, start + elements.stop)
+        for shard_rank, owned in self._layouts[parameter.buffer].shards(in_buffer):
+            file = self.file(shard_rank * self.tensor_size + tensor.rank % self.tensor_size)
+            tensor_name, first = file.find_tensor(parameter.buffer, kind, owned.start)
+            values = range((owned.start - first) // numel, -(-(owned.stop - first) // numel))
+            target = (owned.start - in_buffer.start) // numel
+            file.read(tensor_name, values, out[target : target + len(values)])
+
+    def has_blocks_of(self, name: str, tensor: TensorRank) -> bool:
+        """Return whether a parameter was cut along the tensor axis as it is now, so that its blocks are the same."""
+        return self.parameters[name].dim is None or tensor.size == self.tensor_size
+
     def _read_block(self, parameter: SavedParameter, kind: str, saved_rank: int, block: Block, out: Tensor) -> None:
         """Read a block of the part of a saved tensor rank; columns between those of the block are read and dropped."""
         if block.num_rows == 1:
@@ -208,7 +235,14 @@ class SavedState:
             file = self.file(shard_rank * self.tensor_size + saved_rank)
             tensor_name, first = file.find_tensor(parameter.buffer, kind, owned.start)
             target = out[owned.start - in_buffer.start : owned.stop - in_buffer.start]
-            file.read(tensor_name, range(owned.start - first, owned.stop - first), target)
+            wanted = range(owned.start - first, owned.stop - first)
+            if (numel := elements_per_value(kind)) == 1:
+                file.read(tensor_name, wanted, target)
+            else:
+                values = out.new_empty(-(-wanted.stop // numel) - wanted.start // numel, device="cpu")
+                file.read(tensor_name, range(wanted.start // numel, -(-wanted.stop // numel)), values)
+                skipped = wanted.start % numel
+                target.copy_(values.repeat_interleave(numel)[skipped : skipped + len(wanted)])
 
     def _first_file(self, parameter: SavedParameter) -> SavedFile:
         """Return the file that contains the first element of a parameter."""

@@ -5,12 +5,54 @@ import logging
 import pytest
 import torch
 
-from gpt.build import build
+from gpt.build import build, parameter_groups
+from gpt.planner.moments import moment_bytes
 from gpt.settings_parser import parse_settings
 from parallel.errors import ConfigError
 from parallel.mesh import Mesh
+from zero.optimizers.adamw8bit import AdamW8bit
+from zero.optimizers.muon import Muon
 
 BASE = "{data: {path: nowhere}, model: {num_layers: 1, hidden_size: 8, num_heads: 2, seq_length: 4, vocab_size: 64}}"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind"),
+    [
+        ([], torch.optim.AdamW),
+        (["--optimizer.name=muon", "--optimizer.muon.ns_steps=3"], Muon),
+        (["--optimizer.name=sgd"], torch.optim.SGD),
+        (["--optimizer.name=adamw8bit"], AdamW8bit),
+        (["--optimizer.name=sgd", "--optimizer.momentum=0", "--optimizer.nesterov=false"], torch.optim.SGD),
+    ],
+)
+def test_the_optimizer_is_that_of_the_settings(arguments, kind):
+    """Its groups decay as they should, and its states have the size that the planner assumes."""
+    settings = parse_settings([f"--config={BASE}", *arguments])
+    state = build(settings, Mesh.create(1), torch.device("cpu"))
+    optimizer, model = state.optimizer, state.model.module
+    assert type(optimizer.inner) is kind
+    expected_bytes = moment_bytes(settings.optimizer, settings.model, 1)
+    # The probe of 8-bit states ends with an incomplete block, which has scales as others have.
+    assert optimizer.state_bytes_per_element == pytest.approx(expected_bytes, rel=0.01)
+    names = {param: name for name, param in model.named_parameters()}
+    groups = parameter_groups(model, settings.optimizer)
+    assert sorted(names[param] for group in groups for param in group["params"]) == sorted(names.values())
+    for group in groups:
+        for param in group["params"]:
+            assert group["weight_decay"] == (settings.optimizer.weight_decay if param.dim() > 1 else 0)
+            is_hidden = names[param].startswith("blocks.") and names[param].endswith("weight") and param.dim() == 2
+            expected = {Muon: is_hidden, AdamW8bit: param.dim() > 1}.get(kind, True)
+            assert ("update" not in group) == expected
+    # q, k and v of the only layer, and its projection, up and down
+    assert len(optimizer.matrices.matrices) == (6 if kind is Muon else 0)
+
+
+def test_an_implementation_that_has_no_such_optimizer_is_refused():
+    with pytest.raises(ConfigError, match=r"optimizer\.implementation=apex has AdamW only, and name=muon"):
+        parse_settings([f"--config={BASE}", "--optimizer.name=muon", "--optimizer.implementation=apex"])
+    with pytest.raises(ConfigError, match=r"optimizer\.momentum=0\.0 has no Nesterov momentum"):
+        parse_settings([f"--config={BASE}", "--optimizer.name=sgd", "--optimizer.momentum=0"])
 
 
 def test_the_precision_of_fp32_products_is_set_and_logged(caplog):

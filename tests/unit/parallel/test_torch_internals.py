@@ -255,7 +255,7 @@ def test_the_attention_backend_is_the_one_that_runs():
         (0.0, SDPBackend.FLASH_ATTENTION, "_scaled_dot_product_flash_attention_for_cpu"),
         (0.5, SDPBackend.MATH, "bmm"),
     ]:
-        assert internals.attention_backend(query, dropout) == backend
+        assert internals.attention_backend(query, query, dropout) == backend
         with CountingMode() as counting:
             torch.nn.functional.scaled_dot_product_attention(query, query, query, dropout_p=dropout, is_causal=True)
         assert any(operation in str(seen) for seen in counting.seen)

@@ -124,7 +124,7 @@ def matrices_in(name: str, param: Tensor) -> list[Tensor]:
     """Return views of the matrices of a whole parameter: q, k and v are three."""
     if "qkv" not in name:
         return [param]
-    by_head = param.view(CONFIG.num_heads, 3, CONFIG.head_dim, CONFIG.hidden_size)
+    by_head = param.view(CONFIG.num_heads, 3, CONFIG.head_size, CONFIG.hidden_size)
     return [by_head[:, number] for number in range(3)]
 
 

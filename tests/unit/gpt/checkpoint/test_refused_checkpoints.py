@@ -254,3 +254,8 @@ def test_the_name_of_a_folder_need_not_be_that_of_its_step(run: Path):
     moved = (run / STEP_2).rename(run / "my-favourite")
     assert load_in_one_process(moved).equals(expected)
     assert read_layout(moved)["progress"] == {"step": 2, "consumed_samples": 4, "run": "run-a"}
+
+
+def test_a_folder_without_a_checkpoint_is_not_exported(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"holds no complete checkpoint; give the folder of one, or .*checkpoints$"):
+        export_checkpoint(tmp_path, tmp_path / "out", torch.float32)

@@ -151,7 +151,31 @@ FULL = {"train_batch_size": 32, "train_micro_batch_size_per_gpu": 2, "gradient_a
         ({"gradient_clipping": 0}, {"optimizer.clip_norm": math.inf}),
         (
             {"optimizer": {"type": "Adam", "params": {"lr": 1e-3, "betas": [0.8, 0.9], "eps": 1e-6}}},
-            {"optimizer.lr": 1e-3, "optimizer.betas": [0.8, 0.9], "optimizer.eps": 1e-6},
+            {
+                "optimizer.name": "adamw",
+                "optimizer.lr": 1e-3,
+                "optimizer.betas": [0.8, 0.9],
+                "optimizer.eps": 1e-6,
+            },
+        ),
+        (
+            {"optimizer": {"type": "Muon", "params": {"adam_lr": 0.001, "muon_lr": 0.02, "momentum": 0.9}}},
+            {
+                "optimizer.name": "muon",
+                "optimizer.muon.adjust_lr": "original",
+                "optimizer.momentum": 0.9,
+                "optimizer.lr": 0.001,
+                "optimizer.muon.lr_factor": 20.0,
+            },
+        ),
+        (
+            {"optimizer": {"type": "SGD", "params": {"lr": 0.1, "nesterov": False}}},
+            {
+                "optimizer.name": "sgd",
+                "optimizer.momentum": 0.0,
+                "optimizer.nesterov": False,
+                "optimizer.lr": 0.1,
+            },
         ),
         ({"optimizer": {"params": {"weight_decay": 3e-7}}}, {"optimizer.weight_decay": 3e-7}),
         (
@@ -325,7 +349,7 @@ def test_auto_everywhere_means_these_settings(parse):
         (zero(overlap_comm="yes"), "overlap_comm=yes: is not true or false"),
         (zero(reduce_bucket_size=0), "reduce_bucket_size=0: is not an integer of 1 or more"),
         (zero(cpu_offload="cpu"), "cpu_offload=cpu: is not true or false"),
-        ({"optimizer": {"type": "OneBitAdam"}}, "optimizer.type=OneBitAdam: the optimizer is AdamW; choose Adam"),
+        ({"optimizer": {"type": "OneBitAdam"}}, "optimizer.type=OneBitAdam: choose Adam, AdamW, Muon, SGD"),
         ({"optimizer": {"params": {"betas": [0.9]}}}, r"betas=\[0.9\]: is not a list of two numbers"),
         ({"scheduler": {"type": "OneCycle"}}, "scheduler.type=OneCycle: choose WarmupLR, WarmupDecayLR"),
         ({"scheduler": {"params": {"warmup_min_lr": 1e-5}}}, "warmup_min_lr=1e-05: the warm-up rises from zero; set"),

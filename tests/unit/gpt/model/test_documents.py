@@ -6,13 +6,21 @@ import torch.nn.attention.varlen as torch_varlen
 from torch import Tensor
 from torch.nn import functional as F
 
+from data.documents import DocumentBatch
 from gpt.build import build_model
 from gpt.model.attention_kernel import describe_documents
+from gpt.model.compiled_blocks import compile_blocks
 from gpt.model.config import ModelConfig
 from gpt.model.documents import Documents, needs_mask
 from gpt.model.transformer import GPT, initialize
+from gpt.train_step import evaluate, train_step
+from parallel.mesh import Mesh
+from tests.distributed.zero.compiled.backend import Backend
 from tests.unit.gpt.model.models import ONE_DEVICE, small_config
 from zero.activations.checkpointed_blocks import ActivationsConfig
+from zero.config import ZeroConfig
+from zero.engine import ZeroDataParallel
+from zero.optimizer import ZeroOptimizer
 
 STARTS = torch.tensor([0, 1, 6, 16, 31, 32], dtype=torch.int32)  # the second sequence of 16 begins with the fourth
 POSITIONS = torch.cat([torch.arange(n) for n in STARTS.diff()]).unflatten(0, (2, 16))
@@ -95,9 +103,36 @@ def test_the_kernel_of_variable_lengths_runs_where_it_can(attention, head_dim, d
 
 def test_the_log_says_how_documents_are_kept_apart(monkeypatch):
     config = small_config(dropout=0.0)
-    assert "16^2 scores a sequence; " in describe_documents(config, torch.device("cpu"), torch.bfloat16)
+    expected = "a mask of 16 x 16 scores a sequence"
+    assert describe_documents(config, torch.device("cpu"), torch.bfloat16) == expected
     monkeypatch.setattr("gpt.model.documents.device_has_kernel", lambda _device: True)
     assert describe_documents(config, torch.device("cpu"), torch.bfloat16) == "torch.nn.attention.varlen"
+
+
+def test_a_micro_batch_without_a_counted_token_has_no_loss_and_no_gradient():
+    mesh, (tokens, targets) = Mesh.create(1), batch()
+    batches = [DocumentBatch(tokens, words, POSITIONS, STARTS) for words in (targets, torch.full_like(targets, -1))]
+    results = []
+    for micro_batches in (batches, batches[:1]):
+        model = ZeroDataParallel(build(small_config(num_layers=1)), mesh.data, ZeroConfig(0))
+        optimizer = ZeroOptimizer(model, torch.optim.AdamW, lr=1e-2)
+        figures = train_step(model, optimizer, micro_batches, mesh)
+        with model.gathered() as module:
+            results.append([*figures, *(param.detach().clone() for param in module.parameters())])
+        assert evaluate(model, batches[1:], mesh) == 0
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
+
+
+def test_compiled_blocks_are_compiled_once_for_any_documents():
+    backend = Backend()
+    model, eager = build(small_config(num_layers=2)), build(small_config(num_layers=2))
+    compile_blocks(model, "nothing", backend)
+    for documents in (Documents(POSITIONS, STARTS), Documents(torch.arange(16).repeat(2, 1), STARTS[[0, 3, 5]])):
+        expected = gradients(eager, eager(*batch(), documents=documents))
+        for one, other in zip(gradients(model, model(*batch(), documents=documents)), expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=TOLERANCE)
+    assert len(backend.num_operations) == 1
 
 
 def test_dropout_and_evaluation_use_the_mask():

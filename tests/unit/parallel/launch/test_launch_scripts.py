@@ -138,6 +138,8 @@ def test_hostfile_starts_the_same_on_every_host_and_passes_on_the_code_of_the_on
     assert re.search(r"^n2: \+ .*parallel.launch", said, re.MULTILINE)
     (stubs / "calls").unlink()
     assert launch("hostfile.sh", stubs, **settings)[0] == 0
+    code, _, said = launch("hostfile.sh", stubs, HOSTS="nowhere")
+    assert (code, said) == (2, "error: HOSTS=nowhere cannot be read; give a file with one host a line\n")
 
 
 def slurm(**more: str) -> dict[str, str]:

@@ -25,9 +25,11 @@ def test_the_stretches_of_packed_matrices_are_their_rows(packed, num_rows):
         for start, stop in pairwise(cuts):
             elements = range(min(start, param.numel()), min(stop, param.numel()))
             for own, matrix in zip(found, matrices, strict=True):
-                for stretch, first in matrix.stretches(elements):
-                    assert elements.start <= stretch.start < stretch.stop <= elements.stop
-                    own[first : first + len(stretch)] = param.flatten()[stretch.start : stretch.stop]
+                runs_in = list(matrix.runs_in(elements))
+                assert len(runs_in) <= 3
+                for runs, first in runs_in:
+                    values = runs.view(param.flatten()[elements.start : elements.stop], elements.start)
+                    own[first : first + runs.numel] = values.flatten()
         for own, whole in zip(found, expected, strict=True):
             assert own.equal(whole.flatten())
 

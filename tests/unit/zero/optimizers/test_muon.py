@@ -12,6 +12,7 @@ from zero.config import ZeroConfig
 from zero.elementwise import probe_atoms
 from zero.engine import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
+from zero.optimizers.atoms import ELEMENT
 from zero.optimizers.muon import Muon
 
 CPU = torch.device("cpu")
@@ -111,14 +112,7 @@ def test_a_vector_in_a_group_of_matrices_is_refused():
 class WrongMuon(Muon):
     """A Muon that says that its matrices are elements."""
 
-    def atom(self, group):
-        return super().atom(group | {"update": "adamw"})
-
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None and group["update"] == "muon":
-                    self._step_whole(param, param.grad, group)
+    own_atom = ELEMENT
 
 
 def test_a_wrong_declaration_is_refused():

@@ -1,0 +1,90 @@
+"""8-bit AdamW: its table, the error of a block, and that pieces of a parameter have the bits of the whole."""
+
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+
+from parallel.errors import ConfigError
+from parallel.mesh import Axis
+from zero.config import ZeroConfig
+from zero.elementwise import probe_atoms
+from zero.engine import ZeroDataParallel
+from zero.optimizer import ZeroOptimizer
+from zero.optimizers.adamw8bit import BLOCK, AdamW8bit, dequantized, quantized, table_of
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("is_signed", [True, False])
+def test_the_tables_have_256_values_in_order(is_signed):
+    table = table_of(is_signed)
+    assert len(table) == len(set(table)) == 256
+    assert table == sorted(table)
+    assert (table[-1], table[0] == 0.0, 0.0 in table) == (1.0, not is_signed, True)
+    assert (
+        max(b - a for a, b in pairwise(table)) <= 0.9 / 64 + 1e-9
+    )  # of the largest power of ten, which has 64 or 128 intervals
+
+
+def test_a_value_is_stored_as_the_nearest_one_of_its_block():
+    torch.manual_seed(0)
+    values = torch.randn(3 * BLOCK + 7) * torch.logspace(-8, 3, 3 * BLOCK + 7)
+    table = torch.tensor(table_of(True))
+    numbers, scales = quantized(values, table)
+    assert (numbers.dtype, len(numbers), len(scales)) == (torch.uint8, len(values), 4)
+    found = dequantized(numbers, scales, table)
+    for start in range(0, len(values), BLOCK):
+        own, restored = values[start : start + BLOCK], found[start : start + BLOCK]
+        largest = own.abs().max()
+        nearest = (own[:, None] / largest - table).abs().min(dim=1).values * largest
+        assert ((own - restored).abs() <= nearest * (1 + 1e-4) + 1e-6 * largest).all()
+    assert quantized(torch.zeros(5), table)[1].tolist() == [0.0]
+
+
+def test_the_updates_are_nearly_those_of_adamw():
+    """The moments of a step are exact, and those before it have an error of at most 1/64 of the block's largest."""
+    torch.manual_seed(0)
+    own, expected = (nn.Parameter(torch.linspace(-1, 1, 1000).view(10, 100)) for _ in range(2))
+    optimizers = AdamW8bit([own], lr=1e-2), torch.optim.AdamW([expected], lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
+    for _ in range(20):
+        own.grad = torch.randn(10, 100)
+        expected.grad = own.grad.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    assert (own - expected).abs().max() < 0.03  # of 20 steps of 0.01
+    assert not own.equal(expected)
+
+
+def test_the_state_has_two_bytes_and_two_scales_a_block():
+    (bytes_each,) = probe_atoms(AdamW8bit, {}, CPU)
+    assert bytes_each == pytest.approx(2 + 8 / BLOCK, rel=0.05)  # the last block of the probed parameter is incomplete
+    assert probe_atoms(AdamW8bit, {}, CPU, [{"update": "adamw"}]) == [8]
+
+
+def steps(fused: bool, bad_steps: tuple[int, ...]) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    module = nn.Linear(40, 30)
+    model = ZeroDataParallel(module, Axis.trivial("data"), ZeroConfig(1, bucket_numel=512, alignment=BLOCK))
+    optimizer = ZeroOptimizer(model, AdamW8bit, lr=0.1, fused=fused, warn_skipped=False)
+    good = iter(range(3))
+    for step in range(3 + len(bad_steps)):
+        factor = math.inf if step in bad_steps else 1.0 + next(good)
+        (model(torch.linspace(0, 1, 40)).square().sum() * factor).backward()
+        optimizer.step()
+    assert optimizer.num_skipped.item() == len(bad_steps)
+    return [*module.parameters(), *(v for state in optimizer.inner.state.values() for _, v in sorted(state.items()))]
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_step_with_an_infinite_gradient_leaves_no_trace(fused):
+    assert all(a.equal(b) for a, b in zip(steps(fused, (0, 2)), steps(fused, ()), strict=True))
+
+
+def test_shards_that_cut_blocks_are_refused():
+    model = ZeroDataParallel(nn.Linear(40, 30), Axis.trivial("data"), ZeroConfig(1))
+    message = r"AdamW8bit updates blocks of 256 elements, and ZeroConfig.alignment=16 lets shards cut them; .*256"
+    with pytest.raises(ConfigError, match=message):
+        ZeroOptimizer(model, AdamW8bit)

@@ -1,0 +1,63 @@
+"""AdamW in which groups choose another method of updating their parameters."""
+
+from abc import abstractmethod
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW
+
+from zero.optimizers.atoms import ELEMENT, Atom
+
+ADAM_DEFAULTS: dict[str, Any] = {"betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True}
+
+
+class GroupedAdamW(AdamW):
+    """AdamW for groups with update="adamw", and another method for those with update=`method`, which is the default.
+
+    The settings are those of torch's AdamW, and those of the method. The fused AdamW, which is the default, lets a step
+    be skipped without a wait: see `ZeroOptimizer`.
+    """
+
+    method: ClassVar[str]
+    own_defaults: ClassVar[dict[str, Any]]
+    """The settings of the method, with their defaults."""
+    own_atom: ClassVar[Atom]
+    """The atom of the method."""
+
+    def __init__(self, params: Any, **settings: Any):
+        own = {name: settings.pop(name, value) for name, value in self.own_defaults.items()}
+        super().__init__(params, **ADAM_DEFAULTS | settings)
+        self.defaults |= {"update": self.method, **own}
+        for group in self.param_groups:
+            for name, value in self.defaults.items():
+                group.setdefault(name, value)
+            if group["update"] not in (self.method, "adamw"):
+                raise ValueError(f"update={group['update']!r} of a group; choose {self.method!r} or 'adamw'")
+
+    def atom(self, group: dict[str, Any]) -> Atom:
+        """Return the atom of a group."""
+        return self.own_atom if group["update"] == self.method else ELEMENT
+
+    @abstractmethod
+    def update_param(self, param: nn.Parameter, grad: Tensor, group: dict[str, Any]) -> None:
+        """Update one parameter of a group by the method."""
+
+    def is_kept(self, like: Tensor) -> Tensor | None:
+        """Return 0 if the step is to be skipped, else 1, in the type of `like`; None if no flag has been set."""
+        found_inf = getattr(self, "found_inf", None)
+        return None if found_inf is None else (1.0 - found_inf).to(like.dtype)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Update all parameters."""
+        groups = self.param_groups
+        for group in (group for group in groups if group["update"] == self.method):
+            for param in group["params"]:
+                if param.grad is not None:
+                    self.update_param(param, param.grad, group)
+        self.param_groups = [group for group in groups if group["update"] != self.method]
+        try:
+            super().step()
+        finally:
+            self.param_groups = groups
