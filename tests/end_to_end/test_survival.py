@@ -45,7 +45,12 @@ def check_that_kills_change_nothing(corpus: Path, folder: Path, num_steps: int, 
     del arguments["run.dir"]
     assert run_under(arguments, folder / "killed", kills) == losses(undisturbed)
     last = json.loads((folder / "killed" / "checkpoints" / f"step-{num_steps:08d}" / "layout.json").read_text())
-    assert last["data"] == {"train.seed": 1234, "data.split": [0.8, 0.1, 0.1], "data.path": str(corpus)}
+    assert last["data"] == {
+        "train.seed": 1234,
+        "data.split": [0.8, 0.1, 0.1],
+        "data.packing": "stream",
+        "data.path": str(corpus),
+    }
     assert last["progress"]["step"] == num_steps
 
 
