@@ -158,7 +158,8 @@ class TrainSettings:
     loss_scale: LossScaleSettings = field(default_factory=LossScaleSettings)
     """The loss scale of fp16."""
     initial_weights: FilePath | None = None
-    """Folder of GPT-2 weights in the format of transformers, to start the run from; null: random values."""
+    """Folder of weights of GPT-2, Llama, Qwen 3 or Mistral in the format of transformers, to start the run from; null:
+    random values."""
     seed: NonNegative = 1234
     """Seed of the initial values, of dropout and of the order of samples."""
     log_every: Positive = 10

@@ -155,12 +155,14 @@ class ModelConfig:
     def block_width(self) -> int:
         """The number of elements that a block keeps for each token inside its split layers: 12 hidden_size in GPT-2.
 
-        They are q, k and v, the output of attention, and the MLP before and after its activation function. RoPE keeps k
-        once more, beside the product that v is a part of, norms of heads keep their inputs, and SwiGLU silu(gate).
+        They are q, k and v, the output of attention, and the MLP before and after its activation function. RoPE and
+        norms of heads make other q and k; the products are kept beside them if v is a part of these, or if a norm needs
+        its input. SwiGLU keeps silu(gate) too.
         """
         queries, keys = self.num_heads * self.head_size, self.kv_heads * self.head_size
-        heads = 2 * queries + 2 * keys + (keys if self.positions == "rope" else 0)
-        heads += queries + keys if self.qk_norm else 0
+        is_changed = self.qk_norm or self.positions == "rope"
+        keeps_product = not is_changed or self.qk_norm or keys == queries
+        heads = (queries if keeps_product else 0) + 2 * keys + (queries + keys if is_changed else 0) + queries
         return heads + {"gelu": 2, "swiglu": 4}[self.mlp] * self.mlp_size
 
     @property

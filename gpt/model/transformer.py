@@ -21,6 +21,7 @@ from torch.nn import functional as F
 
 from gpt.model.config import ROWS_PER_UNIT, ModelConfig, check_divides
 from gpt.model.documents import Documents, needs_mask
+from gpt.model.rms_norm import RMSNorm
 from gpt.model.rotary import Rotation, rotated, tables
 from parallel.blocks import RunBlocks, run_in_order
 from parallel.mesh import Axis
@@ -44,7 +45,7 @@ from parallel.tensor.token_layout import TokenLayout
 
 INIT_STD = 0.02
 RESIDUAL_PROJECTIONS = ("attention.projection.weight", "mlp.down.weight")
-NORMS: dict[str, type[nn.Module]] = {"layer": nn.LayerNorm, "rms": nn.RMSNorm}
+NORMS: dict[str, type[nn.Module]] = {"layer": nn.LayerNorm, "rms": RMSNorm}
 
 
 class Sequences(NamedTuple):

@@ -212,7 +212,7 @@ def column_gradients(
     if needs_x:
         sums = grads[0] @ weights[0]
         for grad, weight in zip(grads[1:], weights[1:], strict=True):
-            sums.addmm_(grad, weight)
+            torch.addmm(sums, grad, weight, out=sums)
         grad_x, reduced = tokens.reduce(sums)
     if needs_weights:
         gathered.wait()

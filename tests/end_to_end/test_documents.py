@@ -79,6 +79,7 @@ NOT_RUN = {
     "python -m scripts.bench.slow_link": "needs network namespaces, and minutes on an idle machine",
     "pip install 'setuptools<81' wheel": "installs DeepSpeed",
     "DS_ACCELERATOR=cpu": "needs DeepSpeed",
+    "torchrun --nproc_per_node=8 pretrain_gpt.py --config configs/models/llama-3-8b.yaml": "needs Llama 3's weights",
 }
 # What a page asks for in a sentence before its commands, and the files of a user that it speaks of.
 BEFORE = {

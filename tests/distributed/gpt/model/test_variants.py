@@ -28,30 +28,15 @@ from tests.distributed.gpt.test_tensor_parallel import (
 from tests.distributed.zero.compiled.backend import Backend
 from tests.pairwise import pairwise
 from tests.ranks import run_ranks
-from tests.unit.gpt.model.models import ONE_DEVICE, SIZES, preset_config
+from tests.unit.gpt.model.models import ONE_DEVICE, SIZES, VARIANTS
 from zero.activations.checkpointed_blocks import ActivationsConfig
 from zero.config import ZeroConfig
 from zero.engine import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
 
-OPTIONS = {  # of GPT-2, one at a time
-    "rope": {"positions": "rope"},
-    "rms": {"norm": "rms"},
-    "swiglu": {"mlp": "swiglu", "mlp_width": 24},
-    "grouped": {"num_kv_heads": 2},
-    "one-kv-head": {"num_kv_heads": 1, "attention": "math"},
-    "head-dim": {"head_dim": 6},
-    "qk-norm": {"qk_norm": True},
-    "no-biases": {"biases": False},
-    "untied": {"tied_head": False},
-}
-CONFIGS = {
-    **{name: preset_config(name) for name in SIZES if name != "gpt2"},
-    **{name: preset_config("gpt2", **changes) for name, changes in OPTIONS.items()},
-}
 MESHES = [(1, 2, False), (1, 2, True), (1, 4, False), (1, 4, True), (2, 2, True), (2, 1, False)]
 FACTORS = {
-    "name": list(CONFIGS),
+    "name": list(VARIANTS),
     "mesh": MESHES,  # data x tensor, sequence parallel
     "stage": [0, 1, 2, 3],
     "store": ["none", "selective", "keep"],
@@ -63,7 +48,7 @@ def train_all(cases: list[Case]) -> list:
     """Return the results of several cases on one rank; a start of the ranks serves all of them."""
     return [
         train(
-            CONFIGS[case["name"]],
+            VARIANTS[case["name"]],
             case["mesh"][1],
             case["mesh"][2],
             ZeroConfig(case["stage"], 2000),
@@ -81,7 +66,7 @@ def check(cases: list[Case]) -> None:
         data_size, tensor_size, _ = case["mesh"]
         results = [of_rank[number] for of_rank in of_ranks]
         try:
-            assert_equals_whole(results, train_whole(CONFIGS[case["name"]], data_size), tensor_size)
+            assert_equals_whole(results, train_whole(VARIANTS[case["name"]], data_size), tensor_size)
         except BaseException as error:
             error.add_note(f"in {case}")
             raise
@@ -95,7 +80,7 @@ def few_cases() -> list[Case]:
     """Return one case of each option and two of each preset; meshes, stages and stores take turns."""
     others = itertools.cycle(pairwise(stage=FACTORS["stage"], store=FACTORS["store"]))
     meshes = itertools.cycle(MESHES)
-    return [{"name": name, "mesh": next(meshes), **next(others)} for name in [*CONFIGS, *SIZES] if name in CONFIGS]
+    return [{"name": name, "mesh": next(meshes), **next(others)} for name in [*VARIANTS, *SIZES] if name in VARIANTS]
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
@@ -104,7 +89,7 @@ def test_every_option_and_preset_equals_one_process(num_ranks):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_every_option_and_preset_equals_one_process_in_every_layout(name, num_ranks):
     product = (dict(zip(FACTORS, values, strict=True)) for values in itertools.product(*FACTORS.values()))
@@ -139,7 +124,7 @@ def continue_and_save(config: ModelConfig, tensor_size: int, stage: int, source:
 
 @pytest.mark.parametrize("name", ["qwen3"])
 def test_checkpoints_are_read_at_sizes_that_split_keys_and_values_and_that_replicate_them(name, tmp_path):
-    config, source, losses, saved = CONFIGS[name], None, [], []
+    config, source, losses, saved = VARIANTS[name], None, [], []
     for number, (tensor_size, stage) in enumerate([(1, 1), (4, 3), (2, 2), (4, 1), (1, 0)]):
         folder = tmp_path / str(number)
         losses += run_ranks(tensor_size, continue_and_save, config, tensor_size, stage, source, folder)[:1]
@@ -157,7 +142,7 @@ def logits_at(sizes: list[str], weights: list[dict[str, Tensor]], ids: Tensor) -
     for name, whole in zip(sizes, weights, strict=True):
         for is_split in (False, True):
             tokens = layout_of(axis, is_split)
-            model = build_model(CONFIGS[name], ActivationsConfig(), tokens, torch.device("cpu"), torch.float64).eval()
+            model = build_model(VARIANTS[name], ActivationsConfig(), tokens, torch.device("cpu"), torch.float64).eval()
             load_weights(model, whole)
             found.append(model(ids).detach())
     return found
@@ -167,7 +152,7 @@ def test_weights_give_the_same_logits_at_any_tensor_size():
     names, ids = ["llama", "qwen3", "mistral"], torch.arange(21).view(3, 7)
     weights = []
     for name in names:
-        config = CONFIGS[name]
+        config = VARIANTS[name]
         generator = torch.Generator().manual_seed(0)
         model = build_model(config, ActivationsConfig(), ONE_DEVICE, torch.device("cpu"), torch.float64)
         shapes = {key: param.shape for key, param in model.named_parameters()}
@@ -200,7 +185,7 @@ def losses_of_blocks(config: ModelConfig, tensor_size: int, is_split: bool, is_c
 
 def check_compiled(names: list[str], tensor_size: int) -> None:
     for name, is_split in itertools.product(names, [False, True]):
-        eager, compiled = (losses_of_blocks(CONFIGS[name], tensor_size, is_split, flag) for flag in (False, True))
+        eager, compiled = (losses_of_blocks(VARIANTS[name], tensor_size, is_split, flag) for flag in (False, True))
         torch.testing.assert_close(compiled, eager, rtol=1e-12, atol=1e-12, msg=f"{name} {is_split}")
 
 
@@ -211,4 +196,4 @@ def test_compiled_blocks_equal_eager_ones():
 @pytest.mark.full
 @pytest.mark.parametrize("tensor_size", [1, 2])
 def test_all_compiled_blocks_equal_eager_ones(tensor_size):
-    run_ranks(2, check_compiled, list(CONFIGS), tensor_size, timeout_seconds=1800)
+    run_ranks(2, check_compiled, list(VARIANTS), tensor_size, timeout_seconds=1800)

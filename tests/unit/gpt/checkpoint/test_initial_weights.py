@@ -13,16 +13,17 @@ from gpt.checkpoint.pretrained import load_pretrained
 from gpt.model.config import parameter_shapes
 from parallel.errors import ConfigError
 from tests.pretrained_weights import weights_to_transformers, write_pretrained
-from tests.unit.gpt.model.models import small_config, small_gpt
+from tests.unit.gpt.model.models import VARIANTS, small_config, small_gpt
 from zero.state.tensor_file import write_tensors
 
 CONFIG = small_config(num_layers=2)
 
 
 def test_shapes_of_a_configuration_are_those_of_the_model():
-    model = small_gpt(CONFIG)
-    shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}
-    assert dict(parameter_shapes(CONFIG, CONFIG.padded_vocab_size)) == shapes
+    for config in (CONFIG, *VARIANTS.values()):
+        model = small_gpt(config)
+        shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}
+        assert dict(parameter_shapes(config, config.padded_vocab_size)) == shapes
 
 
 @pytest.fixture

@@ -37,6 +37,23 @@ def preset_config(name: str, **changes: object) -> ModelConfig:
     return ModelConfig(**{**sizes, **parts, **SIZES[name], **changes})
 
 
+OPTIONS = {  # of GPT-2, one at a time
+    "rope": {"positions": "rope"},
+    "rms": {"norm": "rms"},
+    "swiglu": {"mlp": "swiglu", "mlp_width": 24},
+    "grouped": {"num_kv_heads": 2},
+    "one-kv-head": {"num_kv_heads": 1, "attention": "math"},
+    "head-dim": {"head_dim": 6},
+    "qk-norm": {"qk_norm": True},
+    "no-biases": {"biases": False},
+    "untied": {"tied_head": False},
+}
+VARIANTS = {
+    **{name: preset_config(name) for name in SIZES if name != "gpt2"},
+    **{name: preset_config("gpt2", **changes) for name, changes in OPTIONS.items()},
+}
+
+
 def small_gpt(config: ModelConfig, run_blocks: RunBlocks | None = None, seed: int = 1) -> GPT:
     model = GPT(config, ONE_DEVICE, run_blocks).double()
     initialize(model, seed)

@@ -1,5 +1,7 @@
 """The formulas of FLOPs against torch's counter of executed operations, and against Megatron-LM's formula."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -8,7 +10,7 @@ from gpt.build import build_model
 from gpt.model.config import ModelConfig
 from gpt.model.flops import hardware_flops, model_flops, peak_flops_per_second
 from gpt.model.transformer import initialize
-from tests.unit.gpt.model.models import ONE_DEVICE, batch, small_config
+from tests.unit.gpt.model.models import ONE_DEVICE, VARIANTS, batch, small_config
 from zero.activations.checkpointed_blocks import ActivationsConfig
 
 
@@ -23,6 +25,13 @@ def counted_flops(config: ModelConfig, activations: ActivationsConfig) -> int:
 def test_hardware_flops_are_those_that_torch_counts():
     config = small_config(attention="math")
     assert counted_flops(config, ActivationsConfig("none")) == hardware_flops(config, 3, "nothing")
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_hardware_flops_of_every_option_and_preset_are_those_that_torch_counts(name):
+    config = replace(VARIANTS[name], attention="math", dropout=0.1)
+    for store, recomputes in (("none", "nothing"), ("selective", "attention"), ("keep", "blocks")):
+        assert counted_flops(config, ActivationsConfig(store)) == hardware_flops(config, 3, recomputes)
 
 
 @pytest.mark.parametrize("layers_per_checkpoint", [1, 2])

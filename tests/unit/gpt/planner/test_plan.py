@@ -77,6 +77,8 @@ def test_a_world_that_no_layout_divides_is_refused():
         ("none", ["--model.attention=math", "--model.dropout=0", "--parallel.tensor_size=1"]),
         ("none", ["--model.attention=math", "--model.dropout=0.1"]),
         ("selective", ["--model.attention=math", "--model.dropout=0.1", "--parallel.sequence_parallel=true"]),
+        ("none", ["--config=configs/models/llama.yaml", "--model.attention=flash", "--model.num_kv_heads=2"]),
+        ("none", ["--config=configs/models/qwen3.yaml", "--model.attention=flash", "--model.head_dim=32"]),
     ],
 )
 def test_a_layer_without_checkpoints_keeps_the_bytes_of_the_closed_form(store: str, options: list[str]):

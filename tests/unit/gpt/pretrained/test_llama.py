@@ -13,13 +13,17 @@ from transformers.models.mistral import modeling_mistral
 from transformers.models.qwen3 import modeling_qwen3
 
 from gpt.checkpoint.pretrained import load_pretrained, read_pretrained
-from gpt.model.config import ModelConfig, parameter_shapes
+from gpt.model.config import ModelConfig, check_divides, parameter_shapes
+from gpt.planner.activation_store import parameters_of_rank
 from gpt.pretrained.families import config_from_transformers, config_to_transformers, family_of
 from gpt.pretrained.tensors import load_weights
+from gpt.settings_parser import parse_settings
 from parallel.errors import ConfigError
+from parallel.instruments.comm_log import CommLog
+from parallel.mesh import Axis
 from tests.models import rms_norm
 from tests.pretrained_weights import weights_from_transformers, weights_to_transformers, write_pretrained
-from tests.unit.gpt.model.models import SIZES, batch, preset_config, small_config, small_gpt
+from tests.unit.gpt.model.models import MODELS, SIZES, batch, preset_config, small_config, small_gpt
 
 PRESETS = [name for name in SIZES if name != "gpt2"]
 NORMS = (modeling_llama.LlamaRMSNorm, modeling_qwen3.Qwen3RMSNorm, modeling_mistral.MistralRMSNorm)
@@ -149,6 +153,14 @@ def test_published_models_have_their_numbers_of_parameters(name):
     assert sum(torch.Size(shape).numel() for _, shape in parameter_shapes(config, config.vocab_size)) == expected
     if name.startswith("mistral"):
         assert config.seq_length == 4096  # the window, up to which no token is hidden
+
+
+@pytest.mark.parametrize(("name", "expected"), [("8b", 8_030_261_248), ("70b", 70_553_706_496)])
+def test_configurations_of_llama_3_have_the_published_numbers_of_parameters(name, expected):
+    settings = parse_settings(["--config", str(MODELS / f"llama-3-{name}.yaml")])
+    assert parameters_of_rank(settings.model, 1) == expected
+    for tensor_size in (2, 8, 16):  # in 16, keys and values of 8 heads are replicated
+        check_divides(settings.model, Axis("tensor", tensor_size, 0, CommLog()))
 
 
 REFUSED = [
