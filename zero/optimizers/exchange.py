@@ -132,6 +132,11 @@ class MatrixExchange:
             self._received[stretch.matrix].append(stretch)
         self._plan_parts(sorted(own))
 
+    @property
+    def own(self) -> list[int]:
+        """The numbers of the matrices that this rank computes."""
+        return list(self._own_parts)
+
     def gather_parts(self, received: Tensor) -> Tensor:
         """Return the parts of this shard rank's matrices, each in one piece, in the order of the second message."""
         parts = received.new_empty(self.by_tensor.sent_numel)

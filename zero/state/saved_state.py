@@ -199,6 +199,19 @@ class SavedState:
                 saved_block = Block(block.first_row, block.num_rows, columns, saved_numel)
                 self._read_block(parameter, kind, saved_rank, saved_block, block_out[:, left - start : right - start])
 
+    def load_by_name(self, tensors: Mapping[str, Tensor]) -> None:
+        """Fill tensors that one rank each has saved whole, under these names.
+
+        Raises ConfigError if no file has one of them, or has it in another shape.
+        """
+        if not tensors:
+            return
+        ranks = {name: rank for rank in range(self.data_size * self.tensor_size) for name in self.file(rank).entries}
+        for name, out in tensors.items():
+            if name not in ranks:
+                raise ConfigError(f"{self.folder} lacks {shown(name)}; load it with the optimizer's settings")
+            self.file(ranks[name]).load(name, out)
+
     def read_blocks(self, name: str, kind: str, elements: range, *, out: Tensor, tensor: TensorRank = WHOLE) -> None:
         """Fill `out` with the values of a kind that has one for each block of elements, if `has_blocks_of` is true.
 

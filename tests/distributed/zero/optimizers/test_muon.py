@@ -73,14 +73,17 @@ def sequences(step: int) -> Tensor:
     return torch.randint(CONFIG.vocab_size, (GLOBAL_BATCH, CONFIG.seq_length + 1), generator=generator)
 
 
-def start(case: Case, dtype: torch.dtype = torch.float64, **settings: Any) -> tuple[ZeroDataParallel, ZeroOptimizer]:
+def start(
+    case: Case, dtype: torch.dtype = torch.float64, kind: type[torch.optim.Optimizer] = Muon, **settings: Any
+) -> tuple[ZeroDataParallel, ZeroOptimizer]:
     mesh = Mesh.create(case.tensor_size, shard_size=case.shard_size)
     gpt = build(mesh.tensor).to(dtype)
     types = {"accumulate_dtype": "bf16", "reduce_dtype": "bf16"} if dtype is torch.bfloat16 else {}
     config = ZeroConfig(case.stage, case.bucket_numel, overlap_gather=case.overlap_gather, **types)
     model = ZeroDataParallel(gpt, mesh.data, config, offload=case.offload)
-    muon = {"ns_dtype": "fp64", "lr": LR, "weight_decay": DECAY, "clip_norm": CLIP_NORM} | settings
-    return model, ZeroOptimizer(model, Muon, groups_of(gpt), tensor=mesh.tensor, **muon)
+    types = {"ns_dtype": "fp64"} if kind is Muon else {"dtype": "fp64"}
+    chosen = {**types, "lr": LR, "weight_decay": DECAY, "clip_norm": CLIP_NORM} | settings
+    return model, ZeroOptimizer(model, kind, groups_of(gpt), tensor=mesh.tensor, **chosen)
 
 
 def train_steps(model: ZeroDataParallel, optimizer: ZeroOptimizer, num_micro_batches: int, steps: range) -> None:
