@@ -177,10 +177,8 @@ class SavedState:
         device. The size of the tensor axis may differ from the size that was saved. A value that is that of a block of
         elements is repeated for each of them.
         """
-        parameter = self.parameters[name]
-        own_dim = tensor.dims.get(name)
-        num_parts = 1 if own_dim is None else tensor.size
-        num_saved_parts = 1 if parameter.dim is None else self.tensor_size
+        parameter, own_dim = self.parameters[name], tensor.dims.get(name)
+        num_parts, num_saved_parts = self._num_parts(name, tensor)
         if num_parts == num_saved_parts:
             self._read_part(parameter, kind, tensor.rank % self.tensor_size, elements, out)
             return
@@ -229,7 +227,13 @@ class SavedState:
 
     def has_blocks_of(self, name: str, tensor: TensorRank) -> bool:
         """Return whether a parameter was cut along the tensor axis as it is now, so that its blocks are the same."""
-        return self.parameters[name].dim is None or tensor.size == self.tensor_size
+        num_parts, num_saved_parts = self._num_parts(name, tensor)
+        return num_parts == num_saved_parts
+
+    def _num_parts(self, name: str, tensor: TensorRank) -> tuple[int, int]:
+        """Return the numbers of parts into which the tensor axis cuts a parameter: now, and when it was saved."""
+        num_saved_parts = 1 if self.parameters[name].dim is None else self.tensor_size
+        return tensor.size if name in tensor.dims else 1, num_saved_parts
 
     def _read_block(self, parameter: SavedParameter, kind: str, saved_rank: int, block: Block, out: Tensor) -> None:
         """Read a block of the part of a saved tensor rank; columns between those of the block are read and dropped."""
