@@ -267,7 +267,8 @@ def test_traffic_and_memory_are_those_of_the_formulas():
 
     Buckets are so small that each matrix is spread over all ranks. Moments are 4 bytes of a matrix, 8 of the rest.
     """
-    cases = [Case(1, 4, bucket_numel=64), Case(3, 4, bucket_numel=64), Case(2, 2, 2, bucket_numel=64), Case(0, 4)]
+    model = replace(CONFIG, num_layers=1)
+    cases = [Case(1, 4, bucket_numel=256, model=model), Case(2, 2, 2, bucket_numel=128, model=model), Case(0, 4)]
     for case, found in zip(cases, zip(*run_ranks(4, measure_all, cases), strict=True), strict=True):
         num_shards = 1 if case.stage == 0 else case.data_size
         numel, itemsize = found[0]["numel"], torch.bfloat16.itemsize
