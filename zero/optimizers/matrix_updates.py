@@ -103,7 +103,7 @@ class MatrixUpdates:
         for on_host, on_accelerator in self._copied_from_host():
             self._offload.to_accelerator(on_host, out=on_accelerator).wait()
         with allocating(TensorKind.BUFFERS):
-            self._received = self._message.new_empty(self._exchange.by_shard.received_numel)
+            self._received = self._exchange.by_shard.receive_buffer(self._message)
         self._sent = self._exchange.by_shard.send(self._message, self._received)
 
     def compute(self) -> None:
@@ -115,7 +115,7 @@ class MatrixUpdates:
         with allocating(TensorKind.BUFFERS):
             parts = self._exchange.gather_parts(self._received)
             del self._received  # freed while the matrices are computed
-            wholes = parts.new_empty(by_tensor.received_numel)
+            wholes = by_tensor.receive_buffer(parts)
             by_tensor.send(parts, wholes).wait()
             for number, own in self._exchange.computed(wholes):
                 matrix = self.matrices[number]
@@ -123,7 +123,8 @@ class MatrixUpdates:
                 update = self.inner.transform(join(own, matrix.joined_dim), group, state)
                 take_apart(update, own, matrix.joined_dim)
             by_tensor.send_back(wholes, parts).wait()
-            received = self._exchange.scatter_parts(parts)
+            received = by_shard.receive_buffer(self._message)
+            self._exchange.scatter_parts(parts, received)
         by_shard.send_back(received, self._message).wait()
         if (is_kept := self.inner.is_kept(self._message)) is not None:
             self._message.mul_(is_kept)
