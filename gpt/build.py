@@ -38,6 +38,7 @@ from zero.offload.placement import Offload, Placement
 from zero.optimizer import ZeroOptimizer
 from zero.optimizers.adamw8bit import AdamW8bit
 from zero.optimizers.muon import Muon
+from zero.optimizers.soap import Soap
 from zero.sharded_init import ShardedInit
 from zero.stage import Lifetime
 
@@ -283,6 +284,10 @@ def _muon(settings: OptimizerSettings, _offload: Offload) -> ChosenOptimizer:
     return Muon, muon | options | {"betas": settings.betas, "eps": settings.eps}, "Muon, and fused AdamW"
 
 
+def _soap(settings: OptimizerSettings, _offload: Offload) -> ChosenOptimizer:
+    return Soap, asdict(settings.soap) | {"betas": settings.betas, "eps": settings.eps}, "SOAP, and fused AdamW"
+
+
 def _sgd(settings: OptimizerSettings, _offload: Offload) -> ChosenOptimizer:
     return torch.optim.SGD, {"momentum": settings.momentum, "nesterov": settings.nesterov}, "torch.optim.SGD"
 
@@ -291,6 +296,7 @@ OPTIMIZERS = {
     "adamw": OptimizerRow(_adamw),
     "adamw8bit": OptimizerRow(_adamw8bit, lambda _name, param: param.dim() > 1),
     "muon": OptimizerRow(_muon, is_hidden_matrix),
+    "soap": OptimizerRow(_soap, is_hidden_matrix),
     "sgd": OptimizerRow(_sgd),
 }
 """By the name in the settings."""

@@ -71,6 +71,21 @@ class MuonSettings:
 
 
 @dataclass(frozen=True)
+class SoapSettings:
+    """SOAP, which updates the matrices inside of the blocks. Embeddings, norms and biases are updated by AdamW."""
+
+    shampoo_beta: BelowOne = 0.95
+    """Decay rate of the preconditioners."""
+    refresh_every: Positive = 10
+    """Steps between two refinements of the preconditioners' eigenbases, each of which takes a QR decomposition."""
+    lr_factor: Annotated[float, Range(above=0, at_most=1e4)] = 1.0
+    """Factor of the learning rate of all matrices."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclass(frozen=True)
 class OptimizerSettings:
     """The optimizer; weight decay is for matrices and embeddings only, gradients are clipped by global norm."""
 
@@ -87,16 +102,18 @@ class OptimizerSettings:
     implementation: Literal["torch", "apex"] = "torch"
     """torch: torch's fused AdamW, which never makes the host wait for the device; apex: NVIDIA apex's FusedAdam, on
     GPUs without offloaded optimizer states. A run may resume with the other one."""
-    name: Literal["adamw", "adamw8bit", "muon", "sgd"] = "adamw"
+    name: Literal["adamw", "adamw8bit", "muon", "soap", "sgd"] = "adamw"
     """adamw: AdamW for all parameters; adamw8bit: AdamW with moments of 8 bits, and of fp32 for norms and biases; muon:
-    Muon for the matrices inside of the blocks, and AdamW for the rest; sgd: SGD with momentum, with which the host
-    waits for the device in each step."""
+    Muon for the matrices inside of the blocks, and AdamW for the rest; soap: SOAP and AdamW in the same way; sgd: SGD
+    with momentum, with which the host waits for the device in each step."""
     momentum: BelowOne = 0.95
     """Decay rate of the momentum of muon and sgd."""
     nesterov: bool = True
     """Use Nesterov momentum in muon and sgd."""
     muon: MuonSettings = field(default_factory=MuonSettings)
     """The settings of muon."""
+    soap: SoapSettings = field(default_factory=SoapSettings)
+    """The settings of soap."""
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -32,6 +32,7 @@ from zero.offload.placement import OffloadConfig
 from zero.optimizer import ZeroOptimizer
 from zero.optimizers.adamw8bit import AdamW8bit
 from zero.optimizers.muon import Muon
+from zero.optimizers.soap import Soap
 from zero.sharded_init import ShardedInit
 from zero.state.checkpoint import Saver, has_checkpoint, load, save
 from zero.state.export import export
@@ -54,6 +55,7 @@ __all__ = [
     "ShardedInit",
     "ShardedParameterError",
     "SkippedStepsError",
+    "Soap",
     "ZeroConfig",
     "ZeroDataParallel",
     "ZeroOptimizer",

@@ -172,9 +172,9 @@ def probe_atoms(
     """Check that an optimizer gives the same result for small parameters as a whole and for two flat pieces of each.
 
     The pieces are stepped as the atom requires that the optimizer declares for each of `groups`, whose settings a
-    parameter has. Return, for each group, the bytes of state for each element of a parameter in fp32. Raises
-    ConfigError if the results differ, if the optimizer refuses flat pieces, or if pieces that begin at multiples of
-    `alignment` elements may cut its blocks.
+    parameter has. Return, for each group, the bytes of state for each element of a parameter in fp32, without those of
+    whole matrices. Raises ConfigError if the results differ, if the optimizer refuses flat pieces, or if pieces that
+    begin at multiples of `alignment` elements may cut its blocks.
     """
     probed, numbers = _distinct_settings(groups)
     settings = _with_large_rate(settings)
@@ -237,6 +237,9 @@ def _check_equal(name: str, params: Sequence[nn.Parameter], pieces: Sequence[Pie
 def _step_pieces(bucketed: BucketedOptimizer, pieces: Sequence[Piece], grads: Sequence[Tensor]) -> None:
     """Step pieces of whole parameters: element by element one after the other, those of a matrix in its steps."""
     inner = bucketed.inner
+    for group in inner.param_groups:
+        if isinstance(inner, MatrixOptimizer) and atom_of(inner, group).is_matrix:
+            inner.start_round(group)
     bucketed.begin_round()
     for number, grad in enumerate(grads):
         group, own = inner.param_groups[number], [piece for piece in pieces if piece.group == number]
@@ -254,10 +257,11 @@ def _step_matrix(inner: Optimizer, group: dict[str, Any], pieces: Sequence[Piece
     for piece in pieces:
         inner.prepare(piece.param)
     sent = [inner.direction(piece.param, cut(grad.flatten(), piece.elements).clone(), group) for piece in pieces]
-    update = inner.transform(torch.cat(sent).to(inner.message_dtype).view(grad.shape), group).flatten()
+    matrix, shape = torch.cat(sent).to(inner.message_dtype).view(grad.shape), (grad.shape[0], grad.shape[1])
+    update = inner.transform(matrix, group, inner.state_of_matrix(pieces[0], shape, grad.device)).flatten()
     for piece in pieces:
         inner.decay(piece.param, group)
-        inner.add(piece.param, cut(update, piece.elements), group, (grad.shape[0], grad.shape[1]))
+        inner.add(piece.param, cut(update, piece.elements), group, shape)
 
 
 def _random(seed: int, block_numel: int) -> Tensor:

@@ -118,7 +118,7 @@ class ZeroOptimizer:
         """The bytes of the optimizer's states for each element in fp32, in the mean over the parameters."""
         # `_state_bytes` are those of an element, by group.
         state_bytes = sum(self._state_bytes[number] * param.numel() for param, number in self._group_of.items())
-        return state_bytes / sum(param.numel() for param in self._group_of)
+        return (state_bytes + self.matrices.state_bytes) / sum(param.numel() for param in self._group_of)
 
     @property
     def tensor(self) -> Axis:
@@ -244,9 +244,9 @@ class ZeroOptimizer:
         for flat in self._flats:
             flat.reshard()
         self.take_changes()
+        self.matrices.begin()  # before the round, which reads the counters of the groups
         self._bucketed.begin_round()
         scales = {p: _on(self._offload.device_of(p), coefficient, skip) for p in Placement if self._groups[p]}
-        self.matrices.begin()
         for buckets in self._groups_in_order(scales, with_matrices=True):
             self._update(buckets, scales)
         self.matrices.send()

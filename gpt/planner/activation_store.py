@@ -14,11 +14,14 @@ from gpt.settings import TrainSettings
 from parallel.host_memory import physical_bytes
 from parallel.instruments.comm_log import CommLog
 from parallel.mesh import Axis, Mesh
+from parallel.tensor.layers import packed_rows, split_dims
 from parallel.tensor.token_layout import ReplicatedTokens, TokenLayout
 from zero.activations.checkpointed_blocks import ActivationsConfig
 from zero.activations.choice import Workload, choose_store
 from zero.config import ZeroConfig
 from zero.formulas import memory, traffic
+from zero.optimizers.matrices import matrices_of
+from zero.optimizers.soap import Soap
 
 logger = logging.getLogger(__name__)
 
@@ -118,6 +121,11 @@ def matrices_of_rank(model: ModelConfig, tensor_size: int) -> int:
     return _of_all_layers(model, tensor_size)[2]
 
 
+def soap_states_of_rank(model: ModelConfig, tensor_size: int) -> float:
+    """Return the number of elements of SOAP's states, of which the ranks along the shard axis have a part each."""
+    return _of_all_layers(model, tensor_size)[3] / tensor_size
+
+
 def _of_all_layers(model: ModelConfig, tensor_size: int) -> list[int]:
     """Return what `_count_parameters` does.
 
@@ -129,17 +137,26 @@ def _of_all_layers(model: ModelConfig, tensor_size: int) -> list[int]:
 
 
 @cache
-def _count_parameters(model: ModelConfig, tensor_size: int) -> tuple[int, int, int]:
+def _count_parameters(model: ModelConfig, tensor_size: int) -> tuple[int, int, int, int]:
     """Return the number of parameters on one tensor rank, counted in a model on the meta device.
 
-    The second number is that of parameters in matrices inside of the blocks, the third of those in all matrices.
+    The second number is that of parameters in matrices inside of the blocks, the third of those in all matrices;
+    the fourth one is that of elements of SOAP's states on all tensor ranks.
     """
     with torch.device("meta"):
         tokens = ReplicatedTokens(Axis("tensor", tensor_size, 0, CommLog()))
-        named = list(GPT(model, tokens).named_parameters())
+        gpt = GPT(model, tokens)
+    named, split, packed = list(gpt.named_parameters()), split_dims(gpt), packed_rows(gpt)
+    hidden_matrices = [
+        matrix
+        for name, param in named
+        if is_hidden_matrix(name, param)
+        for matrix in matrices_of(name, param.shape, 0, packed.get(name), split.get(name), tensor_size)
+    ]
     hidden = sum(param.numel() for name, param in named if is_hidden_matrix(name, param))
     in_matrices = sum(param.numel() for _, param in named if param.dim() > 1)
-    return sum(param.numel() for _, param in named), hidden, in_matrices
+    soap = sum(Soap.matrix_state_numel(matrix.whole_shape) for matrix in hidden_matrices)
+    return sum(param.numel() for _, param in named), hidden, in_matrices, soap
 
 
 def memory_per_rank(device: torch.device, mesh: Mesh) -> float:

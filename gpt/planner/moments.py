@@ -1,7 +1,12 @@
 """The bytes of the optimizer's states for each parameter, in closed form: K - 4 in the paper's words."""
 
 from gpt.model.config import ModelConfig
-from gpt.planner.activation_store import hidden_matrices_of_rank, matrices_of_rank, parameters_of_rank
+from gpt.planner.activation_store import (
+    hidden_matrices_of_rank,
+    matrices_of_rank,
+    parameters_of_rank,
+    soap_states_of_rank,
+)
 from gpt.settings import OptimizerSettings
 from zero.optimizers.adamw8bit import BLOCK
 
@@ -17,6 +22,9 @@ def moment_bytes(optimizer: OptimizerSettings, model: ModelConfig, tensor_size: 
             share, bytes_each = matrices_of_rank(model, tensor_size) / num_parameters, 2 + OF_ADAM / BLOCK
         case "muon":
             share, bytes_each = hidden_matrices_of_rank(model, tensor_size) / num_parameters, BYTES
+        case "soap":
+            share = hidden_matrices_of_rank(model, tensor_size) / num_parameters
+            bytes_each = BYTES * soap_states_of_rank(model, tensor_size) / num_parameters / share
         case "sgd":
             share, bytes_each = 1.0, BYTES * bool(optimizer.momentum)
         case _:

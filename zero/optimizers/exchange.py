@@ -50,6 +50,10 @@ class Message:
     received_numels: list[int]
     total_numel: int
 
+    def receive_buffer(self, sent: Tensor) -> Tensor:
+        """Return memory for what is received: `sent` itself if this rank is alone, which then copies nothing."""
+        return sent if self.axis.size == 1 else sent.new_empty(sum(self.received_numels))
+
     def send(self, sent: Tensor, received: Tensor) -> Handle:
         """Launch the message."""
         return self.axis.all_to_all(
@@ -65,10 +69,6 @@ class Message:
     @property
     def sent_numel(self) -> int:
         return sum(self.sent_numels)
-
-    @property
-    def received_numel(self) -> int:
-        return sum(self.received_numels)
 
 
 class Places:
@@ -132,18 +132,21 @@ class MatrixExchange:
             self._received[stretch.matrix].append(stretch)
         self._plan_parts(sorted(own))
 
+    @property
+    def own(self) -> list[int]:
+        """The numbers of the matrices that this rank computes."""
+        return list(self._own_parts)
+
     def gather_parts(self, received: Tensor) -> Tensor:
         """Return the parts of this shard rank's matrices, each in one piece, in the order of the second message."""
         parts = received.new_empty(self.by_tensor.sent_numel)
         foreach_copy_(*self._pairs(parts, received))
         return parts
 
-    def scatter_parts(self, parts: Tensor) -> Tensor:
-        """Return the opposite of `gather_parts`."""
-        received = parts.new_empty(self.by_shard.received_numel)
+    def scatter_parts(self, parts: Tensor, received: Tensor) -> None:
+        """Do the opposite of `gather_parts`."""
         in_parts, in_received = self._pairs(parts, received)
         foreach_copy_(in_received, in_parts)
-        return received
 
     def computed(self, wholes: Tensor) -> Iterable[tuple[int, list[Tensor]]]:
         """Iterate over the matrices of this rank, each with its number and its parts in the order of tensor ranks."""

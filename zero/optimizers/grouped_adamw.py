@@ -39,6 +39,9 @@ class GroupedAdamW(AdamW):
         """Return the atom of a group."""
         return self.own_atom if group["update"] == self.method else ELEMENT
 
+    def start_round(self, group: dict[str, Any]) -> None:
+        """Begin a step of all parameters of a group, in which it is the first call."""
+
     @abstractmethod
     def update_param(self, param: nn.Parameter, grad: Tensor, group: dict[str, Any]) -> None:
         """Update one parameter of a group by the method."""
@@ -53,6 +56,8 @@ class GroupedAdamW(AdamW):
         """Update all parameters."""
         groups = self.param_groups
         for group in (group for group in groups if group["update"] == self.method):
+            if group["params"]:
+                self.start_round(group)
             for param in group["params"]:
                 if param.grad is not None:
                     self.update_param(param, param.grad, group)

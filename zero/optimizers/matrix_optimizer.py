@@ -28,30 +28,54 @@ class MatrixOptimizer(GroupedAdamW):
 
     own_atom = MATRIX
 
+    def __init__(self, params: Any, **settings: Any):
+        super().__init__(params, **settings)
+        self.matrix_states: dict[Any, dict[str, Tensor]] = {}
+
     @property
     @abstractmethod
     def message_dtype(self) -> torch.dtype:
         """The data type in which directions and updates are sent."""
 
-    @abstractmethod
     def prepare(self, param: nn.Parameter) -> None:
-        """Make the states of a stretch, before its first update."""
+        """Make the states of a stretch, before its first update; those of whole matrices are others."""
 
     @abstractmethod
     def direction(self, param: nn.Parameter, grad: Tensor, group: dict[str, Any]) -> Tensor:
         """Update the states of a stretch, and return what is sent of it. May overwrite `grad`."""
 
-    @abstractmethod
-    def transform(self, matrix: Tensor, group: dict[str, Any]) -> Tensor:
-        """Return the update of a whole matrix, given the directions in `message_dtype`."""
+    def matrix_state(self, shape: tuple[int, int], device: torch.device) -> dict[str, Tensor]:
+        """Return the states of a whole matrix, before its first update; they are on the rank that computes it."""
+        return {}
+
+    def state_of_matrix(self, key: Any, shape: tuple[int, int], device: torch.device) -> dict[str, Tensor]:
+        """Return the present states of a whole matrix, which are made if there are none for this key."""
+        if key not in self.matrix_states:
+            self.matrix_states[key] = self.matrix_state(shape, device)
+        return self.matrix_states[key]
+
+    @staticmethod
+    def matrix_state_numel(shape: tuple[int, int]) -> int:
+        """Return the number of elements of these states."""
+        return 0
 
     @abstractmethod
+    def transform(self, matrix: Tensor, group: dict[str, Any], state: dict[str, Tensor]) -> Tensor:
+        """Return the update of a whole matrix, given the directions in `message_dtype`, and change its states."""
+
     def decay(self, param: Tensor, group: dict[str, Any]) -> None:
-        """Apply the weight decay to a stretch."""
+        """Apply the decoupled weight decay to a stretch."""
+        decay, is_kept = self.rate(group, None) * group["weight_decay"], self.is_kept(param)
+        if decay:
+            param.mul_(1 - decay if is_kept is None else 1 - is_kept * decay)
 
-    @abstractmethod
     def add(self, param: Tensor, update: Tensor, group: dict[str, Any], shape: tuple[int, int]) -> None:
         """Apply its part of the update to a stretch of a matrix of `shape`."""
+        param.add_(update, alpha=-self.rate(group, shape))
+
+    def rate(self, group: dict[str, Any], shape: tuple[int, int] | None) -> float:
+        """Return the learning rate of a matrix of `shape`; None: that of the weight decay."""
+        return group["lr"] * group["lr_factor"]
 
     @staticmethod
     @abstractmethod
@@ -62,9 +86,11 @@ class MatrixOptimizer(GroupedAdamW):
         """Update a whole parameter, which is one matrix."""
         if param.dim() != 2:
             raise ValueError(f"update={self.method!r} is for matrices, not for shape {tuple(param.shape)}")
+        shape = (param.shape[0], param.shape[1])
         self.prepare(param)
-        update = self.transform(self.direction(param, grad, group).to(self.message_dtype), group)
+        sent = self.direction(param, grad, group).to(self.message_dtype)
+        update = self.transform(sent, group, self.state_of_matrix(param, shape, param.device))
         if (is_kept := self.is_kept(update)) is not None:
             update = update * is_kept
         self.decay(param, group)
-        self.add(param, update, group, (param.shape[0], param.shape[1]))
+        self.add(param, update, group, shape)

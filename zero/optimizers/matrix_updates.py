@@ -44,8 +44,10 @@ class MatrixUpdates:
     ):
         """`pieces`: those of all buckets. `axes`: (shard, tensor); matrices are put together along both."""
         self._inner, self._offload = inner, offload
+        self._tensor_axis = axes[1]
         axes = axes if inner.defaults.get("joins_parts", True) else (axes[0], axes[1].without_peers())
         groups = {number for number, group in enumerate(inner.param_groups) if atom_of(inner, group).is_matrix}
+        self._groups = groups
         params = {param: number for param, number in group_of.items() if number in groups}
         self._pieces = {bucket: [p for p in own if p.group in groups] for bucket, own in pieces.items()}
         self.other_pieces = {bucket: [p for p in own if p.group not in groups] for bucket, own in pieces.items()}
@@ -75,6 +77,8 @@ class MatrixUpdates:
         """Begin an update: allocate the messages."""
         if not self._buckets:
             return
+        for number in self._groups:
+            self.inner.start_round(self.inner.param_groups[number])
         numel, dtype, new = self._exchange.by_shard.sent_numel, self.inner.message_dtype, self._offload.new
         self._message = new(Placement.ACCELERATOR, TensorKind.BUFFERS, numel, dtype)
         if self._host_message is None and any(bucket.optimizer_placement is Placement.HOST for bucket in self._buckets):
@@ -99,7 +103,7 @@ class MatrixUpdates:
         for on_host, on_accelerator in self._copied_from_host():
             self._offload.to_accelerator(on_host, out=on_accelerator).wait()
         with allocating(TensorKind.BUFFERS):
-            self._received = self._message.new_empty(self._exchange.by_shard.received_numel)
+            self._received = self._exchange.by_shard.receive_buffer(self._message)
         self._sent = self._exchange.by_shard.send(self._message, self._received)
 
     def compute(self) -> None:
@@ -111,14 +115,16 @@ class MatrixUpdates:
         with allocating(TensorKind.BUFFERS):
             parts = self._exchange.gather_parts(self._received)
             del self._received  # freed while the matrices are computed
-            wholes = parts.new_empty(by_tensor.received_numel)
+            wholes = by_tensor.receive_buffer(parts)
             by_tensor.send(parts, wholes).wait()
             for number, own in self._exchange.computed(wholes):
                 matrix = self.matrices[number]
-                update = self.inner.transform(join(own, matrix.joined_dim), self.inner.param_groups[matrix.group])
+                group, state = self.inner.param_groups[matrix.group], self._state_of(number)
+                update = self.inner.transform(join(own, matrix.joined_dim), group, state)
                 take_apart(update, own, matrix.joined_dim)
             by_tensor.send_back(wholes, parts).wait()
-            received = self._exchange.scatter_parts(parts)
+            received = by_shard.receive_buffer(self._message)
+            self._exchange.scatter_parts(parts, received)
         by_shard.send_back(received, self._message).wait()
         if (is_kept := self.inner.is_kept(self._message)) is not None:
             self._message.mul_(is_kept)
@@ -140,6 +146,40 @@ class MatrixUpdates:
         """End an update: free the message on the accelerator."""
         if self._buckets:
             del self._message
+
+    def states(self) -> dict[str, Tensor]:
+        """Return the states of the whole matrices of this rank, by name, for a checkpoint; they are made if need be.
+
+        A matrix that each tensor rank has for itself has one for each of them.
+        """
+        return {
+            f"{self._name(number)}.{kind}": value
+            for number in self._exchange.own
+            for kind, value in self._state_of(number).items()
+        }
+
+    def present_states(self) -> list[Tensor]:
+        """Return the states of whole matrices that have been made."""
+        states = self.inner.matrix_states if self.matrices else {}
+        return [value for state in states.values() for value in state.values()]
+
+    @property
+    def state_bytes(self) -> float:
+        """The bytes of the states of all matrices that the ranks along the shard axis share, on one tensor rank."""
+        if not self.matrices:
+            return 0
+        numels = (self.inner.matrix_state_numel(matrix.whole_shape) / matrix.num_parts for matrix in self.matrices)
+        return sum(numels) * self.inner.message_dtype.itemsize
+
+    def _state_of(self, number: int) -> dict[str, Tensor]:
+        with allocating(TensorKind.MOMENTS):
+            return self.inner.state_of_matrix(number, self.matrices[number].whole_shape, self._offload.device)
+
+    def _name(self, number: int) -> str:
+        matrix = self.matrices[number]
+        position = [other.param for other in self.matrices[:number]].count(matrix.param)
+        part = "" if matrix.num_parts == self._tensor_axis.size else f".{self._tensor_axis.rank}"
+        return f"matrix.{matrix.param}.{position}{part}"
 
     def _group(self, piece: Piece) -> dict:
         return self.inner.param_groups[piece.group]

@@ -54,21 +54,14 @@ class Muon(MatrixOptimizer):
             buffer.lerp_(grad, is_kept * (1 - momentum))
         return grad.lerp(buffer, momentum) if group["nesterov"] else buffer
 
-    def transform(self, matrix: Tensor, group: dict[str, Any]) -> Tensor:
+    def transform(self, matrix: Tensor, group: dict[str, Any], state: dict[str, Tensor]) -> Tensor:
         """Return the nearly orthogonal matrix."""
         return orthogonalized(matrix, group["ns_coefficients"], group["ns_steps"], group["ns_eps"])
 
-    def decay(self, param: Tensor, group: dict[str, Any]) -> None:
-        """Apply the decoupled weight decay."""
-        decay = group["lr"] * group["lr_factor"] * group["weight_decay"]
-        is_kept = self.is_kept(param)
-        if decay:
-            param.mul_(1 - decay if is_kept is None else 1 - is_kept * decay)
-
-    def add(self, param: Tensor, update: Tensor, group: dict[str, Any], shape: tuple[int, int]) -> None:
-        """Apply the update, with the learning rate that is adjusted to the shape of the matrix."""
-        rate = group["lr"] * group["lr_factor"] * adjustment(group["adjust_lr_fn"], shape)
-        param.add_(update, alpha=-rate)
+    def rate(self, group: dict[str, Any], shape: tuple[int, int] | None) -> float:
+        """Return the learning rate, which is adjusted to the shape of a matrix."""
+        factor = 1.0 if shape is None else adjustment(group["adjust_lr_fn"], shape)
+        return super().rate(group, shape) * factor
 
     @staticmethod
     def flops(shape: tuple[int, int]) -> int:

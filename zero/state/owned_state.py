@@ -2,6 +2,7 @@
 
 "3.master.640"         a shard of the master weights: the part of flat buffer 3 that begins at its element 640
 "3.exp_avg.640"        optimizer state of the piece of a parameter that begins at that element; 0-dim if it is a number
+"matrix.NAME.0.left"    state of the first matrix of a parameter, on the rank that computes it
 "buffer.NAME"          a buffer of the module; this and the following are not sharded
 "loss_scale.NAME"      a tensor of the dynamic loss scale
 "num_skipped"          the number of steps that were skipped
@@ -38,7 +39,7 @@ def owned_state(model: ZeroDataParallel, optimizer: ZeroOptimizer) -> dict[str, 
             for kind, value in optimizer.inner.state.get(piece.param, {}).items():
                 if isinstance(value, Tensor):
                     state[f"{numbers[bucket]}.{kind}.{bucket.shard.start + piece.elements.start}"] = value
-    return state
+    return state | optimizer.matrices.states()
 
 
 def common_state(model: ZeroDataParallel, optimizer: ZeroOptimizer) -> dict[str, Tensor]:
@@ -67,6 +68,7 @@ def load_owned_state(model: ZeroDataParallel, optimizer: ZeroOptimizer, saved: S
             _load_weights(flat, bucket, saved, tensor)
             bucket.params.owned.copy_(bucket.master)  # returns early if both are the same memory
             bucket.params.all_gather_updated().wait()
+    saved.load_by_name(optimizer.matrices.states())
 
 
 @torch.no_grad()

@@ -24,11 +24,12 @@ def resident_states(
     pieces = [piece for bucket in here for piece in optimizer.pieces_of(bucket)]
     states = (optimizer.inner.state.get(piece.param, {}) for piece in pieces)
     values = (value for state in states for value in state.values())
+    of_matrices = optimizer.matrices.present_states() if placement is Placement.ACCELERATOR else []
     return ModelStates(
         parameters=_num_bytes(t for bucket in model.buckets for t in _parameters(bucket.params, placement)),
         gradients=_num_bytes(t for bucket in optimizer.buckets for t in _gradients(bucket.grads, placement)),
         master=_num_bytes(bucket.master for bucket in here if _has_own_master(bucket)),
-        moments=_num_bytes(value for value in values if isinstance(value, Tensor) and value.dim() > 0),
+        moments=_num_bytes(value for value in [*values, *of_matrices] if isinstance(value, Tensor) and value.dim() > 0),
     )
 
 

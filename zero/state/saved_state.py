@@ -177,10 +177,8 @@ class SavedState:
         device. The size of the tensor axis may differ from the size that was saved. A value that is that of a block of
         elements is repeated for each of them.
         """
-        parameter = self.parameters[name]
-        own_dim = tensor.dims.get(name)
-        num_parts = 1 if own_dim is None else tensor.size
-        num_saved_parts = 1 if parameter.dim is None else self.tensor_size
+        parameter, own_dim = self.parameters[name], tensor.dims.get(name)
+        num_parts, num_saved_parts = self._num_parts(name, tensor)
         if num_parts == num_saved_parts:
             self._read_part(parameter, kind, tensor.rank % self.tensor_size, elements, out)
             return
@@ -199,6 +197,19 @@ class SavedState:
                 saved_block = Block(block.first_row, block.num_rows, columns, saved_numel)
                 self._read_block(parameter, kind, saved_rank, saved_block, block_out[:, left - start : right - start])
 
+    def load_by_name(self, tensors: Mapping[str, Tensor]) -> None:
+        """Fill tensors that one rank each has saved whole, under these names.
+
+        Raises ConfigError if no file has one of them, or has it in another shape.
+        """
+        if not tensors:
+            return
+        ranks = {name: rank for rank in range(self.data_size * self.tensor_size) for name in self.file(rank).entries}
+        for name, out in tensors.items():
+            if name not in ranks:
+                raise ConfigError(f"{self.folder} lacks {shown(name)}; load it with the optimizer's settings")
+            self.file(ranks[name]).load(name, out)
+
     def read_blocks(self, name: str, kind: str, elements: range, *, out: Tensor, tensor: TensorRank = WHOLE) -> None:
         """Fill `out` with the values of a kind that has one for each block of elements, if `has_blocks_of` is true.
 
@@ -216,7 +227,13 @@ class SavedState:
 
     def has_blocks_of(self, name: str, tensor: TensorRank) -> bool:
         """Return whether a parameter was cut along the tensor axis as it is now, so that its blocks are the same."""
-        return self.parameters[name].dim is None or tensor.size == self.tensor_size
+        num_parts, num_saved_parts = self._num_parts(name, tensor)
+        return num_parts == num_saved_parts
+
+    def _num_parts(self, name: str, tensor: TensorRank) -> tuple[int, int]:
+        """Return the numbers of parts into which the tensor axis cuts a parameter: now, and when it was saved."""
+        num_saved_parts = 1 if self.parameters[name].dim is None else self.tensor_size
+        return tensor.size if name in tensor.dims else 1, num_saved_parts
 
     def _read_block(self, parameter: SavedParameter, kind: str, saved_rank: int, block: Block, out: Tensor) -> None:
         """Read a block of the part of a saved tensor rank; columns between those of the block are read and dropped."""

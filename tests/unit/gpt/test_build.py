@@ -12,6 +12,7 @@ from parallel.errors import ConfigError
 from parallel.mesh import Mesh
 from zero.optimizers.adamw8bit import AdamW8bit
 from zero.optimizers.muon import Muon
+from zero.optimizers.soap import Soap
 
 BASE = "{data: {path: nowhere}, model: {num_layers: 1, hidden_size: 8, num_heads: 2, seq_length: 4, vocab_size: 64}}"
 
@@ -21,6 +22,7 @@ BASE = "{data: {path: nowhere}, model: {num_layers: 1, hidden_size: 8, num_heads
     [
         ([], torch.optim.AdamW),
         (["--optimizer.name=muon", "--optimizer.muon.ns_steps=3"], Muon),
+        (["--optimizer.name=soap", "--optimizer.soap.refresh_every=3"], Soap),
         (["--optimizer.name=sgd"], torch.optim.SGD),
         (["--optimizer.name=adamw8bit"], AdamW8bit),
         (["--optimizer.name=sgd", "--optimizer.momentum=0", "--optimizer.nesterov=false"], torch.optim.SGD),
@@ -42,10 +44,10 @@ def test_the_optimizer_is_that_of_the_settings(arguments, kind):
         for param in group["params"]:
             assert group["weight_decay"] == (settings.optimizer.weight_decay if param.dim() > 1 else 0)
             is_hidden = names[param].startswith("blocks.") and names[param].endswith("weight") and param.dim() == 2
-            expected = {Muon: is_hidden, AdamW8bit: param.dim() > 1}.get(kind, True)
+            expected = {Muon: is_hidden, Soap: is_hidden, AdamW8bit: param.dim() > 1}.get(kind, True)
             assert ("update" not in group) == expected
     # q, k and v of the only layer, and its projection, up and down
-    assert len(optimizer.matrices.matrices) == (6 if kind is Muon else 0)
+    assert len(optimizer.matrices.matrices) == (6 if kind in (Muon, Soap) else 0)
 
 
 def test_an_implementation_that_has_no_such_optimizer_is_refused():

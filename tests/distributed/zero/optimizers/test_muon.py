@@ -1,6 +1,6 @@
 """Muon under every stage, along the tensor axis too, trains as in one process with whole parameters."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from zero.state import resident
 from zero.state.checkpoint import load, save
 
 CONFIG = ModelConfig(num_layers=2, hidden_size=32, num_heads=4, seq_length=8, vocab_size=97, dropout=0.0)
+LLAMA = replace(CONFIG, num_kv_heads=2, mlp="swiglu", mlp_width=48, norm="rms", positions="rope", biases=False)
 GLOBAL_BATCH, NUM_STEPS = 12, 3  # sequences, divided over micro-batches and ranks
 LR, DECAY, CLIP_NORM, BETAS = 1e-2, 0.1, 0.5, (0.9, 0.95)
 MOMENTUM, COEFFICIENTS, EPS = 0.95, (3.4445, -4.7750, 2.0315), 1e-7
@@ -43,6 +44,7 @@ class Case:
     shard_size: int | None = None
     offload: OffloadConfig = NO_OFFLOAD
     overlap_gather: bool = False
+    model: ModelConfig = CONFIG
 
     @property
     def num_ranks(self) -> int:
@@ -53,9 +55,9 @@ def is_matrix(name: str, param: nn.Parameter) -> bool:
     return name.startswith("blocks.") and param.dim() == 2
 
 
-def build(tensor: Axis) -> GPT:
+def build(tensor: Axis, config: ModelConfig = CONFIG) -> GPT:
     torch.set_default_dtype(torch.float64)
-    gpt = GPT(CONFIG, ReplicatedTokens(tensor))
+    gpt = GPT(config, ReplicatedTokens(tensor))
     initialize(gpt, seed=3)
     return gpt
 
@@ -73,14 +75,17 @@ def sequences(step: int) -> Tensor:
     return torch.randint(CONFIG.vocab_size, (GLOBAL_BATCH, CONFIG.seq_length + 1), generator=generator)
 
 
-def start(case: Case, dtype: torch.dtype = torch.float64, **settings: Any) -> tuple[ZeroDataParallel, ZeroOptimizer]:
+def start(
+    case: Case, dtype: torch.dtype = torch.float64, kind: type[torch.optim.Optimizer] = Muon, **settings: Any
+) -> tuple[ZeroDataParallel, ZeroOptimizer]:
     mesh = Mesh.create(case.tensor_size, shard_size=case.shard_size)
-    gpt = build(mesh.tensor).to(dtype)
+    gpt = build(mesh.tensor, case.model).to(dtype)
     types = {"accumulate_dtype": "bf16", "reduce_dtype": "bf16"} if dtype is torch.bfloat16 else {}
     config = ZeroConfig(case.stage, case.bucket_numel, overlap_gather=case.overlap_gather, **types)
     model = ZeroDataParallel(gpt, mesh.data, config, offload=case.offload)
-    muon = {"ns_dtype": "fp64", "lr": LR, "weight_decay": DECAY, "clip_norm": CLIP_NORM} | settings
-    return model, ZeroOptimizer(model, Muon, groups_of(gpt), tensor=mesh.tensor, **muon)
+    types = {"ns_dtype": "fp64"} if kind is Muon else {"dtype": "fp64"}
+    chosen = {**types, "lr": LR, "weight_decay": DECAY, "clip_norm": CLIP_NORM} | settings
+    return model, ZeroOptimizer(model, kind, groups_of(gpt), tensor=mesh.tensor, **chosen)
 
 
 def train_steps(model: ZeroDataParallel, optimizer: ZeroOptimizer, num_micro_batches: int, steps: range) -> None:
@@ -121,11 +126,13 @@ def orthogonalized(matrix: Tensor) -> Tensor:
 
 
 def matrices_in(name: str, param: Tensor) -> list[Tensor]:
-    """Return views of the matrices of a whole parameter: q, k and v are three."""
-    if "qkv" not in name:
-        return [param]
-    by_head = param.view(CONFIG.num_heads, 3, CONFIG.head_size, CONFIG.hidden_size)
-    return [by_head[:, number] for number in range(3)]
+    """Return views of the matrices of a whole parameter: q, k and v are three, gate and up are two."""
+    rows = {"qkv.weight": (3, CONFIG.head_size), "qkv.kv_weight": (2, CONFIG.head_size)}
+    rows |= {"up.weight": (2, 1)} if len(param) == 2 * 48 else {}
+    for end, (count, height) in rows.items():
+        if name.endswith(end):
+            return list(param.view(-1, count, height, param.shape[1]).unbind(1))
+    return [param]
 
 
 def update_matrix(name: str, param: Tensor, grad: Tensor, momentum: Tensor) -> None:
@@ -139,9 +146,9 @@ def update_matrix(name: str, param: Tensor, grad: Tensor, momentum: Tensor) -> N
 
 
 @cache
-def train_whole() -> dict[str, Tensor]:
+def train_whole(config: ModelConfig = CONFIG) -> dict[str, Tensor]:
     """Train in one process without ZeRO: Muon as the paper has it, and torch's AdamW."""
-    gpt = build(Axis.trivial("tensor"))
+    gpt = build(Axis.trivial("tensor"), config)
     matrices = {name: param for name, param in gpt.named_parameters() if is_matrix(name, param)}
     momenta = {name: torch.zeros_like(param) for name, param in matrices.items()}
     rest = [param for name, param in gpt.named_parameters() if name not in matrices]
@@ -158,8 +165,8 @@ def train_whole() -> dict[str, Tensor]:
     return {name: param.detach() for name, param in gpt.named_parameters()}
 
 
-def assert_equals_whole(found: list[dict[str, Tensor]]) -> None:
-    expected = train_whole()
+def assert_equals_whole(found: list[dict[str, Tensor]], config: ModelConfig = CONFIG) -> None:
+    expected = train_whole(config)
     for params in found:
         torch.testing.assert_close(params, expected, rtol=0, atol=TOLERANCE)
 
@@ -194,6 +201,13 @@ def test_muon_equals_one_process():
     cases = [case_of(**combination) for combination in pairwise(**FACTORS)]
     grouped = Case(2, 4, shard_size=2), Case(3, 4, shard_size=2, overlap_gather=True), Case(1, 4, overlap_gather=True)
     check_cases([*cases, *grouped])
+
+
+def test_grouped_heads_and_gates_are_matrices_of_their_own():
+    """Rows of gate and up take turns one by one; over four ranks, two share each head of keys and values."""
+    cases = [Case(2, 4, model=LLAMA), Case(3, 2, 2, model=LLAMA), Case(1, 1, 4, model=LLAMA)]
+    for results in run_ranks(4, train_all, cases):
+        assert_equals_whole(results, LLAMA)
 
 
 @pytest.mark.full
@@ -253,7 +267,8 @@ def test_traffic_and_memory_are_those_of_the_formulas():
 
     Buckets are so small that each matrix is spread over all ranks. Moments are 4 bytes of a matrix, 8 of the rest.
     """
-    cases = [Case(1, 4, bucket_numel=64), Case(3, 4, bucket_numel=64), Case(2, 2, 2, bucket_numel=64), Case(0, 4)]
+    model = replace(CONFIG, num_layers=1)
+    cases = [Case(1, 4, bucket_numel=256, model=model), Case(2, 2, 2, bucket_numel=128, model=model), Case(0, 4)]
     for case, found in zip(cases, zip(*run_ranks(4, measure_all, cases), strict=True), strict=True):
         num_shards = 1 if case.stage == 0 else case.data_size
         numel, itemsize = found[0]["numel"], torch.bfloat16.itemsize

@@ -8,12 +8,15 @@ from torch import nn
 
 from parallel.errors import ConfigError
 from parallel.mesh import Axis
+from tests.distributed.zero.test_zero_optimizer import NoWaiting
 from zero.config import ZeroConfig
 from zero.elementwise import probe_atoms
 from zero.engine import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
+from zero.optimizers.adamw8bit import AdamW8bit
 from zero.optimizers.atoms import ELEMENT
 from zero.optimizers.muon import Muon
+from zero.optimizers.soap import Soap
 
 CPU = torch.device("cpu")
 SHAPES = [(6, 20), (20, 6), (8, 8)]
@@ -98,6 +101,18 @@ def test_a_step_with_an_infinite_gradient_leaves_no_trace(fused):
         found.append([*module.parameters(), *(value for state in states for value in state.values())])
     assert len(found[0]) == len(found[1])
     assert all(a.equal(b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("kind", [Muon, Soap, AdamW8bit])
+def test_a_step_reads_no_value_of_a_tensor(kind):
+    module = Layers()
+    model = ZeroDataParallel(module, Axis.trivial("data"), ZeroConfig(1, bucket_numel=32, alignment=256))
+    optimizer = ZeroOptimizer(model, kind, groups_of(module), lr=0.1)
+    for _ in range(2):
+        loss = model(torch.ones(3, 6))
+        with NoWaiting():
+            loss.backward()
+            optimizer.step()
 
 
 def test_a_vector_in_a_group_of_matrices_is_refused():

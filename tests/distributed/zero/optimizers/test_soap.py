@@ -1,0 +1,141 @@
+"""SOAP, whose states are those of whole matrices, trains under every sharding as in one process."""
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from parallel.mesh import Axis
+from tests.distributed.zero.optimizers.test_muon import (
+    BETAS,
+    CLIP_NORM,
+    DECAY,
+    LR,
+    TOLERANCE,
+    Case,
+    build,
+    is_matrix,
+    matrices_in,
+    sequences,
+    start,
+    train_steps,
+    whole_params,
+)
+from tests.ranks import run_ranks
+from zero.offload.placement import OffloadConfig
+from zero.optimizers.soap import SHIFT, Soap
+from zero.state import resident
+from zero.state.checkpoint import load, save
+
+NUM_STEPS, BETA, EPS, REFRESH_EVERY = 4, 0.9, 1e-4, 2
+
+CASES = [
+    Case(0, 2),
+    Case(1, 2, bucket_numel=300),
+    Case(2, 1, 2, num_micro_batches=2),
+    Case(3, 2, bucket_numel=5000),
+    Case(3, 1, 2, offload=OffloadConfig(mode="host")),
+]
+
+
+class PlainSoap:
+    """SOAP of one matrix, from the definition."""
+
+    def __init__(self, shape: torch.Size):
+        self.left, self.right = torch.zeros(shape[0], shape[0]), torch.zeros(shape[1], shape[1])
+        self.left_basis, self.right_basis = torch.eye(shape[0]), torch.eye(shape[1])
+        self.first, self.second = torch.zeros(shape), torch.zeros(shape)
+        self.num_steps = 0
+
+    def update(self, grad: Tensor) -> Tensor:
+        self.left = BETA * self.left + (1 - BETA) * grad @ grad.T
+        self.right = BETA * self.right + (1 - BETA) * grad.T @ grad
+        if self.num_steps % REFRESH_EVERY == 0:
+            self.left_basis, self.right_basis = (
+                torch.linalg.qr((side + SHIFT * side.trace() / len(side) * torch.eye(len(side))) @ basis)[0]
+                for side, basis in ((self.left, self.left_basis), (self.right, self.right_basis))
+            )
+        self.num_steps += 1
+        self.first = BETAS[0] * self.first + (1 - BETAS[0]) * grad
+        rotated = self.left_basis.T @ grad @ self.right_basis
+        self.second = BETAS[1] * self.second + (1 - BETAS[1]) * rotated**2
+        first = self.left_basis.T @ self.first @ self.right_basis / (1 - BETAS[0] ** self.num_steps)
+        second = self.second / (1 - BETAS[1] ** self.num_steps)
+        return self.left_basis @ (first / (second.sqrt() + EPS)) @ self.right_basis.T
+
+
+@cache
+def train_whole() -> dict[str, Tensor]:
+    gpt = build(Axis.trivial("tensor"))
+    named = {name: param for name, param in gpt.named_parameters() if is_matrix(name, param)}
+    rest = [param for name, param in gpt.named_parameters() if name not in named]
+    adam = torch.optim.AdamW(rest, lr=LR, weight_decay=DECAY, betas=BETAS, eps=EPS)
+    plain: dict[tuple[str, int], PlainSoap] = {}
+    for step in range(NUM_STEPS):
+        ids = sequences(step)
+        gpt.zero_grad()
+        gpt(ids[:, :-1], ids[:, 1:]).backward()
+        torch.nn.utils.clip_grad_norm_(gpt.parameters(), CLIP_NORM)
+        adam.step()
+        with torch.no_grad():
+            for name, param in named.items():
+                param.mul_(1 - LR * DECAY)
+                pairs = zip(matrices_in(name, param), matrices_in(name, param.grad), strict=True)
+                for number, (own, grad) in enumerate(pairs):
+                    matrix = grad.reshape(-1, grad.shape[-1])
+                    soap = plain.setdefault((name, number), PlainSoap(matrix.shape))
+                    own.sub_(LR * soap.update(matrix).view(own.shape))
+    return {name: param.detach() for name, param in gpt.named_parameters()}
+
+
+def start_soap(case: Case):
+    return start(case, kind=Soap, eps=EPS, shampoo_beta=BETA, refresh_every=REFRESH_EVERY)
+
+
+def train_and_resume(number: int, folder: Path) -> dict[str, Tensor]:
+    """Save after two steps, and continue; then continue what the case before this one has saved."""
+    case = CASES[number]
+    model, optimizer = start_soap(case)
+    train_steps(model, optimizer, case.num_micro_batches, range(2))
+    save(folder / str(number), model, optimizer)
+    train_steps(model, optimizer, case.num_micro_batches, range(2, NUM_STEPS))
+    trained = whole_params(model, optimizer.tensor)
+    if number:
+        model, optimizer = start_soap(case)
+        load(folder / str(number - 1), model, optimizer)
+        train_steps(model, optimizer, case.num_micro_batches, range(2, NUM_STEPS))
+        resumed = whole_params(model, optimizer.tensor)
+        torch.testing.assert_close(resumed, trained, rtol=0, atol=TOLERANCE)
+    return trained
+
+
+def train_all(folder: Path) -> list[dict[str, Tensor]]:
+    return [train_and_resume(number, folder) for number in range(len(CASES))]
+
+
+def test_soap_equals_one_process_and_continues_under_other_layouts(tmp_path):
+    for found in run_ranks(2, train_all, tmp_path):
+        for params in found:
+            torch.testing.assert_close(params, train_whole(), rtol=0, atol=TOLERANCE)
+
+
+def state_bytes() -> tuple[float, float]:
+    model, optimizer = start_soap(Case(2, 1, 2))
+    train_steps(model, optimizer, 1, range(1))
+    allocated = resident.resident_states(model, optimizer).moments
+    axis, total = optimizer.tensor, torch.tensor(float(allocated))
+    axis.all_reduce(total, out=total).wait()
+    num_parameters = sum(param.numel() for param in model.module.parameters())
+    # Adam's moments of parameters in fp64 have 16 bytes, and not the 8 of fp32.
+    hidden = sum(param.numel() for name, param in model.module.named_parameters() if is_matrix(name, param))
+    return total.item(), axis.size * (
+        optimizer.state_bytes_per_element * num_parameters + 8 * (num_parameters - hidden)
+    )
+
+
+def test_the_states_of_matrices_are_where_they_are_computed():
+    """Both tensor ranks together have the states of all matrices once."""
+    for allocated, expected in run_ranks(2, state_bytes):
+        assert allocated == pytest.approx(expected, rel=0.01)

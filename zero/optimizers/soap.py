@@ -1,0 +1,94 @@
+"""SOAP: Adam in the eigenbasis of Shampoo's preconditioners (Vyas et al., 2024)."""
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from zero.config import DTYPES
+from zero.optimizers.matrix_optimizer import MatrixOptimizer
+
+SHIFT = 1e-3  # of the mean eigenvalue, added to all: so a singular preconditioner has a basis that is not arbitrary
+
+
+class Soap(MatrixOptimizer):
+    """SOAP for groups of matrices, and AdamW for groups with update="adamw".
+
+    Its states are those of whole matrices: both moments, a preconditioner of each side, and its eigenbasis. Their
+    memory, 2 (m n + m m + n n) numbers for a matrix of m x n, is on the rank that computes the matrix. Every
+    `refresh_every` steps the bases take a step of the power iteration, with a QR decomposition; they begin as the unit
+    matrix. `betas` and `eps` are those of Adam, `shampoo_beta` the decay of the preconditioners, and `dtype` (fp32 or
+    fp64) the type of the states, the computation and the messages.
+    """
+
+    method = "soap"
+    own_defaults: ClassVar = {
+        "shampoo_beta": 0.95,
+        "refresh_every": 10,
+        "dtype": "fp32",
+        "lr_factor": 1.0,
+        "joins_parts": True,
+    }
+
+    @property
+    def message_dtype(self) -> torch.dtype:
+        """The data type of the states."""
+        return torch.float64 if self.defaults["dtype"] == "fp64" else DTYPES["fp32"]
+
+    def start_round(self, group: dict[str, Any]) -> None:
+        """Count a step."""
+        group["num_rounds"] = group.get("num_rounds", 0) + 1
+
+    def direction(self, param: nn.Parameter, grad: Tensor, group: dict[str, Any]) -> Tensor:
+        """Return the gradient, or zeros in a step that is skipped."""
+        is_kept = self.is_kept(grad)
+        return grad if is_kept is None else grad.masked_fill_(is_kept == 0, 0.0)
+
+    def matrix_state(self, shape: tuple[int, int], device: torch.device) -> dict[str, Tensor]:
+        """Return the states of a matrix before its first update."""
+        (rows, columns), dtype = shape, self.message_dtype
+        return {
+            "exp_avg": torch.zeros(rows, columns, dtype=dtype, device=device),
+            "exp_avg_sq": torch.zeros(rows, columns, dtype=dtype, device=device),
+            "left": torch.zeros(rows, rows, dtype=dtype, device=device),
+            "right": torch.zeros(columns, columns, dtype=dtype, device=device),
+            "left_basis": torch.eye(rows, dtype=dtype, device=device),
+            "right_basis": torch.eye(columns, dtype=dtype, device=device),
+            "step": torch.zeros((), dtype=dtype, device=device),
+        }
+
+    @staticmethod
+    def matrix_state_numel(shape: tuple[int, int]) -> int:
+        """Return the number of elements of these states."""
+        rows, columns = shape
+        return 2 * (rows * columns + rows * rows + columns * columns)
+
+    def transform(self, matrix: Tensor, group: dict[str, Any], state: dict[str, Tensor]) -> Tensor:
+        """Update the states of a matrix by its gradient, and return its update."""
+        (beta1, beta2), is_kept = group["betas"], self.is_kept(matrix)
+        kept = matrix.new_ones(()) if is_kept is None else is_kept
+        for side, product in (("left", matrix @ matrix.T), ("right", matrix.T @ matrix)):
+            state[side].lerp_(product, kept * (1 - group["shampoo_beta"]))
+            if (group["num_rounds"] - 1) % group["refresh_every"] == 0:
+                basis = state[f"{side}_basis"]
+                basis.copy_(torch.where(kept == 0, basis, refreshed(state[side], basis)))
+        left, right = state["left_basis"], state["right_basis"]
+        state["step"].add_(kept)
+        num_steps = state["step"].clamp(min=1)  # 0 if all steps so far were skipped
+        state["exp_avg"].lerp_(matrix, kept * (1 - beta1))
+        state["exp_avg_sq"].lerp_((left.T @ matrix @ right).square(), kept * (1 - beta2))
+        first = left.T @ state["exp_avg"] @ right / (1 - beta1**num_steps)
+        update = first / ((state["exp_avg_sq"] / (1 - beta2**num_steps)).sqrt() + group["eps"])
+        return left @ update @ right.T
+
+    @staticmethod
+    def flops(shape: tuple[int, int]) -> int:
+        """Return a number proportional to the FLOPs: those of products of a matrix and one of each side."""
+        rows, columns = shape
+        return rows * columns * (rows + columns)
+
+
+def refreshed(preconditioner: Tensor, basis: Tensor) -> Tensor:
+    """Return a basis that is nearer to the eigenbasis, by a step of the power iteration."""
+    shift = SHIFT * preconditioner.diagonal().mean() + torch.finfo(preconditioner.dtype).tiny
+    return torch.linalg.qr(preconditioner @ basis + shift * basis).Q
