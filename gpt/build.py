@@ -16,6 +16,7 @@ from gpt.model.attention_kernel import describe_attention, describe_documents
 from gpt.model.compiled_blocks import check_compiler, compile_blocks
 from gpt.model.config import ModelConfig, check_divides
 from gpt.model.hidden_matrices import is_hidden_matrix
+from gpt.model.mup import hidden_factor
 from gpt.model.transformer import GPT, NORMS, Attention, initialize
 from gpt.planner.activation_store import chosen_activations
 from gpt.planner.host_memory import check_host_memory
@@ -44,6 +45,7 @@ from zero.stage import Lifetime
 
 logger = logging.getLogger(__name__)
 
+HIDDEN = "hidden"  # the layers of a parameter group that muP scales
 ChosenOptimizer = tuple[type[torch.optim.Optimizer], dict[str, Any], str]  # class, options, name for the log
 
 
@@ -64,6 +66,11 @@ class TrainState:
         gpt = self.model.module
         assert isinstance(gpt, GPT)
         return gpt.config
+
+    def set_learning_rate(self, lr: float) -> None:
+        """Set the learning rate of the next step, of which muP gives hidden matrices a part."""
+        for group in self.optimizer.inner.param_groups:
+            group["lr"] = lr / self.config.width_multiplier if group.get("layers") == HIDDEN else lr
 
     @property
     def num_parameters(self) -> int:
@@ -229,6 +236,7 @@ def build_optimizer(
     model: ZeroDataParallel, tensor: Axis, settings: OptimizerSettings, loss_scale: LossScale
 ) -> ZeroOptimizer:
     """Return the optimizer over the shards of the model."""
+    assert isinstance(model.module, GPT)
     optimizer, options, name = OPTIMIZERS[settings.name].choose(settings, model.offload)
     logger.info("optimizer: %s", name)
     return ZeroOptimizer(
@@ -245,18 +253,22 @@ def build_optimizer(
     )
 
 
-def parameter_groups(module: nn.Module, settings: OptimizerSettings) -> list[dict[str, Any]]:
+def parameter_groups(module: GPT, settings: OptimizerSettings) -> list[dict[str, Any]]:
     """Return parameter groups, with weight decay for parameters of two or more dimensions only.
 
-    Parameters that the optimizer leaves to AdamW are in groups with update="adamw".
+    Parameters that the optimizer leaves to AdamW are in groups with update="adamw", and those whose learning rate muP
+    scales in groups with layers="hidden".
     """
-    groups: dict[tuple[bool, bool], dict[str, Any]] = {}
+    groups: dict[tuple[bool, bool, float], dict[str, Any]] = {}
     updates = OPTIMIZERS[settings.name].updates
     for name, param in module.named_parameters():
         if param.requires_grad:
-            key = decays, is_updated = param.dim() > 1, updates(name, param)
-            own = {"weight_decay": settings.weight_decay if decays else 0.0}
-            empty = {"params": [], **own} if is_updated else {"params": [], **own, "update": "adamw"}
+            factor = hidden_factor(name, param, module.config)
+            key = decays, is_updated, _ = param.dim() > 1, updates(name, param), factor
+            # AdamW multiplies the decay by the learning rate: it stays that of the base width.
+            empty = {"params": [], "weight_decay": settings.weight_decay / factor if decays else 0.0}
+            empty |= {} if is_updated else {"update": "adamw"}
+            empty |= {} if factor == 1 else {"lr": settings.lr * factor, "layers": HIDDEN}
             groups.setdefault(key, empty)["params"].append(param)
     return list(groups.values())
 

@@ -410,6 +410,11 @@ class Settings:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if self.model.mup_base_width is not None and not self.optimizer.name.startswith("adamw"):
+            raise ConfigError(
+                f"model.mup_base_width={self.model.mup_base_width} scales learning rates for adamw and adamw8bit, and "
+                f"optimizer.name={self.optimizer.name}; choose one of these, or model.mup_base_width=null"
+            )
 
     @property
     def order_of_samples(self) -> dict[str, Any]:

@@ -208,8 +208,7 @@ class Trainer:
         """Run one step, and return its record if it is logged."""
         settings, state, step = self._settings, self._state, self._progress.step + 1
         lr = learning_rate(settings.schedule, settings.optimizer.lr, self._progress.step, settings.train.steps)
-        for group in state.optimizer.inner.param_groups:
-            group["lr"] = lr
+        state.set_learning_rate(lr)
         traffic = StepTraffic(state.mesh.log)
         norms: dict[str, Tensor] = {}
         every = settings.train.layer_grad_norms_every

@@ -37,6 +37,7 @@ COMPARED = {
     "head_dim": "head_size",
     "mlp_width": "mlp_size",
     "vocab_size": "vocab_size",
+    "mup_base_head_dim": "scaled_head_dim",
     **{name: name for name in ("positions", "norm", "norm_eps", "mlp", "qk_norm", "biases", "tied_head")},
 }
 COMPARED_ROPE = {name: name for name in ("rope_theta", "rope_scaling")}

@@ -85,6 +85,12 @@ class ModelConfig:
     """Linear layers of the blocks have a bias."""
     tied_head: bool = True
     """The head is the token embedding; false: it has a weight of its own."""
+    mup_base_width: Annotated[int, Range(1, 2**20)] | None = None
+    """Scale initial values, learning rates and logits with hidden_size by maximal-update parametrization (muP), so that
+    settings that are best at this hidden_size stay so; at this hidden_size it changes nothing. null: do not scale."""
+    mup_base_head_dim: Annotated[int, Range(1, 2**16)] | None = None
+    """Width of an attention head at mup_base_width, by which muP scales attention scores; null: that of this model, so
+    that a wider model has more heads."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -98,6 +104,10 @@ class ModelConfig:
             raise ConfigError(
                 f"model.num_heads={self.num_heads} is not divisible by model.num_kv_heads={self.num_kv_heads}; choose "
                 f"a divisor of {self.num_heads}"
+            )
+        if self.mup_base_head_dim is not None and self.mup_base_width is None:
+            raise ConfigError(
+                f"model.mup_base_head_dim={self.mup_base_head_dim} needs model.mup_base_width; choose both"
             )
         if self.positions == "rope" and self.head_size % 2:
             raise ConfigError(
@@ -128,6 +138,22 @@ class ModelConfig:
     def mlp_size(self) -> int:
         """The width of the MLP."""
         return 4 * self.hidden_size if self.mlp_width is None else self.mlp_width
+
+    @property
+    def width_multiplier(self) -> float:
+        """The width as a multiple of muP's base width; 1 without muP."""
+        return 1.0 if self.mup_base_width is None else self.hidden_size / self.mup_base_width
+
+    @property
+    def attention_scale(self) -> float | None:
+        """The number by which attention scores are multiplied; None: 1 / sqrt(head_size), which kernels have."""
+        base = self.scaled_head_dim
+        return None if base is None else math.sqrt(base) / self.head_size
+
+    @property
+    def scaled_head_dim(self) -> int | None:
+        """The width of a head at muP's base width, if it is another one than here; else None."""
+        return None if self.mup_base_head_dim == self.head_size else self.mup_base_head_dim
 
     @property
     def padded_vocab_size(self) -> int:

@@ -40,11 +40,13 @@ class Documents(NamedTuple):
         mask = torch.zeros_like(is_seen, dtype=dtype).masked_fill_(is_seen.logical_not_(), -torch.inf)
         return self._replace(mask=mask)
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, dropout: float, scale: float | None = None) -> Tensor:
         """Return causal attention inside each document of (batch, heads, seq, head_dim) tensors."""
-        grouped: dict[str, Any] = {"enable_gqa": True} if k.shape[1] < q.shape[1] else {}
+        options: dict[str, Any] = {} if scale is None else {"scale": scale}
+        if k.shape[1] < q.shape[1]:
+            options["enable_gqa"] = True
         if self.mask is not None:
-            return F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask, dropout_p=dropout, **grouped)
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask, dropout_p=dropout, **options)
         # Imported here: it registers operators, which takes time, and older versions of torch do not have it.
         from torch.nn.attention.varlen import varlen_attn
 
@@ -52,7 +54,7 @@ class Documents(NamedTuple):
         q, k, v = (part.transpose(1, 2).flatten(0, 1) for part in (q, k, v))  # (tokens, heads, head_dim), no copies
         starts, longest = self.starts, seq_length  # no stretch is longer than a sequence
         # A window without tokens to the right is causal attention.
-        attended = varlen_attn(q, k, v, starts, starts, longest, longest, window_size=(-1, 0), **grouped)
+        attended = varlen_attn(q, k, v, starts, starts, longest, longest, window_size=(-1, 0), **options)
         assert isinstance(attended, Tensor)
         return attended.unflatten(0, (num_sequences, -1)).transpose(1, 2)
 

@@ -1,4 +1,4 @@
-"""The parameters of a GPT that Muon updates: the matrices inside of the blocks."""
+"""The parameters of a GPT that Muon updates, and that muP scales: the matrices inside of the blocks."""
 
 from torch import nn
 

@@ -21,6 +21,7 @@ from torch.nn import functional as F
 
 from gpt.model.config import ROWS_PER_UNIT, ModelConfig, check_divides
 from gpt.model.documents import Documents, needs_mask
+from gpt.model.mup import LogitScale, hidden_factor
 from gpt.model.rms_norm import RMSNorm
 from gpt.model.rotary import Rotation, rotated, tables
 from parallel.blocks import RunBlocks, run_in_order
@@ -93,21 +94,29 @@ Positions = LearnedPositions | RotaryPositions
 POSITIONS: dict[str, Callable[[ModelConfig], Positions]] = {"learned": LearnedPositions, "rope": RotaryPositions}
 
 
-def flash_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float, documents: Documents | None = None) -> Tensor:
+def flash_attention(
+    q: Tensor, k: Tensor, v: Tensor, dropout: float, documents: Documents | None = None, scale: float | None = None
+) -> Tensor:
     """Return causal attention of (batch, heads, seq, head_dim) tensors by torch's fused kernel."""
     if documents is not None:
-        return documents.attention(q, k, v, dropout)
+        return documents.attention(q, k, v, dropout, scale)
     is_grouped = k.shape[1] < q.shape[1]
-    return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=is_grouped)
+    return F.scaled_dot_product_attention(
+        q, k, v, dropout_p=dropout, is_causal=True, scale=scale, enable_gqa=is_grouped
+    )
 
 
-def math_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float, documents: Documents | None = None) -> Tensor:
+def math_attention(
+    q: Tensor, k: Tensor, v: Tensor, dropout: float, documents: Documents | None = None, scale: float | None = None
+) -> Tensor:
     """Return causal attention of (batch, heads, seq, head_dim) tensors by explicit matrices of scores.
 
     The heads of a group that share keys and values are computed as one longer sequence of queries.
     """
     heads, seq_length = (k.shape[1], q.shape[1] // k.shape[1]), q.shape[2]
-    q = (q * q.shape[-1] ** -0.5).unflatten(1, heads).flatten(2, 3)  # (batch, groups, heads of a group x seq, head_dim)
+    q = (
+        (q * (q.shape[-1] ** -0.5 if scale is None else scale)).unflatten(1, heads).flatten(2, 3)
+    )  # (batch, groups, heads of a group x seq, head_dim)
     scores = q @ k.transpose(-2, -1)
     if documents is not None and documents.mask is not None:
         scores += documents.mask.expand(-1, heads[1], -1, -1).flatten(1, 2)[:, None]
@@ -118,7 +127,7 @@ def math_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float, documents: D
 
 
 Kernel = Callable[[Tensor, Tensor, Tensor, float, Documents | None], Tensor]
-ATTENTION_KERNELS: dict[str, Kernel] = {"flash": flash_attention, "math": math_attention}
+ATTENTION_KERNELS: dict[str, Callable[..., Tensor]] = {"flash": flash_attention, "math": math_attention}
 
 
 class Attention(nn.Module):
@@ -127,7 +136,7 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig, tokens: TokenLayout, norm: type[nn.Module] = nn.LayerNorm):
         super().__init__()
         self.dropout, self.axis, self.context = config.dropout, tokens.axis, tokens.context
-        self.kernel: Kernel = ATTENTION_KERNELS[config.attention]
+        self.kernel: Kernel = partial(ATTENTION_KERNELS[config.attention], scale=config.attention_scale)
         width, num_heads, head_dim = config.hidden_size, config.num_heads, config.head_size
         if config.kv_heads < num_heads:
             self.qkv: nn.Module = GroupedHeads(width, num_heads, config.kv_heads, head_dim, tokens, config.biases)
@@ -254,6 +263,7 @@ class GPT(nn.Module):
         self.dropout = TokenDropout(config.dropout, tokens)
         self.blocks = nn.ModuleList(Block(config, tokens, norm) for _ in range(config.num_layers))
         self.final_norm = norm(config.hidden_size, eps=config.norm_eps)
+        self.logit_scale = LogitScale(config) if config.width_multiplier != 1 else nn.Identity()
         if not config.tied_head:
             self.head = VocabParallelEmbedding(config.padded_vocab_size, config.hidden_size, tokens)
         if summed := list(self.parameters_of_partial_gradients()):
@@ -335,7 +345,7 @@ class GPT(nn.Module):
         if documents and needs_mask(self.config.attention, self.config.head_size, dropout, embedded):
             documents = documents.with_mask(embedded.dtype)
         blocks = [partial(block, sequences=Sequences(num_sequences, rotation, documents)) for block in self.blocks]
-        return self.final_norm(self.run_blocks(blocks, self.dropout(embedded)))
+        return self.logit_scale(self.final_norm(self.run_blocks(blocks, self.dropout(embedded))))
 
 
 def initialize(model: GPT, seed: int, data: Axis | None = None) -> None:
@@ -347,7 +357,7 @@ def initialize(model: GPT, seed: int, data: Axis | None = None) -> None:
     dims, shared, data = split_dims(model), shared_dims(model), data or Axis.trivial("data")
     with torch.no_grad():
         for name, param in model.named_parameters():
-            std = initial_std(name, model.config.num_layers)
+            std = initial_std(name, param, model.config)
             if std is None:
                 param.fill_(1.0 if name.endswith("norm.weight") else 0.0)
             elif name in shared:  # whole, and with the values that it has where it is split
@@ -358,11 +368,13 @@ def initialize(model: GPT, seed: int, data: Axis | None = None) -> None:
             weight[max(model.config.vocab_size - model.token_embedding.first_word, 0) :] = 0.0
 
 
-def initial_std(name: str, num_layers: int) -> float | None:
+def initial_std(name: str, param: nn.Parameter, config: ModelConfig) -> float | None:
     """Return the standard deviation of a parameter's initial values, or None if they are constant.
 
-    It is 0.02, divided by sqrt(2 num_layers) for weights whose output is added to the residual stream.
+    It is 0.02, divided by sqrt(2 num_layers) for weights whose output is added to the residual stream. With muP, that
+    of hidden matrices falls with the width.
     """
     if name.endswith(("norm.weight", "bias")):
         return None
-    return INIT_STD / math.sqrt(2 * num_layers) if name.endswith(RESIDUAL_PROJECTIONS) else INIT_STD
+    std = INIT_STD / math.sqrt(2 * config.num_layers) if name.endswith(RESIDUAL_PROJECTIONS) else INIT_STD
+    return std * math.sqrt(hidden_factor(name, param, config))

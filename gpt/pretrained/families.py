@@ -233,6 +233,12 @@ FAMILIES = {  # by the model_type of config.json; the first that has a model's p
 
 def family_of(config: ModelConfig) -> Family:
     """Return the family in which a model is written. Raises ConfigError if transformers has no such model."""
+    if config.attention_scale is not None:
+        raise ConfigError(
+            f"model.mup_base_head_dim={config.mup_base_head_dim} scales attention at a head width of "
+            f"{config.head_size}, and models of transformers do not: its weights cannot be written in that format; "
+            "write no weights"
+        )
     for family in FAMILIES.values():
         has_parts = all(getattr(config, name) == value for name, value in family.parts.items())
         is_gpt2 = config.tied_head and config.kv_heads == config.num_heads and config.head_dim is None

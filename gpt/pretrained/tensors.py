@@ -76,15 +76,25 @@ def with_prefix(name: str, family: Family) -> str:
     return name if name.startswith(HEAD) else f"{family.prefix}{name}"
 
 
+def has_logit_scale(name: str, config: ModelConfig) -> bool:
+    """Return whether a parameter is that of the last norm, before logits that muP scales."""
+    return config.width_multiplier != 1 and name.startswith("final_norm.")
+
+
 def to_transformers(name: str, tensor: Tensor, family: Family, config: ModelConfig) -> dict[str, Tensor]:
-    """Return the tensors of transformers, by name, that a parameter consists of, without rows of padding."""
+    """Return the tensors of transformers, by name, that a parameter consists of, without rows of padding.
+
+    The last norm has muP's factor of logits, which transformers' models do not have.
+    """
     source = source_of(name, family, config)
+    if has_logit_scale(name, config):
+        tensor = tensor / config.width_multiplier
     tensors = source.unpack(tensor[: config.vocab_size] if name in WORDS else tensor)
     return {with_prefix(theirs, family): part for theirs, part in zip(source.names, tensors, strict=True)}
 
 
 def load_weights(model: GPT, weights: Mapping[str, Tensor]) -> None:
-    """Copy whole parameters into a model of any tensor size, and set the padding of the vocabulary to zero.
+    """Copy whole parameters of transformers into a model of any tensor size; set the vocabulary's padding to zero.
 
     `weights` holds them by this project's names, and is read one parameter at a time: it may read each from disk.
     Raises ConfigError if a value is not finite in the data type of the model.
@@ -93,6 +103,8 @@ def load_weights(model: GPT, weights: Mapping[str, Tensor]) -> None:
     with torch.no_grad():
         for name, param in model.named_parameters():
             whole = weights[name].to(param.dtype)
+            if has_logit_scale(name, model.config):
+                whole = whole * model.config.width_multiplier
             if not whole.isfinite().all():
                 raise ConfigError(
                     f"{name} has {int((~whole.isfinite()).sum())} values that are not finite in {param.dtype}, 0 are "

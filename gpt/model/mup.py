@@ -1,0 +1,33 @@
+"""Maximal-update parametrization (muP) for Adam: Yang et al., Tensor Programs V, table 8.
+
+With m = hidden_size / mup_base_width, and beside what a model has without muP,
+
+    initial variance    1/m of hidden matrices
+    learning rate       1/m of hidden matrices; their weight decay is that of the base width: m times the coefficient,
+                        because AdamW multiplies it by the learning rate
+    logits              1/m, with a tied head or one of its own
+    attention scores    sqrt(mup_base_head_dim) / head_dim, instead of 1 / sqrt(head_dim)
+
+Fan-in is that of whole matrices, so nothing here depends on the tensor axis.
+"""
+
+from torch import Tensor, nn
+
+from gpt.model.config import ModelConfig
+from gpt.model.hidden_matrices import is_hidden_matrix
+
+
+class LogitScale(nn.Module):
+    """The factor of the logits, applied to what the head is applied to: this has fewer elements than logits have."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.factor = 1 / config.width_multiplier
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.factor
+
+
+def hidden_factor(name: str, param: nn.Parameter, config: ModelConfig) -> float:
+    """Return the factor of a parameter's initial variance and learning rate."""
+    return 1 / config.width_multiplier if is_hidden_matrix(name, param) else 1.0
