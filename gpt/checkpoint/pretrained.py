@@ -162,6 +162,7 @@ def load_pretrained(model: GPT, folder: Path) -> None:
     for name, of_config in {**COMPARED, **(COMPARED_ROPE if is_rotary else {"seq_length": "seq_length"})}.items():
         found, expected = getattr(config, of_config), getattr(model.config, of_config)
         if found != expected:
+            found, expected = ("null" if value is None else value for value in (found, expected))
             raise ConfigError(f"model.{name}={expected}, but {folder} has {found}; choose model.{name}={found}")
     if model.config.seq_length > config.seq_length:
         raise ConfigError(

@@ -139,5 +139,8 @@ def test_exported_weights_are_those_of_the_same_function(tmp_path):
         other = small_gpt(small_config(num_layers=2, **options), seed=2)
         load_pretrained(other, tmp_path)
         torch.testing.assert_close(other(tokens), model(tokens), rtol=1e-12, atol=1e-13)
+    other = small_gpt(small_config(num_layers=2, mup_base_width=6, mup_base_head_dim=2))
+    with pytest.raises(ConfigError, match=r"choose model\.mup_base_head_dim=null"):
+        load_pretrained(other, tmp_path)
     with pytest.raises(ConfigError, match=r"mup_base_head_dim=2 scales attention"):
         WeightsWriter(tmp_path, small_config(mup_base_width=6, mup_base_head_dim=2))
