@@ -1,7 +1,7 @@
 """Compare the best learning rates of narrow and wide models, with and without muP.
 
 python -m data.prepare --source stdlib --output runs/mup/stdlib --train_vocab_size 512
-OMP_NUM_THREADS=1 python -m scripts.bench.mup --data runs/mup/stdlib --output docs/results/mup
+OMP_NUM_THREADS=1 python -m scripts.bench.mup --data runs/mup/stdlib --output runs/mup/losses
 
 Each model trains on the same batches for a few hundred steps. OUTPUT.json gets the validation loss of each run as it
 ends, and a second start continues with the runs that are left; OUTPUT.png is the plot, and the table is printed.
@@ -27,7 +27,7 @@ from gpt.settings_parser import parse_settings
 from gpt.train_step import evaluate, train_step
 from parallel.mesh import Mesh
 
-WIDTHS, BASE_WIDTH, HEAD_DIM = (64, 128, 256), 256, 16
+WIDTHS, BASE_WIDTH, HEAD_DIM = (32, 64, 128, 256), 256, 16
 RATES = [2.0**power for power in range(-11, -5)]
 SEQ_LENGTH, BATCH_SIZE, NUM_VALIDATION_BATCHES = 64, 8, 24
 KINDS = STANDARD, MUP = "standard", "muP"
@@ -46,7 +46,7 @@ SETTINGS = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data", required=True, help="prefix of the token files, of 512 words")
+    parser.add_argument("--data", required=True, help="prefix of token files with a vocabulary of 512")
     parser.add_argument("--output", type=Path, required=True, help="prefix of OUTPUT.json and OUTPUT.png")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--widths", type=int, nargs="+", default=WIDTHS)

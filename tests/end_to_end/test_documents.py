@@ -29,6 +29,7 @@ CHANGES = {
     "runs/profiled --train.steps 20": "runs/profiled --train.steps 12 --train.eval_samples 4",
     "--train.steps 20": FEW_STEPS,
     "runs/compiled --train.steps 50": f"runs/compiled {FEW_STEPS}",
+    "runs/wide --train.steps 50": f"runs/wide {FEW_STEPS}",
     "bash scripts/quickstart.sh": f"bash scripts/quickstart.sh {FEW_STEPS}",
     "--zero.stage 1 --run.dir runs/stage-1": f"--zero.stage 1 --run.dir runs/stage-1 {FEW_STEPS}",
     "--train.steps 600 --run.dir runs/longer": f"--run.dir runs/longer {FEW_STEPS}",
@@ -59,6 +60,7 @@ CHANGES = {
     "step_time.sh --rounds 14 --steps 1": f"step_time.sh {SMALL_BENCH}",
     "zero-2,zero-3]' --rounds 14 --steps 1": f"zero-2,zero-3]' {SMALL_BENCH}",
     "save_time.sh --rounds 7": "save_time.sh --rounds 1",
+    "--output runs/mup/losses": "--output runs/mup/losses --steps 24 --widths 32",
     # the whole suite
     "bash scripts/test.sh": f"bash scripts/test.sh {ONE_TEST}",
     "scripts/test.sh  ": f"scripts/test.sh {ONE_TEST} ",
@@ -86,7 +88,8 @@ BEFORE = {
     "docs/data.md": "seq 9000 > input.txt",
     "docs/deepspeed.md": "bash scripts/quickstart.sh",
     "docs/launch.md": "bash scripts/quickstart.sh; echo localhost > hosts.txt",
-    "docs/model.md": "python -c 'from transformers import GPT2Config as C, GPT2LMHeadModel as M;"
+    "docs/model.md": "python -m data.prepare --source stdlib --output runs/quickstart/data/stdlib"
+    " --train_vocab_size 8192; python -c 'from transformers import GPT2Config as C, GPT2LMHeadModel as M;"
     ' M(C(n_layer=1, n_embd=32, n_head=4, vocab_size=300)).save_pretrained("gpt2")\'',
     "docs/published/README.md": "grep -e ^id -e V100-36x3072 configs/published/rows.csv > my-rows.csv",
     "docs/sizes.md": 'mkdir my-corpus; python -c \'for n in range(400): print({"text": f"{n} green bottles " * 40})\''
