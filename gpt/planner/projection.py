@@ -6,6 +6,8 @@
     to, from host ....... copy |                          each way, at most one copy is ahead of the computation
     host          .............  update |                 updates of offloaded states by the node's processors
 
+On a cluster of CPUs one task runs at a time, because all lanes are the work of the same cores.
+
 Comments state every assumption at the line that makes it. A cluster's `gemm_fraction`, `memory_fraction` and
 `node_fraction` are measured or calibrated; all other figures are from data sheets.
 """

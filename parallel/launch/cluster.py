@@ -57,6 +57,7 @@ class ClusterSpec:
     product_tile: Annotated[int, Range(1, 2**16)] = 128  # rows and columns of the tiles of products
     full_precision_share: Rate = 1 / 8  # of the half-precision rate; V100: 15.7 of 125 TFLOPs
     full_precision_tile_overhead: Annotated[float, Range(0, at_most=1e9)] | None = None  # null: `tile_overhead`
+    full_precision_attention_fraction: Rate | None = None  # of the half-precision rate; null: as products differ
     attention_overhead: Annotated[float, Range(0, at_most=1e9)] = 350.0  # keys; see gpt/planner/costs/kernels.py
     kernels: tuple[Curve, ...] = ()  # measured times by the bytes that a kernel moves
     collectives: tuple[Curve, ...] = ()  # measured times inside a node, by the bytes that a rank sends
@@ -115,6 +116,12 @@ class ClusterSpec:
         Speeds are taken to be normal; the quantile is Blom's for the largest of a sample.
         """
         return 1 + self.speed_spread * NormalDist().inv_cdf((num_gpus - 0.375) / (num_gpus + 0.25))
+
+    def attention_fraction_of(self, is_half: bool) -> float | None:
+        """Return the part of the half-precision peak that fused attention reaches in a type, None if it is unknown."""
+        if is_half or self.attention_fraction is None:
+            return self.attention_fraction
+        return self.full_precision_attention_fraction or self.attention_fraction * self.full_precision_share
 
     @cached_property
     def kernel_curves(self) -> dict[str, Curve]:

@@ -7,6 +7,7 @@ that a dry run counts.
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import cycle
 from statistics import median
 from typing import Any, Self
@@ -125,19 +126,19 @@ KERNELS: tuple[Callable[[Tensor], Action], ...] = (
     _scaled,
     _copied,
     _cast,
-    lambda x: partial_of(x.exp),
-    lambda x: partial_of(x.sum, 0),
-    lambda x: partial_of(x.logsumexp, -1),
-    lambda x: partial_of(x.amax, -1),
-    lambda x: partial_of(F.gelu, x, approximate="tanh"),
+    lambda x: partial(x.exp),
+    lambda x: partial(x.sum, 0),
+    lambda x: partial(x.logsumexp, -1),
+    lambda x: partial(x.amax, -1),
+    lambda x: partial(F.gelu, x, approximate="tanh"),
     lambda x: _backward_of(lambda y: F.gelu(y, approximate="tanh"), x),
-    lambda x: partial_of(_norm, x),
+    lambda x: partial(_norm, x),
     _norm_backward,
-    lambda x: partial_of(torch.stack, [x, x]),
+    lambda x: partial(torch.stack, [x, x]),
     _embedding,
     _embedding_backward,
     _adamw,
-    lambda x: partial_of(nn.utils.get_total_norm, [x]),
+    lambda x: partial(nn.utils.get_total_norm, [x]),
     _clipped,
 )
 
@@ -167,11 +168,6 @@ class DeviceKernels:
         )
 
 
-def partial_of(function: Callable[..., object], *args: Any, **kwargs: Any) -> Action:
-    """Return the call of a function without arguments."""
-    return lambda: function(*args, **kwargs)
-
-
 def measure_kernels(device: torch.device) -> list[Curve]:
     """Measure the kernels of a training step that the memory bounds on a GPU, by size and type."""
     return [_curve(build, dtype, device) for dtype in DTYPES for build in KERNELS]
@@ -194,7 +190,7 @@ def largest_kernel(action: Action) -> Kernel:
     log = KernelLog(lambda: "", lambda _: False)
     with observe_operations(log):
         action()
-    return max(log.kernels, key=lambda kernel: (kernel.product is not None, kernel.num_bytes))
+    return max(log.kernels, key=lambda kernel: (kernel.attention is not None, kernel.num_bytes))
 
 
 def _seconds_each(action: Action, device: torch.device) -> float:
@@ -218,25 +214,23 @@ def measure_products(device: torch.device) -> list[MeasuredProduct]:
                 for shape in ((tokens, num_inputs), (num_outputs, num_inputs), (tokens, num_outputs))
             )
             for one, other in ((x, weight.t()), (gradient, weight), (gradient.t(), x)):
-                seconds = _seconds_each(partial_of(torch.mm, one, other), device)
+                seconds = _seconds_each(partial(torch.mm, one, other), device)
                 (m, k), n = one.shape, other.shape[1]
                 found.append(MeasuredProduct(_name(dtype), (1, m, n, k), seconds))
     return found
 
 
 def measure_attention(device: torch.device) -> list[MeasuredAttention]:
-    """Measure causal fused attention, forward and backward, in the type in which the device trains."""
-    dtype, found = torch.bfloat16 if device.type == "cuda" else torch.float32, []
-    for heads, seq, head_dim in ATTENTIONS[device.type]:
-        inputs = [torch.rand(1, heads, seq, head_dim, device=device).to(dtype) for _ in range(3)]
-
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-        for action in (partial_of(attend, *inputs), _backward_of(attend, *inputs)):
-            kernel = largest_kernel(action)
-            if kernel.attention is not None:  # else it is not a fused one
-                found.append(MeasuredAttention(_name(dtype), kernel.attention, _seconds_each(action, device)))
+    """Measure causal fused attention, forward and backward."""
+    found = []
+    for dtype in DTYPES:
+        for heads, seq, head_dim in ATTENTIONS[device.type]:
+            inputs = [torch.rand(1, heads, seq, head_dim, device=device).to(dtype) for _ in range(3)]
+            attend = partial(F.scaled_dot_product_attention, is_causal=True)
+            for action in (partial(attend, *inputs), _backward_of(attend, *inputs)):
+                kernel = largest_kernel(action)
+                if kernel.attention is not None:  # else it is not a fused one
+                    found.append(MeasuredAttention(_name(dtype), kernel.attention, _seconds_each(action, device)))
     return found
 
 

@@ -112,7 +112,11 @@ def with_kernels(spec: ClusterSpec, measured: Sequence[DeviceKernels]) -> Cluste
         launch_seconds=launch if spec.device == "gpu" else max(0.0, launch - spec.kernel_seconds),
         kernels=mean_curves([kernels.curves for kernels in measured]),
     )
-    return replace(spec, attention_fraction=attention_fraction(measured, spec))
+    return replace(
+        spec,
+        attention_fraction=attention_fraction(measured, "bfloat16", spec),
+        full_precision_attention_fraction=attention_fraction(measured, "float32", spec),
+    )
 
 
 def products_of(measured: Sequence[DeviceKernels], dtype: str) -> list[tuple[Product, float]]:
@@ -126,14 +130,15 @@ def products_of(measured: Sequence[DeviceKernels], dtype: str) -> list[tuple[Pro
     ]
 
 
-def attention_fraction(measured: Sequence[DeviceKernels], cluster: ClusterSpec) -> float | None:
-    """Return the part of the peak rate that fused attention reaches; None if the device has no fused attention."""
-    rates = []
-    for attention in [attention for kernels in measured for attention in kernels.attentions]:
-        share = 1.0 if attention.dtype == "bfloat16" else cluster.full_precision_share
-        flops = attention_flops(attention.attention, cluster.attention_overhead)
-        rates.append(flops / attention.seconds / (cluster.peak_half_tflops * 1e12 * share))
-    return median(rates) if rates else None
+def attention_fraction(measured: Sequence[DeviceKernels], dtype: str, cluster: ClusterSpec) -> float | None:
+    """Return the part of the half-precision peak that fused attention reaches; None if there is no such kernel."""
+    rates = [
+        attention_flops(attention.attention, cluster.attention_overhead) / attention.seconds
+        for kernels in measured
+        for attention in kernels.attentions
+        if attention.dtype == dtype
+    ]
+    return median(rates) / (cluster.peak_half_tflops * 1e12) if rates else None
 
 
 def reserved_bytes(device: torch.device) -> int:

@@ -56,11 +56,11 @@ def attention_seconds(kernel: Kernel, cluster: ClusterSpec) -> float:
 
     It is 0 too if the cluster file does not say what attention reaches: then its memory traffic alone counts.
     """
-    if kernel.attention is None or cluster.attention_fraction is None:
+    fraction = cluster.attention_fraction_of(kernel.dtype in HALF_PRECISION)
+    if kernel.attention is None or fraction is None:
         return 0.0
     flops = attention_flops(kernel.attention, cluster.attention_overhead)
-    share = 1.0 if kernel.dtype in HALF_PRECISION else cluster.full_precision_share
-    return flops / (cluster.peak_half_tflops * 1e12 * cluster.attention_fraction * share)
+    return flops / (cluster.peak_half_tflops * 1e12 * fraction)
 
 
 def host_seconds(kernel: Kernel, cluster: ClusterSpec) -> float:

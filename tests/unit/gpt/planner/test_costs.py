@@ -182,6 +182,11 @@ def test_full_precision_has_its_own_peak_and_overhead():
     cluster = with_effect(full_precision_share=0.5, full_precision_tile_overhead=1024)
     assert kernel_seconds(full, cluster) == pytest.approx(4 * kernel_seconds(half, cluster))
     assert kernel_seconds(full, PLAIN) == pytest.approx(8 * kernel_seconds(half, PLAIN))
+    scores = attention(1024)
+    in_full = dataclasses.replace(scores, dtype=torch.float32)
+    for figures, times_longer in ({"full_precision_share": 0.5}, 2), ({"full_precision_attention_fraction": 0.1}, 3):
+        chosen = with_effect(attention_fraction=0.3, **figures)
+        assert kernel_seconds(in_full, chosen) == pytest.approx(times_longer * kernel_seconds(scores, chosen))
     odd = product(1280, 1280, 1023)
     on_cpu = kernel_seconds(odd, with_effect(device="cpu"))
     assert kernel_seconds(odd, PLAIN) == pytest.approx(4 * on_cpu), "no tensor cores"

@@ -60,8 +60,8 @@ def test_the_rate_of_attention_is_found_in_its_time():
     shape = (16, 1024, 1024, 64, 2)
     seconds = attention_flops(shape, CLUSTER.attention_overhead) / (0.3 * 312e12)
     kernels = mock.Mock(attentions=[MeasuredAttention("bfloat16", shape, seconds)])
-    assert attention_fraction([kernels], CLUSTER) == pytest.approx(0.3)
-    assert attention_fraction([mock.Mock(attentions=[])], CLUSTER) is None
+    assert attention_fraction([kernels], "bfloat16", CLUSTER) == pytest.approx(0.3)
+    assert attention_fraction([kernels], "float32", CLUSTER) is None
 
 
 def test_measured_kernels_are_those_that_a_step_runs():
@@ -76,4 +76,4 @@ def test_measured_kernels_are_those_that_a_step_runs():
     assert {"embedding_dense_backward float32", "to_copy float32", "foreach_norm float32"} <= names
     assert [p.product for p in products if p.dtype == "float32"] == [(1, 8, 32, 16), (1, 8, 16, 32), (1, 32, 16, 8)]
     assert all(isinstance(product, MeasuredProduct) and product.seconds > 0 for product in products)
-    assert [a.attention for a in attentions] == [(2, 8, 8, 8, 2), (2, 8, 8, 8, 5)]
+    assert [a.attention for a in attentions] == [(2, 8, 8, 8, 2), (2, 8, 8, 8, 5)] * 2
