@@ -1,11 +1,11 @@
 """Compare predicted with measured step times of twelve configurations of a small GPT, on two ranks of this machine.
 
-    python -m scripts.bench.predicted     # six minutes on two idle cores; writes docs/results/predicted.md
+    python -m scripts.bench.predicted                      # writes docs/results/predicted.md
     python -m scripts.bench.predicted --rounds 2 --output runs/predicted/page.md
 
-Three parts run after each other: a preflight of two ranks, which writes the cluster file runs/predicted/cluster.yaml;
-the steps of all configurations, in rounds of which each has one step of every configuration; and the dry runs, which
-know the cluster file and not the measured times.
+It takes about five minutes on two idle cores. Three parts run after each other: a preflight of two ranks, which writes
+the cluster file runs/predicted/cluster.yaml; the steps of all configurations, in rounds of which each has one measured
+step of every configuration; and the dry runs, which know the cluster file and not the measured times.
 """
 
 import argparse
@@ -158,8 +158,8 @@ def page(rows: list[Row], num_rounds: int, load: float) -> str:
     model, train = settings.model, settings.train
     return f"""# Predicted and measured step times
 
-A preflight measured this machine, without a model; dry runs then predicted the step of {len(rows)} configurations of a
-small GPT. The median error is {statistics.median(errors):.0%}, the largest {max(errors):.0%}.
+A preflight measured this machine without a model, and dry runs then predicted a step of {len(rows)} configurations of a
+small GPT: the median error is {statistics.median(errors):.0%}, the largest {max(errors):.0%}.
 
 ```bash
 python -m scripts.bench.predicted          # writes this page
@@ -170,17 +170,18 @@ All times are milliseconds of a step:
 {table(rows)}
 
 *Measured* is the median of {num_rounds} rounds; in each round every configuration has one measured step, in an order
-that rotates. *Error* is that of the prediction. *Processor time* is that of all threads of rank 0.
+that rotates. *Error* is that of the prediction. *Processor time* is that of all threads of rank 0. A prediction leaves
+out the time that Python spends on the hooks of ZeRO beyond that of a kernel's launch, and waits for the slower rank.
 
-Measured on {date.today()}: {os.cpu_count()} CPU cores, torch {torch.__version__}, gloo over loopback, {NUM_RANKS} ranks
-of one thread, load {load:.1f} at the start. GPT with {model.num_layers} layers x {model.hidden_size}, vocabulary
+Measured on {date.today()}: {os.cpu_count()} CPU cores, torch {torch.__version__}, gloo over loopback, {NUM_RANKS}
+ranks of one thread, load {load:.1f} at the start. GPT with {model.num_layers} layers x {model.hidden_size}, vocabulary
 {model.vocab_size}, sequence {model.seq_length}, micro-batch {train.micro_batch_size}, AdamW; fp32 unless stated.
 """
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=40, help="measured steps of each configuration")
+    parser.add_argument("--rounds", type=int, default=30, help="measured steps of each configuration")
     parser.add_argument("--output", type=Path, default=Path("docs/results/predicted.md"), help="the page to write")
     parser.add_argument("--as_rank", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
