@@ -9,7 +9,7 @@ from gpt.model.config import ModelConfig
 from gpt.model.flops import model_flops
 from gpt.planner.depth import Estimate
 from gpt.planner.layouts import CandidateLayout, Prediction
-from parallel.launch.cluster import RESERVED_BYTES, ClusterSpec
+from parallel.launch.cluster import ClusterSpec
 
 MAX_COLUMNS = 80
 NUM_SHOWN = 10  # layouts in the table; all that a dry run has estimated are shown
@@ -78,7 +78,7 @@ def best_line(layout: CandidateLayout, estimate: Estimate, cluster: ClusterSpec)
     return (
         f"the fastest of those that fit in a dry run: {layout}:\n"
         f"{estimate.device_peak_bytes / 1e9:.1f} of {cluster.usable_gpu_bytes / 1e9:.1f} GB "
-        f"({RESERVED_BYTES / 1e9:.0f} GB of each GPU is reserved for CUDA and NCCL),\n"
+        f"({cluster.reserved_gb:.2g} GB of each GPU is reserved for CUDA and NCCL),\n"
         f"{_seconds(estimate.seconds)} s a step{cluster.remark}"
     )
 

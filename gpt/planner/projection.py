@@ -6,6 +6,8 @@
     to, from host ....... copy |                          each way, at most one copy is ahead of the computation
     host          .............  update |                 updates of offloaded states by the node's processors
 
+On a cluster of CPUs one task runs at a time, because all lanes are the work of the same cores.
+
 Comments state every assumption at the line that makes it. A cluster's `gemm_fraction`, `memory_fraction` and
 `node_fraction` are measured or calibrated; all other figures are from data sheets.
 """
@@ -62,7 +64,7 @@ def project(kernels: list[Kernel], events: list[CommEvent], cluster: ClusterSpec
     next step waits for a collective that is awaited at an earlier time than it was launched; the step is then the
     second one of two equal ones, and lasts until the computation has launched its last kernel.
     """
-    lanes = _Lanes()
+    lanes = _Lanes(is_single=cluster.device == "cpu")
     late = {
         number for number, event in enumerate(events) if event.awaited is not None and event.awaited < event.launched
     }
@@ -80,7 +82,8 @@ def project(kernels: list[Kernel], events: list[CommEvent], cluster: ClusterSpec
 class _Lanes:
     """Lanes of tasks that run at the same time, and the time at which each has ended so far."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_single: bool = False) -> None:
+        self.is_single = is_single  # one task runs at a time: all lanes are the work of the same cores
         self.tasks: list[Task] = []
         self.free: defaultdict[str, float] = defaultdict(float)  # {lane: time at which its tasks so far have ended}
         self.host_is_done = 0.0  # with launching the kernels so far
@@ -91,13 +94,13 @@ class _Lanes:
         """Append a kernel of the computation, of which only a share is done while collectives run beside it."""
         start = max(self.free["compute"], self.host_is_done)
         beside = max((self.free[lane] for lane in self.free if lane not in OTHER_LANES), default=0.0) - start
-        if beside > 0:
+        if beside > 0 and not self.is_single:
             done = min(seconds, beside * share_beside_collectives)
             seconds += done / share_beside_collectives - done
         self.run("compute", name, start, seconds)
 
     def run(self, lane: str, name: str, not_before: float, seconds: float) -> float:
-        start = max(self.free[lane], not_before)
+        start = max(self.free.values(), default=0.0) if self.is_single else max(self.free[lane], not_before)
         self.free[lane] = start + seconds
         self.tasks.append(Task(lane, name, start, self.free[lane]))
         return self.free[lane]
@@ -139,6 +142,6 @@ def _replay(
             elif kernel.is_on_host:
                 lanes.run("host", kernel.name, max(free["compute"], free["to host"]), host_seconds(kernel, cluster))
             else:
-                lanes.host_is_done += cluster.launch_seconds
+                lanes.host_is_done += 0.0 if lanes.is_single else cluster.launch_seconds
                 seconds = kernel_seconds(kernel, cluster) * slowest
                 lanes.compute(kernel.name, seconds, cluster.share_beside_collectives)

@@ -20,7 +20,7 @@ from gpt.planner.run_cost import RunCost
 from gpt.settings import DryRunSettings, Settings
 from parallel.errors import ConfigError
 from parallel.instruments.memory_tracker import TensorKind
-from parallel.launch.cluster import RESERVED_BYTES, ClusterSpec
+from parallel.launch.cluster import ClusterSpec
 from zero.optimizers.matrix_updates import MatrixUpdates
 
 REPORT = "report.json"
@@ -156,7 +156,7 @@ def headline(report: dict[str, Any]) -> str:
         step = report["step"]
         lines[-1] += f": {verdict} the {available / 1e9:,.2f} GB of {cluster.name},"
         lines += [
-            f"beside {RESERVED_BYTES / 1e9:.0f} GB for CUDA and NCCL",
+            f"beside {cluster.reserved_gb:.2g} GB for CUDA and NCCL",
             *host_verdict(report),
             f"projected step {seconds(step['seconds'])}, {step['hardware_tflops_per_device']:.1f} TFLOPs per device, "
             f"MFU {100 * step['mfu']:.1f}%{cluster.remark}",

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from parallel.instruments.fake_tensors import QuickFakeTensorMode, instances_in
-from parallel.instruments.kernel_log import Kernel, KernelLog, product_of
+from parallel.instruments.kernel_log import Kernel, KernelLog, attention_of, product_of
 from parallel.instruments.operation_observer import observe_operations
 from parallel.torch_internals import schema_of
 
@@ -169,7 +169,9 @@ def _kernel(node: Any) -> Kernel:
     dtype = results[-1].dtype if results else torch.float32
     if node.is_extern() and names:
         inputs = [a.meta["val"] if isinstance(a, torch.fx.Node) else a for a in operations[0].args]
-        return Kernel(names[0], "", inductor.bytes_of(node), dtype, product_of(names[0], inputs))
+        name, dtype = names[0], results[0].dtype if results else dtype
+        attention = attention_of(name, inputs)
+        return Kernel(name, "", inductor.bytes_of(node), dtype, product_of(name, inputs), attention=attention)
     named = sorted({name for name in names if name not in NOT_NAMED} or set(names))
     return Kernel("compiled " + "+".join(named[:MOST_NAMES]), "", inductor.bytes_of(node), dtype)
 

@@ -10,9 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from parallel.launch.curves import Curve
 from parallel.mesh import Axis, Mesh
 
 LINK_BYTES = 8 * 2**20  # of a message between two ranks
+MESSAGE_BYTES = 2**10, 2**14, 2**18, 2**22, 2**25  # by which times of collectives are measured
+MESSAGE_BYTES_OF_GPUS = (2**28,)  # and these, too
 SHARD_BYTES = 2**20  # of each rank's part of a collective, at least: with less, latency is measured
 SECONDS_EACH = 0.5  # for which a measured action is repeated
 MAX_REPEATS = 50
@@ -64,7 +67,7 @@ def measure_axis(axis: Axis, device: torch.device) -> list[LinkRate]:
     }
     rates = []
     for name, operation in operations.items():
-        seconds = _seconds(operation, device, axis)
+        seconds = measured_seconds(operation, device, axis)
         assert axis.log.last is not None
         rates.append(LinkRate(axis.name, name, _members(axis), axis.log.last.wire_bytes / seconds))
     return rates if axis.rank == 0 else []
@@ -84,7 +87,7 @@ def measure_links(axis: Axis, device: torch.device, takes_part: bool = True) -> 
     for number in (0, 1, 2) if axis.size > 2 else (0,):
         for first, second in [pair for pair in _pairs(axis.size, number) if axis.rank in pair and takes_part]:
             peer = second if axis.rank == first else first
-            seconds = _seconds(partial(_exchange, axis, peer, sent, received), device, pair=(axis, peer))
+            seconds = measured_seconds(partial(_exchange, axis, peer, sent, received), device, pair=(axis, peer))
             if axis.rank == first:
                 ranks = tuple(sorted((members[axis.rank], members[peer])))
                 rates.append(LinkRate(axis.name, "link", ranks, LINK_BYTES / seconds))
@@ -92,12 +95,48 @@ def measure_links(axis: Axis, device: torch.device, takes_part: bool = True) -> 
     return rates
 
 
+def measure_sizes(axis: Axis, device: torch.device) -> list[Curve]:
+    """Measure the collectives of training with messages of several sizes, on all groups of the axis at once.
+
+    A curve is over the bytes that a rank sends.
+    """
+    if axis.size == 1:
+        return []
+    curves, messages = [], MESSAGE_BYTES + (MESSAGE_BYTES_OF_GPUS if device.type == "cuda" else ())
+    for name in ("all_reduce", "all_gather", "reduce_scatter"):
+        sizes, seconds = [], []
+        for num_bytes in messages:
+            full = torch.ones(num_bytes // 4 // axis.size * axis.size, device=device)
+            shard = full.chunk(axis.size)[axis.rank]  # in place, as in training
+            # gloo's reduce-scatter exchanges messages like an all-gather and then adds them up by kernels, which a dry
+            # run counts as such.
+            operation = "all_gather" if axis.takes_receive_buffers and name != "all_reduce" else name
+            action = partial(_collect, axis, operation, full, shard)
+            seconds.append(measured_seconds(action, device, axis, budget=SECONDS_EACH / 5))
+            assert axis.log.last is not None
+            action()
+            sizes.append(float(axis.log.last.wire_bytes))
+        curves.append(Curve(f"{name} of {axis.size}", tuple(sizes), tuple(seconds)))
+    return curves
+
+
+def _collect(axis: Axis, operation: str, full: Tensor, shard: Tensor) -> None:
+    """Run a collective and wait for it."""
+    match operation:
+        case "all_reduce":
+            axis.all_reduce(full, out=full).wait()
+        case "all_gather":
+            axis.all_gather(shard, out=full).wait()
+        case "reduce_scatter":
+            axis.reduce_scatter(full, out=shard).wait()
+
+
 def latency(axis: Axis, device: torch.device) -> float:
     """Return the seconds of one step of a ring, measured by an all-reduce of one number."""
     if axis.size == 1:
         return 0.0
     word = torch.zeros(1, device=device)
-    return _seconds(lambda: axis.all_reduce(word, out=word).wait(), device, axis) / (2 * (axis.size - 1))
+    return measured_seconds(lambda: axis.all_reduce(word, out=word).wait(), device, axis) / (2 * (axis.size - 1))
 
 
 def measure_device(rank: int, device: torch.device) -> DeviceRate:
@@ -112,10 +151,10 @@ def measure_device(rank: int, device: torch.device) -> DeviceRate:
     num_bytes = 2 * numel
     return DeviceRate(
         rank,
-        2 * size**3 / _seconds(lambda: a @ b, device),
-        2 * num_bytes / _seconds(lambda: copy.copy_(source), device),
-        num_bytes / _seconds(lambda: on_host.copy_(source, non_blocking=True), device),
-        _seconds(lambda: [word.add_(1) for _ in range(100)], device) / 100,
+        2 * size**3 / measured_seconds(lambda: a @ b, device),
+        2 * num_bytes / measured_seconds(lambda: copy.copy_(source), device),
+        num_bytes / measured_seconds(lambda: on_host.copy_(source, non_blocking=True), device),
+        measured_seconds(lambda: [word.add_(1) for _ in range(100)], device) / 100,
     )
 
 
@@ -160,15 +199,22 @@ def _members(axis: Axis) -> tuple[int, ...]:
     return tuple(dist.get_process_group_ranks(axis.group))
 
 
-def _seconds(
-    action: Measurement, device: torch.device, axis: Axis | None = None, pair: tuple[Axis, int] | None = None
+def measured_seconds(
+    action: Measurement,
+    device: torch.device,
+    axis: Axis | None = None,
+    pair: tuple[Axis, int] | None = None,
+    budget: float | None = None,
 ) -> float:
-    """Return the median seconds of an action that is repeated for about half a second.
+    """Return the median seconds of an action that is repeated for about `budget` seconds, by default half a second.
 
     If the action communicates along `axis`, or with the other rank of `pair`, these ranks repeat it equally often.
     """
+    # The processor time of a CPU's kernels is the same if other programs run on the machine. Messages are waited for.
+    is_kernel_of_cpu = device.type == "cpu" and axis is None and pair is None
+    clock = time.thread_time if is_kernel_of_cpu else time.perf_counter
     for _ in range(2):  # the first call opens connections: the time of the second one is used
-        once = _timed(action, device)
+        once = _timed(action, device, clock)
     # The number of repeats must be the same on all ranks that communicate, or the last messages would never arrive. So
     # they compute it from the same estimate: the mean over the axis, or the longer time of the pair.
     estimate = torch.tensor(once, dtype=torch.float64, device=device)
@@ -179,17 +225,19 @@ def _seconds(
         of_peer = torch.empty_like(estimate)
         _exchange(*pair, estimate, of_peer)
         estimate = torch.maximum(estimate, of_peer)
-    num_repeats = max(3, min(MAX_REPEATS, int(SECONDS_EACH / estimate.item())))
-    return statistics.median(_timed(action, device) for _ in range(num_repeats))
+    num_repeats = max(
+        3, min(MAX_REPEATS, int((SECONDS_EACH if budget is None else budget) / max(estimate.item(), 1e-7)))
+    )
+    return statistics.median(_timed(action, device, clock) for _ in range(num_repeats))
 
 
-def _timed(action: Measurement, device: torch.device) -> float:
+def _timed(action: Measurement, device: torch.device, clock: Callable[[], float]) -> float:
     # The device is synchronized before the clock is read: first to finish earlier work, then to finish the action.
     _synchronize(device)
-    start = time.perf_counter()
+    start = clock()
     action()
     _synchronize(device)
-    return time.perf_counter() - start
+    return clock() - start
 
 
 def _synchronize(device: torch.device) -> None:

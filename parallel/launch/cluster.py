@@ -1,6 +1,7 @@
 """The cluster that a projection is made for: rates of its devices and links, and the fractions that programs reach."""
 
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, replace
+from functools import cached_property
 from pathlib import Path
 from statistics import NormalDist
 from typing import Annotated, Literal, Self
@@ -8,10 +9,12 @@ from typing import Annotated, Literal, Self
 from parallel.config_files import read_section
 from parallel.errors import ConfigError
 from parallel.fields import Range, check_fields
+from parallel.launch.curves import Curve
+from parallel.launch.products import TileModel
 
 Rate = Annotated[float, Range(above=0, at_most=1e9)]
 
-RESERVED_BYTES = 10**9  # of a GPU's memory, assumed to be taken by CUDA and NCCL
+RESERVED_BYTES = 10**9  # of a GPU's memory, assumed to be taken by CUDA and NCCL unless a cluster file says otherwise
 
 
 @dataclass(frozen=True)
@@ -49,9 +52,21 @@ class ClusterSpec:
     collective_multiprocessors: Annotated[int, Range(0, 2**16)] = 0  # that a collective takes from kernels beside it
     speed_spread: Annotated[float, Range(0, below=1)] = 0.0  # standard deviation of the speeds of equal GPUs, over mean
     launch_seconds: Annotated[float, Range(0, at_most=1e9)] = 0.0  # for which the host is busy with one kernel
+    device: Literal["gpu", "cpu"] = "gpu"  # cpu: the cores that compute also launch kernels, send messages and copy
+    reserved_gb: Rate = RESERVED_BYTES / 1e9  # of a GPU's memory, which CUDA and NCCL take
+    product_tile: Annotated[int, Range(1, 2**16)] = 128  # rows and columns of the tiles of products
+    full_precision_share: Rate = 1 / 8  # of the half-precision rate; V100: 15.7 of 125 TFLOPs
+    full_precision_tile_overhead: Annotated[float, Range(0, at_most=1e9)] | None = None  # null: `tile_overhead`
+    full_precision_attention_fraction: Rate | None = None  # of the half-precision rate; null: as products differ
+    attention_overhead: Annotated[float, Range(0, at_most=1e9)] = 350.0  # keys; see gpt/planner/costs/kernels.py
+    kernels: tuple[Curve, ...] = ()  # measured times by the bytes that a kernel moves
+    collectives: tuple[Curve, ...] = ()  # measured times inside a node, by the bytes that a rank sends
     calibrated: bool = False  # true: the rates are measured, or the fractions are fitted to measurements
 
     def __post_init__(self) -> None:
+        for name in ("kernels", "collectives"):
+            curves = [curve if isinstance(curve, Curve) else Curve.read(name, curve) for curve in getattr(self, name)]
+            object.__setattr__(self, name, tuple(curves))
         check_fields(self)
 
     @classmethod
@@ -102,6 +117,33 @@ class ClusterSpec:
         """
         return 1 + self.speed_spread * NormalDist().inv_cdf((num_gpus - 0.375) / (num_gpus + 0.25))
 
+    def attention_fraction_of(self, is_half: bool) -> float | None:
+        """Return the part of the half-precision peak that fused attention reaches in a type, None if it is unknown."""
+        if is_half or self.attention_fraction is None:
+            return self.attention_fraction
+        return self.full_precision_attention_fraction or self.attention_fraction * self.full_precision_share
+
+    @cached_property
+    def kernel_curves(self) -> dict[str, Curve]:
+        """The measured kernels by name."""
+        return {curve.name: curve for curve in self.kernels}
+
+    @cached_property
+    def collective_curves(self) -> dict[str, Curve]:
+        """The measured collectives by name."""
+        return {curve.name: curve for curve in self.collectives}
+
+    @cached_property
+    def half_products(self) -> TileModel:
+        """The model of matrix products in half precision."""
+        return TileModel(self.product_tile, self.num_multiprocessors, self.tile_overhead, self.splits_products)
+
+    @cached_property
+    def full_products(self) -> TileModel:
+        """The model of matrix products in full precision."""
+        overhead = self.full_precision_tile_overhead
+        return self.half_products if overhead is None else replace(self.half_products, overhead=overhead)
+
     @property
     def gpu_memory_bytes(self) -> int:
         return int(self.gpu_memory_gib * 2**30)
@@ -109,7 +151,7 @@ class ClusterSpec:
     @property
     def usable_gpu_bytes(self) -> int:
         """The memory of a GPU that the tensors of a run may fill."""
-        return self.gpu_memory_bytes - RESERVED_BYTES
+        return self.gpu_memory_bytes - int(self.reserved_gb * 1e9)
 
     @property
     def remark(self) -> str:

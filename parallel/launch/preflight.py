@@ -20,40 +20,31 @@ import json
 import socket
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields
-from datetime import date
+from dataclasses import asdict
 from pathlib import Path
 
-import torch
-import yaml
-
 from parallel.errors import ConfigError
-from parallel.host_memory import physical_bytes
 from parallel.launch import bandwidth
-from parallel.launch.bandwidth import DeviceRate, LinkRate
+from parallel.launch.bandwidth import LinkRate
 from parallel.launch.cluster import ClusterSpec
+from parallel.launch.device_kernels import DeviceKernels
+from parallel.launch.measured_cluster import (
+    ACROSS,
+    BYTES_PER_GB,
+    INSIDE,
+    Measured,
+    cluster_of,
+    describe_fits,
+    reserved_bytes,
+    write_cluster,
+)
 from parallel.launch.node_facts import Job, find_facts
 from parallel.launch.roll_call import collect_facts, connect, report_facts
 from parallel.launch.route import find_route, resolve
 from parallel.mesh import Mesh
 from parallel.world import World, exit_with_error, shared_store, start_world, stop_world
 
-INSIDE, ACROSS = "tensor", "data"  # axes of a mesh whose tensor groups are whole nodes
-BYTES_PER_GB = 1e9  # in the report and in a cluster file
 DescribeJob = Callable[[Sequence[str], int | None], Job]  # (the program's arguments, number of ranks if known) -> Job
-
-
-@dataclass(frozen=True)
-class Measured:
-    """The measurements of one rank."""
-
-    node: str
-    rank: int
-    inside_and_across: list[LinkRate]  # along the axes INSIDE and ACROSS
-    one_rank_per_node: list[LinkRate]  # between nodes, while only the first rank of each node sends
-    job_mesh: list[LinkRate]  # along the axes of the job's own mesh, if that is another one
-    device: DeviceRate
-    hop_seconds: float
 
 
 def arguments_only(arguments: Sequence[str], num_ranks: int | None) -> Job:
@@ -89,11 +80,12 @@ def check_and_measure(options: argparse.Namespace, arguments: Sequence[str], des
     found = measure(world, options.tensor_size)
     store.set(f"preflight/{world.rank}", json.dumps(asdict(found)))
     if world.is_first:
-        by_rank = [_parse(store.get(f"preflight/{rank}")) for rank in range(world.size)]
+        by_rank = [Measured.parse(store.get(f"preflight/{rank}")) for rank in range(world.size)]
         sys.stdout.write("\n".join(describe(by_rank, expected)) + "\n")
         if options.write:
             spec = cluster_of(by_rank, world, options.name)
             write_cluster(spec, Path(options.write), sorted({m.node for m in by_rank}))
+            sys.stdout.write("\n".join(describe_fits(spec, by_rank)) + "\n")
             sys.stdout.write(f"{options.write} has these rates, for --dry_run.cluster and the planner\n")
     # The store may end with the first rank's process, which has read the rates of all ranks before it ends.
     stop_world()
@@ -124,15 +116,22 @@ def measure(world: World, tensor_size: int | None) -> Measured:
     nodes.barrier()
     device = bandwidth.measure_device(world.rank, world.device)
     hop_seconds = max(bandwidth.latency(axis, world.device) for axis in (nodes.data, nodes.tensor))
-    return Measured(socket.gethostname(), world.rank, links, one_rank_per_node, job_mesh, device, hop_seconds)
-
-
-def _parse(text: bytes) -> Measured:
-    """Return the measurements of a rank from their JSON."""
-    found = json.loads(text)
-    for key in ("inside_and_across", "one_rank_per_node", "job_mesh"):
-        found[key] = [LinkRate(**(link | {"ranks": tuple(link["ranks"])})) for link in found[key]]
-    return Measured(**(found | {"device": DeviceRate(**found["device"])}))
+    nodes.barrier()
+    collectives = bandwidth.measure_sizes(nodes.tensor, world.device)
+    nodes.barrier()
+    kernels = DeviceKernels.measure(world.device)
+    return Measured(
+        socket.gethostname(),
+        world.rank,
+        links,
+        one_rank_per_node,
+        job_mesh,
+        device,
+        hop_seconds,
+        collectives,
+        kernels,
+        reserved_bytes(world.device),
+    )
 
 
 def describe(by_rank: Sequence[Measured], expected: ClusterSpec | None) -> list[str]:
@@ -178,50 +177,6 @@ def _summary(title: str, links: Sequence[LinkRate]) -> list[str]:
 def _describe_slow(link: LinkRate, node_of: dict[int, str]) -> str:
     ends = " - ".join(f"rank {rank} on {node_of[rank]}" for rank in link.ranks)
     return f"slow {link.what}: {ends}: {link.bytes_per_second / BYTES_PER_GB:.3g} GB/s"
-
-
-def cluster_of(by_rank: Sequence[Measured], world: World, name: str) -> ClusterSpec:
-    """Return the measured machine as a cluster, in which the rates that were reached count as peaks.
-
-    With a single node, the rate inside it also stands for the rate between nodes; with one rank a node, the rate
-    between nodes also stands for the rate inside.
-    """
-
-    def slowest_all_reduce(axis: str) -> float:
-        links = [link for measured in by_rank for link in measured.inside_and_across if link.axis == axis]
-        return min((link.bytes_per_second for link in links if link.what == "all_reduce"), default=0.0)
-
-    devices = [measured.device for measured in by_rank]
-    flows = [link.bytes_per_second for measured in by_rank for link in measured.one_rank_per_node]
-    memory_rate = min(device.memory_bytes_per_second for device in devices)
-    inside, across = slowest_all_reduce(INSIDE), slowest_all_reduce(ACROSS)
-    inside, across = inside or across or memory_rate, across or inside or memory_rate
-    properties = torch.cuda.get_device_properties(world.device) if world.device.type == "cuda" else None
-    host_bytes = physical_bytes()
-    return ClusterSpec(
-        name=name,
-        gpus_per_node=world.local_size,
-        gpu_memory_gib=(properties.total_memory if properties else host_bytes / world.local_size) / 2**30,
-        host_memory_gb=host_bytes / 1e9,
-        peak_half_tflops=min(device.flops_per_second for device in devices) / 1e12,
-        num_multiprocessors=properties.multi_processor_count if properties else 1,
-        memory_gb_per_second=memory_rate / BYTES_PER_GB,
-        intra_node_gb_per_second=inside / BYTES_PER_GB,
-        node_gb_per_second=across * world.local_size / BYTES_PER_GB,
-        network_card_gb_per_second=min(flows, default=across) / BYTES_PER_GB,
-        host_gb_per_second=min(device.host_bytes_per_second for device in devices) / BYTES_PER_GB,
-        kernel_seconds=max(device.kernel_seconds for device in devices),
-        hop_seconds=max(measured.hop_seconds for measured in by_rank) or 1e-5,
-        calibrated=True,
-    )
-
-
-def write_cluster(spec: ClusterSpec, path: Path, nodes: Sequence[str]) -> None:
-    rounded = {f.name: float(f"{v:.4g}") if isinstance(v := getattr(spec, f.name), float) else v for f in fields(spec)}
-    where = f"on {date.today()}, on {', '.join(nodes)}"
-    head = f"# Measured by parallel.launch.preflight {where}: rates that were reached, not those of data sheets.\n"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(head + yaml.safe_dump(rounded, sort_keys=False))
 
 
 def main(words: Sequence[str], describe_job: DescribeJob = arguments_only) -> None:

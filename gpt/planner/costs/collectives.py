@@ -55,11 +55,15 @@ class Group:
 def collective_seconds(event: CommEvent, cluster: ClusterSpec, shape: MeshShape) -> float:
     """Return the time of a collective at the rate of its slowest link, and of the hops of its algorithm.
 
-    In a ring each rank sends 1/n of the message to its neighbour n - 1 times, in an all-reduce twice as often.
+    In a ring each rank sends 1/n of the message to its neighbour n - 1 times, in an all-reduce twice as often. A
+    collective inside a node takes the time that was measured for a group of this size, if there is one.
     """
     if event.group_size == 1:
         return 0.0
     group = _group(event, cluster, shape)
+    measured = cluster.collective_curves.get(f"{event.op} of {event.group_size}")
+    if measured is not None and group.num_nodes == 1:
+        return measured.at(max(1, event.wire_bytes))
     passes = 2 if event.op == "all_reduce" else 1
     moving = event.wire_bytes / group.bytes_per_second
     if cluster.latency == "hops":

@@ -1,5 +1,7 @@
 """A dry run whose blocks or loss are compiled has the same products and collectives, and moves fewer bytes."""
 
+from collections import Counter
+
 import pytest
 
 from gpt.planner.dry_run import Recording, dry_run
@@ -20,6 +22,9 @@ def test_every_block_of_every_micro_batch_is_compiled(stage: int):
     assert sum(k.flops for k in compiled.kernels) == sum(k.flops for k in eager.kernels)
     assert sum(k.num_bytes for k in compiled.kernels) < sum(k.num_bytes for k in eager.kernels)
     assert {k.phase for k in compiled.kernels} == {k.phase for k in eager.kernels}
+    attentions = [Counter((k.attention, k.dtype) for k in found.kernels if k.attention) for found in (eager, compiled)]
+    assert attentions[0] == attentions[1]
+    assert attentions[0].total() == 2 * 2 * 2, "layers x micro-batches x (forward, backward)"
     gelus = [k.phase for k in compiled.kernels if "tanh" in k.name]
     assert gelus.count("forward") == gelus.count("backward") == 2 * 2, "layers x micro-batches"
     assert not any("gelu" in k.name for k in compiled.kernels)

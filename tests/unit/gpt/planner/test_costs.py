@@ -7,12 +7,13 @@ import pytest
 import torch
 
 from gpt.planner.costs.collectives import MeshShape, collective_seconds
-from gpt.planner.costs.kernels import ATTENTION_OVERHEAD, kernel_seconds
+from gpt.planner.costs.kernels import kernel_seconds
 from gpt.planner.costs.program import Program, as_program, cluster_for
 from gpt.planner.projection import project
 from parallel.instruments.comm_log import CommEvent
 from parallel.instruments.kernel_log import Kernel
 from parallel.launch.cluster import ClusterSpec
+from parallel.launch.curves import Curve
 
 PLAIN = ClusterSpec(
     name="plain",
@@ -56,7 +57,7 @@ def memory_bound(milliseconds: float, name: str = "add", phase: str = "forward")
 def test_fused_attention_computes_half_of_the_scores_at_its_share_of_the_peak():
     assert kernel_seconds(attention(2048), PLAIN) == PLAIN.kernel_seconds, "its bytes alone count by default"
     cluster = with_effect(attention_fraction=0.3)
-    flops = 2 * 2 * 10 * 2048 * (2048 + ATTENTION_OVERHEAD) / 2 * 128
+    flops = 2 * 2 * 10 * 2048 * (2048 + 350) / 2 * 128
     assert kernel_seconds(attention(2048), cluster) == pytest.approx(flops / 30e12)
     assert kernel_seconds(attention(2048, num_products=5), cluster) == pytest.approx(2.5 * flops / 30e12)
     assert kernel_seconds(attention(2048, 100), cluster) == kernel_seconds(attention(2048), cluster), "heads are padded"
@@ -141,6 +142,54 @@ def test_merged_kernels_are_the_one_that_moves_the_most_and_a_collective_ends_th
     found, events = as_program(kernels, [event("all_gather", "data", 8, 8, 2, 3)], Program(merges_elementwise=True))
     assert [kernel.num_bytes for kernel in found] == [3e9, 0, 2e9]
     assert (events[0].launched, events[0].awaited) == (1, 2)
+
+
+def test_measured_kernels_and_collectives_take_their_measured_times():
+    curves = (
+        Curve("add float32", (1e6, 4e6), (1e-3, 2e-3)),
+        Curve("gelu bfloat16", (1e6,), (7e-3,)),
+    )
+    cluster = with_effect(kernels=curves, collectives=(Curve("all_gather of 2", (1e3, 1e6), (1e-4, 1e-2)),))
+
+    def add(num_bytes: float, name: str = "add_", dtype: torch.dtype = torch.float32) -> float:
+        return kernel_seconds(Kernel(name, "forward", int(num_bytes), dtype), cluster)
+
+    assert add(2e6) == pytest.approx(1e-3 * 2**0.5), "between two sizes, on a logarithmic scale"
+    assert (add(10), add(8e6)) == pytest.approx((1e-3, 4e-3)), "below and above all of them"
+    assert add(1e6, "gelu", torch.bfloat16) == 7e-3
+    assert add(1e6, "tanh", torch.bfloat16) == pytest.approx(1e-3), "a kernel that was not measured is like an addition"
+    two = event("all_gather", "data", 2, 2 * 10**6)
+    assert collective_seconds(two, cluster, MeshShape(2, 1)) == pytest.approx(1e-2)
+    assert collective_seconds(two, cluster, MeshShape(16, 8)) == pytest.approx(1e6 / 10e9, rel=1e-3), "between nodes"
+    four = event("all_gather", "data", 4, 4 * 10**6)
+    assert collective_seconds(four, cluster, MeshShape(4, 1)) == pytest.approx(3e6 / 100e9, rel=1e-3), (
+        "of another group"
+    )
+
+
+def test_on_a_cpu_nothing_runs_side_by_side_and_each_kernel_is_launched_by_its_core():
+    kernels = [memory_bound(1.0), dataclasses.replace(memory_bound(2.0), is_on_host=True), memory_bound(1.0)]
+    one_ms = event("all_gather", "data", 8, int(0.1e9 * 8 / 7), launched=0, awaited=3)
+    gpu = with_effect(launch_seconds=1e-5, host_memory_gb_per_second=8000)
+    assert project(kernels, [one_ms], gpu, MeshShape(8, 1)).seconds == pytest.approx(3e-3, rel=0.01)
+    cpu = dataclasses.replace(gpu, device="cpu")
+    assert project(kernels, [one_ms], cpu, MeshShape(8, 1)).seconds == pytest.approx(5e-3 + 3e-5, rel=1e-3)
+
+
+def test_full_precision_has_its_own_peak_and_overhead():
+    half = product(1280, 1280, 1024)
+    full = dataclasses.replace(half, dtype=torch.float32)
+    cluster = with_effect(full_precision_share=0.5, full_precision_tile_overhead=1024)
+    assert kernel_seconds(full, cluster) == pytest.approx(4 * kernel_seconds(half, cluster))
+    assert kernel_seconds(full, PLAIN) == pytest.approx(8 * kernel_seconds(half, PLAIN))
+    scores = attention(1024)
+    in_full = dataclasses.replace(scores, dtype=torch.float32)
+    for figures, times_longer in ({"full_precision_share": 0.5}, 2), ({"full_precision_attention_fraction": 0.1}, 3):
+        chosen = with_effect(attention_fraction=0.3, **figures)
+        assert kernel_seconds(in_full, chosen) == pytest.approx(times_longer * kernel_seconds(scores, chosen))
+    odd = product(1280, 1280, 1023)
+    on_cpu = kernel_seconds(odd, with_effect(device="cpu"))
+    assert kernel_seconds(odd, PLAIN) == pytest.approx(4 * on_cpu), "no tensor cores"
 
 
 def test_a_program_may_use_another_attention_and_one_card_for_a_ring():

@@ -9,6 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from parallel.errors import ConfigError
+from parallel.launch import bandwidth, device_kernels
 from parallel.launch.bandwidth import DeviceRate, LinkRate, slow_devices, slow_links
 from parallel.launch.cluster import ClusterSpec
 from parallel.launch.node_facts import Job, NodeFacts, find_facts, find_problems
@@ -170,10 +171,26 @@ def test_slow_devices_are_those_below_the_median_or_far_below_the_expected():
     assert [device.rank for device in slow_devices(devices, 250e12)] == [0, 1, 2]
 
 
+def main_in_short(words: list[str]) -> None:
+    """Run the preflight with few, small measurements."""
+    sizes = {"NUMELS": {"cpu": (2**10, 2**12)}, "LAYERS": {"cpu": ((8, 16, 32), (32, 32, 32))}, "BUDGET_SECONDS": 0.0}
+    messages = {"MESSAGE_BYTES": (2**10, 2**14), "SECONDS_EACH": 0.01}
+    with mock.patch.multiple(device_kernels, **sizes), mock.patch.multiple(bandwidth, **messages):
+        main(words)
+
+
 def test_a_job_measures_itself_and_writes_a_cluster_file(tmp_path):
     path = tmp_path / "cluster.yaml"
     words = ["--write", str(path), "--name", "two ranks", "--tensor_size", "1"]
-    run_ranks(2, main, words, init_process_group=False)
+    run_ranks(2, main_in_short, words, init_process_group=False)
     cluster = ClusterSpec.load(path)
+    assert {curve.name for curve in cluster.collectives} == {
+        "all_reduce of 2",
+        "all_gather of 2",
+        "reduce_scatter of 2",
+    }
+    assert cluster.device == "cpu"
+    assert cluster.attention_fraction > 0
+    assert len(cluster.kernels) == 2 * len(device_kernels.KERNELS)
     assert (cluster.name, cluster.gpus_per_node) == ("two ranks", 2)
     assert cluster.node_gb_per_second == pytest.approx(2 * cluster.intra_node_gb_per_second, rel=1e-3)
