@@ -40,6 +40,8 @@ class NothingSaved:
 
     def read(self, *_: object, **__: object) -> None: ...
 
+    def load_by_name(self, *_: object) -> None: ...
+
 
 READERS = ["", "embedding", "blocks.0", "blocks.1", "blocks.2", "norm"]
 READS: dict[str, Callable[[ZeroDataParallel, ZeroOptimizer], object]] = {
