@@ -1,8 +1,11 @@
 """Ranks that take different branches if parameters are partitioned: an error names the branches, and no rank hangs."""
 
 import re
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from datetime import timedelta
+from functools import partial
+from typing import TypeVar
 from unittest import mock
 
 import pytest
@@ -10,9 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from parallel import host_barrier
 from parallel.host_barrier import BrokenBarrier, HostBarrier
 from parallel.mesh import Mesh
-from parallel.torch_internals import default_store
+from parallel.torch_internals import take_default_timeout
+from parallel.world import shared_store
 from tests.ranks import run_ranks
 from tests.twins import Twins, params_of
 from zero.config import ZeroConfig
@@ -20,6 +25,7 @@ from zero.engine import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
 from zero.units.agreement import DivergedRanks
 
+T = TypeVar("T")
 STAGE_3 = ZeroConfig(stage=3, bucket_numel=500, prefetch_numel=600)
 
 
@@ -36,26 +42,36 @@ class Branches(nn.Module):
         return x.sum()
 
 
-def limit_waits(seconds: float) -> None:
-    """Start the process group; from then on, waits of the host and of collectives end after about this time.
+def build_with_limit(seconds: float, build: Callable[[Mesh], T]) -> T:
+    """Start the process group, and return what `build` returns; from then on, waits end after about this time.
 
-    What a new process does once, such as imports, may take longer than that, and is done under a long limit.
+    What is done once, such as imports and connections, may take longer than that, and has a long limit.
     """
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    Trainee(STAGE_3).run("l")
+    Trainee(STAGE_3, Mesh.create(tensor_size=1)).run("l")
+    mesh, stores = Mesh.create(tensor_size=1), []
+
+    def noted_store() -> dist.Store:
+        stores.append(shared_store())
+        return stores[-1]
+
+    with mock.patch.object(host_barrier, "shared_store", noted_store):
+        built = build(mesh)
     dist.barrier()
-    default_store().set_timeout(timedelta(seconds=seconds))
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds))
+    limit = timedelta(seconds=seconds)
+    for store in stores:
+        store.set_timeout(limit)
+    dist.distributed_c10d._set_pg_timeout(limit)
+    take_default_timeout(mesh.data.group)
+    return built
 
 
 def train_along(routes: list[list[list[int]]], seconds: float) -> str:
     """Train along routes[step][rank]; return the error of this rank, or an empty string."""
-    limit_waits(seconds)
-    mesh = Mesh.create(tensor_size=1)
-    model = ZeroDataParallel(Branches(), mesh.data, STAGE_3)
+    model = build_with_limit(seconds, lambda mesh: ZeroDataParallel(Branches(), mesh.data, STAGE_3))
     try:
         for step in routes:
-            model(torch.ones(1, 16), step[mesh.data.rank % len(step)]).backward()
+            model(torch.ones(1, 16), step[model.data.rank % len(step)]).backward()
             model.reducer.clear()
     except DivergedRanks as error:
         return str(error)
@@ -118,8 +134,8 @@ class Meetings:
 class Trainee:
     """A model whose steps are made of parts, each of which a letter stands for."""
 
-    def __init__(self, config: ZeroConfig):
-        self.mesh = Mesh.create(tensor_size=1)
+    def __init__(self, config: ZeroConfig, mesh: Mesh):
+        self.mesh = mesh
         self.model = ZeroDataParallel(Branches(), self.mesh.data, config)
         self.optimizer = ZeroOptimizer(self.model, torch.optim.SGD, lr=0.1)
 
@@ -155,7 +171,7 @@ def meetings_of(steps: list[str]) -> list[list[tuple[int, int]]]:
     """Return for each configuration how often ranks met in each step."""
     found = []
     for config in CHECKED:
-        trainee = Trainee(config)
+        trainee = Trainee(config, Mesh.create(tensor_size=1))
         meetings = Meetings(trainee.mesh)
         with meetings.count_waits():
             found.append([(trainee.run(step), meetings.take())[1] for step in steps])
@@ -184,8 +200,7 @@ def test_an_evaluation_now_and_then_meets_twice():
 
 def error_of(config: ZeroConfig, steps: list[list[str]]) -> str:
     """Run the parts steps[step][rank]; return the error of this rank, or an empty string."""
-    limit_waits(2.0)
-    trainee = Trainee(config)
+    trainee = build_with_limit(2.0, partial(Trainee, config))
     try:
         for parts in steps:
             trainee.run(parts[trainee.mesh.data.rank])
@@ -227,7 +242,8 @@ def run_numbers(stages: list[int], local: bool) -> list[dict[str, Tensor]]:
     found = []
     for stage in stages:
         torch.manual_seed(0)
-        trainee = Trainee(ZeroConfig(stage, bucket_numel=500, accumulate="local" if local else "reduce"))
+        config = ZeroConfig(stage, bucket_numel=500, accumulate="local" if local else "reduce")
+        trainee = Trainee(config, Mesh.create(tensor_size=1))
         for parts in (["aal", "l"], ["l", "al"]):
             trainee.run(parts[trainee.mesh.data.rank])
         found.append(params_of(trainee.model))
@@ -297,10 +313,8 @@ def test_ranks_may_run_their_own_experts_if_they_are_gathered_as_one_unit():
 
 def wait_for_each(purposes: list[list[str]]) -> list[str]:
     """Wait at a barrier once for each purpose of this rank; return the errors."""
-    limit_waits(6.0)
-    axis = Mesh.create(tensor_size=1).data
-    barrier, messages = HostBarrier(axis), []
-    for purpose in purposes[axis.rank]:
+    barrier, messages = build_with_limit(6.0, lambda mesh: HostBarrier(mesh.data)), []
+    for purpose in purposes[dist.get_rank()]:
         try:
             barrier.wait(purpose)
         except BrokenBarrier as error:
