@@ -26,7 +26,7 @@ from zero.state.checkpoint import load, save
 
 CONFIG = ModelConfig(num_layers=2, hidden_size=32, num_heads=4, seq_length=8, vocab_size=97, dropout=0.0)
 LLAMA = replace(CONFIG, num_kv_heads=2, mlp="swiglu", mlp_width=48, norm="rms", positions="rope", biases=False)
-GLOBAL_BATCH, NUM_STEPS = 12, 3  # sequences, divided over micro-batches and ranks
+GLOBAL_BATCH, NUM_STEPS = 36, 3  # sequences, divided over micro-batches and ranks
 LR, DECAY, CLIP_NORM, BETAS = 1e-2, 0.1, 0.5, (0.9, 0.95)
 MOMENTUM, COEFFICIENTS, EPS = 0.95, (3.4445, -4.7750, 2.0315), 1e-7
 # float64: 5 steps of an iteration of which each multiplies an error of 1e-16 by at most 3.4, and 3 updates.
@@ -174,7 +174,7 @@ def assert_equals_whole(found: list[dict[str, Tensor]], config: ModelConfig = CO
 FACTORS: dict[str, list[Any]] = {
     "stage": [0, 1, 2, 3],
     "ranks": [(1, 1), (2, 1), (3, 1), (1, 2), (2, 2)],  # data x tensor
-    "num_micro_batches": [1, 2],
+    "num_micro_batches": [1, 3],
     "bucket_numel": [300, 5000, None],
     "placed": [NO_OFFLOAD, HOST],
 }
@@ -198,7 +198,8 @@ def check_cases(cases: list[Case]) -> None:
 
 
 def test_muon_equals_one_process():
-    cases = [case_of(**combination) for combination in pairwise(**FACTORS)]
+    few = FACTORS | {"ranks": [(2, 1), (3, 1), (2, 2)]}
+    cases = [case_of(**combination) for combination in pairwise(**few)]
     grouped = Case(2, 4, shard_size=2), Case(3, 4, shard_size=2, overlap_gather=True), Case(1, 4, overlap_gather=True)
     check_cases([*cases, *grouped])
 
