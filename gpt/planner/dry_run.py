@@ -51,19 +51,7 @@ class Recording:
 
     def with_kernels(self, kernels: list[Kernel], places: list[int]) -> Self:
         """Return the recording with other kernels; `places[n]` of them are before the one that was number n."""
-
-        def moved(position: float | None) -> int | None:
-            return None if position is None else places[int(position)]
-
-        events = [
-            replace(
-                event,
-                launched=places[int(event.launched)],
-                awaited=moved(event.awaited),
-                completed=moved(event.completed),
-            )
-            for event in self.events
-        ]
+        events = [event.at_times(places) for event in self.events]
         return replace(self, kernels=kernels, events=events, memory=self.memory.at_times(places))
 
 

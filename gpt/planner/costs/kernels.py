@@ -13,10 +13,6 @@ from parallel.launch.products import attention_flops
 # Tensor cores are used if all sizes of a half-precision product are multiples of 8 (cuBLAS before version 11). Without
 # them a GPU has a quarter of its half-precision rate (V100: 31 of 125 TFLOPs).
 TENSOR_CORE_MULTIPLE, WITHOUT_TENSOR_CORES = 8, 1 / 4
-# Keys that fused attention seems to read for each query beside those that are not masked: half-masked tiles and the
-# start of a tile. FlashAttention-2 on an H100 (FlashAttention-3, figure 5: forward, causal, heads of 128) reaches 191,
-# 260, 298, 319, 333 and 335 TFLOPs at 512 to 16k tokens: within 4% of 345 s / (s + 350), 7% at 512. So this is the
-# default of `attention_overhead`.
 HALF_PRECISION = torch.float16, torch.bfloat16
 LIKE_OTHERS = "add"  # the measured kernel that stands for those which are not measured
 MEASURED = (torch.float32,)  # the type that stands for those in which a kernel is not measured

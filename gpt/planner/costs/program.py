@@ -81,10 +81,4 @@ def merged(kernels: Sequence[Kernel], events: Sequence[CommEvent]) -> tuple[list
             found[-1] = kernel
         in_run = kernel.name in MERGED
     places.append(len(found))
-
-    def moved(position: float | None) -> int | None:
-        return None if position is None else places[int(position)]
-
-    return found, [
-        replace(event, launched=places[int(event.launched)], awaited=moved(event.awaited)) for event in events
-    ]
+    return found, [event.at_times(places) for event in events]

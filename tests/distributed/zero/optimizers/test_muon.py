@@ -1,5 +1,6 @@
 """Muon under every stage, along the tensor axis too, trains as in one process with whole parameters."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -148,12 +149,23 @@ def update_matrix(name: str, param: Tensor, grad: Tensor, momentum: Tensor) -> N
 @cache
 def train_whole(config: ModelConfig = CONFIG) -> dict[str, Tensor]:
     """Train in one process without ZeRO: Muon as the paper has it, and torch's AdamW."""
+    momenta: dict[str, Tensor] = {}
+
+    def update(name: str, param: Tensor, grad: Tensor) -> None:
+        update_matrix(name, param, grad, momenta.setdefault(name, torch.zeros_like(param)))
+
+    return train_plain(update, NUM_STEPS, config)
+
+
+def train_plain(
+    update: Callable[[str, Tensor, Tensor], object], num_steps: int, config: ModelConfig = CONFIG, **adam_settings: Any
+) -> dict[str, Tensor]:
+    """Train in one process without ZeRO: `update(name, param, grad)` for matrices, and torch's AdamW for the rest."""
     gpt = build(Axis.trivial("tensor"), config)
     matrices = {name: param for name, param in gpt.named_parameters() if is_matrix(name, param)}
-    momenta = {name: torch.zeros_like(param) for name, param in matrices.items()}
     rest = [param for name, param in gpt.named_parameters() if name not in matrices]
-    adam = torch.optim.AdamW(rest, lr=LR, weight_decay=DECAY, betas=BETAS)
-    for step in range(NUM_STEPS):
+    adam = torch.optim.AdamW(rest, lr=LR, weight_decay=DECAY, betas=BETAS, **adam_settings)
+    for step in range(num_steps):
         ids = sequences(step)
         gpt.zero_grad()
         gpt(ids[:, :-1], ids[:, 1:]).backward()
@@ -161,7 +173,7 @@ def train_whole(config: ModelConfig = CONFIG) -> dict[str, Tensor]:
         adam.step()
         with torch.no_grad():
             for name, param in matrices.items():
-                update_matrix(name, param, param.grad, momenta[name])
+                update(name, param, param.grad)
     return {name: param.detach() for name, param in gpt.named_parameters()}
 
 

@@ -7,19 +7,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallel.mesh import Axis
 from tests.distributed.zero.optimizers.test_muon import (
     BETAS,
-    CLIP_NORM,
     DECAY,
     LR,
     TOLERANCE,
     Case,
-    build,
     is_matrix,
     matrices_in,
-    sequences,
     start,
+    train_plain,
     train_steps,
     whole_params,
 )
@@ -68,26 +65,16 @@ class PlainSoap:
 
 @cache
 def train_whole() -> dict[str, Tensor]:
-    gpt = build(Axis.trivial("tensor"))
-    named = {name: param for name, param in gpt.named_parameters() if is_matrix(name, param)}
-    rest = [param for name, param in gpt.named_parameters() if name not in named]
-    adam = torch.optim.AdamW(rest, lr=LR, weight_decay=DECAY, betas=BETAS, eps=EPS)
     plain: dict[tuple[str, int], PlainSoap] = {}
-    for step in range(NUM_STEPS):
-        ids = sequences(step)
-        gpt.zero_grad()
-        gpt(ids[:, :-1], ids[:, 1:]).backward()
-        torch.nn.utils.clip_grad_norm_(gpt.parameters(), CLIP_NORM)
-        adam.step()
-        with torch.no_grad():
-            for name, param in named.items():
-                param.mul_(1 - LR * DECAY)
-                pairs = zip(matrices_in(name, param), matrices_in(name, param.grad), strict=True)
-                for number, (own, grad) in enumerate(pairs):
-                    matrix = grad.reshape(-1, grad.shape[-1])
-                    soap = plain.setdefault((name, number), PlainSoap(matrix.shape))
-                    own.sub_(LR * soap.update(matrix).view(own.shape))
-    return {name: param.detach() for name, param in gpt.named_parameters()}
+
+    def update(name: str, param: Tensor, grad: Tensor) -> None:
+        param.mul_(1 - LR * DECAY)
+        for number, (own, values) in enumerate(zip(matrices_in(name, param), matrices_in(name, grad), strict=True)):
+            matrix = values.reshape(-1, values.shape[-1])
+            soap = plain.setdefault((name, number), PlainSoap(matrix.shape))
+            own.sub_(LR * soap.update(matrix).view(own.shape))
+
+    return train_plain(update, NUM_STEPS, eps=EPS)
 
 
 def start_soap(case: Case):
