@@ -5,7 +5,7 @@ micro-batch         |       0         |        1        |
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
@@ -38,7 +38,7 @@ class BatchLoader:
         self._vocab_size = vocab_size
         self._pin_memory = pin_memory
 
-    def steps(self, plan: Iterable[tuple[int, int]]) -> Iterator[list[MicroBatch]]:
+    def steps(self, plan: Iterable[tuple[int, int]]) -> Generator[list[MicroBatch], None, None]:
         """Yield a list of micro-batches for each step (first_sample, global_batch_size) of `plan`.
 
         Two steps are read ahead of the one in use, so `plan` is consumed ahead too. Closing the iterator ends the

@@ -10,20 +10,21 @@ import torch
 from torch import nn
 
 from gpt.checkpoint.pretrained import load_pretrained
+from gpt.kernels.apex import choose_norm, find_apex
+from gpt.kernels.attention import describe_attention, describe_documents
+from gpt.kernels.norms import NORMS
 from gpt.loss_guard import LossGuard
-from gpt.model.apex import choose_norm, find_apex
-from gpt.model.attention_kernel import describe_attention, describe_documents
 from gpt.model.compiled_blocks import check_compiler, compile_blocks
-from gpt.model.config import ModelConfig, check_divides
 from gpt.model.hidden_matrices import is_hidden_matrix
 from gpt.model.mup import hidden_factor
-from gpt.model.transformer import GPT, NORMS, Attention, initialize
+from gpt.model.transformer import GPT, Attention, initialize
 from gpt.planner.activation_store import chosen_activations
 from gpt.planner.host_memory import check_host_memory
 from gpt.planner.moments import moment_bytes
 from gpt.pretrained.families import family_of
 from gpt.schedule import check_batch_sizes, learning_rate
 from gpt.settings import LossScaleSettings, OptimizerSettings, ParallelSettings, Settings
+from gpt.shape.config import ModelConfig, check_divides
 from parallel.errors import ConfigError
 from parallel.instruments.memory_tracker import allocate_buffer
 from parallel.mesh import Axis, Mesh
@@ -165,7 +166,14 @@ def build(settings: Settings, mesh: Mesh, device: torch.device) -> TrainState:
     with ShardedInit(mesh.data, settings.zero.policy, settings.zero.prefetch_numel, settings.offload) as init:
         sum_dtype = settings.zero.gradient_types(train.dtype).reduce
         gpt = build_model(
-            settings.model, activations, tokens, device, train.dtype, sum_dtype, is_compiled=train.compiles_blocks
+            settings.model,
+            activations,
+            tokens,
+            device,
+            train.dtype,
+            sum_dtype,
+            is_compiled=train.compiles_blocks,
+            z_loss=train.z_loss,
         )
         initialize(gpt, train.seed, mesh.data)
         if train.initial_weights is not None:
@@ -191,11 +199,12 @@ def build_model(
     dtype: torch.dtype,
     gradient_sum_dtype: torch.dtype | None = None,
     is_compiled: bool = False,
+    z_loss: float = 0.0,
 ) -> GPT:
     """Return a GPT with parameters of `dtype`, which are not initialized yet.
 
     `gradient_sum_dtype` is the type in which gradients are summed along the tensor axis; None: `dtype`. `is_compiled`:
-    `compile_blocks` follows, which cannot trace apex.
+    `compile_blocks` follows, which cannot trace apex. `z_loss`: see GPT.
     """
     norm, norm_name = (NORMS[config.norm], "compiled") if is_compiled else choose_norm(config.norm, device)
     logger.info("norm: %s", norm_name)
@@ -208,7 +217,7 @@ def build_model(
     try:
         with torch.device(device):
             run_blocks = checkpointed_blocks(activations, tokens.replicas, device)
-            gpt = GPT(config, tokens, run_blocks, norm, compiles_loss, gradient_sum_dtype)
+            gpt = GPT(config, tokens, run_blocks, norm, compiles_loss, gradient_sum_dtype, z_loss)
     finally:
         torch.set_default_dtype(default_dtype)
     if activations.store == "selective":

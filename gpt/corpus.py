@@ -14,9 +14,9 @@ from data.indexed import IndexedDataset
 from data.samples import Samples
 from data.sidecar import Sidecar
 from data.tokenizer import Tokenizer, load_tokenizer, tokenizer_path
-from gpt.model.config import ModelConfig
 from gpt.schedule import consumed_samples_after
 from gpt.settings import DataSettings, TrainSettings
+from gpt.shape.config import ModelConfig
 from parallel.errors import ConfigError
 from parallel.mesh import Mesh
 from parallel.world import World

@@ -33,7 +33,7 @@ from data.tokenizer import Tokenizer, load_tokenizer, named_tokenizer
 from gpt.build import TrainState, build, build_mesh, start_options
 from gpt.checkpoint.checkpoint import load
 from gpt.checkpoint.folder import find
-from gpt.model.generate import evaluation
+from gpt.generate import evaluation
 from gpt.monitor.console import RunConsole
 from gpt.option_names import errors_in_option_names
 from gpt.run_folder.files import CHECKPOINTS

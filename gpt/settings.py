@@ -12,8 +12,8 @@ from typing import Annotated, Any, Literal
 import torch
 import yaml
 
-from gpt.model.config import ModelConfig
 from gpt.schedule import BatchConfig, BatchSize, NumSteps, RampUpConfig, ScheduleConfig
+from gpt.shape.config import ModelConfig
 from parallel.errors import ConfigError
 from parallel.fields import FilePath, NonNegative, Positive, Range, check_fields
 from zero.activations.checkpointed_blocks import ActivationsConfig
@@ -174,6 +174,9 @@ class TrainSettings:
     not compiled in evaluation and generation."""
     loss_scale: LossScaleSettings = field(default_factory=LossScaleSettings)
     """The loss scale of fp16."""
+    z_loss: Annotated[float, Range(0, 1)] = 0.0
+    """Coefficient of a z-loss: the squared logarithm of each token's sum of exponentials is added to what gradients are
+    computed of, so that logits do not drift (PaLM has 1e-4). The loss that is logged does not contain it."""
     initial_weights: FilePath | None = None
     """Folder of weights of GPT-2, Llama, Qwen 3 or Mistral in the format of transformers, to start the run from; null:
     random values."""

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from data.documents import DocumentBatch, MicroBatch
+from gpt.generate import evaluation
+from gpt.kernels.documents import Documents
 from gpt.loss_guard import LossGuard
-from gpt.model.documents import Documents
-from gpt.model.generate import evaluation
 from parallel.instruments.memory_tracker import TensorKind, allocating
 from parallel.mesh import Mesh
 from parallel.streams import raise_races
@@ -36,7 +36,7 @@ def train_step(
     if streams are checked and would race.
     """
     scale = optimizer.loss_scale.scale / len(micro_batches)
-    shares = shares_of_tokens(micro_batches, mesh, loss_dtype(model))
+    shares = shares_of_tokens([num_counted(batch, mesh) for batch in micro_batches], mesh, loss_dtype(model))
     losses = []
 
     def run(micro_batch: MicroBatch, share: Tensor | None) -> None:
@@ -61,44 +61,58 @@ def train_step(
 @torch.no_grad()
 def evaluate(model: ZeroDataParallel, micro_batches: Iterable[MicroBatch], mesh: Mesh) -> float:
     """Return the mean loss over the counted tokens of all ranks, each of which has as many micro-batches."""
-    batches = list(micro_batches)
+    losses, counts = [], []
     with evaluation(model), mesh.log.during("evaluation"):
-        pairs = zip(batches, shares_of_tokens(batches, mesh, loss_dtype(model)), strict=True)
-        return mean_over(
-            mesh, torch.stack([loss_of(model, batch, mesh, share).float() for batch, share in pairs]).mean()
-        )
+        for batch in micro_batches:
+            losses.append(loss_of(model, batch, mesh).float())
+            counts.append(num_counted(batch, mesh))
+        shares = shares_of_tokens(counts, mesh, loss_dtype(model))
+        parts = [loss if share is None else loss * share for loss, share in zip(losses, shares, strict=True)]
+        return mean_over(mesh, torch.stack(parts).mean())
 
 
 def loss_of(
-    model: ZeroDataParallel, micro_batch: MicroBatch, mesh: Mesh, share: Tensor | None, scale: Tensor | None = None
+    model: ZeroDataParallel,
+    micro_batch: MicroBatch,
+    mesh: Mesh,
+    share: Tensor | None = None,
+    scale: Tensor | None = None,
 ) -> Tensor:
-    """Return the mean loss of this rank's tokens times their share, 0-dim; `scale` multiplies it before backward."""
-    if share is None:
-        assert isinstance(micro_batch, Tensor)
-        return model(micro_batch[:, :-1], micro_batch[:, 1:], scale)
-    assert not isinstance(micro_batch, Tensor)
-    documents = Documents(micro_batch.positions, micro_batch.starts)
-    scale = None if scale is None else scale * share
-    loss = model(micro_batch.tokens, micro_batch.targets, scale, documents)
-    # Without a counted token the mean is not a number, and its gradient is zero.
-    return torch.where(is_counted(micro_batch, mesh).any(), loss, 0) * share
+    """Return the mean loss of this rank's tokens, 0-dim, times their share if there is one.
+
+    `scale` multiplies it before backward.
+    """
+    if isinstance(micro_batch, Tensor):
+        loss = model(micro_batch[:, :-1], micro_batch[:, 1:], scale)
+    else:
+        documents = Documents(micro_batch.positions, micro_batch.starts)
+        scale = scale if scale is None or share is None else scale * share
+        loss = model(micro_batch.tokens, micro_batch.targets, scale, documents)
+        # Without a counted token the mean is not a number, and its gradient is zero.
+        loss = torch.where(is_counted(micro_batch, mesh).any(), loss, 0)
+    return loss if share is None else loss * share
 
 
-def shares_of_tokens(micro_batches: Sequence[MicroBatch], mesh: Mesh, dtype: torch.dtype) -> list[Tensor | None]:
+def shares_of_tokens(counts: Sequence[Tensor | None], mesh: Mesh, dtype: torch.dtype) -> list[Tensor | None]:
     """Return each micro-batch's number of counted tokens, divided by the mean over the micro-batches of all ranks.
 
-    The mean of losses that are multiplied by these shares is the mean over all counted tokens. None stands for a share
-    of 1: all tokens are counted unless documents are kept apart.
+    `counts` are what `num_counted` returns. The mean of losses that are multiplied by these shares is the mean over all
+    counted tokens. None stands for a share of 1.
     """
-    counts = [is_counted(batch, mesh).sum() for batch in micro_batches if not isinstance(batch, Tensor)]
-    if not counts:
-        return [None] * len(micro_batches)
-    own = torch.stack(counts)
+    of_documents = [count for count in counts if count is not None]
+    if not of_documents:
+        return [None] * len(counts)
+    own = torch.stack(of_documents)
     total = own.sum()
     mesh.data.all_reduce(total, out=total).wait()
     mean = total.clamp(min=1).double() / (len(own) * mesh.data.size)
     # Backward divides by the share, which therefore is not 0 if no token is counted.
     return list((own.clamp(min=1) / mean).to(dtype))
+
+
+def num_counted(micro_batch: MicroBatch, mesh: Mesh) -> Tensor | None:
+    """Return the number of this rank's tokens that are counted, 0-dim; None, which is all, without documents."""
+    return None if isinstance(micro_batch, Tensor) else is_counted(micro_batch, mesh).sum()
 
 
 def is_counted(micro_batch: DocumentBatch, mesh: Mesh) -> Tensor:

@@ -2,8 +2,8 @@
 
 import logging
 import math
-from collections.abc import Iterator
-from contextlib import nullcontext
+from collections.abc import Generator, Iterator
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -17,6 +17,7 @@ from gpt.build import TrainState
 from gpt.checkpoint.layout import Progress
 from gpt.checkpoint.recovery import Recovery
 from gpt.corpus import Corpus
+from gpt.generate import sample_texts
 from gpt.loss_guard import SkippedInARow
 from gpt.monitor.collectives import profiled
 from gpt.monitor.console import RunConsole, nothing_left, summary_table
@@ -26,7 +27,6 @@ from gpt.monitor.profiling import Profiler, straggler_lines, timer_table
 from gpt.monitor.tracking import Tracking, open_tracking
 from gpt.replicas import check_replicas
 from gpt.run_folder.files import LOSS_PLOT, MetricsFile, read_steps, written_if_possible
-from gpt.sampling import sample_texts
 from gpt.schedule import batch_plan, learning_rate, rate_change
 from gpt.settings import Settings
 from gpt.train_step import evaluate, mean_over, train_step
@@ -107,8 +107,11 @@ class Trainer:
                 self._watchdog.running(),
                 self._console.progress(self._progress.step, self._settings.train.steps),
             ):
-                while self._run_steps():
-                    pass
+                goes_on = True
+                while goes_on:
+                    # Closed here if a step fails: its traceback would keep the thread that reads ahead alive.
+                    with closing(self._batches()) as batches:
+                        goes_on = self._run_steps(batches)
                 if self._was_stopped:
                     self._console.say(f"stopped by a signal after step {self._progress.step}; start again to resume")
                     self._recovery.save(self._progress)
@@ -128,13 +131,13 @@ class Trainer:
             if change := rate_change(schedule, self._settings.optimizer.lr, steps, step, rate):
                 logger.warning("%s", change)
 
-    def _run_steps(self) -> bool:
-        """Run steps until the last one, a signal or a roll-back.
+    def _run_steps(self, batches: Iterator[tuple[int, list[MicroBatch]]]) -> bool:
+        """Run a step for each of `batches`, until the last one, a signal or a roll-back.
 
         Return True after a roll-back: the batch iterator must be rebuilt.
         """
         self._throughput.restart()
-        batches, log = self._batches(), self._state.mesh.log
+        log = self._state.mesh.log
         num_skipped = int(self._state.optimizer.num_skipped.item())  # before the first step: the device is idle
         skipped_in_a_row = SkippedInARow(self._settings.guard.max_skipped_steps, self._progress.step, num_skipped)
         while True:
@@ -193,7 +196,7 @@ class Trainer:
                 self._recovery.save(self._progress)
             self._throughput.restart()
 
-    def _batches(self) -> Iterator[tuple[int, list[MicroBatch]]]:
+    def _batches(self) -> Generator[tuple[int, list[MicroBatch]], None, None]:
         """Yield (global batch size, this rank's micro-batches on its device) of every step that is left."""
         train, start = self._settings.train, self._progress
         num_steps_left = max(0, train.steps - start.step)
@@ -201,8 +204,9 @@ class Trainer:
         def plan() -> Iterator[tuple[int, int]]:
             return islice(batch_plan(train.batch, start.consumed_samples), num_steps_left)
 
-        for (_, batch_size), micro_batches in zip(plan(), self._corpus.training.steps(plan()), strict=True):
-            yield batch_size, [batch.to(self._state.device, non_blocking=True) for batch in micro_batches]
+        with closing(self._corpus.training.steps(plan())) as steps:
+            for (_, batch_size), micro_batches in zip(plan(), steps, strict=True):
+                yield batch_size, [batch.to(self._state.device, non_blocking=True) for batch in micro_batches]
 
     def _step(self, batch_size: int, micro_batches: list[MicroBatch]) -> dict[str, Any] | None:
         """Run one step, and return its record if it is logged."""

@@ -8,8 +8,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers.models.llama import modeling_llama
 from transformers.models.t5 import modeling_t5
 
-from gpt.model.config import ModelConfig
 from gpt.model.transformer import GPT, initialize
+from gpt.shape.config import ModelConfig
 from parallel.mesh import Axis
 from parallel.tensor.token_layout import ReplicatedTokens
 from zero.activations.checkpointed_blocks import ActivationsConfig, checkpointed_blocks

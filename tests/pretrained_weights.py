@@ -6,9 +6,9 @@ from pathlib import Path
 from torch import Tensor
 
 from gpt.checkpoint.pretrained import WeightsWriter
-from gpt.model.config import ModelConfig, parameter_shapes
 from gpt.pretrained.families import family_of
 from gpt.pretrained.tensors import source_of, to_transformers
+from gpt.shape.config import ModelConfig, parameter_shapes
 
 
 def weights_from_transformers(weights: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:

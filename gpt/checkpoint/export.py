@@ -18,9 +18,9 @@ from gpt.checkpoint.folder import newest
 from gpt.checkpoint.layout import Progress, name_of, read_layout
 from gpt.checkpoint.pretrained import WeightsWriter, check_shapes, write_config
 from gpt.checkpoint.tokenizer_files import NO_TOKENIZER, TokenizerFiles
-from gpt.model.config import ModelConfig, parameter_shapes
 from gpt.pretrained.families import family_of
 from gpt.pretrained.tensors import to_transformers
+from gpt.shape.config import ModelConfig, parameter_shapes
 from parallel.errors import ConfigError, exit_on_config_error
 from zero.config import DTYPES
 from zero.state.export import FILE_BYTES, WeightFiles, export_units

@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from gpt.build import TrainState
 from gpt.checkpoint.folder import step_in_name
-from gpt.model.config import ModelConfig
+from gpt.shape.config import ModelConfig
 from parallel.errors import ConfigError
 from zero.state import layout_file
 from zero.state.layout_file import LAYOUT

@@ -10,7 +10,6 @@ from typing import Any
 from torch import Tensor
 
 from gpt.checkpoint.tokenizer_files import NO_TOKENIZER, TokenizerFiles
-from gpt.model.config import ModelConfig, parameter_shapes
 from gpt.model.transformer import GPT
 from gpt.pretrained.families import (
     FAMILIES,
@@ -22,6 +21,7 @@ from gpt.pretrained.families import (
     family_of,
 )
 from gpt.pretrained.tensors import HEAD, load_weights, source_of, to_transformers
+from gpt.shape.config import ModelConfig, parameter_shapes
 from parallel.errors import ConfigError
 from zero.state.export import FILE_BYTES, WeightFiles
 from zero.state.schema import Schema, check, parse_json, shown
@@ -38,6 +38,7 @@ COMPARED = {
     "mlp_width": "mlp_size",
     "vocab_size": "vocab_size",
     "mup_base_head_dim": "scaled_head_dim",
+    "logit_cap": "logit_cap",
     **{name: name for name in ("positions", "norm", "norm_eps", "mlp", "qk_norm", "biases", "tied_head")},
 }
 COMPARED_ROPE = {name: name for name in ("rope_theta", "rope_scaling")}

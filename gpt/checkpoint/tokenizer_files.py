@@ -12,7 +12,7 @@ from typing import Any
 
 from data.blend import parse_path
 from data.tokenizer import Tokenizer, load_tokenizer, tokenizer_path
-from gpt.model.config import ModelConfig
+from gpt.shape.config import ModelConfig
 from parallel.errors import ConfigError
 
 logger = logging.getLogger(__name__)

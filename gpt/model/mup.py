@@ -13,8 +13,8 @@ Fan-in is that of whole matrices, so nothing here depends on the tensor axis.
 
 from torch import Tensor, nn
 
-from gpt.model.config import ModelConfig
 from gpt.model.hidden_matrices import is_hidden_matrix
+from gpt.shape.config import ModelConfig
 
 
 class LogitScale(nn.Module):

@@ -9,7 +9,7 @@ import math
 import torch
 from torch import Tensor
 
-from gpt.model.config import ModelConfig, RopeScaling
+from gpt.shape.config import ModelConfig, RopeScaling
 
 Rotation = tuple[Tensor, Tensor]  # cosines and sines, (..., seq, head_dim) each
 

@@ -19,11 +19,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gpt.model.config import ROWS_PER_UNIT, ModelConfig, check_divides
-from gpt.model.documents import Documents, needs_mask
+from gpt.kernels.attention import ATTENTION_KERNELS, Kernel
+from gpt.kernels.documents import Documents, needs_mask
+from gpt.kernels.norms import NORMS
 from gpt.model.mup import LogitScale, hidden_factor
-from gpt.model.rms_norm import RMSNorm
 from gpt.model.rotary import Rotation, rotated, tables
+from gpt.shape.config import ROWS_PER_UNIT, ModelConfig, check_divides
 from parallel.blocks import RunBlocks, run_in_order
 from parallel.mesh import Axis
 from parallel.tensor.context import over_context, own_stretch, whole_sequences
@@ -42,11 +43,11 @@ from parallel.tensor.layers import (
 )
 from parallel.tensor.linear_cross_entropy import linear_cross_entropy
 from parallel.tensor.random_streams import own_random_stream
+from parallel.tensor.softmax import Softmax, capped
 from parallel.tensor.token_layout import TokenLayout
 
 INIT_STD = 0.02
 RESIDUAL_PROJECTIONS = ("attention.projection.weight", "mlp.down.weight")
-NORMS: dict[str, type[nn.Module]] = {"layer": nn.LayerNorm, "rms": RMSNorm}
 
 
 class Sequences(NamedTuple):
@@ -92,42 +93,6 @@ class RotaryPositions(nn.Module):
 
 Positions = LearnedPositions | RotaryPositions
 POSITIONS: dict[str, Callable[[ModelConfig], Positions]] = {"learned": LearnedPositions, "rope": RotaryPositions}
-
-
-def flash_attention(
-    q: Tensor, k: Tensor, v: Tensor, dropout: float, documents: Documents | None = None, scale: float | None = None
-) -> Tensor:
-    """Return causal attention of (batch, heads, seq, head_dim) tensors by torch's fused kernel."""
-    if documents is not None:
-        return documents.attention(q, k, v, dropout, scale)
-    is_grouped = k.shape[1] < q.shape[1]
-    return F.scaled_dot_product_attention(
-        q, k, v, dropout_p=dropout, is_causal=True, scale=scale, enable_gqa=is_grouped
-    )
-
-
-def math_attention(
-    q: Tensor, k: Tensor, v: Tensor, dropout: float, documents: Documents | None = None, scale: float | None = None
-) -> Tensor:
-    """Return causal attention of (batch, heads, seq, head_dim) tensors by explicit matrices of scores.
-
-    The heads of a group that share keys and values are computed as one longer sequence of queries.
-    """
-    heads, seq_length = (k.shape[1], q.shape[1] // k.shape[1]), q.shape[2]
-    q = (
-        (q * (q.shape[-1] ** -0.5 if scale is None else scale)).unflatten(1, heads).flatten(2, 3)
-    )  # (batch, groups, heads of a group x seq, head_dim)
-    scores = q @ k.transpose(-2, -1)
-    if documents is not None and documents.mask is not None:
-        scores += documents.mask.expand(-1, heads[1], -1, -1).flatten(1, 2)[:, None]
-    else:
-        is_future = torch.ones((seq_length, seq_length), dtype=torch.bool, device=q.device).triu(1)
-        scores.masked_fill_(is_future.expand(heads[1], -1, -1).flatten(0, 1), -math.inf)
-    return (F.dropout(scores.softmax(dim=-1), dropout) @ v).unflatten(2, (heads[1], -1)).flatten(1, 2)
-
-
-Kernel = Callable[[Tensor, Tensor, Tensor, float, Documents | None], Tensor]
-ATTENTION_KERNELS: dict[str, Callable[..., Tensor]] = {"flash": flash_attention, "math": math_attention}
 
 
 class Attention(nn.Module):
@@ -240,8 +205,8 @@ class GPT(nn.Module):
     `tokens` is the layout of the residual stream over the tensor axis, which also determines how the layers are split.
     `run_blocks` runs the blocks on their input; activation checkpointing is one way to run them. `norm` is called with
     (size, eps); None: torch's norm. With `compiles_loss`, inductor compiles the loss. `gradient_sum_dtype` is the data
-    type in which the gradients of replicated parameters are summed along the tensor axis; None: their own. Raises
-    ConfigError if the size of the axis does not divide the model.
+    type in which the gradients of replicated parameters are summed along the tensor axis; None: their own. `z_loss` is
+    that of `linear_cross_entropy`. Raises ConfigError if the size of the axis does not divide the model.
     """
 
     def __init__(
@@ -252,11 +217,12 @@ class GPT(nn.Module):
         norm: type[nn.Module] | None = None,
         compiles_loss: bool = False,
         gradient_sum_dtype: torch.dtype | None = None,
+        z_loss: float = 0.0,
     ):
         super().__init__()
         check_divides(config, tokens.axis)
         norm = norm or NORMS[config.norm]
-        self.compiles_loss = compiles_loss
+        self.softmax = Softmax(compiles_loss, config.logit_cap, z_loss)
         self.config, self.tokens, self.run_blocks = config, tokens, run_blocks or run_in_order
         self.token_embedding = VocabParallelEmbedding(config.padded_vocab_size, config.hidden_size, tokens)
         self.position_embedding = POSITIONS[config.positions](config)
@@ -325,9 +291,11 @@ class GPT(nn.Module):
                 vocab_size,
                 self.tokens,
                 loss_scale=loss_scale,
-                is_compiled=self.compiles_loss,
+                softmax=self.softmax,
             )
         logits = gather_columns(column_parallel_linear(x, weight, self.tokens), self.tokens.axis)
+        if self.softmax.cap is not None:
+            logits = capped(logits, self.softmax.cap).to(logits.dtype)
         own_logits = logits[:, :vocab_size].unflatten(0, (num_sequences, -1))
         return whole_sequences(own_logits, context)[:, :seq_length]
 

@@ -6,9 +6,9 @@ from dataclasses import asdict
 
 import torch
 
-from gpt.model.config import ModelConfig
-from gpt.model.flops import hardware_flops, model_flops, peak_flops_per_second
 from gpt.settings import TrainSettings
+from gpt.shape.config import ModelConfig
+from gpt.shape.flops import hardware_flops, model_flops, peak_flops_per_second
 from parallel.blocks import Recomputation
 from parallel.instruments.comm_log import CommLog
 from zero.engine import ZeroDataParallel

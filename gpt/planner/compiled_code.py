@@ -9,14 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gpt.model.config import ModelConfig
-from gpt.model.transformer import NORMS, POSITIONS, Block, Sequences
+from gpt.kernels.norms import NORMS
+from gpt.model.transformer import POSITIONS, Block, Sequences
 from gpt.settings import Settings
+from gpt.shape.config import ModelConfig
 from parallel.instruments.compiled_kernels import CompiledRegion, compiled_region, splice
 from parallel.instruments.kernel_log import Kernel
 from parallel.mesh import Axis
 from parallel.tensor.linear_cross_entropy import rows_of_chunks
-from parallel.tensor.softmax import log_sums_to_probabilities_, softmax
+from parallel.tensor.softmax import Softmax, log_sums_to_gradients_
 from parallel.tensor.token_layout import ReplicatedTokens
 from zero.activations.checkpointed_blocks import ActivationsConfig
 
@@ -35,7 +36,8 @@ def with_compiled_code(
     regions = []
     if has_no_tensor_axis and is_on_gpu:
         num_tokens = train.micro_batch_size * one_layer.seq_length
-        regions += [loss_region(one_layer, num_rows, train.dtype) for num_rows in rows_of_chunks(num_tokens)]
+        softmax = Softmax(cap=one_layer.logit_cap, z_loss=train.z_loss)
+        regions += [loss_region(one_layer, softmax, num_rows, train.dtype) for num_rows in rows_of_chunks(num_tokens)]
     if has_no_tensor_axis and train.compiles_blocks and activations.store == "none":
         regions.append(block_region(one_layer, train.micro_batch_size, train.dtype))
     elif train.compiles_blocks:
@@ -44,13 +46,13 @@ def with_compiled_code(
 
 
 @cache
-def loss_region(config: ModelConfig, num_rows: int, dtype: torch.dtype) -> CompiledRegion | None:
+def loss_region(config: ModelConfig, softmax: Softmax, num_rows: int, dtype: torch.dtype) -> CompiledRegion | None:
     """Return the kernels of the softmax of a chunk of tokens, eager and compiled, as `block_region` does."""
 
     def build(is_eager: bool) -> tuple[Callable[..., Any], list[Tensor]]:
         logits = torch.empty(num_rows, config.padded_vocab_size, dtype=dtype)[:, : config.vocab_size]
-        function = softmax(False).log_sums_to_probabilities_ if is_eager else log_sums_to_probabilities_
-        return function, [logits, torch.empty(num_rows)]
+        whole = partial(log_sums_to_gradients_, cap=softmax.cap, z_loss=softmax.z_loss)
+        return softmax.log_sums_to_gradients_ if is_eager else whole, [logits, torch.empty(num_rows)]
 
     return compiled_region(partial(build, False), partial(build, True))
 

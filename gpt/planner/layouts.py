@@ -5,12 +5,12 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Literal, get_args
 
-from gpt.model.config import ModelConfig, divides
-from gpt.model.documents import suits_kernel
-from gpt.model.flops import hardware_flops
+from gpt.kernels.documents import suits_kernel
 from gpt.planner.activation_store import parameters_of_rank, workload_of
 from gpt.planner.moments import moment_bytes
 from gpt.settings import Settings
+from gpt.shape.config import ModelConfig, divides
+from gpt.shape.flops import hardware_flops
 from parallel.blocks import Recomputation
 from parallel.instruments.comm_log import CommLog
 from parallel.launch.cluster import ClusterSpec

@@ -1,6 +1,5 @@
 """The bytes of the optimizer's states for each parameter, in closed form: K - 4 in the paper's words."""
 
-from gpt.model.config import ModelConfig
 from gpt.planner.activation_store import (
     hidden_matrices_of_rank,
     matrices_of_rank,
@@ -8,6 +7,7 @@ from gpt.planner.activation_store import (
     soap_states_of_rank,
 )
 from gpt.settings import OptimizerSettings
+from gpt.shape.config import ModelConfig
 from zero.optimizers.adamw8bit import BLOCK
 
 BYTES = 4  # of one moment of one element

@@ -5,10 +5,10 @@ from collections.abc import Mapping, Sequence
 
 from rich.table import Table
 
-from gpt.model.config import ModelConfig
-from gpt.model.flops import model_flops
 from gpt.planner.depth import Estimate
 from gpt.planner.layouts import CandidateLayout, Prediction
+from gpt.shape.config import ModelConfig
+from gpt.shape.flops import model_flops
 from parallel.launch.cluster import ClusterSpec
 
 MAX_COLUMNS = 80

@@ -9,7 +9,6 @@ from typing import Any
 
 from rich.table import Table
 
-from gpt.model.flops import hardware_flops, model_flops
 from gpt.monitor.collectives import profile, profile_table
 from gpt.monitor.console import RunConsole
 from gpt.monitor.units import count, num_bytes, seconds, unit_of
@@ -18,6 +17,7 @@ from gpt.planner.dry_run import DEVICE, HOST, Recording, dry_run, no_garbage_col
 from gpt.planner.projection import Timeline, project_recording
 from gpt.planner.run_cost import RunCost
 from gpt.settings import DryRunSettings, Settings
+from gpt.shape.flops import hardware_flops, model_flops
 from parallel.errors import ConfigError
 from parallel.instruments.memory_tracker import TensorKind
 from parallel.launch.cluster import ClusterSpec

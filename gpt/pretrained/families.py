@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from gpt.model.config import ModelConfig, RopeScaling
+from gpt.shape.config import ModelConfig, RopeScaling
 from parallel.errors import ConfigError
 
 SIZE = range(1, 2**31)
@@ -238,6 +238,11 @@ def family_of(config: ModelConfig) -> Family:
             f"model.mup_base_head_dim={config.mup_base_head_dim} scales attention at a head width of "
             f"{config.head_size}, and models of transformers do not: its weights cannot be written in that format; "
             "write no weights"
+        )
+    if config.logit_cap is not None:
+        raise ConfigError(
+            f"model.logit_cap={config.logit_cap} caps logits, and the models of transformers that are supported do "
+            "not: its weights cannot be written in that format; write no weights"
         )
     for family in FAMILIES.values():
         has_parts = all(getattr(config, name) == value for name, value in family.parts.items())

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from gpt.model.config import ModelConfig
 from gpt.model.transformer import GPT
 from gpt.pretrained.families import Family
+from gpt.shape.config import ModelConfig
 from parallel.errors import ConfigError
 from parallel.tensor.layers import split_dims
 

@@ -21,10 +21,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from parallel.mesh import Axis, Handle
-from parallel.tensor.softmax import COPIES_OF_ROWS, Softmax, rows_at_once, softmax
+from parallel.tensor.softmax import COPIES_OF_ROWS, Softmax, cap_derivative, capped, rows_at_once
 from parallel.tensor.token_layout import TokenLayout
 from parallel.torch_internals import FakeTensor
 
+EAGER = Softmax()
 CHUNK_TOKENS = 2048  # fewer would spend more on sums of the weight's gradient, more would need more memory
 
 
@@ -37,7 +38,7 @@ def linear_cross_entropy(
     *,
     loss_scale: Tensor | None = None,
     chunk_tokens: int = CHUNK_TOKENS,
-    is_compiled: bool = False,
+    softmax: Softmax = EAGER,
 ) -> Tensor:
     """Return the mean loss, 0-dim, of the logits `x @ weight.T`, in fp32 or wider.
 
@@ -48,9 +49,12 @@ def linear_cross_entropy(
 
     If the loss is to be multiplied before backward, pass the factor as `loss_scale`, 0-dim: gradients in half precision
     are then computed with it, so that they do not underflow. They are right for any other factor too.
+
+    `softmax` has the options of the loss. A z-loss changes the gradients only: what is returned is the cross-entropy,
+    which can be compared with that of any other model.
     """
     scale = targets.new_ones((), dtype=torch.float32) if loss_scale is None else loss_scale
-    head = _Head(vocab_size, tokens, chunk_tokens, softmax(is_compiled), torch.is_grad_enabled())
+    head = _Head(vocab_size, tokens, chunk_tokens, softmax, torch.is_grad_enabled())
     return _LinearCrossEntropy.apply(x, weight, targets, scale, head)
 
 
@@ -109,22 +113,31 @@ class _Head:
         own_targets = targets - axis.rank * num_words
         is_here = (own_targets >= 0) & (own_targets < num_words)
         column = own_targets.masked_fill(~is_here, 0)[:, None]
-        target_logit = logits.gather(1, column)[:, 0].masked_fill(~is_here, 0).to(_wide(logits.dtype))
+        target_logit = capped(logits.gather(1, column)[:, 0].masked_fill(~is_here, 0), self.softmax.cap)
         # A view without the padding: writing -inf there would be a pass of its own if the functions are compiled.
         words = logits[:, : max(self.vocab_size - axis.rank * num_words, 0)]
         if factors is not None and axis.size == 1:
-            sums = self.softmax.log_sums_to_probabilities_(words, factors)
+            sums = self.softmax.log_sums_to_gradients_(words, factors)
         else:
             sums, target_logit = _over_ranks(self.softmax.log_sums(words), target_logit, axis)
             if factors is not None:
-                self.softmax.to_probabilities_(words, sums, factors)
+                self.softmax.to_gradients_(words, sums, factors)
         losses = sums - target_logit
         if factors is not None:
             if words.shape[1] < num_words:
                 logits[:, words.shape[1] :] = 0
-            at_target = torch.expm1(-losses).mul_(factors).to(logits.dtype)[:, None]  # probability - 1
+            at_target = self.gradient_at_target(losses, sums, target_logit).mul_(factors).to(logits.dtype)[:, None]
             logits.scatter_(1, column, torch.where(is_here[:, None], at_target, logits.gather(1, column)))
         return losses
+
+    def gradient_at_target(self, losses: Tensor, sums: Tensor, target_logit: Tensor) -> Tensor:
+        """Return the gradient of each token's loss with respect to its target's logit: the probability less 1."""
+        softmax, gradient = self.softmax, torch.expm1(-losses)
+        if softmax.z_loss:
+            gradient += 2 * softmax.z_loss * sums * torch.exp(-losses)
+        if softmax.cap is not None:
+            gradient *= cap_derivative(target_logit, softmax.cap)
+        return gradient
 
 
 class _LinearCrossEntropy(torch.autograd.Function):

@@ -2,6 +2,9 @@
 
 Both are computed in fp32 or wider. Compiled, each function is one kernel that reads a row once and keeps no copy of it.
 Otherwise the copies in fp32 have a constant number of elements.
+
+With a cap, the softmax is that of cap * tanh(logits / cap) (Gemma 2). With a z-loss, z_loss * log_sum^2 of each row is
+added to what gradients are computed of (PaLM), which keeps the sums of exponentials near 1.
 """
 
 from collections.abc import Callable
@@ -16,42 +19,89 @@ from torch import Tensor
 from parallel.torch_internals import active_dispatch_modes
 
 ROWS_NUMEL = 2**24  # the elements of the rows that are copied to fp32 at once, unless the functions are compiled
-COPIES_OF_ROWS = 2  # the logits and their exponentials
+COPIES_OF_ROWS = 2  # the logits and their exponentials, or the derivative of the cap
 
 
-def log_sums(logits: Tensor) -> Tensor:
+def capped(logits: Tensor, cap: float | None) -> Tensor:
+    """Return the capped logits in fp32 or wider; without a cap, they may be the same memory."""
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    return logits.to(dtype) if cap is None else (logits.to(dtype) / cap).tanh_() * cap
+
+
+def cap_derivative(capped: Tensor, cap: float) -> Tensor:
+    """Return the derivative of what `capped` has returned with respect to the logits."""
+    return (capped / cap).square_().neg_().add_(1)
+
+
+def log_sums(logits: Tensor, *, cap: float | None = None) -> Tensor:
     """Return the logarithm of the sum of the exponentials of each row, (rows,), of logits (rows, words)."""
-    return logits.to(torch.promote_types(logits.dtype, torch.float32)).logsumexp(-1)
+    return capped(logits, cap).logsumexp(-1)
 
 
-def to_probabilities_(logits: Tensor, sums: Tensor, factors: Tensor) -> None:
-    """Replace the logits (rows, words) by probabilities times the factor of each row; `sums` are those of log_sums."""
-    logits.copy_((logits - sums[:, None]).exp_().mul_(factors[:, None]))
+def to_gradients_(
+    logits: Tensor, sums: Tensor, factors: Tensor, *, cap: float | None = None, z_loss: float = 0.0
+) -> None:
+    """Replace the logits (rows, words) by the gradients of their `sums`, which log_sums returned.
+
+    They are probabilities, times the factor of each row, if there is neither a cap nor a z-loss.
+    """
+    if z_loss:
+        factors = factors * (1 + 2 * z_loss * sums)
+    if cap is None:
+        logits.copy_((logits - sums[:, None]).exp_().mul_(factors[:, None]))
+    else:
+        wide = capped(logits, cap)
+        slopes = cap_derivative(wide, cap)
+        logits.copy_(wide.sub_(sums[:, None]).exp_().mul_(factors[:, None]).mul_(slopes))
 
 
-def log_sums_to_probabilities_(logits: Tensor, factors: Tensor) -> Tensor:
-    """Return the `log_sums` of the logits, and replace the logits by probabilities times the factor of each row."""
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))  # the logits themselves if they are not half
+def log_sums_to_gradients_(logits: Tensor, factors: Tensor, *, cap: float | None = None, z_loss: float = 0.0) -> Tensor:
+    """Return the `log_sums` of the logits, and replace the logits as `to_gradients_` does."""
+    wide = capped(logits, cap)
+    slopes = None if cap is None else cap_derivative(wide, cap)
     largest = wide.amax(-1, keepdim=True)
-    sums = wide.sub_(largest).exp_().sum(-1, keepdim=True)
-    logits.copy_(wide.mul_(factors[:, None] / sums))  # returns early if both are the same memory
-    return (largest + sums.log_())[:, 0]
+    totals = wide.sub_(largest).exp_().sum(-1, keepdim=True)
+    sums = (largest + totals.log())[:, 0]
+    if z_loss:
+        factors = factors * (1 + 2 * z_loss * sums)
+    wide.mul_(factors[:, None] / totals)
+    if slopes is not None:
+        wide.mul_(slopes)
+    logits.copy_(wide)  # returns early if both are the same memory
+    return sums
 
 
 @dataclass(frozen=True)
 class Softmax:
-    """The three functions of this module, compiled or eager."""
+    """The functions of this module with their options; `is_compiled`: by inductor."""
 
-    log_sums: Callable[[Tensor], Tensor]
-    to_probabilities_: Callable[[Tensor, Tensor, Tensor], None]
-    log_sums_to_probabilities_: Callable[[Tensor, Tensor], Tensor]
+    is_compiled: bool = False
+    cap: float | None = None
+    z_loss: float = 0.0
+
+    def log_sums(self, logits: Tensor) -> Tensor:
+        """See log_sums."""
+        return _prepared(log_sums, self.is_compiled, cap=self.cap)(logits)
+
+    def to_gradients_(self, logits: Tensor, sums: Tensor, factors: Tensor) -> None:
+        """See to_gradients_."""
+        function = _prepared(to_gradients_, self.is_compiled, cap=self.cap, z_loss=self.z_loss)
+        function(logits, sums, factors)
+
+    def log_sums_to_gradients_(self, logits: Tensor, factors: Tensor) -> Tensor:
+        """See log_sums_to_gradients_."""
+        function = _prepared(log_sums_to_gradients_, self.is_compiled, cap=self.cap, z_loss=self.z_loss)
+        return function(logits, factors)
 
 
 @cache
-def softmax(is_compiled: bool) -> Softmax:
-    """Return the functions, compiled by inductor or eager."""
-    prepare = compiled if is_compiled else some_rows_at_once
-    return Softmax(prepare(log_sums), prepare(to_probabilities_), prepare(log_sums_to_probabilities_))
+def _prepared(function: Callable[..., Any], is_compiled: bool, **options: float | None) -> Callable[..., Any]:
+    """Return the function of tensors that is `function` with the options, compiled or eager."""
+
+    def with_options(*tensors: Tensor) -> Any:
+        return function(*tensors, **options)
+
+    return compiled(with_options) if is_compiled else some_rows_at_once(with_options)
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -82,7 +132,7 @@ def inductor_works(device: torch.device) -> bool:
     if device.type != "cuda":
         return False
     try:
-        softmax(is_compiled=True).log_sums(torch.zeros(2, 8, device=device))
+        Softmax(is_compiled=True).log_sums(torch.zeros(2, 8, device=device))
     except (RuntimeError, ImportError, OSError, SubprocessError):  # no triton, no C compiler, or too old a GPU
         return False
     return True

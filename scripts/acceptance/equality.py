@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from gpt.build import build, build_mesh
-from gpt.model.config import ModelConfig
 from gpt.settings import DataSettings, OptimizerSettings, ParallelSettings, Settings, TrainSettings
+from gpt.shape.config import ModelConfig
 from gpt.train_step import mean_over, train_step
 from parallel.errors import ConfigError
 from parallel.instruments.comm_log import CommLog

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from data.indexed import IndexedWriter, token_dtype
-from gpt.model.config import ModelConfig
-from gpt.model.flops import model_flops, peak_flops_per_second
+from gpt.shape.config import ModelConfig
+from gpt.shape.flops import model_flops, peak_flops_per_second
 from parallel.launch.cluster import ClusterSpec
 from scripts.acceptance.machine import Machine
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from gpt.model.config import ModelConfig
 from gpt.model.transformer import GPT
+from gpt.shape.config import ModelConfig
 from parallel.instruments.comm_log import CommLog
 from parallel.mesh import Axis
 from parallel.tensor.layers import split_dims

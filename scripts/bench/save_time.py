@@ -19,9 +19,9 @@ from gpt.build import TrainState, build_loss_scale, build_model, build_optimizer
 from gpt.checkpoint.checkpoint import load, owned_tensors
 from gpt.checkpoint.layout import Progress
 from gpt.checkpoint.saver import Saver
-from gpt.model.config import ModelConfig
 from gpt.model.transformer import initialize
 from gpt.settings import LossScaleSettings, OptimizerSettings
+from gpt.shape.config import ModelConfig
 from parallel.mesh import Mesh
 from parallel.tensor.token_layout import ReplicatedTokens
 from parallel.world import shared_store, start_world, stop_world

@@ -24,9 +24,9 @@ import transformers
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gpt.model.config import ModelConfig
 from gpt.model.transformer import GPT, initialize
 from gpt.settings_tree import field_texts
+from gpt.shape.config import ModelConfig
 from parallel.config_files import parse_yaml
 from parallel.errors import exit_on_config_error
 from parallel.fields import Range, alternatives, convert, field_types, is_text

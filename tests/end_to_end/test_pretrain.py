@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
@@ -341,3 +342,5 @@ def test_running_out_of_memory_in_backward_leaves_a_table_of_what_holds_it(corpu
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     assert json.loads(lines[-1])["out_of_memory"] is True
     assert len(read_steps(tmp_path / "run")) == 2
+    # The error, which a program may keep, refers to the frames of the step.
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("batch-reader")]

@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 from gpt.build import build_model
-from gpt.model.config import ModelConfig
 from gpt.model.transformer import initialize
+from gpt.shape.config import ModelConfig
 from gpt.train_step import train_step
 from parallel.instruments.memory_tracker import TensorKind
 from parallel.mesh import Mesh

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from data.documents import DocumentBatch, packed_apart
+from gpt.kernels.documents import Documents, device_has_kernel
 from gpt.model.compiled_blocks import compile_blocks
-from gpt.model.config import ModelConfig
-from gpt.model.documents import Documents, device_has_kernel
 from gpt.model.transformer import GPT, initialize
+from gpt.shape.config import ModelConfig
 from gpt.train_step import train_step
 from parallel.mesh import Axis, Mesh
 from parallel.tensor.token_layout import ReplicatedTokens

@@ -5,7 +5,7 @@ import torch
 
 from parallel.mesh import Axis
 from parallel.tensor.linear_cross_entropy import linear_cross_entropy
-from parallel.tensor.softmax import inductor_works
+from parallel.tensor.softmax import Softmax, inductor_works
 from parallel.tensor.token_layout import ReplicatedTokens
 
 pytestmark = pytest.mark.gpu
@@ -20,7 +20,7 @@ def gradients(dtype: torch.dtype, chunk_tokens: int, is_compiled: bool) -> list[
     targets = torch.randint(WORDS - 5, (TOKENS,), generator=generator, device=DEVICE)
     tokens = ReplicatedTokens(Axis.trivial("tensor"))
     loss = linear_cross_entropy(
-        x, weight, targets, WORDS - 5, tokens, chunk_tokens=chunk_tokens, is_compiled=is_compiled
+        x, weight, targets, WORDS - 5, tokens, chunk_tokens=chunk_tokens, softmax=Softmax(is_compiled)
     )
     (loss / 3).backward()
     return [x.grad, weight.grad]

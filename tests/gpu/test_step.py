@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gpt.model.config import ModelConfig
 from gpt.model.transformer import GPT, initialize
+from gpt.shape.config import ModelConfig
 from gpt.train_step import train_step
 from parallel.mesh import Mesh
 from parallel.tensor.token_layout import ReplicatedTokens

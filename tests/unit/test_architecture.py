@@ -33,14 +33,17 @@ ARROWS = {
     "zero/state":           "parallel/* zero zero/offload zero/optimizers zero/formulas",
     "zero/formulas":        "zero/stage.py zero/layout.py",
 
-    "gpt/model":            "parallel/*",
-    "gpt/pretrained":       "parallel/* gpt/model",
+    "gpt/shape":            "parallel/*",
+    "gpt/kernels":          "parallel/* gpt/shape",
+    "gpt/model":            "parallel/* gpt/shape gpt/kernels",
+    "gpt/pretrained":       "parallel/* gpt/shape gpt/model",
     "gpt/deepspeed":        "parallel",
     "gpt/run_folder":       "parallel/* zero gpt",
-    "gpt/checkpoint":       "parallel/* zero/* gpt gpt/model gpt/pretrained gpt/run_folder data",
-    "gpt/monitor":          "parallel/* zero/* gpt gpt/model gpt/run_folder",
-    "gpt/planner":          "parallel/* zero/* gpt gpt/model gpt/run_folder gpt/monitor gpt/planner/costs "
-                            "data/documents.py",
+    "gpt/checkpoint":       "parallel/* zero/* gpt gpt/shape gpt/model gpt/pretrained gpt/run_folder "
+                            "data",
+    "gpt/monitor":          "parallel/* zero/* gpt gpt/shape gpt/model gpt/run_folder",
+    "gpt/planner":          "parallel/* zero/* gpt gpt/shape gpt/kernels gpt/model gpt/run_folder gpt/monitor "
+                            "gpt/planner/costs data/documents.py",
     "gpt/planner/costs":    "parallel parallel/instruments parallel/launch",
     "gpt":                  "parallel/* zero/* gpt/* data",
 
@@ -212,7 +215,7 @@ BREACHES = [
     (imports_follow_the_arrows, "gpt/model/transformer.py", "from ..trainer import train"),
     (imports_follow_the_arrows, "gpt/checkpoint/saver.py", "from gpt.monitor.metrics import peak_memory"),
     (imports_follow_the_arrows, "gpt/monitor/plot.py", "from gpt.planner.report import Report"),
-    (imports_follow_the_arrows, "gpt/model/flops.py", "from gpt.deepspeed.keys import KEYS"),
+    (imports_follow_the_arrows, "gpt/shape/flops.py", "from gpt.deepspeed.keys import KEYS"),
     (imports_follow_the_arrows, "gpt/trainer.py", "import tests.ranks"),
     (imports_follow_the_arrows, "gpt/trainer.py", "import pretrain_gpt"),
     (imports_follow_the_arrows, "pretrain_gpt.py", "from scripts import bench"),

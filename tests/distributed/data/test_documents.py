@@ -11,8 +11,8 @@ from torch import Tensor
 
 from data.documents import DocumentBatch, packed_apart
 from gpt.build import build_model
-from gpt.model.config import ModelConfig
 from gpt.model.transformer import GPT, initialize
+from gpt.shape.config import ModelConfig
 from gpt.train_step import evaluate, mean_over, train_step
 from parallel.mesh import Axis, Mesh
 from parallel.tensor.token_layout import ReplicatedTokens, SplitTokens, TokenLayout

@@ -14,7 +14,7 @@ from gpt.checkpoint.checkpoint import owned_tensors
 from gpt.checkpoint.layout import Progress
 from gpt.checkpoint.saver import Saver
 from gpt.model.compiled_blocks import compile_blocks
-from gpt.model.config import ModelConfig
+from gpt.shape.config import ModelConfig
 from parallel.instruments.memory_tracker import MemoryTracker
 from parallel.mesh import Mesh
 from parallel.tensor.layers import split_dims

@@ -11,8 +11,8 @@ from gpt.build import TrainState
 from gpt.checkpoint.checkpoint import load
 from gpt.checkpoint.layout import Progress, read_layout
 from gpt.checkpoint.saver import Saver
-from gpt.model.config import ModelConfig
 from gpt.model.transformer import GPT, initialize
+from gpt.shape.config import ModelConfig
 from parallel.mesh import Mesh
 from parallel.tensor.token_layout import ReplicatedTokens, SplitTokens
 from tests.pairwise import pairwise

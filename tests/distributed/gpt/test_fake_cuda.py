@@ -13,8 +13,8 @@ import torch
 
 from gpt.build import TrainState, build_model
 from gpt.checkpoint.checkpoint import owned_tensors
-from gpt.model.config import ModelConfig
 from gpt.model.transformer import initialize
+from gpt.shape.config import ModelConfig
 from gpt.train_step import train_step
 from parallel.instruments.fake_tensors import real_tensors
 from parallel.mesh import Mesh

@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from gpt.build import build_model
-from gpt.model.config import ModelConfig
 from gpt.model.transformer import GPT, Sequences, initialize
 from gpt.pretrained.families import config_to_transformers
 from gpt.pretrained.tensors import load_weights
+from gpt.shape.config import ModelConfig
 from parallel.mesh import Axis, Mesh
 from parallel.tensor.layers import shared_dims, split_dims
 from parallel.tensor.token_layout import NO_CONTEXT, ReplicatedTokens, SplitTokens, TokenLayout

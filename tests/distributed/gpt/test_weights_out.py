@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import GPT2LMHeadModel
 
 from gpt.checkpoint.export import export_checkpoint, export_live
-from gpt.model.generate import evaluation
+from gpt.generate import evaluation
 from tests.distributed.gpt.test_checkpoint_layouts import CONFIG, LayoutCase, build, save, train
 from tests.ranks import run_ranks
 from zero.engine import ZeroDataParallel

@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from gpt.model.config import ModelConfig
 from gpt.model.transformer import GPT, initialize
+from gpt.shape.config import ModelConfig
 from parallel.mesh import Axis, Mesh
 from parallel.tensor.linear_cross_entropy import linear_cross_entropy
+from parallel.tensor.softmax import Softmax, capped
 from parallel.tensor.token_layout import ReplicatedTokens, SplitTokens
 from tests.ranks import run_ranks
 
@@ -18,6 +19,7 @@ NUM_TOKENS, NUM_WORDS, FEATURES = 36, 64, 8
 LAYOUTS = (ReplicatedTokens, SplitTokens)
 VOCAB_SIZES = (64, 61, 17)  # no padding, some padding, ranks with only padding
 CHUNKS = (1000, 20, 4)  # tokens: all at once; two chunks; many
+OPTIONS = (Softmax(cap=2.0), Softmax(z_loss=0.3), Softmax(cap=2.0, z_loss=0.3))
 ONE_DEVICE = ReplicatedTokens(Axis.trivial("tensor"))
 
 
@@ -34,36 +36,49 @@ def head(vocab_size: int, dtype: torch.dtype = torch.float64, num_tokens: int = 
 def own_losses_and_gradients(cases: list[tuple]) -> list[tuple[float, Tensor | None, Tensor | None]]:
     """Return (loss, gradients of this rank's part of x and of the weight) for each case."""
     axis, results = Mesh.create(torch.distributed.get_world_size()).tensor, []
-    for layout, vocab_size, chunk_tokens, needs_x, needs_weight in cases:
+    for layout, vocab_size, chunk_tokens, needs_x, needs_weight, softmax in cases:
         tokens = layout(axis)
         x, weight, targets = head(vocab_size)
         own_x = tokens.cut(x).clone().requires_grad_(needs_x)
         own_weight = weight.chunk(axis.size)[axis.rank].clone().requires_grad_(needs_weight)
         scale = torch.tensor(5.0)
         loss = linear_cross_entropy(
-            own_x, own_weight, targets, vocab_size, tokens, loss_scale=scale, chunk_tokens=chunk_tokens
+            own_x,
+            own_weight,
+            targets,
+            vocab_size,
+            tokens,
+            loss_scale=scale,
+            chunk_tokens=chunk_tokens,
+            softmax=softmax,
         )
         (3 * loss).backward()  # another factor than the one that was announced
         results.append((loss.item(), own_x.grad, own_weight.grad))
     return results
 
 
-def loss_and_gradients_of_whole_logits(vocab_size: int) -> tuple[float, Tensor, Tensor]:
+def loss_and_gradients_of_whole_logits(vocab_size: int, softmax: Softmax) -> tuple[float, Tensor, Tensor]:
+    """Return the cross-entropy, and gradients of its sum with the z-loss."""
     x, weight, targets = head(vocab_size)
     x.requires_grad_()
     weight.requires_grad_()
-    loss = F.cross_entropy((x @ weight.t())[:, :vocab_size], targets, ignore_index=-1)
-    (3 * loss).backward()
+    logits = (x @ weight.t())[:, :vocab_size]
+    if softmax.cap is not None:
+        logits = softmax.cap * torch.tanh(logits / softmax.cap)
+    loss = F.cross_entropy(logits, targets, ignore_index=-1)
+    z_loss = softmax.z_loss * logits[targets >= 0].logsumexp(-1).square().mean()
+    (3 * (loss + z_loss)).backward()
     return loss.item(), x.grad, weight.grad
 
 
 @pytest.mark.parametrize("tensor_size", [1, 2, 4])
 def test_the_loss_and_its_gradients_equal_those_of_whole_logits(tensor_size):
-    cases = [(*case, True, True) for case in itertools.product(LAYOUTS, VOCAB_SIZES, CHUNKS)]
-    cases += [(*case[:3], not needs_weight, needs_weight) for case in cases[::6] for needs_weight in (False, True)]
+    cases = [(*case, True, True, Softmax()) for case in itertools.product(LAYOUTS, VOCAB_SIZES, CHUNKS)]
+    cases += [(*case[:3], not needs_x, needs_x, Softmax()) for case in cases[::6] for needs_x in (False, True)]
+    cases += [(*case[:3], True, True, softmax) for case in cases[1::5] for softmax in OPTIONS]
     of_ranks = run_ranks(tensor_size, own_losses_and_gradients, cases)
-    for (layout, vocab_size, _, needs_x, needs_weight), *of_case in zip(cases, *of_ranks, strict=True):
-        loss, grad_x, grad_weight = loss_and_gradients_of_whole_logits(vocab_size)
+    for (layout, vocab_size, _, needs_x, needs_weight, softmax), *of_case in zip(cases, *of_ranks, strict=True):
+        loss, grad_x, grad_weight = loss_and_gradients_of_whole_logits(vocab_size, softmax)
         losses, grads_x, grads_weight = zip(*of_case, strict=True)
         assert losses == pytest.approx([loss] * tensor_size, rel=1e-14)
         if needs_x:
@@ -83,7 +98,7 @@ def difference_of_gradients_of_a_model(layout: type, dtype: torch.dtype) -> floa
     """
     torch.set_default_dtype(dtype)
     axis = Mesh.create(torch.distributed.get_world_size()).tensor
-    config = ModelConfig(1, 8, 2, seq_length=7, vocab_size=61, vocab_multiple=64, dropout=0.0)
+    config = ModelConfig(1, 8, 2, seq_length=7, vocab_size=61, vocab_multiple=64, dropout=0.0, logit_cap=0.1)
     model = GPT(config, layout(axis))
     initialize(model, seed=1)
     ids = torch.randint(61, (3, 8), generator=torch.Generator().manual_seed(0))
@@ -129,6 +144,23 @@ def test_a_second_derivative_is_refused():
     loss = linear_cross_entropy(x.requires_grad_(), weight, targets, 61, ONE_DEVICE)
     with pytest.raises(RuntimeError, match="compute the loss from the logits"):
         torch.autograd.grad(loss, x, create_graph=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_logits_of_rows_are_not_changed_by_their_log_sums(dtype):
+    logits = torch.randn(4, 7).to(dtype)
+    before = logits.clone()
+    for softmax in (Softmax(), *OPTIONS):
+        softmax.log_sums(logits)
+        capped(logits, softmax.cap)
+        assert logits.equal(before)
+
+
+def test_without_gradients_a_z_loss_changes_nothing():
+    x, weight, targets = head(61)
+    with torch.no_grad():
+        losses = [linear_cross_entropy(x, weight, targets, 61, ONE_DEVICE, softmax=Softmax(z_loss=z)) for z in (0, 1)]
+    assert losses[0].equal(losses[1])
 
 
 def test_the_loss_does_not_depend_on_the_chunks():

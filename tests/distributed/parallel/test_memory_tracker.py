@@ -5,8 +5,8 @@ from collections import Counter
 import pytest
 import torch
 
-from gpt.model.config import ModelConfig
 from gpt.model.transformer import GPT, initialize
+from gpt.shape.config import ModelConfig
 from gpt.train_step import train_step
 from parallel.instruments.memory_tracker import MemoryTracker, TensorKind, allocate_buffer
 from parallel.mesh import Mesh

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from gpt.build import build_model
-from gpt.model.config import ModelConfig
 from gpt.model.transformer import initialize
+from gpt.shape.config import ModelConfig
 from parallel.instruments.memory_tracker import MemoryTracker
 from parallel.mesh import Axis, Mesh
 from parallel.tensor import softmax

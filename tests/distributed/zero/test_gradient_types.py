@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from gpt.build import build
-from gpt.model.config import ModelConfig
 from gpt.settings import DataSettings, ParallelSettings, Settings, TrainSettings
+from gpt.shape.config import ModelConfig
 from gpt.train_step import train_step
 from parallel.mesh import Mesh
 from tests.ranks import run_ranks

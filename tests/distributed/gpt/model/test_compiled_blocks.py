@@ -12,8 +12,8 @@ from torch import Tensor
 
 from gpt.build import build_model
 from gpt.model.compiled_blocks import compile_blocks
-from gpt.model.config import ModelConfig
 from gpt.model.transformer import initialize
+from gpt.shape.config import ModelConfig
 from parallel.mesh import Mesh
 from parallel.tensor.token_layout import ReplicatedTokens, SplitTokens
 from tests.distributed.zero.compiled.backend import Backend

@@ -10,8 +10,8 @@ from gpt.build import TrainState, build_optimizer
 from gpt.checkpoint.checkpoint import load
 from gpt.checkpoint.layout import Progress
 from gpt.checkpoint.saver import Saver
-from gpt.model.config import ModelConfig
 from gpt.settings import OptimizerSettings
+from gpt.shape.config import ModelConfig
 from parallel.mesh import Mesh
 from tests.distributed.gpt.test_tensor_parallel import TOLERANCE, batch, build, layout_of
 from tests.ranks import run_ranks

@@ -12,9 +12,9 @@ from gpt.checkpoint.checkpoint import load
 from gpt.checkpoint.layout import Progress
 from gpt.checkpoint.saver import Saver
 from gpt.model.compiled_blocks import compile_blocks
-from gpt.model.config import ModelConfig
 from gpt.model.transformer import initialize
 from gpt.pretrained.tensors import load_weights
+from gpt.shape.config import ModelConfig
 from parallel.mesh import Mesh
 from tests.distributed.gpt.test_checkpoint_layouts import logical
 from tests.distributed.gpt.test_tensor_parallel import (

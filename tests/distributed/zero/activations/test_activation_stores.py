@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gpt.model.generate import generate
+from gpt.generate import generate
 from gpt.train_step import evaluate, train_step
 from parallel.errors import ConfigError
 from parallel.instruments.memory_tracker import MemoryTracker, TensorKind, allocate_buffer

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gpt.model.config import ModelConfig
 from gpt.model.transformer import GPT, initialize
+from gpt.shape.config import ModelConfig
 from parallel.errors import ConfigError
 from parallel.instruments.memory_tracker import MemoryTracker, TensorKind
 from parallel.mesh import Axis, Mesh

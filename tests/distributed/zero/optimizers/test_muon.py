@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gpt.model.config import ModelConfig
 from gpt.model.transformer import GPT, initialize
+from gpt.shape.config import ModelConfig
 from parallel.mesh import Axis, Mesh
 from parallel.tensor.layers import split_dims
 from parallel.tensor.token_layout import ReplicatedTokens

@@ -18,8 +18,8 @@ from gpt.build import TrainState, build
 from gpt.checkpoint.checkpoint import load, owned_tensors
 from gpt.checkpoint.layout import Progress
 from gpt.checkpoint.saver import Saver
-from gpt.model.config import ModelConfig
 from gpt.settings import DataSettings, Settings, TrainSettings
+from gpt.shape.config import ModelConfig
 from parallel.mesh import Mesh
 from zero.config import ZeroConfig
 from zero.state.layout_file import LAYOUT

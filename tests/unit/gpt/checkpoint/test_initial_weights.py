@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gpt.checkpoint.pretrained import load_pretrained
-from gpt.model.config import parameter_shapes
+from gpt.shape.config import parameter_shapes
 from parallel.errors import ConfigError
 from tests.pretrained_weights import weights_to_transformers, write_pretrained
 from tests.unit.gpt.model.models import VARIANTS, small_config, small_gpt

@@ -17,7 +17,7 @@ from data.tokenizer import Tokenizer, character_tokenizer, tokenizer_path, train
 from gpt.checkpoint.export import main
 from gpt.checkpoint.pretrained import WeightsWriter
 from gpt.checkpoint.tokenizer_files import TokenizerFiles
-from gpt.model.config import ModelConfig, parameter_shapes
+from gpt.shape.config import ModelConfig, parameter_shapes
 from parallel.errors import ConfigError
 
 TEXTS = ["the cat sat on the mat", "the mat sat on the cat", "naïve café\n\tdef f(x): return x"]

@@ -5,8 +5,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from gpt.model.config import ModelConfig, RopeScaling
 from gpt.model.transformer import GPT, initialize
+from gpt.shape.config import ModelConfig, RopeScaling
 from parallel.blocks import RunBlocks
 from parallel.config_files import read_section
 from parallel.mesh import Axis
@@ -47,6 +47,7 @@ OPTIONS = {  # of GPT-2, one at a time
     "qk-norm": {"qk_norm": True},
     "no-biases": {"biases": False},
     "untied": {"tied_head": False},
+    "capped": {"logit_cap": 0.5},
 }
 VARIANTS = {
     **{name: preset_config(name) for name in SIZES if name != "gpt2"},

@@ -10,9 +10,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpt.model import compiled_blocks
-from gpt.model.config import ModelConfig
 from gpt.model.transformer import GPT, initialize
 from gpt.settings import TrainSettings
+from gpt.shape.config import ModelConfig
 from parallel.errors import ConfigError
 from parallel.mesh import Axis
 from parallel.tensor.token_layout import ReplicatedTokens

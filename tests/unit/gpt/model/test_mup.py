@@ -8,7 +8,7 @@ from torch import Tensor
 
 from gpt.build import build, parameter_groups
 from gpt.checkpoint.pretrained import WeightsWriter, load_pretrained
-from gpt.model.documents import Documents
+from gpt.kernels.documents import Documents
 from gpt.model.transformer import GPT
 from gpt.settings import OptimizerSettings
 from gpt.settings_parser import parse_settings

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gpt.model.apex import choose_norm
-from gpt.model.attention_kernel import describe_attention
-from gpt.model.config import ModelConfig
+from gpt.kernels.apex import choose_norm
+from gpt.kernels.attention import describe_attention
 from gpt.model.transformer import GPT, Attention, Sequences, initialize
 from gpt.option_names import errors_in_option_names
+from gpt.shape.config import ModelConfig
 from parallel.errors import ConfigError
 from parallel.instruments.comm_log import CommLog
 from parallel.instruments.kernel_log import KernelLog

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from gpt.model.flops import hardware_flops, model_flops
 from gpt.monitor.collectives import comparison_table, profile
 from gpt.planner.costs.collectives import MeshShape, collective_seconds
 from gpt.planner.costs.kernels import kernel_seconds
@@ -15,6 +14,7 @@ from gpt.planner.projection import project, project_recording
 from gpt.planner.report import headline, make_report
 from gpt.settings import Settings
 from gpt.settings_parser import parse_settings
+from gpt.shape.flops import hardware_flops, model_flops
 from parallel.errors import ConfigError
 from parallel.instruments.comm_log import CommEvent
 from parallel.instruments.kernel_log import Kernel

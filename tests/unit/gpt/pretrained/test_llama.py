@@ -13,11 +13,11 @@ from transformers.models.mistral import modeling_mistral
 from transformers.models.qwen3 import modeling_qwen3
 
 from gpt.checkpoint.pretrained import load_pretrained, read_pretrained
-from gpt.model.config import ModelConfig, check_divides, parameter_shapes
 from gpt.planner.activation_store import parameters_of_rank
 from gpt.pretrained.families import config_from_transformers, config_to_transformers, family_of
 from gpt.pretrained.tensors import load_weights
 from gpt.settings_parser import parse_settings
+from gpt.shape.config import ModelConfig, check_divides, parameter_shapes
 from parallel.errors import ConfigError
 from parallel.instruments.comm_log import CommLog
 from parallel.mesh import Axis
@@ -211,3 +211,5 @@ def test_a_model_that_transformers_does_not_have_is_not_written():
     for changes in ({"norm": "rms"}, {"tied_head": False}, {"num_kv_heads": 1}, {"positions": "rope"}):
         with pytest.raises(ConfigError, match=r"transformers has no model with model\.positions="):
             family_of(small_config(**{"hidden_size": 24, "num_heads": 2, **changes}))
+    with pytest.raises(ConfigError, match=r"model\.logit_cap=30\.0 caps logits"):
+        family_of(small_config(logit_cap=30.0))

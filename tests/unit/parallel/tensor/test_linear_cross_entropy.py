@@ -12,7 +12,6 @@ from parallel.instruments.kernel_log import Kernel, KernelLog
 from parallel.instruments.memory_tracker import MemoryTracker
 from parallel.instruments.operation_observer import observe_operations
 from parallel.mesh import Axis
-from parallel.tensor import linear_cross_entropy as module
 from parallel.tensor import softmax
 from parallel.tensor.linear_cross_entropy import linear_cross_entropy
 from parallel.tensor.softmax import Softmax
@@ -51,7 +50,7 @@ def cost(needs_x: bool = True, needs_weight: bool = True, is_compiled: bool = Fa
         log = KernelLog(lambda: "", lambda _tensor: False)
         with observe_operations(log):
             loss = linear_cross_entropy(
-                x, weight, targets, WORDS, ONE_DEVICE, loss_scale=scale, is_compiled=is_compiled
+                x, weight, targets, WORDS, ONE_DEVICE, loss_scale=scale, softmax=Softmax(is_compiled)
             )
             if loss.requires_grad:
                 (loss * scale).backward()
@@ -77,8 +76,8 @@ def compiled_bytes(monkeypatch) -> Iterator[list[int]]:
 
         return count
 
-    functions = (softmax.log_sums, softmax.to_probabilities_, softmax.log_sums_to_probabilities_)
-    monkeypatch.setattr(module, "softmax", lambda is_compiled: Softmax(*map(counting, functions)))
+    for function in (softmax.log_sums, softmax.to_gradients_, softmax.log_sums_to_gradients_):
+        monkeypatch.setattr(Softmax, function.__name__, staticmethod(counting(function)))
     return counted
 
 
@@ -99,9 +98,9 @@ def test_compiled_it_moves_less_than_3_gb_beside_the_products(compiled_bytes):
 def test_ranks_that_share_the_words_read_the_logits_twice(compiled_bytes):
     logits = torch.empty(2048, 25152, dtype=torch.bfloat16, device="meta")
     sums = torch.empty(2048, device="meta")
-    functions = module.softmax(True)
+    functions = Softmax(is_compiled=True)
     functions.log_sums(logits)
-    functions.to_probabilities_(logits, sums, sums)
+    functions.to_gradients_(logits, sums, sums)
     assert sum(compiled_bytes) == pytest.approx(3 * logits.nbytes, rel=1e-3)
 
 
@@ -121,18 +120,19 @@ def test_without_grad_mode_only_the_loss_is_computed():
 
 
 @pytest.mark.full
-def test_compiled_it_equals_eager():
+@pytest.mark.parametrize("options", [{}, {"cap": 2.0}, {"z_loss": 0.3}, {"cap": 2.0, "z_loss": 0.3}], ids=str)
+def test_compiled_it_equals_eager(options):
     """The functions are compiled for a CPU; the chunks have two sizes."""
     x, weight, targets = torch.randn(70, 16), torch.randn(128, 16), torch.randint(100, (70,))
     results = []
     for is_compiled in (False, True):
         own_x, own_weight = x.clone().requires_grad_(), weight.clone().requires_grad_()
         loss = linear_cross_entropy(
-            own_x, own_weight, targets, 100, ONE_DEVICE, chunk_tokens=32, is_compiled=is_compiled
+            own_x, own_weight, targets, 100, ONE_DEVICE, chunk_tokens=32, softmax=Softmax(is_compiled, **options)
         )
         loss.backward()
         with torch.no_grad():
-            alone = linear_cross_entropy(x, weight, targets, 100, ONE_DEVICE, is_compiled=is_compiled)
+            alone = linear_cross_entropy(x, weight, targets, 100, ONE_DEVICE, softmax=Softmax(is_compiled, **options))
         results.append((loss, alone, own_x.grad, own_weight.grad))
     for compiled, eager in zip(*results, strict=True):
         torch.testing.assert_close(compiled, eager, rtol=1e-6, atol=1e-7)

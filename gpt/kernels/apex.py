@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gpt.model.transformer import NORMS
+from gpt.kernels.norms import NORMS
 
 
 def find_apex(module: str, name: str, probe: Callable[[Any], object], device: torch.device) -> Any | None:

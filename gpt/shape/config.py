@@ -85,6 +85,8 @@ class ModelConfig:
     """Linear layers of the blocks have a bias."""
     tied_head: bool = True
     """The head is the token embedding; false: it has a weight of its own."""
+    logit_cap: Annotated[float, Range(above=0, at_most=1e6)] | None = None
+    """Cap logits softly: cap * tanh(logits / cap); Gemma 2 has 30. null: no cap."""
     mup_base_width: Annotated[int, Range(1, 2**20)] | None = None
     """Scale initial values, learning rates and logits with hidden_size by maximal-update parametrization (muP), so that
     settings that are best at this hidden_size stay so; at this hidden_size it changes nothing. null: do not scale."""

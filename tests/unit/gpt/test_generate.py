@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from gpt.model.generate import generate
+from gpt.generate import generate
 from parallel.errors import ConfigError
 from tests.unit.gpt.model.models import small_config, small_gpt
 

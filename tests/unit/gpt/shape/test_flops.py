@@ -7,9 +7,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from gpt.build import build_model
-from gpt.model.config import ModelConfig
-from gpt.model.flops import hardware_flops, model_flops, peak_flops_per_second
 from gpt.model.transformer import initialize
+from gpt.shape.config import ModelConfig
+from gpt.shape.flops import hardware_flops, model_flops, peak_flops_per_second
 from tests.unit.gpt.model.models import ONE_DEVICE, VARIANTS, batch, small_config
 from zero.activations.checkpointed_blocks import ActivationsConfig
 

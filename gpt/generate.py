@@ -1,12 +1,14 @@
 """Generation of text, token by token, by sampling with a temperature from the `top_k` likeliest tokens."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
+from data.tokenizer import Tokenizer
 from parallel.errors import ConfigError
+from zero.engine import ZeroDataParallel
 
 
 @torch.no_grad()
@@ -43,6 +45,23 @@ def generate(
             next_tokens = _sample(logits.float().cpu(), temperature, top_k, generator)
             tokens = torch.cat([tokens, next_tokens.to(tokens.device)], dim=1)
     return tokens
+
+
+def sample_texts(
+    model: ZeroDataParallel, tokenizer: Tokenizer, prompts: Sequence[list[int]], num_tokens: int, seq_length: int
+) -> Iterator[dict[str, str]]:
+    """Yield {"prompt", "text"} for each prompt; the text is the prompt with its continuation.
+
+    It ends at the end-of-text token if the model generates one. `prompts` are token ids. All ranks call this together,
+    because parameters may have to be unsharded.
+    """
+    device = next(model.module.parameters()).device
+    for prompt in prompts:
+        ids = torch.tensor([prompt], device=device)
+        tokens = generate(model, ids, num_tokens, seq_length, temperature=0.8, top_k=40)
+        continuation = tokens[0, len(prompt) :].tolist()
+        end = continuation.index(tokenizer.eod) if tokenizer.eod in continuation else num_tokens
+        yield {"prompt": tokenizer.decode(prompt), "text": tokenizer.decode(prompt + continuation[:end])}
 
 
 @contextmanager

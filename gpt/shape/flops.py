@@ -21,7 +21,7 @@ of both). Flash attention computes the scores a second time in backward, which i
 
 import torch
 
-from gpt.model.config import ModelConfig
+from gpt.shape.config import ModelConfig
 from parallel.blocks import Recomputation
 
 # Dense tensor-core rates from NVIDIA's data sheets; the first name that a device's name contains applies.

@@ -8,11 +8,11 @@ from torch.nn import functional as F
 
 from data.documents import DocumentBatch
 from gpt.build import build_model
-from gpt.model.attention_kernel import describe_documents
+from gpt.kernels.attention import describe_documents
+from gpt.kernels.documents import Documents, needs_mask
 from gpt.model.compiled_blocks import compile_blocks
-from gpt.model.config import ModelConfig
-from gpt.model.documents import Documents, needs_mask
 from gpt.model.transformer import GPT, initialize
+from gpt.shape.config import ModelConfig
 from gpt.train_step import evaluate, train_step
 from parallel.mesh import Mesh
 from tests.distributed.zero.compiled.backend import Backend
@@ -97,7 +97,7 @@ def test_the_kernel_of_variable_lengths_gets_the_documents_of_all_sequences(monk
 def test_the_kernel_of_variable_lengths_runs_where_it_can(attention, head_dim, dropout, dtype, expected, monkeypatch):
     x = torch.empty(1, dtype=dtype)
     assert needs_mask(attention, head_dim, dropout, x), "torch has no such kernel for a CPU"
-    monkeypatch.setattr("gpt.model.documents.device_has_kernel", lambda _device: True)
+    monkeypatch.setattr("gpt.kernels.documents.device_has_kernel", lambda _device: True)
     assert needs_mask(attention, head_dim, dropout, x) == expected
 
 
@@ -105,7 +105,7 @@ def test_the_log_says_how_documents_are_kept_apart(monkeypatch):
     config = small_config(dropout=0.0)
     expected = "a mask of 16 x 16 scores a sequence"
     assert describe_documents(config, torch.device("cpu"), torch.bfloat16) == expected
-    monkeypatch.setattr("gpt.model.documents.device_has_kernel", lambda _device: True)
+    monkeypatch.setattr("gpt.kernels.documents.device_has_kernel", lambda _device: True)
     assert describe_documents(config, torch.device("cpu"), torch.bfloat16) == "torch.nn.attention.varlen"
 
 

@@ -1,4 +1,4 @@
-"""RMSNorm that keeps its input and one number a token for backward, on every device.
+"""The norms of a GPT, among them an RMSNorm that keeps its input and one number a token for backward on every device.
 
 On a GPU that is torch's own kernel. On a CPU torch computes it operation by operation, and keeps their results: there,
 and in a dry run, which counts the kernels and bytes of a GPU on tensors of a CPU, it is one operation too.
@@ -23,6 +23,9 @@ class RMSNorm(nn.Module):
         if x.is_cuda or torch.compiler.is_compiling():
             return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
         return _rms_norm(x, self.weight, self.eps)[0]
+
+
+NORMS: dict[str, type[nn.Module]] = {"layer": nn.LayerNorm, "rms": RMSNorm}
 
 
 def _wide(x: Tensor) -> Tensor:
