@@ -166,11 +166,14 @@ def headline(report: dict[str, Any]) -> str:
 
 def work_on_matrices(matrices: MatrixUpdates) -> dict[str, Any]:
     """Return how the matrices that are updated whole are divided over the ranks that share the optimizer's states."""
-    flops = matrices.assignment.all_flops
+    flops, sent = matrices.assignment.all_flops, matrices.sent_numels()
     return {
         "number": len(matrices.matrices),
         "idle_ranks": matrices.assignment.num_idle,
-        "most_work": max(flops) * len(flops) / sum(flops),  # of a rank, in means over the ranks
+        # Of a rank, in means over the ranks.
+        "most_work": max(flops) * len(flops) / sum(flops),
+        "most_sent": max(sent) * len(sent) / (sum(sent) or 1),
+        "mean_sent_numel": sum(sent) / len(sent),
     }
 
 
@@ -178,7 +181,8 @@ def matrices_line(matrices: dict[str, Any]) -> str:
     """Return how evenly the ranks that share the optimizer's states divide the computation of matrices."""
     return (
         f"{matrices['number']} matrices are updated whole: the rank with most work has {matrices['most_work']:.2f} "
-        f"times the mean, and {matrices['idle_ranks']} ranks have none"
+        f"times the mean, and {matrices['idle_ranks']} ranks have none; the rank that sends most of them sends "
+        f"{matrices['most_sent']:.2f} times the mean of {count(matrices['mean_sent_numel'])} elements a step"
     )
 
 

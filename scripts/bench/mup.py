@@ -13,23 +13,17 @@ import math
 from pathlib import Path
 
 import matplotlib
-import numpy as np
 import torch
 from torch import Tensor
 
 matplotlib.use("Agg")
 from matplotlib import pyplot
 
-from data.indexed import IndexedDataset
-from gpt.build import build
-from gpt.schedule import learning_rate
-from gpt.settings_parser import parse_settings
-from gpt.train_step import evaluate, train_step
-from parallel.mesh import Mesh
+from scripts.bench import short_runs
 
 WIDTHS, BASE_WIDTH, HEAD_DIM = (32, 64, 128, 256), 256, 16
 RATES = [2.0**power for power in range(-11, -5)]
-SEQ_LENGTH, BATCH_SIZE, NUM_VALIDATION_BATCHES = 64, 8, 24
+SEQ_LENGTH, BATCH_SIZE = 64, 8
 KINDS = STANDARD, MUP = "standard", "muP"
 SETTINGS = {
     "model.num_layers": 2,
@@ -52,8 +46,7 @@ def main() -> None:
     parser.add_argument("--widths", type=int, nargs="+", default=WIDTHS)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    dataset = IndexedDataset(options.data)
-    tokens = torch.from_numpy(np.concatenate([dataset[number] for number in range(len(dataset))]).astype(np.int64))
+    tokens = short_runs.tokens_of(options.data)
     path = options.output.with_suffix(".json")
     losses: dict[str, dict[str, float]] = json.loads(path.read_text()) if path.exists() else {}
     for width in options.widths:
@@ -69,24 +62,11 @@ def main() -> None:
 
 
 def train(kind: str, width: int, rate: float, tokens: Tensor, num_steps: int) -> float:
-    """Return the validation loss of a model after its training; the batches are the same for all models."""
+    """Return the validation loss of a model after its training."""
     settings = SETTINGS | {"model.hidden_size": width, "model.num_heads": width // HEAD_DIM, "optimizer.lr": rate}
     settings |= {"model.mup_base_width": BASE_WIDTH} if kind == MUP else {}
-    config = parse_settings(["--data.path=none", *(f"--{name}={value}" for name, value in settings.items())])
-    state = build(config, Mesh.create(1), torch.device("cpu"))
-    num_training = int(len(tokens) * 0.95)
-    random = torch.Generator().manual_seed(0)
-    for step in range(num_steps):
-        state.set_learning_rate(learning_rate(config.schedule, rate, step, num_steps))
-        train_step(state.model, state.optimizer, [batch(tokens[:num_training], random)], state.mesh)
-    held_out = [batch(tokens[num_training:], random) for _ in range(NUM_VALIDATION_BATCHES)]
-    return evaluate(state.model, held_out, state.mesh)
-
-
-def batch(tokens: Tensor, random: torch.Generator) -> Tensor:
-    """Return (sequences, seq_length + 1) tokens from random places."""
-    starts = torch.randint(len(tokens) - SEQ_LENGTH, (BATCH_SIZE, 1), generator=random)
-    return tokens[starts + torch.arange(SEQ_LENGTH + 1)]
+    ((_, loss),) = short_runs.train([f"--{name}={value}" for name, value in settings.items()], tokens, num_steps)
+    return loss
 
 
 def table(losses: dict[str, dict[str, float]]) -> str:

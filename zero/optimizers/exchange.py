@@ -111,7 +111,7 @@ class MatrixExchange:
         owned: Iterable[tuple[Any, str, range]],
         axes: tuple[Axis, Axis],
     ):
-        self.matrices, self._places = matrices, assignment.places
+        self.matrices, self._places, self._layouts = matrices, assignment.places, list(layouts)
         shard_axis, self._tensor_axis = axes
         self._of_param: defaultdict[str, list[int]] = defaultdict(list)
         for number, matrix in enumerate(matrices):
@@ -122,8 +122,9 @@ class MatrixExchange:
                 sent.add(self._places[number][0], owner, number, start, runs)
         received = Places(shard_axis.size)
         own = {number for number, place in enumerate(self._places) if place[0] == shard_axis.rank}
-        for layout in layouts:
-            self._add_received(received, layout, own)
+        for layout in self._layouts:
+            for rank, number, start, runs in self._stretches(layout, own):
+                received.add(rank, None, number, start, runs)
         total = sum(matrix.numel for matrix in matrices)
         self.owned = sent.stretches()
         self.by_shard = Message(shard_axis, sent.numels, received.numels, total)
@@ -136,6 +137,16 @@ class MatrixExchange:
     def own(self) -> list[int]:
         """The numbers of the matrices that this rank computes."""
         return list(self._own_parts)
+
+    def sent_numels(self) -> list[int]:
+        """Return the number of elements that each shard rank sends to other shard ranks, there and back."""
+        found = [0] * self.by_shard.axis.size
+        for layout in self._layouts:
+            for owner, number, _, runs in self._stretches(layout, set(range(len(self.matrices)))):
+                if (computing := self._places[number][0]) != owner:
+                    found[owner] += runs.numel
+                    found[computing] += runs.numel
+        return found
 
     def gather_parts(self, received: Tensor) -> Tensor:
         """Return the parts of this shard rank's matrices, each in one piece, in the order of the second message."""
@@ -170,15 +181,16 @@ class MatrixExchange:
             for runs, start in self.matrices[number].runs_in(elements):
                 yield number, start, runs
 
-    def _add_received(self, received: Places, layout: Layout, own: set[int]) -> None:
+    def _stretches(self, layout: Layout, chosen: set[int]) -> Iterator[tuple[int, int, int, Runs]]:
+        """Yield (owner, matrix, first element in it, runs) of the stretches of chosen matrices that all ranks own."""
         for span in layout.spans:
-            if own.isdisjoint(self._of_param.get(span.name, ())):
+            if chosen.isdisjoint(self._of_param.get(span.name, ())):
                 continue
             first = span.elements.start
             for rank, part in layout.shards(span.elements):
                 for number, start, runs in self._runs(span.name, range(part.start - first, part.stop - first)):
-                    if number in own:
-                        received.add(rank, None, number, start, runs)
+                    if number in chosen:
+                        yield rank, number, start, runs
 
     def _plan_parts(self, own: list[int]) -> None:
         """Plan the second message: the parts of the matrices of this shard rank, to the tensor rank that computes."""

@@ -62,6 +62,8 @@ class MatrixUpdates:
         for piece, stretch in self._exchange.owned:
             self._stretches[piece].append(stretch)
         self._host_message: Tensor | None = None
+        numbers = reversed(range(len(self.matrices)))
+        self._first_of_param = {self.matrices[number].param: number for number in numbers}
 
     def __contains__(self, bucket: Bucket) -> bool:
         """Return whether any rank owns a stretch of a matrix in a bucket: the same on all ranks."""
@@ -171,13 +173,17 @@ class MatrixUpdates:
         numels = (self.inner.matrix_state_numel(matrix.whole_shape) / matrix.num_parts for matrix in self.matrices)
         return sum(numels) * self.inner.message_dtype.itemsize
 
+    def sent_numels(self) -> list[int]:
+        """Return the number of elements of matrices that each shard rank sends to others in a step."""
+        return self._exchange.sent_numels()
+
     def _state_of(self, number: int) -> dict[str, Tensor]:
         with allocating(TensorKind.MOMENTS):
             return self.inner.state_of_matrix(number, self.matrices[number].whole_shape, self._offload.device)
 
     def _name(self, number: int) -> str:
         matrix = self.matrices[number]
-        position = [other.param for other in self.matrices[:number]].count(matrix.param)
+        position = number - self._first_of_param[matrix.param]
         part = "" if matrix.num_parts == self._tensor_axis.size else f".{self._tensor_axis.rank}"
         return f"matrix.{matrix.param}.{position}{part}"
 

@@ -265,6 +265,7 @@ def measure(case: Case) -> dict[str, Any]:
         "sent": sent_by_axis(model),
         "numel": sum(matrix.numel for matrix in matrices.matrices),
         "flops": matrices.assignment.all_flops,
+        "planned": matrices.sent_numels()[model.shard_axis.rank],
         "states": resident.resident_states(model, optimizer),
         "num_parameters": sum(param.numel() for param in model.module.parameters()),
         "state_bytes": optimizer.state_bytes_per_element,
@@ -290,6 +291,7 @@ def test_traffic_and_memory_are_those_of_the_formulas():
         num_parts = case.tensor_size
         assert mean["tensor"] == pytest.approx(2 * itemsize * numel / num_shards * (num_parts - 1) / num_parts)
         for rank in found:
+            assert rank["sent"]["shard"] == itemsize * rank["planned"]
             share = numel / rank["num_parameters"]
             assert rank["state_bytes"] == pytest.approx(4 * share + 8 * (1 - share))
             moments = rank["state_bytes"] * rank["num_parameters"] / num_shards
