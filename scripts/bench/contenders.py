@@ -1,7 +1,8 @@
 """The contenders of step_time.py: one model, trained by our ZeRO stages, torch's data parallelism, or DeepSpeed.
 
-Every contender averages gradients over all ranks and updates with AdamW. They differ in what AdamW updates: under bf16,
-our stages update fp32 master weights with fp32 moments, torch's contenders the bf16 weights with bf16 moments.
+Every contender averages gradients over all ranks and updates with AdamW, or with Muon if its name says so. They differ
+in what AdamW updates: under bf16, our stages update fp32 master weights with fp32 moments, torch's contenders the bf16
+weights with bf16 moments.
 """
 
 import math
@@ -23,6 +24,7 @@ from zero.config import ZeroConfig
 from zero.engine import ZeroDataParallel
 from zero.offload.placement import NO_OFFLOAD, OffloadConfig
 from zero.optimizer import ZeroOptimizer
+from zero.optimizers.muon import Muon
 from zero.units.unit import find_units
 
 LR = 3e-4
@@ -42,6 +44,7 @@ class Contender:
     backward: Callable[[Tensor], object] = Tensor.backward
     memory_bytes: int = 0
     losses: list[Tensor] = field(default_factory=list)  # the mean loss of every step on this rank
+    has_adamw: bool = True  # the losses are compared with those of the baseline
 
     def step(self, micro_batches: list[Tensor]) -> None:
         """Train on micro-batches of int64 tokens of shape (micro_batch_size, seq_length + 1)."""
@@ -70,6 +73,28 @@ def zero(name: str, model: nn.Module, terms: Terms, *, stage: int, offload: Offl
     engine = ZeroDataParallel(model, terms.mesh.data, replace(terms.zero, stage=stage), offload=offload)
     optimizer = ZeroOptimizer(engine, AdamW, clip_norm=terms.clip_norm, lr=LR, fused=True)
     return Contender(name, engine, engine.accumulate, optimizer.step)
+
+
+def muon(name: str, model: nn.Module, terms: Terms, *, stage: int, optimizer_type: type[Muon] = Muon) -> Contender:
+    """Build a stage with Muon for the matrices of blocks, and AdamW for the rest."""
+    engine = ZeroDataParallel(model, terms.mesh.data, replace(terms.zero, stage=stage))
+    blocks = tuple(f"{unit}." for unit in find_units(model))
+    groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+    for param_name, param in model.named_parameters():
+        groups[param_name.startswith(blocks) and param.dim() == 2].append(param)
+    param_groups = [{"params": groups[True]}, {"params": groups[False], "update": "adamw"}]
+    optimizer = ZeroOptimizer(
+        engine, optimizer_type, param_groups, tensor=terms.mesh.tensor, clip_norm=terms.clip_norm, lr=LR
+    )
+    return Contender(name, engine, engine.accumulate, optimizer.step, has_adamw=False)
+
+
+class MuonWithoutIteration(Muon):
+    """Muon as far as it is not the computation of whole matrices, each of which one rank gets and sends back."""
+
+    def transform(self, matrix: Tensor, group: dict[str, Any], state: dict[str, Tensor]) -> Tensor:
+        """Return the matrix."""
+        return matrix
 
 
 def ddp(name: str, model: nn.Module, terms: Terms, *, bucket_view: bool, fused: bool | None) -> Contender:
@@ -124,6 +149,8 @@ CONTENDERS: dict[str, Callable[[str, nn.Module, Terms], Contender]] = {
     "fsdp2": fsdp2,
     "zero-0": partial(zero, stage=0),
     "zero-1": partial(zero, stage=1),
+    "zero-1-muon": partial(muon, stage=1),
+    "zero-1-muon-without-iteration": partial(muon, stage=1, optimizer_type=MuonWithoutIteration),
     "zero-2": partial(zero, stage=2),
     "zero-2-offload": partial(zero, stage=2, offload=OffloadConfig("host")),
     "zero-3": partial(zero, stage=3),

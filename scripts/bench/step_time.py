@@ -41,7 +41,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 NUM_COMPARED_LOSSES = 16  # after that AdamW amplifies rounding errors without bound
 LOSS_TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2}  # under bf16 only ours have master weights: their loss falls faster
 BASELINES = {"ddp-default", "ddp-fused"}
-OPTIONAL = {name for name in CONTENDERS if "deepspeed" in name or "offload" in name}
+OPTIONAL = {name for name in CONTENDERS if any(part in name for part in ("deepspeed", "offload", "muon"))}
 NUM_BATCHES = 8
 # Options of glibc's mallopt, and the largest threshold that glibc itself chooses, as for a program that frees
 # megabytes.
@@ -58,8 +58,9 @@ class Settings:
     precision: Literal["fp32", "bf16"] = "fp32"
     """Data type of parameters, gradients and activations."""
     contenders: list[str] = field(default_factory=lambda: [name for name in CONTENDERS if name not in OPTIONAL])
-    """Contenders to compare. The faster one of ddp-default and ddp-fused is the baseline. The offloads and the stages
-    of DeepSpeed (which must be installed) run only if they are named."""
+    """Contenders to compare. The baseline is the faster one of ddp-default and ddp-fused, or the first contender if
+    neither is named. Offloads, Muon and the stages of DeepSpeed (which must be installed) run only if they are
+    named."""
     rounds: Annotated[int, Range(2)] = 40
     """Measured rounds; quartiles need two."""
     steps: int = 2
@@ -127,7 +128,7 @@ class Row:
     cpu_ratios: list[float]  # the same of processor time
     wire_x_parameters: float
     memory_mib: float
-    loss_difference: float
+    loss_difference: float | None  # None: of another optimizer
 
 
 def build_model(settings: Settings, device: torch.device) -> nn.Module:
@@ -279,7 +280,8 @@ def compare(contenders: list[Contender], settings: Settings, world: World, batch
             blocks[contender.name].append(measure_block(contender, batches, settings.steps, world))
     seconds = {name: [block.seconds_per_step for block in blocks[name]] for name in blocks}
     cpu_seconds = {name: [block.cpu_seconds_per_step for block in blocks[name]] for name in blocks}
-    baseline = min(BASELINES & seconds.keys(), key=lambda name: statistics.median(seconds[name]))
+    candidates = BASELINES & seconds.keys() or {contenders[0].name}
+    baseline = min(candidates, key=lambda name: statistics.median(seconds[name]))
     losses = {contender.name: mean_over_ranks(contender.losses) for contender in contenders}
     parameters = contenders[0].model.parameters()
     parameter_bytes = sum(param.numel() * param.element_size() for param in parameters)
@@ -292,7 +294,7 @@ def compare(contenders: list[Contender], settings: Settings, world: World, batch
             ratios(cpu_seconds[contender.name], cpu_seconds[baseline]),
             statistics.median(block.wire_bytes_per_step for block in blocks[contender.name]) / parameter_bytes,
             contender.memory_bytes / 2**20,
-            (losses[contender.name] - losses[baseline]).abs().max().item(),
+            (losses[contender.name] - losses[baseline]).abs().max().item() if contender.has_adamw else None,
         )
         for contender in contenders
     ]
@@ -310,16 +312,17 @@ def mean_over_ranks(losses: list[Tensor]) -> Tensor:
 
 
 def table(rows: list[Row]) -> str:
-    head = f"{'':22}{'ms':>9}  {'x baseline':>10}  {'quartiles':>14}  {'min, max':>14}  "
+    head = f"{'':29}{'ms':>9}  {'x baseline':>10}  {'quartiles':>14}  {'min, max':>14}  "
     lines = [head + f"{'cpu':>5} {'wire':>5} {'MiB':>6}  loss"]
     for row in rows:
         low, median, high = statistics.quantiles(row.ratios, n=4, method="inclusive")
         cpu = statistics.median(row.cpu_ratios)
+        loss = "-" if row.loss_difference is None else f"{row.loss_difference:.1e}"
         lines.append(
-            f"{row.name + ' (baseline)' * row.is_baseline:22}{row.milliseconds:9.1f}  "
+            f"{row.name + ' (baseline)' * row.is_baseline:29}{row.milliseconds:9.1f}  "
             f"{median:10.3f}  {low:6.3f}, {high:6.3f}  "
             f"{min(row.ratios):6.3f}, {max(row.ratios):6.3f}  "
-            f"{cpu:5.3f} {row.wire_x_parameters:5.2f} {row.memory_mib:6.0f}  {row.loss_difference:.1e}"
+            f"{cpu:5.3f} {row.wire_x_parameters:5.2f} {row.memory_mib:6.0f}  {loss}"
         )
     return "\n".join(lines)
 
@@ -352,7 +355,8 @@ def main() -> None:
         report(rows, settings, world)
     stop_world()
     tolerance = LOSS_TOLERANCE[settings.precision]
-    if not all(row.loss_difference <= tolerance for row in rows):  # NaN is a difference too
+    differences = (row.loss_difference for row in rows if row.loss_difference is not None)
+    if not all(difference <= tolerance for difference in differences):  # NaN is a difference too
         raise SystemExit(f"losses differ by more than {tolerance}")
 
 
