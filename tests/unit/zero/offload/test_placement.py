@@ -34,3 +34,22 @@ def test_the_host_overwrites_memory_of_a_copy_only_after_synchronize(copy: Calla
             offload.synchronize()
         on_host.zero_()
         copied.wait()
+
+
+@pytest.mark.parametrize("is_source", [True, False])
+def test_a_copy_to_the_accelerator_waits_for_the_copy_that_wrote_its_source_only(is_source: bool):
+    """What follows the copy writes memory that a copy to the host writes: a race unless it has waited for that copy."""
+
+    def overwrite(written: Tensor) -> Handle:
+        written.copy_(torch.zeros(4), non_blocking=True)
+        return Handle()
+
+    with nullcontext() if is_source else pytest.raises(StreamError, match="copy_"), streams_checked(CPU):
+        offload = Offload(CPU)
+        written, other = (offload.new(Placement.HOST, TensorKind.BUFFERS, 4, torch.float32) for _ in range(2))
+        other.zero_()
+        to_host = offload.to_host(torch.ones(4), out=written)
+        source = written if is_source else other
+        offload.to_accelerator(source, out=torch.empty(4), then=lambda: overwrite(written)).wait()
+        to_host.wait()
+        offload.synchronize()
