@@ -90,7 +90,7 @@ def comparison_table(runs: dict[str, Records]) -> Table:
 
 def main(arguments: list[str]) -> None:
     """Print the table and write the plot."""
-    parser = argparse.ArgumentParser(prog="python -m gpt.monitor.compare", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m gpt.monitor.compare", description=__doc__.splitlines()[0])
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run.dir of a run")
     parser.add_argument(
         "--plot", type=Path, default=Path("compare.png"), help="file for the plot; by default compare.png"

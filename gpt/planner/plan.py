@@ -50,7 +50,7 @@ def extrapolate_layout(
 @errors_in_option_names()
 def main(arguments: list[str]) -> None:
     """Print a plan and the command that starts its best run."""
-    parser = argparse.ArgumentParser(prog="python -m gpt.planner.plan", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m gpt.planner.plan", description=__doc__.splitlines()[0])
     parser.add_argument("--cluster", required=True, help="cluster file, such as configs/clusters/dgx-2.yaml")
     parser.add_argument("--nodes", type=int, nargs="+", required=True, help="number of nodes; several with --front")
     parser.add_argument("--largest", action="store_true", help="find the largest number of layers that fits")

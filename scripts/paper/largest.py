@@ -48,7 +48,7 @@ def outcome(folder: Path) -> bool | None:
 
 
 def main(arguments: list[str]) -> None:
-    parser = argparse.ArgumentParser(prog="scripts/paper/largest.sh", description=__doc__)
+    parser = argparse.ArgumentParser(prog="scripts/paper/largest.sh", description=__doc__.splitlines()[0])
     parser.add_argument("config", help="an experiment, such as configs/paper/figure6/140b-c4-400.yaml")
     parser.add_argument("first", type=int, help="layers to begin with")
     parser.add_argument("--step", type=int, default=1, help="search to within this many layers")
