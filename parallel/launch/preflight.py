@@ -181,7 +181,7 @@ def _describe_slow(link: LinkRate, node_of: dict[int, str]) -> str:
 
 def main(words: Sequence[str], describe_job: DescribeJob = arguments_only) -> None:
     """Run the preflight. `words` are its options, and after `--` the arguments of the program. Raises ConfigError."""
-    parser = argparse.ArgumentParser(prog="python -m parallel.launch.preflight", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m parallel.launch.preflight", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--nodes", type=int, default=1, help="nodes of the job, without a launcher")
     parser.add_argument("--num_ranks", type=int, help="ranks of the job, without a launcher")
