@@ -26,6 +26,7 @@ from zero.config import ZeroConfig
 from zero.engine import ZeroDataParallel
 from zero.formulas import memory
 from zero.loss_scale import LossScale
+from zero.offload.placement import NO_OFFLOAD, OffloadConfig
 from zero.optimizer import ZeroOptimizer
 from zero.stage import STAGES
 from zero.state import resident
@@ -74,10 +75,11 @@ def train(
     num_micro_batches: int = 1,
     activations: ActivationsConfig | None = None,
     context_size: int = 1,
+    offload: OffloadConfig = NO_OFFLOAD,
 ) -> Result:
     mesh = Mesh.create(tensor_size, context_size=context_size)
     gpt = build(config, layout_of(mesh.tensor, is_split, mesh.context), activations)
-    model = ZeroDataParallel(gpt, mesh.data, zero)
+    model = ZeroDataParallel(gpt, mesh.data, zero, offload=offload)
     optimizer = ZeroOptimizer(
         model, torch.optim.AdamW, tensor=mesh.tensor, clip_norm=CLIP_NORM, lr=1e-2, weight_decay=0.1, fused=True
     )

@@ -32,6 +32,7 @@ from tests.unit.gpt.model.models import ONE_DEVICE, SIZES, VARIANTS
 from zero.activations.checkpointed_blocks import ActivationsConfig
 from zero.config import ZeroConfig
 from zero.engine import ZeroDataParallel
+from zero.offload.placement import NO_OFFLOAD, OffloadConfig
 from zero.optimizer import ZeroOptimizer
 
 MESHES = [(1, 2, False), (1, 2, True), (1, 4, False), (1, 4, True), (2, 2, True), (2, 1, False)]
@@ -41,6 +42,7 @@ FACTORS = {
     "stage": [0, 1, 2, 3],
     "store": ["none", "selective", "keep"],
 }
+OFFLOADS = [NO_OFFLOAD, OffloadConfig("host")]
 Case = dict
 
 
@@ -53,6 +55,7 @@ def train_all(cases: list[Case]) -> list:
             case["mesh"][2],
             ZeroConfig(case["stage"], 2000),
             activations=ActivationsConfig(case["store"], 1),
+            offload=case["offload"],
         )
         for case in cases
     ]
@@ -78,7 +81,7 @@ def by_num_ranks(cases: list[Case], num_ranks: int) -> list[Case]:
 
 def few_cases() -> list[Case]:
     """Return one case of each option and two of each preset; meshes, stages and stores take turns."""
-    others = itertools.cycle(pairwise(stage=FACTORS["stage"], store=FACTORS["store"]))
+    others = itertools.cycle(pairwise(stage=FACTORS["stage"], store=FACTORS["store"], offload=OFFLOADS))
     meshes = itertools.cycle(MESHES)
     return [{"name": name, "mesh": next(meshes), **next(others)} for name in [*VARIANTS, *SIZES] if name in VARIANTS]
 
@@ -92,8 +95,12 @@ def test_every_option_and_preset_equals_one_process(num_ranks):
 @pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_every_option_and_preset_equals_one_process_in_every_layout(name, num_ranks):
-    product = (dict(zip(FACTORS, values, strict=True)) for values in itertools.product(*FACTORS.values()))
-    check(by_num_ranks([case for case in product if case["name"] == name], num_ranks))
+    product = itertools.product(*({**FACTORS, "name": [name]}).values())
+    cases = [dict(zip(FACTORS, values, strict=True)) for values in product]
+    # With stage 3 both; below it they take turns.
+    both = [{**case, "offload": offload} for case in cases if case["stage"] == 3 for offload in OFFLOADS]
+    turns = zip((case for case in cases if case["stage"] < 3), itertools.cycle(OFFLOADS))
+    check(by_num_ranks([*both, *({**case, "offload": offload} for case, offload in turns)], num_ranks))
 
 
 def build_state(config: ModelConfig, tensor_size: int, stage: int) -> TrainState:
