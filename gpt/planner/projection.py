@@ -16,11 +16,11 @@ from collections import defaultdict
 from dataclasses import dataclass, replace
 
 from gpt.planner.costs.collectives import MeshShape, collective_seconds
-from gpt.planner.costs.kernels import host_seconds, kernel_seconds
 from gpt.planner.dry_run import Recording
 from parallel.instruments.comm_log import CommEvent
 from parallel.instruments.kernel_log import Kernel
 from parallel.launch.cluster import ClusterSpec
+from parallel.launch.kernel_costs import host_seconds, kernel_seconds
 
 FORWARD = "forward"  # the phase that begins a micro-batch
 OTHER_LANES = {"compute", "host", "to host", "from host"}  # all but those of the axes, on which collectives run

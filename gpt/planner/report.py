@@ -12,7 +12,6 @@ from rich.table import Table
 from gpt.monitor.collectives import profile, profile_table
 from gpt.monitor.console import RunConsole
 from gpt.monitor.units import count, num_bytes, seconds, unit_of
-from gpt.planner.costs.kernels import kernel_seconds
 from gpt.planner.dry_run import DEVICE, HOST, Recording, dry_run, no_garbage_collection
 from gpt.planner.projection import Timeline, project_recording
 from gpt.planner.run_cost import RunCost
@@ -21,6 +20,7 @@ from gpt.shape.flops import hardware_flops, model_flops
 from parallel.errors import ConfigError
 from parallel.instruments.memory_tracker import TensorKind
 from parallel.launch.cluster import ClusterSpec
+from parallel.launch.kernel_costs import kernel_seconds
 from zero.optimizers.matrix_updates import MatrixUpdates
 
 REPORT = "report.json"

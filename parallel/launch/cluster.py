@@ -62,6 +62,8 @@ class ClusterSpec:
     # start of a tile. FlashAttention-2 on an H100 (FlashAttention-3, figure 5: forward, causal, heads of 128) reaches
     # 191, 260, 298, 319, 333 and 335 TFLOPs at 512 to 16k tokens: within 4% of 345 s / (s + 350), 7% at 512.
     attention_overhead: Annotated[float, Range(0, at_most=1e9)] = 350.0
+    half_step_factor: Rate = 1.0  # time of a kernel in a step over that by itself, in half precision
+    full_step_factor: Rate = 1.0  # the same in full precision
     kernels: tuple[Curve, ...] = ()  # measured times by the bytes that a kernel moves
     collectives: tuple[Curve, ...] = ()  # measured times inside a node, by the bytes that a rank sends
     calibrated: bool = False  # true: the rates are measured, or the fractions are fitted to measurements

@@ -21,6 +21,7 @@ from parallel.instruments.operation_observer import observe_operations
 from parallel.launch.bandwidth import measured_seconds
 from parallel.launch.curves import Curve, curve_name
 from parallel.launch.products import Product
+from parallel.launch.reference_step import measure_reference_step
 
 WIDTH = 512  # of the rows of element-wise kernels, and of norms
 # Elements of a tensor: on a CPU from well inside of its caches to far outside of them.
@@ -151,11 +152,19 @@ class DeviceKernels:
     products: list[MeasuredProduct]
     attentions: list[MeasuredAttention]
     launch_seconds: float
+    step_seconds: dict[str, float]  # of the reference step, by type
 
     @classmethod
     def measure(cls, device: torch.device) -> Self:
-        """Measure the device."""
-        return cls(measure_kernels(device), measure_products(device), measure_attention(device), measure_launch(device))
+        """Measure the device. All ranks of a node should do it at the same time, as they compute in a run."""
+        return cls(
+            # First, while all ranks begin together.
+            step_seconds={type_name(dtype): measure_reference_step(device, dtype) for dtype in DTYPES},
+            curves=measure_kernels(device),
+            products=measure_products(device),
+            attentions=measure_attention(device),
+            launch_seconds=measure_launch(device),
+        )
 
     @classmethod
     def of(cls, values: dict[str, Any]) -> Self:
@@ -165,6 +174,7 @@ class DeviceKernels:
             [MeasuredProduct(**product) for product in values["products"]],
             [MeasuredAttention(**attention) for attention in values["attentions"]],
             values["launch_seconds"],
+            values["step_seconds"],
         )
 
 
@@ -216,7 +226,7 @@ def measure_products(device: torch.device) -> list[MeasuredProduct]:
             for one, other in ((x, weight.t()), (gradient, weight), (gradient.t(), x)):
                 seconds = _seconds_each(partial(torch.mm, one, other), device)
                 (m, k), n = one.shape, other.shape[1]
-                found.append(MeasuredProduct(_name(dtype), (1, m, n, k), seconds))
+                found.append(MeasuredProduct(type_name(dtype), (1, m, n, k), seconds))
     return found
 
 
@@ -230,7 +240,7 @@ def measure_attention(device: torch.device) -> list[MeasuredAttention]:
             for action in (partial(attend, *inputs), _backward_of(attend, *inputs)):
                 kernel = largest_kernel(action)
                 if kernel.attention is not None:  # else it is not a fused one
-                    found.append(MeasuredAttention(_name(dtype), kernel.attention, _seconds_each(action, device)))
+                    found.append(MeasuredAttention(type_name(dtype), kernel.attention, _seconds_each(action, device)))
     return found
 
 
@@ -261,5 +271,6 @@ def measure_launch(device: torch.device) -> float:
     return median(times) / log.count()
 
 
-def _name(dtype: torch.dtype) -> str:
+def type_name(dtype: torch.dtype) -> str:
+    """Return the name of a data type in measurements."""
     return str(dtype).removeprefix("torch.")

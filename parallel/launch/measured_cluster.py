@@ -16,15 +16,18 @@ from parallel.host_memory import physical_bytes
 from parallel.launch.bandwidth import DeviceRate, LinkRate
 from parallel.launch.cluster import RESERVED_BYTES, ClusterSpec
 from parallel.launch.curves import Curve, mean_curves
-from parallel.launch.device_kernels import DeviceKernels
+from parallel.launch.device_kernels import DeviceKernels, type_name
+from parallel.launch.kernel_costs import HALF_PRECISION, kernel_seconds
 from parallel.launch.products import Product, attention_flops, fit_overhead, peak_rate
+from parallel.launch.reference_step import reference_kernels
 from parallel.world import World
 
 INSIDE, ACROSS = "tensor", "data"  # axes of a mesh whose tensor groups are whole nodes
 BYTES_PER_GB = 1e9  # in the report and in a cluster file
 GPU_TILE, CPU_TILE = 128, 16
-# Keys that fused attention reads beside those that are not masked: see gpt/planner/costs/kernels.py. The blocks of keys
-# of a CPU are longer than its measured sequences, so each query reads all keys, and the measured rate contains that.
+LEAST_FACTOR = 0.1  # of the time of kernels in a step, if their models were far too slow
+# Keys that fused attention reads beside those that are not masked: see ClusterSpec.attention_overhead. The blocks of
+# keys of a CPU are longer than its measured sequences, so each query reads all keys, which the measured rate contains.
 ATTENTION_OVERHEAD = {"cuda": 350.0, "cpu": 0.0}
 
 
@@ -93,7 +96,8 @@ def cluster_of(by_rank: Sequence[Measured], world: World, name: str) -> ClusterS
         collectives=mean_curves([measured.collectives for measured in by_rank]),
         calibrated=True,
     )
-    return with_kernels(spec, [measured.kernels for measured in by_rank])
+    kernels = [measured.kernels for measured in by_rank]
+    return with_step_factors(with_kernels(spec, kernels), kernels, world.device)
 
 
 def with_kernels(spec: ClusterSpec, measured: Sequence[DeviceKernels]) -> ClusterSpec:
@@ -117,6 +121,26 @@ def with_kernels(spec: ClusterSpec, measured: Sequence[DeviceKernels]) -> Cluste
         attention_fraction=attention_fraction(measured, "bfloat16", spec),
         full_precision_attention_fraction=attention_fraction(measured, "float32", spec),
     )
+
+
+def with_step_factors(spec: ClusterSpec, measured: Sequence[DeviceKernels], device: torch.device) -> ClusterSpec:
+    """Return the cluster with the factors by which the reference step takes longer than its kernels by themselves."""
+    spec = replace(spec, full_step_factor=_step_factor(spec, measured, device, torch.float32))
+    return replace(spec, half_step_factor=_step_factor(spec, measured, device, torch.bfloat16))
+
+
+def _step_factor(
+    spec: ClusterSpec, measured: Sequence[DeviceKernels], device: torch.device, dtype: torch.dtype
+) -> float:
+    """Return the factor of the kernels of one type; those of other types in the same step have the spec's factor."""
+    seconds = fmean(kernels.step_seconds[type_name(dtype)] for kernels in measured)
+    alone = others = 0.0
+    for kernel in reference_kernels(device, dtype):
+        if (kernel.dtype in HALF_PRECISION) == (dtype in HALF_PRECISION):
+            alone += kernel_seconds(kernel, spec)
+        else:
+            others += kernel_seconds(kernel, spec)
+    return max(seconds - others, LEAST_FACTOR * alone) / alone
 
 
 def products_of(measured: Sequence[DeviceKernels], dtype: str) -> list[tuple[Product, float]]:
@@ -165,6 +189,8 @@ def describe_fits(spec: ClusterSpec, by_rank: Sequence[Measured]) -> list[str]:
             f"the largest {max(errors):.0%}"
         )
     launch = f"{spec.launch_seconds * 1e6:.1f} us a kernel on the host"
+    factors = f"{spec.full_step_factor:.2f} in fp32 and {spec.half_step_factor:.2f} in bf16"
+    lines.append(f"kernels of a step take longer than by themselves by a factor of {factors}")
     return [*lines, f"launches: {launch}; CUDA and NCCL take {spec.reserved_gb:.2f} GB of a device's memory"]
 
 

@@ -19,7 +19,7 @@ CACHE = ROOT / "runs/paper/dry"
 PROJECTION = (
     "gpt/planner/projection.py",
     "gpt/planner/depth.py",
-    "gpt/planner/costs/kernels.py",
+    "parallel/launch/kernel_costs.py",
     "gpt/planner/costs/collectives.py",
 )
 CLUSTER = ClusterSpec.load(CLUSTER_FILE)

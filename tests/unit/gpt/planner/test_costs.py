@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from gpt.planner.costs.collectives import MeshShape, collective_seconds
-from gpt.planner.costs.kernels import kernel_seconds
 from gpt.planner.costs.program import Program, as_program, cluster_for
 from gpt.planner.projection import project
 from parallel.instruments.comm_log import CommEvent
 from parallel.instruments.kernel_log import Kernel
 from parallel.launch.cluster import ClusterSpec
 from parallel.launch.curves import Curve
+from parallel.launch.kernel_costs import kernel_seconds
 
 PLAIN = ClusterSpec(
     name="plain",

@@ -8,7 +8,6 @@ import torch
 
 from gpt.monitor.collectives import comparison_table, profile
 from gpt.planner.costs.collectives import MeshShape, collective_seconds
-from gpt.planner.costs.kernels import kernel_seconds
 from gpt.planner.dry_run import dry_run
 from gpt.planner.projection import project, project_recording
 from gpt.planner.report import headline, make_report
@@ -19,6 +18,7 @@ from parallel.errors import ConfigError
 from parallel.instruments.comm_log import CommEvent
 from parallel.instruments.kernel_log import Kernel
 from parallel.launch.cluster import ClusterSpec
+from parallel.launch.kernel_costs import kernel_seconds
 
 ROOT = Path(__file__).resolve().parents[4]
 DGX_2 = dataclasses.replace(

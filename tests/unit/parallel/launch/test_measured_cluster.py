@@ -8,12 +8,14 @@ import pytest
 import torch
 
 from parallel.errors import ConfigError
-from parallel.launch import device_kernels
+from parallel.launch import device_kernels, reference_step
 from parallel.launch.cluster import ClusterSpec
 from parallel.launch.curves import Curve, mean_curves
 from parallel.launch.device_kernels import KERNELS, MeasuredAttention, MeasuredProduct
-from parallel.launch.measured_cluster import attention_fraction, write_cluster
+from parallel.launch.kernel_costs import kernel_seconds
+from parallel.launch.measured_cluster import attention_fraction, with_step_factors, write_cluster
 from parallel.launch.products import TileModel, attention_flops, fit_overhead, peak_rate
+from parallel.launch.reference_step import Shape
 
 CLUSTER = ClusterSpec.load(Path(__file__).resolve().parents[4] / "configs/clusters/dgx-a100.yaml")
 CURVE = Curve("add float32", (10.0, 100.0), (1.0, 2.0))
@@ -77,3 +79,18 @@ def test_measured_kernels_are_those_that_a_step_runs():
     assert [p.product for p in products if p.dtype == "float32"] == [(1, 8, 32, 16), (1, 8, 16, 32), (1, 32, 16, 8)]
     assert all(isinstance(product, MeasuredProduct) and product.seconds > 0 for product in products)
     assert [a.attention for a in attentions] == [(2, 8, 8, 8, 2), (2, 8, 8, 8, 5)] * 2
+
+
+def test_the_factor_of_a_step_makes_its_kernels_take_as_long_as_it_was_measured():
+    cpu, small = torch.device("cpu"), {"cpu": Shape(1, 16, 2, 8, 2, 32)}
+    spec = dataclasses.replace(CLUSTER, device="cpu", launch_seconds=1e-6)
+    measured = [mock.Mock(step_seconds={"bfloat16": seconds, "float32": 3.0}) for seconds in (4.0, 6.0)]
+    with mock.patch.object(reference_step, "SHAPES", small):
+        found = with_step_factors(spec, measured, cpu)
+        for dtype, seconds in ((torch.bfloat16, 5.0), (torch.float32, 3.0)):
+            kernels = reference_step.reference_kernels(cpu, dtype)
+            assert sum(kernel_seconds(kernel, found) for kernel in kernels) == pytest.approx(seconds)
+            assert sum(kernel.product is not None for kernel in kernels) == 3 * 5, (
+                "each linear layer has three products"
+            )
+        assert reference_step.measure_reference_step(cpu, torch.float32) > 0

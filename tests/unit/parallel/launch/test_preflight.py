@@ -9,11 +9,12 @@ import pytest
 import torch.distributed as dist
 
 from parallel.errors import ConfigError
-from parallel.launch import bandwidth, device_kernels
+from parallel.launch import bandwidth, device_kernels, reference_step
 from parallel.launch.bandwidth import DeviceRate, LinkRate, slow_devices, slow_links
 from parallel.launch.cluster import ClusterSpec
 from parallel.launch.node_facts import Job, NodeFacts, find_facts, find_problems
 from parallel.launch.preflight import arguments_only, main
+from parallel.launch.reference_step import Shape
 from parallel.launch.roll_call import collect_facts, connect, report_facts
 from parallel.launch.route import find_route
 from tests.ranks import run_ranks
@@ -175,7 +176,12 @@ def main_in_short(words: list[str]) -> None:
     """Run the preflight with few, small measurements."""
     sizes = {"NUMELS": {"cpu": (2**10, 2**12)}, "LAYERS": {"cpu": ((8, 16, 32), (32, 32, 32))}, "BUDGET_SECONDS": 0.0}
     messages = {"MESSAGE_BYTES": (2**10, 2**14), "SECONDS_EACH": 0.01}
-    with mock.patch.multiple(device_kernels, **sizes), mock.patch.multiple(bandwidth, **messages):
+    shapes = {"cpu": Shape(1, 16, 2, 8, 2, 32)}
+    with (
+        mock.patch.multiple(device_kernels, **sizes),
+        mock.patch.multiple(bandwidth, **messages),
+        mock.patch.object(reference_step, "SHAPES", shapes),
+    ):
         main(words)
 
 

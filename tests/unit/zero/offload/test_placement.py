@@ -38,7 +38,7 @@ def test_the_host_overwrites_memory_of_a_copy_only_after_synchronize(copy: Calla
 
 @pytest.mark.parametrize("is_source", [True, False])
 def test_a_copy_to_the_accelerator_waits_for_the_copy_that_wrote_its_source_only(is_source: bool):
-    """What follows the copy writes memory that a copy to the host writes: a race unless it has waited for that copy."""
+    """Behind the copy, something writes memory that a copy to the host writes: a race unless it waits for that copy."""
 
     def overwrite(written: Tensor) -> Handle:
         written.copy_(torch.zeros(4), non_blocking=True)

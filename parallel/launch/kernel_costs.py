@@ -21,12 +21,14 @@ MEASURED = (torch.float32,)  # the type that stands for those in which a kernel 
 def kernel_seconds(kernel: Kernel, cluster: ClusterSpec) -> float:
     """Return the time of arithmetic or of memory traffic, whichever is longer, and at least that of a launch.
 
-    Each byte that the kernel reads or writes is counted once.
+    Each byte that the kernel reads or writes is counted once. All kernels take longer in a step than by themselves, by
+    the same factor.
     """
     computing = product_seconds(kernel, cluster) + attention_seconds(kernel, cluster)
     seconds = max(moving_seconds(kernel, cluster), computing, cluster.kernel_seconds)
+    factor = cluster.half_step_factor if kernel.dtype in HALF_PRECISION else cluster.full_step_factor
     # The cores of a CPU run the program, too: it launches the next kernel when this one has ended.
-    return seconds + (cluster.launch_seconds if cluster.device == "cpu" else 0.0)
+    return factor * (seconds + (cluster.launch_seconds if cluster.device == "cpu" else 0.0))
 
 
 def moving_seconds(kernel: Kernel, cluster: ClusterSpec) -> float:
