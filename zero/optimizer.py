@@ -37,7 +37,7 @@ from zero.stage import Lifetime
 from zero.torch_internals import foreach_copy_, foreach_mul_
 from zero.written_parameters import WrittenParameters
 
-Scales = dict[Placement, tuple[Tensor, Tensor]]  # (clip coefficient, flag of a skipped step) in each memory
+Scales = dict[Placement, tuple[Tensor, ...]]  # (clip coefficient, flag of a skipped step) in each memory
 GROUPED_SHARE = 8  # shards are updated together up to this part of the elements of a bucket
 
 
@@ -246,7 +246,7 @@ class ZeroOptimizer:
         self.take_changes()
         self.matrices.begin()  # before the round, which reads the counters of the groups
         self._bucketed.begin_round()
-        scales = {p: _on(self._offload.device_of(p), coefficient, skip) for p in Placement if self._groups[p]}
+        scales = {p: self._offload.scalars_on(p, coefficient, skip) for p in Placement if self._groups[p]}
         for buckets in self._groups_in_order(scales, with_matrices=True):
             self._update(buckets, scales)
         self.matrices.send()
@@ -353,10 +353,6 @@ class ZeroOptimizer:
                 self.cast_buffers[placement] = self._offload.new(
                     placement, TensorKind.BUFFERS, _owned_numel(largest), largest[0].master.dtype
                 )
-
-
-def _on(device: torch.device, coefficient: Tensor, skip: Tensor) -> tuple[Tensor, Tensor]:
-    return coefficient.to(device), skip.to(device)
 
 
 def _owned_numel(buckets: Iterable[Bucket]) -> int:

@@ -273,9 +273,9 @@ class StreamChecker:
     def _allocate(self, tensor: Tensor, access: Access) -> None:
         """Record that an operation has allocated its result."""
         memory = self._add(tensor, tensor.untyped_storage(), self.current_stream)
-        if access.stream is self._host:
-            memory.is_on_host = True
-        elif not memory.is_on_host:
+        # Also in a context that allocates on the host: the device writes its results to its own memory.
+        memory.is_on_host = access.stream is self._host or tensor.device.type != self._device_type
+        if not memory.is_on_host:
             self._take_from_pool(access.name)
 
     def _on_resize(self, storage: torch.UntypedStorage, num_bytes: int) -> None:

@@ -39,7 +39,7 @@ def number_of_operations(function: Callable[[], object]) -> int:
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_step_issues_few_operations_beside_those_of_the_model(stage: int):
-    values = stage, (NUM_RANKS, None, 1), 1, "reduce", "none", "none", "bf16", ""
+    values = stage, (NUM_RANKS, None, 1), 1, "reduce", "none", "none", "bf16", "adamw", ""
     settings = settings_of(dict(zip(FACTORS, values, strict=True)))
     settings = replace(settings, zero=replace(settings.zero, bucket_numel=16384))
     with imitated_world(0, NUM_RANKS, NUM_RANKS, "nccl") as world:

@@ -20,31 +20,31 @@ NUM_RANKS, NORM_BYTES = 8, 4
 # of gradients to the host, and 4 of checkpoints in each direction.
 SETTINGS = {
     "stage 1": (
-        (1, (4, None, 2), 1, "reduce", "none", "none", "bf16", ""),
+        (1, (4, None, 2), 1, "reduce", "none", "none", "bf16", "adamw", ""),
         {("data", "reduce_scatter"): (0, 4), ("data", "all_gather"): (0, 4)},
     ),
     "stage 1, shard groups, accumulated locally": (
-        (1, (4, 2, 2), 2, "local", "none", "none", "bf16", ""),
+        (1, (4, 2, 2), 2, "local", "none", "none", "bf16", "adamw", ""),
         {("shard", "reduce_scatter"): (0, 4), ("replica", "all_reduce"): (0, 4), ("shard", "all_gather"): (0, 4)},
     ),
     "stage 2": (
-        (2, (4, None, 2), 1, "reduce", "none", "none", "bf16", ""),
+        (2, (4, None, 2), 1, "reduce", "none", "none", "bf16", "adamw", ""),
         {("data", "reduce_scatter"): (0, 4), ("data", "all_gather"): (0, 4)},
     ),
     "stage 2, shard groups, reduced each time": (
-        (2, (4, 2, 2), 2, "reduce", "partition", "none", "bf16", ""),
+        (2, (4, 2, 2), 2, "reduce", "partition", "none", "bf16", "adamw", ""),
         {("shard", "reduce_scatter"): (0, 8), ("replica", "all_reduce"): (0, 8), ("shard", "all_gather"): (0, 4)},
     ),
     "stage 3": (
-        (3, (4, None, 2), 1, "reduce", "none", "none", "bf16", ""),
+        (3, (4, None, 2), 1, "reduce", "none", "none", "bf16", "adamw", ""),
         {("data", "reduce_scatter"): (0, 5), ("data", "all_gather"): (1, 7)},
     ),
     "stage 3, shard groups, reduced each time": (
-        (3, (4, 2, 2), 2, "reduce", "none", "none", "bf16", ""),
+        (3, (4, 2, 2), 2, "reduce", "none", "none", "bf16", "adamw", ""),
         {("shard", "reduce_scatter"): (0, 10), ("replica", "all_reduce"): (0, 10), ("shard", "all_gather"): (2, 14)},
     ),
     "stage 3, shard groups, accumulated locally, on the host": (
-        (3, (4, 2, 2), 2, "local", "partition_host", "host", "bf16", ""),
+        (3, (4, 2, 2), 2, "local", "partition_host", "host", "bf16", "adamw", ""),
         {("shard", "reduce_scatter"): (0, 5), ("replica", "all_reduce"): (0, 5), ("shard", "all_gather"): (2, 14)},
     ),
 }

@@ -53,6 +53,7 @@ FACTORS = {
     "store": ["none", "selective", "keep", "partition", "partition_host"],
     "offload": [*OFFLOADS],
     "precision": ["bf16", "fp32"],
+    "optimizer": ["adamw", "adamw8bit", "muon", "soap"],
     "others": [
         "",
         "--parallel.sequence_parallel=true",
@@ -81,6 +82,7 @@ def settings_of(combination: dict) -> Settings:
         "parallel.shard_size": "null" if shard_size is None else shard_size,
         "activations.store": combination["store"],
         "train.precision": combination["precision"],
+        "optimizer.name": combination["optimizer"],
         "train.micro_batch_size": 2,
         "train.global_batch_size": 2 * data_size * combination["num_micro_batches"],
         **OFFLOADS[combination["offload"]],
@@ -153,16 +155,16 @@ def check_imitated(combination: dict) -> None:
 
 
 CHOSEN = [  # together, these have every value of every factor
-    (0, (4, 2, 2), 3, "local", "partition", "none", "bf16", ""),
-    (1, (4, None, 2), 3, "local", "partition_host", "optimizer", "bf16", "--activations.defragment=false"),
-    (2, (4, None, 2), 1, "local", "selective", "optimizer", "fp32", "--parallel.sequence_parallel=true"),
-    (1, (4, 2, 1), 1, "reduce", "selective", "host", "fp32", "--zero.reduce_dtype=bf16"),
-    (2, (4, 2, 2), 3, "reduce", "keep", "none", "bf16", "--parallel.sequence_parallel=true"),
-    (2, (4, 2, 1), 3, "local", "partition_host", "host", "bf16", ""),
-    (3, (4, 2, 2), 1, "reduce", "partition_host", "auto", "bf16", ""),
-    (3, (2, None, 1), 3, "reduce", "none", "host", "fp32", "--zero.defragment=true"),
-    (3, (4, None, 2), 1, "local", "selective", "parameters", "bf16", "--zero.overlap=false"),
-    (3, (2, None, 1), 1, "reduce", "none", "auto", "fp32", ""),
+    (0, (4, 2, 2), 3, "local", "partition", "none", "bf16", "muon", ""),
+    (1, (4, None, 2), 3, "local", "partition_host", "optimizer", "bf16", "soap", "--activations.defragment=false"),
+    (2, (4, None, 2), 1, "local", "selective", "optimizer", "fp32", "adamw", "--parallel.sequence_parallel=true"),
+    (1, (4, 2, 1), 1, "reduce", "selective", "host", "fp32", "adamw8bit", "--zero.reduce_dtype=bf16"),
+    (2, (4, 2, 2), 3, "reduce", "keep", "none", "bf16", "adamw", "--parallel.sequence_parallel=true"),
+    (2, (4, 2, 1), 3, "local", "partition_host", "host", "bf16", "muon", ""),
+    (3, (4, 2, 2), 1, "reduce", "partition_host", "auto", "bf16", "adamw", ""),
+    (3, (2, None, 1), 3, "reduce", "none", "host", "fp32", "muon", "--zero.defragment=true"),
+    (3, (4, None, 2), 1, "local", "selective", "parameters", "bf16", "adamw", "--zero.overlap=false"),
+    (3, (2, None, 1), 1, "reduce", "none", "auto", "fp32", "muon", ""),
 ]
 
 
@@ -177,7 +179,7 @@ def test_no_operation_races(values):
 
 
 def test_a_dry_run_ends_with_the_wait_that_is_missing(monkeypatch):
-    values = (3, (2, None, 1), 1, "reduce", "none", "none", "bf16", "--profile.check_streams=true")
+    values = (3, (2, None, 1), 1, "reduce", "none", "none", "bf16", "adamw", "--profile.check_streams=true")
     settings = settings_of(dict(zip(FACTORS, values, strict=True)))
     settings = replace(settings, dry_run=replace(settings.dry_run, world_size=2))
     dry_run(settings)
@@ -189,11 +191,10 @@ def test_a_dry_run_ends_with_the_wait_that_is_missing(monkeypatch):
 @pytest.mark.full
 @pytest.mark.parametrize("stage", FACTORS["stage"])
 def test_no_operation_races_with_any_settings(stage):
-    """All combinations but those of the last two factors, whose values take turns."""
-    turns = itertools.cycle(itertools.product(*itertools.islice(reversed(FACTORS.values()), 2)))
-    for values in itertools.product([stage], *list(FACTORS.values())[1:-2]):
-        others, precision = next(turns)
-        combination = dict(zip(FACTORS, (*values, precision, others), strict=True))
+    """All combinations but those of the last three factors, whose values take turns."""
+    turns = itertools.cycle(itertools.product(*list(FACTORS.values())[-3:]))
+    for values in itertools.product([stage], *list(FACTORS.values())[1:-3]):
+        combination = dict(zip(FACTORS, (*values, *next(turns)), strict=True))
         if is_valid(combination):
             check_imitated(combination)
 
@@ -202,7 +203,7 @@ def check_saves(folder: Path) -> None:
     """Train on gloo, and save while training goes on."""
     world = World(dist.get_rank(), dist.get_world_size(), dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
     for stage, offload in ((1, "none"), (3, "auto"), (3, "host")):
-        values = (stage, (2, None, 1), 2, "reduce", "partition_host", offload, "bf16", "")
+        values = (stage, (2, None, 1), 2, "reduce", "partition_host", offload, "bf16", "adamw", "")
         settings = settings_of(dict(zip(FACTORS, values, strict=True)))
         with streams_checked(world.device):
             mesh = build_mesh(settings, world)
