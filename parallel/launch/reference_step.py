@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from parallel.instruments.kernel_log import Kernel, KernelLog
 from parallel.instruments.operation_observer import observe_operations
 
-NUM_WARMUP_STEPS, NUM_STEPS = 2, 7
+NUM_WARMUP_STEPS, NUM_STEPS = 1, 5
 
 
 @dataclass(frozen=True)
