@@ -7,6 +7,9 @@ The memory and the time of a step are linear in the number of layers, because al
 
 The extrapolation is off by up to one bucket: the last bucket is padded, and at small depths the reductions in flight
 do not fill their buffers yet.
+
+A dry run has at most three micro-batches: the first, the last, and one between them, which all others are like. They
+need no more memory than their tokens.
 """
 
 import math
@@ -19,6 +22,7 @@ from gpt.settings import Settings
 from parallel.launch.cluster import ClusterSpec
 
 DEPTHS = 4, 8
+MAX_MICRO_BATCHES = 3  # of a dry run
 
 
 @dataclass(frozen=True)
@@ -30,7 +34,6 @@ class Estimate:
     device_resident_bytes: float
     host_peak_bytes: float
     seconds: float
-    compute_seconds: float
 
 
 @dataclass(frozen=True)
@@ -57,10 +60,11 @@ class DepthExtrapolation:
 
 @dataclass(frozen=True)
 class ShallowRun:
-    """A dry run of the model with fewer layers."""
+    """A dry run of the model with fewer layers, and perhaps with fewer micro-batches."""
 
     num_layers: int
     recording: Recording
+    num_left_out: int = 0  # micro-batches of a step that the dry run does not have
 
 
 def shallow_runs(settings: Settings) -> tuple[ShallowRun, ShallowRun]:
@@ -69,13 +73,28 @@ def shallow_runs(settings: Settings) -> tuple[ShallowRun, ShallowRun]:
     Their last activation checkpoint has as many layers as that of the model at its full depth, and their buckets have
     the size of its buckets.
     """
-    settings = _with_bucket_numel(settings)
+    settings, num_left_out = _with_few_micro_batches(_with_bucket_numel(settings))
     num_layers, group = settings.model.num_layers, settings.activations.layers_per_checkpoint
     models = (
         replace(settings.model, num_layers=math.ceil(depth / group) * group + num_layers % group) for depth in DEPTHS
     )
-    first, second = (ShallowRun(model.num_layers, dry_run(replace(settings, model=model))) for model in models)
+    first, second = (
+        ShallowRun(model.num_layers, dry_run(replace(settings, model=model)), num_left_out) for model in models
+    )
     return first, second
+
+
+def _with_few_micro_batches(settings: Settings) -> tuple[Settings, int]:
+    """Return the settings with at most MAX_MICRO_BATCHES in a step, and the number of those that are left out."""
+    assert settings.dry_run.world_size is not None
+    parallel, train = settings.parallel, settings.train
+    num_batch_ranks = max(1, settings.dry_run.world_size // (parallel.tensor_size * parallel.context_size))
+    num_sequences = train.micro_batch_size * num_batch_ranks
+    num_left_out = max(0, train.num_micro_batches(num_batch_ranks) - MAX_MICRO_BATCHES)
+    if train.global_batch_size % num_sequences:  # refused by the dry run, with the batch that the settings have
+        return settings, 0
+    batch = train.global_batch_size - num_left_out * num_sequences
+    return replace(settings, train=replace(train, global_batch_size=batch)), num_left_out
 
 
 def _with_bucket_numel(settings: Settings) -> Settings:
@@ -92,18 +111,17 @@ def _with_bucket_numel(settings: Settings) -> Settings:
 
 def extrapolate(runs: tuple[ShallowRun, ShallowRun], cluster: ClusterSpec) -> DepthExtrapolation:
     """Return the extrapolation from two dry runs, whose time is projected on the cluster."""
-    first, second = (estimate(run.recording, cluster) for run in runs)
+    first, second = (estimate(run, cluster) for run in runs)
     return DepthExtrapolation((runs[0].num_layers, runs[1].num_layers), (first, second))
 
 
-def estimate(recording: Recording, cluster: ClusterSpec) -> Estimate:
-    """Return the memory that was recorded, and the time that it is projected to take on the cluster."""
-    timeline = project_recording(recording, cluster)
+def estimate(run: ShallowRun, cluster: ClusterSpec) -> Estimate:
+    """Return the memory that was recorded, and the time that a step is projected to take on the cluster."""
+    recording, timeline = run.recording, project_recording(run.recording, cluster)
     return Estimate(
         recording.state.num_parameters_of_model,
         sum(recording.peak[DEVICE].values()),
         sum(recording.resident[DEVICE].values()),
         sum(recording.peak[HOST].values()),
-        timeline.seconds,
-        timeline.busy_seconds().get("compute", 0.0),
+        timeline.seconds + run.num_left_out * timeline.micro_batch_seconds,
     )

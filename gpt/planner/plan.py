@@ -179,10 +179,7 @@ def report_largest(
     _progress("computing the largest models of all layouts by closed forms")
     for predicted, layout in deepest_models(settings, cluster, world_size)[:num_to_verify]:
         _progress(f"dry run {len(max_layers) + 1} of {num_to_verify}: {layout}")
-        # Two micro-batches are enough: later ones need as much memory as the second.
-        batch = min(settings.train.global_batch_size, 2 * layout.micro_batch_size * world_size // layout.tensor_size)
-        short_step = replace(settings, train=replace(settings.train, global_batch_size=batch))
-        extrapolation = extrapolate_layout(layout, short_step, cluster, world_size)
+        extrapolation = extrapolate_layout(layout, settings, cluster, world_size)
         host_bytes = cluster.host_memory_gb * 1e9 / cluster.gpus_per_node
         max_layers[layout] = extrapolation.max_layers(cluster.usable_gpu_bytes, host_bytes)
         estimate = extrapolation.at(max_layers[layout])

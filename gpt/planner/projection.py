@@ -42,7 +42,7 @@ class Timeline:
 
     tasks: list[Task]
     seconds: float
-    micro_batch_seconds: float = 0.0  # from the start of the first forward to that of the second one; 0 if there is one
+    micro_batch_seconds: float = 0.0  # between the starts of the last two forwards; 0 if there is one
 
     def busy_seconds(self) -> dict[str, float]:
         """Return the total duration of the tasks on each lane."""

@@ -19,7 +19,7 @@ def result(experiment: Experiment, relative_rate: float = 1.0, gigabytes: float 
     """Return a result whose rate is a multiple of the printed one."""
     per_second = experiment.tflops(1.0)
     seconds = per_second / (relative_rate * (experiment.measured_tflops or 30.0))
-    estimate = Estimate(1e9, gigabytes * 1e9, 0.0, 0.0, seconds, seconds)
+    estimate = Estimate(1e9, gigabytes * 1e9, 0.0, 0.0, seconds)
     return Result(experiment, DepthExtrapolation((4, 8), (estimate, estimate)))
 
 

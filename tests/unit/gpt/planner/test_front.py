@@ -81,7 +81,7 @@ def test_the_planner_compares_numbers_of_nodes(monkeypatch: pytest.MonkeyPatch, 
         """Twice as many GPUs take more than half of the time, and less memory."""
 
         def __init__(self, layout: CandidateLayout, _settings: object, _cluster: object, world_size: int):
-            self.estimate = Estimate(1e9, 5e12 / world_size + layout.stage, 0.0, 0.0, 4e3 / world_size + 1, 1.0)
+            self.estimate = Estimate(1e9, 5e12 / world_size + layout.stage, 0.0, 0.0, 4e3 / world_size + 1)
 
         def at(self, _num_layers: int) -> Estimate:
             return self.estimate
@@ -104,7 +104,7 @@ def test_the_planner_compares_numbers_of_nodes(monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_the_table_of_the_front_has_prices_if_the_cluster_has_one():
-    estimate = Estimate(1e9, 20e9, 0.0, 0.0, 2.0, 1.0)
+    estimate = Estimate(1e9, 20e9, 0.0, 0.0, 2.0)
     for price in (None, 2.0):
         cluster = dataclasses.replace(DGX_2, dollars_per_gpu_hour=price, calibrated=price is not None)
         choice = Choice(25, CandidateLayout(1, 2, "none", 8), estimate, RunCost.of(settings(), 2.0, 400, cluster))

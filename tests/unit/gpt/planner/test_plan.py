@@ -5,9 +5,10 @@ import shlex
 
 import pytest
 
+from gpt.planner import depth
 from gpt.planner import plan as planner
 from gpt.planner.closed_forms import Plan, closed_form_rank, deepest_models, make_plan
-from gpt.planner.depth import Estimate
+from gpt.planner.depth import Estimate, ShallowRun, shallow_runs
 from gpt.planner.dry_run import DEVICE, dry_run
 from gpt.planner.layouts import CandidateLayout, Prediction, activation_bytes, candidate_layouts, predict, workload
 from gpt.planner.plan import verify
@@ -138,12 +139,31 @@ def test_less_recomputation_takes_less_time_and_more_memory():
     assert none.device_bytes > selective.device_bytes > keep.device_bytes
 
 
+@pytest.mark.parametrize(
+    ("stage", "accumulate", "tensor_size"),
+    [(1, "reduce", 2), pytest.param(3, "reduce", 1, marks=pytest.mark.full), (3, "local", 2)],
+)
+def test_three_micro_batches_are_recorded_and_have_the_time_and_memory_of_seven(
+    monkeypatch: pytest.MonkeyPatch, stage: int, accumulate: str, tensor_size: int
+):
+    monkeypatch.setattr(depth, "DEPTHS", (2, 2))
+    world = "--train.micro_batch_size=1", f"--train.global_batch_size={28 // tensor_size}", "--activations.store=none"
+    layout = f"--zero.stage={stage}", f"--zero.accumulate={accumulate}", f"--parallel.tensor_size={tensor_size}"
+    chosen = shallow(*world, *layout)
+    run, _ = shallow_runs(chosen)
+    assert run.num_left_out == 4
+    of_three, of_seven = depth.estimate(run, DGX_2), depth.estimate(ShallowRun(2, dry_run(chosen)), DGX_2)
+    assert of_three.seconds == pytest.approx(of_seven.seconds, rel=1e-9)
+    tokens_and_losses = 4 * ((32 + 1) * 8 + 4)
+    assert of_seven.device_peak_bytes - of_three.device_peak_bytes == tokens_and_losses
+
+
 def prediction(store: str, seconds: float) -> Prediction:
     return Prediction(CandidateLayout(1, 2, store, 8), 20e9, 0.0, seconds, 4)
 
 
 def estimate(seconds: float, gigabytes: float = 20.0, on_host: float = 0.0) -> Estimate:
-    return Estimate(1e9, gigabytes * 1e9, gigabytes * 1e9, on_host * 1e9, seconds, seconds)
+    return Estimate(1e9, gigabytes * 1e9, gigabytes * 1e9, on_host * 1e9, seconds)
 
 
 PREDICTIONS = [prediction("none", 1.0), prediction("selective", 1.1), prediction("keep", 1.2), prediction("auto", 1.3)]
