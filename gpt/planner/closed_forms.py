@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from gpt.planner.layouts import CandidateLayout, Prediction, candidate_layouts, fits, predict
 from gpt.settings import Settings
@@ -13,7 +14,7 @@ from parallel.launch.cluster import ClusterSpec
 class Plan:
     """The layouts that fit and those that do not, each with the memory and time that closed forms predict."""
 
-    fitting: list[Prediction]  # the fastest layout of each family, the fastest family first
+    fitting: list[Prediction]  # the fastest layouts of each family, by each of RANKS; the fastest first
     too_large: list[Prediction]  # the layout with the least device memory of each partition in which none fits
 
 
@@ -36,15 +37,21 @@ def make_plan(settings: Settings, cluster: ClusterSpec, world_size: int) -> Plan
             f"{smallest.device_bytes / 1e9:.1f} GB of {usable / 1e9:.1f}, {(smallest.device_bytes - usable) / 1e9:.1f} "
             "too much; use more nodes or a smaller model"
         )
-    fastest: dict[tuple, Prediction] = {}
-    for found in sorted(fitting, key=closed_form_rank):
-        fastest.setdefault(found.layout.family, found)
+    fastest = dict.fromkeys(found for rank in RANKS for found in fastest_of_families(fitting, rank))
     partitions = {found.layout.partition for found in possible} - {found.layout.partition for found in fitting}
     too_large = [
         min((found for found in possible if found.layout.partition == one), key=lambda found: found.device_bytes)
         for one in sorted(partitions)
     ]
-    return Plan(list(fastest.values()), too_large)
+    return Plan(sorted(fastest, key=closed_form_rank), too_large)
+
+
+def fastest_of_families(predictions: list[Prediction], rank: Callable[[Prediction], Any]) -> list[Prediction]:
+    """Return the fastest layout of each family, the fastest family first."""
+    fastest: dict[tuple, Prediction] = {}
+    for found in sorted(predictions, key=rank):
+        fastest.setdefault(found.layout.family, found)
+    return list(fastest.values())
 
 
 def closed_form_rank(found: Prediction) -> tuple[float, int]:
@@ -54,6 +61,14 @@ def closed_form_rank(found: Prediction) -> tuple[float, int]:
     with the fewest micro-batches is the first.
     """
     return float(f"{found.seconds:.3g}"), found.num_micro_batches
+
+
+def overlapped_rank(found: Prediction) -> tuple[float, int]:
+    """Return the key by which layouts are sorted if computation hides the traffic of the data axis."""
+    return float(f"{found.overlapped_seconds:.3g}"), found.num_micro_batches
+
+
+RANKS = closed_form_rank, overlapped_rank
 
 
 def deepest_models(settings: Settings, cluster: ClusterSpec, world_size: int) -> list[tuple[int, CandidateLayout]]:

@@ -9,7 +9,7 @@ from gpt.kernels.documents import suits_kernel
 from gpt.planner.activation_store import parameters_of_rank, workload_of
 from gpt.planner.moments import moment_bytes
 from gpt.settings import Settings
-from gpt.shape.config import ModelConfig, divides
+from gpt.shape.config import divides
 from gpt.shape.flops import hardware_flops
 from parallel.blocks import Recomputation
 from parallel.instruments.comm_log import CommLog
@@ -93,13 +93,17 @@ class CandidateLayout:
 
 @dataclass(frozen=True)
 class Prediction:
-    """The memory and time of one step with a layout, by closed forms."""
+    """The memory and time of one step with a layout, by closed forms.
+
+    They do not say how much of the data axis' traffic computation hides, so they bound the time from both sides.
+    """
 
     layout: CandidateLayout
     device_bytes: float  # of one rank
     host_bytes: float  # of all ranks of a node
-    seconds: float
+    seconds: float  # if no traffic of the data axis is hidden
     num_micro_batches: int
+    overlapped_seconds: float  # if as much of it is hidden as computation lasts; `seconds` if nothing overlaps
 
 
 def predict(layout: CandidateLayout, settings: Settings, cluster: ClusterSpec, world_size: int) -> Prediction | None:
@@ -120,13 +124,15 @@ def predict(layout: CandidateLayout, settings: Settings, cluster: ClusterSpec, w
     if layout.store == "partition_host":
         checkpoints_on_host = work.checkpoint_bytes / layout.tensor_size * work.b
     states_on_host = model_states(layout, settings, data_size).host
+    most, least = micro_batch_seconds(work, layout, settings, cluster, world_size)
+    offloading = offload_seconds(states_on_host, train.dtype.itemsize, num_micro_batches, cluster)
     return Prediction(
         layout,
         work.state_bytes + activation_bytes(work, layout, settings) * work.b,
         (checkpoints_on_host + states_on_host.total) * cluster.gpus_per_node,
-        num_micro_batches * micro_batch_seconds(work, layout, model, cluster)
-        + offload_seconds(states_on_host, train.dtype.itemsize, num_micro_batches, cluster),
+        num_micro_batches * most + offloading,
         num_micro_batches,
+        num_micro_batches * least + offloading,
     )
 
 
@@ -209,16 +215,22 @@ def workload(layout: CandidateLayout, settings: Settings, data_size: int, num_mi
     )
 
 
-def micro_batch_seconds(work: Workload, layout: CandidateLayout, model: ModelConfig, cluster: ClusterSpec) -> float:
-    """Return the time of one micro-batch.
+def micro_batch_seconds(
+    work: Workload, layout: CandidateLayout, settings: Settings, cluster: ClusterSpec, world_size: int
+) -> tuple[float, float]:
+    """Return the longest and the shortest time of one micro-batch.
 
-    It is the sum of three times: of the computation, of tensor-parallel all-reduces, and of the traffic of the
-    activation store and the data axis that does not overlap the computation.
+    Either is the sum of three times: of the computation and the traffic of the data axis, of tensor-parallel
+    all-reduces, and of the traffic of the activation store that does not overlap the computation. The shortest has only
+    the longer one of computation and data axis if these may overlap.
     """
-    data_rate = cluster.ring_gb_per_second(min(layout.tensor_size, cluster.gpus_per_node))
+    model, num_rings = settings.model, min(layout.tensor_size, cluster.gpus_per_node)
+    is_one_node = world_size <= cluster.gpus_per_node
+    data_rate = cluster.intra_node_gb_per_second if is_one_node else cluster.ring_gb_per_second(num_rings)
     flops_per_second = cluster.peak_half_tflops * ASSUMED_PEAK_FRACTION * 1e12
     num_ranks = layout.tensor_size * model.seq_length // work.s  # that share the sequences
     computing = hardware_flops(model, work.b, layout.recomputes) / num_ranks / flops_per_second
+    sending = work.data_bytes / (data_rate * 1e9)
     hardware = Hardware(
         None, flops_per_second / 1e12, cluster.intra_node_gb_per_second, data_rate, cluster.host_gb_per_second
     )
@@ -227,11 +239,10 @@ def micro_batch_seconds(work: Workload, layout: CandidateLayout, model: ModelCon
         of_three = 3 if layout.recomputes == "blocks" else 2
         tensor_bytes = model_parallel_volume(work.b, work.s, work.h, work.L) * work.itemsize * of_three / 3
     store = layout.store if layout.store in STORES else "keep"  # without checkpoints, none are communicated
-    return (
-        computing
-        + tensor_bytes / (cluster.intra_node_gb_per_second * 1e9)
-        + work.b * exposed_seconds(work, store, work.b, hardware)
-    )
+    others = tensor_bytes / (cluster.intra_node_gb_per_second * 1e9)
+    others += work.b * exposed_seconds(replace(work, data_bytes=0.0), store, work.b, hardware)
+    most = computing + sending + others
+    return most, max(computing, sending) + others if settings.zero.overlap else most
 
 
 def candidate_layouts(gpus_per_node: int, global_batch_size: int, offload: Mode) -> Iterator[CandidateLayout]:
@@ -241,7 +252,7 @@ def candidate_layouts(gpus_per_node: int, global_batch_size: int, offload: Mode)
     """
     modes: tuple[Mode, ...] = ("accelerator", "host") if offload == "auto" else (offload,)
     tensor_sizes = [2**n for n in range(20) if gpus_per_node % 2**n == 0]
-    micro_batches = [b for b in range(1, min(global_batch_size, MAX_MICRO_BATCH) + 1) if b <= 4 or b % 4 == 0]
+    micro_batches = [b for b in range(1, MAX_MICRO_BATCH + 1) if global_batch_size % b == 0]
     for tensor_size in tensor_sizes:
         stores: list[PlannedStore] = ["none", "selective", *STORES]
         if tensor_size == 1:

@@ -3,11 +3,13 @@
     python -m gpt.planner.plan --cluster configs/clusters/dgx-2.yaml --nodes 25 --config FILE [--largest]
     python -m gpt.planner.plan --cluster configs/clusters/dgx-2.yaml --nodes 8 16 25 --config FILE --front PLOT.png
 
-Closed forms rank all layouts; the best few are then verified by dry runs at two shallow depths.
+Closed forms rank all layouts, once as if computation hid no traffic of the data axis, and once as if it hid all that it
+can; the best few of both orders are then verified by dry runs at two shallow depths.
 """
 
 import argparse
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +19,7 @@ from rich.table import Table
 
 from gpt.monitor.console import make_console, print_table
 from gpt.option_names import errors_in_option_names
-from gpt.planner.closed_forms import Plan, deepest_models, make_plan
+from gpt.planner.closed_forms import RANKS, Plan, deepest_models, make_plan
 from gpt.planner.depth import DepthExtrapolation, Estimate, extrapolate, shallow_runs
 from gpt.planner.front import Choice, front, front_table, spread
 from gpt.planner.layouts import CandidateLayout
@@ -37,6 +39,7 @@ from parallel.errors import ConfigError, exit_on_config_error
 from parallel.launch.cluster import ClusterSpec
 
 MAX_DRY_RUNS = 3  # for each layout to verify, because some turn out not to fit
+EstimateLayout = Callable[[CandidateLayout], Estimate]
 
 
 def extrapolate_layout(
@@ -93,7 +96,11 @@ def plan_and_verify(
     """Print the layouts for a world, and return the plan and what fits of it, as dry runs estimate it."""
     _progress(f"computing the memory and time of all layouts on {world_size} GPUs by closed forms")
     plan = make_plan(settings, cluster, world_size)
-    verified = verify(plan, settings, cluster, world_size, num_to_verify)
+
+    def estimate_layout(layout: CandidateLayout) -> Estimate:
+        return extrapolate_layout(layout, settings, cluster, world_size).at(settings.model.num_layers)
+
+    verified = verify(plan, estimate_layout, cluster, num_to_verify)
     batch = settings.train.global_batch_size
     tflops = {one: model_tflops_per_gpu(settings.model, batch, world_size, found) for one, found in verified.items()}
     print_table(console, plan_table(plan.fitting, verified, tflops, cluster))
@@ -140,23 +147,29 @@ def report_front(
 
 
 def verify(
-    plan: Plan, settings: Settings, cluster: ClusterSpec, world_size: int, num_to_verify: int
+    plan: Plan, estimate_layout: EstimateLayout, cluster: ClusterSpec, num_to_verify: int
 ) -> dict[CandidateLayout, Estimate]:
-    """Estimate the fastest layouts by dry runs, until `num_to_verify` of them fit or MAX_DRY_RUNS times as many ran.
+    """Estimate the first layouts of each order, until `num_to_verify` partitions have one that fits.
 
-    Of those that fit, at most one has the same partition.
+    One of each tensor size is estimated, too: closed forms leave out the small kernels that tensor parallelism does not
+    divide. At most MAX_DRY_RUNS times `num_to_verify` are tried in an order.
     """
     verified: dict[CandidateLayout, Estimate] = {}
-    partitions: set[tuple] = set()  # of the layouts that fit
-    most = min(MAX_DRY_RUNS * num_to_verify, len(plan.fitting))
-    for layout in (found.layout for found in plan.fitting):
-        if len(partitions) == num_to_verify or len(verified) == most:
-            break
-        if layout.partition not in partitions:
-            _progress(f"dry run {len(verified) + 1} of at most {most}: {layout}")
-            verified[layout] = extrapolate_layout(layout, settings, cluster, world_size).at(settings.model.num_layers)
+    for rank in RANKS:
+        partitions: set[tuple] = set()  # of the layouts that fit
+        tensor_sizes: set[int] = set()
+        num_tried = 0
+        for layout in (found.layout for found in sorted(plan.fitting, key=rank)):
+            is_new = layout.partition not in partitions and len(partitions) < num_to_verify
+            if num_tried == MAX_DRY_RUNS * num_to_verify or not (is_new or layout.tensor_size not in tensor_sizes):
+                continue
+            num_tried += 1
+            if layout not in verified:
+                _progress(f"dry run {len(verified) + 1}: {layout}")
+                verified[layout] = estimate_layout(layout)
             if estimate_fits(verified[layout], cluster):
                 partitions.add(layout.partition)
+                tensor_sizes.add(layout.tensor_size)
     return verified
 
 

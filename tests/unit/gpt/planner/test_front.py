@@ -27,7 +27,7 @@ def test_the_front_holds_what_no_other_item_beats():
 
 def test_layouts_of_the_front_are_spread_from_the_fastest_to_the_smallest():
     predictions = [
-        Prediction(CandidateLayout(1, 2, "none", number), (20 - number) * 1e9, 0.0, float(number), 1)
+        Prediction(CandidateLayout(1, 2, "none", number), (20 - number) * 1e9, 0.0, float(number), 1, 0.0)
         for number in range(1, 10)
     ]
     slow = dataclasses.replace(predictions[4], seconds=20.0)

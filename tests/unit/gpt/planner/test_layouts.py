@@ -6,8 +6,17 @@ from pathlib import Path
 import pytest
 
 from gpt.planner.activation_store import parameters_of_rank
-from gpt.planner.layouts import CandidateLayout, model_states, offload_seconds, workload
+from gpt.planner.layouts import (
+    ASSUMED_PEAK_FRACTION,
+    CandidateLayout,
+    candidate_layouts,
+    micro_batch_seconds,
+    model_states,
+    offload_seconds,
+    workload,
+)
 from gpt.settings_parser import parse_settings
+from gpt.shape.flops import hardware_flops
 from parallel.launch.cluster import ClusterSpec
 from zero.formulas.memory import ModelStates
 
@@ -49,3 +58,29 @@ def test_a_layout_holds_its_states_three_buckets_and_at_stage_3_three_layers(sta
     states = model_states(layout, settings, 2).accelerator.total
     unsharded = num_layers_unsharded * 2 * parameters_of_rank(settings.model, 1) / 4
     assert work.state_bytes == states + 3 * 5000 * 2 + unsharded  # in bf16
+
+
+def test_traffic_of_the_data_axis_costs_what_exceeds_the_computation_beside_it():
+    shape = ["--model.num_layers=4", "--model.hidden_size=64", "--model.num_heads=4", "--model.seq_length=32"]
+    shape += ["--model.vocab_size=100", "--data.path=unread"]
+    settings = parse_settings([*shape, "--zero.overlap=true"])
+    alone = parse_settings([*shape, "--zero.overlap=false", "--zero.overlap_gather=false"])
+    layout = CandidateLayout(1, 3, "none", micro_batch_size=4)
+    work = workload(layout, settings, data_size=8, num_micro_batches=1)
+    computing = hardware_flops(settings.model, 4, "nothing") / (CLUSTER.peak_half_tflops * ASSUMED_PEAK_FRACTION * 1e12)
+    for gigabytes in (work.data_bytes / computing / 4e9, work.data_bytes / computing / 0.25e9):
+        cluster = dataclasses.replace(CLUSTER, node_gb_per_second=gigabytes, network_card_gb_per_second=gigabytes)
+        cluster = dataclasses.replace(cluster, node_fraction=1.0)
+        sending = work.data_bytes / (gigabytes * 1e9)
+        assert sending == pytest.approx(4 * computing) or sending == pytest.approx(computing / 4)
+        after, beside = computing + sending, max(computing, sending)
+        assert micro_batch_seconds(work, layout, settings, cluster, 8) == pytest.approx((after, beside), rel=1e-12)
+        assert micro_batch_seconds(work, layout, alone, cluster, 8) == pytest.approx((after, after), rel=1e-12)
+    fast = dataclasses.replace(cluster, gpus_per_node=8, intra_node_gb_per_second=1e9)
+    assert micro_batch_seconds(work, layout, alone, fast, 8)[0] == pytest.approx(computing, rel=1e-3), "inside a node"
+
+
+def test_micro_batches_of_all_sizes_that_divide_the_batch_are_considered():
+    sizes = {layout.micro_batch_size for layout in candidate_layouts(8, 480, "accelerator")}
+    assert {1, 6, 10, 15, 30, 120} <= sizes
+    assert all(480 % size == 0 for size in sizes)

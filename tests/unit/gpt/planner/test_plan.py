@@ -6,7 +6,6 @@ import shlex
 import pytest
 
 from gpt.planner import depth
-from gpt.planner import plan as planner
 from gpt.planner.closed_forms import Plan, closed_form_rank, deepest_models, make_plan
 from gpt.planner.depth import Estimate, ShallowRun, shallow_runs
 from gpt.planner.dry_run import DEVICE, dry_run
@@ -159,7 +158,7 @@ def test_three_micro_batches_are_recorded_and_have_the_time_and_memory_of_seven(
 
 
 def prediction(store: str, seconds: float) -> Prediction:
-    return Prediction(CandidateLayout(1, 2, store, 8), 20e9, 0.0, seconds, 4)
+    return Prediction(CandidateLayout(1, 2, store, 8), 20e9, 0.0, seconds, 4, seconds)
 
 
 def estimate(seconds: float, gigabytes: float = 20.0, on_host: float = 0.0) -> Estimate:
@@ -198,20 +197,23 @@ def test_the_command_has_lines_of_80_columns_that_a_shell_joins():
 
 
 def test_layouts_are_verified_until_enough_fit_and_each_is_announced(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    capsys: pytest.CaptureFixture[str],
 ):
     estimates = {"none": estimate(2.0, gigabytes=33.5), "selective": estimate(1.9, on_host=200), "keep": estimate(1.8)}
 
-    class Extrapolation:
-        def __init__(self, layout: CandidateLayout, *_: object):
-            self.layout = layout
-
-        def at(self, _num_layers: int) -> Estimate:
-            return estimates[self.layout.store]
-
-    monkeypatch.setattr(planner, "extrapolate_layout", Extrapolation)
-    verified = verify(Plan(PREDICTIONS, []), settings(), DGX_2, 400, 2)
+    verified = verify(Plan(PREDICTIONS, []), lambda layout: estimates[layout.store], DGX_2, 2)
     assert [layout.store for layout in verified] == ["none", "selective", "keep"], "the last has keep's partition"
     announced = capsys.readouterr().err.splitlines()
-    assert announced[0] == "dry run 1 of at most 4: tensor 1, stage 2, none, micro-batch 8"
+    assert announced[0] == "dry run 1: tensor 1, stage 2, none, micro-batch 8"
     assert len(announced) == 3
+
+
+def test_the_fastest_are_verified_whether_or_not_computation_hides_traffic():
+    """The first layout sends little and recomputes, the second sends much beside its computation."""
+    sends_little = Prediction(CandidateLayout(1, 3, "keep", 8), 20e9, 0.0, 2.0, 1, overlapped_seconds=1.9)
+    sends_much = Prediction(CandidateLayout(1, 3, "none", 1), 20e9, 0.0, 3.0, 8, overlapped_seconds=1.5)
+    slower = Prediction(CandidateLayout(1, 2, "none", 1), 20e9, 0.0, 4.0, 8, overlapped_seconds=3.0)
+    wider = Prediction(CandidateLayout(2, 2, "none", 1), 20e9, 0.0, 5.0, 8, overlapped_seconds=4.0)
+    plan = Plan([sends_little, sends_much, slower, wider], [])
+    verified = verify(plan, lambda _layout: estimate(1.8), DGX_2, 1)
+    assert list(verified) == [sends_little.layout, wider.layout, sends_much.layout], "and one of each tensor size"
