@@ -39,6 +39,7 @@ from parallel.errors import ConfigError, exit_on_config_error
 from parallel.launch.cluster import ClusterSpec
 
 MAX_DRY_RUNS = 3  # for each layout to verify, because some turn out not to fit
+DEFAULT_TO_VERIFY = 3  # layouts
 EstimateLayout = Callable[[CandidateLayout], Estimate]
 
 
@@ -58,7 +59,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--nodes", type=int, nargs="+", required=True, help="number of nodes; several with --front")
     parser.add_argument("--largest", action="store_true", help="find the largest number of layers that fits")
     parser.add_argument("--front", metavar="PLOT", help="image file: also show which layouts save memory or GPU hours")
-    parser.add_argument("--verify", type=int, default=3, help="number of layouts to verify by dry runs")
+    parser.add_argument("--verify", type=int, default=DEFAULT_TO_VERIFY, help="number of layouts to verify by dry runs")
     own, others = parser.parse_known_args(arguments)
     console = make_console()
     cluster = ClusterSpec.load(own.cluster)

@@ -66,11 +66,16 @@ def _recording(row: Row, num_layers: int) -> StoredRecording:
     if not path.exists():
         settings = settings_of(tree, world_size)
         stored = _as_json(dry_run(settings), num_layers, settings.train.num_micro_batches(row.data_size))
-        path.parent.mkdir(parents=True, exist_ok=True)
-        scratch = path.with_suffix(".new")  # a run that ends while it writes leaves no file that looks complete
-        scratch.write_bytes(gzip.compress(json.dumps(stored).encode(), 1))
-        scratch.replace(path)
+        keep(path, gzip.compress(json.dumps(stored).encode(), 1))
     return _parsed(json.loads(gzip.decompress(path.read_bytes())))
+
+
+def keep(path: Path, content: bytes) -> None:
+    """Write a file of the cache; a run that ends meanwhile leaves no file that looks complete."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = path.with_suffix(".new")
+    scratch.write_bytes(content)
+    scratch.replace(path)
 
 
 def _world_size(row: Row) -> int:

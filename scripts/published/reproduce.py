@@ -26,7 +26,8 @@ INTRODUCTION = """# Published throughputs, by dry runs
 
 Throughputs on V100, A100 and H100 that others have published, and what dry runs of this project predict for them
 before anything runs on a GPU. `bash scripts/published/reproduce.sh` writes this page. The rows are in
-`configs/published/rows.csv`, and their configurations beside it. Any other rows in the same columns are predicted by
+`configs/published/rows.csv`, and their configurations beside it. [planner.md](planner.md) compares the layouts of eight
+rows with what the planner finds for them. Any other rows in the same columns are predicted by
 
 ```bash
 python -m scripts.published.predict my-rows.csv --output runs/predicted.csv

@@ -7,3 +7,4 @@ source scripts/setup.sh
 
 python -m scripts.published.configurations
 python -m scripts.published.reproduce
+python -m scripts.published.planner

@@ -100,6 +100,11 @@ class Row:
         return max(1.0, self.global_batch / self.data_size / self.micro_batch_size)
 
     @property
+    def full_batch_size(self) -> int:
+        """The sequences of a step of whole micro-batches."""
+        return round(self.num_micro_batches) * self.micro_batch_size * self.data_size
+
+    @property
     def parameters(self) -> int:
         """The parameters of a GPT-2 of the row's shape."""
         return self.layers * (12 * self.hidden + 13) * self.hidden + (self.vocab + self.seq + 2) * self.hidden

@@ -56,6 +56,8 @@ CHANGES = {
     "--tokenizer gpt2 --output runs/data/corpus": "--tokenizer tokenizer.json --output runs/data/corpus",
     # dry runs of the whole paper
     "reproduce.sh   ": "reproduce.sh figure1 ",
+    # dry runs of eight rows
+    "-m scripts.published.planner  ": "-m scripts.published.planner Megatron_v1.1_A100-36x3072-n4-s1024-b16 ",
     # measurements
     "step_time.sh --rounds 14 --steps 1": f"step_time.sh {SMALL_BENCH}",
     "zero-2,zero-3]' --rounds 14 --steps 1": f"zero-2,zero-3]' {SMALL_BENCH}",
