@@ -1,6 +1,7 @@
 """The planner's layouts for published runs, which are at least as fast as the published ones and fit."""
 
 import dataclasses
+import json
 import re
 
 import pytest
@@ -54,12 +55,13 @@ def test_the_planner_is_at_least_as_fast_as_a_layout_that_recomputes_and_says_it
     found = compare(row, num_to_verify=1)
     assert found.published == CandidateLayout(1, 0, "keep", 1)
     assert found.fits
-    assert found.ratio < 0.9, "it recomputes nothing"
-    assert found.best.store == "none"
+    assert found.best.store == "none", "so it is faster"
     cost = found.cost(found.of_published)
     assert cost.tokens == pytest.approx(20 * row.parameters, abs=2 * 64)
     assert cost.gpu_hours == pytest.approx(cost.tokens / (2 * 64) * found.of_published.seconds * 2 / 3600)
-    assert len(list(tmp_path.iterdir())) >= 2, "estimates are kept"
+    kept = [json.loads(path.read_text())["seconds"] for path in tmp_path.iterdir()]
+    assert found.of_best.seconds == min(kept) < found.of_published.seconds == max(kept)
+    assert len(kept) == 3, "that of each tensor size and the published one"
     monkeypatch.setattr(planner, "extrapolate_layout", None)
     assert compare(row, num_to_verify=1) == found
 
