@@ -24,6 +24,7 @@ WITHOUT = (
     "parallel/instruments/",
     "parallel/launch/",
     "parallel/stopping.py",
+    "parallel/watchdog.py",
     "zero/state/checkpoint.py",
     "zero/state/writer.py",
 )

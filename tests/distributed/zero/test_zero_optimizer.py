@@ -260,9 +260,9 @@ def copy_of(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in state.items()}
 
 
-def check_state_continues_bit_for_bit(folder: Path) -> None:
-    all_configs = configs(*ALL_STAGES, bucket_numel=[500, None])
-    for dtype, config in itertools.product((torch.float32, torch.bfloat16), all_configs):
+def check_state_continues_bit_for_bit(folder: Path, buckets_of: dict[torch.dtype, list[int | None]]) -> None:
+    pairs = [(d, config) for d, sizes in buckets_of.items() for config in configs(*ALL_STAGES, bucket_numel=sizes)]
+    for dtype, config in pairs:
         model, optimizer = start(config, dtype, offset=0)
         take_steps(model, optimizer, range(1))
         saved = copy_of(all_state(model, optimizer))
@@ -281,8 +281,16 @@ def check_state_continues_bit_for_bit(folder: Path) -> None:
         dist.barrier()
 
 
-def test_loaded_state_continues_bit_for_bit(tmp_path):
-    run_ranks(2, check_state_continues_bit_for_bit, tmp_path)
+@pytest.mark.parametrize(
+    "buckets_of",
+    [
+        {torch.float32: [None], torch.bfloat16: [500]},
+        pytest.param({torch.float32: [500], torch.bfloat16: [None]}, marks=pytest.mark.full),
+    ],
+    ids=["few", "rest"],
+)
+def test_loaded_state_continues_bit_for_bit(tmp_path, buckets_of):
+    run_ranks(2, check_state_continues_bit_for_bit, tmp_path, buckets_of)
 
 
 class Lamb(torch.optim.Optimizer):
