@@ -28,9 +28,9 @@ def capped(logits: Tensor, cap: float | None) -> Tensor:
     return logits.to(dtype) if cap is None else (logits.to(dtype) / cap).tanh_() * cap
 
 
-def cap_derivative(capped: Tensor, cap: float) -> Tensor:
-    """Return the derivative of what `capped` has returned with respect to the logits."""
-    return (capped / cap).square_().neg_().add_(1)
+def cap_derivative(capped_logits: Tensor, cap: float) -> Tensor:
+    """Return the derivative of what `capped` returns with respect to the logits."""
+    return (capped_logits / cap).square_().neg_().add_(1)
 
 
 def log_sums(logits: Tensor, *, cap: float | None = None) -> Tensor:
@@ -73,7 +73,7 @@ def log_sums_to_gradients_(logits: Tensor, factors: Tensor, *, cap: float | None
 
 @dataclass(frozen=True)
 class Softmax:
-    """The functions of this module with their options; `is_compiled`: by inductor."""
+    """The functions of this module with their options, eager or compiled by inductor."""
 
     is_compiled: bool = False
     cap: float | None = None
