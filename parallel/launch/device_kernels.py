@@ -187,7 +187,8 @@ def _curve(build: Callable[[Tensor], Action], dtype: torch.dtype, device: torch.
     sizes, seconds, name = [], [], ""
     for numel in NUMELS[device.type]:
         copies = max(1, min(8, ROTATED_BYTES // (numel * dtype.itemsize)))
-        actions = [build(torch.rand(numel // WIDTH, WIDTH, device=device).to(dtype)) for _ in range(copies)]
+        values = torch.rand(numel // WIDTH, WIDTH, device=device).to(dtype)
+        actions = [build(values.clone()) for _ in range(copies)]
         kernel = largest_kernel(actions[0])
         name, turn = kernel.name, cycle(actions)
         sizes.append(float(kernel.num_bytes))

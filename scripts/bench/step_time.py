@@ -20,7 +20,6 @@ from typing import Annotated, Any, Literal
 
 import torch
 import torch.distributed as dist
-import transformers
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -141,6 +140,8 @@ def build_model(settings: Settings, device: torch.device) -> nn.Module:
         model = GPT(config, ReplicatedTokens(Axis.trivial("tensor")))
         initialize(model, seed=0)
     else:
+        import transformers  # takes long
+
         config = transformers.GPT2Config(
             n_layer=settings.layers,
             n_embd=settings.hidden,
