@@ -34,13 +34,14 @@ def main() -> None:
     parser.add_argument("--data", required=True, help="prefix of token files of characters")
     parser.add_argument("--output", type=Path, required=True, help="prefix of OUTPUT.json and OUTPUT.png")
     parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--num_rates", type=int, help="learning rates of each optimizer (all)")
     options = parser.parse_args()
     torch.set_num_threads(1)
     tokens = short_runs.tokens_of(options.data)
     path = options.output.with_suffix(".json")
     curves: dict[str, dict[str, Curve]] = json.loads(path.read_text()) if path.exists() else {}
     for name, rates in RATES.items():
-        for rate in rates:
+        for rate in rates[: options.num_rates]:
             of_rate = curves.setdefault(name, {})
             if str(rate) not in of_rate:
                 num_steps = round(options.steps * PARTS[name])

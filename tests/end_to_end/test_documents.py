@@ -63,6 +63,7 @@ CHANGES = {
     "zero-2,zero-3]' --rounds 14 --steps 1": f"zero-2,zero-3]' {SMALL_BENCH}",
     "save_time.sh --rounds 7": "save_time.sh --rounds 1",
     "--output runs/mup/losses": "--output runs/mup/losses --steps 24 --widths 32",
+    "--output runs/optimizers/losses": "--output runs/optimizers/losses --steps 160 --num_rates 1",
     # the whole suite
     "bash scripts/test.sh": f"bash scripts/test.sh {ONE_TEST}",
     "scripts/test.sh  ": f"scripts/test.sh {ONE_TEST} ",
