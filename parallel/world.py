@@ -42,6 +42,7 @@ FOREVER = timedelta(days=365)
 # rank that hangs, may need 2.5 times as long: torch counts from the launch, and aborts without a name.
 HANGS_PER_TIMEOUT = 3
 PRINT_SECONDS = 2.0  # the launcher kills all ranks when the first one exits: the error must be printed before that
+SECONDS_TO_DROP_TENSORS = 0.1
 
 
 @dataclass(frozen=True)
@@ -191,8 +192,12 @@ def imitated_world(rank: int, size: int, local_size: int, backend: str) -> Itera
 
 
 def stop_world() -> None:
+    """Leave the process groups. Call it before the process ends."""
     if dist.is_initialized():
         dist.destroy_process_group()
+        # A thread of gloo drops its tensors some time after their collective was waited for, and needs the interpreter
+        # for that. If it is being finalized, the process is aborted.
+        time.sleep(SECONDS_TO_DROP_TENSORS)
 
 
 def shared_store() -> dist.Store:
