@@ -1,6 +1,7 @@
 """Muon under every stage, along the tensor axis too, trains as in one process with whole parameters."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from gpt.model.transformer import GPT, initialize
 from gpt.shape.config import ModelConfig
+from parallel.instruments.memory_tracker import MemoryTracker
 from parallel.mesh import Axis, Mesh
 from parallel.tensor.layers import split_dims
 from parallel.tensor.token_layout import ReplicatedTokens
@@ -19,7 +21,7 @@ from tests.pairwise import pairwise, product_of
 from tests.ranks import run_ranks
 from zero.config import ZeroConfig
 from zero.engine import ZeroDataParallel
-from zero.offload.placement import NO_OFFLOAD, OffloadConfig
+from zero.offload.placement import NO_OFFLOAD, OffloadConfig, Placement
 from zero.optimizer import ZeroOptimizer
 from zero.optimizers.muon import Muon
 from zero.state import resident
@@ -27,12 +29,15 @@ from zero.state.checkpoint import load, save
 
 CONFIG = ModelConfig(num_layers=2, hidden_size=32, num_heads=4, seq_length=8, vocab_size=97, dropout=0.0)
 LLAMA = replace(CONFIG, num_kv_heads=2, mlp="swiglu", mlp_width=48, norm="rms", positions="rope", biases=False)
+CPU = torch.device("cpu")
 GLOBAL_BATCH, NUM_STEPS = 36, 3  # sequences, divided over micro-batches and ranks
 LR, DECAY, CLIP_NORM, BETAS = 1e-2, 0.1, 0.5, (0.9, 0.95)
 MOMENTUM, COEFFICIENTS, EPS = 0.95, (3.4445, -4.7750, 2.0315), 1e-7
 # float64: 5 steps of an iteration of which each multiplies an error of 1e-16 by at most 3.4, and 3 updates.
 TOLERANCE = 1e-10
 HOST = OffloadConfig(mode="host")
+# Gemini with chunks of some parameters and room for a part of the states.
+AUTO = OffloadConfig("auto", accelerator_memory_gb=2.35e-3, hidden_dim=32, min_chunk_size_m=0.004, search_range_m=0.004)
 
 
 @dataclass(frozen=True)
@@ -112,9 +117,13 @@ def whole_params(model: ZeroDataParallel, tensor: Axis) -> dict[str, Tensor]:
 
 
 def train(case: Case) -> dict[str, Tensor]:
-    model, optimizer = start(case)
-    train_steps(model, optimizer, case.num_micro_batches, range(NUM_STEPS))
-    return whole_params(model, optimizer.tensor)
+    with MemoryTracker(CPU) if case.offload.mode == "auto" else nullcontext():  # Gemini measures memory
+        model, optimizer = start(case)
+        train_steps(model, optimizer, case.num_micro_batches, range(NUM_STEPS))
+        if case.offload.mode == "auto":
+            placements = {bucket.optimizer_placement for bucket in model.buckets}
+            assert placements == {Placement.HOST, Placement.ACCELERATOR}, placements
+        return whole_params(model, optimizer.tensor)
 
 
 def orthogonalized(matrix: Tensor) -> Tensor:
@@ -213,7 +222,7 @@ def test_muon_equals_one_process():
     few = FACTORS | {"ranks": [(2, 1), (3, 1), (2, 2)]}
     cases = [case_of(**combination) for combination in pairwise(**few)]
     grouped = Case(2, 4, shard_size=2), Case(3, 4, shard_size=2, overlap_gather=True), Case(1, 4, overlap_gather=True)
-    check_cases([*cases, *grouped])
+    check_cases([*cases, *grouped, Case(2, 2, offload=AUTO), Case(3, 2, offload=AUTO)])
 
 
 def test_grouped_heads_and_gates_are_matrices_of_their_own():
