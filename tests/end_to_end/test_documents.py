@@ -26,7 +26,7 @@ SMALL_BENCH = "--rounds 2 --steps 1 --warmup 1 --layers 1 --hidden 64 --vocab 25
 # arguments; files of a user, and names of the hub, become files that the test makes.
 CHANGES = {
     # training of 20 steps or more
-    "runs/profiled --train.steps 20": "runs/profiled --train.steps 12 --train.eval_samples 4",
+    "runs/profiled --train.steps 20": "runs/profiled --train.steps 20 --train.eval_samples 4",
     "--train.steps 20": FEW_STEPS,
     "runs/compiled --train.steps 50": f"runs/compiled {FEW_STEPS}",
     "runs/wide --train.steps 50": f"runs/wide {FEW_STEPS}",
