@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from parallel.instruments.fake_tensors import instances_in
+from parallel.instruments.operation_observer import observe_operations
 from parallel.torch_internals import OpOverload, schema_of, storage_id
 
 # The position of the first factor among the arguments of a matrix product, in all overloads; the second one follows it.
@@ -158,3 +159,11 @@ def attention_of(name: str, args: Any) -> tuple[int, int, int, int, int] | None:
 def _touched_bytes(tensor: Tensor) -> int:
     """Return the bytes of memory that a tensor occupies: an expanded one has more elements than its storage."""
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
+
+
+def kernels_of(action: Callable[[], object]) -> list[Kernel]:
+    """Run an action on tensors of one device, and return its kernels, whose phase is empty."""
+    log = KernelLog(lambda: "", is_on_host=lambda _tensor: False)
+    with observe_operations(log):
+        action()
+    return log.kernels

@@ -205,13 +205,15 @@ def measured_seconds(
     axis: Axis | None = None,
     pair: tuple[Axis, int] | None = None,
     budget: float | None = None,
+    counts_waiting: bool = False,
 ) -> float:
     """Return the median seconds of an action that is repeated for about `budget` seconds, by default half a second.
 
-    If the action communicates along `axis`, or with the other rank of `pair`, these ranks repeat it equally often.
+    If the action communicates along `axis`, or with the other rank of `pair`, these ranks repeat it equally often. On a
+    CPU, the time of any other action is its processor time, unless its waits count.
     """
     # The processor time of a CPU's kernels is the same if other programs run on the machine. Messages are waited for.
-    is_kernel_of_cpu = device.type == "cpu" and axis is None and pair is None
+    is_kernel_of_cpu = device.type == "cpu" and axis is None and pair is None and not counts_waiting
     clock = time.thread_time if is_kernel_of_cpu else time.perf_counter
     for _ in range(2):  # the first call opens connections: the time of the second one is used
         once = _timed(action, device, clock)

@@ -66,4 +66,9 @@ def mean_curves(by_rank: Sequence[Sequence[Curve]]) -> tuple[Curve, ...]:
 
 def curve_name(kernel: str, dtype: torch.dtype) -> str:
     """Return the name of the curve of a kernel, which in place is the same."""
-    return f"{kernel.strip('_')} {str(dtype).removeprefix('torch.')}"
+    return f"{kernel.strip('_')} {type_name(dtype)}"
+
+
+def type_name(dtype: torch.dtype) -> str:
+    """Return the name of a data type in measurements."""
+    return str(dtype).removeprefix("torch.")

@@ -16,10 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from parallel.instruments.kernel_log import Kernel, KernelLog
-from parallel.instruments.operation_observer import observe_operations
+from parallel.instruments.kernel_log import Kernel, kernels_of
 from parallel.launch.bandwidth import measured_seconds
-from parallel.launch.curves import Curve, curve_name
+from parallel.launch.curves import Curve, curve_name, type_name
 from parallel.launch.products import Product
 from parallel.launch.reference_step import measure_reference_step
 
@@ -198,10 +197,7 @@ def _curve(build: Callable[[Tensor], Action], dtype: torch.dtype, device: torch.
 
 def largest_kernel(action: Action) -> Kernel:
     """Run an action, and return its kernel that moves the most bytes."""
-    log = KernelLog(lambda: "", lambda _: False)
-    with observe_operations(log):
-        action()
-    return max(log.kernels, key=lambda kernel: (kernel.attention is not None, kernel.num_bytes))
+    return max(kernels_of(action), key=lambda kernel: (kernel.attention is not None, kernel.num_bytes))
 
 
 def _seconds_each(action: Action, device: torch.device) -> float:
@@ -257,9 +253,7 @@ def measure_launch(device: torch.device) -> float:
         module(x).sum().backward()
 
     step()
-    log = KernelLog(lambda: "", lambda _: False)
-    with observe_operations(log):
-        step()
+    num_kernels = len(kernels_of(step))
     # On a GPU the clock is read before the device is done: the host's time is what counts.
     clock = time.thread_time if device.type == "cpu" else time.perf_counter
     times = []
@@ -269,9 +263,4 @@ def measure_launch(device: torch.device) -> float:
         start = clock()
         step()
         times.append(clock() - start)
-    return median(times) / log.count()
-
-
-def type_name(dtype: torch.dtype) -> str:
-    """Return the name of a data type in measurements."""
-    return str(dtype).removeprefix("torch.")
+    return median(times) / num_kernels

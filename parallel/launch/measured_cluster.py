@@ -15,8 +15,8 @@ import yaml
 from parallel.host_memory import physical_bytes
 from parallel.launch.bandwidth import DeviceRate, LinkRate
 from parallel.launch.cluster import RESERVED_BYTES, ClusterSpec
-from parallel.launch.curves import Curve, mean_curves
-from parallel.launch.device_kernels import DeviceKernels, type_name
+from parallel.launch.curves import Curve, mean_curves, type_name
+from parallel.launch.device_kernels import DeviceKernels
 from parallel.launch.kernel_costs import HALF_PRECISION, kernel_seconds
 from parallel.launch.products import Product, attention_flops, fit_overhead, peak_rate
 from parallel.launch.reference_step import reference_kernels

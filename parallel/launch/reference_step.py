@@ -4,19 +4,17 @@ A kernel takes longer there than by itself: its inputs have left the caches, its
 allocated, and other ranks use the same memory.
 """
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from statistics import median
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from parallel.instruments.kernel_log import Kernel, KernelLog
-from parallel.instruments.operation_observer import observe_operations
+from parallel.instruments.kernel_log import Kernel, kernels_of
+from parallel.launch.bandwidth import measured_seconds
 
-NUM_WARMUP_STEPS, NUM_STEPS = 1, 5
+BUDGET_SECONDS = 1.0  # for which a step is repeated
 
 
 @dataclass(frozen=True)
@@ -71,22 +69,12 @@ def reference_step(device: torch.device, dtype: torch.dtype) -> Callable[[], obj
 
 
 def measure_reference_step(device: torch.device, dtype: torch.dtype) -> float:
-    """Return the seconds of a step. All ranks of a node should do it at the same time, as in a run."""
-    step, times = reference_step(device, dtype), []
-    for number in range(NUM_WARMUP_STEPS + NUM_STEPS):
-        start = time.perf_counter()
-        step()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        if number >= NUM_WARMUP_STEPS:
-            times.append(time.perf_counter() - start)
-    return median(times)
+    """Return the seconds of a step, with its waits. All ranks of a node should do it at the same time, as in a run."""
+    return measured_seconds(reference_step(device, dtype), device, budget=BUDGET_SECONDS, counts_waiting=True)
 
 
 def reference_kernels(device: torch.device, dtype: torch.dtype) -> Sequence[Kernel]:
     """Return the kernels of a step."""
-    step, log = reference_step(device, dtype), KernelLog(lambda: "", lambda _: False)
+    step = reference_step(device, dtype)
     step()  # makes the optimizer's states
-    with observe_operations(log):
-        step()
-    return log.kernels
+    return kernels_of(step)

@@ -45,8 +45,7 @@ def to_gradients_(
 
     They are probabilities, times the factor of each row, if there is neither a cap nor a z-loss.
     """
-    if z_loss:
-        factors = factors * (1 + 2 * z_loss * sums)
+    factors = _with_z_loss(factors, sums, z_loss)
     if cap is None:
         logits.copy_((logits - sums[:, None]).exp_().mul_(factors[:, None]))
     else:
@@ -62,13 +61,17 @@ def log_sums_to_gradients_(logits: Tensor, factors: Tensor, *, cap: float | None
     largest = wide.amax(-1, keepdim=True)
     totals = wide.sub_(largest).exp_().sum(-1, keepdim=True)
     sums = (largest + totals.log())[:, 0]
-    if z_loss:
-        factors = factors * (1 + 2 * z_loss * sums)
+    factors = _with_z_loss(factors, sums, z_loss)
     wide.mul_(factors[:, None] / totals)
     if slopes is not None:
         wide.mul_(slopes)
     logits.copy_(wide)  # returns early if both are the same memory
     return sums
+
+
+def _with_z_loss(factors: Tensor, sums: Tensor, z_loss: float) -> Tensor:
+    """Return the factors of rows whose loss contains z_loss * sums^2."""
+    return factors * (1 + 2 * z_loss * sums) if z_loss else factors
 
 
 @dataclass(frozen=True)

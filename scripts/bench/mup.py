@@ -8,8 +8,8 @@ ends, and a second start continues with the runs that are left; OUTPUT.png is th
 """
 
 import argparse
-import json
 import math
+from functools import partial
 from pathlib import Path
 
 import matplotlib
@@ -47,26 +47,22 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     tokens = short_runs.tokens_of(options.data)
-    path = options.output.with_suffix(".json")
-    losses: dict[str, dict[str, float]] = json.loads(path.read_text()) if path.exists() else {}
-    for width in options.widths:
-        for rate in RATES:
-            for kind in KINDS[: 1 if width == BASE_WIDTH else 2]:  # at the base width they are the same
-                of_rate = losses.setdefault(f"{kind}, width {width}", {})
-                if str(rate) not in of_rate:
-                    of_rate[str(rate)] = train(kind, width, rate, tokens, options.steps)
-                    print(kind, width, rate, f"{of_rate[str(rate)]:.4f}", flush=True)
-                    path.write_text(json.dumps(losses, indent=1) + "\n")
+    runs = (
+        (f"{kind}, width {width}", rate, partial(train, kind, width, rate, tokens, options.steps))
+        for width in options.widths
+        for rate in RATES
+        for kind in KINDS[: 1 if width == BASE_WIDTH else 2]  # at the base width they are the same
+    )
+    losses = short_runs.complete(options.output.with_suffix(".json"), runs, kept=lambda curve: curve[-1][1])
     print(table(losses))
     draw(losses, options.output.with_suffix(".png"))
 
 
-def train(kind: str, width: int, rate: float, tokens: Tensor, num_steps: int) -> float:
-    """Return the validation loss of a model after its training."""
+def train(kind: str, width: int, rate: float, tokens: Tensor, num_steps: int) -> short_runs.Curve:
+    """Return the curve of a model, which has its last step only."""
     settings = SETTINGS | {"model.hidden_size": width, "model.num_heads": width // HEAD_DIM, "optimizer.lr": rate}
     settings |= {"model.mup_base_width": BASE_WIDTH} if kind == MUP else {}
-    ((_, loss),) = short_runs.train([f"--{name}={value}" for name, value in settings.items()], tokens, num_steps)
-    return loss
+    return list(short_runs.train([f"--{name}={value}" for name, value in settings.items()], tokens, num_steps))
 
 
 def table(losses: dict[str, dict[str, float]]) -> str:

@@ -10,23 +10,24 @@ is the plot, and the table is printed.
 """
 
 import argparse
-import json
+from functools import partial
 from pathlib import Path
 
 import matplotlib
 import torch
+from torch import Tensor
 
 matplotlib.use("Agg")
 from matplotlib import pyplot
 
 from scripts.bench import short_runs
+from scripts.bench.short_runs import Curve
 
 STEPS, EVALUATE_EVERY = 2000, 100
 RATES = {"adamw": (1e-3, 2e-3, 4e-3, 8e-3), "muon": (2e-3, 4e-3, 8e-3, 16e-3)}
 PARTS = {"adamw": 1.0, "muon": 0.75}  # of the steps
 SETTINGS = ["--config", "configs/shakespeare.yaml", "--train.micro_batch_size", "12"]
 OF_OPTIMIZER = {"adamw": [], "muon": ["--optimizer.muon.ns_dtype", "fp32"]}  # few CPUs multiply in bf16
-Curve = list[tuple[int, float]]  # (step, validation loss)
 
 
 def main() -> None:
@@ -38,20 +39,21 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     tokens = short_runs.tokens_of(options.data)
-    path = options.output.with_suffix(".json")
-    curves: dict[str, dict[str, Curve]] = json.loads(path.read_text()) if path.exists() else {}
-    for name, rates in RATES.items():
-        for rate in rates[: options.num_rates]:
-            of_rate = curves.setdefault(name, {})
-            if str(rate) not in of_rate:
-                num_steps = round(options.steps * PARTS[name])
-                arguments = [*SETTINGS, *OF_OPTIMIZER[name], f"--optimizer.name={name}", f"--optimizer.lr={rate}"]
-                arguments += [f"--model.vocab_size={int(tokens.max()) + 1}", f"--schedule.min_lr={rate / 10}"]
-                of_rate[str(rate)] = list(short_runs.train(arguments, tokens, num_steps, EVALUATE_EVERY))
-                print(name, rate, f"{of_rate[str(rate)][-1][1]:.4f}", flush=True)
-                path.write_text(json.dumps(curves) + "\n")
+    runs = (
+        (name, rate, partial(train, name, rate, tokens, options.steps))
+        for name, rates in RATES.items()
+        for rate in rates[: options.num_rates]
+    )
+    curves = short_runs.complete(options.output.with_suffix(".json"), runs, kept=list)
     print(table(curves))
     draw(curves, options.output.with_suffix(".png"))
+
+
+def train(name: str, rate: float, tokens: Tensor, num_steps: int) -> Curve:
+    """Return the curve of an optimizer; `num_steps` are those of AdamW."""
+    arguments = [*SETTINGS, *OF_OPTIMIZER[name], f"--optimizer.name={name}", f"--optimizer.lr={rate}"]
+    arguments += [f"--model.vocab_size={int(tokens.max()) + 1}", f"--schedule.min_lr={rate / 10}"]
+    return list(short_runs.train(arguments, tokens, round(num_steps * PARTS[name]), EVALUATE_EVERY))
 
 
 def best(of_rate: dict[str, Curve]) -> tuple[str, Curve]:

@@ -1,6 +1,9 @@
 """Short runs of small models on one CPU, for comparisons of settings: all see the same batches in the same order."""
 
-from collections.abc import Iterator
+import json
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,8 +16,27 @@ from gpt.settings_parser import parse_settings
 from gpt.train_step import evaluate, train_step
 from parallel.mesh import Mesh
 
+Curve = list[tuple[int, float]]  # (step, validation loss)
+Runs = Iterable[tuple[str, float, Callable[[], Curve]]]  # (name, learning rate, function that trains)
+
 NUM_VALIDATION_BATCHES = 24
 VALIDATION_SHARE = 0.05  # of the text, at its end
+
+
+def complete(path: Path, runs: Runs, kept: Callable[[Curve], Any]) -> dict[str, dict[str, Any]]:
+    """Return what is `kept` of each run's curve, by name and learning rate.
+
+    Runs that the file has are not repeated; the others are added to it as they end.
+    """
+    found: dict[str, dict[str, Any]] = json.loads(path.read_text()) if path.exists() else {}
+    for name, rate, train_it in runs:
+        of_rate = found.setdefault(name, {})
+        if str(rate) not in of_rate:
+            curve = train_it()
+            of_rate[str(rate)] = kept(curve)
+            print(name, rate, f"{curve[-1][1]:.4f}", flush=True)
+            path.write_text(json.dumps(found, indent=1) + "\n")
+    return found
 
 
 def tokens_of(prefix: str) -> Tensor:

@@ -85,7 +85,7 @@ def page(found: Mapping[str, tuple[str, list[str]]]) -> str:
 
 
 def main(arguments: list[str]) -> None:
-    parser = argparse.ArgumentParser(prog="python -m scripts.paper.reproduce", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m scripts.paper.reproduce", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"parts to print: {', '.join(PARTS)}")
     names = parser.parse_args(arguments).parts

@@ -69,7 +69,7 @@ def _progress(line: str) -> None:
 
 
 def main(arguments: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(prog="python -m scripts.published.predict", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m scripts.published.predict", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("rows", type=Path, help="CSV file of rows")
     parser.add_argument("--output", type=Path, required=True, help="CSV file to write")

@@ -113,9 +113,10 @@ class MatrixExchange:
     ):
         self.matrices, self._places, self._layouts = matrices, assignment.places, list(layouts)
         shard_axis, self._tensor_axis = axes
-        self._of_param: defaultdict[str, list[int]] = defaultdict(list)
+        # The numbers of the matrices of each parameter, in ascending order.
+        self.of_param: defaultdict[str, list[int]] = defaultdict(list)
         for number, matrix in enumerate(matrices):
-            self._of_param[matrix.param].append(number)
+            self.of_param[matrix.param].append(number)
         sent = Places(shard_axis.size)
         for owner, name, elements in owned:
             for number, start, runs in self._runs(name, elements):
@@ -177,14 +178,14 @@ class MatrixExchange:
 
     def _runs(self, name: str, elements: range) -> Iterator[tuple[int, int, Runs]]:
         """Yield (matrix, first element in it, runs) of all matrices among some elements of a parameter."""
-        for number in self._of_param.get(name, ()):
+        for number in self.of_param.get(name, ()):
             for runs, start in self.matrices[number].runs_in(elements):
                 yield number, start, runs
 
     def _stretches(self, layout: Layout, chosen: set[int]) -> Iterator[tuple[int, int, int, Runs]]:
         """Yield (owner, matrix, first element in it, runs) of the stretches of chosen matrices that all ranks own."""
         for span in layout.spans:
-            if chosen.isdisjoint(self._of_param.get(span.name, ())):
+            if chosen.isdisjoint(self.of_param.get(span.name, ())):
                 continue
             first = span.elements.start
             for rank, part in layout.shards(span.elements):

@@ -62,8 +62,6 @@ class MatrixUpdates:
         for piece, stretch in self._exchange.owned:
             self._stretches[piece].append(stretch)
         self._host_message: Tensor | None = None
-        numbers = reversed(range(len(self.matrices)))
-        self._first_of_param = {self.matrices[number].param: number for number in numbers}
 
     def __contains__(self, bucket: Bucket) -> bool:
         """Return whether any rank owns a stretch of a matrix in a bucket: the same on all ranks."""
@@ -183,7 +181,7 @@ class MatrixUpdates:
 
     def _name(self, number: int) -> str:
         matrix = self.matrices[number]
-        position = number - self._first_of_param[matrix.param]
+        position = self._exchange.of_param[matrix.param].index(number)
         part = "" if matrix.num_parts == self._tensor_axis.size else f".{self._tensor_axis.rank}"
         return f"matrix.{matrix.param}.{position}{part}"
 

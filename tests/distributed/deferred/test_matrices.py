@@ -1,10 +1,7 @@
 """Muon trains as in one process if collectives and copies run late, and overwrite what does not wait for them."""
 
-from torch import Tensor
-
-from tests.deferred import deferred
-from tests.distributed.zero.optimizers.test_muon import HOST, Case, assert_equals_whole, train
-from tests.ranks import run_ranks
+from tests.deferred import run_late
+from tests.distributed.zero.optimizers.test_muon import HOST, Case, assert_equals_whole, train_all
 from zero.offload.placement import OffloadConfig
 
 CASES = [
@@ -14,14 +11,6 @@ CASES = [
 ]
 
 
-def train_late(cases: list[Case]) -> list[dict[str, Tensor]]:
-    found = []
-    for case in cases:
-        with deferred():
-            found.append(train(case))
-    return found
-
-
 def test_late_messages_of_matrices_change_nothing():
-    for found in run_ranks(2, train_late, CASES):
+    for found in run_late(2, train_all, CASES):
         assert_equals_whole(found)

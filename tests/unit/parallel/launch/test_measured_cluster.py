@@ -85,7 +85,7 @@ def test_the_factor_of_a_step_makes_its_kernels_take_as_long_as_it_was_measured(
     cpu, small = torch.device("cpu"), {"cpu": Shape(1, 16, 2, 8, 2, 32)}
     spec = dataclasses.replace(CLUSTER, device="cpu", launch_seconds=1e-6)
     measured = [mock.Mock(step_seconds={"bfloat16": seconds, "float32": 3.0}) for seconds in (4.0, 6.0)]
-    with mock.patch.object(reference_step, "SHAPES", small):
+    with mock.patch.multiple(reference_step, SHAPES=small, BUDGET_SECONDS=0.0):
         found = with_step_factors(spec, measured, cpu)
         for dtype, seconds in ((torch.bfloat16, 5.0), (torch.float32, 3.0)):
             kernels = reference_step.reference_kernels(cpu, dtype)

@@ -180,7 +180,7 @@ def main_in_short(words: list[str]) -> None:
     with (
         mock.patch.multiple(device_kernels, **sizes),
         mock.patch.multiple(bandwidth, **messages),
-        mock.patch.object(reference_step, "SHAPES", shapes),
+        mock.patch.multiple(reference_step, SHAPES=shapes, BUDGET_SECONDS=0.0),
     ):
         main(words)
 
