@@ -16,13 +16,12 @@ import math
 from dataclasses import dataclass, replace
 
 from gpt.planner.activation_store import parameters_of_rank
-from gpt.planner.dry_run import DEVICE, HOST, Recording, dry_run
+from gpt.planner.dry_run import DEVICE, HOST, MAX_MICRO_BATCHES, Recording, dry_run
 from gpt.planner.projection import project_recording
 from gpt.settings import Settings
 from parallel.launch.cluster import ClusterSpec
 
 DEPTHS = 4, 8
-MAX_MICRO_BATCHES = 3  # of a dry run
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,14 @@ cost next to nothing.
 """
 
 import weakref
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import partial
-from typing import Any, Protocol, Self, runtime_checkable
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -37,12 +38,15 @@ class TensorKind(StrEnum):
     OTHER = "other"
 
 
-@runtime_checkable
-class TagObserver(Protocol):
-    """An observer of operations that is told the kinds of tensors. `default` is (kind, on_host) of those untagged."""
+class TagObserver(ABC):
+    """An observer of operations that is told the kinds of tensors. `default` is (kind, on_host) of those untagged.
+
+    It is a base class and no protocol, because `tagged` asks for the type of each observer each time.
+    """
 
     default: tuple[TensorKind, bool]
 
+    @abstractmethod
     def on_tag(self, tensor: Tensor, kind: TensorKind, on_host: bool) -> None: ...
 
 
@@ -134,7 +138,7 @@ class _TrackedStorage:
     is_new: bool = False  # allocated since `restart`
 
 
-class MemoryTracker:
+class MemoryTracker(TagObserver):
     """A counter of the storages that are allocated while it is active; `device` is the accelerator, real or imitated.
 
     A fake tensor counts like the real one that it imitates, if the tracker is entered after the `FakeTensorMode`. A

@@ -41,7 +41,7 @@ from parallel.instruments.memory_accesses import (
     roles_of,
     sorted_arguments,
 )
-from parallel.instruments.memory_tracker import TensorKind
+from parallel.instruments.memory_tracker import TagObserver, TensorKind
 from parallel.instruments.operation_observer import observe_operations
 from parallel.instruments.simulated_streams import (
     Access,
@@ -80,7 +80,7 @@ class SimulatedWait:
             self._checker.on_lost_wait(self._access)
 
 
-class StreamChecker:
+class StreamChecker(TagObserver):
     """An observer of operations that is a `StreamSimulation`. `reports` are the races found so far, one line each.
 
     `device` is the run's accelerator, also if that is the CPU. Enter it before side streams are made.
