@@ -66,6 +66,7 @@ class ClusterSpec:
     full_step_factor: Rate = 1.0  # the same in full precision
     kernels: tuple[Curve, ...] = ()  # measured times by the bytes that a kernel moves
     collectives: tuple[Curve, ...] = ()  # measured times inside a node, by the bytes that a rank sends
+    median_error: Rate | None = None  # of projected times, over measured ones that were not fitted; null: unknown
     calibrated: bool = False  # true: the rates are measured, or the fractions are fitted to measurements
 
     def __post_init__(self) -> None:
@@ -160,5 +161,7 @@ class ClusterSpec:
 
     @property
     def remark(self) -> str:
-        """A remark to print beside times that are projected on this cluster; empty if it is calibrated."""
-        return "" if self.calibrated else " (not calibrated)"
+        """A remark on their error to print beside times that are projected on this cluster; empty if it is unknown."""
+        if not self.calibrated:
+            return " (not calibrated)"
+        return "" if self.median_error is None else f" (median error {self.median_error:.0%})"

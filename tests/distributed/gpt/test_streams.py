@@ -89,6 +89,8 @@ def settings_of(combination: dict) -> Settings:
     }
     if combination["offload"] == "auto":
         least = (3e-4 if combination["stage"] == 3 else 1.5e-3) * (2 if combination["precision"] == "fp32" else 1)
+        if combination["optimizer"] == "soap" and combination["stage"] == 3:
+            least = 8e-4  # its update has several matrices of the size of one at once
         options["offload.accelerator_memory_gb"] = least * 2 / tensor_size  # holds a part of the states
     return parse_settings([*(f"--{name}={value}" for name, value in options.items()), *combination["others"].split()])
 
