@@ -63,11 +63,11 @@ def spread(predictions: Iterable[Prediction], most: int) -> list[CandidateLayout
 
 def front_table(choices: Sequence[Choice], cluster: ClusterSpec) -> Table:
     """Return a table of the choices: the time, GPU hours and price of their runs, and their memory."""
-    remark = "" if cluster.calibrated else ",\nnot\ncalibrated"
-    table = Table(title="Front: no other layout is as good in time, cost and memory", title_justify="left")
+    title = f"Front: no other layout is as good in time, cost and memory{cluster.remark}"
+    table = Table(title=title, title_justify="left")
     table.add_column("nodes", justify="right")
-    table.add_column("layout")
-    for heading in ("GB", f"run{remark}", "GPU\nhours", *(["dollars"] if cluster.dollars_per_gpu_hour else [])):
+    table.add_column("layout", max_width=24)
+    for heading in ("GB", "run", "GPU\nhours", *(["dollars"] if cluster.dollars_per_gpu_hour else [])):
         table.add_column(heading, justify="right")
     for one in choices:
         dollars = [f"{one.cost.dollars:,.0f}"] if one.cost.dollars is not None else []

@@ -85,10 +85,14 @@ class CandidateLayout:
         ]
 
     def __str__(self) -> str:
+        return f"{self.division}, micro-batch {self.micro_batch_size}"
+
+    @property
+    def division(self) -> str:
+        """All but the micro-batch, in words."""
         parts = [f"tensor {self.tensor_size}", f"stage {self.stage}", self.store]
         parts += ["local"] if self.accumulate == "local" else []
-        parts += [f"micro-batch {self.micro_batch_size}", *(["offload"] if self.offload == "host" else [])]
-        return ", ".join(parts)
+        return ", ".join([*parts, *(["offload"] if self.offload == "host" else [])])
 
 
 @dataclass(frozen=True)

@@ -43,29 +43,30 @@ def plan_table(
     tflops_per_gpu: Mapping[CandidateLayout, float],
     cluster: ClusterSpec,
 ) -> Table:
-    """Return a table of the layouts: first those that dry runs have verified, then the fastest others."""
-    table = Table(title="Layouts by the time of a step, first of dry runs, then of closed forms", title_justify="left")
-    table.add_column("layout")
-    seconds, tflops = (f"{figure},\nnot\ncalibrated" for figure in ("seconds", "model\nTFLOPs"))
-    if cluster.calibrated:
-        seconds, tflops = "seconds", "model\nTFLOPs"
-    for heading in ("micro-\nbatches", "GB", seconds, "dry run:\nGB", seconds, tflops):
+    """Return a table of the layouts: first those that dry runs have verified, then the fastest others.
+
+    It has up to MAX_COLUMNS columns. The figures of the others are those of closed forms.
+    """
+    title = f"Layouts by the time of a step{cluster.remark}\nof dry runs; below the line of closed forms"
+    table = Table(title=title, title_justify="left")
+    table.add_column("layout", max_width=33)
+    for heading in ("micro-\nbatches", "GB", "seconds", "model\nTFLOPs"):
         table.add_column(heading, justify="right")
+
+    def add_row(found: Prediction, memory: str, seconds: float, tflops: str = "") -> None:
+        micro_batches = f"{found.num_micro_batches} of {found.layout.micro_batch_size}"
+        table.add_row(found.layout.division, micro_batches, memory, _seconds(seconds), tflops)
+
     first, others = in_order(fitting, verified, cluster)
     for found in first:
         estimate = verified[found.layout]
-        too_much = "" if estimate_fits(estimate, cluster) else " too much"
-        figures = f"{estimate.device_peak_bytes / 1e9:.1f}{too_much}", _seconds(estimate.seconds)
-        table.add_row(*_closed_forms(found), *figures, f"{tflops_per_gpu[found.layout]:.1f}")
+        too_much = "" if estimate_fits(estimate, cluster) else "\ntoo much"
+        memory = f"{estimate.device_peak_bytes / 1e9:.1f}{too_much}"
+        add_row(found, memory, estimate.seconds, f"{tflops_per_gpu[found.layout]:.1f}")
     table.add_section()
     for found in others[: max(0, NUM_SHOWN - len(first))]:
-        table.add_row(*_closed_forms(found), "", "", "")
+        add_row(found, f"{found.device_bytes / 1e9:.1f}", found.seconds)
     return table
-
-
-def _closed_forms(found: Prediction) -> tuple[str, str, str, str]:
-    """Return the cells of a prediction by closed forms."""
-    return str(found.layout), str(found.num_micro_batches), f"{found.device_bytes / 1e9:.1f}", _seconds(found.seconds)
 
 
 def model_tflops_per_gpu(model: ModelConfig, global_batch_size: int, world_size: int, estimate: Estimate) -> float:

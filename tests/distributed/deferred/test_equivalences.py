@@ -1,5 +1,6 @@
 """Every stage trains as one process does if collectives and copies run as late as the program allows."""
 
+import random
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -200,6 +201,7 @@ FACTORS = {
     "offload": ["none", "host", "auto", "more"],
     "is_compiled": [False, True],
 }
+NUM_SAMPLED = 200  # configurations of each size
 
 
 def is_possible(combination: dict) -> bool:
@@ -211,11 +213,12 @@ def is_possible(combination: dict) -> bool:
 
 @pytest.mark.full
 @pytest.mark.parametrize("sizes", FACTORS["sizes"], ids=str)
-def test_late_collectives_and_copies_change_nothing_in_any_configuration(sizes: tuple[int, int, int | None]):
+def test_late_collectives_and_copies_change_nothing_in_many_configurations(sizes: tuple[int, int, int | None]):
+    """The whole product would take hours."""
     data_size, tensor_size, shard_size = sizes
-    combinations = product_of(FACTORS | {"sizes": [sizes]}, *FACTORS)
+    possible = list(filter(is_possible, product_of(FACTORS | {"sizes": [sizes]}, *FACTORS)))
     cases = []
-    for combination in filter(is_possible, combinations):
+    for combination in random.Random(0).sample(possible, NUM_SAMPLED):
         settings = {name: value for name, value in combination.items() if name != "sizes"}
         cases.append(Case(**settings, tensor_size=tensor_size, shard_size=shard_size))
     check_equal_one_process(data_size * tensor_size, cases)
