@@ -17,6 +17,7 @@ LINK_BYTES = 8 * 2**20  # of a message between two ranks
 MESSAGE_BYTES = 2**10, 2**14, 2**18, 2**22, 2**25  # by which times of collectives are measured
 MESSAGE_BYTES_OF_GPUS = (2**28,)  # and these, too
 SHARD_BYTES = 2**20  # of each rank's part of a collective, at least: with less, latency is measured
+COMPUTED_SIZE = 512  # of the square matrices whose product is computed before a measured message
 SECONDS_EACH = 0.5  # for which a measured action is repeated
 MAX_REPEATS = 50
 # A rate is slow below these fractions of the median of comparable links or devices, or of the rate in a cluster file.
@@ -98,10 +99,13 @@ def measure_links(axis: Axis, device: torch.device, takes_part: bool = True) -> 
 def measure_sizes(axis: Axis, device: torch.device) -> list[Curve]:
     """Measure the collectives of training with messages of several sizes, on all groups of the axis at once.
 
-    A curve is over the bytes that a rank sends.
+    A curve is over the bytes that a rank sends. On a CPU each collective follows a computation, as in a step: its
+    time is then also that of waiting for the slower ranks, and of waking gloo's threads.
     """
     if axis.size == 1:
         return []
+    matrix = torch.ones(COMPUTED_SIZE, COMPUTED_SIZE)
+    before = partial(torch.mm, matrix, matrix) if device.type == "cpu" else None
     curves, messages = [], MESSAGE_BYTES + (MESSAGE_BYTES_OF_GPUS if device.type == "cuda" else ())
     for name in ("all_reduce", "all_gather", "reduce_scatter"):
         sizes, seconds = [], []
@@ -112,7 +116,7 @@ def measure_sizes(axis: Axis, device: torch.device) -> list[Curve]:
             # run counts as such.
             operation = "all_gather" if axis.takes_receive_buffers and name != "all_reduce" else name
             action = partial(_collect, axis, operation, full, shard)
-            seconds.append(measured_seconds(action, device, axis, budget=SECONDS_EACH / 5))
+            seconds.append(measured_seconds(action, device, axis, budget=SECONDS_EACH / 5, before=before))
             assert axis.log.last is not None
             action()
             sizes.append(float(axis.log.last.wire_bytes))
@@ -206,17 +210,21 @@ def measured_seconds(
     pair: tuple[Axis, int] | None = None,
     budget: float | None = None,
     counts_waiting: bool = False,
+    before: Measurement | None = None,
 ) -> float:
     """Return the median seconds of an action that is repeated for about `budget` seconds, by default half a second.
 
     If the action communicates along `axis`, or with the other rank of `pair`, these ranks repeat it equally often. On a
     CPU, the time of any other action is its processor time, unless its waits count.
+
+    The time of `before`, which runs before each action, does not count. With it, the mean is returned: then ranks wait
+    for each other, seldom but long, and a step has many such waits.
     """
     # The processor time of a CPU's kernels is the same if other programs run on the machine. Messages are waited for.
     is_kernel_of_cpu = device.type == "cpu" and axis is None and pair is None and not counts_waiting
     clock = time.thread_time if is_kernel_of_cpu else time.perf_counter
     for _ in range(2):  # the first call opens connections: the time of the second one is used
-        once = _timed(action, device, clock)
+        once = _timed(action, device, clock, before)
     # The number of repeats must be the same on all ranks that communicate, or the last messages would never arrive. So
     # they compute it from the same estimate: the mean over the axis, or the longer time of the pair.
     estimate = torch.tensor(once, dtype=torch.float64, device=device)
@@ -230,10 +238,15 @@ def measured_seconds(
     num_repeats = max(
         3, min(MAX_REPEATS, int((SECONDS_EACH if budget is None else budget) / max(estimate.item(), 1e-7)))
     )
-    return statistics.median(_timed(action, device, clock) for _ in range(num_repeats))
+    times = [_timed(action, device, clock, before) for _ in range(num_repeats)]
+    return statistics.median(times) if before is None else statistics.fmean(times)
 
 
-def _timed(action: Measurement, device: torch.device, clock: Callable[[], float]) -> float:
+def _timed(
+    action: Measurement, device: torch.device, clock: Callable[[], float], before: Measurement | None = None
+) -> float:
+    if before is not None:
+        before()
     # The device is synchronized before the clock is read: first to finish earlier work, then to finish the action.
     _synchronize(device)
     start = clock()

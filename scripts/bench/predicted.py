@@ -171,8 +171,8 @@ All times are milliseconds of a step:
 
 *Measured* is the median of {num_rounds} rounds; in each round every configuration has one measured step, in an order
 that rotates. *Error* is that of the prediction. *Processor time* is that of all threads of rank 0. A prediction leaves
-out the time that Python spends on the program beyond that of a kernel's launch, and waits for the slower rank, which
-are longest with a tensor axis.
+out the time that Python spends on the program beyond that of a kernel's launch. The times of collectives contain waits
+for the slower rank, as they were measured behind one computation; with a tensor axis such waits are more frequent.
 
 Measured on {date.today()}: {os.cpu_count()} CPU cores, torch {torch.__version__}, gloo over loopback, {NUM_RANKS}
 ranks of one thread, load {load:.1f} at the start. GPT with {model.num_layers} layers x {model.hidden_size}, vocabulary

@@ -201,7 +201,7 @@ FACTORS = {
     "offload": ["none", "host", "auto", "more"],
     "is_compiled": [False, True],
 }
-NUM_SAMPLED = 200  # configurations of each size
+NUM_SAMPLED = 60  # configurations of each size
 
 
 def is_possible(combination: dict) -> bool:

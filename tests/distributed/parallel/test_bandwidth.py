@@ -1,5 +1,7 @@
 """Collectives are measured with messages that grow with the number of ranks."""
 
+import itertools
+from collections.abc import Callable
 from unittest import mock
 
 import pytest
@@ -33,3 +35,21 @@ def test_three_sets_of_disjoint_pairs_are_all_links_of_a_ring(size: int):
         assert len(set(ends)) == len(ends), "no rank is in two pairs of a set"
     assert sorted(pair for pairs in sets for pair in pairs) == [(rank, (rank + 1) % size) for rank in range(size)]
     assert bandwidth._pairs(2, 0) == [(0, 1)]
+
+
+def test_a_computation_before_a_measured_action_does_not_count_and_waits_have_their_mean():
+    now, seconds = 0.0, itertools.cycle([1.0, 1.0, 7.0])
+
+    def advance(by: float) -> None:
+        nonlocal now
+        now += by
+
+    def measured(before: Callable[[], object] | None) -> float:
+        return bandwidth.measured_seconds(
+            lambda: advance(next(seconds)), torch.device("cpu"), budget=21.0, counts_waiting=True, before=before
+        )
+
+    with mock.patch.object(bandwidth.time, "perf_counter", side_effect=lambda: now):
+        assert measured(None) == 1.0
+        seconds = itertools.cycle([1.0, 1.0, 7.0])  # two that estimate, then 21: 7, 1, 1, ...
+        assert measured(lambda: advance(100.0)) == 3.0
