@@ -1,0 +1,19 @@
+"""The accesses to a storage that the checker of streams remembers."""
+
+from parallel.instruments.memory_accesses import AccessedMemory
+from parallel.instruments.simulated_streams import SimulatedStreams
+
+
+def test_a_write_takes_the_place_of_the_accesses_before_it():
+    streams = SimulatedStreams()
+    computation, side = streams.current, streams.new_side_stream()
+    memory = AccessedMemory(computation, is_on_host=False, kind="parameters")
+    memory.read(0, 4, side.launch("read"), side.clock)
+    memory.read(4, 8, side.launch("read"), side.clock)
+    write = computation.launch("write")
+    memory.write(0, 8, write, computation.clock)
+    assert list(memory.accesses_after({})) == [write]
+    read = side.launch("read")
+    memory.read(2, 6, read, side.clock)
+    # The stretches 0 to 2, 2 to 6 and 6 to 8.
+    assert list(memory.accesses_after({})) == [write, write, read, write]
