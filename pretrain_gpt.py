@@ -19,10 +19,10 @@ from gpt.build import build, build_mesh, start_options
 from gpt.corpus import Corpus
 from gpt.monitor.console import RunConsole, describe_run, memory_table
 from gpt.monitor.out_of_memory import out_of_memory_recorded
-from gpt.option_names import errors_in_option_names
 from gpt.planner.report import run_and_report
-from gpt.settings import Settings
-from gpt.settings_parser import parse_settings
+from gpt.settings.option_names import errors_in_option_names
+from gpt.settings.parser import parse_settings
+from gpt.settings.settings import Settings
 from gpt.trainer import Trainer
 from parallel.errors import ConfigError
 from parallel.instruments.stream_checker import streams_checked

@@ -23,7 +23,9 @@ from gpt.planner.host_memory import check_host_memory
 from gpt.planner.moments import moment_bytes
 from gpt.pretrained.families import family_of
 from gpt.schedule import check_batch_sizes, learning_rate
-from gpt.settings import LossScaleSettings, OptimizerSettings, ParallelSettings, Settings
+from gpt.settings.optimizer import OptimizerSettings
+from gpt.settings.settings import Settings
+from gpt.settings.training import LossScaleSettings, ParallelSettings
 from gpt.shape.config import ModelConfig, check_divides
 from parallel.errors import ConfigError
 from parallel.instruments.memory_tracker import allocate_buffer

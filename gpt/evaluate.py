@@ -35,10 +35,10 @@ from gpt.checkpoint.checkpoint import load
 from gpt.checkpoint.folder import find
 from gpt.generate import evaluation
 from gpt.monitor.console import RunConsole
-from gpt.option_names import errors_in_option_names
 from gpt.run_folder.files import CHECKPOINTS
-from gpt.settings import Settings
-from gpt.settings_parser import parse_settings
+from gpt.settings.option_names import errors_in_option_names
+from gpt.settings.parser import parse_settings
+from gpt.settings.settings import Settings
 from parallel.errors import ConfigError
 from parallel.mesh import Axis
 from parallel.world import World, exit_with_error, start_world, stop_world

@@ -14,7 +14,7 @@ import yaml
 
 from data.blend import parse_path
 from data.errors import DataError
-from gpt.settings_parser import parse_settings
+from gpt.settings.parser import parse_settings
 from parallel.errors import ConfigError
 from parallel.launch import preflight
 from parallel.launch.node_facts import Job

@@ -28,7 +28,7 @@ from gpt.monitor.tracking import Tracking, open_tracking
 from gpt.replicas import check_replicas
 from gpt.run_folder.files import LOSS_PLOT, MetricsFile, read_steps, written_if_possible
 from gpt.schedule import batch_plan, learning_rate, rate_change
-from gpt.settings import Settings
+from gpt.settings.settings import Settings
 from gpt.train_step import evaluate, mean_over, train_step
 from parallel.errors import ConfigError
 from parallel.launch.node_map import NodeMap, node_table

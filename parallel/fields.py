@@ -83,6 +83,7 @@ class PathLength:
 
 FilePath = Annotated[str, PathLength()]
 Positive = Annotated[int, Range(1)]
+Ranks = Annotated[int, Range(1, 2**20)]  # a number of ranks
 NonNegative = Annotated[int, Range(0)]
 
 

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from gpt.settings_help import page
-from gpt.settings_parser import TREE
+from gpt.settings.help import page
+from gpt.settings.parser import TREE
 
 PAGE = Path(__file__).parents[1] / "docs" / "settings.md"
 

@@ -26,7 +26,7 @@ from gpt.checkpoint.saver import Saver
 from gpt.checkpoint.tokenizer_files import NO_TOKENIZER, TokenizerFiles
 from gpt.run_folder.files import CHECKPOINTS, WEIGHTS, cut_metrics, start_run
 from gpt.run_folder.lock import RunLock
-from gpt.settings import CheckpointSettings
+from gpt.settings.run import CheckpointSettings
 from parallel.errors import ConfigError
 from parallel.mesh import Mesh
 from zero.state.writer import SaveError

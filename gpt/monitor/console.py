@@ -18,7 +18,8 @@ from rich.text import Text
 from gpt.build import TrainState
 from gpt.model.transformer import GPT
 from gpt.monitor.units import count
-from gpt.settings import Settings, TrainSettings
+from gpt.settings.settings import Settings
+from gpt.settings.training import TrainSettings
 from parallel.tensor.linear_cross_entropy import temporary_bytes
 from zero.activations.checkpointed_blocks import CheckpointedBlocks
 from zero.formulas import memory, traffic

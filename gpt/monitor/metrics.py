@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 import torch
 
-from gpt.settings import TrainSettings
+from gpt.settings.training import TrainSettings
 from gpt.shape.config import ModelConfig
 from gpt.shape.flops import hardware_flops, model_flops, peak_flops_per_second
 from parallel.blocks import Recomputation

@@ -16,7 +16,7 @@ import torch
 from gpt.build import TrainState
 from gpt.monitor.metrics import peak_memory
 from gpt.run_folder.files import OUT_OF_MEMORY, MetricsFile, written_if_possible
-from gpt.settings import Settings
+from gpt.settings.settings import Settings
 from parallel.errors import MemoryLimitError
 from parallel.torch_internals import memory_snapshot
 from parallel.world import World

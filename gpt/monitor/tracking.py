@@ -20,9 +20,9 @@ import yaml
 from gpt.loss_guard import SpikeDetector
 from gpt.monitor.tensorboard_sink import TensorboardRun
 from gpt.monitor.wandb_sink import WandbRun
-from gpt.option_names import in_option_names
 from gpt.run_folder.files import read_steps
-from gpt.settings import Settings
+from gpt.settings.option_names import in_option_names
+from gpt.settings.settings import Settings
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 from uuid import uuid4
 
-from gpt.settings import WandbSettings
+from gpt.settings.run import WandbSettings
 
 logger = logging.getLogger(__name__)
 

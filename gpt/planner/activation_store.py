@@ -8,8 +8,8 @@ import torch
 
 from gpt.model.hidden_matrices import is_hidden_matrix
 from gpt.model.transformer import GPT
-from gpt.option_names import in_option_names
-from gpt.settings import TrainSettings
+from gpt.settings.option_names import in_option_names
+from gpt.settings.training import TrainSettings
 from gpt.shape.config import ModelConfig
 from parallel.host_memory import physical_bytes
 from parallel.instruments.comm_log import CommLog

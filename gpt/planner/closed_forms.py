@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gpt.planner.layouts import CandidateLayout, Prediction, candidate_layouts, fits, predict
-from gpt.settings import Settings
+from gpt.settings.settings import Settings
 from parallel.errors import ConfigError
 from parallel.launch.cluster import ClusterSpec
 

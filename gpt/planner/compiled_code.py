@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from gpt.kernels.norms import NORMS
 from gpt.model.transformer import POSITIONS, Block, Sequences
-from gpt.settings import Settings
+from gpt.settings.settings import Settings
 from gpt.shape.config import ModelConfig
 from parallel.instruments.compiled_kernels import CompiledRegion, compiled_region, splice
 from parallel.instruments.kernel_log import Kernel

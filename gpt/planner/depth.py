@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from gpt.planner.activation_store import parameters_of_rank
 from gpt.planner.dry_run import DEVICE, HOST, MAX_MICRO_BATCHES, Recording, dry_run
 from gpt.planner.projection import project_recording
-from gpt.settings import Settings
+from gpt.settings.settings import Settings
 from parallel.launch.cluster import ClusterSpec
 
 DEPTHS = 4, 8

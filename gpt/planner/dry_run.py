@@ -14,9 +14,10 @@ import torch
 
 from data.documents import DocumentBatch, MicroBatch
 from gpt.build import TrainState, build, build_mesh
-from gpt.option_names import errors_in_option_names
 from gpt.planner.compiled_code import with_compiled_code
-from gpt.settings import Settings, TrainSettings
+from gpt.settings.option_names import errors_in_option_names
+from gpt.settings.settings import Settings
+from gpt.settings.training import TrainSettings
 from gpt.train_step import train_step
 from parallel.instruments.comm_log import CommEvent
 from parallel.instruments.fake_tensors import QuickFakeTensorMode

@@ -11,7 +11,7 @@ from dataclasses import astuple, dataclass, replace
 
 from gpt.planner.activation_store import parameters_of_rank
 from gpt.planner.moments import moment_bytes
-from gpt.settings import Settings
+from gpt.settings.settings import Settings
 from parallel.errors import ConfigError
 from parallel.host_memory import available_bytes, pinned_bytes
 from parallel.mesh import Axis, Mesh

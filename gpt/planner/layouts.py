@@ -8,7 +8,7 @@ from typing import Literal, get_args
 from gpt.kernels.documents import suits_kernel
 from gpt.planner.activation_store import parameters_of_rank, workload_of
 from gpt.planner.moments import moment_bytes
-from gpt.settings import Settings
+from gpt.settings.settings import Settings
 from gpt.shape.config import divides
 from gpt.shape.flops import hardware_flops
 from parallel.blocks import Recomputation

@@ -6,7 +6,7 @@ from gpt.planner.activation_store import (
     parameters_of_rank,
     soap_states_of_rank,
 )
-from gpt.settings import OptimizerSettings
+from gpt.settings.optimizer import OptimizerSettings
 from gpt.shape.config import ModelConfig
 from zero.optimizers.adamw8bit import BLOCK
 

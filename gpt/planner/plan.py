@@ -18,7 +18,6 @@ from rich.console import Console
 from rich.table import Table
 
 from gpt.monitor.console import make_console, print_table
-from gpt.option_names import errors_in_option_names
 from gpt.planner.closed_forms import RANKS, Plan, deepest_models, make_plan
 from gpt.planner.depth import DepthExtrapolation, Estimate, extrapolate, shallow_runs
 from gpt.planner.front import Choice, front, front_table, spread
@@ -33,8 +32,9 @@ from gpt.planner.plan_report import (
 )
 from gpt.planner.plots import plot_front
 from gpt.planner.run_cost import RunCost
-from gpt.settings import Settings
-from gpt.settings_parser import parse_settings
+from gpt.settings.option_names import errors_in_option_names
+from gpt.settings.parser import parse_settings
+from gpt.settings.settings import Settings
 from parallel.errors import ConfigError, exit_on_config_error
 from parallel.launch.cluster import ClusterSpec
 

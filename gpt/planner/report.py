@@ -15,7 +15,8 @@ from gpt.monitor.units import count, num_bytes, seconds, unit_of
 from gpt.planner.dry_run import DEVICE, HOST, Recording, dry_run, no_garbage_collection
 from gpt.planner.projection import Timeline, project_recording
 from gpt.planner.run_cost import RunCost
-from gpt.settings import DryRunSettings, Settings
+from gpt.settings.analysis import DryRunSettings
+from gpt.settings.settings import Settings
 from gpt.shape.flops import hardware_flops, model_flops
 from parallel.errors import ConfigError
 from parallel.instruments.memory_tracker import TensorKind

@@ -5,7 +5,7 @@ from typing import Self
 
 from gpt.monitor.units import count, duration
 from gpt.schedule import consumed_samples_after
-from gpt.settings import Settings
+from gpt.settings.settings import Settings
 from parallel.launch.cluster import ClusterSpec
 
 

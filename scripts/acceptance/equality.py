@@ -24,7 +24,10 @@ import torch
 from torch import Tensor
 
 from gpt.build import build, build_mesh
-from gpt.settings import DataSettings, OptimizerSettings, ParallelSettings, Settings, TrainSettings
+from gpt.settings.data import DataSettings
+from gpt.settings.optimizer import OptimizerSettings
+from gpt.settings.settings import Settings
+from gpt.settings.training import ParallelSettings, TrainSettings
 from gpt.shape.config import ModelConfig
 from gpt.train_step import mean_over, train_step
 from parallel.errors import ConfigError

@@ -17,8 +17,8 @@ from rich.table import Table
 
 from gpt.planner.dry_run import dry_run, record_launches
 from gpt.planner.projection import project_recording
-from gpt.settings import Settings
-from gpt.settings_parser import parse_settings
+from gpt.settings.parser import parse_settings
+from gpt.settings.settings import Settings
 from parallel.errors import ConfigError
 from parallel.instruments.fake_tensors import QuickFakeTensorMode
 from parallel.instruments.launch_order import Launch, exposed

@@ -26,8 +26,8 @@ import torch.distributed as dist
 from gpt.build import build, build_mesh
 from gpt.planner.dry_run import dry_run
 from gpt.planner.projection import project_recording
-from gpt.settings import Settings
-from gpt.settings_parser import parse_settings
+from gpt.settings.parser import parse_settings
+from gpt.settings.settings import Settings
 from gpt.train_step import train_step
 from parallel.launch.cluster import ClusterSpec
 from parallel.world import World, start_world, stop_world

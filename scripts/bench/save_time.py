@@ -20,7 +20,8 @@ from gpt.checkpoint.checkpoint import load, owned_tensors
 from gpt.checkpoint.layout import Progress
 from gpt.checkpoint.saver import Saver
 from gpt.model.transformer import initialize
-from gpt.settings import LossScaleSettings, OptimizerSettings
+from gpt.settings.optimizer import OptimizerSettings
+from gpt.settings.training import LossScaleSettings
 from gpt.shape.config import ModelConfig
 from parallel.mesh import Mesh
 from parallel.tensor.token_layout import ReplicatedTokens

@@ -12,7 +12,7 @@ from torch import Tensor
 from data.indexed import IndexedDataset
 from gpt.build import build
 from gpt.schedule import learning_rate
-from gpt.settings_parser import parse_settings
+from gpt.settings.parser import parse_settings
 from gpt.train_step import evaluate, train_step
 from parallel.mesh import Mesh
 

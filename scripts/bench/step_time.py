@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gpt.model.transformer import GPT, initialize
-from gpt.settings_tree import field_texts
+from gpt.settings.tree import field_texts
 from gpt.shape.config import ModelConfig
 from parallel.config_files import parse_yaml
 from parallel.errors import exit_on_config_error

@@ -11,8 +11,8 @@ from typing import Any
 
 import yaml
 
-from gpt.settings import Settings
-from gpt.settings_parser import parse_settings
+from gpt.settings.parser import parse_settings
+from gpt.settings.settings import Settings
 
 ROOT = Path(__file__).resolve().parents[2]
 PAPER, CONFIGS = ROOT / "docs/paper", ROOT / "configs/paper"

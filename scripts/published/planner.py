@@ -30,7 +30,7 @@ from gpt.planner.layouts import CandidateLayout
 from gpt.planner.plan import DEFAULT_TO_VERIFY, extrapolate_layout, verify
 from gpt.planner.plan_report import estimate_fits
 from gpt.planner.run_cost import RunCost
-from gpt.settings import Settings
+from gpt.settings.settings import Settings
 from parallel.errors import ConfigError, exit_on_config_error
 from scripts.published import recordings
 from scripts.published.predict import NUM_JOBS

@@ -12,8 +12,8 @@ from typing import Any, Self
 
 import yaml
 
-from gpt.settings import Settings
-from gpt.settings_parser import parse_settings
+from gpt.settings.parser import parse_settings
+from gpt.settings.settings import Settings
 from parallel.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]

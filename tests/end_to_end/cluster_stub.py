@@ -41,7 +41,7 @@ def ssh(words: list[str]) -> None:
 
 def python_of_a_node(words: list[str]) -> None:
     """Stand for the interpreter of one of several nodes: check the settings instead of starting ranks."""
-    from gpt.settings_parser import parse_settings  # takes seconds, and the other stubs do not need it
+    from gpt.settings.parser import parse_settings  # takes seconds, and the other stubs do not need it
 
     if words[:2] == ["-m", "parallel.launch.route"]:
         sys.stdout.write("is_host=1 local_address=10.0.0.1 interface=ib0\n")

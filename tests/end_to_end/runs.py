@@ -4,7 +4,7 @@ from pathlib import Path
 
 from data import prepare
 from gpt.run_folder.files import read_steps
-from gpt.settings_parser import parse_settings
+from gpt.settings.parser import parse_settings
 from parallel.world import start_world
 from pretrain_gpt import pretrain
 from tests.ranks import run_ranks

@@ -14,7 +14,7 @@ import torch
 
 from gpt.build import choose_adam
 from gpt.run_folder.files import read_steps
-from gpt.settings_parser import parse_settings
+from gpt.settings.parser import parse_settings
 from parallel.errors import ConfigError
 from parallel.world import start_world
 from pretrain_gpt import pretrain

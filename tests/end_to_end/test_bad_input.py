@@ -14,7 +14,7 @@ import pytest
 
 from data.errors import DataError
 from data.indexed import IndexedWriter
-from gpt.settings_parser import parse_settings
+from gpt.settings.parser import parse_settings
 from parallel.errors import ConfigError
 from parallel.world import start_world
 from pretrain_gpt import pretrain

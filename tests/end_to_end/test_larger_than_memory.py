@@ -14,7 +14,7 @@ from transformers import GPT2LMHeadModel
 
 from gpt.checkpoint.export import export_checkpoint
 from gpt.run_folder.files import CHECKPOINTS, WEIGHTS, read_steps
-from gpt.settings_parser import parse_settings
+from gpt.settings.parser import parse_settings
 from parallel.world import start_world
 from pretrain_gpt import pretrain
 from tests.end_to_end.runs import VOCAB_SIZE, options, prepare_corpus, run_on_rank

@@ -16,7 +16,7 @@ from gpt.monitor.collectives import read_profile
 from gpt.monitor.console import RunConsole
 from gpt.planner.report import run_and_report
 from gpt.run_folder.files import read_steps
-from gpt.settings_parser import parse_settings
+from gpt.settings.parser import parse_settings
 from parallel.errors import ConfigError
 from parallel.mesh import Axis
 from parallel.tensor.token_layout import ReplicatedTokens

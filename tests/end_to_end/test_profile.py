@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from gpt.monitor.profiling import TIMERS, straggler_lines, stragglers
-from gpt.settings import ProfileSettings
+from gpt.settings.analysis import ProfileSettings
 from parallel.errors import ConfigError
 from tests.end_to_end.runs import options, prepare_corpus, run_on_rank
 from tests.ranks import run_ranks

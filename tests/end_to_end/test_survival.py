@@ -19,7 +19,7 @@ from torch import Tensor
 from gpt.loss_guard import LossGuard
 from gpt.run_folder.files import read_steps
 from gpt.run_folder.lock import RunLock
-from gpt.settings_parser import parse_settings
+from gpt.settings.parser import parse_settings
 from parallel.errors import ConfigError
 from parallel.world import start_world
 from pretrain_gpt import pretrain

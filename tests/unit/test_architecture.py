@@ -12,7 +12,7 @@ from pathlib import PurePosixPath
 
 import pytest
 
-from gpt.settings import Settings
+from gpt.settings.settings import Settings
 from tests.source_files import PACKAGES, ROOT, Module, all_modules, imported_files
 
 # What each room may import beside itself; PACKAGE/* is a package with its rooms.
@@ -38,12 +38,13 @@ ARROWS = {
     "gpt/model":            "parallel/* gpt/shape gpt/kernels",
     "gpt/pretrained":       "parallel/* gpt/shape gpt/model",
     "gpt/deepspeed":        "parallel",
-    "gpt/run_folder":       "parallel/* zero gpt",
-    "gpt/checkpoint":       "parallel/* zero/* gpt gpt/shape gpt/model gpt/pretrained gpt/run_folder "
+    "gpt/settings":         "parallel/* zero/* gpt/shape gpt/deepspeed gpt/schedule.py",
+    "gpt/run_folder":       "parallel/* zero",
+    "gpt/checkpoint":       "parallel/* zero/* gpt gpt/settings gpt/shape gpt/model gpt/pretrained gpt/run_folder "
                             "data",
-    "gpt/monitor":          "parallel/* zero/* gpt gpt/shape gpt/model gpt/run_folder",
-    "gpt/planner":          "parallel/* zero/* gpt gpt/shape gpt/kernels gpt/model gpt/run_folder gpt/monitor "
-                            "gpt/planner/costs data/documents.py",
+    "gpt/monitor":          "parallel/* zero/* gpt gpt/settings gpt/shape gpt/model gpt/run_folder",
+    "gpt/planner":          "parallel/* zero/* gpt gpt/settings gpt/shape gpt/kernels gpt/model gpt/run_folder "
+                            "gpt/monitor gpt/planner/costs data/documents.py",
     "gpt/planner/costs":    "parallel parallel/instruments parallel/launch",
     "gpt":                  "parallel/* zero/* gpt/* data",
 
@@ -144,7 +145,7 @@ def no_file_is_unpickled(module: Module) -> Iterator[str]:
 
 
 def libraries_name_no_option(module: Module) -> Iterator[str]:
-    """Users of `zero` and `parallel` alone have no options; gpt/option_names.py puts them into errors.
+    """Users of `zero` and `parallel` alone have no options; gpt/settings/option_names.py puts them into errors.
 
     In `zero` all strings are checked, because errors and log lines are also put together outside `raise`.
     """

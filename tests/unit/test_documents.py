@@ -8,7 +8,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from gpt.settings_parser import GROUPS, LEAVES, parse_settings
+from gpt.settings.parser import GROUPS, LEAVES, parse_settings
 from tests.documents import PAGES, blocks, inline_commands
 from tests.source_files import ROOT
 

@@ -6,8 +6,8 @@ from contextlib import nullcontext
 import pytest
 
 from gpt.planner.dry_run import Recording, record_step
-from gpt.settings import Settings
-from gpt.settings_parser import parse_settings
+from gpt.settings.parser import parse_settings
+from gpt.settings.settings import Settings
 from parallel.instruments.fake_tensors import QuickFakeTensorMode
 from parallel.world import imitated_world, start_world
 from tests.pairwise import pairwise

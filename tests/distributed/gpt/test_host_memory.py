@@ -9,7 +9,7 @@ import torch
 
 from gpt.build import build, build_mesh, token_layout
 from gpt.planner.host_memory import bytes_on_host, check_host_memory
-from gpt.settings_parser import parse_settings
+from gpt.settings.parser import parse_settings
 from gpt.train_step import train_step
 from parallel.errors import ConfigError
 from parallel.host_memory import pinned_bytes

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from gpt.planner.dry_run import dry_run, record_launches
-from gpt.settings import Settings
+from gpt.settings.settings import Settings
 from parallel.instruments.fake_tensors import QuickFakeTensorMode
 from parallel.instruments.launch_order import COMPUTATION, SIDE_STREAM, Job, Launch, exposed, waiting_time
 from parallel.world import imitated_world

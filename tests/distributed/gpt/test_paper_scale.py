@@ -7,8 +7,8 @@ import pytest
 
 from gpt.planner.depth import extrapolate, shallow_runs
 from gpt.planner.dry_run import DEVICE, HOST, dry_run
-from gpt.settings import Settings
-from gpt.settings_parser import parse_settings
+from gpt.settings.parser import parse_settings
+from gpt.settings.settings import Settings
 from parallel.launch.cluster import ClusterSpec
 from scripts.paper.calibrate import calibrated
 from zero.formulas.memory import formula, placed

@@ -13,7 +13,7 @@ from gpt.build import build
 from gpt.checkpoint.layout import Progress
 from gpt.checkpoint.recovery import _all_ranks_have
 from gpt.checkpoint.saver import Saver
-from gpt.settings_parser import parse_settings
+from gpt.settings.parser import parse_settings
 from parallel.mesh import Mesh
 from tests.ranks import run_ranks
 from zero.state import writer

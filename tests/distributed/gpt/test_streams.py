@@ -15,8 +15,8 @@ from gpt.checkpoint.checkpoint import owned_tensors
 from gpt.checkpoint.layout import Progress
 from gpt.checkpoint.saver import Saver
 from gpt.planner.dry_run import blank_micro_batches, dry_run
-from gpt.settings import Settings
-from gpt.settings_parser import parse_settings
+from gpt.settings.parser import parse_settings
+from gpt.settings.settings import Settings
 from gpt.train_step import evaluate, train_step
 from parallel.instruments.memory_tracker import MemoryTracker
 from parallel.instruments.stream_checker import StreamError, streams_checked

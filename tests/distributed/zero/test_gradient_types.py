@@ -9,7 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from gpt.build import build
-from gpt.settings import DataSettings, ParallelSettings, Settings, TrainSettings
+from gpt.settings.data import DataSettings
+from gpt.settings.settings import Settings
+from gpt.settings.training import ParallelSettings, TrainSettings
 from gpt.shape.config import ModelConfig
 from gpt.train_step import train_step
 from parallel.mesh import Mesh

@@ -7,7 +7,7 @@ import torch
 
 from gpt.build import build, parameter_groups
 from gpt.planner.moments import moment_bytes
-from gpt.settings_parser import parse_settings
+from gpt.settings.parser import parse_settings
 from parallel.errors import ConfigError
 from parallel.mesh import Mesh
 from zero.optimizers.adamw8bit import AdamW8bit

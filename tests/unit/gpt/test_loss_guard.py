@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gpt.loss_guard import LossGuard, SkippedInARow
-from gpt.settings import GuardSettings
+from gpt.settings.run import GuardSettings
 from parallel.errors import ConfigError
 from parallel.mesh import Axis
 

@@ -4,7 +4,6 @@ from itertools import islice
 
 import pytest
 
-from gpt.option_names import errors_in_option_names
 from gpt.schedule import (
     BatchConfig,
     RampUpConfig,
@@ -16,7 +15,8 @@ from gpt.schedule import (
     learning_rate,
     rate_change,
 )
-from gpt.settings import TrainSettings
+from gpt.settings.option_names import errors_in_option_names
+from gpt.settings.training import TrainSettings
 from parallel.errors import ConfigError
 
 

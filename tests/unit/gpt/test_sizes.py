@@ -9,8 +9,8 @@ import pytest
 from gpt.planner.activation_store import parameters_of_rank
 from gpt.planner.depth import extrapolate, shallow_runs
 from gpt.schedule import check_batch_sizes
-from gpt.settings import Settings
-from gpt.settings_parser import parse_settings
+from gpt.settings.parser import parse_settings
+from gpt.settings.settings import Settings
 from parallel.launch.cluster import ClusterSpec
 from tests.source_files import ROOT
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from gpt.build import start_options
-from gpt.option_names import in_option_names
-from gpt.settings_parser import parse_settings
+from gpt.settings.option_names import in_option_names
+from gpt.settings.parser import parse_settings
 
 BASE = "{data: {path: nowhere}, model: {num_layers: 2, hidden_size: 32, num_heads: 4, seq_length: 16, vocab_size: 300}}"
 

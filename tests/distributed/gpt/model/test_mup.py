@@ -10,7 +10,7 @@ from gpt.build import TrainState, build_optimizer
 from gpt.checkpoint.checkpoint import load
 from gpt.checkpoint.layout import Progress
 from gpt.checkpoint.saver import Saver
-from gpt.settings import OptimizerSettings
+from gpt.settings.optimizer import OptimizerSettings
 from gpt.shape.config import ModelConfig
 from parallel.mesh import Mesh
 from tests.distributed.gpt.test_tensor_parallel import TOLERANCE, batch, build, layout_of

@@ -18,7 +18,9 @@ from gpt.build import TrainState, build
 from gpt.checkpoint.checkpoint import load, owned_tensors
 from gpt.checkpoint.layout import Progress
 from gpt.checkpoint.saver import Saver
-from gpt.settings import DataSettings, Settings, TrainSettings
+from gpt.settings.data import DataSettings
+from gpt.settings.settings import Settings
+from gpt.settings.training import TrainSettings
 from gpt.shape.config import ModelConfig
 from parallel.mesh import Mesh
 from zero.config import ZeroConfig

@@ -10,7 +10,7 @@ from gpt.checkpoint.folder import LATEST, delete_old, find, set_aside_later
 from gpt.checkpoint.layout import Progress
 from gpt.checkpoint.recovery import Recovery
 from gpt.checkpoint.saver import Saver
-from gpt.settings import CheckpointSettings
+from gpt.settings.run import CheckpointSettings
 from parallel.errors import ConfigError
 from tests.unit.gpt.checkpoint.runs import DATA, tiny_state, train_step
 from zero.state.layout_file import LAYOUT

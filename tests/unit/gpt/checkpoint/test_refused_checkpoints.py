@@ -14,7 +14,9 @@ import torch
 from gpt.checkpoint.checkpoint import load
 from gpt.checkpoint.export import export_checkpoint
 from gpt.checkpoint.layout import read_layout
-from gpt.settings import DataSettings, Settings, TrainSettings
+from gpt.settings.data import DataSettings
+from gpt.settings.settings import Settings
+from gpt.settings.training import TrainSettings
 from parallel.errors import ConfigError
 from tests.unit.gpt.checkpoint.runs import (
     DATA,

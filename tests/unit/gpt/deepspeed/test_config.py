@@ -20,8 +20,10 @@ from gpt.deepspeed.config import translate
 from gpt.deepspeed.key import ValueType
 from gpt.deepspeed.keys import KEYS, ONLY_ENABLED_IS_READ, OTHER_NAMES
 from gpt.schedule import ScheduleConfig
-from gpt.settings import LossScaleSettings, OptimizerSettings, ParallelSettings, Settings
-from gpt.settings_parser import parse_settings
+from gpt.settings.optimizer import OptimizerSettings
+from gpt.settings.parser import parse_settings
+from gpt.settings.settings import Settings
+from gpt.settings.training import LossScaleSettings, ParallelSettings
 from parallel.errors import ConfigError
 from zero.activations.checkpointed_blocks import ActivationsConfig
 from zero.config import ZeroConfig

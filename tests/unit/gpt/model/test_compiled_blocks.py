@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpt.model import compiled_blocks
 from gpt.model.transformer import GPT, initialize
-from gpt.settings import TrainSettings
+from gpt.settings.training import TrainSettings
 from gpt.shape.config import ModelConfig
 from parallel.errors import ConfigError
 from parallel.mesh import Axis

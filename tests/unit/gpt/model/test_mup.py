@@ -10,8 +10,8 @@ from gpt.build import build, parameter_groups
 from gpt.checkpoint.pretrained import WeightsWriter, load_pretrained
 from gpt.kernels.documents import Documents
 from gpt.model.transformer import GPT
-from gpt.settings import OptimizerSettings
-from gpt.settings_parser import parse_settings
+from gpt.settings.optimizer import OptimizerSettings
+from gpt.settings.parser import parse_settings
 from parallel.errors import ConfigError
 from parallel.mesh import Mesh
 from tests.unit.gpt.model.models import batch, small_config, small_gpt

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from gpt.kernels.apex import choose_norm
 from gpt.kernels.attention import describe_attention
 from gpt.model.transformer import GPT, Attention, Sequences, initialize
-from gpt.option_names import errors_in_option_names
+from gpt.settings.option_names import errors_in_option_names
 from gpt.shape.config import ModelConfig
 from parallel.errors import ConfigError
 from parallel.instruments.comm_log import CommLog

@@ -11,7 +11,7 @@ from gpt.monitor import units
 from gpt.monitor.collectives import profile_table
 from gpt.monitor.console import ROWS_PER_HEADING, RunConsole, make_console, print_table
 from gpt.monitor.plot import plot_loss, plot_losses
-from gpt.settings import TrainSettings
+from gpt.settings.training import TrainSettings
 
 LONG = {"step": 499_999, "loss": 10.123456, "lr": 3e-4, "grad_norm": 123.4567, "tokens_per_second": 1_234_567.8}
 TRAIN = TrainSettings(steps=500_000, global_batch_size=2**16)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from gpt.monitor import out_of_memory
-from gpt.settings_parser import parse_settings
+from gpt.settings.parser import parse_settings
 from parallel.errors import MemoryLimitError
 from parallel.world import World
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import yaml
 
-from gpt.settings_parser import parse_settings
+from gpt.settings.parser import parse_settings
 
 ROOT = Path(__file__).resolve().parents[4]
 

@@ -10,7 +10,7 @@ import pytest
 from gpt.monitor import tracking
 from gpt.monitor.tensorboard_sink import TensorboardRun
 from gpt.monitor.tracking import Tracking
-from gpt.settings import RunSettings
+from gpt.settings.run import RunSettings
 from parallel.errors import ConfigError
 
 SAMPLES = [{"prompt": "def", "text": "def f():\n    pass"}]
@@ -102,7 +102,7 @@ def test_an_abort_is_reported_before_the_process_ends():
 
 
 def test_tensorboard_needs_its_package(monkeypatch):
-    monkeypatch.setattr("gpt.settings.find_spec", lambda name: None)
+    monkeypatch.setattr("gpt.settings.run.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"RunSettings.tensorboard=true needs a package; pip install tensorboard"):
         RunSettings(tensorboard=True)
 

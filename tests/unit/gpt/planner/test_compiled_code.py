@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 
 from gpt.planner.dry_run import Recording, dry_run
-from gpt.settings_parser import parse_settings
+from gpt.settings.parser import parse_settings
 
 OPTIONS = """--model.num_layers=2 --model.hidden_size=64 --model.num_heads=8 --model.seq_length=32 --model.dropout=0
     --model.vocab_size=500 --data.path=unread --train.micro_batch_size=2 --train.global_batch_size=8

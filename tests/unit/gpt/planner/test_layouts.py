@@ -15,7 +15,7 @@ from gpt.planner.layouts import (
     offload_seconds,
     workload,
 )
-from gpt.settings_parser import parse_settings
+from gpt.settings.parser import parse_settings
 from gpt.shape.flops import hardware_flops
 from parallel.launch.cluster import ClusterSpec
 from zero.formulas.memory import ModelStates

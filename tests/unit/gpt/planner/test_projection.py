@@ -11,8 +11,8 @@ from gpt.planner.costs.collectives import MeshShape, collective_seconds
 from gpt.planner.dry_run import dry_run
 from gpt.planner.projection import project, project_recording
 from gpt.planner.report import headline, make_report
-from gpt.settings import Settings
-from gpt.settings_parser import parse_settings
+from gpt.settings.parser import parse_settings
+from gpt.settings.settings import Settings
 from gpt.shape.flops import hardware_flops, model_flops
 from parallel.errors import ConfigError
 from parallel.instruments.comm_log import CommEvent

@@ -16,7 +16,7 @@ from gpt.checkpoint.pretrained import load_pretrained, read_pretrained
 from gpt.planner.activation_store import parameters_of_rank
 from gpt.pretrained.families import config_from_transformers, config_to_transformers, family_of
 from gpt.pretrained.tensors import load_weights
-from gpt.settings_parser import parse_settings
+from gpt.settings.parser import parse_settings
 from gpt.shape.config import ModelConfig, check_divides, parameter_shapes
 from parallel.errors import ConfigError
 from parallel.instruments.comm_log import CommLog

@@ -2,7 +2,7 @@
 
 import pytest
 
-from gpt.option_names import errors_in_option_names, in_option_names
+from gpt.settings.option_names import errors_in_option_names, in_option_names
 from parallel.errors import ConfigError
 from parallel.mesh import Mesh
 from zero.activations.choice import Hardware

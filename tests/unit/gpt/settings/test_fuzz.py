@@ -14,8 +14,8 @@ import yaml
 from hypothesis import strategies as st
 
 from gpt.deepspeed.keys import KEYS
-from gpt.settings import Settings
-from gpt.settings_parser import DEEPSPEED_CONFIG, GROUPS, LEAVES, parse_settings
+from gpt.settings.parser import DEEPSPEED_CONFIG, GROUPS, LEAVES, parse_settings
+from gpt.settings.settings import Settings
 from parallel.errors import ConfigError
 from tests.fuzz import fuzzed, run_examples
 

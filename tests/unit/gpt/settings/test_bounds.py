@@ -2,7 +2,7 @@
 
 import pytest
 
-from gpt.settings_parser import parse_settings
+from gpt.settings.parser import parse_settings
 from parallel.errors import ConfigError
 
 NEEDED = "{data: {path: nowhere}, model: {num_layers: 2, hidden_size: 32, num_heads: 4, seq_length: 16, vocab_size: 8}}"

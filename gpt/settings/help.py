@@ -5,7 +5,7 @@ import textwrap
 from collections.abc import Iterable
 from dataclasses import MISSING
 
-from gpt.settings_tree import Group, Leaf
+from gpt.settings.tree import Group, Leaf
 from parallel.fields import describe, shown
 
 USAGE = "usage: pretrain_gpt.py [--config FILE] [--GROUP.SETTING VALUE] [--GROUP FILE]..."

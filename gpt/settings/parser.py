@@ -18,10 +18,10 @@ from typing import Any, get_origin
 from rich.table import Table
 
 from gpt.deepspeed.config import deepspeed_layer
-from gpt.option_names import errors_in_option_names, in_option_names
-from gpt.settings import Settings
-from gpt.settings_help import help_text
-from gpt.settings_tree import Group, Leaf, default_of, walk
+from gpt.settings.help import help_text
+from gpt.settings.option_names import errors_in_option_names, in_option_names
+from gpt.settings.settings import Settings
+from gpt.settings.tree import Group, Leaf, default_of, walk
 from parallel.config_files import Section, parse_yaml, read_section
 from parallel.errors import ConfigError
 from parallel.fields import FilePath, alternatives, convert, is_text, shown

@@ -6,9 +6,9 @@ from typing import Annotated, Any, get_args, get_origin
 
 import pytest
 
-from gpt.settings import Settings
-from gpt.settings_help import help_text, page
-from gpt.settings_parser import DEEPSPEED_CONFIG, GROUPS, LEAVES, TREE, parse_settings
+from gpt.settings.help import help_text, page
+from gpt.settings.parser import DEEPSPEED_CONFIG, GROUPS, LEAVES, TREE, parse_settings
+from gpt.settings.settings import Settings
 from parallel.errors import ConfigError
 from parallel.fields import LARGEST_INT, alternatives, describe
 from zero.config import ZeroConfig
@@ -26,7 +26,7 @@ VALUES = {
     "''": "",
     "[]": [],
 }
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[4]
 NUMBERS = int, float
 MAY_BE_INFINITE = {"optimizer.clip_norm"}
 

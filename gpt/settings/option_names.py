@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 
-from gpt.settings import ParallelSettings, Settings
-from gpt.settings_tree import Group, walk
+from gpt.settings.settings import Settings
+from gpt.settings.training import ParallelSettings
+from gpt.settings.tree import Group, walk
 
 
 def in_option_names(text: str) -> str:

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from gpt.schedule import RampUpConfig
-from gpt.settings import Settings
-from gpt.settings_parser import parse_settings
+from gpt.settings.parser import parse_settings
+from gpt.settings.settings import Settings
 from parallel.errors import ConfigError
 
 BASE = "{data: {path: nowhere}, model: {num_layers: 2, hidden_size: 32, num_heads: 4, seq_length: 16, vocab_size: 300}}"

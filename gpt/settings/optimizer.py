@@ -1,0 +1,86 @@
+"""Settings of the optimizer."""
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from parallel.errors import ConfigError
+from parallel.fields import Positive, Range, check_fields
+
+BelowOne = Annotated[float, Range(0, below=1)]
+
+
+@dataclass(frozen=True)
+class MuonSettings:
+    """Muon, which updates the matrices inside of the blocks. Embeddings, norms and biases are updated by AdamW."""
+
+    ns_steps: Annotated[int, Range(1, 99)] = 5
+    """Steps of the Newton-Schulz iteration that makes a matrix of updates orthogonal."""
+    ns_dtype: Literal["bf16", "fp32", "fp64"] = "bf16"
+    """Data type of this iteration, and of the messages by which matrices reach the ranks that compute them."""
+    adjust_lr: Literal["original", "match_rms_adamw"] = "match_rms_adamw"
+    """Factor of the learning rate of a matrix. match_rms_adamw: 0.2 sqrt(max(rows, columns)), which makes updates as
+    large as those of AdamW; original: sqrt(max(1, rows / columns))."""
+    lr_factor: Annotated[float, Range(above=0, at_most=1e4)] = 1.0
+    """Further factor of the learning rate of all matrices."""
+    joins_parts: bool = True
+    """Put the parts of a matrix that tensor ranks have together; false: make each part orthogonal by itself, which
+    sends nothing along the tensor axis, and gives updates that depend on the tensor size."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclass(frozen=True)
+class SoapSettings:
+    """SOAP, which updates the matrices inside of the blocks. Embeddings, norms and biases are updated by AdamW."""
+
+    shampoo_beta: BelowOne = 0.95
+    """Decay rate of the preconditioners."""
+    refresh_every: Positive = 10
+    """Steps between two refinements of the preconditioners' eigenbases, each of which takes a QR decomposition."""
+    lr_factor: Annotated[float, Range(above=0, at_most=1e4)] = 1.0
+    """Factor of the learning rate of all matrices."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclass(frozen=True)
+class OptimizerSettings:
+    """The optimizer; weight decay is for matrices and embeddings only, gradients are clipped by global norm."""
+
+    lr: Annotated[float, Range(0, 1000)] = 3e-4
+    """Highest learning rate of the run; the settings of `schedule` say how it rises and falls."""
+    weight_decay: Annotated[float, Range(0, 1000)] = 0.1
+    """Decoupled weight decay, applied to parameters with two or more dimensions."""
+    clip_norm: Annotated[float, Range(above=0, allows_inf=True)] = 1.0
+    """Largest global norm of the gradients; they are scaled down to it if their norm is larger. .inf: no clipping."""
+    betas: tuple[BelowOne, BelowOne] = (0.9, 0.95)
+    """Decay rates of the first and the second moment."""
+    eps: Annotated[float, Range(1e-30, 1)] = 1e-8
+    """Number added to the square root of the second moment, against division by zero."""
+    implementation: Literal["torch", "apex"] = "torch"
+    """torch: torch's fused AdamW, which never makes the host wait for the device; apex: NVIDIA apex's FusedAdam, on
+    GPUs without offloaded optimizer states. A run may resume with the other one."""
+    name: Literal["adamw", "adamw8bit", "muon", "soap", "sgd"] = "adamw"
+    """adamw: AdamW for all parameters; adamw8bit: AdamW with moments of 8 bits, and of fp32 for norms and biases; muon:
+    Muon for the matrices inside of the blocks, and AdamW for the rest; soap: SOAP and AdamW in the same way; sgd: SGD
+    with momentum, with which the host waits for the device in each step."""
+    momentum: BelowOne = 0.95
+    """Decay rate of the momentum of muon and sgd."""
+    nesterov: bool = True
+    """Use Nesterov momentum in muon and sgd."""
+    muon: MuonSettings = field(default_factory=MuonSettings)
+    """The settings of muon."""
+    soap: SoapSettings = field(default_factory=SoapSettings)
+    """The settings of soap."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.implementation == "apex" and self.name != "adamw":
+            raise ConfigError(
+                f"OptimizerSettings.implementation=apex has AdamW only, and name={self.name}; choose "
+                "implementation=torch, or name=adamw"
+            )
+        if self.name == "sgd" and self.nesterov and not self.momentum:
+            raise ConfigError("OptimizerSettings.momentum=0.0 has no Nesterov momentum; choose nesterov=false")

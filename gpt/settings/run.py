@@ -1,0 +1,100 @@
+"""Settings of what a run writes, how it ends and what guards it."""
+
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Annotated, Literal
+
+from parallel.errors import ConfigError
+from parallel.fields import FilePath, NonNegative, Positive, Range, check_fields
+
+
+@dataclass(frozen=True)
+class CheckpointSettings:
+    """Checkpoints, which are written to run.dir/checkpoints and from which a run resumes."""
+
+    every: NonNegative = 0
+    """Steps between checkpoints, with one more at the end of the run; 0: save only if a signal ends the run early."""
+    keep: Positive = 2
+    """Number of checkpoints to keep; older ones are deleted."""
+    asynchronous: bool = True
+    """Copy the state to host memory and write it to disk while training goes on; false: training waits for the disk,
+    and no copy is made."""
+    weights: bool = False
+    """With each checkpoint, also write the weights to run.dir/weights, in train.precision and in the format of
+    transformers."""
+    resume: FilePath = "auto"
+    """auto: resume from the newest checkpoint in run.dir if there is one; never: start from the beginning; or the
+    folder of a checkpoint to resume from."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclass(frozen=True)
+class GuardSettings:
+    """The response to bad losses, which are not finite or spike, and the comparison of replicas."""
+
+    policy: Literal["skip", "stop", "roll_back"] = "skip"
+    """A step with a bad loss never updates the weights. skip: training then goes on; stop: the run ends; roll_back: the
+    run continues from the newest checkpoint and leaves out the samples in between. An overflow in fp16 is not a bad
+    loss."""
+    spike_factor: Annotated[float, Range(above=1, at_most=1e9)] | None = None
+    """A loss is bad if it is more than this many times the running mean of the losses before it; null: a loss is bad
+    only if it is not finite."""
+    max_roll_backs: NonNegative = 3
+    """Number of times that a run rolls back; at the next bad loss it ends."""
+    max_skipped_steps: Positive | None = 50
+    """The run ends if this many steps in a row update nothing, since gradients or losses are bad; it is checked at
+    logged steps. null: it goes on."""
+    check_replicas_every: NonNegative = 0
+    """Steps between comparisons of the weights of all replicas, by checksum; 0: never. A comparison waits for the
+    device."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    @property
+    def checks_losses(self) -> bool:
+        """True if the loss of each step has to be checked; a step with a non-finite gradient is skipped in any case."""
+        return self.policy != "skip" or self.spike_factor is not None
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """The folder of the run, what is written there, and how long a run may hang."""
+
+    dir: FilePath = "runs/default"
+    """Folder to which the run writes config.yaml, metrics.jsonl, loss.png and its checkpoints."""
+    device: Literal["auto", "cpu"] = "auto"
+    """auto: train on GPUs, or on CPUs if the node has no GPU; cpu: train on CPUs, also if it has GPUs."""
+    hang_seconds: Annotated[float, Range(0, 1e7)] = 600.0
+    """If no rank makes progress for this many seconds, the rank that holds up the others is named, each rank writes its
+    last collectives to run.dir/hang, and the job ends. A collective that takes three times as long, and 10 minutes,
+    fails by itself. 0: wait forever."""
+    tensorboard: bool = False
+    """Also write the metrics for TensorBoard, to run.dir/tensorboard."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.tensorboard and find_spec("tensorboard") is None:
+            raise ConfigError("RunSettings.tensorboard=true needs a package; pip install tensorboard, or choose false")
+
+
+@dataclass(frozen=True)
+class WandbSettings:
+    """Logging to Weights & Biases."""
+
+    mode: Literal["online", "offline", "disabled"] = "disabled"
+    """online: log as the run goes on, with an API key from the environment; offline: write under run.dir, for `wandb
+    sync` later; disabled: do not log."""
+    project: str = "zero-gpt"
+    """Project that the run belongs to."""
+    name: str | None = None
+    """Name of the run; null: the name of the folder run.dir."""
+    group: str | None = None
+    """Group that the run belongs to, such as the runs of one experiment; null: none."""
+    tags: tuple[str, ...] = ()
+    """Tags of the run, to find it by."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)

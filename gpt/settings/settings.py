@@ -1,0 +1,87 @@
+"""All settings of a run: a tree of frozen dataclasses, each of which checks its values when it is made.
+
+`gpt/settings/parser.py` reads them. The types of the fields state the ranges of their values; from these and from the
+docstrings the text of `pretrain_gpt.py --help` is made.
+"""
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import yaml
+
+from gpt.schedule import ScheduleConfig
+from gpt.settings.analysis import DryRunSettings, ProfileSettings
+from gpt.settings.data import DataSettings
+from gpt.settings.optimizer import OptimizerSettings
+from gpt.settings.run import CheckpointSettings, GuardSettings, RunSettings, WandbSettings
+from gpt.settings.training import ParallelSettings, TrainSettings
+from gpt.shape.config import ModelConfig
+from parallel.errors import ConfigError
+from parallel.fields import check_fields
+from zero.activations.checkpointed_blocks import ActivationsConfig
+from zero.config import ZeroConfig
+from zero.offload.placement import OffloadConfig
+from zero.optimizers.adamw8bit import BLOCK
+
+
+@dataclass(frozen=True)
+class Settings:
+    """GPT pretraining with ZeRO. Every option may also be set in a YAML file; options on the command line win."""
+
+    model: ModelConfig
+    data: DataSettings
+    parallel: ParallelSettings = field(default_factory=ParallelSettings)
+    zero: ZeroConfig = field(default_factory=lambda: ZeroConfig(overlap_gather=True))
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
+    activations: ActivationsConfig = field(default_factory=ActivationsConfig)
+    optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    train: TrainSettings = field(default_factory=TrainSettings)
+    checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
+    guard: GuardSettings = field(default_factory=GuardSettings)
+    run: RunSettings = field(default_factory=RunSettings)
+    wandb: WandbSettings = field(default_factory=WandbSettings)
+    profile: ProfileSettings = field(default_factory=ProfileSettings)
+    dry_run: DryRunSettings = field(default_factory=DryRunSettings)
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.model.mup_base_width is not None and not self.optimizer.name.startswith("adamw"):
+            raise ConfigError(
+                f"model.mup_base_width={self.model.mup_base_width} scales learning rates for adamw and adamw8bit, and "
+                f"optimizer.name={self.optimizer.name}; choose one of these, or model.mup_base_width=null"
+            )
+
+    @property
+    def order_of_samples(self) -> dict[str, Any]:
+        """The settings that determine which samples a step reads, by the names of their options, for JSON."""
+        data = self.data
+        return {
+            "train.seed": self.train.seed,
+            "data.split": list(data.split),
+            "data.path": data.path,
+            "data.packing": data.packing,
+        }
+
+    def with_alignment(self) -> "Settings":
+        """Return these settings with shards that do not cut the blocks of the optimizer."""
+        block_numel = BLOCK if self.optimizer.name == "adamw8bit" else 1
+        return replace(self, zero=replace(self.zero, alignment=math.lcm(self.zero.alignment, block_numel)))
+
+    def with_gradient_types(self, data_size: int) -> "Settings":
+        """Return these settings with the types of gradients that null stands for on `data_size` data-parallel ranks."""
+        accumulates = self.train.num_micro_batches(data_size // self.parallel.context_size) > 1
+        zero = self.zero.with_gradient_types(self.train.dtype, accumulates=accumulates)
+        return replace(self, zero=zero)
+
+    def to_yaml(self) -> str:
+        """Return the settings as YAML, which `--config` reads back as the same settings."""
+        return yaml.safe_dump(_plain(self), sort_keys=False)
+
+
+def _plain(value: Any) -> Any:
+    """Return the value with dataclasses replaced by dictionaries and tuples by lists, which YAML can express."""
+    if hasattr(value, "__dataclass_fields__"):
+        return {name: _plain(getattr(value, name)) for name in value.__dataclass_fields__}
+    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value

@@ -1,0 +1,131 @@
+"""Settings of the mesh, and of the length, the batches and the precision of a run."""
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+import torch
+
+from gpt.schedule import BatchConfig, BatchSize, NumSteps, RampUpConfig
+from parallel.errors import ConfigError
+from parallel.fields import FilePath, NonNegative, Positive, Range, Ranks, check_fields
+from zero.config import DTYPES, DtypeName
+
+LossScale = Annotated[float, Range(2.0**-32, 2.0**64)]
+
+
+@dataclass(frozen=True)
+class ParallelSettings:
+    """The sizes of the mesh axes: tensor_size ranks share one copy of the model, and the copies form the data axis."""
+
+    tensor_size: Ranks = 1
+    """Ranks that share one copy of the model by tensor parallelism; they should be on one node."""
+    sequence_parallel: bool = False
+    """Split the tokens of norms, dropout and residuals over the tensor ranks, instead of repeating the work on each."""
+    context_size: Ranks = 1
+    """Data-parallel ranks that divide the tokens of each sequence among them. Attention exchanges heads for tokens, so
+    this must divide the heads of a tensor rank; for sequences too long for the memory of one GPU."""
+    shard_size: Ranks | None = None
+    """Data-parallel ranks over which ZeRO shards the model states; each such group is a replica of the others. null:
+    all data-parallel ranks."""
+    tensor_across_nodes: bool = False
+    """Allow the ranks of one tensor group to be on several nodes, as in the ZeRO paper's baseline. Links between nodes
+    are many times slower."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclass(frozen=True)
+class LossScaleSettings:
+    """The factor on the loss that keeps small gradients from becoming zero in fp16. Other precisions do not use it."""
+
+    dynamic: bool = True
+    """Halve the scale when gradients overflow, and double it after growth_interval steps without overflow; false: keep
+    the initial scale."""
+    initial: LossScale = 65536.0
+    """Scale of the first step."""
+    minimum: LossScale = 1.0
+    """Smallest scale, below which overflows do not halve it."""
+    growth_interval: Positive = 1000
+    """Consecutive steps without overflow after which the scale is doubled."""
+    hysteresis: Positive = 2
+    """Consecutive steps with overflow after which the scale is halved."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.minimum > self.initial:
+            raise ConfigError(
+                f"LossScaleSettings.minimum={self.minimum} is above initial={self.initial}; choose 1 and 65536"
+            )
+
+
+@dataclass(frozen=True)
+class TrainSettings:
+    """The length of the run, its batches, its precision, and what is logged and evaluated."""
+
+    steps: NumSteps = 1000
+    """Optimizer steps of the whole run, those before a resume included."""
+    micro_batch_size: BatchSize = 4
+    """Sequences in one forward and backward pass of one rank."""
+    global_batch_size: BatchSize = 8
+    """Sequences in one optimizer step, over all ranks. If they are more than one micro-batch per data-parallel rank,
+    gradients are accumulated over several micro-batches."""
+    ramp_up: RampUpConfig | None = None
+    """Start with a smaller batch and grow to global_batch_size; null: use global_batch_size from the first step on."""
+    precision: DtypeName = "bf16"
+    """Data type of parameters, activations and gradients. Master weights and the optimizer's moments are fp32."""
+    float32_matmul_precision: Literal["highest", "high", "medium"] = "highest"
+    """Precision of matrix products of fp32 tensors. highest: fp32; high: TF32 on GPUs that have it, with 10 bits of
+    mantissa; medium: bf16. Products in half precision are not affected."""
+    compile: Literal["none", "blocks"] = "none"
+    """Part of the model that torch.compile compiles for training. blocks: all blocks have one graph, which inductor
+    compiles in the first step, for about a minute; it needs triton on GPUs and g++ on CPUs. Blocks are
+    not compiled in evaluation and generation."""
+    loss_scale: LossScaleSettings = field(default_factory=LossScaleSettings)
+    """The loss scale of fp16."""
+    z_loss: Annotated[float, Range(0, 1)] = 0.0
+    """Coefficient of a z-loss: the squared logarithm of each token's sum of exponentials is added to what gradients are
+    computed of, so that logits do not drift (PaLM has 1e-4). The loss that is logged does not contain it."""
+    initial_weights: FilePath | None = None
+    """Folder of weights of GPT-2, Llama, Qwen 3 or Mistral in the format of transformers, to start the run from; null:
+    random values."""
+    seed: NonNegative = 1234
+    """Seed of the initial values, of dropout and of the order of samples."""
+    log_every: Positive = 10
+    """Steps between two lines in the console and in metrics.jsonl. Logging waits for the device."""
+    layer_grad_norms_every: NonNegative = 0
+    """Steps between measurements of the gradient norm of each layer, which are written at logged steps; 0: never."""
+    eval_every: NonNegative = 0
+    """Steps between evaluations on the validation split; 0: evaluate only at the end."""
+    eval_samples: Annotated[int, Range(0, 10**12)] = 64
+    """Sequences of the validation split in one evaluation, rounded up to whole micro-batches; 0: never evaluate."""
+    peak_tflops: Annotated[float, Range(above=0, at_most=1e9)] | None = None
+    """Peak TFLOP/s of one device in this precision, from which MFU is computed; null: look it up in a table of GPUs."""
+    sample_every: NonNegative = 0
+    """Steps between texts that the model generates, which are logged with the step; 0: generate only at the end."""
+    sample_tokens: NonNegative = 64
+    """Tokens that the model generates for each prompt; 0: generate nothing."""
+    prompts: tuple[str, ...] | None = None
+    """Texts that the model continues; null: the first tokens of three sequences of the validation split."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    def num_micro_batches(self, data_size: int) -> int:
+        """Return the number of micro-batches of a rank in a step at full batch size."""
+        return self.global_batch_size // (self.micro_batch_size * data_size)
+
+    @property
+    def compiles_blocks(self) -> bool:
+        """True if blocks are compiled."""
+        return self.compile == "blocks"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The data type of `precision`."""
+        return DTYPES[self.precision]
+
+    @property
+    def batch(self) -> BatchConfig:
+        """The sizes of the batches."""
+        return BatchConfig(self.micro_batch_size, self.global_batch_size, self.ramp_up)
