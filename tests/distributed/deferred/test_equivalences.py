@@ -55,7 +55,7 @@ def auto(budget_gb: float) -> OffloadConfig:
 
 # Of two ranks, "auto" has room for some optimizer states at stage 2, and for some shards at stage 3; "more" for all
 # of both.
-OFFLOADS = {"none": NO_OFFLOAD, "host": OffloadConfig("host"), "auto": auto(1e-3), "more": auto(2e-3)}
+OFFLOADS = {"none": NO_OFFLOAD, "host": OffloadConfig("host"), "auto": auto(1.2e-3), "more": auto(2e-3)}
 
 
 @dataclass(frozen=True)

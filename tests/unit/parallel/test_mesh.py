@@ -1,9 +1,10 @@
 """A mesh of one rank, meshes that are refused, and handles: what can be tested without a second rank."""
 
 import pytest
+import torch
 
 from parallel.errors import ConfigError
-from parallel.mesh import Handle, Mesh
+from parallel.mesh import Handle, Mesh, _sum_ranks
 from tests.ranks import run_ranks
 
 
@@ -18,6 +19,17 @@ def test_a_process_alone_has_trivial_axes_with_one_log():
 def test_one_rank_has_no_tensor_axis(tensor_size):
     with pytest.raises(ConfigError, match=rf"^tensor_size={tensor_size} does not divide the 1 ranks; choose 1,"):
         Mesh.create(tensor_size)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 5])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_terms_of_any_number_of_ranks_are_summed_and_rounded_once(num_ranks: int, dtype: torch.dtype):
+    terms = torch.randn(num_ranks, 1000).to(dtype)
+    found = torch.empty(1000, dtype=dtype)
+    _sum_ranks(terms, found)
+    exact = terms.float()
+    assert found.equal(torch.stack([*exact]).sum(0).to(dtype))
+    assert torch.allclose(found.double(), terms.double().sum(0), rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
 
 
 def check_refusals() -> None:

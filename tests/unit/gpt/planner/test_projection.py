@@ -160,7 +160,14 @@ def test_the_report_says_where_the_time_of_the_step_lies():
     recording = dry_run(chosen)
     timeline = project_recording(recording, DGX_2)
     report = make_report(recording, chosen.dry_run, chosen.train.global_batch_size, DGX_2, timeline)
-    for name, total in [("seconds", timeline.busy_seconds()["compute"]), ("flops", report["counted_flops"])]:
+    on_device = [kernel for kernel in recording.kernels if not kernel.is_on_host and not kernel.is_transfer]
+    totals = {
+        "seconds": timeline.busy_seconds()["compute"],
+        "flops": report["counted_flops"],
+        "bytes": sum(kernel.num_bytes for kernel in on_device),
+        "count": len(on_device),
+    }
+    for name, total in totals.items():
         assert sum(row[name] for row in report["kernels"]) == pytest.approx(total)
     assert report["step"]["mfu"] == pytest.approx(model_flops(chosen.model, 8) / 4 / timeline.seconds / 125e12)
     assert report["fits"]
