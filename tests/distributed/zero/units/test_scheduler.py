@@ -103,6 +103,21 @@ def test_no_more_than_one_checkpoint_and_the_prefetched_units_are_in_memory(num_
         assert notes["after backward"] == notes["after evaluation"] == set()
 
 
+def check_call_before_the_first_forward() -> None:
+    torch.manual_seed(0)
+    module = Chain({})
+    expected = module.blocks[1].linear(torch.ones(16)).detach()
+    for block in module.blocks:
+        block.note = lambda direction: None
+    model = ZeroDataParallel(module, Mesh.create(tensor_size=1).data, STAGE_3)
+    with torch.no_grad():
+        assert model.module.blocks[1](torch.ones(16)).equal(expected.tanh())
+
+
+def test_a_module_may_be_called_before_the_first_forward_of_the_whole_model():
+    run_ranks(2, check_call_before_the_first_forward)
+
+
 def check_skipped_blocks() -> None:
     """Skip a block that was predicted and is being gathered; it gets new weights before it runs again."""
     twins = Twins(Chain({}).double(), STAGE_3, lr=1e-2)

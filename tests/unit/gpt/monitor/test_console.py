@@ -4,14 +4,18 @@ import re
 from typing import Any
 
 import pytest
+import torch
 from matplotlib import pyplot
 from rich.table import Table
 
+from gpt.build import build
 from gpt.monitor import units
 from gpt.monitor.collectives import profile_table
-from gpt.monitor.console import ROWS_PER_HEADING, RunConsole, make_console, print_table
+from gpt.monitor.console import ROWS_PER_HEADING, RunConsole, make_console, memory_table, print_table
 from gpt.monitor.plot import plot_loss, plot_losses
+from gpt.settings.parser import parse_settings
 from gpt.settings.training import TrainSettings
+from parallel.mesh import Mesh
 
 LONG = {"step": 499_999, "loss": 10.123456, "lr": 3e-4, "grad_norm": 123.4567, "tokens_per_second": 1_234_567.8}
 TRAIN = TrainSettings(steps=500_000, global_batch_size=2**16)
@@ -50,6 +54,18 @@ def test_validation_and_texts_follow_their_step(capsys):
     lines = printed(capsys, evaluated)[2:]
     assert lines[0].endswith(" validation loss 1.2500, perplexity 3.5")
     assert lines[1:] == ["--- generated text, step 499999", "def f[red]:", "    pass"]
+
+
+@pytest.mark.parametrize("mode", ["accelerator", "host"])
+def test_the_table_of_memory_has_rows_for_the_memories_that_hold_states(mode: str):
+    model = "{num_layers: 1, hidden_size: 8, num_heads: 2, seq_length: 4, vocab_size: 64}"
+    settings = parse_settings([f"--config={{data: {{path: nowhere}}, model: {model}}}", f"--offload.mode={mode}"])
+    state = build(settings, Mesh.create(1), torch.device("cpu"))
+    table = memory_table(state, settings.train)
+    names = [name for name in table.columns[0].cells if not str(name).startswith(("buffer", "checkpoints"))]
+    kinds = ["parameters", "gradients", "master", "moments", "total"]
+    places = [""] if mode == "accelerator" else [", accelerator", ", host"]
+    assert names == [f"{kind}{place}" for place in places for kind in kinds]
 
 
 def test_without_a_terminal_no_cell_is_cut(capsys):

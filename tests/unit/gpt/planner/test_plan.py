@@ -158,6 +158,15 @@ def test_three_micro_batches_are_recorded_and_have_the_time_and_memory_of_seven(
     assert of_seven.device_peak_bytes - of_three.device_peak_bytes == tokens_and_losses
 
 
+def test_micro_batches_are_left_out_of_the_ranks_that_have_their_own_batches():
+    mesh = "--parallel.tensor_size=2", "--parallel.context_size=2", "--dry_run.world_size=16"
+    few, num_left_out = depth._with_few_micro_batches(
+        shallow(*mesh, "--train.micro_batch_size=2", "--train.global_batch_size=80")
+    )
+    assert num_left_out == 10 - 3, "80 sequences, 2 at a time, on 4 ranks"
+    assert few.train.global_batch_size == 3 * 2 * 4
+
+
 def prediction(store: str, seconds: float) -> Prediction:
     return Prediction(CandidateLayout(1, 2, store, 8), 20e9, 0.0, seconds, 4, seconds)
 

@@ -45,9 +45,11 @@ def test_volumes_are_section_8s():
 
 
 def test_arithmetic_intensity_is_section_6s():
-    """It is above 10K operations a byte for large models, and linear in the hidden size."""
+    """It is above 10K operations a byte for large models, and linear in their width and in a checkpoint's layers."""
     assert arithmetic_intensity(8192, 1, 2) > 10_000
     assert arithmetic_intensity(8192, 1, 2) == 4 * arithmetic_intensity(2048, 1, 2)
+    assert arithmetic_intensity(8192, 3, 2) == 3 * arithmetic_intensity(8192, 1, 2)
+    assert arithmetic_intensity(8, 3, 2, block_weights=12 * 64) == arithmetic_intensity(8, 3, 2)
 
 
 @pytest.mark.parametrize(
