@@ -2,7 +2,8 @@
 
 import torch
 
-from gpt.monitor.metrics import peak_memory
+from gpt.monitor.metrics import peak_flops, peak_memory
+from gpt.settings.training import TrainSettings
 
 
 def test_peaks_before_torchs_were_reset_count(monkeypatch):
@@ -13,3 +14,9 @@ def test_peaks_before_torchs_were_reset_count(monkeypatch):
     found = peak_memory(torch.device("cuda", 0), earlier=(70, 10))
     assert (found["peak_allocated_bytes"], found["peak_reserved_bytes"]) == (70, 60)
     assert peak_memory(torch.device("cuda", 0))["peak_allocated_bytes"] == 50
+
+
+def test_the_peak_of_a_device_is_that_of_the_settings_or_that_of_its_name():
+    cpu = torch.device("cpu")
+    assert peak_flops(TrainSettings(peak_tflops=2.5), cpu) == 2.5e12
+    assert peak_flops(TrainSettings(), cpu) is None
