@@ -62,6 +62,7 @@ def test_the_table_of_memory_has_rows_for_the_memories_that_hold_states(mode: st
     settings = parse_settings([f"--config={{data: {{path: nowhere}}, model: {model}}}", f"--offload.mode={mode}"])
     state = build(settings, Mesh.create(1), torch.device("cpu"))
     table = memory_table(state, settings.train)
+    assert [column.justify for column in table.columns] == ["left", "right", "right", "right"]
     names = [name for name in table.columns[0].cells if not str(name).startswith(("buffer", "checkpoints"))]
     kinds = ["parameters", "gradients", "master", "moments", "total"]
     places = [""] if mode == "accelerator" else [", accelerator", ", host"]
