@@ -93,6 +93,7 @@ def test_the_planner_compares_numbers_of_nodes(monkeypatch: pytest.MonkeyPatch, 
     assert num_nodes == 50
     assert "--train.global_batch_size=800" in options
     text = console.export_text()
+    assert "does not fit: tensor 16, stage 0" in text
     assert "12 nodes: no layout divides train.global_batch_size=800 sequences over 192 ranks" in text
     rows = [line for line in text[text.index("Front:") :].splitlines() if "stage" in line]
     assert [row.split()[1] for row in rows] == ["50", "25"], "less time, and fewer GPU hours"

@@ -1,6 +1,7 @@
 """The projection, the profile of collectives and the planner, compared with known times and layouts."""
 
 import dataclasses
+import statistics
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from gpt.monitor.collectives import comparison_table, profile
 from gpt.planner.costs.collectives import MeshShape, collective_seconds
 from gpt.planner.dry_run import dry_run
 from gpt.planner.projection import project, project_recording
-from gpt.planner.report import headline, make_report
+from gpt.planner.report import headline, make_report, matrices_line
 from gpt.settings.parser import parse_settings
 from gpt.settings.settings import Settings
 from gpt.shape.flops import hardware_flops, model_flops
@@ -172,6 +173,20 @@ def test_the_report_says_where_the_time_of_the_step_lies():
     assert report["step"]["mfu"] == pytest.approx(model_flops(chosen.model, 8) / 4 / timeline.seconds / 125e12)
     assert report["fits"]
     assert headline(report).endswith("% (median error 7%)"), "the error of the rows of the paper"
+
+
+def test_the_report_says_how_evenly_matrices_are_divided():
+    chosen = shallow("--optimizer.name=muon")
+    recording = dry_run(chosen)
+    found = make_report(recording, chosen.dry_run, chosen.train.global_batch_size, None, None)["matrices"]
+    matrices = recording.state.optimizer.matrices
+    flops, sent = matrices.assignment.all_flops, matrices.sent_numels()
+    assert found["number"] == len(matrices.matrices) > 0
+    assert found["most_work"] == pytest.approx(max(flops) / statistics.fmean(flops))
+    assert found["most_sent"] == pytest.approx(max(sent) / statistics.fmean(sent))
+    assert found["mean_sent_numel"] == statistics.fmean(sent)
+    assert found["idle_ranks"] == flops.count(0)
+    assert f"{found['number']} matrices are updated whole" in matrices_line(found)
 
 
 def test_the_report_reserves_memory_and_names_a_cluster_that_is_not_calibrated():
