@@ -5,11 +5,12 @@ import logging
 import pytest
 import torch
 
-from gpt.build import build, parameter_groups
+from gpt.build import build, build_mesh, parameter_groups
 from gpt.planner.moments import moment_bytes
 from gpt.settings.parser import parse_settings
 from parallel.errors import ConfigError
 from parallel.mesh import Mesh
+from parallel.world import imitated_world
 from zero.optimizers.adamw8bit import AdamW8bit
 from zero.optimizers.muon import Muon
 from zero.optimizers.soap import Soap
@@ -65,3 +66,13 @@ def test_the_precision_of_fp32_products_is_set_and_logged(caplog):
         assert f"products of fp32: {expected} precision" in caplog.messages
     with pytest.raises(ConfigError, match=r"train\.float32_matmul_precision"):
         parse_settings([f"--config={BASE}", "--train.float32_matmul_precision=low"])
+
+
+def test_a_context_that_does_not_divide_the_heads_of_a_tensor_rank_is_refused():
+    model = "--model.num_heads=8", "--model.num_kv_heads=4", "--model.hidden_size=32", "--model.seq_length=8"
+    mesh = "--parallel.tensor_size=2", "--train.micro_batch_size=1", "--train.global_batch_size=8"
+    with imitated_world(0, 8, 8, "gloo") as world:
+        build_mesh(parse_settings([f"--config={BASE}", *model, *mesh, "--parallel.context_size=2"]), world)
+        refused = parse_settings([f"--config={BASE}", *model, *mesh, "--parallel.context_size=4"])
+        with pytest.raises(ConfigError, match="context_size=4 does not divide the 2 heads of keys and values"):
+            build_mesh(refused, world)
