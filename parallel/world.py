@@ -194,10 +194,12 @@ def imitated_world(rank: int, size: int, local_size: int, backend: str) -> Itera
 def stop_world() -> None:
     """Leave the process groups. Call it before the process ends."""
     if dist.is_initialized():
+        backend = dist.get_backend()
         dist.destroy_process_group()
-        # A thread of gloo drops its tensors some time after their collective was waited for, and needs the interpreter
-        # for that. If it is being finalized, the process is aborted.
-        time.sleep(SECONDS_TO_DROP_TENSORS)
+        if "gloo" in backend:
+            # A thread of gloo drops its tensors some time after their collective was waited for, and needs the
+            # interpreter for that. If it is being finalized, the process is aborted.
+            time.sleep(SECONDS_TO_DROP_TENSORS)
 
 
 def shared_store() -> dist.Store:
