@@ -20,7 +20,7 @@ from gpt.corpus import Corpus
 from gpt.monitor.console import RunConsole, describe_run, memory_table
 from gpt.monitor.out_of_memory import out_of_memory_recorded
 from gpt.planner.report import run_and_report
-from gpt.settings.option_names import errors_in_option_names
+from gpt.settings.option_names import messages_in_option_names
 from gpt.settings.parser import parse_settings
 from gpt.settings.settings import Settings
 from gpt.trainer import Trainer
@@ -38,7 +38,7 @@ from parallel.world import (
 )
 
 
-@errors_in_option_names()
+@messages_in_option_names()
 def pretrain(settings: Settings, world: World) -> None:
     """Train a model as the settings say. All ranks call it."""
     console = RunConsole(is_quiet=not world.is_first)
@@ -66,7 +66,7 @@ def main() -> None:
         if settings.dry_run.world_size is not None:
             run_and_report(settings, console)
             return
-        with errors_in_option_names():
+        with messages_in_option_names():
             world = start_world(start_options(settings))
         logging.raiseExceptions = False  # a log on a full disk is no reason to print a traceback for each of its lines
         logging.basicConfig(level=logging.INFO if world.is_first else logging.ERROR, format="%(message)s")

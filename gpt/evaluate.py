@@ -36,7 +36,7 @@ from gpt.checkpoint.folder import find
 from gpt.generate import evaluation
 from gpt.monitor.console import RunConsole
 from gpt.run_folder.files import CHECKPOINTS
-from gpt.settings.option_names import errors_in_option_names
+from gpt.settings.option_names import messages_in_option_names
 from gpt.settings.parser import parse_settings
 from gpt.settings.settings import Settings
 from parallel.errors import ConfigError
@@ -221,7 +221,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-@errors_in_option_names()
+@messages_in_option_names()
 def evaluate_text(arguments: list[str]) -> Score:
     """Print and return the score of the text that the command line names. All ranks call it.
 

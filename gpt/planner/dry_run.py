@@ -15,7 +15,7 @@ import torch
 from data.documents import DocumentBatch, MicroBatch
 from gpt.build import TrainState, build, build_mesh
 from gpt.planner.compiled_code import with_compiled_code
-from gpt.settings.option_names import errors_in_option_names
+from gpt.settings.option_names import messages_in_option_names
 from gpt.settings.settings import Settings
 from gpt.settings.training import TrainSettings
 from gpt.train_step import train_step
@@ -57,7 +57,7 @@ class Recording:
         return replace(self, kernels=kernels, events=events, memory=self.memory.at_times(places))
 
 
-@errors_in_option_names()
+@messages_in_option_names()
 def dry_run(settings: Settings) -> Recording:
     """Return the recording of a step of `settings.dry_run.rank`.
 

@@ -32,7 +32,7 @@ from gpt.planner.plan_report import (
 )
 from gpt.planner.plots import plot_front
 from gpt.planner.run_cost import RunCost
-from gpt.settings.option_names import errors_in_option_names
+from gpt.settings.option_names import messages_in_option_names
 from gpt.settings.parser import parse_settings
 from gpt.settings.settings import Settings
 from parallel.errors import ConfigError, exit_on_config_error
@@ -51,7 +51,7 @@ def extrapolate_layout(
     return extrapolate(shallow_runs(layout.applied_to(in_world)), cluster)
 
 
-@errors_in_option_names()
+@messages_in_option_names()
 def main(arguments: list[str]) -> None:
     """Print a plan and the command that starts its best run."""
     parser = argparse.ArgumentParser(prog="python -m gpt.planner.plan", description=__doc__.splitlines()[0])

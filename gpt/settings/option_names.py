@@ -5,9 +5,11 @@ the training program has to set `zero.stage` or `parallel.tensor_size`.
 """
 
 import re
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
+from pathlib import Path
 
 from gpt.settings.settings import Settings
 from gpt.settings.training import ParallelSettings
@@ -20,15 +22,31 @@ def in_option_names(text: str) -> str:
 
 
 @contextmanager
-def errors_in_option_names() -> Iterator[None]:
-    """Apply `in_option_names` to the message of an error that leaves this block."""
+def messages_in_option_names() -> Iterator[None]:
+    """Apply `in_option_names` to the message of an error that leaves this block, and to this project's warnings in it.
+
+    Such a warning is printed as one line, without the line of code that caused it.
+    """
+    format_others = warnings.formatwarning
+
+    def format_warning(
+        message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+    ) -> str:
+        if not any(Path(filename).is_relative_to(package) for package in _PACKAGES):
+            return format_others(message, category, filename, lineno, line)
+        return f"warning: {in_option_names(str(message))}\n"
+
+    warnings.formatwarning = format_warning
     try:
         yield
     except (ValueError, RuntimeError) as error:  # a ConfigError is a ValueError
         error.args = tuple(in_option_names(part) if isinstance(part, str) else part for part in error.args)
         raise
+    finally:
+        warnings.formatwarning = format_others
 
 
+_PACKAGES = [Path(__file__).parents[2] / name for name in ("gpt", "zero", "parallel")]
 _GROUPS = {node.kind.__name__: node.name for node in walk(Settings) if isinstance(node, Group)}
 _GROUPS["StartOptions"] = "run"
 _CLASS = re.compile(rf"\b({'|'.join(_GROUPS)})\b(?=\.\w)")  # ZeroConfig in ZeroConfig.stage

@@ -19,7 +19,7 @@ from rich.table import Table
 
 from gpt.deepspeed.config import deepspeed_layer
 from gpt.settings.help import help_text
-from gpt.settings.option_names import errors_in_option_names, in_option_names
+from gpt.settings.option_names import in_option_names, messages_in_option_names
 from gpt.settings.settings import Settings
 from gpt.settings.tree import Group, Leaf, default_of, walk
 from parallel.config_files import Section, parse_yaml, read_section
@@ -45,7 +45,7 @@ class Given:
 Layer = dict[str, Given]
 
 
-@errors_in_option_names()
+@messages_in_option_names()
 def parse_settings(
     arguments: Sequence[str], num_ranks: int | None = None, show: Callable[[Table], None] = lambda table: None
 ) -> Settings:

@@ -15,7 +15,7 @@ from gpt.schedule import (
     learning_rate,
     rate_change,
 )
-from gpt.settings.option_names import errors_in_option_names
+from gpt.settings.option_names import messages_in_option_names
 from gpt.settings.training import TrainSettings
 from parallel.errors import ConfigError
 
@@ -119,7 +119,7 @@ def test_a_batch_without_ramp_up_is_always_full():
     ],
 )
 def test_impossible_schedules_are_refused(make, message):
-    with pytest.raises(ConfigError, match=message), errors_in_option_names():
+    with pytest.raises(ConfigError, match=message), messages_in_option_names():
         make()
 
 

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from gpt.kernels.apex import choose_norm
 from gpt.kernels.attention import describe_attention
 from gpt.model.transformer import GPT, Attention, Sequences, initialize
-from gpt.settings.option_names import errors_in_option_names
+from gpt.settings.option_names import messages_in_option_names
 from gpt.shape.config import ModelConfig
 from parallel.errors import ConfigError
 from parallel.instruments.comm_log import CommLog
@@ -166,7 +166,7 @@ def test_initialization_leaves_the_global_random_state_alone():
     ],
 )
 def test_an_impossible_model_is_refused(changes, message):
-    with pytest.raises(ConfigError, match=message), errors_in_option_names():
+    with pytest.raises(ConfigError, match=message), messages_in_option_names():
         small_config(**changes)
 
 

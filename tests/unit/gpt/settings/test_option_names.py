@@ -1,8 +1,13 @@
-"""Names of options in the errors of the libraries."""
+"""Names of options in the errors and warnings of the libraries."""
+
+import sys
+import warnings
+from pathlib import Path
 
 import pytest
 
-from gpt.settings.option_names import errors_in_option_names, in_option_names
+from gpt.settings import option_names
+from gpt.settings.option_names import in_option_names, messages_in_option_names
 from parallel.errors import ConfigError
 from parallel.mesh import Mesh
 from zero.activations.choice import Hardware
@@ -40,7 +45,7 @@ def test_names_of_the_libraries_become_options(text: str, expected: str):
     ],
 )
 def test_an_error_names_the_option(make, message):
-    with pytest.raises(ConfigError, match=message), errors_in_option_names():
+    with pytest.raises(ConfigError, match=message), messages_in_option_names():
         make()
 
 
@@ -48,8 +53,21 @@ def test_an_error_keeps_its_class_and_its_other_arguments():
     class OwnError(ConfigError):
         pass
 
-    with pytest.raises(OwnError) as raised, errors_in_option_names():
+    with pytest.raises(OwnError) as raised, messages_in_option_names():
         raise OwnError("ZeroConfig.stage=7", 7)
     assert raised.value.args == ("zero.stage=7", 7)
-    with pytest.raises(KeyError, match=r"ZeroConfig\.stage"), errors_in_option_names():
+    with pytest.raises(KeyError, match=r"ZeroConfig\.stage"), messages_in_option_names():
         raise KeyError("ZeroConfig.stage")
+
+
+def test_a_warning_of_this_project_is_one_line_in_the_names_of_options(capsys: pytest.CaptureFixture[str]):
+    format_before = warnings.formatwarning
+    with messages_in_option_names():
+        for package in ("zero", "torch"):
+            file = str(Path(option_names.__file__).parents[2] / package / "some.py")
+            sys.stderr.write(warnings.formatwarning("choose ZeroConfig.stage=3", UserWarning, file, 7, "stage()"))
+    own, other, line = capsys.readouterr().err.splitlines()
+    assert own == "warning: choose zero.stage=3"
+    assert other.endswith("torch/some.py:7: UserWarning: choose ZeroConfig.stage=3")
+    assert line == "  stage()"
+    assert warnings.formatwarning is format_before
