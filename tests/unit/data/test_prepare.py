@@ -291,3 +291,14 @@ def test_too_large_a_document_is_reported(tmp_path, capsys, monkeypatch):
 def test_a_number_outside_its_range_is_reported(tmp_path, capsys, option, value):
     arguments = ("--source", "stdlib", "--output", tmp_path / "corpus", "--train_vocab_size", "257", option, value)
     assert f"{option}={value} must be 1 or more, and at most" in _error_of(capsys, *arguments)
+
+
+def test_ctrl_c_ends_in_one_line_with_the_code_of_an_interrupted_program(tmp_path, monkeypatch, capsys):
+    def interrupted(_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("data.prepare._run", interrupted)
+    with pytest.raises(SystemExit) as ended:
+        main(["--source", "stdlib", "--characters", "--output", str(tmp_path / "corpus")])
+    assert ended.value.code == 130
+    assert capsys.readouterr().err == f"data.prepare: interrupted, nothing written to {tmp_path / 'corpus'}\n"

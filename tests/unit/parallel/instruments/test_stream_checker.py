@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from parallel.instruments.launch_order import overlaps
-from parallel.instruments.memory_tracker import TensorKind
+from parallel.instruments.memory_tracker import TensorKind, tagged
 from parallel.instruments.stream_checker import StreamChecker, StreamError, streams_checked
 from parallel.mesh import Axis, Handle, Mesh
 from parallel.streams import active_simulation, announce_host_read, current_stream, synchronize
@@ -247,6 +247,25 @@ def test_a_second_stream_that_waits_on_the_same_handle_is_not_made_to_wait():
             gather.wait()
             whole.sum()
     assert len(checker.reports) == 1
+
+
+def test_a_report_names_the_kind_of_tagged_memory():
+    with StreamChecker(CPU) as checker:
+        whole = tagged(TensorKind.MASTER, torch.zeros(8))
+        gather = data_axis().all_gather(torch.ones(4), out=whole)
+        whole.sum()
+        gather.wait()
+    (report,) = checker.reports
+    assert " reads master before " in report
+
+
+def test_memory_that_is_tagged_as_the_hosts_is_written_by_the_host():
+    with StreamChecker(CPU) as checker:
+        source = tagged(TensorKind.MASTER, torch.zeros(4), on_host=True)
+        torch.empty(4).copy_(source, non_blocking=True)
+        source.zero_()  # the copy may not have read it yet
+    (report,) = checker.reports
+    assert "zero_ by the host" in report
 
 
 def test_an_error_has_one_line_for_each_pair_of_places():

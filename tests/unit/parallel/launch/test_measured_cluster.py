@@ -9,11 +9,11 @@ import torch
 
 from parallel.errors import ConfigError
 from parallel.launch import device_kernels, reference_step
-from parallel.launch.cluster import ClusterSpec
+from parallel.launch.cluster import RESERVED_BYTES, ClusterSpec
 from parallel.launch.curves import Curve, mean_curves
 from parallel.launch.device_kernels import KERNELS, MeasuredAttention, MeasuredProduct
 from parallel.launch.kernel_costs import kernel_seconds
-from parallel.launch.measured_cluster import attention_fraction, with_step_factors, write_cluster
+from parallel.launch.measured_cluster import attention_fraction, reserved_bytes, with_step_factors, write_cluster
 from parallel.launch.products import TileModel, attention_flops, fit_overhead, peak_rate
 from parallel.launch.reference_step import Shape
 
@@ -64,6 +64,13 @@ def test_the_rate_of_attention_is_found_in_its_time():
     kernels = mock.Mock(attentions=[MeasuredAttention("bfloat16", shape, seconds)])
     assert attention_fraction([kernels], "bfloat16", CLUSTER) == pytest.approx(0.3)
     assert attention_fraction([kernels], "float32", CLUSTER) is None
+
+
+def test_what_cuda_takes_of_a_device_is_what_torch_and_the_free_memory_leave():
+    figures = {"synchronize": mock.Mock(), "mem_get_info": lambda _: (30, 100), "memory_reserved": lambda _: 50}
+    with mock.patch.multiple(torch.cuda, **figures):
+        assert reserved_bytes(torch.device("cuda")) == 20
+    assert reserved_bytes(torch.device("cpu")) == RESERVED_BYTES
 
 
 def test_measured_kernels_are_those_that_a_step_runs():
