@@ -1,10 +1,12 @@
 """Every stage trains as one process does if collectives and copies run as late as the program allows."""
 
 import random
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -224,10 +226,21 @@ def test_late_collectives_and_copies_change_nothing_in_many_configurations(sizes
     check_equal_one_process(data_size * tensor_size, cases)
 
 
+class LateThread(threading.Thread):
+    """A thread that runs when it is joined."""
+
+    def start(self) -> None:
+        pass
+
+    def join(self, timeout: float | None = None) -> None:
+        super().start()
+        super().join(timeout)
+
+
 def save_while_training(folder: Path, stage: int, offload: str) -> bool:
     """Save after two steps while the third runs; return whether the file holds the state after two steps."""
     case = Case(stage, offload=offload, num_micro_batches=1)
-    with deferred():
+    with deferred(), mock.patch("zero.state.writer.threading.Thread", LateThread):
         state = start(case)
         steps = train(state, case)
         next(steps), next(steps)
