@@ -223,8 +223,9 @@ def measured_seconds(
     # The processor time of a CPU's kernels is the same if other programs run on the machine. Messages are waited for.
     is_kernel_of_cpu = device.type == "cpu" and axis is None and pair is None and not counts_waiting
     clock = time.thread_time if is_kernel_of_cpu else time.perf_counter
+    whole = action if before is None else lambda: (before(), action())
     for _ in range(2):  # the first call opens connections: the time of the second one is used
-        once = _timed(action, device, clock, before)
+        once = _timed(whole, device, clock)
     # The number of repeats must be the same on all ranks that communicate, or the last messages would never arrive. So
     # they compute it from the same estimate: the mean over the axis, or the longer time of the pair.
     estimate = torch.tensor(once, dtype=torch.float64, device=device)

@@ -144,7 +144,7 @@ def test_a_rank_whose_peer_is_killed_ends_with_one_line_and_the_code_of_the_watc
 def test_a_rank_that_hangs_is_named_with_its_last_collective_and_the_job_ends(corpus, tmp_path):
     run_dir = tmp_path / "run"
     with started_ranks(2, options(corpus, run_dir, run__hang_seconds=2, **LONG)) as ranks:
-        wait_for_steps(run_dir, 50)
+        wait_for_steps(run_dir, 5)
         ranks[1].send_signal(signal.SIGSTOP)
         assert ranks[0].wait(timeout=20) == 3
         told = ranks[0].stderr.read()

@@ -319,6 +319,7 @@ def wait_for_each(purposes: list[list[str]]) -> list[str]:
             barrier.wait(purpose)
         except BrokenBarrier as error:
             messages.append(str(error))
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=60))  # another rank may still wait for the limit
     dist.barrier()
     return messages
 
