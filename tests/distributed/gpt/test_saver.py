@@ -16,10 +16,9 @@ from gpt.checkpoint.saver import Saver
 from gpt.settings.parser import parse_settings
 from parallel.mesh import Mesh
 from tests.ranks import run_ranks
+from tests.unit.gpt.test_build import BASE
 from zero.state import writer
 from zero.state.sealed_file import Seal
-
-BASE = "{data: {path: nowhere}, model: {num_layers: 1, hidden_size: 8, num_heads: 2, seq_length: 4, vocab_size: 64}}"
 
 
 class CountingStore:

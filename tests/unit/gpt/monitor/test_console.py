@@ -16,6 +16,7 @@ from gpt.monitor.plot import plot_loss, plot_losses
 from gpt.settings.parser import parse_settings
 from gpt.settings.training import TrainSettings
 from parallel.mesh import Mesh
+from tests.unit.gpt.test_build import BASE
 
 LONG = {"step": 499_999, "loss": 10.123456, "lr": 3e-4, "grad_norm": 123.4567, "tokens_per_second": 1_234_567.8}
 TRAIN = TrainSettings(steps=500_000, global_batch_size=2**16)
@@ -58,8 +59,7 @@ def test_validation_and_texts_follow_their_step(capsys):
 
 @pytest.mark.parametrize("mode", ["accelerator", "host"])
 def test_the_table_of_memory_has_rows_for_the_memories_that_hold_states(mode: str):
-    model = "{num_layers: 1, hidden_size: 8, num_heads: 2, seq_length: 4, vocab_size: 64}"
-    settings = parse_settings([f"--config={{data: {{path: nowhere}}, model: {model}}}", f"--offload.mode={mode}"])
+    settings = parse_settings([f"--config={BASE}", f"--offload.mode={mode}"])
     state = build(settings, Mesh.create(1), torch.device("cpu"))
     table = memory_table(state, settings.train)
     assert [column.justify for column in table.columns] == ["left", "right", "right", "right"]
