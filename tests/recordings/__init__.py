@@ -1,0 +1,32 @@
+"""Outputs that are recorded in files, so that a change of any line or number of them is seen.
+
+RECORD=1 scripts/test.sh -k recorded    records what the code says now: read the difference before you commit it
+"""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+RECORDINGS = Path(__file__).parent
+NUM_DIGITS = 6
+
+
+def assert_recorded(name: str, *parts: str) -> None:
+    """Compare texts, one after another, with the recording of that name."""
+    file, text = RECORDINGS / f"{name}.txt", "\n".join(line.rstrip() for line in "\n".join(parts).splitlines()) + "\n"
+    if os.environ.get("RECORD"):
+        file.write_text(text)
+    assert text.splitlines() == file.read_text().splitlines()
+
+
+def lines_of(tree: Any, path: str = "") -> Iterator[str]:
+    """Yield a line for each number and text in a tree of dictionaries and lists; numbers have six digits."""
+    if isinstance(tree, dict):
+        for key, value in tree.items():
+            yield from lines_of(value, f"{path}.{key}" if path else f"{key}")
+    elif isinstance(tree, list | tuple):
+        for number, value in enumerate(tree):
+            yield from lines_of(value, f"{path}[{number}]")
+    else:
+        yield f"{path} = {f'{tree:.{NUM_DIGITS}g}' if isinstance(tree, float) else tree}"

@@ -1,0 +1,100 @@
+"""Dry runs and plans print and write what tests/recordings holds: each line and number of it.
+
+The formulas behind the numbers have tests of their own. Here a change of any of them is seen.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpt.monitor.console import RunConsole
+from gpt.planner import depth, plan
+from gpt.planner.depth import DepthExtrapolation
+from gpt.planner.layouts import CandidateLayout, candidate_layouts, predict
+from gpt.planner.plan import extrapolate_layout
+from gpt.planner.report import run_and_report
+from gpt.settings.parser import parse_settings
+from parallel.launch.cluster import ClusterSpec
+from tests.recordings import assert_recorded, lines_of
+from tests.unit.gpt.planner.test_projection import ROOT, shallow
+
+CLUSTERS = ROOT / "configs/clusters"
+RUNS = {
+    "stage-0": ("dgx-2", "--zero.stage=0", "--activations.store=none"),
+    "stage-1-offload": ("dgx-2", "--zero.stage=1", "--offload.mode=host", "--activations.store=keep"),
+    "stage-2-adamw8bit": ("dgx-a100", "--zero.stage=2", "--optimizer.name=adamw8bit", "--activations.store=selective"),
+    "stage-3-muon": ("dgx-h100", "--zero.stage=3", "--optimizer.name=muon", "--activations.store=keep",
+                     "--parallel.tensor_size=1"),
+    "partition-host": ("p4d", "--zero.stage=2", "--activations.store=partition_host", "--zero.bucket_numel=5000"),
+    "two-nodes": ("dgx-2", "--zero.stage=3", "--dry_run.world_size=32", "--train.global_batch_size=64",
+                  "--parallel.shard_size=4", "--zero.accumulate=local"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_report_of_a_dry_run_is_as_recorded(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(tmp_path)
+    cluster, *options = RUNS[name]
+    files = f"--dry_run.cluster={CLUSTERS / cluster}.yaml", "--run.dir=run", "--dry_run.trace=trace.json"
+    run_and_report(shallow(*files, *options), RunConsole(is_quiet=False))
+    report, trace = (json.loads(Path(file).read_text()) for file in ("run/report.json", "trace.json"))
+    lanes = sums_by_lane(trace["traceEvents"])
+    assert_recorded(f"dry-run-{name}", capsys.readouterr().out, *lines_of(report), *lines_of(lanes))
+
+
+def sums_by_lane(tasks: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Return the number of tasks of each lane, and the sums of their starts and durations."""
+    sums: dict[str, dict[str, float]] = {}
+    for task in tasks:
+        row = sums.setdefault(task["tid"], {"count": 0, "ts": 0.0, "dur": 0.0})
+        row["count"] += 1
+        row["ts"] += task["ts"]
+        row["dur"] += task["dur"]
+    return sums
+
+
+FORMS = {  # (settings, cluster, number of GPUs)
+    "100b": ("paper/figure2/100b-zero-400.yaml", "dgx-2", 400, "--offload.mode=auto"),
+    "llama": ("models/llama-3-8b.yaml", "dgx-h100", 64, "--train.global_batch_size=256", "--model.dropout=0"),
+    "muon": ("gpt/1.3b.yaml", "dgx-a100", 32, "--optimizer.name=muon", "--train.compile=blocks"),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_the_closed_forms_of_all_layouts_are_as_recorded(name: str):
+    file, cluster_name, num_gpus, *options = FORMS[name]
+    settings = parse_settings(["--config", str(ROOT / "configs" / file), *options])
+    cluster = ClusterSpec.load(CLUSTERS / f"{cluster_name}.yaml")
+    layouts = candidate_layouts(cluster.gpus_per_node, settings.train.global_batch_size, settings.offload.mode)
+    found = (predict(layout, settings, cluster, num_gpus) for layout in layouts if layout.micro_batch_size in (1, 8))
+    lines = [
+        f"{one.layout}: {one.device_bytes:.6g} bytes, on the host {one.host_bytes:.6g}, "
+        f"{one.seconds:.6g} s, overlapped {one.overlapped_seconds:.6g} s"
+        for one in found
+        if one is not None
+    ]
+    assert_recorded(f"closed-forms-{name}", *lines)
+
+
+def test_plans_are_as_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setattr(depth, "DEPTHS", (1, 2))
+    estimates: dict[tuple[CandidateLayout, int], DepthExtrapolation] = {}
+
+    def extrapolate_once(layout: CandidateLayout, *others: Any) -> DepthExtrapolation:
+        key = layout, others[-1]
+        if key not in estimates:
+            estimates[key] = extrapolate_layout(layout, *others)
+        return estimates[key]
+
+    monkeypatch.setattr(plan, "extrapolate_layout", extrapolate_once)
+    monkeypatch.chdir(ROOT)
+    small = "--model.hidden_size=512", "--model.num_heads=2", "--model.vocab_size=512", "--model.seq_length=128"
+    model = "--config=configs/gpt/1.3b.yaml", *small, "--train.compile=none"
+    for kind in (["1", "2", f"--front={tmp_path / 'front.png'}"], ["2"], ["2", "--largest"]):
+        plan.main(["--cluster=configs/clusters/dgx-a100.yaml", "--verify=1", "--nodes", *kind, *model])
+    printed = capsys.readouterr()
+    assert_recorded("plans", printed.err, printed.out.replace(str(tmp_path), "FOLDER"))
