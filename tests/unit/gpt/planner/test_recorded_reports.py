@@ -23,7 +23,8 @@ from tests.unit.gpt.planner.test_projection import ROOT, shallow
 CLUSTERS = ROOT / "configs/clusters"
 RUNS = {
     "stage-0": ("dgx-2", "--zero.stage=0", "--activations.store=none"),
-    "stage-1-offload": ("dgx-2", "--zero.stage=1", "--offload.mode=host", "--activations.store=keep"),
+    "stage-1-offload": ("dgx-2", "--zero.stage=1", "--offload.mode=host", "--activations.store=keep",
+                        "--model.hidden_size=1024"),
     "stage-2-adamw8bit": ("dgx-a100", "--zero.stage=2", "--optimizer.name=adamw8bit", "--activations.store=selective"),
     "stage-3-muon": ("dgx-h100", "--zero.stage=3", "--optimizer.name=muon", "--activations.store=keep",
                      "--parallel.tensor_size=1"),
