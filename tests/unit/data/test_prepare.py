@@ -178,6 +178,22 @@ def test_existing_output_is_only_replaced_on_request(tmp_path, capsys):
     assert _documents(output) == TEXTS[:1]
 
 
+def test_a_crash_while_files_are_replaced_leaves_no_old_index_beside_new_tokens(tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text(TEXTS[0])
+    output = tmp_path / "corpus"
+    arguments = ["--source", str(tmp_path / "a.txt"), "--output", str(output), "--train_vocab_size", "257"]
+    main([*arguments, "--workers", "1"])
+
+    def crash(_staged: Path, path: Path) -> None:
+        raise KeyboardInterrupt(path)
+
+    monkeypatch.setattr("os.replace", crash)
+    with pytest.raises(SystemExit):
+        main([*arguments, "--workers", "1", "--overwrite"])
+    assert Path(f"{output}.bin").exists()
+    assert not Path(f"{output}.idx").exists()
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [

@@ -172,3 +172,9 @@ def test_a_plan_stays_within_its_rooms_and_keeps_the_chunk_that_is_used_next(use
         assert before <= plan[position - 1][1]
         if rooms[position] and uses[position] in plan[position - 1][1]:
             assert uses[position] in before, "the next to be used is the last to go"
+
+
+def test_a_chunk_that_no_position_uses_is_never_used_next():
+    cycle = Cycle([["a"], ["b", "a"]])
+    assert [cycle.next_use(chunk, 0) for chunk in ("a", "b", "c")] == [1, 1, math.inf]
+    assert [cycle.next_use(chunk, 1) for chunk in ("a", "b", "c")] == [1, 2, math.inf]

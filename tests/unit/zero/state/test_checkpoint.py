@@ -75,6 +75,14 @@ def test_a_crash_while_a_checkpoint_is_replaced_leaves_the_old_one(
     assert load(folder, *other) == {"step": 5}
 
 
+def test_what_a_crash_has_left_of_an_older_checkpoint_does_not_stand_in_the_way(saved: tuple[Path, Tensor]):
+    folder, _ = saved
+    shutil.copytree(folder, folder.parent / ".saved.before")  # the crash was after the new one had its name
+    save(folder, *wrap(), {"step": 2})
+    assert load(folder, *wrap()) == {"step": 2}
+    assert [path.name for path in folder.parent.iterdir()] == ["saved"]
+
+
 def test_a_folder_with_other_files_is_not_replaced(tmp_path: Path):
     (tmp_path / "work").mkdir()
     (tmp_path / "work/thesis.tex").touch()
