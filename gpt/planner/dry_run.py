@@ -29,6 +29,7 @@ from parallel.instruments.stream_checker import StreamChecker, streams_checked
 from parallel.launch.cluster import ClusterSpec
 from parallel.streams import UncheckedStreams
 from parallel.world import World, imitated_world
+from zero.offload.recorder import NUM_RECORDED
 
 DEVICE, HOST = "device", "host"  # the memories of a Recording
 MAX_MICRO_BATCHES = 3  # the first, the last, and one between them, which all others are like
@@ -72,12 +73,10 @@ def dry_run(settings: Settings) -> Recording:
     return recording.with_kernels(*with_compiled_code(recording.kernels, settings, recording.state.activations))
 
 
-def record_step(
-    settings: Settings, world: World, tensor_mode: AbstractContextManager[Any], num_steps_before: int = 1
-) -> Recording:
-    """Build the run in any world, imitated or real, and record a step after `num_steps_before` others.
+def record_step(settings: Settings, world: World, tensor_mode: AbstractContextManager[Any]) -> Recording:
+    """Build the run in any world, imitated or real, and record a step like all that follow it.
 
-    The others have at most MAX_MICRO_BATCHES. Tensors are made inside the context `tensor_mode`.
+    The steps before it have at most MAX_MICRO_BATCHES. Tensors are made inside the context `tensor_mode`.
     """
     settings = replace(settings, train=replace(settings.train, compile="none"))  # fake tensors cannot be compiled
     mesh = build_mesh(settings, world)
@@ -88,7 +87,7 @@ def record_step(
         # Before the collector is switched off: garbage of the builder would count as resident memory.
         gc.collect()
         with no_garbage_collection():
-            for _ in range(num_steps_before):
+            for _ in range(_num_steps_before(settings)):
                 with mesh.log.keeping_events(lambda: 0) as events_before:
                     train_step(state.model, state.optimizer, micro_batches[:MAX_MICRO_BATCHES], mesh)
             late_before = [event for event in events_before if event.awaited is None]
@@ -117,6 +116,14 @@ def record_step(
             kernel_log.kernels,
             memory,
         )
+
+
+def _num_steps_before(settings: Settings) -> int:
+    """Return the number of steps after which all steps are alike: the first one allocates states and buffers.
+
+    With offload.mode=auto, states only move to where they stay after the steps whose memory is measured.
+    """
+    return NUM_RECORDED + 1 if settings.offload.mode == "auto" else 1
 
 
 def record_launches(

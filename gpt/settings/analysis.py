@@ -30,7 +30,7 @@ class ProfileSettings:
 
 @dataclass(frozen=True)
 class DryRunSettings:
-    """A dry run: two steps of one rank of any world, on tensors without values, to see memory, traffic and time."""
+    """A dry run: a few steps of one rank of any world, on tensors without values, to see memory, traffic and time."""
 
     world_size: Ranks | None = None
     """Number of ranks of the imitated run; null: train instead of a dry run."""

@@ -9,7 +9,7 @@ import torch
 
 from gpt.monitor.collectives import comparison_table, profile
 from gpt.planner.costs.collectives import MeshShape, collective_seconds
-from gpt.planner.dry_run import dry_run
+from gpt.planner.dry_run import DEVICE, HOST, dry_run
 from gpt.planner.projection import project, project_recording
 from gpt.planner.report import headline, make_report, matrices_line
 from gpt.settings.parser import parse_settings
@@ -173,6 +173,25 @@ def test_the_report_says_where_the_time_of_the_step_lies():
     assert report["step"]["mfu"] == pytest.approx(model_flops(chosen.model, 8) / 4 / timeline.seconds / 125e12)
     assert report["fits"]
     assert headline(report).endswith("% (median error 7%)"), "the error of the rows of the paper"
+
+
+@pytest.mark.parametrize("overlap_gather", ["false", "true"])
+def test_a_dry_run_of_auto_has_the_memory_of_its_plan_and_not_that_of_the_steps_before(overlap_gather: str):
+    stage = "--zero.stage=2", "--activations.store=keep", f"--zero.overlap_gather={overlap_gather}"
+    chunks = "--offload.hidden_dim=64", "--offload.min_chunk_size_m=0.004", "--offload.search_range_m=0.004"
+
+    def peaks(*options: str) -> list[int]:
+        """Return the bytes on the device and on the host."""
+        return [sum(dry_run(shallow(*stage, *options)).peak[where].values()) for where in (DEVICE, HOST)]
+
+    def peaks_of_auto(budget: float) -> list[int]:
+        return peaks("--offload.mode=auto", *chunks, f"--offload.accelerator_memory_gb={budget / 1e9}")
+
+    most, least = peaks_of_auto(1e9), peaks("--offload.mode=host")
+    budget = (least[0] + most[0]) / 2
+    some = peaks_of_auto(budget)
+    assert least[0] < some[0] <= budget < most[0]
+    assert most[1] < some[1] < least[1]
 
 
 def test_the_report_says_how_evenly_matrices_are_divided():

@@ -10,28 +10,57 @@ from typing import Any
 import pytest
 
 from gpt.monitor.console import RunConsole
-from gpt.planner import depth, plan
+from gpt.planner import depth, plan, report
 from gpt.planner.depth import DepthExtrapolation
+from gpt.planner.dry_run import Recording, dry_run
 from gpt.planner.layouts import CandidateLayout, candidate_layouts, predict
 from gpt.planner.plan import extrapolate_layout
-from gpt.planner.report import run_and_report
 from gpt.settings.parser import parse_settings
 from parallel.launch.cluster import ClusterSpec
 from tests.recordings import assert_recorded, lines_of
 from tests.unit.gpt.planner.test_projection import ROOT, shallow
 
 CLUSTERS = ROOT / "configs/clusters"
-RUNS = {
+BF16 = "--train.precision=bf16", "--zero.accumulate_dtype=fp32", "--zero.reduce_dtype=fp32"
+OVERLAP = *BF16, "--zero.overlap=true", "--zero.overlap_gather=true", "--zero.bucket_numel=5000"
+LLAMA = (
+    *("--model.positions=rope", "--model.norm=rms", "--model.mlp=swiglu", "--model.num_kv_heads=2"),
+    *("--model.biases=false", "--model.tied_head=false", "--model.attention=flash", "--model.dropout=0"),
+)
+RUNS = {  # name: (cluster, options)
     "stage-0": ("dgx-2", "--zero.stage=0", "--activations.store=none"),
-    "stage-1-offload": ("dgx-2", "--zero.stage=1", "--offload.mode=host", "--activations.store=keep",
-                        "--model.hidden_size=1024"),
+    "stage-0-overlap": ("dgx-h100", "--zero.stage=0", "--activations.store=keep", *OVERLAP),
+    "stage-1-offload": (
+        *("dgx-2", "--zero.stage=1", "--offload.mode=host"),
+        *("--activations.store=keep", "--model.hidden_size=1024"),
+    ),
+    "stage-1-overlap": ("dgx-h100", "--zero.stage=1", "--activations.store=selective", *OVERLAP),
     "stage-2-adamw8bit": ("dgx-a100", "--zero.stage=2", "--optimizer.name=adamw8bit", "--activations.store=selective"),
-    "stage-3-muon": ("dgx-h100", "--zero.stage=3", "--optimizer.name=muon", "--activations.store=keep",
-                     "--parallel.tensor_size=1"),
+    "stage-2-offload": ("dgx-a100", "--zero.stage=2", "--offload.mode=host", "--activations.store=keep", *OVERLAP),
+    "stage-3-muon": (
+        *("dgx-h100", "--zero.stage=3", "--optimizer.name=muon"),
+        *("--activations.store=keep", "--parallel.tensor_size=1"),
+    ),
+    "stage-3-overlap": ("dgx-h100", "--zero.stage=3", "--zero.prefetch_numel=20000", *LLAMA, *OVERLAP),
+    "stage-3-offload": (
+        *("dgx-h100", "--zero.stage=3", "--offload.mode=auto", "--offload.accelerator_memory_gb=0.0015"),
+        *("--offload.hidden_dim=64", "--offload.min_chunk_size_m=0.004", "--offload.search_range_m=0.004"),
+        *("--zero.resident_numel=100", "--parallel.tensor_size=1", "--activations.store=keep", *OVERLAP),
+    ),
     "partition-host": ("p4d", "--zero.stage=2", "--activations.store=partition_host", "--zero.bucket_numel=5000"),
-    "two-nodes": ("dgx-2", "--zero.stage=3", "--dry_run.world_size=32", "--train.global_batch_size=64",
-                  "--parallel.shard_size=4", "--zero.accumulate=local"),
-}  # fmt: skip
+    "sequence-parallel": (
+        *("dgx-h100", "--zero.stage=1", "--parallel.sequence_parallel=true", "--activations.store=none"),
+        *(*LLAMA, *BF16),
+    ),
+    "context": (
+        *("dgx-h100", "--zero.stage=2", "--parallel.tensor_size=1", "--parallel.context_size=2"),
+        *("--activations.store=none", "--optimizer.name=soap", *LLAMA, *BF16),
+    ),
+    "two-nodes": (
+        *("dgx-2", "--zero.stage=3", "--dry_run.world_size=32", "--train.global_batch_size=64"),
+        *("--parallel.shard_size=4", "--zero.accumulate=local"),
+    ),
+}
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -41,10 +70,25 @@ def test_the_report_of_a_dry_run_is_as_recorded(
     monkeypatch.chdir(tmp_path)
     cluster, *options = RUNS[name]
     files = f"--dry_run.cluster={CLUSTERS / cluster}.yaml", "--run.dir=run", "--dry_run.trace=trace.json"
-    run_and_report(shallow(*files, *options), RunConsole(is_quiet=False))
-    report, trace = (json.loads(Path(file).read_text()) for file in ("run/report.json", "trace.json"))
+    recordings: list[Recording] = []
+    monkeypatch.setattr(report, "dry_run", lambda settings: recordings.append(dry_run(settings)) or recordings[0])
+    report.run_and_report(shallow(*files, *options), RunConsole(is_quiet=False))
+    written, trace = (json.loads(Path(file).read_text()) for file in ("run/report.json", "trace.json"))
     lanes = sums_by_lane(trace["traceEvents"])
-    assert_recorded(f"dry-run-{name}", capsys.readouterr().out, *lines_of(report), *lines_of(lanes))
+    steps = steps_of(recordings[0])
+    assert_recorded(f"dry-run-{name}", capsys.readouterr().out, *lines_of(written), *lines_of(lanes), *steps)
+
+
+def steps_of(recording: Recording) -> list[str]:
+    """Return a line for each collective, at the number of the kernel before which it is launched, and for the memory.
+
+    The line of the memory adds up the bytes that are allocated and freed, each times the number of the kernel before.
+    """
+    changes = recording.memory.changes
+    return [
+        *(f"{one.launched} to {one.awaited}: {one.op}, {one.axis}, {one.message_bytes}" for one in recording.events),
+        f"memory: {len(changes)} changes, {sum(time * num_bytes for time, _, num_bytes in changes)}",
+    ]
 
 
 def sums_by_lane(tasks: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
