@@ -5,11 +5,13 @@ RECORD=1 scripts/test.sh -k recorded    records what the code says now: read the
 
 import os
 from collections.abc import Iterator
+from difflib import unified_diff
 from pathlib import Path
 from typing import Any
 
 RECORDINGS = Path(__file__).parent
 NUM_DIGITS = 6
+NUM_CHANGES_SHOWN = 40  # lines
 
 
 def assert_recorded(name: str, *parts: str) -> None:
@@ -17,14 +19,17 @@ def assert_recorded(name: str, *parts: str) -> None:
     file, text = RECORDINGS / f"{name}.txt", "\n".join(line.rstrip() for line in "\n".join(parts).splitlines()) + "\n"
     if os.environ.get("RECORD"):
         file.write_text(text)
-    assert text.splitlines() == file.read_text().splitlines()
+    changes = list(unified_diff(file.read_text().splitlines(), text.splitlines(), "recorded", "now", lineterm="", n=0))
+    if changes:
+        more = ["..."] if len(changes) > NUM_CHANGES_SHOWN else []
+        raise AssertionError("\n".join([f"another output than in {file}:", *changes[:NUM_CHANGES_SHOWN], *more]))
 
 
 def lines_of(tree: Any, path: str = "") -> Iterator[str]:
-    """Yield a line for each number and text in a tree of dictionaries and lists; numbers have six digits."""
+    """Yield a line for each number and text in a tree of dictionaries, in the order of their keys, and lists."""
     if isinstance(tree, dict):
-        for key, value in tree.items():
-            yield from lines_of(value, f"{path}.{key}" if path else f"{key}")
+        for key, value in sorted((str(key), value) for key, value in tree.items()):
+            yield from lines_of(value, f"{path}.{key}" if path else key)
     elif isinstance(tree, list | tuple):
         for number, value in enumerate(tree):
             yield from lines_of(value, f"{path}[{number}]")
