@@ -4,6 +4,7 @@ The formulas behind the numbers have tests of their own. Here a change of any of
 """
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -65,18 +66,24 @@ RUNS = {  # name: (cluster, options)
 
 @pytest.mark.parametrize("name", RUNS)
 def test_the_report_of_a_dry_run_is_as_recorded(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ):
     monkeypatch.chdir(tmp_path)
     cluster, *options = RUNS[name]
     files = f"--dry_run.cluster={CLUSTERS / cluster}.yaml", "--run.dir=run", "--dry_run.trace=trace.json"
     recordings: list[Recording] = []
     monkeypatch.setattr(report, "dry_run", lambda settings: recordings.append(dry_run(settings)) or recordings[0])
-    report.run_and_report(shallow(*files, *options), RunConsole(is_quiet=False))
+    with caplog.at_level(logging.INFO):
+        report.run_and_report(shallow(*files, *options), RunConsole(is_quiet=False))
+    logged = [record.getMessage() for record in caplog.records if not record.name.startswith("torch")]
     written, trace = (json.loads(Path(file).read_text()) for file in ("run/report.json", "trace.json"))
     lanes = sums_by_lane(trace["traceEvents"])
     steps = steps_of(recordings[0])
-    assert_recorded(f"dry-run-{name}", capsys.readouterr().out, *lines_of(written), *lines_of(lanes), *steps)
+    assert_recorded(f"dry-run-{name}", capsys.readouterr().out, *lines_of(written), *lines_of(lanes), *steps, *logged)
 
 
 def steps_of(recording: Recording) -> list[str]:

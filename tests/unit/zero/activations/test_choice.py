@@ -94,6 +94,11 @@ def test_if_nothing_is_replicated_the_choice_is_between_keeping_and_the_host():
     assert "partition " not in choose_store(alone, V100_BYTES, Hardware())[1]
 
 
+def test_two_tensor_ranks_are_enough_to_partition():
+    pair = workload(60, 75, 1, 2, 8, N_m=2)
+    assert "partition " in choose_store(pair, V100_BYTES, Hardware())[1]
+
+
 def test_a_store_that_holds_exactly_the_micro_batch_is_chosen():
     exact = largest_batch(workload(60, 75, 1, 2, 8), "keep", V100_BYTES)
     for b, store in ((exact, "keep"), (exact + 1, "partition")):
