@@ -126,14 +126,15 @@ def soap_states_of_rank(model: ModelConfig, tensor_size: int) -> float:
     return _of_all_layers(model, tensor_size)[3] / tensor_size
 
 
-def _of_all_layers(model: ModelConfig, tensor_size: int) -> list[int]:
+@cache
+def _of_all_layers(model: ModelConfig, tensor_size: int) -> tuple[int, ...]:
     """Return what `_count_parameters` does.
 
     It is extrapolated from models of one and two layers, because a deep model takes long to build, even on the meta
     device.
     """
     one_layer, two_layers = (_count_parameters(replace(model, num_layers=n), tensor_size) for n in (1, 2))
-    return [one + (model.num_layers - 1) * (two - one) for one, two in zip(one_layer, two_layers, strict=True)]
+    return tuple(one + (model.num_layers - 1) * (two - one) for one, two in zip(one_layer, two_layers, strict=True))
 
 
 @cache
