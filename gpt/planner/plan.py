@@ -27,6 +27,7 @@ from gpt.planner.plan_report import (
     estimate_fits,
     launch_command,
     model_tflops_per_gpu,
+    overridden,
     plan_table,
     too_large_line,
 )
@@ -75,7 +76,7 @@ def main(arguments: list[str]) -> None:
     else:
         report = report_largest if own.largest else report_plan
         options = report(settings, cluster, num_nodes * cluster.gpus_per_node, own.verify, console)
-    command = launch_command(num_nodes, cluster.gpus_per_node, [*others, *options])
+    command = launch_command(num_nodes, cluster.gpus_per_node, overridden(others, options))
     console.print(f"\nOn every node, where HOST is the first of them:\n{command}")
 
 

@@ -94,6 +94,18 @@ def launch_command(num_nodes: int, gpus_per_node: int, options: Sequence[str]) -
     return " \\\n".join(lines)
 
 
+def overridden(words: Sequence[str], options: Sequence[str]) -> list[str]:
+    """Return the words of a command line without the options that are in `options`, and these after them."""
+    chosen = {option.partition("=")[0] for option in options}
+    kept: list[str] = []
+    remaining = iter(words)
+    for word in remaining:
+        name, equals, _ = word.partition("=")
+        value = [] if equals else [next(remaining)]  # --NAME VALUE
+        kept += [] if name in chosen else [word, *value]
+    return [*kept, *options]
+
+
 def _seconds(number: float) -> str:
     """Return seconds with three digits, such as 1.40 and 161."""
     return f"{number:,.0f}" if number >= 100 else f"{number:#.3g}"

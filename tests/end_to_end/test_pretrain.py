@@ -2,9 +2,11 @@
 
 import json
 import math
+import re
 import shutil
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +26,7 @@ from parallel.world import start_world
 from pretrain_gpt import pretrain
 from tests.end_to_end.runs import options, run, run_on_rank
 from tests.ranks import run_ranks
+from tests.recordings import assert_figures_recorded
 
 MEASURED = {"tokens_per_second", "model_tflops_per_device", "hardware_tflops_per_device"}
 MEASURED |= {"peak_allocated_bytes", "peak_reserved_bytes", "reserved_unused_bytes", "allocation_retries"}
@@ -116,9 +119,13 @@ def test_a_run_from_a_deepspeed_file_equals_one_from_options(corpus, tmp_path):
     assert found[-1]["lr"] < found[2]["lr"] == 0.01
 
 
-def test_every_layout_has_the_same_losses(corpus, tmp_path):
+MEASURED = re.compile("tokens_per_second|tflops|mfu|peak|reserved|retries|samples")  # what varies from run to run
+
+
+def test_every_layout_has_the_same_losses_and_they_are_as_recorded(corpus, tmp_path):
     """The order of samples does not depend on the ranks. Other tests show that no layout changes a step."""
     expected = run(1, corpus, tmp_path / "one", zero__stage=0)
+    recorded = {"one": [same_everywhere(record) for record in expected]}
     for num_ranks, stage, tensor_size in ((2, 1, 2), (4, 2, 2), (2, 3, 1)):
         settings = {"zero__stage": stage, "parallel__tensor_size": tensor_size}
         settings |= {"parallel__sequence_parallel": stage == 2}
@@ -126,6 +133,13 @@ def test_every_layout_has_the_same_losses(corpus, tmp_path):
         assert all((record["tensor_axis_bytes"] > 0) == (tensor_size > 1) for record in found)
         for key in ("loss", "grad_norm"):
             assert [r[key] for r in found] == pytest.approx([r[key] for r in expected], rel=1e-4)
+        recorded[f"{num_ranks} ranks, stage {stage}"] = [same_everywhere(record) for record in found]
+    assert_figures_recorded("losses", recorded, rel=1e-3)
+
+
+def same_everywhere(record: dict[str, Any]) -> dict[str, Any]:
+    """Return what of a record is the same in all runs on any machine, up to rounding."""
+    return {key: value for key, value in record.items() if not MEASURED.search(key)}
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 RECORD=1 scripts/test.sh -k recorded    records what the code says now: read the difference before you commit it
 """
 
+import math
 import os
 from collections.abc import Iterator
 from difflib import unified_diff
@@ -23,6 +24,18 @@ def assert_recorded(name: str, *parts: str) -> None:
     if changes:
         more = ["..."] if len(changes) > NUM_CHANGES_SHOWN else []
         raise AssertionError("\n".join([f"another output than in {file}:", *changes[:NUM_CHANGES_SHOWN], *more]))
+
+
+def assert_figures_recorded(name: str, tree: Any, rel: float) -> None:
+    """Compare a tree with the recording of that name: floats up to `rel`, which kernels of CPUs may round otherwise."""
+    file, found = RECORDINGS / f"{name}.txt", [line.partition(" = ") for line in lines_of(tree)]
+    if os.environ.get("RECORD"):
+        file.write_text("".join(f"{''.join(parts)}\n" for parts in found))
+    expected = [line.partition(" = ") for line in file.read_text().splitlines()]
+    assert [key for key, _, _ in found] == [key for key, _, _ in expected]
+    for (key, _, value), (_, _, recorded) in zip(found, expected, strict=True):
+        is_close = value == recorded or math.isclose(float(value), float(recorded), rel_tol=rel)
+        assert is_close, f"{key} is {value}, recorded is {recorded}"
 
 
 def lines_of(tree: Any, path: str = "") -> Iterator[str]:

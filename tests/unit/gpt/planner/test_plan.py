@@ -13,7 +13,7 @@ from gpt.planner.depth import Estimate, ShallowRun, shallow_runs
 from gpt.planner.dry_run import DEVICE, dry_run
 from gpt.planner.layouts import CandidateLayout, Prediction, activation_bytes, candidate_layouts, predict, workload
 from gpt.planner.plan import verify
-from gpt.planner.plan_report import best_line, in_order, launch_command, plan_table
+from gpt.planner.plan_report import best_line, in_order, launch_command, overridden, plan_table
 from parallel.errors import ConfigError
 from tests.unit.gpt.planner.test_projection import DGX_2, settings, shallow
 
@@ -223,6 +223,12 @@ def test_the_command_has_lines_of_80_columns_that_a_shell_joins():
     assert max(map(len, text.splitlines())) <= 80
     assert len(text.splitlines()) > 2
     assert shlex.split(text.replace("\\\n", ""))[3:] == ["scripts/launch/torchrun.sh", *options]
+
+
+def test_the_options_of_a_plan_replace_those_that_were_given():
+    given = ["--config", "a.yaml", "--zero.stage=1", "--model.num_layers", "4", "--train.steps=7"]
+    chosen = ["--zero.stage=3", "--model.num_layers=9"]
+    assert overridden(given, chosen) == ["--config", "a.yaml", "--train.steps=7", *chosen]
 
 
 def test_layouts_are_verified_until_enough_fit_and_each_is_announced(

@@ -1,6 +1,7 @@
 """The projection, the profile of collectives and the planner, compared with known times and layouts."""
 
 import dataclasses
+import json
 import statistics
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 from gpt.monitor.collectives import comparison_table, profile
+from gpt.monitor.collectives import main as compare
 from gpt.planner.costs.collectives import MeshShape, collective_seconds
 from gpt.planner.dry_run import DEVICE, HOST, dry_run
 from gpt.planner.projection import project, project_recording
@@ -146,6 +148,21 @@ def test_profiles_are_compared_row_by_row():
     headings = [str(column.header) for column in table.columns[3:]]
     assert headings == ["count,\nruns/a", "count,\nruns/b", "MB sent,\nruns/a", "MB sent,\nruns/b"]
     assert [list(column.cells) for column in table.columns[3:5]] == [["2"], ["3"]]
+
+
+def test_the_command_compares_a_real_run_with_a_dry_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    rows = profile([event("all_reduce", "data", 2, 100)] * 2, 1.0)
+    for name, file in (("real", "collectives.json"), ("dry", "report.json")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / file).write_text(json.dumps({"collectives": rows}))
+    (tmp_path / "none").mkdir()
+    compare([str(tmp_path / "real"), str(tmp_path / "dry")])
+    cells = [cell.strip() for cell in capsys.readouterr().out.splitlines()[-2].strip("│").split("│")]
+    assert cells == ["data", "all_reduce", "backward", "2", "2", "0.000", "0.000"]
+    with pytest.raises(SystemExit) as ended:
+        compare([str(tmp_path / "real"), str(tmp_path / "none")])
+    assert ended.value.code == 2
+    assert "none has no profile of collectives; name the folder" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("store", ["none", "keep"])
