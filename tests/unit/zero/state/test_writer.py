@@ -1,0 +1,88 @@
+"""When a save has read the tensors that training is about to change, and what it says of a failure."""
+
+import errno
+import logging
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from parallel.mesh import Mesh
+from zero.state import writer as module
+from zero.state.tensor_file import TensorFile, write_tensors
+from zero.state.writer import CheckpointWriter, Publication, SaveError, rank_file
+
+CPU = torch.device("cpu")
+
+
+def renamed(partial: Path, final: Path) -> None:
+    partial.rename(final)
+
+
+def make_writer(is_async: bool, **others: Any) -> CheckpointWriter:
+    publication = Publication(**{"publish": renamed, "remedy": "make room"} | others)
+    return CheckpointWriter(Mesh.create(1), CPU, publication, is_async=is_async)
+
+
+def start(writer: CheckpointWriter, final: Path, tensors: dict[str, torch.Tensor]) -> None:
+    writer.start(writer.new_key(final), final, tensors, {"data_size": 1, "tensor_size": 1}, "save", "of step 7")
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_training_may_change_what_is_saved_as_soon_as_a_save_has_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_async: bool
+):
+    may_write = threading.Event()
+    if not is_async:
+        may_write.set()
+
+    def write_later(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(0.1)
+        assert may_write.wait(10), "the save was waited for, and not done beside training"
+        return write_tensors(*args, **kwargs)
+
+    monkeypatch.setattr(module, "write_tensors", write_later)
+    writer, values = make_writer(is_async), torch.arange(5.0)
+    for number in range(2):  # the second asynchronous save finds the copies of the first
+        may_write.clear() if is_async else None
+        values.fill_(number)
+        start(writer, tmp_path / f"{number}", {"a": values})
+        values.fill_(-1)
+        may_write.set()
+        assert writer.wait() == tmp_path / f"{number}"
+        assert TensorFile(rank_file(tmp_path / f"{number}", 0)).tensor("a").equal(torch.full((5,), float(number)))
+    assert writer.wait() is None
+
+
+def test_a_failure_names_the_checkpoint_the_rank_the_reason_and_the_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def fail(*_args: Any, **_kwargs: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(module, "write_tensors", fail)
+    completed: list[Path] = []
+    writer = make_writer(True, on_complete=completed.append)
+    start(writer, tmp_path / "a", {"a": torch.zeros(1)})
+    expected = rf"^checkpoint of step 7 cannot be written to {tmp_path}: rank 0: No space left on device; make room$"
+    with pytest.raises(SaveError, match=expected):
+        writer.wait()
+    assert list(tmp_path.iterdir()) == [], "what was written so far is removed"
+    monkeypatch.undo()
+    start(writer, tmp_path / "a", {"a": torch.zeros(1)})
+    assert writer.wait() == tmp_path / "a"
+    assert completed == [tmp_path / "a"]
+
+
+def test_old_checkpoints_that_cannot_be_deleted_do_not_fail_a_save(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    def fail() -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    writer = make_writer(True, tidy=fail)
+    with caplog.at_level(logging.WARNING):
+        start(writer, tmp_path / "a", {"a": torch.zeros(1)})
+        assert writer.wait() == tmp_path / "a"
+    assert caplog.messages == [f"old checkpoints in {tmp_path} cannot be deleted: Permission denied"]
