@@ -115,6 +115,8 @@ def _below(file: SourceFile, node: ast.AST) -> Iterator[Mutant]:
 def _is_skipped(node: ast.AST) -> bool:
     if isinstance(node, ast.FunctionDef):
         return node.name in SKIPPED_FUNCTIONS
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+        return ast.unparse(node.value.func).endswith(".add_argument")
     return isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "__name__ == '__main__'")
 
 
