@@ -38,10 +38,14 @@ def test_any_range_is_read_into_any_dtype(tmp_path, monkeypatch):
     monkeypatch.setattr(tensor_file, "CHUNK_BYTES", 16)
     write_tensors(tmp_path / "a", TENSORS)
     file, weights = TensorFile(tmp_path / "a"), TENSORS["weights"].flatten()
-    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+    fill, filled = TensorFile._fill, []
+    monkeypatch.setattr(TensorFile, "_fill", lambda file, out: filled.append(len(out)) or fill(file, out))
+    for dtype, parts in ((torch.float64, [9]), (torch.float32, [2, 2, 2, 2, 1]), (torch.bfloat16, [2, 2, 2, 2, 1])):
         out = torch.empty(9, dtype=dtype)
         file.read("weights", range(4, 13), out)
         assert out.equal(weights[4:13].to(dtype))
+        assert filled == parts, "in chunks of 16 bytes, if they are cast"
+        filled.clear()
     with pytest.raises(ConfigError, match="weights has 15 elements, 16 are needed"):
         file.read("weights", range(8, 16), torch.empty(8))
 
