@@ -28,23 +28,49 @@ def assert_recorded(name: str, *parts: str) -> None:
 
 def assert_figures_recorded(name: str, tree: Any, rel: float) -> None:
     """Compare a tree with the recording of that name: floats up to `rel`, which kernels of CPUs may round otherwise."""
-    file, found = RECORDINGS / f"{name}.txt", [line.partition(" = ") for line in lines_of(tree)]
+    file, lines = RECORDINGS / f"{name}.txt", list(lines_of(tree))
     if os.environ.get("RECORD"):
-        file.write_text("".join(f"{''.join(parts)}\n" for parts in found))
-    expected = [line.partition(" = ") for line in file.read_text().splitlines()]
-    assert [key for key, _, _ in found] == [key for key, _, _ in expected]
-    for (key, _, value), (_, _, recorded) in zip(found, expected, strict=True):
-        is_close = value == recorded or math.isclose(float(value), float(recorded), rel_tol=rel)
-        assert is_close, f"{key} is {value}, recorded is {recorded}"
+        file.write_text("\n".join(lines) + "\n")
+    for now, recorded in zip(lines, file.read_text().splitlines(), strict=True):
+        pairs = zip(now.split(), recorded.split(), strict=True)
+        assert all(a == b or math.isclose(_number(a), _number(b), rel_tol=rel) for a, b in pairs), (
+            f"{now} != {recorded}"
+        )
+
+
+def _number(word: str) -> float:
+    try:
+        return float(word.rstrip(","))
+    except ValueError:
+        return math.nan
 
 
 def lines_of(tree: Any, path: str = "") -> Iterator[str]:
-    """Yield a line for each number and text in a tree of dictionaries, in the order of their keys, and lists."""
+    """Yield lines for the numbers and texts in a tree of dictionaries, in the order of their keys, and lists.
+
+    A list of numbers or texts is one line, and so is a dictionary of these in a list.
+    """
     if isinstance(tree, dict):
-        for key, value in sorted((str(key), value) for key, value in tree.items()):
-            yield from lines_of(value, f"{path}.{key}" if path else key)
-    elif isinstance(tree, list | tuple):
+        items = sorted((str(key), value) for key, value in tree.items())
+        if path.endswith("]") and all(_is_flat(value) for _, value in items):
+            yield f"{path}: {', '.join(f'{key} {_shown(value)}' for key, value in items)}"
+        else:
+            for key, value in items:
+                yield from lines_of(value, f"{path}.{key}" if path else key)
+    elif _is_flat(tree):
+        yield f"{path} = {_shown(tree)}"
+    else:
         for number, value in enumerate(tree):
             yield from lines_of(value, f"{path}[{number}]")
-    else:
-        yield f"{path} = {f'{tree:.{NUM_DIGITS}g}' if isinstance(tree, float) else tree}"
+
+
+def _is_flat(value: Any) -> bool:
+    """Return whether a value is a number or a text, or a list of these."""
+    items = value if isinstance(value, list | tuple) else [value]
+    return not any(isinstance(item, dict | list | tuple) for item in items)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return f"[{' '.join(map(_shown, value))}]"
+    return f"{value:.{NUM_DIGITS}g}" if isinstance(value, float) else f"{value}"
