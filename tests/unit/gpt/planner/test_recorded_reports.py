@@ -42,11 +42,14 @@ RUNS = {  # name: (cluster, options)
         *("dgx-h100", "--zero.stage=3", "--optimizer.name=muon"),
         *("--activations.store=keep", "--parallel.tensor_size=1"),
     ),
-    "stage-3-overlap": ("dgx-h100", "--zero.stage=3", "--zero.prefetch_numel=20000", *LLAMA, *OVERLAP),
+    "stage-3-overlap": (
+        *("dgx-h100", "--zero.stage=3", "--zero.prefetch_numel=20000", "--zero.resident_numel=64"),
+        *(*LLAMA, *OVERLAP),
+    ),
     "stage-3-offload": (
         *("dgx-h100", "--zero.stage=3", "--offload.mode=auto", "--offload.accelerator_memory_gb=0.0015"),
         *("--offload.hidden_dim=64", "--offload.min_chunk_size_m=0.004", "--offload.search_range_m=0.004"),
-        *("--zero.resident_numel=100", "--parallel.tensor_size=1", "--activations.store=keep", *OVERLAP),
+        *("--zero.resident_numel=192", "--parallel.tensor_size=1", "--activations.store=keep", *OVERLAP),
     ),
     "partition-host": ("p4d", "--zero.stage=2", "--activations.store=partition_host", "--zero.bucket_numel=5000"),
     "sequence-parallel": (
