@@ -90,12 +90,18 @@ def test_the_report_of_a_dry_run_is_as_recorded(
 
 
 def steps_of(recording: Recording) -> list[str]:
-    """Return a line for each collective, at the number of the kernel before which it is launched, and for the memory.
+    """Return a line for each collective and copy, at its place among the kernels, and lines for memory and matrices.
 
     The line of the memory adds up the bytes that are allocated and freed, each times the number of the kernel before.
     """
-    changes = recording.memory.changes
+    changes, matrices = recording.memory.changes, recording.state.optimizer.matrices
+    copies = [(place, kernel) for place, kernel in enumerate(recording.kernels) if kernel.is_transfer]
     return [
+        *(
+            f"{place}: {one.phase}, copy {'to' if one.to_host else 'from'} the host, {one.num_bytes}"
+            for place, one in copies
+        ),
+        f"matrices: {matrices.assignment.all_flops} FLOPs of ranks, {matrices.sent_numels()} sent elements",
         *(f"{one.launched} to {one.awaited}: {one.op}, {one.axis}, {one.message_bytes}" for one in recording.events),
         f"memory: {len(changes)} changes, {sum(time * num_bytes for time, _, num_bytes in changes)}",
     ]
