@@ -69,14 +69,24 @@ def dry_run(settings: Settings) -> Recording:
     cluster = ClusterSpec.load(chosen.cluster) if chosen.cluster else None
     local_size = min(chosen.world_size, cluster.gpus_per_node) if cluster else chosen.world_size
     with imitated_world(chosen.rank, chosen.world_size, local_size, chosen.backend) as world:
-        recording = record_step(settings, world, QuickFakeTensorMode())
+        recording = record_step(settings, world, QuickFakeTensorMode(), _num_steps_before(settings))
     return recording.with_kernels(*with_compiled_code(recording.kernels, settings, recording.state.activations))
 
 
-def record_step(settings: Settings, world: World, tensor_mode: AbstractContextManager[Any]) -> Recording:
-    """Build the run in any world, imitated or real, and record a step like all that follow it.
+def _num_steps_before(settings: Settings) -> int:
+    """Return the number of steps after which all steps are alike: the first one allocates states and buffers.
 
-    The steps before it have at most MAX_MICRO_BATCHES. Tensors are made inside the context `tensor_mode`.
+    With offload.mode=auto, states only move to where they stay after the steps whose memory is measured.
+    """
+    return NUM_RECORDED + 1 if settings.offload.mode == "auto" else 1
+
+
+def record_step(
+    settings: Settings, world: World, tensor_mode: AbstractContextManager[Any], num_steps_before: int
+) -> Recording:
+    """Build the run in any world, imitated or real, and record a step after `num_steps_before` others.
+
+    The others have at most MAX_MICRO_BATCHES. Tensors are made inside the context `tensor_mode`.
     """
     settings = replace(settings, train=replace(settings.train, compile="none"))  # fake tensors cannot be compiled
     mesh = build_mesh(settings, world)
@@ -87,7 +97,7 @@ def record_step(settings: Settings, world: World, tensor_mode: AbstractContextMa
         # Before the collector is switched off: garbage of the builder would count as resident memory.
         gc.collect()
         with no_garbage_collection():
-            for _ in range(_num_steps_before(settings)):
+            for _ in range(num_steps_before):
                 with mesh.log.keeping_events(lambda: 0) as events_before:
                     train_step(state.model, state.optimizer, micro_batches[:MAX_MICRO_BATCHES], mesh)
             late_before = [event for event in events_before if event.awaited is None]
@@ -116,14 +126,6 @@ def record_step(settings: Settings, world: World, tensor_mode: AbstractContextMa
             kernel_log.kernels,
             memory,
         )
-
-
-def _num_steps_before(settings: Settings) -> int:
-    """Return the number of steps after which all steps are alike: the first one allocates states and buffers.
-
-    With offload.mode=auto, states only move to where they stay after the steps whose memory is measured.
-    """
-    return NUM_RECORDED + 1 if settings.offload.mode == "auto" else 1
 
 
 def record_launches(
