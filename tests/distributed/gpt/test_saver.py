@@ -10,12 +10,14 @@ import torch
 import torch.distributed as dist
 
 from gpt.build import build
+from gpt.checkpoint import recovery
 from gpt.checkpoint.layout import Progress
-from gpt.checkpoint.recovery import _all_ranks_have
+from gpt.checkpoint.recovery import Recovery, _all_ranks_have, remove_partial
 from gpt.checkpoint.saver import Saver
 from gpt.settings.parser import parse_settings
 from parallel.mesh import Mesh
 from tests.ranks import run_ranks
+from tests.unit.gpt.checkpoint.runs import DATA
 from tests.unit.gpt.test_build import BASE
 from zero.state import writer
 from zero.state.sealed_file import Seal
@@ -74,6 +76,31 @@ def comparisons_of_settings() -> list[bool]:
     mesh = Mesh.create(tensor_size=2)
     odd = "other" if dist.get_rank() == 2 else "equal"
     return [_all_ranks_have(mesh, text) for text in ("equal", odd, "equal")]
+
+
+def parts_that_a_resumed_rank_finds(folder: Path) -> list[str]:
+    """The parts of checkpoints that are there when a rank has resumed; the first one takes its time to remove them."""
+    settings = parse_settings([f"--config={BASE}", f"--run.dir={folder}"])
+    state = build(settings, Mesh.create(1), torch.device("cpu"))
+    own = Recovery(settings.checkpoint, folder, state, DATA, lambda _: None, lambda: None, lambda _: None)
+    if dist.get_rank() == 0:
+        (folder / "checkpoints" / ".step-00000007.partial").mkdir(parents=True)
+    dist.barrier()
+
+    def remove_slowly(of: Path) -> None:
+        time.sleep(0.3)
+        remove_partial(of)
+
+    with mock.patch.object(recovery, "remove_partial", remove_slowly):
+        own.resume("")
+    found = [path.name for path in (folder / "checkpoints").iterdir()]
+    dist.barrier()
+    own.release()
+    return found
+
+
+def test_no_rank_goes_on_before_the_first_has_tidied_the_folder(tmp_path):
+    assert run_ranks(2, parts_that_a_resumed_rank_finds, tmp_path) == [[], []]
 
 
 def test_settings_are_compared_over_both_axes():
