@@ -1,4 +1,4 @@
-"""What a trainer says of a run that it resumes."""
+"""The words of a trainer about a run that it resumes."""
 
 import logging
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""When a save has read the tensors that training is about to change, and what it says of a failure."""
+"""The moment at which a save has read the tensors that training changes, and its words about a failure."""
 
 import errno
 import logging
