@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 import shutil
 import threading
 from pathlib import Path
@@ -119,9 +118,6 @@ def test_a_run_from_a_deepspeed_file_equals_one_from_options(corpus, tmp_path):
     assert found[-1]["lr"] < found[2]["lr"] == 0.01
 
 
-MEASURED = re.compile("tokens_per_second|tflops|mfu|peak|reserved|retries|samples")  # what varies from run to run
-
-
 def test_every_layout_has_the_same_losses_and_they_are_as_recorded(corpus, tmp_path):
     """The order of samples does not depend on the ranks. Other tests show that no layout changes a step."""
     expected = run(1, corpus, tmp_path / "one", zero__stage=0)
@@ -138,8 +134,8 @@ def test_every_layout_has_the_same_losses_and_they_are_as_recorded(corpus, tmp_p
 
 
 def same_everywhere(record: dict[str, Any]) -> dict[str, Any]:
-    """Return what of a record is the same in all runs on any machine, up to rounding."""
-    return {key: value for key, value in record.items() if not MEASURED.search(key)}
+    """Return what of a record is the same in all runs on any machine, up to rounding; generated texts are not."""
+    return {key: value for key, value in record.items() if key not in MEASURED | {"mfu", "samples"}}
 
 
 @pytest.mark.parametrize(
