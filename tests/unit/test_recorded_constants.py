@@ -1,94 +1,57 @@
-"""The constants of modules and the defaults of functions, settings and classes are as recorded.
+"""The numbers in constants, and in defaults of functions, settings and classes, are as recorded.
 
 Few tests depend on the size of a buffer, a limit of time or a width, so none would see a slip of the finger there.
 """
 
 import ast
-import inspect
-import re
-from collections.abc import Callable, Iterator
-from dataclasses import fields, is_dataclass
-from enum import Enum
-from importlib import import_module
-from types import ModuleType
-from typing import Any
-
-import torch
+from collections.abc import Iterator
 
 from tests.recordings import assert_recorded
 from tests.source_files import Module, all_modules
 
-PLAIN = int | float | str | bytes | bool | None | range | torch.dtype | Enum | re.Pattern
-MOST_CHARACTERS = 30  # of a text, which have tests of their own
 PRODUCT = "zero", "parallel", "gpt", "data"
-OF_THIS_MACHINE = ("FOREIGN ",)  # paths of packages
 
 
-def text_of(value: Any) -> str:
-    """Return a value as text; of what has no values but behaviour, the name of its type."""
-    if isinstance(value, dict):
-        return f"{{{', '.join(f'{text_of(key)}: {text_of(item)}' for key, item in value.items())}}}"
-    if isinstance(value, set | frozenset):
-        return f"{{{', '.join(sorted(map(text_of, value)))}}}"
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(map(text_of, value))}]"
-    if is_dataclass(value) and not isinstance(value, type):
-        return f"{type(value).__name__}({', '.join(text_of(getattr(value, f.name)) for f in fields(value))})"
-    if isinstance(value, str):
-        return repr(value if len(value) <= MOST_CHARACTERS else f"{value[:MOST_CHARACTERS]}...")
-    if isinstance(value, Enum):
-        return value.name
-    if isinstance(value, type) or inspect.isroutine(value):
-        return value.__qualname__.replace("<lambda>", "lambda")
-    return repr(value) if isinstance(value, PLAIN) else type(value).__name__
+class WithoutTexts(ast.NodeTransformer):
+    """Replaces texts of several words, which have tests of their own, by empty ones."""
+
+    def visit_Constant(self, node: ast.Constant) -> ast.Constant:
+        return ast.Constant("") if isinstance(node.value, str) and " " in node.value else node
+
+    def visit_JoinedStr(self, node: ast.JoinedStr) -> ast.Constant:
+        return ast.Constant("")
 
 
-def defaults_of(function: Callable) -> Iterator[tuple[str, Any]]:
-    """Yield (name, value) of the parameters with a default."""
-    for parameter in inspect.signature(function).parameters.values():
-        if parameter.default is not parameter.empty:
-            yield parameter.name, parameter.default
+def has_numbers(node: ast.AST) -> bool:
+    constants = (child.value for child in ast.walk(node) if isinstance(child, ast.Constant))
+    return any(isinstance(value, int | float) for value in constants)
 
 
-def assigned_names(source: Module) -> set[str]:
-    """Return the names of upper-case letters that a module assigns, and does not import."""
-    statements = [node for node in ast.parse(source.source).body if isinstance(node, ast.Assign | ast.AnnAssign)]
-    targets = [target for node in statements for target in getattr(node, "targets", [getattr(node, "target", None)])]
-    names = (name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name))
-    return {name for name in names if name.isupper()}
+def values_in(node: ast.AST, path: str) -> Iterator[tuple[str, ast.expr]]:
+    """Yield (name, expression) of the constants and the defaults in a module, a class or a function."""
+    if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+        yield f"{path} {ast.unparse(node.targets[0] if isinstance(node, ast.Assign) else node.target)}", node.value
+    elif isinstance(node, ast.FunctionDef):
+        arguments = node.args
+        named = [*arguments.posonlyargs, *arguments.args][-len(arguments.defaults) :] if arguments.defaults else []
+        pairs = [
+            *zip(named, arguments.defaults, strict=True),
+            *zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True),
+        ]
+        yield from ((f"{path} {node.name}({name.arg})", default) for name, default in pairs if default is not None)
+    if isinstance(node, ast.Module | ast.ClassDef):
+        inside = f"{path} {node.name}:" if isinstance(node, ast.ClassDef) else path
+        for child in node.body:
+            yield from values_in(child, inside)
 
 
-def constants_of(module: ModuleType, own_names: set[str]) -> Iterator[str]:
-    """Yield a line for each constant, and each default, that a module defines."""
-    for name, value in vars(module).items():
-        if name in own_names:
-            yield f"{name} = {text_of(value)}"
-        elif getattr(value, "__module__", None) != module.__name__:
-            continue
-        elif inspect.isfunction(value):
-            yield from (f"{name}({key}={text_of(default)})" for key, default in defaults_of(value))
-        elif isinstance(value, type) and not issubclass(value, Exception | Enum):
-            yield from (f"{name}.{key} = {text_of(item)}" for key, item in class_values(value))
-
-
-def class_values(owner: type) -> Iterator[tuple[str, Any]]:
-    """Yield (name, value) of a class's own attributes, fields, and defaults of its methods."""
-    if is_dataclass(owner):
-        yield from ((field.name, field.default) for field in fields(owner) if isinstance(field.default, PLAIN | tuple))
-    for name, value in vars(owner).items():
-        function = getattr(value, "__func__", value)
-        if inspect.isfunction(function):
-            if name != "__init__" or not is_dataclass(owner):
-                yield from ((f"{name}({key})", default) for key, default in defaults_of(function))
-        elif not name.startswith("_") and not is_dataclass(owner) and isinstance(value, PLAIN | tuple | dict):
-            yield name, value
+def constants_of(module: Module) -> Iterator[str]:
+    """Yield a line for each constant, and each default, with a number."""
+    for name, value in values_in(ast.parse(module.source), f"{module.path}:"):
+        if has_numbers(value):
+            yield f"{name} = {ast.unparse(WithoutTexts().visit(value))}"
 
 
 def test_constants_and_defaults_are_as_recorded():
-    lines = []
-    for source in sorted(all_modules(), key=lambda module: module.path):
-        if source.package in PRODUCT and source.path.name != "__main__.py":
-            name = ".".join(source.path.with_suffix("").parts).removesuffix(".__init__")
-            found = sorted(constants_of(import_module(name), assigned_names(source)))
-            lines += [f"{name}: {line}" for line in found if not line.startswith(OF_THIS_MACHINE)]
-    assert_recorded("constants", *lines)
+    modules = sorted((module for module in all_modules() if module.package in PRODUCT), key=lambda module: module.path)
+    assert_recorded("constants", *(line for module in modules for line in constants_of(module)))
