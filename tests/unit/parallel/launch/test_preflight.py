@@ -155,6 +155,15 @@ def test_the_node_that_owns_the_address_is_the_host():
         find_route("node0")
 
 
+def test_a_node_without_a_route_to_the_first_is_named():
+    with (
+        mock.patch("parallel.launch.route._source_address", return_value=None),
+        mock.patch("socket.gethostname", return_value="n7"),
+        pytest.raises(ConfigError, match=r"^n7: there is no route from this node to 10\.0\.0\.1:29500; check RDZV"),
+    ):
+        find_route("10.0.0.1:29500")
+
+
 def rates(*gb_per_second: float) -> list[LinkRate]:
     return [LinkRate("data", "link", (rank, rank + 1), rate * 1e9) for rank, rate in enumerate(gb_per_second)]
 
