@@ -141,6 +141,11 @@ def test_the_kernels_of_a_step_take_as_long_as_the_step_has(measured, dtype):
     assert predicted == pytest.approx(OTHERS * simulated, rel=1e-3)
 
 
+def test_a_machine_of_one_rank_has_an_assumed_latency(measured):
+    world, found = measured
+    assert cluster(world, dataclasses.replace(found, hop_seconds=0.0)).hop_seconds == 1e-5
+
+
 def test_what_is_measured_is_as_recorded(measured):
     world, found = measured
     spec = cluster(world, found)
