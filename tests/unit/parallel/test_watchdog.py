@@ -170,6 +170,8 @@ class StoreOfRank0:
         raise RuntimeError("Connection reset by peer")
 
 
+# Without the end of the process, the store's error ends the thread.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_rank_that_waits_for_ranks_whose_store_has_ended_ends_itself(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
