@@ -17,25 +17,29 @@ NUM_CHANGES_SHOWN = 40  # lines
 
 def assert_recorded(name: str, *parts: str) -> None:
     """Compare texts, one after another, with the recording of that name."""
-    file, text = RECORDINGS / f"{name}.txt", "\n".join(line.rstrip() for line in "\n".join(parts).splitlines()) + "\n"
-    if os.environ.get("RECORD"):
-        file.write_text(text)
-    changes = list(unified_diff(file.read_text().splitlines(), text.splitlines(), "recorded", "now", lineterm="", n=0))
+    lines = [line.rstrip() for line in "\n".join(parts).splitlines()]
+    changes = list(unified_diff(_recorded(name, lines), lines, "recorded", "now", lineterm="", n=0))
     if changes:
         more = ["..."] if len(changes) > NUM_CHANGES_SHOWN else []
-        raise AssertionError("\n".join([f"another output than in {file}:", *changes[:NUM_CHANGES_SHOWN], *more]))
+        raise AssertionError("\n".join([f"another output than in {name}.txt:", *changes[:NUM_CHANGES_SHOWN], *more]))
 
 
 def assert_figures_recorded(name: str, tree: Any, rel: float) -> None:
     """Compare a tree with the recording of that name: floats up to `rel`, which kernels of CPUs may round otherwise."""
-    file, lines = RECORDINGS / f"{name}.txt", list(lines_of(tree))
-    if os.environ.get("RECORD"):
-        file.write_text("\n".join(lines) + "\n")
-    for now, recorded in zip(lines, file.read_text().splitlines(), strict=True):
+    lines = list(lines_of(tree))
+    for now, recorded in zip(lines, _recorded(name, lines), strict=True):
         pairs = zip(now.split(), recorded.split(), strict=True)
         assert all(a == b or math.isclose(_number(a), _number(b), rel_tol=rel) for a, b in pairs), (
             f"{now} != {recorded}"
         )
+
+
+def _recorded(name: str, lines: list[str]) -> list[str]:
+    """Return the lines of the recording of that name, which are `lines` if they are being recorded."""
+    file = RECORDINGS / f"{name}.txt"
+    if os.environ.get("RECORD"):
+        file.write_text("\n".join(lines) + "\n")
+    return file.read_text().splitlines()
 
 
 def _number(word: str) -> float:

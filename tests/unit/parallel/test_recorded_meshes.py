@@ -16,8 +16,8 @@ SIZES = (
 )
 
 
-def ranks_of(axis: Axis | None) -> str:
-    if axis is None or axis.group is None:
+def ranks_of(axis: Axis) -> str:
+    if axis.group is None:
         return "alone"
     return f"{axis.rank} of {dist.get_process_group_ranks(axis.group)}"
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from parallel.errors import ConfigError
+from tests.unit.gpt.checkpoint.runs import change_header
 from zero.state.description import DESCRIPTION, check_description, describe_layout, layout_of
-from zero.state.layout_file import check
-from zero.state.schema import parse_json
+from zero.state.schema import check, parse_json
 from zero.state.tensor_file import MAX_DIMS, TensorFile, write_tensors
 
 GOOD = {
@@ -112,16 +112,6 @@ def test_json_that_fits_is_returned_whole():
     assert parse_json(b"[]", [int], "f") == []
 
 
-def rewritten(file: Path, changes: dict[str, Any]) -> None:
-    """Change the header's entry of the tensor `b`, and leave the values as they are."""
-    content = file.read_bytes()
-    stop = 8 + int.from_bytes(content[:8], "little")
-    header = json.loads(content[8:stop])
-    header["b"] |= changes
-    text = json.dumps(header).encode()
-    file.write_bytes(len(text).to_bytes(8, "little") + text + content[stop:])
-
-
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
@@ -141,9 +131,9 @@ def test_a_header_that_is_impossible_is_refused_with_the_reason(tmp_path: Path, 
     file = tmp_path / "tensors"
     write_tensors(file, {"a": torch.zeros(3), "b": torch.zeros(2)})
     assert TensorFile(file).tensor("b").shape == (2,)
-    rewritten(file, {"shape": [1, 2, 1]})
+    change_header(file, lambda header: header["b"].update(shape=[1, 2, 1]))
     assert TensorFile(file).tensor("b").shape == (1, 2, 1)
-    rewritten(file, {"shape": [2]} | changes)
+    change_header(file, lambda header: header["b"].update({"shape": [2]} | changes))
     with pytest.raises(ConfigError, match=rf"tensors is damaged: .*{problem}"):
         TensorFile(file)
 

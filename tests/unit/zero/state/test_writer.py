@@ -18,12 +18,8 @@ from zero.state.writer import CheckpointWriter, Publication, SaveError, rank_fil
 CPU = torch.device("cpu")
 
 
-def renamed(partial: Path, final: Path) -> None:
-    partial.rename(final)
-
-
 def make_writer(is_async: bool, **others: Any) -> CheckpointWriter:
-    publication = Publication(**{"publish": renamed, "remedy": "make room"} | others)
+    publication = Publication(**{"publish": Path.rename, "remedy": "make room"} | others)
     return CheckpointWriter(Mesh.create(1), CPU, publication, is_async=is_async)
 
 
