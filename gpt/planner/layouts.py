@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from itertools import product
 from typing import Literal, get_args
 
@@ -153,7 +152,6 @@ def model_states(layout: CandidateLayout, settings: Settings, data_size: int) ->
     return memory.placed(states, policy, data_size, offloaded)
 
 
-@lru_cache(maxsize=1)  # a prediction asks three times
 def zero_of(layout: CandidateLayout, settings: Settings, data_size: int) -> ZeroConfig:
     """Return the settings of ZeRO with a layout, and the types of gradients that null stands for."""
     return layout.applied_to(settings).with_gradient_types(data_size).zero
