@@ -1,8 +1,9 @@
 """A function runs on several ranks, in worker processes that start once and serve every test.
 
     test process                                        one worker per rank
-    run_ranks(2, function, *args)      -- pickle -->    join a fresh gloo group, function(*args), leave the group
+    run_ranks(2, function, *args)      -- pickle -->    join a fresh gloo group, function(*args)
     [result of rank 0, result of 1]    <-- pickle --    wait for the next call
+    run_ranks, if all have answered    -- pickle -->    leave the group
 
 If a rank raises, dies or hangs, the call fails, all workers are killed, and the next call starts new ones.
 """
@@ -17,7 +18,7 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -28,6 +29,7 @@ import torch
 import torch.distributed as dist
 
 MASTER_ADDRESS = "127.0.0.1"
+LATE_DEATH_SECONDS = 0.5
 PRELOADED = ["tests.twins", "pretrain_gpt"]  # they import what most tests need, among it torch and transformers
 
 
@@ -112,7 +114,9 @@ def run_ranks(
         )
         for rank in range(num_ranks)
     ]
-    return rank_pool().run(requests, timeout_seconds)
+    results = rank_pool().run(requests, timeout_seconds)
+    rank_pool().run([pickle.dumps(LEAVE_GROUP)] * num_ranks, timeout_seconds)
+    return results
 
 
 def torchrun_environment(rank: int, num_ranks: int, port: int) -> dict[str, str]:
@@ -157,16 +161,26 @@ def collect(workers: list[Worker], timeout_seconds: float) -> list[Any]:
             raise RankError(
                 f"no answer from ranks {pending} of {len(workers)} in {timeout_seconds} s; their stacks are on stderr"
             )
-        errors = []
-        for rank in pending:
-            if workers[rank].connection in answered:
-                try:
-                    results[rank] = receive(workers[rank], f"rank {rank} of {len(workers)}")
-                except RankError as error:
-                    errors.append(error)
-        if errors:  # a death before the broken connections that it leaves to the other ranks
-            raise min(errors, key=lambda error: not isinstance(error, RankDiedError))
+        errors = take_answers(workers, answered, results)
+        if errors:
+            # A death is named before the broken connections that it leaves to the other ranks. Their answers can come
+            # first: a process that ends closes its connections one after another.
+            unanswered = [workers[rank].connection for rank in pending if workers[rank].connection not in answered]
+            late = take_answers(workers, wait(unanswered, LATE_DEATH_SECONDS), results)
+            raise min(errors + late, key=lambda error: not isinstance(error, RankDiedError))
     return [results[rank] for rank in range(len(workers))]
+
+
+def take_answers(workers: list[Worker], answered: Sequence[Any], results: dict[int, Any]) -> list[RankError]:
+    """Receive the answers that have come into `results`, and return the errors among them."""
+    errors = []
+    for rank, worker in enumerate(workers):
+        if worker.connection in answered:
+            try:
+                results[rank] = receive(worker, f"rank {rank} of {len(workers)}")
+            except RankError as error:
+                errors.append(error)
+    return errors
 
 
 def receive(worker: Worker, rank_name: str) -> Any:
@@ -231,8 +245,18 @@ def call_as_rank(call: RankCall) -> Any:
             # A rank that returned at once would close connections that slower ranks are still making.
             dist.barrier()
         result = call.function(*call.args, **call.kwargs)
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    return result
+
+
+def leave_group() -> None:
+    """Leave what a call has joined, after all of its ranks have answered.
+
+    Before that, a slower rank may still be making the connections of its groups, and would find them closed.
+    """
+    if dist.is_initialized():
+        dist.destroy_process_group()
     gc.collect()
     gc.freeze()  # what is left are modules and caches: not to visit them again makes the next collections short
-    return result
+
+
+LEAVE_GROUP = RankCall(leave_group, (), {}, environment={}, init_process_group=False)

@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import pickle
+import threading
 import time
 from unittest import mock
 
@@ -123,15 +124,15 @@ def test_a_death_is_reported_with_its_exit_code():
         run_ranks(2, die_on_rank_1)
 
 
-def test_a_death_is_reported_before_the_errors_that_it_causes():
-    """Imitate a survivor that has answered before this process looks at either."""
-    connections = []
-    for rank in range(2):
-        own, of_worker = multiprocessing.Pipe()
-        if rank == 0:
-            of_worker.send_bytes(pickle.dumps((False, "connection closed by peer")))
-        of_worker.close()
-        connections.append(own)
+@pytest.mark.parametrize("seconds_later", [0.0, 0.1])
+def test_a_death_is_reported_before_the_errors_that_it_causes(seconds_later):
+    """Imitate a survivor that has answered before this process looks at either, or before it can see the death."""
+    connections, of_workers = zip(*[multiprocessing.Pipe() for _ in range(2)], strict=True)
+    of_workers[0].send_bytes(pickle.dumps((False, "connection closed by peer")))
+    death = threading.Timer(seconds_later, of_workers[1].close)
+    death.start()
+    if not seconds_later:
+        death.join()
     ended = mock.Mock(exitcode=3)
     with pytest.raises(RankError, match="rank 1 of 2 died with exit code 3"):
         collect([Worker(ended, connection) for connection in connections], timeout_seconds=10)
