@@ -44,7 +44,7 @@ OPERATORS: dict[type[ast.operator], type[ast.operator]] = {
 }
 FUNCTIONS = {"min": "max", "max": "min", "any": "all", "all": "any"}
 TEXTS = ast.JoinedStr | ast.Raise
-SKIPPED_FUNCTIONS = ("__repr__", "__str__", "_options", "_parser")
+SKIPPED_FUNCTIONS = ("__repr__", "__str__", "_parser")
 
 TESTS = Path(__file__).resolve().parents[2] / "tests"
 LEVELS = ("unit", "distributed", "end_to_end")  # the cheapest first

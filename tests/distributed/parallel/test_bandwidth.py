@@ -53,3 +53,21 @@ def test_a_computation_before_a_measured_action_does_not_count_and_waits_have_th
         assert measured(None) == 1.0
         seconds = itertools.cycle([1.0, 1.0, 7.0])  # two that estimate, then 21: 7, 1, 1, ...
         assert measured(lambda: advance(100.0)) == 3.0
+
+
+def num_calls_by_rank(with_pair: bool) -> int:
+    """Return how often an action runs that takes 1 s on rank 0 and 3 s on rank 1, by a clock of its own."""
+    mesh = Mesh.create(1)
+    times: list[float] = []
+    clock = mock.Mock(perf_counter=lambda: sum(times))
+    of_ranks = {"pair": (mesh.data, 1 - mesh.rank)} if with_pair else {"axis": mesh.data}
+    with mock.patch.object(bandwidth, "time", clock):
+        bandwidth.measured_seconds(
+            lambda: times.append(1.0 + 2 * mesh.rank), torch.device("cpu"), budget=36.0, **of_ranks
+        )
+    return len(times)
+
+
+def test_ranks_repeat_an_action_as_often_as_the_mean_of_an_axis_or_the_slower_of_a_pair_allows():
+    assert run_ranks(2, num_calls_by_rank, False) == [2 + 18] * 2  # two that estimate, then 36 s of 2 s each
+    assert run_ranks(2, num_calls_by_rank, True) == [2 + 12] * 2

@@ -5,17 +5,20 @@ import json
 import statistics
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
+from data.documents import DocumentBatch
 from gpt.monitor.collectives import comparison_table, profile
 from gpt.monitor.collectives import main as compare
 from gpt.planner.costs.collectives import MeshShape, collective_seconds
-from gpt.planner.dry_run import DEVICE, HOST, dry_run
+from gpt.planner.dry_run import DEVICE, HOST, blank_micro_batches, dry_run
 from gpt.planner.projection import project, project_recording
 from gpt.planner.report import headline, make_report, matrices_line
 from gpt.settings.parser import parse_settings
 from gpt.settings.settings import Settings
+from gpt.settings.training import TrainSettings
 from gpt.shape.flops import hardware_flops, model_flops
 from parallel.errors import ConfigError
 from parallel.instruments.comm_log import CommEvent
@@ -278,3 +281,16 @@ def test_a_cluster_file_that_lacks_a_figure_is_refused(tmp_path):
     (tmp_path / "c.yaml").write_text("\n".join(line for line in lines if not line.startswith("host_")))
     with pytest.raises(ConfigError, match="lacks host_gb_per_second, host_memory_gb"):
         ClusterSpec.load(tmp_path / "c.yaml")
+
+
+def test_a_blank_batch_of_documents_has_one_document_in_each_sample():
+    train = TrainSettings(micro_batch_size=3, global_batch_size=6)
+    samples = np.zeros((3, 3, 5), dtype=np.int64)
+    samples[:, 2] = range(5)
+    expected = DocumentBatch.of(samples)
+    batches = blank_micro_batches(train, 5, num_batch_ranks=1, masks_documents=True)
+    assert len(batches) == 2
+    for batch in batches:
+        assert isinstance(batch, DocumentBatch)
+        for field in dataclasses.fields(expected):
+            torch.testing.assert_close(getattr(batch, field.name), getattr(expected, field.name))
