@@ -1,5 +1,6 @@
 """python -m data.prepare: its sources, its files and its errors. Every run starts real worker processes."""
 
+import errno
 import gzip
 import json
 import re
@@ -7,10 +8,12 @@ import subprocess
 import sys
 import zlib
 from pathlib import Path
+from unittest import mock
 
 import pyarrow as pa
 import pytest
 from datasets import Dataset, DatasetDict
+from filelock import FileLock
 from pyarrow import parquet
 
 from data.errors import DataError
@@ -261,6 +264,16 @@ def test_a_second_process_with_the_same_output_is_refused_and_touches_nothing(tm
     with reserved(tmp_path / "out" / "corpus"):
         pass
     assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_a_file_system_without_locks_is_written_to_and_one_that_cannot_be_is_an_error(tmp_path):
+    (tmp_path / "out").mkdir()
+    error = OSError(errno.ENOLCK, "No locks available")
+    with mock.patch.object(FileLock, "acquire", side_effect=error), reserved(tmp_path / "out" / "corpus"):
+        (tmp_path / "out" / "corpus.bin").touch()
+    error = OSError(errno.EROFS, "Read-only file system")
+    with mock.patch.object(FileLock, "acquire", side_effect=error), pytest.raises(OSError, match="Read-only"):
+        reserved(tmp_path / "out" / "corpus").__enter__()
 
 
 def test_a_full_disk_is_reported_in_one_line_and_nothing_is_left(tmp_path, capsys):

@@ -89,6 +89,17 @@ def test_backward_of_a_layer_norm_reads_its_arguments_again_for_its_weights(has_
     assert kernel.num_bytes == pytest.approx(num_passes * 2 * tokens * hidden, rel=2e-3)
 
 
+@pytest.mark.parametrize(("has_weights", "num_passes"), [(True, 5), (False, 3)])
+def test_backward_of_a_fused_rms_norm_reads_its_arguments_again_for_its_weights(has_weights: bool, num_passes: int):
+    tokens, hidden = 8192, 1600
+    with QuickFakeTensorMode():  # the kernel exists on GPUs only
+        grad, x = (torch.empty(tokens, hidden, dtype=torch.bfloat16) for _ in range(2))
+        weight, rstd = torch.empty(hidden, dtype=torch.bfloat16), torch.empty(tokens, 1)
+        backward = torch.ops.aten._fused_rms_norm_backward
+        (kernel,) = kernels_of(lambda: backward(grad, x, [hidden], rstd, weight, [True, has_weights]))
+    assert kernel.num_bytes == pytest.approx(num_passes * 2 * tokens * hidden, rel=2e-3)
+
+
 def test_a_gather_and_a_scatter_move_the_elements_that_the_index_selects():
     x, index, column = torch.zeros(8, 100), torch.zeros(8, 1, dtype=torch.int64), torch.zeros(8, 1)
     moved = index.nbytes + 2 * column.nbytes

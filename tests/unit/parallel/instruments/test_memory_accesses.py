@@ -17,3 +17,14 @@ def test_a_write_takes_the_place_of_the_accesses_before_it():
     memory.read(2, 6, read, side.clock)
     # The stretches 0 to 2, 2 to 6 and 6 to 8.
     assert list(memory.accesses_after({})) == [write, write, read, write]
+
+
+def test_an_access_of_a_part_leaves_what_is_known_of_the_others():
+    streams = SimulatedStreams()
+    first, second, third = (streams.new_side_stream() for _ in range(3))
+    memory = AccessedMemory(streams.current, is_on_host=False, kind="parameters")
+    a, b, c = (stream.launch(name) for stream, name in ((first, "a"), (second, "b"), (third, "c")))
+    memory.read(0, 4, a, first.clock)
+    memory.read(4, 8, b, second.clock)
+    memory.read(2, 6, c, third.clock)
+    assert list(memory.accesses_after({})) == [a, a, c, b, c, b]
