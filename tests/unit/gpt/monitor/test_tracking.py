@@ -4,6 +4,7 @@ import math
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -127,3 +128,14 @@ def test_event_files_hold_every_step_once_after_a_kill_and_a_roll_back(tmp_path)
     assert [event.step for event in events.Scalars("grad_norm/blocks.0")] == [3]
     (text,) = events.Tensors("sample/0/text_summary")
     assert (text.step, text.tensor_proto.string_val) == (3, [b"    def f():\n        pass"])
+
+
+def test_a_thread_of_tensorboard_that_fails_prints_no_traceback_and_any_other_does(tmp_path, monkeypatch):
+    printed = []
+    monkeypatch.setattr(threading, "excepthook", printed.append)
+    tensorboard_run = TensorboardRun(tmp_path)
+    of_tensorboard, other = (SimpleNamespace(thread=SimpleNamespace(**found)) for found in ({"exception": None}, {}))
+    threading.excepthook(of_tensorboard)
+    threading.excepthook(other)
+    tensorboard_run.finish({}, 0)
+    assert printed == [other]

@@ -101,3 +101,9 @@ def test_the_factor_of_a_step_makes_its_kernels_take_as_long_as_it_was_measured(
                 "each linear layer has three products"
             )
         assert reference_step.measure_reference_step(cpu, torch.float32) > 0
+
+
+def test_each_query_of_attention_reads_half_of_the_keys_and_of_the_overhead():
+    heads, queries, keys, head_dim, num_products = 2, 8, 16, 64, 5
+    flops = attention_flops((heads, queries, keys, head_dim, num_products), overhead=6.0)
+    assert flops == num_products * heads * queries * (8 + 3) * 2 * head_dim

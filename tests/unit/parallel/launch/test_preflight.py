@@ -1,5 +1,6 @@
 """Problems of nodes, links and devices are found and named."""
 
+import argparse
 import dataclasses
 import os
 import threading
@@ -9,14 +10,14 @@ import pytest
 import torch.distributed as dist
 
 from parallel.errors import ConfigError
-from parallel.launch import bandwidth, device_kernels, reference_step
+from parallel.launch import bandwidth, device_kernels, preflight, reference_step
 from parallel.launch.bandwidth import DeviceRate, LinkRate, slow_devices, slow_links
 from parallel.launch.cluster import ClusterSpec
 from parallel.launch.node_facts import Job, NodeFacts, find_facts, find_problems
 from parallel.launch.preflight import arguments_only, main
 from parallel.launch.reference_step import Shape
 from parallel.launch.roll_call import collect_facts, connect, report_facts
-from parallel.launch.route import find_route
+from parallel.launch.route import Route, find_route
 from tests.ranks import run_ranks
 
 ALIKE = NodeFacts(
@@ -129,6 +130,36 @@ def test_all_nodes_read_the_same_verdict():
     assert all(abs(node.clock_seconds) < 1 for node in found)
     assert verdicts == {"n2": problems, "n3": problems}
     assert problems == ["n2: number of GPUs: 7, elsewhere 8"]
+
+
+def test_a_problem_of_one_node_is_an_error_on_all_and_the_first_names_it():
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    facts = {node.name: node for node in nodes(num_devices=7)}
+    options = argparse.Namespace(meet="n1:29500", nodes=3, names="n1,n2,n3", wait=20)
+    errors = {}
+
+    def check() -> None:
+        try:
+            preflight.check_nodes(options, Job())
+        except ConfigError as error:
+            errors[threading.current_thread().name] = str(error)
+
+    def route(_meet: str) -> Route:
+        return Route(is_host=threading.current_thread().name == "n1", local_address="127.0.0.1", interface="lo")
+
+    def connected(_address: object, is_host: bool, _node: str, _seconds: float) -> dist.Store:
+        return store if is_host else dist.TCPStore("127.0.0.1", store.port, is_master=False)
+
+    own_facts = mock.Mock(side_effect=lambda *_: facts[threading.current_thread().name])
+    others = {"find_facts": own_facts, "resolve": lambda meet: meet, "connect": connected}
+    with mock.patch.multiple(preflight, find_route=route, **others):
+        threads = [threading.Thread(target=check, name=name) for name in facts]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    there = "the preflight has found problems; the first node prints them"
+    assert errors == {"n1": "preflight: n2: number of GPUs: 7, elsewhere 8", "n2": f"n2: {there}", "n3": f"n3: {there}"}
 
 
 def test_missing_nodes_are_named_and_one_too_many_is_refused():
