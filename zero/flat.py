@@ -6,7 +6,6 @@ If the buffer is transient, only its owned shards stay allocated, and the full b
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import Enum
-from operator import attrgetter
 
 import torch
 from torch import Tensor, nn
@@ -46,13 +45,12 @@ class FlatParameters:
         lifetime: Lifetime,
         bucket_numel: int,
         config: ZeroConfig,
-        values_of: Callable[[nn.Parameter], Tensor] = attrgetter("data"),
-        offload: Offload | None = None,
-        guard: ParameterGuard | None = None,
+        values_of: Callable[[nn.Parameter], Tensor],
+        offload: Offload,
+        guard: ParameterGuard,
     ):
         self.params, self.axis, self.lifetime = list(params.values()), axis, lifetime
-        self._guard = guard or ParameterGuard({p: name for name, p in params.items()})
-        offload = offload or Offload(self.params[0].device)
+        self._guard = guard
         shapes = {name: real_shape(p) for name, p in params.items()}
         self.layout = Layout.of(shapes, axis.size, bucket_numel, config.alignment)
         first = self.params[0].data

@@ -65,6 +65,15 @@ def test_a_json_file_with_a_mistake_is_refused_by_name(tmp_path: Path, content: 
     assert_refused(read_json, tmp_path / "c.json", content, message)
 
 
+@pytest.mark.parametrize(("read", "begin"), [(read_section, b"a: "), (read_json, b"")])
+def test_values_may_be_nested_50_deep_and_no_deeper(tmp_path: Path, read: Callable[[Path, str], object], begin: bytes):
+    depth = 50 if not begin else 49  # the section of the key is one
+    path = tmp_path / "c"
+    path.write_bytes(begin + b"[" * depth + b"]" * depth)
+    read(path, path.name)
+    assert_refused(read, path, begin + b"[" * (depth + 1) + b"]" * (depth + 1), ", line 1: nested more than 50 deep")
+
+
 @pytest.mark.parametrize("name", ["missing.yaml", ".", "x" * 5000, "a\0b"])
 def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path, name: str):
     with pytest.raises(ConfigError, match=r"^it cannot be read \(.*\); give another file$"):

@@ -1,6 +1,7 @@
 """A flat buffer whose all-gathers end as late as they may: nothing is read or freed before they have ended."""
 
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 import pytest
 import torch
@@ -10,7 +11,9 @@ from parallel.instruments.comm_log import CommLog
 from parallel.mesh import Axis, Handle
 from zero.config import ZeroConfig
 from zero.flat import FlatParameters
+from zero.offload.placement import Offload
 from zero.stage import Lifetime
+from zero.units.guarded_parameter import ParameterGuard
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,9 @@ def flat_parameters(lifetime: Lifetime) -> FlatParameters:
     """Make a buffer of two buckets of 32 elements, a parameter in each; each rank owns 16 of a bucket."""
     half = torch.arange(32.0)
     params = {"first": nn.Parameter(half.view(4, 8).clone()), "second": nn.Parameter(half.clone())}
-    return FlatParameters(params, LateAxis("data", 2, 0, CommLog()), lifetime, 32, ZeroConfig(3))
+    axis, offload = LateAxis("data", 2, 0, CommLog()), Offload(torch.device("cpu"))
+    guard = ParameterGuard({param: name for name, param in params.items()})
+    return FlatParameters(params, axis, lifetime, 32, ZeroConfig(3), attrgetter("data"), offload, guard)
 
 
 def test_unshard_fills_the_parameters_and_reshard_frees_them():
