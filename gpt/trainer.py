@@ -170,11 +170,13 @@ class Trainer:
     def _must_roll_back(self) -> bool:
         """Return True if there were bad losses since the last logged step, and the run has to roll back.
 
-        Raises ConfigError if the settings end the run instead. Waits for the device.
+        Raises ConfigError if the settings end the run instead. Waits for the device, if bad losses are not skipped.
         """
         guard, config = self._state.guard, self._settings.guard
-        num_bad = int(guard.num_bad.item()) if guard else 0
-        if num_bad == self._num_bad or config.policy == "skip":
+        if guard is None or config.policy == "skip":
+            return False
+        num_bad = int(guard.num_bad.item())
+        if num_bad == self._num_bad:
             return False
         self._num_bad = num_bad
         if config.policy == "stop" or self._num_roll_backs == config.max_roll_backs:

@@ -71,7 +71,7 @@ def test_a_batch_moves_as_a_tensor_does():
     assert batch.starts.tolist() == [0, 2, 4, 6, 8]
 
 
-@pytest.mark.parametrize("bad", [[[1, 2, -1]], [[1, -1, 2]], [[-1, 1, 2]], [[1, 2, 999]]])
+@pytest.mark.parametrize("bad", [[[1, 2, -1]], [[1, -1, 2]], [[-1, 1, 2]], [[1, 2, 999]], [[0, 1, 999]]])
 @pytest.mark.parametrize("packing", ["stream", "best_fit"])
 def test_a_token_outside_the_vocabulary_is_reported(write_corpus, bad, packing):
     prefix = write_corpus(bad, vocab_dtype="i4")

@@ -15,6 +15,7 @@ import pytest
 from datasets import Dataset, DatasetDict
 from filelock import FileLock
 from pyarrow import parquet
+from rich.progress import Progress
 
 from data.errors import DataError
 from data.indexed import IndexedDataset
@@ -101,6 +102,17 @@ def test_the_number_of_workers_does_not_change_a_byte(tmp_path, tokenizer_file, 
     for suffix in SUFFIXES:
         assert Path(f"{tmp_path}/workers1{suffix}").read_bytes() == Path(f"{tmp_path}/workers3{suffix}").read_bytes()
     assert _documents(tmp_path / "workers3") == TEXTS
+
+
+def test_progress_counts_documents_and_tokens_up_to_the_whole_source(tmp_path, tokenizer_file):
+    (tmp_path / "a.jsonl").write_text(_json_lines(TEXTS))
+    arguments = ["--source", tmp_path / "a.jsonl", "--output", tmp_path / "corpus", "--tokenizer", tokenizer_file]
+    with mock.patch.object(Progress, "update", autospec=True, side_effect=Progress.update) as update:
+        main([str(argument) for argument in arguments])
+    shown = [call.kwargs for call in update.call_args_list]
+    corpus = IndexedDataset(tmp_path / "corpus")
+    assert (shown[-1]["documents"], shown[-1]["tokens"]) == (len(TEXTS), sum(map(len, corpus)))
+    assert sum(step["advance"] for step in shown) == (tmp_path / "a.jsonl").stat().st_size
 
 
 def test_an_error_found_by_a_worker_leaves_no_file(tmp_path, tokenizer_file, capsys):

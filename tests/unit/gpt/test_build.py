@@ -1,6 +1,7 @@
 """The builder sets what holds for the whole process."""
 
 import logging
+import shutil
 
 import pytest
 import torch
@@ -66,6 +67,13 @@ def test_the_precision_of_fp32_products_is_set_and_logged(caplog):
         assert f"products of fp32: {expected} precision" in caplog.messages
     with pytest.raises(ConfigError, match=r"train\.float32_matmul_precision"):
         parse_settings([f"--config={BASE}", "--train.float32_matmul_precision=low"])
+
+
+def test_compiled_blocks_need_a_compiler(monkeypatch):
+    settings = parse_settings([f"--config={BASE}", "--train.compile=blocks"])
+    monkeypatch.setattr(shutil, "which", lambda _name: None)
+    with pytest.raises(ConfigError, match=r"train\.compile=blocks needs a C\+\+ compiler"):
+        build(settings, Mesh.create(1), torch.device("cpu"))
 
 
 def test_a_context_that_does_not_divide_the_heads_of_a_tensor_rank_is_refused():
