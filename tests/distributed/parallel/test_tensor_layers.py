@@ -14,6 +14,7 @@ from parallel.tensor.layers import (
     RowParallelLinear,
     VocabParallelEmbedding,
     _Reduce,
+    column_linears,
     gather_columns,
     split_dims,
 )
@@ -143,6 +144,44 @@ def test_layers_equal_the_whole_ones(layout, tensor_size):
             found = parts[0]
             assert all(part.equal(found) for part in parts), name
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+def several_layers() -> tuple[Tensor, list[Tensor], list[Tensor], list[Tensor]]:
+    """Return an input of 12 tokens, the weights and biases of three layers, and the gradients of their outputs."""
+    generator = torch.Generator().manual_seed(1)
+    x, *others = (
+        torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True)
+        for shape in [(12, 16), *((rows, 16) for rows in (8, 4, 12)), (8,), (4,), (12,), (12, 8), (12, 4), (12, 12)]
+    )
+    return x, others[:3], others[3:6], others[6:]
+
+
+def run_several(layout: str) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the outputs of three layers of one input, and the gradients of the input, the weights and the biases."""
+    axis = tensor_axis()
+    x, weights, biases, grads = several_layers()
+    own = [[part.chunk(axis.size)[axis.rank] for part in parts] for parts in (weights, biases)]
+    own_x = x.chunk(axis.size)[axis.rank] if layout == "split" else x
+    outputs = column_linears(own_x, *own, LAYOUTS[layout](axis))
+    own_grads = [grad.chunk(axis.size, -1)[axis.rank] for grad in grads]
+    found = torch.autograd.grad(outputs, [own_x, *own[0], *own[1]], own_grads)
+    return [output.detach() for output in outputs], list(found)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("tensor_size", [1, 2])
+def test_several_layers_of_one_input_equal_the_whole_ones(layout, tensor_size):
+    x, weights, biases, grads = several_layers()
+    expected = [F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
+    grad_x, *grads_of_params = torch.autograd.grad(expected, [x, *weights, *biases], grads)
+    results = run_ranks(tensor_size, run_several, layout)
+    for number, whole in enumerate(expected):
+        found = torch.cat([outputs[number] for outputs, _ in results], -1)
+        torch.testing.assert_close(found, whole.detach(), rtol=0, atol=1e-12)
+    of_x = [found[0] for _, found in results]
+    torch.testing.assert_close(torch.cat(of_x) if layout == "split" else of_x[-1], grad_x, rtol=0, atol=1e-12)
+    for number, whole in enumerate(grads_of_params, 1):
+        torch.testing.assert_close(torch.cat([found[number] for _, found in results]), whole, rtol=0, atol=1e-12)
 
 
 def initial_part(dim: int | None, tensor_size: int) -> tuple[Tensor, list[int]]:
