@@ -108,6 +108,9 @@ def test_a_run_of_endless_length_caches_the_first_epochs_only(million_documents,
     monkeypatch.setattr(PackedSamples, "_order_of", lambda self, epoch, checks: built.append(epoch))
     samples.build_cache(3 * samples.samples_per_epoch, 10**18)
     assert built == list(range(3, 3 + MAX_EPOCHS_AHEAD))
+    built.clear()
+    samples.build_cache(0, samples.samples_per_epoch)
+    assert built == [0]
 
 
 def test_the_cache_is_stored_where_the_setting_says(million_documents, tmp_path):
