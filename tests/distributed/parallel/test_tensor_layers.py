@@ -5,6 +5,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from parallel.errors import ConfigError
+from parallel.instruments.comm_log import CommLog
 from parallel.mesh import Axis, Mesh
 from parallel.tensor import initial_values
 from parallel.tensor.gradient_sums import GradientSums
@@ -207,6 +209,12 @@ def test_initial_values_are_the_same_in_every_mesh_whose_data_ranks_share_the_wo
             assert max(drawn) <= part.numel()
             if dim is not None:
                 assert sum(drawn) <= part.numel() / data_size + 2 * max(drawn), "it begins and ends inside a cell"
+
+
+def test_a_tensor_axis_that_does_not_divide_the_cells_of_values_is_refused():
+    axis = Axis("tensor", 7, 0, CommLog())
+    with pytest.raises(ConfigError, match=r"tensor_size=7 does not divide the 1 cells .* choose a tensor size"):
+        fill_normal(torch.empty(11, 4), 0.5, "name", 0, axis, Axis.trivial("data"))
 
 
 def tiny_part() -> Tensor:

@@ -3,7 +3,9 @@
 import errno
 import gzip
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 import zlib
@@ -17,6 +19,7 @@ from filelock import FileLock
 from pyarrow import parquet
 from rich.progress import Progress
 
+from data.encode import Encoded, encode_in_order
 from data.errors import DataError
 from data.indexed import IndexedDataset
 from data.prepare import main
@@ -343,3 +346,32 @@ def test_ctrl_c_ends_in_one_line_with_the_code_of_an_interrupted_program(tmp_pat
         main(["--source", "stdlib", "--characters", "--output", str(tmp_path / "corpus")])
     assert ended.value.code == 130
     assert capsys.readouterr().err == f"data.prepare: interrupted, nothing written to {tmp_path / 'corpus'}\n"
+
+
+class KilledWorker:
+    """An encoder whose process is killed, as by the kernel if there is no memory."""
+
+    def __call__(self, batch: list[Document]) -> Encoded:
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError
+
+
+def test_a_worker_that_is_killed_is_reported():
+    documents = [Document("a.txt", 1, "text", 4)]
+    with pytest.raises(DataError, match=r"^one of 2 workers was killed, probably out of memory; lower --workers$"):
+        list(encode_in_order(KilledWorker(), documents, 2))
+
+
+@pytest.mark.parametrize(("package", "source"), [("pyarrow", "a.parquet"), ("datasets", "user/corpus")])
+def test_a_package_that_is_missing_is_named(package, source, tmp_path, monkeypatch):
+    (tmp_path / "a.parquet").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(DataError, match=f"{source}.* needs .*{package}.*: pip install {package}$"):
+        list(Source([source]).documents())
+
+
+@pytest.mark.parametrize("output", [".", ".."])
+def test_an_output_that_is_a_folder_is_refused(output):
+    with pytest.raises(DataError, match="names no files; give the beginning of their names"):
+        reserved(Path(output)).__enter__()

@@ -116,6 +116,16 @@ def test_a_newest_checkpoint_without_layout_is_named_and_does_not_prevent_saves(
     assert [message.split(",")[0] for message in caplog.messages] == ["train.seed=9"]
 
 
+def test_the_only_checkpoint_without_layout_leaves_the_beginning(tmp_path: Path):
+    first = recovery(tmp_path, "auto")
+    first.save(Progress(3, 3, first.resume("").run))
+    first.finish()
+    first.release()
+    (tmp_path / "checkpoints" / "step-00000003" / LAYOUT).unlink()
+    with pytest.raises(ConfigError, match=r"there is no checkpoint before it; .* with --checkpoint\.resume=never$"):
+        recovery(tmp_path, "auto").resume("")
+
+
 def test_a_folder_in_the_way_of_a_save_is_set_aside(tmp_path: Path):
     make(tmp_path, "step-00000001")
     state = tiny_state()

@@ -1,11 +1,15 @@
 """Lines of the console fit 80 columns, tables are not cut without a terminal, and curves that are equal both show."""
 
+import errno
 import re
+import sys
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from matplotlib import pyplot
+from rich.console import Console
 from rich.table import Table
 
 from gpt.build import build
@@ -120,3 +124,15 @@ def test_runs_with_equal_losses_both_show_in_the_plot(tmp_path, monkeypatch):
         labels = [label.get_text() for label in figure.axes[0].get_xticklabels()]
         assert {"5M", "10M", "15M"} < set(labels)
         pyplot.close(figure)
+
+
+def test_a_run_whose_output_cannot_be_written_goes_on_without_it(tmp_path, monkeypatch, caplog):
+    console = RunConsole(is_quiet=False)
+    full = OSError(errno.ENOSPC, "No space left on device")
+    with open(tmp_path / "log", "w") as file:
+        monkeypatch.setattr(sys, "stdout", file)
+        with mock.patch.object(Console, "print", side_effect=full):
+            console.say("a line")
+        print("another line", file=file, flush=True)
+    assert caplog.messages == ["the output cannot be written (No space left on device); the run goes on without it"]
+    assert (tmp_path / "log").read_text() == ""

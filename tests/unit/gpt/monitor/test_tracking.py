@@ -139,3 +139,29 @@ def test_a_thread_of_tensorboard_that_fails_prints_no_traceback_and_any_other_do
     threading.excepthook(other)
     tensorboard_run.finish({}, 0)
     assert printed == [other]
+
+
+def test_a_sink_that_falls_behind_is_switched_off(monkeypatch, caplog):
+    monkeypatch.setattr(tracking, "MAX_PENDING", 3)
+    monkeypatch.setattr(tracking, "SECONDS_TO_FINISH", 0.1)
+    never = threading.Event()
+    with Tracking({"slow": lambda: never.wait()}) as run_tracking:  # type: ignore[arg-type, return-value]
+        for record in records(*[1.0] * 10):
+            run_tracking.log(record)
+    assert "tracking by slow is 3 calls behind" in caplog.text
+    assert len(caplog.records) == 1
+    never.set()
+
+
+def test_event_files_hold_alerts_and_the_places_of_checkpoints(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    tensorboard_run = TensorboardRun(tmp_path)
+    tensorboard_run.log({"step": 7, "loss": 1.0})
+    tensorboard_run.alert("spike", "the loss is nan")
+    tensorboard_run.log_checkpoint(tmp_path / "step-00000007")
+    tensorboard_run.finish({}, 0)
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    for tag, text in (("alert/spike", "the loss is nan"), ("checkpoint", str(tmp_path / "step-00000007"))):
+        (event,) = events.Tensors(f"{tag}/text_summary")
+        assert (event.step, event.tensor_proto.string_val) == (7, [text.encode()])

@@ -2,6 +2,7 @@
 
 import dataclasses
 import shlex
+from unittest import mock
 
 import pytest
 from rich.console import Console
@@ -12,10 +13,10 @@ from gpt.planner.closed_forms import Plan, closed_form_rank, deepest_models, mak
 from gpt.planner.depth import Estimate, ShallowRun, shallow_runs
 from gpt.planner.dry_run import DEVICE, dry_run
 from gpt.planner.layouts import CandidateLayout, Prediction, activation_bytes, candidate_layouts, predict, workload
-from gpt.planner.plan import verify
+from gpt.planner.plan import main, report_plan, verify
 from gpt.planner.plan_report import best_line, in_order, launch_command, overridden, plan_table
 from parallel.errors import ConfigError
-from tests.unit.gpt.planner.test_projection import DGX_2, settings, shallow
+from tests.unit.gpt.planner.test_projection import DGX_2, ROOT, settings, shallow
 
 NOT_CALIBRATED = dataclasses.replace(DGX_2, calibrated=False)
 
@@ -257,3 +258,24 @@ def test_the_fastest_are_verified_whether_or_not_computation_hides_traffic():
     plan = Plan([sends_little, sends_much, slower, wider], [])
     verified = verify(plan, lambda _layout: estimate(1.8), DGX_2, 1)
     assert list(verified) == [sends_little.layout, wider.layout, sends_much.layout], "and one of each tensor size"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--nodes", "0"], r"--nodes=0 or --verify=.* is below 1; choose 1 or more"),
+        (["--nodes", "2", "--verify", "0"], r"--nodes=2 or --verify=0 is below 1; choose 1 or more"),
+        (["--nodes", "1", "2"], r"--nodes=\[1, 2\] are 2 numbers, which only --front=PLOT compares"),
+    ],
+)
+def test_numbers_of_nodes_that_cannot_be_planned_for_are_refused(arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        main(["--cluster", str(ROOT / "configs/clusters/dgx-2.yaml"), *arguments])
+
+
+def test_a_plan_of_which_nothing_fits_asks_for_more_dry_runs():
+    with (
+        mock.patch("gpt.planner.plan.plan_and_verify", return_value=([], {})),
+        pytest.raises(ConfigError, match=r"none of the best layouts fits in a dry run; raise --verify=3$"),
+    ):
+        report_plan(mock.Mock(), mock.Mock(), 8, 3, mock.Mock())

@@ -14,7 +14,7 @@ from transformers.models.qwen3 import modeling_qwen3
 
 from gpt.checkpoint.pretrained import load_pretrained, read_pretrained
 from gpt.planner.activation_store import parameters_of_rank
-from gpt.pretrained.families import config_from_transformers, config_to_transformers, family_of
+from gpt.pretrained.families import _scaling, config_from_transformers, config_to_transformers, family_of
 from gpt.pretrained.tensors import load_weights
 from gpt.settings.parser import parse_settings
 from gpt.shape.config import ModelConfig, check_divides, parameter_shapes
@@ -213,3 +213,9 @@ def test_a_model_that_transformers_does_not_have_is_not_written():
             family_of(small_config(**{"hidden_size": 24, "num_heads": 2, **changes}))
     with pytest.raises(ConfigError, match=r"model\.logit_cap=30\.0 caps logits"):
         family_of(small_config(logit_cap=30.0))
+
+
+@pytest.mark.parametrize("value", [None, "8", True])
+def test_a_scaled_rope_without_its_numbers_is_refused(value):
+    with pytest.raises(ConfigError, match=f"rope_type=llama3 and factor={value}, a number is needed"):
+        _scaling({"rope_type": "llama3", "factor": value})

@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 
 from gpt.schedule import RampUpConfig
-from gpt.settings.parser import parse_settings
+from gpt.settings.help import help_text
+from gpt.settings.option_names import messages_in_option_names
+from gpt.settings.parser import TREE, parse_settings
 from gpt.settings.settings import Settings
 from parallel.errors import ConfigError
 
@@ -96,6 +98,28 @@ def test_a_mistake_in_an_option_is_explained(arguments: list[str], message: str)
     assert str(raised.value).isprintable()
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["--data.packing=best_fit"],
+            "data.packing=best_fit needs data.mask_documents=true, because a packed",
+        ),
+        (["--model.positions=rope", "--model.head_dim=3"], "model.positions=rope rotates pairs, and heads have an odd"),
+        (
+            ["--model.positions=rope", "--model.rope_scaling={factor: 8, low_freq_factor: 4, high_freq_factor: 4}"],
+            "--model.rope_scaling, line 1: model.rope_scaling.low_freq_factor=4.0 is not below",
+        ),
+        (["--profile.steps=[5, 4]"], "profile.steps=[5, 4]: the first is after the last; choose ["),
+        (["--dry_run.world_size=4", "--dry_run.rank=4"], "dry_run.rank=4 is not one of the 4 ranks; choose 0 to 3"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_explained(arguments: list[str], message: str):
+    with pytest.raises(ConfigError) as raised, messages_in_option_names():
+        parse_settings([f"--config={BASE}", *arguments])
+    assert str(raised.value).startswith(message)
+
+
 def test_what_has_no_default_has_to_be_set():
     with pytest.raises(ConfigError, match=r"^model.num_layers, .*, model.vocab_size: not set; give a --config"):
         parse_settings(["--train.steps=3"])
@@ -121,3 +145,11 @@ def test_a_group_that_may_be_null_is_set_in_parts_and_unset():
 def test_a_text_of_an_option_needs_no_quotes():
     settings = parse_settings([f"--config={BASE}", "--run.dir=5", "--wandb.name=null", "--data.path=[1:a, 2:b]"])
     assert (settings.run.dir, settings.wandb.name, settings.data.path) == ("5", None, ["1:a", "2:b"])
+
+
+@pytest.mark.parametrize("word", ["-h", "--help"])
+def test_the_help_is_printed_and_is_no_error(word, capsys):
+    with pytest.raises(SystemExit) as ended:
+        parse_settings(["--train.steps=3", word, "--not.read=1"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == help_text(Settings, TREE)

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -147,3 +148,12 @@ def test_a_length_of_the_header_that_is_impossible_is_refused(tmp_path: Path, nu
     expected = f"its header would have {num_bytes} of its {len(content)} bytes"
     with pytest.raises(ConfigError, match=rf"tensors is damaged: {expected}"):
         TensorFile(file)
+
+
+def test_a_file_that_becomes_shorter_while_it_is_read_is_damaged(tmp_path: Path):
+    path = tmp_path / "a.safetensors"
+    write_tensors(path, {"x": torch.arange(1000.0)}, {})
+    file = TensorFile(path)
+    os.truncate(path, path.stat().st_size - 400)
+    with pytest.raises(ConfigError, match=r"a\.safetensors is damaged: it is 400 bytes too short"):
+        file.load("x", torch.empty(1000))

@@ -1,0 +1,56 @@
+"""The route to the first node, as sockets report it."""
+
+import socket
+from unittest import mock
+
+import pytest
+
+from parallel.errors import ConfigError
+from parallel.launch import route
+from parallel.launch.route import Route, find_route, resolve
+
+
+def test_an_endpoint_is_a_host_and_a_port():
+    assert resolve("127.0.0.1:29500") == ("127.0.0.1", 29500)
+    for endpoint in ("node0", ":29500", "node0:", "node0:port"):
+        with pytest.raises(ConfigError, match=rf"^RDZV={endpoint} is not HOST:PORT; name the first node"):
+            resolve(endpoint)
+    with (
+        mock.patch.object(socket, "gethostbyname", side_effect=socket.gaierror("unknown")),
+        pytest.raises(ConfigError, match=r"^RDZV=node0:1: the host name is unknown; choose another, or an address$"),
+    ):
+        resolve("node0:1")
+
+
+@pytest.mark.parametrize(("elsewhere", "expected"), [("10.0.0.7", "10.0.0.7"), (None, "127.0.1.1")])
+def test_a_node_whose_name_is_a_loopback_address_is_known_by_the_one_that_others_use(elsewhere, expected):
+    sources = {"127.0.1.1": "127.0.0.1", route.ELSEWHERE: elsewhere}
+    patches = {"_source_address": sources.get, "_is_own": lambda _address: True, "_interface_of": lambda _address: "e0"}
+    with (
+        mock.patch.object(socket, "gethostbyname", return_value="127.0.1.1"),
+        mock.patch.multiple(route, **patches),
+    ):
+        assert find_route("node0:29500") == Route(True, expected, "e0")
+
+
+def test_an_address_of_another_node_has_no_interface_here():
+    assert not route._is_own("203.0.113.1")  # an address for documents, which no node has
+    assert route._is_own("127.0.0.1")
+    assert route._interface_of("203.0.113.1") == ""
+    assert route._interface_of("127.0.0.1") == "lo"
+
+
+def test_an_interface_without_an_address_is_passed_over():
+    names = [(1, "no-such-interface"), *socket.if_nameindex()]
+    with mock.patch.object(socket, "if_nameindex", return_value=names):
+        assert route._interface_of("127.0.0.1") == "lo"
+
+
+def test_a_network_without_a_route_has_no_source_address():
+    with mock.patch("socket.socket.connect", side_effect=OSError("Network is unreachable")):
+        assert route._source_address("203.0.113.1") is None
+
+
+def test_scripts_read_the_route_in_one_line(capsys):
+    route.main("localhost:29500")
+    assert capsys.readouterr().out == "is_host=1 local_address=127.0.0.1 interface=lo\n"

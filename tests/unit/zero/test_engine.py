@@ -1,0 +1,74 @@
+"""Uses of a wrapped module that are refused, with the reason."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from parallel.errors import ConfigError
+from parallel.mesh import Axis
+from zero.config import ZeroConfig
+from zero.engine import ZeroDataParallel
+from zero.loss_scale import LossScale
+from zero.optimizer import ZeroOptimizer
+
+DATA = Axis.trivial("data")
+
+
+def two_layers() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+
+def wrapped(stage: int = 3) -> ZeroDataParallel:
+    return ZeroDataParallel(two_layers(), DATA, ZeroConfig(stage))
+
+
+def test_a_copy_is_refused():
+    with pytest.raises(TypeError, match=r"cannot be copied; copy the module inside it, in `with model\.gathered\(\)"):
+        copy.deepcopy(wrapped())
+
+
+def test_gradients_from_before_are_refused():
+    module = two_layers()
+    module(torch.ones(1, 4)).sum().backward()
+    with pytest.raises(ValueError, match=r"^0\.weight has a gradient from before it is wrapped; call `module\.zero_gr"):
+        ZeroDataParallel(module, DATA, ZeroConfig(2))
+
+
+@pytest.mark.parametrize("name", ["missing", "in_features"])
+def test_only_a_method_of_a_module_of_the_model_is_registered(name):
+    model = wrapped()
+    message = f"^{name} is not a method of a module of this model; the module is a Linear$"
+    with pytest.raises(ValueError, match=message):
+        model.register_forward_method(name, model.module[0])
+    with pytest.raises(ValueError, match=r"^forward is not a method of a module of this model"):
+        model.register_forward_method("forward", nn.Linear(4, 4))
+    model.register_forward_method("forward", model.module[0])
+
+
+def test_a_parameter_keeps_its_shape_and_its_type():
+    model = wrapped(stage=2)
+    weight = model.module[0].weight
+    weight.data = torch.full((4, 4), 2.0)
+    assert weight.eq(2.0).all()
+    for values in (torch.ones(2, 2), torch.ones(4, 4, dtype=torch.float64)):
+        with pytest.raises(ValueError, match=r"weight is a torch\.float32 of shape \(4, 4\) on cpu .* cannot become"):
+            weight.data = values
+    assert weight.eq(2.0).all()
+
+
+def test_units_that_share_a_module_are_refused():
+    module = two_layers()
+    module.append(nn.Sequential(module[0]))
+    with pytest.raises(ConfigError, match=r"ZeroConfig\.units: 0 and 2 share a module; name one unit around both$"):
+        ZeroDataParallel(module, DATA, ZeroConfig(3, units=("0", "2")))
+
+
+def test_optimizers_of_a_model_have_the_same_loss_scale():
+    model = wrapped(stage=2)
+    first, second = (list(layer.parameters()) for layer in model.module)
+    kept = ZeroOptimizer(model, torch.optim.SGD, first, lr=0.1, loss_scale=LossScale(8.0))
+    with pytest.raises(ValueError, match=r"loss scales of their own, from 8 and 4; give both the same LossScale$"):
+        ZeroOptimizer(model, torch.optim.SGD, second, lr=0.1, loss_scale=LossScale(4.0))
+    ZeroOptimizer(model, torch.optim.SGD, second, lr=0.1, loss_scale=kept.loss_scale)
