@@ -86,7 +86,7 @@ class Source:
 
         A shard of unknown weight may yield as many as `sample_bytes`.
         """
-        total = sum(shard.weight or 0 for shard in self.shards)
+        total = sum(shard.weight for shard in self.shards if shard.weight is not None)
         allowed = taken = 0.0  # bytes of all shards so far; what one shard takes too many, the next ones take less
         for shard in self.shards:
             allowed += sample_bytes if shard.weight is None else sample_bytes * shard.weight / max(total, 1)

@@ -13,7 +13,7 @@ import torch
 from parallel.mesh import Mesh
 from zero.state import writer as module
 from zero.state.tensor_file import TensorFile, write_tensors
-from zero.state.writer import CheckpointWriter, Publication, SaveError, rank_file
+from zero.state.writer import CheckpointWriter, HostCopies, Publication, SaveError, rank_file
 
 CPU = torch.device("cpu")
 
@@ -82,3 +82,14 @@ def test_old_checkpoints_that_cannot_be_deleted_do_not_fail_a_save(tmp_path: Pat
         start(writer, tmp_path / "a", {"a": torch.zeros(1)})
         assert writer.wait() == tmp_path / "a"
     assert caplog.messages == [f"old checkpoints in {tmp_path} cannot be deleted: Permission denied"]
+
+
+def test_copies_in_host_memory_are_reused_while_shape_and_type_stay():
+    copies = HostCopies(torch.device("cpu"))
+    first = copies.take({"x": torch.ones(3)})["x"]
+    assert copies.take({"x": torch.full((3,), 2.0)})["x"] is first
+    assert first.tolist() == [2.0] * 3
+    for other in (torch.ones(4), torch.ones(4, dtype=torch.float64)):
+        copy = copies.take({"x": other})["x"]
+        assert copy is not first
+        assert (copy.shape, copy.dtype) == (other.shape, other.dtype)
