@@ -8,6 +8,7 @@ import pytest
 from gpt.planner.activation_store import parameters_of_rank
 from gpt.planner.layouts import (
     ASSUMED_PEAK_FRACTION,
+    MAX_MICRO_BATCH,
     CandidateLayout,
     candidate_layouts,
     micro_batch_seconds,
@@ -84,3 +85,9 @@ def test_micro_batches_of_all_sizes_that_divide_the_batch_are_considered():
     sizes = {layout.micro_batch_size for layout in candidate_layouts(8, 480, "accelerator")}
     assert {1, 6, 10, 15, 30, 120} <= sizes
     assert all(480 % size == 0 for size in sizes)
+
+
+def test_the_largest_micro_batch_is_considered_and_none_above_it():
+    divisible = MAX_MICRO_BATCH * (MAX_MICRO_BATCH + 1)
+    sizes = {layout.micro_batch_size for layout in candidate_layouts(1, divisible, "accelerator")}
+    assert (min(sizes), max(sizes)) == (1, MAX_MICRO_BATCH)
