@@ -1,9 +1,8 @@
 """A function runs on several ranks, in worker processes that start once and serve every test.
 
     test process                                        one worker per rank
-    run_ranks(2, function, *args)      -- pickle -->    join a fresh gloo group, function(*args)
+    run_ranks(2, function, *args)      -- pickle -->    join a fresh gloo group, function(*args), leave the group
     [result of rank 0, result of 1]    <-- pickle --    wait for the next call
-    run_ranks, if all have answered    -- pickle -->    leave the group
 
 If a rank raises, dies or hangs, the call fails, all workers are killed, and the next call starts new ones.
 """
@@ -114,9 +113,7 @@ def run_ranks(
         )
         for rank in range(num_ranks)
     ]
-    results = rank_pool().run(requests, timeout_seconds)
-    rank_pool().run([pickle.dumps(LEAVE_GROUP)] * num_ranks, timeout_seconds)
-    return results
+    return rank_pool().run(requests, timeout_seconds)
 
 
 def torchrun_environment(rank: int, num_ranks: int, port: int) -> dict[str, str]:
@@ -245,18 +242,8 @@ def call_as_rank(call: RankCall) -> Any:
             # A rank that returned at once would close connections that slower ranks are still making.
             dist.barrier()
         result = call.function(*call.args, **call.kwargs)
-    return result
-
-
-def leave_group() -> None:
-    """Leave what a call has joined, after all of its ranks have answered.
-
-    Before that, a slower rank may still be making the connections of its groups, and would find them closed.
-    """
-    if dist.is_initialized():
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()  # at once: ranks that wait for one that has failed need not wait any longer
     gc.collect()
     gc.freeze()  # what is left are modules and caches: not to visit them again makes the next collections short
-
-
-LEAVE_GROUP = RankCall(leave_group, (), {}, environment={}, init_process_group=False)
+    return result
