@@ -72,8 +72,9 @@ class Watchdog:
         self._on_abort = on_abort
         self._hang_seconds, self._poll_seconds = hang_seconds, hang_seconds / POLLS_PER_HANG
         self._num_beats = self._tick = 0
-        # (complete, reached, beats), and when it last changed
-        self._progress, self._progress_time = (0, 0, 0), time.monotonic()
+        # (complete, reached, beats), None before they are first read; and when they last changed
+        self._progress: tuple[int, int, int] | None = None
+        self._progress_time = time.monotonic()
 
     def beat(self) -> None:
         """Record progress other than a collective. May be called from any thread."""
