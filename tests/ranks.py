@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 MASTER_ADDRESS = "127.0.0.1"
-LATE_DEATH_SECONDS = 0.5
+LATE_DEATH_SECONDS = 0.5  # after an error that it may have caused
 PRELOADED = ["tests.twins", "pretrain_gpt"]  # they import what most tests need, among it torch and transformers
 
 
@@ -163,7 +163,8 @@ def collect(workers: list[Worker], timeout_seconds: float) -> list[Any]:
             # A death is named before the broken connections that it leaves to the other ranks. Their answers can come
             # first: a process that ends closes its connections one after another.
             unanswered = [workers[rank].connection for rank in pending if workers[rank].connection not in answered]
-            late = take_answers(workers, wait(unanswered, LATE_DEATH_SECONDS), results)
+            # Without any connection, `wait` would sleep.
+            late = take_answers(workers, wait(unanswered, LATE_DEATH_SECONDS), results) if unanswered else []
             raise min(errors + late, key=lambda error: not isinstance(error, RankDiedError))
     return [results[rank] for rank in range(len(workers))]
 

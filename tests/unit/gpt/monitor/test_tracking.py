@@ -3,8 +3,10 @@
 import math
 import threading
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -86,14 +88,31 @@ def test_a_sink_that_fails_is_switched_off_and_another_continues(caplog):
     ]
 
 
-def test_a_sink_that_hangs_delays_nothing_and_is_waited_for_briefly(monkeypatch, caplog):
+@pytest.fixture
+def log_to_hanging_sink(monkeypatch) -> Iterator[Callable[[int], None]]:
+    """Return what logs a number of steps to a sink that does not open before the test ends."""
     monkeypatch.setattr(tracking, "SECONDS_TO_FINISH", 0.1)
-    never = threading.Event()
-    with Tracking({"hung": lambda: never.wait()}) as run_tracking:  # type: ignore[arg-type, return-value]
-        for record in records(*[1.0] * 1000):
-            run_tracking.log(record)
+    end = threading.Event()
+
+    def log(num_steps: int) -> None:
+        with Tracking({"hung": lambda: end.wait()}) as run_tracking:  # type: ignore[arg-type, return-value]
+            for record in records(*[1.0] * num_steps):
+                run_tracking.log(record)
+
+    yield log
+    end.set()
+
+
+def test_a_sink_that_hangs_delays_nothing_and_is_waited_for_briefly(log_to_hanging_sink, caplog):
+    log_to_hanging_sink(1000)
     assert "has not finished within 0.1 s" in caplog.text
-    never.set()
+
+
+def test_a_sink_that_falls_behind_is_switched_off(log_to_hanging_sink, monkeypatch, caplog):
+    monkeypatch.setattr(tracking, "MAX_PENDING", 3)
+    log_to_hanging_sink(10)
+    assert "tracking by hung is 3 calls behind" in caplog.text
+    assert len(caplog.records) == 1
 
 
 def test_an_abort_is_reported_before_the_process_ends():
@@ -108,10 +127,16 @@ def test_tensorboard_needs_its_package(monkeypatch):
         RunSettings(tensorboard=True)
 
 
-def test_event_files_hold_every_step_once_after_a_kill_and_a_roll_back(tmp_path):
+@pytest.fixture
+def read_events(tmp_path) -> Callable[[], Any]:
+    """Return what reads the event files of the run in `tmp_path`."""
     pytest.importorskip("tensorboard", reason="the package tensorboard is not installed")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+    return lambda: EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+
+
+def test_event_files_hold_every_step_once_after_a_kill_and_a_roll_back(tmp_path, read_events):
     killed = TensorboardRun(tmp_path)
     for record in records(3.0, 2.0, 9.0):
         killed.log(record)
@@ -123,7 +148,7 @@ def test_event_files_hold_every_step_once_after_a_kill_and_a_roll_back(tmp_path)
     resumed.roll_back(2)
     resumed.log({"step": 3, "loss": 0.5, "grad_norm/blocks.0": 1.0, "samples": SAMPLES})
     resumed.finish({}, 0)
-    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    events = read_events()
     assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 3.0), (2, 2.0), (3, 0.5)]
     assert [event.step for event in events.Scalars("grad_norm/blocks.0")] == [3]
     (text,) = events.Tensors("sample/0/text_summary")
@@ -131,6 +156,7 @@ def test_event_files_hold_every_step_once_after_a_kill_and_a_roll_back(tmp_path)
 
 
 def test_a_thread_of_tensorboard_that_fails_prints_no_traceback_and_any_other_does(tmp_path, monkeypatch):
+    pytest.importorskip("tensorboard", reason="the package tensorboard is not installed")
     printed = []
     monkeypatch.setattr(threading, "excepthook", printed.append)
     tensorboard_run = TensorboardRun(tmp_path)
@@ -141,27 +167,13 @@ def test_a_thread_of_tensorboard_that_fails_prints_no_traceback_and_any_other_do
     assert printed == [other]
 
 
-def test_a_sink_that_falls_behind_is_switched_off(monkeypatch, caplog):
-    monkeypatch.setattr(tracking, "MAX_PENDING", 3)
-    monkeypatch.setattr(tracking, "SECONDS_TO_FINISH", 0.1)
-    never = threading.Event()
-    with Tracking({"slow": lambda: never.wait()}) as run_tracking:  # type: ignore[arg-type, return-value]
-        for record in records(*[1.0] * 10):
-            run_tracking.log(record)
-    assert "tracking by slow is 3 calls behind" in caplog.text
-    assert len(caplog.records) == 1
-    never.set()
-
-
-def test_event_files_hold_alerts_and_the_places_of_checkpoints(tmp_path):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
+def test_event_files_hold_alerts_and_the_places_of_checkpoints(tmp_path, read_events):
     tensorboard_run = TensorboardRun(tmp_path)
     tensorboard_run.log({"step": 7, "loss": 1.0})
     tensorboard_run.alert("spike", "the loss is nan")
     tensorboard_run.log_checkpoint(tmp_path / "step-00000007")
     tensorboard_run.finish({}, 0)
-    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    events = read_events()
     for tag, text in (("alert/spike", "the loss is nan"), ("checkpoint", str(tmp_path / "step-00000007"))):
         (event,) = events.Tensors(f"{tag}/text_summary")
         assert (event.step, event.tensor_proto.string_val) == (7, [text.encode()])

@@ -101,10 +101,7 @@ def test_a_mistake_in_an_option_is_explained(arguments: list[str], message: str)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (
-            ["--data.packing=best_fit"],
-            "data.packing=best_fit needs data.mask_documents=true, because a packed",
-        ),
+        (["--data.packing=best_fit"], "data.packing=best_fit needs data.mask_documents=true, because a packed"),
         (["--model.positions=rope", "--model.head_dim=3"], "model.positions=rope rotates pairs, and heads have an odd"),
         (
             ["--model.positions=rope", "--model.rope_scaling={factor: 8, low_freq_factor: 4, high_freq_factor: 4}"],

@@ -17,7 +17,7 @@ from parallel.launch.node_facts import Job, NodeFacts, find_facts, find_problems
 from parallel.launch.preflight import arguments_only, main
 from parallel.launch.reference_step import Shape
 from parallel.launch.roll_call import collect_facts, connect, report_facts
-from parallel.launch.route import Route, find_route
+from parallel.launch.route import Route
 from tests.ranks import run_ranks
 
 ALIKE = NodeFacts(
@@ -177,22 +177,6 @@ def test_a_store_that_cannot_be_reached_or_served_is_an_error_with_the_name_of_t
     taken = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with pytest.raises(ConfigError, match=rf"n1: port {taken.port} cannot be served here"):
         connect(("127.0.0.1", taken.port), is_host=True, node="n1", wait_seconds=5)
-
-
-def test_the_node_that_owns_the_address_is_the_host():
-    route = find_route("localhost:29500")
-    assert (route.is_host, route.local_address, route.interface) == (True, "127.0.0.1", "lo")
-    with pytest.raises(ConfigError, match=r"RDZV=node0 is not HOST:PORT"):
-        find_route("node0")
-
-
-def test_a_node_without_a_route_to_the_first_is_named():
-    with (
-        mock.patch("parallel.launch.route._source_address", return_value=None),
-        mock.patch("socket.gethostname", return_value="n7"),
-        pytest.raises(ConfigError, match=r"^n7: there is no route from this node to 10\.0\.0\.1:29500; check RDZV"),
-    ):
-        find_route("10.0.0.1:29500")
 
 
 def rates(*gb_per_second: float) -> list[LinkRate]:

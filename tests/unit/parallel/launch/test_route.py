@@ -22,6 +22,22 @@ def test_an_endpoint_is_a_host_and_a_port():
         resolve("node0:1")
 
 
+def test_the_node_that_owns_the_address_is_the_host():
+    route = find_route("localhost:29500")
+    assert (route.is_host, route.local_address, route.interface) == (True, "127.0.0.1", "lo")
+    with pytest.raises(ConfigError, match=r"RDZV=node0 is not HOST:PORT"):
+        find_route("node0")
+
+
+def test_a_node_without_a_route_to_the_first_is_named():
+    with (
+        mock.patch("parallel.launch.route._source_address", return_value=None),
+        mock.patch("socket.gethostname", return_value="n7"),
+        pytest.raises(ConfigError, match=r"^n7: there is no route from this node to 10\.0\.0\.1:29500; check RDZV"),
+    ):
+        find_route("10.0.0.1:29500")
+
+
 @pytest.mark.parametrize(("elsewhere", "expected"), [("10.0.0.7", "10.0.0.7"), (None, "127.0.1.1")])
 def test_a_node_whose_name_is_a_loopback_address_is_known_by_the_one_that_others_use(elsewhere, expected):
     sources = {"127.0.1.1": "127.0.0.1", route.ELSEWHERE: elsewhere}
