@@ -3,6 +3,7 @@
 Importing these takes longer than most tests. Ranks are forked from the process of the tests for the same reason.
 """
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -12,7 +13,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "transformers", "datasets", "pytest"]
+PRELOADED = [
+    *("torch", "torch.distributed", "torch._dynamo", "transformers", "datasets"),
+    *("pytest", "xdist.plugin", "hypothesis", "anyio.pytest_plugin", "tensorboard.compat.proto.event_pb2"),
+]
 OWN = {"data", "gpt", "parallel", "pretrain_gpt", "scripts", "tests", "zero"}
 
 
@@ -34,6 +38,9 @@ def run_tests(tree: Path, tests: list[str], limit_seconds: float) -> str:
 
 def _run(tree: str, tests: list[str], output: str) -> None:
     os.setpgid(0, 0)
+    gc.freeze()  # what was imported before the fork: collections need not visit it
+    sys.dont_write_bytecode = False  # in the copy of the tree, where most modules stay as they are
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     with open(output, "w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
