@@ -13,6 +13,9 @@ source scripts/setup.sh
 # single thread also fixes the order of summation.
 export OMP_NUM_THREADS=1
 
+# Tests start hundreds of processes. Containers often set this, and each would compile the whole project anew.
+unset PYTHONDONTWRITEBYTECODE
+
 echo "== ruff check: lint"
 ruff check .
 echo "== ruff format: layout of the source"
