@@ -10,6 +10,8 @@ from data.tokenizer import Tokenizer
 from parallel.errors import ConfigError
 from zero.engine import ZeroDataParallel
 
+TEMPERATURE, TOP_K = 0.8, 40  # of the texts that show how training goes
+
 
 @torch.no_grad()
 def generate(
@@ -58,7 +60,7 @@ def sample_texts(
     device = next(model.module.parameters()).device
     for prompt in prompts:
         ids = torch.tensor([prompt], device=device)
-        tokens = generate(model, ids, num_tokens, seq_length, temperature=0.8, top_k=40)
+        tokens = generate(model, ids, num_tokens, seq_length, temperature=TEMPERATURE, top_k=TOP_K)
         continuation = tokens[0, len(prompt) :].tolist()
         end = continuation.index(tokenizer.eod) if tokenizer.eod in continuation else num_tokens
         yield {"prompt": tokenizer.decode(prompt), "text": tokenizer.decode(prompt + continuation[:end])}

@@ -1,6 +1,6 @@
 """A check that replicas of the same model states are still equal, which detects silent data corruption."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -78,11 +78,12 @@ def _compare(what: str, axis: Axis, tensors: NamedTensors, device: torch.device)
     The tensors may be in host memory; the sums are sent from `device`. Their names, and how many there are of each, are
     the same on all ranks of the axis. One number is compared; only if it differs, those of all names are.
     """
-    sums: dict[str, Tensor] = {}
+    zero = torch.zeros((), dtype=torch.int64, device=device)
+    sums: defaultdict[str, Tensor] = defaultdict(lambda: zero)
     if axis.size > 1:
         for name, tensor in tensors:
-            sums[name] = sums.get(name, 0) + _checksum(tensor).to(device)
-    own = torch.stack([torch.zeros((), dtype=torch.int64, device=device), *(sums[name] for name in sorted(sums))])
+            sums[name] = sums[name] + _checksum(tensor).to(device)
+    own = torch.stack([zero, *(sums[name] for name in sorted(sums))])
     (of_all,) = _gathered(own.sum()[None], axis)
     if len(set(of_all)) > 1:
         _, *of_names = _gathered(own, axis)

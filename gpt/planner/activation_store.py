@@ -60,11 +60,9 @@ def workload(
     policy, itemsize, data_size = zero.policy, train.dtype.itemsize, mesh.data.size
     num_parameters = parameters_of_rank(model, mesh.tensor.size)
     shard_size = policy.axes(mesh.data)[0].size
-    num_micro_batches = train.global_batch_size / (train.micro_batch_size * mesh.num_batch_ranks)
+    num_micro_batches = train.num_micro_batches(mesh.num_batch_ranks)
     accumulate, reduce = (dtype.itemsize for dtype in zero.gradient_types(train.dtype))
-    sent = traffic.step_bytes(
-        policy, num_parameters * itemsize, data_size, max(1, round(num_micro_batches)), num_parameters * reduce
-    )
+    sent = traffic.step_bytes(policy, num_parameters * itemsize, data_size, num_micro_batches, num_parameters * reduce)
     return workload_of(
         replace(model, seq_length=model.seq_length // mesh.context.size),  # the tokens of this rank
         b=train.micro_batch_size,
@@ -73,7 +71,7 @@ def workload(
         tensor_size=mesh.tensor.size,
         itemsize=itemsize,
         state_bytes=memory.formula(policy, num_parameters, shard_size, itemsize, moment_bytes, accumulate).total,
-        data_bytes=sent / max(1, num_micro_batches),
+        data_bytes=sent / num_micro_batches,
     )
 
 

@@ -1,16 +1,23 @@
-"""The words of a trainer about a run that it resumes."""
+"""A trainer: its words about a run that it resumes, the speed that it logs, and when it rolls back."""
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
-from gpt.run_folder.files import MetricsFile
+from gpt.monitor import metrics
+from gpt.run_folder.files import MetricsFile, read_steps
 from gpt.schedule import learning_rate
 from gpt.settings.parser import parse_settings
+from gpt.settings.run import GuardSettings
 from gpt.trainer import Trainer
+from parallel.errors import ConfigError
 from tests.unit.gpt.run_folder.test_files import record
+from tests.unit.gpt.runs_in_process import SEQ_LENGTH, make_trainer, write_text
 from tests.unit.gpt.test_build import BASE
 
 
@@ -33,3 +40,69 @@ def test_a_resumed_run_warns_if_its_learning_rate_jumps(
     with caplog.at_level(logging.WARNING):
         Trainer._warn_if_rate_changed(trainer)
     assert bool(caplog.messages) == is_warned
+
+
+@pytest.fixture(scope="module")
+def prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_text(tmp_path_factory.mktemp("text") / "corpus")
+
+
+def test_the_logged_speed_is_that_of_steps_without_evaluations_samples_and_saves(
+    prefix: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    now = 0.0
+    seconds = {"data": 2.0, "evaluation": 10.0, "sampling": 10.0, "checkpoint": 10.0}  # a step reads one batch
+
+    @contextmanager
+    def phase_of_known_time(phase: str) -> Iterator[None]:
+        nonlocal now
+        yield
+        now += seconds.get(phase, 0.0)
+
+    monkeypatch.setattr(metrics, "time", SimpleNamespace(perf_counter=lambda: now))
+    every = {"train__eval_every": 2, "train__sample_every": 3, "checkpoint__every": 4}
+    trainer = make_trainer(prefix, tmp_path, train__eval_samples=3, train__sample_tokens=2, **every)
+    trainer._state.mesh.log.on_phase = phase_of_known_time
+    now += 10.0  # such as for a checkpoint to resume from
+    assert trainer.num_steps_done == 0
+    trainer.train()
+    steps = read_steps(tmp_path)
+    assert [step["tokens_per_second"] for step in steps] == [4 * SEQ_LENGTH / 2.0] * 6
+    assert [step["tokens"] for step in steps] == [4 * SEQ_LENGTH * step for step in range(1, 7)]
+    assert [step["step"] for step in steps if "validation_loss" in step] == [2, 4, 6]
+    assert [step["step"] for step in steps if "samples" in step] == [3, 6]
+    saved = sorted(path.name for path in (tmp_path / "checkpoints").glob("step-*"))
+    assert saved == ["step-00000004", "step-00000006"]
+
+
+@pytest.mark.parametrize(
+    ("policy", "num_bad", "num_roll_backs", "expected"),
+    [
+        ("roll_back", 3, 0, False),
+        ("roll_back", 4, 0, True),
+        ("roll_back", 5, 1, True),
+        ("roll_back", 4, 2, "bad losses by step 9: 4 .* after 2 of 2 roll-backs"),
+        ("stop", 3, 0, False),
+        ("stop", 4, 0, "bad losses by step 9: 4 "),
+        ("skip", 4, 0, False),
+        (None, 4, 0, False),
+    ],
+)
+def test_bad_losses_since_the_last_logged_step_roll_a_run_back_or_end_it(
+    policy: str | None, num_bad: int, num_roll_backs: int, expected: bool | str
+):
+    guard = GuardSettings(policy=policy or "stop", spike_factor=2.0, max_roll_backs=2)
+    trainer = SimpleNamespace(
+        _state=SimpleNamespace(guard=SimpleNamespace(num_bad=torch.tensor(num_bad)) if policy else None),
+        _settings=SimpleNamespace(guard=guard),
+        _progress=SimpleNamespace(step=9),
+        _num_bad=3,
+        _num_roll_backs=num_roll_backs,
+    )
+    if isinstance(expected, str):
+        with pytest.raises(ConfigError, match=expected):
+            Trainer._must_roll_back(trainer)
+    else:
+        assert Trainer._must_roll_back(trainer) is expected
+        assert trainer._num_roll_backs == num_roll_backs + expected
+        assert Trainer._must_roll_back(trainer) is False

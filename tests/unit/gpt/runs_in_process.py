@@ -1,0 +1,53 @@
+"""Tiny runs of one rank in the process of the test."""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from data.indexed import IndexedWriter
+from data.sidecar import Sidecar
+from data.tokenizer import character_tokenizer, tokenizer_path
+from gpt.build import build, build_mesh
+from gpt.corpus import Corpus
+from gpt.monitor.console import RunConsole
+from gpt.settings.parser import parse_settings
+from gpt.trainer import Trainer
+from parallel.world import World
+
+SEQ_LENGTH, NUM_DOCUMENTS = 8, 60
+
+
+def write_text(prefix: Path) -> Path:
+    """Write some thousand tokens, one for each character, with their tokenizer."""
+    texts = [f"{number} green bottles on the wall; " * (1 + number % 5) for number in range(NUM_DOCUMENTS)]
+    tokenizer = character_tokenizer(texts)
+    documents = [[*ids, tokenizer.eod] for ids in tokenizer.encode_batch(texts)]
+    tokens = np.array([token for document in documents for token in document])
+    with IndexedWriter(prefix, np.dtype("u2")) as writer:
+        writer.add(tokens, np.array([len(document) for document in documents]))
+    tokenizer.save(tokenizer_path(prefix))
+    Sidecar(tokenizer.vocab_size, tokenizer.eod, "characters", NUM_DOCUMENTS, len(tokens), ["text"]).save(prefix)
+    return prefix
+
+
+def make_trainer(prefix: Path, folder: Path, **settings: object) -> Trainer:
+    """Return the trainer of a run; the names of `settings` have `__` for the dot."""
+    model = {"num_layers": 1, "hidden_size": 8, "num_heads": 2, "seq_length": SEQ_LENGTH, "vocab_size": 64}
+    chosen = {f"model__{name}": value for name, value in model.items()} | {
+        "data__path": prefix,
+        "data__split": "[0.6, 0.4, 0]",
+        "run__dir": folder,
+        "train__precision": "fp32",
+        "train__steps": 6,
+        "train__micro_batch_size": 2,
+        "train__global_batch_size": 4,
+        "train__log_every": 1,
+        "train__eval_samples": 0,
+        "train__sample_tokens": 0,
+    }
+    arguments = [f"--{name.replace('__', '.')}={value}" for name, value in (chosen | settings).items()]
+    parsed, world = parse_settings(arguments), World(0, 1, 0, 1, torch.device("cpu"))
+    mesh = build_mesh(parsed, world)
+    corpus = Corpus.open(parsed.data, parsed.model, parsed.train, mesh, world)
+    return Trainer(parsed, world, build(parsed, mesh, world.device), corpus, RunConsole(is_quiet=False))
