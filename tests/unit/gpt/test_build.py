@@ -2,6 +2,7 @@
 
 import logging
 import shutil
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -84,3 +85,23 @@ def test_a_context_that_does_not_divide_the_heads_of_a_tensor_rank_is_refused():
         refused = parse_settings([f"--config={BASE}", *model, *mesh, "--parallel.context_size=4"])
         with pytest.raises(ConfigError, match="context_size=4 does not divide the 2 heads of keys and values"):
             build_mesh(refused, world)
+
+
+@pytest.mark.parametrize(
+    ("options", "num_tokens"),
+    [
+        (["--model.seq_length=10", "--parallel.sequence_parallel=false"], None),
+        (["--model.seq_length=12", "--parallel.sequence_parallel=true"], None),
+        (["--model.seq_length=10", "--parallel.sequence_parallel=true"], 10),
+        (["--model.seq_length=10", "--parallel.sequence_parallel=true", "--train.micro_batch_size=2"], None),
+        # Two context ranks have half of the tokens each.
+        (["--model.seq_length=12", "--parallel.sequence_parallel=true", "--parallel.context_size=2"], 6),
+    ],
+)
+def test_tensor_ranks_that_divide_the_tokens_need_a_number_that_they_divide(options: list[str], num_tokens: int | None):
+    model = "--model.num_heads=8", "--model.hidden_size=32", "--parallel.tensor_size=4"
+    batch = "--train.micro_batch_size=1", "--train.global_batch_size=8"
+    settings = parse_settings([f"--config={BASE}", *model, *batch, *options])
+    refused = pytest.raises(ConfigError, match=f"the tokens of a micro-batch={num_tokens} ") if num_tokens else None
+    with imitated_world(0, 8, 8, "gloo") as world, refused or nullcontext():
+        build_mesh(settings, world)

@@ -27,6 +27,7 @@ from parallel.errors import ConfigError
         ({"decay": "linear"}, [2, 4, 10, 6, 4, 2, 2]),
         ({"decay": "cosine"}, [2, 4, 10, 6, 2 + 4 * (1 - 0.5**0.5), 2, 2]),
         ({"decay": "linear", "decay_steps": 14}, [2, 4, 10, 2, 2, 2, 2]),
+        ({"decay": "linear", "decay_steps": 4}, [2, 4, 2, 2, 2, 2, 2]),  # all of it is warm-up
         ({"decay": "wsd", "wsd_decay_steps": 10}, [2, 4, 10, 10, 6, 2, 2]),
         ({"decay": "wsd", "wsd_decay_steps": 5, "decay_steps": 19}, [2, 4, 10, 10, 2, 2, 2]),
     ],

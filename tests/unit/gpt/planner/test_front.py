@@ -1,23 +1,32 @@
 """The front of layouts, the cost of a run, and what plots of a step show."""
 
 import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
+from matplotlib import image
+from matplotlib.collections import Collection, PathCollection
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import StepPatch
+from matplotlib.text import Annotation
 from rich.console import Console
 
 from gpt.planner import plan as planner
+from gpt.planner import plots
 from gpt.planner.depth import Estimate
 from gpt.planner.dry_run import DEVICE, dry_run
 from gpt.planner.front import Choice, front, front_table, spread
 from gpt.planner.layouts import CandidateLayout, Prediction
 from gpt.planner.plan import report_front
-from gpt.planner.plots import busy_shares, highest_moments, kernel_starts, plot_lanes, plot_memory
+from gpt.planner.plots import busy_shares, highest_moments, kernel_starts, plot_front, plot_lanes, plot_memory
 from gpt.planner.projection import Task, Timeline, project_recording
 from gpt.planner.run_cost import RunCost
 from parallel.errors import ConfigError
-from tests.unit.gpt.planner.test_plan import num_columns
+from tests.recordings import assert_recorded
+from tests.unit.gpt.planner.test_plan import NOT_CALIBRATED, num_columns
 from tests.unit.gpt.planner.test_projection import DGX_2, settings, shallow
 
 
@@ -68,13 +77,79 @@ def test_a_lane_is_as_high_as_it_is_busy():
     np.testing.assert_allclose(busy_shares(timeline, "data", np.arange(5.0)), [1.0, 0.0, 0.5, 1.0])
 
 
-def test_a_dry_run_is_plotted(tmp_path: Path):
+def shown(figure: Figure, path: Path) -> Iterator[str]:
+    """Yield lines with the texts of a plot and the data that its artists show."""
+    (axes,) = figure.axes
+    yield f"{path.name}: {image.imread(path).shape} pixels, {axes.get_title()}"
+    (grid, *_), (x, _) = axes.get_xgridlines(), axes.margins()
+    grid_alpha = grid.get_alpha() if grid.get_visible() else 0
+    yield f"  axes: {axes.get_xlabel()}, {axes.get_ylabel()}, margin {x}, grid of opacity {grid_alpha}"
+    yield f"  ticks: {[f'{tick.get_position()[1]:.6g} {tick.get_text()}' for tick in axes.get_yticklabels()]}"
+    if legend := axes.get_legend():
+        corner = legend.get_bbox_to_anchor().transformed(axes.transAxes.inverted()).p0
+        yield f"  legend: {[text.get_text() for text in legend.get_texts()]} at {corner}"
+    for artist in axes.get_children():
+        match artist:
+            case Line2D():
+                yield f"  line: {artist.get_linestyle()} at {np.round(artist.get_xydata(), 3).tolist()}"
+            case PathCollection():
+                points = np.round(artist.get_offsets(), 3).tolist()
+                yield f"  points: {points}, {artist.get_sizes()}, {np.round(artist.get_facecolor(), 2).tolist()}"
+            case Collection():
+                corners = np.concatenate([path.vertices for path in artist.get_paths()])
+                color = np.round(artist.get_facecolor(), 2).tolist()
+                yield f"  {artist.get_label()}: {len(corners)} corners, means {np.round(corners.mean(axis=0), 7)}, {color}"
+            case StepPatch():
+                values, edges, baseline = artist.get_data()
+                color = np.round(artist.get_facecolor(), 2).tolist()
+                yield f"  lane: {len(values)} values of sum {values.sum():.6g} from {baseline} to {edges[-1]:.6g}, {color}"
+            case Annotation():
+                yield f"  note: {artist.get_text()} at {np.round(artist.xy, 3)} + {artist.xyann}, {artist.get_fontsize()} points"
+
+
+def test_plots_are_as_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    figures: list[Figure] = []
+    close = plots.pyplot.close
+    monkeypatch.setattr(plots.pyplot, "close", figures.append)
     recording = dry_run(shallow("--offload.mode=host"))
     timeline = project_recording(recording, DGX_2)
+    peak = sum(recording.peak[DEVICE].values())
+    near, far = (
+        dataclasses.replace(DGX_2, gpu_memory_gib=(factor * peak + DGX_2.reserved_gb * 1e9) / 2**30)
+        for factor in (2.9, 3.1)
+    )
     plot_lanes(timeline, tmp_path / "lanes.png", DGX_2)
-    for name, of_cluster in {"seconds.png": (timeline, DGX_2), "kernels.png": (None, None)}.items():
-        plot_memory(recording, tmp_path / name, *of_cluster)
-    assert {file.name for file in tmp_path.iterdir()} == {"lanes.png", "seconds.png", "kernels.png"}
+    plots_of_memory = {"near": (timeline, near), "far": (timeline, far), "kernels": (None, None)}
+    for name, of_cluster in plots_of_memory.items():
+        plot_memory(recording, tmp_path / f"{name}.png", *of_cluster)
+    for name, price in (("hours", None), ("dollars", 2.0)):
+        cluster = dataclasses.replace(NOT_CALIBRATED, dollars_per_gpu_hour=price)
+        choices = [
+            Choice(
+                num_nodes, CandidateLayout(1, 2, "none", 8), estimate, RunCost.of(settings(), 9.0, num_nodes, cluster)
+            )
+            for num_nodes, estimate in ((2, Estimate(1e9, 20e9, 0, 0, 2.0)), (1, Estimate(1e9, 24e9, 0, 0, 4.0)))
+        ]
+        plot_front(choices, choices[1:], tmp_path / f"{name}.png", cluster)
+    names = ["lanes", *plots_of_memory, "hours", "dollars"]
+    lines = [
+        line for figure, name in zip(figures, names, strict=True) for line in shown(figure, tmp_path / f"{name}.png")
+    ]
+    assert_recorded("plots", *lines)
+    for figure in figures:
+        close(figure)
+
+
+def test_a_plot_of_many_kernels_shows_the_highest_moment_of_each_interval(monkeypatch: pytest.MonkeyPatch):
+    recording = dry_run(shallow("--activations.store=keep"))
+    totals = [(position, state.total()) for position, state in recording.memory.states()]
+    monkeypatch.setattr(plots, "NUM_MOMENTS", 4)
+    *highest, last = [(position, state.total()) for position, state in highest_moments(recording)]
+    width = -(-(len(recording.kernels) + 1) // 4)
+    assert [position // width for position, _ in highest] == [0, 1, 2, 3]
+    for number, (_, total) in enumerate(highest):
+        assert total == max(each for position, each in totals if position // width == number)
+    assert last == (len(recording.kernels), totals[-1][1])
 
 
 def test_the_planner_compares_numbers_of_nodes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
