@@ -187,7 +187,7 @@ def report_largest(
     """Print how deep the model can be with the best layouts, and return the options of the deepest by dry run."""
     model = settings.model
     table = Table(title=f"The most layers of hidden size {model.hidden_size}", title_justify="left")
-    table.add_column("layout", no_wrap=True)
+    table.add_column("layout")
     for heading in ("closed forms", "dry run", "parameters", "GB"):
         table.add_column(heading, justify="right")
     max_layers: dict[CandidateLayout, int] = {}

@@ -41,7 +41,8 @@ def run_and_report(settings: Settings, console: RunConsole) -> dict[str, Any]:
         console.say(headline(report))
         if "matrices" in report:
             console.say(matrices_line(report["matrices"]))
-        if cluster and timeline:
+        if cluster:
+            assert timeline is not None
             cost = RunCost.of(settings, timeline.seconds, recording.state.mesh.size, cluster)
             report["run"] = asdict(cost)
             console.say(f"the whole run: {cost}{cluster.remark}")
@@ -50,7 +51,8 @@ def run_and_report(settings: Settings, console: RunConsole) -> dict[str, Any]:
 
             (folder / REPORT).write_text(json.dumps(report, indent=1) + "\n")
             plot_memory(recording, folder / "memory.png", timeline, cluster)
-            if cluster and timeline:
+            if timeline:
+                assert cluster is not None
                 plot_lanes(timeline, folder / "lanes.png", cluster)
                 if settings.dry_run.trace:
                     Path(settings.dry_run.trace).write_text(json.dumps(trace_events(timeline)))
@@ -104,7 +106,8 @@ def make_report(
     }
     if state.optimizer.matrices.matrices:
         report["matrices"] = work_on_matrices(state.optimizer.matrices)
-    if cluster is not None and timeline is not None:
+    if cluster is not None:
+        assert timeline is not None
         report["cluster"] = asdict(cluster)
         report["fits"] = sum(recording.peak[DEVICE].values()) <= cluster.usable_gpu_bytes
         on_host = sum(recording.peak[HOST].values()) * min(size, cluster.gpus_per_node)

@@ -98,13 +98,16 @@ def shown(figure: Figure, path: Path) -> Iterator[str]:
             case Collection():
                 corners = np.concatenate([path.vertices for path in artist.get_paths()])
                 color = np.round(artist.get_facecolor(), 2).tolist()
-                yield f"  {artist.get_label()}: {len(corners)} corners, means {np.round(corners.mean(axis=0), 7)}, {color}"
+                means = np.round(corners.mean(axis=0), 7)
+                yield f"  {artist.get_label()}: {len(corners)} corners, means {means}, {color}"
             case StepPatch():
                 values, edges, baseline = artist.get_data()
                 color = np.round(artist.get_facecolor(), 2).tolist()
-                yield f"  lane: {len(values)} values of sum {values.sum():.6g} from {baseline} to {edges[-1]:.6g}, {color}"
+                mean = values.mean() - baseline
+                yield f"  lane: {len(values)} values of mean {mean:.5f} from {baseline} to {edges[-1]:.6g}, {color}"
             case Annotation():
-                yield f"  note: {artist.get_text()} at {np.round(artist.xy, 3)} + {artist.xyann}, {artist.get_fontsize()} points"
+                place = f"{np.round(artist.xy, 3)} + {artist.xyann}"
+                yield f"  note: {artist.get_text()} at {place}, {artist.get_fontsize()} points"
 
 
 def test_plots_are_as_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

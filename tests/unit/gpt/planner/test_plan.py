@@ -264,6 +264,7 @@ def test_the_fastest_are_verified_whether_or_not_computation_hides_traffic():
     ("arguments", "message"),
     [
         (["--nodes", "0"], r"--nodes=0 or --verify=.* is below 1; choose 1 or more"),
+        (["--nodes", "2", "0", "--front=plot.png"], r"--nodes=0 or --verify=3 is below 1; choose 1 or more"),
         (["--nodes", "2", "--verify", "0"], r"--nodes=2 or --verify=0 is below 1; choose 1 or more"),
         (["--nodes", "1", "2"], r"--nodes=\[1, 2\] are 2 numbers, which only --front=PLOT compares"),
     ],
