@@ -87,11 +87,11 @@ def _with_few_micro_batches(settings: Settings) -> tuple[Settings, int]:
     """Return the settings with at most MAX_MICRO_BATCHES in a step, and the number of those that are left out."""
     assert settings.dry_run.world_size is not None
     parallel, train = settings.parallel, settings.train
-    num_batch_ranks = max(1, settings.dry_run.world_size // (parallel.tensor_size * parallel.context_size))
+    num_batch_ranks = settings.dry_run.world_size // (parallel.tensor_size * parallel.context_size)
     num_sequences = train.micro_batch_size * num_batch_ranks
-    num_left_out = max(0, train.num_micro_batches(num_batch_ranks) - MAX_MICRO_BATCHES)
-    if train.global_batch_size % num_sequences:  # refused by the dry run, with the batch that the settings have
+    if not num_sequences or train.global_batch_size % num_sequences:  # refused by the dry run, with these numbers
         return settings, 0
+    num_left_out = max(0, train.num_micro_batches(num_batch_ranks) - MAX_MICRO_BATCHES)
     batch = train.global_batch_size - num_left_out * num_sequences
     return replace(settings, train=replace(train, global_batch_size=batch)), num_left_out
 

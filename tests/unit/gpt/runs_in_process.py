@@ -12,6 +12,7 @@ from gpt.build import build, build_mesh
 from gpt.corpus import Corpus
 from gpt.monitor.console import RunConsole
 from gpt.settings.parser import parse_settings
+from gpt.settings.settings import Settings
 from gpt.trainer import Trainer
 from parallel.world import World
 
@@ -31,8 +32,8 @@ def write_text(prefix: Path) -> Path:
     return prefix
 
 
-def make_trainer(prefix: Path, folder: Path, **settings: object) -> Trainer:
-    """Return the trainer of a run; the names of `settings` have `__` for the dot."""
+def tiny_settings(prefix: Path, folder: Path, **settings: object) -> Settings:
+    """Return the settings of a run; the names of `settings` have `__` for the dot."""
     model = {"num_layers": 1, "hidden_size": 8, "num_heads": 2, "seq_length": SEQ_LENGTH, "vocab_size": 64}
     chosen = {f"model__{name}": value for name, value in model.items()} | {
         "data__path": prefix,
@@ -46,8 +47,12 @@ def make_trainer(prefix: Path, folder: Path, **settings: object) -> Trainer:
         "train__eval_samples": 0,
         "train__sample_tokens": 0,
     }
-    arguments = [f"--{name.replace('__', '.')}={value}" for name, value in (chosen | settings).items()]
-    parsed, world = parse_settings(arguments), World(0, 1, 0, 1, torch.device("cpu"))
+    return parse_settings([f"--{name.replace('__', '.')}={value}" for name, value in (chosen | settings).items()])
+
+
+def make_trainer(prefix: Path, folder: Path, **settings: object) -> Trainer:
+    """Return the trainer of a run with `tiny_settings`."""
+    parsed, world = tiny_settings(prefix, folder, **settings), World(0, 1, 0, 1, torch.device("cpu"))
     mesh = build_mesh(parsed, world)
     corpus = Corpus.open(parsed.data, parsed.model, parsed.train, mesh, world)
     return Trainer(parsed, world, build(parsed, mesh, world.device), corpus, RunConsole(is_quiet=False))

@@ -1,10 +1,88 @@
-"""The data of a run: what is logged of packed samples."""
+"""The data of a run: what is opened, cached and refused, and what is logged of packed samples."""
 
 import logging
+import shutil
+from pathlib import Path
 
 import pytest
+import torch
 
-from gpt.corpus import _log_padding
+from data import samples as samples_of_data
+from data.indexed import IndexedDataset
+from data.tokenizer import load_tokenizer, tokenizer_path
+from gpt.corpus import Corpus, _log_padding, _prompts
+from parallel.errors import ConfigError
+from parallel.mesh import Mesh
+from parallel.world import World
+from tests.unit.gpt.runs_in_process import NUM_DOCUMENTS, SEQ_LENGTH, tiny_settings, write_text
+
+
+@pytest.fixture(scope="module")
+def prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_text(tmp_path_factory.mktemp("text") / "corpus")
+
+
+def opened(prefix: Path, local_rank: int = 0, **settings: object) -> Corpus:
+    chosen = tiny_settings(prefix, prefix.parent / "run", **settings)
+    world = World(local_rank, 2, local_rank, 2, torch.device("cpu"))
+    return Corpus.open(chosen.data, chosen.model, chosen.train, Mesh.create(1), world)
+
+
+@pytest.mark.parametrize("masks_documents", [False, True])
+@pytest.mark.parametrize("part", ["training", "validation"])
+def test_prompts_are_the_beginnings_of_samples_that_are_not_trained_on_if_there_are_any(
+    prefix: Path, part: str, masks_documents: bool
+):
+    settings = {"model__seq_length": 10, "data__mask_documents": masks_documents}
+    corpus = opened(prefix, train__eval_samples=2 if part == "validation" else 0, **settings)
+    assert (corpus.validation is not None) == (part == "validation")
+    assert corpus.tokens_per_sample == 10
+    ((first, second),) = getattr(corpus, part).steps([(0, 4)])
+    rows = torch.cat([first.tokens, second.tokens] if masks_documents else [first, second])
+    assert corpus.prompts == rows[:3, :8].tolist()
+
+
+def test_prompts_are_encoded_and_an_empty_one_is_the_end_of_a_text(prefix: Path):
+    tokenizer = load_tokenizer(prefix)
+    assert opened(prefix, train__prompts="[green, wall]").prompts == [
+        tokenizer.encode("green"),
+        tokenizer.encode("wall"),
+    ]
+    assert _prompts([""], tokenizer, samples=[]) == [[0]]
+
+
+def test_tokens_of_another_program_have_no_tokenizer_and_no_prompts(prefix: Path, tmp_path: Path):
+    other = Path(shutil.copytree(prefix.parent, tmp_path / "other")) / prefix.name
+    tokenizer_path(other).unlink()
+    other.with_suffix(".json").unlink()
+    corpus = opened(other, model__vocab_size=20, model__vocab_multiple=1)
+    assert (corpus.tokenizer, corpus.prompts) == (None, [])
+
+
+def test_a_vocabulary_that_the_model_lacks_is_refused_in_each_prefix(prefix: Path, tmp_path: Path):
+    size = load_tokenizer(prefix).vocab_size
+    small = Path(shutil.copytree(prefix.parent, tmp_path / "small")) / prefix.name
+    small.with_suffix(".json").unlink()  # tokens whose vocabulary is not known
+    assert opened(prefix, model__vocab_size=size).tokenizer is not None
+    with pytest.raises(ConfigError, match=f"model.vocab_size={size - 1} is below the {size} ids of {prefix}; choose"):
+        opened(prefix, model__vocab_size=size - 1, data__path=[str(small), str(prefix)])
+
+
+def test_one_rank_of_a_node_caches_the_orders_of_the_epochs_that_the_run_reads(
+    prefix: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(samples_of_data, "MIN_CACHED_ENTRIES", 0)
+    lengths = IndexedDataset(prefix).sequence_lengths[: round(0.6 * NUM_DOCUMENTS)]
+    per_epoch = (int(lengths.sum()) - 1) // SEQ_LENGTH
+
+    def num_cached(name: str, num_steps: int, **options: object) -> int:
+        batch = {"train__global_batch_size": 1, "train__micro_batch_size": 1, "train__steps": num_steps}
+        opened(prefix, data__cache_dir=tmp_path / name, **batch, **options)
+        return len(list((tmp_path / name).glob("*shuffle*"))) if (tmp_path / name).exists() else 0
+
+    assert [num_cached(f"of-{steps}", steps) for steps in (per_epoch, per_epoch + 1)] == [1, 2]
+    assert num_cached("of-a-validation", 1, train__eval_samples=2) == 2
+    assert num_cached("of-another-rank", 1, local_rank=1, train__prompts="[green]") == 0
 
 
 @pytest.mark.parametrize(("filled", "level"), [(0.985, logging.WARNING), (0.995, logging.INFO)])

@@ -1,5 +1,7 @@
 """A trainer: its words about a run that it resumes, the speed that it logs, and when it rolls back."""
 
+import itertools
+import json
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,13 +11,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from gpt.monitor import metrics
+import gpt.trainer
+from gpt.monitor import metrics, profiling
+from gpt.monitor.tracking import Tracking
 from gpt.run_folder.files import MetricsFile, read_steps
 from gpt.schedule import learning_rate
 from gpt.settings.parser import parse_settings
 from gpt.settings.run import GuardSettings
 from gpt.trainer import Trainer
 from parallel.errors import ConfigError
+from tests.unit.gpt.monitor.test_tracking import RecordingSink
 from tests.unit.gpt.run_folder.test_files import record
 from tests.unit.gpt.runs_in_process import SEQ_LENGTH, make_trainer, write_text
 from tests.unit.gpt.test_build import BASE
@@ -47,8 +52,8 @@ def prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_text(tmp_path_factory.mktemp("text") / "corpus")
 
 
-def test_the_logged_speed_is_that_of_steps_without_evaluations_samples_and_saves(
-    prefix: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_run_is_logged_with_its_speed_between_evaluations_samples_and_saves(
+    prefix: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     now = 0.0
     seconds = {"data": 2.0, "evaluation": 10.0, "sampling": 10.0, "checkpoint": 10.0}  # a step reads one batch
@@ -59,8 +64,11 @@ def test_the_logged_speed_is_that_of_steps_without_evaluations_samples_and_saves
         yield
         now += seconds.get(phase, 0.0)
 
+    sink = RecordingSink()
+    monkeypatch.setattr(gpt.trainer, "open_tracking", lambda *_: Tracking({"recording": lambda: sink}))
     monkeypatch.setattr(metrics, "time", SimpleNamespace(perf_counter=lambda: now))
-    every = {"train__eval_every": 2, "train__sample_every": 3, "checkpoint__every": 4}
+    every = {"train__eval_every": 2, "train__sample_every": 3, "train__layer_grad_norms_every": 3}
+    every["checkpoint__every"] = 4
     trainer = make_trainer(prefix, tmp_path, train__eval_samples=3, train__sample_tokens=2, **every)
     trainer._state.mesh.log.on_phase = phase_of_known_time
     now += 10.0  # such as for a checkpoint to resume from
@@ -73,6 +81,47 @@ def test_the_logged_speed_is_that_of_steps_without_evaluations_samples_and_saves
     assert [step["step"] for step in steps if "samples" in step] == [3, 6]
     saved = sorted(path.name for path in (tmp_path / "checkpoints").glob("step-*"))
     assert saved == ["step-00000004", "step-00000006"]
+    for step in steps:
+        has_norms, is_full = step["step"] in (3, 6), "memory/parameters_bytes" in step and "loss_scale" not in step
+        assert is_full
+        assert any(name.startswith("grad_norm/") for name in step) == has_norms
+    groups = trainer._state.optimizer.inner.param_groups
+    assert {steps[-1]["lr"]} == {group["lr"] for group in groups} < {step["lr"] for step in steps}
+    assert [call for call in sink.calls if isinstance(call, int)] == [1, 2, 3, 4, 5, 6]
+    assert sink.calls[-1] == ("finish", steps[-1], 0)
+    printed = capsys.readouterr().out
+    assert all(f" {step}/6 " in printed for step in range(1, 7))
+    assert "Summary" in printed
+    assert (tmp_path / "loss.png").exists()
+
+
+def test_a_trainer_profiles_and_compares_replicas_at_the_steps_of_the_settings(
+    prefix: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    compared: list[int] = []
+    monkeypatch.setattr(gpt.trainer, "check_replicas", lambda _state, step: compared.append(step))
+    ticks = itertools.count()
+    monkeypatch.setattr(profiling, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
+    settings = {"profile__steps": "[2, 3]", "profile__collectives_step": 4, "train__log_every": 4}
+    make_trainer(prefix, tmp_path, guard__check_replicas_every=2, **settings).train()
+    assert [step["step"] for step in read_steps(tmp_path)] == [1, 4, 6]
+    assert compared == [2, 4, 6]
+    (timers,) = json.loads((tmp_path / "profile" / "timers.json").read_text())
+    # The clock ticks once while a step reads its batch, and once in the forward of each of its two micro-batches.
+    assert (timers["data"], timers["forward"]) == (1, 2)
+    assert (tmp_path / "collectives.json").exists()
+    printed = capsys.readouterr().out
+    assert "no stragglers" in printed
+    assert "forward" in printed[: printed.index("no stragglers")]
+
+
+@pytest.mark.parametrize(("every", "steps"), [(0, [6]), (1, [1, 2, 3, 4, 5, 6]), (4, [4, 6]), (9, [6])])
+def test_what_is_due_at_intervals_is_also_due_after_the_last_step(every: int, steps: list[int]):
+    def is_due(step: int) -> bool:
+        settings = SimpleNamespace(train=SimpleNamespace(steps=6))
+        return Trainer._is_due(SimpleNamespace(_progress=SimpleNamespace(step=step), _settings=settings), every)
+
+    assert [step for step in range(1, 7) if is_due(step)] == steps
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,7 @@ def test_a_deep_model_is_on_the_line_through_two_shallow_ones():
         ((5, 1), 20, math.inf, 5),
         ((5, 1), 21.9, math.inf, 5),
         ((5, 1), 20, 8, 3),
+        ((5, 2), 20, 9, 2),
         ((5, 1), 20, 100, 5),
         ((5, 0), 20, 6, 5),  # no layer needs memory of the host
         ((5, 1), 11.9, math.inf, 0),

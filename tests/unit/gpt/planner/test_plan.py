@@ -165,13 +165,24 @@ def test_three_micro_batches_are_recorded_and_have_the_time_and_memory_of_seven(
     assert of_seven.device_peak_bytes - of_three.device_peak_bytes == tokens_and_losses
 
 
-def test_micro_batches_are_left_out_of_the_ranks_that_have_their_own_batches():
-    mesh = "--parallel.tensor_size=2", "--parallel.context_size=2", "--dry_run.world_size=16"
-    few, num_left_out = depth._with_few_micro_batches(
-        shallow(*mesh, "--train.micro_batch_size=2", "--train.global_batch_size=80")
-    )
-    assert num_left_out == 10 - 3, "80 sequences, 2 at a time, on 4 ranks"
-    assert few.train.global_batch_size == 3 * 2 * 4
+@pytest.mark.parametrize(
+    ("world_size", "tensor_size", "context_size", "batch", "num_left_out", "left"),
+    [
+        (16, 2, 2, 80, 10 - 3, 3 * 2 * 4),  # 2 sequences at a time, on 4 ranks
+        (4, 1, 1, 24, 0, 24),
+        (4, 1, 1, 16, 0, 16),
+        # The dry run refuses batches that do not divide, and a world that is smaller than a tensor group.
+        (4, 1, 1, 34, 0, 34),
+        (2, 4, 1, 80, 0, 80),
+    ],
+)
+def test_micro_batches_are_left_out_of_the_ranks_that_have_their_own_batches(
+    world_size: int, tensor_size: int, context_size: int, batch: int, num_left_out: int, left: int
+):
+    mesh = f"--parallel.tensor_size={tensor_size}", f"--parallel.context_size={context_size}"
+    sizes = f"--dry_run.world_size={world_size}", "--train.micro_batch_size=2", f"--train.global_batch_size={batch}"
+    few, found = depth._with_few_micro_batches(shallow(*mesh, *sizes))
+    assert (few.train.global_batch_size, found) == (left, num_left_out)
 
 
 def prediction(store: str, seconds: float) -> Prediction:
