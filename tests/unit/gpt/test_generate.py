@@ -1,11 +1,14 @@
 """Generation: which tokens are sampled, from how much context, and without an effect on training."""
 
+import math
+
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gpt.generate import generate
+from data.tokenizer import character_tokenizer
+from gpt.generate import evaluation, generate, sample_texts
 from parallel.errors import ConfigError
 from tests.unit.gpt.model.models import small_config, small_gpt
 
@@ -64,6 +67,46 @@ def test_generation_has_no_effect_on_training():
     assert torch.get_rng_state().equal(random_state)
     assert [module.training for module in model.modules()] == modes
     assert all(param.grad is None for param in model.parameters())
+
+
+def test_a_model_generates_without_dropout():
+    dropping, whole = (small_gpt(small_config(dropout=dropout)) for dropout in (0.5, 0.0))
+    assert generate(dropping, PROMPT, 8, 16, temperature=0).equal(generate(whole, PROMPT, 8, 16, temperature=0))
+
+
+def test_modes_are_restored_after_an_error():
+    model = nn.Sequential(nn.Dropout(), nn.Dropout()).train()
+    model[1].eval()
+    with pytest.raises(ValueError, match="broken"), evaluation(model):
+        raise ValueError("broken")
+    assert [module.training for module in (model, *model)] == [True, True, False]
+
+
+@pytest.mark.parametrize("settings", [{"temperature": 0}, {"top_k": 2}, {"top_k": 99}, {}])
+def test_a_model_that_has_diverged_still_yields_tokens(settings):
+    tokens = generate(lambda tokens: torch.full((*tokens.shape, 50), math.nan), PROMPT, 3, 8, **settings)
+    assert tokens.shape == (2, 6)
+    assert ((tokens >= 0) & (tokens < 50)).all()
+
+
+class Alphabet(nn.Module):
+    """A model of tokens that follow each other, the first after the last, in contexts of at most 4."""
+
+    def __init__(self, vocab_size: int):
+        super().__init__()
+        self.module, self._vocab_size = nn.Linear(1, 1), vocab_size
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        assert tokens.shape[1] <= 4
+        return 1e3 * F.one_hot((tokens + 1) % self._vocab_size, self._vocab_size)
+
+
+def test_a_text_ends_at_the_end_of_text_token_or_after_its_tokens():
+    tokenizer = character_tokenizer(["abcdefgh"])
+    prompts = [tokenizer.encode(text) for text in ("a", "bc", "f", "h")]
+    texts = list(sample_texts(Alphabet(tokenizer.vocab_size), tokenizer, prompts, num_tokens=3, seq_length=4))
+    expected = {"a": "abcd", "bc": "bcdef", "f": "fgh", "h": "h"}
+    assert texts == [{"prompt": prompt, "text": text} for prompt, text in expected.items()]
 
 
 @pytest.mark.parametrize(
