@@ -88,7 +88,7 @@ def read_text(path: Path, name: str) -> str:
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
+        line = content[: error.start].count(b"\n") + 1
         raise ConfigError(f"{name}, line {line} is not UTF-8; save the file in UTF-8") from error
 
 
@@ -101,7 +101,7 @@ def parse_yaml(text: str, name: str) -> Any:
         where = f"{name}, line {mark.line + 1}" if mark else name
         raise ConfigError(f"{where}: {one_line(error.problem or error.context)}; correct it") from error
     except yaml.reader.ReaderError as error:
-        line = text.count("\n", 0, error.position) + 1
+        line = text[: error.position].count("\n") + 1
         raise ConfigError(f"{name}, line {line}: U+{ord(text[error.position]):04X} is not text; remove it") from error
     except ValueError as error:  # Python refuses to convert thousands of digits
         raise ConfigError(f"{name} contains a number with too many digits; shorten it") from error
@@ -142,7 +142,7 @@ def check_depth(text: str, name: str) -> None:
     for token in re.finditer(r'"(?:\\.|[^"\\])*"|[\[\]{}]', text, re.DOTALL):
         depth += {"[": 1, "{": 1, "]": -1, "}": -1}.get(token[0], 0)
         if depth > MAX_DEPTH:
-            line = text.count("\n", 0, token.start()) + 1
+            line = text[: token.start()].count("\n") + 1
             raise ConfigError(f"{name}, line {line}: nested more than {MAX_DEPTH} deep; correct it")
 
 

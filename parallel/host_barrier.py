@@ -8,6 +8,8 @@ import torch.distributed as dist
 from parallel.mesh import Axis
 from parallel.world import has_failed_elsewhere, shared_store
 
+POLL_SECONDS = 1.0  # after which a rank that waits asks whether another one has failed
+
 
 class BrokenBarrier(RuntimeError):
     """An error of all ranks at the barrier: some did not reach it in time, or their purposes differ."""
@@ -59,8 +61,7 @@ class HostBarrier:
         end = time.monotonic() + seconds
         while True:
             try:
-                # Not all of the time at once: a rank that has failed would be waited for.
-                self._store.wait([f"{prefix}/end"], timedelta(seconds=min(1.0, seconds)))
+                self._store.wait([f"{prefix}/end"], timedelta(seconds=min(POLL_SECONDS, seconds)))
                 return
             except RuntimeError as error:
                 has_failed = has_failed_elsewhere()

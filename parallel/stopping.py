@@ -45,9 +45,9 @@ class Stopping:
     def may_begin(self, step: int) -> bool:
         """Return False if the step before was the last one. Call it before every step; blocks while ranks agree."""
         with self._changed:
-            # A rank that has reported its step begins no later one before the last step is known: the later one could
-            # be beyond the last.
-            if self._reported_at is not None and step > self._begun:
+            # A rank that has reported its step begins no other one before the last step is known: a later one could be
+            # beyond the last.
+            if self._reported_at is not None:
                 self._changed.wait_for(lambda: self._last is not None)
             if self._last is not None and step > self._last:
                 return False

@@ -23,7 +23,9 @@ from parallel.instruments.comm_log import CommLog
 
 EXIT_CODE = 3
 POLLS_PER_HANG = 10  # polls in `hang_seconds`
-SECONDS_TO_REPORT = 15.0  # for which ranks wait for each other's `on_abort`, beside two polls
+POLLS_BETWEEN_READINGS = 3  # of the heartbeats: in between, every process that still runs writes a new one
+POLLS_TO_READ_VERDICT = 2
+SECONDS_TO_REPORT = 15.0  # for which ranks wait for each other's `on_abort`, after they have read the verdict
 
 
 @dataclass(frozen=True)
@@ -127,9 +129,8 @@ class Watchdog:
 
     def _report(self, ended: threading.Event) -> None:
         """End the job if no rank makes progress. Only the rank that raised "watch/num_reporters" to 1 calls this."""
-        # The heartbeats are read twice, three polls apart: in between, every process that still runs writes a new one.
         before = self._heartbeats()
-        for _ in range(3):
+        for _ in range(POLLS_BETWEEN_READINGS):
             if ended.wait(self._poll_seconds):
                 return
             self._write_heartbeat()
@@ -165,7 +166,8 @@ class Watchdog:
         if self._store.add("watch/num_reported", 1) == num_alive:
             self._store.set("watch/all_reported", "")
         # Raises after this time, and the process ends.
-        self._store.wait(["watch/all_reported"], timedelta(seconds=2 * self._poll_seconds + SECONDS_TO_REPORT))
+        seconds = POLLS_TO_READ_VERDICT * self._poll_seconds + SECONDS_TO_REPORT
+        self._store.wait(["watch/all_reported"], timedelta(seconds=seconds))
 
     def _heartbeats(self) -> dict[int, Heartbeat]:
         keys = {rank: f"watch/{rank}" for rank in range(self._size)}

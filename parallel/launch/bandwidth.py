@@ -19,7 +19,11 @@ MESSAGE_BYTES_OF_GPUS = (2**28,)  # and these, too
 SHARD_BYTES = 2**20  # of each rank's part of a collective, at least: with less, latency is measured
 COMPUTED_SIZE = 512  # of the square matrices whose product is computed before a measured message
 SECONDS_EACH = 0.5  # for which a measured action is repeated
-MAX_REPEATS = 50
+SECONDS_EACH_SIZE = 0.1  # for which a collective is repeated with messages of one size
+DEVICE_SIZES = {"cpu": (1024, 2**23), "cuda": (8192, 2**28)}  # of a measured product, and elements of a measured copy
+KERNELS_TOGETHER = 100  # of which the shortest time of a kernel is the mean
+FEWEST_REPEATS, MOST_REPEATS = 3, 50
+LEAST_ESTIMATE = 1e-7  # seconds, of an action that the clock does not see
 # A rate is slow below these fractions of the median of comparable links or devices, or of the rate in a cluster file.
 SLOW_LINK, SLOW_DEVICE, SLOW_FOR_CLUSTER = 0.7, 0.8, 0.5
 Measurement = Callable[[], object]
@@ -116,7 +120,7 @@ def measure_sizes(axis: Axis, device: torch.device) -> list[Curve]:
             # run counts as such.
             operation = "all_gather" if axis.takes_receive_buffers and name != "all_reduce" else name
             action = partial(_collect, axis, operation, full, shard)
-            seconds.append(measured_seconds(action, device, axis, budget=SECONDS_EACH / 5, before=before))
+            seconds.append(measured_seconds(action, device, axis, budget=SECONDS_EACH_SIZE, before=before))
             assert axis.log.last is not None
             action()
             sizes.append(float(axis.log.last.wire_bytes))
@@ -145,29 +149,28 @@ def latency(axis: Axis, device: torch.device) -> float:
 
 def measure_device(rank: int, device: torch.device) -> DeviceRate:
     """Measure a matrix product, a copy in memory, a copy to the host, and the shortest kernel."""
-    is_gpu = device.type == "cuda"
-    size, numel = (8192, 2**28) if is_gpu else (1024, 2**23)
+    size, numel = DEVICE_SIZES[device.type]
     a, b = (torch.ones(size, size, dtype=torch.bfloat16, device=device) for _ in range(2))
     source = torch.ones(numel, dtype=torch.bfloat16, device=device)
     copy = torch.empty_like(source)
-    on_host = torch.empty_like(source, device="cpu", pin_memory=is_gpu)
+    on_host = torch.empty_like(source, device="cpu", pin_memory=device.type == "cuda")
     word = torch.zeros(1, device=device)
     num_bytes = 2 * numel
     return DeviceRate(
         rank,
         2 * size**3 / measured_seconds(lambda: a @ b, device),
         2 * num_bytes / measured_seconds(lambda: copy.copy_(source), device),
-        num_bytes / measured_seconds(lambda: on_host.copy_(source, non_blocking=True), device),
-        measured_seconds(lambda: [word.add_(1) for _ in range(100)], device) / 100,
+        num_bytes / measured_seconds(lambda: on_host.copy_(source), device),
+        measured_seconds(lambda: [word.add_(1) for _ in range(KERNELS_TOGETHER)], device) / KERNELS_TOGETHER,
     )
 
 
-def slow_links(rates: Sequence[LinkRate], expected: dict[str, float]) -> list[LinkRate]:
+def slow_links(rates: Sequence[LinkRate], expected: float = 0.0) -> list[LinkRate]:
     """Return the rates far below the median of their axis and operation, or below half of what is `expected`."""
     slow = []
     for rate in rates:
         comparable = [r.bytes_per_second for r in rates if (r.axis, r.what) == (rate.axis, rate.what)]
-        limit = max(SLOW_LINK * statistics.median_high(comparable), SLOW_FOR_CLUSTER * expected.get(rate.axis, 0.0))
+        limit = max(SLOW_LINK * statistics.median_high(comparable), SLOW_FOR_CLUSTER * expected)
         if rate.bytes_per_second < limit:
             slow.append(rate)
     return slow
@@ -236,9 +239,8 @@ def measured_seconds(
         of_peer = torch.empty_like(estimate)
         _exchange(*pair, estimate, of_peer)
         estimate = torch.maximum(estimate, of_peer)
-    num_repeats = max(
-        3, min(MAX_REPEATS, int((SECONDS_EACH if budget is None else budget) / max(estimate.item(), 1e-7)))
-    )
+    repeats = (SECONDS_EACH if budget is None else budget) / max(estimate.item(), LEAST_ESTIMATE)
+    num_repeats = max(FEWEST_REPEATS, min(MOST_REPEATS, int(repeats)))
     times = [_timed(action, device, clock, before) for _ in range(num_repeats)]
     return statistics.median(times) if before is None else statistics.fmean(times)
 

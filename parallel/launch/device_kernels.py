@@ -25,7 +25,8 @@ from parallel.launch.reference_step import measure_reference_step
 WIDTH = 512  # of the rows of element-wise kernels, and of norms
 # Elements of a tensor: on a CPU from well inside of its caches to far outside of them.
 NUMELS = {"cpu": (2**13, 2**16, 2**19, 2**22), "cuda": (2**16, 2**20, 2**24, 2**27)}
-ROTATED_BYTES = 2**25  # of the inputs that a kernel takes in turn: a step rarely finds them in the fastest cache
+# Of the inputs that a kernel takes in turn: a step rarely finds them in the fastest cache.
+ROTATED_BYTES, MOST_ROTATED = 2**25, 8
 BUDGET_SECONDS = 0.015  # for which one kernel of one size is repeated
 DTYPES = torch.float32, torch.bfloat16
 # (tokens, columns of the input, columns of the output) of linear layers, each with its two products of backward.
@@ -35,7 +36,9 @@ LAYERS = {
 }
 # (sequences x heads, seq, head_dim) of fused attention.
 ATTENTIONS = {"cpu": ((16, 128, 64), (8, 512, 64)), "cuda": ((64, 1024, 128), (32, 2048, 128), (16, 4096, 128))}
-NUM_TINY_LAYERS = 24
+NUM_TINY_LAYERS, NUM_TINY_STEPS = 24, 20
+# Launches of a kernel before the clock is read: a GPU is launched several kernels in advance, as in a step.
+LAUNCHES_TOGETHER = {"cpu": 1, "cuda": 10}
 
 Action = Callable[[], object]
 
@@ -185,7 +188,7 @@ def measure_kernels(device: torch.device) -> list[Curve]:
 def _curve(build: Callable[[Tensor], Action], dtype: torch.dtype, device: torch.device) -> Curve:
     sizes, seconds, name = [], [], ""
     for numel in NUMELS[device.type]:
-        copies = max(1, min(8, ROTATED_BYTES // (numel * dtype.itemsize)))
+        copies = max(1, min(MOST_ROTATED, ROTATED_BYTES // (numel * dtype.itemsize)))
         values = torch.rand(numel // WIDTH, WIDTH, device=device).to(dtype)
         actions = [build(values.clone()) for _ in range(copies)]
         kernel = largest_kernel(actions[0])
@@ -201,8 +204,8 @@ def largest_kernel(action: Action) -> Kernel:
 
 
 def _seconds_each(action: Action, device: torch.device) -> float:
-    """Return the seconds of an action. On a GPU ten are launched before the clock is read, as in a step."""
-    times = 10 if device.type == "cuda" else 1
+    """Return the seconds of an action."""
+    times = LAUNCHES_TOGETHER[device.type]
 
     def repeated() -> None:
         for _ in range(times):
@@ -257,7 +260,7 @@ def measure_launch(device: torch.device) -> float:
     # On a GPU the clock is read before the device is done: the host's time is what counts.
     clock = time.thread_time if device.type == "cpu" else time.perf_counter
     times = []
-    for _ in range(20):
+    for _ in range(NUM_TINY_STEPS):
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         start = clock()

@@ -110,8 +110,8 @@ def measure(world: World, tensor_size: int | None) -> Measured:
     links = bandwidth.measure_mesh(nodes, world.device)
     one_rank_per_node = bandwidth.measure_links(nodes.data, world.device, takes_part=world.local_rank == 0)
     job_mesh = []
-    if tensor_size not in (None, world.local_size):
-        job_mesh = bandwidth.measure_mesh(Mesh.create(tensor_size or 1, world.device.type), world.device)
+    if tensor_size is not None and tensor_size != world.local_size:
+        job_mesh = bandwidth.measure_mesh(Mesh.create(tensor_size, world.device.type), world.device)
     # All links are measured before any device, because copies to the host compete with messages for its memory.
     nodes.barrier()
     device = bandwidth.measure_device(world.rank, world.device)
@@ -141,12 +141,12 @@ def describe(by_rank: Sequence[Measured], expected: ClusterSpec | None) -> list[
     for title, axis in {"inside nodes": INSIDE, "across nodes": ACROSS}.items():
         links = [link for m in by_rank for link in m.inside_and_across if link.axis == axis]
         lines += _summary(title, links)
-        rates = {axis: _expected_rate(axis, expected, len(by_rank))}
-        slow += [_describe_slow(link, node_of) for link in bandwidth.slow_links(links, rates)]
+        rate = _expected_rate(axis, expected, len(by_rank))
+        slow += [_describe_slow(link, node_of) for link in bandwidth.slow_links(links, rate)]
     for axis in (INSIDE, ACROSS):
         links = [link for m in by_rank for link in m.job_mesh if link.axis == axis]
         lines += _summary(f"along the {axis} axis", links)
-        slow += [_describe_slow(link, node_of) for link in bandwidth.slow_links(links, {})]
+        slow += [_describe_slow(link, node_of) for link in bandwidth.slow_links(links)]
     devices = [measured.device for measured in by_rank]
     flops = sorted(device.flops_per_second / 1e12 for device in devices)
     lines.append(f"devices: {flops[0]:.3g} to {flops[-1]:.3g} TFLOPs in half precision")

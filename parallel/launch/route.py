@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from parallel.errors import ConfigError, exit_on_config_error
 
 GET_ADDRESS = 0x8915  # SIOCGIFADDR
+ANY_PORT, DISCARD_PORT = 0, 9  # one that the system chooses, and one to which a route is asked for
 ELSEWHERE = "192.0.2.1"  # an address that is never assigned (RFC 5737): its route leads out of this node
 
 
@@ -52,7 +53,7 @@ def _source_address(destination: str) -> str | None:
     """Return the address of this node from which it would send to `destination`; None if there is no route."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect((destination, 9))
+            probe.connect((destination, DISCARD_PORT))
         except OSError:
             return None
         return probe.getsockname()[0]
@@ -61,7 +62,7 @@ def _source_address(destination: str) -> str | None:
 def _is_own(address: str) -> bool:
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
         try:
-            listener.bind((address, 0))  # fails if the address is not one of this node's
+            listener.bind((address, ANY_PORT))  # fails if the address is not one of this node's
         except OSError:
             return False
     return True

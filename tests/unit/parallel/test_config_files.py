@@ -1,5 +1,6 @@
 """Files of settings that are not as they should be: one line with the file and the line."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -74,9 +75,29 @@ def test_values_may_be_nested_50_deep_and_no_deeper(tmp_path: Path, read: Callab
     assert_refused(read, path, begin + b"[" * (depth + 1) + b"]" * (depth + 1), ", line 1: nested more than 50 deep")
 
 
-@pytest.mark.parametrize("name", ["missing.yaml", ".", "x" * 5000, "a\0b"])
-def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path, name: str):
-    with pytest.raises(ConfigError, match=r"^it cannot be read \(.*\); give another file$"):
+def test_only_open_brackets_outside_of_texts_count_as_nested(tmp_path: Path):
+    path = tmp_path / "c.json"
+    value = [["[", "{", '\\"[', "\n["], {"a": {}}, "a"] * 60
+    path.write_text(json.dumps(value))
+    assert read_json(path, path.name) == value
+    for begin, end, siblings in ("[", "]", "[], []"), ('{"a": ', "}", "{}, {}"):
+        below, too_deep = (f"[{siblings}, {begin * depth}1{end * depth}]" for depth in (49, 50))
+        path.write_text(below)
+        assert read_json(path, path.name) == json.loads(below)
+        assert_refused(read_json, path, too_deep.encode(), ", line 1: nested more than 50 deep")
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("missing.yaml", "No such file or directory"),
+        (".", "Is a directory"),
+        ("x" * 5000, "File name too long"),
+        ("a\0b", "embedded null byte"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path, name: str, reason: str):
+    with pytest.raises(ConfigError, match=rf"^it cannot be read \({reason}\); give another file$"):
         read_section(tmp_path / name, "it")
 
 

@@ -7,7 +7,18 @@ from typing import Annotated, Any, Literal
 import pytest
 
 from parallel.errors import ConfigError
-from parallel.fields import NonNegative, Positive, Range, check_fields, describe, field_types
+from parallel.fields import (
+    FilePath,
+    NonNegative,
+    PathLength,
+    Positive,
+    Range,
+    check_fields,
+    describe,
+    field_types,
+    is_text,
+    shown,
+)
 
 
 @dataclass(frozen=True)
@@ -27,6 +38,8 @@ class Tree:
     path: str | list[str] = "a"
     split: tuple[float, float] = (0.5, 0.5)
     ranks: tuple[NonNegative, ...] = (0,)
+    ratio: float = 0.0
+    mode: Literal[True, "auto", 2] = "auto"
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -46,6 +59,16 @@ class Tree:
         ),
         ({"offset": -(2**64)}, "Tree.offset=-18446744073709551616 is below -9223372036854775807; choose an integer"),
         ({"steps": 10**5000}, "Tree.steps=2**16609... is above 9223372036854775807; choose an integer of 1 or more"),
+        ({"offset": -(2**63)}, "Tree.offset=-9223372036854775808 is below -9223372036854775807; choose an integer"),
+        ({"steps": {"a": 1}}, "Tree.steps={'a': 1} is a section; choose an integer"),
+        ({"steps": {1}}, "Tree.steps={1} is a set; choose an integer"),
+        ({"ratio": math.nan}, "Tree.ratio=.nan is not a number; choose a number"),
+        ({"ratio": -1.1e30}, "Tree.ratio=-1.1e+30 is below -1e+30; choose a number"),
+        ({"clip": -math.inf}, "Tree.clip=-.inf is not above 0; choose a number above 0, or .inf"),
+        ({"numel": 0}, "Tree.numel=0 is below 1; choose an integer of 1 or more, auto or null"),
+        ({"mode": 1}, "Tree.mode=1 is unknown; choose true, auto or 2"),
+        ({"mode": 2.0}, "Tree.mode=2.0 is a number with a decimal point; choose true, auto or 2"),
+        ({"split": "ab"}, "Tree.split=ab is a text; choose a list of 2"),
         ({"lr": math.nan}, "Tree.lr=.nan is not a number; choose a number from 0 to 1"),
         ({"lr": math.inf}, "Tree.lr=.inf is above 1; choose a number from 0 to 1"),
         ({"lr": -math.inf}, "Tree.lr=-.inf is below 0; choose a number from 0 to 1"),
@@ -88,6 +111,72 @@ def test_values_get_the_types_of_their_fields():
     assert tree == Tree(lr=1.0, clip=math.inf, split=(1.0, 0.5), ranks=(3,), path=["a"], limit=2**63 - 1)
     assert [type(value) for value in (tree.lr, *tree.split)] == [float] * 3
     assert replace(tree, numel=None).numel is None
+    for limit in (1e30, -1e30):
+        assert Tree(ratio=limit).ratio == limit
+    assert Tree(offset=-(2**63) + 1).offset == -(2**63) + 1
+    assert (Tree(mode=True).mode, Tree(mode=2).mode, Tree(path=[]).path) == (True, 2, [])
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (None, "null"),
+        (True, "true"),
+        (10**59, "1" + "0" * 59),
+        (10**60, "2**199..."),
+        (-(10**60), "-2**199..."),
+        (1e6, "1e+06"),
+        (-2e7, "-2e+07"),
+        (999999.0, "999999.0"),
+        (1234567.0, "1234567.0"),
+        (0.1, "0.1"),
+        (math.inf, ".inf"),
+        (-math.inf, "-.inf"),
+        (math.nan, ".nan"),
+        ("a  b", "a b"),
+        ("a\tb", "'a\\tb'"),
+        ("x" * 60, "x" * 60),
+        ("x" * 61, "x" * 57 + "..."),
+        ((1, 2), "[1, 2]"),
+    ],
+)
+def test_a_value_is_shown_as_in_yaml_in_one_short_line(value: object, expected: str):
+    assert shown(value) == expected
+
+
+@pytest.mark.parametrize(
+    ("path", "is_accepted"),
+    [
+        ("a" * 255, True),
+        ("a" * 256, False),
+        (f"runs/{'é' * 127}", True),
+        (f"runs/{'é' * 128}/a", False),
+        ("12345678/" * 333 + "abc", True),
+        ("12345678/" * 333 + "abcd", False),
+    ],
+)
+def test_a_path_has_names_and_a_length_that_the_system_takes(path: str, is_accepted: bool):
+    expected = None if is_accepted else "is longer than 3000 bytes, or has a name of more than 255"
+    assert PathLength().problem(path) == expected
+
+
+@pytest.mark.parametrize(
+    ("limits", "expected"),
+    [
+        (Range(), ""),
+        (Range(at_least=2), "of 2 or more"),
+        (Range(at_most=3), "of at most 3"),
+        (Range(2, 3), "from 2 to 3"),
+        (Range(above=0, at_most=3), "above 0 and of at most 3"),
+        (Range(above=0, below=1, allows_inf=True), "above 0 and below 1, or .inf"),
+    ],
+)
+def test_a_range_is_described_by_its_limits(limits: Range, expected: str):
+    assert str(limits) == expected
+
+
+def test_texts_and_paths_are_texts():
+    assert [is_text(hint) for hint in (str, FilePath, Positive, Literal["a"], str | None)] == [True] * 2 + [False] * 3
 
 
 def test_a_type_is_described_as_its_errors_describe_it():

@@ -16,6 +16,14 @@ def test_available_memory_is_a_part_of_the_physical_memory():
     assert 0 < available_bytes() <= physical_bytes()
 
 
+def test_available_memory_is_read_in_kibibytes(monkeypatch):
+    lines = ["MemTotal: 9 kB", "MemFree: 2 kB", "MemAvailable:    7 kB", "Cached: 3 kB"]
+    monkeypatch.setattr(Path, "read_text", lambda _path: "\n".join(lines))
+    assert available_bytes() == 7 * 1024
+    del lines[2]
+    assert available_bytes() == physical_bytes()
+
+
 def test_without_meminfo_available_memory_is_the_physical_memory(monkeypatch):
     def missing(path: Path) -> str:
         raise FileNotFoundError(path)

@@ -5,6 +5,7 @@ import torch
 
 from parallel.errors import ConfigError
 from parallel.mesh import Handle, Mesh, _sum_ranks
+from parallel.world import imitated_world
 from tests.ranks import run_ranks
 
 
@@ -19,6 +20,33 @@ def test_a_process_alone_has_trivial_axes_with_one_log():
 def test_one_rank_has_no_tensor_axis(tensor_size):
     with pytest.raises(ConfigError, match=rf"^tensor_size={tensor_size} does not divide the 1 ranks; choose 1,"):
         Mesh.create(tensor_size)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "problem"),
+    [
+        ((2, None, 1), None),
+        ((1, 8, 8), None),
+        ((8, 1, 1), None),
+        ((-1, None, 1), "tensor_size=-1 does not divide the 8 ranks; choose 1, 2, 4, 8, or start another number"),
+        ((2, 8, 1), "shard_size=8 does not divide the 4 data-parallel ranks; choose a divisor, or null to shard"),
+        ((2, 3, 1), "shard_size=3 does not divide the 4 data-parallel ranks; choose a divisor"),
+        ((2, 0, 1), "shard_size=0 does not divide the 4 data-parallel ranks; choose a divisor"),
+        ((2, -1, 1), "shard_size=-1 does not divide the 4 data-parallel ranks; choose a divisor"),
+        ((2, None, 8), "context_size=8 does not divide the 4 data-parallel ranks; choose a divisor"),
+        ((1, None, 0), "context_size=0 does not divide the 8 data-parallel ranks; choose a divisor"),
+        ((1, None, -1), "context_size=-1 does not divide the 8 data-parallel ranks; choose a divisor"),
+        ((1, 2, 4), "context_size=4 does not divide the 2 ranks of a shard group; choose a divisor"),
+    ],
+)
+def test_sizes_that_do_not_divide_the_ranks_are_named(sizes: tuple[int, int | None, int], problem: str | None):
+    tensor_size, shard_size, context_size = sizes
+    with imitated_world(0, 8, 8, "nccl"):
+        if problem is None:
+            assert Mesh.create(tensor_size, shard_size=shard_size, context_size=context_size).size == 8
+            return
+        with pytest.raises(ConfigError, match=f"^{problem}"):
+            Mesh.create(tensor_size, shard_size=shard_size, context_size=context_size)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 5])

@@ -11,7 +11,7 @@ import torch
 
 from parallel import process_defaults as defaults
 from parallel.errors import ConfigError, NodeError
-from parallel.world import StartOptions, exit_with_error, start_world
+from parallel.world import PRINT_SECONDS, StartOptions, exit_with_error, start_world
 
 ROOT = Path(__file__).parents[3]
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -115,33 +115,48 @@ def test_a_number_of_threads_that_the_user_has_chosen_stays(monkeypatch):
         defaults.share_cores(dict(environment), 2, CPU)
         assert chosen == []
     monkeypatch.setattr(defaults, "_environment_of_parent", lambda: b"MY_OMP_NUM_THREADS=1\0")
-    defaults.share_cores(dict(rank), 2, CPU)
+    defaults.share_cores(rank, 2, CPU)
     assert chosen == [4]
+    assert rank["OMP_NUM_THREADS"] == "4", "for libraries that are loaded later"
 
 
 def test_ranks_share_the_cores_of_torchrun_and_keep_those_that_a_scheduler_gave_each(monkeypatch):
     chosen = []
     monkeypatch.setattr(torch, "set_num_threads", chosen.append)
     monkeypatch.setattr(os, "cpu_count", lambda: 16)
-    for cores, environment in [(8, {"TORCHELASTIC_RUN_ID": "none"}), (8, {}), (16, {})]:
+    for cores, environment in [
+        (8, {"TORCHELASTIC_RUN_ID": "none"}),
+        (8, {}),
+        (16, {}),
+        (2, {"TORCHELASTIC_RUN_ID": "1"}),
+    ]:
         monkeypatch.setattr(os, "sched_getaffinity", lambda process, cores=cores: set(range(cores)))
         defaults.share_cores(dict(environment), 4, CPU)
-    assert chosen == [2, 8, 4]
+    assert chosen == [2, 8, 4, 1]
+
+
+def test_a_system_that_does_not_say_which_cores_a_process_may_use_lets_it_use_all(monkeypatch):
+    monkeypatch.delattr(os, "sched_getaffinity")
+    for num_cores, cores in ((3, {0, 1, 2}), (None, {0})):
+        monkeypatch.setattr(os, "cpu_count", lambda found=num_cores: found)
+        assert defaults._own_cores() == cores
 
 
 @pytest.fixture
 def sysfs(tmp_path) -> Path:
-    nodes = {"0000:0f:00.0": "1", "0000:10:00.0": "-1", "0000:11:00.0": "7"}
+    nodes = {"0000:0f:00.0": "1", "0000:10:00.0": "-1", "0000:11:00.0": "7", "0000:12:00.0": "0"}
     for address, node in nodes.items():
         (tmp_path / "bus/pci/devices" / address).mkdir(parents=True)
         (tmp_path / "bus/pci/devices" / address / "numa_node").write_text(f"{node}\n")
-    (tmp_path / "devices/system/node/node1").mkdir(parents=True)
-    (tmp_path / "devices/system/node/node1/cpulist").write_text("4-6,9\n")
+    for number, cores in enumerate(("0-1", "4-6,9")):
+        (tmp_path / f"devices/system/node/node{number}").mkdir(parents=True)
+        (tmp_path / f"devices/system/node/node{number}/cpulist").write_text(f"{cores}\n")
     return tmp_path
 
 
 def test_cores_near_a_gpu_are_read_from_sysfs_or_unknown(sysfs):
     assert defaults.cores_near("0000:0f:00.0", sysfs) == {4, 5, 6, 9}
+    assert defaults.cores_near("0000:12:00.0", sysfs) == {0, 1}
     for unknown in ("0000:10:00.0", "0000:11:00.0", "0000:99:00.0"):
         assert defaults.cores_near(unknown, sysfs) == set()
 
@@ -183,14 +198,15 @@ def test_a_node_with_gpus_trains_on_its_cpu_only_if_asked(gpus, monkeypatch, is_
     assert start_world(StartOptions(device="cpu")).device == CPU
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert start_world().device == CPU
+    assert defaults.num_gpus_of_node(gpus / "no driver") == 0
 
 
 @pytest.mark.parametrize(("rank", "local_rank", "is_printed"), [(8, 0, True), (9, 1, False)])
 def test_the_first_rank_of_a_node_prints_what_is_wrong_with_the_node(monkeypatch, capsys, rank, local_rank, is_printed):
     """Rank 0 is on another node, which may be in order."""
-    codes = []
+    codes, pauses = [], []
     monkeypatch.setattr(os, "_exit", codes.append)
-    monkeypatch.setattr("parallel.world.PRINT_SECONDS", 0.0)
+    monkeypatch.setattr("parallel.world.time.sleep", pauses.append)
     monkeypatch.setenv("RANK", str(rank))
     monkeypatch.setenv("LOCAL_RANK", str(local_rank))
     exit_with_error(NodeError("n2: no GPU can be used"))
@@ -198,10 +214,12 @@ def test_the_first_rank_of_a_node_prints_what_is_wrong_with_the_node(monkeypatch
     exit_with_error(ConfigError("a setting that all nodes have"))
     assert capsys.readouterr().err == ""
     assert codes == [2, 2]
+    assert pauses == [PRINT_SECONDS] * (1 if is_printed else 2), "a rank that prints nothing gives the other one time"
 
 
 @pytest.mark.parametrize(
-    ("num_visible", "local_rank", "local_size", "index"), [(8, 3, 8, 3), (1, 3, 8, 0), (8, 1, 2, 1), (4, 3, 8, None)]
+    ("num_visible", "local_rank", "local_size", "index"),
+    [(8, 3, 8, 3), (1, 3, 8, 0), (8, 1, 2, 1), (4, 3, 8, None), (2, 1, 3, None)],
 )
 def test_a_rank_that_sees_one_gpu_uses_it_whatever_its_number(monkeypatch, num_visible, local_rank, local_size, index):
     """Slurm's --gpus-per-task=1 shows each rank its own GPU."""
@@ -213,8 +231,9 @@ def test_a_rank_that_sees_one_gpu_uses_it_whatever_its_number(monkeypatch, num_v
     monkeypatch.setenv("LOCAL_RANK", str(local_rank))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local_size))
     if index is None:
-        with pytest.raises(ConfigError, match="8 ranks were started on a node of 4 GPUs"):
+        with pytest.raises(ConfigError, match=f"{local_size} ranks were started on a node of {num_visible} GPUs"):
             start_world()
     else:
         assert start_world().device == torch.device("cuda", index)
         assert current == [torch.device("cuda", index)]
+    assert start_world(StartOptions(device="cpu")).device == CPU

@@ -8,10 +8,12 @@ import sys
 import threading
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
 
+from parallel import stopping
 from parallel.stopping import Stopping
 
 ROOT = Path(__file__).parents[3]
@@ -56,9 +58,10 @@ def test_all_ranks_stop_after_the_same_step(seed):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_asks_to_stop_and_its_handler_is_restored_after_the_block(number):
-    before = signal.getsignal(number)
+    before, threads, files = signal.getsignal(number), set(threading.enumerate()), os.listdir("/proc/self/fd")
     stop = Stopping(dist.HashStore(), 0, 1)
     with stop.handling_signals():
+        assert {thread.daemon for thread in set(threading.enumerate()) - threads} == {True}
         assert stop.may_begin(1)
         os.kill(os.getpid(), number)
         deadline = time.monotonic() + 10
@@ -69,6 +72,32 @@ def test_a_signal_asks_to_stop_and_its_handler_is_restored_after_the_block(numbe
             time.sleep(0.01)
         assert not stop.may_begin(2)
     assert signal.getsignal(number) is before
+    assert signal.set_wakeup_fd(-1) == -1
+    assert set(threading.enumerate()) <= threads
+    assert os.listdir("/proc/self/fd") == files
+
+
+def test_a_store_that_fails_is_asked_again_after_a_pause(monkeypatch):
+    pauses: list[float] = []
+    monkeypatch.setattr(stopping.time, "sleep", pauses.append)
+    stop = Stopping(dist.HashStore(), 0, 1)
+    stop._attempt(stop.request)
+    assert pauses == []
+    for error in (dist.DistStoreError("gone"), ValueError("not an integer")):
+        stop._attempt(mock.Mock(side_effect=error))
+    assert pauses == [stopping.POLL_SECONDS] * 2
+
+
+def test_a_step_begins_unless_it_is_beyond_the_last():
+    store = dist.HashStore()
+    first, second = (Stopping(store, rank, 2) for rank in range(2))
+    assert all(first.may_begin(step) for step in (1, 2, 3))
+    assert second.may_begin(1)
+    first.request()
+    for stop in (first, second, first):
+        stop._agree()
+    assert [first.may_begin(3), first.may_begin(4)] == [True, False]
+    assert [second.may_begin(step) for step in (2, 3, 4)] == [True, True, False]
 
 
 def test_ctrl_c_stays_ignored_in_a_job_that_a_shell_started_in_the_background():
@@ -87,7 +116,7 @@ import torch.distributed as dist
 from parallel import stopping
 stopping.AGREEMENT_SECONDS = {agreement_seconds}
 stopping.SAME_SECONDS = 0.5
-stop = stopping.Stopping(dist.HashStore(), 0, 2)
+stop = stopping.Stopping(dist.HashStore(), 0, 2, lambda reason: os.write(2, b"told: " + reason.encode()))
 with stop.handling_signals():
     stop.may_begin(1)
     for _ in range({num_signals}):
@@ -100,7 +129,7 @@ with stop.handling_signals():
 @pytest.mark.parametrize(
     ("num_signals", "agreement_seconds", "code", "message"),
     [
-        (1, 0.1, 1, "rank 0 was asked to stop in step 1, and not all 2 ranks have answered within 0.1 s"),
+        (1, 0.1, 1, "told: rank 0 was asked to stop in step 1, and not all 2 ranks have answered within 0.1 s"),
         (2, 60, 128 + signal.SIGINT, ""),
     ],
     ids=["a peer is gone", "a second signal"],

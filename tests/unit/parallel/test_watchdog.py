@@ -1,7 +1,9 @@
 """The rank for which the others wait is found from the heartbeats."""
 
+import json
 import os
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -9,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from parallel import watchdog
 from parallel.instruments import comm_log
 from parallel.instruments.comm_log import CommLog
 from parallel.watchdog import EXIT_CODE, Heartbeat, Watchdog, describe_hang
@@ -63,12 +66,20 @@ def test_a_rank_without_new_heartbeats_is_named():
 
 def test_no_rank_is_named_while_any_makes_progress():
     assert verdict(rank_1=replace(AFTER[1], idle_seconds=1.0, num_complete=1)) is None
+    assert verdict(rank_1=replace(AFTER[1], idle_seconds=9.9)) is None
+    assert verdict(rank_1=replace(AFTER[1], idle_seconds=10.0))
 
 
-def test_ranks_that_are_alike_are_all_named_in_one_line():
+def test_ranks_that_are_alike_are_named_in_one_line():
     found = verdict()
     assert all(f"rank {rank} has made no progress" in found for rank in range(4))
     assert "\n" not in found
+    assert "more ranks" not in found
+    before, after = (dict.fromkeys(range(6), beats[0]) for beats in (BEFORE, AFTER))
+    found = describe_hang(before, after, 20.0, 6)
+    assert found.count("has made no progress") == 4
+    assert "rank 3 has" in found
+    assert found.endswith("in update; and 2 more ranks; the job ends (run.hang_seconds=20)")
 
 
 def test_the_log_knows_its_last_collective():
@@ -153,6 +164,115 @@ def test_no_rank_ends_before_all_have_reported(monkeypatch):
     with ranks[0].running(), ranks[1].running():
         have_ended.wait(30)
     assert happened[:4] == ["report", "report", "end", "end"]
+
+
+class Polls(threading.Event):
+    """The end of a watched block, which comes after some polls; at each one `act` is called."""
+
+    def __init__(self, act: Callable[[], None], num_polls: int = 10) -> None:
+        super().__init__()
+        self.act, self.seconds, self.num_polls = act, [], num_polls
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.seconds.append(timeout)
+        self.act()
+        return len(self.seconds) > self.num_polls
+
+
+@pytest.fixture
+def now(monkeypatch) -> list[float]:
+    """The time of the watchdog, in seconds."""
+    time = [100.0]
+    monkeypatch.setattr(watchdog.time, "monotonic", lambda: time[0])
+    return time
+
+
+def test_a_rank_that_finds_another_one_at_work_reports_again_after_half_of_the_time(now):
+    store = dist.HashStore()
+    first, second = (Watchdog(store, rank, 2, CommLog(), hang_seconds=1000.0) for rank in range(2))
+    for one in (first, second):
+        one._write_heartbeat()
+    now[0] += 2000.0
+    store.add("watch/num_reporters", 1)
+    polls = Polls(lambda: (second.beat(), second._write_heartbeat()))
+    first._report(polls)
+    assert polls.seconds == [100.0] * 3
+    assert not store.check(["watch/verdict"])
+    assert store.add("watch/num_reporters", 1) == 1, "any rank may report again"
+    assert first._idle_seconds() == 500.0
+
+
+@pytest.mark.parametrize(("has_another", "reported"), [(False, [15.0, 20.0]), (True, [])])
+def test_one_rank_reports_when_it_has_made_no_progress_for_longer_than_the_limit(
+    now, monkeypatch, has_another, reported
+):
+    store, times = dist.HashStore(), []
+    one = Watchdog(store, 0, 2, CommLog(), hang_seconds=10.0)
+    one._idle_seconds()
+
+    def report(_ended: threading.Event) -> None:
+        times.append(now[0] - 100.0)
+        store.delete_key("watch/num_reporters")
+
+    def poll() -> None:
+        now[0] += 5.0
+
+    monkeypatch.setattr(one, "_report", report)
+    if has_another:
+        store.add("watch/num_reporters", 1)
+    polls = Polls(poll, num_polls=4)
+    one._watch(polls)
+    assert polls.seconds == [1.0] * 5
+    assert times == reported
+
+
+def test_a_rank_whose_store_is_gone_ends_when_it_has_made_no_progress_for_longer_than_the_limit(now, monkeypatch):
+    ended = []
+    one = Watchdog(StoreOfRank0(), 3, 4, CommLog(), hang_seconds=10.0)
+    one._write_heartbeat()
+    monkeypatch.setattr(one, "_print_and_end", lambda verdict: ended.append((now[0] - 100.0, verdict)))
+
+    def poll() -> None:
+        now[0] += 5.0
+
+    one._watch(Polls(poll, num_polls=3))
+    reason = "rank 3 has made no progress for 15 s, and rank 0 has ended"
+    assert ended == [(15.0, watchdog.Verdict(reason, num_alive=1))]
+
+
+def test_the_time_between_two_watched_blocks_does_not_count(now):
+    store = dist.HashStore()
+    one = Watchdog(store, 0, 1, CommLog(), hang_seconds=1000.0)
+    for _ in range(2):
+        with one.running():
+            assert json.loads(store.get("watch/0"))["idle_seconds"] == 0.0
+        now[0] += 2000.0
+
+
+def test_a_block_that_ends_is_not_reported(now):
+    store, ended = dist.HashStore(), threading.Event()
+    one = Watchdog(store, 0, 1, CommLog(), hang_seconds=10.0)
+    now[0] += 2000.0
+    ended.set()
+    one._report(ended)
+    assert not store.check(["watch/verdict"])
+
+
+def test_ranks_whose_processes_have_ended_are_not_waited_for(now, monkeypatch):
+    monkeypatch.setattr(os, "_exit", lambda code: None)
+    monkeypatch.setattr(watchdog, "SECONDS_TO_REPORT", 0.1)
+    store = dist.HashStore()
+    ranks = [Watchdog(store, rank, 4, CommLog(), hang_seconds=10.0) for rank in range(3)]
+    for one in ranks:
+        one._write_heartbeat()
+    now[0] += 2000.0
+    store.add("watch/num_reported", 1)  # by rank 1
+    ranks[0]._report(Polls(ranks[1]._write_heartbeat))  # rank 2 writes no more, and rank 3 never has
+    found = json.loads(store.get("watch/verdict"))
+    assert found["reason"].startswith("rank 2 does not answer: 0 of its 0 ")
+    assert "; rank 3 does not answer: its collectives are unknown; the job" in found["reason"]
+    assert found["num_alive"] == 2
+    assert store.check(["watch/all_reported"])
 
 
 class StoreOfRank0:

@@ -1,11 +1,24 @@
-"""A rank whose collective fails: it prints one line, unless another rank has, and its exit code tells the cause."""
+"""The process of a rank: how it starts, and the line and the exit code with which it ends if something fails."""
+
+import io
+import os
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import pretrain_gpt
 from parallel import world
-from parallel.watchdog import EXIT_CODE
+from parallel.errors import ConfigError, exit_on_config_error
+from parallel.instruments.comm_log import CommLog
+from parallel.stopping import Stopping
+from parallel.watchdog import EXIT_CODE, Verdict, Watchdog
+from parallel.world import StartOptions, World, imitated_world, start_world, stop_world
 
 RESET = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error [::1]:4: Connection reset by peer. This"
 
@@ -18,7 +31,12 @@ class Gone:
 
 
 @pytest.fixture
-def exit_code_of(monkeypatch):
+def pauses() -> list[float]:
+    return []
+
+
+@pytest.fixture
+def exit_code_of(monkeypatch, pauses):
     """Return a function that runs the program with an error in its training, and returns its exit code."""
 
     def run(error: Exception, store: object) -> int:
@@ -31,7 +49,7 @@ def exit_code_of(monkeypatch):
         monkeypatch.setattr(pretrain_gpt, "parse_settings", fail)
         monkeypatch.setattr(dist, "is_initialized", lambda: True)
         monkeypatch.setattr(world, "default_store", lambda: store)
-        monkeypatch.setattr(world, "PRINT_SECONDS", 0.0)
+        monkeypatch.setattr(world.time, "sleep", pauses.append)
         monkeypatch.setattr(world.os, "_exit", leave)
         with pytest.raises(SystemExit) as ended:
             pretrain_gpt.main()
@@ -40,24 +58,149 @@ def exit_code_of(monkeypatch):
     return run
 
 
-def test_the_loss_of_a_rank_is_printed_once_with_the_exit_code_of_the_watchdog(exit_code_of, capsys):
+def test_the_loss_of_a_rank_is_printed_once_with_the_exit_code_of_the_watchdog(exit_code_of, pauses, capsys):
     store = dist.HashStore()
     assert [exit_code_of(RuntimeError(RESET), store) for _ in range(2)] == [EXIT_CODE] * 2
     assert capsys.readouterr().err == (
         "error: another rank or its node was lost (Connection reset by peer); start again to resume from the newest "
         "checkpoint\n"
     )
+    assert pauses == [world.PRINT_SECONDS] * 3, "the rank that prints ends after a pause, and the other one after two"
     assert exit_code_of(RuntimeError("Connection was likely closed\n details"), Gone()) == EXIT_CODE
     assert "error: another rank or its node was lost (Connection was likely closed); " in capsys.readouterr().err
 
 
-def test_a_rank_that_has_printed_its_reason_is_not_taken_for_lost(exit_code_of, capsys):
+def test_a_rank_that_has_printed_its_reason_is_not_taken_for_lost(exit_code_of, pauses, capsys):
     store = dist.HashStore()
     store.add(world.FAILURE_KEY, 1)
     assert exit_code_of(RuntimeError(RESET), store) == 2
     assert capsys.readouterr().err == ""
+    assert pauses == [world.PRINT_SECONDS]
 
 
 def test_an_error_of_the_program_keeps_its_traceback(exit_code_of):
     with pytest.raises(RuntimeError, match="shapes do not agree"):
         exit_code_of(RuntimeError("shapes do not agree"), dist.HashStore())
+
+
+def test_the_output_of_the_program_is_written_before_it_ends_with_an_error(monkeypatch):
+    written, at_end = io.BytesIO(), []
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written))
+    monkeypatch.setattr(os, "_exit", lambda code: at_end.append((code, written.getvalue())))
+    sys.stdout.write("step 7")
+    world._print_and_exit("reason", 5)
+    assert at_end == [(5, b"step 7")]
+
+
+def test_another_rank_has_failed_if_one_is_counted_or_the_store_is_gone(monkeypatch):
+    assert not world.has_failed_elsewhere(), "alone"
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    store = dist.HashStore()
+    monkeypatch.setattr(world, "default_store", lambda: store)
+    assert not world.has_failed_elsewhere()
+    store.add(world.FAILURE_KEY, 1)
+    assert world.has_failed_elsewhere()
+    monkeypatch.setattr(world, "default_store", Gone)
+    assert world.has_failed_elsewhere()
+
+
+@pytest.mark.parametrize(
+    ("end", "said"),
+    [
+        (lambda: world._print_and_exit("reason", 1), b"error: reason\n"),
+        (
+            lambda: Watchdog(dist.HashStore(), 0, 1, CommLog(), 0.0)._print_and_end(Verdict("reason", 1)),
+            b"error: reason\n",
+        ),
+        (
+            lambda: Stopping(dist.HashStore(), 0, 1)._abort(),
+            b"error: rank 0 was asked to stop in step 0, and not all 1 ranks have answered within 10 s: one of "
+            b"them has ended\n",
+        ),
+    ],
+    ids=["an error", "a rank that hangs", "a rank that cannot stop"],
+)
+def test_what_a_rank_has_printed_is_written_before_it_ends(monkeypatch, end: Callable[[], None], said: bytes):
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(written))
+    at_end: list[bytes] = []
+
+    def leave(_code: int) -> None:
+        at_end.append(written.getvalue())
+
+    monkeypatch.setattr(os, "_exit", leave)
+    end()
+    assert at_end == [said]
+
+
+def test_the_ranks_of_gpus_meet_by_nccl(monkeypatch):
+    variables = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    gpu, store, of_start = torch.device("cuda", 1), dist.HashStore(), dist.HashStore()
+    met, started, given, shared = mock.Mock(return_value=iter([(store, 3, 8)])), mock.Mock(), mock.Mock(), mock.Mock()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _device: None)
+    monkeypatch.setattr(dist, "rendezvous", met)
+    monkeypatch.setattr(dist, "init_process_group", started)
+    monkeypatch.setattr(world, "set_variables", given)
+    monkeypatch.setattr(world, "share_cores", shared)
+    monkeypatch.setattr(world, "_store_of_this_start", lambda *found: of_start if found[0] is store else None)
+    options = StartOptions(hang_seconds=300.0, orders_launches=True, record_folder=Path("/runs/1"))
+    assert start_world(options) == World(3, 8, 1, 2, gpu)
+    met.assert_called_once_with("env://", timeout=timedelta(seconds=600))
+    assert store.timeout == timedelta(seconds=600)
+    started.assert_called_once_with(
+        "nccl", store=of_start, rank=3, world_size=8, timeout=timedelta(seconds=900), device_id=gpu
+    )
+    given.assert_called_once_with(os.environ, True, Path("/runs/1"))
+    shared.assert_called_once_with(os.environ, 2, gpu)
+
+
+def test_a_process_alone_starts_no_process_group(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(world, "share_cores", mock.Mock())
+    assert start_world(StartOptions(device="cpu")) == World(0, 1, 0, 1, torch.device("cpu"))
+    assert not dist.is_initialized()
+    first, second = world.shared_store(), world.shared_store()
+    first.set("word", "")
+    assert not second.check(["word"]), "each has its own"
+
+
+def test_an_imitated_rank_is_one_of_the_ranks():
+    with imitated_world(7, 8, 4, "nccl") as found:
+        assert found == World(7, 8, 3, 4, torch.device("cpu"), "nccl")
+        assert (dist.get_backend(), dist.get_rank(), dist.get_world_size()) == ("fake", 7, 8)
+    for rank in (-1, 8):
+        with (
+            pytest.raises(ConfigError, match=rf"^rank={rank} is not one of the 8 ranks; choose 0 to 7$"),
+            imitated_world(rank, 8, 4, "nccl"),
+        ):
+            pass
+    with imitated_world(0, 1, 4, "nccl"):
+        assert not dist.is_initialized()
+
+
+def test_gloo_gets_time_to_drop_its_tensors_and_others_do_not_need_it(monkeypatch):
+    pauses: list[float] = []
+    monkeypatch.setattr(world.time, "sleep", pauses.append)
+    stop_world()
+    with imitated_world(0, 2, 2, "nccl"):
+        pass
+    assert pauses == []
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    stop_world()
+    assert pauses == [world.SECONDS_TO_DROP_TENSORS]
+    assert not dist.is_initialized()
+
+
+def test_a_command_prints_an_error_that_the_user_can_correct(capsys):
+    for error in (ConfigError("steps=0 is below 1"), KeyError("x")):
+        with pytest.raises(SystemExit) as ended, exit_on_config_error(KeyError):
+            raise error
+        assert ended.value.code == 2
+        assert capsys.readouterr().err == f"error: {error}\n"
+    with pytest.raises(KeyError), exit_on_config_error():
+        raise KeyError

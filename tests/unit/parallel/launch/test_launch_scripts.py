@@ -1,5 +1,6 @@
 """Launch scripts run the right commands on each node, with environment and exit code; cluster commands are stubs."""
 
+import argparse
 import json
 import os
 import re
@@ -10,8 +11,15 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
+from torch.distributed import run
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+from parallel.launch import __main__ as launcher
 
 ROOT = Path(__file__).parents[4]
 SCRIPTS = ROOT / "scripts" / "launch"
@@ -221,6 +229,51 @@ def test_the_launcher_ends_with_the_code_of_the_rank_that_failed(tmp_path, ends,
     program.write_text(f"import os, sys\nrank = int(os.environ['RANK'])\n{ends}\n")
     command = [sys.executable, "-m", "parallel.launch", "--standalone", "--nproc-per-node=2", str(program)]
     assert subprocess.run(command, cwd=ROOT, capture_output=True, check=False).returncode == expected
+
+
+def failed(**exit_codes: int) -> ChildFailedError:
+    """The error of ranks that failed one after the other."""
+    times = enumerate(exit_codes.items())
+    ranks = {int(rank[4:]): SimpleNamespace(exitcode=code, timestamp=time) for time, (rank, code) in times}
+    with mock.patch.object(ChildFailedError, "format_msg", return_value=""):
+        return ChildFailedError("program", ranks)
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (None, 0, ""),
+        (failed(rank1=3, rank0=-9), 3, "launch: rank 1 failed first, with exit code 3\n"),
+        (failed(rank0=-9, rank1=3), 137, "launch: rank 0 failed first, with exit code -9\n"),
+        (SignalException("", signal.SIGTERM), 143, ""),
+    ],
+    ids=["none", "a rank", "a killed rank", "a signal"],
+)
+def test_the_launcher_returns_the_code_of_what_ended_the_job(monkeypatch, capsys, error, code, said):
+    started, killed = mock.Mock(side_effect=error), mock.Mock()
+    monkeypatch.setattr(run, "main", started)
+    monkeypatch.setattr(launcher, "kill_children", killed)
+    assert launcher.main(["--nnodes=1", "program.py"]) == code
+    assert capsys.readouterr().err == said
+    assert started.call_args.args == (["--shutdown-timeout=600", "--nnodes=1", "program.py"],)
+    assert killed.called == isinstance(error, SignalException)
+
+
+def test_a_second_signal_kills_the_ranks_that_still_run(monkeypatch):
+    killed = mock.Mock()
+    monkeypatch.setattr(os, "killpg", killed)
+    with subprocess.Popen(["sleep", "60"]) as child:
+        launcher.kill_children()
+        child.kill()
+    assert mock.call(child.pid, signal.SIGKILL) in killed.call_args_list
+
+
+def test_an_older_torchrun_does_not_get_an_option_that_it_lacks(monkeypatch):
+    started = mock.Mock()
+    monkeypatch.setattr(run, "main", started)
+    monkeypatch.setattr(run, "get_args_parser", argparse.ArgumentParser)
+    launcher.main(["program.py"])
+    assert started.call_args.args == (["program.py"],)
 
 
 def test_the_scripts_pass_shellcheck():

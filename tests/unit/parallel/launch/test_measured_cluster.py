@@ -1,13 +1,18 @@
 """Measurements of the preflight come back from the cluster file that it writes."""
 
 import dataclasses
+from datetime import date
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from parallel.errors import ConfigError
+from parallel.instruments.kernel_log import Kernel
 from parallel.launch import device_kernels, reference_step
 from parallel.launch.cluster import RESERVED_BYTES, ClusterSpec
 from parallel.launch.curves import Curve, mean_curves
@@ -26,6 +31,19 @@ def test_a_written_cluster_is_loaded_with_its_curves(tmp_path):
     write_cluster(spec, tmp_path / "cluster.yaml", ["n1"])
     assert ClusterSpec.load(tmp_path / "cluster.yaml") == spec
     assert ClusterSpec(**dataclasses.asdict(spec)) == spec
+
+
+def test_a_written_cluster_says_where_it_was_measured_and_has_four_digits_of_each_rate(tmp_path):
+    path = tmp_path / "new" / "folder" / "cluster.yaml"
+    fine = Curve("add float32", (1234567.0, 2345678.0), (0.000123456, 2.0))
+    for nodes in (["n9"], ["n1", "n2"]):
+        write_cluster(dataclasses.replace(CLUSTER, kernels=(fine,), gpus_per_node=12345), path, nodes)
+    head, name, *_ = path.read_text().splitlines()
+    assert head.startswith(f"# Measured by parallel.launch.preflight on {date.today()}, on n1, n2: ")
+    assert name.startswith("name: ")
+    found = ClusterSpec.load(path)
+    assert found.kernels == (Curve("add float32", (1235000.0, 2346000.0), (0.0001235, 2.0)),)
+    assert found.gpus_per_node == 12345
 
 
 @pytest.mark.parametrize(
@@ -101,6 +119,78 @@ def test_the_factor_of_a_step_makes_its_kernels_take_as_long_as_it_was_measured(
                 "each linear layer has three products"
             )
         assert reference_step.measure_reference_step(cpu, torch.float32) > 0
+        fast = [mock.Mock(step_seconds={"bfloat16": 0.0, "float32": 0.0})]
+        assert with_step_factors(spec, fast, cpu).full_step_factor == 0.1, "models that are far too slow count a tenth"
+
+
+def test_a_block_of_the_reference_step_is_a_layer_of_torchs_causal_transformer():
+    torch.manual_seed(0)
+    block = reference_step.Block(Shape(1, 16, 2, 8, 2, 32))
+    tanh_gelu = partial(F.gelu, approximate="tanh")
+    layer = nn.TransformerEncoderLayer(16, 2, 64, 0.0, tanh_gelu, batch_first=True, norm_first=True)
+    parts = {"norms.0": "norm1", "qkv": "self_attn.in_proj_", "projection": "self_attn.out_proj"}
+    parts |= {"norms.1": "norm2", "up": "linear1", "down": "linear2"}
+    of_block = block.state_dict()
+    layer.load_state_dict(
+        {
+            f"{theirs}{kind}" if theirs.endswith("_") else f"{theirs}.{kind}": of_block[f"{own}.{kind}"]
+            for own, theirs in parts.items()
+            for kind in ("weight", "bias")
+        }
+    )
+    x = torch.randn(2, 8, 16)
+    expected = layer(x, nn.Transformer.generate_square_subsequent_mask(8), is_causal=True)
+    torch.testing.assert_close(block(x), expected)  # fp32
+
+
+def test_a_kernel_takes_its_inputs_in_turn_as_many_as_are_in_no_fast_cache(monkeypatch):
+    monkeypatch.setattr(device_kernels, "NUMELS", {"cpu": (2**9, 2**10, 2**15)})
+    monkeypatch.setattr(device_kernels, "ROTATED_BYTES", 2**14)
+    taken: dict[int, list[int]] = {}
+
+    def build(x: Tensor) -> device_kernels.Action:
+        of_size = taken.setdefault(x.numel(), [])
+        number = sum(call < 0 for call in of_size) + 1
+        of_size.append(-number)  # made
+        return lambda: (of_size.append(number), x.exp())
+
+    def seconds(action: device_kernels.Action, _device: torch.device) -> float:
+        for _ in range(10):
+            action()
+        return 1.0
+
+    monkeypatch.setattr(device_kernels, "_seconds_each", seconds)
+    curve = device_kernels._curve(build, torch.float32, torch.device("cpu"))
+    assert curve == Curve("exp float32", (2.0**12, 2.0**13, 2.0**18), (1.0, 1.0, 1.0))  # read and written
+    for numel, num_inputs in ((2**9, 8), (2**10, 4), (2**15, 1)):
+        in_turn = [number % num_inputs + 1 for number in range(10)]
+        assert taken[numel] == [*range(-1, -num_inputs - 1, -1), 1, *in_turn]  # the first one is also counted once
+
+
+def test_the_measured_attention_is_causal(monkeypatch):
+    attended = mock.Mock(wraps=F.scaled_dot_product_attention)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", attended)
+    monkeypatch.setattr(device_kernels, "ATTENTIONS", {"cpu": ((2, 8, 8),)})
+    monkeypatch.setattr(device_kernels, "_seconds_each", lambda _action, _device: 1.0)
+    device_kernels.measure_attention(torch.device("cpu"))
+    assert {call.kwargs["is_causal"] for call in attended.call_args_list} == {True}
+
+
+def test_products_and_attention_are_not_taken_for_additions():
+    spec = dataclasses.replace(CLUSTER, kernels=(Curve("add float32", (1.0,), (1e3,)),), attention_fraction=0.5)
+    shapes = {"product": (1, 8, 8, 8)}, {"attention": (1, 8, 8, 64, 2)}
+    for shape in shapes:
+        kernel = Kernel("mm", "forward", 10, torch.float32, **shape)
+        assert kernel_seconds(kernel, spec) == kernel_seconds(kernel, dataclasses.replace(spec, kernels=()))
+    assert kernel_seconds(Kernel("relu", "forward", 1, torch.float32), spec) == 1e3
+
+
+@pytest.mark.parametrize(("product", "factor"), [((3, 128, 64, 64), 1), ((1, 127, 64, 64), 4), ((1, 128, 64, 63), 4)])
+def test_a_product_with_a_size_that_is_no_multiple_of_eight_has_no_tensor_cores(product, factor):
+    kernel = Kernel("bmm", "forward", 0, torch.bfloat16, product=product)
+    spec = dataclasses.replace(CLUSTER, kernel_seconds=1e-12, launch_seconds=0.0)
+    with_cores = kernel_seconds(kernel, dataclasses.replace(spec, device="cpu"))  # which has no such rule
+    assert kernel_seconds(kernel, spec) == pytest.approx(factor * with_cores)
 
 
 def test_each_query_of_attention_reads_half_of_the_keys_and_of_the_overhead():

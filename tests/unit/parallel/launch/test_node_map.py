@@ -6,6 +6,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from rich.table import Table
 
 from parallel.instruments.comm_log import CommLog
 from parallel.launch.node_map import NodeMap, node_table, ring_members, span
@@ -66,4 +67,33 @@ def test_ranks_are_written_as_spans(ranks, expected):
 
 def test_a_large_job_has_a_short_table():
     names = tuple(f"n{rank // 8}" for rank in range(800))
-    assert node_table(NodeMap(names), mesh(100, 8)).row_count == 3 * 17
+    table = node_table(NodeMap(names), mesh(100, 8))
+    assert table.row_count == 3 * 17
+    assert [rows_of(table)[row] for row in (15, 16, 33, 50)] == [
+        ("n15", "ranks", "120-127"),
+        ("and 84 more", "ranks", ""),
+        ("and 84 more", "tensor axis", ""),
+        ("and 84 more", "data axis", ""),
+    ]
+
+
+def rows_of(table: Table) -> list[tuple[str, ...]]:
+    return list(zip(*(column.cells for column in table.columns), strict=True))
+
+
+def test_a_table_has_nodes_with_their_ranks_then_links_by_axis():
+    table = node_table(TWO_NODES, mesh(2, 2))
+    assert rows_of(table) == [
+        ("n1", "ranks", "0-1"),
+        ("n2", "ranks", "2-3"),
+        ("inside n1", "tensor axis", "1 link"),
+        ("inside n2", "tensor axis", "1 link"),
+        ("n1 - n2", "data axis", "2 links"),
+    ]
+    assert [row.end_section for row in table.rows] == [False, True, False, True, False]
+    assert not table.show_header
+    one = node_table(NodeMap(("n1",) * 16), mesh(1, 16))
+    assert rows_of(one) == [("n1", "ranks", "0-15"), ("inside n1", "tensor axis", "16 links")]
+    assert [row.end_section for row in one.rows] == [True, False]
+    sixteen = node_table(NodeMap(tuple(f"n{rank}" for rank in range(16))), mesh(16, 1))
+    assert sixteen.row_count == 2 * 16

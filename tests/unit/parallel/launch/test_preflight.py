@@ -2,15 +2,20 @@
 
 import argparse
 import dataclasses
+import json
 import os
+import socket
 import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from parallel.errors import ConfigError
-from parallel.launch import bandwidth, device_kernels, preflight, reference_step
+from parallel.launch import bandwidth, device_kernels, preflight, reference_step, roll_call
 from parallel.launch.bandwidth import DeviceRate, LinkRate, slow_devices, slow_links
 from parallel.launch.cluster import ClusterSpec
 from parallel.launch.node_facts import Job, NodeFacts, find_facts, find_problems
@@ -18,6 +23,8 @@ from parallel.launch.preflight import arguments_only, main
 from parallel.launch.reference_step import Shape
 from parallel.launch.roll_call import collect_facts, connect, report_facts
 from parallel.launch.route import Route
+from parallel.mesh import Mesh
+from parallel.world import World, imitated_world
 from tests.ranks import run_ranks
 
 ALIKE = NodeFacts(
@@ -58,10 +65,16 @@ def nodes(**odd: object) -> list[NodeFacts]:
         ({"num_devices": 7}, "n2: number of GPUs: 7, elsewhere 8"),
         ({"clock_seconds": -3.5}, "n2: its clock differs from n1's by -3.5 s"),
         ({"clock_seconds": 1.9}, None),
+        ({"clock_seconds": 2.0}, None),
+        ({"clock_seconds": 2.1}, "n2: its clock differs from n1's by +2.1 s"),
+        ({"data": dict.fromkeys("abcd", "x")}, "n2: other data than elsewhere: a, b, c, corpus.idx and 1 more"),
+        ({"data": dict.fromkeys("abc", "x")}, "n2: other data than elsewhere: a, b, c, corpus.idx"),
+        ({"settings": ["e=1", "d=1", "c=1", "b=1", "a=1"]}, "n2: other settings than elsewhere: a=1, b=1, c=1, d=1"),
         ({"disk_error": "No space left on device"}, "n2: /shared/runs cannot be written: No space left on device"),
         ({"free_bytes": 10**9}, "n2: /shared/runs is nearly full: 1.00 GB are free"),
         ({"disk_bytes_per_second": 1e8}, "n2: /shared/runs is slow: 100.0 MB/s, the fastest node has 1000.0"),
-        ({"disk_bytes_per_second": 3e8}, None),
+        ({"disk_bytes_per_second": 2e8}, None),
+        ({"free_bytes": 2**30}, None),
     ],
 )
 def test_a_node_that_differs_is_named_with_what_differs(odd, problem):
@@ -71,6 +84,14 @@ def test_a_node_that_differs_is_named_with_what_differs(odd, problem):
 def test_the_first_node_may_be_the_odd_one():
     n1, odd, n3 = nodes(code={"gpt/trainer.py": "x", "gpt/build.py": "b"})
     assert find_problems([odd, n1, n3]) == ["n2: other code than elsewhere: gpt/trainer.py"]
+
+
+def test_disks_may_all_be_slow():
+    alike = [dataclasses.replace(node, disk_bytes_per_second=4.9e6) for node in nodes()]
+    assert find_problems(alike) == [
+        f"{name}: /shared/runs is slow: 4.9 MB/s, the fastest node has 4.9" for name in ("n1", "n2", "n3")
+    ]
+    assert find_problems([dataclasses.replace(node, disk_bytes_per_second=5e6) for node in alike]) == []
 
 
 def test_data_that_is_missing_on_every_node_is_named():
@@ -105,6 +126,18 @@ def test_the_rate_of_a_disk_is_that_of_bytes_which_have_reached_it(tmp_path):
         rate = find_facts(Job(folder=tmp_path)).disk_bytes_per_second
     assert flushed == [32 * 2**20]
     assert rate == 128 * 2**20
+
+
+@pytest.mark.parametrize(
+    ("error", "said"), [(OSError(28, "No space left on device"), "No space left on device"), (OSError("odd"), "odd")]
+)
+def test_a_disk_that_cannot_be_written_is_a_fact(tmp_path, error, said):
+    with mock.patch("os.fsync", side_effect=error):
+        facts = find_facts(Job(folder=tmp_path), "10.0.0.1")
+    assert (facts.disk_error, facts.disk_bytes_per_second, facts.address) == (said, 0.0, "10.0.0.1")
+    assert list(tmp_path.iterdir()) == []
+    assert {"pretrain_gpt.py", "zero/engine.py", "parallel/launch/route.py"} < set(facts.code)
+    assert "missing" not in facts.code.values()
 
 
 def test_without_a_description_the_arguments_are_compared_as_they_are():
@@ -162,13 +195,170 @@ def test_a_problem_of_one_node_is_an_error_on_all_and_the_first_names_it():
     assert errors == {"n1": "preflight: n2: number of GPUs: 7, elsewhere 8", "n2": f"n2: {there}", "n3": f"n3: {there}"}
 
 
+def test_the_first_rank_of_each_node_reports_it_and_all_ranks_have_the_verdict():
+    store = dist.HashStore()
+    facts = {"0": ALIKE, "2": dataclasses.replace(ALIKE, name="n2", num_devices=7)}
+    own_facts = mock.Mock(side_effect=lambda _job: facts[threading.current_thread().name])
+    errors = {}
+
+    def check() -> None:
+        rank = int(threading.current_thread().name)
+        world = World(rank, 4, rank % 2, 2, torch.device("cpu"))
+        try:
+            preflight._check_by_store(world, argparse.Namespace(wait=20), Job())
+        except ConfigError as error:
+            errors[rank] = str(error)
+
+    with mock.patch.multiple(preflight, find_facts=own_facts, shared_store=lambda: store):
+        threads = [threading.Thread(target=check, name=str(rank)) for rank in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert errors == dict.fromkeys(range(4), "preflight: n2: number of GPUs: 7, elsewhere 8")
+
+
+def test_nodes_are_compared_before_anything_is_measured(monkeypatch):
+    store, measured, described = dist.HashStore(), mock.Mock(), mock.Mock(return_value=Job())
+    monkeypatch.setattr(preflight, "start_world", lambda: World(0, 1, 0, 1, torch.device("cpu")))
+    monkeypatch.setattr(preflight, "shared_store", lambda: store)
+    monkeypatch.setattr(preflight, "find_facts", lambda _job: dataclasses.replace(ALIKE, disk_error="full"))
+    monkeypatch.setattr(preflight, "measure", measured)
+    with pytest.raises(ConfigError, match=r"^preflight: n1: /shared/runs cannot be written: full$"):
+        main(["--", "--steps", "7"], described)
+    described.assert_called_once_with(["--steps", "7"], 1)
+    assert not measured.called
+
+
+@pytest.mark.parametrize(("tensor_size", "num_meshes"), [(None, 1), (2, 1), (4, 2), (1, 2)])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_nothing_is_measured_beside_something_else(monkeypatch, rank, tensor_size, num_meshes):
+    happened: list[str] = []
+
+    def note(name: str, found: object) -> Callable[..., object]:
+        return lambda *_, **options: happened.append(" ".join([name, *map(str, options.values())])) or found
+
+    for name, found in {"mesh": [], "links": [], "device": None, "sizes": []}.items():
+        monkeypatch.setattr(bandwidth, f"measure_{name}", note(name, found))
+    monkeypatch.setattr(bandwidth, "latency", note("latency", 1.0))
+    monkeypatch.setattr(preflight.DeviceKernels, "measure", note("kernels", None))
+    monkeypatch.setattr(Mesh, "barrier", note("barrier", None))
+    with imitated_world(rank, 4, 2, "gloo") as world:
+        preflight.measure(world, tensor_size)
+    links = ["mesh", f"links {rank == 0}", "mesh"][: 1 + num_meshes]
+    assert happened == [*links, "barrier", "device", "latency", "latency", "barrier", "sizes", "barrier", "kernels"]
+
+
 def test_missing_nodes_are_named_and_one_too_many_is_refused():
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    _, problems = collect_facts(store, ALIKE, num_nodes=3, names=["10.0.0.1", "n2", "n3.cluster"], wait_seconds=0.1)
-    assert problems == ["1 of 3 nodes have reported within 0.1 s: n1; missing: n2, n3.cluster"]
+    now = 0.0
+
+    def poll(_seconds: float) -> None:
+        nonlocal now
+        now += 2.5
+
+    names = ["10.0.0.1", "n2", "n3.cluster"]
+    with mock.patch.object(roll_call, "time", mock.Mock(monotonic=lambda: now, sleep=poll)):
+        _, problems = collect_facts(store, ALIKE, num_nodes=3, names=names, wait_seconds=5)
+        assert now == 5.0
+        assert store.add("nodes/number", 0) == 0
+        _, of_two = collect_facts(store_of_two(0), ALIKE, num_nodes=3, names=["n1", "n2", "n3"], wait_seconds=5)
+    assert problems == ["1 of 3 nodes have reported within 5 s: n1; missing: n2, n3.cluster"]
+    assert of_two == ["2 of 3 nodes have reported within 5 s: n1, n2; missing: n3"]
     store.set("nodes/number", "1")
     with pytest.raises(ConfigError, match=r"n4: is one node too many: NNODES=2"):
         report_facts(store, dataclasses.replace(ALIKE, name="n4"), num_nodes=2, wait_seconds=1)
+
+
+def store_of_two(num_asked: int, **others: str) -> dist.Store:
+    """Return a store to which the second of two nodes has reported, and read the verdict."""
+    store = dist.HashStore()
+    second = json.dumps(dataclasses.asdict(dataclasses.replace(ALIKE, name="n2")))
+    values = {"nodes/number": "1", "nodes/asked/1": f"{num_asked}", "nodes/facts/1": second, "nodes/num_left": "1"}
+    for key, value in (values | others).items():
+        store.set(key, value)
+    return store
+
+
+def test_a_node_too_many_leaves_the_others_in_order():
+    store = store_of_two(1, **{"nodes/number": "3", "nodes/asked/2": "1"})
+    found, problems = collect_facts(store, ALIKE, num_nodes=2, names=[], wait_seconds=20)
+    assert ([node.name for node in found], problems) == (["n1", "n2"], [])
+    assert not store.check(["nodes/clock/2/1"])
+
+
+def test_each_request_for_the_time_is_answered_once():
+    store, times = mock.Mock(wraps=store_of_two(1)), [50.0, 60.0]
+    store.check.side_effect = [False, True]
+    with mock.patch.object(roll_call.time, "time", side_effect=times):
+        collect_facts(store, ALIKE, num_nodes=2, names=[], wait_seconds=20)
+    answers = [call.args for call in store.set.call_args_list if call.args[0].startswith("nodes/clock")]
+    assert answers == [("nodes/clock/1/1", "50.0")]
+
+
+@pytest.mark.parametrize("ahead", [5.0, -5.0, 0.15, 0.0])
+def test_the_clock_of_a_node_is_compared_by_the_fastest_reply(ahead):
+    """The first node reads its clock halfway in the fastest request, and late in the others."""
+    now, replies, seconds = 1000.0, [], {1: (0.4, 0.1), 2: (0.2, 0.1), 3: (0.05, 0.05), 4: (0.3, 0.0), 5: (0.11, 0.0)}
+
+    def reply(key: str) -> bytes:
+        nonlocal now
+        before, after = seconds[int(key.removeprefix("nodes/clock/7/"))]
+        now += before
+        replies.append(repr(now - ahead).encode())
+        now += after
+        return replies[-1]
+
+    store = mock.Mock(wraps=dist.HashStore(), get=reply)
+    with mock.patch.object(roll_call.time, "time", side_effect=lambda: now):
+        found = roll_call._clock_difference(store, 7)
+    assert len(replies) == 5
+    assert found == pytest.approx(ahead if abs(ahead) > 0.1 else 0.0)
+    assert store.add("nodes/asked/7", 0) == 5
+
+
+def test_a_node_waits_twice_as_long_for_the_verdict_and_says_if_the_first_has_ended():
+    store = mock.Mock(wraps=dist.HashStore())
+    store.get = lambda _key: b"0"
+    store.wait.side_effect = dist.DistStoreError("Broken pipe\nstack")
+    with pytest.raises(ConfigError, match=r"^n1: the first node has ended, or does not answer: Broken pipe; see its"):
+        report_facts(store, ALIKE, num_nodes=2, wait_seconds=20)
+    assert store.wait.call_args.args == (["nodes/verdict"], timedelta(seconds=40))
+    assert store.add("nodes/num_left", 0) == 1, "the first node is told"
+
+
+def test_the_first_node_waits_for_the_others_to_read_the_verdict_and_not_for_ever():
+    store, now = mock.Mock(), 0.0
+
+    def poll(seconds: float) -> None:
+        nonlocal now
+        now += 2.5
+
+    clock = mock.Mock(monotonic=lambda: now, sleep=poll)
+    with mock.patch.object(roll_call, "time", clock):
+        for num_left, num_seconds in ([0, 1, 2], 5.0), ([0] * 9, 10.0):
+            now, store.add.side_effect = 0.0, num_left
+            roll_call._wait_until_read(store, num_others=2)
+            assert now == num_seconds
+    assert store.add.call_args.args == ("nodes/num_left", 0), "it does not count itself"
+
+
+def test_one_process_per_node_compares_what_the_program_is_given(capsys, tmp_path):
+    given = []
+
+    def describe_job(arguments: Sequence[str], num_ranks: int | None) -> Job:
+        given.append((arguments, num_ranks))
+        return Job(folder=tmp_path)
+
+    words = ["--meet", "localhost:29501", "--num_ranks", "4", "--", "--steps", "7", "--", "x"]
+    with mock.patch.object(preflight, "connect", return_value=dist.HashStore()) as connected:
+        main(words, describe_job)
+    assert given == [(["--steps", "7", "--", "x"], 4)]
+    connected.assert_called_once_with(("127.0.0.1", 29501), True, socket.gethostname(), 120.0)
+    assert capsys.readouterr().err == f"preflight: 1 node is ready: {socket.gethostname()}\n"
+    with mock.patch.object(preflight, "check_and_measure") as measured:
+        main(["--tensor_size", "2"], describe_job)
+    assert measured.call_args.args[1:] == ([], describe_job)
 
 
 def test_a_store_that_cannot_be_reached_or_served_is_an_error_with_the_name_of_the_node():
@@ -184,22 +374,30 @@ def rates(*gb_per_second: float) -> list[LinkRate]:
 
 
 def test_slow_links_are_those_far_below_the_median_or_the_expected():
-    assert [link.ranks for link in slow_links(rates(10, 9, 6, 10), {})] == [(2, 3)]
-    assert slow_links(rates(10), {}) == []
-    assert [link.ranks for link in slow_links(rates(10), {"data": 25e9})] == [(0, 1)]
-    assert slow_links(rates(10), {"data": 15e9}) == []
+    assert [link.ranks for link in slow_links(rates(10, 9, 6, 10))] == [(2, 3)]
+    assert [link.ranks for link in slow_links(rates(10, 6.9))] == [(1, 2)]
+    assert slow_links(rates(10, 7)) == []
+    assert slow_links(rates(10)) == []
+    assert [link.ranks for link in slow_links(rates(10), 25e9)] == [(0, 1)]
+    assert slow_links(rates(10), 20e9) == []
+    others = [dataclasses.replace(link, what="all_gather") for link in rates(1)]
+    assert slow_links(rates(10) + others) == [], "another operation has rates of its own"
 
 
 def test_slow_devices_are_those_below_the_median_or_far_below_the_expected():
     devices = [DeviceRate(rank, tflops * 1e12, 1.0, 1.0, 1.0) for rank, tflops in enumerate((100, 70, 100))]
     assert [device.rank for device in slow_devices(devices, 0.0)] == [1]
     assert [device.rank for device in slow_devices(devices, 250e12)] == [0, 1, 2]
+    devices[1] = dataclasses.replace(devices[1], flops_per_second=80e12)
+    assert slow_devices(devices, 160e12) == []
+    assert slow_devices(devices[:2], 0.0) == []
+    assert [device.rank for device in slow_devices(devices[:2], 162e12)] == [1]
 
 
 def main_in_short(words: list[str]) -> None:
     """Run the preflight with few, small measurements."""
     sizes = {"NUMELS": {"cpu": (2**10, 2**12)}, "LAYERS": {"cpu": ((8, 16, 32), (32, 32, 32))}, "BUDGET_SECONDS": 0.0}
-    messages = {"MESSAGE_BYTES": (2**10, 2**14), "SECONDS_EACH": 0.01}
+    messages = {"MESSAGE_BYTES": (2**10, 2**14), "SECONDS_EACH": 0.01, "SECONDS_EACH_SIZE": 0.01}
     shapes = {"cpu": Shape(1, 16, 2, 8, 2, 32)}
     with (
         mock.patch.multiple(device_kernels, **sizes),

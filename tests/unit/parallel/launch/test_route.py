@@ -38,6 +38,17 @@ def test_a_node_without_a_route_to_the_first_is_named():
         find_route("10.0.0.1:29500")
 
 
+def test_a_node_is_known_by_the_address_from_which_it_reaches_the_first():
+    sources = {"10.0.0.1": "10.0.0.2", route.ELSEWHERE: "192.168.0.2"}
+    patches = {
+        "_source_address": sources.get,
+        "_is_own": lambda _address: False,
+        "_interface_of": lambda _address: "e0",
+    }
+    with mock.patch.multiple(route, **patches):
+        assert find_route("10.0.0.1:29500") == Route(False, "10.0.0.2", "e0")
+
+
 @pytest.mark.parametrize(("elsewhere", "expected"), [("10.0.0.7", "10.0.0.7"), (None, "127.0.1.1")])
 def test_a_node_whose_name_is_a_loopback_address_is_known_by_the_one_that_others_use(elsewhere, expected):
     sources = {"127.0.1.1": "127.0.0.1", route.ELSEWHERE: elsewhere}
@@ -47,6 +58,7 @@ def test_a_node_whose_name_is_a_loopback_address_is_known_by_the_one_that_others
         mock.patch.multiple(route, **patches),
     ):
         assert find_route("node0:29500") == Route(True, expected, "e0")
+        assert find_route("localhost:29500") == Route(True, "127.0.0.1", "e0"), "all ranks are on one node"
 
 
 def test_an_address_of_another_node_has_no_interface_here():

@@ -88,6 +88,7 @@ def measured() -> Iterator[tuple[World, Measured]]:
         return event
 
     sizes = {"NUMELS": {"cpu": (2**10, 2**12, 2**14)}, "LAYERS": {"cpu": ((8, 16, 32), (32, 32, 32), (64, 128, 16))}}
+    sizes["LAUNCHES_TOGETHER"] = {"cpu": 3}
     with (
         mock.patch.multiple(bandwidth, time=machine, MESSAGE_BYTES=(2**10, 2**14), _exchange=machine.exchange),
         mock.patch.multiple(device_kernels, time=machine, ATTENTIONS={"cpu": ((2, 64, 32), (4, 32, 32))}, **sizes),
@@ -141,9 +142,110 @@ def test_the_kernels_of_a_step_take_as_long_as_the_step_has(measured, dtype):
     assert predicted == pytest.approx(OTHERS * simulated, rel=1e-3)
 
 
+def of_axes(found: Measured, *axes: str) -> Measured:
+    """Return measurements that have links of some axes only."""
+    links = [link for link in found.inside_and_across if link.axis in axes]
+    return dataclasses.replace(found, inside_and_across=links, one_rank_per_node=[])
+
+
+def test_a_rate_that_was_not_measured_is_that_of_the_nearest_kind(measured):
+    world, found = measured
+    inside, across = (
+        next(link.bytes_per_second / 1e9 for link in found.inside_and_across if link.axis == axis)
+        for axis in ("tensor", "data")
+    )
+    memory = found.device.memory_bytes_per_second / 1e9
+    for axes, expected in (
+        (("tensor", "data"), (inside, across)),
+        (("tensor",), (inside, inside)),
+        (("data",), (across, across)),
+        ((), (memory, memory)),
+    ):
+        spec = cluster(world, of_axes(found, *axes))
+        rates = spec.intra_node_gb_per_second, spec.node_gb_per_second / world.local_size
+        assert (*rates, spec.network_card_gb_per_second) == pytest.approx((*expected, expected[1]))
+
+
+def test_the_slowest_rank_counts(measured):
+    world, found = measured
+    slower = dataclasses.replace(
+        found,
+        inside_and_across=[replaced(link, bytes_per_second=0.5) for link in found.inside_and_across],
+        one_rank_per_node=[replaced(link, bytes_per_second=0.5) for link in found.one_rank_per_node],
+        device=replaced(
+            found.device,
+            flops_per_second=0.5,
+            memory_bytes_per_second=0.5,
+            host_bytes_per_second=0.5,
+            kernel_seconds=2.0,
+        ),
+        hop_seconds=2 * found.hop_seconds,
+        reserved_bytes=2 * found.reserved_bytes,
+    )
+    plain = cluster(world, found)
+    names = ["intra_node_gb_per_second", "node_gb_per_second", "network_card_gb_per_second"]
+    names += ["peak_half_tflops", "memory_gb_per_second", "host_gb_per_second"]
+    for ranks in ([found, slower], [slower, found]):
+        with mock.patch("parallel.launch.measured_cluster.physical_bytes", return_value=64 * 2**30):
+            both = cluster_of(ranks, world, "simulated")
+        for name in names:
+            assert getattr(both, name) == pytest.approx(getattr(plain, name) / 2), name
+        for name in ("kernel_seconds", "hop_seconds", "reserved_gb"):
+            assert getattr(both, name) == pytest.approx(getattr(plain, name) * 2), name
+
+
+def replaced(rates: Any, **factors: float) -> Any:
+    """Return rates of which some are multiplied."""
+    return dataclasses.replace(rates, **{name: getattr(rates, name) * factor for name, factor in factors.items()})
+
+
+def test_a_cluster_of_gpus_has_their_properties(measured, monkeypatch):
+    world, found = measured
+    properties = SimpleNamespace(total_memory=80 * 2**30, multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: properties)
+    monkeypatch.setattr("parallel.launch.measured_cluster.with_step_factors", lambda spec, *_: spec)
+    spec = cluster(dataclasses.replace(world, device=torch.device("cuda", 0)), found)
+    assert (spec.device, spec.gpu_memory_gib, spec.num_multiprocessors) == ("gpu", 80, 132)
+    assert (spec.product_tile, spec.splits_products, spec.attention_overhead) == (128, True, 350.0)
+    assert spec.launch_seconds == found.kernels.launch_seconds
+
+
+def test_the_error_of_the_model_of_products_is_said(measured):
+    world, found = measured
+    first, *others = found.kernels.products
+    products = [dataclasses.replace(first, seconds=first.seconds * 2), *others]
+    slow = dataclasses.replace(found, kernels=dataclasses.replace(found.kernels, products=products))
+    half, full, *_ = describe_fits(cluster(world, found), [slow])
+    assert full.endswith("the model's median error is 0%, the largest 50%")
+    assert half.endswith("the model's median error is 0%, the largest 0%")
+
+
 def test_a_machine_of_one_rank_has_an_assumed_latency(measured):
     world, found = measured
     assert cluster(world, dataclasses.replace(found, hop_seconds=0.0)).hop_seconds == 1e-5
+
+
+@pytest.mark.parametrize(
+    ("figures", "slow"),
+    [
+        ({}, []),
+        ({"node_gb_per_second": 3.9}, []),  # half of the rate of one of two ranks is 0.975, and 0.977 is measured
+        ({"node_gb_per_second": 4.0}, ["2"]),
+        ({"node_gb_per_second": 8.0, "node_fraction": 0.48}, []),
+        ({"node_gb_per_second": 7.6, "gpus_per_node": 8}, []),  # all four ranks on one node
+        ({"node_gb_per_second": 8.0, "gpus_per_node": 8}, ["2"]),
+        ({"intra_node_gb_per_second": 7.2}, []),  # half of it is 3.6, and 3.65 is measured
+        ({"intra_node_gb_per_second": 7.4}, ["1"]),
+        ({"intra_node_gb_per_second": 7.4, "node_gb_per_second": 4.0}, ["1", "2"]),
+    ],
+)
+def test_links_with_less_than_half_of_the_expected_rate_are_slow(measured, figures, slow):
+    world, found = measured
+    expected = dataclasses.replace(cluster(world, found), node_gb_per_second=1.0, intra_node_gb_per_second=1.0)
+    all_ranks = [dataclasses.replace(found, rank=rank) for rank in range(world.size)]
+    lines = preflight.describe(all_ranks, dataclasses.replace(expected, **figures))
+    groups = {line.split()[8] for line in lines if line.startswith("slow all_gather: rank 0 on node0 - rank")}
+    assert sorted(groups) == slow
 
 
 def test_what_is_measured_is_as_recorded(measured):

@@ -1,0 +1,89 @@
+"""A rank at a barrier on the host waits for ranks that come late, unless one has failed or the time is over."""
+
+from collections.abc import Callable
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from parallel import host_barrier
+from parallel.host_barrier import BrokenBarrier, HostBarrier
+from parallel.mesh import Axis, Mesh
+from parallel.world import imitated_world
+
+
+@pytest.fixture
+def barriers(monkeypatch) -> list[HostBarrier]:
+    """Those of two ranks, in one process."""
+    store, made = dist.HashStore(), []
+    store.set_timeout(timedelta(seconds=100))
+    monkeypatch.setattr(host_barrier, "shared_store", lambda: store)
+    monkeypatch.setattr(host_barrier, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(Axis, "has_peers", True)
+    for rank in range(2):
+        with imitated_world(rank, 2, local_size=2, backend="gloo"):
+            made.append(HostBarrier(Mesh.create(tensor_size=1).data))
+    return made
+
+
+def on_poll(monkeypatch, act: Callable[[int], bool]) -> None:
+    """Call `act` with the number of the poll when a rank asks whether another one has failed."""
+    polls: list[None] = []
+
+    def poll() -> bool:
+        polls.append(None)
+        return act(len(polls))
+
+    monkeypatch.setattr(host_barrier, "has_failed_elsewhere", poll)
+
+
+def test_a_rank_that_comes_late_is_waited_for_at_each_use(barriers, monkeypatch):
+    came = []
+
+    def come(poll: int) -> bool:
+        if poll in (3, 5):
+            came.append(poll)
+            barriers[1].wait("eats")
+        return False
+
+    on_poll(monkeypatch, come)
+    for num_uses in (1, 2):
+        barriers[0].wait("eats")
+        assert len(came) == num_uses
+
+
+def test_a_rank_that_has_failed_is_not_waited_for(barriers, monkeypatch):
+    on_poll(monkeypatch, lambda poll: poll == 3)
+    with pytest.raises(BrokenBarrier, match=r"^data rank 0 eats, and another rank has failed$"):
+        barriers[0].wait("eats")
+
+
+def test_half_of_a_collectives_time_is_waited_for_other_ranks(barriers, monkeypatch):
+    now, times = 0.0, []
+
+    def pass_time(_poll: int) -> bool:
+        nonlocal now
+        now += 20.0
+        times.append(now)
+        return False
+
+    monkeypatch.setattr(host_barrier.time, "monotonic", lambda: now)
+    on_poll(monkeypatch, pass_time)
+    with pytest.raises(BrokenBarrier, match=r"^data rank 0 eats, and of 2 ranks 1 did so within 50 s$"):
+        barriers[0].wait("eats")
+    assert times == [20.0, 40.0, 60.0]
+
+
+def test_the_rank_with_another_purpose_is_named_on_all(barriers, monkeypatch):
+    said = []
+
+    def come(_poll: int) -> bool:
+        with pytest.raises(BrokenBarrier) as raised:
+            barriers[1].wait("sleeps")
+        said.append(str(raised.value))
+        return False
+
+    on_poll(monkeypatch, come)
+    with pytest.raises(BrokenBarrier, match=r"^data rank 0 eats, data rank 1 sleeps$"):
+        barriers[0].wait("eats")
+    assert said == ["data rank 1 sleeps, another rank eats"]
