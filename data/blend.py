@@ -68,7 +68,7 @@ class BlendOrder:
         # About t samples of the blend precede time t, with an error of at most half the number of datasets. So the
         # times (first - margin, stop + margin) enclose the samples.
         margin = len(self._weights)
-        skipped = self._counts_at(max(first - margin, 0))
+        skipped = self._counts_at(first - margin)
         counts = self._counts_at(stop + margin) - skipped
         dataset = np.repeat(np.arange(len(counts)), counts)
         number = np.arange(len(dataset)) + np.repeat(skipped + counts - np.cumsum(counts), counts)

@@ -61,7 +61,7 @@ class IndexedWriter:
     def add(self, tokens: np.ndarray, lengths: np.ndarray) -> None:
         """Append whole documents, given as their joined tokens and the number of tokens of each."""
         assert len(tokens) == lengths.sum()
-        content = tokens.astype(self.dtype, copy=False).data
+        content = np.asarray(tokens, dtype=self.dtype).data
         self._bin.write(content)
         self.bin_checksum = zlib.crc32(content, self.bin_checksum)
         self._lengths.frombytes(lengths.astype(np.intc).tobytes())
@@ -80,7 +80,7 @@ class IndexedWriter:
         self._bin.close()
 
     def _write_index(self) -> None:
-        lengths = np.frombuffer(self._lengths, dtype=np.intc).astype("<i4", copy=False)
+        lengths = np.asarray(np.frombuffer(self._lengths, dtype=np.intc), dtype="<i4")
         starts = np.zeros(len(lengths), dtype="<i8")
         np.cumsum(lengths[:-1], dtype="<i8", out=starts[1:])
         starts *= self.dtype.itemsize

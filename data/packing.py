@@ -143,7 +143,7 @@ def _pieces(lengths: np.ndarray, seq_length: int) -> tuple[np.ndarray, np.ndarra
     starts = np.arange(num_pieces)
     starts -= np.repeat(firsts, counts)
     starts *= seq_length
-    starts = starts.astype(np.min_scalar_type(int(starts.max(initial=0))))
+    starts = starts.astype(np.min_scalar_type(int(starts.max())))
     sizes = np.minimum(predictions[documents] - starts, seq_length).astype(np.min_scalar_type(seq_length))
     return documents, starts, sizes
 

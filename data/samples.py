@@ -81,8 +81,10 @@ class Stream:
     def pieces(self, order: EpochOrder, number: int) -> list[tuple[int, slice]]:
         # The sample ends with token `stop` of the last document, which is also the first token of the next sample.
         (first, start), (last, stop) = order.sample_starts[number : number + 2].tolist()
-        starts, stops = [start, *[0] * (last - first)], [*[None] * (last - first), stop + 1]
-        return list(zip(order.document_order[first : last + 1].tolist(), map(slice, starts, stops), strict=True))
+        return [
+            (document, slice(start if place == first else 0, stop + 1 if place == last else None))
+            for place, document in enumerate(order.document_order[first : last + 1].tolist(), first)
+        ]
 
     def sample(self, pieces: list[np.ndarray]) -> np.ndarray:
         return joined_apart(pieces) if self._masks_documents else np.concatenate(pieces, dtype=np.int64)

@@ -26,6 +26,7 @@ SUFFIXES = TEXT_SUFFIXES + JSON_SUFFIXES + PARQUET_SUFFIXES
 DATASETS_FILES = ("state.json", "dataset_dict.json")  # in a folder written by save_to_disk
 NOT_IN_STDLIB = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 NOT_IN_STDLIB |= {"encodings", "pydoc_data"}  # generated tables, a fifth of all tokens
+PARQUET_ROWS = 256  # that are read at once
 MAX_KEYS_SHOWN = 200  # characters of the names of keys, in an error message
 MAX_DOCUMENT_BYTES = 64 << 20  # a document is encoded as a whole, which takes many times its size in memory
 
@@ -86,10 +87,11 @@ class Source:
 
         A shard of unknown weight may yield as many as `sample_bytes`.
         """
-        total = sum(shard.weight for shard in self.shards if shard.weight is not None)
+        shards = [shard for shard in self.shards if shard.weight != 0]  # without those that are empty
+        total = sum(shard.weight for shard in shards if shard.weight is not None)
         allowed = taken = 0.0  # bytes of all shards so far; what one shard takes too many, the next ones take less
-        for shard in self.shards:
-            allowed += sample_bytes if shard.weight is None else sample_bytes * shard.weight / max(total, 1)
+        for shard in shards:
+            allowed += sample_bytes if shard.weight is None else sample_bytes * shard.weight / total
             if taken >= allowed:
                 continue
             for document in shard.documents():
@@ -173,9 +175,9 @@ def _stdlib_files() -> list[str]:
 def _files_of(name: str) -> list[str]:
     """Return the files of a path, glob or directory, sorted. Of a directory only those with a suffix in SUFFIXES."""
     if os.path.isdir(name):
-        if any(os.path.exists(os.path.join(name, file)) for file in DATASETS_FILES):
-            return []  # `_open_dataset` opens it
-        return sorted(str(path) for path in Path(name).rglob("*") if path.is_file() and path.name.endswith(SUFFIXES))
+        is_dataset = any(os.path.exists(os.path.join(name, file)) for file in DATASETS_FILES)
+        paths = [] if is_dataset else Path(name).rglob("*")  # `_open_dataset` opens a dataset
+        return sorted(str(path) for path in paths if path.is_file() and path.name.endswith(SUFFIXES))
     pattern = glob.escape(name) if os.path.exists(name) else name
     return sorted(path for path in glob.glob(pattern, recursive=True) if os.path.isfile(path))
 
@@ -211,7 +213,7 @@ def _read_parquet(path: str, text_key: str) -> Iterator[Document]:
         with parquet.ParquetFile(path) as file:
             _check_column(path, text_key, {field.name: str(field.type) for field in file.schema_arrow})
             weight = os.path.getsize(path) / max(file.metadata.num_rows, 1)
-            batches = file.iter_batches(batch_size=256, columns=[text_key])
+            batches = file.iter_batches(batch_size=PARQUET_ROWS, columns=[text_key])
             # As bytes, which `text_of` decodes: a column of text may hold what is not UTF-8.
             columns = (batch.column(0) for batch in batches)
             texts = chain.from_iterable(column.cast(BYTES_OF[str(column.type)]).to_pylist() for column in columns)

@@ -18,10 +18,9 @@ def reserved(output: Path) -> Iterator[None]:
     """Hold the lock of a prefix in this block. Raises DataError if another process holds it."""
     if output.name in ("", ".."):
         raise DataError(f"--output {output} names no files; give the beginning of their names, such as data/corpus")
-    output.parent.mkdir(parents=True, exist_ok=True)
     path = output.with_name(f".{output.name}.lock")
     # No fallback to a lock that consists in the existence of a file: it would outlive a process that is killed.
-    lock = FileLock(path, blocking=False, thread_local=False, fallback_to_soft=False)
+    lock = FileLock(path, blocking=False, fallback_to_soft=False)
     try:
         lock.acquire()
     except Timeout:

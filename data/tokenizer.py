@@ -82,7 +82,7 @@ def named_tokenizer(name: str, eod_token: str | None = None) -> Tokenizer:
     the tokenizer has none of them.
     """
     path = Path(name)
-    if path.is_dir() and (path / "tokenizer.json").is_file():
+    if (path / "tokenizer.json").is_file():
         path = path / "tokenizer.json"
     backend = _read(path) if path.is_file() else _from_transformers(name)
     candidates = [eod_token] if eod_token else KNOWN_EOD_TOKENS

@@ -129,5 +129,5 @@ def _suggestion(name: str) -> str:
     known = [*KEYS, *OTHER_NAMES]
     section, _, last = name.rpartition(".")
     elsewhere = [key for key in known if key.rpartition(".")[2] == last and last != "enabled"]
-    likely = get_close_matches(name, known, n=1, cutoff=0.75) or elsewhere or get_close_matches(section, known, n=1)
+    likely = get_close_matches(name, known, cutoff=0.75) or elsewhere or get_close_matches(section, known)
     return f"did you mean {likely[0]}?" if likely else "docs/deepspeed.md lists all keys"

@@ -78,7 +78,9 @@ def cut_metrics(folder: Path, last_step: int) -> None:
         raise ConfigError(
             f"{metrics} cannot be written ({error.strerror}); make room, or choose another run.dir"
         ) from error
-    what = f"{len(damaged)} of {len(lines)} lines cannot be read, among them number {damaged[0] if damaged else 0}"
+    what = f"steps after {last_step} are among earlier ones"
+    if damaged:
+        what = f"{len(damaged)} of {len(lines)} lines cannot be read, among them number {damaged[0]}"
     logger.warning("%s: %s; they are removed, and the old file is kept as %s", metrics, what, original.name)
 
 
@@ -174,7 +176,7 @@ def _record(line: bytes) -> dict[str, Any] | None:
     if not isinstance(record, dict) or type(record.get("step")) is not int:
         return None
     if "out_of_memory" not in record:
-        if not record.keys() >= NUMBERS_OF_A_STEP:
+        if NUMBERS_OF_A_STEP - record.keys():
             return None
         numbers = [value for key, value in record.items() if key != "samples"]
         if not all(value is None or type(value) in (int, float) for value in numbers):

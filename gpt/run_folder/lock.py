@@ -23,7 +23,7 @@ class RunLock:
     def __init__(self, folder: Path):
         self._folder = folder
         # No fallback to a lock that consists in the existence of a file: it would outlive a process that is killed.
-        self._lock = FileLock(folder / LOCK, blocking=False, thread_local=False, fallback_to_soft=False)
+        self._lock = FileLock(folder / LOCK, blocking=False, fallback_to_soft=False)
 
     def take(self) -> None:
         """Take the lock unless this object holds it already, and make the folder if it does not exist.
@@ -33,7 +33,6 @@ class RunLock:
         if self._lock.is_locked:
             return
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
             self._lock.acquire()
         except Timeout:
             raise ConfigError(

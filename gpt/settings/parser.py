@@ -29,6 +29,7 @@ from parallel.fields import FilePath, alternatives, convert, is_text, shown
 CONFIG = "config"
 DEEPSPEED_CONFIG = "zero.deepspeed_config"  # not a field of ZeroConfig: the file sets more than ZeRO
 DEEPSPEED_TEXT = "A JSON configuration of DeepSpeed, translated into settings; see docs/deepspeed.md."
+MAX_COMPARED = 100  # characters of a wrong name, for which similar ones are looked for
 TREE = [*walk(Settings), Leaf(DEEPSPEED_CONFIG, FilePath | None, None, DEEPSPEED_TEXT)]
 GROUPS = {node.name: node for node in TREE if isinstance(node, Group)}
 LEAVES = {node.name: node for node in TREE if isinstance(node, Leaf)}
@@ -108,7 +109,7 @@ def _options(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
 def _check_name(name: str, origin: str = "") -> None:
     """Raise ConfigError if there is no setting of this name, and suggest the one with the closest name."""
     if name not in LEAVES and name not in GROUPS:
-        likely = get_close_matches(name[:100], [*LEAVES, *GROUPS], n=1)
+        likely = get_close_matches(name[:MAX_COMPARED], [*LEAVES, *GROUPS])
         remedy = f"did you mean {likely[0]}?" if likely else "see pretrain_gpt.py --help"
         raise ConfigError(f"{origin}{shown(name)}: there is no such setting; {remedy}")
 

@@ -66,8 +66,9 @@ class Settings:
 
     def with_alignment(self) -> "Settings":
         """Return these settings with shards that do not cut the blocks of the optimizer."""
-        block_numel = BLOCK if self.optimizer.name == "adamw8bit" else 1
-        return replace(self, zero=replace(self.zero, alignment=math.lcm(self.zero.alignment, block_numel)))
+        if self.optimizer.name != "adamw8bit":
+            return self
+        return replace(self, zero=replace(self.zero, alignment=math.lcm(self.zero.alignment, BLOCK)))
 
     def with_gradient_types(self, data_size: int) -> "Settings":
         """Return these settings with the types of gradients that null stands for on `data_size` data-parallel ranks."""

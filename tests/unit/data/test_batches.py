@@ -1,6 +1,7 @@
 """The batch loader: the samples of each rank and step, and the thread that reads ahead."""
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 
 import numpy as np
@@ -68,13 +69,37 @@ def test_a_run_resumes_from_the_number_of_samples_it_consumed(counting_corpus):
     )
 
 
-def test_no_more_than_two_steps_are_read_ahead_and_closing_ends_the_thread():
-    samples = NumberedSamples()
-    steps = _loader(samples).steps((2 * step, 2) for step in count())
+def test_two_steps_are_read_ahead_and_no_more_and_closing_ends_the_thread():
+    samples, numbers = NumberedSamples(), count()
+    steps = _loader(samples).steps((2 * step, 2) for step in numbers)
     next(steps)
+    assert next(numbers) == 1 + STEPS_AHEAD
     assert len(_readers()) == 1
     steps.close()
     assert len(samples.read) <= 2 * (1 + STEPS_AHEAD)
+    assert _readers() == []
+
+
+def test_steps_that_are_not_begun_are_not_read_after_closing(monkeypatch):
+    is_closed, shutdown = threading.Event(), ThreadPoolExecutor.shutdown
+
+    class WaitingSamples(NumberedSamples):
+        def __getitem__(self, sample: int) -> np.ndarray:
+            if sample >= 2:
+                is_closed.wait()
+            return super().__getitem__(sample)
+
+    def shutdown_while_a_step_waits(pool: ThreadPoolExecutor, **options: bool) -> None:
+        shutdown(pool, wait=False, **options)
+        is_closed.set()
+        shutdown(pool)
+
+    monkeypatch.setattr(ThreadPoolExecutor, "shutdown", shutdown_while_a_step_waits)
+    samples = WaitingSamples()
+    steps = _loader(samples).steps(_plan(0, 9, 2))
+    next(steps)
+    steps.close()
+    assert set(samples.read) <= {0, 1, 2, 3}
     assert _readers() == []
 
 

@@ -80,6 +80,8 @@ def test_the_cache_of_a_blend_is_built_by_each_dataset_for_its_own_samples():
     datasets = [Recorder(), Recorder()]
     BlendedSamples(datasets, [3, 1]).build_cache(400, 80)
     assert [dataset.asked for dataset in datasets] == [(300, 60), (100, 20)]
+    with pytest.raises(ValueError, match="longer than"):
+        BlendedSamples(datasets[:1], [3, 1]).build_cache(400, 80)
 
 
 @pytest.mark.parametrize(
@@ -104,6 +106,7 @@ def test_the_path_setting_is_prefixes_with_all_or_no_weights(path, expected):
         ("0:/a", "data.path=0:/a has the weight 0; weights must be above 0"),
         ("-1:/a", "weight -1"),
         ("nan:/a", "weight nan"),
+        ("inf:/a", "weight inf"),
     ],
 )
 def test_a_wrong_path_setting_is_reported(path, message):

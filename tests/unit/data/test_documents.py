@@ -80,9 +80,26 @@ def test_a_token_outside_the_vocabulary_is_reported(write_corpus, bad, packing):
         next(loader(open_samples(prefix, **options), micro_batch_size=1).steps([(0, 1)]))
 
 
+def test_a_position_beyond_the_vocabulary_is_no_token(write_corpus):
+    samples = open_samples(write_corpus([[0, 1, 0, 1, 0]]), split=[1, 0, 0], seq_length=4, seed=3, masks_documents=True)
+    ((batch,),) = loader(samples, micro_batch_size=1, vocab_size=2).steps([(0, 1)])
+    assert batch.positions.tolist() == [[0, 1, 2, 3]]
+
+
+@pytest.mark.parametrize("masks_documents", [False, True])
+def test_a_batch_is_pinned_as_a_whole_on_request(counting_corpus, monkeypatch, masks_documents):
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor.to("meta"))
+    samples = open_samples(counting_corpus, split=[1, 0, 0], seq_length=8, seed=3, masks_documents=masks_documents)
+    ((batch,),) = loader(samples, pin_memory=True).steps([(0, 2)])
+    tensors = vars(batch).values() if masks_documents else [batch]
+    assert {tensor.device.type for tensor in tensors} == {"meta"}
+
+
 def test_a_blend_has_the_mean_number_of_tokens_of_its_samples():
     class Some:
         def __init__(self, tokens_per_sample):
             self.tokens_per_sample = tokens_per_sample
 
     assert BlendedSamples([Some(8.0), Some(4.0)], [3, 1]).tokens_per_sample == 7
+    with pytest.raises(ValueError, match="shorter than"):
+        _ = BlendedSamples([Some(8.0)], [3, 1]).tokens_per_sample

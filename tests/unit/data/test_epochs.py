@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from data.epochs import EpochOrder, Recipe, build_epoch, cached_epoch
@@ -22,6 +22,8 @@ def _slow_starts(lengths: list[int], order: list[int], seq_length: int) -> list[
 
 
 @settings(deadline=None)
+@example([300, 300], 7, 0)  # more tokens in a document than a byte counts
+@example([1] * 300, 7, 0)  # more documents
 @given(
     st.lists(st.integers(0, 9), min_size=1, max_size=30).filter(lambda lengths: sum(lengths) > 1),
     st.integers(1, 12),
@@ -67,16 +69,30 @@ def test_a_cached_order_is_built_once_and_then_memory_mapped(tmp_path):
         built.append(1)
         return build_epoch(np.full(10, 20), seq_length=16, seed=1, epoch=0)
 
-    fresh, again = (cached_epoch(tmp_path / "cache", "stem", EpochOrder, build) for _ in range(2))
+    cache = tmp_path / "of" / "orders"
+    fresh, again = (cached_epoch(cache, "stem", EpochOrder, build) for _ in range(2))
     assert len(built) == 1
     assert all(isinstance(array, np.memmap) for array in vars(again).values())
     assert all(np.array_equal(*pair) for pair in zip(vars(fresh).values(), vars(again).values(), strict=True))
-    assert sorted(path.name for path in (tmp_path / "cache").iterdir()) == [
-        "stem.crc32.json",
-        "stem.document_order.npy",
-        "stem.sample_starts.npy",
-        "stem.shuffle.npy",
-    ]
+    names = ["stem.crc32.json", "stem.document_order.npy", "stem.sample_starts.npy", "stem.shuffle.npy"]
+    assert sorted(path.name for path in cache.iterdir()) == names
+    for number, name in enumerate(names, 2):
+        (cache / name).unlink()
+        cached_epoch(cache, "stem", EpochOrder, build)
+        assert len(built) == number
+        assert (cache / name).exists()
+
+
+def test_a_damaged_order_is_not_noticed_without_checks(tmp_path):
+    def order(checks: bool) -> EpochOrder:
+        arguments = {"seq_length": 16, "seed": 1, "epoch": 0}
+        return cached_epoch(tmp_path, "stem", EpochOrder, lambda: build_epoch(np.full(10, 20), **arguments), checks)
+
+    whole = order(checks=True)
+    (tmp_path / "stem.crc32.json").write_text("{}")
+    assert order(checks=False).shuffle.tolist() == whole.shuffle.tolist()
+    with pytest.raises(DataError, match="its files are not those that were written"):
+        order(checks=True)
 
 
 @pytest.mark.parametrize("field", [name for name in Recipe.__dataclass_fields__ if name != "name"])
@@ -84,6 +100,10 @@ def test_a_change_of_anything_in_the_recipe_names_other_files(field):
     assert replace(RECIPE, **{field: getattr(RECIPE, field) + 1}).file_stem(0) != RECIPE.file_stem(0)
     assert RECIPE.file_stem(1) != RECIPE.file_stem(0)
     assert replace(RECIPE, name="other").file_stem(0) != RECIPE.file_stem(0)
+
+
+def test_files_have_the_names_that_earlier_runs_gave_them():
+    assert RECIPE.file_stem(3) == "documents_0-10_seq_16_seed_1_3f844fb8f34b1086_epoch_3"
 
 
 def test_a_folder_that_cannot_be_written_is_reported_with_its_setting(tmp_path):

@@ -74,8 +74,9 @@ def test_an_index_with_modes_opens(write_corpus):
 
 
 def test_a_writer_that_fails_leaves_no_index(tmp_path):
-    with pytest.raises(KeyError), IndexedWriter(tmp_path / "corpus", np.dtype("u2")):
+    with pytest.raises(KeyError), IndexedWriter(tmp_path / "corpus", np.dtype("u2")) as writer:
         raise KeyError
+    assert writer._bin.closed
     with pytest.raises(DataError, match=r"corpus.idx does not exist; data.path takes the common prefix"):
         IndexedDataset(tmp_path / "corpus")
 
@@ -135,6 +136,14 @@ def test_the_inside_of_an_index_is_checked(write_corpus, monkeypatch, block, off
         check_index(IndexedDataset(prefix))
 
 
+def test_an_empty_document_is_no_damage_and_a_negative_length_after_it_is(write_corpus):
+    prefix = write_corpus([[], [7], [8, 9]])
+    check_index(IndexedDataset(prefix))
+    _overwrite(prefix + ".idx", 38, struct.pack("<i", -1))
+    with pytest.raises(DataError, match="sequence 1 has a length of -1 tokens"):
+        check_index(IndexedDataset(prefix))
+
+
 def test_an_index_that_is_not_the_one_that_was_written_is_noticed(write_corpus):
     """Two lengths and a start are changed together, so that the arrays are still consistent."""
     prefix = write_corpus([[1, 2, 258], [7]])
@@ -164,3 +173,16 @@ def test_a_truncated_file_is_reported_with_both_sizes(write_corpus, suffix, miss
 def test_an_index_without_documents_is_refused(write_corpus):
     with pytest.raises(DataError, match="holds 0 documents"):
         IndexedDataset(write_corpus([]))
+    with pytest.raises(DataError, match=r"corpus.bin has 0 bytes, its index describes 0"):
+        IndexedDataset(write_corpus([[], []]))
+
+
+def test_the_tokens_are_on_the_disk_before_the_index_is_begun(write_corpus, tmp_path, monkeypatch):
+    on_disk: list[dict[str, int]] = []
+
+    def sync(_: int) -> None:
+        on_disk.append({path.name: path.stat().st_size for path in tmp_path.iterdir()})
+
+    monkeypatch.setattr("os.fsync", sync)
+    write_corpus([[1, 2, 258], [7]])
+    assert on_disk == [{"corpus.bin": 8}, {"corpus.bin": 8, "corpus.idx": 82}]

@@ -128,6 +128,11 @@ def test_the_cache_holds_the_order_that_is_built(counting_corpus, monkeypatch):
         assert np.array_equal(read[i], built[i])
 
 
+def test_the_tokens_of_a_single_sample_are_its_predictions(write_corpus):
+    samples = packed(write_corpus([[1, 2], [3, 4], [5, 6, 7], [8, 9]]))
+    assert (samples.samples_per_epoch, samples.tokens_per_sample) == (1, 3)
+
+
 def test_documents_without_a_prediction_are_reported(write_corpus):
     with pytest.raises(DataError, match=r"2 documents with 2 tokens have no prediction to pack; .* or add data"):
         packed(write_corpus([[1, 2], [3, 4], [5], [6]]))

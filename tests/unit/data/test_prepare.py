@@ -12,6 +12,7 @@ import zlib
 from pathlib import Path
 from unittest import mock
 
+import numpy as np
 import pyarrow as pa
 import pytest
 from datasets import Dataset, DatasetDict
@@ -22,10 +23,10 @@ from rich.progress import Progress
 from data.encode import Encoded, encode_in_order
 from data.errors import DataError
 from data.indexed import IndexedDataset
-from data.prepare import main
+from data.prepare import _progress, main
 from data.sidecar import Sidecar
 from data.sources import Document, Source, text_of
-from data.staging import reserved
+from data.staging import reserved, staging_folder
 from data.tokenizer import load_tokenizer, train_tokenizer
 from tests.full_disk import files_of_at_most
 
@@ -68,7 +69,8 @@ def _error_of(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str
     return message
 
 
-def test_files_of_every_kind_in_one_directory_become_one_corpus(tmp_path, capsys):
+def test_files_of_every_kind_in_one_directory_become_one_corpus(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as on a terminal: the line has no colors, and is not wrapped
     folder = tmp_path / "texts"
     folder.mkdir()
     (folder / "a.txt").write_text(TEXTS[0])
@@ -92,7 +94,8 @@ def test_files_of_every_kind_in_one_directory_become_one_corpus(tmp_path, capsys
             suffix: zlib.crc32(Path(f"{prefix}{suffix}").read_bytes()) for suffix in (*SUFFIXES[:2], SUFFIXES[3])
         },
     )
-    assert "20 documents" in capsys.readouterr().out
+    num_tokens = IndexedDataset(prefix).num_tokens
+    assert capsys.readouterr().out == f"{prefix}: 20 documents, {num_tokens:,} tokens, vocabulary 280\n"
 
 
 def test_the_number_of_workers_does_not_change_a_byte(tmp_path, tokenizer_file, monkeypatch):
@@ -107,7 +110,7 @@ def test_the_number_of_workers_does_not_change_a_byte(tmp_path, tokenizer_file, 
     assert _documents(tmp_path / "workers3") == TEXTS
 
 
-def test_progress_counts_documents_and_tokens_up_to_the_whole_source(tmp_path, tokenizer_file):
+def test_progress_counts_documents_and_tokens_up_to_the_whole_source(tmp_path, tokenizer_file, capfd):
     (tmp_path / "a.jsonl").write_text(_json_lines(TEXTS))
     arguments = ["--source", tmp_path / "a.jsonl", "--output", tmp_path / "corpus", "--tokenizer", tokenizer_file]
     with mock.patch.object(Progress, "update", autospec=True, side_effect=Progress.update) as update:
@@ -116,6 +119,27 @@ def test_progress_counts_documents_and_tokens_up_to_the_whole_source(tmp_path, t
     corpus = IndexedDataset(tmp_path / "corpus")
     assert (shown[-1]["documents"], shown[-1]["tokens"]) == (len(TEXTS), sum(map(len, corpus)))
     assert sum(step["advance"] for step in shown) == (tmp_path / "a.jsonl").stat().st_size
+    assert capfd.readouterr().err == ""  # which is no terminal
+
+
+def test_a_terminal_shows_progress_that_is_wiped_in_the_end(tmp_path, monkeypatch, capsys):
+    for name, value in {"FORCE_COLOR": "1", "COLUMNS": "200", "TERM": "xterm"}.items():
+        monkeypatch.setenv(name, value)
+    seconds = [10.0]
+    monkeypatch.setattr("rich.console.monotonic", lambda: seconds[0])
+    (tmp_path / "a.txt").write_text("a" * 80)
+    with (
+        mock.patch.object(Progress, "update", autospec=True, side_effect=Progress.update) as update,
+        _progress(tmp_path / "corpus", Source([str(tmp_path / "a.txt")])) as advance,
+    ):
+        advance(Encoded(np.zeros(6), np.ones(2), 20.0))
+        seconds[0] = 14.0
+        advance(Encoded(np.zeros(1230), np.ones(3), 20.0))
+    shown = capsys.readouterr().err
+    assert "0 documents, 0 tokens (0/s)" in shown
+    assert re.search(r"corpus .* 50% 5 documents, 1,236 tokens \(309/s\)", re.sub(r"\x1b\[[0-9;]*m", "", shown))
+    assert shown.endswith("\x1b[1A\x1b[2K")  # one line up, and erased
+    assert [call.kwargs["rate"] for call in update.call_args_list] == [6, 309]  # no time has passed at the first
 
 
 def test_an_error_found_by_a_worker_leaves_no_file(tmp_path, tokenizer_file, capsys):
@@ -166,15 +190,19 @@ def test_a_saved_dataset_is_read_by_split_and_column(tmp_path):
     DatasetDict(parts).save_to_disk(tmp_path / "dataset")
     source = Source([str(tmp_path / "dataset")], text_key="body", split="test")
     assert _read(source) == TEXTS[3:5]
-    assert source.weight() == 2
+    assert source.weight() == sum(document.weight for document in source.documents()) == 2
     parts["train"].save_to_disk(tmp_path / "single")
     assert _read(Source([str(tmp_path / "single")], text_key="body", max_documents=2)) == TEXTS[:2]
+    with pytest.raises(DataError, match=r"single has no column of text called text; set --text_key to one of body \("):
+        _read(Source([str(tmp_path / "single")]))
 
 
 def test_a_folder_of_another_format_is_streamed_through_datasets(tmp_path):
     (tmp_path / "table").mkdir()
     Dataset.from_dict({"text": TEXTS[:3], "n": [1, 2, 3]}).to_csv(tmp_path / "table" / "table.csv")
-    assert _read(Source([str(tmp_path / "table")])) == TEXTS[:3]
+    source = Source([str(tmp_path / "table")])
+    assert _read(source) == TEXTS[:3]
+    assert source.weight() is None
 
 
 def test_the_training_sample_is_from_all_over_the_corpus(tmp_path):
@@ -273,6 +301,8 @@ def test_a_parquet_column_that_is_not_utf_8_is_reported_with_its_row(tmp_path):
 def test_a_second_process_with_the_same_output_is_refused_and_touches_nothing(tmp_path, capsys):
     (tmp_path / "a.txt").write_text(TEXTS[0])
     arguments = ("--source", tmp_path / "a.txt", "--output", tmp_path / "out" / "corpus", "--train_vocab_size", "257")
+    with reserved(tmp_path / "new" / "out" / "corpus"):
+        pass
     with reserved(tmp_path / "out" / "corpus"):
         assert "out/corpus is being written by another process, which holds" in _error_of(capsys, *arguments)
         assert [path.name for path in (tmp_path / "out").iterdir()] == [".corpus.lock"]
@@ -291,6 +321,22 @@ def test_a_file_system_without_locks_is_written_to_and_one_that_cannot_be_is_an_
         reserved(tmp_path / "out" / "corpus").__enter__()
 
 
+def test_no_file_stands_for_a_lock_that_a_file_system_lacks(tmp_path, monkeypatch):
+    """It would outlive a process that is killed, and refuse all later ones."""
+
+    def flock(*_: object) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    with reserved(tmp_path / "corpus"), reserved(tmp_path / "corpus"):
+        pass
+
+
+def test_a_hidden_folder_that_is_gone_is_no_error(tmp_path):
+    with staging_folder(tmp_path / "corpus") as folder:
+        folder.rmdir()
+
+
 def test_a_full_disk_is_reported_in_one_line_and_nothing_is_left(tmp_path, capsys):
     """The system limits the size of a file to less than the tokenizer's, which is written first."""
     (tmp_path / "a.txt").write_text(TEXTS[0])
@@ -299,6 +345,12 @@ def test_a_full_disk_is_reported_in_one_line_and_nothing_is_left(tmp_path, capsy
         message = _error_of(capsys, *arguments)
     assert re.search(r"cannot write or read .*corpus.* \(File too large\); make room, or choose another", message)
     assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path, capsys):
+    (tmp_path / "a.txt").write_text(TEXTS[0])
+    arguments = ("--source", tmp_path / "a.txt", "--output", tmp_path / "a.txt" / "corpus", "--train_vocab_size", "257")
+    assert f"cannot write or read {tmp_path}/a.txt (File exists); make room, or" in _error_of(capsys, *arguments)
 
 
 @pytest.mark.parametrize("column", [["a"], [1]])

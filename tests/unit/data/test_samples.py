@@ -79,7 +79,7 @@ def test_a_sequence_longer_than_the_data_is_reported_with_both_numbers(write_cor
     with pytest.raises(DataError, match=r"2 documents with 8 tokens are fewer than model.seq_length \+ 1 = 9; lower"):
         _packed(prefix, seq_length=8)
     with pytest.raises(DataError, match=r"0 documents with 0 tokens .* change data.split"):
-        open_samples(prefix, "test", split=[1, 0, 0], seq_length=2, seed=1)
+        open_samples(prefix, "test", split=[1, 0, 0], seq_length=1, seed=1)
 
 
 @pytest.fixture
@@ -101,6 +101,19 @@ def test_the_cache_is_built_for_the_epochs_asked_for_and_then_only_read(million_
         samples[i].tolist() for i in (0, samples.samples_per_epoch)
     ]
     assert files == {path: path.stat().st_mtime_ns for path in Path(million_documents + ".cache").iterdir()}
+
+
+def test_only_the_rank_that_builds_the_cache_compares_its_checksums(counting_corpus, monkeypatch):
+    monkeypatch.setattr("data.samples.MIN_CACHED_ENTRIES", 1)
+    whole = _packed(counting_corpus)
+    assert whole[0].tolist() == _packed(counting_corpus, checks_cache=False)[0].tolist()
+    (checksums,) = Path(counting_corpus + ".cache").glob("*.json")
+    checksums.write_text("{}")
+    assert _packed(counting_corpus, checks_cache=False)[0].tolist() == whole[0].tolist()
+    with pytest.raises(DataError, match="cannot read the sample order"):
+        _packed(counting_corpus)[0]
+    with pytest.raises(DataError, match="cannot read the sample order"):
+        _packed(counting_corpus, checks_cache=False).build_cache(0, 1)
 
 
 def test_a_run_of_endless_length_caches_the_first_epochs_only(million_documents, monkeypatch):

@@ -1,4 +1,4 @@
-"""Sources: a file that can no longer be read is named, whatever its kind."""
+"""Sources: which files and documents are read, their weights, and the sample that a tokenizer is trained on."""
 
 import gzip
 import json
@@ -9,7 +9,7 @@ import pytest
 from pyarrow import parquet
 
 from data.errors import DataError
-from data.sources import Source
+from data.sources import Document, Shard, Source, _read_rows, text_of
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.parquet"])
@@ -18,14 +18,16 @@ def test_a_file_that_vanishes_before_it_is_read_is_named(tmp_path: Path, name: s
     file.write_text("{}")
     source = Source([str(file)])
     assert source.weight() == 2
+    assert Source([str(file)], max_documents=1).weight() is None  # nobody knows how much of the file is read
     file.unlink()
     with pytest.raises(DataError, match=rf"cannot read .*{name}.*; correct it or leave it out"):
         list(source.documents())
 
 
+@pytest.mark.parametrize("texts", [["one" * 30_000, "two", "three" * 9_000], ["one"]], ids=len)
 @pytest.mark.parametrize("ending", ["jsonl", "jsonl.gz", "parquet"])
-def test_the_weights_of_all_documents_are_that_of_their_file(tmp_path: Path, ending: str):
-    file, texts = tmp_path / f"a.{ending}", ["one" * 30_000, "two", "three" * 9_000]
+def test_the_weights_of_all_documents_are_that_of_their_file(tmp_path: Path, ending: str, texts: list[str]):
+    file = tmp_path / f"a.{ending}"
     lines = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
     match ending:
         case "jsonl":
@@ -36,6 +38,90 @@ def test_the_weights_of_all_documents_are_that_of_their_file(tmp_path: Path, end
             parquet.write_table(pa.table({"text": texts}), file)
     source = Source([str(file)])
     weights = [document.weight for document in source.documents()]
-    assert len(weights) == 3
+    assert len(weights) == len(texts)
     assert sum(weights) == pytest.approx(source.weight())
     assert min(weights) >= 0
+
+
+def test_a_parquet_file_without_rows_has_no_documents(tmp_path: Path):
+    parquet.write_table(pa.table({"text": pa.array([], pa.string())}), tmp_path / "a.parquet")
+    assert list(Source([str(tmp_path / "a.parquet")]).documents()) == []
+
+
+def test_globs_go_into_folders_and_a_file_with_the_name_of_a_glob_is_that_file(tmp_path: Path):
+    (tmp_path / "one" / "two").mkdir(parents=True)
+    for name in ("one/two/a.txt", "one/b.txt", "c[1].txt", "c1.txt"):
+        (tmp_path / name).write_text(name)
+    for pattern, found in (("**/[ab].txt", ["one/b.txt", "one/two/a.txt"]), ("c[1].txt", ["c[1].txt"])):
+        documents = Source([f"{tmp_path}/{pattern}"]).documents()
+        assert [document.content for document in documents] == [name.encode() for name in found]
+
+
+def shard(weight: int | None, *texts: str) -> Shard:
+    return Shard(weight, lambda: (Document("a", 0, text, 0) for text in texts))
+
+
+@pytest.mark.parametrize(
+    ("sample_bytes", "shards", "expected"),
+    [
+        # 15, 20 and 50 bytes up to the end of a shard: what the first takes too many, the second has to do without
+        (50, [shard(30, *["a" * 10] * 3), shard(10, "b" * 10), shard(60, *["c" * 10] * 6)], "a" * 20 + "c" * 30),
+        (10, [shard(10, *["a"] * 10), shard(None, *["b"] * 99), shard(10, *["c"] * 10)], "a" * 5 + "b" * 10 + "c" * 5),
+        (9, [shard(1, "a"), shard(0), shard(2, "b" * 9)], "a" + "b" * 9),
+        (6, [shard(3, "Ψ", "Ψ", "a"), shard(3, "b", "c", "d")], "ΨΨbc"),
+        (9, [shard(0)], ""),
+    ],
+)
+def test_a_sample_is_of_all_shards_by_weight_and_of_each_from_the_beginning(
+    sample_bytes: int, shards: list[Shard], expected: str
+):
+    source = Source([])
+    vars(source)["shards"] = shards
+    assert "".join(source.sample(sample_bytes)) == expected
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "txt"])
+def test_a_document_of_the_largest_size_is_read_and_a_larger_one_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+):
+    monkeypatch.setattr("data.sources.MAX_DOCUMENT_BYTES", 10)
+    file = tmp_path / f"a.{kind}"
+
+    def read(text: str) -> list[str]:
+        file.write_text(json.dumps({"text": text}) if kind == "jsonl" else text)
+        return [text_of(document, "text") for document in Source([str(file)]).documents()]
+
+    assert read("a" * 10) == ["a" * 10]
+    with pytest.raises(DataError, match=rf"a.{kind}(:1)? is one document of 11 bytes, more than 10; split it"):
+        read("a" * 11)
+
+
+class Rows(list):
+    """The rows of a dataset whose columns are not known before they are read; an exception stands for a broken one."""
+
+    features = None
+
+    def __iter__(self):
+        for row in super().__iter__():
+            if isinstance(row, Exception):
+                raise row
+            yield row
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        ({"text": 7}, "^user/corpus:2 has no text under --text_key text; its keys are text$"),
+        ({"body": "a"}, "^user/corpus:2 has no text under --text_key text; its keys are body$"),
+        (
+            OSError("no network\nat all"),
+            "^cannot read the dataset user/corpus: no network; check the data and the network$",
+        ),
+    ],
+    ids=["number", "other column", "network"],
+)
+def test_a_row_of_a_dataset_that_cannot_be_read_ends_it_with_its_place(broken: object, message: str):
+    documents = _read_rows("user/corpus", Rows([{"text": "a"}, broken, {"text": "b"}]), "text")
+    assert next(documents) == Document("user/corpus", 1, "a", 1)
+    with pytest.raises(DataError, match=message):
+        next(documents)

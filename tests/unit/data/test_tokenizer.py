@@ -51,6 +51,15 @@ def test_what_a_post_processor_adds_is_in_no_document():
     assert tokenizer.encode_batch(TEXTS) == [plain.encode(text) for text in TEXTS]
 
 
+def test_a_tokenizer_that_truncates_and_pads_encodes_the_whole_text():
+    plain = train_tokenizer(TEXTS, 300)
+    backend = Backend.from_str(plain._backend.to_str())
+    backend.enable_truncation(3)
+    backend.enable_padding(length=99)
+    assert len(backend.encode(TEXTS[0]).ids) == 99, "the library itself cuts and pads it"
+    assert Tokenizer(backend, plain.eod).encode(TEXTS[0]) == plain.encode(TEXTS[0])
+
+
 def test_a_vocabulary_that_cannot_hold_the_bytes_is_reported():
     with pytest.raises(DataError, match=r"--train_vocab_size=256 .* use 257 or more"):
         train_tokenizer(TEXTS, 256)
@@ -59,6 +68,14 @@ def test_a_vocabulary_that_cannot_hold_the_bytes_is_reported():
 def test_a_vocabulary_for_which_the_library_has_no_memory_is_reported():
     with pytest.raises(DataError, match=r"--train_vocab_size=2147483648 is above 16777216; choose"):
         train_tokenizer(TEXTS, 2**31)
+
+
+def test_the_largest_vocabulary_is_trained_without_a_word_on_the_terminal(monkeypatch, capfd):
+    monkeypatch.setattr("data.tokenizer.MAX_TRAINED_VOCAB_SIZE", 260)
+    assert train_tokenizer(TEXTS, 260).vocab_size == 260
+    assert tuple(capfd.readouterr()) == ("", "")
+    with pytest.raises(DataError, match="--train_vocab_size=261 is above 260"):
+        train_tokenizer(TEXTS, 261)
 
 
 def test_a_word_of_a_megabyte_is_cut_in_training_and_encoded_as_a_whole():
@@ -74,6 +91,8 @@ def test_a_tokenizer_whose_ids_do_not_fit_into_a_token_is_reported(tmp_path):
     for vocab, found in (({"</s>": 2**31}, 2**31 + 1), ({}, 0)):
         with pytest.raises(DataError, match=f"has ids below {found}; tokens are stored as 0 to 2147483647"):
             Tokenizer(Backend(models.WordLevel(vocab, unk_token="?")), 0)
+    for id in (0, 2**31 - 1):
+        assert Tokenizer(Backend(models.WordLevel({"</s>": id}, unk_token="?")), id).vocab_size == id + 1
 
 
 def test_the_tokenizer_of_a_corpus_is_loaded_from_beside_it(tmp_path):
@@ -83,6 +102,11 @@ def test_the_tokenizer_of_a_corpus_is_loaded_from_beside_it(tmp_path):
     sidecar.save(tmp_path / "corpus")
     loaded = load_tokenizer(tmp_path / "corpus")
     assert Sidecar.load(tmp_path / "corpus") == sidecar
+    path = Sidecar.path(tmp_path / "corpus")
+    assert path.read_text().startswith('{\n  "vocab_size": 270,\n')
+    path.write_text(json.dumps(json.loads(path.read_text()), sort_keys=True))  # as another program may write it
+    assert Sidecar.load(tmp_path / "corpus") == sidecar
+    assert tokenizer_path(tmp_path / "corpus").read_text().startswith('{\n  "version"')
     assert (loaded.eod, loaded.vocab_size, loaded.encode("the cat")) == (0, 270, tokenizer.encode("the cat"))
 
 
@@ -120,6 +144,16 @@ def test_a_directory_of_another_format_is_opened_by_transformers(tmp_path):
     assert named_tokenizer(str(tmp_path)).decode(named_tokenizer(str(tmp_path)).encode("the cat")) == "the cat"
 
 
+def test_code_that_comes_with_a_tokenizer_is_not_run(tmp_path):
+    marker = tmp_path / "marker"
+    (tmp_path / "own.py").write_text(f"open({str(marker)!r}, 'w')\nclass Own: pass\n")
+    names = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", "own.Own"]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(names))
+    with pytest.raises(DataError, match="cannot load the tokenizer"):
+        named_tokenizer(str(tmp_path))
+    assert not marker.exists()
+
+
 def test_the_end_of_document_token_must_be_known(tmp_path):
     backend = Backend(models.WordLevel({"a": 0, "</doc>": 7, "?": 1}, unk_token="?"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -150,8 +184,9 @@ FACTS = {"vocab_size": 270, "eod": 0, "tokenizer": "trained", "documents": 1, "t
         ({"vocab_size": "270"}, "vocab_size is '270', not a number"),
         ({"documents": True}, "documents is 'True', not a number"),
         ({"tokens": -1}, "tokens is '-1', not a number"),
-        ({"source": "x"}, "source is 'x', not a list of texts"),
-        ({"checksums": {".idx": None}}, "checksums is .* not an object of numbers"),
+        ({"source": "x" * 50}, f"source is '{'x' * 40}', not a list of texts"),
+        ({"source": ["x", 1]}, "source is .*, not a list of texts"),
+        ({"checksums": {".bin": 1, ".idx": None}}, "checksums is .* not an object of numbers"),
         ({"eod": 270}, "eod=270 is not below vocab_size=270"),
         ({"vocabulary": 1}, "its keys should be .*, and differ in vocabulary"),
         ({"crc32": 1}, "it was changed since it was written"),

@@ -208,7 +208,12 @@ FULL = {"train_batch_size": 32, "train_micro_batch_size_per_gpu": 2, "gradient_a
             {"activation_checkpointing": {"contiguous_memory_optimization": False}},
             {"activations.defragment": False},
         ),
-        ({"steps_per_print": 25}, {"train.log_every": 25}),
+        ({"amp": {}, "steps_per_print": 25}, {"train.log_every": 25}),
+        (
+            zero(stage=1, offload_optimizer={"device": "cpu"}),
+            {"zero.stage": 1, "offload.mode": "host", "offload.states": ["optimizer"]},
+        ),
+        ({"fp16": {"enabled": False}, "bf16": {"enabled": "auto"}}, {}),
         ({"wandb": {"enabled": True, "project": "p"}}, {"wandb.mode": "online", "wandb.project": "p"}),
         ({"wandb": {"enabled": "auto", "group": "g"}}, {"wandb.group": "g"}),
         ({"tensorboard": {"enabled": True, "job_name": "j"}}, {"run.tensorboard": True}),
@@ -353,10 +358,13 @@ def test_auto_everywhere_means_these_settings(parse):
         (zero(cpu_offload="cpu"), "cpu_offload=cpu: is not true or false"),
         ({"optimizer": {"type": "OneBitAdam"}}, "optimizer.type=OneBitAdam: choose Adam, AdamW, Muon, SGD"),
         ({"optimizer": {"params": {"betas": [0.9]}}}, r"betas=\[0.9\]: is not a list of two numbers"),
+        ({"optimizer": {"params": {"betas": [0.9, "x"]}}}, r'betas=\[0.9, "x"\]: is not a list of two numbers'),
+        ({"optimizer": {"type": "a\nb"}}, r'optimizer.type="a\\nb": choose Adam'),
         ({"scheduler": {"type": "OneCycle"}}, "scheduler.type=OneCycle: choose WarmupLR, WarmupDecayLR"),
         ({"scheduler": {"params": {"warmup_min_lr": 1e-5}}}, "warmup_min_lr=1e-05: the warm-up rises from zero; set"),
         ({"amp": {"enabled": True}}, 'amp={"enabled": true}: choose fp16 or bf16; remove it'),
         ({"comet": {"enabled": True}}, "choose wandb or tensorboard"),
+        ({"comet": {"team": "t"}}, "choose wandb or tensorboard"),
         ({"sparse_gradients": True}, "sparse_gradients=true: gradients are dense; set it to false"),
         ('{"a": 1, "a": 2}', "has the key a twice; remove one"),
         ("{", "is not a JSON file: Expecting"),
@@ -465,9 +473,11 @@ def test_batch_sizes_count_data_parallel_ranks(parse, tensor_size: int, data_siz
     assert settings.train.global_batch_size == 3 * 2 * data_size
 
 
-def test_the_ranks_of_a_dry_run_are_those_of_the_imitated_world(parse):
-    settings = parse({"train_micro_batch_size_per_gpu": 3}, "--dry_run.world_size=64", num_ranks=None)
-    assert settings.train.global_batch_size == 3 * 64
+def test_the_ranks_of_a_dry_run_are_those_of_the_imitated_world_and_others_those_of_the_launcher(parse, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "16")
+    for option, num_ranks in (("--dry_run.world_size=64", 64), ("--dry_run.rank=0", 16)):
+        settings = parse({"train_micro_batch_size_per_gpu": 3}, option, num_ranks=None)
+        assert settings.train.global_batch_size == 3 * num_ranks
 
 
 @pytest.mark.parametrize(

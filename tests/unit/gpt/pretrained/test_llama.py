@@ -169,6 +169,10 @@ REFUSED = [
     ({"mlp_bias": True}, "mlp_bias=True, only False"),
     ({"attention_dropout": 0.1}, "attention_dropout=0.1, only 0.0"),
     ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}}, "rope_type=yarn, only default and"),
+    (
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+        "partial_rotary_factor=0.5, only 1.0",
+    ),
     ({"num_attention_heads": 5}, "config.json"),
     ({"num_key_value_heads": 3}, "config.json"),
     ({"hidden_size": "64"}, "hidden_size is '64', an integer"),
@@ -213,6 +217,8 @@ def test_a_model_that_transformers_does_not_have_is_not_written():
             family_of(small_config(**{"hidden_size": 24, "num_heads": 2, **changes}))
     with pytest.raises(ConfigError, match=r"model\.logit_cap=30\.0 caps logits"):
         family_of(small_config(logit_cap=30.0))
+    with pytest.raises(ConfigError, match=r"model\.mup_base_head_dim=2 scales attention"):
+        family_of(small_config(mup_base_width=24, mup_base_head_dim=2))
 
 
 @pytest.mark.parametrize("value", [None, "8", True])

@@ -43,7 +43,9 @@ DAMAGED = [
     json.dumps(record(3) | {"step": "3"}).encode() + b"\n",
     json.dumps(record(3) | {"lr": [1]}).encode() + b"\n",
     json.dumps(record(3) | {"samples": "def"}).encode() + b"\n",
-    json.dumps(record(3) | {"samples": [{"prompt": "def", "text": 5}]}).encode() + b"\n",
+    json.dumps(record(3) | {"samples": [{"prompt": "def", "text": "x"}, {"prompt": "def", "text": 5}]}).encode()
+    + b"\n",
+    json.dumps(record(3) | {"samples": [{"text": "x"}]}).encode() + b"\n",
     b"\0" * 100 + b"\n",
     b"[" * 100_000 + b"\n",
 ]
@@ -75,6 +77,9 @@ def test_a_line_that_a_crash_has_cut_is_left_out_and_does_not_spoil_the_next(tmp
     assert caplog.text == ""
     append_records(tmp_path, [record(3)])
     assert steps_in(tmp_path) == [1, 3]
+    (tmp_path / METRICS).write_bytes(whole[:1])
+    append_records(tmp_path, [record(3)])
+    assert steps_in(tmp_path) == [3]
     (tmp_path / METRICS).write_bytes(whole[:-5])
     cut_metrics(tmp_path, 2)
     append_records(tmp_path, [record(2)])
@@ -141,6 +146,43 @@ def test_steps_are_removed_without_room_on_the_disk(tmp_path):
     (tmp_path / METRICS).write_bytes(b"\n" + (tmp_path / METRICS).read_bytes())
     with files_of_at_most(0), pytest.raises(ConfigError, match=r"metrics.jsonl cannot be written \(File too large\)"):
         cut_metrics(tmp_path, 2)
+
+
+def test_steps_after_the_last_one_are_removed_wherever_they_are(tmp_path, caplog):
+    append_records(tmp_path, [record(1), record(3), record(2)])
+    cut_metrics(tmp_path, 2)
+    assert steps_in(tmp_path) == [1, 2]
+    assert f"{METRICS}: steps after 2 are among earlier ones; they are removed, and the old file is kept" in caplog.text
+    assert (tmp_path / "metrics.1.jsonl").exists()
+
+
+def test_a_record_of_a_rank_without_memory_is_no_step_and_no_damage(tmp_path, caplog):
+    folder = tmp_path / "of" / "runs"  # which may not exist if a rank has no memory from the start
+    append_records(folder, [record(1), {"step": 2, "out_of_memory": {"rank": 3}}])
+    assert steps_in(folder) == [1]
+    cut_metrics(folder, 1)
+    assert len((folder / METRICS).read_bytes().splitlines()) == 1
+    assert caplog.text == ""
+
+
+def test_a_run_that_begins_renames_what_earlier_runs_left_and_one_that_goes_on_keeps_it(tmp_path):
+    folder = tmp_path / "of" / "runs"
+    for number in range(3):
+        start_run(folder, f"{number}", last_step=0)
+        append_records(folder, [record(step) for step in range(1 + number, 5)])
+    start_run(folder, "2", last_step=3)
+    assert steps_in(folder) == [3]
+    texts = {path.name: path.read_text() for path in folder.iterdir()}
+    kinds = "config.{}yaml", "metrics.{}jsonl"
+    assert texts.keys() == {kind.format(number) for kind in kinds for number in ("", "1.", "2.")}
+    assert [texts[f"config.{number}yaml"] for number in ("1.", "2.", "")] == ["0", "1", "2"]
+    assert [texts[f"metrics.{number}.jsonl"].count("\n") for number in (1, 2)] == [4, 3]
+
+
+def test_a_folder_of_a_run_that_cannot_be_made_is_refused(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"run.dir=.*file/run cannot be written \(Not a directory\); choose another"):
+        start_run(tmp_path / "file" / "run", "", last_step=0)
 
 
 @pytest.mark.parametrize("old", [b"\xff\xfe", b"", b"train: {steps: 1"])

@@ -1,6 +1,7 @@
 """Every setting with values that no one would choose: one line that names it, or settings that can be trained with."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
 
@@ -95,8 +96,14 @@ def test_no_integer_exceeds_what_a_tensor_holds():
                 assert all(allowed.problem(LARGEST_INT + 1) for allowed in part.__metadata__), leaf.name
 
 
-def test_the_help_shows_every_setting_with_its_text_and_its_values():
-    text = " ".join(help_text(Settings, TREE).split())
+@pytest.mark.parametrize(("columns", "width"), [(500, 120), (100, 100), (40, 40), (16, 16)])
+def test_the_help_shows_every_setting_with_its_text_and_its_values(
+    monkeypatch: pytest.MonkeyPatch, columns: int, width: int
+):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    lines = help_text(Settings, TREE).splitlines()[1:]
+    assert width - 4 <= max(len(line) for line in lines if len(line.split()) > 1) <= width
+    text = " ".join(" ".join(lines).split())
     for leaf in LEAVES.values():
         assert leaf.text, leaf.name
         assert f"--{leaf.name} {leaf.text} ({describe(leaf.hint)}; " in text
@@ -111,6 +118,14 @@ def test_the_help_shows_every_setting_with_its_text_and_its_values():
 def test_the_page_of_settings_is_the_one_that_is_made():
     assert (ROOT / "docs" / "settings.md").read_text() == page(TREE), "run python -m scripts.settings_page"
     assert all(page(TREE).count(f"| `{leaf.name}` | {leaf.text} |") == 1 for leaf in LEAVES.values())
+
+
+def test_a_group_is_an_object_of_its_class():
+    settings = parse_settings([f"--config={BASE}"])
+    with pytest.raises(ConfigError, match=r"Settings\.train=3"):
+        replace(settings, train=3)
+    with pytest.raises(ConfigError, match=r"DataSettings\.split=\[1\]"):
+        replace(settings.data, split=[1])
 
 
 def test_the_defaults_are_those_of_the_dataclasses():

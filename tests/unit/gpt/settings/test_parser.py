@@ -108,6 +108,7 @@ def test_a_mistake_in_an_option_is_explained(arguments: list[str], message: str)
             "--model.rope_scaling, line 1: model.rope_scaling.low_freq_factor=4.0 is not below",
         ),
         (["--profile.steps=[5, 4]"], "profile.steps=[5, 4]: the first is after the last; choose ["),
+        (["--dry_run.trace=x.json"], "dry_run.trace=x.json needs a cluster to project times on"),
         (["--dry_run.world_size=4", "--dry_run.rank=4"], "dry_run.rank=4 is not one of the 4 ranks; choose 0 to 3"),
     ],
 )
@@ -115,6 +116,25 @@ def test_settings_that_contradict_each_other_are_explained(arguments: list[str],
     with pytest.raises(ConfigError) as raised, messages_in_option_names():
         parse_settings([f"--config={BASE}", *arguments])
     assert str(raised.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--profile.steps=[5, 5]"],
+        ["--dry_run.world_size=4", "--dry_run.rank=3"],
+        ["--dry_run.rank=3"],
+        ["--train.loss_scale={initial: 8, minimum: 8}"],
+        ["--optimizer.name=sgd", "--optimizer.nesterov=false", "--optimizer.momentum=0"],
+        ["--optimizer.name=muon", "--optimizer.momentum=0"],
+        ["--optimizer.implementation=apex"],
+        ["--data.mask_documents=true"],
+        ["--model.mup_base_width=32", "--optimizer.name=adamw8bit"],
+    ],
+    ids=lambda arguments: arguments[-1],
+)
+def test_settings_that_just_suit_each_other_are_accepted(arguments: list[str]):
+    parse_settings([f"--config={BASE}", *arguments])
 
 
 def test_what_has_no_default_has_to_be_set():

@@ -1,0 +1,53 @@
+"""Facts that follow from several settings together."""
+
+import pytest
+
+from gpt.settings.parser import parse_settings
+from gpt.settings.run import GuardSettings
+from gpt.settings.settings import Settings
+
+BASE = "{data: {path: nowhere}, model: {num_layers: 2, hidden_size: 32, num_heads: 4, seq_length: 16, vocab_size: 300}}"
+
+
+def settings_of(*arguments: str) -> Settings:
+    return parse_settings([f"--config={BASE}", *arguments])
+
+
+@pytest.mark.parametrize(("name", "alignment"), [("adamw", 48), ("muon", 48), ("adamw8bit", 768)])
+def test_shards_end_between_blocks_of_moments_of_8_bits(name: str, alignment: int):
+    aligned = settings_of(f"--optimizer.name={name}", "--zero.alignment=48").with_alignment()
+    assert aligned.zero.alignment == alignment  # of 48 and of blocks of 256, the least common multiple
+    assert settings_of("--optimizer.name=adamw").with_alignment() == settings_of("--optimizer.name=adamw")
+
+
+@pytest.mark.parametrize(
+    ("data_size", "context_size", "expected"), [(1, 1, "fp32"), (2, 1, "fp32"), (4, 1, "bf16"), (4, 2, "fp32")]
+)
+def test_gradients_of_several_micro_batches_are_added_in_fp32(data_size: int, context_size: int, expected: str):
+    """8 sequences in micro-batches of 2; ranks that divide sequences among them have the same micro-batches."""
+    sizes = "--train.micro_batch_size=2", "--train.global_batch_size=8", f"--parallel.context_size={context_size}"
+    settings = settings_of(*sizes, "--train.precision=bf16", "--zero.stage=1").with_gradient_types(data_size)
+    assert settings.zero.accumulate_dtype == expected
+
+
+@pytest.mark.parametrize(
+    ("guard", "checks"),
+    [
+        (GuardSettings(), False),
+        (GuardSettings(spike_factor=2.0), True),
+        (GuardSettings(policy="stop"), True),
+        (GuardSettings(policy="roll_back", spike_factor=2.0), True),
+    ],
+)
+def test_losses_are_checked_if_a_bad_one_has_a_consequence(guard: GuardSettings, checks: bool):
+    assert guard.checks_losses == checks
+
+
+def test_the_order_of_samples_has_the_names_of_options():
+    settings = settings_of("--train.seed=7", "--data.split=[3, 2, 1]", "--data.packing=stream")
+    assert settings.order_of_samples == {
+        "train.seed": 7,
+        "data.split": [3.0, 2.0, 1.0],
+        "data.path": "nowhere",
+        "data.packing": "stream",
+    }
