@@ -132,9 +132,9 @@ class GradShard:
         return self.staged is None
 
     @property
-    def num_blocks(self) -> int:
-        """The number of blocks that the bucket takes from the pool from its first gradient to its reduction."""
-        return (not self.persists) + self.casts_message
+    def takes_block(self) -> bool:
+        """True if the bucket takes a block from the pool before its reduction: for gradients, or for the message."""
+        return not self.persists or self.casts_message
 
     @property
     def message(self) -> Tensor:

@@ -390,8 +390,8 @@ def _initial_values(data: Axis, init: ShardedInit | None, param: nn.Parameter) -
 
 
 def _move_buffers(module: nn.Module, data: Axis, device: torch.device | None) -> None:
-    """Give every rank the first one's buffers, on `device`."""
+    """Give every rank the first one's buffers, on `device` if it is given."""
     for buffer in module.buffers():
         values = data.broadcast_copy(buffer)
-        buffer.data = buffer.data.to(device or buffer.device)
+        buffer.data = buffer.data.to(device)
         buffer.copy_(values)

@@ -80,7 +80,7 @@ class GradientReducer:
             for param in bucket.grads.parts:
                 self._positions[param].append(position)
         block_numel = max((len(bucket.elements) for bucket in buckets), default=0)
-        num_blocks = Counter(b.grads.types.reduce for b in buckets for _ in range(b.grads.num_blocks))
+        num_blocks = Counter(b.grads.types.reduce for b in buckets if b.grads.takes_block)
         num_blocks = Counter({dtype: min(n, 1 + self._max_in_flight) for dtype, n in num_blocks.items()})
         self.staging = StagingPool(block_numel, num_blocks, offload)
         shard_numel = max((len(bucket.shard) for bucket in buckets), default=0)

@@ -45,6 +45,12 @@ def test_a_file_of_the_user_with_the_name_of_a_package_is_named(
         require_siblings("gpt", "data", "parallel")
 
 
+def test_a_name_of_which_python_finds_no_file_is_not_in_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "folder_without_code").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    require_siblings("gpt", "nothing_of_this_name", "folder_without_code")
+
+
 @pytest.mark.full
 def test_a_wheel_is_built_installed_elsewhere_and_trains(tmp_path: Path):
     source, wheels, site, work = (tmp_path / name for name in ("source", "wheels", "site", "work"))

@@ -44,6 +44,15 @@ class CachedShards(NamedTuple):
 NONE_CACHED = CachedShards(frozenset(), frozenset())
 
 
+class UnitChoice(NamedTuple):
+    """A choice of the units that stay unsharded while they do not run: see `PlacementPlanner`."""
+
+    prefetch_numel: int
+    may_keep: bool
+    num_bytes: int
+    """Of the memory that both need."""
+
+
 class PlacementPlanner:
     """Decides what a rank keeps on its accelerator: units that are prefetched or kept, shards, optimizer states.
 
@@ -138,36 +147,24 @@ class PlacementPlanner:
         self._enter(UPDATE)
         least_room = self._recorder.check(axes)
         if self._recorder.end_step() and self._is_auto:
-            self._choose_units(least_room)
+            self.prefetch_numel, self.may_keep, unit_bytes = choose_units(
+                self._orders, self._configured_prefetch_numel, least_room
+            )
             shards = _shards_on_host({unit for order in self._orders.values() for unit in order.current})
-            room = least_room - self._unit_bytes - sum(shard.owned.nbytes for shard in shards)
-            placed_bytes = _place_optimizer_states(buckets, room, bytes_to_place, place)
-            self._plan_cache(self._unit_bytes + placed_bytes)
+            room = least_room - unit_bytes - sum(shard.owned.nbytes for shard in shards)
+            placed_bytes = place_optimizer_states(buckets, room, bytes_to_place, place)
+            self._plan_cache(unit_bytes + placed_bytes)
             num_placed = sum(bucket.optimizer_placement is Placement.ACCELERATOR for bucket in buckets)
             logger.info(
                 "offload: %.3g of %.3g GB are free at the tightest moment; %.3g for units that are prefetched or kept, "
                 "%.3g for the optimizer's states of %d of %d buckets, the rest for shards of parameters",
                 least_room / GIGA,
                 self._recorder.budget_bytes / GIGA,
-                self._unit_bytes / GIGA,
+                unit_bytes / GIGA,
                 placed_bytes / GIGA,
                 num_placed,
                 len(buckets),
             )
-
-    def _choose_units(self, least_room: int) -> None:
-        """Choose how many elements are prefetched, and whether units are kept; `_unit_bytes` is what they take."""
-        units = {unit for order in self._orders.values() for unit in order.current}
-        itemsize = max((flat.full.element_size() for unit in units for flat in unit.flats), default=1)
-        all_numel = sum(unit.transient_numel for unit in units)
-        ahead_bytes = min(min(self._configured_prefetch_numel, all_numel) * itemsize, least_room // 2)
-        if ahead_bytes >= max((unit.transient_numel for unit in units), default=0) * itemsize:
-            self.prefetch_numel = ahead_bytes // itemsize
-        self._unit_bytes = self.prefetch_numel * itemsize
-        kept = self._orders["backward"].current[:NUM_KEPT]
-        kept_bytes = sum(unit.transient_numel for unit in kept) * itemsize
-        self.may_keep = kept_bytes <= least_room - self._unit_bytes
-        self._unit_bytes += kept_bytes * self.may_keep
 
     def _plan_cache(self, taken_bytes: int) -> None:
         """Plan which shards are in the device cache at each moment, in the budget without `taken_bytes`."""
@@ -208,7 +205,23 @@ def _budget_bytes(offload: Offload) -> float | None:
     return SHARE_WITHOUT_BUDGET * torch.cuda.get_device_properties(offload.device).total_memory
 
 
-def _place_optimizer_states(
+def choose_units(orders: UnitOrders, prefetch_numel: int, room_bytes: int) -> UnitChoice:
+    """Choose how many elements are prefetched, at most `prefetch_numel`, and whether units are kept.
+
+    Elements that are prefetched take at most half of the room, and none of it if that does not hold each of the units.
+    """
+    units = {unit for order in orders.values() for unit in order.current}
+    itemsize = max((flat.full.element_size() for unit in units for flat in unit.flats), default=1)
+    numels = [unit.transient_numel for unit in units]
+    ahead_numel = min(prefetch_numel, sum(numels), room_bytes // 2 // itemsize)
+    if any(numel > ahead_numel for numel in numels):
+        ahead_numel = 0
+    kept_numel = sum(unit.transient_numel for unit in orders["backward"].current[:NUM_KEPT])
+    may_keep = (ahead_numel + kept_numel) * itemsize <= room_bytes
+    return UnitChoice(ahead_numel, may_keep, (ahead_numel + kept_numel * may_keep) * itemsize)
+
+
+def place_optimizer_states(
     buckets: Sequence[Bucket],
     room_bytes: float,
     bytes_to_place: Callable[[Bucket], int],

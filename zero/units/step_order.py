@@ -35,8 +35,8 @@ class StepOrder:
 
     def __init__(self) -> None:
         self.current = Round.STEP
-        self._num_backwards = 0
-        self._past = 0  # a hash of the rounds of this step, so that it takes the same time however many they are
+        # `_past` is a hash of the rounds of this step, so that it takes the same time however many they are.
+        self._past = self._num_backwards = 0
         self._followers: dict[int, Round] = {}  # only those that were not expected
 
     @property

@@ -35,11 +35,9 @@ def find_tensors(tree: Any) -> tuple[list[Tensor], bool]:
         item = left.pop()
         if isinstance(item, Tensor):
             tensors[id(item)] = item
-        elif isinstance(item, _PLAIN) or type(item) is object or id(item) in seen:
-            continue
-        elif len(seen) == MAX_OBJECTS:
-            return list(tensors.values()), False
-        else:
+        elif not (isinstance(item, _PLAIN) or type(item) is object or id(item) in seen):
+            if len(seen) == MAX_OBJECTS:
+                return list(tensors.values()), False
             seen[id(item)] = item
             content = _content(item)
             is_complete &= content is not None

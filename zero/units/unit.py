@@ -144,15 +144,10 @@ def named_units(module: nn.Module, patterns: Sequence[str]) -> list[str]:
     owner: dict[nn.Module, str] = {}
     for name in names[1:]:
         for submodule in modules[name].modules():
-            if name != owner.setdefault(submodule, name) and not _is_inside(name, owner[submodule]):
-                raise ConfigError(
-                    f"ZeroConfig.units: {owner[submodule]} and {name} share a module; name one unit around both"
-                )
+            first = owner.setdefault(submodule, name)
+            if name != first and not name.startswith(f"{first}."):
+                raise ConfigError(f"ZeroConfig.units: {first} and {name} share a module; name one unit around both")
     return names
-
-
-def _is_inside(name: str, other: str) -> bool:
-    return name.startswith(f"{other}.") or other.startswith(f"{name}.")
 
 
 def find_units(module: nn.Module) -> list[str]:

@@ -1,10 +1,13 @@
-"""Uses of a wrapped module that are refused, with the reason."""
+"""Uses of a wrapped module that are refused, with the reason, and what wrapping and unwrapping leave."""
 
 import copy
+import gc
+import pickle
+import weakref
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from parallel.errors import ConfigError
 from parallel.mesh import Axis
@@ -72,3 +75,55 @@ def test_optimizers_of_a_model_have_the_same_loss_scale():
     with pytest.raises(ValueError, match=r"loss scales of their own, from 8 and 4; give both the same LossScale$"):
         ZeroOptimizer(model, torch.optim.SGD, second, lr=0.1, loss_scale=LossScale(4.0))
     ZeroOptimizer(model, torch.optim.SGD, second, lr=0.1, loss_scale=kept.loss_scale)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_an_unwrapped_module_keeps_nothing_of_the_engine(stage):
+    model = wrapped(stage)
+    model.register_forward_method("forward", model.module[1])
+    engine, module = weakref.ref(model), model.unwrap()
+    assert not hasattr(model, "module")
+    del model
+    gc.collect()
+    assert engine() is None
+    for part in module.modules():
+        assert type(part._parameters) is dict
+        assert not any((part._forward_hooks, part._forward_pre_hooks, part._load_state_dict_pre_hooks))
+        assert "forward" not in vars(part)
+    assert all(type(param) is nn.Parameter for param in module.parameters())
+
+
+@pytest.mark.parametrize(
+    ("config", "num_hooks"),
+    [
+        (ZeroConfig(1), 0),
+        (ZeroConfig(2, overlap_gather=True), 2),  # on each layer
+        (ZeroConfig(3), 3),
+        (ZeroConfig(3, overlap_gather=True), 3),
+    ],
+)
+def test_modules_have_hooks_only_if_something_is_gathered_while_they_run(config, num_hooks):
+    module = ZeroDataParallel(two_layers(), DATA, config).module
+    assert sum(len(part._forward_pre_hooks) for part in module.modules()) == num_hooks
+
+
+class Doubles(nn.Linear):
+    def twice(self, x: Tensor) -> Tensor:
+        """Return the output times two."""
+        return 2 * self(x)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
+def test_a_copy_of_a_module_runs_its_registered_methods_with_its_own_values(copied):
+    model = ZeroDataParallel(nn.Sequential(Doubles(4, 4)), DATA, ZeroConfig(3))
+    for _ in range(2):
+        model.register_forward_method("twice", model.module[0])
+    assert model.module[0].twice.__doc__ == "Return the output times two."
+    with model.gathered() as module:
+        plain = copied(module)
+    with torch.no_grad():
+        plain[0].weight.fill_(1.0)
+        plain[0].bias.zero_()
+    x = torch.ones(1, 4)
+    assert plain[0].twice(x).tolist() == plain[0].twice(x=x).tolist() == [[8.0] * 4]
+    assert not model.module[0].twice(x).equal(plain[0].twice(x))

@@ -1,10 +1,15 @@
-"""The number of parameters that are unsharded while a model is built."""
+"""Parameters while a model is built: how many are unsharded, and those that are read have their values."""
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
 
 import pytest
-from torch import nn
+from torch import Tensor, nn
 
 from parallel.mesh import Axis
-from zero.sharded_init import ShardedInit
+from zero.sharded_init import NUM_RECENT_MODULES, ShardedInit
 from zero.stage import STAGES
 
 
@@ -15,3 +20,25 @@ def test_no_more_is_sharded_than_the_limit_asks_for(num_layers: int, limit: int,
         assert len(init._shards) == num_sharded
         assert layers[-1].weight not in init._shards
     assert len(init._shards) == num_layers
+
+
+READS: dict[str, Callable[[dict[str, Any]], Tensor]] = {
+    "index": lambda table: table["weight"],
+    "values": lambda table: next(iter(table.values())),
+    "items": lambda table: dict(table.items())["weight"],
+    "copy": lambda table: copy.deepcopy(table)["weight"],
+    "pickle": lambda table: pickle.loads(pickle.dumps(table))["weight"],
+    "change": lambda table: table.update() or table.__setitem__("bias", None) or dict.__getitem__(table, "weight"),
+}
+
+
+@pytest.mark.parametrize("read", READS.values(), ids=READS)
+def test_a_table_of_parameters_that_is_read_has_their_values(read: Callable[[dict[str, Any]], Tensor]):
+    with ShardedInit(Axis.trivial("data"), STAGES[3], 0) as init:
+        first = nn.Linear(4, 4)
+        expected = first.weight.detach().clone()
+        others = [nn.Linear(4, 4) for _ in range(NUM_RECENT_MODULES)]
+        assert first.weight.equal(expected)
+        others += [nn.Linear(4, 4) for _ in range(NUM_RECENT_MODULES)]
+        assert dict.__getitem__(first._parameters, "weight") in init._shards
+        assert read(first._parameters).detach().equal(expected)

@@ -25,6 +25,7 @@ def test_one_axis_divides_and_the_other_replicates(stage):
         ({"stage": 4}, r"ZeroConfig\.stage=4 is above 3; choose an integer from 0 to 3"),
         ({"accumulate": "locl"}, r"ZeroConfig\.accumulate=locl is unknown; choose reduce or local"),
         ({"bucket_numel": 0}, r"ZeroConfig\.bucket_numel=0 is below 1"),
+        ({"alignment": 24}, r"ZeroConfig\.alignment=24 is not a multiple of 16; choose 16 or 256"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(settings, message):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.distributed.zero.compiled.backend import Backend
 from tests.distributed.zero.scenarios.runs import STAGE_3, STAGES, WIDTH, Block, Blocks, Model, Run, scenario
@@ -45,11 +45,12 @@ def test_forward_of_blocks_is_compiled_alone(run: Run) -> None:
 @scenario(STAGES)
 def test_a_model_is_compiled_whole(run: Run) -> None:
     module, backend = three_blocks(), Backend()
+    module.head = nn.Sequential(nn.Linear(WIDTH, 3), nn.Linear(3, 2))
     module.compile(backend=backend)
     model = run.wrap(module)
     run.train(model, run.optimizer(model), steps=range(3))
-    # In stage 3, graphs end at blocks, which have one graph together.
-    assert backend.num_operations == ([1, BLOCK_OPERATIONS, 1] if run.shards_parameters else [3 * BLOCK_OPERATIONS + 2])
+    # In stage 3, graphs end at blocks, which have one graph together, and not between the other modules.
+    assert backend.num_operations == ([1, BLOCK_OPERATIONS, 2] if run.shards_parameters else [3 * BLOCK_OPERATIONS + 3])
 
 
 @scenario(STAGES)

@@ -25,6 +25,7 @@ from tests.distributed.zero.scenarios.runs import (
     mean_square,
     scenario,
 )
+from zero.torch_internals import DisableTorchFunction
 from zero.units.guarded_parameter import ShardedParameterError
 
 # What reads or writes the values of a parameter, given the model and a parameter of it that was kept in a list.
@@ -184,6 +185,21 @@ class ReadsNeighbours(nn.Module):
 def test_weights_of_children_and_of_other_blocks_are_read_in_forward(run: Run) -> None:
     first = Block()
     model = run.wrap(Blocks(first, ReadsNeighbours(first), ReadsNeighbours(first)))
+    run.train(model, run.optimizer(model), steps=range(3))
+
+
+class ReadsUnseen(ReadsNeighbours):
+    """A block whose operations torch shows to no subclass of a tensor, as those of an extension in C++."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with DisableTorchFunction():
+            return super().forward(x)
+
+
+@scenario()
+def test_weights_of_other_blocks_are_read_in_forward_by_an_extension(run: Run) -> None:
+    first = Block()
+    model = run.wrap(Blocks(first, ReadsUnseen(first), ReadsUnseen(first)))
     run.train(model, run.optimizer(model), steps=range(3))
 
 

@@ -92,6 +92,7 @@ ALL = [[0, 1, 2, 3]]
         [[0, 1, 2], [0, 1, 2, 3]],
         [[3, 2], [2, 3]],
         [[0, 1, 2, 3], [0, 1, 1, 2, 3]],
+        [[0, 1, 2, 3], [0, 1, 2, 3, 0]],
     ],
 )
 def test_different_branches_are_named(num_same_steps, routes):
@@ -100,6 +101,8 @@ def test_different_branches_are_named(num_same_steps, routes):
     assert named
     for text in named:
         assert re.search(r"data rank \d (gathers|reduces|begins).* then (gathers|reduces|begins)", text)
+        predicted = re.search(r"; from the steps before, it is expected that a rank (gathers|reduces|begins) ", text)
+        assert bool(predicted) == (num_same_steps > 0)
         assert text.endswith("a ZeroConfig.stage below 3")
 
 
@@ -262,6 +265,54 @@ def test_ranks_may_run_different_numbers_of_micro_batches_if_only_the_last_commu
             optimizer.step()
         for params in (params for of_rank in found for params in of_rank):
             torch.testing.assert_close(params, {name: p.detach() for name, p in plain.named_parameters()})
+
+
+def read_other_parameters(first_ranks: list[str], others: list[str]) -> str:
+    """Read parameters in one `gathered()`, and then run a forward; return the error of this rank."""
+    model = ZeroDataParallel(BranchesOfRoot(), Mesh.create(tensor_size=1).data, STAGE_3)
+    names = others if model.data.rank else first_ranks
+    try:
+        with model.gathered([model.module.get_parameter(name) for name in names]):
+            pass
+        model(torch.ones(1, 16), [0])
+    except DivergedRanks as error:
+        return str(error)
+    return ""
+
+
+class BranchesOfRoot(Branches):
+    """Blocks, and a parameter of the root."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(16))
+
+
+@pytest.mark.parametrize(("more", "gathers"), [("bias", "gathers the root"), ("blocks.1.weight", "gathers blocks.1")])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_rank_that_reads_more_parameters_than_another_is_named(more, gathers, is_first):
+    both, one = ["blocks.0.weight"], ["blocks.0.weight", more]
+    arguments = (one, both) if is_first else (both, one)
+    for text in run_ranks(2, read_other_parameters, *arguments):
+        assert text.startswith("ranks took different branches of the model: data rank ")
+        assert f"gathers blocks.0, then {gathers}" in text
+        assert "gathers blocks.0, then begins a forward after 0 micro-batches" in text
+
+
+def unwrap_on_the_first_rank() -> str:
+    """Unwrap on the first rank, while others run a forward; return the error of this rank."""
+    model = ZeroDataParallel(Branches(), Mesh.create(tensor_size=1).data, STAGE_3)
+    try:
+        model(torch.ones(1, 16), [0]) if model.data.rank else model.unwrap()
+    except DivergedRanks as error:
+        return str(error)
+    return ""
+
+
+def test_a_rank_that_unwraps_alone_is_named():
+    for text in run_ranks(2, unwrap_on_the_first_rank):
+        assert text.startswith("ranks are at different points of a step: ")
+        assert "gathers parameters to read them after 0 micro-batches" in text
 
 
 class Mixture(nn.Module):

@@ -17,6 +17,7 @@ from zero.activations.choice import (
     model_parallel_volume,
     partition_volume,
     pays,
+    stored_bytes,
 )
 from zero.activations.stores import STORES, StoreContext
 from zero.formulas.memory import formula
@@ -46,7 +47,8 @@ def test_volumes_are_section_8s():
 
 def test_arithmetic_intensity_is_section_6s():
     """It is above 10K operations a byte for large models, and linear in their width and in a checkpoint's layers."""
-    assert arithmetic_intensity(8192, 1, 2) > 10_000
+    assert arithmetic_intensity(8192, 1, 2) == 48 * 8192 > 10_000
+    assert arithmetic_intensity(100, 2, 4, block_weights=1000) == 40
     assert arithmetic_intensity(8192, 1, 2) == 4 * arithmetic_intensity(2048, 1, 2)
     assert arithmetic_intensity(8192, 3, 2) == 3 * arithmetic_intensity(8192, 1, 2)
     assert arithmetic_intensity(8, 3, 2, block_weights=12 * 64) == arithmetic_intensity(8, 3, 2)
@@ -121,6 +123,39 @@ def test_the_bytes_of_the_choice_are_those_that_stores_keep(store):
     promised = kept.num_bytes(38, w.s * w.h, w.itemsize)
     working = w.itemsize * (12 * w.h * w.k + 2 * w.vocab_size) * w.s / 16
     assert bytes_per_sequence(w, store) == promised.device + promised.in_transit + working
+
+
+@pytest.mark.parametrize(
+    ("N_m", "stored", "seconds"),
+    [
+        (1, {"keep": 2000, "partition_host": 1000}, {"keep": 4, "partition_host": 4 + 8 - 4}),
+        (
+            2,
+            {"keep": 4000, "partition": 2000 + 2000, "partition_host": 1000 + 2000},
+            {"keep": 4, "partition": 4 + 2, "partition_host": 4 + 2 + 8 - 4},
+        ),
+        (
+            4,
+            {"keep": 8000, "partition": 2000 + 4000, "partition_host": 1000 + 4000},
+            {"keep": 4, "partition": 4 + 4, "partition_host": 4 + 4 + 8 - 4},
+        ),
+    ],
+)
+def test_bytes_and_seconds_of_a_small_layout_are_those_of_a_hand(N_m, stored, seconds):
+    """Four checkpoints have 1000 elements of 2 bytes each, which are divided over `4 / N_m` of 4 tensor ranks.
+
+    A byte is computed with in 80 operations, 2 nanoseconds. It is copied twice, in 2 nanoseconds each.
+    """
+    sizes = {"b": 2, "s": 10, "h": 100, "L": 8, "k": 2, "N_m": N_m, "tensor_size": 4, "vocab_size": 7, "itemsize": 2}
+    w = Workload(**sizes, state_bytes=0, data_bytes=8000, block_weights=1000, block_width=1)
+    hardware = Hardware(tflops=0.04, tensor_gb_per_second=2, data_gb_per_second=1, host_gb_per_second=0.5)
+    for store, num_bytes in stored.items():
+        assert stored_bytes(w, store) == num_bytes
+        assert 1e6 * exposed_seconds(w, store, 2, hardware) == pytest.approx(seconds[store])
+
+
+def test_a_store_does_not_pay_instead_of_itself():
+    assert not pays(workload(60, 75, 8, 2, 8), "keep", "keep", V100_BYTES, Hardware())
 
 
 def test_a_figure_of_the_hardware_that_is_not_positive_is_refused():

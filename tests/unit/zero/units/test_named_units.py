@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from parallel.errors import ConfigError
 from parallel.mesh import Axis
 from zero.config import ZeroConfig
 from zero.engine import ZeroDataParallel
@@ -27,6 +28,18 @@ def test_units_are_in_the_order_of_the_modules(patterns):
     model = nn.Sequential(*[Block() for _ in range(NUM_BLOCKS)])
     halves = [f"{block}.{half}" for block in range(NUM_BLOCKS) for half in ("first", "second")]
     assert named_units(model, patterns) == ["", *halves]
+
+
+def test_a_unit_may_be_inside_another_one():
+    model = nn.Sequential(Block(), Block())
+    assert named_units(model, ["*.first", "*"]) == ["", "0", "0.first", "1", "1.first"]
+
+
+def test_a_module_in_two_units_is_refused_though_the_name_of_one_begins_as_the_other():
+    model = nn.ModuleDict({"block": nn.Sequential(nn.Linear(1, 1))})
+    model["block2"] = nn.Sequential(model["block"][0])
+    with pytest.raises(ConfigError, match="block and block2 share a module"):
+        named_units(model, ["block", "block2"])
 
 
 @pytest.mark.parametrize("patterns", [("*.first", "*.second"), ("*.second", "*.first")])

@@ -39,6 +39,7 @@ def test_numbers_of_micro_batches_that_take_turns_deviate_once_in_a_step():
 def test_micro_batches_are_counted_from_the_optimizers_step():
     order = StepOrder()
     assert order.describe(Round.FORWARD) == "begins a forward after 0 micro-batches"
+    assert order.describe(Round.STEP) == "steps the optimizer after 0 micro-batches"
     unexpected(order, "fafb")
     assert order.describe(Round.STEP) == "steps the optimizer after 2 micro-batches"
     unexpected(order, "s")
