@@ -21,6 +21,7 @@ from zero.optimizers.matrix_optimizer import MatrixOptimizer
 
 MIN_ALLOCATION_BYTES = 512  # that CUDA's allocator takes for any smaller tensor
 PROBED_ROWS, PROBED_COLUMNS, PROBED_CUT, NUM_PROBE_STEPS = 6, 8, 19, 3
+PROBED_RATE = 1e-2  # with a learning rate near zero, no two results would differ
 
 
 @dataclass(frozen=True, eq=False)
@@ -272,8 +273,8 @@ def _random(seed: int, block_numel: int) -> Tensor:
 
 
 def _with_large_rate(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings with another learning rate: with a rate near zero, no two results would differ."""
-    return settings | {"lr": 1e-2} if "lr" in settings else settings
+    """Return the settings with `PROBED_RATE` in place of their learning rate, if they have one."""
+    return settings | {"lr": PROBED_RATE} if "lr" in settings else settings
 
 
 def _distinct_settings(groups: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[int]]:

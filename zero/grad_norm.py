@@ -44,8 +44,8 @@ class GradNorm:
 
     @property
     def temporary_bytes(self) -> int:
-        """The bytes of the norms of some chunks: in fp32, each by itself and in a stack of all."""
-        return 2 * 4 * NUM_NORMS
+        """The bytes of the norms of some chunks, each by itself, in a stack and squared, and of a sum; all in fp32."""
+        return 4 * (3 * NUM_NORMS + 1)
 
     def total(self) -> Tensor:
         """Return the global norm, 0-dim, from the norms of a few chunks at a time (C_B).

@@ -7,10 +7,9 @@
 This file is arithmetic on names and shapes: it allocates nothing and is the same on every rank.
 """
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
 
 import torch
 from torch import Tensor
@@ -101,9 +100,8 @@ class Layout:
     def spans_in(self, elements: range) -> Iterator[tuple[Span, range]]:
         """Iterate over the parameters that have elements in `elements`, each with its part of them."""
         first = bisect_right(self.spans, elements.start, key=lambda span: span.elements.stop)
-        for span in islice(self.spans, first, None):
-            if span.elements.start >= elements.stop:
-                break
+        end = bisect_left(self.spans, elements.stop, key=lambda span: span.elements.start)
+        for span in self.spans[first:end]:
             if part := overlap(span.elements, elements):
                 yield span, part
 

@@ -55,7 +55,7 @@ class PretrainedWeights(Mapping[str, Tensor]):
         self._locations: dict[str, tuple[TensorFile, str]] = {}  # by the names of transformers, without the prefix
         for file in map(TensorFile, files):
             for name in file.entries:
-                if not name.endswith(family.ignored or "\0") and not (config.tied_head and name.startswith(HEAD)):
+                if not name.endswith(family.ignored) and not (config.tied_head and name.startswith(HEAD)):
                     self._add(name.removeprefix(family.prefix), file, name)
         self._names = self._check_shapes(folder)
 

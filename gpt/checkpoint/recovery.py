@@ -136,12 +136,8 @@ class Recovery:
                 "often, such as every 100 steps"
             )
         before = load(found, self._state)
-        # The first rank changes the folder after all ranks have read the checkpoint, and before any rank saves again.
-        self._state.mesh.barrier()
         if self._is_first:
             cut_metrics(self._run_dir, before.step)
-            set_aside_later(self._folder, before.step)
-        self._state.mesh.barrier()
         self._saved_step = before.step
         self._say(f"rolled back from step {progress.step} to {found}; the samples in between are left out")
         return replace(progress, step=before.step)

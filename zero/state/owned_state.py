@@ -135,7 +135,7 @@ def _load_optimizer_state(
             else:
                 # A fused optimizer of torch expects step counters on the device, any other one on the host.
                 is_fused = optimizer.inner.defaults.get("fused")
-                state[kind] = scalar.to(piece.param.device if is_fused else "cpu", copy=True)
+                state[kind] = scalar.to(piece.param.device if is_fused else "cpu")
         if of_elements:
             assert isinstance(optimizer.inner, AdamW8bit)
             optimizer.inner.requantize(piece.param, of_elements)

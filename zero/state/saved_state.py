@@ -185,7 +185,7 @@ class SavedState:
         # The parameter as a matrix: a row consists of all dims from the cut one on, so a rank's part is some columns.
         row_numel = parameter.shape[own_dim if parameter.dim is None else parameter.dim :].numel()
         own_numel, saved_numel = row_numel // num_parts, row_numel // num_saved_parts
-        for block in _blocks(elements, own_numel, max(1, BLOCK_NUMEL // saved_numel)):
+        for block in _blocks(elements, own_numel, BLOCK_NUMEL // saved_numel):
             numel = block.num_rows * len(block.columns)
             block_out, out = out[:numel].view(block.num_rows, -1), out[numel:]
             part = 0 if own_dim is None else tensor.rank
@@ -256,8 +256,9 @@ class SavedState:
             if (numel := elements_per_value(kind)) == 1:
                 file.read(tensor_name, wanted, target)
             else:
-                values = out.new_empty(-(-wanted.stop // numel) - wanted.start // numel, device="cpu")
-                file.read(tensor_name, range(wanted.start // numel, -(-wanted.stop // numel)), values)
+                blocks = range(wanted.start // numel, -(-wanted.stop // numel))
+                values = out.new_empty(len(blocks), device="cpu")
+                file.read(tensor_name, blocks, values)
                 skipped = wanted.start % numel
                 target.copy_(values.repeat_interleave(numel)[skipped : skipped + len(wanted)])
 
@@ -289,7 +290,7 @@ def _parameters(layouts: list[Layout], split_dims: dict[str, int], tensor_size: 
 
 
 def _blocks(elements: range, row_numel: int, max_rows: int) -> Iterator[Block]:
-    """Divide `elements` of a matrix into blocks of at most `max_rows` whole rows, and incomplete rows at both ends."""
+    """Divide `elements` of a matrix into blocks of at most `max_rows` whole rows, or of one, and incomplete rows."""
     start = elements.start
     while start < elements.stop:
         row, column = divmod(start, row_numel)

@@ -15,6 +15,7 @@ from gpt.checkpoint.layout import Progress
 from gpt.checkpoint.recovery import Recovery, _all_ranks_have, remove_partial
 from gpt.checkpoint.saver import Saver
 from gpt.settings.parser import parse_settings
+from parallel.errors import ConfigError
 from parallel.mesh import Mesh
 from tests.ranks import run_ranks
 from tests.unit.gpt.checkpoint.runs import DATA
@@ -101,6 +102,28 @@ def parts_that_a_resumed_rank_finds(folder: Path) -> list[str]:
 
 def test_no_rank_goes_on_before_the_first_has_tidied_the_folder(tmp_path):
     assert run_ranks(2, parts_that_a_resumed_rank_finds, tmp_path) == [[], []]
+
+
+def resumed_from_folders_of_their_own(folder: Path) -> str:
+    """The error of a rank whose folder has a checkpoint, or which has a folder without one."""
+    settings = parse_settings([f"--config={BASE}", f"--run.dir={folder}"])
+    state = build(settings, Mesh.create(1), torch.device("cpu"))
+    run_dir = folder / str(dist.get_rank())
+    (run_dir / "checkpoints" / ("step-00000001" if dist.get_rank() else "other")).mkdir(parents=True)
+    own = Recovery(settings.checkpoint, run_dir, state, DATA, lambda _: None, lambda: None, lambda _: None)
+    try:
+        own.resume("")
+    except ConfigError as error:
+        return str(error)
+    finally:
+        own.release()
+    return ""
+
+
+def test_ranks_that_would_resume_from_different_checkpoints_are_refused(tmp_path):
+    found = run_ranks(2, resumed_from_folders_of_their_own, tmp_path)
+    for rank, (error, own) in enumerate(zip(found, ["None", tmp_path / "1/checkpoints/step-00000001"], strict=True)):
+        assert f"rank {rank} would resume from {own}, another rank from elsewhere; put run.dir=" in error
 
 
 def test_settings_are_compared_over_both_axes():

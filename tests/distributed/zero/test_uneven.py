@@ -7,13 +7,16 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor, nn
 
-from parallel.mesh import Mesh
+from parallel.instruments.comm_log import CommLog
+from parallel.mesh import Axis, Mesh
 from tests.ranks import run_ranks
 from tests.twins import ALL_STAGES, check_all, configs, params_of
+from tests.unit.zero.test_loss_scale import CopiesToHost
 from zero.config import ZeroConfig
 from zero.engine import ZeroDataParallel
+from zero.offload.streams import SideStream
 from zero.optimizer import ZeroOptimizer
-from zero.uneven import join
+from zero.uneven import _Exchange, join
 
 NUM_BATCHES = [3, 1]
 
@@ -76,6 +79,20 @@ def test_the_last_batch_is_repeated_with_weight_0():
     assert run_ranks(3, turns_of, [3, 1, 2]) == [longest, [(0, 1.0), (0, 0.0), (0, 0.0)], [*longest[:2], (1, 0.0)]]
     assert run_ranks(2, turns_of, [2, 2]) == [longest[:2]] * 2
     assert run_ranks(1, turns_of, [2]) == [longest[:2]]
+
+
+class MetaAxis(Axis):
+    """The only rank of an axis along which tensors without values are sent."""
+
+    def communication_device(self, tensor: Tensor) -> torch.device:
+        return torch.device("meta")
+
+
+def test_the_host_does_not_wait_for_the_flags_of_others():
+    axis = MetaAxis("data", 1, 0, CommLog())
+    with CopiesToHost() as copies:
+        _Exchange(True, axis, SideStream(torch.device("cpu")))
+    assert copies.go_on == [True]
 
 
 def test_a_rank_without_batches_is_named_on_every_rank():

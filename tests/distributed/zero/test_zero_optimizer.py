@@ -384,6 +384,21 @@ def test_skipped_steps_warn_and_many_in_a_row_raise():
     run_ranks(2, check_skipped_steps_are_reported)
 
 
+@pytest.mark.parametrize(
+    ("is_dynamic", "settings", "warns"),
+    [(False, {}, True), (True, {}, False), (False, {"warn_skipped": False}, False)],
+)
+def test_a_skipped_step_warns_unless_it_is_expected(is_dynamic, settings, warns):
+    model = ZeroDataParallel(nn.Linear(4, 4), Axis.trivial("data"), ZeroConfig())
+    scale = LossScale(2.0, is_dynamic=is_dynamic)
+    optimizer = ZeroOptimizer(model, torch.optim.SGD, loss_scale=scale, **settings)
+    (model(torch.ones(2, 4)).sum() * math.inf).backward()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer.step()
+    assert [warning.category for warning in caught] == [RuntimeWarning] * warns
+
+
 SGD_WITH_MOMENTUM: Optimizer = torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}
 ADAMW: Optimizer = torch.optim.AdamW, {"lr": 1e-2}
 Schedule = Callable[[torch.optim.Optimizer], lr_scheduler.LRScheduler]
@@ -458,3 +473,22 @@ def test_small_shards_are_updated_together_to_the_bit(dtype, types):
     for alone, together in zip(*(run_ranks(2, train_in_groups, n, dtype, types) for n in (8, 1)), strict=True):
         assert together[0] == [math.ceil(n / 2) for n in alone[0]]
         assert_same_bits(together[1], alone[1])
+
+
+def test_buckets_of_different_types_are_updated_apart(monkeypatch):
+    """Buckets have 64, 64 and 32 elements in fp32, and 32 in fp64; the last two would have room in one group."""
+    monkeypatch.setattr(optimizer_module, "GROUPED_SHARE", 1)
+    module = nn.ModuleList([nn.Linear(10, 16, bias=False), nn.Linear(4, 8, bias=False).double()])
+    model = ZeroDataParallel(module, Axis.trivial("data"), ZeroConfig(1, bucket_numel=64))
+    optimizer = ZeroOptimizer(model, torch.optim.SGD, lr=1.0)
+    before = params_of(model)
+    numels: list[int] = []
+    step_inner = optimizer.inner.step
+    optimizer.inner.step = lambda: [  # type: ignore[assignment]
+        numels.append(sum(param.numel() for group in optimizer.inner.param_groups for param in group["params"])),
+        step_inner(),
+    ]
+    sum(param.sum() for param in module.parameters()).backward()
+    optimizer.step()
+    assert sorted(numels) == [32, 32, 64, 64]
+    assert all(param.equal(before[name] - 1) for name, param in params_of(model).items())

@@ -85,6 +85,19 @@ def test_weights_that_do_not_fit_are_refused(folder: Path, change: Callable[[Wei
     assert_refused(folder, message)
 
 
+def test_the_causal_masks_of_older_files_are_no_weights(folder: Path):
+    (file,) = folder.glob("*.safetensors")
+    weights = weights_to_transformers(small_gpt(CONFIG).state_dict(), CONFIG)
+    masks = {
+        f"transformer.h.{layer}.attn.{name}": torch.ones(1) for layer in (0, 1) for name in ("bias", "masked_bias")
+    }
+    write_tensors(file, {name: tensor.contiguous() for name, tensor in weights.items()} | masks)
+    model, expected = small_gpt(CONFIG, seed=2), small_gpt(CONFIG)
+    load_pretrained(model, folder)
+    for param, own in zip(model.parameters(), expected.parameters(), strict=True):
+        assert param.equal(own)
+
+
 def test_weights_that_overflow_in_the_precision_of_the_run_are_refused(folder: Path):
     (file,) = folder.glob("*.safetensors")
     weights = weights_to_transformers(small_gpt(CONFIG).state_dict(), CONFIG)

@@ -4,8 +4,8 @@ from decimal import ROUND_DOWN, ROUND_HALF_UP, Decimal
 
 import pytest
 
-from zero.formulas.memory import formula
-from zero.formulas.traffic import step_bytes
+from zero.formulas.memory import ModelStates, formula, placed
+from zero.formulas.traffic import axis_bytes, step_bytes
 from zero.stage import STAGES
 
 # Table 1 of the paper: GB of model states per GPU, as printed, some rounded and some truncated.
@@ -66,3 +66,30 @@ def test_fp32_parameters_are_their_own_master(stage, expected):
 def test_traffic_is_two_or_three_times_the_parameters(stage, num_micro_batches, times_psi):
     assert step_bytes(STAGES[stage], 1000.0, 4, num_micro_batches) == times_psi * 1000 * 3 / 4
     assert step_bytes(STAGES[stage], 1000.0, 1, num_micro_batches) == 0
+
+
+@pytest.mark.parametrize(
+    ("stage", "offloaded", "accelerator", "host"),
+    [
+        (0, (), (200, 200, 400, 800), (0, 0, 0, 0)),
+        (0, ("optimizer",), (200, 200, 0, 0), (0, 200, 400, 800)),  # full gradients stay, and are copied
+        (1, ("optimizer",), (200, 200, 0, 0), (0, 50, 100, 200)),
+        (2, ("optimizer", "parameters"), (200, 0, 0, 0), (0, 50, 100, 200)),  # parameters that persist stay
+        (3, ("optimizer",), (50, 0, 0, 0), (0, 50, 100, 200)),
+        (3, ("parameters",), (0, 50, 100, 200), (50, 0, 0, 0)),
+        (3, ("optimizer", "parameters"), (0, 0, 0, 0), (50, 50, 100, 200)),
+    ],
+)
+def test_states_in_host_memory(stage, offloaded, accelerator, host):
+    """One hundred parameters on four ranks, in the order parameters, gradients, master weights, moments."""
+    policy = STAGES[stage]
+    found = placed(formula(policy, 100, 4), policy, 4, offloaded)
+    assert found == (ModelStates(*accelerator), ModelStates(*host))
+
+
+def test_parameters_that_persist_or_are_kept_are_gathered_less_often():
+    """Two all-gathers of 800 bytes without the 100 that are kept, in each micro-batch, and one of 200 that persist."""
+    assert axis_bytes(STAGES[3], 1000.0, 4, 1) == (3000 * 3 / 4, 0)
+    found = axis_bytes(STAGES[3], 1000.0, 4, 2, 3, resident_bytes=200.0, kept_bytes=100.0)
+    assert found == ((3 * 1000 + 3 * (2 * 800 - 100) + 200) * 3 / 4, 2 * 3000 / 4 / 2)
+    assert step_bytes(STAGES[2], 1000.0, 4) == 2 * 1000 * 3 / 4

@@ -58,9 +58,19 @@ def test_the_updates_are_nearly_those_of_adamw():
     assert not own.equal(expected)
 
 
+def test_the_first_update_is_that_of_adamw():
+    """Its moments have not been quantized before."""
+    settings = {"lr": 0.2, "weight_decay": 0.3, "betas": (0.8, 0.6), "eps": 0.1}
+    own, expected = (nn.Parameter(torch.linspace(-1, 1, 1000).view(10, 100)) for _ in range(2))
+    for param, optimizer in ((own, AdamW8bit), (expected, torch.optim.AdamW)):
+        param.grad = torch.linspace(-2, 3, 1000).view(10, 100)
+        optimizer([param], **settings).step()
+    torch.testing.assert_close(own, expected, rtol=1e-5, atol=1e-6)
+
+
 def test_the_state_has_two_bytes_and_two_scales_a_block():
     (bytes_each,) = probe_atoms(AdamW8bit, {}, CPU)
-    assert bytes_each == pytest.approx(2 + 8 / BLOCK, rel=0.05)  # the last block of the probed parameter is incomplete
+    assert bytes_each == 2 + 4 * 8 / (3 * BLOCK + 6)  # the fourth block of the probed parameter is incomplete
     assert probe_atoms(AdamW8bit, {}, CPU, [{"update": "adamw"}]) == [8]
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from parallel.errors import ConfigError
+from parallel.instruments.memory_tracker import MemoryTracker, TensorKind
 from parallel.mesh import Axis
 from tests.distributed.zero.test_zero_optimizer import NoWaiting
 from zero.config import ZeroConfig
@@ -17,6 +18,7 @@ from zero.optimizers.adamw8bit import AdamW8bit
 from zero.optimizers.atoms import ELEMENT
 from zero.optimizers.muon import Muon
 from zero.optimizers.soap import Soap
+from zero.state.resident import buffer_bytes
 
 CPU = torch.device("cpu")
 SHAPES = [(6, 20), (20, 6), (8, 8)]
@@ -113,6 +115,17 @@ def test_a_step_reads_no_value_of_a_tensor(kind):
         with NoWaiting():
             loss.backward()
             optimizer.step()
+
+
+def test_no_message_outlives_a_step():
+    with MemoryTracker(CPU) as tracker:
+        module = Layers()
+        model = ZeroDataParallel(module, Axis.trivial("data"), ZeroConfig(1, bucket_numel=32))
+        optimizer = ZeroOptimizer(model, Muon, groups_of(module), lr=0.1)
+        for _ in range(2):
+            model(torch.ones(3, 6)).backward()
+            optimizer.step()
+        assert tracker.device.resident[TensorKind.BUFFERS] == sum(buffer_bytes(model, optimizer).values())
 
 
 def test_a_vector_in_a_group_of_matrices_is_refused():

@@ -50,7 +50,7 @@ def test_a_checkpoint_is_replaced_by_that_of_a_later_save(saved: tuple[Path, Ten
 
 
 def test_a_crash_while_a_checkpoint_is_replaced_leaves_the_old_one(
-    saved: tuple[Path, Tensor], monkeypatch: pytest.MonkeyPatch
+    saved: tuple[Path, Tensor], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     folder, weight = saved
     rename = Path.rename
@@ -69,10 +69,14 @@ def test_a_crash_while_a_checkpoint_is_replaced_leaves_the_old_one(
     assert has_checkpoint(folder)
     other = wrap()
     assert load(folder, *other) == {"step": 1}
+    before = folder.parent / ".saved.before"
+    warning = f"{folder} was being replaced when the job ended; {before}, which it held before, is loaded"
+    assert caplog.messages == [warning]
     assert other[0].module.weight.equal(weight)
     monkeypatch.undo()
     save(folder, *wrapped, {"step": 5})
     assert load(folder, *other) == {"step": 5}
+    assert caplog.messages == [warning]
 
 
 def test_what_a_crash_has_left_of_an_older_checkpoint_does_not_stand_in_the_way(saved: tuple[Path, Tensor]):

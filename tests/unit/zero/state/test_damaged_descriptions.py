@@ -98,6 +98,7 @@ def test_an_impossible_description_is_refused_with_the_reason(path: tuple[Any, .
         ("1" + "0" * 400, float, "a finite number is needed"),
         ('"1"', float, "the content is '1', a finite number is needed"),
         (f'"{"x" * 100}"', int, f"the content is '{'x' * 59}..., a value of type int is needed"),
+        (f'"{"x" * 58}"', int, f"the content is '{'x' * 58}', a value of type int is needed"),
     ],
 )
 def test_json_that_does_not_fit_is_refused_with_the_place_and_the_need(text: str, schema: Any, problem: str):

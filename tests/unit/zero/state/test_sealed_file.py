@@ -8,7 +8,7 @@ import safetensors.torch
 import torch
 
 from parallel.errors import ConfigError
-from zero.state import tensor_file
+from zero.state import sealed_file, tensor_file
 from zero.state.sealed_file import flush_folder, read_json, verify, write_json
 from zero.state.tensor_file import TensorFile, write_tensors
 
@@ -24,7 +24,10 @@ TENSORS = {
 
 def test_safetensors_reads_what_was_written(tmp_path, monkeypatch):
     monkeypatch.setattr(tensor_file, "CHUNK_BYTES", 16)
-    write_tensors(tmp_path / "a", TENSORS, {"format": "pt"})
+    monkeypatch.setattr(sealed_file, "CHUNK_BYTES", 64)
+    seal = write_tensors(tmp_path / "a", TENSORS, {"format": "pt"})
+    assert verify(tmp_path / "a") == seal
+    assert seal.num_bytes == (tmp_path / "a").stat().st_size
     found = safetensors.torch.load_file(tmp_path / "a")
     assert found.keys() == TENSORS.keys()
     file = TensorFile(tmp_path / "a")

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from parallel.mesh import Mesh
+from tests.unit.zero.test_loss_scale import CopiesToHost
 from zero.state import writer as module
 from zero.state.tensor_file import TensorFile, write_tensors
 from zero.state.writer import CheckpointWriter, HostCopies, Publication, SaveError, rank_file
@@ -73,6 +74,15 @@ def test_a_failure_names_the_checkpoint_the_rank_the_reason_and_the_remedy(
     assert completed == [tmp_path / "a"]
 
 
+def test_what_the_store_keeps_of_a_save_does_not_grow_with_the_ranks(tmp_path: Path):
+    writer, final = make_writer(True), tmp_path / "a"
+    key = writer.new_key(final)
+    writer.start(key, final, {"a": torch.zeros(1)}, {"data_size": 1, "tensor_size": 1}, "save", "of step 7")
+    assert writer.wait() == final
+    assert writer.store.check([f"{key}/outcome"])
+    assert not writer.store.check([f"{key}/reports"])
+
+
 def test_old_checkpoints_that_cannot_be_deleted_do_not_fail_a_save(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     def fail() -> None:
         raise PermissionError(errno.EACCES, "Permission denied")
@@ -93,3 +103,9 @@ def test_copies_in_host_memory_are_reused_while_shape_and_type_stay():
         copy = copies.take({"x": other})["x"]
         assert copy is not first
         assert (copy.shape, copy.dtype) == (other.shape, other.dtype)
+
+
+def test_the_host_does_not_wait_for_the_copy_of_each_tensor():
+    with CopiesToHost() as copies:
+        HostCopies(CPU).take({name: torch.ones(3, device="meta") for name in "xy"})
+    assert copies.go_on == [True, True]

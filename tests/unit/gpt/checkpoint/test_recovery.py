@@ -1,0 +1,168 @@
+"""The recovery of a run: what it says and leaves in the folder, and how a run goes on after a save that failed."""
+
+import errno
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from gpt.checkpoint.layout import Progress
+from gpt.checkpoint.recovery import Recovery
+from gpt.run_folder.files import METRICS, NUMBERS_OF_A_STEP, append_records
+from gpt.settings.run import CheckpointSettings
+from parallel.errors import ConfigError
+from tests.unit.gpt.checkpoint.runs import DATA, tiny_state, train_step
+from zero.state import writer
+from zero.state.writer import SaveError
+
+
+@dataclass
+class Run:
+    """A run of one rank with its recovery, what that has said, and the checkpoints that it has reported."""
+
+    folder: Path
+    settings: dict[str, Any]
+    said: list[str] = field(default_factory=list)
+    completed: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.state = tiny_state()
+        config = CheckpointSettings(every=1, **self.settings)
+        self.recovery = Recovery(
+            config,
+            self.folder,
+            self.state,
+            DATA,
+            self.said.append,
+            lambda: None,
+            lambda path: self.completed.append(path.name),
+        )
+        self.name = self.recovery.resume("model: tiny\n").run
+
+    def save(self, step: int) -> None:
+        self.recovery.save(Progress(step, 2 * step, self.name))
+
+    def train(self, step: int) -> list[Tensor]:
+        """Take a step, and return the weights."""
+        train_step(self.state, step)
+        return [param.detach().clone() for param in self.state.model.module.parameters()]
+
+
+def names_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_run_rolls_back_to_its_newest_checkpoint_and_saves_it_only_once(tmp_path: Path):
+    run = Run(tmp_path / "run", {})
+    with pytest.raises(ConfigError, match=r"roll_back found no checkpoint with checkpoint\.every=1; save more often"):
+        run.recovery.roll_back(Progress(1, 2, run.name))
+    run.train(1)
+    run.save(1)
+    expected = run.train(2)
+    run.save(2)
+    run.save(2)
+    append_records(run.folder, [dict.fromkeys(NUMBERS_OF_A_STEP, 1) | {"step": step} for step in range(1, 6)])
+    run.train(3)
+    before = run.recovery.roll_back(Progress(5, 10, run.name))  # which waits for the save
+    assert before == Progress(2, 10, run.name)
+    assert all(a.equal(b) for a, b in zip(run.state.model.module.parameters(), expected, strict=True))
+    assert [json.loads(line)["step"] for line in (run.folder / METRICS).read_text().splitlines()] == [1, 2]
+    run.recovery.save(before)
+    run.save(2)
+    run.recovery.finish()
+    run.recovery.release()
+    checkpoints = run.folder / "checkpoints"
+    assert run.completed == ["step-00000001", "step-00000002"]
+    assert run.said == [
+        *(f"saved {checkpoints / name}" for name in run.completed),
+        f"rolled back from step 5 to {checkpoints / 'step-00000002'}; the samples in between are left out",
+    ]
+    again = Run(run.folder, {})
+    again.recovery.save(again.recovery.roll_back(Progress(3, 6, run.name)))
+    again.recovery.finish()
+    again.recovery.release()
+    assert again.completed == []
+
+
+def test_a_run_resumes_from_a_tidy_folder(tmp_path: Path):
+    folder = tmp_path / "run"
+    first = Run(folder, {"asynchronous": False})
+    first.train(1)
+    first.save(4)
+    assert first.completed == ["step-00000004"]  # at once
+    first.recovery.release()
+    for name in ("checkpoints/.step-00000005.partial", "weights/.step-00000004.partial"):
+        (folder / name).mkdir(parents=True)
+    again = Run(folder, {"asynchronous": False})
+    assert again.name == first.name
+    assert again.said == [f"resumed from {folder / 'checkpoints/step-00000004'}, after step 4"]
+    assert (folder / "config.yaml").read_text() == "model: tiny\n"
+    assert names_in(folder / "checkpoints") == ["latest", "step-00000004"]
+    assert names_in(folder / "weights") == []
+    again.recovery.release()
+    other = Run(folder, {"resume": "never"})
+    assert other.said == []
+    assert other.name != first.name
+    assert names_in(folder / "checkpoints") == ["latest", "old-1-step-00000004"]
+    other.recovery.release()
+
+
+def test_a_folder_is_locked_for_one_run_and_not_made_for_one_that_cannot_begin(tmp_path: Path):
+    with pytest.raises(ConfigError, match="holds no complete checkpoint"):
+        Run(tmp_path / "run", {"resume": "/nowhere"})
+    assert names_in(tmp_path) == []
+    for _ in range(2):  # a folder that is new, and one that exists
+        run = Run(tmp_path / "run", {})
+        with pytest.raises(ConfigError, match=r"run\.dir=.*run"):
+            Run(tmp_path / "run", {})
+        run.recovery.release()
+    (tmp_path / "run/checkpoints/step-00000001").mkdir(parents=True)
+    run = Run(tmp_path / "run", {"resume": "never"})
+    with pytest.raises(ConfigError, match=r"run\.dir=.*run"):  # before its checkpoints are looked at
+        Run(tmp_path / "run", {"resume": "/nowhere"})
+    run.recovery.release()
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_run_goes_on_after_a_save_that_failed_and_ends_with_its_error_if_it_was_the_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, asynchronous: bool
+):
+    def fail(*_args: Any, **_kwargs: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    run = Run(tmp_path / "run", {"asynchronous": asynchronous})
+    monkeypatch.setattr(writer, "write_tensors", fail)
+    for number in range(2):  # what has failed is tried again
+        run.save(1)
+        assert len(caplog.messages) == number + (not asynchronous)
+        with pytest.raises(SaveError, match=r"checkpoint of step 1 cannot be written .*No space left on device"):
+            run.recovery.finish()
+    assert [message.split("; ")[-1] for message in caplog.messages] == ["training goes on"] * 2
+    monkeypatch.undo()
+    run.save(1)
+    run.recovery.finish()
+    assert run.completed == ["step-00000001"]
+    run.recovery.release()
+
+
+def test_weights_are_exported_with_each_checkpoint_and_a_run_goes_on_without(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    run = Run(tmp_path / "run", {"weights": True, "keep": 2})
+    (warning,) = caplog.messages
+    assert "has no tokenizer" in warning
+    for step in (1, 2, 3, 3):
+        run.save(step)
+    run.recovery.finish()
+    assert names_in(run.folder / "weights") == ["step-00000002", "step-00000003"]
+    assert "config.json" in names_in(run.folder / "weights/step-00000003")
+    (run.folder / "weights").rename(run.folder / "moved")
+    (run.folder / "weights").touch()
+    run.save(4)
+    run.recovery.finish()
+    assert f"weights cannot be written to {run.folder / 'weights'}: Not a directory; training goes on" in caplog.text
+    assert run.completed[-1] == "step-00000004"
+    run.recovery.release()
