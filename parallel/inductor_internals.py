@@ -113,8 +113,9 @@ def operations_of(node: BaseSchedulerNode) -> list[torch.fx.Node]:
     """Return the operations of the graph that a kernel computes; of a kernel of a library, that one operation."""
     origins = [origin for part in node.get_nodes() if part.node for origin in part.node.get_origins()]
     operations = [origin for origin in origins if origin.op == "call_function"]
-    if node.node is None or not node.is_extern():
+    if not node.is_extern():
         return operations
+    assert node.node is not None
     called = node.node.get_origin_node()
     target = called.target if called is not None else getattr(node.node, "op_overload", None)
     return [operation for operation in operations if operation.target is target][:1]

@@ -47,6 +47,7 @@ __all__ = [
     "memory_snapshot",
     "observe_host_reads",
     "observe_resizes",
+    "returns_views",
     "run_meta_kernel",
     "schema_of",
     "set_allocator",
@@ -135,6 +136,12 @@ def schema_of(operation: OpOverload) -> torch.FunctionSchema:
     An operation has no public attribute that says so.
     """
     return operation._schema
+
+
+def returns_views(operation: OpOverload) -> bool:
+    """Return True if all results of an operation are views of its arguments, by its schema."""
+    aliases = [result.alias_info for result in schema_of(operation).returns]
+    return bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)
 
 
 def is_composite(operation: OpOverload) -> bool:

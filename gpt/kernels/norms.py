@@ -14,7 +14,7 @@ from torch.nn import functional as F
 class RMSNorm(nn.Module):
     """x / sqrt(mean(x^2) + eps) * weight, over the last dim, computed in fp32 or wider."""
 
-    def __init__(self, size: int, eps: float = 1e-5):
+    def __init__(self, size: int, eps: float):
         super().__init__()
         self.eps = eps
         self.weight = nn.Parameter(torch.ones(size))

@@ -137,14 +137,13 @@ def _compiled_kernels(build: Build) -> dict[str, list[Kernel]]:
     with mode:
         function, arguments = build()
         parameters = _parameters(function)
-        is_tensor = [isinstance(argument, Tensor) for argument in arguments]
 
         def of_tensors(*tensors: Tensor) -> Any:
             given = iter(tensors)
-            called_with = tuple(next(given) if t else a for t, a in zip(is_tensor, arguments, strict=True))
+            called_with = tuple(next(given) if isinstance(a, Tensor) else a for a in arguments)
             if not isinstance(function, nn.Module):
                 return function(*called_with)
-            return torch.func.functional_call(function, dict(zip(parameters, given, strict=True)), called_with)
+            return torch.func.functional_call(function, {name: next(given) for name in parameters}, called_with)
 
         tensors = [*(argument for argument in arguments if isinstance(argument, Tensor)), *parameters.values()]
         graphs = inductor.trace(of_tensors, tensors, mode)

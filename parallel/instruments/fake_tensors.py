@@ -34,6 +34,7 @@ from parallel.torch_internals import (
     UnguardedFakeTensorMode,
     fake_from_meta,
     is_composite,
+    returns_views,
     run_meta_kernel,
     schema_of,
     storage_id,
@@ -174,9 +175,8 @@ def _written_by(func: OpOverload) -> WrittenArgument | None:
 
 
 def _is_view(func: OpOverload) -> bool:
-    aliases = [result.alias_info for result in schema_of(func).returns]
-    is_view = bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)
-    return func in VIEWS_DESPITE_THEIR_SCHEMA or (func.namespace == "aten" and is_view and not is_composite(func))
+    is_view = func.namespace == "aten" and returns_views(func) and not is_composite(func)
+    return is_view or func in VIEWS_DESPITE_THEIR_SCHEMA
 
 
 def _allocates(func: OpOverload) -> bool:
@@ -194,12 +194,12 @@ def _are_new(tensors: Sequence[Any], arguments: Any) -> bool:
     known = {storage_id(tensor.untyped_storage()) for tensor in instances_in(arguments, FakeTensor)}
     are_separate = len(known | {storage_id(storage) for storage in storages}) == len(known) + len(storages)
     return are_separate and all(
-        storage.nbytes() == _extent(tensor) * tensor.element_size() and tensor.storage_offset() == 0
+        storage.nbytes() == extent(tensor) * tensor.element_size() and tensor.storage_offset() == 0
         for tensor, storage in zip(tensors, storages, strict=True)
     )
 
 
-def _extent(tensor: Tensor) -> int:
+def extent(tensor: Tensor) -> int:
     """Return the number of elements from the first to the last one in memory."""
     if not tensor.numel():
         return 0

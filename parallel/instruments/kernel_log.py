@@ -11,7 +11,7 @@ from torch import Tensor
 
 from parallel.instruments.fake_tensors import instances_in
 from parallel.instruments.operation_observer import observe_operations
-from parallel.torch_internals import OpOverload, schema_of, storage_id
+from parallel.torch_internals import OpOverload, returns_views, schema_of, storage_id
 
 # The position of the first factor among the arguments of a matrix product, in all overloads; the second one follows it.
 PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "addmm_": 1, "_addmm_activation": 1, "baddbmm": 1, "baddbmm_": 1}
@@ -115,11 +115,8 @@ class KernelLog:
 
 @cache
 def _runs_a_kernel(function: OpOverload) -> bool:
-    schema = schema_of(function)
-    name = schema.name.removeprefix("aten::")
-    aliases = [result.alias_info for result in schema.returns]
-    is_view = bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)
-    return function.namespace in NAMESPACES and not is_view and name not in NO_KERNELS | FUSED_ON_A_GPU
+    name = schema_of(function).name.removeprefix("aten::")
+    return function.namespace in NAMESPACES and not returns_views(function) and name not in NO_KERNELS | FUSED_ON_A_GPU
 
 
 def _without_outputs(function: OpOverload, kwargs: Mapping[str, Any]) -> tuple[Any, ...]:

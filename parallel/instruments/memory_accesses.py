@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from parallel.instruments.fake_tensors import extent
 from parallel.instruments.simulated_streams import Access, Clock, Place, SimulatedStream, calling_places
-from parallel.torch_internals import VIEWS_DESPITE_THEIR_SCHEMA, OpOverload, schema_of
+from parallel.torch_internals import VIEWS_DESPITE_THEIR_SCHEMA, OpOverload, returns_views, schema_of
 
 
 class AccessedMemory:
@@ -140,9 +141,7 @@ def roles_of(function: OpOverload) -> Roles | None:
     """Return the roles of an operation's arguments; None if it accesses no memory."""
     schema = schema_of(function)
     name = schema.name.split("::")[1]
-    aliases = [result.alias_info for result in schema.returns]
-    is_view = bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)
-    if is_view or function in VIEWS_DESPITE_THEIR_SCHEMA or function.namespace in ("c10d", "prim"):
+    if returns_views(function) or function in VIEWS_DESPITE_THEIR_SCHEMA or function.namespace in ("c10d", "prim"):
         return None
     written: set[int | str] = set()
     for position, argument in enumerate(schema.arguments):
@@ -169,9 +168,5 @@ def sorted_arguments(roles: Roles, args: Sequence[Any], kwargs: Mapping[str, Any
 
 def bytes_of(tensor: Tensor) -> tuple[int, int]:
     """Return the bytes of its storage from the first to after the last element of a tensor that is not empty."""
-    itemsize = tensor.element_size()
-    start = int(tensor.storage_offset()) * itemsize
-    if tensor.is_contiguous():
-        return start, start + tensor.numel() * itemsize
-    last = sum((int(size) - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return start, start + (last + 1) * itemsize
+    start = int(tensor.storage_offset())
+    return start * tensor.element_size(), (start + extent(tensor)) * tensor.element_size()

@@ -6,6 +6,7 @@ as a stream. What a stream launches runs after all that the host has waited for 
 
 import inspect
 import sysconfig
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -16,7 +17,7 @@ import torch
 
 from parallel.instruments.launch_order import COMMUNICATOR, COMPUTATION, HOST, SIDE_STREAM, Launch
 
-Clock = dict["SimulatedStream", int]
+Clock = Counter["SimulatedStream"]
 Place = tuple[CodeType, int]  # a line of code
 Message = tuple[()] | tuple[tuple[int, ...], int, torch.dtype | None]  # (ranks, bytes, dtype)
 
@@ -43,19 +44,19 @@ class SimulatedStream:
 
     def __init__(self, streams: "SimulatedStreams", name: str):
         self._streams, self.name = streams, name
-        self.clock: Clock = {}
-        self._num_host_changes = 0  # when this stream has last launched
+        self.clock: Clock = Counter()
         self._waits_for: list[tuple[str, int]] = []  # what the next launch waits for, if launches are recorded
 
     @property
     def number(self) -> int:
         """The number of the last launch."""
-        return self.clock.get(self, 0)
+        return self.clock[self]
 
     def launch(self, name: str, message: Message = ()) -> "Access":
         """Return the next operation of this stream; `message` is recorded with it."""
         self.begin_launch()
-        number = self.clock[self] = self.number + 1
+        self.clock[self] += 1
+        number = self.number
         if (launches := self._streams.launches) is not None:
             launches.append(Launch(self.name, number, name, tuple(dict.fromkeys(self._waits_for)), *message))
             self._waits_for.clear()
@@ -63,20 +64,17 @@ class SimulatedStream:
 
     def begin_launch(self) -> None:
         """Order what is launched next after all that the host has waited for, and has done itself."""
-        streams = self._streams
-        if self is streams.host:
-            streams.num_host_changes += 1
-        elif self._num_host_changes != streams.num_host_changes:
-            self._num_host_changes = streams.num_host_changes
-            self._join(streams.host.clock)
-            self._note([(HOST, streams.host.number)])
+        host = self._streams.host  # what it waits for ends with a launch of its own
+        if self.clock[host] != host.number:
+            self.clock |= host.clock  # the later of the two, of each stream
+            self._note([(HOST, host.number)])
 
     def record_event(self) -> "SimulatedEvent":
         self.begin_launch()
-        return SimulatedEvent(self._streams, dict(self.clock), [(self.name, self.number), *self._waits_for])
+        return SimulatedEvent(self._streams, self.clock.copy(), [(self.name, self.number), *self._waits_for])
 
     def wait_event(self, event: "SimulatedEvent") -> None:
-        self._join(event.clock)
+        self.clock |= event.clock
         self._note(event.launches)
 
     def wait_stream(self, stream: "SimulatedStream") -> None:
@@ -101,12 +99,6 @@ class SimulatedStream:
         if self._streams.launches is not None:
             self._waits_for += [(name, number) for name, number in launches if number and name != self.name]
 
-    def _join(self, clock: Clock) -> None:
-        own = self.clock
-        for stream, number in clock.items():
-            if number > own.get(stream, 0):
-                own[stream] = number
-
 
 class SimulatedEvent:
     """A point in the order of a simulated stream."""
@@ -128,7 +120,6 @@ class SimulatedStreams:
     """All streams of a run. `current` is that on which operations are launched, at first the computation's."""
 
     def __init__(self) -> None:
-        self.num_host_changes = 0  # waits and operations of the host
         self.launches: list[Launch] | None = None  # all launches, if they are recorded
         self._num_side_streams = 0
         self.host = SimulatedStream(self, HOST)
@@ -153,7 +144,7 @@ class Access:
 
     def is_before(self, clock: Clock) -> bool:
         """Return whether the operation has run before anything that a stream with this clock launches."""
-        return clock.get(self.stream, 0) >= self.number
+        return clock[self.stream] >= self.number
 
     def __str__(self) -> str:
         return f"{self.name} by {self.stream} ({describe(self.places)})"

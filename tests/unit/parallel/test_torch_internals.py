@@ -109,6 +109,10 @@ def test_a_schema_says_what_is_written_and_what_is_a_view():
     assert aliases(aten.view.default) == [False]
     assert aliases(aten.mm.default) == [None]
     assert internals.schema_of(aten.add_.Tensor).name == "aten::add_"
+    views, others = (aten.view, aten.unbind), (aten.add_, aten.mm, aten._foreach_add_, aten._unpack_dual)
+    for are_views, packets in ((True, views), (False, others)):  # of the last one's results, one is a view
+        operations = [getattr(packet, packet.overloads()[0]) for packet in packets]
+        assert [internals.returns_views(operation) for operation in operations] == [are_views] * len(operations)
 
 
 def test_some_views_are_new_tensors_by_their_schema():

@@ -53,10 +53,10 @@ def one_by_one(model: GPT) -> list[Tensor]:
     return gradients(model, total / (targets >= 0).sum())
 
 
-@pytest.mark.parametrize("attention", ["flash", "math"])
+@pytest.mark.parametrize(("attention", "num_kv_heads"), [("flash", 3), ("flash", 1), ("math", 3), ("math", 1)])
 @pytest.mark.parametrize("store", ["none", "selective", "keep"])
-def test_losses_and_gradients_are_those_of_the_documents_one_by_one(attention, store):
-    config = small_config(attention=attention, num_layers=3)
+def test_losses_and_gradients_are_those_of_the_documents_one_by_one(attention, num_kv_heads, store):
+    config = small_config(attention=attention, num_kv_heads=num_kv_heads, num_layers=3)
     model = build(config, store)
     found = gradients(model, model(*batch(), documents=Documents(POSITIONS, STARTS)))
     for one, other in zip(found, one_by_one(build(config)), strict=True):
@@ -64,19 +64,21 @@ def test_losses_and_gradients_are_those_of_the_documents_one_by_one(attention, s
     assert (found[0] - model(*batch())).abs() > 1e-4, "documents that see each other have another loss"
 
 
-def slow_varlen(q, k, v, starts, starts_k, longest, longest_k, *, window_size):
+def slow_varlen(q, k, v, starts, starts_k, longest, longest_k, **options):
     """Attend to each document by itself, with the arguments and shapes of torch's function."""
     assert q.shape == (32, 3, 8)
-    assert (starts_k is starts, longest, longest_k, window_size) == (True, 16, 16, (-1, 0))
+    grouped = {"enable_gqa": True} if k.shape == (32, 1, 8) else {}
+    assert (starts_k is starts, longest, longest_k, options) == (True, 16, 16, {"window_size": (-1, 0), **grouped})
     parts = [part.transpose(0, 1).split(starts.diff().tolist(), dim=1) for part in (q, k, v)]
-    attended = [F.scaled_dot_product_attention(*part, is_causal=True) for part in zip(*parts, strict=True)]
+    attended = [F.scaled_dot_product_attention(*part, is_causal=True, **grouped) for part in zip(*parts, strict=True)]
     return torch.cat(attended, dim=1).transpose(0, 1)
 
 
-def test_the_kernel_of_variable_lengths_gets_the_documents_of_all_sequences(monkeypatch):
+@pytest.mark.parametrize("num_kv_heads", [3, 1])
+def test_the_kernel_of_variable_lengths_gets_the_documents_of_all_sequences(num_kv_heads, monkeypatch):
     monkeypatch.setattr(torch_varlen, "varlen_attn", slow_varlen)
     monkeypatch.setattr("gpt.model.transformer.needs_mask", lambda *_: False)
-    model = build(small_config(num_layers=2))
+    model = build(small_config(num_layers=2, num_kv_heads=num_kv_heads))
     found = gradients(model, model(*batch(), documents=Documents(POSITIONS, STARTS)))
     for one, other in zip(found, one_by_one(model), strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=TOLERANCE)
@@ -89,6 +91,7 @@ def test_the_kernel_of_variable_lengths_gets_the_documents_of_all_sequences(monk
         ("flash", 64, 0.0, torch.float16, False),
         ("math", 64, 0.0, torch.bfloat16, True),
         ("flash", 60, 0.0, torch.bfloat16, True),
+        ("flash", 256, 0.0, torch.bfloat16, False),
         ("flash", 264, 0.0, torch.bfloat16, True),
         ("flash", 64, 0.1, torch.bfloat16, True),
         ("flash", 64, 0.0, torch.float32, True),

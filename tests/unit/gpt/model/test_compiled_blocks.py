@@ -43,6 +43,27 @@ def test_blocks_are_compiled_for_training_only():
     assert len(backend.num_operations) == 1
 
 
+@pytest.mark.parametrize("may_break", [False, True])
+def test_a_graph_ends_where_something_cannot_be_traced_only_if_it_may(may_break: bool):
+    gpt = GPT(ModelConfig(1, 16, 2, 8, 50, dropout=0.0), ONE_DEVICE)
+    initialize(gpt, seed=0)
+    ids, activation = torch.arange(8)[None], gpt.blocks[0].mlp.activation
+    expected = gpt(ids)
+
+    def untraceable(up: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        return activation(up)
+
+    gpt.blocks[0].mlp.activation = untraceable
+    torch.compiler.reset()
+    compiled_blocks.compile_blocks(gpt, "nothing", "eager", may_break=may_break)
+    if may_break:
+        torch.testing.assert_close(gpt(ids), expected)
+    else:
+        with pytest.raises(torch._dynamo.exc.Unsupported):
+            gpt(ids)
+
+
 def test_a_copy_has_blocks_of_its_own():
     gpt = GPT(ModelConfig(1, 16, 2, 8, 50, dropout=0.0), ONE_DEVICE)
     initialize(gpt, seed=0)

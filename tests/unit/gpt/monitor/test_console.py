@@ -113,13 +113,15 @@ def test_runs_with_equal_losses_both_show_in_the_plot(tmp_path, monkeypatch):
     monkeypatch.setattr(pyplot, "close", lambda figure: figures.append(figure))
     figures: list[Any] = []
     records = [{"tokens": 1_000_000 * step, "loss": 5.0 / step} for step in range(1, 20)]
-    plot_losses({"a": records, "b": records}, tmp_path / "compare.png")
+    plot_losses({"a": records, "b": records, "c": records}, tmp_path / "compare.png")
+    plot_losses({"a": records}, tmp_path / "one.png")
     plot_loss(records, tmp_path / "loss.png")
+    assert figures[2].axes[0].get_legend().get_texts()[-1].get_text() == "training"
     monkeypatch.undo()
-    below, above = figures[0].axes[0].lines
-    assert below.get_linewidth() >= 2 * above.get_linewidth()
+    widths = [[line.get_linewidth() for line in figure.axes[0].lines] for figure in figures]
+    assert widths == [[4.0, 2.5, 1.0], [4.0], [1.0]]
     titles = [figure.axes[0].get_title() for figure in figures]
-    assert titles == ["Training loss of 2 runs", f"Loss of {tmp_path.name}"]
+    assert titles == ["Training loss of 3 runs", "Training loss of 1 runs", f"Loss of {tmp_path.name}"]
     for figure in figures:
         labels = [label.get_text() for label in figure.axes[0].get_xticklabels()]
         assert {"5M", "10M", "15M"} < set(labels)

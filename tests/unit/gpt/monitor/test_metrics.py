@@ -1,5 +1,8 @@
 """The reported peak of memory is that of the whole run."""
 
+import resource
+from types import SimpleNamespace
+
 import torch
 
 from gpt.monitor.metrics import peak_flops, peak_memory
@@ -11,9 +14,17 @@ def test_peaks_before_torchs_were_reset_count(monkeypatch):
         monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 4)
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: {})
-    found = peak_memory(torch.device("cuda", 0), earlier=(70, 10))
-    assert (found["peak_allocated_bytes"], found["peak_reserved_bytes"]) == (70, 60)
-    assert peak_memory(torch.device("cuda", 0))["peak_allocated_bytes"] == 50
+    expected = {"peak_allocated_bytes": 70, "peak_reserved_bytes": 60}
+    expected |= {"reserved_unused_bytes": 5, "allocation_retries": 0}
+    assert peak_memory(torch.device("cuda", 0), earlier=(70, 10)) == expected
+    assert peak_memory(torch.device("cuda", 0), earlier=(10, 70))["peak_reserved_bytes"] == 70
+    assert peak_memory(torch.device("cuda", 0)) == expected | {"peak_allocated_bytes": 50}
+
+
+def test_the_peak_on_a_cpu_is_that_of_the_process(monkeypatch):
+    monkeypatch.setattr(resource, "getrusage", lambda _who: SimpleNamespace(ru_maxrss=3))  # in KiB
+    expected = {"peak_allocated_bytes": 3072, "peak_reserved_bytes": 3072}
+    assert peak_memory(torch.device("cpu")) == expected | {"reserved_unused_bytes": 0, "allocation_retries": 0}
 
 
 def test_the_peak_of_a_device_is_that_of_the_settings_or_that_of_its_name():

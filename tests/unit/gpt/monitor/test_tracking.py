@@ -13,8 +13,10 @@ import pytest
 from gpt.monitor import tracking
 from gpt.monitor.tensorboard_sink import TensorboardRun
 from gpt.monitor.tracking import Tracking
+from gpt.settings.parser import parse_settings
 from gpt.settings.run import RunSettings
 from parallel.errors import ConfigError
+from tests.unit.gpt.test_build import BASE
 
 SAMPLES = [{"prompt": "def", "text": "def f():\n    pass"}]
 
@@ -119,6 +121,25 @@ def test_an_abort_is_reported_before_the_process_ends():
     sink = RecordingSink()
     Tracking({"recording": lambda: sink}).on_abort("rank 1 does not answer")
     assert sink.calls == [("stall", "rank 1 does not answer"), ("finish", {}, 1)]
+
+
+@pytest.mark.parametrize(
+    ("last_step", "resume", "is_same_run"),
+    [(0, "auto", False), (1, "auto", True), (9, "never", False)],
+)
+def test_a_run_that_continues_after_a_checkpoint_is_the_same_run_of_wandb(
+    last_step, resume, is_same_run, tmp_path, monkeypatch
+):
+    opened: list[tuple] = []
+    monkeypatch.setattr(tracking, "WandbRun", lambda *arguments: opened.append(arguments) or RecordingSink())
+    options = ["--wandb.mode=offline", f"--checkpoint.resume={resume}", f"--run.dir={tmp_path}"]
+    settings = parse_settings([f"--config={BASE}", *options])
+    for is_first in (True, False):
+        with tracking.open_tracking(settings, last_step, is_first):
+            pass
+    ((wandb, run_dir, config, found),) = opened
+    assert (wandb, run_dir, found) == (settings.wandb, tmp_path, is_same_run)
+    assert config["checkpoint"]["resume"] == resume
 
 
 def test_tensorboard_needs_its_package(monkeypatch):

@@ -38,3 +38,11 @@ def test_a_checkpoint_that_is_deleted_before_it_is_logged_is_left_out(tmp_path: 
         sink.log_checkpoint(checkpoint)
     (call,) = sink._run.log_artifact.call_args_list
     assert call.kwargs["aliases"] == ["latest", "step-00000004"]
+
+
+def test_the_summary_of_a_run_is_recorded_without_its_texts():
+    sink = object.__new__(wandb_sink.WandbRun)
+    sink._run = mock.Mock(summary={"loss": 2.0})
+    sink.finish({"loss": 1.5, "mfu": 0.4, "samples": [{"prompt": "a", "text": "b"}]}, 3)
+    assert sink._run.summary == {"loss": 1.5, "mfu": 0.4}
+    sink._run.finish.assert_called_once_with(exit_code=3)

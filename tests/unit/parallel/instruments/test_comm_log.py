@@ -1,5 +1,7 @@
 """Totals and events of the communication log, and the formula of what an optimal algorithm sends."""
 
+from unittest import mock
+
 import pytest
 import torch
 
@@ -55,3 +57,12 @@ def test_events_are_kept_on_request_only(keeps_events):
     event = CommEvent("all_reduce", "data", 3, 20, torch.bfloat16, "setup")
     assert log.events == ([event] if keeps_events else [])
     assert log.wire_bytes("data") == event.wire_bytes == 2 * 20 * 2 // 3
+
+
+def test_a_mark_of_a_gpu_is_an_event_on_its_stream(monkeypatch):
+    event = mock.Mock()
+    event.query.side_effect = lambda: event.record.called
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    (log := CommLog()).follow(torch.device("cuda", 0))
+    assert log.record("all_gather", "data", 2, torch.zeros(10)).is_reached
+    event.record.assert_called_once_with()

@@ -51,7 +51,7 @@ class Chain(nn.Module):
         self.weight = nn.Parameter(torch.empty(WIDTH, WIDTH))
 
     def forward(self, x: Tensor, factor: float) -> Tensor:
-        return x + F.gelu(((x * factor).sin() + 1) @ self.weight)
+        return x + F.gelu(F.linear((x * factor).sin() + 1, self.weight))
 
 
 def build() -> tuple[nn.Module, Sequence[Any]]:
@@ -66,6 +66,8 @@ def test_compiled_kernels_read_and_write_once_what_is_fused():
             [k.product for k in kernels if k.product] for kernels in (eager, region.compiled[phase])
         )
         assert products == compiled_products != []
+    assert [k.name for k in region.compiled["forward"]] == ["compiled sin", "mm", "compiled erf"]
+    assert [k.name for k in region.compiled["backward"]] == ["compiled erf+exp", "mm", "mm", "compiled cos"]
     eager, compiled = (
         [k.num_bytes for k in kernels["forward"] if not k.product] for kernels in (region.eager, region.compiled)
     )

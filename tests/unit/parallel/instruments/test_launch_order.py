@@ -71,6 +71,7 @@ def test_a_checker_records_what_is_launched_and_what_it_waits_for():
     found = [launch for launch in checker.launches if launch.name in ("all_reduce", "mul_", "sum", "zero_")]
     reduce, mul, add, zero = found
     assert (reduce.ranks, reduce.num_bytes, reduce.dtype) == ((0, 1), 16, torch.float32)
+    assert (mul.num_bytes, add.num_bytes) == (16 + 16, 16 + 4), "those that are read, and those that are written"
     assert "the computation" in dict(reduce.waits_for)
     assert (reduce.stream, reduce.number) in mul.waits_for
     assert mul.stream == "side stream 1"

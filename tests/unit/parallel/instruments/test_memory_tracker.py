@@ -74,6 +74,19 @@ def test_a_tag_takes_the_bytes_and_the_allocation_along():
         assert tracker.device.total == tracker.host.total == 0
 
 
+def test_a_tag_moves_bytes_to_the_host_and_may_change_nothing():
+    with MemoryTracker(CPU) as tracker:
+        states = tagged(TensorKind.MASTER, torch.empty(10))
+        with tracker.keeping_history(lambda: 7) as history:
+            tagged(TensorKind.MASTER, states)
+            assert history.changes == []
+            tagged(TensorKind.MASTER, states, on_host=True)
+        assert history.changes == [(7, TensorKind.MASTER, -40)]
+        assert (+tracker.device.resident, +tracker.host.resident) == ({}, {TensorKind.MASTER: 40})
+        tagged(TensorKind.MOMENTS, states)  # stays on the host
+        assert +tracker.host.resident == {TensorKind.MOMENTS: 40}
+
+
 def test_the_peak_is_known_by_kind():
     with MemoryTracker(CPU) as tracker:
         parameter = tagged(TensorKind.PARAMETERS, torch.empty(10))

@@ -226,6 +226,66 @@ def test_scalars_of_the_host_may_be_used_by_the_device_and_the_other_way_round()
         torch.ones(4).add_(states.sum())
 
 
+FETCHES = ["a copy by the computation", "synchronize by the host"]
+# {what is computed of (vector, scalar) on the device, (vector, scalar) on the host: what runs, and on which stream}
+RUNS: dict[str, tuple[Callable[[Tensor, Tensor, Tensor, Tensor], object], list[str]]] = {
+    "on the device": (lambda d, s, h, t: d.mul(s), ["mul by the computation"]),
+    "on the host": (lambda d, s, h, t: h.mul(t), ["mul by the host"]),
+    "a scalar of the host": (lambda d, s, h, t: d.mul(t), ["mul by the computation"]),
+    "a vector of the host": (lambda d, s, h, t: d.mul(h), [*FETCHES, "mul by the host"]),
+    "values that the host knows": (lambda d, s, h, t: (d.mul(h), d.mul(h)), [*FETCHES, *["mul by the host"] * 2]),
+    "values that the host knows in part": (
+        lambda d, s, h, t: (d.mul(h), d[:2].neg_(), d.mul(h)),
+        [*FETCHES, "mul by the host", "neg_ by the computation", *FETCHES, "mul by the host"],
+    ),
+    "no values yet": (lambda d, s, h, t: torch.empty(4).mul(h), ["empty by the computation", "mul by the host"]),
+    "a scalar and a vector of the host": (lambda d, s, h, t: torch.where(t, d, h), [*FETCHES, "where by the host"]),
+    "written on the device": (lambda d, s, h, t: d.mul_(h), ["mul_ by the computation", "synchronize by the host"]),
+    "read and written on the device": (
+        lambda d, s, h, t: d.addcmul_(h, d),
+        ["addcmul_ by the computation", "synchronize by the host"],
+    ),
+    "written on the host": (lambda d, s, h, t: h.mul_(d), [*FETCHES, "mul_ by the host"]),
+    "copied": (lambda d, s, h, t: h.copy_(d), ["copy_ by the computation", "synchronize by the host"]),
+    "copied back": (lambda d, s, h, t: d.copy_(h), ["copy_ by the computation", "synchronize by the host"]),
+    "copied later": (lambda d, s, h, t: h.copy_(d, non_blocking=True), ["copy_ by the computation"]),
+    "copied later, by position": (lambda d, s, h, t: h.copy_(d, True), ["copy_ by the computation"]),
+    "copied at once, by position": (lambda d, s, h, t: h.copy_(d, False), ["copy_ by the computation", FETCHES[1]]),
+    "copied on the device": (lambda d, s, h, t: d[:2].copy_(d[2:]), ["copy_ by the computation"]),
+    "copied onto itself": (lambda d, s, h, t: d.copy_(d), []),
+    "a value": (lambda d, s, h, t: s.item(), ["_local_scalar_dense by the computation", "synchronize by the host"]),
+    "a value of the host": (lambda d, s, h, t: t.item(), ["_local_scalar_dense by the host"]),
+    "values": (lambda d, s, h, t: d.tolist(), FETCHES),
+    "values of the host": (lambda d, s, h, t: h.tolist(), ["a read by the host"]),
+    "no values": (lambda d, s, h, t: (h[:0].tolist(), d[:0].tolist()), []),
+    "a new tensor": (lambda d, s, h, t: torch.ones(4), ["ones by the computation"]),
+    "a new tensor of the host": (lambda d, s, h, t: torch.zeros_like(h), ["zeros_like by the host"]),
+    "a view": (lambda d, s, h, t: d[1:].t(), []),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_an_operation_runs_where_its_memory_is(name):
+    compute, expected = RUNS[name]
+    with streams_checked(CPU) as checker:
+        checker.record_launches()
+        device, host = torch.ones(4), on_host(4).zero_()
+        scalars = device.sum() > 0, host.sum() > 0
+        num_before = len(checker.launches)
+        compute(device, scalars[0], host, scalars[1])
+        found = [f"{launch.name} by {launch.stream}" for launch in checker.launches[num_before:]]
+    assert found == expected
+
+
+def test_what_happens_after_the_check_is_not_reported():
+    with StreamChecker(CPU) as checker:
+        total = torch.ones(8)
+        handle = data_axis().all_reduce(total, out=total)
+    del handle
+    total.tolist()
+    assert checker.reports == []
+
+
 def test_host_memory_that_is_reduced_has_been_copied_to_the_device():
     with streams_checked(CPU):
         axis, grad = data_axis(), on_host(4).zero_()
@@ -279,6 +339,17 @@ def test_an_error_has_one_line_for_each_pair_of_places():
     with pytest.raises(StreamError) as error, streams_checked(CPU):
         race()
     assert len(str(error.value).splitlines()) == 2
+
+
+@pytest.mark.parametrize(("num_reports", "last"), [(1, "1"), (10, "10"), (11, "and 1 more"), (30, "and 20 more")])
+def test_an_error_has_ten_reports_and_the_number_of_the_others(num_reports, last):
+    checker = StreamChecker(CPU)
+    checker.reports = [str(number + 1) for number in range(num_reports)]
+    with pytest.raises(StreamError) as error:
+        checker.raise_reports()
+    assert str(error.value).splitlines()[1:11] == [str(number + 1) for number in range(min(10, num_reports))]
+    assert str(error.value).splitlines()[-1] == last
+    checker.raise_reports()  # they have been reported
 
 
 def test_flags_of_uneven_data_are_exchanged_beside_the_computation():
