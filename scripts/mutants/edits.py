@@ -10,7 +10,7 @@ result       return a             return None
 statement    self.count(a)        pass              calls, raise, continue, break, and assignments to parts of objects
 
 What is not run, and texts, stay: annotations, decorators, strings, the messages of errors, `__repr__`, and programs'
-parsers of arguments.
+parsers of arguments. So does the `strict=True` of `zip`, which only asserts that lengths are equal.
 """
 
 import ast
@@ -115,6 +115,8 @@ def _below(file: SourceFile, node: ast.AST) -> Iterator[Mutant]:
 def _is_skipped(node: ast.AST) -> bool:
     if isinstance(node, ast.FunctionDef):
         return node.name in SKIPPED_FUNCTIONS
+    if isinstance(node, ast.keyword):
+        return node.arg == "strict"
     if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
         return ast.unparse(node.value.func).endswith(".add_argument")
     return isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "__name__ == '__main__'")
