@@ -85,6 +85,17 @@ def test_one_rank_of_a_node_caches_the_orders_of_the_epochs_that_the_run_reads(
     assert num_cached("of-another-rank", 1, local_rank=1, train__prompts="[green]") == 0
 
 
+def test_the_padding_of_packed_samples_alone_is_logged(prefix: Path, caplog: pytest.LogCaptureFixture):
+    caplog.set_level(logging.INFO)
+    opened(prefix)
+    assert not caplog.messages
+    packed = opened(prefix, data__packing="best_fit", data__mask_documents=True)
+    share = 100 * (1 - packed.tokens_per_sample / SEQ_LENGTH)
+    assert [message.partition(";")[0] for message in caplog.messages] == [
+        f"train: {share:.3f}% of the positions are padding"
+    ]
+
+
 @pytest.mark.parametrize(("filled", "level"), [(0.985, logging.WARNING), (0.995, logging.INFO)])
 def test_more_than_a_hundredth_of_padding_is_a_warning(caplog: pytest.LogCaptureFixture, filled: float, level: int):
     with caplog.at_level(logging.INFO):
