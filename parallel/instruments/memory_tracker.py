@@ -192,10 +192,6 @@ class MemoryTracker(TagObserver):
             for part in output:
                 if isinstance(part, Tensor):
                     self._track(part)
-                elif isinstance(part, (tuple, list)):  # collectives return lists of lists
-                    for tensor in part:
-                        if isinstance(tensor, Tensor):
-                            self._track(tensor)
 
     def _track(self, tensor: Tensor) -> _TrackedStorage:
         """Return the record of the tensor's storage; create it if the storage is new to this tracker."""

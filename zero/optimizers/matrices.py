@@ -150,7 +150,7 @@ def assign(
 ) -> Assignment:
     """Assign matrices to ranks, the longest first, each to the rank that has least to compute so far."""
     flops = [[0] * tensor_size for _ in range(num_shards)]
-    places: list[tuple[int, int | None]] = [(0, None)] * len(matrices)
+    places: dict[int, tuple[int, int | None]] = {}  # by the number of the matrix
     least = [(0, shard, tensor) for shard in range(num_shards) for tensor in range(tensor_size)]
     costs = [flops_of(matrix.whole_shape) for matrix in matrices]
     for number in sorted(range(len(matrices)), key=lambda number: -costs[number]):
@@ -164,4 +164,4 @@ def assign(
             shard = min(range(num_shards), key=lambda shard: max(flops[shard]))
             flops[shard] = [before + costs[number] for before in flops[shard]]
             places[number] = shard, None
-    return Assignment(places, flops)
+    return Assignment([places[number] for number in range(len(matrices))], flops)

@@ -92,6 +92,7 @@ def test_a_run_is_logged_with_its_speed_between_evaluations_samples_and_saves(
     printed = capsys.readouterr().out
     assert all(f" {step}/6 " in printed for step in range(1, 7))
     assert "Summary" in printed
+    assert "loss.png and all other files of the run are in" in printed
     assert (tmp_path / "loss.png").exists()
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from parallel.errors import ConfigError
 from parallel.mesh import Axis
+from parallel.tensor.gradient_sums import GradientSums
 from zero.config import ZeroConfig
 from zero.engine import ZeroDataParallel
 from zero.loss_scale import LossScale
@@ -127,3 +128,12 @@ def test_a_copy_of_a_module_runs_its_registered_methods_with_its_own_values(copi
     x = torch.ones(1, 4)
     assert plain[0].twice(x).tolist() == plain[0].twice(x=x).tolist() == [[8.0] * 4]
     assert not model.module[0].twice(x).equal(plain[0].twice(x))
+
+
+def test_an_unwrapped_module_sums_gradients_in_its_backward_again():
+    module = nn.Linear(4, 4)
+    sums = module.sums = GradientSums([module.bias], Axis.trivial("tensor"))
+    model = ZeroDataParallel(module, DATA, ZeroConfig(1))
+    sums.is_deferred = True  # as an optimizer on several tensor ranks does, which sums them once a step
+    assert model.unwrap() is module
+    assert not sums.is_deferred

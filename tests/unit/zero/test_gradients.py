@@ -1,6 +1,7 @@
 """The memory that gradients pass through, and a warning if a reduction over many ranks rounds at each of them."""
 
 import warnings
+from linecache import getline
 
 import pytest
 import torch
@@ -21,7 +22,9 @@ def warnings_of(
         warnings.simplefilter("always")
         mesh = Mesh.create(tensor_size=1, shard_size=shard_size, imitated_backend=backend)
         ZeroDataParallel(nn.Linear(4, 4, dtype=torch.bfloat16), mesh.data, config)
-    return [str(warning.message) for warning in caught if "NCCL" in str(warning.message)]
+    about_nccl = [warning for warning in caught if "NCCL" in str(warning.message)]
+    assert all("ZeroDataParallel(" in getline(warning.filename, warning.lineno) for warning in about_nccl)
+    return [str(warning.message) for warning in about_nccl]
 
 
 @pytest.mark.parametrize("stage", [0, 2])
