@@ -11,8 +11,9 @@ from gpt.planner.layouts import fits
 from gpt.planner.plan_report import estimate_fits, too_large_line
 from gpt.planner.projection import Timeline
 from gpt.planner.report import host_verdict, make_report
+from parallel.errors import ConfigError
 from parallel.launch.cluster import ClusterSpec
-from tests.unit.gpt.planner.test_projection import DGX_2, shallow
+from tests.unit.gpt.planner.test_projection import DGX_2, ROOT, shallow
 
 OFFLOADED = shallow("--offload.mode=host")  # of 4 ranks
 
@@ -89,3 +90,11 @@ def test_a_layout_fits_a_gpu_and_a_host_and_a_line_says_what_is_too_large(
     assert fits(prediction, cluster) == estimate_fits(estimate, cluster) == (reason is None)
     if reason:
         assert too_large_line(prediction, cluster) == f"does not fit: {layout}: {reason}"
+
+
+def test_a_job_that_is_smaller_than_a_node_has_the_tensor_groups_that_its_own_ranks_allow():
+    dimensions = "--model.hidden_size=48", "--model.num_heads=6", "--model.vocab_multiple=6", "--parallel.tensor_size=3"
+    cluster = f"--dry_run.cluster={ROOT / 'configs/clusters/dgx-2.yaml'}"
+    assert dry_run(shallow(*dimensions, "--dry_run.world_size=6", cluster)).state.mesh.tensor.size == 3
+    with pytest.raises(ConfigError, match=r"parallel\.tensor_size=3 does not divide the 16 ranks of a node"):
+        dry_run(shallow(*dimensions, "--dry_run.world_size=48", "--train.global_batch_size=32", cluster))

@@ -243,7 +243,7 @@ def failed(**exit_codes: int) -> ChildFailedError:
     ("error", "code", "said"),
     [
         (None, 0, ""),
-        (failed(rank1=3, rank0=-9), 3, "launch: rank 1 failed first, with exit code 3\n"),
+        (failed(rank1=1, rank0=-9), 1, "launch: rank 1 failed first, with exit code 1\n"),
         (failed(rank0=-9, rank1=3), 137, "launch: rank 0 failed first, with exit code -9\n"),
         (SignalException("", signal.SIGTERM), 143, ""),
     ],
