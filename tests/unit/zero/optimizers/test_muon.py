@@ -105,6 +105,23 @@ def test_a_step_with_an_infinite_gradient_leaves_no_trace(fused):
     assert all(a.equal(b) for a, b in zip(*found, strict=True))
 
 
+@pytest.mark.parametrize("kind", [Muon, Soap])
+def test_the_flag_of_a_grad_scaler_skips_updates_of_whole_parameters(kind):
+    torch.manual_seed(0)
+    start, good, bad = torch.randn(6, 4), torch.randn(6, 4), torch.full((6, 4), math.inf)
+    found = []
+    for grads in ([good, bad, -good], [good, -good]):
+        param = nn.Parameter(start.clone())
+        optimizer = kind([param], lr=0.1)
+        for grad in grads:
+            param.grad = grad.clone()
+            if len(grads) == 3:
+                optimizer.found_inf = torch.tensor(float(grad is bad))
+            optimizer.step()
+        found.append(param)
+    assert found[0].equal(found[1])
+
+
 @pytest.mark.parametrize("kind", [Muon, Soap, AdamW8bit])
 def test_a_step_reads_no_value_of_a_tensor(kind):
     module = Layers()
