@@ -22,5 +22,6 @@ echo "== ruff format: layout of the source"
 ruff format --check .
 echo "== mypy: types"
 mypy
-echo "== pytest: unit tests, then tests on several gloo ranks"
-python -m pytest -n 2 --dist loadfile "$@"  # two files at a time, because ranks often leave cores idle
+echo "== pytest: tests on several gloo ranks, tests of programs, then unit tests"
+# Two files at a time, because ranks often leave cores idle; in the order of folders, so that the quick ones are last.
+python -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"

@@ -141,7 +141,7 @@ def test_the_bytes_of_the_choice_are_those_that_stores_keep(store):
         ),
     ],
 )
-def test_bytes_and_seconds_of_a_small_layout_are_those_of_a_hand(N_m, stored, seconds):
+def test_bytes_and_seconds_of_a_small_layout_are_those_computed_by_hand(N_m, stored, seconds):
     """Four checkpoints have 1000 elements of 2 bytes each, which are divided over `4 / N_m` of 4 tensor ranks.
 
     A byte is computed with in 80 operations, 2 nanoseconds. It is copied twice, in 2 nanoseconds each.
