@@ -149,13 +149,14 @@ def _store_of_this_start(store: dist.Store, rank: int, size: int, timeout_second
     """
     deadline = time.monotonic() + timeout_seconds
     if rank == 0:
-        number = store.add("start/number", 1)
+        number, answered = store.add("start/number", 1), set()
         # Rank 0 goes on replying until all ranks have read their reply: the request that it finds first may be one of
         # an earlier start, which the present one overwrites later.
         while store.add(f"start/{number}/num_joined", 0) < size - 1:
             for key in (f"start/requests/{peer}" for peer in range(1, size)):
-                if store.check([key]):
-                    store.set(f"start/replies/{store.get(key).decode()}", str(number))
+                if store.check([key]) and (request := store.get(key).decode()) not in answered:
+                    store.set(f"start/replies/{request}", str(number))
+                    answered.add(request)
             _sleep_before(deadline, f"not all of the {size - 1} other ranks have joined this start of the job in time")
     else:
         request = uuid4().hex
