@@ -15,6 +15,7 @@ from gpt.settings.parser import parse_settings
 from gpt.settings.settings import Settings
 from gpt.trainer import Trainer
 from parallel.world import World
+from tests.end_to_end.runs import options
 
 SEQ_LENGTH, NUM_DOCUMENTS = 8, 60
 
@@ -33,21 +34,15 @@ def write_text(prefix: Path) -> Path:
 
 
 def tiny_settings(prefix: Path, folder: Path, **settings: object) -> Settings:
-    """Return the settings of a run; the names of `settings` have `__` for the dot."""
+    """Return the settings of a run that is still smaller than that of `options`; names have `__` for the dot."""
     model = {"num_layers": 1, "hidden_size": 8, "num_heads": 2, "seq_length": SEQ_LENGTH, "vocab_size": 64}
-    chosen = {f"model__{name}": value for name, value in model.items()} | {
-        "data__path": prefix,
+    smaller = {f"model__{name}": value for name, value in model.items()} | {
         "data__split": "[0.6, 0.4, 0]",
-        "run__dir": folder,
-        "train__precision": "fp32",
-        "train__steps": 6,
-        "train__micro_batch_size": 2,
         "train__global_batch_size": 4,
-        "train__log_every": 1,
         "train__eval_samples": 0,
         "train__sample_tokens": 0,
     }
-    return parse_settings([f"--{name.replace('__', '.')}={value}" for name, value in (chosen | settings).items()])
+    return parse_settings(options(prefix, folder, **(smaller | settings)))
 
 
 def make_trainer(prefix: Path, folder: Path, **settings: object) -> Trainer:

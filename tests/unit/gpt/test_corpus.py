@@ -14,12 +14,7 @@ from gpt.corpus import Corpus, _log_padding, _prompts
 from parallel.errors import ConfigError
 from parallel.mesh import Mesh
 from parallel.world import World
-from tests.unit.gpt.runs_in_process import NUM_DOCUMENTS, SEQ_LENGTH, tiny_settings, write_text
-
-
-@pytest.fixture(scope="module")
-def prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_text(tmp_path_factory.mktemp("text") / "corpus")
+from tests.unit.gpt.runs_in_process import NUM_DOCUMENTS, SEQ_LENGTH, tiny_settings
 
 
 def opened(prefix: Path, local_rank: int = 0, **settings: object) -> Corpus:

@@ -22,7 +22,7 @@ from gpt.trainer import Trainer
 from parallel.errors import ConfigError
 from tests.unit.gpt.monitor.test_tracking import RecordingSink
 from tests.unit.gpt.run_folder.test_files import record
-from tests.unit.gpt.runs_in_process import SEQ_LENGTH, make_trainer, write_text
+from tests.unit.gpt.runs_in_process import SEQ_LENGTH, make_trainer
 from tests.unit.gpt.test_build import BASE
 
 
@@ -45,11 +45,6 @@ def test_a_resumed_run_warns_if_its_learning_rate_jumps(
     with caplog.at_level(logging.WARNING):
         Trainer._warn_if_rate_changed(trainer)
     assert bool(caplog.messages) == is_warned
-
-
-@pytest.fixture(scope="module")
-def prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_text(tmp_path_factory.mktemp("text") / "corpus")
 
 
 def test_a_run_is_logged_with_its_speed_between_evaluations_samples_and_saves(
