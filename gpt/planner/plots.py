@@ -25,10 +25,10 @@ NUM_INTERVALS = 450  # in a plot of lanes, two pixels each
 LANE_COLORS = {"compute": "C0", "host": "C2"}  # other lanes communicate
 
 
-def plot_memory(recording: Recording, path: Path, timeline: Timeline | None, cluster: ClusterSpec | None) -> None:
-    """Plot the device's memory over a step, stacked by kind of tensor, with the limit of the device if it is known.
+def plot_memory(recording: Recording, path: Path, timeline: Timeline | None) -> None:
+    """Plot the device's memory over a step, stacked by kind of tensor, with the limit of the timeline's cluster.
 
-    Without a timeline, the axis counts kernels instead of seconds.
+    Without a timeline, there is no limit, and the axis counts kernels instead of seconds.
     """
     times = kernel_starts(recording, timeline) if timeline else list(range(len(recording.kernels) + 1))
     moments = highest_moments(recording)
@@ -41,13 +41,13 @@ def plot_memory(recording: Recording, path: Path, timeline: Timeline | None, clu
         colors=[COLORS[kind] for kind in kinds],
         step="post",
     )
-    limit = cluster.usable_gpu_bytes / 1e9 if cluster else 0.0
+    limit = timeline.cluster.usable_gpu_bytes / 1e9 if timeline else 0.0
     is_near = max(state.total() for _, state in moments) / 1e9 > limit / 3
     if limit and is_near:
         axes.axhline(limit, color="black", linestyle="--", label=f"limit, {limit:.1f} GB")
     axes.set(
         title="Memory of one device over a step" + ("" if is_near else f", limit {limit:.1f} GB"),
-        xlabel=f"projected time, ms{cluster.remark}" if timeline and cluster else "kernels launched",
+        xlabel=f"projected time, ms{timeline.cluster.remark}" if timeline else "kernels launched",
         ylabel="GB",
     )
     axes.margins(x=0)
@@ -82,7 +82,7 @@ def kernel_starts(recording: Recording, timeline: Timeline) -> list[float]:
     return [*starts, *[timeline.seconds] * (waiting + 1)]
 
 
-def plot_lanes(timeline: Timeline, path: Path, cluster: ClusterSpec) -> None:
+def plot_lanes(timeline: Timeline, path: Path) -> None:
     """Plot how busy each lane of a projected step is: the computation, each axis, copies, and updates on the host.
 
     The height of a lane is the fraction of each of NUM_INTERVALS equal times in which one of its tasks runs.
@@ -96,7 +96,7 @@ def plot_lanes(timeline: Timeline, path: Path, cluster: ClusterSpec) -> None:
         axes.stairs(row + 0.8 * shares, edges * 1e3, baseline=row, fill=True, color=LANE_COLORS.get(lane, "C1"))
     axes.set(
         title="Lanes of a projected step",
-        xlabel=f"projected time, ms{cluster.remark}",
+        xlabel=f"projected time, ms{timeline.cluster.remark}",
         yticks=[row + 0.4 for row in range(len(lanes))],
         yticklabels=[f"{lane}, {100 * busy[lane] / timeline.seconds:.0f}% busy" for lane in lanes],
         xlim=(0, timeline.seconds * 1e3),

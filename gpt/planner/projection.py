@@ -38,8 +38,9 @@ class Task:
 
 @dataclass
 class Timeline:
-    """The tasks of a projected step, and its duration."""
+    """The tasks of a step that is projected on a cluster, and its duration."""
 
+    cluster: ClusterSpec
     tasks: list[Task]
     seconds: float
     micro_batch_seconds: float = 0.0  # between the starts of the last two forwards; 0 if there is one
@@ -76,7 +77,7 @@ def project(kernels: list[Kernel], events: list[CommEvent], cluster: ClusterSpec
     tasks = [replace(task, start=task.start - start, end=task.end - start) for task in lanes.tasks[num_before:]]
     end = lanes.free["compute"] - start if late else max((task.end for task in tasks), default=0.0)
     forwards = lanes.forwards
-    return Timeline(tasks, end, forwards[-1] - forwards[-2] if len(forwards) > 1 else 0.0)
+    return Timeline(cluster, tasks, end, forwards[-1] - forwards[-2] if len(forwards) > 1 else 0.0)
 
 
 class _Lanes:

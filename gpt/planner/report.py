@@ -35,25 +35,23 @@ def run_and_report(settings: Settings, console: RunConsole) -> dict[str, Any]:
     recording, folder = dry_run(settings), Path(settings.run.dir)
     # The collector would traverse the many objects of a deep model's recording again and again.
     with no_garbage_collection():
-        cluster = ClusterSpec.load(settings.dry_run.cluster) if settings.dry_run.cluster else None
-        timeline = project_recording(recording, cluster) if cluster else None
-        report = make_report(recording, settings.dry_run, settings.train.global_batch_size, cluster, timeline)
+        cluster = settings.dry_run.cluster
+        timeline = project_recording(recording, ClusterSpec.load(cluster)) if cluster else None
+        report = make_report(recording, settings.dry_run, settings.train.global_batch_size, timeline)
         console.say(headline(report))
         if "matrices" in report:
             console.say(matrices_line(report["matrices"]))
-        if cluster:
-            assert timeline is not None
-            cost = RunCost.of(settings, timeline.seconds, recording.state.mesh.size, cluster)
+        if timeline:
+            cost = RunCost.of(settings, timeline.seconds, recording.state.mesh.size, timeline.cluster)
             report["run"] = asdict(cost)
-            console.say(f"the whole run: {cost}{cluster.remark}")
+            console.say(f"the whole run: {cost}{timeline.cluster.remark}")
         with _writing(folder):
             from gpt.planner.plots import plot_lanes, plot_memory  # imported here: training ranks never need matplotlib
 
             (folder / REPORT).write_text(json.dumps(report, indent=1) + "\n")
-            plot_memory(recording, folder / "memory.png", timeline, cluster)
+            plot_memory(recording, folder / "memory.png", timeline)
             if timeline:
-                assert cluster is not None
-                plot_lanes(timeline, folder / "lanes.png", cluster)
+                plot_lanes(timeline, folder / "lanes.png")
                 if settings.dry_run.trace:
                     Path(settings.dry_run.trace).write_text(json.dumps(trace_events(timeline)))
         for table in (memory_table(report), traffic_table(report), profile_table(report["collectives"])):
@@ -75,15 +73,11 @@ def _writing(folder: Path) -> Iterator[None]:
 
 
 def make_report(
-    recording: Recording,
-    dry_run: DryRunSettings,
-    global_batch_size: int,
-    cluster: ClusterSpec | None,
-    timeline: Timeline | None,
+    recording: Recording, dry_run: DryRunSettings, global_batch_size: int, timeline: Timeline | None
 ) -> dict[str, Any]:
     """Return the report as a tree for JSON.
 
-    With a cluster and the timeline of a step on it, the report also says if the run fits, and how fast it is.
+    With the timeline of a step on a cluster, the report also says if the run fits there, and how fast it is.
     """
     state, size, model = recording.state, recording.state.mesh.size, recording.state.config
     report: dict[str, Any] = {
@@ -106,8 +100,8 @@ def make_report(
     }
     if state.optimizer.matrices.matrices:
         report["matrices"] = work_on_matrices(state.optimizer.matrices)
-    if cluster is not None:
-        assert timeline is not None
+    if timeline is not None:
+        cluster = timeline.cluster
         report["cluster"] = asdict(cluster)
         report["fits"] = sum(recording.peak[DEVICE].values()) <= cluster.usable_gpu_bytes
         on_host = sum(recording.peak[HOST].values()) * min(size, cluster.gpus_per_node)

@@ -73,7 +73,8 @@ def test_the_history_of_memory_reaches_the_recorded_peak_and_ends_with_what_is_r
 
 
 def test_a_lane_is_as_high_as_it_is_busy():
-    timeline = Timeline([Task("data", "", 0.0, 1.0), Task("host", "", 0.0, 4.0), Task("data", "", 2.5, 4.0)], 4.0)
+    tasks = [Task("data", "", 0.0, 1.0), Task("host", "", 0.0, 4.0), Task("data", "", 2.5, 4.0)]
+    timeline = Timeline(DGX_2, tasks, 4.0)
     np.testing.assert_allclose(busy_shares(timeline, "data", np.arange(5.0)), [1.0, 0.0, 0.5, 1.0])
 
 
@@ -121,10 +122,11 @@ def test_plots_are_as_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         dataclasses.replace(DGX_2, gpu_memory_gib=(factor * peak + DGX_2.reserved_gb * 1e9) / 2**30)
         for factor in (2.9, 3.1)
     )
-    plot_lanes(timeline, tmp_path / "lanes.png", DGX_2)
-    plots_of_memory = {"near": (timeline, near), "far": (timeline, far), "kernels": (None, None)}
-    for name, of_cluster in plots_of_memory.items():
-        plot_memory(recording, tmp_path / f"{name}.png", *of_cluster)
+    plot_lanes(timeline, tmp_path / "lanes.png")
+    on_near, on_far = (dataclasses.replace(timeline, cluster=cluster) for cluster in (near, far))
+    plots_of_memory = {"near": on_near, "far": on_far, "kernels": None}
+    for name, of_plot in plots_of_memory.items():
+        plot_memory(recording, tmp_path / f"{name}.png", of_plot)
     for name, price in (("hours", None), ("dollars", 2.0)):
         cluster = dataclasses.replace(NOT_CALIBRATED, dollars_per_gpu_hour=price)
         choices = [

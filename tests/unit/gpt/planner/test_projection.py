@@ -180,7 +180,7 @@ def test_the_report_says_where_the_time_of_the_step_lies():
     chosen = shallow()
     recording = dry_run(chosen)
     timeline = project_recording(recording, DGX_2)
-    report = make_report(recording, chosen.dry_run, chosen.train.global_batch_size, DGX_2, timeline)
+    report = make_report(recording, chosen.dry_run, chosen.train.global_batch_size, timeline)
     on_device = [kernel for kernel in recording.kernels if not kernel.is_on_host and not kernel.is_transfer]
     totals = {
         "seconds": timeline.busy_seconds()["compute"],
@@ -216,7 +216,7 @@ def test_a_dry_run_of_auto_has_the_memory_of_its_plan_and_not_that_of_the_steps_
 def test_the_report_says_how_evenly_matrices_are_divided():
     chosen = shallow("--optimizer.name=muon")
     recording = dry_run(chosen)
-    found = make_report(recording, chosen.dry_run, chosen.train.global_batch_size, None, None)["matrices"]
+    found = make_report(recording, chosen.dry_run, chosen.train.global_batch_size, None)["matrices"]
     matrices = recording.state.optimizer.matrices
     flops, sent = matrices.assignment.all_flops, matrices.sent_numels()
     assert found["number"] == len(matrices.matrices) > 0
@@ -233,7 +233,7 @@ def test_the_report_reserves_memory_and_names_a_cluster_that_is_not_calibrated()
     peak = sum(recording.peak["device"].values())
     small = dataclasses.replace(DGX_2, gpu_memory_gib=(peak + 0.9e9) / 2**30, calibrated=False)
     timeline = project_recording(recording, small)
-    report = make_report(recording, chosen.dry_run, chosen.train.global_batch_size, small, timeline)
+    report = make_report(recording, chosen.dry_run, chosen.train.global_batch_size, timeline)
     assert not report["fits"]
     line = headline(report)
     assert "does NOT fit, by 0.10 GB, the" in line
