@@ -6,7 +6,7 @@ import json
 import os
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from unittest import mock
 
@@ -165,17 +165,28 @@ def test_all_nodes_read_the_same_verdict():
     assert problems == ["n2: number of GPUs: 7, elsewhere 8"]
 
 
+def errors_in_threads(check: Callable[[], object], names: Iterable[str]) -> dict[str, str]:
+    """Run `check` at once in a thread of each name, and return the errors by these names."""
+    errors = {}
+
+    def run() -> None:
+        try:
+            check()
+        except ConfigError as error:
+            errors[threading.current_thread().name] = str(error)
+
+    threads = [threading.Thread(target=run, name=name) for name in names]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return errors
+
+
 def test_a_problem_of_one_node_is_an_error_on_all_and_the_first_names_it():
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     facts = {node.name: node for node in nodes(num_devices=7)}
     options = argparse.Namespace(meet="n1:29500", nodes=3, names="n1,n2,n3", wait=20)
-    errors = {}
-
-    def check() -> None:
-        try:
-            preflight.check_nodes(options, Job())
-        except ConfigError as error:
-            errors[threading.current_thread().name] = str(error)
 
     def route(_meet: str) -> Route:
         return Route(is_host=threading.current_thread().name == "n1", local_address="127.0.0.1", interface="lo")
@@ -186,11 +197,7 @@ def test_a_problem_of_one_node_is_an_error_on_all_and_the_first_names_it():
     own_facts = mock.Mock(side_effect=lambda *_: facts[threading.current_thread().name])
     others = {"find_facts": own_facts, "resolve": lambda meet: meet, "connect": connected}
     with mock.patch.multiple(preflight, find_route=route, **others):
-        threads = [threading.Thread(target=check, name=name) for name in facts]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        errors = errors_in_threads(lambda: preflight.check_nodes(options, Job()), facts)
     there = "the preflight has found problems; the first node prints them"
     assert errors == {"n1": "preflight: n2: number of GPUs: 7, elsewhere 8", "n2": f"n2: {there}", "n3": f"n3: {there}"}
 
@@ -199,23 +206,15 @@ def test_the_first_rank_of_each_node_reports_it_and_all_ranks_have_the_verdict()
     store = dist.HashStore()
     facts = {"0": ALIKE, "2": dataclasses.replace(ALIKE, name="n2", num_devices=7)}
     own_facts = mock.Mock(side_effect=lambda _job: facts[threading.current_thread().name])
-    errors = {}
 
     def check() -> None:
         rank = int(threading.current_thread().name)
         world = World(rank, 4, rank % 2, 2, torch.device("cpu"))
-        try:
-            preflight._check_by_store(world, argparse.Namespace(wait=20), Job())
-        except ConfigError as error:
-            errors[rank] = str(error)
+        preflight._check_by_store(world, argparse.Namespace(wait=20), Job())
 
     with mock.patch.multiple(preflight, find_facts=own_facts, shared_store=lambda: store):
-        threads = [threading.Thread(target=check, name=str(rank)) for rank in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert errors == dict.fromkeys(range(4), "preflight: n2: number of GPUs: 7, elsewhere 8")
+        errors = errors_in_threads(check, "0123")
+    assert errors == dict.fromkeys("0123", "preflight: n2: number of GPUs: 7, elsewhere 8")
 
 
 def test_nodes_are_compared_before_anything_is_measured(monkeypatch):
