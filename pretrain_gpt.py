@@ -15,17 +15,17 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 from data.errors import DataError
-from gpt.build import build, build_mesh, start_options
+from gpt.build.train_state import build, build_mesh, start_options
 from gpt.corpus import Corpus
 from gpt.monitor.console import RunConsole, describe_run, memory_table
 from gpt.monitor.out_of_memory import out_of_memory_recorded
-from gpt.planner.report import run_and_report
 from gpt.settings.option_names import messages_in_option_names
 from gpt.settings.parser import parse_settings
 from gpt.settings.settings import Settings
 from gpt.trainer import Trainer
+from lab.dryrun.report import run_and_report
+from lab.races.stream_checker import streams_checked
 from parallel.errors import ConfigError
-from parallel.instruments.stream_checker import streams_checked
 from parallel.world import (
     World,
     exit_after_loss,

@@ -17,7 +17,7 @@ def _command(module: str) -> Callable[[], None]:
 pretrain = _command("pretrain_gpt")
 prepare = _command("data.prepare")
 check = _command("data.check")
-plan = _command("gpt.planner.plan")
+plan = _command("lab.planner.plan")
 preflight = _command("gpt.preflight")
 evaluate = _command("gpt.evaluate")
 export = _command("gpt.checkpoint.export")

@@ -14,8 +14,8 @@ from data.indexed import IndexedDataset
 from data.samples import Samples
 from data.sidecar import Sidecar
 from data.tokenizer import Tokenizer, load_tokenizer, tokenizer_path
-from gpt.schedule import consumed_samples_after
 from gpt.settings.data import DataSettings
+from gpt.settings.schedule import consumed_samples_after
 from gpt.settings.training import TrainSettings
 from gpt.shape.config import ModelConfig
 from parallel.errors import ConfigError

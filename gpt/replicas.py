@@ -6,11 +6,11 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
-from gpt.build import TrainState
+from gpt.build.train_state import TrainState
 from parallel.errors import ConfigError
 from parallel.mesh import Axis
 from parallel.tensor.layers import split_dims
-from zero.stage import Lifetime
+from zero.partition.stage import Lifetime
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 MOST_NAMES = 3  # in an error

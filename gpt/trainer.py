@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from data.documents import MicroBatch
-from gpt.build import TrainState
+from gpt.build.loss_guard import SkippedInARow
+from gpt.build.train_state import TrainState
 from gpt.checkpoint.layout import Progress
 from gpt.checkpoint.recovery import Recovery
 from gpt.corpus import Corpus
 from gpt.generate import sample_texts
-from gpt.loss_guard import SkippedInARow
 from gpt.monitor.collectives import profiled
 from gpt.monitor.console import RunConsole, nothing_left, summary_table
 from gpt.monitor.hang import write_hang_report
@@ -27,7 +27,7 @@ from gpt.monitor.profiling import Profiler, straggler_lines, timer_table
 from gpt.monitor.tracking import Tracking, open_tracking
 from gpt.replicas import check_replicas
 from gpt.run_folder.files import LOSS_PLOT, MetricsFile, read_steps, written_if_possible
-from gpt.schedule import batch_plan, learning_rate, rate_change
+from gpt.settings.schedule import batch_plan, learning_rate, rate_change
 from gpt.settings.settings import Settings
 from gpt.train_step import evaluate, mean_over, train_step
 from parallel.errors import ConfigError

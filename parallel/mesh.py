@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
+from parallel.comm_log import CommEvent, CommLog
 from parallel.errors import ConfigError
-from parallel.instruments.comm_log import CommEvent, CommLog
 from parallel.receive_buffers import Allocate, ReceiveBuffers, new_buffer
 from parallel.streams import active_simulation
 from parallel.torch_internals import flatten_mesh, take_default_timeout

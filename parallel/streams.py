@@ -1,7 +1,7 @@
 """Streams: CUDA's on a GPU, simulated ones while a simulation is active, none on a CPU, which runs everything at once.
 
 The other files of `zero` and `parallel` take streams from here, so that a run on a CPU can be followed as if it were on
-a GPU (parallel/instruments/stream_checker.py).
+a GPU (lab/races/stream_checker.py).
 """
 
 from collections.abc import Callable, Iterable

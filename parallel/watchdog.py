@@ -19,7 +19,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from parallel.instruments.comm_log import CommLog
+from parallel.comm_log import CommLog
 
 EXIT_CODE = 3
 POLLS_PER_HANG = 10  # polls in `hang_seconds`

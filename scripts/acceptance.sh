@@ -8,4 +8,4 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/setup.sh
-exec python -m scripts.acceptance "$@"
+exec python -m lab.acceptance "$@"

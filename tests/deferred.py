@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from parallel.mesh import Axis, _first_named
 from tests.ranks import run_ranks
 from tests.simulated_streams import Action, Output, Race, Region, Stream, Streams, Work
-from zero.offload import allocators
+from zero.memory import allocators
 from zero.state.writer import HostCopies
 
 

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from parallel.instruments.fake_tensors import instances_in
-from parallel.instruments.memory_tracker import MemoryTracker
+from lab.observe.fake_tensors import instances_in
+from lab.observe.memory_tracker import MemoryTracker
 
 
 class KeptApart(TorchDispatchMode):

@@ -5,9 +5,9 @@ from pathlib import Path
 
 from torch import Tensor
 
-from gpt.checkpoint.pretrained import WeightsWriter
 from gpt.pretrained.families import family_of
 from gpt.pretrained.tensors import source_of, to_transformers
+from gpt.pretrained.weights import WeightsWriter
 from gpt.shape.config import ModelConfig, parameter_shapes
 
 

@@ -25,22 +25,22 @@ def require_siblings(package: str, *names: str) -> None:
 require_siblings("zero", "parallel")  # before anything of it is imported
 
 from zero.activations.checkpointed_blocks import ActivationsConfig, checkpointed_blocks
-from zero.config import ZeroConfig
+from zero.buckets.guarded_parameter import GradientAccessError, ShardedParameterError
 from zero.engine import ZeroDataParallel
-from zero.loss_scale import LossScale, SkippedStepsError
-from zero.offload.placement import OffloadConfig
+from zero.memory.placement import OffloadConfig
 from zero.optimizer import ZeroOptimizer
 from zero.optimizers.adamw8bit import AdamW8bit
 from zero.optimizers.muon import Muon
 from zero.optimizers.soap import Soap
+from zero.order.agreement import DivergedRanks
+from zero.partition.config import ZeroConfig
 from zero.sharded_init import ShardedInit
 from zero.state.checkpoint import Saver, has_checkpoint, load, save
 from zero.state.export import export
 from zero.state.full_state import full_state_dict
 from zero.state.writer import SaveError
+from zero.step.loss_scale import LossScale, SkippedStepsError
 from zero.uneven import join
-from zero.units.agreement import DivergedRanks
-from zero.units.guarded_parameter import GradientAccessError, ShardedParameterError
 
 __all__ = [
     "ActivationsConfig",

@@ -16,26 +16,26 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from parallel.autograd_internals import restore_parameter_tables
 from parallel.errors import ConfigError
 from parallel.mesh import Axis
 from parallel.tensor.gradient_sums import set_deferred
-from zero.bucket import Bucket
-from zero.config import ZeroConfig
-from zero.flat import FlatParameters, is_absent
-from zero.gradients import GradientReducer
-from zero.offload.chunks import choose_chunk_numel
-from zero.offload.placement import NO_OFFLOAD, Offload, OffloadConfig
-from zero.offload.planner import PlacementPlanner, UnitOrders
+from zero.buckets.bucket import Bucket
+from zero.buckets.flat import FlatParameters, is_absent
+from zero.buckets.gradients import GradientReducer
+from zero.buckets.guarded_parameter import GuardedParameter, ParameterGuard, changes, take_grad
+from zero.gemini.chunks import choose_chunk_numel
+from zero.gemini.planner import PlacementPlanner, UnitOrders
+from zero.memory.placement import NO_OFFLOAD, Offload, OffloadConfig
+from zero.order.agreement import LaunchOrder
+from zero.order.execution_order import ExecutionOrder
+from zero.order.step_order import Round
+from zero.partition.config import ZeroConfig
+from zero.partition.stage import Lifetime
 from zero.sharded_init import ShardedInit
-from zero.stage import Lifetime
-from zero.torch_internals import restore_parameter_tables
-from zero.units.agreement import LaunchOrder
 from zero.units.backward import RunningBackward, is_in_backward
-from zero.units.execution_order import ExecutionOrder
-from zero.units.guarded_parameter import GuardedParameter, ParameterGuard, changes, take_grad
 from zero.units.hooks import Hook, ModuleHooks, hook_readers
 from zero.units.scheduler import UnitScheduler
-from zero.units.step_order import Round
 from zero.units.unit import Unit, assign_parameters, find_units, group_alike, named_units
 
 LEAST_PREFETCHED = 2**20  # elements, of any number of small units: a message of fewer takes the latency of the network

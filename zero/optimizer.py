@@ -3,7 +3,7 @@
     grad_norm    the norm of all gradients, a tensor, and from it the clip coefficient, a tensor
     take         parameters that were written in place since the last step: their master weights follow
     update       bucket by bucket: cast the gradient, step the torch optimizer, write the owned parameters; matrices in
-                 the steps of zero/optimizers/matrix_updates.py
+                 the steps of zero/step/matrix_updates.py
     publish      bucket by bucket, while the next one is updated: all-gather the updated parameters
 
 Without offload the host waits for the device in `_must_skip` only, if the optimizer cannot skip a step by itself. With
@@ -19,23 +19,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lab.observe.memory_tracker import TensorKind, allocating
+from parallel.autograd_internals import foreach_copy_, foreach_mul_
 from parallel.errors import ConfigError
-from parallel.instruments.memory_tracker import TensorKind, allocating
 from parallel.mesh import Axis, Handle
 from parallel.tensor.gradient_sums import GradientSums, set_deferred
 from parallel.tensor.layers import split_dims
-from zero.bucket import Bucket
-from zero.elementwise import BucketedOptimizer, Piece, as_groups, check_class, number_groups, probe_atoms
+from zero.buckets.bucket import Bucket
+from zero.buckets.flat import FlatParameters
+from zero.buckets.written_parameters import WrittenParameters
 from zero.engine import ZeroDataParallel
-from zero.flat import FlatParameters
-from zero.grad_norm import GradNorm
-from zero.layout import cut
-from zero.loss_scale import LossScale, SkippedSteps
-from zero.offload.placement import Placement
-from zero.optimizers.matrix_updates import MatrixUpdates
-from zero.stage import Lifetime
-from zero.torch_internals import foreach_copy_, foreach_mul_
-from zero.written_parameters import WrittenParameters
+from zero.memory.placement import Placement
+from zero.partition.layout import cut
+from zero.partition.stage import Lifetime
+from zero.step.elementwise import BucketedOptimizer, Piece, as_groups, check_class, number_groups, probe_atoms
+from zero.step.grad_norm import GradNorm
+from zero.step.loss_scale import LossScale, SkippedSteps
+from zero.step.matrix_updates import MatrixUpdates
 
 Scales = dict[Placement, tuple[Tensor, ...]]  # (clip coefficient, flag of a skipped step) in each memory
 GROUPED_SHARE = 8  # shards are updated together up to this part of the elements of a bucket

@@ -17,14 +17,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from parallel.instruments.fake_tensors import real_tensors
-from parallel.instruments.memory_tracker import TensorKind, tagged
+from lab.observe.fake_tensors import real_tensors
+from lab.observe.memory_tracker import TensorKind, tagged
+from parallel.autograd_internals import replace_parameter_table
 from parallel.mesh import Axis
-from zero.flat import absent
-from zero.layout import overlap
-from zero.offload.placement import NO_OFFLOAD, OffloadConfig, Placement
-from zero.stage import Lifetime, ShardingPolicy
-from zero.torch_internals import replace_parameter_table
+from zero.buckets.flat import absent
+from zero.memory.placement import NO_OFFLOAD, OffloadConfig, Placement
+from zero.partition.layout import overlap
+from zero.partition.stage import Lifetime, ShardingPolicy
 
 UNSHARDED_NUMEL = 2**26
 NUM_RECENT_MODULES = 4  # the last modules used, whose parameters stay unsharded: an expression may read several modules

@@ -7,7 +7,7 @@ from typing import TypeVar
 import torch
 
 from parallel.mesh import Axis
-from zero.offload.streams import SideStream
+from zero.memory.streams import SideStream
 
 Batch = TypeVar("Batch")
 

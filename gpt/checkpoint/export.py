@@ -13,16 +13,16 @@ from typing import Any
 import torch
 
 from data.errors import DataError
-from gpt.build import TrainState
+from gpt.build.train_state import TrainState
 from gpt.checkpoint.folder import newest
 from gpt.checkpoint.layout import Progress, name_of, read_layout
-from gpt.checkpoint.pretrained import WeightsWriter, check_shapes, write_config
-from gpt.checkpoint.tokenizer_files import NO_TOKENIZER, TokenizerFiles
 from gpt.pretrained.families import family_of
 from gpt.pretrained.tensors import to_transformers
+from gpt.pretrained.tokenizer_files import NO_TOKENIZER, TokenizerFiles
+from gpt.pretrained.weights import WeightsWriter, check_shapes, write_config
 from gpt.shape.config import ModelConfig, parameter_shapes
 from parallel.errors import ConfigError, exit_on_config_error
-from zero.config import DTYPES
+from zero.partition.config import DTYPES
 from zero.state.export import FILE_BYTES, WeightFiles, export_units
 from zero.state.layout_file import LAYOUT, is_complete, verify_file
 from zero.state.saved_state import SavedState

@@ -8,7 +8,7 @@ from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from gpt.build import TrainState
+from gpt.build.train_state import TrainState
 from gpt.checkpoint.folder import step_in_name
 from gpt.shape.config import ModelConfig
 from parallel.errors import ConfigError

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from gpt.build import TrainState
+from gpt.build.train_state import TrainState
 from gpt.checkpoint.checkpoint import load
 from gpt.checkpoint.export import export_live
 from gpt.checkpoint.folder import (
@@ -23,7 +23,7 @@ from gpt.checkpoint.folder import (
 )
 from gpt.checkpoint.layout import Progress
 from gpt.checkpoint.saver import Saver
-from gpt.checkpoint.tokenizer_files import NO_TOKENIZER, TokenizerFiles
+from gpt.pretrained.tokenizer_files import NO_TOKENIZER, TokenizerFiles
 from gpt.run_folder.files import CHECKPOINTS, WEIGHTS, cut_metrics, start_run
 from gpt.run_folder.lock import RunLock
 from gpt.settings.run import CheckpointSettings

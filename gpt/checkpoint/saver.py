@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from gpt.build import TrainState
+from gpt.build.train_state import TrainState
 from gpt.checkpoint.checkpoint import rank_state
 from gpt.checkpoint.folder import LATEST, checkpoint_name, delete_old, set_aside
 from gpt.checkpoint.layout import Progress, content_of, name_of

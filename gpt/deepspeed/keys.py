@@ -241,7 +241,7 @@ FEATURES = {
     "torch_autocast": "choose fp16 or bf16",
     "comet": "choose wandb or tensorboard",
     "trackio": "choose wandb or tensorboard",
-    "autotuning": "use the planner, python -m gpt.planner.plan",
+    "autotuning": "use the planner, python -m lab.planner.plan",
     "elasticity": "set the batch sizes; a run resumes on any number of ranks",
     "tensor_parallel": "set parallel.tensor_size",
     "pipeline": "pipeline parallelism is not supported",

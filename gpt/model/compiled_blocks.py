@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from gpt.model.transformer import GPT, Block, Sequences
-from parallel.blocks import Recomputation
 from parallel.errors import ConfigError
+from parallel.tensor.blocks import Recomputation
 from parallel.tensor.traced_layers import make_traceable
 from parallel.torch_internals import active_dispatch_modes
 

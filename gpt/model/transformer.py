@@ -25,8 +25,8 @@ from gpt.kernels.norms import NORMS
 from gpt.model.mup import LogitScale, hidden_factor
 from gpt.model.rotary import Rotation, rotated, tables
 from gpt.shape.config import ROWS_PER_UNIT, ModelConfig, check_divides
-from parallel.blocks import RunBlocks, run_in_order
 from parallel.mesh import Axis
+from parallel.tensor.blocks import RunBlocks, run_in_order
 from parallel.tensor.context import over_context, own_stretch, whole_sequences
 from parallel.tensor.gradient_sums import GradientSums
 from parallel.tensor.heads import GroupedHeads, PackedHeads

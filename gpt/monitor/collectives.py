@@ -18,10 +18,10 @@ from rich.table import Table
 
 from gpt.monitor.console import make_console, print_table
 from gpt.run_folder.files import written_if_possible
+from lab.observe.kernel_log import KernelLog
+from lab.observe.operation_observer import observe_operations
+from parallel.comm_log import CommEvent, CommLog
 from parallel.errors import ConfigError, exit_on_config_error
-from parallel.instruments.comm_log import CommEvent, CommLog
-from parallel.instruments.kernel_log import KernelLog
-from parallel.instruments.operation_observer import observe_operations
 
 PROFILE_OF_RUN, PROFILE_OF_DRY_RUN = "collectives.json", "report.json"
 

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from rich.table import Table
 from rich.text import Text
 
-from gpt.build import TrainState
+from gpt.build.train_state import TrainState
 from gpt.model.transformer import GPT
 from gpt.monitor.units import count
 from gpt.settings.settings import Settings
@@ -23,7 +23,7 @@ from gpt.settings.training import TrainSettings
 from parallel.tensor.linear_cross_entropy import temporary_bytes
 from zero.activations.checkpointed_blocks import CheckpointedBlocks
 from zero.formulas import memory, traffic
-from zero.offload.placement import Placement
+from zero.memory.placement import Placement
 from zero.state import resident
 
 logger = logging.getLogger(__name__)

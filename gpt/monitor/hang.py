@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from gpt.run_folder.files import HANG, written_if_possible
-from parallel.instruments.comm_log import CommEvent, CommLog
+from parallel.comm_log import CommEvent, CommLog
 from parallel.process_defaults import FLIGHT_RECORD
 from parallel.torch_internals import flight_record
 

@@ -9,8 +9,8 @@ import torch
 from gpt.settings.training import TrainSettings
 from gpt.shape.config import ModelConfig
 from gpt.shape.flops import hardware_flops, model_flops, peak_flops_per_second
-from parallel.blocks import Recomputation
-from parallel.instruments.comm_log import CommLog
+from parallel.comm_log import CommLog
+from parallel.tensor.blocks import Recomputation
 from zero.engine import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
 from zero.state.resident import buffer_bytes, resident_states

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from gpt.build import TrainState
+from gpt.build.train_state import TrainState
 from gpt.monitor.metrics import peak_memory
 from gpt.run_folder.files import OUT_OF_MEMORY, MetricsFile, written_if_possible
 from gpt.settings.settings import Settings
@@ -22,7 +22,7 @@ from parallel.torch_internals import memory_snapshot
 from parallel.world import World
 from zero.engine import ZeroDataParallel
 from zero.formulas.memory import ModelStates
-from zero.offload.placement import Placement
+from zero.memory.placement import Placement
 from zero.state.resident import buffer_bytes, bytes_by_group
 from zero.units.unit import find_units, innermost_unit, named_units
 

@@ -26,7 +26,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from gpt.run_folder.files import written_if_possible
 from gpt.settings.analysis import ProfileSettings
-from parallel.instruments.comm_log import CommEvent
+from parallel.comm_log import CommEvent
 from parallel.mesh import Mesh
 
 COMPUTING = ("forward", "backward", "update")

@@ -17,7 +17,7 @@ PAGE_HEAD = """# Settings
 
 Every setting of a training run, with the values that it accepts and its default. On the command line, a setting is an
 option, such as `--zero.stage 3`; in a YAML file, it is written below its group, as in `zero: {stage: 3}`.
-[training.md](training.md) says which of several files and options wins. `python -m scripts.settings_page` writes this
+[training.md](training.md) says which of several files and options wins. `python -m lab.settings_page` writes this
 page from the dataclasses that the program reads.
 """
 

@@ -10,19 +10,19 @@ from typing import Any
 
 import yaml
 
-from gpt.schedule import ScheduleConfig
 from gpt.settings.analysis import DryRunSettings, ProfileSettings
 from gpt.settings.data import DataSettings
 from gpt.settings.optimizer import OptimizerSettings
 from gpt.settings.run import CheckpointSettings, GuardSettings, RunSettings, WandbSettings
+from gpt.settings.schedule import ScheduleConfig
 from gpt.settings.training import ParallelSettings, TrainSettings
 from gpt.shape.config import ModelConfig
 from parallel.errors import ConfigError
 from parallel.fields import check_fields
 from zero.activations.checkpointed_blocks import ActivationsConfig
-from zero.config import ZeroConfig
-from zero.offload.placement import OffloadConfig
+from zero.memory.placement import OffloadConfig
 from zero.optimizers.adamw8bit import BLOCK
+from zero.partition.config import ZeroConfig
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,10 @@ from typing import Annotated, Literal
 
 import torch
 
-from gpt.schedule import BatchConfig, BatchSize, NumSteps, RampUpConfig
+from gpt.settings.schedule import BatchConfig, BatchSize, NumSteps, RampUpConfig
 from parallel.errors import ConfigError
 from parallel.fields import FilePath, NonNegative, Positive, Range, Ranks, check_fields
-from zero.config import DTYPES, DtypeName
+from zero.partition.config import DTYPES, DtypeName
 
 LossScale = Annotated[float, Range(2.0**-32, 2.0**64)]
 

@@ -22,7 +22,7 @@ of both). Flash attention computes the scores a second time in backward, which i
 import torch
 
 from gpt.shape.config import ModelConfig
-from parallel.blocks import Recomputation
+from parallel.tensor.blocks import Recomputation
 
 # Dense tensor-core rates from NVIDIA's data sheets; the first name that a device's name contains applies.
 PEAK_FLOPS_PER_SECOND = (

@@ -23,12 +23,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from parallel.errors import ConfigError
-from parallel.launch import bandwidth
-from parallel.launch.bandwidth import LinkRate
-from parallel.launch.cluster import ClusterSpec
-from parallel.launch.device_kernels import DeviceKernels
-from parallel.launch.measured_cluster import (
+from lab.measure import bandwidth
+from lab.measure.bandwidth import LinkRate
+from lab.measure.cluster import ClusterSpec
+from lab.measure.device_kernels import DeviceKernels
+from lab.measure.measured_cluster import (
     ACROSS,
     BYTES_PER_GB,
     INSIDE,
@@ -38,6 +37,7 @@ from parallel.launch.measured_cluster import (
     reserved_bytes,
     write_cluster,
 )
+from parallel.errors import ConfigError
 from parallel.launch.node_facts import Job, find_facts
 from parallel.launch.roll_call import collect_facts, connect, report_facts
 from parallel.launch.route import find_route, resolve

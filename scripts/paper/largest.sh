@@ -8,4 +8,4 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 [[ -n ${PYTHON:-} ]] || source scripts/setup.sh
 
-exec "${PYTHON:-python}" -m scripts.paper.largest "$1" "$2" --step "${STEP:-1}" "${@:3}"
+exec "${PYTHON:-python}" -m lab.paper.largest "$1" "$2" --step "${STEP:-1}" "${@:3}"

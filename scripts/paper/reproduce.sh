@@ -5,5 +5,5 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 source scripts/setup.sh
 
-python -m scripts.paper.experiments
-python -m scripts.paper.reproduce "$@"
+python -m lab.paper.experiments
+python -m lab.paper.reproduce "$@"

@@ -5,6 +5,6 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 source scripts/setup.sh
 
-python -m scripts.published.configurations
-python -m scripts.published.reproduce
-python -m scripts.published.planner
+python -m lab.published.configurations
+python -m lab.published.reproduce
+python -m lab.published.planner

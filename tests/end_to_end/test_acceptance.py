@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from scripts.acceptance import readings
-from scripts.acceptance.__main__ import main, run_parts
-from scripts.acceptance.cases import cases_for
-from scripts.acceptance.figures import Figure
-from scripts.acceptance.machine import Machine
-from scripts.acceptance.parts import Part
-from scripts.acceptance.plan import Plan
+from lab.acceptance import readings
+from lab.acceptance.__main__ import main, run_parts
+from lab.acceptance.cases import cases_for
+from lab.acceptance.figures import Figure
+from lab.acceptance.machine import Machine
+from lab.acceptance.parts import Part
+from lab.acceptance.plan import Plan
 
 ROOT = Path(__file__).parents[2]
 PYTHON = [sys.executable, "-c"]
@@ -23,7 +23,7 @@ MACHINE = Machine(0, "CPU", 0, "-", True, 2, "3", "2", "-", "-")
 
 
 def test_all_parts_pass_on_cpus(tmp_path):
-    command = [sys.executable, "-m", "scripts.acceptance", "--output", str(tmp_path)]
+    command = [sys.executable, "-m", "lab.acceptance", "--output", str(tmp_path)]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     found = json.loads((tmp_path / "results.json").read_text())

@@ -57,7 +57,7 @@ CHANGES = {
     # dry runs of the whole paper
     "reproduce.sh   ": "reproduce.sh figure1 ",
     # dry runs of eight rows
-    "-m scripts.published.planner  ": "-m scripts.published.planner Megatron_v1.1_A100-36x3072-n4-s1024-b16 ",
+    "-m lab.published.planner  ": "-m lab.published.planner Megatron_v1.1_A100-36x3072-n4-s1024-b16 ",
     # measurements
     "step_time.sh --rounds 14 --steps 1": f"step_time.sh {SMALL_BENCH}",
     "zero-2,zero-3]' --rounds 14 --steps 1": f"zero-2,zero-3]' {SMALL_BENCH}",
@@ -80,8 +80,8 @@ ERRORS = {
 }
 # Commands that are not run, with the reason.
 NOT_RUN = {
-    "python -m scripts.two_nodes": "needs network namespaces; test_two_nodes.py does the same",
-    "python -m scripts.bench.slow_link": "needs network namespaces, and minutes on an idle machine",
+    "python -m lab.faults.two_nodes": "needs network namespaces; test_two_nodes.py does the same",
+    "python -m lab.bench.slow_link": "needs network namespaces, and minutes on an idle machine",
     "pip install 'setuptools<81' wheel": "installs DeepSpeed",
     "DS_ACCELERATOR=cpu": "needs DeepSpeed",
     "torchrun --nproc_per_node=8 pretrain_gpt.py --config configs/models/llama-3-8b.yaml": "needs Llama 3's weights",

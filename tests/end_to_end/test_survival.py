@@ -16,15 +16,15 @@ import pytest
 import torch.distributed as dist
 from torch import Tensor
 
-from gpt.loss_guard import LossGuard
+from gpt.build.loss_guard import LossGuard
 from gpt.run_folder.files import read_steps
 from gpt.run_folder.lock import RunLock
 from gpt.settings.parser import parse_settings
+from lab.faults.failing_run import Fault
+from lab.faults.runs import run_under
 from parallel.errors import ConfigError
 from parallel.world import start_world
 from pretrain_gpt import pretrain
-from scripts.chaos.failing_run import Fault
-from scripts.chaos.runs import run_under
 from tests.end_to_end.runs import options, run
 from tests.full_disk import files_of_at_most
 from tests.ranks import MASTER_ADDRESS, torchrun_environment

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from scripts.chaos.runs import ROOT, prepare_corpus
-from scripts.testbed import Node, joined_nodes, testbed_problem
-from scripts.two_nodes import NUM_STEPS, lose_and_restart
+from lab.faults.runs import ROOT, prepare_corpus
+from lab.faults.testbed import Node, joined_nodes, testbed_problem
+from lab.faults.two_nodes import NUM_STEPS, lose_and_restart
 
 pytestmark = pytest.mark.full
 

@@ -111,7 +111,7 @@ def test_a_run_that_is_killed_and_resumed_is_one_continuous_curve(corpus, tmp_pa
     run_dir = tmp_path / "run"
     settings = {"wandb__mode": "offline", "train__steps": 12, "train__eval_samples": 0, "train__sample_tokens": 0}
     arguments = options(corpus, run_dir, checkpoint__every=3, **settings)
-    kill = [sys.executable, "-m", "scripts.chaos.failing_run", "--fault", "0:0:log:9", "--", *arguments]
+    kill = [sys.executable, "-m", "lab.faults.failing_run", "--fault", "0:0:log:9", "--", *arguments]
     environment = os.environ | {"RANK": "0", "TORCHELASTIC_RESTART_COUNT": "0"}
     killed = subprocess.run(kill, cwd=ROOT, env=environment, capture_output=True, check=False)
     assert killed.returncode == -signal.SIGKILL

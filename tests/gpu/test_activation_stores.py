@@ -4,19 +4,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from gpt.build import build_model
+from gpt.build.train_state import build_model
 from gpt.model.transformer import initialize
 from gpt.shape.config import ModelConfig
 from gpt.train_step import train_step
-from parallel.instruments.memory_tracker import TensorKind
+from lab.observe.memory_tracker import TensorKind
 from parallel.mesh import Mesh
 from parallel.tensor.token_layout import ReplicatedTokens
 from tests.gpu.waiting import waiting_is_an_error
 from zero.activations.checkpointed_blocks import ActivationsConfig
-from zero.config import ZeroConfig
 from zero.engine import ZeroDataParallel
-from zero.offload.allocators import host_allocator
+from zero.memory.allocators import host_allocator
 from zero.optimizer import ZeroOptimizer
+from zero.partition.config import ZeroConfig
 
 pytestmark = pytest.mark.gpu
 CONFIG = ModelConfig(6, 256, 4, seq_length=128, vocab_size=97, dropout=0.1, attention="math")

@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from parallel.instruments.comm_log import CommLog
+from parallel.comm_log import CommLog
 from parallel.process_defaults import cores_near, share_cores
 from parallel.torch_internals import largest_rounded_pinned_bytes, memory_snapshot
 from parallel.world import start_world

@@ -20,7 +20,7 @@ from tests.source_files import PACKAGES, ROOT, Module, all_modules, imported_fil
 ARROWS = {
     "data":                 "",
 
-    "parallel":             "parallel/instruments/comm_log.py",
+    "parallel":             "parallel/comm_log.py",
     "parallel/tensor":      "parallel parallel/instruments",
     "parallel/instruments": "parallel",
     "parallel/launch":      "parallel parallel/instruments",
@@ -31,14 +31,14 @@ ARROWS = {
     "zero/activations":     "parallel parallel/instruments zero zero/offload",
     "zero/offload":         "parallel parallel/instruments zero zero/units",
     "zero/state":           "parallel/* zero zero/offload zero/optimizers zero/formulas",
-    "zero/formulas":        "zero/stage.py zero/layout.py",
+    "zero/formulas":        "zero/partition/stage.py zero/partition/layout.py",
 
     "gpt/shape":            "parallel/*",
     "gpt/kernels":          "parallel/* gpt/shape",
     "gpt/model":            "parallel/* gpt/shape gpt/kernels",
     "gpt/pretrained":       "parallel/* gpt/shape gpt/model",
     "gpt/deepspeed":        "parallel",
-    "gpt/settings":         "parallel/* zero/* gpt/shape gpt/deepspeed gpt/schedule.py",
+    "gpt/settings":         "parallel/* zero/* gpt/shape gpt/deepspeed gpt/settings/schedule.py",
     "gpt/run_folder":       "parallel/* zero",
     "gpt/checkpoint":       "parallel/* zero/* gpt gpt/settings gpt/shape gpt/model gpt/pretrained gpt/run_folder "
                             "data",
@@ -55,7 +55,7 @@ ARROWS = {
 # fmt: on
 ARROWS_OF_FILES = {
     "zero/__init__.py": "zero/*",  # the public interface
-    "zero/layout.py": "parallel zero/stage.py",  # nothing of the engine that is built on it
+    "zero/partition/layout.py": "parallel zero/partition/stage.py",  # nothing of the engine that is built on it
 }
 PRODUCT = {"parallel", "data", "zero", "gpt", "pretrain_gpt"}
 
@@ -63,14 +63,14 @@ MOST_MODULES, MOST_LINES = 16, 50  # of a folder, beside __init__.py; of a funct
 COLLECTIVES = re.compile(r"(all_|reduce|broadcast|gather|scatter|(monitored_)?barrier|i?send|i?recv|batch_isend)")
 COLLECTIVE_FILES = {
     "parallel/mesh.py",  # an Axis: every collective of a training run goes through it, and is recorded there
-    "parallel/launch/bandwidth.py",  # measures torch's own calls, without the Axis around them
+    "lab/measure/bandwidth.py",  # measures torch's own calls, without the Axis around them
 }
 ENVIRONMENT_FILES = {
     "parallel/world.py",  # reads what the launcher set
     "data/encode.py",  # sets the switch of the tokenizers library, which has no other
 }
 PRIVATE_PART = re.compile(r"torch\.(.*\.)?_[a-zA-Z]")
-TORCH_INTERNALS = {"parallel/torch_internals.py", "parallel/inductor_internals.py", "zero/torch_internals.py"}
+TORCH_INTERNALS = {"parallel/torch_internals.py", "lab/observe/inductor_internals.py", "parallel/autograd_internals.py"}
 # The name of a group and an option, or a group before a name that is formatted; `model.accumulate()` is a call.
 OPTION = re.compile(rf"\b({'|'.join(field.name for field in fields(Settings))})\.([a-z_]+\b(?!\()|$)")
 PICKLING_MODULES = {"pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
@@ -202,20 +202,20 @@ def no_folder_is_a_hallway(modules: list[Module]) -> Iterator[str]:
 
 FUNCTION_OF_51_LINES = "def f():\n" + "    pass\n" * 50
 BREACHES = [
-    (imports_follow_the_arrows, "parallel/mesh.py", "from zero.stage import STAGES"),
+    (imports_follow_the_arrows, "parallel/mesh.py", "from zero.partition.stage import STAGES"),
     (imports_follow_the_arrows, "parallel/world.py", "from parallel.launch.route import route"),
     (imports_follow_the_arrows, "data/batches.py", "import parallel.mesh"),
     (imports_follow_the_arrows, "zero/engine.py", "def f():\n    from gpt import model"),
     (imports_follow_the_arrows, "zero/engine.py", "from zero.state.saved_state import SavedState"),
     (imports_follow_the_arrows, "zero/engine.py", "from zero import activations"),
-    (imports_follow_the_arrows, "zero/layout.py", "from zero.flat import FlatParameters"),
+    (imports_follow_the_arrows, "zero/partition/layout.py", "from zero.buckets.flat import FlatParameters"),
     (imports_follow_the_arrows, "zero/formulas/memory.py", "from zero.engine import ZeroDataParallel"),
-    (imports_follow_the_arrows, "zero/formulas/memory.py", "from zero.offload.placement import Placement"),
+    (imports_follow_the_arrows, "zero/formulas/memory.py", "from zero.memory.placement import Placement"),
     (imports_follow_the_arrows, "zero/new_room/file.py", ""),
     (imports_follow_the_arrows, "gpt/model/transformer.py", "from zero import ZeroConfig"),
     (imports_follow_the_arrows, "gpt/model/transformer.py", "from ..trainer import train"),
     (imports_follow_the_arrows, "gpt/checkpoint/saver.py", "from gpt.monitor.metrics import peak_memory"),
-    (imports_follow_the_arrows, "gpt/monitor/plot.py", "from gpt.planner.report import Report"),
+    (imports_follow_the_arrows, "gpt/monitor/plot.py", "from lab.dryrun.report import Report"),
     (imports_follow_the_arrows, "gpt/shape/flops.py", "from gpt.deepspeed.keys import KEYS"),
     (imports_follow_the_arrows, "gpt/trainer.py", "import tests.ranks"),
     (imports_follow_the_arrows, "gpt/trainer.py", "import pretrain_gpt"),
@@ -228,22 +228,26 @@ BREACHES = [
     (collectives_are_called_in_two_files, "parallel/world.py", "import torch.distributed as dist\ndist.barrier()"),
     (
         private_parts_of_torch_are_named_in_three_files,
-        "zero/flat.py",
+        "zero/buckets/flat.py",
         "import torch\ntorch._C._current_graph_task_id()",
     ),
     (private_parts_of_torch_are_named_in_three_files, "zero/optimizer.py", "import torch\ntorch._foreach_norm(x, 2)"),
     (private_parts_of_torch_are_named_in_three_files, "parallel/world.py", "from torch._ops import OpOverload"),
-    (private_parts_of_torch_are_named_in_three_files, "gpt/build.py", "from torch.distributed import fsdp as f\nf._x"),
-    (private_parts_of_torch_are_named_in_three_files, "gpt/build.py", "import torch.testing._internal"),
+    (
+        private_parts_of_torch_are_named_in_three_files,
+        "gpt/build/train_state.py",
+        "from torch.distributed import fsdp as f\nf._x",
+    ),
+    (private_parts_of_torch_are_named_in_three_files, "gpt/build/train_state.py", "import torch.testing._internal"),
     (the_environment_is_read_in_one_file, "parallel/mesh.py", "import os\nos.environ['RANK']"),
     (the_environment_is_read_in_one_file, "gpt/trainer.py", "from os import getenv\ngetenv('RANK')"),
     (no_file_is_unpickled, "gpt/checkpoint/checkpoint.py", "import pickle"),
     (no_file_is_unpickled, "gpt/checkpoint/checkpoint.py", "torch.load(path, weights_only=False)"),
     (no_file_is_unpickled, "data/indexed.py", "np.load(path, allow_pickle=True)"),
-    (libraries_name_no_option, "zero/config.py", "raise ConfigError(f'zero.stage={stage} does not exist')"),
-    (libraries_name_no_option, "zero/config.py", "raise ConfigError(f'offload.{name}={value} is below 0')"),
-    (libraries_name_no_option, "zero/offload/recorder.py", "raise ConfigError('too much; lower ' 'train.steps')"),
-    (libraries_name_no_option, "zero/units/agreement.py", "def f():\n    return Diverged('or a zero.stage below 3')"),
+    (libraries_name_no_option, "zero/partition/config.py", "raise ConfigError(f'zero.stage={stage} does not exist')"),
+    (libraries_name_no_option, "zero/partition/config.py", "raise ConfigError(f'offload.{name}={value} is below 0')"),
+    (libraries_name_no_option, "zero/gemini/recorder.py", "raise ConfigError('too much; lower ' 'train.steps')"),
+    (libraries_name_no_option, "zero/order/agreement.py", "def f():\n    return Diverged('or a zero.stage below 3')"),
     (libraries_name_no_option, "parallel/mesh.py", "raise ConfigError(f'parallel.tensor_size={size} is odd')"),
     (there_is_no_global_statement, "gpt/trainer.py", "def f():\n    global step\n    step = 1"),
     (every_module_says_what_it_is, "gpt/trainer.py", "import torch"),
@@ -254,9 +258,13 @@ BREACHES = [
 ]
 ALLOWED = [
     (imports_follow_the_arrows, "gpt/trainer.py", "import torch\nfrom zero import stage\nfrom .model import GPT"),
-    (imports_follow_the_arrows, "gpt/planner/report.py", "from gpt.monitor.console import table"),
-    (imports_follow_the_arrows, "zero/engine.py", "from zero.offload.streams import SideStream"),
-    (imports_follow_the_arrows, "zero/formulas/memory.py", "from zero.stage import STAGES\nimport zero.formulas.a"),
+    (imports_follow_the_arrows, "lab/dryrun/report.py", "from gpt.monitor.console import table"),
+    (imports_follow_the_arrows, "zero/engine.py", "from zero.memory.streams import SideStream"),
+    (
+        imports_follow_the_arrows,
+        "zero/formulas/memory.py",
+        "from zero.partition.stage import STAGES\nimport zero.formulas.a",
+    ),
     (imports_follow_the_arrows, "tests/unit/test_a.py", "from scripts import bench\nfrom tests.ranks import run_ranks"),
     (collectives_are_called_in_two_files, "parallel/mesh.py", "import torch.distributed as dist\ndist.all_reduce(x)"),
     (collectives_are_called_in_two_files, "zero/engine.py", "import torch\naxis.all_reduce(x, out=x)\ntorch.all(x)"),
@@ -265,18 +273,26 @@ ALLOWED = [
         "parallel/torch_internals.py",
         "from torch._ops import OpOverload",
     ),
-    (private_parts_of_torch_are_named_in_three_files, "zero/flat.py", "import torch\nself._C = torch.__version__"),
+    (
+        private_parts_of_torch_are_named_in_three_files,
+        "zero/buckets/flat.py",
+        "import torch\nself._C = torch.__version__",
+    ),
     (the_environment_is_read_in_one_file, "parallel/world.py", "import os\nos.environ['RANK']"),
     (no_file_is_unpickled, "gpt/checkpoint/checkpoint.py", "torch.load(path, weights_only=True)"),
-    (libraries_name_no_option, "zero/config.py", "raise ConfigError(f'ZeroConfig.stage={stage} does not exist')"),
-    (libraries_name_no_option, "zero/config.py", '"""The meaning of `zero.stage`."""'),
-    (libraries_name_no_option, "zero/gradients.py", "raise ValueError('inside `with model.accumulate():`')"),
-    (libraries_name_no_option, "zero/gradients.py", "model.reducer.add(optimizer.buckets)"),
-    (libraries_name_no_option, "gpt/build.py", "raise ConfigError('parallel.tensor_size=3')"),
+    (
+        libraries_name_no_option,
+        "zero/partition/config.py",
+        "raise ConfigError(f'ZeroConfig.stage={stage} does not exist')",
+    ),
+    (libraries_name_no_option, "zero/partition/config.py", '"""The meaning of `zero.stage`."""'),
+    (libraries_name_no_option, "zero/buckets/gradients.py", "raise ValueError('inside `with model.accumulate():`')"),
+    (libraries_name_no_option, "zero/buckets/gradients.py", "model.reducer.add(optimizer.buckets)"),
+    (libraries_name_no_option, "gpt/build/train_state.py", "raise ConfigError('parallel.tensor_size=3')"),
     (every_module_says_what_it_is, "zero/__init__.py", ""),
     (docstrings_begin_with_a_verb_or_a_noun, "gpt/trainer.py", '"""Assert that it holds. Whatever it is."""'),
     (functions_are_short, "gpt/trainer.py", FUNCTION_OF_51_LINES.removesuffix("    pass\n")),
-    (functions_are_short, "scripts/chaos/runs.py", FUNCTION_OF_51_LINES),
+    (functions_are_short, "lab/faults/runs.py", FUNCTION_OF_51_LINES),
 ]
 BREACHES_OF_TREES = [
     (no_imports_form_a_circle, {"zero/a.py": "from zero.b import x", "zero/b.py": "import zero.a"}),

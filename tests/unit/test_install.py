@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import zero
-from scripts.mutants.__main__ import copy_tree
+from lab.races.mutants.__main__ import copy_tree
 from tests.end_to_end.runs import options, prepare_corpus
 from tests.source_files import ROOT
 from zero import require_siblings

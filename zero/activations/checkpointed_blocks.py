@@ -19,14 +19,14 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from parallel.blocks import Recomputation, RunBlock, run_in_order
 from parallel.errors import ConfigError
 from parallel.fields import Positive, check_fields
 from parallel.mesh import Axis, Handle
+from parallel.tensor.blocks import Recomputation, RunBlock, run_in_order
 from zero.activations.choice import Hardware
 from zero.activations.slab import Slot
 from zero.activations.stores import STORES, ActivationStore, StoreContext, StoredBytes, StoreName
-from zero.offload.streams import SideStream
+from zero.memory.streams import SideStream
 
 StoreChoice = Literal["none", "selective", StoreName, "auto"]
 

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from zero.offload.allocators import Allocate
+from zero.memory.allocators import Allocate
 
 
 @dataclass(frozen=True)

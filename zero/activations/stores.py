@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from parallel.instruments.memory_tracker import TensorKind, tagged
+from lab.observe.memory_tracker import TensorKind, tagged
 from parallel.mesh import Axis, Handle
 from zero.activations.slab import SeparateAllocations, Slab, Slot, SlotMemory
-from zero.offload.allocators import Allocate, device_allocator, host_allocator
-from zero.offload.streams import SideStream
+from zero.memory.allocators import Allocate, device_allocator, host_allocator
+from zero.memory.streams import SideStream
 
 NUM_IN_TRANSIT = 2  # buffers: of the checkpoint that is being read, and of the one that is fetched at the same time
 

@@ -4,7 +4,7 @@ from collections.abc import Container
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
-from zero.stage import Lifetime, ShardingPolicy
+from zero.partition.stage import Lifetime, ShardingPolicy
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Computes the bytes that each rank sends in a step of data parallelism, in closed form (paper, section 7)."""
 
-from zero.stage import Lifetime, ShardingPolicy
+from zero.partition.stage import Lifetime, ShardingPolicy
 
 
 def step_bytes(

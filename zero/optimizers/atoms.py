@@ -7,7 +7,7 @@
 | matrix | a whole matrix: Muon | the stretches of a matrix are sent to one rank, and its result is sent back |
 
 A class of optimizers declares the atom of each of its groups by a method `atom(group)`; without it, all are elements.
-The declaration is tested before the optimizer is used (`zero/elementwise.py`).
+The declaration is tested before the optimizer is used (`zero/step/elementwise.py`).
 """
 
 from dataclasses import dataclass

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from parallel.errors import ConfigError
-from zero.layout import cut
+from zero.partition.layout import cut
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from zero.config import DTYPES
 from zero.optimizers.matrix_optimizer import MatrixOptimizer
+from zero.partition.config import DTYPES
 
 Adjustment = Literal["original", "match_rms_adamw"]
 ITERATION_DTYPES = {"bf16": DTYPES["bf16"], "fp32": DTYPES["fp32"], "fp64": torch.float64}

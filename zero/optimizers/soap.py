@@ -5,8 +5,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from zero.config import DTYPES
 from zero.optimizers.matrix_optimizer import MatrixOptimizer
+from zero.partition.config import DTYPES
 
 SHIFT = 1e-3  # of the mean eigenvalue, added to all: so a singular preconditioner has a basis that is not arbitrary
 

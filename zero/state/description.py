@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from parallel.errors import ConfigError
-from zero.layout import Layout, Span, cut_into_buckets
+from zero.partition.layout import Layout, Span, cut_into_buckets
 from zero.state.schema import Schema, shown
 from zero.state.tensor_file import MAX_DIMS
 

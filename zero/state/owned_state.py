@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 
 from parallel.tensor.layers import split_dims
-from zero.bucket import Bucket
-from zero.elementwise import Piece
+from zero.buckets.bucket import Bucket
+from zero.buckets.flat import FlatParameters
 from zero.engine import ZeroDataParallel
-from zero.flat import FlatParameters
-from zero.layout import Span
 from zero.optimizer import ZeroOptimizer
 from zero.optimizers.adamw8bit import AdamW8bit
+from zero.partition.layout import Span
 from zero.state.description import describe_layout
 from zero.state.saved_state import MASTER, SavedFile, SavedState, TensorRank, elements_per_value
+from zero.step.elementwise import Piece
 
 
 def owned_state(model: ZeroDataParallel, optimizer: ZeroOptimizer) -> dict[str, Tensor]:

@@ -5,12 +5,12 @@ from collections.abc import Callable, Iterable, Iterator
 
 from torch import Tensor
 
-from zero.bucket import Bucket, GradShard, ParamShard
+from zero.buckets.bucket import Bucket, GradShard, ParamShard
 from zero.engine import ZeroDataParallel
 from zero.formulas.memory import ModelStates
-from zero.offload.placement import Placement
+from zero.memory.placement import Placement
 from zero.optimizer import ZeroOptimizer
-from zero.stage import Lifetime
+from zero.partition.stage import Lifetime
 
 
 def resident_states(

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from parallel.errors import ConfigError
-from zero.layout import Layout
+from zero.partition.layout import Layout
 from zero.state.description import layout_of
 from zero.state.schema import shown
 from zero.state.tensor_file import TensorFile

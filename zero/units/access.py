@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zero.torch_internals import replace_parameter_table
+from parallel.autograd_internals import replace_parameter_table
 
 
 class WatchedParameters(dict[str, Any]):

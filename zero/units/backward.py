@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable
 
 from torch import nn
 
-from zero.torch_internals import (
+from parallel.autograd_internals import (
     NO_GRAPH_TASK,
     call_at_end_of_backward,
     current_graph_task,

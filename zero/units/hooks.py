@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from zero.torch_internals import name_hook, never_begin_graph, run_first, run_last
+from parallel.autograd_internals import name_hook, never_begin_graph, run_first, run_last
 from zero.units.unit import Unit, find_units, innermost_unit
 
 Before = Callable[[Unit, nn.Module, tuple, dict], None]

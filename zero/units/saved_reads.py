@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from zero.torch_internals import has_saved_tensors_hooks
+from parallel.autograd_internals import has_saved_tensors_hooks
 
 
 class SavedRead(NamedTuple):

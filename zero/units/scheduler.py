@@ -11,16 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from parallel.autograd_internals import current_graph_task
 from parallel.torch_internals import storage_id
-from zero.offload.planner import NUM_KEPT, Pass, PlacementPlanner, UnitOrders
-from zero.stage import Lifetime
-from zero.torch_internals import current_graph_task
+from zero.buckets.guarded_parameter import ShardedParameterError
+from zero.buckets.tensor_tree import find_tensors
+from zero.gemini.planner import NUM_KEPT, Pass, PlacementPlanner, UnitOrders
+from zero.partition.stage import Lifetime
 from zero.units.access import watch_parameters
 from zero.units.backward import is_in_backward
-from zero.units.guarded_parameter import ShardedParameterError
 from zero.units.hooks import ModuleHooks
 from zero.units.saved_reads import SavedReads
-from zero.units.tensor_tree import find_tensors
 from zero.units.unit import Call, Unit
 
 # Holders until the optimizer's step, and until the next forward.

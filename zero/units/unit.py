@@ -9,8 +9,8 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from parallel.errors import ConfigError
-from zero.flat import FlatParameters
-from zero.stage import Lifetime
+from zero.buckets.flat import FlatParameters
+from zero.partition.stage import Lifetime
 
 
 class Unit:

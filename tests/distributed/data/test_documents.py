@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from data.documents import DocumentBatch, packed_apart
-from gpt.build import build_model
+from gpt.build.train_state import build_model
 from gpt.model.transformer import GPT, initialize
 from gpt.shape.config import ModelConfig
 from gpt.train_step import evaluate, mean_over, train_step
@@ -18,9 +18,9 @@ from parallel.mesh import Axis, Mesh
 from parallel.tensor.token_layout import ReplicatedTokens, SplitTokens, TokenLayout
 from tests.ranks import run_ranks
 from zero.activations.checkpointed_blocks import ActivationsConfig
-from zero.config import ZeroConfig
 from zero.engine import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
+from zero.partition.config import ZeroConfig
 
 SEQ, MICRO_BATCHES, TOLERANCE = 12, 2, 1e-10
 ROUNDING = 4 * 2**-23  # relative, of the losses that an evaluation rounds to fp32

@@ -6,7 +6,7 @@ from parallel.mesh import Mesh
 from tests.deferred import run_late
 from tests.distributed.gpt.test_tensor_parallel import assert_equals_whole, batch, build, layout_of, train_whole
 from tests.distributed.parallel.test_context_parallel import CONFIG, Case, logits_and_traffic, train_all
-from zero.config import ZeroConfig
+from zero.partition.config import ZeroConfig
 
 
 def test_late_exchanges_of_heads_change_nothing():

@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from gpt.build import TrainState
+from gpt.build.train_state import TrainState
 from gpt.checkpoint.checkpoint import owned_tensors
 from gpt.checkpoint.layout import Progress
 from gpt.checkpoint.saver import Saver
 from gpt.model.compiled_blocks import compile_blocks
 from gpt.shape.config import ModelConfig
-from parallel.instruments.memory_tracker import MemoryTracker
+from lab.observe.memory_tracker import MemoryTracker
 from parallel.mesh import Mesh
 from parallel.tensor.layers import split_dims
 from tests.deferred import deferred
@@ -38,10 +38,10 @@ from tests.pairwise import product_of
 from tests.ranks import run_ranks
 from tests.simulated_streams import Streams
 from zero.activations.checkpointed_blocks import ActivationsConfig
-from zero.config import ZeroConfig
 from zero.engine import ZeroDataParallel
-from zero.offload.placement import NO_OFFLOAD, OffloadConfig
+from zero.memory.placement import NO_OFFLOAD, OffloadConfig
 from zero.optimizer import ZeroOptimizer
+from zero.partition.config import ZeroConfig
 from zero.state.saved_state import rank_file
 from zero.state.tensor_file import TensorFile
 

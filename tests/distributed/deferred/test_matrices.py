@@ -2,7 +2,7 @@
 
 from tests.deferred import run_late
 from tests.distributed.zero.optimizers.test_muon import HOST, Case, assert_equals_whole, train_all
-from zero.offload.placement import OffloadConfig
+from zero.memory.placement import OffloadConfig
 
 CASES = [
     Case(3, 2, offload=HOST),

@@ -10,10 +10,10 @@ from parallel.mesh import Mesh
 from tests.deferred import deferred
 from tests.ranks import run_ranks
 from tests.simulated_streams import Race
-from zero.offload.allocators import host_allocator
-from zero.offload.placement import Offload, Placement
-from zero.offload.streams import SideStream
-from zero.staging import free_storage, restore_storage
+from zero.memory.allocators import host_allocator
+from zero.memory.placement import Offload, Placement
+from zero.memory.staging import free_storage, restore_storage
+from zero.memory.streams import SideStream
 
 CPU = torch.device("cpu")
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallel.blocks import run_in_order
 from parallel.mesh import Mesh
+from parallel.tensor.blocks import run_in_order
 from tests.deferred import run_late
 from tests.distributed.gpt import test_checkpoint_layouts as layouts
 from tests.distributed.gpt import test_weights_out as weights_out
@@ -25,10 +25,10 @@ from tests.models import batch, build, loss_of
 from tests.ranks import run_ranks
 from tests.twins import assert_same_bits, params_of
 from zero.activations.checkpointed_blocks import ActivationsConfig, checkpointed_blocks
-from zero.config import ZeroConfig
 from zero.engine import ZeroDataParallel
-from zero.offload.placement import OffloadConfig
+from zero.memory.placement import OffloadConfig
 from zero.optimizer import ZeroOptimizer
+from zero.partition.config import ZeroConfig
 from zero.uneven import join
 
 

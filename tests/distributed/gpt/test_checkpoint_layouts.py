@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gpt.build import TrainState
+from gpt.build.train_state import TrainState
 from gpt.checkpoint.checkpoint import load
 from gpt.checkpoint.layout import Progress, read_layout
 from gpt.checkpoint.saver import Saver
@@ -18,10 +18,10 @@ from parallel.tensor.token_layout import ReplicatedTokens, SplitTokens
 from tests.pairwise import pairwise
 from tests.ranks import run_ranks
 from zero.activations.checkpointed_blocks import ActivationsConfig, checkpointed_blocks
-from zero.config import ZeroConfig
 from zero.engine import ZeroDataParallel
-from zero.offload.placement import NO_OFFLOAD, OffloadConfig
+from zero.memory.placement import NO_OFFLOAD, OffloadConfig
 from zero.optimizer import ZeroOptimizer
+from zero.partition.config import ZeroConfig
 from zero.state.saved_state import SavedState
 
 CONFIG = ModelConfig(2, 32, 4, 12, 97, dropout=0.0)

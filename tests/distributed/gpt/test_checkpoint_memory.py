@@ -8,7 +8,7 @@ import torch
 from gpt.checkpoint.checkpoint import load, owned_tensors
 from gpt.checkpoint.layout import Progress
 from gpt.checkpoint.saver import Saver
-from scripts.bench.save_time import build_state, peak_growth, save, train_step
+from lab.bench.save_time import build_state, peak_growth, save, train_step
 from tests.ranks import run_ranks
 from zero.state.sealed_file import CHUNK_BYTES
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from gpt.monitor.hang import write_hang_report
-from parallel.instruments.comm_log import CommLog
+from parallel.comm_log import CommLog
 from parallel.mesh import Mesh
 from tests.ranks import run_ranks
 

@@ -7,19 +7,19 @@ from unittest import mock
 import pytest
 import torch
 
-from gpt.build import build, build_mesh, token_layout
-from gpt.planner.host_memory import bytes_on_host, check_host_memory
+from gpt.build.host_memory import bytes_on_host, check_host_memory
+from gpt.build.train_state import build, build_mesh, token_layout
 from gpt.settings.parser import parse_settings
 from gpt.train_step import train_step
+from lab.observe.memory_tracker import TensorKind
 from parallel.errors import ConfigError
 from parallel.host_memory import pinned_bytes
-from parallel.instruments.memory_tracker import TensorKind
 from parallel.mesh import Axis, Mesh
 from parallel.world import World
 from tests.ranks import run_ranks
-from zero.offload import placement
-from zero.offload.allocators import host_allocator
-from zero.offload.placement import Placement
+from zero.memory import placement
+from zero.memory.allocators import host_allocator
+from zero.memory.placement import Placement
 from zero.state.owned_state import owned_state
 from zero.state.resident import resident_states
 from zero.state.writer import HostCopies

@@ -5,15 +5,15 @@ from dataclasses import replace
 
 import pytest
 
-from gpt.build import TrainState, build, build_mesh
+from gpt.build.train_state import TrainState, build, build_mesh
 from gpt.model.transformer import GPT
-from gpt.planner.dry_run import blank_micro_batches
 from gpt.train_step import train_step
-from parallel.instruments.fake_tensors import QuickFakeTensorMode
-from parallel.instruments.operation_observer import observe_operations
+from lab.dryrun.dry_run import blank_micro_batches
+from lab.observe.fake_tensors import QuickFakeTensorMode
+from lab.observe.operation_observer import observe_operations
 from parallel.streams import UncheckedStreams
 from parallel.world import imitated_world
-from tests.distributed.gpt.test_streams import FACTORS, settings_of
+from tests.distributed.lab.test_streams import FACTORS, settings_of
 
 NUM_RANKS = 8
 # A gradient is viewed as flat, and copied to its place in its bucket. A bucket is reduced, divided, cast, updated, cast

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gpt.build import TrainState
+from gpt.build.train_state import TrainState
 from gpt.replicas import DivergenceError, check_replicas
 from tests.distributed.gpt.test_checkpoint_layouts import LayoutCase, build, train
 from tests.ranks import run_ranks

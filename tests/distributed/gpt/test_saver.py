@@ -9,7 +9,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from gpt.build import build
+from gpt.build.train_state import build
 from gpt.checkpoint import recovery
 from gpt.checkpoint.layout import Progress
 from gpt.checkpoint.recovery import Recovery, _all_ranks_have, remove_partial
@@ -18,8 +18,8 @@ from gpt.settings.parser import parse_settings
 from parallel.errors import ConfigError
 from parallel.mesh import Mesh
 from tests.ranks import run_ranks
+from tests.unit.gpt.build.test_train_state import BASE
 from tests.unit.gpt.checkpoint.runs import DATA
-from tests.unit.gpt.test_build import BASE
 from zero.state import writer
 from zero.state.sealed_file import Seal
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
-from gpt.build import build_model
+from gpt.build.train_state import build_model
 from gpt.model.transformer import GPT, Sequences, initialize
 from gpt.pretrained.families import config_to_transformers
 from gpt.pretrained.tensors import load_weights
@@ -22,14 +22,14 @@ from tests.pairwise import pairwise
 from tests.pretrained_weights import weights_from_transformers
 from tests.ranks import run_ranks
 from zero.activations.checkpointed_blocks import ActivationsConfig
-from zero.config import ZeroConfig
 from zero.engine import ZeroDataParallel
 from zero.formulas import memory
-from zero.loss_scale import LossScale
-from zero.offload.placement import NO_OFFLOAD, OffloadConfig
+from zero.memory.placement import NO_OFFLOAD, OffloadConfig
 from zero.optimizer import ZeroOptimizer
-from zero.stage import STAGES
+from zero.partition.config import ZeroConfig
+from zero.partition.stage import STAGES
 from zero.state import resident
+from zero.step.loss_scale import LossScale
 
 NUM_STEPS, CLIP_NORM, TOLERANCE = 5, 0.5, 1e-10
 BATCH, SEQ = 2, 12

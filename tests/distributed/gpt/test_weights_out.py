@@ -13,7 +13,7 @@ from gpt.generate import evaluation
 from tests.distributed.gpt.test_checkpoint_layouts import CONFIG, LayoutCase, build, save, train
 from tests.ranks import run_ranks
 from zero.engine import ZeroDataParallel
-from zero.stage import Lifetime
+from zero.partition.stage import Lifetime
 from zero.state import export
 
 IDS = torch.arange(2 * CONFIG.seq_length).view(2, -1) % CONFIG.vocab_size

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel.instruments.comm_log import CommEvent
+from parallel.comm_log import CommEvent
 from parallel.mesh import Axis, Mesh
 from tests.ranks import run_ranks
 

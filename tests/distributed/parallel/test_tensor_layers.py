@@ -5,8 +5,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from parallel.comm_log import CommLog
 from parallel.errors import ConfigError
-from parallel.instruments.comm_log import CommLog
 from parallel.mesh import Axis, Mesh
 from parallel.tensor import initial_values
 from parallel.tensor.gradient_sums import GradientSums

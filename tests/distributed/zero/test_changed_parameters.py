@@ -12,10 +12,10 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from parallel.mesh import Mesh
 from tests.ranks import run_ranks
 from tests.twins import ALL_STAGES, assert_same_bits, configs
-from zero.config import ZeroConfig
 from zero.engine import ZeroDataParallel
-from zero.offload.placement import NO_OFFLOAD, OffloadConfig
+from zero.memory.placement import NO_OFFLOAD, OffloadConfig
 from zero.optimizer import ZeroOptimizer
+from zero.partition.config import ZeroConfig
 from zero.state.owned_state import owned_state
 
 OPTIMIZER_ON_HOST = OffloadConfig("host", ("optimizer",))

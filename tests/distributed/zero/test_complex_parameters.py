@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from parallel.mesh import Mesh
 from tests.ranks import run_ranks
 from tests.twins import ALL_STAGES, Twins, assert_same_bits, check_all, configs, params_of
-from zero.config import ZeroConfig
 from zero.engine import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
+from zero.partition.config import ZeroConfig
 from zero.sharded_init import ShardedInit
 from zero.state.owned_state import describe_state, load_owned_state, owned_state
 from zero.state.saved_state import SavedState, TensorRank, rank_file

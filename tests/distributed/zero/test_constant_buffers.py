@@ -5,19 +5,19 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from gpt.build import build_model
+from gpt.build.train_state import build_model
 from gpt.model.transformer import initialize
 from gpt.shape.config import ModelConfig
-from parallel.instruments.memory_tracker import MemoryTracker
+from lab.observe.memory_tracker import MemoryTracker
 from parallel.mesh import Axis, Mesh
 from parallel.tensor import softmax
 from parallel.tensor.linear_cross_entropy import linear_cross_entropy, temporary_bytes
 from parallel.tensor.token_layout import ReplicatedTokens
 from tests.ranks import run_ranks
 from zero.activations.checkpointed_blocks import ActivationsConfig
-from zero.config import ZeroConfig
 from zero.engine import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
+from zero.partition.config import ZeroConfig
 from zero.state import resident
 
 CPU = torch.device("cpu")

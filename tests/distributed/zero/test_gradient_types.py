@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gpt.build import build
+from gpt.build.train_state import build
 from gpt.settings.data import DataSettings
 from gpt.settings.settings import Settings
 from gpt.settings.training import ParallelSettings, TrainSettings
@@ -16,10 +16,10 @@ from gpt.shape.config import ModelConfig
 from gpt.train_step import train_step
 from parallel.mesh import Mesh
 from tests.ranks import run_ranks
-from zero.config import DTYPES, ZeroConfig
 from zero.engine import ZeroDataParallel
-from zero.offload.placement import NO_OFFLOAD, OffloadConfig
+from zero.memory.placement import NO_OFFLOAD, OffloadConfig
 from zero.optimizer import ZeroOptimizer
+from zero.partition.config import DTYPES, ZeroConfig
 
 WIDTH = 24
 Inputs = Callable[[int, int], tuple[Tensor, Tensor]]  # (rank, micro-batch) -> (x, y) of type fp64

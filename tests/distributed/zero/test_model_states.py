@@ -11,12 +11,12 @@ from torch import nn
 from parallel.mesh import Mesh
 from tests.pairwise import pairwise
 from tests.ranks import run_ranks
-from zero.config import DTYPES, DtypeName, ZeroConfig
 from zero.engine import ZeroDataParallel
 from zero.formulas import memory
 from zero.formulas.traffic import axis_bytes
 from zero.optimizer import ZeroOptimizer
-from zero.stage import STAGES, Lifetime
+from zero.partition.config import DTYPES, DtypeName, ZeroConfig
+from zero.partition.stage import STAGES, Lifetime
 from zero.state import resident
 
 BUCKET_NUMEL = 2**18

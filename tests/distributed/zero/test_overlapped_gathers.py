@@ -7,10 +7,10 @@ from torch import Tensor, nn
 
 from parallel.mesh import Mesh
 from tests.ranks import run_ranks
-from zero.config import ZeroConfig
 from zero.engine import ZeroDataParallel
-from zero.offload.placement import Placement
+from zero.memory.placement import Placement
 from zero.optimizer import ZeroOptimizer
+from zero.partition.config import ZeroConfig
 from zero.state.owned_state import load_owned_state
 from zero.state.saved_state import WHOLE
 

@@ -14,12 +14,12 @@ from parallel.mesh import Axis, Mesh
 from tests.models import build
 from tests.ranks import run_ranks
 from tests.twins import ALL_STAGES, configs, next_token_loss, params_of
-from zero.config import ZeroConfig
 from zero.engine import ZeroDataParallel
-from zero.loss_scale import LossScale
-from zero.offload.placement import NO_OFFLOAD, OffloadConfig
+from zero.memory.placement import NO_OFFLOAD, OffloadConfig
 from zero.optimizer import ZeroOptimizer
+from zero.partition.config import ZeroConfig
 from zero.state.owned_state import owned_state
+from zero.step.loss_scale import LossScale
 
 KINDS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any], float]] = {
     "matrices": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}, 0.5),

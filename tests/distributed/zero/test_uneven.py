@@ -7,15 +7,15 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor, nn
 
-from parallel.instruments.comm_log import CommLog
+from parallel.comm_log import CommLog
 from parallel.mesh import Axis, Mesh
 from tests.ranks import run_ranks
 from tests.twins import ALL_STAGES, check_all, configs, params_of
-from tests.unit.zero.test_loss_scale import CopiesToHost
-from zero.config import ZeroConfig
+from tests.unit.zero.step.test_loss_scale import CopiesToHost
 from zero.engine import ZeroDataParallel
-from zero.offload.streams import SideStream
+from zero.memory.streams import SideStream
 from zero.optimizer import ZeroOptimizer
+from zero.partition.config import ZeroConfig
 from zero.uneven import _Exchange, join
 
 NUM_BATCHES = [3, 1]

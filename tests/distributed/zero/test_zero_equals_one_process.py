@@ -14,10 +14,10 @@ from parallel.mesh import Mesh
 from tests.models import HARDER_MODELS, MODELS, batch, build, loss_of
 from tests.pairwise import pairwise, product_of
 from tests.ranks import run_ranks
-from zero.config import ZeroConfig
 from zero.engine import ZeroDataParallel
-from zero.offload.placement import NO_OFFLOAD, OffloadConfig
+from zero.memory.placement import NO_OFFLOAD, OffloadConfig
 from zero.optimizer import ZeroOptimizer
+from zero.partition.config import ZeroConfig
 
 NUM_STEPS, CLIP_NORM, LR, WEIGHT_DECAY = 5, 0.5, 1e-2, 0.1
 

@@ -13,10 +13,10 @@ from parallel.mesh import Axis, Mesh
 from tests.models import batch, build, loss_of
 from tests.ranks import run_ranks
 from tests.twins import ALL_STAGES, Twins, assert_same_bits, check_all, configs, next_token_loss, params_of
-from zero.config import ZeroConfig
 from zero.engine import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
-from zero.stage import Lifetime
+from zero.partition.config import ZeroConfig
+from zero.partition.stage import Lifetime
 
 
 def toy_twins(config: ZeroConfig, **settings: float) -> Twins:

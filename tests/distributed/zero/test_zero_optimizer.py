@@ -21,13 +21,13 @@ from parallel.mesh import Axis, Mesh
 from tests.models import VOCAB, build
 from tests.ranks import run_ranks
 from tests.twins import ALL_STAGES, Twins, assert_same_bits, configs, next_token_loss, params_of
-from zero.config import ZeroConfig
 from zero.engine import ZeroDataParallel
-from zero.loss_scale import LossScale, SkippedStepsError
 from zero.optimizer import ZeroOptimizer
+from zero.partition.config import ZeroConfig
 from zero.state.owned_state import common_state, describe_state, load_common_state, load_owned_state, owned_state
 from zero.state.saved_state import SavedState, TensorRank, rank_file
 from zero.state.tensor_file import write_tensors
+from zero.step.loss_scale import LossScale, SkippedStepsError
 
 CLIP_NORMS = [math.inf, 0.5, 1e3]
 

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from gpt.planner.activation_store import parameters_of_rank
-from gpt.planner.depth import extrapolate, shallow_runs
-from gpt.schedule import check_batch_sizes
+from gpt.build.activation_store import parameters_of_rank
 from gpt.settings.parser import parse_settings
+from gpt.settings.schedule import check_batch_sizes
 from gpt.settings.settings import Settings
-from parallel.launch.cluster import ClusterSpec
+from lab.measure.cluster import ClusterSpec
+from lab.planner.depth import extrapolate, shallow_runs
 from tests.source_files import ROOT
 
 SIZES = sorted((ROOT / "configs/gpt").glob("*.yaml"))

@@ -15,15 +15,15 @@ import gpt.trainer
 from gpt.monitor import metrics, profiling
 from gpt.monitor.tracking import Tracking
 from gpt.run_folder.files import MetricsFile, read_steps
-from gpt.schedule import learning_rate
 from gpt.settings.parser import parse_settings
 from gpt.settings.run import GuardSettings
+from gpt.settings.schedule import learning_rate
 from gpt.trainer import Trainer
 from parallel.errors import ConfigError
+from tests.unit.gpt.build.test_train_state import BASE
 from tests.unit.gpt.monitor.test_tracking import RecordingSink
 from tests.unit.gpt.run_folder.test_files import record
 from tests.unit.gpt.runs_in_process import SEQ_LENGTH, make_trainer
-from tests.unit.gpt.test_build import BASE
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from parallel.instruments.memory_tracker import MemoryTracker, TensorKind, allocate_buffer
+from lab.observe.memory_tracker import MemoryTracker, TensorKind, allocate_buffer
 from parallel.receive_buffers import ReceiveBuffers
 
 

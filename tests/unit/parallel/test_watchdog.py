@@ -11,9 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from parallel import watchdog
-from parallel.instruments import comm_log
-from parallel.instruments.comm_log import CommLog
+from parallel import comm_log, watchdog
+from parallel.comm_log import CommLog
 from parallel.watchdog import EXIT_CODE, Heartbeat, Watchdog, describe_hang
 
 WAITING = Heartbeat(

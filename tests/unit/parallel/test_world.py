@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 import pretrain_gpt
 from parallel import world
+from parallel.comm_log import CommLog
 from parallel.errors import ConfigError, exit_on_config_error
-from parallel.instruments.comm_log import CommLog
 from parallel.stopping import Stopping
 from parallel.watchdog import EXIT_CODE, Verdict, Watchdog
 from parallel.world import StartOptions, World, imitated_world, start_world, stop_world

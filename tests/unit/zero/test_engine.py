@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from parallel.errors import ConfigError
 from parallel.mesh import Axis
 from parallel.tensor.gradient_sums import GradientSums
-from zero.config import ZeroConfig
 from zero.engine import ZeroDataParallel
-from zero.loss_scale import LossScale
 from zero.optimizer import ZeroOptimizer
+from zero.partition.config import ZeroConfig
+from zero.step.loss_scale import LossScale
 
 DATA = Axis.trivial("data")
 

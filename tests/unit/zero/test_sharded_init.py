@@ -9,8 +9,8 @@ import pytest
 from torch import Tensor, nn
 
 from parallel.mesh import Axis
+from zero.partition.stage import STAGES
 from zero.sharded_init import NUM_RECENT_MODULES, ShardedInit
-from zero.stage import STAGES
 
 
 @pytest.mark.parametrize(("num_layers", "limit", "num_sharded"), [(5, 80, 0), (6, 80, 1), (7, 80, 2)])

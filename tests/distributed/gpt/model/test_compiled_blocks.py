@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gpt.build import build_model
+from gpt.build.train_state import build_model
 from gpt.model.compiled_blocks import compile_blocks
 from gpt.model.transformer import initialize
 from gpt.shape.config import ModelConfig
@@ -19,9 +19,9 @@ from parallel.tensor.token_layout import ReplicatedTokens, SplitTokens
 from tests.distributed.zero.compiled.backend import Backend
 from tests.ranks import run_ranks
 from zero.activations.checkpointed_blocks import ActivationsConfig
-from zero.config import ZeroConfig
 from zero.engine import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
+from zero.partition.config import ZeroConfig
 
 CPU = torch.device("cpu")
 STORES = ["none", "selective", "keep", "partition_host"]

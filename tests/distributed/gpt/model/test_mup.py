@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gpt.build import TrainState, build_optimizer
+from gpt.build.train_state import TrainState, build_optimizer
 from gpt.checkpoint.checkpoint import load
 from gpt.checkpoint.layout import Progress
 from gpt.checkpoint.saver import Saver
@@ -16,9 +16,9 @@ from parallel.mesh import Mesh
 from tests.distributed.gpt.test_tensor_parallel import TOLERANCE, batch, build, layout_of
 from tests.ranks import run_ranks
 from zero.activations.checkpointed_blocks import ActivationsConfig
-from zero.config import ZeroConfig
 from zero.engine import ZeroDataParallel
-from zero.loss_scale import LossScale
+from zero.partition.config import ZeroConfig
+from zero.step.loss_scale import LossScale
 
 LR = 0.02
 OPTIONS = {"dropout": 0.0, "num_kv_heads": 2, "tied_head": False, "mup_base_width": 8, "mup_base_head_dim": 4}

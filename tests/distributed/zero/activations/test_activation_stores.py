@@ -9,8 +9,8 @@ from torch import Tensor
 
 from gpt.generate import generate
 from gpt.train_step import evaluate, train_step
+from lab.observe.memory_tracker import MemoryTracker, TensorKind, allocate_buffer
 from parallel.errors import ConfigError
-from parallel.instruments.memory_tracker import MemoryTracker, TensorKind, allocate_buffer
 from parallel.mesh import Mesh
 from parallel.tensor.token_layout import ReplicatedTokens
 from tests.distributed.gpt.test_tensor_parallel import (
@@ -26,9 +26,9 @@ from tests.distributed.gpt.test_tensor_parallel import (
 from tests.pairwise import pairwise
 from tests.ranks import run_ranks
 from zero.activations.checkpointed_blocks import ActivationsConfig
-from zero.config import ZeroConfig
 from zero.engine import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
+from zero.partition.config import ZeroConfig
 
 NUM_LAYERS = 5
 FACTORS = {

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from parallel.mesh import Axis, Mesh
 from tests.distributed.zero.architectures.tiny_model import Recipe, describe, loss_of, prepare
-from zero.config import ZeroConfig
 from zero.engine import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
+from zero.partition.config import ZeroConfig
 
 NUM_STEPS, NUM_RANKS = 2, 2
 # A gradient that is zero in exact arithmetic is some 1e-13 (grounding-dino), and differs with the order of additions.

@@ -7,7 +7,7 @@ from tests.distributed.zero.compiled.backend import Backend
 from tests.models import build
 from tests.ranks import run_ranks
 from tests.twins import ALL_STAGES, Twins, configs
-from zero.config import ZeroConfig
+from zero.partition.config import ZeroConfig
 from zero.units.unit import find_units
 
 

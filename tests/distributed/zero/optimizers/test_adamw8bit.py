@@ -12,11 +12,11 @@ from parallel.tensor.layers import split_dims
 from parallel.tensor.token_layout import ReplicatedTokens
 from tests.ranks import run_ranks
 from tests.twins import assert_same_bits, params_of
-from zero.config import ZeroConfig
 from zero.engine import ZeroDataParallel
-from zero.offload.placement import NO_OFFLOAD, OffloadConfig
+from zero.memory.placement import NO_OFFLOAD, OffloadConfig
 from zero.optimizer import ZeroOptimizer
 from zero.optimizers.adamw8bit import BLOCK, MOMENTS, SCALE, AdamW8bit, dequantized
+from zero.partition.config import ZeroConfig
 from zero.state.checkpoint import load, save
 
 CONFIG = ModelConfig(num_layers=2, hidden_size=32, num_heads=4, seq_length=8, vocab_size=97, dropout=0.0)

@@ -13,17 +13,17 @@ from torch import Tensor, nn
 
 from gpt.model.transformer import GPT, initialize
 from gpt.shape.config import ModelConfig
-from parallel.instruments.memory_tracker import MemoryTracker
+from lab.observe.memory_tracker import MemoryTracker
 from parallel.mesh import Axis, Mesh
 from parallel.tensor.layers import split_dims
 from parallel.tensor.token_layout import ReplicatedTokens
 from tests.pairwise import pairwise, product_of
 from tests.ranks import run_ranks
-from zero.config import ZeroConfig
 from zero.engine import ZeroDataParallel
-from zero.offload.placement import NO_OFFLOAD, OffloadConfig, Placement
+from zero.memory.placement import NO_OFFLOAD, OffloadConfig, Placement
 from zero.optimizer import ZeroOptimizer
 from zero.optimizers.muon import Muon
+from zero.partition.config import ZeroConfig
 from zero.state import resident
 from zero.state.checkpoint import load, save
 

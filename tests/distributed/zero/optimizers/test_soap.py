@@ -21,7 +21,7 @@ from tests.distributed.zero.optimizers.test_muon import (
     whole_params,
 )
 from tests.ranks import run_ranks
-from zero.offload.placement import OffloadConfig
+from zero.memory.placement import OffloadConfig
 from zero.optimizers.soap import SHIFT, Soap
 from zero.state import resident
 from zero.state.checkpoint import load, save

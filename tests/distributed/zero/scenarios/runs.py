@@ -23,11 +23,11 @@ from torch import Tensor, nn
 from parallel.mesh import Axis, Mesh
 from tests.plain_torch import PlainModel, PlainOptimizer
 from tests.ranks import run_ranks
-from zero.config import ZeroConfig
 from zero.engine import ZeroDataParallel
-from zero.offload.placement import NO_OFFLOAD, OffloadConfig
+from zero.memory.placement import NO_OFFLOAD, OffloadConfig
 from zero.optimizer import ZeroOptimizer
-from zero.stage import Lifetime
+from zero.partition.config import ZeroConfig
+from zero.partition.stage import Lifetime
 
 ROWS, WIDTH = 3, 4  # of this rank's part of a batch
 LARGEST = 100.0  # value in a scenario

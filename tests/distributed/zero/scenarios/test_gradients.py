@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.distributed.zero.scenarios.runs import DEFAULT, HOST, Blocks, Model, Run, mean_square, scenario
-from zero.units.guarded_parameter import GradientAccessError
+from zero.buckets.guarded_parameter import GradientAccessError
 
 
 def all_zero(model: Model) -> None:

@@ -20,7 +20,7 @@ from tests.distributed.zero.scenarios.runs import (
     mean_square,
     scenario,
 )
-from zero.units.guarded_parameter import GradientAccessError
+from zero.buckets.guarded_parameter import GradientAccessError
 
 
 class Methods(Blocks):

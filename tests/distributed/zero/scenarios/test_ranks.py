@@ -20,7 +20,7 @@ from tests.distributed.zero.scenarios.runs import (
     scenario,
 )
 from zero import uneven
-from zero.units.agreement import DivergedRanks
+from zero.order.agreement import DivergedRanks
 
 
 def batches_of(run: Run, rank: int) -> list[Tensor]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from parallel.autograd_internals import DisableTorchFunction
 from tests.distributed.zero.scenarios.runs import (
     DEFAULT,
     GROUPS,
@@ -25,8 +26,7 @@ from tests.distributed.zero.scenarios.runs import (
     mean_square,
     scenario,
 )
-from zero.torch_internals import DisableTorchFunction
-from zero.units.guarded_parameter import ShardedParameterError
+from zero.buckets.guarded_parameter import ShardedParameterError
 
 # What reads or writes the values of a parameter, given the model and a parameter of it that was kept in a list.
 READS: dict[str, Callable[[nn.Module, nn.Parameter], object]] = {

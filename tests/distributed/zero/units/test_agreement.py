@@ -20,10 +20,10 @@ from parallel.torch_internals import take_default_timeout
 from parallel.world import shared_store
 from tests.ranks import run_ranks
 from tests.twins import Twins, params_of
-from zero.config import ZeroConfig
 from zero.engine import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
-from zero.units.agreement import DivergedRanks
+from zero.order.agreement import DivergedRanks
+from zero.partition.config import ZeroConfig
 
 T = TypeVar("T")
 STAGE_3 = ZeroConfig(stage=3, bucket_numel=500, prefetch_numel=600)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpt.build import TrainState, build
+from gpt.build.train_state import TrainState, build
 from gpt.checkpoint.checkpoint import load, owned_tensors
 from gpt.checkpoint.layout import Progress
 from gpt.checkpoint.saver import Saver
@@ -23,7 +23,7 @@ from gpt.settings.settings import Settings
 from gpt.settings.training import TrainSettings
 from gpt.shape.config import ModelConfig
 from parallel.mesh import Mesh
-from zero.config import ZeroConfig
+from zero.partition.config import ZeroConfig
 from zero.state.layout_file import LAYOUT
 from zero.state.sealed_file import CHECKSUM, NO_CHECKSUM, checksum_digits, checksum_offset, verify, write_json
 

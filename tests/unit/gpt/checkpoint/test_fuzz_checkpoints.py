@@ -19,10 +19,10 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from gpt.build import TrainState
+from gpt.build.train_state import TrainState
 from gpt.checkpoint.checkpoint import load, owned_tensors
 from gpt.checkpoint.folder import LATEST, find
-from gpt.checkpoint.pretrained import load_pretrained
+from gpt.pretrained.weights import load_pretrained
 from parallel.errors import ConfigError
 from tests.fuzz import fuzzed, result_unless_refused, run_examples
 from tests.pretrained_weights import write_pretrained

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from parallel.mesh import Axis
-from zero.config import ZeroConfig
 from zero.engine import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
+from zero.partition.config import ZeroConfig
 from zero.state.adam import load_counters
 from zero.state.owned_state import describe_state, group_counters, load_owned_state, owned_state
 from zero.state.saved_state import WHOLE, SavedState, rank_file

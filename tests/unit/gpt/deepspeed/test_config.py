@@ -15,19 +15,19 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from gpt.build import build_loss_scale
+from gpt.build.train_state import build_loss_scale
 from gpt.deepspeed.config import translate
 from gpt.deepspeed.key import ValueType
 from gpt.deepspeed.keys import KEYS, ONLY_ENABLED_IS_READ, OTHER_NAMES
-from gpt.schedule import ScheduleConfig
 from gpt.settings.optimizer import OptimizerSettings
 from gpt.settings.parser import parse_settings
+from gpt.settings.schedule import ScheduleConfig
 from gpt.settings.settings import Settings
 from gpt.settings.training import LossScaleSettings, ParallelSettings
 from parallel.errors import ConfigError
 from zero.activations.checkpointed_blocks import ActivationsConfig
-from zero.config import ZeroConfig
-from zero.offload.placement import OffloadConfig
+from zero.memory.placement import OffloadConfig
+from zero.partition.config import ZeroConfig
 
 ROOT = Path(__file__).resolve().parents[4]
 MODEL = {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "seq_length": 16, "vocab_size": 300}

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from data.documents import DocumentBatch
-from gpt.build import build_model
+from gpt.build.train_state import build_model
 from gpt.kernels.attention import describe_documents
 from gpt.kernels.documents import Documents, needs_mask
 from gpt.model.compiled_blocks import compile_blocks
@@ -18,9 +18,9 @@ from parallel.mesh import Mesh
 from tests.distributed.zero.compiled.backend import Backend
 from tests.unit.gpt.model.models import ONE_DEVICE, small_config
 from zero.activations.checkpointed_blocks import ActivationsConfig
-from zero.config import ZeroConfig
 from zero.engine import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
+from zero.partition.config import ZeroConfig
 
 STARTS = torch.tensor([0, 1, 6, 16, 31, 32], dtype=torch.int32)  # the second sequence of 16 begins with the fourth
 POSITIONS = torch.cat([torch.arange(n) for n in STARTS.diff()]).unflatten(0, (2, 16))

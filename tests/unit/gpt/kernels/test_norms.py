@@ -7,8 +7,8 @@ import torch
 from torch.nn import functional as F
 
 from gpt.kernels.norms import RMSNorm
-from parallel.instruments.fake_tensors import QuickFakeTensorMode
-from parallel.instruments.operation_observer import observe_operations
+from lab.observe.fake_tensors import QuickFakeTensorMode
+from lab.observe.operation_observer import observe_operations
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-14), (torch.bfloat16, 2**-7)])

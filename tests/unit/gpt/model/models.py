@@ -7,9 +7,9 @@ from torch import Tensor
 
 from gpt.model.transformer import GPT, initialize
 from gpt.shape.config import ModelConfig, RopeScaling
-from parallel.blocks import RunBlocks
 from parallel.config_files import read_section
 from parallel.mesh import Axis
+from parallel.tensor.blocks import RunBlocks
 from parallel.tensor.token_layout import ReplicatedTokens
 
 MODELS = Path(__file__).parents[4] / "configs" / "models"

@@ -4,14 +4,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from gpt.build import build_model
+from gpt.build.train_state import build_model
 from gpt.model.transformer import initialize
 from parallel.errors import ConfigError
 from parallel.mesh import Handle
 from tests.unit.gpt.model.models import ONE_DEVICE, batch, small_config, small_gpt
 from zero.activations.checkpointed_blocks import ActivationsConfig, CheckpointedBlocks
 from zero.activations.slab import Slot
-from zero.offload.streams import SideStream
+from zero.memory.streams import SideStream
 
 
 def loss_and_gradients(config, activations: ActivationsConfig) -> list[Tensor]:

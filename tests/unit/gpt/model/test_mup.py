@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from gpt.build import build, parameter_groups
-from gpt.checkpoint.pretrained import WeightsWriter, load_pretrained
+from gpt.build.train_state import build, parameter_groups
 from gpt.kernels.documents import Documents
 from gpt.model.transformer import GPT
+from gpt.pretrained.weights import WeightsWriter, load_pretrained
 from gpt.settings.optimizer import OptimizerSettings
 from gpt.settings.parser import parse_settings
 from parallel.errors import ConfigError

@@ -14,10 +14,10 @@ from gpt.kernels.attention import describe_attention
 from gpt.model.transformer import GPT, Attention, Sequences, initialize
 from gpt.settings.option_names import messages_in_option_names
 from gpt.shape.config import ModelConfig
+from lab.observe.kernel_log import KernelLog
+from lab.observe.operation_observer import observe_operations
+from parallel.comm_log import CommLog
 from parallel.errors import ConfigError
-from parallel.instruments.comm_log import CommLog
-from parallel.instruments.kernel_log import KernelLog
-from parallel.instruments.operation_observer import observe_operations
 from parallel.mesh import Axis
 from parallel.tensor.layers import column_linears
 from parallel.tensor.token_layout import ReplicatedTokens

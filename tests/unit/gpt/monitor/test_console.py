@@ -12,7 +12,7 @@ from matplotlib import pyplot
 from rich.console import Console
 from rich.table import Table
 
-from gpt.build import build
+from gpt.build.train_state import build
 from gpt.monitor import units
 from gpt.monitor.collectives import profile_table
 from gpt.monitor.console import ROWS_PER_HEADING, RunConsole, make_console, memory_table, print_table
@@ -20,7 +20,7 @@ from gpt.monitor.plot import plot_loss, plot_losses
 from gpt.settings.parser import parse_settings
 from gpt.settings.training import TrainSettings
 from parallel.mesh import Mesh
-from tests.unit.gpt.test_build import BASE
+from tests.unit.gpt.build.test_train_state import BASE
 
 LONG = {"step": 499_999, "loss": 10.123456, "lr": 3e-4, "grad_norm": 123.4567, "tokens_per_second": 1_234_567.8}
 TRAIN = TrainSettings(steps=500_000, global_batch_size=2**16)

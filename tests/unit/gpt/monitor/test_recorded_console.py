@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from gpt.build import build, build_mesh
+from gpt.build.train_state import build, build_mesh
 from gpt.monitor import metrics
 from gpt.monitor.compare import comparison_table
 from gpt.monitor.console import RunConsole, describe_run, memory_table, summary_table
@@ -12,8 +12,8 @@ from gpt.monitor.metrics import Throughput, memory_by_kind
 from gpt.monitor.out_of_memory import memory_lines
 from parallel.world import imitated_world
 from tests.recordings import assert_recorded, lines_of
-from tests.unit.gpt.planner.test_projection import shallow
-from tests.unit.gpt.planner.test_recorded_reports import RUNS
+from tests.unit.lab.dryrun.test_projection import shallow
+from tests.unit.lab.dryrun.test_recorded_reports import RUNS
 
 PEAK = {"peak_allocated_bytes": 10**8, "peak_reserved_bytes": 2 * 10**8, "reserved_unused_bytes": 10**8}
 

@@ -5,9 +5,9 @@ import torch
 import transformers
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from gpt.checkpoint.pretrained import WeightsWriter, load_pretrained, read_pretrained
 from gpt.pretrained.families import config_from_transformers, config_to_transformers
 from gpt.pretrained.tensors import load_weights
+from gpt.pretrained.weights import WeightsWriter, load_pretrained, read_pretrained
 from parallel.errors import ConfigError
 from tests.pretrained_weights import weights_from_transformers, weights_to_transformers, write_pretrained
 from tests.unit.gpt.model.models import batch, small_config, small_gpt

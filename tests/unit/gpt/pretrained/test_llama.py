@@ -12,14 +12,14 @@ from transformers.models.llama import modeling_llama
 from transformers.models.mistral import modeling_mistral
 from transformers.models.qwen3 import modeling_qwen3
 
-from gpt.checkpoint.pretrained import load_pretrained, read_pretrained
-from gpt.planner.activation_store import parameters_of_rank
+from gpt.build.activation_store import parameters_of_rank
 from gpt.pretrained.families import _scaling, config_from_transformers, config_to_transformers, family_of
 from gpt.pretrained.tensors import load_weights
+from gpt.pretrained.weights import load_pretrained, read_pretrained
 from gpt.settings.parser import parse_settings
 from gpt.shape.config import ModelConfig, check_divides, parameter_shapes
+from parallel.comm_log import CommLog
 from parallel.errors import ConfigError
-from parallel.instruments.comm_log import CommLog
 from parallel.mesh import Axis
 from tests.models import rms_norm
 from tests.pretrained_weights import weights_from_transformers, weights_to_transformers, write_pretrained

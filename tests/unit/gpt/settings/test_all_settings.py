@@ -12,7 +12,7 @@ from gpt.settings.parser import DEEPSPEED_CONFIG, GROUPS, LEAVES, TREE, parse_se
 from gpt.settings.settings import Settings
 from parallel.errors import ConfigError
 from parallel.fields import LARGEST_INT, alternatives, describe
-from zero.config import ZeroConfig
+from zero.partition.config import ZeroConfig
 
 BASE = "{data: {path: nowhere}, model: {num_layers: 2, hidden_size: 32, num_heads: 4, seq_length: 16, vocab_size: 300}}"
 VALUES = {
@@ -116,7 +116,7 @@ def test_the_help_shows_every_setting_with_its_text_and_its_values(
 
 
 def test_the_page_of_settings_is_the_one_that_is_made():
-    assert (ROOT / "docs" / "settings.md").read_text() == page(TREE), "run python -m scripts.settings_page"
+    assert (ROOT / "docs" / "settings.md").read_text() == page(TREE), "run python -m lab.settings_page"
     assert all(page(TREE).count(f"| `{leaf.name}` | {leaf.text} |") == 1 for leaf in LEAVES.values())
 
 

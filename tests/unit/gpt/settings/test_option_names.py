@@ -11,8 +11,8 @@ from gpt.settings.option_names import in_option_names, messages_in_option_names
 from parallel.errors import ConfigError
 from parallel.mesh import Mesh
 from zero.activations.choice import Hardware
-from zero.config import ZeroConfig
-from zero.offload.placement import OffloadConfig
+from zero.memory.placement import OffloadConfig
+from zero.partition.config import ZeroConfig
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from gpt.schedule import RampUpConfig
 from gpt.settings.help import help_text
 from gpt.settings.option_names import messages_in_option_names
 from gpt.settings.parser import TREE, parse_settings
+from gpt.settings.schedule import RampUpConfig
 from gpt.settings.settings import Settings
 from parallel.errors import ConfigError
 

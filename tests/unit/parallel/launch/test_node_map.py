@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from rich.table import Table
 
-from parallel.instruments.comm_log import CommLog
+from parallel.comm_log import CommLog
 from parallel.launch.node_map import NodeMap, node_table, ring_members, span
 from parallel.mesh import Axis, Mesh
 from parallel.world import World

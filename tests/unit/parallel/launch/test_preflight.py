@@ -14,13 +14,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lab.measure import bandwidth, device_kernels, reference_step
+from lab.measure.bandwidth import DeviceRate, LinkRate, slow_devices, slow_links
+from lab.measure.cluster import ClusterSpec
+from lab.measure.reference_step import Shape
 from parallel.errors import ConfigError
-from parallel.launch import bandwidth, device_kernels, preflight, reference_step, roll_call
-from parallel.launch.bandwidth import DeviceRate, LinkRate, slow_devices, slow_links
-from parallel.launch.cluster import ClusterSpec
+from parallel.launch import preflight, roll_call
 from parallel.launch.node_facts import Job, NodeFacts, find_facts, find_problems
 from parallel.launch.preflight import arguments_only, main
-from parallel.launch.reference_step import Shape
 from parallel.launch.roll_call import collect_facts, connect, report_facts
 from parallel.launch.route import Route
 from parallel.mesh import Mesh
@@ -30,7 +31,7 @@ from tests.ranks import run_ranks
 ALIKE = NodeFacts(
     name="n1",
     address="10.0.0.1",
-    code={"gpt/trainer.py": "a", "gpt/build.py": "b"},
+    code={"gpt/trainer.py": "a", "gpt/build/train_state.py": "b"},
     versions="Python 3.11.7, torch 2.13.0",
     settings=["train.steps=10"],
     data={"corpus.idx": "c"},
@@ -52,10 +53,10 @@ def nodes(**odd: object) -> list[NodeFacts]:
     [
         ({}, None),
         (
-            {"code": {"gpt/trainer.py": "x", "gpt/build.py": "b"}},
+            {"code": {"gpt/trainer.py": "x", "gpt/build/train_state.py": "b"}},
             "n2: other code than elsewhere: gpt/trainer.py",
         ),
-        ({"code": {"gpt/build.py": "b"}}, "n2: other code than elsewhere: gpt/trainer.py"),
+        ({"code": {"gpt/build/train_state.py": "b"}}, "n2: other code than elsewhere: gpt/trainer.py"),
         ({"data": {"corpus.idx": "missing"}}, "n2: other data than elsewhere: corpus.idx"),
         ({"settings": ["train.steps=9"]}, "n2: other settings than elsewhere: train.steps=10, train.steps=9"),
         (
@@ -82,7 +83,7 @@ def test_a_node_that_differs_is_named_with_what_differs(odd, problem):
 
 
 def test_the_first_node_may_be_the_odd_one():
-    n1, odd, n3 = nodes(code={"gpt/trainer.py": "x", "gpt/build.py": "b"})
+    n1, odd, n3 = nodes(code={"gpt/trainer.py": "x", "gpt/build/train_state.py": "b"})
     assert find_problems([odd, n1, n3]) == ["n2: other code than elsewhere: gpt/trainer.py"]
 
 

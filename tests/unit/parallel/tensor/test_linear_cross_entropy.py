@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallel.instruments.fake_tensors import QuickFakeTensorMode, real_tensors
-from parallel.instruments.kernel_log import Kernel, KernelLog
-from parallel.instruments.memory_tracker import MemoryTracker
-from parallel.instruments.operation_observer import observe_operations
+from lab.observe.fake_tensors import QuickFakeTensorMode, real_tensors
+from lab.observe.kernel_log import Kernel, KernelLog
+from lab.observe.memory_tracker import MemoryTracker
+from lab.observe.operation_observer import observe_operations
 from parallel.mesh import Axis
 from parallel.tensor import softmax
 from parallel.tensor.linear_cross_entropy import linear_cross_entropy

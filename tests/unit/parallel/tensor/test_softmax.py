@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallel.instruments.fake_tensors import QuickFakeTensorMode
+from lab.observe.fake_tensors import QuickFakeTensorMode
 from parallel.tensor import softmax
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from parallel.comm_log import CommLog
 from parallel.errors import ConfigError
-from parallel.instruments.comm_log import CommLog
 from parallel.mesh import Axis
 from zero.activations.choice import (
     Hardware,
@@ -22,8 +22,8 @@ from zero.activations.choice import (
 from zero.activations.stores import STORES, StoreContext
 from zero.formulas.memory import formula
 from zero.formulas.traffic import step_bytes
-from zero.offload.streams import SideStream
-from zero.stage import STAGES
+from zero.memory.streams import SideStream
+from zero.partition.stage import STAGES
 
 V100_BYTES = 32480 * 2**20
 

@@ -10,15 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallel.blocks import run_in_order
+from lab.observe.memory_tracker import MemoryTracker, TensorKind
 from parallel.errors import ConfigError
-from parallel.instruments.memory_tracker import MemoryTracker, TensorKind
 from parallel.mesh import Axis, Handle, Mesh
+from parallel.tensor.blocks import run_in_order
 from tests.ranks import run_ranks
 from zero.activations.checkpointed_blocks import ActivationsConfig, CheckpointedBlocks, checkpointed_blocks
 from zero.activations.slab import Slot
 from zero.activations.stores import STORES, StoreContext, StoredBytes, StoreName
-from zero.offload.streams import SideStream
+from zero.memory.streams import SideStream
 
 CPU = torch.device("cpu")
 Block = Callable[[Tensor], Tensor]

@@ -6,7 +6,7 @@ import pytest
 
 from zero.formulas.memory import ModelStates, formula, placed
 from zero.formulas.traffic import axis_bytes, step_bytes
-from zero.stage import STAGES
+from zero.partition.stage import STAGES
 
 # Table 1 of the paper: GB of model states per GPU, as printed, some rounded and some truncated.
 TABLE_1 = """

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from scripts.paper.tables import largest_model
+from lab.paper.tables import largest_model
 from zero.activations.choice import partition_volume
-from zero.stage import STAGES
+from zero.partition.stage import STAGES
 
 PAPER = Path(__file__).resolve().parents[4] / "docs/paper"
 COLUMNS = {"baseline_B_paper": 0, "Pos_B_paper": 1, "Posg_B_paper": 2, "Posgp_B_paper": 3}

@@ -9,11 +9,11 @@ from torch import nn
 
 from parallel.errors import ConfigError
 from parallel.mesh import Axis
-from zero.config import ZeroConfig
-from zero.elementwise import probe_atoms
 from zero.engine import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
 from zero.optimizers.adamw8bit import BLOCK, AdamW8bit, dequantized, quantized, table_of
+from zero.partition.config import ZeroConfig
+from zero.step.elementwise import probe_atoms
 
 CPU = torch.device("cpu")
 

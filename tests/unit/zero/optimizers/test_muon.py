@@ -6,19 +6,19 @@ import pytest
 import torch
 from torch import nn
 
+from lab.observe.memory_tracker import MemoryTracker, TensorKind
 from parallel.errors import ConfigError
-from parallel.instruments.memory_tracker import MemoryTracker, TensorKind
 from parallel.mesh import Axis
 from tests.distributed.zero.test_zero_optimizer import NoWaiting
-from zero.config import ZeroConfig
-from zero.elementwise import probe_atoms
 from zero.engine import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
 from zero.optimizers.adamw8bit import AdamW8bit
 from zero.optimizers.atoms import ELEMENT
 from zero.optimizers.muon import Muon
 from zero.optimizers.soap import Soap
+from zero.partition.config import ZeroConfig
 from zero.state.resident import buffer_bytes
+from zero.step.elementwise import probe_atoms
 
 CPU = torch.device("cpu")
 SHAPES = [(6, 20), (20, 6), (8, 8)]

@@ -10,8 +10,8 @@ from torch import nn
 
 from parallel.errors import ConfigError
 from parallel.mesh import Axis
-from zero.config import ZeroConfig
 from zero.engine import ZeroDataParallel
+from zero.partition.config import ZeroConfig
 from zero.state.export import WeightFiles, export
 
 

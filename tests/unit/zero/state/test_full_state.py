@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from parallel.mesh import Axis
-from zero.config import ZeroConfig
 from zero.engine import ZeroDataParallel
+from zero.partition.config import ZeroConfig
 from zero.state.full_state import full_state_dict
 
 

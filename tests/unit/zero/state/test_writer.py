@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from parallel.mesh import Mesh
-from tests.unit.zero.test_loss_scale import CopiesToHost
+from tests.unit.zero.step.test_loss_scale import CopiesToHost
 from zero.state import writer as module
 from zero.state.tensor_file import TensorFile, write_tensors
 from zero.state.writer import CheckpointWriter, HostCopies, Publication, SaveError, rank_file

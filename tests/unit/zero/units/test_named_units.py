@@ -6,8 +6,8 @@ from torch import Tensor, nn
 
 from parallel.errors import ConfigError
 from parallel.mesh import Axis
-from zero.config import ZeroConfig
 from zero.engine import ZeroDataParallel
+from zero.partition.config import ZeroConfig
 from zero.units.unit import named_units
 
 NUM_BLOCKS, WIDTH = 6, 16

@@ -1,0 +1,117 @@
+"""A check, before anything is allocated, that a node's memory can hold what its ranks place there.
+
+offloaded states          pinned; the moments, which torch's optimizer allocates, are not
+activation checkpoints    pinned, with the store partition_host
+copies for saves          of what a rank saves, if checkpoints are written while training goes on; pinned
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import astuple, dataclass, replace
+
+from gpt.build.activation_store import parameters_of_rank
+from gpt.build.moments import moment_bytes
+from gpt.settings.settings import Settings
+from parallel.errors import ConfigError
+from parallel.host_memory import available_bytes, pinned_bytes
+from parallel.mesh import Axis, Mesh
+from parallel.torch_internals import largest_rounded_pinned_bytes
+from parallel.world import World
+from zero.partition.stage import Lifetime
+
+MASTER_BYTES = 4  # of an element
+
+
+@dataclass(frozen=True)
+class HostBytes:
+    """The bytes of host memory that one rank needs, by purpose."""
+
+    states: float
+    activations: float
+    saves: float
+
+    @property
+    def total(self) -> float:
+        return sum(astuple(self))
+
+
+def check_host_memory(settings: Settings, mesh: Mesh, replicas: Axis, world: World) -> None:
+    """Raise ConfigError if the node's available memory is too small. An imitated world always passes.
+
+    `settings` have the types of gradients that null stands for. `replicas`: ranks that hold the same activations.
+    """
+    if world.imitated_backend:
+        return
+    largest_rounded = largest_rounded_pinned_bytes() if world.device.type == "cuda" else 0
+    needed = bytes_on_host(settings, mesh, replicas, lambda num_bytes: pinned_bytes(num_bytes, largest_rounded))
+    available, size = available_bytes(), world.local_size
+    if needed.total * size > available:
+        purposes = {
+            f"offload.mode={settings.offload.mode} %s of model states": needed.states,
+            f"activations.store={settings.activations.store} %s of checkpoints": needed.activations,
+            "checkpoint.asynchronous=true %s of copies": needed.saves,
+        }
+        parts = [text % f"{num_bytes * size / 1e9:,.1f} GB" for text, num_bytes in purposes.items() if num_bytes]
+        raise ConfigError(
+            f"this run places in the memory of this node ({size} ranks): {', '.join(parts)}; "
+            f"{available / 1e9:,.1f} GB are free, {(needed.total * size - available) / 1e9:,.1f} GB too little; use "
+            "more nodes, a higher zero.stage, fewer offload.states, or checkpoint.asynchronous=false"
+        )
+
+
+def bytes_on_host(settings: Settings, mesh: Mesh, replicas: Axis, allocated: Callable[[float], float]) -> HostBytes:
+    """Return the bytes that one rank places in host memory; with offload.mode=auto, an upper bound.
+
+    `allocated` returns the size of an allocation of pinned memory. The moments of a bucket are copied as one tensor
+    here; a save copies those of each parameter.
+    """
+    zero, itemsize, states = settings.zero, settings.train.dtype.itemsize, settings.offload.offloaded_states
+    policy = zero.policy
+    shard_axis, replica_axis = policy.axes(mesh.data)
+    moments = moment_bytes(settings.optimizer, settings.model, mesh.tensor.size)
+    pinned: list[float] = []
+    pageable = 0.0  # bytes of an element: of each state that has an allocation of its own, and of the others
+    has_parameters = "parameters" in states and policy.full_params is Lifetime.TRANSIENT
+    if has_parameters:
+        pinned.append(itemsize)
+    if "optimizer" in states:
+        pinned.append(zero.gradient_types(settings.train.dtype).accumulate.itemsize)
+        # Parameters in fp32 are their own master weights, if both are in the same memory.
+        pinned += [] if has_parameters and itemsize == MASTER_BYTES else [MASTER_BYTES]
+        pageable = moments
+    copies = settings.checkpoint.asynchronous and settings.checkpoint.every and replica_axis.rank == 0
+    saved = [MASTER_BYTES, moments / 2, moments / 2] if copies else []
+    shards = _shards(settings, mesh, shard_axis.size)
+    return HostBytes(
+        states=sum(n * (numel * pageable + sum(allocated(numel * each) for each in pinned)) for numel, n in shards),
+        activations=allocated(_checkpoint_bytes(settings, mesh, replicas)),
+        saves=sum(n * sum(allocated(numel * each) for each in saved) for numel, n in shards),
+    )
+
+
+def _shards(settings: Settings, mesh: Mesh, shard_size: int) -> list[tuple[int, int]]:
+    """Return (elements, how many there are) of a rank's shards of buckets, without the gaps between parameters."""
+    model, tensor_size = settings.model, mesh.tensor.size
+    total = parameters_of_rank(model, tensor_size)
+    bucket_numel = settings.zero.chosen_bucket_numel(total, mesh.data.size, settings.train.dtype)
+    units = [(total, 1)]
+    if settings.zero.policy.full_params is Lifetime.TRANSIENT:  # then a bucket ends with its unit
+        one, two = (parameters_of_rank(replace(model, num_layers=number), tensor_size) for number in (1, 2))
+        units = [(2 * one - two, 1), (two - one, model.num_layers)]
+    shards = []
+    for numel, num_units in units:
+        num_full, rest = divmod(numel, bucket_numel)
+        shards += [(math.ceil(bucket_numel / shard_size), num_full * num_units)]
+        shards += [(math.ceil(rest / shard_size), num_units)]
+    return shards
+
+
+def _checkpoint_bytes(settings: Settings, mesh: Mesh, replicas: Axis) -> int:
+    """Return the bytes of the activation checkpoints of one micro-batch in host memory."""
+    activations, model, train = settings.activations, settings.model, settings.train
+    if activations.store != "partition_host":
+        return 0
+    num_parts = mesh.tensor.size if settings.parallel.sequence_parallel else 1
+    numel = train.micro_batch_size * model.seq_length // num_parts * model.hidden_size
+    num_checkpoints = math.ceil(model.num_layers / activations.layers_per_checkpoint)
+    return num_checkpoints * math.ceil(numel / replicas.size) * train.dtype.itemsize

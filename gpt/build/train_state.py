@@ -1,0 +1,338 @@
+"""Builds what trains from the settings: the mesh, the model, ZeRO around it, and its optimizer."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from gpt.pretrained.weights import load_pretrained
+from gpt.kernels.apex import choose_norm, find_apex
+from gpt.kernels.attention import describe_attention, describe_documents
+from gpt.kernels.norms import NORMS
+from gpt.build.loss_guard import LossGuard
+from gpt.model.compiled_blocks import check_compiler, compile_blocks
+from gpt.model.hidden_matrices import is_hidden_matrix
+from gpt.model.mup import hidden_factor
+from gpt.model.transformer import GPT, Attention, initialize
+from gpt.build.activation_store import chosen_activations
+from gpt.build.host_memory import check_host_memory
+from gpt.build.moments import moment_bytes
+from gpt.pretrained.families import family_of
+from gpt.settings.schedule import check_batch_sizes, learning_rate
+from gpt.settings.optimizer import OptimizerSettings
+from gpt.settings.settings import Settings
+from gpt.settings.training import LossScaleSettings, ParallelSettings
+from gpt.shape.config import ModelConfig, check_divides
+from parallel.errors import ConfigError
+from lab.observe.memory_tracker import allocate_buffer
+from parallel.mesh import Axis, Mesh
+from parallel.tensor.context import check_context
+from parallel.tensor.layers import part_of, split_dims
+from parallel.tensor.softmax import inductor_works
+from parallel.tensor.token_layout import ReplicatedTokens, SplitTokens, TokenLayout
+from parallel.world import StartOptions, World
+from zero.activations.checkpointed_blocks import ActivationsConfig, check_replicas, checkpointed_blocks, recomputed
+from zero.engine import ZeroDataParallel
+from zero.step.loss_scale import LossScale
+from zero.memory.placement import Offload, Placement
+from zero.optimizer import ZeroOptimizer
+from zero.optimizers.adamw8bit import AdamW8bit
+from zero.optimizers.muon import Muon
+from zero.optimizers.soap import Soap
+from zero.sharded_init import ShardedInit
+from zero.partition.stage import Lifetime
+
+logger = logging.getLogger(__name__)
+
+HIDDEN = "hidden"  # the layers of a parameter group that muP scales
+ChosenOptimizer = tuple[type[torch.optim.Optimizer], dict[str, Any], str]  # class, options, name for the log
+
+
+@dataclass(frozen=True)
+class TrainState:
+    """The mesh, the model, its optimizer and the loss guard: all that a training step changes or communicates over."""
+
+    mesh: Mesh
+    model: ZeroDataParallel
+    optimizer: ZeroOptimizer
+    device: torch.device
+    activations: ActivationsConfig  # with the chosen store, if the settings say "auto"
+    guard: LossGuard | None = None  # None if the settings do not ask for losses to be checked
+
+    @property
+    def config(self) -> ModelConfig:
+        """The shape of the model."""
+        gpt = self.model.module
+        assert isinstance(gpt, GPT)
+        return gpt.config
+
+    def set_learning_rate(self, lr: float) -> None:
+        """Set the learning rate of the next step, of which muP gives hidden matrices a part."""
+        for group in self.optimizer.inner.param_groups:
+            group["lr"] = lr / self.config.width_multiplier if group.get("layers") == HIDDEN else lr
+
+    @property
+    def num_parameters(self) -> int:
+        """The number of parameters of this tensor rank: the paper's Psi."""
+        return sum(param.numel() for flat in self.model.flats for param in flat.params)
+
+    @property
+    def num_parameters_of_model(self) -> int:
+        """The number of parameters over all tensor ranks, with replicated parameters counted once."""
+        num_split = sum(self.model.module.get_parameter(name).numel() for name in split_dims(self.model.module))
+        return self.num_parameters + num_split * (self.mesh.tensor.size - 1)
+
+
+def start_options(settings: Settings) -> StartOptions:
+    """Return what the settings ask of the process of a rank."""
+    # Stage 3 launches gathers ahead of the computation that is queued, and offload behind copies from the host: in a
+    # single queue they would hold up what is launched after them.
+    runs_ahead = settings.zero.policy.full_params is Lifetime.TRANSIENT or bool(settings.offload.offloaded_states)
+    orders_launches = settings.parallel.tensor_size > 1 and not runs_ahead
+    run = settings.run
+    return StartOptions(run.device, run.hang_seconds, orders_launches, Path(run.dir).absolute())
+
+
+def build_mesh(settings: Settings, world: World) -> Mesh:
+    """Return the mesh of the run.
+
+    Raises ConfigError if the settings and the ranks do not fit together, before anything is read or allocated.
+    """
+    check_tensor_groups(settings.parallel, world)
+    mesh = Mesh.create(
+        settings.parallel.tensor_size,
+        world.device.type,
+        shard_size=settings.parallel.shard_size,
+        context_size=settings.parallel.context_size,
+        imitated_backend=world.imitated_backend,
+        allocate=allocate_buffer,
+    )
+    check_divides(settings.model, mesh.tensor)
+    if settings.checkpoint.weights:
+        family_of(settings.model)  # for its ConfigError, as below
+    replicas = token_layout(settings.parallel, mesh).replicas
+    check_replicas(settings.activations, replicas)
+    check_batch_sizes(settings.train.batch, mesh.num_batch_ranks)
+    num_kv_heads, seq_length = max(1, settings.model.kv_heads // mesh.tensor.size), settings.model.seq_length
+    sizes = {"heads of keys and values of a tensor rank": num_kv_heads, "tokens of a sequence": seq_length}
+    check_context(mesh.context, sizes)
+    num_tokens = settings.train.micro_batch_size * seq_length // mesh.context.size
+    if settings.parallel.sequence_parallel:
+        part_of(num_tokens, mesh.tensor, "the tokens of a micro-batch")
+    # For its ConfigError: it raises one if warm-up and decay overlap.
+    learning_rate(settings.schedule, settings.optimizer.lr, 0, settings.train.steps)
+    check_host_memory(settings.with_gradient_types(mesh.data.size), mesh, replicas, world)
+    return mesh
+
+
+def check_tensor_groups(settings: ParallelSettings, world: World) -> None:
+    """Raise ConfigError if a tensor group (consecutive ranks) spans nodes although the settings do not allow it."""
+    if world.local_size % settings.tensor_size == 0:
+        return
+    if not settings.tensor_across_nodes:
+        raise ConfigError(
+            f"parallel.tensor_size={settings.tensor_size} does not divide the {world.local_size} ranks of a node; "
+            "choose one that does, or set parallel.tensor_across_nodes=true to send activations between nodes"
+        )
+    logger.warning(
+        "tensor groups of %d ranks span nodes of %d: their activations are sent over the network, which is slow",
+        settings.tensor_size,
+        world.local_size,
+    )
+
+
+def token_layout(settings: ParallelSettings, mesh: Mesh) -> TokenLayout:
+    """Return the layout of the residual stream's tokens over the tensor and the context ranks."""
+    layout = SplitTokens if settings.sequence_parallel else ReplicatedTokens
+    return layout(mesh.tensor, mesh.context)
+
+
+def build(settings: Settings, mesh: Mesh, device: torch.device) -> TrainState:
+    """Return a model with its initial values, sharded by ZeRO, and its optimizer. All ranks call it."""
+    settings = settings.with_gradient_types(mesh.data.size).with_alignment()
+    torch.set_float32_matmul_precision(settings.train.float32_matmul_precision)
+    logger.info("products of fp32: %s precision", settings.train.float32_matmul_precision)
+    train, tokens = settings.train, token_layout(settings.parallel, mesh)
+    if train.compiles_blocks:
+        check_compiler(device)
+    moments = moment_bytes(settings.optimizer, settings.model, mesh.tensor.size)
+    activations = chosen_activations(
+        settings.activations, settings.model, train, settings.zero, mesh, tokens, device, moments
+    )
+    if settings.data.mask_documents:
+        logger.info("documents: kept apart by %s", describe_documents(settings.model, device, train.dtype))
+    with ShardedInit(mesh.data, settings.zero.policy, settings.zero.prefetch_numel, settings.offload) as init:
+        sum_dtype = settings.zero.gradient_types(train.dtype).reduce
+        gpt = build_model(
+            settings.model,
+            activations,
+            tokens,
+            device,
+            train.dtype,
+            sum_dtype,
+            is_compiled=train.compiles_blocks,
+            z_loss=train.z_loss,
+        )
+        initialize(gpt, train.seed, mesh.data)
+        if train.initial_weights is not None:
+            load_pretrained(gpt, Path(train.initial_weights))
+    model = ZeroDataParallel(gpt, mesh.data, settings.zero, init=init, offload=settings.offload)
+    if train.compiles_blocks:
+        # Units that are named may be inside blocks, whose graphs then end at the hooks of these units.
+        compile_blocks(gpt, activations.recomputes, may_break=settings.zero.units is not None)
+    loss_scale = build_loss_scale(train.loss_scale, train.precision == "fp16", device)
+    optimizer = build_optimizer(model, mesh.tensor, settings.optimizer, loss_scale)
+    # After everything is built, because that draws random numbers too. Each data-parallel rank has its own stream of
+    # random numbers for dropout.
+    torch.manual_seed(train.seed + 1 + mesh.data.rank)
+    guard = LossGuard(mesh.data, settings.guard.spike_factor, device) if settings.guard.checks_losses else None
+    return TrainState(mesh, model, optimizer, device, activations, guard)
+
+
+def build_model(
+    config: ModelConfig,
+    activations: ActivationsConfig,
+    tokens: TokenLayout,
+    device: torch.device,
+    dtype: torch.dtype,
+    gradient_sum_dtype: torch.dtype | None = None,
+    is_compiled: bool = False,
+    z_loss: float = 0.0,
+) -> GPT:
+    """Return a GPT with parameters of `dtype`, which are not initialized yet.
+
+    `gradient_sum_dtype` is the type in which gradients are summed along the tensor axis; None: `dtype`. `is_compiled`:
+    `compile_blocks` follows, which cannot trace apex. `z_loss`: see GPT.
+    """
+    norm, norm_name = (NORMS[config.norm], "compiled") if is_compiled else choose_norm(config.norm, device)
+    logger.info("norm: %s", norm_name)
+    compiles_loss = inductor_works(device)
+    logger.info("loss: %s", "compiled" if compiles_loss else "eager")
+    if device.type == "cuda":
+        logger.info("attention: %s", describe_attention(config, tokens.axis.size, device, dtype))
+    default_dtype = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            run_blocks = checkpointed_blocks(activations, tokens.replicas, device)
+            gpt = GPT(config, tokens, run_blocks, norm, compiles_loss, gradient_sum_dtype, z_loss)
+    finally:
+        torch.set_default_dtype(default_dtype)
+    if activations.store == "selective":
+        for module in gpt.modules():
+            if isinstance(module, Attention):
+                module.kernel = recomputed(module.kernel)
+    return gpt
+
+
+def build_loss_scale(settings: LossScaleSettings, is_fp16: bool, device: torch.device) -> LossScale:
+    """Return the loss scale that the settings describe if the precision is fp16, else a constant scale of 1."""
+    if not is_fp16:
+        return LossScale(device=device)
+    return LossScale(
+        settings.initial,
+        is_dynamic=settings.dynamic,
+        minimum=settings.minimum,
+        growth_interval=settings.growth_interval,
+        hysteresis=settings.hysteresis,
+        device=device,
+    )
+
+
+def build_optimizer(
+    model: ZeroDataParallel, tensor: Axis, settings: OptimizerSettings, loss_scale: LossScale
+) -> ZeroOptimizer:
+    """Return the optimizer over the shards of the model."""
+    assert isinstance(model.module, GPT)
+    optimizer, options, name = OPTIMIZERS[settings.name].choose(settings, model.offload)
+    logger.info("optimizer: %s", name)
+    return ZeroOptimizer(
+        model,
+        optimizer,
+        parameter_groups(model.module, settings),
+        tensor=tensor,
+        clip_norm=settings.clip_norm,
+        loss_scale=loss_scale,
+        max_skipped_in_a_row=None,  # guard.max_skipped_steps is the limit, and the metrics report skipped steps
+        warn_skipped=False,
+        lr=settings.lr,
+        **options,
+    )
+
+
+def parameter_groups(module: GPT, settings: OptimizerSettings) -> list[dict[str, Any]]:
+    """Return parameter groups, with weight decay for parameters of two or more dimensions only.
+
+    Parameters that the optimizer leaves to AdamW are in groups with update="adamw", and those whose learning rate muP
+    scales in groups with layers="hidden".
+    """
+    groups: dict[tuple[bool, bool, float], dict[str, Any]] = {}
+    updates = OPTIMIZERS[settings.name].updates
+    for name, param in module.named_parameters():
+        if param.requires_grad:
+            factor = hidden_factor(name, param, module.config)
+            key = decays, is_updated, _ = param.dim() > 1, updates(name, param), factor
+            # AdamW multiplies the decay by the learning rate: it stays that of the base width.
+            empty = {"params": [], "weight_decay": settings.weight_decay / factor if decays else 0.0}
+            empty |= {} if is_updated else {"update": "adamw"}
+            empty |= {} if factor == 1 else {"lr": settings.lr * factor, "layers": HIDDEN}
+            groups.setdefault(key, empty)["params"].append(param)
+    return list(groups.values())
+
+
+class OptimizerRow(NamedTuple):
+    """An optimizer of the settings."""
+
+    choose: Callable[[OptimizerSettings, Offload], ChosenOptimizer]
+    updates: Callable[[str, nn.Parameter], bool] = lambda _name, _param: True
+    """Returns whether a parameter is updated by it, and not by AdamW."""
+
+
+def _adamw(settings: OptimizerSettings, offload: Offload) -> ChosenOptimizer:
+    adam, options, name = choose_adam(settings.implementation, offload)
+    return adam, options | {"betas": settings.betas, "eps": settings.eps}, name
+
+
+def _adamw8bit(settings: OptimizerSettings, _offload: Offload) -> ChosenOptimizer:
+    return AdamW8bit, {"betas": settings.betas, "eps": settings.eps}, "AdamW with moments of 8 bits"
+
+
+def _muon(settings: OptimizerSettings, _offload: Offload) -> ChosenOptimizer:
+    muon = asdict(settings.muon)
+    options = {"adjust_lr_fn": muon.pop("adjust_lr"), "momentum": settings.momentum, "nesterov": settings.nesterov}
+    return Muon, muon | options | {"betas": settings.betas, "eps": settings.eps}, "Muon, and fused AdamW"
+
+
+def _soap(settings: OptimizerSettings, _offload: Offload) -> ChosenOptimizer:
+    return Soap, asdict(settings.soap) | {"betas": settings.betas, "eps": settings.eps}, "SOAP, and fused AdamW"
+
+
+def _sgd(settings: OptimizerSettings, _offload: Offload) -> ChosenOptimizer:
+    return torch.optim.SGD, {"momentum": settings.momentum, "nesterov": settings.nesterov}, "torch.optim.SGD"
+
+
+OPTIMIZERS = {
+    "adamw": OptimizerRow(_adamw),
+    "adamw8bit": OptimizerRow(_adamw8bit, lambda _name, param: param.dim() > 1),
+    "muon": OptimizerRow(_muon, is_hidden_matrix),
+    "soap": OptimizerRow(_soap, is_hidden_matrix),
+    "sgd": OptimizerRow(_sgd),
+}
+"""By the name in the settings."""
+
+
+def choose_adam(implementation: str, offload: Offload) -> ChosenOptimizer:
+    """Return (class, options, name for the log) of the AdamW to use. Raises ConfigError if apex's does not work."""
+    if implementation == "torch":
+        return torch.optim.AdamW, {"fused": True}, "torch.optim.AdamW(fused=True)"
+    params = [nn.Parameter(torch.zeros(1, device=offload.device))]
+    fused = find_apex("apex.optimizers", "FusedAdam", lambda fused: fused(params), offload.device)
+    is_offloaded = offload.config.initial_placement("optimizer") is Placement.HOST
+    if fused is None or is_offloaded:
+        problem = "cannot update states in host memory" if is_offloaded else f"does not work on {offload.device.type}"
+        raise ConfigError(f"optimizer.implementation=apex: FusedAdam {problem}; choose optimizer.implementation=torch")
+    return fused, {"adam_w_mode": True}, "apex.optimizers.FusedAdam"

@@ -1,0 +1,211 @@
+"""Folders of weights in the format of transformers, read and written without holding all weights in memory.
+
+config.json, model.safetensors.index.json, model-00001-of-00003.safetensors, ...
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from gpt.model.transformer import GPT
+from gpt.pretrained.families import (
+    FAMILIES,
+    NO_SPECIAL_IDS,
+    SIZE,
+    Family,
+    config_from_transformers,
+    config_to_transformers,
+    family_of,
+)
+from gpt.pretrained.tensors import HEAD, load_weights, source_of, to_transformers
+from gpt.pretrained.tokenizer_files import NO_TOKENIZER, TokenizerFiles
+from gpt.shape.config import ModelConfig, parameter_shapes
+from parallel.errors import ConfigError
+from zero.state.export import FILE_BYTES, WeightFiles
+from zero.state.schema import Schema, check, parse_json, shown
+from zero.state.tensor_file import TensorFile
+
+CONFIG = "config.json"
+# What a folder and a run must have in common, by the option of `model`: its property that has the value.
+COMPARED = {
+    "num_layers": "num_layers",
+    "hidden_size": "hidden_size",
+    "num_heads": "num_heads",
+    "num_kv_heads": "kv_heads",
+    "head_dim": "head_size",
+    "mlp_width": "mlp_size",
+    "vocab_size": "vocab_size",
+    "mup_base_head_dim": "scaled_head_dim",
+    "logit_cap": "logit_cap",
+    **{name: name for name in ("positions", "norm", "norm_eps", "mlp", "qk_norm", "biases", "tied_head")},
+}
+COMPARED_ROPE = {name: name for name in ("rope_theta", "rope_scaling")}
+
+
+class PretrainedWeights(Mapping[str, Tensor]):
+    """The weights of a folder by this project's names. A tensor is read from its file each time it is looked up.
+
+    Raises ConfigError if the names, shapes and types of the tensors are not those of a model with this configuration.
+    """
+
+    def __init__(self, folder: Path, files: list[Path], family: Family, config: ModelConfig):
+        self._family, self._config = family, config
+        self._locations: dict[str, tuple[TensorFile, str]] = {}  # by the names of transformers, without the prefix
+        for file in map(TensorFile, files):
+            for name in file.entries:
+                if not name.endswith(family.ignored) and not (config.tied_head and name.startswith(HEAD)):
+                    self._add(name.removeprefix(family.prefix), file, name)
+        self._names = self._check_shapes(folder)
+
+    def _add(self, short: str, file: TensorFile, name: str) -> None:
+        if short in self._locations:
+            other, other_name = self._locations[short]
+            raise ConfigError(
+                f"{file.path} has {shown(name)} and {other.path} has {shown(other_name)}, which are the same "
+                "parameter; keep the files of one model only"
+            )
+        dtype = file.entries[name].dtype
+        if not dtype.is_floating_point:
+            raise ConfigError(f"{file.path} has {shown(name)} in {dtype}, floats are needed; convert the weights")
+        self._locations[short] = file, name
+
+    def _check_shapes(self, folder: Path) -> list[str]:
+        """Return this project's names of the parameters, after a check of all names and shapes."""
+        names = []
+
+        def expected() -> Iterator[tuple[str, tuple[int, ...]]]:
+            for name, shape in parameter_shapes(self._config, self._config.vocab_size):
+                names.append(name)
+                source = source_of(name, self._family, self._config)
+                yield from ((theirs, source.shape(shape)) for theirs in source.names)
+
+        found = {short: file.entries[name].shape for short, (file, name) in self._locations.items()}
+        check_shapes(found, expected(), folder)
+        return names
+
+    def __getitem__(self, name: str) -> Tensor:
+        source = source_of(name, self._family, self._config)
+        located = (self._locations[theirs] for theirs in source.names)
+        return source.pack([file.tensor(theirs) for file, theirs in located])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def check_shapes(
+    found: Mapping[str, tuple[int, ...]], expected: Iterable[tuple[str, tuple[int, ...]]], origin: Path
+) -> None:
+    """Raise ConfigError unless the parameters of the file or folder `origin` have the expected names and shapes."""
+    left = dict(found)
+    for name, shape in expected:
+        if (own := left.pop(name, None)) is None:
+            raise ConfigError(f"{origin} lacks the parameter {name}; its configuration is that of another model")
+        if tuple(own) != shape:
+            raise ConfigError(
+                f"{origin}: the parameter {name} has the shape {list(own)}, by its configuration {list(shape)}; one of "
+                "them is that of another model"
+            )
+    if left:
+        raise ConfigError(f"{origin} has {shown(next(iter(left)))}, which is no parameter of the model it describes")
+
+
+def read_pretrained(folder: Path) -> tuple[ModelConfig, PretrainedWeights]:
+    """Return the configuration and the weights of a folder. Raises ConfigError if it does not hold such weights."""
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ConfigError(f"{folder} holds 0 .safetensors files, 1 or more are needed; convert the weights first")
+    family, config = _read_config(folder / CONFIG)
+    return config, PretrainedWeights(folder, files, family, config)
+
+
+def _read_config(path: Path) -> tuple[Family, ModelConfig]:
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}; it describes the weights beside it") from error
+    fields = {"model_type": "gpt2", **parse_json(content, {}, path)}
+    check(fields, {"model_type": set(FAMILIES)}, path)
+    family = FAMILIES[fields["model_type"]]
+    schema: dict[str, Schema] = {
+        **{name: {value} if isinstance(value, str) else type(value) for name, value in family.fixed.items()},
+        **family.optional,
+    }
+    schema = {name: of_value for name, of_value in schema.items() if fields.get(name) is not None}
+    check(fields, {**dict.fromkeys(family.required, SIZE), **schema}, path)
+    # Only what is checked: transformers would look at the other keys too. It does not take 1 for 1.0.
+    known = {name: fields[name] for name in [*family.required, *schema]}
+    known |= {name: float(fields[name]) for name, of_value in schema.items() if of_value is float}
+    try:
+        return family, config_from_transformers(_configuration(family, known))
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
+
+
+def _configuration(family: Family, known: Mapping[str, Any]) -> Any:
+    """Return the configuration of transformers with these fields."""
+    import transformers  # here, because a rank that trains does not need it and the import is slow
+
+    try:
+        return getattr(transformers, family.configuration)(**known)
+    except Exception as error:  # transformers checks the fields too, and raises what it likes
+        raise ConfigError(f"transformers refuses it ({shown(str(error))}); choose another model") from error
+
+
+def load_pretrained(model: GPT, folder: Path) -> None:
+    """Load the weights of a folder into the model. Raises ConfigError if the folder's model is another one."""
+    config, weights = read_pretrained(folder)
+    is_rotary = config.positions == "rope"
+    for name, of_config in {**COMPARED, **(COMPARED_ROPE if is_rotary else {"seq_length": "seq_length"})}.items():
+        found, expected = getattr(config, of_config), getattr(model.config, of_config)
+        if found != expected:
+            found, expected = ("null" if value is None else value for value in (found, expected))
+            raise ConfigError(f"model.{name}={expected}, but {folder} has {found}; choose model.{name}={found}")
+    if model.config.seq_length > config.seq_length:
+        raise ConfigError(
+            f"model.seq_length={model.config.seq_length}, but {folder} has {config.seq_length} positions, or a sliding "
+            f"window of as many, and windows are not supported; choose model.seq_length={config.seq_length} or less"
+        )
+    try:
+        load_weights(model, weights)
+    except ConfigError as error:
+        raise ConfigError(f"{folder}: {error}") from error
+
+
+class WeightsWriter:
+    """A writer of a folder of weights, by the names of this project, of its configuration and its tokenizer.
+
+    Raises ConfigError if the folder already holds weights, because a reader would mix them with these.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        config: ModelConfig,
+        file_bytes: int = FILE_BYTES,
+        tokenizer: TokenizerFiles = NO_TOKENIZER,
+    ):
+        tokenizer.check_fits(config)
+        self._folder, self._config, self._tokenizer = folder, config, tokenizer
+        self._family = family_of(config)
+        self._files = WeightFiles(folder, file_bytes)
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Add a whole parameter, on any device. Raises OSError if a write fails."""
+        for theirs, part in to_transformers(name, tensor.detach().cpu(), self._family, self._config).items():
+            self._files.add(theirs, part)
+
+    def finish(self) -> None:
+        """Write the rest of the tensors, the index and the configuration. Raises OSError if a write fails."""
+        self._files.finish()
+        write_config(self._folder, self._config, self._tokenizer)
+
+
+def write_config(folder: Path, config: ModelConfig, tokenizer: TokenizerFiles) -> None:
+    """Write the configuration of transformers, and the files of the tokenizer. Raises OSError if a write fails."""
+    config_to_transformers(config, tokenizer.special_ids or NO_SPECIAL_IDS).save_pretrained(folder)
+    tokenizer.write(folder, config)

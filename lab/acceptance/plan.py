@@ -1,0 +1,190 @@
+"""The plan of an acceptance run: its ranks, models and lengths, which follow from the machine."""
+
+import os
+import sys
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from data.indexed import IndexedWriter, token_dtype
+from gpt.shape.config import ModelConfig
+from gpt.shape.flops import model_flops, peak_flops_per_second
+from lab.acceptance.machine import Machine
+from lab.measure.cluster import ClusterSpec
+
+HEAD_WIDTH = 64
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """The size of a GPT-2; `millions` is its number of parameters."""
+
+    name: str
+    layers: int
+    hidden: int
+    millions: int
+
+
+@dataclass(frozen=True)
+class LongScale:
+    """The sizes of the training runs of --long. The vocabulary is that of GPT-2, as in the user's data."""
+
+    model: ModelSize
+    seq: int
+    steps: int
+    global_batch_size: int
+    micro_batch_size: int
+    eval_every: int
+    eval_samples: int
+
+
+@dataclass(frozen=True)
+class Scale:
+    """The sizes of an acceptance run. A training run is measured up to the first profiled step."""
+
+    compared: tuple[ModelSize, ...]  # beside DDP and FSDP2, from the smallest on; a larger one has to fit
+    trained: ModelSize
+    seq: int
+    vocab: int
+    micro_batch_size: int
+    rounds: int
+    bench_steps: int  # of each contender in a round
+    warmup: int
+    training_stages: tuple[int, ...]
+    training_steps: int
+    log_every: int
+    profiled: tuple[int, int]
+    num_cases: int | None  # that are compared with one process; None: all
+    long: LongScale
+
+
+GPT2_124M = ModelSize("GPT-2 124M", 12, 768, 124)
+GPT2_355M = ModelSize("GPT-2 355M", 24, 1024, 355)
+GPT2_774M = ModelSize("GPT-2 774M", 36, 1280, 774)
+GPT2_1558M = ModelSize("GPT-2 1.5B", 48, 1600, 1558)
+TINY_GPT = ModelSize("a tiny GPT", 2, 64, 1)
+
+ON_GPUS = Scale(
+    compared=(GPT2_124M, GPT2_355M, GPT2_774M, GPT2_1558M),
+    trained=GPT2_355M,
+    seq=1024,
+    vocab=50257,
+    micro_batch_size=4,
+    rounds=4,
+    bench_steps=2,
+    warmup=3,
+    training_stages=(2, 3),
+    training_steps=20,
+    log_every=5,
+    profiled=(16, 18),
+    num_cases=None,
+    long=LongScale(GPT2_124M, 1024, 1000, 512, 16, 125, 512),
+)
+ON_CPUS = Scale(
+    compared=(TINY_GPT,),
+    trained=TINY_GPT,
+    seq=32,
+    vocab=256,
+    micro_batch_size=2,
+    rounds=2,
+    bench_steps=1,
+    warmup=1,
+    training_stages=(2,),
+    training_steps=8,
+    log_every=2,
+    profiled=(7, 8),
+    num_cases=3,
+    long=LongScale(TINY_GPT, 32, 4, 4, 2, 2, 4),
+)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One acceptance run. All files, but the results of a machine with GPUs, are written to the folder `output`."""
+
+    machine: Machine
+    num_ranks: int
+    output: Path
+    data: str | None = None  # prefix of the user's own tokens, for the long runs
+
+    @property
+    def is_judged(self) -> bool:
+        """True if times and memory are judged. On CPUs they are recorded only: they say nothing about GPUs."""
+        return self.machine.num_gpus > 0
+
+    @property
+    def scale(self) -> Scale:
+        return ON_GPUS if self.machine.num_gpus else ON_CPUS
+
+    @property
+    def world_sizes(self) -> list[int]:
+        """The numbers of ranks that are compared with one process."""
+        return [size for size in (1, 2, 4, 8) if size <= self.num_ranks] if self.machine.num_gpus else [self.num_ranks]
+
+    @property
+    def compared(self) -> list[ModelSize]:
+        """The models to compare with DDP and FSDP2: the smallest, and the largest that fits."""
+        smallest, *larger = self.scale.compared
+        return [smallest, *[size for size in larger if self._all_contenders_fit(size)][-1:]]
+
+    def _all_contenders_fit(self, size: ModelSize) -> bool:
+        """Return True if the states of all contenders fit the memory of a GPU side by side, with 16 GiB to spare.
+
+        In bytes a parameter: the template 2, DDP 8, FSDP2 8/N, and stages 1 to 3 6 + 12/N, 2 + 16/N and 18/N.
+        """
+        return size.millions * 1e6 * (18 + 54 / self.num_ranks) + 16 * GIB < self.machine.gpu_memory_bytes
+
+    @property
+    def half_precision(self) -> str:
+        """The precision of training runs; half precision needs minutes on CPUs, so it is fp32 there."""
+        if not self.machine.num_gpus:
+            return "fp32"
+        return "bf16" if self.machine.has_bf16 else "fp16"
+
+    @property
+    def cluster_file(self) -> Path:
+        """The cluster file that the preflight writes."""
+        return self.output / "cluster.yaml"
+
+    @property
+    def synthetic_data(self) -> Path:
+        """The prefix of the synthetic tokens."""
+        return self.output / "data" / "synthetic"
+
+    @cached_property
+    def peak(self) -> tuple[float, str]:
+        """The peak FLOP/s of a device in half precision and its source: the data sheet or the preflight."""
+        dtype = torch.bfloat16 if self.machine.has_bf16 else torch.float16
+        if self.machine.num_gpus and (peak := peak_flops_per_second(self.machine.gpu, dtype)):
+            return peak, "of the data sheet"
+        return ClusterSpec.load(self.cluster_file).peak_half_tflops * 1e12, "measured by the preflight"
+
+    def launch(self, num_ranks: int, *words: str) -> list[str]:
+        """Return the command that starts a program, given as words for torchrun, on so many ranks of this machine."""
+        options = ["--standalone", f"--nproc-per-node={num_ranks}"]
+        return [sys.executable, "-m", "parallel.launch", *options, *words]
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The environment variables of every part."""
+        return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, self.machine.num_cores // 16)))}
+
+    def flops_per_device(self, size: ModelSize, num_sequences: int) -> int:
+        """Return the model FLOPs of so many sequences of one device."""
+        heads = size.hidden // HEAD_WIDTH
+        config = ModelConfig(size.layers, size.hidden, heads, self.scale.seq, self.scale.vocab, dropout=0.0)
+        return model_flops(config, num_sequences)
+
+    def write_synthetic_data(self) -> None:
+        """Write as many random tokens as the training runs read, low ids more often."""
+        self.synthetic_data.parent.mkdir(parents=True)
+        document, scale = 8 * self.scale.seq, self.scale
+        num_documents = 2 + 2 * scale.training_steps * scale.micro_batch_size * self.num_ranks * scale.seq // document
+        generator = np.random.default_rng(0)
+        tokens = (scale.vocab * generator.random(num_documents * document) ** 8).astype(np.int64)
+        with IndexedWriter(self.synthetic_data, token_dtype(scale.vocab)) as writer:
+            writer.add(tokens, np.full(num_documents, document))

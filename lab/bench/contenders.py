@@ -1,0 +1,177 @@
+"""The contenders of step_time.py: one model, trained by our ZeRO stages, torch's data parallelism, or DeepSpeed.
+
+Every contender averages gradients over all ranks and updates with AdamW, or with Muon if its name says so. They differ
+in what AdamW updates: under bf16, our stages update fp32 master weights with fp32 moments, torch's contenders the bf16
+weights with bf16 moments.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import AdamW
+
+from parallel.mesh import Mesh
+from zero.engine import ZeroDataParallel
+from zero.memory.placement import NO_OFFLOAD, OffloadConfig
+from zero.optimizer import ZeroOptimizer
+from zero.optimizers.muon import Muon
+from zero.partition.config import ZeroConfig
+from zero.units.unit import find_units
+
+LR = 3e-4
+
+
+@dataclass(eq=False)
+class Contender:
+    """A model with its optimizer. `model(tokens, targets)` returns the mean loss.
+
+    `accumulate()` returns a context in which gradients are not reduced, for all micro-batches but the last.
+    """
+
+    name: str
+    model: nn.Module
+    accumulate: Callable[[], AbstractContextManager]
+    update: Callable[[], object]  # clips gradients, steps the optimizer, and clears gradients
+    backward: Callable[[Tensor], object] = Tensor.backward
+    memory_bytes: int = 0
+    losses: list[Tensor] = field(default_factory=list)  # the mean loss of every step on this rank
+    has_adamw: bool = True  # the losses are compared with those of the baseline
+
+    def step(self, micro_batches: list[Tensor]) -> None:
+        """Train on micro-batches of int64 tokens of shape (micro_batch_size, seq_length + 1)."""
+        with self.accumulate():
+            losses = [self._backward(tokens, len(micro_batches)) for tokens in micro_batches[:-1]]
+        losses.append(self._backward(micro_batches[-1], len(micro_batches)))
+        self.update()
+        self.losses.append(torch.stack(losses).mean())
+
+    def _backward(self, tokens: Tensor, num_micro_batches: int) -> Tensor:
+        loss = self.model(tokens[:, :-1], tokens[:, 1:])
+        self.backward(loss / num_micro_batches)
+        return loss.detach()
+
+
+@dataclass(frozen=True)
+class Terms:
+    """The settings that all contenders share. Gradients are not clipped if `clip_norm` is infinite."""
+
+    mesh: Mesh
+    clip_norm: float
+    zero: ZeroConfig  # of our stages, but for the stage
+
+
+def zero(name: str, model: nn.Module, terms: Terms, *, stage: int, offload: OffloadConfig = NO_OFFLOAD) -> Contender:
+    engine = ZeroDataParallel(model, terms.mesh.data, replace(terms.zero, stage=stage), offload=offload)
+    optimizer = ZeroOptimizer(engine, AdamW, clip_norm=terms.clip_norm, lr=LR, fused=True)
+    return Contender(name, engine, engine.accumulate, optimizer.step)
+
+
+def muon(name: str, model: nn.Module, terms: Terms, *, stage: int, optimizer_type: type[Muon] = Muon) -> Contender:
+    """Build a stage with Muon for the matrices of blocks, and AdamW for the rest."""
+    engine = ZeroDataParallel(model, terms.mesh.data, replace(terms.zero, stage=stage))
+    blocks = tuple(f"{unit}." for unit in find_units(model))
+    groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+    for param_name, param in model.named_parameters():
+        groups[param_name.startswith(blocks) and param.dim() == 2].append(param)
+    param_groups = [{"params": groups[True]}, {"params": groups[False], "update": "adamw"}]
+    optimizer = ZeroOptimizer(
+        engine, optimizer_type, param_groups, tensor=terms.mesh.tensor, clip_norm=terms.clip_norm, lr=LR
+    )
+    return Contender(name, engine, engine.accumulate, optimizer.step, has_adamw=False)
+
+
+class MuonWithoutIteration(Muon):
+    """Muon as far as it is not the computation of whole matrices, each of which one rank gets and sends back."""
+
+    def transform(self, matrix: Tensor, group: dict[str, Any], state: dict[str, Tensor]) -> Tensor:
+        """Return the matrix."""
+        return matrix
+
+
+def ddp(name: str, model: nn.Module, terms: Terms, *, bucket_view: bool, fused: bool | None) -> Contender:
+    engine = DistributedDataParallel(model, gradient_as_bucket_view=bucket_view)
+    return Contender(
+        name, engine, engine.no_sync, torch_update(engine, AdamW(engine.parameters(), LR, fused=fused), terms)
+    )
+
+
+def ddp_zero_redundancy(name: str, model: nn.Module, terms: Terms) -> Contender:
+    engine = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    optimizer = ZeroRedundancyOptimizer(engine.parameters(), AdamW, lr=LR, fused=True)
+    return Contender(name, engine, engine.no_sync, torch_update(engine, optimizer, terms))
+
+
+def fsdp2(name: str, model: nn.Module, terms: Terms) -> Contender:
+    """Build FSDP2, sharded by block as our stage 3 is."""
+    for unit in reversed(find_units(model)):
+        fully_shard(model.get_submodule(unit))
+    assert isinstance(model, FSDPModule)
+    optimizer = AdamW(model.parameters(), LR, fused=True)
+    return Contender(name, model, partial(without_gradient_sync, model), torch_update(model, optimizer, terms))
+
+
+def deepspeed(name: str, model: nn.Module, terms: Terms, *, stage: int, offloads: bool = False) -> Contender:
+    """Build DeepSpeed with its defaults and torch's AdamW, which it accepts on CPUs too."""
+    from deepspeed import initialize  # optional: docs/results/step_time.md says how to install it
+
+    optimizer = AdamW(model.parameters(), LR, fused=True)
+    settings: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,  # used for its counters only
+        "gradient_clipping": terms.clip_norm if math.isfinite(terms.clip_norm) else 0.0,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "bf16": {"enabled": next(model.parameters()).dtype is torch.bfloat16},
+        "zero_optimization": {"stage": stage},
+    }
+    if offloads:
+        places = ("offload_optimizer", "offload_param") if stage == 3 else ("offload_optimizer",)
+        settings["zero_optimization"] |= {place: {"device": "cpu"} for place in places}
+    engine, *_ = initialize(model=model, optimizer=optimizer, config=settings)
+    return Contender(name, engine, nullcontext, engine.step, backward=engine.backward)
+
+
+CONTENDERS: dict[str, Callable[[str, nn.Module, Terms], Contender]] = {
+    "ddp-default": partial(ddp, bucket_view=False, fused=None),
+    "ddp-fused": partial(ddp, bucket_view=True, fused=True),
+    "ddp-zero-redundancy": ddp_zero_redundancy,
+    "deepspeed-2-offload": partial(deepspeed, stage=2, offloads=True),
+    "deepspeed-3": partial(deepspeed, stage=3),
+    "deepspeed-3-offload": partial(deepspeed, stage=3, offloads=True),
+    "fsdp2": fsdp2,
+    "zero-0": partial(zero, stage=0),
+    "zero-1": partial(zero, stage=1),
+    "zero-1-muon": partial(muon, stage=1),
+    "zero-1-muon-without-iteration": partial(muon, stage=1, optimizer_type=MuonWithoutIteration),
+    "zero-2": partial(zero, stage=2),
+    "zero-2-offload": partial(zero, stage=2, offload=OffloadConfig("host")),
+    "zero-3": partial(zero, stage=3),
+    "zero-3-offload": partial(zero, stage=3, offload=OffloadConfig("host")),
+}
+
+
+def torch_update(model: nn.Module, optimizer: torch.optim.Optimizer, terms: Terms) -> Callable[[], None]:
+    def update() -> None:
+        if math.isfinite(terms.clip_norm):
+            nn.utils.clip_grad_norm_(model.parameters(), terms.clip_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return update
+
+
+@contextmanager
+def without_gradient_sync(model: FSDPModule) -> Iterator[None]:
+    model.set_requires_gradient_sync(False)
+    try:
+        yield
+    finally:
+        model.set_requires_gradient_sync(True)

@@ -1,0 +1,160 @@
+"""Compare saving and loading a checkpoint with plain copies of the same bytes: stall, bandwidth, peak of host memory.
+
+scripts/bench/save_time.sh starts this on every rank. A round measures every kind of save and copy once. Results are the
+medians over rounds of the times, and of the ratios of two times of one round.
+"""
+
+import argparse
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from gpt.build.train_state import TrainState, build_loss_scale, build_model, build_optimizer
+from gpt.checkpoint.checkpoint import load, owned_tensors
+from gpt.checkpoint.layout import Progress
+from gpt.checkpoint.saver import Saver
+from gpt.model.transformer import initialize
+from gpt.settings.optimizer import OptimizerSettings
+from gpt.settings.training import LossScaleSettings
+from gpt.shape.config import ModelConfig
+from parallel.mesh import Mesh
+from parallel.tensor.token_layout import ReplicatedTokens
+from parallel.world import shared_store, start_world, stop_world
+from zero.activations.checkpointed_blocks import ActivationsConfig
+from zero.engine import ZeroDataParallel
+from zero.partition.config import ZeroConfig
+from zero.state.sealed_file import CHUNK_BYTES, flush
+from zero.state.writer import HostCopies
+
+CONFIG = ModelConfig(8, 640, 10, 128, 8192, dropout=0.0)
+
+
+def save(saver: Saver, progress: Progress) -> None:
+    saver.start(progress)
+    saver.wait()
+
+
+def build_state(stage: int, device: torch.device) -> TrainState:
+    mesh, activations = Mesh.create(1, device.type), ActivationsConfig()
+    gpt = build_model(CONFIG, activations, ReplicatedTokens(mesh.tensor), device, torch.bfloat16)
+    initialize(gpt, 0)
+    model = ZeroDataParallel(gpt, mesh.data, ZeroConfig(stage))
+    scale = build_loss_scale(LossScaleSettings(), False, device)
+    optimizer = build_optimizer(model, mesh.tensor, OptimizerSettings(), scale)
+    return TrainState(mesh, model, optimizer, device, activations)
+
+
+def train_step(state: TrainState) -> None:
+    ids = torch.zeros(1, 17, dtype=torch.int64, device=state.device)
+    state.model(ids[:, :-1], ids[:, 1:]).backward()
+    state.optimizer.step()
+
+
+def plain_write(path: Path, tensors: dict[str, Tensor]) -> None:
+    with path.open("wb") as file:
+        for tensor in tensors.values():
+            for part in tensor.detach().reshape(-1).split(CHUNK_BYTES // tensor.element_size()):
+                file.write(memoryview(part.cpu().view(torch.uint8).numpy()))
+        flush(file)
+    path.unlink()
+
+
+class Bench:
+    def __init__(self, state: TrainState, folder: Path):
+        self.state, self.folder = state, folder
+        self.savers = {
+            name: Saver(folder / name, state, keep=1, is_async=name == "asynchronous")
+            for name in ("waiting", "asynchronous")
+        }
+        self.plain_copies = HostCopies(torch.device("cpu"))
+        self.tensors = owned_tensors(state)
+        self.num_bytes = sum(tensor.nbytes for tensor in self.tensors.values())
+        self.step = 0
+
+    def seconds(self, action: Callable[[], object]) -> float:
+        self.state.mesh.barrier()
+        start = time.perf_counter()
+        action()
+        return time.perf_counter() - start
+
+    def round(self) -> dict[str, float]:
+        self.step += 1
+        progress, found = Progress(self.step), {}
+        plain_file = self.folder / f"plain-{self.state.mesh.rank}"
+        found["copy to memory"] = self.seconds(lambda: self.plain_copies.take(self.tensors))
+        found["write to disk"] = self.seconds(lambda: plain_write(plain_file, self.tensors))
+        waiting, asynchronous = self.savers.values()
+        found["save, waiting"] = self.seconds(lambda: save(waiting, progress))
+        stall = self.seconds(lambda: asynchronous.start(progress))
+        found["save, asynchronous: stall"] = stall
+        found["save, asynchronous: until complete"] = stall + self.seconds(asynchronous.wait)
+        return found
+
+
+def peak_growth(action: Callable[[], object], above_what_stays: bool = True) -> int:
+    """Return the bytes by which resident memory during an action exceeds the larger of its values before and after.
+
+    If not `above_what_stays`, only the value before the action counts.
+    """
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+    before = memory("VmRSS")
+    action()
+    return memory("VmHWM") - (max(before, memory("VmRSS")) if above_what_stays else before)
+
+
+def memory(name: str) -> int:
+    """Return the bytes of a field of /proc/self/status: VmRSS is the resident memory, VmHWM its peak."""
+    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(lines[name].split()[0]) * 1024
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument(
+        "--folder", type=Path, help="a folder on the disk to measure; default: the system's temporary folder"
+    )
+    options = parser.parse_args()
+    world = start_world()
+    store = shared_store()
+    if world.is_first:
+        store.set("folder", tempfile.mkdtemp(dir=options.folder))
+    folder = Path(store.get("folder").decode())
+    state = build_state(2, world.device)
+    train_step(state)
+    bench = Bench(state, folder)
+    bench.round()  # allocates the host copies
+    rounds = [bench.round() for _ in range(options.rounds)]
+    saved = peak_growth(lambda: save(bench.savers["waiting"], Progress(99)))
+    other = build_state(3, world.device)
+    loaded = peak_growth(lambda: load(folder / "waiting" / "step-00000099", other))
+    if world.is_first:
+        report(rounds, bench.num_bytes, {"save, waiting": saved, "load at another stage": loaded})
+    state.mesh.barrier()
+    if world.is_first:
+        shutil.rmtree(folder)
+    stop_world()
+
+
+def report(rounds: list[dict[str, float]], num_bytes: int, peaks: dict[str, int]) -> None:
+    print(f"{num_bytes / 1e6:.0f} MB a rank, {len(rounds)} rounds, first rank\n")
+    print("| | median ms | GB/s | x plain copy to memory | x plain write to disk |\n|---|---|---|---|---|")
+    for name in rounds[0]:
+        seconds = statistics.median(found[name] for found in rounds)
+        ratios = [
+            statistics.median(found[name] / found[plain] for found in rounds)
+            for plain in ("copy to memory", "write to disk")
+        ]
+        print(f"| {name} | {1e3 * seconds:.0f} | {num_bytes / seconds / 1e9:.2f} | {ratios[0]:.2f} | {ratios[1]:.2f} |")
+    for name, peak in peaks.items():
+        print(f"\n{name}: host memory at most {peak / 1e6:.0f} MB above its value before or after")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,188 @@
+"""Training steps of one rank of any world on tensors without values, with the builder and the step of a real run.
+
+A dry run replaces the process group (`imitated_world`), the tensors (`QuickFakeTensorMode`) and the batches (zeros).
+Its results are exact for the imitated backend, except for dropout on GPUs, whose masks take less memory there.
+"""
+
+import gc
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import torch
+
+from data.documents import DocumentBatch, MicroBatch
+from gpt.build.train_state import TrainState, build, build_mesh
+from gpt.settings.option_names import messages_in_option_names
+from gpt.settings.settings import Settings
+from gpt.settings.training import TrainSettings
+from gpt.train_step import train_step
+from lab.dryrun.compiled_code import with_compiled_code
+from lab.measure.cluster import ClusterSpec
+from lab.observe.fake_tensors import QuickFakeTensorMode
+from lab.observe.kernel_log import Kernel, KernelLog
+from lab.observe.memory_tracker import MemoryHistory, MemoryTracker, TensorKind
+from lab.observe.operation_observer import observe_operations
+from lab.races.launch_order import Launch
+from lab.races.stream_checker import StreamChecker, streams_checked
+from parallel.comm_log import CommEvent
+from parallel.streams import UncheckedStreams
+from parallel.world import World, imitated_world
+from zero.gemini.recorder import NUM_RECORDED
+
+DEVICE, HOST = "device", "host"  # the memories of a Recording
+MAX_MICRO_BATCHES = 3  # the first, the last, and one between them, which all others are like
+
+
+@dataclass(frozen=True)
+class Recording:
+    """The memory, collectives and kernels of one rank in a step after the first.
+
+    `resident`, `peak` and `num_allocations` are {DEVICE or HOST: {kind of tensor: bytes, or a count}}. `resident` is
+    the memory that is still allocated at the end of the step.
+    """
+
+    state: TrainState
+    resident: dict[str, dict[TensorKind, int]]
+    peak: dict[str, dict[TensorKind, int]]
+    num_allocations: dict[str, dict[TensorKind, int]]
+    building_peak_bytes: int
+    events: list[CommEvent]  # their times are counts of kernels; the next step waits for one that is awaited early
+    kernels: list[Kernel]
+    memory: MemoryHistory  # of the device; its times are counts of kernels
+
+    def with_kernels(self, kernels: list[Kernel], places: list[int]) -> Self:
+        """Return the recording with other kernels; `places[n]` of them are before the one that was number n."""
+        events = [event.at_times(places) for event in self.events]
+        return replace(self, kernels=kernels, events=events, memory=self.memory.at_times(places))
+
+
+@messages_in_option_names()
+def dry_run(settings: Settings) -> Recording:
+    """Return the recording of a step of `settings.dry_run.rank`.
+
+    Raise ConfigError if the settings do not suit the imitated world.
+    """
+    chosen = settings.dry_run
+    assert chosen.world_size is not None
+    cluster = ClusterSpec.load(chosen.cluster) if chosen.cluster else None
+    local_size = min(chosen.world_size, cluster.gpus_per_node) if cluster else chosen.world_size
+    with imitated_world(chosen.rank, chosen.world_size, local_size, chosen.backend) as world:
+        recording = record_step(settings, world, QuickFakeTensorMode(), _num_steps_before(settings))
+    return recording.with_kernels(*with_compiled_code(recording.kernels, settings, recording.state.activations))
+
+
+def _num_steps_before(settings: Settings) -> int:
+    """Return the number of steps after which all steps are alike: the first one allocates states and buffers.
+
+    With offload.mode=auto, states only move to where they stay after the steps whose memory is measured.
+    """
+    return NUM_RECORDED + 1 if settings.offload.mode == "auto" else 1
+
+
+def record_step(
+    settings: Settings, world: World, tensor_mode: AbstractContextManager[Any], num_steps_before: int
+) -> Recording:
+    """Build the run in any world, imitated or real, and record a step after `num_steps_before` others.
+
+    The others have at most MAX_MICRO_BATCHES. Tensors are made inside the context `tensor_mode`.
+    """
+    settings = replace(settings, train=replace(settings.train, compile="none"))  # fake tensors cannot be compiled
+    mesh = build_mesh(settings, world)
+    with tensor_mode, MemoryTracker(world.device) as tracker, _streams(settings, world):
+        state = build(settings, mesh, world.device)
+        building_peak_bytes = tracker.device.peak_total
+        micro_batches = _micro_batches(settings, mesh.num_batch_ranks)
+        # Before the collector is switched off: garbage of the builder would count as resident memory.
+        gc.collect()
+        with no_garbage_collection():
+            for _ in range(num_steps_before):
+                with mesh.log.keeping_events(lambda: 0) as events_before:
+                    train_step(state.model, state.optimizer, micro_batches[:MAX_MICRO_BATCHES], mesh)
+            late_before = [event for event in events_before if event.awaited is None]
+            # After the first steps, which allocate optimizer states and buffers: only what follows is recorded.
+            tracker.restart()
+            kernel_log = KernelLog(lambda: mesh.log.phase, tracker.is_on_host)
+            mesh.log.clear()
+            with (
+                tracker.keeping_history(kernel_log.count) as memory,
+                observe_operations(kernel_log),
+                mesh.log.keeping_events(kernel_log.count) as events,
+            ):
+                train_step(state.model, state.optimizer, micro_batches, mesh)
+        # What the next step waits for: the step before left the same collectives, which this step has waited for.
+        late = [event for event in events if event.awaited is None]
+        for event, before in zip(late, late_before, strict=True):
+            event.awaited, event.completed = before.awaited, before.completed
+        usage = {DEVICE: tracker.device, HOST: tracker.host}
+        return Recording(
+            state,
+            {name: dict(+used.resident) for name, used in usage.items()},
+            {name: dict(+used.peak) for name, used in usage.items()},
+            {name: dict(+used.num_allocations) for name, used in usage.items()},
+            building_peak_bytes,
+            events,
+            kernel_log.kernels,
+            memory,
+        )
+
+
+def record_launches(
+    settings: Settings, world: World, tensor_mode: AbstractContextManager[Any]
+) -> tuple[list[Launch], int]:
+    """Return what a rank launches while it builds the run and trains two steps, and the number before the second."""
+    mesh = build_mesh(settings, world)
+    with tensor_mode, StreamChecker(world.device) as checker:
+        checker.record_launches()
+        state = build(settings, mesh, world.device)
+        micro_batches = _micro_batches(settings, mesh.num_batch_ranks)
+        train_step(state.model, state.optimizer, micro_batches, mesh)
+        num_before = len(checker.launches)
+        train_step(state.model, state.optimizer, micro_batches, mesh)
+    return checker.launches, num_before
+
+
+def _streams(settings: Settings, world: World) -> AbstractContextManager[Any]:
+    """Return a context that gives the run the streams of a GPU, if it imitates one or is to be checked."""
+    if settings.profile.check_streams:
+        return streams_checked(world.device)
+    return observe_operations(UncheckedStreams()) if world.imitated_backend == "nccl" else nullcontext()
+
+
+@contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """Switch off Python's garbage collector, which would take a tenth of the time of a deep model's dry run.
+
+    A step makes no reference cycles, so memory is freed without the collector.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _micro_batches(settings: Settings, num_batch_ranks: int) -> list[MicroBatch]:
+    return blank_micro_batches(
+        settings.train, settings.model.seq_length, num_batch_ranks, masks_documents=settings.data.mask_documents
+    )
+
+
+def blank_micro_batches(
+    train: TrainSettings, seq_length: int, num_batch_ranks: int, masks_documents: bool = False
+) -> list[MicroBatch]:
+    """Return one rank's micro-batches of a step at full batch size, all zeros.
+
+    With `masks_documents`, each sample is one document: it takes the most time, and the memory of others.
+    """
+    num_samples, num_micro_batches = train.micro_batch_size, train.num_micro_batches(num_batch_ranks)
+    if not masks_documents:
+        shape = num_samples, seq_length + 1
+        return [torch.zeros(shape, dtype=torch.int64) for _ in range(num_micro_batches)]
+    zeros = torch.zeros(num_samples, seq_length, dtype=torch.int64)
+    positions = torch.arange(seq_length).repeat(num_samples, 1)
+    starts = torch.arange(0, (num_samples + 1) * seq_length, seq_length, dtype=torch.int32)
+    return [DocumentBatch(zeros, zeros, positions, starts) for _ in range(num_micro_batches)]

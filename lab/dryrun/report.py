@@ -1,0 +1,234 @@
+"""The report of a dry run: RUN/report.json for programs, and tables for people."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from gpt.monitor.collectives import profile, profile_table
+from gpt.monitor.console import RunConsole
+from gpt.monitor.units import count, num_bytes, seconds, unit_of
+from gpt.settings.analysis import DryRunSettings
+from gpt.settings.settings import Settings
+from gpt.shape.flops import hardware_flops, model_flops
+from lab.dryrun.dry_run import DEVICE, HOST, Recording, dry_run, no_garbage_collection
+from lab.dryrun.projection import Timeline, project_recording
+from lab.dryrun.run_cost import RunCost
+from lab.measure.cluster import ClusterSpec
+from lab.measure.kernel_costs import kernel_seconds
+from lab.observe.memory_tracker import TensorKind
+from parallel.errors import ConfigError
+from zero.step.matrix_updates import MatrixUpdates
+
+REPORT = "report.json"
+
+
+def run_and_report(settings: Settings, console: RunConsole) -> dict[str, Any]:
+    """Run the dry run of `settings`, print its report, write it with its plots, and return it.
+
+    Raise ConfigError if the settings do not suit the imitated world, or the report cannot be written.
+    """
+    recording, folder = dry_run(settings), Path(settings.run.dir)
+    # The collector would traverse the many objects of a deep model's recording again and again.
+    with no_garbage_collection():
+        cluster = settings.dry_run.cluster
+        timeline = project_recording(recording, ClusterSpec.load(cluster)) if cluster else None
+        report = make_report(recording, settings.dry_run, settings.train.global_batch_size, timeline)
+        console.say(headline(report))
+        if "matrices" in report:
+            console.say(matrices_line(report["matrices"]))
+        if timeline:
+            cost = RunCost.of(settings, timeline.seconds, recording.state.mesh.size, timeline.cluster)
+            report["run"] = asdict(cost)
+            console.say(f"the whole run: {cost}{timeline.cluster.remark}")
+        with _writing(folder):
+            from lab.planner.plots import plot_lanes, plot_memory  # imported here: training ranks never need matplotlib
+
+            (folder / REPORT).write_text(json.dumps(report, indent=1) + "\n")
+            plot_memory(recording, folder / "memory.png", timeline)
+            if timeline:
+                plot_lanes(timeline, folder / "lanes.png")
+                if settings.dry_run.trace:
+                    Path(settings.dry_run.trace).write_text(json.dumps(trace_events(timeline)))
+        for table in (memory_table(report), traffic_table(report), profile_table(report["collectives"])):
+            console.show(table)
+    console.say(f"the full report and its plots are in {folder}")
+    return report
+
+
+@contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    """Make the folder for files that are written in the block. Raise ConfigError if that fails."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"{error.filename} cannot be written ({error.strerror}); choose another run.dir or dry_run.trace"
+        ) from error
+
+
+def make_report(
+    recording: Recording, dry_run: DryRunSettings, global_batch_size: int, timeline: Timeline | None
+) -> dict[str, Any]:
+    """Return the report as a tree for JSON.
+
+    With the timeline of a step on a cluster, the report also says if the run fits there, and how fast it is.
+    """
+    state, size, model = recording.state, recording.state.mesh.size, recording.state.config
+    report: dict[str, Any] = {
+        "world_size": size,
+        "rank": dry_run.rank,
+        "data_size": state.mesh.data.size,
+        "tensor_size": state.mesh.tensor.size,
+        "imitated_backend": dry_run.backend,
+        "parameters": state.num_parameters_of_model,
+        "parameters_of_this_rank": state.num_parameters,
+        "resident_bytes": recording.resident,
+        "peak_bytes": recording.peak,
+        "allocations": recording.num_allocations,
+        "building_peak_bytes": recording.building_peak_bytes,
+        "traffic_bytes": traffic(recording),
+        "model_flops": model_flops(model, global_batch_size) / size,
+        "hardware_flops": hardware_flops(model, global_batch_size, state.activations.recomputes) / size,
+        "counted_flops": sum(kernel.flops for kernel in recording.kernels),
+        "collectives": profile(recording.events, len(recording.kernels)),
+    }
+    if state.optimizer.matrices.matrices:
+        report["matrices"] = work_on_matrices(state.optimizer.matrices)
+    if timeline is not None:
+        cluster = timeline.cluster
+        report["cluster"] = asdict(cluster)
+        report["fits"] = sum(recording.peak[DEVICE].values()) <= cluster.usable_gpu_bytes
+        on_host = sum(recording.peak[HOST].values()) * min(size, cluster.gpus_per_node)
+        report["node_host_bytes"] = on_host
+        report["fits_host"] = on_host <= cluster.host_memory_gb * 1e9
+        report["step"] = {
+            "seconds": timeline.seconds,
+            "busy_seconds": timeline.busy_seconds(),
+            "model_tflops_per_device": report["model_flops"] / timeline.seconds / 1e12,
+            "hardware_tflops_per_device": report["hardware_flops"] / timeline.seconds / 1e12,
+            "tokens_per_second": global_batch_size * model.seq_length / timeline.seconds,
+            "mfu": report["model_flops"] / timeline.seconds / (cluster.peak_half_tflops * 1e12),
+        }
+        report["kernels"] = seconds_by_kernel(recording, cluster)
+    return report
+
+
+def seconds_by_kernel(recording: Recording, cluster: ClusterSpec) -> list[dict[str, Any]]:
+    """Return the projected time of the accelerator's kernels, a row for each phase and name, the longest first."""
+    rows: dict[tuple[str, str], dict[str, Any]] = {}
+    for kernel in recording.kernels:
+        if not kernel.is_on_host and not kernel.is_transfer:
+            empty = {"phase": kernel.phase, "name": kernel.name, "count": 0, "bytes": 0, "flops": 0, "seconds": 0.0}
+            row = rows.setdefault((kernel.phase, kernel.name), empty)
+            row["count"] += 1
+            row["bytes"] += kernel.num_bytes
+            row["flops"] += kernel.flops
+            row["seconds"] += kernel_seconds(kernel, cluster)
+    return sorted(rows.values(), key=lambda row: -row["seconds"])
+
+
+def traffic(recording: Recording) -> list[dict[str, Any]]:
+    """Return the bytes that this rank sends in a step, a row for each (axis, operation, phase)."""
+    by = recording.state.mesh.log.wire_bytes_by
+    return [{"axis": axis, "op": op, "phase": phase, "bytes": sent} for (axis, op, phase), sent in sorted(by.items())]
+
+
+def headline(report: dict[str, Any]) -> str:
+    """Return lines with the size of the model and its peak memory; with a cluster, also if it fits, and its speed."""
+    peak = sum(report["peak_bytes"][DEVICE].values())
+    lines = [
+        f"{count(report['parameters'])} parameters on {report['world_size']} ranks "
+        f"({report['data_size']} data x {report['tensor_size']} tensor)",
+        f"peak {num_bytes(peak)} per device",
+    ]
+    if "cluster" in report:
+        cluster = ClusterSpec(**report["cluster"])
+        available = cluster.usable_gpu_bytes
+        verdict = "fits" if report["fits"] else f"does NOT fit, by {(peak - available) / 1e9:,.2f} GB,"
+        step = report["step"]
+        lines[-1] += f": {verdict} the {available / 1e9:,.2f} GB of {cluster.name},"
+        lines += [
+            f"beside {cluster.reserved_gb:.2g} GB for CUDA and NCCL",
+            *host_verdict(report),
+            f"projected step {seconds(step['seconds'])}, {step['hardware_tflops_per_device']:.1f} TFLOPs per device, "
+            f"MFU {100 * step['mfu']:.1f}%{cluster.remark}",
+        ]
+    return "\n".join(lines)
+
+
+def work_on_matrices(matrices: MatrixUpdates) -> dict[str, Any]:
+    """Return how the matrices that are updated whole are divided over the ranks that share the optimizer's states."""
+    flops, sent = matrices.assignment.all_flops, matrices.sent_numels()
+    return {
+        "number": len(matrices.matrices),
+        "idle_ranks": matrices.assignment.num_idle,
+        # Of a rank, in means over the ranks.
+        "most_work": max(flops) * len(flops) / sum(flops),
+        "most_sent": max(sent) * len(sent) / (sum(sent) or 1),
+        "mean_sent_numel": sum(sent) / len(sent),
+    }
+
+
+def matrices_line(matrices: dict[str, Any]) -> str:
+    """Return how evenly the ranks that share the optimizer's states divide the computation of matrices."""
+    return (
+        f"{matrices['number']} matrices are updated whole: the rank with most work has {matrices['most_work']:.2f} "
+        f"times the mean, and {matrices['idle_ranks']} ranks have none; the rank that sends most of them sends "
+        f"{matrices['most_sent']:.2f} times the mean of {count(matrices['mean_sent_numel'])} elements a step"
+    )
+
+
+def host_verdict(report: dict[str, Any]) -> list[str]:
+    """Return a line with the use of a node's host memory and if it fits, or none if it is less than 0.05 GB."""
+    needed, available = report["node_host_bytes"] / 1e9, report["cluster"]["host_memory_gb"]
+    verdict = "fits" if report["fits_host"] else f"does NOT fit, by {needed - available:,.0f} GB,"
+    return [f"{needed:,.1f} GB on a node's host: {verdict} its {available:,.0f} GB"] if needed >= 0.05 else []
+
+
+def memory_table(report: dict[str, Any]) -> Table:
+    """Return a table of this rank's memory by kind of tensor."""
+    columns = [report[what][where] for where in (DEVICE, HOST) for what in ("resident_bytes", "peak_bytes")]
+    size, unit = unit_of(max(sum(column.values()) for column in columns))
+    table = Table(title=f"Memory of this rank, {unit}", title_justify="left")
+    for heading in ("", "device, resident", "device, peak", "host, resident", "host, peak"):
+        table.add_column(heading, justify="left" if not heading else "right")
+    for kind in TensorKind:
+        if any(kind in column for column in columns):
+            table.add_row(kind, *(f"{column.get(kind, 0) / size:,.3f}" for column in columns))
+    table.add_section()
+    table.add_row("total", *(f"{sum(column.values()) / size:,.3f}" for column in columns))
+    return table
+
+
+def traffic_table(report: dict[str, Any]) -> Table:
+    """Return a table of the bytes that this rank sends in a step."""
+    rows = report["traffic_bytes"]
+    size, unit = unit_of(max((row["bytes"] for row in rows), default=0))
+    table = Table("axis", "operation", "phase", title="Sent by this rank in a step", title_justify="left")
+    table.add_column(unit, justify="right")
+    for row in rows:
+        table.add_row(row["axis"], row["op"], row["phase"], f"{row['bytes'] / size:,.4f}")
+    return table
+
+
+def trace_events(timeline: Timeline) -> dict[str, Any]:
+    """Return the timeline in the format of chrome://tracing and Perfetto, whose times are microseconds."""
+    return {
+        "traceEvents": [
+            {
+                "name": task.name,
+                "ph": "X",
+                "pid": "projected step",
+                "tid": task.lane,
+                "ts": task.start * 1e6,
+                "dur": (task.end - task.start) * 1e6,
+            }
+            for task in timeline.tasks
+        ]
+    }

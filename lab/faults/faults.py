@@ -1,0 +1,255 @@
+"""The faults of the harness: a table of rows, each a function that runs jobs with one fault and says what became of it.
+
+kill             ranks are killed at points of a step or a save, and the launcher restarts them
+signal           a rank gets SIGUSR1 or SIGTERM, all save and end; the job is started again
+pause            a rank is stopped for two seconds
+stop             a rank is stopped for good, the watchdog ends the job; it is started again
+full disk        the file system of run.dir is full, or a rank's files may not grow; then there is space again
+clock            the clock jumps by hours while the job runs
+flip, replicated a bit flips in a state of which other ranks have replicas
+flip, elsewhere  a bit flips in a state of which there is no other
+"""
+
+import random
+import re
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from gpt.run_folder.files import read_steps
+from lab.faults.failing_run import FIRST_RANK_ONLY, MOMENT, POINTS, STEP, Fault
+from lab.faults.runs import LIMIT_SECONDS, OPTIONS, Ended, Steps, end, logged_steps, start
+
+NUM_RANKS, NUM_REPLICAS = 2, 3  # of three replicas, two are a majority
+NUM_STEPS = 40
+CLOCK = Path(__file__).with_name("clock.c")
+MOST_HOURS = 72  # by which the clock jumps
+SAME, NOT_RUN = "same losses", "not run"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The end of a round. `verdict` is one of a few, and `is_wrong` says that it must not happen."""
+
+    verdict: str
+    detail: str = ""
+    is_wrong: bool = False
+
+
+class WrongError(Exception):
+    """An error raised if a job did what no job may do: hang, abort, print a traceback, or log other losses."""
+
+
+@dataclass(frozen=True)
+class Round:
+    """One round: its own generator and folder, and what all rounds share."""
+
+    chance: random.Random
+    folder: Path
+    corpus: Path
+    undisturbed: Callable[[Mapping[str, object], int], Steps]
+
+    def settings(self, stage: int, **others: object) -> dict[str, object]:
+        """Return the settings of a run at a stage; `__` stands for the dot of a name."""
+        named = {name.replace("__", "."): value for name, value in others.items()}
+        return {**OPTIONS, "data.path": self.corpus, "zero.stage": stage} | named
+
+    @property
+    def run_dir(self) -> Path:
+        """The folder of the run that is disturbed."""
+        return self.folder / "run"
+
+    def fault(self, action: str, points: list[str], attempt: int = 0) -> Fault:
+        """Return a fault at a random point, on a random rank that reaches it."""
+        point = self.chance.choice(points)
+        rank = 0 if point in FIRST_RANK_ONLY else self.chance.randrange(NUM_RANKS)
+        return Fault(attempt, rank, point, self.chance.randint(1, max_number(point)), action)
+
+    def equal(self, settings: Mapping[str, object], detail: str) -> Outcome:
+        """Return SAME if the run has logged what an undisturbed one does. Raises WrongError."""
+        expected, found = self.undisturbed(settings, NUM_RANKS), logged_steps(self.run_dir)
+        if found != expected:
+            raise WrongError(f"OTHER LOSSES: {len(found)} of {len(expected)} steps, first: {_first(found, expected)}")
+        if left := [path.name for path in self.run_dir.glob("checkpoints/.*.partial")]:
+            raise WrongError(f"LEFT BEHIND: {left}")
+        return Outcome(SAME, detail)
+
+
+def max_number(point: str) -> int:
+    """Return the largest NUMBER of a fault for which the run reaches the point that often before it ends."""
+    if point == MOMENT:
+        return 3000  # milliseconds
+    if point in FIRST_RANK_ONLY:
+        return 1
+    return 2 if point.startswith("save.") else 30  # a save is rarer than the points of a step
+
+
+def check(ended: Ended, *codes: int, breaks_connections: bool = False) -> None:
+    """Raise WrongError unless a job has ended with one of these exit codes, and a reason of one line if it is not 0."""
+    tracebacks = ended.unexpected_tracebacks if breaks_connections else ended.tracebacks
+    if ended.code is None:
+        raise WrongError(f"HANG: {ended.said[-200:]!r}")
+    if ended.has_aborted:
+        raise WrongError(f"ABORT: exit code {ended.code}: {ended.said[-200:]!r}")
+    if tracebacks:
+        raise WrongError(f"TRACEBACK: {tracebacks[0]}")
+    if ended.code not in codes:
+        raise WrongError(f"EXIT CODE {ended.code}: {' '.join(ended.errors)[:200] or repr(ended.said[-200:])}")
+    if ended.code and not ended.errors:
+        raise WrongError(f"NO REASON: exit code {ended.code}")
+
+
+def kill(this: Round) -> Outcome:
+    """Kill up to three ranks, one in each attempt."""
+    stage = this.chance.randrange(4)
+    settings = this.settings(stage, checkpoint__asynchronous=this.chance.random() < 0.5)
+    faults = [this.fault("kill", [*POINTS, MOMENT], attempt) for attempt in range(this.chance.randint(1, 3))]
+    job = start(settings, this.run_dir, faults, num_restarts=len(faults))
+    check(end(job, LIMIT_SECONDS * (1 + len(faults))), 0, breaks_connections=True)
+    return this.equal(settings, f"stage {stage}, {_listed(faults)}")
+
+
+def signal_to_save(this: Round) -> Outcome:
+    """Send a rank a signal after which all ranks save and end, and start again."""
+    stage = this.chance.randrange(4)
+    settings, fault = this.settings(stage), this.fault(this.chance.choice(["usr1", "term"]), list(POINTS))
+    check(end(start(settings, this.run_dir, [fault])), 0)
+    check(end(start(settings, this.run_dir)), 0)
+    return this.equal(settings, f"stage {stage}, {fault}")
+
+
+def pause(this: Round) -> Outcome:
+    """Stop a rank for some seconds."""
+    stage = this.chance.randrange(4)
+    settings, fault = this.settings(stage), this.fault("pause", [*POINTS, MOMENT])
+    check(end(start(settings, this.run_dir, [fault])), 0)
+    return this.equal(settings, f"stage {stage}, {fault}")
+
+
+def stop(this: Round) -> Outcome:
+    """Stop a rank for good: the watchdog of another one ends the job and names it."""
+    stage = this.chance.randrange(4)
+    settings, fault = this.settings(stage, run__hang_seconds=8), this.fault("stop", list(POINTS))
+    ended = end(start(settings, this.run_dir, [fault]))
+    check(ended, 3)
+    if f"rank {fault.rank} " not in ended.errors[0]:
+        raise WrongError(f"WRONG NAME: rank {fault.rank} was stopped: {ended.errors[0]}")
+    check(end(start(settings, this.run_dir)), 0)
+    return this.equal(settings, f"stage {stage}, {fault}")
+
+
+def full_disk(this: Round) -> Outcome:
+    """Fill the disk of the run, which goes on or ends with an error; then make space, and start again."""
+    settings = this.settings(this.chance.randrange(4), checkpoint__asynchronous=this.chance.random() < 0.5)
+    this.run_dir.mkdir()
+    num_bytes = this.chance.choice([8, 64, 300, 600, 1000, 1600]) * 1024
+    if this.chance.random() < 0.5 and _mount(this.run_dir, num_bytes):
+        detail = f"{num_bytes:,} bytes of disk"
+        try:
+            check(end(start(settings, this.run_dir)), 0, 2)
+            _mount(this.run_dir, 2**28, "remount,")
+            check(end(start(settings, this.run_dir)), 0)
+            return this.equal(settings, detail)
+        finally:
+            subprocess.run(["umount", "-l", str(this.run_dir)], check=True)
+    fault = this.fault("full", [*POINTS, MOMENT])
+    check(end(start(settings, this.run_dir, [fault])), 0, 2)
+    check(end(start(settings, this.run_dir)), 0)
+    return this.equal(settings, str(fault))
+
+
+def _mount(folder: Path, num_bytes: int, how: str = "") -> bool:
+    """Mount a file system of this size, and return whether this process may."""
+    command = ["mount", "-t", "tmpfs", "-o", f"{how}size={num_bytes}", "tmpfs", str(folder)]
+    return subprocess.run(command, check=False, capture_output=True).returncode == 0
+
+
+def clock(this: Round) -> Outcome:
+    """Let the clock jump twice while the job runs."""
+    if not (compiler := shutil.which("cc")):
+        return Outcome(NOT_RUN, "there is no C compiler for clock.c")
+    library, offset = this.folder / "clock.so", this.folder / "offset"
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", library, CLOCK, "-ldl"], check=True)
+    offset.write_text("0")
+    settings = this.settings(this.chance.randrange(4))
+    environment = {"LD_PRELOAD": str(library), "CLOCK_OFFSET": str(offset)}
+    jumps = [this.chance.randint(-MOST_HOURS, MOST_HOURS) for _ in range(2)]
+    job = start(settings, this.run_dir, environment=environment)
+    for step, jump in zip(sorted(this.chance.sample(range(NUM_STEPS - 4), len(jumps))), jumps, strict=True):
+        while job.poll() is None and len(read_steps(this.run_dir)) < step:
+            time.sleep(0.02)
+        written = offset.with_suffix(".new")
+        written.write_text(str(3600 * jump))
+        written.rename(offset)  # at once: a reader must not find an empty file
+    check(end(job), 0)
+    return this.equal(settings, f"stage {settings['zero.stage']}, {jumps} hours")
+
+
+def flip_replicated(this: Round) -> Outcome:
+    """Flip a bit at stage 0, where every rank has every state: the check of replicas names rank and parameter."""
+    settings = this.settings(0, guard__check_replicas_every=this.chance.randint(1, 4), optimizer__clip_norm=1e9)
+    settings |= {"train.global_batch_size": 2 * NUM_REPLICAS}
+    ended, rank, name, detail = _flip(this, settings, ["gradient", "weight", "moment"], NUM_REPLICAS)
+    for error in ended.errors:
+        if found := re.search(r"data rank (\d+) differ in (.*) from those of the other 2", error):
+            if int(found[1]) == rank and (name in found[2] or " more" in found[2]):
+                return Outcome("rank and parameter named", detail)
+            raise WrongError(f"WRONG NAME: {error} ({detail})")
+    if ended.code == 0 and logged_steps(this.run_dir) == this.undisturbed(settings, NUM_REPLICAS):
+        return Outcome("no effect", detail)
+    raise WrongError(f"NOT NAMED: exit code {ended.code}, {' '.join(ended.errors)} ({detail})")
+
+
+def flip_elsewhere(this: Round) -> Outcome:
+    """Flip a bit in a shard: only a non-finite number or a spike of the loss shows it."""
+    settings = this.settings(this.chance.randint(1, 3), guard__check_replicas_every=2)
+    settings |= {"guard.policy": "stop", "guard.spike_factor": 3}
+    ended, _, _, detail = _flip(this, settings, ["gradient", "master", "moment"], NUM_RANKS)
+    if any("differ in" in error for error in ended.errors):
+        return Outcome("rank and parameter named", detail)
+    if any("bad losses" in error for error in ended.errors):
+        return Outcome("bad loss", detail)
+    if ended.code:
+        raise WrongError(f"EXIT CODE {ended.code}: {' '.join(ended.errors)} ({detail})")
+    if read_steps(this.run_dir)[-1]["skipped_steps"]:
+        return Outcome("non-finite gradient", detail)
+    plain = {name: value for name, value in settings.items() if not name.startswith("guard.")}
+    is_same = logged_steps(this.run_dir) == this.undisturbed(plain, NUM_RANKS)
+    return Outcome("no effect" if is_same else "not detectable", detail)
+
+
+def _flip(this: Round, settings: dict[str, object], targets: list[str], num_ranks: int) -> tuple[Ended, int, str, str]:
+    """Flip a random bit. Return how the job ended, the rank, the parameter, and a description."""
+    target, bit = this.chance.choice(targets), this.chance.randrange(32)
+    fault = Fault(0, this.chance.randrange(num_ranks), STEP, this.chance.randint(2, NUM_STEPS - 4), f"{target}.{bit}")
+    ended = end(start(settings, this.run_dir, [fault], num_ranks=num_ranks))
+    check(ended, 0, 2)
+    flipped = re.search(r"chaos: (.* of (\S+), bit .*)", ended.said)
+    if not flipped:
+        raise WrongError(f"NO FLIP: {fault}: {ended.said[-200:]!r}")
+    return ended, fault.rank, flipped[2], f"stage {settings['zero.stage']}, {flipped[1]}"
+
+
+def _listed(faults: list[Fault]) -> str:
+    return " ".join(map(str, faults))
+
+
+def _first(found: Steps, expected: Steps) -> str:
+    """Return the first steps that differ."""
+    pairs = ((one, other) for one, other in zip(found, expected, strict=False) if one != other)
+    return "{} for {}".format(*next(pairs, (found[-1:], expected[-1:])))
+
+
+FAULTS: dict[str, Callable[[Round], Outcome]] = {
+    "kill": kill,
+    "signal": signal_to_save,
+    "pause": pause,
+    "stop": stop,
+    "full disk": full_disk,
+    "clock": clock,
+    "flip, replicated": flip_replicated,
+    "flip, elsewhere": flip_elsewhere,
+}

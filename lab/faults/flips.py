@@ -1,0 +1,101 @@
+"""Flips of one bit of a model state, as by a machine that computes or remembers wrong.
+
+gradient    the reduced gradient, after backward and before the update
+weight      a parameter of which the rank has all elements, before forward
+master      a master weight that the rank owns, before forward
+moment      Adam's second moment of such a weight, before forward
+"""
+
+import random
+import sys
+from collections.abc import Callable, Iterator
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gpt.replicas import INTEGERS
+from zero.engine import ZeroDataParallel
+from zero.optimizer import ZeroOptimizer
+from zero.partition.stage import Lifetime
+
+Named = Iterator[tuple[str, Tensor]]
+
+
+def gradients(model: ZeroDataParallel, optimizer: ZeroOptimizer) -> Named:
+    """Yield the owned parts of the reduced gradients."""
+    for flat in model.flats:
+        for bucket in flat.buckets:
+            for span, part in flat.layout.spans_in(bucket.shard):
+                yield span.name, bucket.owned_part(bucket.grads.owned, part)
+
+
+def weights(model: ZeroDataParallel, optimizer: ZeroOptimizer) -> Named:
+    """Yield the parameters that are persistent."""
+    for flat in model.flats:
+        if flat.lifetime is Lifetime.PERSISTENT:
+            for span in flat.layout.spans:
+                yield span.name, flat.full[span.elements.start : span.elements.stop]
+
+
+def masters(model: ZeroDataParallel, optimizer: ZeroOptimizer) -> Named:
+    """Yield the owned parts of the master weights."""
+    for flat in model.flats:
+        for bucket in flat.buckets:
+            for span, part in flat.layout.spans_in(bucket.shard):
+                yield span.name, bucket.owned_part(bucket.master, part)
+
+
+def moments(model: ZeroDataParallel, optimizer: ZeroOptimizer) -> Named:
+    """Yield the owned parts of Adam's second moment."""
+    for flat in model.flats:
+        for bucket in flat.buckets:
+            names = {part.start - bucket.shard.start: span.name for span, part in flat.layout.spans_in(bucket.shard)}
+            for piece in optimizer.pieces_of(bucket):
+                yield names[piece.elements.start], optimizer.inner.state[piece.param]["exp_avg_sq"].view(-1)
+
+
+TARGETS: dict[str, Callable[[ZeroDataParallel, ZeroOptimizer], Named]] = {
+    "gradient": gradients,
+    "weight": weights,
+    "master": masters,
+    "moment": moments,
+}
+
+
+def flip(train_step: Callable, step: int, target: str, bit: int, rank: int) -> Callable:
+    """Return a `train_step` that flips a bit in the `step`-th call, and says of which parameter on stderr."""
+    num_calls = count(1)
+
+    def with_a_flip(model: ZeroDataParallel, optimizer: ZeroOptimizer, *args: Any) -> Any:
+        if next(num_calls) != step:
+            return train_step(model, optimizer, *args)
+
+        def flip_now() -> None:
+            generator = random.Random(f"{step} {target} {bit} {rank}")
+            name, tensor = generator.choice([(n, t) for n, t in TARGETS[target](model, optimizer) if t.numel()])
+            bits = tensor.detach().view(INTEGERS[tensor.element_size()])
+            index = generator.randrange(tensor.numel())
+            was = tensor[index].item()
+            bits[index] ^= 1 << bit
+            print(
+                f"chaos: rank {rank}, step {step}: {target} of {name}, bit {bit}: {was:g} to {tensor[index].item():g}",
+                file=sys.stderr,
+                flush=True,
+            )
+
+        if target != "gradient":
+            model.wait_for_updates()
+            with torch.no_grad():
+                flip_now()
+            return train_step(model, optimizer, *args)
+        *others, hook = args
+
+        def flip_after_hook() -> None:
+            hook()
+            flip_now()
+
+        return train_step(model, optimizer, *others, flip_after_hook)
+
+    return with_a_flip

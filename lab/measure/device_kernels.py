@@ -1,0 +1,269 @@
+"""Measurements of a device's kernels by size and type: what a training step runs, without a model.
+
+Each measured operation is run once under a log of kernels, which says how many bytes it moves. So a curve has the bytes
+that a dry run counts.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from itertools import cycle
+from statistics import median
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lab.measure.bandwidth import measured_seconds
+from lab.measure.curves import Curve, curve_name, type_name
+from lab.measure.products import Product
+from lab.measure.reference_step import measure_reference_step
+from lab.observe.kernel_log import Kernel, kernels_of
+
+WIDTH = 512  # of the rows of element-wise kernels, and of norms
+# Elements of a tensor: on a CPU from well inside of its caches to far outside of them.
+NUMELS = {"cpu": (2**13, 2**16, 2**19, 2**22), "cuda": (2**16, 2**20, 2**24, 2**27)}
+# Of the inputs that a kernel takes in turn: a step rarely finds them in the fastest cache.
+ROTATED_BYTES, MOST_ROTATED = 2**25, 8
+BUDGET_SECONDS = 0.015  # for which one kernel of one size is repeated
+DTYPES = torch.float32, torch.bfloat16
+# (tokens, columns of the input, columns of the output) of linear layers, each with its two products of backward.
+LAYERS = {
+    "cpu": ((256, 128, 128), (256, 256, 1024), (512, 512, 512), (1024, 768, 256), (256, 256, 4096)),
+    "cuda": ((2048, 1024, 1024), (4096, 2048, 2048), (4096, 2048, 8192), (8192, 4096, 4096), (8192, 8192, 8192)),
+}
+# (sequences x heads, seq, head_dim) of fused attention.
+ATTENTIONS = {"cpu": ((16, 128, 64), (8, 512, 64)), "cuda": ((64, 1024, 128), (32, 2048, 128), (16, 4096, 128))}
+NUM_TINY_LAYERS, NUM_TINY_STEPS = 24, 20
+# Launches of a kernel before the clock is read: a GPU is launched several kernels in advance, as in a step.
+LAUNCHES_TOGETHER = {"cpu": 1, "cuda": 10}
+
+Action = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class MeasuredProduct:
+    """A matrix product and its time."""
+
+    dtype: str
+    product: Product
+    seconds: float
+
+
+@dataclass(frozen=True)
+class MeasuredAttention:
+    """A fused attention, as `Kernel.attention` describes it, and its time."""
+
+    dtype: str
+    attention: tuple[int, int, int, int, int]
+    seconds: float
+
+
+def _elementwise(x: Tensor) -> Action:
+    other = torch.ones_like(x)
+    return lambda: x + other
+
+
+def _scaled(x: Tensor) -> Action:
+    return lambda: x * 0.5
+
+
+def _copied(x: Tensor) -> Action:
+    out = torch.empty_like(x)
+    return lambda: out.copy_(x)
+
+
+def _cast(x: Tensor) -> Action:
+    other = torch.bfloat16 if x.dtype == torch.float32 else torch.float32
+    return lambda: x.to(other)
+
+
+def _backward_of(function: Callable[..., Tensor], *inputs: Tensor) -> Action:
+    """Return the backward of a function by itself."""
+    needing = [tensor.detach().requires_grad_() for tensor in inputs]
+    out = function(*needing)
+    gradient = torch.ones_like(out)
+    return lambda: torch.autograd.grad(out, needing, gradient, retain_graph=True)
+
+
+def _norm(x: Tensor) -> Tensor:
+    return F.layer_norm(x, (WIDTH,), torch.ones(WIDTH, dtype=x.dtype, device=x.device), x.new_zeros(WIDTH))
+
+
+def _norm_backward(x: Tensor) -> Action:
+    return _backward_of(lambda *a: F.layer_norm(a[0], (WIDTH,), *a[1:]), x, x.new_ones(WIDTH), x.new_zeros(WIDTH))
+
+
+def _ids(x: Tensor) -> Tensor:
+    return torch.randint(len(x), (len(x),), device=x.device)
+
+
+def _embedding(x: Tensor) -> Action:
+    ids = _ids(x)
+    return lambda: F.embedding(ids, x)
+
+
+def _embedding_backward(x: Tensor) -> Action:
+    ids = _ids(x)
+    return _backward_of(lambda table: F.embedding(ids, table), x)
+
+
+def _adamw(x: Tensor) -> Action:
+    param = nn.Parameter(x)
+    param.grad = torch.ones_like(x)
+    return torch.optim.AdamW([param], lr=1e-3, fused=True).step
+
+
+def _clipped(x: Tensor) -> Action:
+    param = nn.Parameter(x)
+    param.grad = torch.ones_like(x)
+    norm = torch.ones((), device=x.device)
+    return lambda: nn.utils.clip_grads_with_norm_([param], 0.5, norm)
+
+
+# The kernels of a training step that move the most bytes. A curve is named by the kernel in the log.
+KERNELS: tuple[Callable[[Tensor], Action], ...] = (
+    _elementwise,
+    _scaled,
+    _copied,
+    _cast,
+    lambda x: partial(x.exp),
+    lambda x: partial(x.sum, 0),
+    lambda x: partial(x.logsumexp, -1),
+    lambda x: partial(x.amax, -1),
+    lambda x: partial(F.gelu, x, approximate="tanh"),
+    lambda x: _backward_of(lambda y: F.gelu(y, approximate="tanh"), x),
+    lambda x: partial(_norm, x),
+    _norm_backward,
+    lambda x: partial(torch.stack, [x, x]),
+    _embedding,
+    _embedding_backward,
+    _adamw,
+    lambda x: partial(nn.utils.get_total_norm, [x]),
+    _clipped,
+)
+
+
+@dataclass(frozen=True)
+class DeviceKernels:
+    """The measured kernels of one device, and the seconds for which its host is busy with one of them."""
+
+    curves: list[Curve]
+    products: list[MeasuredProduct]
+    attentions: list[MeasuredAttention]
+    launch_seconds: float
+    step_seconds: dict[str, float]  # of the reference step, by type
+
+    @classmethod
+    def measure(cls, device: torch.device) -> Self:
+        """Measure the device. All ranks of a node should do it at the same time, as they compute in a run."""
+        return cls(
+            # First, while all ranks begin together.
+            step_seconds={type_name(dtype): measure_reference_step(device, dtype) for dtype in DTYPES},
+            curves=measure_kernels(device),
+            products=measure_products(device),
+            attentions=measure_attention(device),
+            launch_seconds=measure_launch(device),
+        )
+
+    @classmethod
+    def of(cls, values: dict[str, Any]) -> Self:
+        """Return the kernels that JSON describes."""
+        return cls(
+            [Curve(**curve) for curve in values["curves"]],
+            [MeasuredProduct(**product) for product in values["products"]],
+            [MeasuredAttention(**attention) for attention in values["attentions"]],
+            values["launch_seconds"],
+            values["step_seconds"],
+        )
+
+
+def measure_kernels(device: torch.device) -> list[Curve]:
+    """Measure the kernels of a training step that the memory bounds on a GPU, by size and type."""
+    return [_curve(build, dtype, device) for dtype in DTYPES for build in KERNELS]
+
+
+def _curve(build: Callable[[Tensor], Action], dtype: torch.dtype, device: torch.device) -> Curve:
+    sizes, seconds, name = [], [], ""
+    for numel in NUMELS[device.type]:
+        copies = max(1, min(MOST_ROTATED, ROTATED_BYTES // (numel * dtype.itemsize)))
+        values = torch.rand(numel // WIDTH, WIDTH, device=device).to(dtype)
+        actions = [build(values.clone()) for _ in range(copies)]
+        kernel = largest_kernel(actions[0])
+        name, turn = kernel.name, cycle(actions)
+        sizes.append(float(kernel.num_bytes))
+        seconds.append(_seconds_each(lambda turn=turn: next(turn)(), device))  # type: ignore[misc]
+    return Curve(curve_name(name, dtype), tuple(sizes), tuple(seconds))
+
+
+def largest_kernel(action: Action) -> Kernel:
+    """Run an action, and return its kernel that moves the most bytes."""
+    return max(kernels_of(action), key=lambda kernel: (kernel.attention is not None, kernel.num_bytes))
+
+
+def _seconds_each(action: Action, device: torch.device) -> float:
+    """Return the seconds of an action."""
+    times = LAUNCHES_TOGETHER[device.type]
+
+    def repeated() -> None:
+        for _ in range(times):
+            action()
+
+    return measured_seconds(repeated, device, budget=BUDGET_SECONDS) / times
+
+
+def measure_products(device: torch.device) -> list[MeasuredProduct]:
+    """Measure the products of the forward and the backward of linear layers, from small to large."""
+    found = []
+    for dtype in DTYPES:
+        for tokens, num_inputs, num_outputs in LAYERS[device.type]:
+            x, weight, gradient = (
+                torch.rand(*shape, device=device).to(dtype)
+                for shape in ((tokens, num_inputs), (num_outputs, num_inputs), (tokens, num_outputs))
+            )
+            for one, other in ((x, weight.t()), (gradient, weight), (gradient.t(), x)):
+                seconds = _seconds_each(partial(torch.mm, one, other), device)
+                (m, k), n = one.shape, other.shape[1]
+                found.append(MeasuredProduct(type_name(dtype), (1, m, n, k), seconds))
+    return found
+
+
+def measure_attention(device: torch.device) -> list[MeasuredAttention]:
+    """Measure causal fused attention, forward and backward."""
+    found = []
+    for dtype in DTYPES:
+        for heads, seq, head_dim in ATTENTIONS[device.type]:
+            inputs = [torch.rand(1, heads, seq, head_dim, device=device).to(dtype) for _ in range(3)]
+            attend = partial(F.scaled_dot_product_attention, is_causal=True)
+            for action in (partial(attend, *inputs), _backward_of(attend, *inputs)):
+                kernel = largest_kernel(action)
+                if kernel.attention is not None:  # else it is not a fused one
+                    found.append(MeasuredAttention(type_name(dtype), kernel.attention, _seconds_each(action, device)))
+    return found
+
+
+def measure_launch(device: torch.device) -> float:
+    """Measure for how many seconds the host is busy with one kernel of a module's forward and backward.
+
+    The tensors are so small that on a CPU the kernels themselves take next to nothing.
+    """
+    layers = [nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8)) for _ in range(NUM_TINY_LAYERS)]
+    module, x = nn.Sequential(*layers).to(device), torch.ones(1, 8, device=device)
+
+    def step() -> None:
+        module(x).sum().backward()
+
+    step()
+    num_kernels = len(kernels_of(step))
+    # On a GPU the clock is read before the device is done: the host's time is what counts.
+    clock = time.thread_time if device.type == "cpu" else time.perf_counter
+    times = []
+    for _ in range(NUM_TINY_STEPS):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        start = clock()
+        step()
+        times.append(clock() - start)
+    return median(times) / num_kernels

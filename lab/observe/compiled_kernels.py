@@ -1,0 +1,179 @@
+"""The kernels of compiled code, counted without a GPU, and put in the place of the eager ones in a log of kernels.
+
+    region = compiled_region(build)                 the kernels of a function, eager and compiled
+    kernels, places = splice(kernels, [region])     a log in which each call of the function is compiled
+
+inductor's scheduler decides what is fused (lab/observe/inductor_internals.py). The log of a dry run is that of eager code,
+in which `splice` finds the kernels of each call.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lab.observe.fake_tensors import QuickFakeTensorMode, instances_in
+from lab.observe.kernel_log import Kernel, KernelLog, attention_of, product_of
+from lab.observe.operation_observer import observe_operations
+from parallel.torch_internals import schema_of
+
+logger = logging.getLogger(__name__)
+
+FORWARD, BACKWARD = "forward", "backward"
+MOST_NAMES = 3  # of operations in the name of a fused kernel
+NOT_NAMED = {"convert_element_type", "permute", "view", "reshape", "unbind", "expand", "unsqueeze", "add", "mul", "sub"}
+# The kernels of a call may have others between them; a sequence that is further apart than this is not one call.
+MOST_FOREIGN = 200
+
+# Makes a function, or a module, and its arguments, with the fake tensors of the mode in which it is called.
+Build = Callable[[], tuple[Callable[..., Any], Sequence[Any]]]
+
+
+@dataclass(frozen=True)
+class CompiledRegion:
+    """The kernels of a function's forward and backward, eager and compiled, {phase: kernels}."""
+
+    eager: dict[str, list[Kernel]]
+    compiled: dict[str, list[Kernel]]
+
+
+def compiled_region(build: Build, build_eager: Build | None = None) -> CompiledRegion | None:
+    """Return the kernels of a function that is compiled as a whole; None, with a warning, if they cannot be counted.
+
+    Pass `build_eager` if the eager function is another one, which for example computes some rows at a time. A function
+    without an argument or parameter that requires a gradient has no backward.
+    """
+    try:
+        return CompiledRegion(_eager_kernels(build_eager or build), _compiled_kernels(build))
+    except Exception as error:  # whatever a new torch raises where its private parts have changed
+        reason = str(error).split("\n")[0]
+        logger.warning(
+            "compiled kernels cannot be counted with torch %s (%s: %s); eager ones are counted instead",
+            torch.__version__,
+            type(error).__name__,
+            reason,
+        )
+        return None
+
+
+def splice(kernels: Sequence[Kernel], regions: Sequence[CompiledRegion]) -> tuple[list[Kernel], list[int]]:
+    """Return the kernels with the eager ones of the regions replaced, and the new place of every old place in the log.
+
+    What runs between the kernels of a call, such as the reduction of gradients in a backward, comes after it: compiled
+    code returns all of its results at once.
+    """
+    spliced: list[Kernel] = []
+    places: list[int] = []
+    position = 0
+    while position < len(kernels):
+        own, compiled = _call_at(kernels, position, regions)
+        places.append(len(spliced))
+        spliced += [replace(kernel, phase=kernels[position].phase) for kernel in compiled]
+        end = own[-1] + 1 if own else position + 1
+        for place in range(position, end):
+            if place > position:
+                places.append(len(spliced))
+            if place not in own:
+                spliced.append(kernels[place])
+        position = end
+    return spliced, [*places, len(spliced)]
+
+
+def _call_at(
+    kernels: Sequence[Kernel], start: int, regions: Sequence[CompiledRegion]
+) -> tuple[list[int], list[Kernel]]:
+    """Return the places of the kernels of the call that begins at `start`, and the compiled ones; both may be empty."""
+    for region in regions:
+        for phase, eager in region.eager.items():
+            if own := _places_of(eager, kernels, start):
+                return own, region.compiled[phase]
+    return [], []
+
+
+def _places_of(wanted: Sequence[Kernel], kernels: Sequence[Kernel], start: int) -> list[int]:
+    """Return the places of `wanted` in the log, in order from `start`; an empty list if they do not begin there."""
+    own: list[int] = []
+    if wanted and _are_alike(kernels[start], wanted[0]):
+        for place in range(start, min(len(kernels), start + len(wanted) + MOST_FOREIGN)):
+            if _are_alike(kernels[place], wanted[len(own)]):
+                own.append(place)
+                if len(own) == len(wanted):
+                    return own
+    return []
+
+
+def _are_alike(one: Kernel, other: Kernel) -> bool:
+    return (one.name, one.num_bytes, one.product, one.dtype) == (
+        other.name,
+        other.num_bytes,
+        other.product,
+        other.dtype,
+    )
+
+
+def _eager_kernels(build: Build) -> dict[str, list[Kernel]]:
+    log = KernelLog(lambda: "", is_on_host=lambda _tensor: False)
+    with QuickFakeTensorMode():
+        function, arguments = build()
+        tensors = [*instances_in(arguments, Tensor), *_parameters(function).values()]
+        inputs = [tensor for tensor in tensors if tensor.requires_grad]
+        with observe_operations(log):
+            results = list(instances_in((function(*arguments),), Tensor))
+            num_forward = log.count()
+            if inputs:
+                torch.autograd.grad(results, inputs, [torch.empty_like(result) for result in results])
+    kernels = {FORWARD: log.kernels[:num_forward], BACKWARD: log.kernels[num_forward:]}
+    return {phase: found for phase, found in kernels.items() if found}
+
+
+def _compiled_kernels(build: Build) -> dict[str, list[Kernel]]:
+    # Here, because it imports torch's compiler, which takes seconds.
+    from parallel import inductor_internals as inductor
+
+    mode = inductor.FakeTensorMode()
+    with mode:
+        function, arguments = build()
+        parameters = _parameters(function)
+
+        def of_tensors(*tensors: Tensor) -> Any:
+            given = iter(tensors)
+            called_with = tuple(next(given) if isinstance(a, Tensor) else a for a in arguments)
+            if not isinstance(function, nn.Module):
+                return function(*called_with)
+            return torch.func.functional_call(function, {name: next(given) for name in parameters}, called_with)
+
+        tensors = [*(argument for argument in arguments if isinstance(argument, Tensor)), *parameters.values()]
+        graphs = inductor.trace(of_tensors, tensors, mode)
+    return {
+        phase: [
+            _kernel(node) for node in inductor.plan(graph, mode, phase == BACKWARD) if not inductor.is_no_kernel(node)
+        ]
+        for phase, graph in graphs.items()
+    }
+
+
+def _parameters(function: Callable[..., Any]) -> dict[str, Tensor]:
+    return dict(function.named_parameters()) if isinstance(function, nn.Module) else {}
+
+
+def _kernel(node: Any) -> Kernel:
+    from parallel import inductor_internals as inductor
+
+    operations = inductor.operations_of(node)
+    names = [_name_of(operation.target) for operation in operations]
+    results = [t for operation in operations for t in instances_in((operation.meta.get("val"),), Tensor)]
+    dtype = results[-1].dtype if results else torch.float32
+    if node.is_extern() and names:
+        inputs = [a.meta["val"] if isinstance(a, torch.fx.Node) else a for a in operations[0].args]
+        name, dtype = names[0], results[0].dtype if results else dtype
+        attention = attention_of(name, inputs)
+        return Kernel(name, "", inductor.bytes_of(node), dtype, product_of(name, inputs), attention=attention)
+    named = sorted({name for name in names if name not in NOT_NAMED} or set(names))
+    return Kernel("compiled " + "+".join(named[:MOST_NAMES]), "", inductor.bytes_of(node), dtype)
+
+
+def _name_of(operation: Any) -> str:
+    return schema_of(operation).name.split("::")[1] if hasattr(operation, "namespace") else str(operation)

@@ -1,0 +1,166 @@
+"""A log of the kernels that a rank runs: the floating-point operations of each, and the bytes that it moves."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lab.observe.fake_tensors import instances_in
+from lab.observe.operation_observer import observe_operations
+from parallel.torch_internals import OpOverload, returns_views, schema_of, storage_id
+
+# The position of the first factor among the arguments of a matrix product, in all overloads; the second one follows it.
+PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "addmm_": 1, "_addmm_activation": 1, "baddbmm": 1, "baddbmm_": 1}
+# {operation: number of arguments that CUDA reads twice if there are gradients of weights}. One kernel computes the
+# gradient of a norm's input and another one those of its weights; both read the output's gradient and the input.
+READ_TWICE = {"native_layer_norm_backward": 2, "_fused_rms_norm_backward": 2}
+INDEXED = {"gather", "scatter_"}  # read or write the elements that their third argument selects, and no others
+EMBEDDINGS = {"embedding"}  # read the rows of their first argument that their second one selects, and write as many
+# {fused attention: (positions of q and k among the arguments, products of seq x seq x head_dim per head)}. Backward
+# computes the scores again, and the gradients of scores, q, k and v.
+FUSED_ATTENTION = {
+    f"_scaled_dot_product_{kind}_attention{suffix}": ((1, 2), 5) if "backward" in suffix else ((0, 1), 2)
+    for kind in ("flash", "efficient", "cudnn")
+    for suffix in ("", "_for_cpu", "_backward", "_for_cpu_backward")
+}
+OVERWRITES = {"copy_", "fill_", "zero_", "normal_", "bernoulli_"}  # write their argument without reading it
+# A dropout takes three kernels on a CPU and one on a GPU: only the one that multiplies is logged.
+FUSED_ON_A_GPU = {"bernoulli_", "div_"}
+NAMESPACES = {"aten", "torch_attn"}  # the second one is that of attention with variable lengths
+NO_KERNELS = {"empty", "empty_strided", "empty_like", "detach", "new_empty", "new_empty_strided", "_unsafe_view"}
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One kernel of a GPU, or one operation that the host's processors run.
+
+    `product` is (batch, m, n, k) of a matrix product, otherwise None. `is_transfer` is True if the kernel copies
+    between device and host memory; `to_host` then is the direction. `is_on_host` is True if it uses host memory only.
+    `dtype` is that of a product's factors, otherwise that of the first result. `attention` of a fused attention is
+    (heads of all sequences, seq of q, seq of k, head_dim, number of products), otherwise None.
+    """
+
+    name: str
+    phase: str
+    num_bytes: int
+    dtype: torch.dtype
+    product: tuple[int, int, int, int] | None = None
+    is_transfer: bool = False
+    to_host: bool = False
+    is_on_host: bool = False
+    attention: tuple[int, int, int, int, int] | None = None
+
+    @property
+    def flops(self) -> int:
+        """The floating-point operations of a matrix product, 2 per multiply-add; 0 for other kernels."""
+        return 2 * prod(self.product) if self.product else 0
+
+
+class KernelLog:
+    """An observer of operations that appends one entry to `kernels` for each that a GPU would run.
+
+    `phase` names the present part of the step, `is_on_host` says which tensors are in host memory.
+    """
+
+    def __init__(self, phase: Callable[[], str], is_on_host: Callable[[Tensor], bool]):
+        self.kernels: list[Kernel] = []
+        self._phase, self._is_on_host = phase, is_on_host
+
+    def count(self) -> int:
+        """Return the number of kernels so far, for use as the clock of a `CommLog` that is the same on any machine."""
+        return len(self.kernels)
+
+    def on_operation(self, function: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any) -> None:
+        if not _runs_a_kernel(function):
+            return
+        name = schema_of(function).name.removeprefix("aten::")
+        if name == "copy_" and are_the_same_elements(*args[:2]):
+            return  # torch returns early
+        tensors = list(instances_in((args, _without_outputs(function, kwargs)), Tensor))
+        results = list(instances_in((output,), Tensor))
+        if tensors or results:
+            self.kernels.append(self._kernel(name, args, tensors, results))
+
+    def _kernel(self, name: str, args: Any, tensors: list[Tensor], results: list[Tensor]) -> Kernel:
+        # An operation in place reads its argument and writes it: both count.
+        moved = tensors if name in OVERWRITES else tensors + (results or tensors)
+        if len(results) > 1:
+            moved = moved + tensors[: READ_TWICE.get(name, 0)]
+        product = product_of(name, args)
+        dtype = args[PRODUCTS[name]].dtype if product else (results or tensors)[0].dtype
+        if name in INDEXED:
+            num_bytes = args[2].nbytes + 2 * args[2].numel() * dtype.itemsize
+        elif name in EMBEDDINGS:
+            num_bytes = args[1].nbytes + 2 * results[0].nbytes
+        else:
+            num_bytes = sum(_touched_bytes(tensor) for tensor in moved)
+        # Of a copy the destination and the source, otherwise of the first two arguments.
+        on_host = [self._is_on_host(tensor) for tensor in (args if name == "copy_" else tensors or results)[:2]]
+        return Kernel(
+            name,
+            self._phase(),
+            num_bytes,
+            dtype,
+            product,
+            is_transfer=name == "copy_" and on_host[0] != on_host[1],
+            to_host=on_host[0],
+            is_on_host=all(on_host),
+            attention=attention_of(name, args),
+        )
+
+
+@cache
+def _runs_a_kernel(function: OpOverload) -> bool:
+    name = schema_of(function).name.removeprefix("aten::")
+    return function.namespace in NAMESPACES and not returns_views(function) and name not in NO_KERNELS | FUSED_ON_A_GPU
+
+
+def _without_outputs(function: OpOverload, kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return the values of the keyword arguments that the operation reads: `out=` is written only."""
+    if not kwargs:
+        return ()
+    outputs = {argument.name for argument in schema_of(function).arguments if argument.is_out}
+    return tuple(value for name, value in kwargs.items() if name not in outputs)
+
+
+def are_the_same_elements(one: Tensor, other: Tensor) -> bool:
+    """Return True if both are the same view of the same memory."""
+    return (
+        storage_id(one.untyped_storage()) == storage_id(other.untyped_storage())
+        and one.storage_offset() == other.storage_offset()
+        and (one.shape, one.stride(), one.dtype) == (other.shape, other.stride(), other.dtype)
+    )
+
+
+def product_of(name: str, args: Any) -> tuple[int, int, int, int] | None:
+    """Return (batch, m, n, k) of an operation that is a matrix product, None of any other."""
+    if (first := PRODUCTS.get(name)) is None:
+        return None
+    *batch, m, k = args[first].shape
+    return prod(batch), m, args[first + 1].shape[-1], k
+
+
+def attention_of(name: str, args: Any) -> tuple[int, int, int, int, int] | None:
+    """Return what `Kernel.attention` says of a fused attention, None of any other operation."""
+    if (found := FUSED_ATTENTION.get(name)) is None:
+        return None
+    (query, key), num_products = found
+    *heads, num_queries, head_dim = args[query].shape
+    return prod(heads), num_queries, args[key].shape[-2], head_dim, num_products
+
+
+def _touched_bytes(tensor: Tensor) -> int:
+    """Return the bytes of memory that a tensor occupies: an expanded one has more elements than its storage."""
+    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
+
+
+def kernels_of(action: Callable[[], object]) -> list[Kernel]:
+    """Run an action on tensors of one device, and return its kernels, whose phase is empty."""
+    log = KernelLog(lambda: "", is_on_host=lambda _tensor: False)
+    with observe_operations(log):
+        action()
+    return log.kernels

@@ -1,0 +1,97 @@
+"""The dry runs of the paper's configurations, from a cache if it has them, and what is read from them."""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from functools import cache
+
+import yaml
+
+from gpt.run_folder.files import read_steps
+from lab.measure.cluster import ClusterSpec
+from lab.paper.calibrate import CALIBRATED
+from lab.paper.experiments import CLUSTER_FILE, ROOT, Experiment, experiments, parsed
+from lab.planner.depth import DepthExtrapolation, Estimate, extrapolate, shallow_runs
+
+Part = tuple[str, Iterator[str]]  # the status of a table or figure, and the lines of its section
+CACHE = ROOT / "runs/paper/dry"
+PROJECTION = (
+    "lab/dryrun/projection.py",
+    "lab/planner/depth.py",
+    "lab/measure/kernel_costs.py",
+    "lab/dryrun/costs/collectives.py",
+)
+CLUSTER = ClusterSpec.load(CLUSTER_FILE)
+
+
+@dataclass(frozen=True)
+class Result:
+    experiment: Experiment
+    line: DepthExtrapolation
+
+    @property
+    def key(self) -> str:
+        return f"{self.experiment.figure}/{self.experiment.name}"
+
+    @property
+    def is_calibrated(self) -> bool:
+        return self.experiment.figure == "figure2" and self.experiment.name in CALIBRATED
+
+    @property
+    def estimate(self) -> Estimate:
+        return self.line.at(int(self.experiment.row["layers"]))
+
+    @property
+    def fits(self) -> bool:
+        """True if the tensors leave the reserve of `ClusterSpec` free."""
+        return self.estimate.device_peak_bytes <= CLUSTER.usable_gpu_bytes
+
+    @property
+    def tflops(self) -> float | None:
+        """The TFLOPs a GPU; None if the run is out of memory, and so has none."""
+        return self.experiment.tflops(self.estimate.seconds) if self.fits else None
+
+    @property
+    def error(self) -> float | None:
+        measured = self.experiment.measured_tflops
+        return self.tflops / measured - 1 if measured and self.tflops else None
+
+
+def line_of(settings: dict, world_size: int) -> DepthExtrapolation:
+    """Return the line through two dry runs, from the cache if it has one.
+
+    The cache's key has the settings, the cluster and the projection. Delete runs/paper/dry after any other change to
+    the training step.
+    """
+    text = yaml.safe_dump(settings) + str(world_size) + CLUSTER_FILE.read_text()
+    text += "".join((ROOT / path).read_text() for path in PROJECTION)
+    cache_file = CACHE / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
+    if not cache_file.exists():
+        CACHE.mkdir(parents=True, exist_ok=True)
+        line = extrapolate(shallow_runs(parsed(settings, world_size)), CLUSTER)
+        cache_file.write_text(json.dumps(asdict(line)))
+    stored = json.loads(cache_file.read_text())
+    shallow, deeper = (Estimate(**found) for found in stored["estimates"])
+    return DepthExtrapolation((stored["depths"][0], stored["depths"][1]), (shallow, deeper))
+
+
+@cache
+def results(figure: str) -> tuple[Result, ...]:
+    found = []
+    for experiment in experiments(figure):
+        print(f"{experiment.figure} {experiment.name}", flush=True)
+        found.append(Result(experiment, line_of(experiment.settings(), experiment.num_gpus)))
+    return tuple(found)
+
+
+def residual_bytes() -> float:
+    """Return the memory that the paper measures for C1 at 40B (Figure 7) beyond that of the dry run."""
+    first = results("figure7")[0]
+    return float(first.experiment.row["max_cached_GB"]) * 1e9 - first.estimate.device_peak_bytes
+
+
+def measured_here(experiment: Experiment) -> str:
+    """Return the TFLOPs a GPU of a run on a real cluster; "" if there is none."""
+    steps = read_steps(ROOT / "runs/paper" / experiment.figure / experiment.name)
+    return f"{steps[-1]['hardware_tflops_per_device']:.1f}" if steps else ""

@@ -1,0 +1,108 @@
+"""All layouts of a run by closed forms: those that fit, the fastest first, and the deepest models that they allow."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from gpt.settings.settings import Settings
+from lab.measure.cluster import ClusterSpec
+from lab.planner.layouts import CandidateLayout, Prediction, candidate_layouts, fits, predict
+from parallel.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The layouts that fit and those that do not, each with the memory and time that closed forms predict."""
+
+    fitting: list[Prediction]  # the fastest layouts of each family, by each of RANKS; the fastest first
+    too_large: list[Prediction]  # the layout with the least device memory of each partition in which none fits
+
+
+def make_plan(settings: Settings, cluster: ClusterSpec, world_size: int) -> Plan:
+    """Return the plan for a world. Raise ConfigError if no layout divides it and the batch, or none fits."""
+    layouts = candidate_layouts(cluster.gpus_per_node, settings.train.global_batch_size, settings.offload.mode)
+    predictions = (predict(layout, settings, cluster, world_size) for layout in layouts)
+    possible = [found for found in predictions if found is not None]
+    if not possible:
+        raise ConfigError(
+            f"no layout divides train.global_batch_size={settings.train.global_batch_size} sequences over "
+            f"{world_size} ranks; choose a multiple of {world_size}"
+        )
+    fitting = [found for found in possible if fits(found, cluster)]
+    if not fitting:
+        usable = cluster.usable_gpu_bytes
+        smallest = min(possible, key=lambda found: found.device_bytes)
+        raise ConfigError(
+            f"the model does not fit on {world_size} GPUs: the layout with the least memory ({smallest.layout}) needs "
+            f"{smallest.device_bytes / 1e9:.1f} GB of {usable / 1e9:.1f}, {(smallest.device_bytes - usable) / 1e9:.1f} "
+            "too much; use more nodes or a smaller model"
+        )
+    fastest = dict.fromkeys(found for rank in RANKS for found in fastest_of_families(fitting, rank))
+    partitions = {found.layout.partition for found in possible} - {found.layout.partition for found in fitting}
+    too_large = [
+        min((found for found in possible if found.layout.partition == one), key=lambda found: found.device_bytes)
+        for one in sorted(partitions)
+    ]
+    return Plan(sorted(fastest, key=closed_form_rank), too_large)
+
+
+def fastest_of_families(predictions: list[Prediction], rank: Callable[[Prediction], Any]) -> list[Prediction]:
+    """Return the fastest layout of each family, the fastest family first."""
+    fastest: dict[tuple, Prediction] = {}
+    for found in sorted(predictions, key=rank):
+        fastest.setdefault(found.layout.family, found)
+    return list(fastest.values())
+
+
+def closed_form_rank(found: Prediction) -> tuple[float, int]:
+    """Return the key by which layouts are sorted.
+
+    Closed forms leave out that small products reach less of a GPU's rate, so of those that are equally fast, the one
+    with the fewest micro-batches is the first.
+    """
+    return float(f"{found.seconds:.3g}"), found.num_micro_batches
+
+
+def overlapped_rank(found: Prediction) -> tuple[float, int]:
+    """Return the key by which layouts are sorted if computation hides the traffic of the data axis."""
+    return float(f"{found.overlapped_seconds:.3g}"), found.num_micro_batches
+
+
+RANKS = closed_form_rank, overlapped_rank
+
+
+def deepest_models(settings: Settings, cluster: ClusterSpec, world_size: int) -> list[tuple[int, CandidateLayout]]:
+    """Return (number of layers that fit by closed forms, layout) for each family of layouts, the deepest first.
+
+    A family is represented by the layout with the smallest micro-batch that divides the batch. Raise ConfigError if
+    not even one layer fits.
+    """
+
+    def with_depth(num_layers: int) -> Settings:
+        return replace(settings, model=replace(settings.model, num_layers=num_layers))
+
+    make_plan(with_depth(1), cluster, world_size)
+    smallest: dict[tuple, CandidateLayout] = {}
+    for layout in candidate_layouts(cluster.gpus_per_node, settings.train.global_batch_size, settings.offload.mode):
+        if predict(layout, settings, cluster, world_size) is not None:
+            smallest.setdefault(layout.family, layout)
+    found = []
+    for layout in smallest.values():
+
+        def depth_fits(num_layers: int, layout: CandidateLayout = layout) -> bool:
+            prediction = predict(layout, with_depth(num_layers), cluster, world_size)
+            return prediction is not None and fits(prediction, cluster)
+
+        found.append((largest_fitting(depth_fits), layout))
+    return sorted(found, key=lambda pair: pair[0], reverse=True)
+
+
+def largest_fitting(number_fits: Callable[[int], bool]) -> int:
+    """Return the largest number that fits, by bisection, if 0 and every number below one that fits also fit."""
+    low, high = 0, 1
+    while number_fits(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if number_fits(middle) else (low, middle)
+    return low

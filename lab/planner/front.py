@@ -1,0 +1,76 @@
+"""The front of a plan: the layouts, on one or several numbers of nodes, of which none is better in all respects."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from rich.table import Table
+
+from gpt.monitor.units import duration
+from lab.dryrun.run_cost import RunCost
+from lab.measure.cluster import ClusterSpec
+from lab.planner.depth import Estimate
+from lab.planner.layouts import CandidateLayout, Prediction
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A layout on a number of nodes, which fits in a dry run, and what its whole run takes."""
+
+    num_nodes: int
+    layout: CandidateLayout
+    estimate: Estimate
+    cost: RunCost
+
+    @property
+    def memory_gb(self) -> float:
+        return self.estimate.device_peak_bytes / 1e9
+
+    @property
+    def days(self) -> float:
+        return self.cost.seconds / 86400
+
+    @property
+    def figures(self) -> tuple[float, float, float]:
+        """Time and GPU hours of the run, to three digits, and the memory of a GPU in GB: all are to be small."""
+        seconds, gpu_hours = (float(f"{figure:.3g}") for figure in (self.cost.seconds, self.cost.gpu_hours))
+        return seconds, gpu_hours, round(self.memory_gb, 1)
+
+
+def front(items: Iterable[T], figures: Callable[[T], tuple[float, ...]]) -> list[T]:
+    """Return the items that no other beats: one that is as small in each figure and smaller in one.
+
+    They are in the order of their figures. Of items whose figures are equal, the first is returned.
+    """
+    found: list[T] = []
+    # In this order, no item is beaten by a later one.
+    for item in sorted(items, key=figures):
+        own = figures(item)
+        if not any(all(a <= b for a, b in zip(figures(one), own, strict=True)) for one in found):
+            found.append(item)
+    return found
+
+
+def spread(predictions: Iterable[Prediction], most: int) -> list[CandidateLayout]:
+    """Return up to `most` layouts of the front of closed forms, from the fastest to the one with the least memory."""
+    found = front(predictions, lambda one: (float(f"{one.seconds:.3g}"), one.device_bytes))
+    last = len(found) - 1
+    chosen = {round(number * last / max(1, most - 1)) for number in range(most)} if found else set()
+    return [found[number].layout for number in sorted(chosen)]
+
+
+def front_table(choices: Sequence[Choice], cluster: ClusterSpec) -> Table:
+    """Return a table of the choices: the time, GPU hours and price of their runs, and their memory."""
+    title = f"Front: no other layout is as good in time, cost and memory{cluster.remark}"
+    table = Table(title=title, title_justify="left")
+    table.add_column("nodes", justify="right")
+    table.add_column("layout", max_width=24)
+    for heading in ("GB", "run", "GPU\nhours", *(["dollars"] if cluster.dollars_per_gpu_hour else [])):
+        table.add_column(heading, justify="right")
+    for one in choices:
+        dollars = [f"{one.cost.dollars:,.0f}"] if one.cost.dollars is not None else []
+        figures = f"{one.memory_gb:.1f}", duration(one.cost.seconds), f"{one.cost.gpu_hours:,.0f}", *dollars
+        table.add_row(str(one.num_nodes), str(one.layout), *figures)
+    return table

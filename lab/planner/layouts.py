@@ -1,0 +1,276 @@
+"""Layouts that a run could use, and the memory and time that closed forms predict for each."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Literal, get_args
+
+from gpt.build.activation_store import parameters_of_rank, workload_of
+from gpt.build.moments import moment_bytes
+from gpt.kernels.documents import suits_kernel
+from gpt.settings.settings import Settings
+from gpt.shape.config import divides
+from gpt.shape.flops import hardware_flops
+from lab.measure.cluster import ClusterSpec
+from parallel.comm_log import CommLog
+from parallel.mesh import Axis
+from parallel.tensor.blocks import Recomputation
+from zero.activations.checkpointed_blocks import ActivationsConfig
+from zero.activations.choice import (
+    Hardware,
+    Workload,
+    exposed_seconds,
+    model_parallel_volume,
+    stored_bytes,
+)
+from zero.activations.stores import STORES, StoreName
+from zero.formulas import memory, traffic
+from zero.formulas.memory import ModelStates, PlacedStates
+from zero.memory.placement import Mode
+from zero.partition.config import Accumulate, ZeroConfig
+from zero.partition.stage import STAGES, Lifetime
+
+ASSUMED_PEAK_FRACTION = 0.5  # fraction of the peak rate that computation is assumed to reach
+MAX_MICRO_BATCH = 128
+PlannedStore = Literal["none", "selective", StoreName]  # of activations.store: all but auto
+
+
+@dataclass(frozen=True)
+class CandidateLayout:
+    """The settings that divide a run over its ranks and place its states, as the planner varies them."""
+
+    tensor_size: int
+    stage: int
+    store: PlannedStore
+    micro_batch_size: int
+    offload: Mode = "accelerator"
+    accumulate: Accumulate = "reduce"
+
+    @property
+    def partition(self) -> tuple[int, int, str]:
+        """The settings that divide the model states over the ranks and place them."""
+        return self.tensor_size, self.stage, self.offload
+
+    @property
+    def family(self) -> tuple:
+        """The settings other than the micro-batch size."""
+        return *self.partition, self.store, self.accumulate
+
+    @property
+    def recomputes(self) -> Recomputation:
+        """The part of the model that is computed again in backward."""
+        return ActivationsConfig(self.store).recomputes
+
+    def applied_to(self, settings: Settings) -> Settings:
+        """Return the settings with this layout."""
+        return replace(
+            settings,
+            parallel=replace(settings.parallel, tensor_size=self.tensor_size),
+            zero=replace(settings.zero, stage=self.stage, accumulate=self.accumulate),
+            activations=replace(settings.activations, store=self.store),
+            offload=replace(settings.offload, mode=self.offload),
+            train=replace(settings.train, micro_batch_size=self.micro_batch_size),
+        )
+
+    def options(self, global_batch_size: int) -> list[str]:
+        """Return the options of the training program that select this layout."""
+        return [
+            f"--parallel.tensor_size={self.tensor_size}",
+            f"--zero.stage={self.stage}",
+            f"--zero.accumulate={self.accumulate}",
+            f"--activations.store={self.store}",
+            f"--offload.mode={self.offload}",
+            f"--train.micro_batch_size={self.micro_batch_size}",
+            f"--train.global_batch_size={global_batch_size}",
+        ]
+
+    def __str__(self) -> str:
+        return f"{self.division}, micro-batch {self.micro_batch_size}"
+
+    @property
+    def division(self) -> str:
+        """All but the micro-batch, in words."""
+        parts = [f"tensor {self.tensor_size}", f"stage {self.stage}", self.store]
+        parts += ["local"] if self.accumulate == "local" else []
+        return ", ".join([*parts, *(["offload"] if self.offload == "host" else [])])
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The memory and time of one step with a layout, by closed forms.
+
+    They do not say how much of the data axis' traffic computation hides, so they bound the time from both sides.
+    """
+
+    layout: CandidateLayout
+    device_bytes: float  # of one rank
+    host_bytes: float  # of all ranks of a node
+    seconds: float  # if no traffic of the data axis is hidden
+    num_micro_batches: int
+    overlapped_seconds: float  # if as much of it is hidden as computation lasts; `seconds` if nothing overlaps
+
+
+def predict(layout: CandidateLayout, settings: Settings, cluster: ClusterSpec, world_size: int) -> Prediction | None:
+    """Return the prediction, or None if the layout does not divide the world, the global batch or the model.
+
+    Local accumulation of a single micro-batch is nothing, so for such a layout it returns None too.
+    """
+    model, train = settings.model, settings.train
+    data_size, uneven = divmod(world_size, layout.tensor_size)
+    num_batch_ranks, uneven_context = divmod(data_size, settings.parallel.context_size)
+    num_micro_batches, rest = divmod(train.global_batch_size, layout.micro_batch_size * max(1, num_batch_ranks))
+    is_divisible = divides(model, Axis("tensor", layout.tensor_size, 0, CommLog()))
+    is_same_as_reduce = layout.accumulate == "local" and num_micro_batches == 1
+    if uneven or uneven_context or rest or not num_micro_batches or not is_divisible or is_same_as_reduce:
+        return None
+    work = workload(layout, settings, data_size, num_micro_batches)
+    checkpoints_on_host = 0.0
+    if layout.store == "partition_host":
+        checkpoints_on_host = work.checkpoint_bytes / layout.tensor_size * work.b
+    states_on_host = model_states(layout, settings, data_size).host
+    most, least = micro_batch_seconds(work, layout, settings, cluster, world_size)
+    offloading = offload_seconds(states_on_host, train.dtype.itemsize, num_micro_batches, cluster)
+    return Prediction(
+        layout,
+        work.state_bytes + activation_bytes(work, layout, settings) * work.b,
+        (checkpoints_on_host + states_on_host.total) * cluster.gpus_per_node,
+        num_micro_batches * most + offloading,
+        num_micro_batches,
+        num_micro_batches * least + offloading,
+    )
+
+
+def model_states(layout: CandidateLayout, settings: Settings, data_size: int) -> PlacedStates:
+    """Return the bytes of one rank's model states on the accelerator and on the host."""
+    zero = zero_of(layout, settings, data_size)
+    policy, dtype = zero.policy, settings.train.dtype
+    num_parameters = parameters_of_rank(settings.model, layout.tensor_size)
+    gradient_bytes = zero.gradient_types(dtype).accumulate.itemsize
+    moments = moment_bytes(settings.optimizer, settings.model, layout.tensor_size)
+    states = memory.formula(policy, num_parameters, data_size, dtype.itemsize, moments, gradient_bytes)
+    offloaded = replace(settings.offload, mode=layout.offload).offloaded_states
+    return memory.placed(states, policy, data_size, offloaded)
+
+
+def zero_of(layout: CandidateLayout, settings: Settings, data_size: int) -> ZeroConfig:
+    """Return the settings of ZeRO with a layout, and the types of gradients that null stands for."""
+    return layout.applied_to(settings).with_gradient_types(data_size).zero
+
+
+def activation_bytes(work: Workload, layout: CandidateLayout, settings: Settings) -> float:
+    """Return the bytes that the activations of one sequence need on the device.
+
+    Until its backward a block keeps, for every token, 4 h elements (inputs of norms and of the first products) that the
+    tensor ranks divide only with sequence parallelism, and others that they divide (`ModelConfig.block_width`); with
+    dropout also two masks of h. Math attention keeps its weights, with dropout in three versions, unless only these are
+    computed again. With checkpoints, only the blocks of one group are kept at the same time. Backward needs another
+    4 h, the logits, and their gradient. A mask of documents, which all layers share, has s^2 elements.
+    """
+    model = settings.model
+    copies = 1 if settings.parallel.sequence_parallel else layout.tensor_size
+    kept = (6 if model.dropout else 4) * copies * work.h + work.block_width
+    if layout.recomputes != "attention" and model.attention == "math":
+        kept += (3 if model.dropout else 1) * model.num_heads * work.s
+    num_kept = work.L if layout.store not in STORES else min(work.k, work.L)
+    stored = stored_bytes(work, layout.store) if layout.store in STORES else 0.0
+    elements = kept * num_kept + 4 * work.h + 2 * work.vocab_size
+    mask = settings.data.mask_documents and not suits_kernel(
+        model.attention, model.head_size, model.dropout, settings.train.dtype
+    )
+    stored += work.itemsize * model.seq_length**2 * mask  # every rank has all of it
+    return stored + work.itemsize * work.s * elements / layout.tensor_size
+
+
+def offload_seconds(on_host: ModelStates, itemsize: int, num_micro_batches: int, cluster: ClusterSpec) -> float:
+    """Return the time that offloaded states add to one step if nothing overlaps.
+
+    Gradients are copied to the host, and back if they accumulate over micro-batches. Parameters on the host are copied
+    to the device for every forward and backward; otherwise the updated ones are copied there once. The update reads
+    and writes master weights and moments on the host, and reads gradients.
+    """
+    copied = on_host.gradients * (2 * num_micro_batches - 1) + on_host.parameters * 2 * num_micro_batches
+    copied += 0 if on_host.parameters else on_host.master * itemsize / 4
+    updated = 2 * (on_host.master + on_host.moments) + on_host.gradients
+    return copied / (cluster.host_gb_per_second * 1e9) + updated / (cluster.host_memory_rate_of_a_gpu * 1e9)
+
+
+def workload(layout: CandidateLayout, settings: Settings, data_size: int, num_micro_batches: int) -> Workload:
+    """Return the work of one rank on one micro-batch, including the memory of model states and buffers."""
+    model, itemsize, zero = settings.model, settings.train.dtype.itemsize, zero_of(layout, settings, data_size)
+    policy, reduced_bytes = zero.policy, zero.gradient_types(settings.train.dtype).reduce.itemsize
+    num_parameters = parameters_of_rank(model, layout.tensor_size)
+    states = model_states(layout, settings, data_size).accelerator.total
+    # Assumed: buffers of three buckets and, if parameters are transient, three layers unsharded at once.
+    bucket = zero.chosen_bucket_numel(num_parameters, data_size, settings.train.dtype) * reduced_bytes
+    is_transient = policy.full_params is Lifetime.TRANSIENT
+    unsharded = 3 * itemsize * num_parameters / model.num_layers if is_transient else 0
+    sent = traffic.step_bytes(
+        policy, num_parameters * itemsize, data_size, num_micro_batches, num_parameters * reduced_bytes
+    )
+    return workload_of(
+        replace(model, seq_length=model.seq_length // settings.parallel.context_size),  # the tokens of one rank
+        b=layout.micro_batch_size,
+        k=settings.activations.layers_per_checkpoint,
+        N_m=layout.tensor_size,
+        tensor_size=layout.tensor_size,
+        itemsize=itemsize,
+        state_bytes=states + 3 * bucket + unsharded,
+        data_bytes=sent / num_micro_batches,
+    )
+
+
+def micro_batch_seconds(
+    work: Workload, layout: CandidateLayout, settings: Settings, cluster: ClusterSpec, world_size: int
+) -> tuple[float, float]:
+    """Return the longest and the shortest time of one micro-batch.
+
+    Either is the sum of three times: of the computation and the traffic of the data axis, of tensor-parallel
+    all-reduces, and of the traffic of the activation store that does not overlap the computation. The shortest has only
+    the longer one of computation and data axis if these may overlap.
+    """
+    model, num_rings = settings.model, min(layout.tensor_size, cluster.gpus_per_node)
+    is_one_node = world_size <= cluster.gpus_per_node
+    data_rate = cluster.intra_node_gb_per_second if is_one_node else cluster.ring_gb_per_second(num_rings)
+    flops_per_second = cluster.peak_half_tflops * ASSUMED_PEAK_FRACTION * 1e12
+    num_ranks = layout.tensor_size * model.seq_length // work.s  # that share the sequences
+    computing = hardware_flops(model, work.b, layout.recomputes) / num_ranks / flops_per_second
+    sending = work.data_bytes / (data_rate * 1e9)
+    hardware = Hardware(
+        None, flops_per_second / 1e12, cluster.intra_node_gb_per_second, data_rate, cluster.host_gb_per_second
+    )
+    tensor_bytes = 0.0
+    if layout.tensor_size > 1:  # two all-reduces each in forward, backward, and recomputation of whole blocks
+        of_three = 3 if layout.recomputes == "blocks" else 2
+        tensor_bytes = model_parallel_volume(work.b, work.s, work.h, work.L) * work.itemsize * of_three / 3
+    store = layout.store if layout.store in STORES else "keep"  # without checkpoints, none are communicated
+    others = tensor_bytes / (cluster.intra_node_gb_per_second * 1e9)
+    others += work.b * exposed_seconds(replace(work, data_bytes=0.0), store, work.b, hardware)
+    most = computing + sending + others
+    return most, max(computing, sending) + others if settings.zero.overlap else most
+
+
+def candidate_layouts(gpus_per_node: int, global_batch_size: int, offload: Mode) -> Iterator[CandidateLayout]:
+    """Yield every layout to consider; with offload.mode=auto, each with and without offload.
+
+    The layouts of a family are in ascending order of micro-batch size.
+    """
+    modes: tuple[Mode, ...] = ("accelerator", "host") if offload == "auto" else (offload,)
+    tensor_sizes = [2**n for n in range(20) if gpus_per_node % 2**n == 0]
+    micro_batches = [b for b in range(1, MAX_MICRO_BATCH + 1) if global_batch_size % b == 0]
+    for tensor_size in tensor_sizes:
+        stores: list[PlannedStore] = ["none", "selective", *STORES]
+        if tensor_size == 1:
+            stores.remove("partition")
+        for stage, policy in STAGES.items():
+            # Stage 2 that accumulates locally is stage 1, so it is left out.
+            is_stage = replace(policy, full_grads=Lifetime.PERSISTENT) in STAGES.values()
+            sums: tuple[Accumulate, ...] = ("reduce",) if is_stage else get_args(Accumulate)
+            for store, mode, accumulate in product(stores, modes, sums):
+                for micro_batch in micro_batches:
+                    yield CandidateLayout(tensor_size, stage, store, micro_batch, mode, accumulate)
+
+
+def fits(prediction: Prediction, cluster: ClusterSpec) -> bool:
+    """Return True if the predicted memory fits a GPU and the host of a node."""
+    on_device = prediction.device_bytes <= cluster.usable_gpu_bytes
+    return on_device and prediction.host_bytes <= cluster.host_memory_gb * 1e9

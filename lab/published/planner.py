@@ -1,0 +1,205 @@
+"""Write docs/published/planner.md: published layouts, and what the planner finds for the same clusters and models.
+
+    python -m lab.published.planner [ROW ...] [--output PAGE]
+
+Both run in this program, with its buckets and overlap, and on the same batch: only stage, tensor size, micro-batch,
+activation store and offload differ. The planner is not told the published layout. Estimates are kept in runs/published:
+the first time takes minutes, later ones half a minute.
+"""
+
+import argparse
+import hashlib
+import json
+import math
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from datetime import date
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+
+import torch
+
+from gpt.monitor.units import count
+from gpt.settings.settings import Settings
+from lab.dryrun.run_cost import RunCost
+from lab.planner.closed_forms import make_plan
+from lab.planner.depth import Estimate
+from lab.planner.layouts import CandidateLayout
+from lab.planner.plan import DEFAULT_TO_VERIFY, extrapolate_layout, verify
+from lab.planner.plan_report import estimate_fits
+from lab.published import recordings
+from lab.published.predict import NUM_JOBS
+from lab.published.predictions import cluster_of
+from lab.published.rows import ROOT, Row, read_rows, settings_of, settings_tree
+from parallel.errors import ConfigError, exit_on_config_error
+
+PAGE = ROOT / "docs/published/planner.md"
+# Chosen among the rows without doubt, so that each source, type of GPU and stage is there, and a tensor group, with 4
+# to 512 GPUs and 0.1B to 175B parameters: no two have as many GPUs and the same model.
+ROWS = (
+    "llm.c-12x768-n8-s1024-b64",
+    "MosaicML_H100-24x2048-n512-s2048-b12",
+    "Megatron_v1.1_A100-36x3072-n4-s1024-b16",
+    "DeepSpeed_V100-50x4096-n32-s1024-b1",
+    "MosaicML_A100-80-40x5120-n8-s2048-b2",
+    "MosaicML_H100-48x7168-n16-s2048-b10",
+    "MosaicML_A100-40-48x7168-n128-s2048-b6",
+    "PyTorch_FSDP-96x12288-n256-s2048-b2",
+)
+TOKENS_A_PARAMETER = 20
+OF_THE_PROGRAM = "bucket_numel", "overlap", "overlap_gather"  # settings of ZeRO that imitate the measured program
+# What an estimate depends on beside the settings and the cluster, as far as recordings do not need to be made again.
+SOURCES = (
+    *recordings.SOURCES,
+    *("lab/planner/depth.py", "lab/dryrun/projection.py", "lab/measure/kernel_costs.py"),
+    *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "gpt/planner/costs").glob("*.py"))),
+)
+
+INTRODUCTION = """# Published layouts, and those of the planner
+
+[The planner](../dry_run.md#the-planner) searched a layout for the cluster, the model and the batch of
+[published runs](README.md), without knowing theirs. This table compares its choice with the published layout in the
+same program: this one, with its own buckets and overlap. So the seconds of a published layout are not those of the
+program that its source measured. The two large differences have simple reasons: Megatron-LM's row recomputes all
+blocks, which 80 GB do not need, and DeepSpeed's sends all gradients through slow network cards after a single sequence,
+of which tensor groups inside a node leave a quarter.
+
+```bash
+python -m lab.published.planner        # writes this page
+```
+"""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The published layout of a row and the best that the planner finds, each with its estimate in this program."""
+
+    row: Row
+    published: CandidateLayout
+    of_published: Estimate
+    best: CandidateLayout
+    of_best: Estimate
+
+    @property
+    def ratio(self) -> float:
+        """The time of the planner's layout, as a multiple of that of the published one."""
+        return self.of_best.seconds / self.of_published.seconds
+
+    @property
+    def fits(self) -> bool:
+        """True if the planner's layout fits beside what CUDA and NCCL take."""
+        return estimate_fits(self.of_best, cluster_of(self.row))
+
+    def cost(self, estimate: Estimate) -> RunCost:
+        """Return what a run of TOKENS_A_PARAMETER costs with one of the layouts."""
+        settings = settings_of_run(self.row)
+        batch_tokens = settings.train.global_batch_size * self.row.seq
+        steps = math.ceil(TOKENS_A_PARAMETER * self.row.parameters / batch_tokens)
+        settings = replace(settings, train=replace(settings.train, steps=steps))
+        return RunCost.of(settings, estimate.seconds, self.row.gpus, cluster_of(self.row))
+
+
+def settings_of_run(row: Row) -> Settings:
+    """Return the settings of a row's run in this program, at its full depth and batch."""
+    tree = settings_tree(row, row.layers)
+    tree["train"]["global_batch_size"] = row.full_batch_size
+    tree["zero"] = {name: value for name, value in tree["zero"].items() if name not in OF_THE_PROGRAM}
+    return settings_of(tree, row.gpus)
+
+
+def published_layout(row: Row) -> CandidateLayout:
+    """Return the layout that a row publishes: its tensor size, stage, activation store, micro-batch and offload."""
+    settings = settings_of_run(row)
+    store = settings.activations.store
+    assert store != "auto"
+    return CandidateLayout(row.tp, row.stage, store, row.micro_batch_size, settings.offload.mode)
+
+
+def estimate_of(row: Row, layout: CandidateLayout) -> Estimate:
+    """Return the planner's estimate of a layout, from the cache if it has one."""
+    settings, cluster = settings_of_run(row), cluster_of(row)
+    text = f"{layout.applied_to(settings)}{cluster}{row.gpus}" + "".join((ROOT / path).read_text() for path in SOURCES)
+    path = recordings.CACHE / f"planner-{hashlib.sha256(text.encode()).hexdigest()[:20]}.json"
+    if not path.exists():
+        found = extrapolate_layout(layout, settings, cluster, row.gpus).at(row.layers)
+        recordings.keep(path, json.dumps(asdict(found)).encode())
+    return Estimate(**json.loads(path.read_text()))
+
+
+def compare(row: Row, num_to_verify: int = DEFAULT_TO_VERIFY) -> Comparison:
+    """Return the comparison of a row. Raise ConfigError if no layout fits."""
+    settings, cluster = settings_of_run(row), cluster_of(row)
+    plan = make_plan(settings, cluster, row.gpus)
+    verified = verify(plan, partial(estimate_of, row), cluster, num_to_verify)
+    fitting = {layout: found for layout, found in verified.items() if estimate_fits(found, cluster)}
+    if not fitting:
+        raise ConfigError(f"row {row.id}: none of {len(verified)} layouts fits in a dry run; choose another row")
+    best, published = min(fitting, key=lambda layout: fitting[layout].seconds), published_layout(row)
+    return Comparison(row, published, estimate_of(row, published), best, fitting[best])
+
+
+def lines(comparisons: Sequence[Comparison]) -> Iterator[str]:
+    """Yield the table of the comparisons."""
+    yield (
+        "| row | GPUs | parameters | measured TFLOPs | published layout | s | GB | planner's layout | s | GB "
+        "| its time / published | it fits | published layout would cost | planner's |"
+    )
+    yield "| --- " * 14 + "|"
+    for one in comparisons:
+        row, cluster = one.row, cluster_of(one.row)
+        too_much = "" if estimate_fits(one.of_published, cluster) else " too much"
+        cells = (
+            row.id,
+            f"{row.gpus}, {cluster.name}",
+            count(row.parameters),
+            f"{row.published_tflops:g}",
+            *(
+                one.published,
+                f"{one.of_published.seconds:#.3g}",
+                f"{one.of_published.device_peak_bytes / 1e9:.1f}{too_much}",
+            ),
+            *(one.best, f"{one.of_best.seconds:#.3g}", f"{one.of_best.device_peak_bytes / 1e9:.1f}"),
+            f"{one.ratio:.3f}",
+            f"{'yes' if one.fits else 'no'}, of {cluster.usable_gpu_bytes / 1e9:.1f}",
+            one.cost(one.of_published),
+            f"{one.cost(one.of_best).gpu_hours:,.0f} GPU hours",
+        )
+        yield f"| {' | '.join(map(str, cells))} |"
+
+
+def page(comparisons: Sequence[Comparison]) -> str:
+    """Return the page."""
+    slowest = max(one.ratio for one in comparisons)
+    num_fitting = sum(one.fits for one in comparisons)
+    summary = (
+        f"The planner's layout takes at most {slowest:.3f} of the time of the published one, and {num_fitting} of "
+        f"{len(comparisons)} fit\nthe memory that CUDA and NCCL leave. A run costs what {TOKENS_A_PARAMETER} tokens a "
+        "parameter take.\n"
+    )
+    made = f"\nProjected on {date.today()}: {os.cpu_count()} CPU cores, torch {torch.__version__}, no GPU."
+    return "\n".join([INTRODUCTION, summary, *lines(comparisons), made]) + "\n"
+
+
+def main(arguments: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(prog="python -m lab.published.planner", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    by_id = {row.id: row for row in read_rows()}
+    parser.add_argument("rows", nargs="*", metavar="ROW", help="rows of configs/published/rows.csv; by default eight")
+    parser.add_argument("--output", type=Path, default=PAGE, help="page to write")
+    options = parser.parse_args(arguments)
+    if unknown := [name for name in options.rows if name not in by_id]:
+        raise ConfigError(f"ROW={unknown[0]} is none of the {len(by_id)} rows of configs/published/rows.csv; name one")
+    with ProcessPoolExecutor(NUM_JOBS, get_context("spawn")) as pool:
+        comparisons = list(pool.map(compare, [by_id[name] for name in options.rows or ROWS]))
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    options.output.write_text(page(comparisons))
+    print(options.output)
+
+
+if __name__ == "__main__":
+    with exit_on_config_error():
+        main(sys.argv[1:])

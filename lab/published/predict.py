@@ -1,0 +1,86 @@
+"""Prediction of any rows in the columns of configs/published/rows.csv.
+
+    python -m lab.published.predict ROWS.csv --output OUT.csv [--jobs 2]
+
+OUT.csv has, for each row, its id, the projected seconds of a step, the projected TFLOPs a GPU on the row's basis, the
+peak memory of a GPU in GB, and 1 if that fits. Recordings of dry runs are kept in runs/published.
+"""
+
+import argparse
+import csv
+import sys
+from collections.abc import Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+
+from lab.published.predictions import Prediction, by_closed_form, predict
+from lab.published.recordings import is_stored, recordings_of
+from lab.published.rows import Row, read_rows
+from parallel.errors import exit_on_config_error
+
+COLUMNS = "id", "projected_seconds", "projected_tflops", "peak_gb", "fits"
+NUM_JOBS = 2
+
+
+def record_all(rows: Sequence[Row], num_jobs: int) -> None:
+    """Record the dry runs that are not kept yet, in several processes, and print the progress."""
+    missing = [row for row in rows if not is_stored(row)]
+    if not missing:
+        return
+    with ProcessPoolExecutor(num_jobs, get_context("spawn")) as pool:
+        futures = [pool.submit(_record, row) for row in missing]
+        for number, (row, future) in enumerate(zip(missing, futures, strict=True), 1):
+            _progress(f"dry run {number} of {len(missing)}: {row.id}{_failure(future)}")
+
+
+def _record(row: Row) -> None:
+    """Record the dry runs of a row, in a process of its own."""
+    recordings_of(row)
+
+
+def _failure(future: Future[None]) -> str:
+    error = future.exception()
+    return f": {type(error).__name__}: {error}" if error else ""
+
+
+def predicted(row: Row) -> Prediction:
+    """Return the prediction of a row; by a closed form, with a warning, if this project cannot run the row."""
+    try:
+        return predict(row)
+    except Exception as error:  # whatever a strange row makes a dry run raise: the other rows are still predicted
+        _progress(f"{row.id} is predicted by a closed form, because its dry run fails: {str(error).splitlines()[:1]}")
+        return by_closed_form(row)
+
+
+def write(predictions: Sequence[Prediction], path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(COLUMNS)
+        for found in predictions:
+            figures = f"{found.seconds:.6g}", f"{found.tflops:.2f}", f"{found.peak_bytes / 1e9:.2f}", int(found.fits)
+            writer.writerow([found.row.id, *figures])
+
+
+def _progress(line: str) -> None:
+    sys.stderr.write(f"{line}\n")
+    sys.stderr.flush()
+
+
+def main(arguments: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(prog="python -m lab.published.predict", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("rows", type=Path, help="CSV file of rows")
+    parser.add_argument("--output", type=Path, required=True, help="CSV file to write")
+    parser.add_argument("--jobs", type=int, default=NUM_JOBS, help="processes that record dry runs")
+    options = parser.parse_args(arguments)
+    rows = read_rows(options.rows)
+    record_all(rows, options.jobs)
+    write([predicted(row) for row in rows], options.output)
+    _progress(f"{options.output} has {len(rows)} rows")
+
+
+if __name__ == "__main__":
+    with exit_on_config_error():
+        main(sys.argv[1:])

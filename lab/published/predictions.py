@@ -1,0 +1,100 @@
+"""The prediction of a row: its recordings, projected on its cluster as the program that was measured, at its depth."""
+
+import functools
+from dataclasses import dataclass, replace
+
+from lab.dryrun.costs.collectives import MeshShape
+from lab.dryrun.costs.program import Program, as_program, cluster_for
+from lab.dryrun.projection import project
+from lab.measure.cluster import ClusterSpec
+from lab.published.recordings import StoredRecording, recordings_of
+from lab.published.rows import ROOT, Row, is_fsdp
+from lab.published.sources import cluster_name, program_of
+
+CLUSTERS = ROOT / "configs/clusters"
+GBPS_PER_GB_PER_SECOND = 8
+
+HALF_BYTES, FULL_SHARD = 2, 3  # of an element; the stage of FSDP's FULL_SHARD
+TYPICAL_FRACTION = 0.45  # of the peak rate, that large models reach
+CHECKPOINT_BYTES = 2  # of an activation checkpoint, an element
+# {stage: ((bytes of a parameter, are they sharded), ...)}: parameters, gradients, optimizer states
+STATE_BYTES = {stage: ((2, stage > 2), (2, stage > 1), (12, stage > 0)) for stage in range(4)}
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The projected step of a row, and the memory of one of its GPUs."""
+
+    row: Row
+    seconds: float
+    peak_bytes: float
+    fits: bool
+
+    @property
+    def tflops(self) -> float:
+        return self.row.tflops(self.seconds)
+
+    @property
+    def error(self) -> float:
+        """The relative error of the throughput."""
+        return self.tflops / self.row.published_tflops - 1
+
+
+cached_recordings = functools.cache(recordings_of)
+
+
+@functools.cache
+def load_cluster(name: str) -> ClusterSpec:
+    return ClusterSpec.load(CLUSTERS / f"{name}.yaml")
+
+
+def cluster_of(row: Row) -> ClusterSpec:
+    """Return the cluster of a row, with the network that the row states."""
+    cluster = load_cluster(cluster_name(row))
+    node_rate = row.node_gbps / GBPS_PER_GB_PER_SECOND or cluster.node_gb_per_second
+    num_cards = cluster.node_gb_per_second / cluster.network_card_gb_per_second
+    return replace(cluster, node_gb_per_second=node_rate, network_card_gb_per_second=node_rate / num_cards)
+
+
+def predict(row: Row, cluster: ClusterSpec | None = None, program: Program | None = None) -> Prediction:
+    """Return the prediction of a row, by default on its cluster and as its program."""
+    program = program or program_of(row)
+    cluster = cluster_for(cluster or cluster_of(row), program)
+    found = cached_recordings(row)
+    seconds = at_depth(row, found, [step_seconds(row, one, cluster, program) for one in found])
+    peak = at_depth(row, found, [one.device_bytes for one in found]) - bytes_saved(row)
+    return Prediction(row, seconds, peak, peak <= cluster.usable_gpu_bytes)
+
+
+def bytes_saved(row: Row) -> float:
+    """Return the memory that the measured program needs less than this one.
+
+    FSDP shards parameters in fp32, which are their own master weights; here there are half-precision shards beside.
+    """
+    return HALF_BYTES * row.parameters / row.data_size if is_fsdp(row) and row.stage == FULL_SHARD else 0.0
+
+
+def by_closed_form(row: Row) -> Prediction:
+    """Return a rough prediction of a row without a dry run: FLOPs at a typical rate, states and checkpoints."""
+    cluster = cluster_of(row)
+    seconds = row.flops / (row.tp * row.data_size) / (TYPICAL_FRACTION * cluster.peak_half_tflops * 1e12)
+    sharded = STATE_BYTES[min(max(row.stage, 0), 3)]
+    states = sum(count / (row.data_size if is_sharded else 1) for count, is_sharded in sharded)
+    activations = CHECKPOINT_BYTES * row.layers * row.micro_batch_size * row.seq * row.hidden
+    peak = row.parameters / row.tp * states + activations
+    return Prediction(row, seconds, peak, peak <= cluster.usable_gpu_bytes)
+
+
+def at_depth(row: Row, recordings: tuple[StoredRecording, ...], values: list[float]) -> float:
+    """Return the value at the row's depth, on the line through those at two depths."""
+    shallow, deeper = recordings
+    steps = (row.layers - shallow.num_layers) / (deeper.num_layers - shallow.num_layers)
+    return values[0] + steps * (values[1] - values[0])
+
+
+def step_seconds(row: Row, recording: StoredRecording, cluster: ClusterSpec, program: Program) -> float:
+    """Return the time of a step with all micro-batches, of which the second one repeats."""
+    kernels, events = as_program(recording.kernels, recording.events, program)
+    timeline = project(kernels, events, cluster, MeshShape(row.data_size, row.tp))
+    missing = row.num_micro_batches - recording.num_micro_batches
+    return timeline.seconds + missing * timeline.micro_batch_seconds

@@ -1,0 +1,118 @@
+"""Mutants without a wait: each lacks one thing that orders two streams, or the host and a stream.
+
+statement    handle.wait()                         pass
+value        lambda: launch().wait()               lambda: launch()
+step         Handle(work.wait, ...)                Handle(lambda: None, ...)
+order        first.then(launch)                    launch()
+handle       copied = stream.device_handle()       copied = Handle()
+context      with stream.context():                with nullcontext():
+argument     launch(..., stream=side)              launch(...)
+
+The mutants are made on the text, so that each line keeps its number.
+"""
+
+import ast
+import re
+from collections.abc import Iterator
+
+from lab.races.mutants.mutant import Mutant, SourceFile
+
+FOLDERS = ("zero", "parallel", "gpt/checkpoint")
+# Here the host waits for other processes, or for a measurement to end, and not for a stream; or waits are simulated.
+WITHOUT = (
+    "parallel/host_barrier.py",
+    "parallel/instruments/",
+    "parallel/launch/",
+    "parallel/stopping.py",
+    "parallel/watchdog.py",
+    "zero/state/checkpoint.py",
+    "zero/state/writer.py",
+)
+WAIT = re.compile(r"_*(wait|synchronize|landed|arrive)(_[a-z_]+)?")
+HANDLE = re.compile(r"(device|host)_handle")
+CONTEXT = re.compile(r"_*(context|beside|queued)|stream")
+ARGUMENT = re.compile(r"stream|beside|queued")
+NO_HANDLE = '__import__("parallel.mesh").mesh.Handle()'
+NO_CONTEXT = '__import__("contextlib").nullcontext()'
+
+EQUALS = "tests/distributed/zero/test_zero_equals_one_process.py"
+DETECTORS = {
+    "deferred": ["tests/distributed/deferred/test_reports.py", "tests/distributed/deferred"],
+    "checker": [
+        "tests/unit/lab/races/test_stream_checker.py",
+        "tests/unit/zero/memory/test_placement.py",
+        "tests/distributed/lab/test_streams.py",
+    ],
+    "order": ["tests/distributed/lab/test_launch_order.py", "tests/distributed/zero/test_overlapped_gathers.py"],
+    # What runs only on gloo, at once: its own gather and scatter, and a reduction between groups behind another. And
+    # layers without the engine: a loss of several chunks, and sums of gradients by hooks.
+    "gloo": [
+        "tests/distributed/parallel/test_axis.py",
+        "tests/distributed/parallel/test_linear_cross_entropy.py",
+        "tests/distributed/parallel/test_tensor_layers.py",
+        "tests/distributed/gpt/test_saver.py::test_settings_are_compared_over_both_axes",
+        f"{EQUALS}::test_sharding_inside_groups_and_replicating_across_equals_one_process",
+    ],
+}
+
+
+def detectors(mutant: Mutant) -> dict[str, list[str]]:
+    """Return the tests that may notice a mutant, in groups, the cheapest first."""
+    return DETECTORS
+
+
+def mutants(file: SourceFile) -> Iterator[Mutant]:
+    """Yield all mutants of one file."""
+    for node in ast.walk(file.tree):
+        if isinstance(node, ast.Call):
+            yield from _of_call(file, node)
+        elif isinstance(node, ast.With):
+            for item in node.items:
+                if _is_call(item.context_expr, CONTEXT):
+                    yield file.mutant(item.context_expr, NO_CONTEXT)
+
+
+def _of_call(file: SourceFile, call: ast.Call) -> Iterator[Mutant]:
+    parent = file.parent(call)
+    if _is_call(call, WAIT):
+        yield from _of_wait(file, call)
+    elif _is_call(call, HANDLE) and not (isinstance(parent, ast.Attribute) and WAIT.fullmatch(parent.attr)):
+        yield file.mutant(call, NO_HANDLE)
+    elif isinstance(call.func, ast.Attribute) and call.func.attr == "then" and len(call.args) == 1:
+        yield file.mutant(call, f"({file.text(call.args[0])})()")
+    if isinstance(call.func, ast.Name) and call.func.id == "Handle":
+        yield from (file.mutant(step, without) for step in call.args if (without := _without(file, step)))
+    for keyword in call.keywords:
+        if keyword.arg and ARGUMENT.fullmatch(keyword.arg):
+            yield file.mutant(keyword, "")
+
+
+def _of_wait(file: SourceFile, call: ast.Call) -> Iterator[Mutant]:
+    """Yield the mutant without a call that waits, if nothing uses its result."""
+    parent = file.parent(call)
+    if isinstance(call.func, ast.Attribute) and isinstance(parent, (ast.Expr, ast.Lambda)):
+        if isinstance(call.func.value, ast.Call):  # what is waited for is still launched
+            yield file.mutant(call, file.text(call.func.value))
+        elif call.func.attr != "wait" or not call.args:
+            yield file.mutant(call, "None")
+
+
+def _without(file: SourceFile, step: ast.expr) -> str:
+    """Return what stands for an argument of `Handle` that waits, or keeps memory allocated; "" if it does neither."""
+    if isinstance(step, ast.Starred):
+        return "*()"
+    if isinstance(step, ast.Lambda):
+        return "" if isinstance(step.body, ast.Call) else "lambda: None"  # of a call, `_of_wait` makes a mutant
+    if not isinstance(step, ast.Attribute) or not WAIT.fullmatch(step.attr):
+        return ""
+    launched = isinstance(step.value, ast.Call)
+    return f"({file.text(step.value)}, lambda: None)[1]" if launched else "lambda: None"
+
+
+def _is_call(node: ast.AST, name: re.Pattern[str]) -> bool:
+    """Return whether a node calls a function or a method of this name."""
+    if not isinstance(node, ast.Call):
+        return False
+    function = node.func
+    called = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+    return bool(name.fullmatch(called))

@@ -1,0 +1,188 @@
+"""Simulated streams, and the order in which they run what is launched on them.
+
+A clock is {stream: number of that stream's last operation that has surely run before}: a vector clock. The host counts
+as a stream. What a stream launches runs after all that the host has waited for by then, and has done itself.
+"""
+
+import inspect
+import sysconfig
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from types import CodeType, FrameType
+
+import torch
+
+from lab.races.launch_order import COMMUNICATOR, COMPUTATION, HOST, SIDE_STREAM, Launch
+
+Clock = Counter["SimulatedStream"]
+Place = tuple[CodeType, int]  # a line of code
+Message = tuple[()] | tuple[tuple[int, ...], int, torch.dtype | None]  # (ranks, bytes, dtype)
+
+ROOT = Path(__file__).parents[2]
+# Calls that pass through these files are issued by their callers.
+DOORS = (
+    "parallel/instruments",
+    "parallel/mesh.py",
+    "parallel/streams.py",
+    "parallel/torch_internals.py",
+    "zero/memory/streams.py",
+)
+FOREIGN = (
+    str(Path(torch.__file__).parent),
+    sysconfig.get_path("stdlib"),
+    *(str(ROOT / door) for door in DOORS),
+    "<",  # code that was made from a string
+)
+NUM_PLACES = 2  # the line that issued an operation, and the one that called its function
+
+
+class SimulatedStream:
+    """A stream of a GPU, or the host; `parallel.streams.Stream` has its methods."""
+
+    def __init__(self, streams: "SimulatedStreams", name: str):
+        self._streams, self.name = streams, name
+        self.clock: Clock = Counter()
+        self._waits_for: list[tuple[str, int]] = []  # what the next launch waits for, if launches are recorded
+
+    @property
+    def number(self) -> int:
+        """The number of the last launch."""
+        return self.clock[self]
+
+    def launch(self, name: str, message: Message = ()) -> "Access":
+        """Return the next operation of this stream; `message` is recorded with it."""
+        self.begin_launch()
+        self.clock[self] += 1
+        number = self.number
+        if (launches := self._streams.launches) is not None:
+            launches.append(Launch(self.name, number, name, tuple(dict.fromkeys(self._waits_for)), *message))
+            self._waits_for.clear()
+        return Access(self, number, name)
+
+    def begin_launch(self) -> None:
+        """Order what is launched next after all that the host has waited for, and has done itself."""
+        host = self._streams.host  # what it waits for ends with a launch of its own
+        if self.clock[host] != host.number:
+            self.clock |= host.clock  # the later of the two, of each stream
+            self._note([(HOST, host.number)])
+
+    def record_event(self) -> "SimulatedEvent":
+        self.begin_launch()
+        return SimulatedEvent(self._streams, self.clock.copy(), [(self.name, self.number), *self._waits_for])
+
+    def wait_event(self, event: "SimulatedEvent") -> None:
+        self.clock |= event.clock
+        self._note(event.launches)
+
+    def wait_stream(self, stream: "SimulatedStream") -> None:
+        self.wait_event(stream.record_event())
+
+    def synchronize(self) -> None:
+        self.record_event().synchronize()
+
+    @contextmanager
+    def as_current(self) -> Iterator[None]:
+        """Launch on this stream in this block."""
+        outer, self._streams.current = self._streams.current, self
+        try:
+            yield
+        finally:
+            self._streams.current = outer
+
+    def __str__(self) -> str:
+        return self.name
+
+    def _note(self, launches: list[tuple[str, int]]) -> None:
+        if self._streams.launches is not None:
+            self._waits_for += [(name, number) for name, number in launches if number and name != self.name]
+
+
+class SimulatedEvent:
+    """A point in the order of a simulated stream."""
+
+    def __init__(self, streams: "SimulatedStreams", clock: Clock, launches: list[tuple[str, int]]):
+        self._streams, self.clock, self.launches = streams, clock, launches
+
+    def synchronize(self) -> None:
+        self._streams.host.wait_event(self)
+        self._streams.host.launch("synchronize")
+
+    def query(self) -> bool:
+        """Return True, and let the host know it: on a CPU the event has passed."""
+        self.synchronize()
+        return True
+
+
+class SimulatedStreams:
+    """All streams of a run. `current` is that on which operations are launched, at first the computation's."""
+
+    def __init__(self) -> None:
+        self.launches: list[Launch] | None = None  # all launches, if they are recorded
+        self._num_side_streams = 0
+        self.host = SimulatedStream(self, HOST)
+        self.current = SimulatedStream(self, COMPUTATION)
+
+    def new_side_stream(self) -> SimulatedStream:
+        self._num_side_streams += 1
+        return SimulatedStream(self, f"{SIDE_STREAM} {self._num_side_streams}")
+
+    def new_communicator(self, axis: str) -> SimulatedStream:
+        return SimulatedStream(self, f"{COMMUNICATOR} {axis}")
+
+
+class Access:
+    """An operation of a stream, or of the host, that accesses memory: its `number`-th."""
+
+    __slots__ = ("is_reported", "name", "number", "places", "stream")
+
+    def __init__(self, stream: SimulatedStream, number: int, name: str):
+        self.stream, self.number, self.name = stream, number, name
+        self.places, self.is_reported = calling_places(), False
+
+    def is_before(self, clock: Clock) -> bool:
+        """Return whether the operation has run before anything that a stream with this clock launches."""
+        return clock[self.stream] >= self.number
+
+    def __str__(self) -> str:
+        return f"{self.name} by {self.stream} ({describe(self.places)})"
+
+
+def remedy(earlier: Access, later: SimulatedStream) -> str:
+    """Return which wait is missing between two operations."""
+    first = str(earlier.stream)
+    if str(later) == HOST:
+        return f"the host must wait for {first} (`synchronize`, a `host_handle`)"
+    if first.startswith(COMMUNICATOR):
+        return f"{later} must `wait` for the handle of that {earlier.name}"
+    if first.startswith(SIDE_STREAM):
+        return f"{later} must wait for {first} (a `device_handle`)"
+    return f"{later} must wait for {first} (as in a `SideStream.context`)"
+
+
+def calling_places() -> tuple[Place, ...]:
+    """Return the lines outside of torch, the instruments and the doors that are running, the innermost one first."""
+    places: list[Place] = []
+    frame: FrameType | None = inspect.currentframe()
+    while frame is not None and len(places) < NUM_PLACES:
+        if not _is_foreign(frame.f_code):
+            places.append((frame.f_code, frame.f_lineno))
+        frame = frame.f_back
+    return tuple(places)
+
+
+@cache
+def _is_foreign(code: CodeType) -> bool:
+    return code.co_filename.startswith(FOREIGN) or "site-packages" in code.co_filename
+
+
+def describe(places: tuple[Place, ...]) -> str:
+    """Return lines as text: the innermost one, and the one that called its function."""
+    return ", from ".join(f"{_short(code.co_filename)}:{line} in {code.co_name}" for code, line in places) or "torch"
+
+
+def _short(name: str) -> str:
+    path = Path(name)
+    return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else name

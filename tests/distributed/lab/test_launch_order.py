@@ -1,0 +1,125 @@
+"""The order in which the ranks of 2 x 2 x 2 (replica, shard, tensor) launch collectives, and which are exposed."""
+
+from collections import Counter, defaultdict
+from dataclasses import replace
+
+import pytest
+
+from gpt.settings.settings import Settings
+from lab.dryrun.dry_run import dry_run, record_launches
+from lab.observe.fake_tensors import QuickFakeTensorMode
+from lab.races.launch_order import COMPUTATION, SIDE_STREAM, Job, Launch, exposed, waiting_time
+from parallel.world import imitated_world
+from tests.distributed.lab.test_streams import FACTORS, settings_of
+from zero.partition.stage import Lifetime
+
+NUM_RANKS, NORM_BYTES = 8, 4
+# {name: (values of FACTORS, {(axis, operation): (exposed, all) collectives of a step})}, without the tensor axis. The
+# exposed ones are those for which the computation waits without having run anything since their launch. Copies between
+# the accelerator and the host run beside the computation: in one step 14 of shards of parameters to the accelerator, 5
+# of gradients to the host, and 4 of checkpoints in each direction.
+SETTINGS = {
+    "stage 1": (
+        (1, (4, None, 2), 1, "reduce", "none", "none", "bf16", "adamw", ""),
+        {("data", "reduce_scatter"): (0, 4), ("data", "all_gather"): (0, 4)},
+    ),
+    "stage 1, shard groups, accumulated locally": (
+        (1, (4, 2, 2), 2, "local", "none", "none", "bf16", "adamw", ""),
+        {("shard", "reduce_scatter"): (0, 4), ("replica", "all_reduce"): (0, 4), ("shard", "all_gather"): (0, 4)},
+    ),
+    "stage 2": (
+        (2, (4, None, 2), 1, "reduce", "none", "none", "bf16", "adamw", ""),
+        {("data", "reduce_scatter"): (0, 4), ("data", "all_gather"): (0, 4)},
+    ),
+    "stage 2, shard groups, reduced each time": (
+        (2, (4, 2, 2), 2, "reduce", "partition", "none", "bf16", "adamw", ""),
+        {("shard", "reduce_scatter"): (0, 8), ("replica", "all_reduce"): (0, 8), ("shard", "all_gather"): (0, 4)},
+    ),
+    "stage 3": (
+        (3, (4, None, 2), 1, "reduce", "none", "none", "bf16", "adamw", ""),
+        {("data", "reduce_scatter"): (0, 5), ("data", "all_gather"): (1, 7)},
+    ),
+    "stage 3, shard groups, reduced each time": (
+        (3, (4, 2, 2), 2, "reduce", "none", "none", "bf16", "adamw", ""),
+        {("shard", "reduce_scatter"): (0, 10), ("replica", "all_reduce"): (0, 10), ("shard", "all_gather"): (2, 14)},
+    ),
+    "stage 3, shard groups, accumulated locally, on the host": (
+        (3, (4, 2, 2), 2, "local", "partition_host", "host", "bf16", "adamw", ""),
+        {("shard", "reduce_scatter"): (0, 5), ("replica", "all_reduce"): (0, 5), ("shard", "all_gather"): (2, 14)},
+    ),
+}
+NUM_COPIES = {"stage 3, shard groups, accumulated locally, on the host": 14 + 5 + 4 + 4}
+BY_DEFAULT = {"stage 2, shard groups, reduced each time", "stage 3, shard groups, accumulated locally, on the host"}
+
+
+def launches_of(settings: Settings, rank: int, tensor_mode: QuickFakeTensorMode) -> tuple[list[Launch], int]:
+    with imitated_world(rank, NUM_RANKS, NUM_RANKS, "nccl") as world:
+        return record_launches(settings, world, tensor_mode)
+
+
+def collectives_by_communicator(launches: list[Launch]) -> dict[tuple, list[tuple]]:
+    found = defaultdict(list)
+    for launch in launches:
+        if launch.is_collective:
+            found[launch.stream, launch.ranks].append(launch.message)
+    return found
+
+
+def check(name: str) -> None:
+    values, expected = SETTINGS[name]
+    settings = settings_of(dict(zip(FACTORS, values, strict=True)))
+    settings = replace(settings, model=replace(settings.model, num_layers=2))
+    tensor_mode = QuickFakeTensorMode()  # all ranks share its cache
+    launches, firsts = zip(*(launches_of(settings, rank, tensor_mode) for rank in range(NUM_RANKS)), strict=True)
+
+    by_rank = [collectives_by_communicator(of_rank) for of_rank in launches]
+    for found in by_rank:
+        for communicator, messages in found.items():
+            assert all(by_rank[member][communicator] == messages for member in communicator[1])
+    assert Job(launches).run() == []
+
+    own, first = launches[0], firsts[0]
+    of_step = [launch for launch in own[first:] if launch.is_collective and is_of_states(launch)]
+    num_exposed = Counter((axis_of(launch), launch.name) for launch in exposed(own, first) if is_of_states(launch))
+    counts = Counter((axis_of(launch), launch.name) for launch in of_step)
+    assert {key: (num_exposed[key], number) for key, number in counts.items()} == expected
+    assert exposed_in_projection(settings) == +num_exposed
+    assert sum(launch.stream.startswith(SIDE_STREAM) for launch in own[first:]) == NUM_COPIES.get(name, 0)
+    if settings.zero.policy.full_params is Lifetime.PERSISTENT:
+        last_reduction = max(n for n, launch in enumerate(of_step) if launch.name == "reduce_scatter")
+        gathers = [launch for launch in of_step if launch.name == "all_gather"]
+        at_most = sum(launch.num_bytes for launch in (*of_step[last_reduction : -len(gathers)], gathers[0]))
+        assert waiting_time(own, relative_duration, first) <= at_most + NORM_BYTES
+
+
+def exposed_in_projection(settings: Settings) -> Counter[tuple[str, str]]:
+    """Count the collectives of states that the projection of a dry run finds without a kernel to overlap with."""
+    events = dry_run(replace(settings, dry_run=replace(settings.dry_run, world_size=NUM_RANKS))).events
+    states = [event for event in events if event.axis != "tensor" and event.message_bytes > NORM_BYTES]
+    return Counter((event.axis, event.op) for event in states if event.awaited == event.launched)
+
+
+def axis_of(launch: Launch) -> str:
+    return launch.stream.removeprefix("the communicator ")
+
+
+def is_of_states(launch: Launch) -> bool:
+    """Return whether a collective moves gradients or parameters."""
+    return axis_of(launch) != "tensor" and launch.num_bytes > NORM_BYTES
+
+
+def relative_duration(launch: Launch) -> float:
+    """Return the time in which a message of one byte is sent, times the size of this one.
+
+    Meanwhile, the computation reads or writes four bytes: here it takes longer than all messages of states.
+    """
+    if launch.is_collective:
+        return launch.num_bytes if axis_of(launch) != "tensor" else 0
+    return launch.num_bytes / 4 if launch.stream == COMPUTATION else 0
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in BY_DEFAULT else pytest.mark.full) for name in SETTINGS]
+)
+def test_ranks_launch_the_same_collectives_cannot_hang_and_expose_few(name):
+    check(name)

@@ -1,0 +1,132 @@
+"""Model states in host memory: the same training, less accelerator memory, and no operation that uses both memories."""
+
+import pytest
+import torch
+
+from lab.observe.memory_tracker import MemoryTracker, TensorKind
+from parallel.mesh import Mesh
+from tests.distributed.zero.test_zero_equals_one_process import TOLERANCE, train_in_one_process, train_with_zero
+from tests.kept_apart import KeptApart
+from tests.models import batch, build, loss_of
+from tests.pairwise import pairwise, product_of
+from tests.ranks import run_ranks
+from zero.engine import ZeroDataParallel
+from zero.formulas import memory
+from zero.formulas.memory import ModelStates
+from zero.memory.placement import OffloadConfig, Placement
+from zero.optimizer import ZeroOptimizer
+from zero.partition.config import ZeroConfig
+from zero.state import resident
+
+OPTIMIZER, PARAMETERS, BOTH = ("optimizer",), ("parameters",), ("optimizer", "parameters")
+
+FACTORS = {
+    "name": ["gpt", "toy", "t5", "albert"],
+    "stage": [0, 1, 2, 3],
+    "states": [OPTIMIZER, PARAMETERS, BOTH],
+    "data_size": [1, 2, 4],
+    "num_micro_batches": [1, 3],
+    "overlap": [True, False],
+    "accumulate": ["reduce", "local"],
+}
+
+
+def check_equals_no_offload(
+    name: str, stage: int, states: tuple, data_size: int, num_micro_batches: int, **settings: object
+) -> None:
+    config = ZeroConfig(stage, bucket_numel=500, prefetch_numel=4000, **settings)
+    offload = OffloadConfig("host", states)
+    arguments = name, config, num_micro_batches, False, torch.float64, None, offload
+    expected = train_in_one_process(name, data_size, num_micro_batches, torch.float64)
+    for rank, result in enumerate(run_ranks(data_size, train_with_zero, *arguments)):
+        assert result.distance(expected) < TOLERANCE[torch.float64], f"rank {rank}"
+
+
+def has_something_to_offload(combination: dict) -> bool:
+    return combination["states"] != PARAMETERS or combination["stage"] == 3
+
+
+@pytest.mark.parametrize(
+    "combination",
+    list(filter(has_something_to_offload, pairwise(**FACTORS))),
+    ids=lambda c: "-".join(map(str, c.values())),
+)
+def test_every_placement_equals_one_process(combination):
+    check_equals_no_offload(**combination)
+
+
+ALL_COMBINATIONS = [
+    {"name": "gpt", "overlap": True, "accumulate": "reduce"} | main
+    for main in product_of(FACTORS, "stage", "states", "data_size", "num_micro_batches")
+]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "combination",
+    list(filter(has_something_to_offload, ALL_COMBINATIONS)),
+    ids=lambda c: "-".join(map(str, c.values())),
+)
+def test_all_placements_equal_one_process(combination):
+    check_equals_no_offload(**combination)
+
+
+def train_with_memories_apart(config: ZeroConfig, offload: OffloadConfig, num_micro_batches: int) -> tuple:
+    """Train a bf16 model for two steps, and check that no operation but a copy uses both memories.
+
+    Return the model states on the accelerator and on the host, the bytes that the tracker counts in each, the number of
+    elements of all flat buffers, and the number of copies between the memories.
+    """
+    mesh = Mesh.create(tensor_size=1)
+    with MemoryTracker(torch.device("cpu")) as tracker:
+        gpt = build("gpt", dtype=torch.bfloat16)
+        model = ZeroDataParallel(gpt, mesh.data, config, offload=offload)
+        optimizer = ZeroOptimizer(model, torch.optim.AdamW, clip_norm=1.0, fused=True)
+        with KeptApart(tracker) as apart:
+            for step in range(2):
+                with model.accumulate():
+                    for micro_batch in range(num_micro_batches - 1):
+                        loss_of(model, batch(step, micro_batch, mesh.data.rank)).backward()
+                loss_of(model, batch(step, num_micro_batches - 1, mesh.data.rank)).backward()
+                optimizer.step()
+        found = [resident.resident_states(model, optimizer, placement) for placement in Placement]
+        counted = [dict(pool.resident) for pool in (tracker.device, tracker.host)]
+    return *found, counted, sum(flat.layout.numel for flat in model.flats), apart.num_copies
+
+
+# Bytes on the accelerator at two ranks: full parameters and gradients that persist, and states not offloaded. Gradients
+# are summed in fp32.
+LEFT_PER_PARAMETER = {
+    (0, OPTIMIZER): 6,
+    (1, OPTIMIZER): 6,
+    (2, BOTH): 2,
+    (3, OPTIMIZER): 1,
+    (3, PARAMETERS): 8,
+    (3, BOTH): 0,
+}
+
+
+@pytest.mark.parametrize("num_micro_batches", [1, 2])
+@pytest.mark.parametrize(
+    ("stage", "states"), [(0, OPTIMIZER), (1, OPTIMIZER), (2, BOTH), (3, OPTIMIZER), (3, PARAMETERS), (3, BOTH)]
+)
+def test_offloaded_states_are_on_the_host_and_the_others_on_the_accelerator(stage, states, num_micro_batches):
+    """With both states offloaded, 2 bytes a parameter stay on the accelerator in stage 2, and none in stage 3."""
+    data_size = 2
+    config = ZeroConfig(stage, bucket_numel=5000, defragment=True)
+    for device, host, counted, numel, num_copies in run_ranks(
+        data_size, train_with_memories_apart, config, OffloadConfig("host", states), num_micro_batches
+    ):
+        states_of_rank = memory.formula(config.policy, numel, data_size, gradient_bytes=4)
+        promised = memory.placed(states_of_rank, config.policy, data_size, set(states))
+        assert (device, host) == (promised.accelerator, promised.host)
+        assert device.total / numel == pytest.approx(LEFT_PER_PARAMETER[stage, states])
+        for pool, states_of_pool in zip(counted, (device, host), strict=True):
+            assert_tracker_agrees(pool, states_of_pool)
+        assert num_copies
+
+
+def assert_tracker_agrees(pool: dict, states: ModelStates) -> None:
+    assert pool.get(TensorKind.MASTER, 0) == states.master
+    assert pool.get(TensorKind.GRADIENTS, 0) == states.gradients
+    assert pool.get(TensorKind.MOMENTS, 0) >= states.moments  # and step counters

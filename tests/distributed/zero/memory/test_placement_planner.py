@@ -1,0 +1,163 @@
+"""Placement within a budget (Gemini): as much on the accelerator as it allows, never more, and the same training."""
+
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from gpt.model.transformer import GPT, initialize
+from gpt.shape.config import ModelConfig
+from lab.observe.memory_tracker import MemoryTracker, TensorKind
+from parallel.errors import ConfigError
+from parallel.mesh import Axis, Mesh
+from parallel.tensor.token_layout import ReplicatedTokens
+from tests.kept_apart import KeptApart
+from tests.models import SEQ, VOCAB, batch, build, loss_of
+from tests.ranks import run_ranks
+from zero.engine import ZeroDataParallel
+from zero.memory.placement import OffloadConfig, Placement
+from zero.optimizer import ZeroOptimizer
+from zero.partition.config import ZeroConfig
+from zero.sharded_init import ShardedInit
+from zero.state.owned_state import owned_state
+
+NUM_STEPS = 5
+MODEL = ModelConfig(num_layers=6, hidden_size=64, num_heads=4, seq_length=SEQ, vocab_size=VOCAB, dropout=0.0)
+NUM_PARAMETERS = 313_000  # about
+GB_OF_STATES = 16 * NUM_PARAMETERS / 1e9
+LEAST_SHARE = {2: 0.65, 3: 0.45}  # of the peak without offload, for each stage; two units must fit
+MEBI_OF_A_CHUNK = 10_000 / 2**20
+
+
+def auto(budget_gb: float) -> OffloadConfig:
+    return OffloadConfig(
+        "auto",
+        accelerator_memory_gb=budget_gb,
+        hidden_dim=64,
+        min_chunk_size_m=MEBI_OF_A_CHUNK,
+        search_range_m=MEBI_OF_A_CHUNK,
+    )
+
+
+def train(config: ZeroConfig, offload: OffloadConfig, num_micro_batches: int, dtype: torch.dtype) -> dict:
+    mesh = Mesh.create(tensor_size=1)
+    with MemoryTracker(torch.device("cpu")) as tracker:
+        with ShardedInit(mesh.data, config.policy, 30_000, offload) as init:
+            gpt = GPT(MODEL, ReplicatedTokens(Axis.trivial("tensor"))).to(dtype)
+            initialize(gpt, seed=0)
+        model = ZeroDataParallel(gpt, mesh.data, config, init=init, offload=offload)
+        optimizer = ZeroOptimizer(model, torch.optim.AdamW, lr=1e-2, clip_norm=0.5, fused=True)
+        del gpt
+        if config.stage < 3:
+            tracker.restart()  # parameters that persist are allocated twice while the model is wrapped
+        losses = []
+        with KeptApart(tracker):
+            for step in range(NUM_STEPS):
+                with model.accumulate():
+                    for micro_batch in range(num_micro_batches - 1):
+                        loss_of(model, batch(step, micro_batch, mesh.data.rank)).backward()
+                loss = loss_of(model, batch(step, num_micro_batches - 1, mesh.data.rank))
+                loss.backward()
+                optimizer.step()
+                losses.append(loss.item())
+        peak_bytes = tracker.device.peak_total
+        shards = sum(b.params.cached.nbytes for b in model.buckets if b.params.cached is not None)
+    with model.gathered() as module:
+        params = {name: param.detach().clone() for name, param in module.named_parameters()}
+    return {
+        "losses": losses,
+        "params": params,
+        "peak_bytes": peak_bytes,
+        "cached_bytes": shards,
+        "placed": sum(bucket.optimizer_placement is Placement.ACCELERATOR for bucket in optimizer.buckets),
+        "buckets": len(optimizer.buckets),
+        "prefetch": model.planner.prefetch_numel,
+        "master_bytes": tracker.device.resident[TensorKind.MASTER],
+    }
+
+
+@pytest.mark.parametrize(("stage", "num_ranks", "num_micro_batches"), [(2, 1, 3), (3, 2, 1)])
+def test_a_budget_is_kept_and_filled_and_changes_nothing(stage, num_ranks, num_micro_batches):
+    """Three budgets: the least that a step needs, one between, and more than everything needs."""
+    config = ZeroConfig(stage, bucket_numel=10_000)
+    plain = run_ranks(num_ranks, train, config, OffloadConfig(), num_micro_batches, torch.float64)
+    found = {}
+    for share in (LEAST_SHARE[stage], 0.85, 3.0):
+        budget_gb = share * plain[0]["peak_bytes"] / 1e9
+        found[share] = run_ranks(num_ranks, train, config, auto(budget_gb), num_micro_batches, torch.float64)
+        for result, expected in zip(found[share], plain, strict=True):
+            assert result["peak_bytes"] <= budget_gb * 1e9
+            assert result["losses"] == pytest.approx(expected["losses"], abs=1e-10, rel=0)
+            for name, param in expected["params"].items():
+                torch.testing.assert_close(result["params"][name], param, atol=1e-10, rtol=0)
+    little, more, everything = (found[share][0] for share in found)
+    assert little["placed"] + little["cached_bytes"] < more["placed"] + more["cached_bytes"]
+    assert little["placed"] < little["buckets"] == everything["placed"] == everything["buckets"]
+    if stage == 3:
+        all_that_could_be_fetched = pytest.approx(NUM_PARAMETERS, rel=0.02)
+        assert everything["prefetch"] == all_that_could_be_fetched
+
+
+def test_two_fifths_of_the_model_states_are_enough():
+    """A budget of 40% of the bytes of bf16 model states holds all that a step needs, and is never exceeded."""
+    budget_gb = 0.4 * GB_OF_STATES
+    (result,) = run_ranks(1, train, ZeroConfig(3), auto(budget_gb), 2, torch.bfloat16)
+    assert 0.8 * budget_gb < result["peak_bytes"] / 1e9 <= budget_gb
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_bucket_that_is_placed_anew_keeps_masters_and_moments_to_the_bit(stage):
+    """Master weights have digits that the bf16 parameters beside them do not have."""
+    model = build("gpt").bfloat16()
+    engine = ZeroDataParallel(model, Axis.trivial("data"), ZeroConfig(stage, 1000), offload=OffloadConfig("host"))
+    optimizer = ZeroOptimizer(engine, torch.optim.AdamW, lr=1e-2, fused=True)
+
+    def step(number: int) -> None:
+        loss_of(engine, batch(number, 0, 0)).backward()
+        optimizer.step()
+
+    step(0)
+    before = {name: tensor.clone() for name, tensor in owned_state(engine, optimizer).items()}
+    for placement in (Placement.ACCELERATOR, Placement.HOST):
+        for bucket in optimizer.buckets:
+            optimizer.place(bucket, placement)
+            assert bucket.optimizer_placement is placement
+        after = owned_state(engine, optimizer)
+        assert before.keys() == after.keys()
+        assert all(after[name].equal(tensor) for name, tensor in before.items())
+    step(1)
+    assert not all(owned_state(engine, optimizer)[name].equal(tensor) for name, tensor in before.items())
+
+
+def message_of(budget_gb: float, mode: str) -> str:
+    """Return the message of the error that the budget causes."""
+    offload = auto(budget_gb) if mode == "auto" else OffloadConfig(mode, accelerator_memory_gb=budget_gb)
+    with pytest.raises(ConfigError) as raised:
+        train(ZeroConfig(3, bucket_numel=10_000), offload, 1, torch.bfloat16)
+    return str(raised.value)
+
+
+def test_a_budget_below_one_unit_is_refused_while_the_model_is_built():
+    for message in run_ranks(2, message_of, 0.0001, "auto"):
+        found = re.fullmatch(
+            r"OffloadConfig.accelerator_memory_gb=0.0001 is too small: the parameters of two units and staged "
+            r"gradients alone take (\S+), (\S+) more; .*",
+            message,
+        )
+        assert found, message
+        assert float(found[1]) == pytest.approx(0.0001 + float(found[2]), rel=1e-4)
+
+
+@pytest.mark.parametrize("mode", ["accelerator", "host", "auto"])
+def test_a_budget_that_cannot_be_kept_is_refused_before_the_first_update(mode):
+    budget_gb = 0.0005
+    for message in run_ranks(2, message_of, budget_gb, mode):
+        found = re.fullmatch(
+            r"OffloadConfig.accelerator_memory_gb=0.0005 cannot be kept: this rank needs (\S+) GB in (backward|update) "
+            r"visit \d+, and the rank that needs most (\S+) GB too much; .*",
+            message,
+        )
+        assert found, message
+        assert float(found[1]) == pytest.approx(budget_gb + float(found[3]), rel=1e-3)
+    assert not dist.is_initialized()

@@ -1,0 +1,122 @@
+"""The host memory of a node that its ranks need, by hand, and the run that is refused because it needs more."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from gpt.build.train_state import build_mesh, token_layout
+from gpt.build.train_state import host_memory
+from gpt.build.activation_store import parameters_of_rank
+from gpt.build.host_memory import HostBytes, bytes_on_host, check_host_memory
+from gpt.settings.parser import parse_settings
+from gpt.settings.settings import Settings
+from parallel.errors import ConfigError
+from parallel.mesh import Axis, Mesh
+from parallel.world import World, imitated_world
+
+BASE = """{data: {path: nowhere}, train: {precision: bf16, micro_batch_size: 2, global_batch_size: 24},
+  model: {num_layers: 3, hidden_size: 64, num_heads: 4, seq_length: 16, vocab_size: 320},
+  zero: {bucket_numel: 60000}}"""
+
+
+def settings_of(*options: str) -> Settings:
+    return parse_settings([f"--config={BASE}", *options])
+
+
+def found(options: list[str], num_ranks: int, allocated=lambda num_bytes: num_bytes) -> tuple[HostBytes, int]:
+    """Return the bytes of the first rank, and its number of parameters."""
+    settings = settings_of(*options)
+    with imitated_world(0, num_ranks, num_ranks, "gloo") as world:
+        mesh = build_mesh(settings, world)
+        replicas = token_layout(settings.parallel, mesh).replicas
+        settings = settings.with_gradient_types(mesh.data.size)
+        return bytes_on_host(settings, mesh, replicas, allocated), parameters_of_rank(settings.model, mesh.tensor.size)
+
+
+HOST = "--offload.mode=host"
+SAVES = "--checkpoint.every=1", "--checkpoint.asynchronous=true"
+
+
+@pytest.mark.parametrize(
+    ("options", "num_ranks", "states", "saves"),  # bytes of each element that a rank owns
+    [
+        # Master weights and two moments in fp32, and gradients in the type of their sum.
+        (["--zero.stage=2", HOST, "--zero.accumulate_dtype=bf16"], 2, 14, 0),
+        (["--zero.stage=2", HOST, "--zero.accumulate_dtype=fp32"], 3, 16, 0),
+        # Parameters too, in stage 3 only.
+        (["--zero.stage=3", HOST, "--zero.accumulate_dtype=bf16"], 2, 16, 0),
+        (["--zero.stage=3", HOST, "--zero.accumulate_dtype=bf16", "--offload.states=[parameters]"], 2, 2, 0),
+        (["--zero.stage=3", HOST, "--zero.accumulate_dtype=bf16", "--offload.states=[optimizer]"], 2, 14, 0),
+        # Parameters in fp32 are their own master weights.
+        (["--zero.stage=3", HOST, "--train.precision=fp32"], 2, 16, 0),
+        (["--zero.stage=2", *SAVES], 2, 0, 12),
+        (["--zero.stage=2", *SAVES, "--optimizer.name=sgd"], 2, 0, 8),
+        (["--zero.stage=2", "--checkpoint.every=1", "--checkpoint.asynchronous=false"], 2, 0, 0),
+        (["--zero.stage=2", "--checkpoint.every=0", "--checkpoint.asynchronous=true"], 2, 0, 0),
+    ],
+)
+def test_a_rank_places_its_part_of_the_states_and_of_their_copies(
+    options: list[str], num_ranks: int, states: int, saves: int
+):
+    on_host, numel = found(options, num_ranks)
+    assert on_host.activations == 0
+    # Each of a few buckets is rounded up to a whole element for each rank.
+    assert on_host.states == pytest.approx(states * numel / num_ranks, rel=1e-4)
+    assert on_host.saves == pytest.approx(saves * numel / num_ranks, rel=1e-4)
+    assert on_host.total == on_host.states + on_host.saves
+
+
+@pytest.mark.parametrize(
+    ("options", "num_allocations"),
+    [
+        # Gradients and master weights of buckets of (384 + 16 + 2) x 64 + 3 x (12 x 64^2 + 13 x 64) = 175680 elements.
+        (["--zero.stage=2"], 2 * 3),
+        (["--zero.stage=2", "--zero.bucket_numel=20000"], 2 * 9),
+        (["--zero.stage=2", "--zero.bucket_numel=null"], 2),
+        # Parameters too, of the buckets of the root, with 25728 elements, and of layers, with 49984 each.
+        (["--zero.stage=3"], 3 * (1 + 3 * 1)),
+        (["--zero.stage=3", "--zero.bucket_numel=20000"], 3 * (2 + 3 * 3)),
+    ],
+)
+def test_each_bucket_has_allocations_of_its_own(options: list[str], num_allocations: int):
+    huge = 1e12
+    states, _ = found([HOST, *options], 2, lambda num_bytes: huge if num_bytes else 0.0)
+    assert round(states.states / huge) == num_allocations
+
+
+@pytest.mark.parametrize(
+    ("options", "num_ranks", "num_bytes"),
+    [
+        # Of 3 layers, two sequences of 16 tokens and 64 elements in bf16.
+        ([], 1, 3 * 2 * 16 * 64 * 2),
+        (["--activations.layers_per_checkpoint=2"], 1, 2 * 2 * 16 * 64 * 2),
+        # Two tensor ranks divide the elements, or the tokens.
+        (["--parallel.tensor_size=2"], 2, 3 * 16 * 64 * 2),
+        (["--parallel.tensor_size=2", "--parallel.sequence_parallel=true"], 2, 3 * 16 * 64 * 2),
+    ],
+)
+def test_checkpoints_on_the_host_are_those_of_one_micro_batch(options: list[str], num_ranks: int, num_bytes: int):
+    on_host, _ = found(["--activations.store=partition_host", *options], num_ranks)
+    assert on_host == HostBytes(0, num_bytes, 0)
+
+
+def test_all_ranks_of_a_node_have_to_fit_its_memory_up_to_the_last_byte(monkeypatch: pytest.MonkeyPatch):
+    settings = settings_of("--activations.store=partition_host").with_gradient_types(1)
+    mesh, replicas, world = Mesh.create(1), Axis.trivial("tensor"), World(0, 4, 0, 4, torch.device("cpu"))
+    num_bytes = 4 * 3 * 2 * 16 * 64 * 2
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: num_bytes)
+    check_host_memory(settings, mesh, replicas, world)
+    large = replace(settings, model=replace(settings.model, seq_length=160_000_000))
+    check_host_memory(large, mesh, replicas, replace(world, imitated_backend="nccl"))
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: num_bytes - 1)
+    with pytest.raises(
+        ConfigError, match=r"\(4 ranks\): activations.store=partition_host 0.0 GB of checkpoints; 0.0 GB"
+    ):
+        check_host_memory(settings, mesh, replicas, world)
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: 10**11)
+    # 160 million tokens of a sequence, instead of 16.
+    total = num_bytes / 1e9 * 1e7
+    message = rf"{total:,.1f} GB of checkpoints; 100.0 GB are free, {total - 100:,.1f} GB too little"
+    with pytest.raises(ConfigError, match=message):
+        check_host_memory(large, mesh, replicas, world)

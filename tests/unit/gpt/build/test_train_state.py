@@ -1,0 +1,107 @@
+"""The builder sets what holds for the whole process."""
+
+import logging
+import shutil
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+from gpt.build.train_state import build, build_mesh, parameter_groups
+from gpt.build.moments import moment_bytes
+from gpt.settings.parser import parse_settings
+from parallel.errors import ConfigError
+from parallel.mesh import Mesh
+from parallel.world import imitated_world
+from zero.optimizers.adamw8bit import AdamW8bit
+from zero.optimizers.muon import Muon
+from zero.optimizers.soap import Soap
+
+BASE = "{data: {path: nowhere}, model: {num_layers: 1, hidden_size: 8, num_heads: 2, seq_length: 4, vocab_size: 64}}"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind"),
+    [
+        ([], torch.optim.AdamW),
+        (["--optimizer.name=muon", "--optimizer.muon.ns_steps=3"], Muon),
+        (["--optimizer.name=soap", "--optimizer.soap.refresh_every=3"], Soap),
+        (["--optimizer.name=sgd"], torch.optim.SGD),
+        (["--optimizer.name=adamw8bit"], AdamW8bit),
+        (["--optimizer.name=sgd", "--optimizer.momentum=0", "--optimizer.nesterov=false"], torch.optim.SGD),
+    ],
+)
+def test_the_optimizer_is_that_of_the_settings(arguments, kind):
+    """Its groups decay as they should, and its states have the size that the planner assumes."""
+    settings = parse_settings([f"--config={BASE}", *arguments])
+    state = build(settings, Mesh.create(1), torch.device("cpu"))
+    optimizer, model = state.optimizer, state.model.module
+    assert type(optimizer.inner) is kind
+    expected_bytes = moment_bytes(settings.optimizer, settings.model, 1)
+    # The probe of 8-bit states ends with an incomplete block, which has scales as others have.
+    assert optimizer.state_bytes_per_element == pytest.approx(expected_bytes, rel=0.01)
+    names = {param: name for name, param in model.named_parameters()}
+    groups = parameter_groups(model, settings.optimizer)
+    assert sorted(names[param] for group in groups for param in group["params"]) == sorted(names.values())
+    for group in groups:
+        for param in group["params"]:
+            assert group["weight_decay"] == (settings.optimizer.weight_decay if param.dim() > 1 else 0)
+            is_hidden = names[param].startswith("blocks.") and names[param].endswith("weight") and param.dim() == 2
+            expected = {Muon: is_hidden, Soap: is_hidden, AdamW8bit: param.dim() > 1}.get(kind, True)
+            assert ("update" not in group) == expected
+    # q, k and v of the only layer, and its projection, up and down
+    assert len(optimizer.matrices.matrices) == (6 if kind in (Muon, Soap) else 0)
+
+
+def test_an_implementation_that_has_no_such_optimizer_is_refused():
+    with pytest.raises(ConfigError, match=r"optimizer\.implementation=apex has AdamW only, and name=muon"):
+        parse_settings([f"--config={BASE}", "--optimizer.name=muon", "--optimizer.implementation=apex"])
+    with pytest.raises(ConfigError, match=r"optimizer\.momentum=0\.0 has no Nesterov momentum"):
+        parse_settings([f"--config={BASE}", "--optimizer.name=sgd", "--optimizer.momentum=0"])
+
+
+def test_the_precision_of_fp32_products_is_set_and_logged(caplog):
+    caplog.set_level(logging.INFO)
+    for arguments, expected in [(["--train.float32_matmul_precision=high"], "high"), ([], "highest")]:
+        build(parse_settings([f"--config={BASE}", *arguments]), Mesh.create(1), torch.device("cpu"))
+        assert torch.get_float32_matmul_precision() == expected
+        assert f"products of fp32: {expected} precision" in caplog.messages
+    with pytest.raises(ConfigError, match=r"train\.float32_matmul_precision"):
+        parse_settings([f"--config={BASE}", "--train.float32_matmul_precision=low"])
+
+
+def test_compiled_blocks_need_a_compiler(monkeypatch):
+    settings = parse_settings([f"--config={BASE}", "--train.compile=blocks"])
+    monkeypatch.setattr(shutil, "which", lambda _name: None)
+    with pytest.raises(ConfigError, match=r"train\.compile=blocks needs a C\+\+ compiler"):
+        build(settings, Mesh.create(1), torch.device("cpu"))
+
+
+def test_a_context_that_does_not_divide_the_heads_of_a_tensor_rank_is_refused():
+    model = "--model.num_heads=8", "--model.num_kv_heads=4", "--model.hidden_size=32", "--model.seq_length=8"
+    mesh = "--parallel.tensor_size=2", "--train.micro_batch_size=1", "--train.global_batch_size=8"
+    with imitated_world(0, 8, 8, "gloo") as world:
+        build_mesh(parse_settings([f"--config={BASE}", *model, *mesh, "--parallel.context_size=2"]), world)
+        refused = parse_settings([f"--config={BASE}", *model, *mesh, "--parallel.context_size=4"])
+        with pytest.raises(ConfigError, match="context_size=4 does not divide the 2 heads of keys and values"):
+            build_mesh(refused, world)
+
+
+@pytest.mark.parametrize(
+    ("options", "num_tokens"),
+    [
+        (["--model.seq_length=10", "--parallel.sequence_parallel=false"], None),
+        (["--model.seq_length=12", "--parallel.sequence_parallel=true"], None),
+        (["--model.seq_length=10", "--parallel.sequence_parallel=true"], 10),
+        (["--model.seq_length=10", "--parallel.sequence_parallel=true", "--train.micro_batch_size=2"], None),
+        # Two context ranks have half of the tokens each.
+        (["--model.seq_length=12", "--parallel.sequence_parallel=true", "--parallel.context_size=2"], 6),
+    ],
+)
+def test_tensor_ranks_that_divide_the_tokens_need_a_number_that_they_divide(options: list[str], num_tokens: int | None):
+    model = "--model.num_heads=8", "--model.hidden_size=32", "--parallel.tensor_size=4"
+    batch = "--train.micro_batch_size=1", "--train.global_batch_size=8"
+    settings = parse_settings([f"--config={BASE}", *model, *batch, *options])
+    refused = pytest.raises(ConfigError, match=f"the tokens of a micro-batch={num_tokens} ") if num_tokens else None
+    with imitated_world(0, 8, 8, "gloo") as world, refused or nullcontext():
+        build_mesh(settings, world)

@@ -1,0 +1,153 @@
+"""Folders of initial weights: names, shapes, types and finiteness are checked, and the configuration is needed."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from gpt.pretrained.weights import load_pretrained
+from gpt.shape.config import parameter_shapes
+from parallel.errors import ConfigError
+from tests.pretrained_weights import weights_to_transformers, write_pretrained
+from tests.unit.gpt.model.models import VARIANTS, small_config, small_gpt
+from zero.state.tensor_file import write_tensors
+
+CONFIG = small_config(num_layers=2)
+
+
+def test_shapes_of_a_configuration_are_those_of_the_model():
+    for config in (CONFIG, *VARIANTS.values()):
+        model = small_gpt(config)
+        shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}
+        assert dict(parameter_shapes(config, config.padded_vocab_size)) == shapes
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_pretrained(tmp_path, CONFIG, small_gpt(CONFIG).state_dict())
+    return tmp_path
+
+
+def assert_refused(folder: Path, message: str, dtype: torch.dtype = torch.float64) -> None:
+    model = small_gpt(CONFIG, seed=2).to(dtype)
+    with pytest.raises(ConfigError, match=message) as raised:
+        load_pretrained(model, folder)
+    assert "\n" not in str(raised.value)
+    assert len(str(raised.value)) < 500
+    assert str(folder) in str(raised.value)
+
+
+NORM, QKV, TOKENS = "transformer.ln_f.weight", "transformer.h.1.attn.c_attn.weight", "transformer.wte.weight"
+Weights = dict[str, Tensor]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda w: w.pop(NORM), "lacks the parameter ln_f.weight; its config"),
+        (
+            lambda w: w.update({"transformer.h.2.ln_1.bias": torch.zeros(24)}),
+            "has 'h.2.ln_1.bias'",
+        ),
+        (
+            lambda w: w.update({NORM: torch.ones(1)}),
+            r"ln_f.weight has the shape \[1\], .* \[24\]",
+        ),
+        (lambda w: w.update({QKV: w[QKV].T.contiguous()}), r"c_attn.weight has the shape \[72, 24\], .* \[24, 72\]"),
+        (
+            lambda w: w.update({TOKENS: w[TOKENS][:-1]}),
+            r"wte.weight has the shape \[60, 24\], .* \[61, 24\]",
+        ),
+        (
+            lambda w: w.update({TOKENS: w[TOKENS].int()}),
+            "has 'transformer.wte.weight' in torch.int32, floats",
+        ),
+        (
+            lambda w: w.update({"wte.weight": w[TOKENS]}),
+            "has 'wte.weight' and .* has 'transformer.wte.weight'",
+        ),
+        (
+            lambda w: w[NORM].fill_(torch.nan),
+            "final_norm.weight has 24 values that are not finite in .*float64",
+        ),
+        (lambda w: w[QKV][0, :2].fill_(-torch.inf), "qkv.weight has 2 values that are not finite"),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused(folder: Path, change: Callable[[Weights], object], message: str):
+    (file,) = folder.glob("*.safetensors")
+    weights = weights_to_transformers(small_gpt(CONFIG).state_dict(), CONFIG)
+    change(weights)
+    write_tensors(file, {name: tensor.contiguous() for name, tensor in weights.items()})
+    assert_refused(folder, message)
+
+
+def test_the_causal_masks_of_older_files_are_no_weights(folder: Path):
+    (file,) = folder.glob("*.safetensors")
+    weights = weights_to_transformers(small_gpt(CONFIG).state_dict(), CONFIG)
+    masks = {
+        f"transformer.h.{layer}.attn.{name}": torch.ones(1) for layer in (0, 1) for name in ("bias", "masked_bias")
+    }
+    write_tensors(file, {name: tensor.contiguous() for name, tensor in weights.items()} | masks)
+    model, expected = small_gpt(CONFIG, seed=2), small_gpt(CONFIG)
+    load_pretrained(model, folder)
+    for param, own in zip(model.parameters(), expected.parameters(), strict=True):
+        assert param.equal(own)
+
+
+def test_weights_that_overflow_in_the_precision_of_the_run_are_refused(folder: Path):
+    (file,) = folder.glob("*.safetensors")
+    weights = weights_to_transformers(small_gpt(CONFIG).state_dict(), CONFIG)
+    weights[NORM][3] = 1e6
+    write_tensors(file, weights)
+    load_pretrained(small_gpt(CONFIG), folder)
+    assert_refused(folder, "has 1 values that are not finite in torch.float16", torch.float16)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda c: c.pop("n_layer"), "config.json is damaged: n_layer is missing"),
+        (lambda c: c.update(n_layer="2"), "n_layer is '2', an integer from 1"),
+        (lambda c: c.update(n_layer=None), "n_layer is None, an integer from 1"),
+        (lambda c: c.update(n_head=0), "n_head is 0, an integer from 1"),
+        (lambda c: c.update(n_head=5), "config.json: model.hidden_size=24 is not divisible by model.num_heads=5"),
+        (lambda c: c.update(n_layer=10**7), "lacks the parameter h.2.attn.c_attn.weight"),
+        (lambda c: c.update(resid_pdrop=float("nan")), "resid_pdrop is nan, a finite number is needed"),
+        (lambda c: c.update(resid_pdrop=2, embd_pdrop=2, attn_pdrop=2), "config.json: .*dropout=2.0 is not below 1"),
+        (lambda c: c.update(activation_function="re\nlu"), r"activation_function is 're\\nlu', one of gelu_new"),
+        (lambda c: c.update(n_inner=[]), r"n_inner is \[\], an integer"),
+        (lambda c: c.update(model_type="bert"), "model_type is 'bert', one of gpt2, llama, mistral, qwen3 is needed"),
+        (lambda c: c.update(transformers_version=5, torch_dtype=[1]), None),
+        (lambda c: [c.pop(name) for name in ("model_type", "scale_attn_weights", "resid_pdrop")], None),
+    ],
+)
+def test_a_configuration_that_is_wrong_is_refused(folder: Path, change: Callable[[Any], object], message: str | None):
+    content = json.loads((folder / "config.json").read_text())
+    change(content)
+    (folder / "config.json").write_text(json.dumps(content))
+    if message is None:
+        content["resid_pdrop"] = 0.0  # as the others; it was left out above, where the default is another
+        (folder / "config.json").write_text(json.dumps(content))
+        load_pretrained(small_gpt(CONFIG, seed=2), folder)
+    else:
+        assert_refused(folder, message)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(None, "config.json cannot be read: No such file"), (b"\xff{", "is not JSON"), (b"[" * 10**5, "is not JSON")],
+    ids=range(3),
+)
+def test_a_configuration_that_is_missing_or_not_json_is_refused(folder: Path, content: bytes | None, message: str):
+    (folder / "config.json").unlink() if content is None else (folder / "config.json").write_bytes(content)
+    assert_refused(folder, message)
+
+
+def test_two_models_in_one_folder_are_refused(folder: Path):
+    (file,) = folder.glob("*.safetensors")
+    (folder / "model.safetensors").write_bytes(file.read_bytes())
+    assert_refused(folder, "model.safetensors has .* which are the same parameter")

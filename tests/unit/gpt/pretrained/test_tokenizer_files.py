@@ -1,0 +1,125 @@
+"""Exported weights come with the tokenizer of the training data, which transformers opens without a warning."""
+
+import json
+import os
+import re
+import subprocess
+import sysconfig
+import venv
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from data.sidecar import Sidecar
+from data.tokenizer import Tokenizer, character_tokenizer, tokenizer_path, train_tokenizer
+from gpt.checkpoint.export import main
+from gpt.pretrained.tokenizer_files import TokenizerFiles
+from gpt.pretrained.weights import WeightsWriter
+from gpt.shape.config import ModelConfig, parameter_shapes
+from parallel.errors import ConfigError
+
+TEXTS = ["the cat sat on the mat", "the mat sat on the cat", "naïve café\n\tdef f(x): return x"]
+
+
+def config_for(tokenizer: Tokenizer, vocab_size: int | None = None) -> ModelConfig:
+    return ModelConfig(1, 8, 2, 64, vocab_size=vocab_size or tokenizer.vocab_size, dropout=0.0)
+
+
+def write_corpus(prefix: Path, tokenizer: Tokenizer) -> dict[str, str]:
+    tokenizer.save(tokenizer_path(prefix))
+    Sidecar(tokenizer.vocab_size, tokenizer.eod, "trained", 1, 1, []).save(prefix)
+    return {"data.path": str(prefix)}
+
+
+def write_weights(folder: Path, config: ModelConfig, files: TokenizerFiles) -> None:
+    writer = WeightsWriter(folder, config, tokenizer=files)
+    for name, shape in parameter_shapes(config, config.vocab_size):
+        writer.add(name, torch.zeros(shape))
+    writer.finish()
+
+
+@pytest.mark.parametrize("tokenizer", [train_tokenizer(TEXTS, 280), character_tokenizer(TEXTS)], ids=["bpe", "chars"])
+def test_auto_classes_open_the_tokenizer_and_the_model(
+    tokenizer: Tokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    data = write_corpus(tmp_path / "corpus", tokenizer)
+    write_weights(tmp_path / "out", config_for(tokenizer), TokenizerFiles.of_data(data))
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "out")
+    for text in TEXTS:
+        assert theirs.encode(text) == tokenizer.encode(text)
+        assert theirs.decode(theirs.encode(text)) == text
+    assert len(theirs) == tokenizer.vocab_size
+    assert theirs.bos_token_id == theirs.eos_token_id == tokenizer.eod
+    assert theirs.encode(theirs.eos_token) == [tokenizer.eod]
+    assert theirs.model_max_length == 64
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    for config in (model.config, model.generation_config):
+        assert config.bos_token_id == config.eos_token_id == tokenizer.eod
+    model.generate(torch.tensor([theirs.encode(TEXTS[0])[:3]]), max_new_tokens=2, do_sample=False)
+    assert caplog.messages == []
+
+
+def test_an_export_without_a_tokenizer_is_a_warning_and_has_no_ids_of_another_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    files = TokenizerFiles.of_data({"data.path": ["0.5:nowhere", "0.5:elsewhere"]})
+    (message,) = caplog.messages
+    assert "nowhere.tokenizer.json does not exist" in message
+    assert "--data" in message
+    write_weights(tmp_path, config_for(character_tokenizer(TEXTS)), files)
+    content = json.loads((tmp_path / "config.json").read_text())
+    assert content["bos_token_id"] is None
+    assert content["eos_token_id"] is None
+    assert not (tmp_path / "tokenizer_config.json").exists()
+
+
+def test_the_tokenizer_of_other_data_is_refused(tmp_path: Path):
+    tokenizer = character_tokenizer(TEXTS)
+    files = TokenizerFiles.of_data(write_corpus(tmp_path / "corpus", tokenizer))
+    with pytest.raises(ConfigError, match=f"the model has 5 tokens, below the {tokenizer.vocab_size} ids"):
+        write_weights(tmp_path / "out", config_for(tokenizer, vocab_size=5), files)
+
+
+def test_the_command_takes_the_tokenizer_of_the_run_or_of_the_option(runs: Path, tmp_path: Path):
+    tokenizer = character_tokenizer(["abc"])
+    write_corpus(tmp_path / "corpus", tokenizer)
+    main([str(runs / "run-a"), "--output", str(tmp_path / "out"), "--data", str(tmp_path / "corpus")])
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").encode("cab") == tokenizer.encode("cab")
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.eos_token_id == tokenizer.eod
+
+
+TASK = """
+task: own
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {folder}/own.jsonl}}}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{{{question}}}}"
+doc_to_choice: "{{{{choices}}}}"
+doc_to_target: answer
+metric_list: [{{metric: acc}}]
+"""
+
+
+@pytest.mark.full
+def test_lm_evaluation_harness_scores_exported_weights(tmp_path: Path):
+    """It is installed for this test only: its requirements are many, and the project needs none of them."""
+    venv.create(tmp_path / "venv", with_pip=True)
+    (installed,) = (tmp_path / "venv/lib").glob("python3*/site-packages")
+    (installed / "ours.pth").write_text(sysconfig.get_path("purelib"))  # torch and transformers
+    install = ["-m", "pip", "install", "--quiet", "lm_eval", "accelerate", "peft"]
+    subprocess.run([tmp_path / "venv/bin/python", *install], check=True)
+
+    tokenizer = train_tokenizer(TEXTS, 280)
+    files = TokenizerFiles.of_data(write_corpus(tmp_path / "corpus", tokenizer))
+    write_weights(tmp_path / "out", config_for(tokenizer), files)
+    (tmp_path / "own.yaml").write_text(TASK.format(folder=tmp_path))
+    question = {"question": "the cat", "choices": [" sat", " mat"], "answer": 0}
+    (tmp_path / "own.jsonl").write_text(f"{json.dumps(question)}\n" * 4)
+    arguments = ["--model", "hf", "--model_args", f"pretrained={tmp_path / 'out'}", "--tasks", "own", "--device", "cpu"]
+    command = [tmp_path / "venv/bin/lm_eval", *arguments, "--include_path", tmp_path, "--batch_size", "2"]
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "cache")}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert re.search(r"\|own +\|Yaml +\|none +\| +0\|acc +\|↑ +\| +[01]\|", result.stdout), result.stderr

@@ -1,0 +1,129 @@
+"""Learning rates and batch sizes at points that can be computed by hand."""
+
+from itertools import islice
+
+import pytest
+
+from gpt.settings.option_names import messages_in_option_names
+from gpt.settings.schedule import (
+    BatchConfig,
+    RampUpConfig,
+    ScheduleConfig,
+    batch_plan,
+    check_batch_sizes,
+    consumed_samples_after,
+    global_batch_size,
+    learning_rate,
+    rate_change,
+)
+from gpt.settings.training import TrainSettings
+from parallel.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [  # learning rate at steps 0, 1, 4, 14, 19, 24 and 40 of 24, warm-up over 4
+        ({"decay": "constant"}, [2, 4, 10, 10, 10, 10, 10]),
+        ({"decay": "linear"}, [2, 4, 10, 6, 4, 2, 2]),
+        ({"decay": "cosine"}, [2, 4, 10, 6, 2 + 4 * (1 - 0.5**0.5), 2, 2]),
+        ({"decay": "linear", "decay_steps": 14}, [2, 4, 10, 2, 2, 2, 2]),
+        ({"decay": "linear", "decay_steps": 4}, [2, 4, 2, 2, 2, 2, 2]),  # all of it is warm-up
+        ({"decay": "wsd", "wsd_decay_steps": 10}, [2, 4, 10, 10, 6, 2, 2]),
+        ({"decay": "wsd", "wsd_decay_steps": 5, "decay_steps": 19}, [2, 4, 10, 10, 2, 2, 2]),
+    ],
+)
+def test_learning_rates(settings, expected):
+    config = ScheduleConfig(min_lr=2, warmup_steps=4, **settings)
+    rates = [learning_rate(config, 10, step, num_steps=24) for step in (0, 1, 4, 14, 19, 24, 40)]
+    assert rates == pytest.approx(expected)
+
+
+def test_a_resumed_run_with_another_schedule_is_warned_of():
+    config = ScheduleConfig(min_lr=2e-4)
+    last = learning_rate(config, 2e-3, 299, num_steps=300)
+    assert rate_change(config, 2e-3, 300, 300, last) is None
+    assert rate_change(ScheduleConfig(min_lr=2e-4, decay_steps=300), 2e-3, 600, 300, last) is None
+    warning = rate_change(config, 2e-3, 600, 300, last)
+    assert warning is not None
+    assert "step 300 had the learning rate 2.00e-04, and step 301 gets 1.10e-03" in warning
+
+
+def test_without_warm_up_the_first_step_has_the_full_rate():
+    assert learning_rate(ScheduleConfig(), 3e-4, step=0, num_steps=10) == 3e-4
+
+
+def test_the_batch_grows_at_equal_intervals_and_then_stays():
+    config = BatchConfig(2, 32, RampUpConfig(start=8, increment=8, samples=300))
+    sizes = [global_batch_size(config, samples) for samples in (0, 99, 100, 199, 200, 299, 300, 10**9)]
+    assert sizes == [8, 8, 16, 16, 24, 24, 32, 32]
+
+
+def test_a_plan_resumed_anywhere_continues_the_same_plan():
+    config = BatchConfig(2, 32, RampUpConfig(start=8, increment=8, samples=100))
+    plan = list(islice(batch_plan(config), 20))
+    assert plan[:6] == [(0, 8), (8, 8), (16, 8), (24, 8), (32, 8), (40, 16)]
+    for step, (first_sample, _) in enumerate(plan):
+        assert list(islice(batch_plan(config, first_sample), 20 - step)) == plan[step:]
+        assert consumed_samples_after(config, step) == first_sample
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 2, 7, 50, 333])
+@pytest.mark.parametrize("ramp_up", [None, (4, 4, 1), (8, 12, 1000), (2, 2, 100), (32, 5, 90), (2, 30, 7)])
+def test_the_samples_of_a_run_are_the_sum_of_its_batches(ramp_up, num_steps):
+    config = BatchConfig(2, 32, ramp_up and RampUpConfig(*ramp_up))
+    assert consumed_samples_after(config, num_steps) == sum(size for _, size in islice(batch_plan(config), num_steps))
+
+
+def test_the_samples_of_a_run_of_a_trillion_steps_are_counted_at_once():
+    assert consumed_samples_after(BatchConfig(1, 4), 10**12) == 4 * 10**12
+    assert consumed_samples_after(BatchConfig(1, 3, RampUpConfig(1, 2, 10**15)), 10**12) == 10**12
+
+
+def test_a_batch_without_ramp_up_is_always_full():
+    assert list(islice(batch_plan(BatchConfig(1, 4), 12), 2)) == [(12, 4), (16, 4)]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: learning_rate(ScheduleConfig(min_lr=1e-3), 1e-4, 0, num_steps=20),
+            "schedule.min_lr=0.001 is above optimizer.lr=0.0001",
+        ),
+        (
+            lambda: ScheduleConfig(warmup_steps=-1),
+            "schedule.warmup_steps=-1 is below 0; choose an integer from",
+        ),
+        (lambda: ScheduleConfig(decay="wsd"), "schedule.wsd_decay_steps=null, and decay=wsd needs it"),
+        (
+            lambda: learning_rate(ScheduleConfig(warmup_steps=30), 1, 0, num_steps=20),
+            "schedule.warmup_steps=30 is above the 20 steps that the cosine decay leaves",
+        ),
+        (
+            lambda: learning_rate(ScheduleConfig(0, 15, "wsd", wsd_decay_steps=8), 1, 0, num_steps=20),
+            "schedule.warmup_steps=15 is above the 12 steps that the wsd decay leaves",
+        ),
+        (lambda: TrainSettings(micro_batch_size=0), "train.micro_batch_size=0 is below 1"),
+        (lambda: RampUpConfig(2, 0, 10), "train.ramp_up.increment=0 is below 1"),
+        (
+            lambda: BatchConfig(1, 30, RampUpConfig(8, 8, 10)),
+            "train.global_batch_size=30 is not train.ramp_up.start=8 plus a multiple of train.ramp_up.increment=8",
+        ),
+        (
+            lambda: check_batch_sizes(BatchConfig(4, 30), data_size=2),
+            "train.global_batch_size=30 is not divisible by train.micro_batch_size=4 x 2 .* = 8; choose 32",
+        ),
+        (
+            lambda: check_batch_sizes(BatchConfig(2, 16, RampUpConfig(6, 2, 10)), data_size=4),
+            "train.ramp_up.start=6 is not divisible by .* = 8; choose 8",
+        ),
+    ],
+)
+def test_impossible_schedules_are_refused(make, message):
+    with pytest.raises(ConfigError, match=message), messages_in_option_names():
+        make()
+
+
+def test_batches_that_divide_are_accepted():
+    check_batch_sizes(BatchConfig(2, 32, RampUpConfig(8, 8, 100)), data_size=4)
+    check_batch_sizes(BatchConfig(2, 32, RampUpConfig(32, 5, 100)), data_size=4)

@@ -1,0 +1,56 @@
+"""A dry run whose blocks or loss are compiled has the same products and collectives, and moves fewer bytes."""
+
+from collections import Counter
+
+import pytest
+
+from gpt.settings.parser import parse_settings
+from lab.dryrun.dry_run import Recording, dry_run
+from tests.recordings import assert_recorded
+
+OPTIONS = """--model.num_layers=2 --model.hidden_size=64 --model.num_heads=8 --model.seq_length=32 --model.dropout=0
+    --model.vocab_size=500 --data.path=unread --train.micro_batch_size=2 --train.global_batch_size=8
+    --train.precision=bf16 --zero.bucket_numel=5000 --activations.store=none --dry_run.world_size=2"""
+
+
+def recording(*options: str) -> Recording:
+    return dry_run(parse_settings([*OPTIONS.split(), *options]))
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_every_block_of_every_micro_batch_is_compiled(stage: int):
+    eager, compiled = (recording(f"--zero.stage={stage}", f"--train.compile={part}") for part in ("none", "blocks"))
+    assert sum(k.flops for k in compiled.kernels) == sum(k.flops for k in eager.kernels)
+    assert sum(k.num_bytes for k in compiled.kernels) < sum(k.num_bytes for k in eager.kernels)
+    assert {k.phase for k in compiled.kernels} == {k.phase for k in eager.kernels}
+    attentions = [Counter((k.attention, k.dtype) for k in found.kernels if k.attention) for found in (eager, compiled)]
+    assert attentions[0] == attentions[1]
+    assert attentions[0].total() == 2 * 2 * 2, "layers x micro-batches x (forward, backward)"
+    gelus = [k.phase for k in compiled.kernels if "tanh" in k.name]
+    assert gelus.count("forward") == gelus.count("backward") == 2 * 2, "layers x micro-batches"
+    assert not any("gelu" in k.name for k in compiled.kernels)
+    assert compiled.events == eager.events, "but for their times"
+    for time in ("launched", "awaited"):
+        before, after = ([getattr(event, time) for event in found.events] for found in (eager, compiled))
+        assert sorted(after) == [place for _, place in sorted(zip(before, after, strict=True))], "in the same order"
+        assert max(after) <= len(compiled.kernels)
+    assert_recorded(f"compiled-stage-{stage}", *kernel_lines(compiled))
+
+
+def kernel_lines(found: Recording) -> list[str]:
+    return [f"{k.phase}: {k.name}, {k.dtype}, {k.num_bytes} bytes, {k.product or k.attention}" for k in found.kernels]
+
+
+def test_the_loss_is_compiled_on_gpus():
+    on_cpus, on_gpus = (recording(f"--dry_run.backend={backend}") for backend in ("gloo", "nccl"))
+    assert sum(kernel.name == "amax" for kernel in on_cpus.kernels) == 2, "micro-batches"
+    assert not any(kernel.name == "amax" for kernel in on_gpus.kernels)
+    assert sum(k.flops for k in on_gpus.kernels) == sum(k.flops for k in on_cpus.kernels)
+    assert sum(k.num_bytes for k in on_gpus.kernels) < sum(k.num_bytes for k in on_cpus.kernels)
+    assert_recorded("compiled-loss", *kernel_lines(on_gpus))
+
+
+def test_what_cannot_be_counted_compiled_stays_eager(caplog):
+    eager, compiled = (recording("--activations.store=keep", f"--train.compile={part}") for part in ("none", "blocks"))
+    assert compiled.kernels == eager.kernels
+    assert "counted eager" in caplog.text

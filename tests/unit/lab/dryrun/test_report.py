@@ -1,0 +1,100 @@
+"""The report of a dry run: what fits, up to the last byte, and its line about the host's memory."""
+
+import dataclasses
+
+import pytest
+
+from lab.dryrun.dry_run import DEVICE, HOST, Recording, dry_run
+from lab.dryrun.projection import Timeline
+from lab.dryrun.report import host_verdict, make_report
+from lab.measure.cluster import ClusterSpec
+from lab.planner.closed_forms import CandidateLayout, Prediction
+from lab.planner.depth import Estimate
+from lab.planner.layouts import fits
+from lab.planner.plan_report import estimate_fits, too_large_line
+from parallel.errors import ConfigError
+from tests.unit.lab.dryrun.test_projection import DGX_2, ROOT, shallow
+
+OFFLOADED = shallow("--offload.mode=host")  # of 4 ranks
+
+
+@pytest.fixture(scope="module")
+def recording() -> Recording:
+    return dry_run(OFFLOADED)
+
+
+def with_memory(device_bytes: int, host_bytes: int, gpus_per_node: int) -> ClusterSpec:
+    """Return a cluster whose GPUs and nodes have this memory beside what is reserved."""
+    cluster = dataclasses.replace(
+        DGX_2,
+        gpu_memory_gib=(device_bytes + 1e9) / 2**30,
+        reserved_gb=1.0,
+        host_memory_gb=host_bytes / 1e9,
+        gpus_per_node=gpus_per_node,
+    )
+    assert (cluster.usable_gpu_bytes, cluster.host_memory_gb * 1e9) == (device_bytes, host_bytes)
+    return cluster
+
+
+@pytest.mark.parametrize(("gpus_per_node", "ranks_of_a_node"), [(2, 2), (4, 4), (16, 4)])
+@pytest.mark.parametrize(
+    ("less", "fits_device", "fits_host"), [((0, 0), True, True), ((1, 0), False, True), ((0, 1), True, False)]
+)
+def test_a_run_fits_up_to_the_last_byte_of_a_device_and_of_a_node(
+    recording: Recording,
+    gpus_per_node: int,
+    ranks_of_a_node: int,
+    less: tuple[int, int],
+    fits_device: bool,
+    fits_host: bool,
+):
+    on_device, on_host = (sum(recording.peak[where].values()) for where in (DEVICE, HOST))
+    cluster = with_memory(on_device - less[0], on_host * ranks_of_a_node - less[1], gpus_per_node)
+    report = make_report(recording, OFFLOADED.dry_run, 8, Timeline(cluster, [], 2.0))
+    assert report["node_host_bytes"] == on_host * ranks_of_a_node
+    assert (report["fits"], report["fits_host"]) == (fits_device, fits_host)
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "fits_host", "expected"),
+    [
+        (4.9e7, True, []),
+        (5e7, True, ["0.1 GB on a node's host: fits its 64 GB"]),
+        (6.4e10, True, ["64.0 GB on a node's host: fits its 64 GB"]),
+        (7.16e10, False, ["71.6 GB on a node's host: does NOT fit, by 8 GB, its 64 GB"]),
+    ],
+)
+def test_memory_of_the_host_has_a_line_if_it_is_not_rounded_to_nothing(
+    num_bytes: float, fits_host: bool, expected: list[str]
+):
+    report = {"node_host_bytes": num_bytes, "fits_host": fits_host, "cluster": {"host_memory_gb": 64.0}}
+    assert host_verdict(report) == expected
+
+
+@pytest.mark.parametrize(
+    ("on_device", "on_host", "reason"),
+    [
+        (8e9, 64e9, None),
+        (8e9 + 3e8, 64e9, "0.3 GB too much on a GPU"),
+        (8e9, 66e9, "2 GB too much on a host"),
+        (9e9, 66e9, "1.0 GB too much on a GPU"),
+    ],
+)
+def test_a_layout_fits_a_gpu_and_a_host_and_a_line_says_what_is_too_large(
+    on_device: float, on_host: float, reason: str | None
+):
+    cluster = with_memory(8 * 10**9, 64 * 10**9, gpus_per_node=4)
+    layout = CandidateLayout(1, 2, "keep", 8)
+    prediction = Prediction(layout, on_device, on_host, 1.0, 1, 1.0)
+    estimate = Estimate(1e9, on_device, 0.0, on_host / 4, 1.0)
+    assert fits(prediction, cluster) == estimate_fits(estimate, cluster) == (reason is None)
+    if reason:
+        assert too_large_line(prediction, cluster) == f"does not fit: {layout}: {reason}"
+
+
+def test_a_job_that_is_smaller_than_a_node_has_the_tensor_groups_that_its_own_ranks_allow():
+    dimensions = "--model.hidden_size=48", "--model.num_heads=6", "--model.vocab_multiple=6", "--parallel.tensor_size=3"
+    cluster = f"--dry_run.cluster={ROOT / 'configs/clusters/dgx-2.yaml'}"
+    assert dry_run(shallow(*dimensions, "--dry_run.world_size=6", cluster)).state.mesh.tensor.size == 3
+    with pytest.raises(ConfigError, match=r"parallel\.tensor_size=3 does not divide the 16 ranks of a node"):
+        dry_run(shallow(*dimensions, "--dry_run.world_size=48", "--train.global_batch_size=32", cluster))

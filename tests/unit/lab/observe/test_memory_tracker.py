@@ -1,0 +1,163 @@
+"""The tracker against bytes known beforehand."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
+
+from lab.observe.memory_tracker import MemoryTracker, PeakMeter, TensorKind, allocating, tagged
+from lab.observe.operation_observer import active_observers
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(params=["real", "fake"], autouse=True)
+def tensor_mode(request):
+    with FakeTensorMode() if request.param == "fake" else nullcontext():
+        yield
+
+
+def test_views_share_a_storage_which_is_freed_with_the_last():
+    with MemoryTracker(CPU) as tracker:
+        whole = torch.empty(1000)
+        view = whole.view(10, 100)[3:]
+        del whole
+        assert tracker.device.total == 4000
+        view.add_(1)
+        del view
+        assert tracker.device.total == 0
+        assert tracker.device.peak_total == 4000
+        assert tracker.device.num_allocations == {TensorKind.OTHER: 1}
+
+
+def test_a_storage_may_be_resized():
+    with MemoryTracker(CPU) as tracker:
+        tensor = tagged(TensorKind.PARAMETERS, torch.empty(100))
+        tensor.untyped_storage().resize_(0)
+        assert tracker.device.total == 0
+        tracker.restart()
+        tensor.untyped_storage().resize_(400)
+        assert tracker.device.resident[TensorKind.PARAMETERS] == 400
+        assert tracker.device.num_allocations[TensorKind.PARAMETERS] == 1
+        assert tracker.device.peak_total == 400
+    tensor.untyped_storage().resize_(0)  # the tracker has exited
+    assert tracker.device.total == 400
+
+
+def test_a_tag_takes_the_bytes_and_the_allocation_along():
+    with MemoryTracker(CPU) as tracker:
+        with allocating(TensorKind.ACTIVATIONS):
+            with allocating(TensorKind.BUFFERS):
+                buffer = torch.empty(10)
+            kept, offloaded, activation = torch.empty(20), torch.empty(40), torch.empty(80)
+        tagged(TensorKind.CHECKPOINTS, kept[5:])
+        tagged(TensorKind.CHECKPOINTS, offloaded, on_host=True)
+        assert +tracker.device.resident == {
+            TensorKind.BUFFERS: 40,
+            TensorKind.CHECKPOINTS: 80,
+            TensorKind.ACTIVATIONS: 320,
+        }
+        assert +tracker.device.num_allocations == {
+            TensorKind.BUFFERS: 1,
+            TensorKind.CHECKPOINTS: 1,
+            TensorKind.ACTIVATIONS: 1,
+        }
+        assert +tracker.host.resident == {TensorKind.CHECKPOINTS: 160}
+        tracker.restart()
+        tagged(TensorKind.BUFFERS, activation)
+        assert +tracker.device.num_allocations == {}, "it was allocated before"
+        assert tracker.host.total == 160
+        del buffer, kept, offloaded, activation
+        assert tracker.device.total == tracker.host.total == 0
+
+
+def test_a_tag_moves_bytes_to_the_host_and_may_change_nothing():
+    with MemoryTracker(CPU) as tracker:
+        states = tagged(TensorKind.MASTER, torch.empty(10))
+        with tracker.keeping_history(lambda: 7) as history:
+            tagged(TensorKind.MASTER, states)
+            assert history.changes == []
+            tagged(TensorKind.MASTER, states, on_host=True)
+        assert history.changes == [(7, TensorKind.MASTER, -40)]
+        assert (+tracker.device.resident, +tracker.host.resident) == ({}, {TensorKind.MASTER: 40})
+        tagged(TensorKind.MOMENTS, states)  # stays on the host
+        assert +tracker.host.resident == {TensorKind.MOMENTS: 40}
+
+
+def test_the_peak_is_known_by_kind():
+    with MemoryTracker(CPU) as tracker:
+        parameter = tagged(TensorKind.PARAMETERS, torch.empty(10))
+        with allocating(TensorKind.ACTIVATIONS):
+            temporary = torch.empty(100)
+        del temporary
+        later = tagged(TensorKind.GRADIENTS, torch.empty(50))
+        assert +tracker.device.peak == {TensorKind.PARAMETERS: 40, TensorKind.ACTIVATIONS: 400}
+        del later
+        tracker.restart()
+        assert +tracker.device.peak == {TensorKind.PARAMETERS: 40}
+        higher = tagged(TensorKind.GRADIENTS, torch.empty(10))
+        assert +tracker.device.peak == {TensorKind.PARAMETERS: 40, TensorKind.GRADIENTS: 40}
+        del parameter, higher
+
+
+def test_activations_between_forward_and_backward():
+    """Autograd keeps the input of gelu and that of the second product, (8, 64) each; that of the first is given."""
+    x = torch.randn(8, 32)
+    with MemoryTracker(CPU) as tracker:
+        with allocating(TensorKind.PARAMETERS):
+            first, second = nn.Linear(32, 64), nn.Linear(64, 16)
+        with allocating(TensorKind.ACTIVATIONS):
+            loss = second(F.gelu(first(x))).sum()
+        assert +tracker.device.resident == {
+            TensorKind.PARAMETERS: 4 * (64 * 32 + 64 + 16 * 64 + 16),
+            TensorKind.ACTIVATIONS: 4 * (2 * 8 * 64 + loss.numel()),
+        }
+        loss.backward()
+        assert tracker.device.resident[TensorKind.ACTIVATIONS] == 4
+
+
+def test_without_a_tracker_tags_do_nothing():
+    tensor = torch.empty(3)
+    with allocating(TensorKind.BUFFERS):
+        assert tagged(TensorKind.BUFFERS, tensor) is tensor
+
+
+def resize_and_total(tracker: MemoryTracker, tensor: torch.Tensor, num_bytes: int) -> int:
+    tensor.untyped_storage().resize_(num_bytes)
+    return tracker.device.total
+
+
+def test_trackers_may_be_nested_and_exit_in_any_order():
+    outer, inner = MemoryTracker(CPU), MemoryTracker(CPU)
+    outer.__enter__()
+    inner.__enter__()
+    tensor = torch.empty(100)
+    assert resize_and_total(outer, tensor, 200) == inner.device.total == 200
+    outer.__exit__(None, None, None)
+    assert resize_and_total(inner, tensor, 300) == 300
+    assert outer.device.total == 200, "it has exited"
+    inner.__exit__(None, None, None)
+    assert resize_and_total(inner, tensor, 400) == 300
+    assert "resize_" not in vars(torch.UntypedStorage)
+
+
+def test_a_tracker_exits_by_an_exception_too():
+    with pytest.raises(KeyError), MemoryTracker(CPU):
+        raise KeyError
+    assert "resize_" not in vars(torch.UntypedStorage)
+    assert active_observers() == []
+
+
+def test_a_meter_keeps_the_peaks_that_a_restart_takes_from_other_readers(monkeypatch):
+    peaks = {"allocated": 70, "reserved": 90}
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: peaks["allocated"])
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: peaks["reserved"])
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: peaks.update(allocated=5, reserved=100))
+    meter = PeakMeter(torch.device("cuda", 0))
+    meter.restart()
+    assert (meter.earlier_peaks, meter.peak_bytes()) == ((70, 90), 5)
+    meter.restart()
+    assert meter.earlier_peaks == (70, 100)

@@ -1,0 +1,93 @@
+"""The memory and the time that closed forms predict for a layout, by the bytes that are held and moved."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from gpt.build.activation_store import parameters_of_rank
+from gpt.settings.parser import parse_settings
+from gpt.shape.flops import hardware_flops
+from lab.measure.cluster import ClusterSpec
+from lab.planner.layouts import (
+    ASSUMED_PEAK_FRACTION,
+    MAX_MICRO_BATCH,
+    CandidateLayout,
+    candidate_layouts,
+    micro_batch_seconds,
+    model_states,
+    offload_seconds,
+    workload,
+)
+from zero.formulas.memory import ModelStates
+
+ROOT = Path(__file__).resolve().parents[4]
+# 10e9 bytes per second over PCIe, and 100e9 in the host's memory for each of 2 GPUs.
+CLUSTER = dataclasses.replace(
+    ClusterSpec.load(ROOT / "configs/clusters/dgx-2.yaml"),
+    host_gb_per_second=10.0,
+    host_memory_gb_per_second=200.0,
+    gpus_per_node=2,
+)
+
+
+@pytest.mark.parametrize(
+    ("on_host", "num_micro_batches", "seconds"),
+    [
+        # Gradients to the host and updated parameters, half as large as the master weights, back.
+        (ModelStates(parameters=0, gradients=20e9, master=40e9, moments=80e9), 1, (20 + 20) / 10 + (240 + 20) / 100),
+        # Two sums of gradients are copied back, so that the next micro-batch's are added to them.
+        (ModelStates(parameters=0, gradients=20e9, master=40e9, moments=80e9), 3, (100 + 20) / 10 + (240 + 20) / 100),
+        # Parameters are copied for each forward and each backward.
+        (ModelStates(parameters=20e9, gradients=20e9, master=40e9, moments=80e9), 3, (100 + 120) / 10 + 260 / 100),
+        (ModelStates(parameters=20e9, gradients=0, master=0, moments=0), 1, 4.0),
+        (ModelStates(parameters=0, gradients=0, master=0, moments=0), 5, 0.0),
+    ],
+)
+def test_offloaded_states_take_the_time_of_their_copies_and_of_the_update_on_the_host(
+    on_host: ModelStates, num_micro_batches: int, seconds: float
+):
+    assert offload_seconds(on_host, 2, num_micro_batches, CLUSTER) == pytest.approx(seconds, rel=1e-12)
+
+
+@pytest.mark.parametrize(("stage", "num_layers_unsharded"), [(2, 0), (3, 3)])
+def test_a_layout_holds_its_states_three_buckets_and_at_stage_3_three_layers(stage: int, num_layers_unsharded: int):
+    shape = ["--model.num_layers=4", "--model.hidden_size=64", "--model.num_heads=4", "--model.seq_length=32"]
+    settings = parse_settings([*shape, "--model.vocab_size=100", "--data.path=unread", "--zero.bucket_numel=5000"])
+    layout = CandidateLayout(1, stage, "keep", micro_batch_size=4)
+    work = workload(layout, settings, data_size=2, num_micro_batches=1)
+    states = model_states(layout, settings, 2).accelerator.total
+    unsharded = num_layers_unsharded * 2 * parameters_of_rank(settings.model, 1) / 4
+    assert work.state_bytes == states + 3 * 5000 * 2 + unsharded  # in bf16
+
+
+def test_traffic_of_the_data_axis_costs_what_exceeds_the_computation_beside_it():
+    shape = ["--model.num_layers=4", "--model.hidden_size=64", "--model.num_heads=4", "--model.seq_length=32"]
+    shape += ["--model.vocab_size=100", "--data.path=unread"]
+    settings = parse_settings([*shape, "--zero.overlap=true"])
+    alone = parse_settings([*shape, "--zero.overlap=false", "--zero.overlap_gather=false"])
+    layout = CandidateLayout(1, 3, "none", micro_batch_size=4)
+    work = workload(layout, settings, data_size=8, num_micro_batches=1)
+    computing = hardware_flops(settings.model, 4, "nothing") / (CLUSTER.peak_half_tflops * ASSUMED_PEAK_FRACTION * 1e12)
+    for gigabytes in (work.data_bytes / computing / 4e9, work.data_bytes / computing / 0.25e9):
+        cluster = dataclasses.replace(CLUSTER, node_gb_per_second=gigabytes, network_card_gb_per_second=gigabytes)
+        cluster = dataclasses.replace(cluster, node_fraction=1.0)
+        sending = work.data_bytes / (gigabytes * 1e9)
+        assert sending == pytest.approx(4 * computing) or sending == pytest.approx(computing / 4)
+        after, beside = computing + sending, max(computing, sending)
+        assert micro_batch_seconds(work, layout, settings, cluster, 8) == pytest.approx((after, beside), rel=1e-12)
+        assert micro_batch_seconds(work, layout, alone, cluster, 8) == pytest.approx((after, after), rel=1e-12)
+    fast = dataclasses.replace(cluster, gpus_per_node=8, intra_node_gb_per_second=1e9)
+    assert micro_batch_seconds(work, layout, alone, fast, 8)[0] == pytest.approx(computing, rel=1e-3), "inside a node"
+
+
+def test_micro_batches_of_all_sizes_that_divide_the_batch_are_considered():
+    sizes = {layout.micro_batch_size for layout in candidate_layouts(8, 480, "accelerator")}
+    assert {1, 6, 10, 15, 30, 120} <= sizes
+    assert all(480 % size == 0 for size in sizes)
+
+
+def test_the_largest_micro_batch_is_considered_and_none_above_it():
+    divisible = MAX_MICRO_BATCH * (MAX_MICRO_BATCH + 1)
+    sizes = {layout.micro_batch_size for layout in candidate_layouts(1, divisible, "accelerator")}
+    assert (min(sizes), max(sizes)) == (1, MAX_MICRO_BATCH)

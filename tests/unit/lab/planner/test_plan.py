@@ -1,0 +1,293 @@
+"""The planner: closed forms of layouts, the choice among them, and what it prints."""
+
+import dataclasses
+import shlex
+from unittest import mock
+
+import pytest
+from rich.console import Console
+from rich.table import Table
+
+from lab.dryrun.dry_run import DEVICE, dry_run
+from lab.planner import depth
+from lab.planner.closed_forms import Plan, closed_form_rank, deepest_models, make_plan
+from lab.planner.depth import Estimate, ShallowRun, shallow_runs
+from lab.planner.layouts import CandidateLayout, Prediction, activation_bytes, candidate_layouts, predict, workload
+from lab.planner.plan import main, report_plan, verify
+from lab.planner.plan_report import best_line, in_order, launch_command, overridden, plan_table
+from parallel.errors import ConfigError
+from tests.unit.lab.dryrun.test_projection import DGX_2, ROOT, settings, shallow
+
+NOT_CALIBRATED = dataclasses.replace(DGX_2, calibrated=False)
+
+
+def test_the_planner_chooses_a_layout_that_fits():
+    plan = make_plan(settings(), DGX_2, 400)
+    assert plan.fitting == sorted(plan.fitting, key=closed_form_rank)
+    assert all(found.device_bytes <= DGX_2.gpu_memory_bytes - 1e9 for found in plan.fitting)
+    assert {(f.layout.tensor_size, f.layout.stage) for f in plan.too_large} >= {(16, 0), (8, 1)}
+    assert any(f.layout.stage == 3 for f in plan.fitting)
+
+
+def test_the_largest_model_fits_and_one_more_layer_does_not():
+    num_layers, layout = deepest_models(settings(), DGX_2, 400)[0]
+    assert (
+        predict(layout, settings(f"--model.num_layers={num_layers}"), DGX_2, 400)
+        in make_plan(settings(f"--model.num_layers={num_layers}"), DGX_2, 400).fitting
+    )
+    deeper = settings(f"--model.num_layers={num_layers + 1}")
+    with pytest.raises(
+        ConfigError, match=r"does not fit on 400 GPUs: the layout with the least memory .* needs [\d.]+ GB"
+    ):
+        make_plan(deeper, DGX_2, 400)
+
+
+def test_the_planner_counts_gradients_that_accumulate_locally():
+    layout = CandidateLayout(tensor_size=16, stage=2, store="partition", micro_batch_size=8)
+    reduced, local = (
+        predict(dataclasses.replace(layout, accumulate=how), settings(), DGX_2, 400) for how in ("reduce", "local")
+    )
+    full_gradients = 2 * 100e9 / 16
+    assert local.device_bytes - reduced.device_bytes == pytest.approx(full_gradients * 24 / 25, rel=0.02)
+    assert local.seconds < reduced.seconds, "4 micro-batches, of which the last alone reduces"
+
+
+def test_offload_fits_a_model_whose_states_exceed_the_device():
+    """13B parameters on one node: 16 GB of states per GPU; with offload, stage 2 keeps 2 bytes per parameter there."""
+    small = "--model.num_layers=40", "--model.hidden_size=5120", "--train.global_batch_size=64"
+    chosen = settings(*small, "--offload.mode=auto")
+    plan = make_plan(chosen, DGX_2, 16)
+    offloaded = [found for found in plan.fitting if found.layout.offload == "host"]
+    for found in offloaded:
+        without = predict(dataclasses.replace(found.layout, offload="accelerator"), chosen, DGX_2, 16)
+        assert found.device_bytes < without.device_bytes
+        assert found.host_bytes > without.host_bytes
+        assert found.seconds > without.seconds
+    in_stage_2 = {f.layout.offload for f in plan.fitting if (f.layout.tensor_size, f.layout.stage) == (1, 2)}
+    assert in_stage_2 == {"host"}
+    assert not any(found.layout.offload == "host" for found in make_plan(settings(*small), DGX_2, 16).fitting)
+
+
+def test_a_world_that_no_layout_divides_is_refused():
+    with pytest.raises(ConfigError, match=r"no layout divides train.global_batch_size=800 sequences over 448 ranks"):
+        make_plan(settings(), DGX_2, 448)
+
+
+@pytest.mark.parametrize(
+    ("store", "options"),
+    [
+        ("none", ["--model.attention=flash", "--model.dropout=0"]),
+        ("none", ["--model.attention=math", "--model.dropout=0", "--parallel.tensor_size=1"]),
+        ("none", ["--model.attention=math", "--model.dropout=0.1"]),
+        ("selective", ["--model.attention=math", "--model.dropout=0.1", "--parallel.sequence_parallel=true"]),
+        ("none", ["--config=configs/models/llama.yaml", "--model.attention=flash", "--model.num_kv_heads=2"]),
+        ("none", ["--config=configs/models/qwen3.yaml", "--model.attention=flash", "--model.head_dim=32"]),
+    ],
+)
+def test_a_layer_without_checkpoints_keeps_the_bytes_of_the_closed_form(store: str, options: list[str]):
+    def at_depth(num_layers: int) -> tuple[float, float]:
+        wide = "--model.hidden_size=256", "--model.num_heads=4", "--model.seq_length=128"
+        depth = f"--model.num_layers={num_layers}", f"--activations.store={store}", "--zero.stage=0"
+        chosen = shallow(*depth, *wide, *options)
+        layout = CandidateLayout(chosen.parallel.tensor_size, 0, chosen.activations.store, 2)
+        formula = activation_bytes(workload(layout, chosen, 2, 1), layout, chosen)
+        recording = dry_run(chosen)
+        peak, resident = (sum(memory[DEVICE].values()) for memory in (recording.peak, recording.resident))
+        return 2 * formula, peak - resident
+
+    shallower, deeper = at_depth(2), at_depth(4)
+    formula, measured = (b - a for a, b in zip(shallower, deeper, strict=True))
+    assert measured == pytest.approx(formula, rel=0.01), "the statistics of norms are left out"
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_documents_kept_apart_take_a_mask_if_the_kernel_does_not_suit(precision: str):
+    def bytes_with(masks_documents: str) -> tuple[float, float]:
+        shape = "--model.num_layers=2", "--model.hidden_size=64", "--model.num_heads=4", "--model.seq_length=256"
+        chosen = shallow(
+            *shape,
+            *("--model.attention=flash", "--model.dropout=0", "--activations.store=none"),
+            f"--train.precision={precision}",
+            f"--data.mask_documents={masks_documents}",
+        )
+        layout = CandidateLayout(chosen.parallel.tensor_size, 0, "none", 2)
+        formula = activation_bytes(workload(layout, chosen, 2, 1), layout, chosen)
+        return 2 * formula, sum(dry_run(chosen).peak[DEVICE].values())
+
+    formula, measured = (b - a for a, b in zip(bytes_with("false"), bytes_with("true"), strict=True))
+    assert formula == (2 * 256**2 * 4 if precision == "fp32" else 0)
+    assert measured == pytest.approx(formula, rel=0.02, abs=2 * 8 * 2 * 256), "tokens are not copied"
+
+
+def test_data_of_several_prefixes_can_be_planned_for():
+    """The settings then hold a list, which no cache can have as a key."""
+    assert make_plan(settings("--data.path=[one, other]"), DGX_2, 400) == make_plan(settings(), DGX_2, 400)
+
+
+def test_every_store_and_local_accumulation_is_considered():
+    layouts = list(candidate_layouts(8, 64, "accelerator"))
+    assert {layout.store for layout in layouts} == {"none", "selective", "keep", "partition", "partition_host"}
+    assert {layout.stage for layout in layouts if layout.accumulate == "local"} == {3}
+    stage_1 = CandidateLayout(tensor_size=16, stage=1, store="keep", micro_batch_size=8)
+    local = dataclasses.replace(stage_1, stage=2, accumulate="local")
+    one, other = (predict(layout, settings(), DGX_2, 400) for layout in (stage_1, local))
+    assert (one.device_bytes, one.seconds) == (other.device_bytes, other.seconds), "so it is left out in stage 2"
+    assert "--zero.accumulate=local" in local.options(800)
+    assert local.applied_to(settings()).zero.accumulate == "local"
+
+
+def test_less_recomputation_takes_less_time_and_more_memory():
+    layout = CandidateLayout(tensor_size=16, stage=2, store="none", micro_batch_size=1)
+    none, selective, keep = (
+        predict(dataclasses.replace(layout, store=store), settings(), DGX_2, 400)
+        for store in ("none", "selective", "keep")
+    )
+    assert none.seconds < selective.seconds < keep.seconds
+    assert none.device_bytes > selective.device_bytes > keep.device_bytes
+
+
+@pytest.mark.parametrize(
+    ("stage", "accumulate", "tensor_size"),
+    [(1, "reduce", 2), pytest.param(3, "reduce", 1, marks=pytest.mark.full), (3, "local", 2)],
+)
+def test_three_micro_batches_are_recorded_and_have_the_time_and_memory_of_seven(
+    monkeypatch: pytest.MonkeyPatch, stage: int, accumulate: str, tensor_size: int
+):
+    monkeypatch.setattr(depth, "DEPTHS", (2, 2))
+    world = "--train.micro_batch_size=1", f"--train.global_batch_size={28 // tensor_size}", "--activations.store=none"
+    layout = f"--zero.stage={stage}", f"--zero.accumulate={accumulate}", f"--parallel.tensor_size={tensor_size}"
+    chosen = shallow(*world, *layout)
+    run, _ = shallow_runs(chosen)
+    assert run.num_left_out == 4
+    of_three, of_seven = depth.estimate(run, DGX_2), depth.estimate(ShallowRun(2, dry_run(chosen)), DGX_2)
+    assert of_three.seconds == pytest.approx(of_seven.seconds, rel=1e-9)
+    tokens_and_losses = 4 * ((32 + 1) * 8 + 4)
+    assert of_seven.device_peak_bytes - of_three.device_peak_bytes == tokens_and_losses
+
+
+@pytest.mark.parametrize(
+    ("world_size", "tensor_size", "context_size", "batch", "num_left_out", "left"),
+    [
+        (16, 2, 2, 80, 10 - 3, 3 * 2 * 4),  # 2 sequences at a time, on 4 ranks
+        (4, 1, 1, 24, 0, 24),
+        (4, 1, 1, 16, 0, 16),
+        # The dry run refuses batches that do not divide, and a world that is smaller than a tensor group.
+        (4, 1, 1, 34, 0, 34),
+        (2, 4, 1, 80, 0, 80),
+    ],
+)
+def test_micro_batches_are_left_out_of_the_ranks_that_have_their_own_batches(
+    world_size: int, tensor_size: int, context_size: int, batch: int, num_left_out: int, left: int
+):
+    mesh = f"--parallel.tensor_size={tensor_size}", f"--parallel.context_size={context_size}"
+    sizes = f"--dry_run.world_size={world_size}", "--train.micro_batch_size=2", f"--train.global_batch_size={batch}"
+    few, found = depth._with_few_micro_batches(shallow(*mesh, *sizes))
+    assert (few.train.global_batch_size, found) == (left, num_left_out)
+
+
+def prediction(store: str, seconds: float) -> Prediction:
+    return Prediction(CandidateLayout(1, 2, store, 8), 20e9, 0.0, seconds, 4, seconds)
+
+
+def estimate(seconds: float, gigabytes: float = 20.0, on_host: float = 0.0) -> Estimate:
+    return Estimate(1e9, gigabytes * 1e9, gigabytes * 1e9, on_host * 1e9, seconds)
+
+
+PREDICTIONS = [prediction("none", 1.0), prediction("selective", 1.1), prediction("keep", 1.2), prediction("auto", 1.3)]
+
+
+def test_the_table_is_in_the_order_of_dry_runs_and_then_of_closed_forms():
+    none, selective, keep, other = (found.layout for found in PREDICTIONS)
+    verified = {none: estimate(1.5, gigabytes=33.5), selective: estimate(1.9), keep: estimate(1.8)}
+    first, others = in_order(PREDICTIONS, verified, DGX_2)
+    assert [found.layout for found in first] == [keep, selective, none], "none does not fit beside the reserve"
+    assert [found.layout for found in others] == [other]
+    table = plan_table(PREDICTIONS, verified, dict.fromkeys(verified, 50.0), DGX_2)
+    assert list(table.columns[0].cells) == [layout.division for layout in (keep, selective, none, other)]
+    closed_form = f"{PREDICTIONS[-1].device_bytes / 1e9:.1f}"
+    assert list(table.columns[2].cells) == ["20.0", "20.0", "33.5\ntoo much", closed_form]
+
+
+def num_columns(table: Table) -> int:
+    """Return the length of the longest line of a table that has all the room it wants."""
+    console = Console(width=200)
+    with console.capture() as printed:
+        console.print(table)
+    return max(map(len, printed.get().splitlines()))
+
+
+def test_the_table_of_the_longest_layout_has_80_columns():
+    layout = CandidateLayout(16, 3, "partition_host", 64, offload="host", accumulate="local")
+    assert layout.division.endswith("local, offload")
+    found = dataclasses.replace(PREDICTIONS[0], layout=layout, num_micro_batches=1024)
+    verified = {layout: estimate(161.0, gigabytes=133.5)}
+    table = plan_table([found], verified, {layout: 1234.5}, NOT_CALIBRATED)
+    assert num_columns(table) <= 80
+
+
+def test_the_figures_of_a_cluster_that_is_not_calibrated_say_so():
+    for cluster, remark in ((DGX_2, "(median error 7%)"), (NOT_CALIBRATED, "(not calibrated)")):
+        table = plan_table(PREDICTIONS, {}, {}, cluster)
+        assert remark in str(table.title)
+        line = best_line(PREDICTIONS[0].layout, estimate(2.0), cluster)
+        assert "20.0 of 33.1 GB" in line
+        assert remark in line
+
+
+def test_the_command_has_lines_of_80_columns_that_a_shell_joins():
+    options = ["--config", "configs/gpt/1.3b.yaml", "--profile.steps=[1, 2]", *(f"--option-{n}=1" for n in range(9))]
+    text = launch_command(25, 16, options)
+    assert max(map(len, text.splitlines())) <= 80
+    assert len(text.splitlines()) > 2
+    assert shlex.split(text.replace("\\\n", ""))[3:] == ["scripts/launch/torchrun.sh", *options]
+
+
+def test_the_options_of_a_plan_replace_those_that_were_given():
+    given = ["--config", "a.yaml", "--zero.stage=1", "--model.num_layers", "4", "--train.steps=7"]
+    chosen = ["--zero.stage=3", "--model.num_layers=9"]
+    assert overridden(given, chosen) == ["--config", "a.yaml", "--train.steps=7", *chosen]
+
+
+def test_layouts_are_verified_until_enough_fit_and_each_is_announced(
+    capsys: pytest.CaptureFixture[str],
+):
+    estimates = {"none": estimate(2.0, gigabytes=33.5), "selective": estimate(1.9, on_host=200), "keep": estimate(1.8)}
+
+    verified = verify(Plan(PREDICTIONS, []), lambda layout: estimates[layout.store], DGX_2, 2)
+    assert [layout.store for layout in verified] == ["none", "selective", "keep"], "the last has keep's partition"
+    announced = capsys.readouterr().err.splitlines()
+    assert announced[0] == "dry run 1: tensor 1, stage 2, none, micro-batch 8"
+    assert len(announced) == 3
+
+
+def test_the_fastest_are_verified_whether_or_not_computation_hides_traffic():
+    """The first layout sends little and recomputes, the second sends much beside its computation."""
+    sends_little = Prediction(CandidateLayout(1, 3, "keep", 8), 20e9, 0.0, 2.0, 1, overlapped_seconds=1.9)
+    sends_much = Prediction(CandidateLayout(1, 3, "none", 1), 20e9, 0.0, 3.0, 8, overlapped_seconds=1.5)
+    slower = Prediction(CandidateLayout(1, 2, "none", 1), 20e9, 0.0, 4.0, 8, overlapped_seconds=3.0)
+    wider = Prediction(CandidateLayout(2, 2, "none", 1), 20e9, 0.0, 5.0, 8, overlapped_seconds=4.0)
+    plan = Plan([sends_little, sends_much, slower, wider], [])
+    verified = verify(plan, lambda _layout: estimate(1.8), DGX_2, 1)
+    assert list(verified) == [sends_little.layout, wider.layout, sends_much.layout], "and one of each tensor size"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--nodes", "0"], r"--nodes=0 or --verify=.* is below 1; choose 1 or more"),
+        (["--nodes", "2", "0", "--front=plot.png"], r"--nodes=0 or --verify=3 is below 1; choose 1 or more"),
+        (["--nodes", "2", "--verify", "0"], r"--nodes=2 or --verify=0 is below 1; choose 1 or more"),
+        (["--nodes", "1", "2"], r"--nodes=\[1, 2\] are 2 numbers, which only --front=PLOT compares"),
+    ],
+)
+def test_numbers_of_nodes_that_cannot_be_planned_for_are_refused(arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        main(["--cluster", str(ROOT / "configs/clusters/dgx-2.yaml"), *arguments])
+
+
+def test_a_plan_of_which_nothing_fits_asks_for_more_dry_runs():
+    with (
+        mock.patch("lab.planner.plan.plan_and_verify", return_value=([], {})),
+        pytest.raises(ConfigError, match=r"none of the best layouts fits in a dry run; raise --verify=3$"),
+    ):
+        report_plan(mock.Mock(), mock.Mock(), 8, 3, mock.Mock())

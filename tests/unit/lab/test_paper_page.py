@@ -1,0 +1,107 @@
+"""The page of the paper and its plots, from dry runs that are made up."""
+
+import math
+from pathlib import Path
+
+import pytest
+from matplotlib import pyplot
+
+from lab.paper import reproduce, throughput
+from lab.paper.experiments import Experiment, experiments
+from lab.paper.plots import Labels, Series, plot_bars, plot_lines
+from lab.paper.results import CLUSTER, Result
+from lab.planner.depth import DepthExtrapolation, Estimate
+
+LABELS = Labels("title", "size", "rate")
+
+
+def result(experiment: Experiment, relative_rate: float = 1.0, gigabytes: float = 20.0) -> Result:
+    """Return a result whose rate is a multiple of the printed one."""
+    per_second = experiment.tflops(1.0)
+    seconds = per_second / (relative_rate * (experiment.measured_tflops or 30.0))
+    estimate = Estimate(1e9, gigabytes * 1e9, 0.0, 0.0, seconds)
+    return Result(experiment, DepthExtrapolation((4, 8), (estimate, estimate)))
+
+
+@pytest.fixture
+def open_plots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave plots open after they are written, so that a test can look at them."""
+    pyplot.close("all")
+    monkeypatch.setattr(pyplot, "close", lambda *_: None)
+
+
+@pytest.mark.usefixtures("open_plots")
+def test_a_run_out_of_memory_has_a_mark_instead_of_a_bar_and_the_limit_is_drawn(tmp_path: Path):
+    series = [Series("dry run", ["C1", "C2"], [20.0, None], marks=["", "OOM"])]
+    plot_bars(tmp_path / "bars.png", LABELS, series, ("limit", 34.0))
+    (axes,) = pyplot.gcf().axes
+    assert [bar.get_height() for bar in axes.patches] == [20.0, 0.0]
+    assert [text.get_text() for text in axes.texts] == ["20", "OOM"]
+    assert [line.get_ydata()[0] for line in axes.lines] == [34.0]
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("size", "rate")
+
+
+@pytest.mark.usefixtures("open_plots")
+def test_a_line_has_a_gap_at_an_unknown_value_and_names_keep_their_order(tmp_path: Path):
+    series = [Series("ZeRO", ["2B", "4B"], [1.0, 2.0]), Series("baseline", ["1B", "2B", "4B"], [3.0, None, 4.0])]
+    plot_lines(tmp_path / "lines.png", LABELS, series, ["1B", "2B", "4B"])
+    (axes,) = pyplot.gcf().axes
+    zero, baseline = axes.lines
+    assert list(zero.get_xdata()) == [1, 2]
+    assert math.isnan(baseline.get_ydata()[1])
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["1B", "2B", "4B"]
+
+
+@pytest.mark.usefixtures("open_plots")
+def test_sizes_are_in_their_order(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setattr(throughput, "PAPER", tmp_path)
+    monkeypatch.setattr(throughput, "results", lambda figure: tuple(map(result, experiments(figure))))
+    throughput.figure_4()
+    (axes,) = pyplot.gcf().axes
+    names = [label.get_text() for label in axes.get_xticklabels()]
+    assert names == sorted(names, key=lambda name: float(name[:-1]))
+    assert axes.get_xlabel() == "parameters of the model"
+
+
+def test_a_run_that_does_not_leave_the_reserve_is_out_of_memory_and_has_no_rate():
+    experiment = next(experiments("figure8"))
+    gigabytes = CLUSTER.gpu_memory_bytes / 1e9
+    just_fits, too_large = (result(experiment, 1.1, gigabytes - reserve) for reserve in (1.01, 0.99))
+    assert just_fits.error == pytest.approx(0.1)
+    assert (too_large.fits, too_large.tflops, too_large.error) == (False, None, None)
+    fitting, oom = list(throughput.throughput_lines([just_fits, too_large]))[2:]
+    assert "OOM" not in fitting
+    assert "| OOM |" in oom
+
+
+def test_the_row_that_is_left_out_is_named_beside_the_largest_error(monkeypatch: pytest.MonkeyPatch):
+    def made_up(figure: str) -> tuple[Result, ...]:
+        rates = {throughput.EXCLUDED: 1.83, "figure8/60b-c3-128": 1.3}
+        return tuple(result(e, rates.get(f"{e.figure}/{e.name}", 1.01)) for e in experiments(figure))
+
+    monkeypatch.setattr(throughput, "results", made_up)
+    (sentences,) = throughput.accuracy()
+    assert sentences.startswith("Over 31 of the 32 predicted rows of Figures 2, 4 and 8 the median error is 1%, the ")
+    assert "the largest 30% (60b-c3-128)" in sentences
+    assert "figure2/40b-baseline-384 with an error of +83%" in sentences
+
+
+def test_the_page_has_a_status_for_each_table_and_figure_of_the_paper(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(throughput, "accuracy", lambda: iter(["accuracy"]))
+    page = reproduce.page({name: (f"status of {name}", ["lines"]) for name in reproduce.PARTS})
+    rows = [line for line in page.splitlines() if line.startswith("| ")]
+    for part in (*(f"Figure {n}" for n in range(1, 9)), *(f"Table {n}" for n in range(1, 5))):
+        assert sum(row.startswith(f"| {part} ") for row in rows) == 1, part
+    assert "| Figure 5 | status of figure5 |" in rows
+
+
+def test_a_part_is_printed_and_leaves_the_page(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(reproduce, "PAPER", tmp_path)
+    reproduce.main(["table1"])
+    assert "54 of 54 cells equal the closed form" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(SystemExit, match="2"):
+        reproduce.main(["figure9"])
+    assert "figure9 is no part of the page" in capsys.readouterr().err

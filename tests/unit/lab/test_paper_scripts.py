@@ -1,0 +1,63 @@
+"""The search for the largest model on a cluster, with a stub that decides which runs fit."""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from lab.paper import largest
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.mark.parametrize("step", [1, 2, 5])
+@pytest.mark.parametrize("first", [1, 5, 20, 50])
+def test_the_search_ends_at_the_largest_that_fits_and_tries_nothing_twice(first, step):
+    for limit in range(60):
+        tried = []
+
+        def fits(num_layers: int, limit: int = limit, tried: list[int] = tried) -> bool:
+            tried.append(num_layers)
+            return num_layers <= limit
+
+        possible = range(first % step or step, limit + 1, step)
+        assert largest.largest(fits, first, step) == max(possible, default=0)
+        assert len(set(tried)) == len(tried) < 16
+        assert min(tried) >= 1
+
+
+def test_largest_sh_reads_what_runs_leave_behind(tmp_path):
+    """The stub trains up to 7 layers, runs out of memory above, and fails for another reason at 40."""
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts" / "paper").symlink_to(ROOT / "scripts" / "paper")
+    stub = tmp_path / "launch"
+    stub.write_text(
+        """#!/usr/bin/env python3
+import json, pathlib, sys
+given = dict(zip(sys.argv[1:], sys.argv[2:]))
+layers, folder = int(given["--model.num_layers"]), pathlib.Path(given["--run.dir"])
+folder.mkdir(parents=True)
+records = [{"step": n} for n in (1, 2, 3)] if layers <= 7 else [{"step": 0, "out_of_memory": True}]
+if layers != 40:
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + chr(10) for record in records))
+"""
+    )
+    stub.chmod(0o755)
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+
+    def search(first: str) -> subprocess.CompletedProcess[str]:
+        command = ["python", "-m", "lab.paper.largest", "c4.yaml", first, "--launch", str(stub)]
+        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+
+    found = search("4")
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.splitlines()[-1] == "7 layers are the most that fit"
+    records = (tmp_path / "runs/paper/largest/c4-8/metrics.jsonl").read_text().splitlines()
+    assert json.loads(records[0])["out_of_memory"]
+    stub.write_text("#!/bin/sh\nexit 1\n")
+    assert search("4").stdout == found.stdout, "what has been tried is not tried again"
+    failed = search("40")
+    assert (failed.returncode, failed.stdout) == (2, "")
+    assert "the run of 40 layers ended neither trained nor out of memory" in failed.stderr

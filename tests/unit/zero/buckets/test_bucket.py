@@ -1,0 +1,77 @@
+"""The gradients of one bucket: staged in memory that is not initialized, reduced whole, added to the owned shard."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from parallel.mesh import Handle
+from zero.buckets.bucket import GradShard, Staging, scale_into
+from zero.memory.placement import Offload
+from zero.memory.staging import StagingPool
+from zero.partition.stage import STAGES, GradientTypes, Lifetime, ShardingPolicy
+
+ELEMENTS, SHARD, GAPS = range(100, 110), range(100, 105), [range(103, 104), range(108, 110)]
+CPU = torch.device("cpu")
+
+
+def pool_of_nan() -> StagingPool:
+    """Make a pool whose block, longer than the bucket, has been used before."""
+    pool = StagingPool(16, {torch.float32: 1}, Offload(CPU))
+    block = pool.take(torch.float32)
+    pool.put_back(block.fill_(torch.nan), Handle())
+    return pool
+
+
+def grad_shard(policy: ShardingPolicy) -> tuple[GradShard, nn.Parameter, nn.Parameter]:
+    """Make a bucket of two parameters, of 3 and 4 elements, with a gap after each."""
+    first, second = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(4))
+    parts = {first: range(100, 103), second: range(104, 108)}
+    grads = GradShard(ELEMENTS, SHARD, parts, GAPS, GradientTypes(torch.float32, torch.float32), policy, Offload(CPU))
+    if grads.staged is not None:
+        grads.staged.fill_(torch.nan)
+    return grads, first, second
+
+
+@pytest.mark.parametrize("policy", STAGES.values(), ids=STAGES)
+def test_a_bucket_is_zero_where_no_gradient_was_written(policy):
+    grads, first, second = grad_shard(policy)
+    pool = pool_of_nan()
+    for _ in range(2):
+        grads.write(second, torch.arange(1.0, 5.0), 2.0, pool)
+        assert grads.finish(pool).tolist() == [0, 0, 0, 0, 2, 4, 6, 8, 0, 0]
+        assert grads.staging is Staging.REDUCING
+        grads.staged.fill_(torch.nan)
+        grads.unstage(pool)
+    grads.write(first, torch.ones(3), 0.5, pool)
+    grads.write(first, torch.ones(3), 0.5, pool)
+    assert grads.finish(pool).tolist() == [1, 1, 1, 0, 0, 0, 0, 0, 0, 0]
+
+
+def reduced(grads: GradShard, param: nn.Parameter, value: float, pool: StagingPool) -> Tensor:
+    """Stage a gradient, and move it to the owned shard as if it had been reduced; return the owned shard."""
+    grads.write(param, torch.full((param.numel(),), value), 1.0, pool)
+    grads.finish(pool)
+    grads.accumulate(scale=1.0)
+    grads.holds_gradient = True
+    grads.unstage(pool)
+    return grads.owned
+
+
+@pytest.mark.parametrize("lifetime", Lifetime)
+def test_the_owned_shard_is_the_sum_of_all_reductions_since_it_was_freed(lifetime):
+    grads, first, _ = grad_shard(replace(STAGES[2], owned_grads=lifetime))
+    pool = pool_of_nan()
+    for _ in range(2):
+        assert (grads.owned.untyped_storage().nbytes() == 0) == (lifetime is Lifetime.TRANSIENT)
+        assert reduced(grads, first, 3.0, pool).tolist() == [3, 3, 3, 0, 0]
+        assert reduced(grads, first, 4.0, pool).tolist() == [7, 7, 7, 0, 0]
+        grads.free_owned()
+
+
+def test_a_product_of_another_type_is_rounded_once_and_does_not_overflow():
+    narrow = scale_into(torch.empty(2, dtype=torch.float16), torch.tensor([160000.0, 1.0]), 1 / 8)
+    assert narrow.tolist() == [20000.0, 0.125]
+    wide = scale_into(torch.empty(1), torch.tensor([1.0], dtype=torch.bfloat16), 1 / 3)
+    assert wide.item() == pytest.approx(1 / 3, rel=1e-6)

@@ -1,0 +1,106 @@
+"""Parameters of a wrapped module: what is refused, and what they leave as it is in plain torch."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from parallel.mesh import Axis
+from zero.buckets.guarded_parameter import GradientAccessError
+from zero.engine import ZeroDataParallel
+from zero.optimizer import ZeroOptimizer
+from zero.partition.config import ZeroConfig
+
+
+def wrapped(stage: int = 2) -> ZeroDataParallel:
+    return ZeroDataParallel(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), Axis.trivial("data"), ZeroConfig(stage))
+
+
+def trained() -> tuple[ZeroDataParallel, ZeroOptimizer]:
+    model = wrapped()
+    return model, ZeroOptimizer(model, torch.optim.SGD, lr=0.1)
+
+
+def step(model: ZeroDataParallel, optimizer: ZeroOptimizer) -> list[str]:
+    """Run a step; return the warnings."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+    return [str(warning.message) for warning in caught]
+
+
+def test_a_parameter_that_was_added_is_named_once_and_only_if_it_could_be_trained():
+    model, optimizer = trained()
+    assert step(model, optimizer) == []
+    first, second = model.module
+    first.frozen = nn.Parameter(torch.ones(1), requires_grad=False)
+    assert step(model, optimizer) == []
+    first.added = nn.Parameter(torch.ones(1))
+    (message,) = step(model, optimizer)
+    assert message.startswith("0.added was added after the module was wrapped, and is not trained; call `unwrap()`")
+    assert step(model, optimizer) == []
+    second.later = nn.Parameter(torch.ones(1))
+    (message,) = step(model, optimizer)
+    assert message.startswith("1.later was added")
+
+
+def test_requires_grad_may_be_set_as_it_was():
+    model, optimizer = trained()
+    weight = model.module[0].weight
+    weight.requires_grad = False
+    assert weight.requires_grad_() is weight
+    assert step(model, optimizer) == []
+    weight.requires_grad_(False)
+    with pytest.raises(ValueError, match=r"requires_grad of 0\.weight was True when the .* wrapped, and is False now"):
+        step(model, optimizer)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_gradient_is_refused_as_long_as_the_engine_holds_gradients(stage):
+    model = wrapped(stage)
+    weight = model.module[0].weight
+    for _ in range(2):
+        assert weight.grad is None
+        weight.grad = None
+        with pytest.raises(GradientAccessError, match=r"gradient of 0\.weight cannot be set"):
+            weight.grad = torch.ones(4, 4)
+        model(torch.ones(1, 4)).sum().backward()
+        with pytest.raises(GradientAccessError, match=r"gradient of 0\.weight is in the buckets of ZeroDataParallel"):
+            _ = weight.grad
+        with pytest.raises(GradientAccessError, match="cannot be set"):
+            weight.grad = None
+        model.zero_grad()
+
+
+def test_a_copy_of_a_parameter_is_plain_and_copied_once():
+    model = wrapped()
+    weight, bias = model.module[0].weight, model.module[0].bias
+    weight.note = ["of the user"]
+    bias.requires_grad_(False)
+    first, second, other = copy.deepcopy([weight, weight, bias])
+    assert first is second
+    assert type(first) is nn.Parameter
+    assert (first.equal(weight), first.note) == (True, ["of the user"])
+    assert first.note is not weight.note
+    assert (first.requires_grad, other.requires_grad) == (True, False)
+    with torch.no_grad():
+        first.zero_()
+    assert not weight.equal(first)
+
+
+def test_a_parameter_whose_values_are_sharded_has_a_name_instead():
+    weight = wrapped(3).module[1].weight
+    name = "1.weight, a torch.float32 of shape (4, 4) inside ZeroDataParallel"
+    assert (repr(weight), f"{weight:>100}") == (name, name.rjust(100))
+
+
+def test_data_that_is_set_to_itself_is_not_written():
+    weight = wrapped().module[0].weight
+    version = weight._version
+    weight.data = weight
+    assert weight._version == version
+    weight.data = torch.ones(4, 4)
+    assert weight._version > version

@@ -1,0 +1,66 @@
+"""The tensors that a module takes and returns are found in whatever holds them, or their holder is reported."""
+
+from collections import OrderedDict, namedtuple
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from zero.buckets.tensor_tree import MAX_OBJECTS, find_tensors
+
+Pair = namedtuple("Pair", "x y")
+
+
+@dataclass
+class Output:
+    loss: Tensor
+    rest: dict
+
+
+class Plain:
+    def __init__(self, x: Tensor):
+        self.x, self.own = x, self  # a cycle
+
+
+class Slotted:
+    __slots__ = ("missing", "x")
+
+    def __init__(self, x: Tensor):
+        self.x = x
+
+
+X, Y = torch.zeros(2), torch.ones(2)
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        (X, [Y]),
+        {"a": X, "b": {"c": (Y, X)}},
+        Pair(X, Y),
+        Output(X, {"y": Y}),
+        OrderedDict(x=X, y=Plain(Y)),
+        [Plain([X]), Slotted(Y), None, 3, "x", 2.5, torch.float32, torch.Size([2]), nn.Linear(1, 1), int],
+    ],
+)
+def test_tensors_are_found_in_containers_and_objects(tree):
+    tensors, is_complete = find_tensors(tree)
+    assert [id(tensor) for tensor in tensors] == [id(X), id(Y)]
+    assert is_complete
+
+
+@pytest.mark.parametrize(
+    "hidden",
+    [
+        lambda: X,
+        iter([X]),
+        (x for x in [X]),
+        Plain(lambda: X),
+        list(map(Pair, [X] * MAX_OBJECTS, [1] * MAX_OBJECTS)),
+    ],
+)
+def test_what_may_hide_tensors_is_reported(hidden):
+    tensors, is_complete = find_tensors((Y, hidden))
+    assert id(Y) in map(id, tensors)
+    assert not is_complete

@@ -1,0 +1,58 @@
+"""The table of stages, and the settings that choose among them."""
+
+import pytest
+import torch
+
+from parallel.comm_log import CommLog
+from parallel.errors import ConfigError
+from parallel.mesh import Axis
+from zero.partition.config import ZeroConfig
+from zero.partition.stage import STAGES, Lifetime
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_one_axis_divides_and_the_other_replicates(stage):
+    data = Axis("data", 4, 3, CommLog())
+    shard_axis, replica_axis = STAGES[stage].axes(data)
+    assert (shard_axis.size, shard_axis.rank) == ((1, 0) if stage == 0 else (4, 3))
+    assert (replica_axis.size, replica_axis.rank) == ((4, 3) if stage == 0 else (1, 0))
+    assert shard_axis.log is replica_axis.log is data.log
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"stage": 4}, r"ZeroConfig\.stage=4 is above 3; choose an integer from 0 to 3"),
+        ({"accumulate": "locl"}, r"ZeroConfig\.accumulate=locl is unknown; choose reduce or local"),
+        ({"bucket_numel": 0}, r"ZeroConfig\.bucket_numel=0 is below 1"),
+        ({"alignment": 24}, r"ZeroConfig\.alignment=24 is not a multiple of 16; choose 16 or 256"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        ZeroConfig(**settings)
+
+
+def test_gradients_are_freed_between_steps_in_stage_3_unless_memory_is_to_be_defragmented():
+    for stage, by_default in ((0, True), (1, True), (2, True), (3, False)):
+        for setting, allocates_once in ((None, by_default), (True, True), (False, False)):
+            lifetime = ZeroConfig(stage, defragment=setting).policy.owned_grads
+            assert (lifetime is Lifetime.PERSISTENT) == allocates_once
+
+
+def test_buckets_grow_with_the_ranks_as_long_as_they_are_small_beside_what_is_allocated():
+    ten_billion, bf16 = 10**10, torch.bfloat16
+    for config, num_elements, num_ranks, expected in [
+        (ZeroConfig(1), ten_billion, 32, 2**25),
+        (ZeroConfig(1), ten_billion, 400, 400 * 2**20),
+        (ZeroConfig(1), 10**9, 400, 10**9 // 8),
+        (ZeroConfig(1), 10**6, 400, 2**25),
+        (ZeroConfig(1, reduce_dtype="bf16"), ten_billion, 1024, 1_600_000_000 // 6),  # full gradients are cast: staged
+        (ZeroConfig(2), ten_billion, 128, 128 * 2**20),
+        (ZeroConfig(2), ten_billion, 1024, 1_600_000_000 // 6),
+        (ZeroConfig(3, reduce_dtype="fp32"), ten_billion, 1024, 1_600_000_000 // 12),
+        (ZeroConfig(3, accumulate="local"), ten_billion, 1024, 1024 * 2**20),
+        (ZeroConfig(2, bucket_numel=5000), ten_billion, 1024, 5000),
+        (ZeroConfig(2, bucket_numel=None), ten_billion, 1024, ten_billion),
+    ]:
+        assert config.chosen_bucket_numel(num_elements, num_ranks, bf16) == expected, config

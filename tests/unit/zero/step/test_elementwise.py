@@ -1,0 +1,138 @@
+"""Stepping one bucket at a time equals stepping all at once; optimizers for which it does not are refused."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from parallel.errors import ConfigError
+from zero.step.elementwise import BucketedOptimizer, Piece, as_groups, probe_atoms
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "settings", "bytes_an_element"),
+    [
+        (torch.optim.AdamW, {"fused": True}, 8),
+        (torch.optim.AdamW, {"amsgrad": True}, 12),
+        (torch.optim.SGD, {}, 0),
+        (torch.optim.SGD, {"momentum": 0.9}, 4),
+        (torch.optim.RMSprop, {}, 4),
+        (torch.optim.Adagrad, {}, 4),
+        (torch.optim.NAdam, {}, 8),
+        (torch.optim.Adamax, {}, 8),
+    ],
+)
+def test_the_state_of_elementwise_optimizers(optimizer, settings, bytes_an_element):
+    assert probe_atoms(optimizer, settings, CPU) == [bytes_an_element]
+
+
+class NormalizedSGD(torch.optim.Optimizer):
+    def __init__(self, params: Any, lr: float = 1e-2):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            for param in (param for param in group["params"] if param.grad is not None):
+                param.sub_(param.grad / param.grad.norm(), alpha=group["lr"])
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "reason"),
+    [
+        (NormalizedSGD, "is not element-wise"),
+        (torch.optim.Adafactor, "is not element-wise"),
+        (torch.optim.Muon, "cannot step flat pieces"),
+        (torch.optim.LBFGS, "cannot step flat pieces"),
+        (torch.optim.SparseAdam, "cannot step flat pieces"),
+    ],
+)
+def test_optimizers_that_are_not_elementwise_are_refused(optimizer, reason):
+    with pytest.raises(ConfigError, match=f"optimizer {optimizer.__name__} {reason}"):
+        probe_atoms(optimizer, {}, CPU)
+
+
+class Recorder(torch.optim.Optimizer):
+    """An optimizer that records what it steps with, and counts steps in a setting of each group with parameters."""
+
+    def __init__(self, params: Any):
+        self.seen: list[tuple[list[float], list[Tensor], Any]] = []
+        super().__init__(params, {"lr": 1.0})
+
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            if group["params"]:
+                group["counter"] = group.get("counter", 0) + 1
+                grads = [param.grad.clone() for param in group["params"]]
+                self.seen.append(([p.item() for p in group["params"]], grads, (group["lr"], group["counter"])))
+
+
+def test_a_bucket_steps_its_own_pieces_with_their_groups_settings():
+    params = [nn.Parameter(torch.tensor([float(index)])) for index in range(3)]
+    groups = [{"params": [params[0], params[2]], "lr": 0.5}, {"params": [params[1]]}]
+    bucketed = BucketedOptimizer(Recorder(groups))
+    buckets = [
+        [Piece(params[0], range(1, 2), 0), Piece(params[1], range(3, 4), 1)],
+        [Piece(params[2], range(1), 0)],
+    ]
+    for lr in (0.5, 0.25):
+        bucketed.inner.param_groups[0]["lr"] = lr
+        bucketed.begin_round()
+        for bucket in buckets:
+            bucketed.step([(bucket, torch.arange(10.0, 15.0))])
+        bucketed.end_round()
+    first = torch.tensor([11.0]), torch.tensor([13.0]), torch.tensor([10.0])
+    assert bucketed.inner.seen == [
+        ([value], [grad], (lr, counter))
+        for counter, rate in ((1, 0.5), (2, 0.25))
+        for value, grad, lr in ((0.0, first[0], rate), (1.0, first[1], 1.0), (2.0, first[2], rate))
+    ]
+    assert [group["params"] for group in bucketed.inner.param_groups] == [[params[0], params[2]], [params[1]]]
+    assert [group["counter"] for group in bucketed.inner.param_groups] == [2, 2]
+    assert all(param.grad is None for param in params)
+
+
+class MuonLike(torch.optim.Optimizer):
+    """SGD that normalizes the gradients of some groups, or fails for gradients that are not matrices."""
+
+    def __init__(self, params: Any, lr: float = 1e-2, normalizes: bool = False, decomposes: bool = False):
+        super().__init__(params, {"lr": lr, "normalizes": normalizes, "decomposes": decomposes})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            for param in (param for param in group["params"] if param.grad is not None):
+                grad = param.grad / param.grad.norm() if group["normalizes"] else param.grad
+                grad = torch.linalg.qr(grad).Q if group["decomposes"] else grad
+                param.sub_(grad, alpha=group["lr"])
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [({"normalizes": True}, "is not element-wise"), ({"decomposes": True}, "cannot step flat pieces")],
+)
+def test_the_settings_of_each_group_are_probed(settings, reason):
+    probe_atoms(MuonLike, {}, CPU, [{"lr": 0.1}, {"lr": 0.0}])
+    with pytest.raises(ConfigError, match=f"optimizer MuonLike {reason}"):
+        probe_atoms(MuonLike, {}, CPU, [{"lr": 0.1}, {"lr": 0.0} | settings])
+
+
+def test_settings_that_the_device_does_not_support_are_named():
+    with pytest.raises(ConfigError, match=r"optimizer AdamW does not work on cpu: .*capturable=True.*; change its"):
+        probe_atoms(torch.optim.AdamW, {"capturable": True}, CPU)
+
+
+def test_parameters_are_given_in_any_form_of_torchs():
+    layer = nn.Linear(2, 3)
+    weight, bias = layer.weight, layer.bias
+    assert as_groups(layer.parameters()) == as_groups(layer.named_parameters()) == [{"params": [weight, bias]}]
+    assert as_groups([{"params": weight, "lr": 0.1}, {"params": iter([bias])}]) == [
+        {"params": [weight], "lr": 0.1},
+        {"params": [bias]},
+    ]
+    for wrong, message in (([], "has no parameters"), (["weight"], "has a str where a parameter belongs")):
+        with pytest.raises(ValueError, match=message):
+            as_groups(wrong)

@@ -1,0 +1,97 @@
+"""The norms of sharded gradients, on one rank: of all and of each layer, a few chunks at a time."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lab.observe.memory_tracker import MemoryTracker
+from parallel.comm_log import CommLog
+from parallel.mesh import Axis, Handle
+from zero.engine import ZeroDataParallel
+from zero.optimizer import ZeroOptimizer
+from zero.partition.config import ZeroConfig
+from zero.step import grad_norm
+from zero.step.grad_norm import NUM_NORMS, GradNorm, layer_of
+from zero.step.loss_scale import LossScale
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class LonelyAxis(Axis):
+    """A rank whose peers add nothing to a sum."""
+
+    def all_reduce(self, tensor: Tensor, *, out: Tensor, **_others: object) -> Handle:
+        assert out is tensor
+        return Handle()
+
+
+def reduced(scale: float = 4.0) -> tuple[ZeroDataParallel, ZeroOptimizer, dict[str, Tensor]]:
+    """Return a model of two layers, its optimizer, and what its gradients are; the optimizer has reduced them."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(6, 9), nn.Linear(9, 5))
+    expected = {}
+    module(torch.ones(2, 6)).square().sum().backward()
+    for name, param in module.named_parameters():
+        assert param.grad is not None
+        expected[name], param.grad = param.grad, None
+    model = ZeroDataParallel(module, Axis.trivial("data"), ZeroConfig(1, bucket_numel=64))
+    optimizer = ZeroOptimizer(model, torch.optim.SGD, loss_scale=LossScale(scale))
+    (model(torch.ones(2, 6)).square().sum() * scale).backward()
+    model.reducer.complete()
+    return model, optimizer, expected
+
+
+@pytest.mark.parametrize("chunk_numel", [3, 2**18])
+def test_the_norms_are_those_of_the_gradients_without_the_loss_scale(monkeypatch, chunk_numel):
+    monkeypatch.setattr(grad_norm, "CHUNK_NUMEL", chunk_numel)
+    model, optimizer, grads = reduced()
+    torch.testing.assert_close(optimizer.grad_norm.total(), nn.utils.get_total_norm(grads.values()))
+    layers = optimizer.grad_norm.by_layer(model.module)
+    assert [*layers] == ["0", "1"]
+    for layer, norm in layers.items():
+        own = [grad for name, grad in grads.items() if name.startswith(layer)]
+        torch.testing.assert_close(norm, nn.utils.get_total_norm(own))
+
+
+@pytest.mark.parametrize(("rank", "counted"), [(0, ["0.weight", "0.bias", "1.weight", "1.bias"]), (1, ["1.weight"])])
+def test_what_is_replicated_along_the_tensor_axis_is_counted_by_its_first_rank(rank, counted):
+    model, optimizer, grads = reduced(scale=1.0)
+    tensor = LonelyAxis("tensor", 2, rank, CommLog())
+    names = dict(model.module.named_parameters())
+    owned = {bucket: list(flat.params_in(bucket.shard)) for flat in model.flats for bucket in flat.buckets}
+    norm = GradNorm(
+        owned, set(names.values()), (Axis.trivial("shard"), tensor), {names["1.weight"]}, optimizer.loss_scale.scale
+    )
+    expected = nn.utils.get_total_norm([grads[name] for name in counted])
+    torch.testing.assert_close(norm.total(), expected)
+    of_layers = torch.stack([*norm.by_layer(model.module).values()])
+    torch.testing.assert_close(of_layers.norm(), expected)
+
+
+def test_the_norm_allocates_the_bytes_that_it_promises(monkeypatch):
+    monkeypatch.setattr(grad_norm, "CHUNK_NUMEL", 2)
+    _, optimizer, grads = reduced()
+    assert sum(grad.numel() for grad in grads.values()) > 2 * NUM_NORMS
+    with MemoryTracker(CPU) as tracker:
+        optimizer.grad_norm.total()
+        tracker.restart()
+        at_rest = tracker.device.total
+        optimizer.grad_norm.total()
+    assert tracker.device.peak_total - at_rest == optimizer.grad_norm.temporary_bytes
+
+
+@pytest.mark.parametrize(
+    ("name", "layer"),
+    [
+        ("blocks.3.mlp.up.weight", "blocks.3"),
+        ("embedding.weight", "embedding"),
+        ("weight", "weight"),
+        ("0.weight", "0"),
+        ("model.layers.10.experts.2.weight", "model.layers.10"),
+    ],
+)
+def test_the_layer_of_a_parameter_is_its_block_or_the_first_part_of_its_name(name, layer):
+    assert layer_of(name) == layer

@@ -1,0 +1,316 @@
+"""Buckets: the stretches of a flat buffer that are communicated, updated and placed at once. Rank r owns shard r.
+
+params.full      all shards, while the parameters are unsharded
+params.owned     this rank's shard: a part of `full` if full parameters persist, else memory of its own
+params.cached    a copy of `owned` on the device, if `owned` is in host memory and there is room for the copy
+grads.staged     this rank's full gradients, until the reduction ends
+grads.message    `staged`, or its cast if gradients are reduced in another type: its shard is that of the sum over ranks
+grads.owned      this rank's shard of the mean gradients: a part of `staged` if that persists and the shard is placed on
+                 the accelerator, else memory of its own
+master           the owned parameters in at least fp32, stored beside the optimizer's states; in fp32 `params.owned`
+                 itself, if both have the same placement
+
+If full parameters persist, `params.owned` may be written in place between steps; master weights that have memory of
+their own follow before the next update.
+"""
+
+from collections.abc import Set
+from enum import Enum
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from lab.observe.memory_tracker import TensorKind
+from parallel.mesh import Axis, Handle
+from zero.memory.placement import Offload, Placement
+from zero.memory.staging import StagingPool, free_storage, restore_storage
+from zero.partition.layout import cut, overlap
+from zero.partition.stage import GradientTypes, Lifetime, ShardingPolicy
+
+TAKEN_NUMEL = 2**22  # master weights that are compared with parameters at a time: the temporaries have this length
+
+
+class ParamShard:
+    """The parameters of one bucket: the shard that this rank owns, and a view of the full buffer."""
+
+    def __init__(self, full: Tensor, shard: range, axis: Axis, offload: Offload, lifetime: Lifetime):
+        """`shard`: this rank's elements of `full`; they are copied to separate memory if `full` is transient."""
+        self.full, self._full_shard = full, cut(full, shard)
+        self._axis, self._offload = axis, offload
+        self.persists = lifetime is Lifetime.PERSISTENT
+        self.placement = Placement.ACCELERATOR if self.persists else offload.config.initial_placement("parameters")
+        self.owned = self._full_shard if self.persists else self._copy_shard(self.placement)
+        self.cached: Tensor | None = None
+
+    def all_gather(self) -> Handle:
+        """Fill `full` with the shards of all owners; wait before it is read."""
+        if self.placement is Placement.HOST and self.cached is None:
+            # The shard is copied into its place in `full`, and the all-gather is launched behind the copy, in place.
+            gather = partial(self._axis.all_gather, self._full_shard, out=self.full)
+            return self._offload.to_accelerator(self.owned, self._full_shard, gather)
+        return self._axis.all_gather(self.owned if self.cached is None else self.cached, out=self.full)
+
+    def all_gather_updated(self) -> Handle:
+        """Copy new values of `owned` to the device cache, or all-gather them to `full` if that persists.
+
+        A transient `full` must have been resharded before.
+        """
+        if self.cached is not None:
+            return self._offload.to_accelerator(self.owned, out=self.cached)
+        return self.all_gather() if self.persists else Handle()
+
+    def fetch(self) -> None:
+        """Keep a copy of the shard on the device until `evict`. The parameters must be unsharded."""
+        self.cached = self._copy_shard(Placement.ACCELERATOR)
+
+    def evict(self) -> None:
+        """Free the copy on the device; the host has the same values."""
+        self.cached = None
+
+    def _copy_shard(self, placement: Placement) -> Tensor:
+        shard = self._full_shard
+        return self._offload.new(placement, TensorKind.PARAMETERS, shard.numel(), shard.dtype).copy_(shard)
+
+
+class Staging(Enum):
+    """The use of the memory of a bucket's full gradients."""
+
+    FREE = "no full gradient is stored; if the memory persists, its owned shard may hold the reduced gradient"
+    FILLING = "gradients of one or more backwards have been written, and more may be added"
+    REDUCING = "the reduction has been launched, and the memory belongs to it"
+
+
+class GradShard:
+    """The gradients of one bucket: `staged` in full until they are reduced, then `owned`, the mean over all ranks.
+
+    `holds_gradient` is independent of `staging`: with accumulation, `owned` holds the sum of earlier micro-batches
+    while the gradients of the next one are staged.
+    """
+
+    def __init__(
+        self,
+        elements: range,
+        shard: range,
+        parts: dict[nn.Parameter, range],
+        gaps: list[range],
+        types: GradientTypes,
+        policy: ShardingPolicy,
+        offload: Offload,
+    ):
+        """`parts`: the elements of the buffer that each parameter has in this bucket; `gaps`: those that none has."""
+        self.elements, self.shard, self.parts, self._gaps, self.types = elements, shard, parts, gaps, types
+        self._offload = offload
+        self.persists = policy.full_grads is Lifetime.PERSISTENT
+        self._staged_type = types.accumulate if self.persists else types.reduce
+        self._owned_lifetime = policy.owned_grads
+        self.staging, self.holds_gradient = Staging.FREE, False
+        self.expected: set[nn.Parameter] = set()  # parameters whose gradient may still arrive in this backward
+        self._unwritten: set[nn.Parameter] = set()  # parameters without a value in `staged`
+        self.host_copy = Handle()  # of the last reduced shard; waited for before its memory is overwritten
+        self.staged: Tensor | None = None  # a block of the pool may have more elements than the bucket
+        self._cast: Tensor | None = None  # a block of the pool: `staged` in the type of messages, if that is another
+        self.is_set_aside = False
+        self._earlier: Tensor | None = None  # the gradient that is set aside
+        if self.persists:
+            self.staged = offload.new(Placement.ACCELERATOR, TensorKind.GRADIENTS, len(elements), self._staged_type)
+        self.place(offload.config.initial_placement("optimizer"))
+
+    @property
+    def casts_message(self) -> bool:
+        """True if messages have another type than the full gradients."""
+        return self._staged_type is not self.types.reduce
+
+    @property
+    def is_cast_for_host(self) -> bool:
+        """True if the owned shard is in host memory, in another type than messages."""
+        return self.placement is Placement.HOST and self.types.accumulate is not self.types.reduce
+
+    @property
+    def needs_block(self) -> bool:
+        """True if the next gradient takes memory from the pool."""
+        return self.staged is None
+
+    @property
+    def takes_block(self) -> bool:
+        """True if the bucket takes a block from the pool before its reduction: for gradients, or for the message."""
+        return not self.persists or self.casts_message
+
+    @property
+    def message(self) -> Tensor:
+        """The full gradients in the type in which they are reduced, after `finish`."""
+        return self._part(self.elements, self._cast)
+
+    @property
+    def message_shard(self) -> Tensor:
+        """The elements of `message` that this rank owns."""
+        return self._part(self.shard, self._cast)
+
+    def place(self, placement: Placement) -> None:
+        """Move the owned shard to one of the memories. The values of a gradient that it holds are lost."""
+        self.placement = placement
+        if self.persists and placement is Placement.ACCELERATOR:
+            self.owned = self._part(self.shard)
+        else:
+            dtype = self.types.accumulate
+            self.owned = self._offload.new(placement, TensorKind.GRADIENTS, len(self.shard), dtype).zero_()
+            self.free_owned()
+
+    def write(self, param: nn.Parameter, grad: Tensor, scale: float, pool: StagingPool) -> None:
+        """Write, or add, `scale` times the part of a flat gradient that is in this bucket."""
+        self._begin_to_fill(pool)
+        staged = self._part(self.parts[param])
+        if param in self._unwritten:
+            scale_into(staged, grad, scale)
+            self._unwritten.discard(param)
+        else:
+            staged.add_(grad, alpha=scale)
+
+    def finish(self, pool: StagingPool) -> Tensor:
+        """Fill with zeros what no gradient has been written to; return the message, which the caller reduces next."""
+        self._begin_to_fill(pool)
+        for param in self._unwritten:
+            self._part(self.parts[param]).zero_()
+        self.staging = Staging.REDUCING
+        if self.casts_message:
+            self._cast = pool.take(self.types.reduce)
+            self.message.copy_(self._part(self.elements))
+        return self.message
+
+    def unstage(self, pool: StagingPool) -> None:
+        """Discard the full gradients, and return their memory to the pool unless it persists."""
+        self.staging = Staging.FREE
+        if self._cast is not None:
+            pool.put_back(self._cast, self.host_copy)
+            self._cast = None
+        if self.staged is not None and not self.persists:
+            pool.put_back(self.staged, self.host_copy)
+            self.staged = None
+
+    def _begin_to_fill(self, pool: StagingPool) -> None:
+        if self.staging is not Staging.FREE:
+            return
+        if self.staged is None:
+            self.staged = pool.take(self._staged_type)
+        self.host_copy.wait()  # before anything is written: that copy may still read the memory
+        for gap in self._gaps:
+            self._part(gap).zero_()
+        self._unwritten, self.staging = set(self.parts), Staging.FILLING
+
+    def set_aside(self) -> None:
+        """Keep a reduced gradient while full gradients are staged again; the next reduction adds it."""
+        self.is_set_aside = True
+        if self.persists and self.placement is Placement.ACCELERATOR:
+            self._earlier = self.owned.clone()  # the staged gradients overwrite it
+
+    def accumulate(self, scale: float) -> None:
+        """Add `scale` times the reduced shard to `owned`, on the accelerator; in place if both are the same memory."""
+        if self.holds_gradient and not self.persists:
+            self.owned.add_(self.message_shard, alpha=scale)
+            return
+        if self._is_freed_between_steps:
+            restore_storage(self.owned)
+        scale_into(self.owned, self.message_shard, scale)
+        if self._earlier is not None:
+            self.owned.add_(self._earlier)
+            self._earlier = None
+
+    def free_owned(self) -> None:
+        """Discard the owned gradient; free its memory too, unless that is allocated for the whole run (M_D)."""
+        self.holds_gradient, self.is_set_aside, self._earlier = False, False, None
+        if self._is_freed_between_steps:
+            free_storage(self.owned)
+
+    def discard(self, params: Set[nn.Parameter]) -> None:
+        """Discard the gradients of some parameters, staged or reduced, and keep those of others.
+
+        The host waits for nothing: call `Offload.synchronize` first if the owned shard is in host memory.
+        """
+        discarded = self.parts.keys() & params
+        if self.staging is Staging.FILLING:
+            self._unwritten |= discarded
+        if len(discarded) == len(self.parts):
+            self.free_owned()
+        elif self.holds_gradient:
+            owned = self.owned if self._earlier is None else self._earlier
+            for param in discarded:
+                if part := overlap(self.parts[param], self.shard):
+                    cut(owned, part, self.shard.start).zero_()
+
+    @property
+    def _is_freed_between_steps(self) -> bool:
+        # Only memory of its own on the accelerator: pinned memory is expensive to allocate, so it stays.
+        is_apart = not self.persists and self.placement is Placement.ACCELERATOR
+        return is_apart and self._owned_lifetime is Lifetime.TRANSIENT
+
+    def _part(self, elements: range, cast: Tensor | None = None) -> Tensor:
+        full = self.staged if cast is None else cast
+        assert full is not None
+        return cut(full, elements, self.elements.start)
+
+
+class Bucket:
+    """A stretch of a flat buffer that is communicated at once: its parameters, gradients and master weights."""
+
+    def __init__(self, elements: range, shard: range, params: ParamShard, grads: GradShard | None, offload: Offload):
+        """`elements`: those of the bucket in the buffer; `shard`: those that this rank owns. Frozen: no `grads`."""
+        self.elements, self.shard, self.params = elements, shard, params
+        self._grads, self._offload = grads, offload
+        self.master = params.owned  # until an optimizer calls `place_master`
+        self._master_placement: Placement | None = None
+
+    @property
+    def grads(self) -> GradShard:
+        """The gradients of a bucket that is trainable."""
+        assert self._grads is not None
+        return self._grads
+
+    @property
+    def optimizer_placement(self) -> Placement:
+        """The memory of the owned gradient, the master weights and the optimizer's states."""
+        return self.grads.placement
+
+    def owned_part(self, owned: Tensor, elements: range) -> Tensor:
+        """Return a view of `elements` of the buffer, which this rank owns, from a tensor that covers its shard."""
+        return cut(owned, elements, self.shard.start)
+
+    def place_master(self, placement: Placement) -> None:
+        """Move the master weights to one of the memories, in at least fp32, with their values.
+
+        They share the memory of the owned parameters if dtype and placement agree. The caller places the gradients and
+        the optimizer's states too. Nothing changes if they are there: other optimizers may have views of them.
+        """
+        if placement is self._master_placement:
+            return
+        self._master_placement = placement
+        owned, values = self.params.owned, self.master
+        dtype = torch.promote_types(owned.dtype, torch.float32)
+        self.master = owned
+        if dtype is not owned.dtype or placement is not self.params.placement:
+            self.master = self._offload.new(placement, TensorKind.MASTER, owned.numel(), dtype)
+        self.master.copy_(values)  # returns early if both are the same memory
+
+    @property
+    def casts_gradient(self) -> bool:
+        """True if the optimizer needs the owned gradient in another type, that of the master weights."""
+        return self.grads.types.accumulate is not self.master.dtype
+
+    @property
+    def master_may_be_outdated(self) -> bool:
+        """True if the owned parameters may be written in place, and the master weights would not change with them."""
+        return self.params.persists and self.master is not self.params.owned
+
+
+def scale_into(out: Tensor, values: Tensor, scale: float) -> Tensor:
+    """Set `out` to `scale` times `values`, in place if both are the same memory, and return it."""
+    if scale == 1:
+        return out.copy_(values)  # returns early if both are the same memory
+    if torch.promote_types(out.dtype, values.dtype) is values.dtype:
+        return torch.mul(values, scale, out=out)  # scaled before it is cast to a smaller type, in which it may overflow
+    return out.copy_(values).mul_(scale)  # `torch.mul` would round the product to the type of `values`
+
+
+def take_changed(master: Tensor, values: Tensor) -> None:
+    """Set the master weights that do not round to their parameters' `values` to these; the others keep their digits."""
+    for part, new in zip(master.split(TAKEN_NUMEL), values.split(TAKEN_NUMEL), strict=True):
+        torch.where(part.to(new.dtype) == new, part, new, out=part)

@@ -1,0 +1,217 @@
+"""A flat buffer: parameters of one unit that have one dtype and one lifetime, all trainable or all frozen.
+
+If the buffer is transient, only its owned shards stay allocated, and the full buffer is filled and freed.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from enum import Enum
+
+import torch
+from torch import Tensor, nn
+
+from lab.observe.memory_tracker import TensorKind, tagged
+from parallel.autograd_internals import forbid_writes
+from parallel.mesh import Axis, Handle
+from zero.buckets.bucket import Bucket, GradShard, ParamShard, take_changed
+from zero.buckets.guarded_parameter import ParameterGuard, set_raw_data
+from zero.memory.placement import Offload
+from zero.memory.staging import free_storage, restore_storage
+from zero.partition.config import ZeroConfig
+from zero.partition.layout import BucketRange, Layout, cut, overlap, real_shape
+from zero.partition.stage import Lifetime
+
+
+class FullState(Enum):
+    """The state of the full buffer, and of the parameters, which are views of it."""
+
+    SHARDED = "only owned shards are allocated, and the parameters have no values"
+    UNSHARDING = "the full buffer is allocated, and all-gathers are filling it"
+    UNSHARDED = "the full buffer holds every parameter"
+
+
+class FlatParameters:
+    """Parameters of one dtype, all trainable or all frozen, as views of one flat buffer that is cut into buckets.
+
+    `values_of` returns a parameter's initial values. The full buffer is one storage for the whole run, resized between
+    its size and zero: tensors that autograd saved during forward are views of this storage, and must read the same
+    weights from it in backward. Its elements are real, and complex parameters are views of pairs of them.
+    """
+
+    def __init__(
+        self,
+        params: dict[str, nn.Parameter],
+        axis: Axis,
+        lifetime: Lifetime,
+        bucket_numel: int,
+        config: ZeroConfig,
+        values_of: Callable[[nn.Parameter], Tensor],
+        offload: Offload,
+        guard: ParameterGuard,
+    ):
+        self.params, self.axis, self.lifetime = list(params.values()), axis, lifetime
+        self._guard = guard
+        shapes = {name: real_shape(p) for name, p in params.items()}
+        self.layout = Layout.of(shapes, axis.size, bucket_numel, config.alignment)
+        first = self.params[0].data
+        full = first.new_zeros(self.layout.numel, dtype=first.dtype.to_real(), device=offload.device)
+        self.full = tagged(TensorKind.PARAMETERS, full)
+        self._span_of = dict(zip(self.params, self.layout.spans, strict=True))
+        self._param_of = {span: param for param, span in self._span_of.items()}
+        self._views = {param: span.view(full, as_complex=first.is_complex()) for param, span in self._span_of.items()}
+        placeholder = absent(self._views[self.params[0]])
+        self._placeholders = {param: placeholder.expand(param.shape) for param in self.params}
+        for param, view in self._views.items():
+            view.copy_(values_of(param))
+            set_raw_data(param, view)  # at once: the parameter's own memory is freed before the next values are made
+            self._guard.guard(param)
+        self._versions = self.versions()
+        self.buckets = [self._bucket(stretch, config, offload) for stretch in self.layout.buckets]
+        self._buckets_of: defaultdict[nn.Parameter, list[Bucket]] = defaultdict(list)
+        for bucket in self.buckets:
+            for param, _ in self.params_in(bucket.elements):
+                self._buckets_of[param].append(bucket)
+        self._gathers: list[Handle] = []
+        self._updates: dict[Bucket, Handle] = {}  # gathers of updated parameters that have not been waited for
+        self._state = FullState.UNSHARDED
+        self.reshard()
+
+    @property
+    def is_trainable(self) -> bool:
+        return self.params[0].requires_grad
+
+    @property
+    def is_sharded(self) -> bool:
+        """True if the full buffer is freed: `start_unshard` would launch all-gathers."""
+        return self._state is FullState.SHARDED
+
+    def start_unshard(self) -> None:
+        """Allocate the full buffer and launch its all-gathers, if it is sharded."""
+        if self.is_sharded:
+            restore_storage(self.full)
+            self._gathers = [bucket.params.all_gather() for bucket in self.buckets]
+            self._state = FullState.UNSHARDING
+
+    def unshard(self) -> None:
+        """Make the parameters readable by what is launched after this."""
+        self.wait_for_updates()
+        self.start_unshard()
+        if self._state is FullState.UNSHARDING:
+            self._wait_for_gathers()
+            for param, view in self._views.items():
+                self._guard.guard(param)  # first: the data of a watched parameter cannot be set
+                set_raw_data(param, view)
+            self._versions = self.versions()
+            self._state = FullState.UNSHARDED
+
+    def let_updates_run(self, gathers: Mapping[Bucket, Handle]) -> None:
+        """Take the gathers of updated parameters, which must persist; each parameter waits for its own when it is read.
+
+        Until then the parameters are watched, so that any read in Python waits.
+        """
+        for bucket, gather in gathers.items():
+            self._updates[bucket] = gather
+            for param in bucket.grads.parts:
+                self._guard.watch(param)
+
+    def wait_for_updates(self, params: Iterable[nn.Parameter] | None = None) -> None:
+        """Make the updated values of some parameters, or of all, readable by what is launched after this."""
+        if not self._updates:
+            return
+        for param in self.params if params is None else params:
+            for bucket in self._buckets_of[param]:
+                if bucket in self._updates:
+                    self._updates.pop(bucket).wait()
+            self._guard.guard(param)
+
+    def reshard(self) -> None:
+        """Free the full buffer, unless it persists. What was written to it is kept, each element by its owner."""
+        if self.lifetime is Lifetime.PERSISTENT or self.is_sharded:
+            return
+        if self._state is FullState.UNSHARDING:
+            self._wait_for_gathers()  # before the memory that they write is freed
+        elif self._versions != self.versions():
+            self.keep_writes()
+        for param, placeholder in self._placeholders.items():
+            self._guard.guard(param)
+            set_raw_data(param, placeholder)
+            self._guard.watch(param)
+        free_storage(self.full)
+        self._state = FullState.SHARDED
+
+    def watch_reads(self, is_watched: bool) -> None:
+        """Have reads of transient parameters reported while they are unsharded, or stop, and keep what was written."""
+        if self.lifetime is Lifetime.PERSISTENT or self.is_sharded:
+            return
+        if not is_watched:
+            self.keep_writes()
+        for param in self.params:
+            self._guard.watch(param) if is_watched else self._guard.guard(param)
+
+    def unwrap(self, device: torch.device | None) -> None:
+        """Give the parameters their values in memory of their own. They must be unsharded."""
+        for param, view in self._views.items():
+            set_raw_data(param, view.to(device or view.device, copy=True))
+            self._guard.release(param)
+        free_storage(self.full)
+
+    def keep_writes(self) -> None:
+        """Take over what this rank has written to its own shards of the full buffer, which must be unsharded."""
+        for bucket in self.buckets:
+            self._take_over(bucket, bucket.shard)
+
+    def assign(self, param: nn.Parameter, data: Axis) -> None:
+        """Broadcast the values of `param` on the first rank of `data`, and update the shards; it must be unsharded."""
+        data.broadcast(self._views[param]).wait()
+        for bucket in self.buckets:
+            if part := overlap(self._span_of[param].elements, bucket.shard):
+                self._take_over(bucket, part)
+
+    def _take_over(self, bucket: Bucket, elements: range) -> None:
+        """Copy `elements` of the full buffer to the owned shard; a master weight that rounds to its value stays."""
+        master = bucket.owned_part(bucket.master, elements)
+        new = cut(self.full, elements).to(master.device)
+        take_changed(master, new)
+        bucket.owned_part(bucket.params.owned, elements).copy_(new)
+
+    def versions(self) -> list[object]:
+        """Return a list that differs from one of before if parameters may have been written since then.
+
+        A collective or NumPy writes without a new version, and is noticed only if it was given `.data`.
+        """
+        exposed = self._guard.exposed
+        return [object() if exposed and param in exposed else param._version for param in self.params]
+
+    def params_in(self, elements: range) -> Iterator[tuple[nn.Parameter, range]]:
+        """Iterate over the parameters that have elements in `elements` of the buffer, each with its part of them."""
+        return ((self._param_of[span], part) for span, part in self.layout.spans_in(elements))
+
+    def _bucket(self, stretch: BucketRange, config: ZeroConfig, offload: Offload) -> Bucket:
+        elements, shard = stretch.elements, stretch.shard(self.axis.rank)
+        own = range(shard.start - elements.start, shard.stop - elements.start)
+        params = ParamShard(cut(self.full, elements), own, self.axis, offload, self.lifetime)
+        if not self.is_trainable:
+            return Bucket(elements, shard, params, None, offload)
+        parts, gaps = dict(self.params_in(elements)), list(self.layout.gaps(elements))
+        types = config.gradient_types(self.full.dtype)
+        grads = GradShard(elements, shard, parts, gaps, types, config.policy, offload)
+        return Bucket(elements, shard, params, grads, offload)
+
+    def _wait_for_gathers(self) -> None:
+        for gather in self._gathers:
+            gather.wait()
+
+
+def absent(like: Tensor) -> Tensor:
+    """Return a scalar that, expanded to a parameter's shape, stands for values that are sharded.
+
+    It reads as NaN (an integer as 0), and writes raise. A read of freed memory would crash the process.
+    """
+    scalar = like.new_full((), float("nan") if like.is_floating_point() or like.is_complex() else 0)
+    forbid_writes(scalar)
+    return scalar
+
+
+def is_absent(data: Tensor) -> bool:
+    """Return whether a parameter holds `absent` instead of values. Blocks the host until the device has finished."""
+    return data.numel() > 1 and not any(data.stride()) and bool(data.flatten()[0].isnan())

@@ -1,0 +1,180 @@
+"""The placement of model states in device or host memory, and the copies between the two.
+
+    accelerator     full parameters and gradients while in use, and the states that are placed there
+                        | gradients, reduced     ^ parameters, cast     each direction on a side stream of its own
+                        v                        |
+    host (pinned)   the states that are placed there
+
+On a CPU both are host memory: the same copies are made, in the same order.
+"""
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+from typing import Annotated, Literal
+
+import torch
+from torch import Tensor
+
+from lab.observe.memory_tracker import TensorKind
+from parallel.fields import Positive, Range, check_fields
+from parallel.mesh import Handle
+from parallel.torch_internals import storage_id
+from zero.memory.allocators import device_allocator, host_allocator
+from zero.memory.streams import SideStream
+
+NUM_CASTS = 2  # buffers of casts on their way to the accelerator: one is filled while the other is copied
+NUM_READS = 2  # buffers that the host reads: one is read while the other is filled
+
+Mode = Literal["accelerator", "host", "auto"]
+State = Literal["optimizer", "parameters"]
+
+
+class Placement(Enum):
+    """One of the two memories of a rank."""
+
+    ACCELERATOR = "the memory of the device that computes"
+    HOST = "host memory, pinned if the device is a GPU"
+
+
+@dataclass(frozen=True)
+class OffloadConfig:
+    """The model states that are stored in host memory: none, all of `states`, or those that do not fit elsewhere."""
+
+    mode: Mode = "accelerator"
+    """accelerator: no state is offloaded; host: all of `states` are; auto: only those that do not fit on the
+    accelerator (Gemini)."""
+    states: tuple[State, ...] = ("optimizer", "parameters")
+    """The states that may be offloaded. optimizer: owned gradients, master weights and moments, updated by the host;
+    parameters: the shards of stage 3, which are copied to the accelerator for every all-gather."""
+    accelerator_memory_gb: Annotated[float, Range(above=0, at_most=1e9)] | None = None
+    """Limit of the memory that the process may use on the accelerator, in 1e9 bytes. A run that needs more in one of
+    its first two steps ends there, and says how much more. null: no limit or, with auto, nine tenths of the device."""
+    hidden_dim: Positive = 1024
+    """auto: chunk sizes are searched in steps of this many elements; the model's hidden size suits its blocks best."""
+    min_chunk_size_m: Annotated[float, Range(above=0, at_most=2**20)] = 32.0
+    """auto: the smallest chunk size to try, in 2**20 elements."""
+    search_range_m: Annotated[float, Range(0, 2**20)] = 32.0
+    """auto: how far above the smallest size to search, in 2**20 elements."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    @property
+    def offloaded_states(self) -> set[State]:
+        """The states that may be in host memory."""
+        return set() if self.mode == "accelerator" else set(self.states)
+
+    def initial_placement(self, state: State) -> Placement:
+        """Return where a kind of state is allocated; with auto, the planner moves some buckets later."""
+        return Placement.HOST if state in self.offloaded_states else Placement.ACCELERATOR
+
+
+NO_OFFLOAD = OffloadConfig()
+ALLOCATORS = {Placement.ACCELERATOR: device_allocator, Placement.HOST: host_allocator}
+
+
+class Offload:
+    """The two memories of a rank: allocates in either, and launches copies between them on side streams."""
+
+    def __init__(self, device: torch.device, config: OffloadConfig = NO_OFFLOAD):
+        self.device, self.config = device, config
+        self._to_host, self._to_accelerator = SideStream(device), SideStream(device)
+        self._casts: defaultdict[torch.dtype, deque[tuple[Tensor, Handle]]] = defaultdict(deque)
+        self._landing: dict[int, Handle] = {}  # the last copy to each storage in host memory
+        self._reads: dict[tuple[torch.dtype, int], Tensor] = {}
+
+    def new(self, placement: Placement, kind: TensorKind, numel: int, dtype: torch.dtype) -> Tensor:
+        """Return a flat tensor, not initialized."""
+        return ALLOCATORS[placement](self.device, kind)(numel, dtype)
+
+    def device_of(self, placement: Placement) -> torch.device:
+        """Return the torch device on which tensors of this placement are updated."""
+        return torch.device("cpu") if placement is Placement.HOST else self.device
+
+    def to_host(self, source: Tensor, out: Tensor) -> Handle:
+        """Launch a copy to the host, and return a handle.
+
+        Keep the handle until its `wait`: it keeps `source` allocated. Wait before `source` is overwritten. The host
+        calls `synchronize` before it reads `out`.
+        """
+        with self._to_host.context():
+            out.copy_(source, non_blocking=True)
+        self._landing[storage_id(out.untyped_storage())] = self._to_host.device_handle()
+        return Handle(self._to_host.device_handle().wait, lambda: source)  # the handle keeps `source` allocated
+
+    def to_accelerator(self, source: Tensor, out: Tensor, then: Callable[[], Handle] = Handle) -> Handle:
+        """Launch a copy to the accelerator, and behind it what `then` launches, such as an all-gather.
+
+        Wait on the handle before `out` is read. A copy of `source` to the host may still be running. If the dtypes are
+        equal, `source` is read asynchronously: the host calls `synchronize` before it overwrites `source`. If they
+        differ, `source` is cast into a buffer first, and may be overwritten when this returns.
+        """
+        cast = None
+        if source.dtype != out.dtype:
+            cast = self._cast_buffer(out)
+            source = cast[: source.numel()].copy_(source)
+        with self._to_accelerator.context():
+            if landing := self._landing.pop(storage_id(source.untyped_storage()), None):
+                landing.wait()  # first: a copy to the host may still write `source`
+            out.copy_(source, non_blocking=True)
+            followed = then()
+        if cast is not None:
+            self._casts[cast.dtype].append((cast, self._to_accelerator.host_handle()))
+        return Handle(self._to_accelerator.device_handle().wait, followed.wait)
+
+    def read_from(self, placement: Placement, sources: Iterable[Tensor]) -> Iterator[Tensor]:
+        """Iterate over tensors on the accelerator as `placement` reads them: themselves, or copies in host memory.
+
+        The next tensor is copied while the caller uses this one. A copy is overwritten after the next one is asked for.
+        """
+        if placement is Placement.ACCELERATOR:
+            yield from sources
+            return
+        following: tuple[Tensor, Handle] | None = None
+        for number, source in enumerate(sources):
+            current, following = following, self._start_read(number % NUM_READS, source)
+            if current:
+                yield _complete(*current)
+        if following:
+            yield _complete(*following)
+
+    def scalars_on(self, placement: Placement, *scalars: Tensor) -> tuple[Tensor, ...]:
+        """Return 0-dim tensors of the accelerator where `placement` uses them; the host waits for their copies."""
+        if placement is Placement.ACCELERATOR:
+            return scalars
+        copies = [self.new(placement, TensorKind.BUFFERS, 1, scalar.dtype) for scalar in scalars]
+        for copy, scalar in zip(copies, scalars, strict=True):
+            copy.copy_(scalar)
+        return tuple(copy[0] for copy in copies)
+
+    def synchronize(self) -> None:
+        """Block the host until all copies have ended: it may then read their outputs and overwrite their inputs."""
+        self._to_host.host_handle().wait()
+        self._to_accelerator.host_handle().wait()
+        self._landing.clear()
+
+    def _start_read(self, slot: int, source: Tensor) -> tuple[Tensor, Handle]:
+        """Launch a copy to one of a few pinned buffers; return it with a handle that blocks the host."""
+        key = source.dtype, slot
+        if key not in self._reads or self._reads[key].numel() < source.numel():
+            self._reads[key] = self.new(Placement.HOST, TensorKind.BUFFERS, source.numel(), source.dtype)
+        copy = self._reads[key][: source.numel()]
+        self.to_host(source, copy)
+        return copy, self._to_host.host_handle()
+
+    def _cast_buffer(self, like: Tensor) -> Tensor:
+        """Return one of a few pinned buffers, at least as long as `like`; block the host until it is free."""
+        casts = self._casts[like.dtype]
+        if len(casts) == NUM_CASTS:
+            buffer, copied = casts.popleft()
+            copied.wait()
+            if buffer.numel() >= like.numel():
+                return buffer
+        return self.new(Placement.HOST, TensorKind.BUFFERS, like.numel(), like.dtype)
+
+
+def _complete(copy: Tensor, copied: Handle) -> Tensor:
+    copied.wait()
+    return copy

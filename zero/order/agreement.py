@@ -1,0 +1,149 @@
+"""The check that all ranks launch the same collectives in the same order, if every micro-batch communicates.
+
+Ranks match their collectives by order. If two ranks gather different units at the same point, each takes the other's
+parameters for its own if both are as large, and hangs or crashes if they are not. If one runs another micro-batch while
+the other steps its optimizer, they hang. Every rank therefore remembers what followed the last time, which was the same
+on all ranks, in two orders: the rounds of a step (forwards, backwards, the optimizer's step), and the launches of each
+kind of round. As long as both repeat, nothing is exchanged. Before a rank deviates, as in the first step, it waits on
+the host until all ranks announce the same next launch or round; from there to the end of the round each launch is
+compared before it is made. If another rank announces something else, the rank raises at once; if one does not arrive,
+after half of the time that a collective may take.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import torch
+
+from parallel.host_barrier import BrokenBarrier, HostBarrier
+from parallel.mesh import Axis
+from zero.order.execution_order import ExecutionOrder
+from zero.order.step_order import Round, StepOrder
+
+
+class DivergedRanks(RuntimeError):
+    """Raised if ranks run different modules, or different numbers of micro-batches, while each one communicates."""
+
+
+class LaunchOrder:
+    """The order of this rank's launches, each of which has a number, and of the rounds in which it makes them.
+
+    With U units, number k < U stands for the gather of unit k, and number U + i for the reduction of the bucket at
+    position i; a `Round` is a negative number. All methods except `start` raise DivergedRanks if another rank is about
+    to launch something else.
+    """
+
+    def __init__(self, data: Axis, unit_names: Sequence[str]):
+        self._data, self._unit_names = data, [name or "the root" for name in unit_names]
+        self._barrier = HostBarrier(data)
+        self._steps = StepOrder()
+        # By the round before, too: the second of two forwards finds units gathered that the first one has left so.
+        self._orders: defaultdict[tuple[Round, Round], ExecutionOrder[int]] = defaultdict(ExecutionOrder)
+        self._order = ExecutionOrder[int]()  # of the present round
+        self._started: Round | None = None
+        self._is_compared = False
+
+    def start(self, following: Round) -> None:
+        """Let the next launch begin a round. One that launches nothing is not recorded: a rank may run it alone."""
+        self._started = following
+
+    def before_gather(self, unit: int) -> None:
+        """Record that the parameters of unit number `unit` are gathered next."""
+        self._record(unit)
+
+    def before_reduction(self, position: int) -> None:
+        """Record that the bucket at `position` in the order of reductions is reduced next."""
+        self._record(len(self._unit_names) + position)
+
+    def before_step(self) -> None:
+        """Record that the optimizer's step is next."""
+        self._begin(Round.STEP)
+
+    def _record(self, launch: int) -> None:
+        if self._started is not None:
+            self._begin(self._started)
+        # Before it is recorded: the error says what was launched before this.
+        if self._is_compared or not self._order.predicts(launch):
+            self._agree(launch)
+        self._order.record(launch)
+
+    def _begin(self, following: Round) -> None:
+        self._started = None
+        if self._is_compared or not self._order.is_as_long_as_last or following is not self._steps.expected:
+            self._agree(following)
+        self._order = self._orders[self._steps.current, following]
+        self._order.restart()
+        self._steps.record(following)
+        self._is_compared = False
+
+    def _agree(self, item: int) -> None:
+        """Meet all ranks before what deviates, or compare it if they have met. Raises DivergedRanks."""
+        if not self._data.has_peers:
+            return
+        if self._is_compared:
+            self._compare(item)
+            return
+        is_branch = item >= 0 or not self._order.is_as_long_as_last
+        try:
+            self._barrier.wait(self._describe(item, is_branch))
+        except BrokenBarrier as error:
+            raise self._diverged(f"{error}{self._prediction(is_branch)}", item, is_branch) from error
+        self._is_compared = True
+
+    def _compare(self, item: int) -> None:
+        """Compare what is next on all ranks. Blocks the host and the device, but only in steps of a new order."""
+        own = torch.tensor([item])
+        own = own.to(self._data.communication_device(own))
+        items = own.new_empty(self._data.size)
+        with self._data.log.during("agreement"):
+            self._data.all_gather(own, out=items).wait()
+        for rank, other in enumerate(items.tolist()):
+            if other != item:
+                is_branch, name = max(item, other) >= 0, self._data.name
+                raise self._diverged(
+                    f"{name} rank {self._data.rank} {self._describe(item, is_branch)}, "
+                    f"{name} rank {rank} {self._describe(other, is_branch)}",
+                    max(item, other),
+                    is_branch,
+                )
+
+    def _describe(self, item: int, is_branch: bool) -> str:
+        launched = self._order.current
+        before = self._name(launched[-1]) if launched else str(self._steps.current)
+        return f"{before}, then {self._name(item)}" if is_branch else self._name(item)
+
+    def _prediction(self, is_branch: bool) -> str:
+        """Return what the other ranks do if they do not deviate."""
+        if is_branch and not self._order.last:
+            return ""
+        position = len(self._order.current)
+        item = self._order.last[position] if position < len(self._order.last) else self._steps.expected
+        return f"; from the steps before, it is expected that a rank {self._name(item)}"
+
+    def _name(self, item: int) -> str:
+        if item < 0:
+            return self._steps.describe(Round(item))
+        num_units = len(self._unit_names)
+        return f"reduces bucket {item - num_units}" if item >= num_units else f"gathers {self._unit_names[item]}"
+
+    def _diverged(self, what: str, item: int, is_branch: bool) -> DivergedRanks:
+        if not is_branch:
+            return DivergedRanks(
+                f"ranks are at different points of a step: {what}; if gradients or parameters are partitioned, give "
+                "all ranks as many micro-batches (`join` of zero/uneven.py does, if some run out of data first), let "
+                "all of them enter `model.gathered()`, or choose a ZeroConfig.stage below 2"
+            )
+        around = module_around(self._unit_names[item]) if 0 <= item < len(self._unit_names) else ""
+        return DivergedRanks(
+            f"ranks took different branches of the model: {what}; if parameters are partitioned, all ranks must run "
+            "the same units in the same order: choose the same branches on all ranks, name only modules that all of "
+            f"them run in ZeroConfig.units{around and f', such as {around}'}, or choose a ZeroConfig.stage below 3"
+        )
+
+
+def module_around(unit_name: str) -> str:
+    """Return the name of the module that chooses among the elements of a unit's module list; "" is the whole model."""
+    path = unit_name.split(".")
+    while path and path[-1].isdigit():
+        path.pop()
+    return ".".join(path[:-1])

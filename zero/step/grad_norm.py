@@ -1,0 +1,111 @@
+"""Norms of gradients that are sharded over many ranks: the global norm, and the norm of each layer."""
+
+from collections.abc import Iterator, Mapping, Sequence, Set
+from functools import reduce
+from itertools import islice
+
+import torch
+from torch import Tensor, nn
+
+from lab.observe.memory_tracker import TensorKind, allocating
+from parallel.autograd_internals import foreach_norm
+from parallel.mesh import Axis
+from zero.buckets.bucket import Bucket
+from zero.memory.placement import Placement
+
+# Elements whose squares a CPU sums at a time. It adds them in fp32 one after the other: without chunks, the norm of 17M
+# elements is wrong by 2e-4. A GPU adds them as a tree.
+CHUNK_NUMEL = 2**18
+NUM_NORMS = 16  # of chunks that are computed by one kernel on a GPU
+
+
+class GradNorm:
+    """The norms of the gradients of `params`, divided by the loss scale. All ranks must make the same calls.
+
+    Along the shard axis, each element has one owner. Along the tensor axis, which cuts the model, the parameters that
+    are not in `split` are replicated, and only the first tensor rank counts them.
+
+    `owned` lists, for each bucket, the parameters in this rank's shard, each with its elements of the flat buffer.
+    `axes` are the shard axis and the tensor axis.
+    """
+
+    def __init__(
+        self,
+        owned: Mapping[Bucket, Sequence[tuple[nn.Parameter, range]]],
+        params: Set[nn.Parameter],
+        axes: tuple[Axis, Axis],
+        split: Set[nn.Parameter],
+        loss_scale: Tensor,
+    ):
+        self._axes, self._loss_scale = axes, loss_scale
+        counted = params if axes[1].rank == 0 else params & split
+        self._counted = {bucket: [part for part in parts if part[0] in counted] for bucket, parts in owned.items()}
+        self._counts_whole = {bucket for bucket, parts in owned.items() if len(parts) == len(self._counted[bucket])}
+
+    @property
+    def temporary_bytes(self) -> int:
+        """The bytes of the norms of some chunks, each by itself, in a stack and squared, and of a sum; all in fp32."""
+        return 4 * (3 * NUM_NORMS + 1)
+
+    def total(self) -> Tensor:
+        """Return the global norm, 0-dim, from the norms of a few chunks at a time (C_B).
+
+        Chunks are added in the order of the layout, wherever their buckets are placed: a run that was resumed may place
+        them differently, and must get the same bits.
+        """
+        dtype = reduce(torch.promote_types, {bucket.master.dtype for bucket in self._counted}, torch.float32)
+        squares = self._loss_scale.new_zeros((), dtype=dtype)
+        chunks = self._chunks()
+        while some := list(islice(chunks, NUM_NORMS)):
+            squares.add_(_sum_of_squares(some, dtype).to(squares.device))
+        return self._over_all_ranks(squares)
+
+    def _chunks(self) -> Iterator[tuple[Placement, Tensor]]:
+        """Iterate over the counted gradients of this rank in parts, each with its placement."""
+        for bucket, parts in self._counted.items():
+            grads = [bucket.grads.owned]  # the whole shard: its padding is zero
+            if bucket not in self._counts_whole:
+                grads = [bucket.owned_part(bucket.grads.owned, part) for _, part in parts]
+            for grad in grads:
+                chunks = grad.split(CHUNK_NUMEL) if grad.device.type == "cpu" else (grad,)
+                yield from ((bucket.optimizer_placement, chunk) for chunk in chunks)
+
+    def by_layer(self, module: nn.Module) -> dict[str, Tensor]:
+        """Return the norm of each layer of `module`, 0-dim, by name. The norms of all layers share one message."""
+        layers = {param: layer_of(name) for name, param in module.named_parameters()}
+        numbers = {layer: number for number, layer in enumerate(dict.fromkeys(layers.values()))}
+        squares = self._loss_scale.new_zeros(len(numbers))
+        for bucket, parts in self._counted.items():
+            for param, part in parts:
+                for chunk in bucket.owned_part(bucket.grads.owned, part).split(CHUNK_NUMEL):
+                    norm = torch.linalg.vector_norm(chunk, dtype=squares.dtype)
+                    squares[numbers[layers[param]]] += norm.square().to(squares.device)
+        return dict(zip(numbers, self._over_all_ranks(squares), strict=True))
+
+    def _over_all_ranks(self, squares: Tensor) -> Tensor:
+        """Return the norms, given the sums of squares of this rank, which are overwritten."""
+        for axis in self._axes:
+            axis.all_reduce(squares, out=squares).wait()
+        return squares.sqrt() / self._loss_scale
+
+
+def _sum_of_squares(chunks: Sequence[tuple[Placement, Tensor]], dtype: torch.dtype) -> Tensor:
+    """Return the sum of the squares of chunks, which may be in both memories, on the device of one of them."""
+    norms: dict[int, Tensor] = {}
+    for placement in Placement:
+        numbers = [number for number, (own, _) in enumerate(chunks) if own is placement]
+        with allocating(TensorKind.OTHER, on_host=placement is Placement.HOST):
+            found = foreach_norm([chunks[number][1] for number in numbers], 2, dtype) if numbers else ()
+        norms.update(zip(numbers, found, strict=True))
+    first = norms[0]
+    return torch.stack([norms[number].to(first.device) for number in range(len(chunks))]).square().sum()
+
+
+def layer_of(name: str) -> str:
+    """Return the layer of a parameter.
+
+    This is its block, such as "blocks.3" for "blocks.3.mlp.up.weight"; outside the blocks, the first part of its name.
+    """
+    parts = name.split(".")
+    first_number = next((index for index, part in enumerate(parts) if part.isdigit()), 0)
+    return ".".join(parts[: first_number + 1])
