@@ -8,14 +8,19 @@ torchrun --nproc_per_node=2 pretrain_gpt.py --config configs/quickstart.yaml --z
 import logging
 import signal
 import sys
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     # Until training handles it, Ctrl-C ends the process at once and without a traceback: there is nothing to save.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
+import torch
+
 from data.errors import DataError
 from gpt.build.train_state import build, build_mesh, start_options
+from gpt.commands import replace_process
 from gpt.corpus import Corpus
 from gpt.monitor.console import RunConsole, describe_run, memory_table
 from gpt.monitor.out_of_memory import out_of_memory_recorded
@@ -23,8 +28,6 @@ from gpt.settings.option_names import messages_in_option_names
 from gpt.settings.parser import parse_settings
 from gpt.settings.settings import Settings
 from gpt.trainer import Trainer
-from lab.dryrun.report import run_and_report
-from lab.races.stream_checker import streams_checked
 from parallel.errors import ConfigError
 from parallel.world import (
     World,
@@ -37,10 +40,12 @@ from parallel.world import (
     stop_world,
 )
 
+Watching = Callable[[torch.device], AbstractContextManager[Any]]
+
 
 @messages_in_option_names()
-def pretrain(settings: Settings, world: World) -> None:
-    """Train a model as the settings say. All ranks call it."""
+def pretrain(settings: Settings, world: World, watching: Watching = nullcontext) -> None:
+    """Train a model as the settings say, inside the context `watching(device)`. All ranks call it."""
     console = RunConsole(is_quiet=not world.is_first)
     mesh = build_mesh(settings, world)
     train = settings.train
@@ -49,7 +54,7 @@ def pretrain(settings: Settings, world: World) -> None:
     corpus = Corpus.open(settings.data, settings.model, train, mesh, world)
     state = trainer = None
     with (
-        streams_checked(world.device) if settings.profile.check_streams else nullcontext(),
+        watching(world.device),
         out_of_memory_recorded(settings, world, lambda: state, lambda: trainer.num_steps_done if trainer else 0),
     ):
         state = build(settings, mesh, world.device)
@@ -59,18 +64,20 @@ def pretrain(settings: Settings, world: World) -> None:
         trainer.train()
 
 
-def main() -> None:
+def main(watching: Watching | None = None) -> None:
+    """Train as the command line says; what dry runs and checks of streams need runs in the laboratory instead."""
     try:
         console = RunConsole(is_quiet=rank_from_environment() > 0)
         settings = parse_settings(sys.argv[1:], show=console.show)
         if settings.dry_run.world_size is not None:
-            run_and_report(settings, console)
-            return
+            replace_process("lab.dryrun", sys.argv[1:])
+        if settings.profile.check_streams and watching is None:
+            replace_process("lab.races", sys.argv[1:])
         with messages_in_option_names():
             world = start_world(start_options(settings))
         logging.raiseExceptions = False  # a log on a full disk is no reason to print a traceback for each of its lines
         logging.basicConfig(level=logging.INFO if world.is_first else logging.ERROR, format="%(message)s")
-        pretrain(settings, world)
+        pretrain(settings, world, watching or nullcontext)
     except (ConfigError, DataError) as error:
         exit_with_error(error)
     except RuntimeError as error:

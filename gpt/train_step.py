@@ -12,7 +12,7 @@ from data.documents import DocumentBatch, MicroBatch
 from gpt.build.loss_guard import LossGuard
 from gpt.generate import evaluation
 from gpt.kernels.documents import Documents
-from lab.observe.memory_tracker import TensorKind, allocating
+from parallel.memory_kinds import TensorKind, allocating
 from parallel.mesh import Mesh
 from parallel.streams import raise_races
 from parallel.tensor.context import own_stretch

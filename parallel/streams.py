@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from parallel.torch_internals import active_dispatch_modes
+from parallel.torch_internals import active_observers
 
 
 class Stream(Protocol):
@@ -51,11 +51,7 @@ class StreamSimulation(Protocol):
 
 def active_simulation() -> StreamSimulation | None:
     """Return the simulation that follows this thread, if there is one."""
-    for mode in active_dispatch_modes():
-        for observer in getattr(mode, "observers", ()):
-            if getattr(observer, "simulates_streams", False):
-                return observer
-    return None
+    return next((one for one in active_observers() if getattr(one, "simulates_streams", False)), None)
 
 
 def new_stream(device: torch.device) -> Stream | None:

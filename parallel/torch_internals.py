@@ -37,6 +37,7 @@ __all__ = [
     "UnguardedDispatchMode",
     "UnguardedFakeTensorMode",
     "active_dispatch_modes",
+    "active_observers",
     "attention_backend",
     "default_store",
     "fake_from_meta",
@@ -47,16 +48,21 @@ __all__ = [
     "memory_snapshot",
     "observe_host_reads",
     "observe_resizes",
+    "real_tensors",
     "returns_views",
     "run_meta_kernel",
+    "runs_a_kernel",
     "schema_of",
     "set_allocator",
     "storage_id",
     "take_default_timeout",
-    "unset_fake_temporarily",
 ]
 
 DEVICE_OF = torch.ops.prim.device.default  # the operation by which autograd asks a fake tensor for its device
+NAMESPACES = {"aten", "torch_attn"}  # of kernels; the second one is that of attention with variable lengths
+NO_KERNELS = {"empty", "empty_strided", "empty_like", "detach", "new_empty", "new_empty_strided", "_unsafe_view"}
+# A dropout takes three kernels on a CPU and one on a GPU: only the one that multiplies is counted.
+FUSED_ON_A_GPU = {"bernoulli_", "div_"}
 VIEWS_DESPITE_THEIR_SCHEMA = {torch.ops.aten._unsafe_view.default}  # the schema says that the result is a new tensor
 
 
@@ -144,6 +150,12 @@ def returns_views(operation: OpOverload) -> bool:
     return bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)
 
 
+def runs_a_kernel(operation: OpOverload) -> bool:
+    """Return True if a GPU runs a kernel for the operation."""
+    is_counted = operation.namespace in NAMESPACES and not returns_views(operation)
+    return is_counted and schema_of(operation).name.removeprefix("aten::") not in NO_KERNELS | FUSED_ON_A_GPU
+
+
 def is_composite(operation: OpOverload) -> bool:
     """Return True if torch implements the operation, under autograd, as a sequence of other operations.
 
@@ -166,6 +178,18 @@ def active_dispatch_modes() -> list[TorchDispatchMode]:
     An observer joins a mode that is active already, since each further mode costs more than a fake operation.
     """
     return _get_current_dispatch_mode_stack()
+
+
+def active_observers() -> list[Any]:
+    """Return the observers of this thread's operations, the innermost one last: those in the lists of its modes."""
+    return [observer for mode in active_dispatch_modes() for observer in getattr(mode, "observers", ())]
+
+
+@contextmanager
+def real_tensors() -> Iterator[None]:
+    """Create real tensors in this block, also in a dry run: for code that must read values."""
+    with unset_fake_temporarily():
+        yield
 
 
 class UnguardedDispatchMode(TorchDispatchMode):

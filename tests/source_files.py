@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("parallel", "data", "zero", "gpt", "scripts", "tests")
+PACKAGES = ("parallel", "data", "zero", "gpt", "lab", "tests")
 Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 

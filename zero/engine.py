@@ -25,7 +25,7 @@ from zero.buckets.flat import FlatParameters, is_absent
 from zero.buckets.gradients import GradientReducer
 from zero.buckets.guarded_parameter import GuardedParameter, ParameterGuard, changes, take_grad
 from zero.gemini.chunks import choose_chunk_numel
-from zero.gemini.planner import PlacementPlanner, UnitOrders
+from zero.gemini.planner import PlacementPlanner
 from zero.memory.placement import NO_OFFLOAD, Offload, OffloadConfig
 from zero.order.agreement import LaunchOrder
 from zero.order.execution_order import ExecutionOrder
@@ -35,6 +35,7 @@ from zero.partition.stage import Lifetime
 from zero.sharded_init import ShardedInit
 from zero.units.backward import RunningBackward, is_in_backward
 from zero.units.hooks import Hook, ModuleHooks, hook_readers
+from zero.units.residency import UnitOrders
 from zero.units.scheduler import UnitScheduler
 from zero.units.unit import Unit, assign_parameters, find_units, group_alike, named_units
 

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lab.observe.memory_tracker import TensorKind, allocating
 from parallel.autograd_internals import foreach_copy_, foreach_mul_
 from parallel.errors import ConfigError
+from parallel.memory_kinds import TensorKind, allocating
 from parallel.mesh import Axis, Handle
 from parallel.tensor.gradient_sums import GradientSums, set_deferred
 from parallel.tensor.layers import split_dims

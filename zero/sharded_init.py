@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from lab.observe.fake_tensors import real_tensors
-from lab.observe.memory_tracker import TensorKind, tagged
 from parallel.autograd_internals import replace_parameter_table
+from parallel.memory_kinds import TensorKind, tagged
 from parallel.mesh import Axis
+from parallel.torch_internals import real_tensors
 from zero.buckets.flat import absent
 from zero.memory.placement import NO_OFFLOAD, OffloadConfig, Placement
 from zero.partition.layout import overlap

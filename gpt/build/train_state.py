@@ -28,7 +28,7 @@ from gpt.settings.settings import Settings
 from gpt.settings.training import LossScaleSettings, ParallelSettings
 from gpt.shape.config import ModelConfig, check_divides
 from parallel.errors import ConfigError
-from lab.observe.memory_tracker import allocate_buffer
+from parallel.memory_kinds import allocate_buffer
 from parallel.mesh import Axis, Mesh
 from parallel.tensor.context import check_context
 from parallel.tensor.layers import part_of, split_dims

@@ -18,10 +18,9 @@ from rich.table import Table
 
 from gpt.monitor.console import make_console, print_table
 from gpt.run_folder.files import written_if_possible
-from lab.observe.kernel_log import KernelLog
-from lab.observe.operation_observer import observe_operations
 from parallel.comm_log import CommEvent, CommLog
 from parallel.errors import ConfigError, exit_on_config_error
+from parallel.torch_internals import OpOverload, UnguardedDispatchMode, runs_a_kernel
 
 PROFILE_OF_RUN, PROFILE_OF_DRY_RUN = "collectives.json", "report.json"
 
@@ -53,18 +52,30 @@ def profile(events: list[CommEvent], step_length: float) -> list[dict[str, Any]]
     ]
 
 
+class KernelCounter(UnguardedDispatchMode):
+    """A counter of the operations for which a GPU runs kernels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = function(*args, **(kwargs or {}))
+        self.count += runs_a_kernel(function)
+        return output
+
+
 @contextmanager
 def profiled(log: CommLog, folder: Path | None) -> Iterator[None]:
     """Record the step inside this context, and write the profile of its collectives to `folder`, if there is one.
 
     The step takes longer, because Python intercepts every kernel to count it.
     """
-    kernels = KernelLog(lambda: log.phase, is_on_host=lambda _tensor: False)
-    with observe_operations(kernels), log.keeping_events(kernels.count) as events:
+    with KernelCounter() as kernels, log.keeping_events(lambda: kernels.count) as events:
         yield
     if folder is None:
         return
-    rows = profile(events, kernels.count())
+    rows = profile(events, kernels.count)
     with written_if_possible(folder / PROFILE_OF_RUN):
         (folder / PROFILE_OF_RUN).write_text(json.dumps({"collectives": rows}, indent=1) + "\n")
 

@@ -50,7 +50,7 @@ def parts(plan: Plan) -> list[Part]:
 
 
 def preflight(plan: Plan) -> Part:
-    words = ["-m", "parallel.launch.preflight", "--write", str(plan.cluster_file), "--name", plan.machine.slug]
+    words = ["-m", "lab.measure", "--write", str(plan.cluster_file), "--name", plan.machine.slug]
     return Part("preflight", plan.launch(plan.num_ranks, *words), partial(readings.preflight, plan), 180)
 
 

@@ -191,7 +191,7 @@ def main() -> None:
         return
     FOLDER.mkdir(parents=True, exist_ok=True)
     load, cluster, times = os.getloadavg()[0], FOLDER / "cluster.yaml", FOLDER / "times.json"
-    launch("parallel.launch.preflight", "--write", str(cluster), "--name", "this machine")
+    launch("lab.measure", "--write", str(cluster), "--name", "this machine")
     launch("lab.bench.predicted", "--rounds", str(options.rounds), "--as_rank", str(times))
     rows = []
     for name, measured in json.loads(times.read_text()).items():

@@ -2,9 +2,9 @@
 
 python -m lab.bench.slow_link --output docs/results/slow_link
 
-Two nodes of two ranks run on one machine (lab/faults/testbed.py), with the same model and batch at every rate of the link.
-At each rate the result has the measured time of a step, and its projection from the cluster file that
-parallel.launch.preflight has measured at that rate.
+Two nodes of two ranks run on one machine (lab/faults/testbed.py), with the same model and batch at every rate of the
+link. At each rate the result has the measured time of a step, and its projection from the cluster file that
+lab.measure has measured at that rate.
 """
 
 import argparse
@@ -95,7 +95,7 @@ def preflight(nodes: list[Node], cluster: Path) -> None:
     running = []
     for number, node in enumerate(nodes):
         where = [f"--rdzv-conf=is_host={int(number == 0)}", f"--local-addr={node.address}"]
-        own = ["-m", "parallel.launch.preflight", "--write", str(cluster)]
+        own = ["-m", "lab.measure", "--write", str(cluster)]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "e0"}
         command = node.command([sys.executable, *launch, *where, *own])
         running.append(subprocess.Popen(command, cwd=ROOT, env=environment))

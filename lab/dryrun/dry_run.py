@@ -22,11 +22,12 @@ from lab.dryrun.compiled_code import with_compiled_code
 from lab.measure.cluster import ClusterSpec
 from lab.observe.fake_tensors import QuickFakeTensorMode
 from lab.observe.kernel_log import Kernel, KernelLog
-from lab.observe.memory_tracker import MemoryHistory, MemoryTracker, TensorKind
+from lab.observe.memory_tracker import MemoryHistory, MemoryTracker
 from lab.observe.operation_observer import observe_operations
 from lab.races.launch_order import Launch
 from lab.races.stream_checker import StreamChecker, streams_checked
 from parallel.comm_log import CommEvent
+from parallel.memory_kinds import TensorKind
 from parallel.streams import UncheckedStreams
 from parallel.world import World, imitated_world
 from zero.gemini.recorder import NUM_RECORDED

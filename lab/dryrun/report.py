@@ -20,8 +20,8 @@ from lab.dryrun.projection import Timeline, project_recording
 from lab.dryrun.run_cost import RunCost
 from lab.measure.cluster import ClusterSpec
 from lab.measure.kernel_costs import kernel_seconds
-from lab.observe.memory_tracker import TensorKind
 from parallel.errors import ConfigError
+from parallel.memory_kinds import TensorKind
 from zero.step.matrix_updates import MatrixUpdates
 
 REPORT = "report.json"
@@ -46,7 +46,7 @@ def run_and_report(settings: Settings, console: RunConsole) -> dict[str, Any]:
             report["run"] = asdict(cost)
             console.say(f"the whole run: {cost}{timeline.cluster.remark}")
         with _writing(folder):
-            from lab.planner.plots import plot_lanes, plot_memory  # imported here: training ranks never need matplotlib
+            from lab.dryrun.plots import plot_lanes, plot_memory  # imported here: training ranks never need matplotlib
 
             (folder / REPORT).write_text(json.dumps(report, indent=1) + "\n")
             plot_memory(recording, folder / "memory.png", timeline)

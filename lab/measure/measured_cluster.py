@@ -197,7 +197,7 @@ def describe_fits(spec: ClusterSpec, by_rank: Sequence[Measured]) -> list[str]:
 def write_cluster(spec: ClusterSpec, path: Path, nodes: Sequence[str]) -> None:
     values = _rounded(json.loads(json.dumps(asdict(spec))))
     where = f"on {date.today()}, on {', '.join(nodes)}"
-    head = f"# Measured by parallel.launch.preflight {where}: rates that were reached, not those of data sheets.\n"
+    head = f"# Measured by lab.measure {where}: rates that were reached, not those of data sheets.\n"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(head + yaml.safe_dump(values, sort_keys=False, default_flow_style=None, width=120))
 

@@ -3,8 +3,8 @@
     region = compiled_region(build)                 the kernels of a function, eager and compiled
     kernels, places = splice(kernels, [region])     a log in which each call of the function is compiled
 
-inductor's scheduler decides what is fused (lab/observe/inductor_internals.py). The log of a dry run is that of eager code,
-in which `splice` finds the kernels of each call.
+inductor's scheduler decides what is fused (lab/observe/inductor_internals.py). The log of a dry run is that of eager
+code, in which `splice` finds the kernels of each call.
 """
 
 import logging
@@ -131,7 +131,7 @@ def _eager_kernels(build: Build) -> dict[str, list[Kernel]]:
 
 def _compiled_kernels(build: Build) -> dict[str, list[Kernel]]:
     # Here, because it imports torch's compiler, which takes seconds.
-    from parallel import inductor_internals as inductor
+    from lab.observe import inductor_internals as inductor
 
     mode = inductor.FakeTensorMode()
     with mode:
@@ -160,7 +160,7 @@ def _parameters(function: Callable[..., Any]) -> dict[str, Tensor]:
 
 
 def _kernel(node: Any) -> Kernel:
-    from parallel import inductor_internals as inductor
+    from lab.observe import inductor_internals as inductor
 
     operations = inductor.operations_of(node)
     names = [_name_of(operation.target) for operation in operations]

@@ -18,7 +18,6 @@ storage, and the switch that omits Dynamo's guard.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from enum import Enum
 from functools import cache
 from typing import Any, TypeVar
@@ -38,7 +37,6 @@ from parallel.torch_internals import (
     run_meta_kernel,
     schema_of,
     storage_id,
-    unset_fake_temporarily,
 )
 
 RESHAPE_THEIR_ARGUMENT = {"aten::resize_", "aten::resize_as_", "aten::set_"}
@@ -126,13 +124,6 @@ class QuickFakeTensorMode(UnguardedFakeTensorMode):
             self._attributes[device] = dict(first.__dict__)
             return first
         return fake_from_meta(meta, device, attributes)
-
-
-@contextmanager
-def real_tensors() -> Iterator[None]:
-    """Create real tensors in this block, also in a dry run: for code that must read values."""
-    with unset_fake_temporarily():
-        yield
 
 
 class DispatchPath(Enum):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lab.observe.fake_tensors import instances_in
 from lab.observe.operation_observer import observe_operations
-from parallel.torch_internals import OpOverload, returns_views, schema_of, storage_id
+from parallel.torch_internals import OpOverload, runs_a_kernel, schema_of, storage_id
 
 # The position of the first factor among the arguments of a matrix product, in all overloads; the second one follows it.
 PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "addmm_": 1, "_addmm_activation": 1, "baddbmm": 1, "baddbmm_": 1}
@@ -27,11 +27,8 @@ FUSED_ATTENTION = {
     for kind in ("flash", "efficient", "cudnn")
     for suffix in ("", "_for_cpu", "_backward", "_for_cpu_backward")
 }
+_runs_a_kernel = cache(runs_a_kernel)
 OVERWRITES = {"copy_", "fill_", "zero_", "normal_", "bernoulli_"}  # write their argument without reading it
-# A dropout takes three kernels on a CPU and one on a GPU: only the one that multiplies is logged.
-FUSED_ON_A_GPU = {"bernoulli_", "div_"}
-NAMESPACES = {"aten", "torch_attn"}  # the second one is that of attention with variable lengths
-NO_KERNELS = {"empty", "empty_strided", "empty_like", "detach", "new_empty", "new_empty_strided", "_unsafe_view"}
 
 
 @dataclass(frozen=True)
@@ -111,12 +108,6 @@ class KernelLog:
             is_on_host=all(on_host),
             attention=attention_of(name, args),
         )
-
-
-@cache
-def _runs_a_kernel(function: OpOverload) -> bool:
-    name = schema_of(function).name.removeprefix("aten::")
-    return function.namespace in NAMESPACES and not returns_views(function) and name not in NO_KERNELS | FUSED_ON_A_GPU
 
 
 def _without_outputs(function: OpOverload, kwargs: Mapping[str, Any]) -> tuple[Any, ...]:

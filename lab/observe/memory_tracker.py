@@ -4,79 +4,23 @@
         ...
     tracker.device.peak                       {TensorKind.PARAMETERS: bytes, ...} at the moment of the highest total
 
-While a tracker is active, every operation calls Python code, so a step is slow. Without one, `tagged` and `allocating`
-cost next to nothing.
+While a tracker is active, every operation calls Python code, so a step is slow.
 """
 
 import weakref
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 from functools import partial
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from lab.observe.operation_observer import active_observers, observe_operations
+from lab.observe.operation_observer import observe_operations
+from parallel.memory_kinds import MemoryObserver, TensorKind
 from parallel.torch_internals import OpOverload, observe_resizes, storage_id
-
-
-class TensorKind(StrEnum):
-    """The purpose of a storage. A temporary tensor has the kind of the tensors that it is computed from or for."""
-
-    PARAMETERS = "parameters"
-    GRADIENTS = "gradients"
-    MASTER = "master"
-    MOMENTS = "moments"
-    CHECKPOINTS = "checkpoints"
-    ACTIVATIONS = "activations"
-    BUFFERS = "buffers"
-    OTHER = "other"
-
-
-class TagObserver(ABC):
-    """An observer of operations that is told the kinds of tensors. `default` is (kind, on_host) of those untagged.
-
-    It is a base class and no protocol, because `tagged` asks for the type of each observer each time.
-    """
-
-    default: tuple[TensorKind, bool]
-
-    @abstractmethod
-    def on_tag(self, tensor: Tensor, kind: TensorKind, on_host: bool) -> None: ...
-
-
-def tagged(kind: TensorKind, tensor: Tensor, *, on_host: bool = False) -> Tensor:
-    """Return the tensor; active trackers count its storage as `kind` from now on, in host memory if `on_host`.
-
-    If the CPU is the run's accelerator, only `on_host` distinguishes host memory from the accelerator's.
-    """
-    for observer in _tag_observers():
-        observer.on_tag(tensor, kind, on_host)
-    return tensor
-
-
-def allocate_buffer(like: Tensor, numel: int) -> Tensor:
-    """Return an uninitialized tensor (numel,) of the dtype and device of `like`, which counts as BUFFERS."""
-    return tagged(TensorKind.BUFFERS, like.new_empty(numel))
-
-
-@contextmanager
-def allocating(kind: TensorKind, *, on_host: bool = False) -> Iterator[None]:
-    """Count storages that are allocated in this block, and not tagged, as `kind`; the innermost block wins."""
-    observers = _tag_observers()
-    outer = [observer.default for observer in observers]
-    for observer in observers:
-        observer.default = kind, on_host
-    try:
-        yield
-    finally:
-        for observer, before in zip(observers, outer, strict=True):
-            observer.default = before
 
 
 @dataclass(eq=False)
@@ -138,7 +82,7 @@ class _TrackedStorage:
     is_new: bool = False  # allocated since `restart`
 
 
-class MemoryTracker(TagObserver):
+class MemoryTracker(MemoryObserver):
     """A counter of the storages that are allocated while it is active; `device` is the accelerator, real or imitated.
 
     A fake tensor counts like the real one that it imitates, if the tracker is entered after the `FakeTensorMode`. A
@@ -171,6 +115,12 @@ class MemoryTracker(TagObserver):
             yield self.device.history
         finally:
             self.device.history = None
+
+    def restart_peak(self) -> None:
+        self.device.metered_peak = self.device.total
+
+    def peak_bytes(self) -> int:
+        return self.device.metered_peak
 
     def is_on_host(self, tensor: Tensor) -> bool:
         return self._track(tensor).memory is self.host
@@ -235,37 +185,3 @@ class MemoryTracker(TagObserver):
         tracked.memory, tracked.kind = memory, kind
         memory.change(kind, tracked.num_bytes)
         memory.num_allocations[kind] += tracked.is_new
-
-
-def _tag_observers() -> list[TagObserver]:
-    return [observer for observer in active_observers() if isinstance(observer, TagObserver)]
-
-
-def _active_trackers() -> list[MemoryTracker]:
-    return [observer for observer in active_observers() if isinstance(observer, MemoryTracker)]
-
-
-class PeakMeter:
-    """A meter of a device's peak since `restart`, read from CUDA's allocator, on a CPU from the active trackers.
-
-    CUDA has one peak for all readers: `earlier_peaks` are the highest before a restart, (allocated, reserved) bytes.
-    """
-
-    def __init__(self, device: torch.device):
-        self._device = device
-        self.earlier_peaks = (0, 0)
-
-    def restart(self) -> None:
-        if self._device.type == "cuda":
-            allocated, reserved = self.earlier_peaks
-            allocated = max(allocated, torch.cuda.max_memory_allocated(self._device))
-            self.earlier_peaks = allocated, max(reserved, torch.cuda.max_memory_reserved(self._device))
-            torch.cuda.reset_peak_memory_stats(self._device)
-        for tracker in _active_trackers():
-            tracker.device.metered_peak = tracker.device.total
-
-    def peak_bytes(self) -> int:
-        """Return the most bytes that were allocated at once since `restart`; 0 on a CPU without an active tracker."""
-        if self._device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self._device)
-        return max((tracker.device.metered_peak for tracker in _active_trackers()), default=0)

@@ -51,9 +51,3 @@ def observe_operations(observer: OperationObserver) -> Iterator[None]:
     else:
         with ObservedMode(), observe_operations(observer):
             yield
-
-
-def active_observers() -> list[OperationObserver]:
-    """Return the observers of this thread's operations, the innermost one last."""
-    modes = active_dispatch_modes()
-    return [o for mode in modes if isinstance(mode, (ObservedMode, QuickFakeTensorMode)) for o in mode.observers]

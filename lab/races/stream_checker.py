@@ -31,7 +31,6 @@ from torch import Tensor
 
 from lab.observe.fake_tensors import instances_in
 from lab.observe.kernel_log import are_the_same_elements
-from lab.observe.memory_tracker import TagObserver, TensorKind
 from lab.observe.operation_observer import observe_operations
 from lab.races.launch_order import Launch
 from lab.races.memory_accesses import (
@@ -52,6 +51,7 @@ from lab.races.simulated_streams import (
     remedy,
 )
 from parallel.comm_log import CommEvent
+from parallel.memory_kinds import MemoryObserver, TensorKind
 from parallel.torch_internals import OpOverload, observe_host_reads, observe_resizes, storage_id
 
 MAX_REPORTS = 10  # lines of an error
@@ -80,7 +80,7 @@ class SimulatedWait:
             self._checker.on_lost_wait(self._access)
 
 
-class StreamChecker(TagObserver):
+class StreamChecker(MemoryObserver):
     """An observer of operations that is a `StreamSimulation`. `reports` are the races found so far, one line each.
 
     `device` is the run's accelerator, also if that is the CPU. Enter it before side streams are made.

@@ -8,7 +8,7 @@ from gpt.build.train_state import build_model
 from gpt.model.transformer import initialize
 from gpt.shape.config import ModelConfig
 from gpt.train_step import train_step
-from lab.observe.memory_tracker import TensorKind
+from parallel.memory_kinds import TensorKind
 from parallel.mesh import Mesh
 from parallel.tensor.token_layout import ReplicatedTokens
 from tests.gpu.waiting import waiting_is_an_error

@@ -15,48 +15,63 @@ import pytest
 from gpt.settings.settings import Settings
 from tests.source_files import PACKAGES, ROOT, Module, all_modules, imported_files
 
-# What each room may import beside itself; PACKAGE/* is a package with its rooms.
+# What each room may import beside itself, from the lowest floor to the highest: only rooms above it in this table.
+# PACKAGE/* is a package with its rooms.
 # fmt: off
-ARROWS = {
+FLOORS = {
     "data":                 "",
 
-    "parallel":             "parallel/comm_log.py",
-    "parallel/tensor":      "parallel parallel/instruments",
-    "parallel/instruments": "parallel",
-    "parallel/launch":      "parallel parallel/instruments",
+    "parallel":             "",
+    "parallel/tensor":      "parallel",
+    "parallel/launch":      "parallel",
 
-    "zero":                 "parallel parallel/tensor parallel/instruments zero/units zero/offload zero/optimizers",
-    "zero/units":           "parallel zero zero/offload",
-    "zero/optimizers":      "parallel parallel/tensor parallel/instruments zero zero/offload",
-    "zero/activations":     "parallel parallel/instruments zero zero/offload",
-    "zero/offload":         "parallel parallel/instruments zero zero/units",
-    "zero/state":           "parallel/* zero zero/offload zero/optimizers zero/formulas",
-    "zero/formulas":        "zero/partition/stage.py zero/partition/layout.py",
+    "zero/partition":       "parallel",
+    "zero/memory":          "parallel",
+    "zero/order":           "parallel",
+    "zero/formulas":        "zero/partition",
+    "zero/activations":     "parallel parallel/tensor zero/memory",
+    "zero/buckets":         "parallel zero/partition zero/memory zero/order",
+    "zero/units":           "parallel zero/partition zero/order zero/buckets",
+    "zero/gemini":          "parallel zero/partition zero/memory zero/buckets zero/units",
+    "zero/optimizers":      "parallel zero/partition",
+    "zero/step":            "parallel parallel/tensor zero/partition zero/memory zero/buckets zero/optimizers",
+    "zero":                 "parallel parallel/tensor zero/partition zero/memory zero/order zero/buckets zero/units "
+                            "zero/gemini zero/optimizers zero/step",
+    "zero/state":           "parallel parallel/tensor zero zero/partition zero/memory zero/formulas zero/buckets "
+                            "zero/optimizers zero/step",
 
-    "gpt/shape":            "parallel/*",
-    "gpt/kernels":          "parallel/* gpt/shape",
-    "gpt/model":            "parallel/* gpt/shape gpt/kernels",
-    "gpt/pretrained":       "parallel/* gpt/shape gpt/model",
+    "gpt/shape":            "parallel parallel/tensor",
+    "gpt/kernels":          "parallel gpt/shape",
+    "gpt/model":            "parallel parallel/tensor gpt/shape gpt/kernels",
     "gpt/deepspeed":        "parallel",
-    "gpt/settings":         "parallel/* zero/* gpt/shape gpt/deepspeed gpt/settings/schedule.py",
-    "gpt/run_folder":       "parallel/* zero",
-    "gpt/checkpoint":       "parallel/* zero/* gpt gpt/settings gpt/shape gpt/model gpt/pretrained gpt/run_folder "
-                            "data",
-    "gpt/monitor":          "parallel/* zero/* gpt gpt/settings gpt/shape gpt/model gpt/run_folder",
-    "gpt/planner":          "parallel/* zero/* gpt gpt/settings gpt/shape gpt/kernels gpt/model gpt/run_folder "
-                            "gpt/monitor gpt/planner/costs data/documents.py",
-    "gpt/planner/costs":    "parallel parallel/instruments parallel/launch",
-    "gpt":                  "parallel/* zero/* gpt/* data",
+    "gpt/run_folder":       "parallel",
+    "gpt/settings":         "parallel zero/* gpt/shape gpt/deepspeed",
+    "gpt/pretrained":       "parallel parallel/tensor data zero/state gpt/shape gpt/model",
+    "gpt/build":            "parallel parallel/tensor zero/* gpt/shape gpt/kernels gpt/model gpt/settings gpt/pretrained",
+    "gpt/checkpoint":       "parallel data zero/* gpt/shape gpt/run_folder gpt/settings gpt/pretrained gpt/build",
+    "gpt/monitor":          "parallel parallel/tensor zero/* gpt/shape gpt/model gpt/run_folder gpt/settings gpt/build",
+    "gpt":                  "parallel parallel/tensor parallel/launch data zero/* gpt/shape gpt/kernels gpt/model "
+                            "gpt/run_folder gpt/settings gpt/pretrained gpt/build gpt/checkpoint gpt/monitor",
+    "pretrain_gpt.py":      "parallel data zero/* gpt/*",
 
-    "pretrain_gpt.py":      "parallel/* zero/* gpt/* data",
-    "scripts":              "parallel/* zero/* gpt/* data pretrain_gpt.py",
-    "tests":                "parallel/* zero/* gpt/* data pretrain_gpt.py scripts",
+    "lab/observe":          "parallel",
+    "lab/races/mutants":    "",
+    "lab/races":            "parallel lab/observe pretrain_gpt.py",
+    "lab/measure":          "parallel parallel/launch lab/observe",
+    "lab/dryrun/costs":     "parallel lab/observe lab/measure",
+    "lab/dryrun":           "PRODUCT lab/observe lab/races lab/measure lab/dryrun/costs",
+    "lab/planner":          "PRODUCT lab/measure lab/dryrun",
+    "lab/acceptance":       "PRODUCT lab/measure",
+    "lab/faults":           "PRODUCT",
+    "lab/bench":            "PRODUCT lab/observe lab/races lab/measure lab/dryrun lab/dryrun/costs lab/faults",
+    "lab/paper":            "PRODUCT lab/measure lab/planner",
+    "lab/published":        "PRODUCT lab/observe lab/measure lab/dryrun lab/dryrun/costs lab/planner",
+    "lab":                  "PRODUCT",
+
+    "tests":                "PRODUCT lab/*",
 }
 # fmt: on
-ARROWS_OF_FILES = {
-    "zero/__init__.py": "zero/*",  # the public interface
-    "zero/partition/layout.py": "parallel zero/partition/stage.py",  # nothing of the engine that is built on it
-}
+FLOORS_OF_FILES = {"zero/__init__.py": "zero/*"}  # the public interface
 PRODUCT = {"parallel", "data", "zero", "gpt", "pretrain_gpt"}
 
 MOST_MODULES, MOST_LINES = 16, 50  # of a folder, beside __init__.py; of a function
@@ -81,20 +96,22 @@ TreeRule = Callable[[list[Module]], Iterator[str]]
 
 
 def imports_follow_the_arrows(module: Module) -> Iterator[str]:
-    arrows = ARROWS | ARROWS_OF_FILES
+    arrows = FLOORS | FLOORS_OF_FILES
     room = _longest(str(module.path), arrows)
-    if module.package in PRODUCT and room not in {str(module.path), str(module.path.parent)}:
+    if module.package in PRODUCT | {"lab"} and room not in {str(module.path), str(module.path.parent)}:
         yield f"is in {module.path.parent}, which is not a room"
     allowed = {room} | {name for names in arrows[room].split() for name in _expanded(names)}
     for line, _, origin in module.imports():
-        target = _longest(origin.replace(".", "/"), allowed | ARROWS.keys())
+        target = _longest(origin.replace(".", "/"), allowed | FLOORS.keys())
         if target and target not in allowed:
             yield f"line {line} imports {origin}"
 
 
 def _expanded(names: str) -> set[str]:
+    if names == "PRODUCT":
+        return {room for room in FLOORS if room.split("/")[0].removesuffix(".py") in PRODUCT}
     package = names.removesuffix("/*")
-    return {names} if package == names else {room for room in ARROWS if room.split("/")[0] == package}
+    return {names} if package == names else {room for room in FLOORS if room.split("/")[0] == package}
 
 
 def _longest(path: str, names: Iterable[str]) -> str:
@@ -215,12 +232,14 @@ BREACHES = [
     (imports_follow_the_arrows, "gpt/model/transformer.py", "from zero import ZeroConfig"),
     (imports_follow_the_arrows, "gpt/model/transformer.py", "from ..trainer import train"),
     (imports_follow_the_arrows, "gpt/checkpoint/saver.py", "from gpt.monitor.metrics import peak_memory"),
-    (imports_follow_the_arrows, "gpt/monitor/plot.py", "from lab.dryrun.report import Report"),
+    (imports_follow_the_arrows, "gpt/monitor/plot.py", "from gpt.checkpoint.saver import Saver"),
     (imports_follow_the_arrows, "gpt/shape/flops.py", "from gpt.deepspeed.keys import KEYS"),
     (imports_follow_the_arrows, "gpt/trainer.py", "import tests.ranks"),
     (imports_follow_the_arrows, "gpt/trainer.py", "import pretrain_gpt"),
-    (imports_follow_the_arrows, "pretrain_gpt.py", "from scripts import bench"),
-    (imports_follow_the_arrows, "scripts/bench/step.py", "from tests import models"),
+    (imports_follow_the_arrows, "pretrain_gpt.py", "from lab import bench"),
+    (imports_follow_the_arrows, "zero/engine.py", "def f():\n    import lab.observe.memory_tracker"),
+    (imports_follow_the_arrows, "lab/observe/kernel_log.py", "from lab.dryrun.report import Report"),
+    (imports_follow_the_arrows, "lab/bench/step.py", "from tests import models"),
     (collectives_are_called_in_two_files, "zero/engine.py", "import torch.distributed as dist\ndist.all_reduce(x)"),
     (collectives_are_called_in_two_files, "gpt/trainer.py", "import torch\ntorch.distributed.barrier()"),
     (collectives_are_called_in_two_files, "gpt/trainer.py", "from torch import distributed as d\nd.broadcast(x, 0)"),
@@ -257,7 +276,11 @@ BREACHES = [
     (functions_are_short, "gpt/trainer.py", FUNCTION_OF_51_LINES),
 ]
 ALLOWED = [
-    (imports_follow_the_arrows, "gpt/trainer.py", "import torch\nfrom zero import stage\nfrom .model import GPT"),
+    (
+        imports_follow_the_arrows,
+        "gpt/trainer.py",
+        "import torch\nfrom zero.partition import stage\nfrom .model import GPT",
+    ),
     (imports_follow_the_arrows, "lab/dryrun/report.py", "from gpt.monitor.console import table"),
     (imports_follow_the_arrows, "zero/engine.py", "from zero.memory.streams import SideStream"),
     (
@@ -265,7 +288,7 @@ ALLOWED = [
         "zero/formulas/memory.py",
         "from zero.partition.stage import STAGES\nimport zero.formulas.a",
     ),
-    (imports_follow_the_arrows, "tests/unit/test_a.py", "from scripts import bench\nfrom tests.ranks import run_ranks"),
+    (imports_follow_the_arrows, "tests/unit/test_a.py", "from lab import bench\nfrom tests.ranks import run_ranks"),
     (collectives_are_called_in_two_files, "parallel/mesh.py", "import torch.distributed as dist\ndist.all_reduce(x)"),
     (collectives_are_called_in_two_files, "zero/engine.py", "import torch\naxis.all_reduce(x, out=x)\ntorch.all(x)"),
     (
@@ -320,6 +343,13 @@ def modules() -> list[Module]:
     modules = all_modules()
     assert {module.package for module in modules} == {*PACKAGES, "pretrain_gpt"}
     return modules
+
+
+def test_a_room_imports_only_rooms_below_it():
+    rooms = list(FLOORS)
+    for number, (room, names) in enumerate(FLOORS.items()):
+        below = set(rooms[:number]) | {room}
+        assert {one for name in names.split() for one in _expanded(name)} <= below | {"tests"}, room
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)

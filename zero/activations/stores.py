@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lab.observe.memory_tracker import TensorKind, tagged
+from parallel.memory_kinds import TensorKind, tagged
 from parallel.mesh import Axis, Handle
 from zero.activations.slab import SeparateAllocations, Slab, Slot, SlotMemory
 from zero.memory.allocators import Allocate, device_allocator, host_allocator

@@ -21,7 +21,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from lab.observe.memory_tracker import TensorKind
+from parallel.memory_kinds import TensorKind
 from parallel.mesh import Axis, Handle
 from zero.memory.placement import Offload, Placement
 from zero.memory.staging import StagingPool, free_storage, restore_storage

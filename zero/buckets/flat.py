@@ -10,8 +10,8 @@ from enum import Enum
 import torch
 from torch import Tensor, nn
 
-from lab.observe.memory_tracker import TensorKind, tagged
 from parallel.autograd_internals import forbid_writes
+from parallel.memory_kinds import TensorKind, tagged
 from parallel.mesh import Axis, Handle
 from zero.buckets.bucket import Bucket, GradShard, ParamShard, take_changed
 from zero.buckets.guarded_parameter import ParameterGuard, set_raw_data

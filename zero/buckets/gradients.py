@@ -27,7 +27,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from torch import Tensor, nn
 
-from lab.observe.memory_tracker import TensorKind, tagged
+from parallel.memory_kinds import TensorKind, tagged
 from parallel.mesh import Axis, Handle
 from zero.buckets.bucket import Bucket, GradShard, Staging, scale_into
 from zero.memory.placement import Offload, Placement

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
-from lab.observe.memory_tracker import TensorKind, allocating
+from parallel.memory_kinds import TensorKind, allocating
 from zero.buckets.bucket import Bucket, take_changed
 from zero.buckets.flat import FlatParameters
 from zero.memory.placement import Offload, Placement

@@ -12,7 +12,7 @@ from then on    at each visit the shards that are used soonest stay in the devic
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -22,16 +22,12 @@ from zero.buckets.bucket import Bucket, ParamShard
 from zero.gemini.chunks import Cycle
 from zero.gemini.recorder import GIGA, UPDATE, MemoryRecorder, Moment
 from zero.memory.placement import Offload, Placement
-from zero.order.execution_order import ExecutionOrder
+from zero.units.residency import NUM_KEPT, Pass, UnitOrders
 from zero.units.unit import Unit
 
 logger = logging.getLogger(__name__)
 
-Pass = Literal["forward", "backward"]
-UnitOrders = dict[Pass, ExecutionOrder[Unit]]
-
 SHARE_WITHOUT_BUDGET = 0.9  # of the accelerator, with auto: CUDA and NCCL need the rest
-NUM_KEPT = 2  # units that stay unsharded from forward to backward
 
 
 class CachedShards(NamedTuple):

@@ -6,8 +6,8 @@ from typing import Literal
 
 import torch
 
-from lab.observe.memory_tracker import PeakMeter
 from parallel.errors import MemoryLimitError
+from parallel.memory_kinds import PeakMeter
 from parallel.mesh import Axis
 
 Moment = tuple[Literal["forward", "backward", "update"], int]  # the visit of a unit, counted from the pass's beginning

@@ -5,8 +5,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lab.observe.memory_tracker import TensorKind, allocating, tagged
 from parallel.errors import MemoryLimitError
+from parallel.memory_kinds import TensorKind, allocating, tagged
 
 Allocate = Callable[[int, torch.dtype], Tensor]  # (number of elements, dtype) -> flat tensor, not initialized
 

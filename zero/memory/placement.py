@@ -17,8 +17,8 @@ from typing import Annotated, Literal
 import torch
 from torch import Tensor
 
-from lab.observe.memory_tracker import TensorKind
 from parallel.fields import Positive, Range, check_fields
+from parallel.memory_kinds import TensorKind
 from parallel.mesh import Handle
 from parallel.torch_internals import storage_id
 from zero.memory.allocators import device_allocator, host_allocator

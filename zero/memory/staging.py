@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from lab.observe.memory_tracker import TensorKind
+from parallel.memory_kinds import TensorKind
 from parallel.mesh import Handle
 from zero.memory.placement import Offload, Placement
 

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lab.observe.memory_tracker import TensorKind, allocating
 from parallel.errors import ConfigError
+from parallel.memory_kinds import TensorKind, allocating
 from parallel.mesh import Mesh
 from parallel.streams import announce_host_read, synchronize
 from parallel.world import shared_store

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lab.observe.fake_tensors import real_tensors
 from parallel.errors import ConfigError
+from parallel.torch_internals import real_tensors
 from zero.optimizers.atoms import atom_of
 from zero.optimizers.matrix_optimizer import MatrixOptimizer
 from zero.partition.layout import cut

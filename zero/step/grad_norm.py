@@ -7,8 +7,8 @@ from itertools import islice
 import torch
 from torch import Tensor, nn
 
-from lab.observe.memory_tracker import TensorKind, allocating
 from parallel.autograd_internals import foreach_norm
+from parallel.memory_kinds import TensorKind, allocating
 from parallel.mesh import Axis
 from zero.buckets.bucket import Bucket
 from zero.memory.placement import Placement

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from lab.observe.memory_tracker import TensorKind, allocating
 from parallel.autograd_internals import foreach_copy_
+from parallel.memory_kinds import TensorKind, allocating
 from parallel.mesh import Axis
 from parallel.tensor.layers import packed_rows, split_dims
 from zero.buckets.bucket import Bucket

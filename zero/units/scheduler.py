@@ -15,11 +15,11 @@ from parallel.autograd_internals import current_graph_task
 from parallel.torch_internals import storage_id
 from zero.buckets.guarded_parameter import ShardedParameterError
 from zero.buckets.tensor_tree import find_tensors
-from zero.gemini.planner import NUM_KEPT, Pass, PlacementPlanner, UnitOrders
 from zero.partition.stage import Lifetime
 from zero.units.access import watch_parameters
 from zero.units.backward import is_in_backward
 from zero.units.hooks import ModuleHooks
+from zero.units.residency import NUM_KEPT, Pass, Residency, UnitOrders
 from zero.units.saved_reads import SavedReads
 from zero.units.unit import Call, Unit
 
@@ -39,7 +39,7 @@ class UnitScheduler:
         self,
         units: dict[str, Unit],
         orders: UnitOrders,
-        planner: PlacementPlanner,
+        planner: Residency,
         start_forward: Callable[[bool], None],
         enter_backward: Callable[[], bool],
         close: Callable[[Iterable[nn.Parameter]], None],

@@ -11,9 +11,9 @@ from gpt.build.host_memory import bytes_on_host, check_host_memory
 from gpt.build.train_state import build, build_mesh, token_layout
 from gpt.settings.parser import parse_settings
 from gpt.train_step import train_step
-from lab.observe.memory_tracker import TensorKind
 from parallel.errors import ConfigError
 from parallel.host_memory import pinned_bytes
+from parallel.memory_kinds import TensorKind
 from parallel.mesh import Axis, Mesh
 from parallel.world import World
 from tests.ranks import run_ranks

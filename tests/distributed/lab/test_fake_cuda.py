@@ -16,9 +16,9 @@ from gpt.checkpoint.checkpoint import owned_tensors
 from gpt.model.transformer import initialize
 from gpt.shape.config import ModelConfig
 from gpt.train_step import train_step
-from lab.observe.fake_tensors import real_tensors
 from parallel.mesh import Mesh
 from parallel.tensor.token_layout import ReplicatedTokens, SplitTokens
+from parallel.torch_internals import real_tensors
 from tests.fake_cuda import build_library, fake_cuda, run_on_fake_cuda
 from zero.activations.checkpointed_blocks import ActivationsConfig
 from zero.engine import ZeroDataParallel

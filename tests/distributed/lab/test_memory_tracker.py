@@ -8,7 +8,8 @@ import torch
 from gpt.model.transformer import GPT, initialize
 from gpt.shape.config import ModelConfig
 from gpt.train_step import train_step
-from lab.observe.memory_tracker import MemoryTracker, TensorKind, allocate_buffer
+from lab.observe.memory_tracker import MemoryTracker
+from parallel.memory_kinds import TensorKind, allocate_buffer
 from parallel.mesh import Mesh
 from parallel.tensor.token_layout import ReplicatedTokens
 from tests.ranks import run_ranks

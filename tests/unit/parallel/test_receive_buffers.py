@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from lab.observe.memory_tracker import MemoryTracker, TensorKind, allocate_buffer
+from lab.observe.memory_tracker import MemoryTracker
+from parallel.memory_kinds import TensorKind, allocate_buffer
 from parallel.receive_buffers import ReceiveBuffers
 
 

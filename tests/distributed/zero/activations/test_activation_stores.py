@@ -9,8 +9,9 @@ from torch import Tensor
 
 from gpt.generate import generate
 from gpt.train_step import evaluate, train_step
-from lab.observe.memory_tracker import MemoryTracker, TensorKind, allocate_buffer
+from lab.observe.memory_tracker import MemoryTracker
 from parallel.errors import ConfigError
+from parallel.memory_kinds import TensorKind, allocate_buffer
 from parallel.mesh import Mesh
 from parallel.tensor.token_layout import ReplicatedTokens
 from tests.distributed.gpt.test_tensor_parallel import (

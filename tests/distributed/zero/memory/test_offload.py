@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from lab.observe.memory_tracker import MemoryTracker, TensorKind
+from lab.observe.memory_tracker import MemoryTracker
+from parallel.memory_kinds import TensorKind
 from parallel.mesh import Mesh
 from tests.distributed.zero.test_zero_equals_one_process import TOLERANCE, train_in_one_process, train_with_zero
 from tests.kept_apart import KeptApart

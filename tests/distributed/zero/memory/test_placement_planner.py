@@ -8,8 +8,9 @@ import torch.distributed as dist
 
 from gpt.model.transformer import GPT, initialize
 from gpt.shape.config import ModelConfig
-from lab.observe.memory_tracker import MemoryTracker, TensorKind
+from lab.observe.memory_tracker import MemoryTracker
 from parallel.errors import ConfigError
+from parallel.memory_kinds import TensorKind
 from parallel.mesh import Axis, Mesh
 from parallel.tensor.token_layout import ReplicatedTokens
 from tests.kept_apart import KeptApart

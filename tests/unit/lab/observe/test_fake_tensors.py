@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lab.observe.fake_tensors import QuickFakeTensorMode, instances_in
-from lab.observe.operation_observer import active_observers, observe_operations
-from parallel.torch_internals import OpOverload, schema_of
+from lab.observe.operation_observer import observe_operations
+from parallel.torch_internals import OpOverload, active_observers, schema_of
 
 
 class Names:

@@ -8,8 +8,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
-from lab.observe.memory_tracker import MemoryTracker, PeakMeter, TensorKind, allocating, tagged
-from lab.observe.operation_observer import active_observers
+from lab.observe.memory_tracker import MemoryTracker
+from parallel.memory_kinds import PeakMeter, TensorKind, allocating, tagged
+from parallel.torch_internals import active_observers
 
 CPU = torch.device("cpu")
 

@@ -15,6 +15,7 @@ from matplotlib.text import Annotation
 from rich.console import Console
 
 from lab.dryrun.dry_run import DEVICE, dry_run
+from lab.dryrun.plots import busy_shares, highest_moments, kernel_starts, plot_lanes, plot_memory
 from lab.dryrun.projection import Task, Timeline, project_recording
 from lab.dryrun.run_cost import RunCost
 from lab.planner import plan as planner
@@ -23,7 +24,7 @@ from lab.planner.depth import Estimate
 from lab.planner.front import Choice, front, front_table, spread
 from lab.planner.layouts import CandidateLayout, Prediction
 from lab.planner.plan import report_front
-from lab.planner.plots import busy_shares, highest_moments, kernel_starts, plot_front, plot_lanes, plot_memory
+from lab.planner.plots import plot_front
 from parallel.errors import ConfigError
 from tests.recordings import assert_recorded
 from tests.unit.lab.dryrun.test_projection import DGX_2, settings, shallow

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lab.observe.memory_tracker import TensorKind, tagged
 from lab.races.launch_order import overlaps
 from lab.races.stream_checker import StreamChecker, StreamError, streams_checked
+from parallel.memory_kinds import TensorKind, tagged
 from parallel.mesh import Axis, Handle, Mesh
 from parallel.streams import active_simulation, announce_host_read, current_stream, synchronize
 from parallel.world import imitated_world

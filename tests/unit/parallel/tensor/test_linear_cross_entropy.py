@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lab.observe.fake_tensors import QuickFakeTensorMode, real_tensors
+from lab.observe.fake_tensors import QuickFakeTensorMode
 from lab.observe.kernel_log import Kernel, KernelLog
 from lab.observe.memory_tracker import MemoryTracker
 from lab.observe.operation_observer import observe_operations
@@ -16,6 +16,7 @@ from parallel.tensor import softmax
 from parallel.tensor.linear_cross_entropy import linear_cross_entropy
 from parallel.tensor.softmax import Softmax
 from parallel.tensor.token_layout import ReplicatedTokens
+from parallel.torch_internals import real_tensors
 from tests.inductor_bytes import bytes_of_kernels
 
 TOKENS, WORDS, PADDED, FEATURES = 8192, 50257, 50304, 1600

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lab.observe.memory_tracker import MemoryTracker, TensorKind
+from lab.observe.memory_tracker import MemoryTracker
 from parallel.errors import ConfigError
+from parallel.memory_kinds import TensorKind
 from parallel.mesh import Axis, Handle, Mesh
 from parallel.tensor.blocks import run_in_order
 from tests.ranks import run_ranks

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lab.observe.memory_tracker import MemoryTracker, PeakMeter
+from lab.observe.memory_tracker import MemoryTracker
 from parallel.errors import ConfigError, MemoryLimitError
+from parallel.memory_kinds import PeakMeter
 from parallel.mesh import Axis
 from tests.twins import assert_same_bits, params_of
 from zero.buckets.bucket import Bucket

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from lab.observe.memory_tracker import TensorKind
 from parallel.errors import ConfigError
+from parallel.memory_kinds import TensorKind
 from zero.memory.allocators import host_allocator
 
 

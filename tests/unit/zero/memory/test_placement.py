@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lab.observe.memory_tracker import MemoryTracker, TensorKind
+from lab.observe.memory_tracker import MemoryTracker
 from lab.races.stream_checker import StreamError, streams_checked
+from parallel.memory_kinds import TensorKind
 from parallel.mesh import Handle
 from zero.memory.placement import Offload, OffloadConfig, Placement
 

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from lab.observe.memory_tracker import MemoryTracker, TensorKind
+from lab.observe.memory_tracker import MemoryTracker
 from parallel.errors import ConfigError
+from parallel.memory_kinds import TensorKind
 from parallel.mesh import Axis
 from tests.distributed.zero.test_zero_optimizer import NoWaiting
 from zero.engine import ZeroDataParallel

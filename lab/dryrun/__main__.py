@@ -1,0 +1,28 @@
+"""A dry run: a few steps of one rank of any world, on tensors without values. `pretrain_gpt.py` starts it.
+
+python -m lab.dryrun --config configs/quickstart.yaml --dry_run.world_size 64      the options are those of a run
+"""
+
+import signal
+import sys
+
+from data.errors import DataError
+from gpt.monitor.console import RunConsole
+from gpt.settings.parser import parse_settings
+from lab.dryrun.report import run_and_report
+from parallel.errors import ConfigError
+from parallel.world import exit_with_error, rank_from_environment
+
+
+def main(words: list[str]) -> None:
+    """Run the dry run of the settings that `words` give, and print its report."""
+    console = RunConsole(is_quiet=rank_from_environment() > 0)
+    try:
+        run_and_report(parse_settings(words, show=console.show), console)
+    except (ConfigError, DataError) as error:
+        exit_with_error(error)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C: no traceback, there is nothing to save
+    main(sys.argv[1:])

@@ -1,0 +1,149 @@
+"""A measurement of a machine by all ranks of a job, after a check that its nodes agree.
+
+    torchrun ... -m lab.measure [--tensor_size 8] [--expect FILE] [--write FILE] -- ARGUMENTS OF THE PROGRAM
+
+It reports what differs on which node, with exit code 2, and which links and devices are slow, and can write a cluster
+file for dry runs and the planner.
+"""
+
+import argparse
+import json
+import socket
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from lab.measure import bandwidth
+from lab.measure.bandwidth import LinkRate
+from lab.measure.cluster import ClusterSpec
+from lab.measure.device_kernels import DeviceKernels
+from lab.measure.measured_cluster import (
+    ACROSS,
+    BYTES_PER_GB,
+    INSIDE,
+    Measured,
+    cluster_of,
+    describe_fits,
+    reserved_bytes,
+    write_cluster,
+)
+from parallel.errors import ConfigError
+from parallel.launch.preflight import add_arguments, arguments_only, check_by_store, split_words
+from parallel.mesh import Mesh
+from parallel.world import World, exit_with_error, shared_store, start_world, stop_world
+
+
+def check_and_measure(options: argparse.Namespace, arguments: Sequence[str]) -> None:
+    """Compare the nodes and measure links and devices, by all ranks of a job. Raises ConfigError on all ranks."""
+    expected = ClusterSpec.load(options.expect) if options.expect else None
+    world = start_world()
+    store = shared_store()
+    # Nodes are compared before anything is measured: rates of a job that cannot start are of no use.
+    check_by_store(world, arguments_only(arguments, world.size), options.wait)
+    found = measure(world, options.tensor_size)
+    store.set(f"preflight/{world.rank}", json.dumps(asdict(found)))
+    if world.is_first:
+        by_rank = [Measured.parse(store.get(f"preflight/{rank}")) for rank in range(world.size)]
+        sys.stdout.write("\n".join(describe(by_rank, expected)) + "\n")
+        if options.write:
+            spec = cluster_of(by_rank, world, options.name)
+            write_cluster(spec, Path(options.write), sorted({m.node for m in by_rank}))
+            sys.stdout.write("\n".join(describe_fits(spec, by_rank)) + "\n")
+            sys.stdout.write(f"{options.write} has these rates, for --dry_run.cluster and the planner\n")
+    # The store may end with the first rank's process, which has read the rates of all ranks before it ends.
+    stop_world()
+
+
+def measure(world: World, tensor_size: int | None) -> Measured:
+    """Measure links inside and between nodes, links of the job's own mesh, and devices. All ranks must call this."""
+    nodes = Mesh.create(world.local_size, world.device.type)
+    links = bandwidth.measure_mesh(nodes, world.device)
+    one_rank_per_node = bandwidth.measure_links(nodes.data, world.device, takes_part=world.local_rank == 0)
+    job_mesh = []
+    if tensor_size is not None and tensor_size != world.local_size:
+        job_mesh = bandwidth.measure_mesh(Mesh.create(tensor_size, world.device.type), world.device)
+    # All links are measured before any device, because copies to the host compete with messages for its memory.
+    nodes.barrier()
+    device = bandwidth.measure_device(world.rank, world.device)
+    hop_seconds = max(bandwidth.latency(axis, world.device) for axis in (nodes.data, nodes.tensor))
+    nodes.barrier()
+    collectives = bandwidth.measure_sizes(nodes.tensor, world.device)
+    nodes.barrier()
+    kernels = DeviceKernels.measure(world.device)
+    return Measured(
+        socket.gethostname(),
+        world.rank,
+        links,
+        one_rank_per_node,
+        job_mesh,
+        device,
+        hop_seconds,
+        collectives,
+        kernels,
+        reserved_bytes(world.device),
+    )
+
+
+def describe(by_rank: Sequence[Measured], expected: ClusterSpec | None) -> list[str]:
+    """Return the lines of the report; the last ones name what is slow."""
+    lines, slow = [], []
+    node_of = {measured.rank: measured.node for measured in by_rank}
+    for title, axis in {"inside nodes": INSIDE, "across nodes": ACROSS}.items():
+        links = [link for m in by_rank for link in m.inside_and_across if link.axis == axis]
+        lines += _summary(title, links)
+        rate = _expected_rate(axis, expected, len(by_rank))
+        slow += [_describe_slow(link, node_of) for link in bandwidth.slow_links(links, rate)]
+    for axis in (INSIDE, ACROSS):
+        links = [link for m in by_rank for link in m.job_mesh if link.axis == axis]
+        lines += _summary(f"along the {axis} axis", links)
+        slow += [_describe_slow(link, node_of) for link in bandwidth.slow_links(links)]
+    devices = [measured.device for measured in by_rank]
+    flops = sorted(device.flops_per_second / 1e12 for device in devices)
+    lines.append(f"devices: {flops[0]:.3g} to {flops[-1]:.3g} TFLOPs in half precision")
+    peak = expected.peak_half_tflops * expected.gemm_fraction * 1e12 if expected else 0.0
+    for device in bandwidth.slow_devices(devices, peak):
+        tflops = device.flops_per_second / 1e12
+        slow.append(f"slow device: rank {device.rank} on {node_of[device.rank]}: {tflops:.3g} TFLOPs")
+    return lines + (slow or ["nothing is slow"])
+
+
+def _expected_rate(axis: str, expected: ClusterSpec | None, num_ranks: int) -> float:
+    """Return the bytes per second that a rank should send along the axis; 0 without a cluster file."""
+    if expected is None:
+        return 0.0
+    between = expected.node_gb_per_second * expected.node_fraction / min(expected.gpus_per_node, num_ranks)
+    return (expected.intra_node_gb_per_second if axis == INSIDE else between) * BYTES_PER_GB
+
+
+def _summary(title: str, links: Sequence[LinkRate]) -> list[str]:
+    """Return a line for each operation: the GB/s that a rank sends in the slowest and in the fastest group."""
+    lines = []
+    for what in dict.fromkeys(link.what for link in links):
+        rates = sorted(link.bytes_per_second / BYTES_PER_GB for link in links if link.what == what)
+        lines.append(f"{title}: {what}: {rates[0]:.3g} to {rates[-1]:.3g} GB/s a rank")
+    return lines
+
+
+def _describe_slow(link: LinkRate, node_of: dict[int, str]) -> str:
+    ends = " - ".join(f"rank {rank} on {node_of[rank]}" for rank in link.ranks)
+    return f"slow {link.what}: {ends}: {link.bytes_per_second / BYTES_PER_GB:.3g} GB/s"
+
+
+def main(words: Sequence[str]) -> None:
+    """Run the measurement. `words` are its options, and after `--` the arguments of the program. Raises ConfigError."""
+    parser = argparse.ArgumentParser(prog="python -m lab.measure", description=__doc__)
+    add_arguments(parser)
+    parser.add_argument("--tensor_size", type=int, help="tensor size of the job, if it is not a whole node")
+    parser.add_argument("--expect", help="cluster file: a link or device with less than half of its rate is slow")
+    parser.add_argument("--write", help="cluster file to write the measured rates to")
+    parser.add_argument("--name", default="measured", help="name of the measured cluster")
+    own, arguments = split_words(words)
+    check_and_measure(parser.parse_args(own), arguments)
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except ConfigError as error:
+        exit_with_error(error)
