@@ -24,7 +24,10 @@ Message = tuple[()] | tuple[tuple[int, ...], int, torch.dtype | None]  # (ranks,
 ROOT = Path(__file__).parents[2]
 # Calls that pass through these files are issued by their callers.
 DOORS = (
-    "parallel/instruments",
+    "lab/observe",
+    "lab/races",
+    "parallel/comm_log.py",
+    "parallel/memory_kinds.py",
     "parallel/mesh.py",
     "parallel/streams.py",
     "parallel/torch_internals.py",

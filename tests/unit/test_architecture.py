@@ -47,7 +47,8 @@ FLOORS = {
     "gpt/run_folder":       "parallel",
     "gpt/settings":         "parallel zero/* gpt/shape gpt/deepspeed",
     "gpt/pretrained":       "parallel parallel/tensor data zero/state gpt/shape gpt/model",
-    "gpt/build":            "parallel parallel/tensor zero/* gpt/shape gpt/kernels gpt/model gpt/settings gpt/pretrained",
+    "gpt/build":            "parallel parallel/tensor zero/* gpt/shape gpt/kernels gpt/model gpt/settings "
+                            "gpt/pretrained",
     "gpt/checkpoint":       "parallel data zero/* gpt/shape gpt/run_folder gpt/settings gpt/pretrained gpt/build",
     "gpt/monitor":          "parallel parallel/tensor zero/* gpt/shape gpt/model gpt/run_folder gpt/settings gpt/build",
     "gpt":                  "parallel parallel/tensor parallel/launch data zero/* gpt/shape gpt/kernels gpt/model "

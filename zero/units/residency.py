@@ -1,4 +1,4 @@
-"""What the schedule of units asks of the code that decides which memory stays allocated while units do not run."""
+"""The interface between the schedule of units and the choice of memory that stays allocated while they do not run."""
 
 from typing import Literal, Protocol
 

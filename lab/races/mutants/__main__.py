@@ -6,7 +6,7 @@
 
 Each mutant is made in a copy of the working tree, in a temporary folder. Its kind chooses groups of tests that may
 notice it, its *detectors*, which run in order until one fails. It survives if none does. Survivors that change nothing
-are listed in `scripts/mutants/equivalent.toml`, each with its reason, and are not run. The last detector of an edit is
+are listed in `equivalent.toml`, each with its reason, and are not run. The last detector of an edit is
 the whole default suite: `--detectors near folder package` leaves it out.
 """
 

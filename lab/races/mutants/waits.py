@@ -21,7 +21,7 @@ FOLDERS = ("zero", "parallel", "gpt/checkpoint")
 # Here the host waits for other processes, or for a measurement to end, and not for a stream; or waits are simulated.
 WITHOUT = (
     "parallel/host_barrier.py",
-    "parallel/instruments/",
+    "parallel/comm_log.py",
     "parallel/launch/",
     "parallel/stopping.py",
     "parallel/watchdog.py",

@@ -39,7 +39,7 @@ def test_a_written_cluster_says_where_it_was_measured_and_has_four_digits_of_eac
     for nodes in (["n9"], ["n1", "n2"]):
         write_cluster(dataclasses.replace(CLUSTER, kernels=(fine,), gpus_per_node=12345), path, nodes)
     head, name, *_ = path.read_text().splitlines()
-    assert head.startswith(f"# Measured by parallel.launch.preflight on {date.today()}, on n1, n2: ")
+    assert head.startswith(f"# Measured by lab.measure on {date.today()}, on n1, n2: ")
     assert name.startswith("name: ")
     found = ClusterSpec.load(path)
     assert found.kernels == (Curve("add float32", (1235000.0, 2346000.0), (0.0001235, 2.0)),)
