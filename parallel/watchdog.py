@@ -25,7 +25,7 @@ EXIT_CODE = 3
 POLLS_PER_HANG = 10  # polls in `hang_seconds`
 POLLS_BETWEEN_READINGS = 3  # of the heartbeats: in between, every process that still runs writes a new one
 POLLS_TO_READ_VERDICT = 2
-SECONDS_TO_REPORT = 15.0  # for which ranks wait for each other's `on_abort`, after they have read the verdict
+SECONDS_TO_REPORT = 60.0  # for which ranks wait for each other's `on_abort`, after they have read the verdict
 
 
 @dataclass(frozen=True)

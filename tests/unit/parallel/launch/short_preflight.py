@@ -4,7 +4,7 @@ import sys
 from collections.abc import Sequence
 from unittest import mock
 
-from parallel.launch import bandwidth, device_kernels, reference_step
+from parallel.launch import bandwidth, device_kernels, node_facts, reference_step
 from parallel.launch.preflight import main
 from parallel.launch.reference_step import Shape
 
@@ -17,6 +17,7 @@ def main_in_short(words: Sequence[str]) -> None:
         mock.patch.multiple(device_kernels, **sizes),
         mock.patch.multiple(bandwidth, **messages),
         mock.patch.multiple(reference_step, SHAPES=shapes, BUDGET_SECONDS=0.0),
+        mock.patch.object(node_facts, "MIN_DISK_BYTES_PER_SECOND", 0.0),
     ):
         main(words)
 

@@ -4,7 +4,6 @@ import argparse
 import dataclasses
 import json
 import os
-import socket
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
@@ -27,6 +26,7 @@ from parallel.world import World, imitated_world
 from tests.ranks import run_ranks
 from tests.unit.parallel.launch.short_preflight import main_in_short
 
+WAIT = 600.0  # seconds, which only a test that hangs takes
 ALIKE = NodeFacts(
     name="n1",
     address="10.0.0.1",
@@ -111,20 +111,20 @@ def test_facts_are_those_of_the_job_that_is_handed_in(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["a.idx"], "the probe is deleted"
 
 
-def test_the_rate_of_a_disk_is_that_of_bytes_which_have_reached_it(tmp_path):
-    flushed, now = [], 10.0
+def test_the_rate_of_a_disk_is_that_of_bytes_which_have_reached_it_undisturbed(tmp_path):
+    flushed, now, seconds = [], 10.0, iter([0.25, 0.0625, 8.0, 0.25])
 
     def flush(file: int) -> None:
         nonlocal now
         flushed.append(os.fstat(file).st_size)
-        now += 0.25
+        now += next(seconds)
 
     def clock() -> float:
         return now
 
     with mock.patch("os.fsync", flush), mock.patch("time.perf_counter", clock):
         rate = find_facts(Job(folder=tmp_path)).disk_bytes_per_second
-    assert flushed == [32 * 2**20]
+    assert flushed == [part * 8 * 2**20 for part in (1, 2, 3, 4)]
     assert rate == 128 * 2**20
 
 
@@ -151,12 +151,12 @@ def test_all_nodes_read_the_same_verdict():
 
     def report(facts: NodeFacts) -> None:
         theirs = dist.TCPStore("127.0.0.1", store.port, is_master=False)
-        verdicts[facts.name] = report_facts(theirs, facts, num_nodes=3, wait_seconds=20)
+        verdicts[facts.name] = report_facts(theirs, facts, num_nodes=3, wait_seconds=WAIT)
 
     threads = [threading.Thread(target=report, args=(facts,)) for facts in (second, third)]
     for thread in threads:
         thread.start()
-    found, problems = collect_facts(store, first, num_nodes=3, names=[], wait_seconds=20)
+    found, problems = collect_facts(store, first, num_nodes=3, names=[], wait_seconds=WAIT)
     for thread in threads:
         thread.join()
     assert {node.name for node in found} == {"n1", "n2", "n3"}
@@ -186,7 +186,7 @@ def errors_in_threads(check: Callable[[], object], names: Iterable[str]) -> dict
 def test_a_problem_of_one_node_is_an_error_on_all_and_the_first_names_it():
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     facts = {node.name: node for node in nodes(num_devices=7)}
-    options = argparse.Namespace(meet="n1:29500", nodes=3, names="n1,n2,n3", wait=20)
+    options = argparse.Namespace(meet="n1:29500", nodes=3, names="n1,n2,n3", wait=WAIT)
 
     def route(_meet: str) -> Route:
         return Route(is_host=threading.current_thread().name == "n1", local_address="127.0.0.1", interface="lo")
@@ -210,7 +210,7 @@ def test_the_first_rank_of_each_node_reports_it_and_all_ranks_have_the_verdict()
     def check() -> None:
         rank = int(threading.current_thread().name)
         world = World(rank, 4, rank % 2, 2, torch.device("cpu"))
-        preflight._check_by_store(world, argparse.Namespace(wait=20), Job())
+        preflight._check_by_store(world, argparse.Namespace(wait=WAIT), Job())
 
     with mock.patch.multiple(preflight, find_facts=own_facts, shared_store=lambda: store):
         errors = errors_in_threads(check, "0123")
@@ -281,7 +281,7 @@ def store_of_two(num_asked: int, **others: str) -> dist.Store:
 
 def test_a_node_too_many_leaves_the_others_in_order():
     store = store_of_two(1, **{"nodes/number": "3", "nodes/asked/2": "1"})
-    found, problems = collect_facts(store, ALIKE, num_nodes=2, names=[], wait_seconds=20)
+    found, problems = collect_facts(store, ALIKE, num_nodes=2, names=[], wait_seconds=WAIT)
     assert ([node.name for node in found], problems) == (["n1", "n2"], [])
     assert not store.check(["nodes/clock/2/1"])
 
@@ -290,7 +290,7 @@ def test_each_request_for_the_time_is_answered_once():
     store, times = mock.Mock(wraps=store_of_two(1)), [50.0, 60.0]
     store.check.side_effect = [False, True]
     with mock.patch.object(roll_call.time, "time", side_effect=times):
-        collect_facts(store, ALIKE, num_nodes=2, names=[], wait_seconds=20)
+        collect_facts(store, ALIKE, num_nodes=2, names=[], wait_seconds=WAIT)
     answers = [call.args for call in store.set.call_args_list if call.args[0].startswith("nodes/clock")]
     assert answers == [("nodes/clock/1/1", "50.0")]
 
@@ -326,20 +326,19 @@ def test_a_node_waits_twice_as_long_for_the_verdict_and_says_if_the_first_has_en
     assert store.add("nodes/num_left", 0) == 1, "the first node is told"
 
 
-def test_the_first_node_waits_for_the_others_to_read_the_verdict_and_not_for_ever():
-    store, now = mock.Mock(), 0.0
+@pytest.mark.parametrize(("num_polls", "num_seconds"), [(3, 7.5), (9, 12.5)])
+def test_the_first_node_waits_for_the_others_to_read_the_verdict_and_not_for_ever(num_polls, num_seconds):
+    """The other node has reported at the first poll, after 2.5 s, and reads the verdict at that of this number."""
+    store, now = store_of_two(0, **{"nodes/num_left": "0"}), 0.0
 
-    def poll(seconds: float) -> None:
+    def poll(_seconds: float) -> None:
         nonlocal now
         now += 2.5
+        store.add("nodes/num_left", int(now == 2.5 * num_polls))
 
-    clock = mock.Mock(monotonic=lambda: now, sleep=poll)
-    with mock.patch.object(roll_call, "time", clock):
-        for num_left, num_seconds in ([0, 1, 2], 5.0), ([0] * 9, 10.0):
-            now, store.add.side_effect = 0.0, num_left
-            roll_call._wait_until_read(store, num_others=2)
-            assert now == num_seconds
-    assert store.add.call_args.args == ("nodes/num_left", 0), "it does not count itself"
+    with mock.patch.object(roll_call, "time", mock.Mock(monotonic=lambda: now, sleep=poll)):
+        collect_facts(store, ALIKE, num_nodes=2, names=[], wait_seconds=10)
+    assert now == num_seconds
 
 
 def test_one_process_per_node_compares_what_the_program_is_given(capsys, tmp_path):
@@ -350,11 +349,13 @@ def test_one_process_per_node_compares_what_the_program_is_given(capsys, tmp_pat
         return Job(folder=tmp_path)
 
     words = ["--meet", "localhost:29501", "--num_ranks", "4", "--", "--steps", "7", "--", "x"]
-    with mock.patch.object(preflight, "connect", return_value=dist.HashStore()) as connected:
+    connected, found = mock.Mock(return_value=dist.HashStore()), mock.Mock(return_value=ALIKE)
+    with mock.patch.multiple(preflight, connect=connected, find_facts=found):
         main(words, describe_job)
     assert given == [(["--steps", "7", "--", "x"], 4)]
-    connected.assert_called_once_with(("127.0.0.1", 29501), True, socket.gethostname(), 120.0)
-    assert capsys.readouterr().err == f"preflight: 1 node is ready: {socket.gethostname()}\n"
+    found.assert_called_once_with(Job(folder=tmp_path), "127.0.0.1")
+    connected.assert_called_once_with(("127.0.0.1", 29501), True, "n1", 120.0)
+    assert capsys.readouterr().err == "preflight: 1 node is ready: n1\n"
     with mock.patch.object(preflight, "check_and_measure") as measured:
         main(["--tensor_size", "2"], describe_job)
     assert measured.call_args.args[1:] == ([], describe_job)
