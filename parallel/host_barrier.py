@@ -1,6 +1,7 @@
 """A barrier on the host, by the launcher's store: for rare waits that must raise instead of hanging."""
 
 import time
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -18,8 +19,8 @@ class BrokenBarrier(RuntimeError):
 class HostBarrier:
     """A reusable barrier of all ranks of an axis. All of them must create their barriers in the same order."""
 
-    def __init__(self, axis: Axis):
-        self._axis = axis
+    def __init__(self, axis: Axis, clock: Callable[[], float] = time.monotonic):
+        self._axis, self._clock = axis, clock
         self._num_uses = 0
         if axis.has_peers:
             self._store = shared_store()
@@ -58,14 +59,14 @@ class HostBarrier:
 
     def _wait_for_end(self, prefix: str, purpose: str) -> None:
         seconds = self._store.timeout.total_seconds() / 2  # type: ignore[attr-defined]
-        end = time.monotonic() + seconds
+        end = self._clock() + seconds
         while True:
             try:
                 self._store.wait([f"{prefix}/end"], timedelta(seconds=min(POLL_SECONDS, seconds)))
                 return
             except RuntimeError as error:
                 has_failed = has_failed_elsewhere()
-                if time.monotonic() < end and not has_failed:
+                if self._clock() < end and not has_failed:
                     continue
                 others = "another rank has failed"
                 if not has_failed:

@@ -34,8 +34,15 @@ class Stopping:
     process ends. All ranks share `store`, which must be empty when the job starts.
     """
 
-    def __init__(self, store: dist.Store, rank: int, size: int, on_abort: Callable[[str], None] = lambda reason: None):
-        self._on_abort = on_abort
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        on_abort: Callable[[str], None] = lambda reason: None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._on_abort, self._clock = on_abort, clock
         self._store, self._rank, self._size = store, rank, size
         self._changed = threading.Condition()
         self._begun = 0
@@ -93,12 +100,16 @@ class Stopping:
             if select.select([receiving], [], [], POLL_SECONDS)[0]:
                 received = [number for number in os.read(receiving, 64) if number in SIGNALS]
                 if received and asked_at is None:
-                    asked_at = time.monotonic()
+                    asked_at = self._clock()
                     self._attempt(self.request)
-                elif received and asked_at is not None and time.monotonic() > asked_at + SAME_SECONDS:
+                elif received and asked_at is not None and self._clock() > asked_at + SAME_SECONDS:
                     os._exit(128 + received[-1])
             self._attempt(self._agree)
-            if self._last is None and self._reported_at and time.monotonic() > self._reported_at + AGREEMENT_SECONDS:
+            if (
+                self._last is None
+                and self._reported_at is not None
+                and self._clock() > self._reported_at + AGREEMENT_SECONDS
+            ):
                 self._abort()
 
     def _abort(self) -> None:
@@ -128,7 +139,7 @@ class Stopping:
             # First `_reported_at`, so that the main thread begins no later step; then the step is reported; last this
             # rank is counted, so that the rank that completes the count finds the steps of all.
             with self._changed:
-                self._reported_at = time.monotonic()
+                self._reported_at = self._clock()
             self._store.set(f"stop/step/{self._rank}", str(self._begun))
             if self._store.add("stop/num_reports", 1) == self._size:
                 steps = [int(self._store.get(f"stop/step/{rank}")) for rank in range(self._size)]

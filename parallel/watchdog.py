@@ -25,7 +25,7 @@ EXIT_CODE = 3
 POLLS_PER_HANG = 10  # polls in `hang_seconds`
 POLLS_BETWEEN_READINGS = 3  # of the heartbeats: in between, every process that still runs writes a new one
 POLLS_TO_READ_VERDICT = 2
-SECONDS_TO_REPORT = 15.0  # for which ranks wait for each other's `on_abort`, after they have read the verdict
+SECONDS_TO_REPORT = 60.0  # for which ranks wait for each other's `on_abort`, after they have read the verdict
 
 
 @dataclass(frozen=True)
@@ -69,14 +69,15 @@ class Watchdog:
         log: CommLog,
         hang_seconds: float,
         on_abort: Callable[[str], None] = lambda reason: None,
+        clock: Callable[[], float] = time.monotonic,
     ):
         self._store, self._rank, self._size, self._log = store, rank, size, log
-        self._on_abort = on_abort
+        self._on_abort, self._clock = on_abort, clock
         self._hang_seconds, self._poll_seconds = hang_seconds, hang_seconds / POLLS_PER_HANG
         self._num_beats = self._tick = 0
         # (complete, reached, beats), None before they are first read; and when they last changed
         self._progress: tuple[int, int, int] | None = None
-        self._progress_time = time.monotonic()
+        self._progress_time = self._clock()
 
     def beat(self) -> None:
         """Record progress other than a collective. May be called from any thread."""
@@ -86,7 +87,7 @@ class Watchdog:
     def running(self) -> Iterator[None]:
         """Watch the ranks in this block."""
         ended = threading.Event()
-        self._progress_time = time.monotonic()
+        self._progress_time = self._clock()
         thread = threading.Thread(target=self._watch, args=(ended,), daemon=True)
         if self._hang_seconds:
             # The first heartbeat is written before the block starts: a rank that hangs at once must have one.
@@ -117,8 +118,8 @@ class Watchdog:
         now = self._log.progress()
         progress = now.num_complete, now.num_reached, self._num_beats
         if progress != self._progress:
-            self._progress, self._progress_time = progress, time.monotonic()
-        return time.monotonic() - self._progress_time
+            self._progress, self._progress_time = progress, self._clock()
+        return self._clock() - self._progress_time
 
     def _write_heartbeat(self) -> None:
         self._tick += 1
@@ -143,7 +144,7 @@ class Watchdog:
         # A rank still makes progress. The counter is deleted so that any rank may report later; this rank does so after
         # another half of `hang_seconds`.
         self._store.delete_key("watch/num_reporters")
-        self._progress_time = time.monotonic() - self._hang_seconds / 2
+        self._progress_time = self._clock() - self._hang_seconds / 2
 
     def _print_and_end(self, verdict: Verdict) -> None:
         # The line is printed before `on_abort`, which may take long or fail.

@@ -41,8 +41,11 @@ FOREVER = timedelta(days=365)
 # A collective times out after this many times `hang_seconds`. The watchdog of parallel/watchdog.py, which names the
 # rank that hangs, may need 2.5 times as long: torch counts from the launch, and aborts without a name.
 HANGS_PER_TIMEOUT = 3
-PRINT_SECONDS = 2.0  # the launcher kills all ranks when the first one exits: the error must be printed before that
-SECONDS_TO_DROP_TENSORS = 0.1
+PRINT_SECONDS = 30.0  # for which a rank that prints nothing waits, at most, until another one has printed the error
+LOSS_SECONDS = 5.0  # for which a rank that has lost another one waits, so that the launcher sees that one end first
+THREADS, GLOO_THREAD = Path("/proc/self/task"), "(pt_gloo_runloop)"  # the states of threads; the name of those of gloo
+NUM_IDLE_READINGS = 3  # of these states, after which gloo's threads have dropped their tensors
+SECONDS_TO_DROP_TENSORS = 60.0  # reached only if one of these threads hangs
 
 
 @dataclass(frozen=True)
@@ -197,9 +200,29 @@ def stop_world() -> None:
         backend = dist.get_backend()
         dist.destroy_process_group()
         if "gloo" in backend:
-            # A thread of gloo drops its tensors some time after their collective was waited for, and needs the
-            # interpreter for that. If it is being finalized, the process is aborted.
-            time.sleep(SECONDS_TO_DROP_TENSORS)
+            _wait_until_gloo_is_idle()
+
+
+def _wait_until_gloo_is_idle() -> None:
+    """Wait until gloo's threads sleep: they have then dropped their tensors.
+
+    A thread of gloo drops its tensors some time after their collective was waited for, and needs the interpreter for
+    that. If it is being finalized, the process is aborted. A thread also sleeps while it waits for the interpreter, so
+    it must do so in several readings, between which the interpreter is free.
+    """
+    num_idle, deadline = 0, time.monotonic() + SECONDS_TO_DROP_TENSORS
+    while num_idle < NUM_IDLE_READINGS and time.monotonic() < deadline:
+        time.sleep(0.01)
+        num_idle = num_idle + 1 if _gloo_sleeps() else 0
+
+
+def _gloo_sleeps() -> bool:
+    for path in THREADS.glob("*/stat"):
+        with suppress(OSError):  # the thread has ended
+            _, is_of_gloo, state = path.read_text().partition(GLOO_THREAD)
+            if is_of_gloo and not state.startswith(" S"):
+                return False
+    return True
 
 
 def shared_store() -> dist.Store:
@@ -219,10 +242,9 @@ def exit_with_error(error: Exception) -> NoReturn:
     If several ranks raise the same error, it is thus printed once. If one rank fails alone, collectives of the others
     fail when its process ends, and `has_failed_elsewhere` tells them that the reason has been printed.
     """
-    # The failure is counted before anything is printed: the count decides who prints. The other ranks exit after a
-    # pause, because the launcher kills all ranks as soon as one has exited.
+    # The failure is counted before anything is printed: the count decides who prints.
     is_first = _count(FAILURE_KEY, isinstance(error, NodeError)) == 1
-    _print_and_exit(str(error) if is_first else None, EXIT_USER_ERROR)
+    _print_and_exit(str(error) if is_first else None, FAILURE_KEY, EXIT_USER_ERROR)
 
 
 def has_failed_elsewhere() -> bool:
@@ -255,19 +277,31 @@ def exit_after_loss(error: Exception) -> NoReturn:
     found = next((part for part in LOST_CONNECTION if part in str(error)), str(error).strip().partition("\n")[0])
     reason = f"another rank or its node was lost ({found}); start again to resume from the newest checkpoint"
     is_first = _count(LOSS_KEY, is_of_node=False) == 1
-    time.sleep(PRINT_SECONDS)
-    _print_and_exit(reason if is_first else None, watchdog.EXIT_CODE)
+    time.sleep(LOSS_SECONDS)
+    _print_and_exit(reason if is_first else None, LOSS_KEY, watchdog.EXIT_CODE)
 
 
-def _print_and_exit(reason: str | None, code: int) -> NoReturn:
-    """End this process, with an error line; None: after a pause, because another rank prints it."""
+def _print_and_exit(reason: str | None, key: str, code: int) -> NoReturn:
+    """End this process, with an error line; None: after the rank that counted first under `key` has printed it."""
     if reason is None:
-        time.sleep(PRINT_SECONDS)
+        _wait_until_printed(key)
     with suppress(OSError):  # a full disk must not change the exit code
         if reason is not None:
             print(f"error: {reason}", file=sys.stderr, flush=True)
         sys.stdout.flush()
+    if reason is not None and dist.is_initialized():
+        with suppress(RuntimeError, ValueError):  # the rank that serves the store has ended
+            default_store().set(f"{key}/printed", "")
     os._exit(code)
+
+
+def _wait_until_printed(key: str) -> None:
+    """Wait for the rank that prints the error: the launcher kills all ranks when the first one exits."""
+    if dist.is_initialized():
+        with suppress(RuntimeError, ValueError):  # the time is over, or the rank that serves the store has ended
+            default_store().wait([f"{key}/printed"], timedelta(seconds=PRINT_SECONDS))
+    else:
+        time.sleep(PRINT_SECONDS)  # nothing tells when it is printed; the launcher then ends this process
 
 
 def _count(key: str, is_of_node: bool) -> int:

@@ -6,6 +6,7 @@ import signal
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 from tests.ranks import rank_pool
 
@@ -23,6 +24,12 @@ if hasattr(os, "SCHED_BATCH"):
 # Torch asks the name server for the name of each address that connects to a store, also of 127.0.0.1:
 # https://github.com/pytorch/pytorch/issues/159007. No test needs names, and each answer that is lost would cost 5 s.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+
+# The same examples in every run, however long the machine takes for them.
+settings.register_profile(
+    "any machine", derandomize=True, database=None, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("any machine")
 
 
 @pytest.fixture(autouse=True)

@@ -15,13 +15,7 @@ def fuzzed(few: int, many: int) -> pytest.MarkDecorator:
 
 def run_examples(num_examples: int, check: Callable[..., None], *strategies: SearchStrategy) -> None:
     """Call `check` with `num_examples` values that the strategies draw."""
-    chosen = settings(
-        max_examples=num_examples,
-        derandomize=True,
-        database=None,
-        deadline=None,
-        suppress_health_check=list(HealthCheck),
-    )
+    chosen = settings(max_examples=num_examples, suppress_health_check=list(HealthCheck))
     chosen(given(*strategies)(check))()
 
 

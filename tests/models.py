@@ -85,8 +85,20 @@ def rms_norm(norm: nn.Module, x: Tensor) -> Tensor:
     return norm.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + norm.variance_epsilon)
 
 
+class InputTypeNorm(nn.Module):
+    """The class that the norms of this model get: those of other models in this process stay as they are."""
+
+    forward = rms_norm
+
+
+def with_input_type_norms(model: nn.Module) -> nn.Module:
+    for module in model.modules():
+        if isinstance(module, modeling_llama.LlamaRMSNorm | modeling_t5.T5LayerNorm):
+            module.__class__ = InputTypeNorm
+    return model
+
+
 def llama(checkpoints: bool) -> nn.Module:
-    modeling_llama.LlamaRMSNorm.forward = rms_norm
     config = transformers.LlamaConfig(
         num_hidden_layers=3,
         hidden_size=32,
@@ -95,7 +107,7 @@ def llama(checkpoints: bool) -> nn.Module:
         num_key_value_heads=2,
         vocab_size=VOCAB,
     )
-    return with_checkpoints(transformers.LlamaForCausalLM(config), checkpoints)
+    return with_checkpoints(with_input_type_norms(transformers.LlamaForCausalLM(config)), checkpoints)
 
 
 class T5(nn.Module):
@@ -103,11 +115,10 @@ class T5(nn.Module):
 
     def __init__(self, checkpoints: bool):
         super().__init__()
-        modeling_t5.T5LayerNorm.forward = rms_norm
         config = transformers.T5Config(
             num_layers=2, d_model=32, d_ff=64, d_kv=8, num_heads=4, vocab_size=VOCAB, dropout_rate=0
         )
-        self.t5 = with_checkpoints(transformers.T5ForConditionalGeneration(config), checkpoints)
+        self.t5 = with_checkpoints(with_input_type_norms(transformers.T5ForConditionalGeneration(config)), checkpoints)
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.t5(input_ids=tokens, decoder_input_ids=tokens.flip(1)).logits

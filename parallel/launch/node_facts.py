@@ -16,7 +16,7 @@ import torch
 
 ROOT = Path(__file__).parents[2]
 MAX_CLOCK_SECONDS = 2.0  # difference from the first node's clock
-PROBE_BYTES = 32 * 2**20  # written to measure a disk
+PROBE_BYTES, NUM_PROBES = 8 * 2**20, 4  # written to measure a disk, so many times
 MIN_FREE_BYTES = 2**30
 MIN_DISK_BYTES_PER_SECOND, MIN_SHARE_OF_FASTEST = 5e6, 0.2  # a disk below either is slow
 
@@ -154,17 +154,22 @@ def _nearest_existing(folder: Path) -> Path:
 
 
 def _write_rate(folder: Path) -> float:
-    """Return the bytes per second at which a file in the folder can be written to disk. Raises OSError."""
+    """Return the bytes per second at which a file in the folder can be written to disk. Raises OSError.
+
+    Of several parts the fastest counts, because the other programs of a busy node may delay the rest.
+    """
     probe = folder / f".preflight-{socket.gethostname()}-{os.getpid()}"
-    block = os.urandom(2**20)
-    start = time.perf_counter()
+    block, seconds = os.urandom(2**20), []
     try:
         with probe.open("wb") as file:
-            for _ in range(PROBE_BYTES // len(block)):
-                file.write(block)
-            # First Python's buffer is written to the system, then the system's to the disk, before the clock is read.
-            file.flush()
-            os.fsync(file.fileno())
+            for _ in range(NUM_PROBES):
+                start = time.perf_counter()
+                for _ in range(PROBE_BYTES // len(block)):
+                    file.write(block)
+                # First Python's buffer is written to the system, then the system's to the disk, then the clock is read.
+                file.flush()
+                os.fsync(file.fileno())
+                seconds.append(time.perf_counter() - start)
     finally:
         probe.unlink(missing_ok=True)
-    return PROBE_BYTES / (time.perf_counter() - start)
+    return PROBE_BYTES / min(seconds)

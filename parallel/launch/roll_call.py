@@ -81,7 +81,7 @@ def collect_facts(
     problems = _missing(nodes, num_nodes, names, wait_seconds) + find_problems(nodes)
     # The store ends with this process. So it waits, after it has set the verdict, until all nodes have read it.
     store.set("nodes/verdict", json.dumps(problems))
-    _wait_until_read(store, num_others=len(nodes) - 1)
+    _wait_until_read(store, len(nodes) - 1, wait_seconds)
     return nodes, problems
 
 
@@ -119,7 +119,7 @@ def _sign_off(store: dist.Store) -> None:
         return
 
 
-def _wait_until_read(store: dist.Store, num_others: int, seconds: float = 10.0) -> None:
+def _wait_until_read(store: dist.Store, num_others: int, seconds: float) -> None:
     """Wait until the other nodes have read the verdict, or the time is over."""
     deadline = time.monotonic() + seconds
     while store.add("nodes/num_left", 0) < num_others and time.monotonic() < deadline:

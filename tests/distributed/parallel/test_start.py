@@ -18,7 +18,7 @@ def join(size: int, store: dist.Store) -> list[dist.Store]:
     found: list[dist.Store] = [store] * size
 
     def start(rank: int) -> None:
-        found[rank] = _store_of_this_start(store, rank, size, 20.0)
+        found[rank] = _store_of_this_start(store, rank, size, 600.0)
 
     threads = [threading.Thread(target=start, args=(rank,)) for rank in reversed(range(size))]
     for thread in threads:

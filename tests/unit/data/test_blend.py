@@ -25,7 +25,7 @@ def _merged(weights: list[float], num_samples: int) -> list[tuple[int, int]]:
     return [(dataset, number) for _, dataset, number in islice(merged, num_samples)]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(WEIGHTS)
 @example([1.0, 1.0, 1.0])  # every time is a tie
 @example([0.5, 0.25, 0.25])
@@ -40,7 +40,7 @@ def test_the_blend_is_the_merge_of_all_samples_by_time(weights):
         assert order.counts_before(i).tolist() == [datasets.count(d) for d in range(len(weights))]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(WEIGHTS, st.integers(0, 10**12))
 def test_far_into_the_blend_numbers_continue_and_shares_hold(weights, first):
     order = BlendOrder(weights)

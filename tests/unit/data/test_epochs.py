@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from data.epochs import EpochOrder, Recipe, build_epoch, cached_epoch
@@ -21,7 +21,6 @@ def _slow_starts(lengths: list[int], order: list[int], seq_length: int) -> list[
     return [tokens[sample * seq_length] for sample in range(num_samples + 1)]
 
 
-@settings(deadline=None)
 @example([300, 300], 7, 0)  # more tokens in a document than a byte counts
 @example([1] * 300, 7, 0)  # more documents
 @given(

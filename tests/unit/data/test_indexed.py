@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from data.check import check_index
@@ -36,7 +36,6 @@ def test_tokens_take_two_bytes_below_a_vocabulary_of_65500_and_four_from_there(v
     assert token_dtype(vocab_size) == np.dtype(name)
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.lists(st.integers(0, 2**31 - 1), max_size=5), min_size=1, max_size=20).filter(any), st.integers(1, 20)
 )

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from data.documents import NOT_COUNTED
@@ -32,7 +32,6 @@ def packed_sizes(lengths: np.ndarray, capacity: int) -> list[list[int]]:
     return [group.sizes.tolist() for group in bins for _ in range(group.count)]
 
 
-@settings(deadline=None)
 @given(LENGTHS, st.integers(1, 17))
 def test_bins_of_counted_sizes_are_those_of_packing_one_piece_at_a_time(lengths, capacity):
     sizes = []
@@ -58,7 +57,6 @@ def build(lengths: list[int], seq_length: int, seed: int = 5, epoch: int = 0):
     return build_packed(array, best_fit(count_sizes(array, seq_length)), seq_length=seq_length, seed=seed, epoch=epoch)
 
 
-@settings(deadline=None)
 @given(LENGTHS, st.integers(1, 17), st.integers(0, 2))
 def test_every_prediction_is_in_one_sample_of_an_epoch(lengths, seq_length, epoch):
     order = build(lengths, seq_length, epoch=epoch)

@@ -13,7 +13,13 @@ from parallel.world import imitated_world
 
 
 @pytest.fixture
-def barriers(monkeypatch) -> list[HostBarrier]:
+def now() -> list[float]:
+    """The time of the barriers, in seconds."""
+    return [0.0]
+
+
+@pytest.fixture
+def barriers(monkeypatch, now) -> list[HostBarrier]:
     """Those of two ranks, in one process."""
     store, made = dist.HashStore(), []
     store.set_timeout(timedelta(seconds=100))
@@ -22,7 +28,7 @@ def barriers(monkeypatch) -> list[HostBarrier]:
     monkeypatch.setattr(Axis, "has_peers", True)
     for rank in range(2):
         with imitated_world(rank, 2, local_size=2, backend="gloo"):
-            made.append(HostBarrier(Mesh.create(tensor_size=1).data))
+            made.append(HostBarrier(Mesh.create(tensor_size=1).data, clock=lambda: now[0]))
     return made
 
 
@@ -58,16 +64,14 @@ def test_a_rank_that_has_failed_is_not_waited_for(barriers, monkeypatch):
         barriers[0].wait("eats")
 
 
-def test_half_of_a_collectives_time_is_waited_for_other_ranks(barriers, monkeypatch):
-    now, times = 0.0, []
+def test_half_of_a_collectives_time_is_waited_for_other_ranks(barriers, monkeypatch, now):
+    times = []
 
     def pass_time(_poll: int) -> bool:
-        nonlocal now
-        now += 20.0
-        times.append(now)
+        now[0] += 20.0
+        times.append(now[0])
         return False
 
-    monkeypatch.setattr(host_barrier.time, "monotonic", lambda: now)
     on_poll(monkeypatch, pass_time)
     with pytest.raises(BrokenBarrier, match=r"^data rank 0 eats, and of 2 ranks 1 did so within 50 s$"):
         barriers[0].wait("eats")

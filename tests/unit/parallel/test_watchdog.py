@@ -2,16 +2,19 @@
 
 import json
 import os
+import queue
 import threading
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from parallel import comm_log, watchdog
+from parallel import comm_log
 from parallel.comm_log import CommLog
 from parallel.watchdog import EXIT_CODE, Heartbeat, Watchdog, describe_hang
 
@@ -122,47 +125,42 @@ def test_the_device_says_what_is_reached_and_complete_and_not_the_host(monkeypat
     assert log.progress().num_complete == 1  # on a CPU, the host has waited
 
 
-def test_a_rank_makes_progress_when_its_device_does_and_not_when_its_host_launches():
-    log = CommLog()
-    watchdog = Watchdog(dist.HashStore(), 0, 1, log, hang_seconds=1000.0)
-    log.follow(torch.device("cpu"))
-    times = []
-    for act in (lambda: None, lambda: log.record("gather", "data", 4, torch.zeros(1)), watchdog.beat, lambda: None):
-        act()
-        watchdog._idle_seconds()
-        times.append(watchdog._progress_time)
-    assert times[0] < times[1] < times[2] == times[3]
+class Clock:
+    """The time of the watchdogs, in seconds."""
+
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def advance(self) -> None:
+        self.now += 5.0
 
 
-def test_the_reason_is_reported_before_the_process_ends(monkeypatch):
-    reported, has_ended = [], threading.Event()
-    monkeypatch.setattr(os, "_exit", lambda code: (reported.append(code), has_ended.set()))
-    with Watchdog(dist.HashStore(), 0, 1, CommLog(), hang_seconds=0.3, on_abort=reported.append).running():
-        assert has_ended.wait(30)
-    assert reported[0].startswith("rank 0 has made no progress for 0.3 s: 0 of its 0 collectives are complete")
-    assert reported[1] == EXIT_CODE
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # the process would have ended
-def test_no_rank_ends_before_all_have_reported(monkeypatch):
-    """The launcher kills all ranks when the first one ends. A report that fails, as on a full disk, counts too."""
-    store, happened, have_ended = dist.HashStore(), [], threading.Barrier(3)
+def watchdogs(clock: Clock, store: dist.Store, size: int, **options: Any) -> list[Watchdog]:
+    """Return the watchdogs of `size` ranks, each with a heartbeat."""
+    found = [Watchdog(store, rank, size, CommLog(), 10.0, clock=clock, **options) for rank in range(size)]
+    for one in found:
+        one._write_heartbeat()
+    return found
+
+
+@pytest.fixture(autouse=True)
+def codes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The exit codes of ranks that have ended. Here the end of a process is that of its thread."""
+    codes: list[int] = []
 
     def end(code: int) -> None:
-        happened.append("end")
-        have_ended.wait(30)
+        codes.append(code)
+        raise SystemExit
 
     monkeypatch.setattr(os, "_exit", end)
-
-    def report(reason: str) -> None:
-        happened.append("report")
-        if len(happened) == 1:
-            raise OSError("No space left on device")
-
-    ranks = [Watchdog(store, rank, 2, CommLog(), hang_seconds=0.5, on_abort=report) for rank in range(2)]
-    with ranks[0].running(), ranks[1].running():
-        have_ended.wait(30)
-    assert happened[:4] == ["report", "report", "end", "end"]
+    return codes
 
 
 class Polls(threading.Event):
@@ -178,95 +176,110 @@ class Polls(threading.Event):
         return len(self.seconds) > self.num_polls
 
 
-@pytest.fixture
-def now(monkeypatch) -> list[float]:
-    """The time of the watchdog, in seconds."""
-    time = [100.0]
-    monkeypatch.setattr(watchdog.time, "monotonic", lambda: time[0])
-    return time
+def test_a_rank_makes_progress_when_its_device_does_and_not_when_its_host_launches(clock):
+    log = CommLog()
+    one = Watchdog(dist.HashStore(), 0, 1, log, 10.0, clock=clock)
+    log.follow(torch.device("cpu"))
+    idle_seconds = []
+    for act in (lambda: None, lambda: log.record("gather", "data", 4, torch.zeros(1)), one.beat, lambda: None):
+        act()
+        idle_seconds.append(one._idle_seconds())
+        clock.advance()
+    assert idle_seconds == [0.0, 0.0, 0.0, 5.0]
 
 
-def test_a_rank_that_finds_another_one_at_work_reports_again_after_half_of_the_time(now):
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # the end of its thread
+def test_the_reason_is_reported_before_the_process_ends(codes):
+    reported = queue.SimpleQueue()
+    with Watchdog(dist.HashStore(), 0, 1, CommLog(), 0.3, lambda reason: reported.put((reason, *codes))).running():
+        (reason,) = reported.get(timeout=60)
+    assert reason.startswith("rank 0 has made no progress for 0.3 s: 0 of its 0 collectives are complete")
+    assert codes == [EXIT_CODE]
+
+
+def test_no_rank_ends_before_all_have_reported(clock, codes):
+    """The launcher kills all ranks when the first one ends. A report that fails, as on a full disk, counts too."""
+    store, happened = mock.Mock(wraps=dist.HashStore()), []
+
+    def report_and_fail(reason: str) -> None:
+        happened.append(f"{len(codes)} have ended")
+        raise OSError("No space left on device")
+
+    def end_second(*_: object) -> Any:
+        """Let the second rank end when the first one waits for it."""
+        if len(happened) == 1:
+            with pytest.raises(SystemExit):
+                second._watch(Polls(lambda: None))
+        return mock.DEFAULT
+
+    first, second = watchdogs(clock, store, 2, on_abort=report_and_fail)
+    store.wait.side_effect = end_second
+    clock.now += 20.0
+    with pytest.raises(SystemExit):
+        first._report(Polls(second._write_heartbeat))
+    assert happened == ["0 have ended"] * 2
+    assert codes == [EXIT_CODE] * 2
+
+
+def test_a_rank_that_finds_another_one_at_work_reports_again_after_half_of_the_time(clock):
     store = dist.HashStore()
-    first, second = (Watchdog(store, rank, 2, CommLog(), hang_seconds=1000.0) for rank in range(2))
-    for one in (first, second):
-        one._write_heartbeat()
-    now[0] += 2000.0
+    first, second = watchdogs(clock, store, 2)
+    clock.now += 20.0
     store.add("watch/num_reporters", 1)
     polls = Polls(lambda: (second.beat(), second._write_heartbeat()))
     first._report(polls)
-    assert polls.seconds == [100.0] * 3
+    assert polls.seconds == [1.0] * 3
     assert not store.check(["watch/verdict"])
     assert store.add("watch/num_reporters", 1) == 1, "any rank may report again"
-    assert first._idle_seconds() == 500.0
+    assert first._idle_seconds() == 5.0
 
 
-@pytest.mark.parametrize(("has_another", "reported"), [(False, [15.0, 20.0]), (True, [])])
+@pytest.mark.parametrize(("has_another", "reported"), [(False, [115.0, 120.0]), (True, [])])
 def test_one_rank_reports_when_it_has_made_no_progress_for_longer_than_the_limit(
-    now, monkeypatch, has_another, reported
+    clock, monkeypatch, has_another, reported
 ):
     store, times = dist.HashStore(), []
-    one = Watchdog(store, 0, 2, CommLog(), hang_seconds=10.0)
-    one._idle_seconds()
+    one, _ = watchdogs(clock, store, 2)
 
     def report(_ended: threading.Event) -> None:
-        times.append(now[0] - 100.0)
+        times.append(clock.now)
         store.delete_key("watch/num_reporters")
-
-    def poll() -> None:
-        now[0] += 5.0
 
     monkeypatch.setattr(one, "_report", report)
     if has_another:
         store.add("watch/num_reporters", 1)
-    polls = Polls(poll, num_polls=4)
+    polls = Polls(clock.advance, num_polls=4)
     one._watch(polls)
     assert polls.seconds == [1.0] * 5
     assert times == reported
 
 
-def test_a_rank_whose_store_is_gone_ends_when_it_has_made_no_progress_for_longer_than_the_limit(now, monkeypatch):
-    ended = []
-    one = Watchdog(StoreOfRank0(), 3, 4, CommLog(), hang_seconds=10.0)
-    one._write_heartbeat()
-    monkeypatch.setattr(one, "_print_and_end", lambda verdict: ended.append((now[0] - 100.0, verdict)))
-
-    def poll() -> None:
-        now[0] += 5.0
-
-    one._watch(Polls(poll, num_polls=3))
-    reason = "rank 3 has made no progress for 15 s, and rank 0 has ended"
-    assert ended == [(15.0, watchdog.Verdict(reason, num_alive=1))]
-
-
-def test_the_time_between_two_watched_blocks_does_not_count(now):
+def test_the_time_between_two_watched_blocks_does_not_count(clock):
     store = dist.HashStore()
-    one = Watchdog(store, 0, 1, CommLog(), hang_seconds=1000.0)
+    one = Watchdog(store, 0, 1, CommLog(), hang_seconds=1000.0, clock=clock)
     for _ in range(2):
         with one.running():
             assert json.loads(store.get("watch/0"))["idle_seconds"] == 0.0
-        now[0] += 2000.0
+        clock.now += 2000.0
 
 
-def test_a_block_that_ends_is_not_reported(now):
+def test_a_block_that_ends_is_not_reported(clock):
     store, ended = dist.HashStore(), threading.Event()
-    one = Watchdog(store, 0, 1, CommLog(), hang_seconds=10.0)
-    now[0] += 2000.0
+    (one,) = watchdogs(clock, store, 1)
+    clock.now += 20.0
     ended.set()
     one._report(ended)
     assert not store.check(["watch/verdict"])
 
 
-def test_ranks_whose_processes_have_ended_are_not_waited_for(now, monkeypatch):
-    monkeypatch.setattr(os, "_exit", lambda code: None)
-    monkeypatch.setattr(watchdog, "SECONDS_TO_REPORT", 0.1)
+def test_ranks_whose_processes_have_ended_are_not_waited_for(clock, codes):
     store = dist.HashStore()
-    ranks = [Watchdog(store, rank, 4, CommLog(), hang_seconds=10.0) for rank in range(3)]
-    for one in ranks:
-        one._write_heartbeat()
-    now[0] += 2000.0
+    ranks = watchdogs(clock, store, 4)
+    store.delete_key("watch/3")
+    clock.now += 20.0
     store.add("watch/num_reported", 1)  # by rank 1
-    ranks[0]._report(Polls(ranks[1]._write_heartbeat))  # rank 2 writes no more, and rank 3 never has
+    with pytest.raises(SystemExit):
+        ranks[0]._report(Polls(ranks[1]._write_heartbeat))  # rank 2 writes no more, and rank 3 never has
     found = json.loads(store.get("watch/verdict"))
     assert found["reason"].startswith("rank 2 does not answer: 0 of its 0 ")
     assert "; rank 3 does not answer: its collectives are unknown; the job" in found["reason"]
@@ -274,31 +287,12 @@ def test_ranks_whose_processes_have_ended_are_not_waited_for(now, monkeypatch):
     assert store.check(["watch/all_reported"])
 
 
-class StoreOfRank0:
-    """A store that raises errors after its first value: rank 0, which serves it, has ended."""
-
-    def __init__(self) -> None:
-        self.num_calls = 0
-
-    def set(self, _key: str, _value: str) -> None:
-        self.num_calls += 1
-        if self.num_calls > 1:
-            raise RuntimeError("Connection reset by peer")
-
-    def add(self, _key: str, _number: int) -> int:
-        raise RuntimeError("Connection reset by peer")
-
-
-# Without the end of the process, the store's error ends the thread.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_rank_that_waits_for_ranks_whose_store_has_ended_ends_itself(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    codes, reasons, has_ended = [], [], threading.Event()
-    monkeypatch.setattr(os, "_exit", lambda code: (codes.append(code), has_ended.set()))
-    watchdog = Watchdog(StoreOfRank0(), 3, 4, CommLog(), hang_seconds=0.2, on_abort=reasons.append)
-    with watchdog.running():
-        assert has_ended.wait(30)
-    assert set(codes) == {EXIT_CODE}
-    assert reasons[0].startswith("rank 3 has made no progress for 0 s, and rank 0 has ended")
-    assert capsys.readouterr().err.startswith(f"error: {reasons[0]}\n")
+def test_a_rank_whose_store_is_gone_ends_when_it_has_made_no_progress_for_longer_than_the_limit(clock, codes, capsys):
+    gone = mock.Mock(side_effect=RuntimeError("Connection reset by peer"))  # rank 0, which serves the store, has ended
+    reasons = []
+    one = Watchdog(mock.Mock(set=gone, add=gone), 3, 4, CommLog(), 10.0, reasons.append, clock)
+    with pytest.raises(SystemExit):
+        one._watch(Polls(clock.advance))
+    assert reasons == ["rank 3 has made no progress for 15 s, and rank 0 has ended"]
+    assert codes == [EXIT_CODE]
+    assert capsys.readouterr().err == f"error: {reasons[0]}\n"

@@ -29,6 +29,9 @@ class Gone:
     def add(self, _key: str, _number: int) -> int:
         raise dist.DistNetworkError("failed to recv, got 0 bytes")
 
+    def set(self, _key: str, _value: str) -> None:
+        raise dist.DistNetworkError("failed to send")
+
 
 @pytest.fixture
 def pauses() -> list[float]:
@@ -65,17 +68,28 @@ def test_the_loss_of_a_rank_is_printed_once_with_the_exit_code_of_the_watchdog(e
         "error: another rank or its node was lost (Connection reset by peer); start again to resume from the newest "
         "checkpoint\n"
     )
-    assert pauses == [world.PRINT_SECONDS] * 3, "the rank that prints ends after a pause, and the other one after two"
+    assert pauses == [world.LOSS_SECONDS] * 2
     assert exit_code_of(RuntimeError("Connection was likely closed\n details"), Gone()) == EXIT_CODE
     assert "error: another rank or its node was lost (Connection was likely closed); " in capsys.readouterr().err
 
 
 def test_a_rank_that_has_printed_its_reason_is_not_taken_for_lost(exit_code_of, pauses, capsys):
-    store = dist.HashStore()
+    store = mock.Mock(wraps=dist.HashStore(), wait=mock.Mock(side_effect=dist.DistStoreError("the time is over")))
     store.add(world.FAILURE_KEY, 1)
     assert exit_code_of(RuntimeError(RESET), store) == 2
     assert capsys.readouterr().err == ""
-    assert pauses == [world.PRINT_SECONDS]
+    assert pauses == []
+    store.wait.assert_called_once_with([f"{world.FAILURE_KEY}/printed"], timedelta(seconds=world.PRINT_SECONDS))
+
+
+def test_a_rank_that_fails_later_ends_after_the_one_that_prints_has_done_so(exit_code_of, capsys):
+    store, happened = mock.Mock(wraps=dist.HashStore()), []
+    store.set = lambda key, _value: happened.append((key, capsys.readouterr().err))
+    store.wait = lambda keys, _limit: happened.append((*keys, "waits"))
+    for _ in range(2):
+        assert exit_code_of(ConfigError("steps=0"), store) == 2
+    key = f"{world.FAILURE_KEY}/printed"
+    assert happened == [(key, "error: steps=0\n"), (key, "waits")]
 
 
 def test_an_error_of_the_program_keeps_its_traceback(exit_code_of):
@@ -88,7 +102,7 @@ def test_the_output_of_the_program_is_written_before_it_ends_with_an_error(monke
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written))
     monkeypatch.setattr(os, "_exit", lambda code: at_end.append((code, written.getvalue())))
     sys.stdout.write("step 7")
-    world._print_and_exit("reason", 5)
+    world._print_and_exit("reason", "key", 5)
     assert at_end == [(5, b"step 7")]
 
 
@@ -107,7 +121,7 @@ def test_another_rank_has_failed_if_one_is_counted_or_the_store_is_gone(monkeypa
 @pytest.mark.parametrize(
     ("end", "said"),
     [
-        (lambda: world._print_and_exit("reason", 1), b"error: reason\n"),
+        (lambda: world._print_and_exit("reason", "key", 1), b"error: reason\n"),
         (
             lambda: Watchdog(dist.HashStore(), 0, 1, CommLog(), 0.0)._print_and_end(Verdict("reason", 1)),
             b"error: reason\n",
@@ -183,16 +197,29 @@ def test_an_imitated_rank_is_one_of_the_ranks():
         assert not dist.is_initialized()
 
 
-def test_gloo_gets_time_to_drop_its_tensors_and_others_do_not_need_it(monkeypatch):
+def test_gloo_drops_its_tensors_before_a_rank_ends_and_others_do_not_wait(monkeypatch, tmp_path):
     pauses: list[float] = []
-    monkeypatch.setattr(world.time, "sleep", pauses.append)
+    states = {5: "R", 9: "S", 11: "R", 12: "S"}  # from the pause of that number on
+
+    def pause(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) in states:
+            (tmp_path / "7" / "stat").write_text(f"7 (pt_gloo_runloop) {states[len(pauses)]} 1 7")
+
+    for number, name in (("7", "(pt_gloo_runloop) D"), ("8", "(a b) R")):
+        (tmp_path / number).mkdir()
+        (tmp_path / number / "stat").write_text(f"{number} {name} 1 7")
+    monkeypatch.setattr(world.time, "sleep", pause)
     stop_world()
     with imitated_world(0, 2, 2, "nccl"):
         pass
     assert pauses == []
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.barrier()  # a thread has its name when it has run something
+    assert any(world.GLOO_THREAD in path.read_text() for path in world.THREADS.glob("*/stat"))
+    monkeypatch.setattr(world, "THREADS", tmp_path)
     stop_world()
-    assert pauses == [world.SECONDS_TO_DROP_TENSORS]
+    assert len(pauses) == 14, "gloo's thread sleeps in three readings after another"
     assert not dist.is_initialized()
 
 

@@ -39,7 +39,7 @@ from tests.unit.gpt.checkpoint.runs import (
 from tests.unit.gpt.model.models import small_config, small_gpt
 
 STEP_1, STEP_2 = "step-00000001", "step-00000002"
-SECONDS_OF_WORK = 20  # of the processor, for one example; a checkpoint is loaded in 0.01
+SECONDS_OF_WORK = 60  # of the processor, for one example; a checkpoint is loaded in 0.01
 JUNK: list[Any] = [None, True, False, -1, 0, 1, 2, 7, 2**31, 2**63, 10**12, 10**30, 1.5, math.nan, -math.inf, "", "x"]
 JUNK += ["\ud800", "a\nb", "x" * 5000, "12", "F32", "I64", [], [[]], {}, {"a": 1}, [0] * 100, [2**62, 0], [0, 4]]
 

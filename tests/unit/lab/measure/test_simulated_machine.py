@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 
+from lab.measure import __main__ as measurement
 from lab.measure import bandwidth, device_kernels, reference_step
 from lab.measure.cluster import ClusterSpec
 from lab.measure.kernel_costs import kernel_seconds
@@ -17,7 +18,6 @@ from lab.measure.reference_step import Shape, reference_kernels
 from lab.observe.kernel_log import KernelLog
 from lab.observe.operation_observer import observe_operations
 from parallel.comm_log import CommEvent, CommLog
-from parallel.launch import preflight
 from parallel.mesh import Axis
 from parallel.world import World, imitated_world
 from tests.recordings import assert_recorded, lines_of
@@ -95,11 +95,11 @@ def measured() -> Iterator[tuple[World, Measured]]:
         mock.patch.multiple(device_kernels, time=machine, ATTENTIONS={"cpu": ((2, 64, 32), (4, 32, 32))}, **sizes),
         mock.patch.multiple(reference_step, SHAPES=SHAPES),
         mock.patch.object(CommLog, "record", timed_record),
-        mock.patch.object(preflight, "socket", SimpleNamespace(gethostname=lambda: "node0")),
+        mock.patch.object(measurement, "socket", SimpleNamespace(gethostname=lambda: "node0")),
         imitated_world(0, 4, local_size=2, backend="nccl") as world,
         observe_operations(machine),
     ):
-        yield world, preflight.measure(world, tensor_size=4)
+        yield world, measurement.measure(world, tensor_size=4)
 
 
 def test_links_have_the_rates_of_the_machine(measured):
@@ -244,7 +244,7 @@ def test_links_with_less_than_half_of_the_expected_rate_are_slow(measured, figur
     world, found = measured
     expected = dataclasses.replace(cluster(world, found), node_gb_per_second=1.0, intra_node_gb_per_second=1.0)
     all_ranks = [dataclasses.replace(found, rank=rank) for rank in range(world.size)]
-    lines = preflight.describe(all_ranks, dataclasses.replace(expected, **figures))
+    lines = measurement.describe(all_ranks, dataclasses.replace(expected, **figures))
     groups = {line.split()[8] for line in lines if line.startswith("slow all_gather: rank 0 on node0 - rank")}
     assert sorted(groups) == slow
 
@@ -258,7 +258,7 @@ def test_what_is_measured_is_as_recorded(measured):
         dataclasses.replace(found, rank=device.rank, node=f"node{device.rank // 2}", device=device)
         for device in devices
     ]
-    texts = preflight.describe(all_ranks, dataclasses.replace(spec, node_gb_per_second=10.0))
+    texts = measurement.describe(all_ranks, dataclasses.replace(spec, node_gb_per_second=10.0))
     texts += describe_fits(spec, all_ranks)
     figures = {"measured": dataclasses.asdict(found), "cluster": dataclasses.asdict(spec)}
     assert_recorded("simulated-machine", *texts, *lines_of(figures))

@@ -37,7 +37,7 @@ WATCHED += (
     "NODE_NAMES",
 )
 
-# Records how it was called, and exits as it is told. As `python` it answers for the route.
+# Records how it was called, and exits as it is told, after ENDS_AFTER was called. As `python` it answers for the route.
 STUB = f"""#!{sys.executable}
 import json, os, sys, time
 name, words = os.path.basename(sys.argv[0]), sys.argv[1:]
@@ -50,8 +50,10 @@ elif name == "scontrol" and words[:2] == ["show", "hostnames"]:
     print("n1\\nn2")
 for program, code in json.loads(os.environ.get("ENDS", "{{}}")).items():
     if program in words:
-        time.sleep(float(os.environ.get("TAKES", "0")))
-        sys.exit(code)
+        for _ in range(6000):
+            if os.environ.get("ENDS_AFTER", name) in open(os.environ["CALLS"]).read():
+                sys.exit(code)
+            time.sleep(0.01)
 """
 # Runs its command once per node or task.
 SRUN = """#!/usr/bin/env bash
@@ -135,7 +137,7 @@ def test_exit_codes_pass_through_and_nothing_starts_after_a_failed_check(stubs, 
 def test_hostfile_starts_the_same_on_every_host_and_passes_on_the_code_of_the_one_that_fails(stubs, tmp_path):
     hosts = tmp_path / "hosts"
     hosts.write_text("n1  # the first\n\n# n9\nn2\n")
-    settings = {"HOSTS": str(hosts), "RANKS_PER_NODE": "3", "GRACE_SECONDS": "5"}
+    settings = {"HOSTS": str(hosts), "RANKS_PER_NODE": "3", "GRACE_SECONDS": "60"}
     code, calls, said = launch("hostfile.sh", stubs, "--run.dir=a b", **settings, ENDS='{"parallel.launch": 5}')
     assert code == 5
     starts = [call for call in calls if "parallel.launch" in call.words]
@@ -213,9 +215,10 @@ def test_slurm_passes_the_code_of_a_rank_on(stubs):
 
 
 def test_slurms_warning_reaches_the_ranks_and_the_job_goes_back_into_the_queue(stubs):
-    settings = slurm(ENDS='{"parallel.launch": 0}', TAKES="1", SLURM_NTASKS="1")
+    settings = slurm(ENDS='{"parallel.launch": 0}', ENDS_AFTER="scancel", SLURM_NTASKS="1")
     with subprocess.Popen([SCRIPTS / "slurm.sbatch"], env=environment(stubs, **settings)) as job:
         while not (stubs / "calls").exists() or '"parallel.launch"' not in (stubs / "calls").read_text():
+            assert job.poll() is None
             time.sleep(0.05)
         job.send_signal(signal.SIGUSR1)
     assert job.returncode == 0

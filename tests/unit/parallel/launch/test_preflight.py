@@ -1,10 +1,9 @@
-"""Problems of nodes, links and devices are found and named."""
+"""Nodes that are missing or differ are named, on all nodes."""
 
 import argparse
 import dataclasses
 import json
 import os
-import socket
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
@@ -14,20 +13,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lab.measure import bandwidth, device_kernels, reference_step
-from lab.measure.bandwidth import DeviceRate, LinkRate, slow_devices, slow_links
-from lab.measure.cluster import ClusterSpec
-from lab.measure.reference_step import Shape
 from parallel.errors import ConfigError
 from parallel.launch import preflight, roll_call
 from parallel.launch.node_facts import Job, NodeFacts, find_facts, find_problems
-from parallel.launch.preflight import arguments_only, main
+from parallel.launch.preflight import arguments_only, check_by_store, main
 from parallel.launch.roll_call import collect_facts, connect, report_facts
 from parallel.launch.route import Route
-from parallel.mesh import Mesh
-from parallel.world import World, imitated_world
-from tests.ranks import run_ranks
+from parallel.world import World
 
+WAIT = 600.0  # seconds, which only a test that hangs takes
 ALIKE = NodeFacts(
     name="n1",
     address="10.0.0.1",
@@ -112,20 +106,20 @@ def test_facts_are_those_of_the_job_that_is_handed_in(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["a.idx"], "the probe is deleted"
 
 
-def test_the_rate_of_a_disk_is_that_of_bytes_which_have_reached_it(tmp_path):
-    flushed, now = [], 10.0
+def test_the_rate_of_a_disk_is_that_of_bytes_which_have_reached_it_undisturbed(tmp_path):
+    flushed, now, seconds = [], 10.0, iter([0.25, 0.0625, 8.0, 0.25])
 
     def flush(file: int) -> None:
         nonlocal now
         flushed.append(os.fstat(file).st_size)
-        now += 0.25
+        now += next(seconds)
 
     def clock() -> float:
         return now
 
     with mock.patch("os.fsync", flush), mock.patch("time.perf_counter", clock):
         rate = find_facts(Job(folder=tmp_path)).disk_bytes_per_second
-    assert flushed == [32 * 2**20]
+    assert flushed == [part * 8 * 2**20 for part in (1, 2, 3, 4)]
     assert rate == 128 * 2**20
 
 
@@ -152,12 +146,12 @@ def test_all_nodes_read_the_same_verdict():
 
     def report(facts: NodeFacts) -> None:
         theirs = dist.TCPStore("127.0.0.1", store.port, is_master=False)
-        verdicts[facts.name] = report_facts(theirs, facts, num_nodes=3, wait_seconds=20)
+        verdicts[facts.name] = report_facts(theirs, facts, num_nodes=3, wait_seconds=WAIT)
 
     threads = [threading.Thread(target=report, args=(facts,)) for facts in (second, third)]
     for thread in threads:
         thread.start()
-    found, problems = collect_facts(store, first, num_nodes=3, names=[], wait_seconds=20)
+    found, problems = collect_facts(store, first, num_nodes=3, names=[], wait_seconds=WAIT)
     for thread in threads:
         thread.join()
     assert {node.name for node in found} == {"n1", "n2", "n3"}
@@ -187,7 +181,7 @@ def errors_in_threads(check: Callable[[], object], names: Iterable[str]) -> dict
 def test_a_problem_of_one_node_is_an_error_on_all_and_the_first_names_it():
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     facts = {node.name: node for node in nodes(num_devices=7)}
-    options = argparse.Namespace(meet="n1:29500", nodes=3, names="n1,n2,n3", wait=20)
+    options = argparse.Namespace(meet="n1:29500", nodes=3, names="n1,n2,n3", wait=WAIT)
 
     def route(_meet: str) -> Route:
         return Route(is_host=threading.current_thread().name == "n1", local_address="127.0.0.1", interface="lo")
@@ -211,42 +205,11 @@ def test_the_first_rank_of_each_node_reports_it_and_all_ranks_have_the_verdict()
     def check() -> None:
         rank = int(threading.current_thread().name)
         world = World(rank, 4, rank % 2, 2, torch.device("cpu"))
-        preflight._check_by_store(world, argparse.Namespace(wait=20), Job())
+        check_by_store(world, Job(), WAIT)
 
     with mock.patch.multiple(preflight, find_facts=own_facts, shared_store=lambda: store):
         errors = errors_in_threads(check, "0123")
     assert errors == dict.fromkeys("0123", "preflight: n2: number of GPUs: 7, elsewhere 8")
-
-
-def test_nodes_are_compared_before_anything_is_measured(monkeypatch):
-    store, measured, described = dist.HashStore(), mock.Mock(), mock.Mock(return_value=Job())
-    monkeypatch.setattr(preflight, "start_world", lambda: World(0, 1, 0, 1, torch.device("cpu")))
-    monkeypatch.setattr(preflight, "shared_store", lambda: store)
-    monkeypatch.setattr(preflight, "find_facts", lambda _job: dataclasses.replace(ALIKE, disk_error="full"))
-    monkeypatch.setattr(preflight, "measure", measured)
-    with pytest.raises(ConfigError, match=r"^preflight: n1: /shared/runs cannot be written: full$"):
-        main(["--", "--steps", "7"], described)
-    described.assert_called_once_with(["--steps", "7"], 1)
-    assert not measured.called
-
-
-@pytest.mark.parametrize(("tensor_size", "num_meshes"), [(None, 1), (2, 1), (4, 2), (1, 2)])
-@pytest.mark.parametrize("rank", [0, 1])
-def test_nothing_is_measured_beside_something_else(monkeypatch, rank, tensor_size, num_meshes):
-    happened: list[str] = []
-
-    def note(name: str, found: object) -> Callable[..., object]:
-        return lambda *_, **options: happened.append(" ".join([name, *map(str, options.values())])) or found
-
-    for name, found in {"mesh": [], "links": [], "device": None, "sizes": []}.items():
-        monkeypatch.setattr(bandwidth, f"measure_{name}", note(name, found))
-    monkeypatch.setattr(bandwidth, "latency", note("latency", 1.0))
-    monkeypatch.setattr(preflight.DeviceKernels, "measure", note("kernels", None))
-    monkeypatch.setattr(Mesh, "barrier", note("barrier", None))
-    with imitated_world(rank, 4, 2, "gloo") as world:
-        preflight.measure(world, tensor_size)
-    links = ["mesh", f"links {rank == 0}", "mesh"][: 1 + num_meshes]
-    assert happened == [*links, "barrier", "device", "latency", "latency", "barrier", "sizes", "barrier", "kernels"]
 
 
 def test_missing_nodes_are_named_and_one_too_many_is_refused():
@@ -282,7 +245,7 @@ def store_of_two(num_asked: int, **others: str) -> dist.Store:
 
 def test_a_node_too_many_leaves_the_others_in_order():
     store = store_of_two(1, **{"nodes/number": "3", "nodes/asked/2": "1"})
-    found, problems = collect_facts(store, ALIKE, num_nodes=2, names=[], wait_seconds=20)
+    found, problems = collect_facts(store, ALIKE, num_nodes=2, names=[], wait_seconds=WAIT)
     assert ([node.name for node in found], problems) == (["n1", "n2"], [])
     assert not store.check(["nodes/clock/2/1"])
 
@@ -291,7 +254,7 @@ def test_each_request_for_the_time_is_answered_once():
     store, times = mock.Mock(wraps=store_of_two(1)), [50.0, 60.0]
     store.check.side_effect = [False, True]
     with mock.patch.object(roll_call.time, "time", side_effect=times):
-        collect_facts(store, ALIKE, num_nodes=2, names=[], wait_seconds=20)
+        collect_facts(store, ALIKE, num_nodes=2, names=[], wait_seconds=WAIT)
     answers = [call.args for call in store.set.call_args_list if call.args[0].startswith("nodes/clock")]
     assert answers == [("nodes/clock/1/1", "50.0")]
 
@@ -327,20 +290,19 @@ def test_a_node_waits_twice_as_long_for_the_verdict_and_says_if_the_first_has_en
     assert store.add("nodes/num_left", 0) == 1, "the first node is told"
 
 
-def test_the_first_node_waits_for_the_others_to_read_the_verdict_and_not_for_ever():
-    store, now = mock.Mock(), 0.0
+@pytest.mark.parametrize(("num_polls", "num_seconds"), [(3, 7.5), (9, 12.5)])
+def test_the_first_node_waits_for_the_others_to_read_the_verdict_and_not_for_ever(num_polls, num_seconds):
+    """The other node has reported at the first poll, after 2.5 s, and reads the verdict at that of this number."""
+    store, now = store_of_two(0, **{"nodes/num_left": "0"}), 0.0
 
-    def poll(seconds: float) -> None:
+    def poll(_seconds: float) -> None:
         nonlocal now
         now += 2.5
+        store.add("nodes/num_left", int(now == 2.5 * num_polls))
 
-    clock = mock.Mock(monotonic=lambda: now, sleep=poll)
-    with mock.patch.object(roll_call, "time", clock):
-        for num_left, num_seconds in ([0, 1, 2], 5.0), ([0] * 9, 10.0):
-            now, store.add.side_effect = 0.0, num_left
-            roll_call._wait_until_read(store, num_others=2)
-            assert now == num_seconds
-    assert store.add.call_args.args == ("nodes/num_left", 0), "it does not count itself"
+    with mock.patch.object(roll_call, "time", mock.Mock(monotonic=lambda: now, sleep=poll)):
+        collect_facts(store, ALIKE, num_nodes=2, names=[], wait_seconds=10)
+    assert now == num_seconds
 
 
 def test_one_process_per_node_compares_what_the_program_is_given(capsys, tmp_path):
@@ -351,14 +313,13 @@ def test_one_process_per_node_compares_what_the_program_is_given(capsys, tmp_pat
         return Job(folder=tmp_path)
 
     words = ["--meet", "localhost:29501", "--num_ranks", "4", "--", "--steps", "7", "--", "x"]
-    with mock.patch.object(preflight, "connect", return_value=dist.HashStore()) as connected:
+    connected, found = mock.Mock(return_value=dist.HashStore()), mock.Mock(return_value=ALIKE)
+    with mock.patch.multiple(preflight, connect=connected, find_facts=found):
         main(words, describe_job)
     assert given == [(["--steps", "7", "--", "x"], 4)]
-    connected.assert_called_once_with(("127.0.0.1", 29501), True, socket.gethostname(), 120.0)
-    assert capsys.readouterr().err == f"preflight: 1 node is ready: {socket.gethostname()}\n"
-    with mock.patch.object(preflight, "check_and_measure") as measured:
-        main(["--tensor_size", "2"], describe_job)
-    assert measured.call_args.args[1:] == ([], describe_job)
+    found.assert_called_once_with(Job(folder=tmp_path), "127.0.0.1")
+    connected.assert_called_once_with(("127.0.0.1", 29501), True, "n1", 120.0)
+    assert capsys.readouterr().err == "preflight: 1 node is ready: n1\n"
 
 
 def test_a_store_that_cannot_be_reached_or_served_is_an_error_with_the_name_of_the_node():
@@ -367,58 +328,3 @@ def test_a_store_that_cannot_be_reached_or_served_is_an_error_with_the_name_of_t
     taken = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with pytest.raises(ConfigError, match=rf"n1: port {taken.port} cannot be served here"):
         connect(("127.0.0.1", taken.port), is_host=True, node="n1", wait_seconds=5)
-
-
-def rates(*gb_per_second: float) -> list[LinkRate]:
-    return [LinkRate("data", "link", (rank, rank + 1), rate * 1e9) for rank, rate in enumerate(gb_per_second)]
-
-
-def test_slow_links_are_those_far_below_the_median_or_the_expected():
-    assert [link.ranks for link in slow_links(rates(10, 9, 6, 10))] == [(2, 3)]
-    assert [link.ranks for link in slow_links(rates(10, 6.9))] == [(1, 2)]
-    assert slow_links(rates(10, 7)) == []
-    assert slow_links(rates(10)) == []
-    assert [link.ranks for link in slow_links(rates(10), 25e9)] == [(0, 1)]
-    assert slow_links(rates(10), 20e9) == []
-    others = [dataclasses.replace(link, what="all_gather") for link in rates(1)]
-    assert slow_links(rates(10) + others) == [], "another operation has rates of its own"
-
-
-def test_slow_devices_are_those_below_the_median_or_far_below_the_expected():
-    devices = [DeviceRate(rank, tflops * 1e12, 1.0, 1.0, 1.0) for rank, tflops in enumerate((100, 70, 100))]
-    assert [device.rank for device in slow_devices(devices, 0.0)] == [1]
-    assert [device.rank for device in slow_devices(devices, 250e12)] == [0, 1, 2]
-    devices[1] = dataclasses.replace(devices[1], flops_per_second=80e12)
-    assert slow_devices(devices, 160e12) == []
-    assert slow_devices(devices[:2], 0.0) == []
-    assert [device.rank for device in slow_devices(devices[:2], 162e12)] == [1]
-
-
-def main_in_short(words: list[str]) -> None:
-    """Run the preflight with few, small measurements."""
-    sizes = {"NUMELS": {"cpu": (2**10, 2**12)}, "LAYERS": {"cpu": ((8, 16, 32), (32, 32, 32))}, "BUDGET_SECONDS": 0.0}
-    messages = {"MESSAGE_BYTES": (2**10, 2**14), "SECONDS_EACH": 0.01, "SECONDS_EACH_SIZE": 0.01}
-    shapes = {"cpu": Shape(1, 16, 2, 8, 2, 32)}
-    with (
-        mock.patch.multiple(device_kernels, **sizes),
-        mock.patch.multiple(bandwidth, **messages),
-        mock.patch.multiple(reference_step, SHAPES=shapes, BUDGET_SECONDS=0.0),
-    ):
-        main(words)
-
-
-def test_a_job_measures_itself_and_writes_a_cluster_file(tmp_path):
-    path = tmp_path / "cluster.yaml"
-    words = ["--write", str(path), "--name", "two ranks", "--tensor_size", "1"]
-    run_ranks(2, main_in_short, words, init_process_group=False)
-    cluster = ClusterSpec.load(path)
-    assert {curve.name for curve in cluster.collectives} == {
-        "all_reduce of 2",
-        "all_gather of 2",
-        "reduce_scatter of 2",
-    }
-    assert cluster.device == "cpu"
-    assert cluster.attention_fraction > 0
-    assert len(cluster.kernels) == 2 * len(device_kernels.KERNELS)
-    assert (cluster.name, cluster.gpus_per_node) == ("two ranks", 2)
-    assert cluster.node_gb_per_second == pytest.approx(2 * cluster.intra_node_gb_per_second, rel=1e-3)

@@ -133,7 +133,7 @@ def least_fetched(uses: tuple[int, ...], num_places: int) -> int:
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=14), st.integers(0, 4))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_no_other_choice_of_what_stays_fetches_less(uses, num_places):
     """The sequence ends: after it no chunk is used again."""
     ends = [*uses, *(-1 - n for n in range(len(uses) + 1))]
@@ -141,7 +141,7 @@ def test_no_other_choice_of_what_stays_fetches_less(uses, num_places):
 
 
 @given(st.lists(st.integers(0, 7), min_size=1, max_size=30), st.integers(1, 6))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_the_evicted_chunk_is_used_furthest_in_the_future(uses, num_places):
     cycle = Cycle([[chunk] for chunk in uses])
     position = len(uses) // 2
@@ -161,7 +161,7 @@ def test_ten_thousand_parameters_are_searched_by_their_units():
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=12), st.integers(0, 4), st.randoms(use_true_random=False))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_a_plan_stays_within_its_rooms_and_keeps_the_chunk_that_is_used_next(uses, num_places, random):
     rooms = [random.randint(0, num_places) for _ in uses]
     plan = Cycle([[chunk] for chunk in uses]).plan(rooms, lambda _chunk: 1)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from zero.partition.layout import ALIGNMENT, Layout, cut, overlap, round_up
@@ -22,7 +22,6 @@ def elements_of(*ranges: range) -> list[int]:
     return [element for elements in ranges for element in elements]
 
 
-@settings(deadline=None)
 @given(LAYOUTS)
 def test_spans_are_aligned_and_as_long_as_their_parameters(layout):
     for span in layout.spans:
@@ -32,7 +31,6 @@ def test_spans_are_aligned_and_as_long_as_their_parameters(layout):
         assert 0 <= after.elements.start - before.elements.stop < ALIGNMENT
 
 
-@settings(deadline=None)
 @given(LAYOUTS)
 def test_buckets_follow_each_other_and_hold_every_span(layout):
     assert layout.buckets[0].elements.start == 0
@@ -43,7 +41,6 @@ def test_buckets_follow_each_other_and_hold_every_span(layout):
     assert len(layout.buckets[-1].elements) <= len(layout.buckets[0].elements)
 
 
-@settings(deadline=None)
 @given(SHAPES, st.integers(1, 5), st.integers(1, 3000))
 def test_a_bucket_is_as_long_as_asked_but_for_alignment_and_the_end_wastes_little(shapes, num_shards, bucket_numel):
     layout = Layout.of({str(index): shape for index, shape in enumerate(shapes)}, num_shards, bucket_numel)
@@ -52,7 +49,6 @@ def test_a_bucket_is_as_long_as_asked_but_for_alignment_and_the_end_wastes_littl
     assert layout.numel - round_up(layout.spans[-1].elements.stop, ALIGNMENT) < grain
 
 
-@settings(deadline=None)
 @given(LAYOUTS)
 def test_the_shards_of_a_bucket_are_equal_aligned_and_cover_it(layout):
     for bucket in layout.buckets:
@@ -62,7 +58,6 @@ def test_the_shards_of_a_bucket_are_equal_aligned_and_cover_it(layout):
         assert all(shard.start % ALIGNMENT == 0 for shard in shards)
 
 
-@settings(deadline=None)
 @given(LAYOUTS)
 def test_pieces_and_gaps_cover_a_bucket_once(layout):
     for bucket in layout.buckets:
@@ -72,7 +67,6 @@ def test_pieces_and_gaps_cover_a_bucket_once(layout):
         assert sorted(elements_of(*pieces, *gaps)) == list(bucket.elements)
 
 
-@settings(deadline=None)
 @given(LAYOUTS, st.integers(0, 2**32))
 def test_the_owned_pieces_of_all_ranks_are_the_parameters(layout, seed):
     buffer = torch.rand(layout.numel, generator=torch.Generator().manual_seed(seed))
