@@ -33,7 +33,7 @@ from zero.units.access import UnitAccess
 from zero.units.hooks import Hook, hook_readers
 from zero.units.passes import Passes
 from zero.units.residency import FixedResidency, Residency
-from zero.units.scheduler import UnitScheduler, UnitVisits
+from zero.units.scheduler import UnitScheduler
 from zero.units.unit import Unit, assign_parameters, find_units, group_alike, named_units
 
 LEAST_PREFETCHED = 2**20  # elements, of any number of small units: a message of fewer takes the latency of the network
@@ -86,8 +86,7 @@ class ZeroDataParallel(nn.Module):
         before_forward: Callable[[], None] = self._passes.begin_forward
         self._scheduler: UnitScheduler | None = None
         if unshards:
-            visits = UnitVisits(self.planner, self.offload.device.type)
-            self._scheduler = UnitScheduler(module, self._access, visits, self._passes, self.reducer)
+            self._scheduler = UnitScheduler(module, self._access, self.planner, self._passes, self.reducer)
             # That of the module itself begins the forward, also without this wrapper.
             before_forward = self._scheduler.hooks.enclose_root
         elif config.overlap_gather:
@@ -170,8 +169,7 @@ class ZeroDataParallel(nn.Module):
         reader = object()
         self._passes.begin_read()
         for unit in units:
-            unit.retain(reader)
-            unit.start_watch(reader)
+            unit.watch(reader)
         try:
             with torch.set_grad_enabled(torch.is_grad_enabled() and not modify):
                 yield self.module
@@ -180,7 +178,6 @@ class ZeroDataParallel(nn.Module):
         finally:
             for unit in units:
                 unit.stop_watch(reader)
-                unit.release(reader)
 
     def unwrap(self, device: torch.device | None = None) -> nn.Module:
         """Return the module without this wrapper, with all of its parameters on every rank, and on `device` if given.

@@ -1,14 +1,13 @@
 """The memory that holds activation checkpoints between forward and backward.
 
-    Slab                   | slot 0 | slot 1 | ... | slot n-1 |   allocated once for each size: M_D (paper, section 6.3)
-    SeparateAllocations    slot 0 ...  slot 1 .....  slot n-1     allocated in each forward, wherever there is room
+    a slab                  | slot 0 | slot 1 | ... | slot n-1 |   allocated once for each size: M_D (paper, section 6.3)
+    separate allocations    slot 0 ...  slot 1 .....  slot n-1     allocated in each forward, wherever there is room
 
 Checkpoints are kept long, and the tensors that are allocated between them are freed soon. Without a slab, checkpoints
 fragment the memory.
 """
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -18,7 +17,7 @@ from zero.memory.allocators import Allocate
 
 @dataclass(frozen=True)
 class Slot:
-    """The position of one of `count` equal stretches of memory."""
+    """The position of one of `count` equal ranges of memory."""
 
     number: int
     count: int
@@ -28,35 +27,23 @@ class Slot:
         return Slot(self.number % count, count)
 
 
-class SlotMemory(Protocol):
-    """A source of memory for checkpoints."""
+class SlotMemory:
+    """A source of memory for checkpoints.
 
-    def at(self, slot: Slot, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return a flat tensor of `numel` elements, not initialized."""
-
-
-class Slab:
-    """A source that returns the same memory every time for the same slot, size and dtype.
-
-    The caller must no longer need the earlier content of the slot.
+    If it defragments, it returns the same memory every time for the same slot, size and dtype, and the caller must no
+    longer need the earlier content of the slot. Else it allocates new memory in each call, which is freed when no
+    reference to the tensor is left.
     """
 
-    def __init__(self, allocate: Allocate):
-        self._allocate = allocate
+    def __init__(self, allocate: Allocate, defragments: bool):
+        self._allocate, self._defragments = allocate, defragments
         self._slabs: dict[tuple[int, int, torch.dtype], Tensor] = {}
 
     def at(self, slot: Slot, numel: int, dtype: torch.dtype) -> Tensor:
+        """Return a flat tensor of `numel` elements, not initialized."""
+        if not self._defragments:
+            return self._allocate(numel, dtype)
         key = slot.count, numel, dtype
         if key not in self._slabs:
             self._slabs[key] = self._allocate(slot.count * numel, dtype).view(slot.count, numel)
         return self._slabs[key][slot.number]
-
-
-class SeparateAllocations:
-    """A source that allocates new memory in each call. It is freed when no reference to the tensor is left."""
-
-    def __init__(self, allocate: Allocate):
-        self._allocate = allocate
-
-    def at(self, slot: Slot, numel: int, dtype: torch.dtype) -> Tensor:
-        return self._allocate(numel, dtype)

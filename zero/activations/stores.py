@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from parallel.memory_kinds import TensorKind, tagged
 from parallel.mesh import Axis, Handle
-from zero.activations.slab import SeparateAllocations, Slab, Slot, SlotMemory
+from zero.activations.slab import Slot, SlotMemory
 from zero.memory.allocators import Allocate, device_allocator, host_allocator
 from zero.memory.streams import SideStream
 
@@ -52,25 +52,14 @@ class ActivationStore(Protocol):
 
 
 class KeepStore:
-    """A store that keeps the checkpoints themselves."""
+    """A store that keeps the checkpoints themselves on the device, or copies of them in `memory`."""
 
-    def put(self, slot: Slot, activation: Tensor) -> Tensor:
-        return tagged(TensorKind.CHECKPOINTS, activation)
-
-    def take(self, slot: Slot, stored: Tensor) -> tuple[Tensor, Handle]:
-        return stored, Handle()
-
-    def num_bytes(self, count: int, numel: int, itemsize: int) -> StoredBytes:
-        return StoredBytes(device=count * numel * itemsize)
-
-
-class CopyStore:
-    """A store that keeps copies on the same device."""
-
-    def __init__(self, memory: SlotMemory):
+    def __init__(self, memory: SlotMemory | None = None):
         self._memory = memory
 
     def put(self, slot: Slot, activation: Tensor) -> Tensor:
+        if self._memory is None:
+            return tagged(TensorKind.CHECKPOINTS, activation)
         copy = self._memory.at(slot, activation.numel(), activation.dtype)
         return copy.view(activation.shape).copy_(activation)
 
@@ -174,17 +163,17 @@ class StoreContext:
         return self._memory(device_allocator(self.device, TensorKind.BUFFERS))
 
     def _memory(self, allocate: Allocate) -> SlotMemory:
-        return Slab(allocate) if self.defragments else SeparateAllocations(allocate)
+        return SlotMemory(allocate, self.defragments)
 
 
 def keep(context: StoreContext) -> ActivationStore:
     """Return the store that keeps whole checkpoints on the device."""
-    return CopyStore(context.on_device()) if context.defragments else KeepStore()
+    return KeepStore(context.on_device() if context.defragments else None)
 
 
 def partition(context: StoreContext) -> ActivationStore:
     """Return the store that keeps this rank's part of each checkpoint on the device."""
-    return PartitionStore(context.replicas, CopyStore(context.on_device()), context.in_transit())
+    return PartitionStore(context.replicas, KeepStore(context.on_device()), context.in_transit())
 
 
 def partition_host(context: StoreContext) -> ActivationStore:

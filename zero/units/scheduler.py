@@ -20,80 +20,32 @@ from zero.units.residency import NUM_KEPT, Pass, Residency
 from zero.units.unit import Call, Unit
 
 
-class UnitVisits:
-    """Unshards each unit before it is visited, and starts to unshard those that followed it the last time."""
-
-    def __init__(self, residency: Residency, device_type: str):
-        self._residency, self._orders, self._device_type = residency, residency.orders, device_type
-        self._begins_forward = False  # the next visit is the first of a forward of the whole model
-
-    def begin_forward(self) -> None:
-        """Record a forward of the whole model from its first visit on."""
-        self._begins_forward = True
-
-    def begin_backward(self) -> None:
-        """Record a backward."""
-        self._orders["backward"].restart()
-
-    def visit(self, unit: Unit, phase: Pass) -> None:
-        """Unshard the unit, and start to unshard as many of those that ran next last time as the budget allows."""
-        # Autocast keeps casts of weights until its context ends: their memory, and a node older than the next call.
-        if phase == "forward" and torch.is_autocast_enabled(self._device_type):
-            torch.clear_autocast_cache()
-        if unit.is_retained_outside:  # nothing is gathered, maybe on one rank only: so it is not recorded
-            unit.unshard()
-            return
-        if self._begins_forward:
-            self._begins_forward = False
-            self._orders["forward"].restart()
-            self._residency.begin_forward()
-        self._residency.before_visit(unit, phase)
-        unit.unshard()
-        # After it: the unit that is needed now goes first on the wire.
-        self._residency.after_visit(unit)
-        numel_left = self._residency.prefetch_numel
-        for following in self._orders[phase].record(unit):
-            numel_left -= following.transient_numel
-            if numel_left < 0:
-                break
-            following.start_unshard()
-
-    def keeps(self, unit: Unit) -> bool:
-        """Return whether the unit stays unsharded from forward to backward. See [Note: keeping]."""
-        if not self._residency.may_keep or is_in_backward() or not torch.is_grad_enabled():
-            return False
-        return self._orders["forward"].is_as_long_as_last and unit in self._orders["backward"].current[:NUM_KEPT]
-
-    # [Note: keeping] Backward begins with the root and the unit that ran last in forward. They stay unsharded in
-    # between, from the second step on, when it is known which they are: to gather them again would cost traffic and
-    # save no memory, since backward begins with both of them unsharded.
-
-
 class UnitScheduler:
     """Unshards each unit before its module runs in forward or backward, and reshards it after, by hooks on the module.
 
-    It listens to the passes, and tells them when a forward or a backward begins.
+    It starts to unshard the units that followed the last time, as far as the residency allows. It listens to the
+    passes, and tells them when a forward or a backward begins. `root` is the module that contains all units.
     """
 
     def __init__(
-        self, root: nn.Module, access: UnitAccess, visits: UnitVisits, passes: Passes, reducer: GradientReducer
+        self, root: nn.Module, access: UnitAccess, residency: Residency, passes: Passes, reducer: GradientReducer
     ):
-        """`root`: the module that contains all units."""
-        self._access, self._visits, self._passes, self._reducer = access, visits, passes, reducer
+        self._access, self._residency, self._passes, self._reducer = access, residency, passes, reducer
+        self._device_type = next(root.parameters()).device.type
         self._clock = 0  # counts the calls of units that have begun or ended
+        self._begins_forward = False  # the next visit is the first of a forward of the whole model
         self._in_backward: dict[Call, None] = {}  # calls whose backward has begun and not ended
         report_attributes(root, access.on_attribute)
         self.hooks = ModuleHooks(root, access.units, self)
         passes.join(self)
 
     def begin_forward(self, is_whole: bool) -> None:
-        """Begin to record a forward, if the whole model runs."""
-        if is_whole:
-            self._visits.begin_forward()
+        """Record a forward of the whole model from its first visit on."""
+        self._begins_forward |= is_whole
 
     def begin_backward(self) -> None:
         """Begin to record a backward."""
-        self._visits.begin_backward()
+        self._residency.orders["backward"].restart()
         self._in_backward.clear()
 
     def end_nested_backward(self) -> None:
@@ -124,7 +76,7 @@ class UnitScheduler:
             if not running:
                 self._access.release(FORWARD)
                 self._passes.begin_forward(is_whole=unit is self._access.units[""])
-            self._visits.visit(unit, "forward")
+            self._visit(unit, "forward")
         call = Call(unit, module, self._tick(), is_counted=torch.is_grad_enabled() and not is_recomputed)
         unit.num_open_calls += call.is_counted
         running[unit] = call
@@ -160,7 +112,7 @@ class UnitScheduler:
             if (other := self._access.unit_of_tensor(tensor)) is not None:  # a parameter, or a view of one
                 self._access.read(other)
         # A unit that is recomputed in its own backward stays: that backward reads it next.
-        if not self._is_in_backward(unit) and not self._visits.keeps(unit):
+        if not self._is_in_backward(unit) and not self._keeps(unit):
             unit.reshard()
         for tensor in tensors:
             if tensor.grad_fn is not None and call.inputs.get(id(tensor)) != tensor._version:
@@ -178,7 +130,7 @@ class UnitScheduler:
         for newer in [other for other in self._in_backward if other.began > call.ended]:
             self._end(newer)
         if not self._is_in_backward(call.unit):
-            self._visits.visit(call.unit, "backward")
+            self._visit(call.unit, "backward")
         self._in_backward[call] = None
         call.graph_task = current_graph_task()
         if torch.is_grad_enabled():  # `create_graph`: another backward will read what this one reads
@@ -204,6 +156,40 @@ class UnitScheduler:
     # unit if its inputs are not differentiable, what a reentrant checkpoint runs, and units with calls that an earlier
     # backward of the step has not reached are marked ready when the whole backward ends. If parameters persist, nothing
     # is gathered in backward, and a bucket may be reduced as soon as it is complete.
+
+    def _visit(self, unit: Unit, phase: Pass) -> None:
+        """Unshard the unit, and start to unshard as many of those that ran next last time as the budget allows."""
+        # Autocast keeps casts of weights until its context ends: their memory, and a node older than the next call.
+        if phase == "forward" and torch.is_autocast_enabled(self._device_type):
+            torch.clear_autocast_cache()
+        if unit.is_retained_outside:  # nothing is gathered, maybe on one rank only: so it is not recorded
+            unit.unshard()
+            return
+        if self._begins_forward:
+            self._begins_forward = False
+            self._residency.orders["forward"].restart()
+            self._residency.begin_forward()
+        self._residency.before_visit(unit, phase)
+        unit.unshard()
+        # After it: the unit that is needed now goes first on the wire.
+        self._residency.after_visit(unit)
+        numel_left = self._residency.prefetch_numel
+        for following in self._residency.orders[phase].record(unit):
+            numel_left -= following.transient_numel
+            if numel_left < 0:
+                break
+            following.start_unshard()
+
+    def _keeps(self, unit: Unit) -> bool:
+        """Return whether the unit stays unsharded from forward to backward. See [Note: keeping]."""
+        orders = self._residency.orders
+        if not self._residency.may_keep or is_in_backward() or not torch.is_grad_enabled():
+            return False
+        return orders["forward"].is_as_long_as_last and unit in orders["backward"].current[:NUM_KEPT]
+
+    # [Note: keeping] Backward begins with the root and the unit that ran last in forward. They stay unsharded in
+    # between, from the second step on, when it is known which they are: to gather them again would cost traffic and
+    # save no memory, since backward begins with both of them unsharded.
 
     def _is_in_backward(self, unit: Unit) -> bool:
         return any(call.unit is unit for call in self._in_backward)

@@ -87,17 +87,19 @@ class Unit:
         other.is_shared = True
         other.retain(self)
 
-    def start_watch(self, watcher: object) -> None:
-        """Have reads of the unsharded parameters reported."""
-        self._watchers.add(watcher)
+    def watch(self, reader: object) -> None:
+        """Retain the unit, and have reads of its parameters reported."""
+        self.retain(reader)
+        self._watchers.add(reader)
         for flat in self.flats:
             flat.watch_reads(True)
 
-    def stop_watch(self, watcher: object) -> None:
-        """Undo `start_watch`; what was written in between is kept, if it was the last watcher."""
-        self._watchers.discard(watcher)
+    def stop_watch(self, reader: object) -> None:
+        """Undo `watch`; what was written in between is kept, if it was the last one."""
+        self._watchers.discard(reader)
         for flat in () if self._watchers else self.flats:
             flat.watch_reads(False)
+        self.release(reader)
 
     def unwrap(self, device: torch.device | None) -> None:
         """Give the parameters their values in memory of their own."""
