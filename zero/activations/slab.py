@@ -1,7 +1,7 @@
 """The memory that holds activation checkpoints between forward and backward.
 
-    a slab                  | slot 0 | slot 1 | ... | slot n-1 |   allocated once for each size: M_D (paper, section 6.3)
-    separate allocations    slot 0 ...  slot 1 .....  slot n-1     allocated in each forward, wherever there is room
+    slab        | slot 0 | slot 1 | ... | slot n-1 |   allocated once for each size: M_D (paper, section 6.3)
+    separate    slot 0 ...  slot 1 .....  slot n-1     allocated in each forward, wherever there is room
 
 Checkpoints are kept long, and the tensors that are allocated between them are freed soon. Without a slab, checkpoints
 fragment the memory.

@@ -32,7 +32,7 @@ class FullState(Enum):
 
 @dataclass(frozen=True)
 class FlatContext:
-    """What all flat buffers of an engine share."""
+    """The settings and objects that all flat buffers of an engine share."""
 
     config: ZeroConfig
     axis: Axis

@@ -70,7 +70,7 @@ class GradientAccessError(RuntimeError):
 
 
 class ReadObserver(Protocol):
-    """What is told of the reads of watched parameters."""
+    """An observer of the reads of watched parameters."""
 
     def before_read(self, param: nn.Parameter) -> None:
         """Make the values of a parameter readable, or raise."""

@@ -1,4 +1,4 @@
-"""Who reads the parameters of units beside their own modules, by whatever way, and for how long they stay unsharded.
+"""Readers of units' parameters beside their own modules, by whatever way, and how long they keep units unsharded.
 
 a module's attribute     its table of parameters reports each access, while a module runs
 values, in Python        a watched parameter reports the operation (zero/buckets/guarded_parameter.py)

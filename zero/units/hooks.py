@@ -14,7 +14,7 @@ from zero.units.unit import Unit, find_units, innermost_unit
 
 
 class CallObserver(Protocol):
-    """What is told of calls of modules."""
+    """An observer of the calls of modules."""
 
     def before_forward(self, unit: Unit, module: nn.Module, args: tuple, kwargs: dict) -> None: ...
 

@@ -28,7 +28,7 @@ from zero.order.step_order import Round
 
 
 class PassListener(Protocol):
-    """What is told of the passes."""
+    """An observer of the passes."""
 
     def begin_forward(self, is_whole: bool) -> None: ...
 

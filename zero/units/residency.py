@@ -1,4 +1,4 @@
-"""What of the units stays in memory while they do not run: the interface of a choice, and the default."""
+"""The choice of what stays in memory of units that do not run: its interface, and the default."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, Protocol
