@@ -67,21 +67,6 @@ def test_the_end_of_backward_follows_every_gradient_and_is_reported_once():
         assert events[-1] == ("end", [True] * 3)
 
 
-def test_the_end_of_backward_is_not_reported_for_one_that_raised_nor_in_the_next():
-    x, calls = torch.ones(2, requires_grad=True), []
-
-    def fail(_grad: Tensor) -> None:
-        internals.call_at_end_of_backward(lambda: calls.append("end"))
-        raise KeyError
-
-    hook = x.register_hook(fail)
-    with pytest.raises(KeyError):
-        x.sum().backward()
-    hook.remove()
-    x.sum().backward()
-    assert calls == []
-
-
 @pytest.mark.parametrize(
     "write",
     [
@@ -104,36 +89,6 @@ def test_writes_raise_and_reads_work(write: Callable[[Tensor], Any], is_expanded
     assert tensor.tolist() == [[7.0] * 3] * 2
     assert (tensor * 2 + tensor.clone()).eq(21.0).all()
     assert nn.Parameter(tensor).sum().item() == 42.0
-
-
-class LoggingTable(dict[str, Any]):
-    """A table of parameters that logs the names that are looked up."""
-
-    def __init__(self, params: dict[str, Any]):
-        super().__init__(params)
-        self.names: list[str] = []
-
-    def __getitem__(self, name: str) -> Any:
-        self.names.append(name)
-        return super().__getitem__(name)
-
-
-def test_a_replaced_table_of_parameters_serves_attributes_and_parameters():
-    linear, other = nn.Linear(3, 2), nn.Parameter(torch.zeros(2, 3))
-    before = dict(linear.named_parameters())
-    internals.replace_parameter_table(linear, LoggingTable)
-    table = vars(linear)["_parameters"]
-    assert isinstance(table, LoggingTable)
-    assert linear.weight is before["weight"]
-    assert table.names == ["weight"]
-    linear(torch.ones(1, 3))
-    assert sorted(table.names) == ["bias", "weight", "weight"], "forward reads attributes too"
-    assert dict(linear.named_parameters()) == before
-    table["weight"] = other  # seen by both ways to read
-    assert linear.weight is other
-    assert list(linear.parameters()) == [other, before["bias"]]
-    linear.bias = None  # written by torch itself
-    assert table["bias"] is None
 
 
 class EntersAutograd(torch.autograd.Function):
@@ -221,25 +176,6 @@ def test_hooks_on_saved_tensors_are_noticed():
     with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
         assert internals.has_saved_tensors_hooks()
     assert not internals.has_saved_tensors_hooks()
-
-
-def test_a_torch_function_can_run_what_it_was_called_for():
-    notes = []
-
-    class Noting(nn.Parameter):
-        @classmethod
-        def __torch_function__(cls, func, types, args=(), kwargs=None):
-            notes.append(func)
-            with internals.DisableTorchFunction():
-                return func(*args, **(kwargs or {}))
-
-    param = nn.Parameter(torch.ones(2))
-    param.__class__ = Noting
-    assert (param + 1).tolist() == [2.0, 2.0]
-    assert param.shape == (2,)
-    assert notes == [Tensor.add, Tensor.shape.__get__]
-    param.__class__ = nn.Parameter
-    assert type(param) is nn.Parameter
 
 
 def test_a_named_hook_runs_and_is_removed():

@@ -86,14 +86,6 @@ def test_if_nothing_is_replicated_the_choice_is_between_keeping_and_the_host():
     assert "partition " not in choose_store(alone, V100_BYTES, Hardware())[1]
 
 
-def test_a_store_that_holds_exactly_the_micro_batch_is_chosen():
-    exact = largest_batch(workload(60, 75, 1, 2, 8), "keep", V100_BYTES)
-    for b, store in ((exact, "keep"), (exact + 1, "partition")):
-        chosen, reason = choose_store(workload(60, 75, b, 2, 8), V100_BYTES, Hardware())
-        assert chosen == store
-        assert f"the first that holds a micro-batch of {b}" in reason
-
-
 def test_a_micro_batch_that_no_store_holds_is_reported():
     chosen, reason = choose_store(workload(1000, 212, 1, 2, 25), V100_BYTES, Hardware())
     assert chosen == "partition_host"

@@ -94,16 +94,6 @@ def placed(buckets: list[Bucket], room_bytes: int, *sizes: int) -> tuple[list[in
     return found, taken
 
 
-def test_optimizer_states_are_placed_in_the_order_of_buckets_until_one_does_not_fit():
-    buckets = wrapped(OffloadConfig("host")).buckets
-    assert placed(buckets, 350, 100, 200, 50) == ([0, 1, 2], 350)
-    assert placed(buckets, 349, 100, 200, 50) == ([0, 1], 300)
-    assert placed(buckets, 299, 100, 200, 50) == ([0], 100)
-    assert placed(buckets, 99, 100, 200, 50) == ([], 0)
-    buckets[0].grads.place(Placement.ACCELERATOR)  # it is there already
-    assert placed(buckets, 250, 100, 200, 50) == ([1, 2], 250)
-
-
 def test_optimizer_states_leave_room_for_the_largest_gradient_that_is_cast():
     buckets = wrapped(OffloadConfig("host"), torch.bfloat16, accumulate_dtype="bf16").buckets
     for bucket in buckets:

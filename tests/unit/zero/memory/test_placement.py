@@ -11,7 +11,7 @@ from lab.observe.memory_tracker import MemoryTracker
 from lab.races.stream_checker import StreamError, streams_checked
 from parallel.memory_kinds import TensorKind
 from parallel.mesh import Handle
-from zero.memory.placement import Offload, OffloadConfig, Placement
+from zero.memory.placement import Offload, Placement
 
 CPU = torch.device("cpu")
 
@@ -105,23 +105,3 @@ def test_casts_on_their_way_to_the_accelerator_take_two_buffers_in_turn():
     assert cast(offload, 4, 3, 4, 4) == 0
     assert cast(offload, 5) == 1  # in place of a smaller one
     assert cast(offload, 4, 5, 4, 5) == 0
-
-
-def test_states_are_updated_where_they_are_placed():
-    offload = Offload(torch.device("meta"))
-    assert [offload.device_of(placement).type for placement in Placement] == ["meta", "cpu"]
-
-
-@pytest.mark.parametrize(
-    ("mode", "states", "expected"),
-    [
-        ("accelerator", ("optimizer", "parameters"), set()),
-        ("host", ("optimizer",), {"optimizer"}),
-        ("host", ("parameters",), {"parameters"}),
-        ("auto", ("optimizer", "parameters"), {"optimizer", "parameters"}),
-    ],
-)
-def test_states_that_may_be_offloaded_begin_on_the_host(mode, states, expected):
-    config = OffloadConfig(mode, states)
-    assert config.offloaded_states == expected
-    assert {s for s in ("optimizer", "parameters") if config.initial_placement(s) is Placement.HOST} == expected
