@@ -5,6 +5,7 @@ the end of backward      buckets that are not complete are reduced too, with zer
 transient parameters     are unsharded a unit at a time: see zero/units/scheduler.py
 """
 
+import logging
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -22,7 +23,7 @@ from zero.buckets.bucket import Bucket
 from zero.buckets.flat import FlatContext, FlatParameters, is_absent
 from zero.buckets.gradients import GradientReducer
 from zero.buckets.guarded_parameter import GuardedParameter, ParameterGuard, changes
-from zero.gemini.chunks import choose_chunk_numel
+from zero.gemini.chunks import search_chunk_size
 from zero.gemini.planner import PlacementPlanner
 from zero.memory.placement import NO_OFFLOAD, Offload, OffloadConfig
 from zero.order.agreement import LaunchOrder
@@ -35,6 +36,8 @@ from zero.units.passes import Passes
 from zero.units.residency import FixedResidency, Residency
 from zero.units.scheduler import UnitScheduler
 from zero.units.unit import Unit, assign_parameters, find_units, group_alike, named_units
+
+logger = logging.getLogger(__name__)
 
 LEAST_PREFETCHED = 2**20  # elements, of any number of small units: a message of fewer takes the latency of the network
 
@@ -67,7 +70,10 @@ class ZeroDataParallel(nn.Module):
                 "parameters on the accelerator; add optimizer, or choose stage 3"
             )
         self.offload = Offload(device or next(module.parameters()).device, offload)
-        own = assign_parameters(module, _unit_names(module, config) if unshards else [""])
+        names = [""]
+        if unshards:
+            names = find_units(module) if config.units is None else named_units(module, config.units)
+        own = assign_parameters(module, names)
         launch_order = LaunchOrder(config.policy.compared_axis(data), list(own))
         self._access = UnitAccess()
         self._guard = ParameterGuard({param: name for name, param in module.named_parameters()}, self._access)
@@ -221,7 +227,9 @@ class ZeroDataParallel(nn.Module):
         unit_numels = [sum(param.numel() for param in params.values()) for params in own.values()]
         axes = self.config.policy.axes(self.data)
         if self.offload.config.mode == "auto":
-            return choose_chunk_numel(unit_numels, self.offload.config, axes[0].size)
+            chunk = search_chunk_size(unit_numels, self.offload.config, axes[0].size)
+            logger.info("offload: chunks of %d elements, %d unfilled", chunk.numel, chunk.unfilled_numel)
+            return chunk.numel
         dtype = next(self.module.parameters()).dtype.to_real()
         return self.config.chosen_bucket_numel(sum(unit_numels), self.data.size, dtype)
 
@@ -268,10 +276,6 @@ class ZeroDataParallel(nn.Module):
                     "module before it is wrapped, or `unwrap()` it first"
                 )
         return self
-
-
-def _unit_names(module: nn.Module, config: ZeroConfig) -> list[str]:
-    return find_units(module) if config.units is None else named_units(module, config.units)
 
 
 def check_module(module: nn.Module, data: Axis) -> None:

@@ -4,7 +4,6 @@ A chunk is Gemini's name for a bucket. If all chunks have one size, a memory of 
 chunk of a unit is shorter, and a parameter may have elements in several chunks, so that only alignment is wasted.
 """
 
-import logging
 import math
 from bisect import bisect_right
 from collections import Counter, defaultdict
@@ -16,8 +15,6 @@ import numpy as np
 
 from zero.memory.placement import OffloadConfig
 from zero.partition.layout import ALIGNMENT, round_up
-
-logger = logging.getLogger(__name__)
 
 MEBI = 2**20
 NUM_ROUNDS = 3  # the first begins with nothing held; the third repeats what the second has led to
@@ -33,13 +30,6 @@ class ChunkSize:
     """Elements in a chunk."""
     unfilled_numel: int
     """Elements of equal blocks that the model's chunks leave empty."""
-
-
-def choose_chunk_numel(unit_numels: Sequence[int], config: OffloadConfig, num_shards: int) -> int:
-    """Return the number of elements of a chunk that `search_chunk_size` finds, and log it."""
-    chunk = search_chunk_size(unit_numels, config, num_shards)
-    logger.info("offload: chunks of %d elements, %d unfilled", chunk.numel, chunk.unfilled_numel)
-    return chunk.numel
 
 
 def search_chunk_size(unit_numels: Iterable[int], config: OffloadConfig, num_shards: int) -> ChunkSize:

@@ -16,8 +16,7 @@ from parallel.mesh import Axis, Handle, Mesh
 from parallel.tensor.blocks import run_in_order
 from tests.ranks import run_ranks
 from zero.activations.checkpointed_blocks import ActivationsConfig, CheckpointedBlocks, checkpointed_blocks
-from zero.activations.slab import Slot
-from zero.activations.stores import STORES, StoreContext, StoredBytes
+from zero.activations.stores import STORES, Slot, StoreContext, StoredBytes
 from zero.memory.streams import SideStream
 
 CPU = torch.device("cpu")

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from lab.observe.memory_tracker import MemoryTracker
 from lab.races.stream_checker import StreamError, streams_checked
+from parallel.errors import MemoryLimitError
 from parallel.memory_kinds import TensorKind
 from parallel.mesh import Handle
-from zero.memory.placement import Offload, Placement
+from zero.memory.placement import Offload, Placement, host_allocator
 
 CPU = torch.device("cpu")
 
@@ -105,3 +106,8 @@ def test_casts_on_their_way_to_the_accelerator_take_two_buffers_in_turn():
     assert cast(offload, 4, 3, 4, 4) == 0
     assert cast(offload, 5) == 1  # in place of a smaller one
     assert cast(offload, 4, 5, 4, 5) == 0
+
+
+def test_host_memory_that_cannot_be_allocated_is_an_error_with_its_size():
+    with pytest.raises(MemoryLimitError, match=r"1\.13e\+06 GB of host memory for moments"):
+        host_allocator(CPU, TensorKind.MOMENTS)(2**50 // 4, torch.float32)
