@@ -344,5 +344,5 @@ def scale_into(out: Tensor, values: Tensor, scale: float) -> Tensor:
 
 def take_changed(master: Tensor, values: Tensor) -> None:
     """Set the master weights that do not round to their parameters' `values` to these; the others keep their digits."""
-    for part, new in zip(master.split(TAKEN_NUMEL), values.split(TAKEN_NUMEL), strict=True):
-        torch.where(part.to(new.dtype) == new, part, new, out=part)
+    for old, new in zip(master.split(TAKEN_NUMEL), values.split(TAKEN_NUMEL), strict=True):
+        torch.where(old.to(new.dtype) == new, old, new, out=old)

@@ -70,7 +70,7 @@ class GradientReducer:
         launch_order: LaunchOrder,
         offload: Offload,
     ):
-        """`buckets`: those of the trainable parameters, in the order of the layout. `axes`: (shard, replica)."""
+        """`buckets`: the trainable ones, in the order of the layout. `axes`: (shard, replica)."""
         _warn_of_rounding(buckets, axes)
         self._policy, self._launch_order = config.policy, launch_order
         self._marks_on_arrival = self._policy.full_params is Lifetime.PERSISTENT

@@ -1,6 +1,6 @@
 """Chunks (Gemini): the search for their size, and the choice of those that stay in a memory that cannot hold them all.
 
-A chunk is Gemini's name for a bucket. If all chunks have one size, a memory of equal blocks holds any of them. The last
+A chunk is Gemini's name for a bucket. If all chunks have one size, a memory of equal slots holds any of them. The last
 chunk of a unit is shorter, and a parameter may have elements in several chunks, so that only alignment is wasted.
 """
 
@@ -29,11 +29,11 @@ class ChunkSize:
     numel: int
     """Elements in a chunk."""
     unfilled_numel: int
-    """Elements of equal blocks that the model's chunks leave empty."""
+    """Elements of equal slots that the model's chunks leave empty."""
 
 
 def search_chunk_size(unit_numels: Iterable[int], config: OffloadConfig, num_shards: int) -> ChunkSize:
-    """Return the size in the configured range that leaves the least of its blocks empty; of equals, the largest.
+    """Return the size in the configured range that leaves the least of its slots empty; of equals, the largest.
 
     A chunk is divided evenly over `num_shards` ranks.
     """

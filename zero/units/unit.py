@@ -111,7 +111,7 @@ class Unit:
 
 @dataclass(eq=False)
 class Call:
-    """A call of a module of a unit in forward, and its backward. Times are those of the scheduler's clock."""
+    """A call of a module of a unit in forward, and its backward. Times are of the scheduler's clock."""
 
     unit: Unit
     module: nn.Module
