@@ -95,3 +95,10 @@ def test_a_parameter_whose_values_are_sharded_has_a_name_instead():
     weight = wrapped(3).module[1].weight
     name = "1.weight, a torch.float32 of shape (4, 4) inside ZeroDataParallel"
     assert (repr(weight), f"{weight:>100}") == (name, name.rjust(100))
+
+
+def test_data_that_is_set_to_itself_is_not_written():
+    weight = wrapped().module[0].weight
+    version = weight._version
+    weight.data = weight
+    assert weight._version == version
