@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from parallel.mesh import Axis, _first_named
 from tests.ranks import run_ranks
 from tests.simulated_streams import Action, Output, Race, Region, Stream, Streams, Work
-from zero.memory import allocators
+from zero.memory import placement
 from zero.state.writer import HostCopies
 
 
@@ -228,7 +228,7 @@ def _collectives(streams: Streams) -> Iterator[Any]:
 
 
 def _memory(streams: Streams) -> Iterator[Any]:
-    resize, allocating = torch.UntypedStorage.resize_, allocators.allocating
+    resize, allocating = torch.UntypedStorage.resize_, placement.allocating
 
     def resize_(storage: torch.UntypedStorage, num_bytes: int) -> Any:
         if num_bytes < storage.nbytes():
@@ -241,7 +241,7 @@ def _memory(streams: Streams) -> Iterator[Any]:
             yield
 
     yield mock.patch.object(torch.UntypedStorage, "resize_", resize_)
-    yield mock.patch.object(allocators, "allocating", recorded)
+    yield mock.patch.object(placement, "allocating", recorded)
 
 
 def _region(streams: Streams, tensor: Tensor) -> Region:

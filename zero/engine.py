@@ -5,39 +5,39 @@ the end of backward      buckets that are not complete are reduced too, with zer
 transient parameters     are unsharded a unit at a time: see zero/units/scheduler.py
 """
 
+import logging
 import math
-import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from parallel.autograd_internals import restore_parameter_tables
 from parallel.errors import ConfigError
 from parallel.mesh import Axis
 from parallel.tensor.gradient_sums import set_deferred
 from zero.buckets.bucket import Bucket
-from zero.buckets.flat import FlatParameters, is_absent
+from zero.buckets.flat import FlatContext, FlatParameters, is_absent
 from zero.buckets.gradients import GradientReducer
-from zero.buckets.guarded_parameter import GuardedParameter, ParameterGuard, changes, take_grad
-from zero.gemini.chunks import choose_chunk_numel
+from zero.buckets.guarded_parameter import GuardedParameter, ParameterGuard, changes
+from zero.gemini.chunks import search_chunk_size
 from zero.gemini.planner import PlacementPlanner
 from zero.memory.placement import NO_OFFLOAD, Offload, OffloadConfig
 from zero.order.agreement import LaunchOrder
-from zero.order.execution_order import ExecutionOrder
-from zero.order.step_order import Round
 from zero.partition.config import ZeroConfig
 from zero.partition.stage import Lifetime
 from zero.sharded_init import ShardedInit
-from zero.units.backward import RunningBackward, is_in_backward
-from zero.units.hooks import Hook, ModuleHooks, hook_readers
-from zero.units.residency import UnitOrders
+from zero.units.access import UnitAccess
+from zero.units.hooks import Hook, hook_readers
+from zero.units.passes import Passes
+from zero.units.residency import FixedResidency, Residency
 from zero.units.scheduler import UnitScheduler
 from zero.units.unit import Unit, assign_parameters, find_units, group_alike, named_units
+
+logger = logging.getLogger(__name__)
 
 LEAST_PREFETCHED = 2**20  # elements, of any number of small units: a message of fewer takes the latency of the network
 
@@ -62,54 +62,69 @@ class ZeroDataParallel(nn.Module):
     ):
         super().__init__()
         check_module(module, data)
-        self.module = module
-        self.config, self.data, self._policy = config, data, config.policy
-        self._unshards = self._policy.full_params is Lifetime.TRANSIENT
-        self.shard_axis, self.replica_axis = axes = self._policy.axes(data)
-        if not self._unshards and offload.offloaded_states == {"parameters"}:
+        self.module, self.config, self.data = module, config, data
+        unshards = config.policy.full_params is Lifetime.TRANSIENT
+        if not unshards and offload.offloaded_states == {"parameters"}:
             raise ConfigError(
                 f"OffloadConfig.states=[parameters] has no effect at ZeroConfig.stage={config.stage}, which keeps full "
                 "parameters on the accelerator; add optimizer, or choose stage 3"
             )
         self.offload = Offload(device or next(module.parameters()).device, offload)
-        orders: UnitOrders = {"forward": ExecutionOrder(), "backward": ExecutionOrder()}
-        self._guard = ParameterGuard(
-            {param: name for name, param in module.named_parameters()},
-            before_read=lambda param: self._scheduler.before_read(param),
-            after_saving=lambda param: self._scheduler.after_saving(param),
-            holds_gradients=lambda: self.reducer.holds_gradients,
-        )
-        self._units = self._make_units(config, init)
-        self.planner = PlacementPlanner(self.offload, self._prefetch_numel(), orders)
+        names = [""]
+        if unshards:
+            names = find_units(module) if config.units is None else named_units(module, config.units)
+        own = assign_parameters(module, names)
+        launch_order = LaunchOrder(config.policy.compared_axis(data), list(own))
+        self._access = UnitAccess()
+        self._guard = ParameterGuard({param: name for name, param in module.named_parameters()}, self._access)
+        axes = config.policy.axes(data)
+        context = FlatContext(config, axes[0], self._bucket_numel(own), self.offload, self._guard)
+        self._make_units(own, context, partial(_initial_values, data, init), launch_order)
         if init:
             restore_parameter_tables(module)  # after the last `pop_full`
         _move_buffers(module, data, device)
         trainable = [bucket for flat in self.flats if flat.is_trainable for bucket in flat.buckets]
-        self.reducer = GradientReducer(trainable, axes, self._policy, config.overlap, self._launch_order, self.offload)
-        self.planner.check_units(
-            self._units.values(), self.reducer.staging.num_bytes + self.reducer.host_staging.num_bytes
-        )
-        self._scheduler = UnitScheduler(
-            self._units, orders, self.planner, self._start_forward, self._enter_backward, self.reducer.close
-        )
-        self._reduces = False  # the running backward accumulates gradients, and the reducer has begun
-        self._is_last_microbatch = True
-        self._awaits_backward = False  # a forward has run since the last backward
-        self._install_hooks([param for flat in self.flats if flat.is_trainable for param in flat.params])
+        self.reducer = GradientReducer(trainable, axes, config, launch_order, self.offload)
+        self.planner = self._residency()
+        self._passes = Passes(self.reducer, launch_order)
+        self._handles = [part.register_load_state_dict_pre_hook(Hook(refuse_assign)) for part in module.modules()]
+        self._handles += self._passes.watch_gradients()
+        before_forward: Callable[[], None] = self._passes.begin_forward
+        self._scheduler: UnitScheduler | None = None
+        if unshards:
+            self._scheduler = UnitScheduler(module, self._access, self.planner, self._passes, self.reducer)
+            # That of the module itself begins the forward, also without this wrapper.
+            before_forward = self._scheduler.hooks.enclose_root
+        elif config.overlap_gather:
+            self._handles += hook_readers(module, self.wait_for_updates)
+        self._before_forward = torch.compiler.disable(before_forward)
+
+    @property
+    def shard_axis(self) -> Axis:
+        """The axis along which states are divided, and gradients reduce-scattered."""
+        return self.reducer.axes[0]
+
+    @property
+    def replica_axis(self) -> Axis:
+        """The axis of the ranks that own the same states."""
+        return self.reducer.axes[1]
 
     @property
     def flats(self) -> list[FlatParameters]:
         """All flat buffers, in the order of the layout."""
-        return [flat for unit in self._units.values() for flat in unit.flats]
+        return [flat for unit in self._access.units.values() for flat in unit.flats]
 
     def params_by_unit(self) -> list[list[nn.Parameter]]:
         """Return the parameters that are unsharded together, for each unit that has parameters."""
-        return [list(unit.flat_of) for unit in self._units.values() if unit.flat_of]
+        return [list(unit.flat_of) for unit in self._access.units.values() if unit.flat_of]
 
-    def wait_for_updates(self) -> None:
-        """Make all updated parameters readable by what is launched after this, if `overlap_gather` lets gathers run."""
+    def wait_for_updates(self, params: Iterable[nn.Parameter] | None = None) -> None:
+        """Make updated parameters, some or all, readable by what is launched after this.
+
+        They may still be on their way with `overlap_gather`.
+        """
         for flat in self.flats:
-            flat.wait_for_updates()
+            flat.wait_for_updates(params)
 
     @property
     def buckets(self) -> list[Bucket]:
@@ -132,26 +147,15 @@ class ZeroDataParallel(nn.Module):
             raise ValueError(
                 f"{name} is not a method of a module of this model; the module is a {type(owner).__name__}"
             )
-        if self._hooks is not None:
-            self._hooks.register_method(owner, name)
+        if self._scheduler is not None:
+            self._scheduler.hooks.register_method(owner, name)
 
-    @contextmanager
-    def accumulate(self) -> Iterator[None]:
+    def accumulate(self) -> AbstractContextManager[None]:
         """Accumulate gradients over the backwards inside this context; the first one after it completes the step.
 
         Unlike with DDP's `no_sync`, each backward is still reduced if full gradients are transient.
         """
-        was_last, self._is_last_microbatch = self._is_last_microbatch, False
-        self._awaits_backward = False
-        try:
-            yield
-            self._backward.settle()
-            # This rank's micro-batch reached no parameter, but other ranks' may have: take part in their reduction.
-            if self._awaits_backward and self.reducer.reduces(is_last=False):
-                self.reducer.begin(is_last=False)
-                self.reducer.end()
-        finally:
-            self._is_last_microbatch = was_last
+        return self._passes.accumulate()
 
     @contextmanager
     def gathered(self, params: Iterable[nn.Parameter] | None = None, *, modify: bool = False) -> Iterator[nn.Module]:
@@ -161,26 +165,25 @@ class ZeroDataParallel(nn.Module):
         `params` is their value from then on, on all ranks and for the optimizer. A parameter that is read for a loss
         stays unsharded until the optimizer's step. Raises ValueError if a parameter is not the module's.
         """
-        chosen = list(self._scheduler.unit_of if params is None else params)
+        unit_of = self._access.unit_of
+        chosen = list(unit_of if params is None else params)
         for param in chosen:
-            if param not in self._scheduler.unit_of:
+            if param not in unit_of:
                 raise ValueError(f"a tensor of shape {tuple(param.shape)} is not a parameter of this model")
         # All units, also those without parameters: a forward in here may run on one rank only, and is not recorded.
-        units = self._units.values() if params is None else {self._scheduler.unit_of[p]: None for p in chosen}
-        holder = object()
-        self._launch_order.start(Round.READ)
+        units = self._access.units.values() if params is None else {unit_of[param]: None for param in chosen}
+        reader = object()
+        self._passes.begin_read()
         for unit in units:
-            unit.unshard(holder)
-            unit.start_watch(holder)
+            unit.watch(reader)
         try:
             with torch.set_grad_enabled(torch.is_grad_enabled() and not modify):
                 yield self.module
                 for param in chosen if modify else ():
-                    self._scheduler.unit_of[param].flat_of[param].assign(param, self.data)
+                    unit_of[param].flat_of[param].assign(param, self.data)
         finally:
             for unit in units:
-                unit.stop_watch(holder)
-                unit.reshard(holder)
+                unit.stop_watch(reader)
 
     def unwrap(self, device: torch.device | None = None) -> nn.Module:
         """Return the module without this wrapper, with all of its parameters on every rank, and on `device` if given.
@@ -188,13 +191,13 @@ class ZeroDataParallel(nn.Module):
         All ranks must call this. Change the module, then wrap it again and make a new optimizer, whose moments begin at
         zero. This object cannot be used any more.
         """
-        self._launch_order.start(Round.READ)
-        for unit in self._units.values():
+        self._passes.begin_read()
+        for unit in self._access.units.values():
             unit.unwrap(device)
         for handle in self._handles:
             handle.remove()
-        if self._hooks is not None:
-            self._hooks.remove()
+        if self._scheduler is not None:
+            self._scheduler.hooks.remove()
             restore_parameter_tables(self.module)
         module = self.module
         set_deferred(module, False)
@@ -206,9 +209,9 @@ class ZeroDataParallel(nn.Module):
 
         Raises ValueError if the module is no longer what was wrapped, and warns of parameters that were added to it.
         """
-        self._backward.settle()
+        self._passes.finalize()
         self._guard.check(self.module, params)
-        self._scheduler.end_step()
+        self._access.end_step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discard all gradients, as after a backward that failed."""
@@ -219,121 +222,50 @@ class ZeroDataParallel(nn.Module):
             "a ZeroDataParallel cannot be copied; copy the module inside it, in `with model.gathered() as module:`"
         )
 
-    def _make_units(self, config: ZeroConfig, init: ShardedInit | None) -> dict[str, Unit]:
-        """Create a unit for each module whose parameters are unsharded together; those that persist are the root's."""
-        own = assign_parameters(self.module, self._unit_names(config))
-        self._launch_order = LaunchOrder(self._policy.compared_axis(self.data), list(own))
-        resident_numel = config.resident_numel if self._unshards else math.inf
-        resident = {n: p for params in own.values() for n, p in params.items() if p.numel() < resident_numel}
+    def _bucket_numel(self, own: dict[str, dict[str, nn.Parameter]]) -> int:
+        """Return the number of elements of a bucket, for units with these parameters."""
         unit_numels = [sum(param.numel() for param in params.values()) for params in own.values()]
+        axes = self.config.policy.axes(self.data)
         if self.offload.config.mode == "auto":
-            numel = choose_chunk_numel(unit_numels, self.offload.config, self.shard_axis.size)
-        else:
-            dtype = next(self.module.parameters()).dtype.to_real()
-            numel = config.chosen_bucket_numel(sum(unit_numels), self.data.size, dtype)
-        values_of = partial(_initial_values, self.data, init)
-        units: dict[str, Unit] = {}
-        for name, params in own.items():
+            chunk = search_chunk_size(unit_numels, self.offload.config, axes[0].size)
+            logger.info("offload: chunks of %d elements, %d unfilled", chunk.numel, chunk.unfilled_numel)
+            return chunk.numel
+        dtype = next(self.module.parameters()).dtype.to_real()
+        return self.config.chosen_bucket_numel(sum(unit_numels), self.data.size, dtype)
+
+    def _make_units(
+        self,
+        own: dict[str, dict[str, nn.Parameter]],
+        context: FlatContext,
+        values_of: Callable[[nn.Parameter], Tensor],
+        launch_order: LaunchOrder,
+    ) -> None:
+        """Create a unit for each module whose parameters are unsharded together; those that persist are the root's."""
+        unshards = self.config.policy.full_params is Lifetime.TRANSIENT
+        resident_numel = self.config.resident_numel if unshards else math.inf
+        resident = {n: p for params in own.values() for n, p in params.items() if p.numel() < resident_numel}
+        for number, (name, params) in enumerate(own.items()):
             transient = {n: p for n, p in params.items() if n not in resident}
-            held = {Lifetime.PERSISTENT: {} if name else resident, Lifetime.TRANSIENT: transient}
+            owned = {Lifetime.PERSISTENT: {} if name else resident, Lifetime.TRANSIENT: transient}
             flats = [
-                FlatParameters(group, self.shard_axis, lifetime, numel, config, values_of, self.offload, self._guard)
-                for lifetime, params_held in held.items()
-                for group in group_alike(params_held)
+                FlatParameters(group, lifetime, values_of, context)
+                for lifetime, params_of_lifetime in owned.items()
+                for group in group_alike(params_of_lifetime)
             ]
-            units[name] = Unit(flats, partial(self._launch_order.before_gather, len(units)))
-        return units
+            before_gather = partial(launch_order.before_gather, number)
+            self._access.add(name, Unit(self.module.get_submodule(name), flats, before_gather))
 
-    def _unit_names(self, config: ZeroConfig) -> list[str]:
-        if self._unshards:
-            return find_units(self.module) if config.units is None else named_units(self.module, config.units)
-        return [""]
-
-    def _prefetch_numel(self) -> int:
-        """Return the number of elements that are gathered ahead."""
-        if self.config.prefetch_numel is not None:
-            return self.config.prefetch_numel
-        return max(LEAST_PREFETCHED, *(unit.transient_numel for name, unit in self._units.items() if name), 0)
-
-    def _install_hooks(self, trainable: list[nn.Parameter]) -> None:
-        self._backward = RunningBackward(
-            trainable,
-            on_begin=self._begin_backward,
-            on_nested_begin=self.reducer.close_at_end,
-            on_nested_end=self._scheduler.end_nested_backward,
-            on_end=self._end_backward,
-        )
-        parts = list(self.module.modules())
-        self._handles = [part.register_load_state_dict_pre_hook(Hook(refuse_assign)) for part in parts]
-        self._handles += [self._register_gradient_hook(param) for param in trainable]
-        if self.config.overlap_gather and not self._unshards:
-            self._handles += hook_readers(self.module, self._updates_waiter)
-        self._hooks: ModuleHooks | None = self._scheduler.install_hooks(self.module) if self._unshards else None
-        # With hooks, that of the module itself starts the forward, also without this wrapper.
-        before_forward = partial(self._hooks.enclose, self.module) if self._hooks else self._start_forward
-        self._before_forward = torch.compiler.disable(before_forward)
-
-    def _updates_waiter(self, params: list[nn.Parameter]) -> Callable[[], None]:
-        """Return a function that waits for the updated values of `params`."""
-        params_of: dict[FlatParameters, list[nn.Parameter]] = {}
-        for param in params:
-            params_of.setdefault(self._scheduler.unit_of[param].flat_of[param], []).append(param)
-
-        def wait() -> None:
-            for flat, own in params_of.items():
-                flat.wait_for_updates(own)
-
-        return wait
-
-    def _register_gradient_hook(self, param: nn.Parameter) -> RemovableHandle:
-        # A weak reference: the garbage collector does not follow references of such hooks, and would never free the
-        # engine.
-        on_gradient = weakref.WeakMethod(self._on_gradient)
-        return param.register_post_accumulate_grad_hook(lambda param: (alive := on_gradient()) and alive(param))
-
-    def _start_forward(self, is_whole: bool = True) -> None:
-        """Begin a forward of the whole model or of a part, unless a backward is running it again."""
-        if is_in_backward():
-            return
-        self._backward.settle()
-        self._launch_order.start(Round.FORWARD)
-        if is_whole:
-            self._scheduler.start_recording()
-        self._awaits_backward |= torch.is_grad_enabled()
-
-    def _on_gradient(self, param: nn.Parameter) -> None:
-        # First: the gradient of a backward that fails must not stay in `param.grad`, or it is added to the next.
-        grad = take_grad(param)
-        self._enter_backward()
-        if not self._reduces:  # only a backward inside the running one accumulates gradients
-            self._begin_reductions()
-        # Nothing is resharded here: with frozen weights this runs before the input's gradient has read the parameters.
-        self.reducer.accept(param, grad)
-
-    def _enter_backward(self) -> bool:
-        """Begin a backward, unless it has begun already; return whether it accumulates gradients, as far as is known.
-
-        Every gradient and every unit calls this first.
-        """
-        self._backward.enter()
-        return self._reduces
-
-    def _begin_backward(self) -> None:
-        self._reduces = False
-        self._scheduler.start_backward()
-        if self._backward.accumulates():
-            self._begin_reductions()
-
-    def _begin_reductions(self) -> None:
-        self._reduces, self._awaits_backward = True, False
-        self.reducer.begin(self._is_last_microbatch)
-
-    def _end_backward(self) -> None:
-        # Units first: their memory is free for the reductions that are still to be launched.
-        self._scheduler.end_backward()
-        if self._reduces:
-            self._reduces = False
-            self.reducer.end()
+    def _residency(self) -> Residency:
+        """Return what decides which units are prefetched and kept: Gemini, if there is a budget of memory."""
+        units = self._access.units
+        prefetch_numel = self.config.prefetch_numel
+        if prefetch_numel is None:  # the largest unit, so that the next one is always gathered ahead
+            prefetch_numel = max(LEAST_PREFETCHED, *(unit.transient_numel for name, unit in units.items() if name), 0)
+        if self.offload.config.mode != "auto" and self.offload.config.accelerator_memory_gb is None:
+            return FixedResidency(prefetch_numel)
+        planner = PlacementPlanner(self.offload, prefetch_numel)
+        planner.check_units(units.values(), self.reducer.staging.num_bytes + self.reducer.host_staging.num_bytes)
+        return planner
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "ZeroDataParallel":
         """Refuse what `.to`, `.double`, `.cuda` and others would change; torch calls this for all of them."""

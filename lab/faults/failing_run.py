@@ -32,6 +32,7 @@ from gpt.run_folder import files
 from lab.faults.flips import TARGETS, flip
 from zero.buckets.bucket import ParamShard
 from zero.buckets.gradients import GradientReducer
+from zero.buckets.reductions import Reductions
 from zero.optimizer import ZeroOptimizer
 from zero.state import tensor_file, writer
 
@@ -39,7 +40,7 @@ from zero.state import tensor_file, writer
 POINTS: dict[str, tuple[Any, str, str]] = {
     "forward": (GPT, "forward", "before"),
     "backward": (GradientReducer, "accept", "before"),
-    "reduce": (GradientReducer, "_launch", "after"),
+    "reduce": (Reductions, "launch", "after"),
     "update": (ZeroOptimizer, "_update", "before"),
     "publish": (ParamShard, "all_gather_updated", "before"),
     "log": (files, "append_records", "before"),

@@ -14,7 +14,7 @@ from parallel.tensor.token_layout import ReplicatedTokens
 from tests.gpu.waiting import waiting_is_an_error
 from zero.activations.checkpointed_blocks import ActivationsConfig
 from zero.engine import ZeroDataParallel
-from zero.memory.allocators import host_allocator
+from zero.memory.placement import host_allocator
 from zero.optimizer import ZeroOptimizer
 from zero.partition.config import ZeroConfig
 

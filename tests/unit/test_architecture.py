@@ -31,8 +31,8 @@ FLOORS = {
     "zero/formulas":        "zero/partition",
     "zero/activations":     "parallel parallel/tensor zero/memory",
     "zero/buckets":         "parallel zero/partition zero/memory zero/order",
-    "zero/units":           "parallel zero/partition zero/order zero/buckets",
-    "zero/gemini":          "parallel zero/partition zero/memory zero/buckets zero/units",
+    "zero/units":           "parallel zero/partition zero/memory zero/order zero/buckets",
+    "zero/gemini":          "parallel zero/partition zero/memory zero/order zero/buckets zero/units",
     "zero/optimizers":      "parallel zero/partition",
     "zero/step":            "parallel parallel/tensor zero/partition zero/memory zero/buckets zero/optimizers",
     "zero":                 "parallel parallel/tensor zero/partition zero/memory zero/order zero/buckets zero/units "

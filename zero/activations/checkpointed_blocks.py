@@ -24,8 +24,7 @@ from parallel.fields import Positive, check_fields
 from parallel.mesh import Axis, Handle
 from parallel.tensor.blocks import Recomputation, RunBlock, run_in_order
 from zero.activations.choice import Hardware
-from zero.activations.slab import Slot
-from zero.activations.stores import STORES, ActivationStore, StoreContext, StoredBytes, StoreName
+from zero.activations.stores import STORES, ActivationStore, Slot, StoreContext, StoredBytes, StoreName
 from zero.memory.streams import SideStream
 
 StoreChoice = Literal["none", "selective", StoreName, "auto"]

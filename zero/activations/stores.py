@@ -5,6 +5,12 @@
     partition_host   that part in host memory, so that nothing stays on the device: P_a+cpu
 
 A store never writes to a tensor of its caller. Every store except `keep` without a slab copies what it is given.
+
+    slab        | slot 0 | slot 1 | ... | slot n-1 |   allocated once for each size: M_D (paper, section 6.3)
+    separate    slot 0 ...  slot 1 .....  slot n-1     allocated in each forward, wherever there is room
+
+Checkpoints are kept long, and the tensors that are allocated between them are freed soon. Without a slab, checkpoints
+fragment the memory.
 """
 
 import math
@@ -18,11 +24,44 @@ from torch.nn import functional as F
 
 from parallel.memory_kinds import TensorKind, tagged
 from parallel.mesh import Axis, Handle
-from zero.activations.slab import SeparateAllocations, Slab, Slot, SlotMemory
-from zero.memory.allocators import Allocate, device_allocator, host_allocator
+from zero.memory.placement import Allocate, device_allocator, host_allocator
 from zero.memory.streams import SideStream
 
 NUM_IN_TRANSIT = 2  # buffers: of the checkpoint that is being read, and of the one that is fetched at the same time
+
+
+@dataclass(frozen=True)
+class Slot:
+    """The position of one of `count` equal ranges of memory."""
+
+    number: int
+    count: int
+
+    def in_ring(self, count: int) -> "Slot":
+        """Return the slot to use instead if only `count` slots exist, which are used in turn."""
+        return Slot(self.number % count, count)
+
+
+class SlotMemory:
+    """A source of memory for checkpoints.
+
+    If it defragments, it returns the same memory every time for the same slot, size and dtype, and the caller must no
+    longer need the earlier content of the slot. Else it allocates new memory in each call, which is freed when no
+    reference to the tensor is left.
+    """
+
+    def __init__(self, allocate: Allocate, defragments: bool):
+        self._allocate, self._defragments = allocate, defragments
+        self._slabs: dict[tuple[int, int, torch.dtype], Tensor] = {}
+
+    def at(self, slot: Slot, numel: int, dtype: torch.dtype) -> Tensor:
+        """Return a flat tensor of `numel` elements, not initialized."""
+        if not self._defragments:
+            return self._allocate(numel, dtype)
+        key = slot.count, numel, dtype
+        if key not in self._slabs:
+            self._slabs[key] = self._allocate(slot.count * numel, dtype).view(slot.count, numel)
+        return self._slabs[key][slot.number]
 
 
 @dataclass(frozen=True)
@@ -52,25 +91,14 @@ class ActivationStore(Protocol):
 
 
 class KeepStore:
-    """A store that keeps the checkpoints themselves."""
+    """A store that keeps the checkpoints themselves on the device, or copies of them in `memory`."""
 
-    def put(self, slot: Slot, activation: Tensor) -> Tensor:
-        return tagged(TensorKind.CHECKPOINTS, activation)
-
-    def take(self, slot: Slot, stored: Tensor) -> tuple[Tensor, Handle]:
-        return stored, Handle()
-
-    def num_bytes(self, count: int, numel: int, itemsize: int) -> StoredBytes:
-        return StoredBytes(device=count * numel * itemsize)
-
-
-class CopyStore:
-    """A store that keeps copies on the same device."""
-
-    def __init__(self, memory: SlotMemory):
+    def __init__(self, memory: SlotMemory | None = None):
         self._memory = memory
 
     def put(self, slot: Slot, activation: Tensor) -> Tensor:
+        if self._memory is None:
+            return tagged(TensorKind.CHECKPOINTS, activation)
         copy = self._memory.at(slot, activation.numel(), activation.dtype)
         return copy.view(activation.shape).copy_(activation)
 
@@ -174,17 +202,17 @@ class StoreContext:
         return self._memory(device_allocator(self.device, TensorKind.BUFFERS))
 
     def _memory(self, allocate: Allocate) -> SlotMemory:
-        return Slab(allocate) if self.defragments else SeparateAllocations(allocate)
+        return SlotMemory(allocate, self.defragments)
 
 
 def keep(context: StoreContext) -> ActivationStore:
     """Return the store that keeps whole checkpoints on the device."""
-    return CopyStore(context.on_device()) if context.defragments else KeepStore()
+    return KeepStore(context.on_device() if context.defragments else None)
 
 
 def partition(context: StoreContext) -> ActivationStore:
     """Return the store that keeps this rank's part of each checkpoint on the device."""
-    return PartitionStore(context.replicas, CopyStore(context.on_device()), context.in_transit())
+    return PartitionStore(context.replicas, KeepStore(context.on_device()), context.in_transit())
 
 
 def partition_host(context: StoreContext) -> ActivationStore:

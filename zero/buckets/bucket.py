@@ -1,11 +1,11 @@
-"""Buckets: the stretches of a flat buffer that are communicated, updated and placed at once. Rank r owns shard r.
+"""Buckets: the ranges of a flat buffer that are communicated, updated and placed at once. Rank r owns shard r.
 
 params.full      all shards, while the parameters are unsharded
-params.owned     this rank's shard: a part of `full` if full parameters persist, else memory of its own
+params.owned     this rank's shard: a view of `full` if full parameters persist, else memory of its own
 params.cached    a copy of `owned` on the device, if `owned` is in host memory and there is room for the copy
 grads.staged     this rank's full gradients, until the reduction ends
-grads.message    `staged`, or its cast if gradients are reduced in another type: its shard is that of the sum over ranks
-grads.owned      this rank's shard of the mean gradients: a part of `staged` if that persists and the shard is placed on
+message          `staged`, or its cast if gradients are reduced in another type; the sum over ranks replaces its shard
+grads.owned      this rank's shard of the mean gradients: a view of `staged` if that persists and the shard is placed on
                  the accelerator, else memory of its own
 master           the owned parameters in at least fp32, stored beside the optimizer's states; in fp32 `params.owned`
                  itself, if both have the same placement
@@ -15,6 +15,7 @@ their own follow before the next update.
 """
 
 from collections.abc import Set
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
 
@@ -73,6 +74,60 @@ class ParamShard:
         return self._offload.new(placement, TensorKind.PARAMETERS, shard.numel(), shard.dtype).copy_(shard)
 
 
+@dataclass(frozen=True)
+class BucketRanges:
+    """The elements of a flat buffer that one bucket has."""
+
+    elements: range
+    shard: range
+    """The elements that this rank owns."""
+    parts: dict[nn.Parameter, range]
+    """The elements of each parameter."""
+    gaps: list[range]
+    """The elements that belong to no parameter."""
+
+
+@dataclass(frozen=True)
+class GradientPath:
+    """The memories through which the gradients of a bucket go: full gradients -> message -> owned shard."""
+
+    types: GradientTypes
+    policy: ShardingPolicy
+    placement: Placement
+    """The memory of the owned shard."""
+
+    @property
+    def persists(self) -> bool:
+        """True if full gradients have memory of their own; else they are staged in a buffer of the pool."""
+        return self.policy.full_grads is Lifetime.PERSISTENT
+
+    @property
+    def staged_type(self) -> torch.dtype:
+        """The type of the full gradients."""
+        return self.types.accumulate if self.persists else self.types.reduce
+
+    @property
+    def casts_message(self) -> bool:
+        """True if the full gradients are cast into a buffer of the pool, which is then reduced."""
+        return self.staged_type is not self.types.reduce
+
+    @property
+    def casts_for_host(self) -> bool:
+        """True if the reduced shard is cast before it is copied to the host."""
+        return self.placement is Placement.HOST and self.types.accumulate is not self.types.reduce
+
+    @property
+    def owns_staged(self) -> bool:
+        """True if the owned shard is a view of the full gradients."""
+        return self.persists and self.placement is Placement.ACCELERATOR
+
+    @property
+    def frees_owned(self) -> bool:
+        """True if the owned shard is freed between steps; pinned memory stays, because it is expensive to allocate."""
+        is_apart = not self.persists and self.placement is Placement.ACCELERATOR
+        return is_apart and self.policy.owned_grads is Lifetime.TRANSIENT
+
+
 class Staging(Enum):
     """The use of the memory of a bucket's full gradients."""
 
@@ -88,78 +143,60 @@ class GradShard:
     while the gradients of the next one are staged.
     """
 
-    def __init__(
-        self,
-        elements: range,
-        shard: range,
-        parts: dict[nn.Parameter, range],
-        gaps: list[range],
-        types: GradientTypes,
-        policy: ShardingPolicy,
-        offload: Offload,
-    ):
-        """`parts`: the elements of the buffer that each parameter has in this bucket; `gaps`: those that none has."""
-        self.elements, self.shard, self.parts, self._gaps, self.types = elements, shard, parts, gaps, types
-        self._offload = offload
-        self.persists = policy.full_grads is Lifetime.PERSISTENT
-        self._staged_type = types.accumulate if self.persists else types.reduce
-        self._owned_lifetime = policy.owned_grads
+    def __init__(self, ranges: BucketRanges, types: GradientTypes, policy: ShardingPolicy, offload: Offload):
+        self._ranges, self._offload = ranges, offload
+        self.path = GradientPath(types, policy, offload.config.initial_placement("optimizer"))
         self.staging, self.holds_gradient = Staging.FREE, False
-        self.expected: set[nn.Parameter] = set()  # parameters whose gradient may still arrive in this backward
         self._unwritten: set[nn.Parameter] = set()  # parameters without a value in `staged`
         self.host_copy = Handle()  # of the last reduced shard; waited for before its memory is overwritten
-        self.staged: Tensor | None = None  # a block of the pool may have more elements than the bucket
-        self._cast: Tensor | None = None  # a block of the pool: `staged` in the type of messages, if that is another
+        self.staged: Tensor | None = None  # a buffer of the pool may have more elements than the bucket
+        self._cast: Tensor | None = None  # a buffer of the pool: `staged` in the type of messages, if that is another
         self.is_set_aside = False
         self._earlier: Tensor | None = None  # the gradient that is set aside
         if self.persists:
-            self.staged = offload.new(Placement.ACCELERATOR, TensorKind.GRADIENTS, len(elements), self._staged_type)
-        self.place(offload.config.initial_placement("optimizer"))
+            numel = len(ranges.elements)
+            self.staged = offload.new(Placement.ACCELERATOR, TensorKind.GRADIENTS, numel, self.path.staged_type)
+        self.place(self.placement)
 
     @property
-    def casts_message(self) -> bool:
-        """True if messages have another type than the full gradients."""
-        return self._staged_type is not self.types.reduce
+    def parts(self) -> dict[nn.Parameter, range]:
+        """The elements of the buffer that each parameter has in this bucket."""
+        return self._ranges.parts
 
     @property
-    def is_cast_for_host(self) -> bool:
-        """True if the owned shard is in host memory, in another type than messages."""
-        return self.placement is Placement.HOST and self.types.accumulate is not self.types.reduce
+    def persists(self) -> bool:
+        """True if the full gradients have memory of their own for the whole run."""
+        return self.path.persists
 
     @property
-    def needs_block(self) -> bool:
-        """True if the next gradient takes memory from the pool."""
-        return self.staged is None
+    def placement(self) -> Placement:
+        """The memory of the owned shard."""
+        return self.path.placement
 
     @property
-    def takes_block(self) -> bool:
-        """True if the bucket takes a block from the pool before its reduction: for gradients, or for the message."""
-        return not self.persists or self.casts_message
-
-    @property
-    def message(self) -> Tensor:
-        """The full gradients in the type in which they are reduced, after `finish`."""
-        return self._part(self.elements, self._cast)
+    def is_empty(self) -> bool:
+        """True if no gradient has arrived since the last update."""
+        return not self.holds_gradient and self.staging is Staging.FREE
 
     @property
     def message_shard(self) -> Tensor:
-        """The elements of `message` that this rank owns."""
-        return self._part(self.shard, self._cast)
+        """The elements of the message that this rank owns, after `finish`."""
+        return self._view(self._ranges.shard, self._cast)
 
     def place(self, placement: Placement) -> None:
         """Move the owned shard to one of the memories. The values of a gradient that it holds are lost."""
-        self.placement = placement
-        if self.persists and placement is Placement.ACCELERATOR:
-            self.owned = self._part(self.shard)
+        self.path = path = replace(self.path, placement=placement)
+        if path.owns_staged:
+            self.owned = self._view(self._ranges.shard)
         else:
-            dtype = self.types.accumulate
-            self.owned = self._offload.new(placement, TensorKind.GRADIENTS, len(self.shard), dtype).zero_()
+            numel = len(self._ranges.shard)
+            self.owned = self._offload.new(placement, TensorKind.GRADIENTS, numel, path.types.accumulate).zero_()
             self.free_owned()
 
     def write(self, param: nn.Parameter, grad: Tensor, scale: float, pool: StagingPool) -> None:
-        """Write, or add, `scale` times the part of a flat gradient that is in this bucket."""
+        """Write, or add, `scale` times the elements of a flat gradient that are in this bucket."""
         self._begin_to_fill(pool)
-        staged = self._part(self.parts[param])
+        staged = self._view(self.parts[param])
         if param in self._unwritten:
             scale_into(staged, grad, scale)
             self._unwritten.discard(param)
@@ -170,12 +207,13 @@ class GradShard:
         """Fill with zeros what no gradient has been written to; return the message, which the caller reduces next."""
         self._begin_to_fill(pool)
         for param in self._unwritten:
-            self._part(self.parts[param]).zero_()
+            self._view(self.parts[param]).zero_()
         self.staging = Staging.REDUCING
-        if self.casts_message:
-            self._cast = pool.take(self.types.reduce)
-            self.message.copy_(self._part(self.elements))
-        return self.message
+        full = self._view(self._ranges.elements)
+        if not self.path.casts_message:
+            return full
+        self._cast = pool.take(self.path.types.reduce)
+        return self._view(self._ranges.elements, self._cast).copy_(full)
 
     def unstage(self, pool: StagingPool) -> None:
         """Discard the full gradients, and return their memory to the pool unless it persists."""
@@ -191,16 +229,16 @@ class GradShard:
         if self.staging is not Staging.FREE:
             return
         if self.staged is None:
-            self.staged = pool.take(self._staged_type)
+            self.staged = pool.take(self.path.staged_type)
         self.host_copy.wait()  # before anything is written: that copy may still read the memory
-        for gap in self._gaps:
-            self._part(gap).zero_()
+        for gap in self._ranges.gaps:
+            self._view(gap).zero_()
         self._unwritten, self.staging = set(self.parts), Staging.FILLING
 
     def set_aside(self) -> None:
         """Keep a reduced gradient while full gradients are staged again; the next reduction adds it."""
         self.is_set_aside = True
-        if self.persists and self.placement is Placement.ACCELERATOR:
+        if self.path.owns_staged:
             self._earlier = self.owned.clone()  # the staged gradients overwrite it
 
     def accumulate(self, scale: float) -> None:
@@ -208,7 +246,7 @@ class GradShard:
         if self.holds_gradient and not self.persists:
             self.owned.add_(self.message_shard, alpha=scale)
             return
-        if self._is_freed_between_steps:
+        if self.path.frees_owned:
             restore_storage(self.owned)
         scale_into(self.owned, self.message_shard, scale)
         if self._earlier is not None:
@@ -218,7 +256,7 @@ class GradShard:
     def free_owned(self) -> None:
         """Discard the owned gradient; free its memory too, unless that is allocated for the whole run (M_D)."""
         self.holds_gradient, self.is_set_aside, self._earlier = False, False, None
-        if self._is_freed_between_steps:
+        if self.path.frees_owned:
             free_storage(self.owned)
 
     def discard(self, params: Set[nn.Parameter]) -> None:
@@ -234,27 +272,21 @@ class GradShard:
         elif self.holds_gradient:
             owned = self.owned if self._earlier is None else self._earlier
             for param in discarded:
-                if part := overlap(self.parts[param], self.shard):
-                    cut(owned, part, self.shard.start).zero_()
+                if elements := overlap(self.parts[param], self._ranges.shard):
+                    cut(owned, elements, self._ranges.shard.start).zero_()
 
-    @property
-    def _is_freed_between_steps(self) -> bool:
-        # Only memory of its own on the accelerator: pinned memory is expensive to allocate, so it stays.
-        is_apart = not self.persists and self.placement is Placement.ACCELERATOR
-        return is_apart and self._owned_lifetime is Lifetime.TRANSIENT
-
-    def _part(self, elements: range, cast: Tensor | None = None) -> Tensor:
+    def _view(self, elements: range, cast: Tensor | None = None) -> Tensor:
         full = self.staged if cast is None else cast
         assert full is not None
-        return cut(full, elements, self.elements.start)
+        return cut(full, elements, self._ranges.elements.start)
 
 
 class Bucket:
-    """A stretch of a flat buffer that is communicated at once: its parameters, gradients and master weights."""
+    """A range of a flat buffer that is communicated at once: its parameters, gradients and master weights."""
 
-    def __init__(self, elements: range, shard: range, params: ParamShard, grads: GradShard | None, offload: Offload):
-        """`elements`: those of the bucket in the buffer; `shard`: those that this rank owns. Frozen: no `grads`."""
-        self.elements, self.shard, self.params = elements, shard, params
+    def __init__(self, ranges: BucketRanges, params: ParamShard, grads: GradShard | None, offload: Offload):
+        """`grads` is None if the parameters are frozen."""
+        self.elements, self.shard, self.params = ranges.elements, ranges.shard, params
         self._grads, self._offload = grads, offload
         self.master = params.owned  # until an optimizer calls `place_master`
         self._master_placement: Placement | None = None
@@ -293,7 +325,7 @@ class Bucket:
     @property
     def casts_gradient(self) -> bool:
         """True if the optimizer needs the owned gradient in another type, that of the master weights."""
-        return self.grads.types.accumulate is not self.master.dtype
+        return self.grads.path.types.accumulate is not self.master.dtype
 
     @property
     def master_may_be_outdated(self) -> bool:
@@ -312,5 +344,5 @@ def scale_into(out: Tensor, values: Tensor, scale: float) -> Tensor:
 
 def take_changed(master: Tensor, values: Tensor) -> None:
     """Set the master weights that do not round to their parameters' `values` to these; the others keep their digits."""
-    for part, new in zip(master.split(TAKEN_NUMEL), values.split(TAKEN_NUMEL), strict=True):
-        torch.where(part.to(new.dtype) == new, part, new, out=part)
+    for old, new in zip(master.split(TAKEN_NUMEL), values.split(TAKEN_NUMEL), strict=True):
+        torch.where(old.to(new.dtype) == new, old, new, out=old)

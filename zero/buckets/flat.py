@@ -3,8 +3,8 @@
 If the buffer is transient, only its owned shards stay allocated, and the full buffer is filled and freed.
 """
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from enum import Enum
 
 import torch
@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from parallel.autograd_internals import forbid_writes
 from parallel.memory_kinds import TensorKind, tagged
 from parallel.mesh import Axis, Handle
-from zero.buckets.bucket import Bucket, GradShard, ParamShard, take_changed
+from zero.buckets.bucket import Bucket, BucketRanges, GradShard, ParamShard, take_changed
 from zero.buckets.guarded_parameter import ParameterGuard, set_raw_data
 from zero.memory.placement import Offload
 from zero.memory.staging import free_storage, restore_storage
 from zero.partition.config import ZeroConfig
-from zero.partition.layout import BucketRange, Layout, cut, overlap, real_shape
+from zero.partition.layout import BucketRange, Layout, cut, real_shape
 from zero.partition.stage import Lifetime
 
 
@@ -28,6 +28,18 @@ class FullState(Enum):
     SHARDED = "only owned shards are allocated, and the parameters have no values"
     UNSHARDING = "the full buffer is allocated, and all-gathers are filling it"
     UNSHARDED = "the full buffer holds every parameter"
+
+
+@dataclass(frozen=True)
+class FlatContext:
+    """The settings and objects that all flat buffers of an engine share."""
+
+    config: ZeroConfig
+    axis: Axis
+    """The axis along which buckets are divided into shards."""
+    bucket_numel: int
+    offload: Offload
+    guard: ParameterGuard
 
 
 class FlatParameters:
@@ -41,40 +53,35 @@ class FlatParameters:
     def __init__(
         self,
         params: dict[str, nn.Parameter],
-        axis: Axis,
         lifetime: Lifetime,
-        bucket_numel: int,
-        config: ZeroConfig,
         values_of: Callable[[nn.Parameter], Tensor],
-        offload: Offload,
-        guard: ParameterGuard,
+        context: FlatContext,
     ):
-        self.params, self.axis, self.lifetime = list(params.values()), axis, lifetime
-        self._guard = guard
+        self.lifetime, self._guard = lifetime, context.guard
         shapes = {name: real_shape(p) for name, p in params.items()}
-        self.layout = Layout.of(shapes, axis.size, bucket_numel, config.alignment)
-        first = self.params[0].data
-        full = first.new_zeros(self.layout.numel, dtype=first.dtype.to_real(), device=offload.device)
+        self.layout = Layout.of(shapes, context.axis.size, context.bucket_numel, context.config.alignment)
+        first = next(iter(params.values())).data
+        full = first.new_zeros(self.layout.numel, dtype=first.dtype.to_real(), device=context.offload.device)
         self.full = tagged(TensorKind.PARAMETERS, full)
-        self._span_of = dict(zip(self.params, self.layout.spans, strict=True))
-        self._param_of = {span: param for param, span in self._span_of.items()}
-        self._views = {param: span.view(full, as_complex=first.is_complex()) for param, span in self._span_of.items()}
+        self._param_of = dict(zip(self.layout.spans, params.values(), strict=True))
+        self._views = {param: s.view(full, as_complex=first.is_complex()) for s, param in self._param_of.items()}
         placeholder = absent(self._views[self.params[0]])
-        self._placeholders = {param: placeholder.expand(param.shape) for param in self.params}
+        self._placeholders = {param: placeholder.expand(param.shape) for param in self._views}
         for param, view in self._views.items():
             view.copy_(values_of(param))
             set_raw_data(param, view)  # at once: the parameter's own memory is freed before the next values are made
             self._guard.guard(param)
         self._versions = self.versions()
-        self.buckets = [self._bucket(stretch, config, offload) for stretch in self.layout.buckets]
-        self._buckets_of: defaultdict[nn.Parameter, list[Bucket]] = defaultdict(list)
-        for bucket in self.buckets:
-            for param, _ in self.params_in(bucket.elements):
-                self._buckets_of[param].append(bucket)
+        self.buckets = [self._bucket(elements, context) for elements in self.layout.buckets]
         self._gathers: list[Handle] = []
         self._updates: dict[Bucket, Handle] = {}  # gathers of updated parameters that have not been waited for
         self._state = FullState.UNSHARDED
         self.reshard()
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        """The parameters, in the order of the layout."""
+        return list(self._views)
 
     @property
     def is_trainable(self) -> bool:
@@ -118,10 +125,10 @@ class FlatParameters:
         """Make the updated values of some parameters, or of all, readable by what is launched after this."""
         if not self._updates:
             return
-        for param in self.params if params is None else params:
-            for bucket in self._buckets_of[param]:
-                if bucket in self._updates:
-                    self._updates.pop(bucket).wait()
+        chosen = self._views.keys() if params is None else self._views.keys() & params
+        for bucket in [bucket for bucket in self._updates if not chosen.isdisjoint(bucket.grads.parts)]:
+            self._updates.pop(bucket).wait()
+        for param in chosen:
             self._guard.guard(param)
 
     def reshard(self) -> None:
@@ -164,8 +171,9 @@ class FlatParameters:
         """Broadcast the values of `param` on the first rank of `data`, and update the shards; it must be unsharded."""
         data.broadcast(self._views[param]).wait()
         for bucket in self.buckets:
-            if part := overlap(self._span_of[param].elements, bucket.shard):
-                self._take_over(bucket, part)
+            for owner, elements in self.params_in(bucket.shard):
+                if owner is param:
+                    self._take_over(bucket, elements)
 
     def _take_over(self, bucket: Bucket, elements: range) -> None:
         """Copy `elements` of the full buffer to the owned shard; a master weight that rounds to its value stays."""
@@ -180,22 +188,23 @@ class FlatParameters:
         A collective or NumPy writes without a new version, and is noticed only if it was given `.data`.
         """
         exposed = self._guard.exposed
-        return [object() if exposed and param in exposed else param._version for param in self.params]
+        return [object() if exposed and param in exposed else param._version for param in self._views]
 
     def params_in(self, elements: range) -> Iterator[tuple[nn.Parameter, range]]:
-        """Iterate over the parameters that have elements in `elements` of the buffer, each with its part of them."""
-        return ((self._param_of[span], part) for span, part in self.layout.spans_in(elements))
+        """Iterate over the parameters that have some of these elements of the buffer, each with its own."""
+        return ((self._param_of[span], own) for span, own in self.layout.spans_in(elements))
 
-    def _bucket(self, stretch: BucketRange, config: ZeroConfig, offload: Offload) -> Bucket:
-        elements, shard = stretch.elements, stretch.shard(self.axis.rank)
+    def _bucket(self, bucket: BucketRange, context: FlatContext) -> Bucket:
+        elements, shard = bucket.elements, bucket.shard(context.axis.rank)
         own = range(shard.start - elements.start, shard.stop - elements.start)
-        params = ParamShard(cut(self.full, elements), own, self.axis, offload, self.lifetime)
-        if not self.is_trainable:
-            return Bucket(elements, shard, params, None, offload)
-        parts, gaps = dict(self.params_in(elements)), list(self.layout.gaps(elements))
-        types = config.gradient_types(self.full.dtype)
-        grads = GradShard(elements, shard, parts, gaps, types, config.policy, offload)
-        return Bucket(elements, shard, params, grads, offload)
+        params = ParamShard(cut(self.full, elements), own, context.axis, context.offload, self.lifetime)
+        ranges = BucketRanges(elements, shard, dict(self.params_in(elements)), list(self.layout.gaps(elements)))
+        grads = None
+        if self.is_trainable:
+            types = context.config.gradient_types(self.full.dtype)
+            grads = GradShard(ranges, types, context.config.policy, context.offload)
+            self._guard.gradients.append(grads)
+        return Bucket(ranges, params, grads, context.offload)
 
     def _wait_for_gathers(self) -> None:
         for gather in self._gathers:

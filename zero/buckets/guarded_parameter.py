@@ -13,12 +13,13 @@ import copy
 import warnings
 from collections.abc import Callable, Iterable
 from types import new_class
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from parallel.autograd_internals import DisableTorchFunction, structure_of
+from zero.buckets.bucket import GradShard
 from zero.buckets.tensor_tree import find_tensors
 
 _PROPERTIES = (
@@ -68,31 +69,34 @@ class GradientAccessError(RuntimeError):
     """Raised if `.grad` of a parameter is read or set, whose gradient is in the engine's buckets."""
 
 
+class ReadObserver(Protocol):
+    """An observer of the reads of watched parameters."""
+
+    def before_read(self, param: nn.Parameter) -> None:
+        """Make the values of a parameter readable, or raise."""
+
+    def after_saving(self, param: nn.Parameter) -> None:
+        """Keep the values readable: autograd may read them again in backward."""
+
+
 class ParameterGuard:
-    """The classes of one engine's parameters, and what it is told about them.
+    """The classes of one engine's parameters, and what is known of them."""
 
-    `before_read(param)` is called before values of a watched parameter are read, and raises if that is impossible;
-    `after_saving(param)` if autograd may read them again in backward. `holds_gradients()` says if the engine holds
-    gradients, partly or completely reduced.
-    """
-
-    def __init__(
-        self,
-        names: dict[nn.Parameter, str],
-        before_read: Callable[[nn.Parameter], None] = lambda _param: None,
-        after_saving: Callable[[nn.Parameter], None] = lambda _param: None,
-        holds_gradients: Callable[[], bool] = lambda: False,
-    ):
-        self.names, self.holds_gradients = names, holds_gradients
-        self.before_read, self.after_saving = before_read, after_saving
+    def __init__(self, names: dict[nn.Parameter, str], reads: ReadObserver):
+        self.names, self.reads = names, reads
+        self.gradients: list[GradShard] = []  # of all parameters
         self.toggled: dict[nn.Parameter, bool] = {}  # those whose `requires_grad` was set: its value before
         self.exposed: set[nn.Parameter] = set()  # those whose `.data` has been read
         self._original = {param: type(param) for param in names}
-        self._frozen = [param for param in names if not param.requires_grad]
         self._structure: Callable[[], list[int]] | None = None
         self._parts: list[int] = []  # what the structure was in the last step
         self._warned: set[nn.Parameter] = set()  # added parameters
         self._classes: dict[tuple[type, type], type] = {}
+
+    @property
+    def holds_gradients(self) -> bool:
+        """True if gradients have arrived since the last update, reduced or not."""
+        return not all(gradients.is_empty for gradients in self.gradients)
 
     def guard(self, param: nn.Parameter) -> None:
         """Make a parameter readable."""
@@ -116,10 +120,11 @@ class ParameterGuard:
             self._structure = structure_of(module)
             self._parts = self._structure()
             self._warn_of_added(module)
-        for param in (*params, *self._frozen) if self.toggled else ():
-            if self.toggled.get(param, param.requires_grad) != param.requires_grad:
+        given = set(params) if self.toggled else set()
+        for param, was_required in self.toggled.items():
+            if param.requires_grad is not was_required and (param in given or not was_required):
                 raise ValueError(
-                    f"requires_grad of {self.names[param]} was {self.toggled[param]} when the module was wrapped, and "
+                    f"requires_grad of {self.names[param]} was {was_required} when the module was wrapped, and "
                     f"is {param.requires_grad} now; call `unwrap()` before such a change, and wrap the module again"
                 )
 
@@ -157,7 +162,7 @@ class GuardedParameter(nn.Parameter):
     def grad(self) -> Tensor | None:
         """The gradient of a backward that is running; None if there is no gradient."""
         grad = _GRAD.__get__(self)
-        if grad is None and self.zero_guard.holds_gradients() and not torch.compiler.is_compiling():
+        if grad is None and self.zero_guard.holds_gradients and not torch.compiler.is_compiling():
             raise GradientAccessError(
                 f"the gradient of {self.zero_name} is in the buckets of ZeroDataParallel, not in `.grad`; update by a "
                 "ZeroOptimizer, clip by its clip_norm, read norms in `optimizer.step(gradient_hook=...)`, discard "
@@ -167,7 +172,7 @@ class GuardedParameter(nn.Parameter):
 
     @grad.setter
     def grad(self, grad: Tensor | None) -> None:
-        if grad is not None or self.zero_guard.holds_gradients():
+        if grad is not None or self.zero_guard.holds_gradients:
             raise GradientAccessError(
                 f"the gradient of {self.zero_name} cannot be set: ZeroOptimizer reads the buckets of ZeroDataParallel, "
                 "not `.grad`; call `model.zero_grad()` to discard gradients, or add a term to the loss to change them"
@@ -241,12 +246,12 @@ def run_reported(
     found = find_tensors((args, kwargs))[0] if reads_values else []
     watched = [tensor for tensor in found if isinstance(tensor, WatchedParameter)]
     for param in watched:
-        param.zero_guard.before_read(param)
+        param.zero_guard.reads.before_read(param)
     with DisableTorchFunction():
         result = func(*args, **kwargs)
     if watched and any(tensor.grad_fn is not None for tensor in find_tensors(result)[0]):
         for param in watched:
-            param.zero_guard.after_saving(param)
+            param.zero_guard.reads.after_saving(param)
     return result
 
 

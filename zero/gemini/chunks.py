@@ -1,10 +1,9 @@
 """Chunks (Gemini): the search for their size, and the choice of those that stay in a memory that cannot hold them all.
 
-A chunk is Gemini's name for a bucket. If all chunks have one size, a memory of equal blocks holds any of them. The last
+A chunk is Gemini's name for a bucket. If all chunks have one size, a memory of equal slots holds any of them. The last
 chunk of a unit is shorter, and a parameter may have elements in several chunks, so that only alignment is wasted.
 """
 
-import logging
 import math
 from bisect import bisect_right
 from collections import Counter, defaultdict
@@ -16,8 +15,6 @@ import numpy as np
 
 from zero.memory.placement import OffloadConfig
 from zero.partition.layout import ALIGNMENT, round_up
-
-logger = logging.getLogger(__name__)
 
 MEBI = 2**20
 NUM_ROUNDS = 3  # the first begins with nothing held; the third repeats what the second has led to
@@ -32,18 +29,11 @@ class ChunkSize:
     numel: int
     """Elements in a chunk."""
     unfilled_numel: int
-    """Elements of equal blocks that the model's chunks leave empty."""
-
-
-def choose_chunk_numel(unit_numels: Sequence[int], config: OffloadConfig, num_shards: int) -> int:
-    """Return the number of elements of a chunk that `search_chunk_size` finds, and log it."""
-    chunk = search_chunk_size(unit_numels, config, num_shards)
-    logger.info("offload: chunks of %d elements, %d unfilled", chunk.numel, chunk.unfilled_numel)
-    return chunk.numel
+    """Elements of equal slots that the model's chunks leave empty."""
 
 
 def search_chunk_size(unit_numels: Iterable[int], config: OffloadConfig, num_shards: int) -> ChunkSize:
-    """Return the size in the configured range that leaves the least of its blocks empty; of equals, the largest.
+    """Return the size in the configured range that leaves the least of its slots empty; of equals, the largest.
 
     A chunk is divided evenly over `num_shards` ranks.
     """

@@ -22,6 +22,7 @@ from zero.buckets.bucket import Bucket, ParamShard
 from zero.gemini.chunks import Cycle
 from zero.gemini.recorder import GIGA, UPDATE, MemoryRecorder, Moment
 from zero.memory.placement import Offload, Placement
+from zero.order.execution_order import ExecutionOrder
 from zero.units.residency import NUM_KEPT, Pass, UnitOrders
 from zero.units.unit import Unit
 
@@ -52,17 +53,15 @@ class UnitChoice(NamedTuple):
 class PlacementPlanner:
     """Decides what a rank keeps on its accelerator: units that are prefetched or kept, shards, optimizer states.
 
-    `prefetch_numel` and `may_keep` are how many elements may be unsharded ahead, and whether units stay unsharded from
-    forward to backward. Without `auto` they are what the configuration says, and nothing else is decided. With `auto`
-    both are off until the recorded steps have shown how much room there is, and then a plan is made.
+    With `auto` nothing is prefetched or kept until the recorded steps have shown how much room there is, and then a
+    plan is made. Else units are prefetched and kept as the configuration says, and the budget is only checked.
     """
 
-    def __init__(self, offload: Offload, prefetch_numel: int, orders: UnitOrders):
-        self._configured_prefetch_numel, self._orders = prefetch_numel, orders
+    def __init__(self, offload: Offload, prefetch_numel: int):
+        self.orders: UnitOrders = {"forward": ExecutionOrder(), "backward": ExecutionOrder()}
+        self._configured_prefetch_numel = prefetch_numel
         self._is_auto = offload.config.mode == "auto"
-        self._budget_bytes = _budget_bytes(offload)
-        self._recorder = MemoryRecorder(offload.device, self._budget_bytes)
-        self._moment = UPDATE
+        self._recorder = MemoryRecorder(offload.device, _budget_bytes(offload))
         self._planned_units: dict[Moment, Unit] = {}
         self._plan: dict[Moment, CachedShards] = {}
         self._cached: set[ParamShard] = set()
@@ -80,28 +79,27 @@ class PlacementPlanner:
 
         Raises ConfigError if it does not: no step could run.
         """
-        if self._budget_bytes is None:
-            return
+        budget_bytes = self._recorder.budget_bytes
         num_bytes = [sum(flat.full.element_size() * flat.full.numel() for flat in unit.flats) for unit in units]
         least = sum(sorted(num_bytes)[-2:]) + staging_bytes
-        if least > self._budget_bytes:
+        if least > budget_bytes:
             raise ConfigError(
-                f"OffloadConfig.accelerator_memory_gb={self._budget_bytes / GIGA:g} is too small: the parameters of "
+                f"OffloadConfig.accelerator_memory_gb={budget_bytes / GIGA:g} is too small: the parameters of "
                 f"two units and staged gradients alone take {least / GIGA:.6g}, "
-                f"{(least - self._budget_bytes) / GIGA:.6g} more; choose ZeroConfig.stage=3, smaller ZeroConfig.units, "
+                f"{(least - budget_bytes) / GIGA:.6g} more; choose ZeroConfig.stage=3, smaller ZeroConfig.units, "
                 "a smaller ZeroConfig.bucket_numel, or more tensor ranks"
             )
 
-    def start_forward(self) -> None:
+    def begin_forward(self) -> None:
         """Begin a forward of the whole model."""
-        self._recorder.start_forward()
+        self._recorder.begin_forward()
 
     def before_visit(self, unit: Unit, phase: Pass) -> None:
         """Make room for a unit that is about to be unsharded, and for its computation."""
         if not self._is_auto and not self._recorder.is_recording:
             return
-        moment = phase, len(self._orders[phase].current)
-        self._enter(moment)
+        moment = phase, len(self.orders[phase].current)
+        self._recorder.enter(moment)
         if not self._recorder.is_recording:
             self._deviates |= self._planned_units.get(moment) is not unit
             self._evict_all_but(self._planned().before_gather)
@@ -120,7 +118,7 @@ class PlacementPlanner:
 
         Raises ConfigError if a recorded step has needed more than the budget so far.
         """
-        self._enter(UPDATE)
+        self._recorder.enter(UPDATE)
         if self._recorder.is_recording:
             self._recorder.check(axes)
         self._evict_all_but(self._planned().before_gather)
@@ -140,13 +138,13 @@ class PlacementPlanner:
         self._deviates = False
         if not self._recorder.is_recording:
             return
-        self._enter(UPDATE)
+        self._recorder.enter(UPDATE)
         least_room = self._recorder.check(axes)
         if self._recorder.end_step() and self._is_auto:
             self.prefetch_numel, self.may_keep, unit_bytes = choose_units(
-                self._orders, self._configured_prefetch_numel, least_room
+                self.orders, self._configured_prefetch_numel, least_room
             )
-            shards = _shards_on_host({unit for order in self._orders.values() for unit in order.current})
+            shards = _shards_on_host({unit for order in self.orders.values() for unit in order.current})
             room = least_room - unit_bytes - sum(shard.owned.nbytes for shard in shards)
             placed_bytes = place_optimizer_states(buckets, room, bytes_to_place, place)
             self._plan_cache(unit_bytes + placed_bytes)
@@ -165,7 +163,7 @@ class PlacementPlanner:
     def _plan_cache(self, taken_bytes: int) -> None:
         """Plan which shards are in the device cache at each moment, in the budget without `taken_bytes`."""
         self._planned_units = {
-            (phase, number): unit for phase, order in self._orders.items() for number, unit in enumerate(order.current)
+            (phase, number): unit for phase, order in self.orders.items() for number, unit in enumerate(order.current)
         }
         moments = [*self._planned_units, UPDATE]
         uses = [_shards_on_host([unit]) for unit in self._planned_units.values()]
@@ -173,12 +171,8 @@ class PlacementPlanner:
         plan = Cycle([*uses, []]).plan(rooms, lambda shard: shard.owned.nbytes)
         self._plan = {moment: CachedShards(*shards) for moment, shards in zip(moments, plan, strict=True)}
 
-    def _enter(self, moment: Moment) -> None:
-        self._recorder.enter(moment)
-        self._moment = moment
-
     def _planned(self) -> CachedShards:
-        return NONE_CACHED if self._deviates else self._plan.get(self._moment, NONE_CACHED)
+        return NONE_CACHED if self._deviates else self._plan.get(self._recorder.moment, NONE_CACHED)
 
     def _evict_all_but(self, staying: frozenset[ParamShard]) -> None:
         for shard in self._cached - staying:
@@ -186,13 +180,10 @@ class PlacementPlanner:
         self._cached &= staying
 
 
-def _budget_bytes(offload: Offload) -> float | None:
-    """Return the limit of the accelerator's memory; None if there is none. Raises ConfigError if auto needs one."""
-    config = offload.config
-    if config.accelerator_memory_gb is not None:
-        return config.accelerator_memory_gb * GIGA
-    if config.mode != "auto":
-        return None
+def _budget_bytes(offload: Offload) -> float:
+    """Return the limit of the accelerator's memory. Raises ConfigError if auto needs one."""
+    if offload.config.accelerator_memory_gb is not None:
+        return offload.config.accelerator_memory_gb * GIGA
     if offload.device.type != "cuda":
         raise ConfigError(
             f"OffloadConfig.mode=auto on {offload.device.type} has no accelerator to fill; "

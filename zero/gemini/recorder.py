@@ -20,14 +20,14 @@ GIGA = 1e9
 class MemoryRecorder:
     """The peak of the accelerator's memory at each moment of the first steps, beside the budget of the configuration.
 
-    A moment lasts until the next one begins. Without a budget (None) nothing is recorded.
+    A moment lasts until the next one begins.
     """
 
-    def __init__(self, device: torch.device, budget_bytes: float | None):
-        self.budget_bytes = budget_bytes or 0.0
-        self._num_steps_left = 0 if budget_bytes is None else NUM_RECORDED
+    def __init__(self, device: torch.device, budget_bytes: float):
+        self.budget_bytes = budget_bytes
+        self._num_steps_left = NUM_RECORDED
         self._meter = PeakMeter(device)
-        self._moment = UPDATE
+        self.moment = UPDATE
         self.peaks: defaultdict[Moment, int] = defaultdict(int)
 
     @property
@@ -39,7 +39,7 @@ class MemoryRecorder:
         """The highest (allocated, reserved) bytes of CUDA's allocator before the recorder has reset its peaks."""
         return self._meter.earlier_peaks
 
-    def start_forward(self) -> None:
+    def begin_forward(self) -> None:
         """Restart the meter before the first forward: the memory that building the model needed has been freed."""
         if self.is_recording and not self.peaks:
             self._meter.restart()
@@ -47,9 +47,9 @@ class MemoryRecorder:
     def enter(self, moment: Moment) -> None:
         """End a moment, and begin the next."""
         if self.is_recording:
-            self.peaks[self._moment] = max(self.peaks[self._moment], self._meter.peak_bytes())
+            self.peaks[self.moment] = max(self.peaks[self.moment], self._meter.peak_bytes())
             self._meter.restart()
-            self._moment = moment
+        self.moment = moment
 
     def check(self, axes: Iterable[Axis]) -> int:
         """Return the bytes that are free at the tightest moment of all ranks of `axes`. Blocks the host.

@@ -17,11 +17,11 @@ from typing import Annotated, Literal
 import torch
 from torch import Tensor
 
+from parallel.errors import MemoryLimitError
 from parallel.fields import Positive, Range, check_fields
-from parallel.memory_kinds import TensorKind
+from parallel.memory_kinds import TensorKind, allocating, tagged
 from parallel.mesh import Handle
 from parallel.torch_internals import storage_id
-from zero.memory.allocators import device_allocator, host_allocator
 from zero.memory.streams import SideStream
 
 NUM_CASTS = 2  # buffers of casts on their way to the accelerator: one is filled while the other is copied
@@ -29,6 +29,7 @@ NUM_READS = 2  # buffers that the host reads: one is read while the other is fil
 
 Mode = Literal["accelerator", "host", "auto"]
 State = Literal["optimizer", "parameters"]
+Allocate = Callable[[int, torch.dtype], Tensor]  # (number of elements, dtype) -> flat tensor, not initialized
 
 
 class Placement(Enum):
@@ -72,6 +73,32 @@ class OffloadConfig:
 
 
 NO_OFFLOAD = OffloadConfig()
+
+
+def device_allocator(device: torch.device, kind: TensorKind) -> Allocate:
+    """Return an allocator of memory on `device`."""
+    return lambda numel, dtype: tagged(kind, torch.empty(numel, dtype=dtype, device=device))
+
+
+def host_allocator(device: torch.device, kind: TensorKind) -> Allocate:
+    """Return an allocator of host memory, pinned if `device` is a GPU so that copies run beside the computation.
+
+    The allocator raises MemoryLimitError if the host does not have as much memory as is asked for.
+    """
+
+    def allocate(numel: int, dtype: torch.dtype) -> Tensor:
+        try:
+            with allocating(kind, on_host=True):
+                return torch.empty(numel, dtype=dtype, pin_memory=device.type == "cuda")
+        except RuntimeError as error:
+            raise MemoryLimitError(
+                f"{numel * dtype.itemsize / 1e9:,.3g} GB of host memory for {kind} could not be allocated: "
+                f"{str(error).splitlines()[0]}; offload less, or allow the process more (pinned) memory"
+            ) from error
+
+    return allocate
+
+
 ALLOCATORS = {Placement.ACCELERATOR: device_allocator, Placement.HOST: host_allocator}
 
 
@@ -132,13 +159,12 @@ class Offload:
         if placement is Placement.ACCELERATOR:
             yield from sources
             return
-        following: tuple[Tensor, Handle] | None = None
-        for number, source in enumerate(sources):
-            current, following = following, self._start_read(number % NUM_READS, source)
-            if current:
-                yield _complete(*current)
-        if following:
-            yield _complete(*following)
+        reads = (self._start_read(number % NUM_READS, source) for number, source in enumerate(sources))
+        following = next(reads, None)
+        while following is not None:
+            (copy, copied), following = following, next(reads, None)
+            copied.wait()
+            yield copy
 
     def scalars_on(self, placement: Placement, *scalars: Tensor) -> tuple[Tensor, ...]:
         """Return 0-dim tensors of the accelerator where `placement` uses them; the host waits for their copies."""
@@ -173,8 +199,3 @@ class Offload:
             if buffer.numel() >= like.numel():
                 return buffer
         return self.new(Placement.HOST, TensorKind.BUFFERS, like.numel(), like.dtype)
-
-
-def _complete(copy: Tensor, copied: Handle) -> Tensor:
-    copied.wait()
-    return copy

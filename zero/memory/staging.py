@@ -23,39 +23,39 @@ def restore_storage(tensor: Tensor) -> None:
 
 
 class StagingPool:
-    """Blocks of memory, each large enough for any bucket of its dtype: one fills while others are reduced.
+    """Buffers, each large enough for any bucket of its dtype: one fills while others are reduced.
 
-    `num_blocks` of each dtype are allocated at once, before activations fragment the memory; more are added if
+    `counts` of each dtype are allocated at once, before activations fragment the memory; more are added if
     gradients arrive in another order than that of the layout.
     """
 
-    def __init__(self, block_numel: int, num_blocks: Mapping[torch.dtype, int], offload: Offload):
-        self._block_numel, self._offload = block_numel, offload
+    def __init__(self, buffer_numel: int, counts: Mapping[torch.dtype, int], offload: Offload):
+        self._buffer_numel, self._offload = buffer_numel, offload
         self._free: defaultdict[torch.dtype, deque[tuple[Tensor, Handle]]] = defaultdict(deque)
-        self.num_bytes = 0  # when all blocks are in use
-        for dtype, number in num_blocks.items():
-            self._free[dtype].extend((self._new_block(dtype), Handle()) for _ in range(number))
+        self.num_bytes = 0  # when all buffers are in use
+        for dtype, number in counts.items():
+            self._free[dtype].extend((self._new_buffer(dtype), Handle()) for _ in range(number))
 
     def take(self, dtype: torch.dtype) -> Tensor:
-        """Return a block, not initialized."""
+        """Return a buffer, not initialized."""
         if not self._free[dtype]:
-            return self._new_block(dtype)
-        block, last_read = self._free[dtype].popleft()
+            return self._new_buffer(dtype)
+        buffer, last_read = self._free[dtype].popleft()
         last_read.wait()
-        restore_storage(block)
-        return block
+        restore_storage(buffer)
+        return buffer
 
-    def put_back(self, block: Tensor, last_read: Handle) -> None:
-        """Return a block to the pool; `last_read` is waited for before the block is written or freed."""
-        self._free[block.dtype].append((block, last_read))
+    def put_back(self, buffer: Tensor, last_read: Handle) -> None:
+        """Return a buffer to the pool; `last_read` is waited for before the buffer is written or freed."""
+        self._free[buffer.dtype].append((buffer, last_read))
 
     def free(self) -> None:
-        """Free the memory of all blocks until they are taken again."""
-        for blocks in self._free.values():
-            for block, last_read in blocks:
+        """Free the memory of all buffers until they are taken again."""
+        for buffers in self._free.values():
+            for buffer, last_read in buffers:
                 last_read.wait()
-                free_storage(block)
+                free_storage(buffer)
 
-    def _new_block(self, dtype: torch.dtype) -> Tensor:
-        self.num_bytes += self._block_numel * dtype.itemsize
-        return self._offload.new(Placement.ACCELERATOR, TensorKind.BUFFERS, self._block_numel, dtype)
+    def _new_buffer(self, dtype: torch.dtype) -> Tensor:
+        self.num_bytes += self._buffer_numel * dtype.itemsize
+        return self._offload.new(Placement.ACCELERATOR, TensorKind.BUFFERS, self._buffer_numel, dtype)

@@ -98,15 +98,15 @@ class Layout:
         return self.buckets[-1].elements.stop
 
     def spans_in(self, elements: range) -> Iterator[tuple[Span, range]]:
-        """Iterate over the parameters that have elements in `elements`, each with its part of them."""
+        """Iterate over the parameters that have elements in `elements`, each with its own of them."""
         first = bisect_right(self.spans, elements.start, key=lambda span: span.elements.stop)
         end = bisect_left(self.spans, elements.stop, key=lambda span: span.elements.start)
         for span in self.spans[first:end]:
-            if part := overlap(span.elements, elements):
-                yield span, part
+            if own := overlap(span.elements, elements):
+                yield span, own
 
     def shards(self, elements: range) -> Iterator[tuple[int, range]]:
-        """Iterate over (rank, part) of every shard that has a part of `elements`, in ascending order."""
+        """Iterate over (rank, its range) of every shard that has some of `elements`, in ascending order."""
         bucket_numel = len(self.buckets[0].elements)
         for bucket in self.buckets[elements.start // bucket_numel : -(-elements.stop // bucket_numel)]:
             inside = overlap(bucket.elements, elements)
@@ -115,12 +115,12 @@ class Layout:
                 yield rank, overlap(bucket.shard(rank), inside)
 
     def gaps(self, elements: range) -> Iterator[range]:
-        """Iterate over the stretches of `elements` that belong to no parameter."""
+        """Iterate over the ranges of `elements` that belong to no parameter."""
         start = elements.start
-        for _, part in self.spans_in(elements):
-            if start < part.start:
-                yield range(start, part.start)
-            start = part.stop
+        for _, own in self.spans_in(elements):
+            if start < own.start:
+                yield range(start, own.start)
+            start = own.stop
         if start < elements.stop:
             yield range(start, elements.stop)
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from functools import partial, wraps
 from types import MethodType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -12,28 +12,27 @@ from torch.utils.hooks import RemovableHandle
 from parallel.autograd_internals import name_hook, never_begin_graph, run_first, run_last
 from zero.units.unit import Unit, find_units, innermost_unit
 
-Before = Callable[[Unit, nn.Module, tuple, dict], None]
-After = Callable[[Unit, nn.Module, Any], None]
+
+class CallObserver(Protocol):
+    """An observer of the calls of modules."""
+
+    def before_forward(self, unit: Unit, module: nn.Module, args: tuple, kwargs: dict) -> None: ...
+
+    def after_forward(self, unit: Unit, module: nn.Module, output: Any) -> None: ...
+
+    def is_running(self, unit: Unit) -> bool: ...
 
 
 class ModuleHooks:
-    """Calls `before(unit, module, args, kwargs)` and `after(unit, module, output)` around calls of modules.
+    """Tells an observer of the calls of all modules with parameters, and of their methods that are registered.
 
-    These are all modules with parameters, since any of them may be called by itself, and their methods that are
-    registered. `unit` is the smallest unit that contains the module. The calls enclose the user's own hooks on the
-    modules of units. If a module raises, `output` is None. `is_running(unit)` says if the calls of modules of the unit
-    are inside one that has been reported already.
+    Any of these modules may be called by itself. `unit` is the smallest one that contains the module. The calls enclose
+    the user's own hooks on the modules of units. If a module raises, `output` is None. If the observer says that a unit
+    is running, a call of its modules is inside another one that has been reported.
     """
 
-    def __init__(
-        self,
-        root: nn.Module,
-        units: dict[str, Unit],
-        before: Before,
-        after: After,
-        is_running: Callable[[Unit], bool],
-    ):
-        self._before, self._after, self._is_running = before, after, is_running
+    def __init__(self, root: nn.Module, units: dict[str, Unit], observer: CallObserver):
+        self._root, self._observer = root, observer
         never_begin_graph(Hook.__call__)
         self._handles: list[RemovableHandle] = []
         self._methods: list[tuple[nn.Module, str]] = []
@@ -49,20 +48,21 @@ class ModuleHooks:
             if module is not root and (is_unit or any(True for _ in module.parameters())):
                 self._install(module, is_unit)
 
-    def enclose(self, root: nn.Module) -> None:
+    def enclose_root(self) -> None:
         """Put the hooks of the root around the user's, before it is called.
 
         Below the root, a hook that is put before these reads parameters while the root runs, and so can gather them.
         """
-        run_first(root, self._before_root)
+        run_first(self._root, self._before_root)
 
     def register_method(self, module: nn.Module, name: str) -> None:
         """Treat a call of a method like a call of the module."""
         if isinstance(vars(module).get(name), ForwardMethod):
             return
         unit = self._unit_of[module]
-        method = ForwardMethod(module, name, partial(self._before, unit, module), partial(self._after, unit, module))
-        setattr(module, name, method)
+        before = partial(self._observer.before_forward, unit, module)
+        after = partial(self._observer.after_forward, unit, module)
+        setattr(module, name, ForwardMethod(module, name, before, after))
         self._methods.append((module, name))
 
     def remove(self) -> None:
@@ -76,15 +76,15 @@ class ModuleHooks:
         unit = self._unit_of[module]
 
         def after(module: nn.Module, _args: tuple, output: Any) -> None:
-            self._after(unit, module, output)
+            self._observer.after_forward(unit, module, output)
 
         def before(module: nn.Module, args: tuple, kwargs: dict) -> None:
             if is_unit:
                 run_last(module, after_handle)
-            self._before(unit, module, args, kwargs)
+            self._observer.before_forward(unit, module, args, kwargs)
 
         def is_idle() -> bool:
-            return not is_unit and self._is_running(unit)
+            return not is_unit and self._observer.is_running(unit)
 
         after_handle = module.register_forward_hook(Hook(after, is_idle), always_call=True)
         before_handle = module.register_forward_pre_hook(Hook(before, is_idle), prepend=True, with_kwargs=True)
@@ -95,8 +95,8 @@ class ModuleHooks:
         return before_handle
 
 
-def hook_readers(root: nn.Module, before: Callable[[list[nn.Parameter]], Callable[[], None]]) -> list[RemovableHandle]:
-    """Call what `before(params)` returns before a module runs that reads `params`; return the handles of the hooks.
+def hook_readers(root: nn.Module, before: Callable[[list[nn.Parameter]], None]) -> list[RemovableHandle]:
+    """Call `before(params)` before a module runs that reads `params`; return the handles of the hooks.
 
     The modules are the elements of module lists (the blocks), each with all of its parameters, and outside of these
     every module that has parameters of its own.
@@ -109,13 +109,15 @@ def hook_readers(root: nn.Module, before: Callable[[list[nn.Parameter]], Callabl
     handles = []
     for name, params in params_of.items():
         if params:
-            run = partial(_run_before, before(list(params)))
-            handles.append(root.get_submodule(name).register_forward_pre_hook(Hook(run), prepend=True))
+            hook = Hook(partial(_run_before, before, list(params)))
+            handles.append(root.get_submodule(name).register_forward_pre_hook(hook, prepend=True))
     return handles
 
 
-def _run_before(before: Callable[[], None], _module: nn.Module, _args: tuple) -> None:
-    before()
+def _run_before(
+    before: Callable[[list[nn.Parameter]], None], params: list[nn.Parameter], _module: nn.Module, _args: tuple
+) -> None:
+    before(params)
 
 
 class Hook:

@@ -16,21 +16,21 @@ from zero.partition.stage import Lifetime
 class Unit:
     """A module, with the parameters that belong to it and to no unit inside it; they are unsharded together.
 
-    A unit stays unsharded for as long as it has a holder: itself while it runs, any other unit that reads its
+    A unit stays unsharded for as long as it has a reader: itself while it runs, any other unit that reads its
     parameters, while that one runs, and the step, if it cannot be known when autograd reads them for the last time.
     `before_gather` is called before the unit launches all-gathers.
     """
 
-    def __init__(self, flats: list[FlatParameters], before_gather: Callable[[], None] = lambda: None):
-        self.flats, self._before_gather = flats, before_gather
+    def __init__(self, module: nn.Module, flats: list[FlatParameters], before_gather: Callable[[], None]):
+        self.module, self.flats, self._before_gather = module, flats, before_gather
         self.flat_of = {param: flat for flat in flats for param in flat.params}
         self.num_open_calls = 0  # calls in forward whose backward has not ended
         self.has_left_calls = False  # a backward of this step has ended without reaching all of them
-        self.borrowed: dict[Unit, None] = {}  # units whose parameters this one has read, in the order of first reading
-        self.is_lent = False  # something outside the unit has read its parameters
-        self.is_known = False  # what a call has saved has been recorded, so that it is known what `hides_outputs` is
-        self.hides_outputs = False  # some tensors leave by other ways
-        self._holders: set[object] = set()
+        self._others: dict[Unit, None] = {}  # units whose parameters this one has read, in the order of first reading
+        self.is_shared = False  # something outside the unit has read its parameters
+        self.saved_tensors_recorded = False  # in a call, so that `has_side_outputs` is known
+        self.has_side_outputs = False  # tensors that leave by other ways than being returned
+        self._readers: set[object] = set()
         self._watchers: set[object] = set()
 
     @property
@@ -39,14 +39,14 @@ class Unit:
         return sum(flat.full.numel() for flat in self.flats if flat.lifetime is Lifetime.TRANSIENT)
 
     @property
-    def is_held(self) -> bool:
-        """True if the unit has a holder, so that its parameters are readable."""
-        return bool(self._holders)
+    def is_readable(self) -> bool:
+        """True if the unit has a reader."""
+        return bool(self._readers)
 
     @property
-    def is_held_from_outside(self) -> bool:
-        """True if a `gathered()` context, or the scheduler until the step, holds it."""
-        return any(not isinstance(holder, Unit) for holder in self._holders)
+    def is_retained_outside(self) -> bool:
+        """True if a `gathered()` context, or the step, is a reader."""
+        return any(not isinstance(reader, Unit) for reader in self._readers)
 
     def start_unshard(self) -> None:
         """Launch the all-gathers, if any of its parameters are sharded."""
@@ -55,61 +55,63 @@ class Unit:
         for flat in self.flats:
             flat.start_unshard()
 
-    def unshard(self, holder: object | None = None) -> None:
-        """Make the parameters readable, and add a holder.
-
-        Without `holder` the unit is about to run: it holds itself, and the units that it borrows from.
-        """
-        self._holders.add(holder or self)
+    def retain(self, reader: object) -> None:
+        """Make the parameters readable until `reader` releases them."""
+        self._readers.add(reader)
         self.start_unshard()
         for flat in self.flats:
             flat.unshard()
-        if holder is None:
-            for lender in self.borrowed:
-                lender.unshard(self)
 
-    def reshard(self, holder: object | None = None) -> None:
-        """Remove a holder, and free the parameters if it was the last.
-
-        Without `holder` the unit has run: it releases itself, and the units that it borrows from.
-        """
-        if holder is None:
-            for lender in self.borrowed:
-                lender.reshard(self)
-        self._holders.discard(holder or self)
-        if not self._holders:
+    def release(self, reader: object) -> None:
+        """Free the parameters, unless something else reads them."""
+        self._readers.discard(reader)
+        if not self._readers:
             for flat in self.flats:
                 flat.reshard()
 
-    def start_watch(self, watcher: object) -> None:
-        """Have reads of the unsharded parameters reported."""
-        self._watchers.add(watcher)
+    def unshard(self) -> None:
+        """Make the parameters readable for the unit itself, and those of the units that it reads from."""
+        self.retain(self)
+        for other in self._others:
+            other.retain(self)
+
+    def reshard(self) -> None:
+        """Undo `unshard`."""
+        for other in self._others:
+            other.release(self)
+        self.release(self)
+
+    def read_from(self, other: "Unit") -> None:
+        """Unshard another unit, whose parameters this one reads whenever it runs."""
+        self._others[other] = None
+        other.is_shared = True
+        other.retain(self)
+
+    def watch(self, reader: object) -> None:
+        """Retain the unit, and have reads of its parameters reported."""
+        self.retain(reader)
+        self._watchers.add(reader)
         for flat in self.flats:
             flat.watch_reads(True)
 
-    def stop_watch(self, watcher: object) -> None:
-        """Undo `start_watch`; what was written in between is kept, if it was the last watcher."""
-        self._watchers.discard(watcher)
+    def stop_watch(self, reader: object) -> None:
+        """Undo `watch`; what was written in between is kept, if it was the last one."""
+        self._watchers.discard(reader)
         for flat in () if self._watchers else self.flats:
             flat.watch_reads(False)
+        self.release(reader)
 
     def unwrap(self, device: torch.device | None) -> None:
         """Give the parameters their values in memory of their own."""
         self.unshard()
         for flat in self.flats:
             flat.unwrap(device)
-        self._holders.clear()
-
-    def borrow(self, lender: "Unit") -> None:
-        """Unshard another unit, whose parameters this one reads while it runs."""
-        self.borrowed[lender] = None
-        lender.is_lent = True
-        lender.unshard(self)
+        self._readers.clear()
 
 
 @dataclass(eq=False)
 class Call:
-    """A call of a module of a unit in forward, and its backward. Times are those of the scheduler's clock."""
+    """A call of a module of a unit in forward, and its backward. Times are of the scheduler's clock."""
 
     unit: Unit
     module: nn.Module

@@ -10,8 +10,7 @@ from parallel.mesh import Mesh
 from tests.deferred import deferred
 from tests.ranks import run_ranks
 from tests.simulated_streams import Race
-from zero.memory.allocators import host_allocator
-from zero.memory.placement import Offload, Placement
+from zero.memory.placement import Offload, Placement, host_allocator
 from zero.memory.staging import free_storage, restore_storage
 from zero.memory.streams import SideStream
 

@@ -18,8 +18,7 @@ from parallel.mesh import Axis, Mesh
 from parallel.world import World
 from tests.ranks import run_ranks
 from zero.memory import placement
-from zero.memory.allocators import host_allocator
-from zero.memory.placement import Placement
+from zero.memory.placement import Placement, host_allocator
 from zero.state.owned_state import owned_state
 from zero.state.resident import resident_states
 from zero.state.writer import HostCopies

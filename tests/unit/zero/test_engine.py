@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from parallel.errors import ConfigError
 from parallel.mesh import Axis
 from parallel.tensor.gradient_sums import GradientSums
 from zero.engine import ZeroDataParallel
@@ -60,13 +59,6 @@ def test_a_parameter_keeps_its_shape_and_its_type():
         with pytest.raises(ValueError, match=r"weight is a torch\.float32 of shape \(4, 4\) on cpu .* cannot become"):
             weight.data = values
     assert weight.eq(2.0).all()
-
-
-def test_units_that_share_a_module_are_refused():
-    module = two_layers()
-    module.append(nn.Sequential(module[0]))
-    with pytest.raises(ConfigError, match=r"ZeroConfig\.units: 0 and 2 share a module; name one unit around both$"):
-        ZeroDataParallel(module, DATA, ZeroConfig(3, units=("0", "2")))
 
 
 def test_optimizers_of_a_model_have_the_same_loss_scale():

@@ -10,7 +10,7 @@ from parallel.errors import ConfigError
 from parallel.mesh import Handle
 from tests.unit.gpt.model.models import ONE_DEVICE, batch, small_config, small_gpt
 from zero.activations.checkpointed_blocks import ActivationsConfig, CheckpointedBlocks
-from zero.activations.slab import Slot
+from zero.activations.stores import Slot
 from zero.memory.streams import SideStream
 
 

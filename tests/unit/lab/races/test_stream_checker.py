@@ -12,7 +12,7 @@ from parallel.memory_kinds import TensorKind, tagged
 from parallel.mesh import Axis, Handle, Mesh
 from parallel.streams import active_simulation, announce_host_read, current_stream, synchronize
 from parallel.world import imitated_world
-from zero.memory.allocators import host_allocator
+from zero.memory.placement import host_allocator
 from zero.memory.streams import SideStream, launched_work
 from zero.uneven import _Exchange
 

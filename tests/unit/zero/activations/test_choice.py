@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from parallel.comm_log import CommLog
-from parallel.errors import ConfigError
 from parallel.mesh import Axis
 from zero.activations.choice import (
     Hardware,
@@ -14,8 +13,6 @@ from zero.activations.choice import (
     choose_store,
     exposed_seconds,
     largest_batch,
-    model_parallel_volume,
-    partition_volume,
     pays,
     stored_bytes,
 )
@@ -36,13 +33,6 @@ def workload(billions: float, L: int, b: int, stage: int, N_d: int, **changes: i
     shape = {"s": 1024, "h": 8192, "k": 2, "N_m": 16, "tensor_size": 16, "vocab_size": 50304, "itemsize": 2}
     shape |= {"block_weights": 12 * 8192**2, "block_width": 12 * 8192}
     return Workload(b=b, L=L, state_bytes=states, data_bytes=sent, **(shape | changes))
-
-
-def test_volumes_are_section_8s():
-    assert model_parallel_volume(32, 1024, 8192, 1) == 12 * 32 * 1024 * 8192
-    for k, share in ((1, 1 / 12), (2, 1 / 24)):
-        assert partition_volume(32, 1024, 8192, 10, k) / model_parallel_volume(32, 1024, 8192, 10) == share
-        assert share < 0.1
 
 
 def test_arithmetic_intensity_is_section_6s():
@@ -96,19 +86,6 @@ def test_if_nothing_is_replicated_the_choice_is_between_keeping_and_the_host():
     assert "partition " not in choose_store(alone, V100_BYTES, Hardware())[1]
 
 
-def test_two_tensor_ranks_are_enough_to_partition():
-    pair = workload(60, 75, 1, 2, 8, N_m=2)
-    assert "partition " in choose_store(pair, V100_BYTES, Hardware())[1]
-
-
-def test_a_store_that_holds_exactly_the_micro_batch_is_chosen():
-    exact = largest_batch(workload(60, 75, 1, 2, 8), "keep", V100_BYTES)
-    for b, store in ((exact, "keep"), (exact + 1, "partition")):
-        chosen, reason = choose_store(workload(60, 75, b, 2, 8), V100_BYTES, Hardware())
-        assert chosen == store
-        assert f"the first that holds a micro-batch of {b}" in reason
-
-
 def test_a_micro_batch_that_no_store_holds_is_reported():
     chosen, reason = choose_store(workload(1000, 212, 1, 2, 25), V100_BYTES, Hardware())
     assert chosen == "partition_host"
@@ -152,12 +129,3 @@ def test_bytes_and_seconds_of_a_small_layout_are_those_computed_by_hand(N_m, sto
     for store, num_bytes in stored.items():
         assert stored_bytes(w, store) == num_bytes
         assert 1e6 * exposed_seconds(w, store, 2, hardware) == pytest.approx(seconds[store])
-
-
-def test_a_store_does_not_pay_instead_of_itself():
-    assert not pays(workload(60, 75, 8, 2, 8), "keep", "keep", V100_BYTES, Hardware())
-
-
-def test_a_figure_of_the_hardware_that_is_not_positive_is_refused():
-    with pytest.raises(ConfigError, match=r"Hardware\.host_gb_per_second=0 is not above 0"):
-        Hardware(host_gb_per_second=0)

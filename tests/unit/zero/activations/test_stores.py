@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import get_args
 
 import pytest
 import torch
@@ -17,8 +16,7 @@ from parallel.mesh import Axis, Handle, Mesh
 from parallel.tensor.blocks import run_in_order
 from tests.ranks import run_ranks
 from zero.activations.checkpointed_blocks import ActivationsConfig, CheckpointedBlocks, checkpointed_blocks
-from zero.activations.slab import Slot
-from zero.activations.stores import STORES, StoreContext, StoredBytes, StoreName
+from zero.activations.stores import STORES, Slot, StoreContext, StoredBytes
 from zero.memory.streams import SideStream
 
 CPU = torch.device("cpu")
@@ -152,15 +150,6 @@ def test_a_forward_before_the_backward_of_the_last_one_is_an_error(second):
         two_forwards_then_two_backwards(True, first=(4, 6), second=second)
 
 
-def test_without_slabs_or_in_another_slab_a_backward_may_follow_later():
-    expected = [gradient_of(torch.ones(4), run_in_order), gradient_of(torch.ones(6), run_in_order)]
-    for found in (
-        two_forwards_then_two_backwards(False, first=(4,), second=(6,)),
-        two_forwards_then_two_backwards(True, first=(4,), second=(6,)),
-    ):
-        assert all(gradient.equal(other) for gradient, other in zip(found, expected, strict=True))
-
-
 @pytest.mark.parametrize("store", ["keep", "partition_host"])
 def test_micro_batches_use_the_slab_again_and_evaluation_does_not_touch_it(store):
     run, x = checkpointed_blocks(ActivationsConfig(store, 2)), torch.randn(4, 6)
@@ -177,17 +166,6 @@ def test_micro_batches_use_the_slab_again_and_evaluation_does_not_touch_it(store
             assert between.equal(run_in_order(blocks(5), x))
         for memory in (tracker.device, tracker.host):
             assert memory.num_allocations[TensorKind.CHECKPOINTS] == memory.num_allocations[TensorKind.BUFFERS] == 0
-
-
-@pytest.mark.parametrize("store", ["keep", "partition_host"])
-def test_an_evaluation_between_a_forward_and_its_backward_is_harmless(store):
-    run, x = checkpointed_blocks(ActivationsConfig(store, 2)), torch.randn(4, 6, requires_grad=True)
-    assert run is not None
-    loss = run(blocks(5), x * 1).sum()
-    with torch.no_grad():
-        run(blocks(5), torch.randn(4, 6))
-    loss.backward()
-    assert x.grad.equal(gradient_of(x.detach(), run_in_order))
 
 
 @pytest.mark.parametrize("store", STORES)
@@ -229,10 +207,6 @@ def test_without_a_slab_checkpoints_are_freed_during_backward():
         assert tracker.device.resident[TensorKind.CHECKPOINTS] == 5 * 400
         loss.backward()
     assert left == [400]
-
-
-def test_every_name_of_a_store_is_a_row_of_the_table():
-    assert tuple(STORES) == get_args(StoreName)
 
 
 def test_partitioning_activations_that_are_not_replicated_is_refused():

@@ -1,7 +1,6 @@
 """A flat buffer whose all-gathers end as late as they may: nothing is read or freed before they have ended."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from operator import attrgetter
 
 import pytest
@@ -10,7 +9,7 @@ from torch import Tensor, nn
 
 from parallel.comm_log import CommLog
 from parallel.mesh import Axis, Handle
-from zero.buckets.flat import FlatParameters, absent, is_absent
+from zero.buckets.flat import FlatContext, FlatParameters, absent, is_absent
 from zero.buckets.guarded_parameter import ParameterGuard
 from zero.memory.placement import Offload
 from zero.partition.config import ZeroConfig
@@ -21,67 +20,65 @@ from zero.partition.stage import Lifetime
 class LateAxis(Axis):
     """The first of two ranks that own the same values; a message is written when its handle is waited for."""
 
-    arrived: list[Tensor] = field(default_factory=list, compare=False)
-
     def all_gather(self, shard: Tensor, *, out: Tensor) -> Handle:
         def arrive() -> None:
             assert out.untyped_storage().nbytes() > 0, "freed while a message was on its way"
-            self.arrived.append(out.copy_(shard.repeat(2)))
+            out.copy_(shard.repeat(2))
 
         return Handle(arrive)
 
 
-def flat_parameters(
-    lifetime: Lifetime, before_read: Callable[[nn.Parameter], None] = lambda _param: None
-) -> FlatParameters:
+class NotedReads:
+    """The parameters of which a read has been reported."""
+
+    def __init__(self) -> None:
+        self.params: list[int] = []
+
+    def before_read(self, param: nn.Parameter) -> None:
+        self.params.append(id(param))
+
+    def after_saving(self, param: nn.Parameter) -> None: ...
+
+
+def flat_parameters(lifetime: Lifetime, reads: NotedReads | None = None) -> FlatParameters:
     """Make a buffer of two buckets of 32 elements, a parameter in each; each rank owns 16 of a bucket."""
     half = torch.arange(32.0)
     params = {"first": nn.Parameter(half.view(4, 8).clone()), "second": nn.Parameter(half.clone())}
-    axis, offload = LateAxis("data", 2, 0, CommLog()), Offload(torch.device("cpu"))
-    guard = ParameterGuard({param: name for name, param in params.items()}, before_read)
-    return FlatParameters(params, axis, lifetime, 32, ZeroConfig(3), attrgetter("data"), offload, guard)
-
-
-def test_unshard_fills_the_parameters_and_reshard_frees_them():
-    flat = flat_parameters(Lifetime.TRANSIENT)
-    first, second = flat.params
-    for _ in range(2):
-        assert flat.full.untyped_storage().nbytes() == 0
-        assert first.shape == (4, 8)
-        assert first.isnan().all()  # a read of a sharded parameter is noticed, and does not crash the process
-        flat.start_unshard()
-        flat.unshard()
-        assert first.flatten().tolist() == [*range(16)] * 2
-        assert second.tolist() == [*range(16)] * 2
-        flat.reshard()
+    guard = ParameterGuard({param: name for name, param in params.items()}, reads or NotedReads())
+    context = FlatContext(ZeroConfig(3), LateAxis("data", 2, 0, CommLog()), 32, Offload(torch.device("cpu")), guard)
+    return FlatParameters(params, lifetime, attrgetter("data"), context)
 
 
 def test_reshard_waits_for_running_gathers_before_it_frees_the_buffer():
-    reads: list[nn.Parameter] = []
-    flat = flat_parameters(Lifetime.TRANSIENT, reads.append)
-    flat.start_unshard()
-    assert flat.axis.arrived == []
-    flat.reshard()
-    assert len(flat.axis.arrived) == len(flat.buckets)
-    assert flat.full.untyped_storage().nbytes() == 0
-    assert reads == [], "nothing has read the values of a parameter"
+    reads = NotedReads()
+    flat = flat_parameters(Lifetime.TRANSIENT, reads)
+    first, second = flat.params
+    for is_waited_for in (True, False, True):
+        flat.start_unshard()
+        if is_waited_for:
+            flat.unshard()
+            assert first.flatten().tolist() == second.tolist() == [*range(16)] * 2
+        flat.reshard()
+        assert flat.full.untyped_storage().nbytes() == 0
+        assert reads.params == [], "nothing has read the values of a sharded parameter"
+    assert first.isnan().all()  # a read of a sharded parameter is noticed, and does not crash the process
 
 
 def test_reads_of_sharded_parameters_are_reported():
-    reads: list[nn.Parameter] = []
-    flat = flat_parameters(Lifetime.TRANSIENT, reads.append)
+    reads = NotedReads()
+    flat = flat_parameters(Lifetime.TRANSIENT, reads)
     for is_reported in (True, False, True):
         flat.unshard() if not is_reported else flat.reshard()
-        reads.clear()
+        reads.params.clear()
         for param in flat.params:
             param.sum()
-        assert [id(param) for param in reads] == [id(param) for param in flat.params] * is_reported
+        assert reads.params == [id(param) for param in flat.params] * is_reported
     flat.unshard()
     for is_watched in (True, False):
         flat.watch_reads(is_watched)
-        reads.clear()
+        reads.params.clear()
         flat.params[1].sum()
-        assert len(reads) == is_watched
+        assert len(reads.params) == is_watched
 
 
 def test_what_is_written_to_unsharded_parameters_is_kept_by_the_owner():
@@ -99,29 +96,6 @@ def test_what_is_written_to_unsharded_parameters_is_kept_by_the_owner():
         second.add_(200.0)
     flat.watch_reads(False)
     assert flat.buckets[1].params.owned.tolist() == flat.buckets[1].master.tolist() == [*range(200, 216)]
-
-
-@pytest.mark.parametrize("was_unsharded", [True, False])
-def test_unshard_after_an_update_fills_in_the_new_values(was_unsharded):
-    flat = flat_parameters(Lifetime.TRANSIENT)
-    if was_unsharded:
-        flat.unshard()
-    flat.reshard()
-    for bucket in flat.buckets:
-        bucket.params.owned.fill_(7.0)
-        bucket.params.all_gather_updated().wait()
-    flat.unshard()
-    assert flat.params[0].eq(7.0).all()
-
-
-def test_shards_of_a_persistent_buffer_are_parts_of_it_and_reshard_keeps_it():
-    flat = flat_parameters(Lifetime.PERSISTENT)
-    assert flat.buckets[0].params.owned.data_ptr() == flat.full.data_ptr() == flat.params[0].data_ptr()
-    flat.buckets[1].params.owned.fill_(7.0)
-    flat.buckets[1].params.all_gather_updated().wait()
-    assert flat.params[1].eq(7.0).all()
-    flat.reshard()
-    assert flat.params[1].eq(7.0).all()
 
 
 @pytest.mark.parametrize("lifetime", Lifetime)

@@ -50,7 +50,7 @@ def units_of_layers() -> list[Unit]:
     """Return the units; the last one has elements of 2 bytes, the others of 4."""
     module = Layers()
     module.layers[2].bfloat16()
-    units = list(ZeroDataParallel(module, Axis.trivial("data"), ZeroConfig(3))._units.values())[1:]
+    units = list(ZeroDataParallel(module, Axis.trivial("data"), ZeroConfig(3))._access.units.values())[1:]
     assert [unit.transient_numel for unit in units] == NUMELS
     return units
 
@@ -85,10 +85,6 @@ def test_units_are_prefetched_and_kept_as_far_as_there_is_room(prefetch_numel, r
     assert choose_units(orders_of(units, units[::-1]), prefetch_numel, room_bytes) == expected
 
 
-def test_without_units_nothing_is_prefetched():
-    assert choose_units(orders_of([], []), 1000, 10**6) == (0, True, 0)
-
-
 def placed(buckets: list[Bucket], room_bytes: int, *sizes: int) -> tuple[list[int], int]:
     """Return the places of the buckets whose optimizer states, of these bytes, are moved, and what they take."""
     found: list[int] = []
@@ -96,16 +92,6 @@ def placed(buckets: list[Bucket], room_bytes: int, *sizes: int) -> tuple[list[in
         buckets, room_bytes, lambda b: sizes[buckets.index(b)], lambda b, _: found.append(buckets.index(b))
     )
     return found, taken
-
-
-def test_optimizer_states_are_placed_in_the_order_of_buckets_until_one_does_not_fit():
-    buckets = wrapped(OffloadConfig("host")).buckets
-    assert placed(buckets, 350, 100, 200, 50) == ([0, 1, 2], 350)
-    assert placed(buckets, 349, 100, 200, 50) == ([0, 1], 300)
-    assert placed(buckets, 299, 100, 200, 50) == ([0], 100)
-    assert placed(buckets, 99, 100, 200, 50) == ([], 0)
-    buckets[0].grads.place(Placement.ACCELERATOR)  # it is there already
-    assert placed(buckets, 250, 100, 200, 50) == ([1, 2], 250)
 
 
 def test_optimizer_states_leave_room_for_the_largest_gradient_that_is_cast():
@@ -124,21 +110,20 @@ def test_a_budget_holds_the_two_largest_units_and_staged_gradients(mode):
     units, budget_bytes = units_of_layers(), 1000
     for staging_bytes in (104, 105):
         offload = OffloadConfig(mode, accelerator_memory_gb=budget_bytes / 1e9)
-        planner = PlacementPlanner(Offload(CPU, offload), 7, orders_of([], []))
+        planner = PlacementPlanner(Offload(CPU, offload), 7)
         assert (planner.prefetch_numel, planner.may_keep) == ((0, False) if mode == "auto" else (7, True))
         if staging_bytes == 104:  # 4 * (144 + 80) + 104 bytes
             planner.check_units(units, staging_bytes)
         else:
             with pytest.raises(ConfigError, match=r"two units and staged gradients alone take 1\.001e-06, 1e-09 more"):
                 planner.check_units(units, staging_bytes)
-    PlacementPlanner(Offload(CPU), 7, orders_of([], [])).check_units(units, staging_bytes=10**18)
 
 
 def test_nine_tenths_of_the_accelerator_are_the_budget_of_auto(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: SimpleNamespace(total_memory=1000))
     offload = Offload(CPU, OffloadConfig("auto"))
     offload.device = torch.device("cuda")
-    planner = PlacementPlanner(offload, 7, orders_of([], []))
+    planner = PlacementPlanner(offload, 7)
     planner.check_units([], staging_bytes=900)
     with pytest.raises(ConfigError, match=r"accelerator_memory_gb=9e-07 is too small"):
         planner.check_units([], staging_bytes=901)
@@ -174,7 +159,7 @@ def cached_bytes(model: ZeroDataParallel) -> int:
 def test_shards_that_have_no_room_in_the_update_are_evicted_before_it(monkeypatch: pytest.MonkeyPatch):
     """Everywhere else there is room for all of them."""
     model, optimizer = within_budget()
-    measure(monkeypatch, lambda: BUDGET if model.planner._moment == UPDATE else 0)
+    measure(monkeypatch, lambda: BUDGET if model.planner._recorder.moment == UPDATE else 0)
     found = []
     for _ in range(4):
         model(torch.ones(2, 8)).backward()
@@ -200,11 +185,11 @@ def test_shards_are_cached_in_the_room_that_each_moment_has(
     """The root is visited first. The shard of the second layer is used later than that of the first."""
     model, optimizer = within_budget()
     model.module.order = (0, 1, 0, 1, 2)
-    measure(monkeypatch, lambda: BUDGET - (0 if model.planner._recorder._moment == moment_without_room else room_bytes))
+    measure(monkeypatch, lambda: BUDGET - (0 if model.planner._recorder.moment == moment_without_room else room_bytes))
     found: list[tuple[Moment, int]] = []
 
     def note(*_: object) -> None:
-        found.append((model.planner._moment, cached_bytes(model)))
+        found.append((model.planner._recorder.moment, cached_bytes(model)))
 
     def after_forward(_module: nn.Module, _args: tuple, output: Tensor) -> None:
         note()
@@ -212,7 +197,7 @@ def test_shards_are_cached_in_the_room_that_each_moment_has(
 
     for layer in model.module.layers:
         layer.register_forward_hook(after_forward)
-    for unit in model._units.values():
+    for unit in model._access.units.values():
         monkeypatch.setattr(unit, "_before_gather", note)
     for step in range(4):
         if step == 2:
@@ -271,7 +256,7 @@ def test_a_budget_that_is_exceeded_ends_the_first_step_before_its_update(
     model, optimizer = within_budget(mode)
     model.planner._recorder._meter.earlier_peaks = 70, 90
     assert model.planner.earlier_peaks == (70, 90)
-    measure(monkeypatch, lambda: BUDGET + (10**6 if model.planner._recorder._moment == moment else 0))
+    measure(monkeypatch, lambda: BUDGET + (10**6 if model.planner._recorder.moment == moment else 0))
     before = params_of(model)
     model(torch.ones(2, 8)).backward()
     where = f"{moment[0]} visit {moment[1]}"

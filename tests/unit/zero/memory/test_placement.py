@@ -9,9 +9,10 @@ from torch import Tensor
 
 from lab.observe.memory_tracker import MemoryTracker
 from lab.races.stream_checker import StreamError, streams_checked
+from parallel.errors import MemoryLimitError
 from parallel.memory_kinds import TensorKind
 from parallel.mesh import Handle
-from zero.memory.placement import Offload, OffloadConfig, Placement
+from zero.memory.placement import Offload, Placement, host_allocator
 
 CPU = torch.device("cpu")
 
@@ -107,21 +108,6 @@ def test_casts_on_their_way_to_the_accelerator_take_two_buffers_in_turn():
     assert cast(offload, 4, 5, 4, 5) == 0
 
 
-def test_states_are_updated_where_they_are_placed():
-    offload = Offload(torch.device("meta"))
-    assert [offload.device_of(placement).type for placement in Placement] == ["meta", "cpu"]
-
-
-@pytest.mark.parametrize(
-    ("mode", "states", "expected"),
-    [
-        ("accelerator", ("optimizer", "parameters"), set()),
-        ("host", ("optimizer",), {"optimizer"}),
-        ("host", ("parameters",), {"parameters"}),
-        ("auto", ("optimizer", "parameters"), {"optimizer", "parameters"}),
-    ],
-)
-def test_states_that_may_be_offloaded_begin_on_the_host(mode, states, expected):
-    config = OffloadConfig(mode, states)
-    assert config.offloaded_states == expected
-    assert {s for s in ("optimizer", "parameters") if config.initial_placement(s) is Placement.HOST} == expected
+def test_host_memory_that_cannot_be_allocated_is_an_error_with_its_size():
+    with pytest.raises(MemoryLimitError, match=r"1\.13e\+06 GB of host memory for moments"):
+        host_allocator(CPU, TensorKind.MOMENTS)(2**50 // 4, torch.float32)

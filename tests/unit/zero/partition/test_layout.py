@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zero.partition.layout import ALIGNMENT, Layout, cut, overlap, round_up
+from zero.partition.layout import ALIGNMENT, Layout, overlap
 
 SHAPES = st.lists(st.lists(st.integers(1, 40), max_size=3).map(torch.Size), min_size=1, max_size=8)
 LAYOUTS = st.builds(
@@ -41,14 +41,6 @@ def test_buckets_follow_each_other_and_hold_every_span(layout):
     assert len(layout.buckets[-1].elements) <= len(layout.buckets[0].elements)
 
 
-@given(SHAPES, st.integers(1, 5), st.integers(1, 3000))
-def test_a_bucket_is_as_long_as_asked_but_for_alignment_and_the_end_wastes_little(shapes, num_shards, bucket_numel):
-    layout = Layout.of({str(index): shape for index, shape in enumerate(shapes)}, num_shards, bucket_numel)
-    grain = num_shards * ALIGNMENT
-    assert all(len(bucket.elements) < bucket_numel + grain for bucket in layout.buckets)
-    assert layout.numel - round_up(layout.spans[-1].elements.stop, ALIGNMENT) < grain
-
-
 @given(LAYOUTS)
 def test_the_shards_of_a_bucket_are_equal_aligned_and_cover_it(layout):
     for bucket in layout.buckets:
@@ -67,18 +59,6 @@ def test_pieces_and_gaps_cover_a_bucket_once(layout):
         assert sorted(elements_of(*pieces, *gaps)) == list(bucket.elements)
 
 
-@given(LAYOUTS, st.integers(0, 2**32))
-def test_the_owned_pieces_of_all_ranks_are_the_parameters(layout, seed):
-    buffer = torch.rand(layout.numel, generator=torch.Generator().manual_seed(seed))
-    found = {span.name: [] for span in layout.spans}
-    for bucket in layout.buckets:
-        for rank in range(bucket.num_shards):
-            for span, part in layout.spans_in(bucket.shard(rank)):
-                found[span.name].append(cut(buffer, part))
-    for span in layout.spans:
-        assert torch.equal(torch.cat(found[span.name]).view(span.shape), span.view(buffer))
-
-
 def test_a_known_layout():
     shapes = {"w": torch.Size([5, 7]), "b": torch.Size([5]), "gain": torch.Size([])}
     layout = Layout.of(shapes, num_shards=2, bucket_numel=40)
@@ -86,10 +66,6 @@ def test_a_known_layout():
     assert [bucket.elements for bucket in layout.buckets] == [range(64), range(64, 96)]
     assert [bucket.shard(1) for bucket in layout.buckets] == [range(32, 64), range(80, 96)]
     assert list(layout.gaps(range(64))) == [range(35, 48), range(53, 64)]
-
-
-def test_cut_counts_from_the_origin():
-    assert cut(torch.arange(10, 20), range(12, 15), origin=10).tolist() == [12, 13, 14]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ def test_a_block_waits_for_all_of_its_parameters_and_another_module_for_its_own(
     blocks = nn.ModuleList([nn.Sequential(shared, nn.Linear(2, 2)), nn.Sequential(nn.Tanh(), shared)])
     root = nn.ModuleDict({"blocks": blocks, "outer": nn.Sequential(nn.Linear(2, 2), nn.PReLU())})
     waited: list[list[nn.Parameter]] = []
-    handles = hook_readers(root, lambda params: lambda: waited.append(params))
+    handles = hook_readers(root, waited.append)
     x = torch.ones(1, 2)
     for module, expected in [
         (blocks[0], [[*blocks[0].parameters()]]),
