@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import zero.optimizer as optimizer_module
 from gpt.train_step import train_step
 from parallel.errors import ConfigError
 from parallel.mesh import Axis, Mesh
@@ -27,6 +26,7 @@ from zero.partition.config import ZeroConfig
 from zero.state.owned_state import common_state, describe_state, load_common_state, load_owned_state, owned_state
 from zero.state.saved_state import SavedState, TensorRank, rank_file
 from zero.state.tensor_file import write_tensors
+from zero.step import bucket_groups
 from zero.step.loss_scale import LossScale, SkippedStepsError
 
 CLIP_NORMS = [math.inf, 0.5, 1e3]
@@ -452,7 +452,7 @@ def train_in_groups(share: int, dtype: torch.dtype, types: dict[str, Any]) -> tu
     data = Mesh.create(tensor_size=1).data
     model = ZeroDataParallel(small_gpt(dtype), data, ZeroConfig(2, bucket_numel=2000, **types))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(optimizer_module, "GROUPED_SHARE", share)
+        patch.setattr(bucket_groups, "GROUPED_SHARE", share)
         optimizer = ZeroOptimizer(model, torch.optim.AdamW, clip_norm=0.5, lr=1e-2, fused=True)
     calls: list[int] = []
     step_inner = optimizer.inner.step
@@ -477,7 +477,7 @@ def test_small_shards_are_updated_together_to_the_bit(dtype, types):
 
 def test_buckets_of_different_types_are_updated_apart(monkeypatch):
     """Buckets have 64, 64 and 32 elements in fp32, and 32 in fp64; the last two would have room in one group."""
-    monkeypatch.setattr(optimizer_module, "GROUPED_SHARE", 1)
+    monkeypatch.setattr(bucket_groups, "GROUPED_SHARE", 1)
     module = nn.ModuleList([nn.Linear(10, 16, bias=False), nn.Linear(4, 8, bias=False).double()])
     model = ZeroDataParallel(module, Axis.trivial("data"), ZeroConfig(1, bucket_numel=64))
     optimizer = ZeroOptimizer(model, torch.optim.SGD, lr=1.0)

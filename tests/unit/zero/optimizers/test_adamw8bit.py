@@ -13,7 +13,7 @@ from zero.engine import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
 from zero.optimizers.adamw8bit import BLOCK, AdamW8bit, dequantized, quantized, table_of
 from zero.partition.config import ZeroConfig
-from zero.step.elementwise import probe_atoms
+from zero.step.probe import probe_atoms
 
 CPU = torch.device("cpu")
 

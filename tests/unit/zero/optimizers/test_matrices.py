@@ -28,7 +28,7 @@ def test_the_stretches_of_packed_matrices_are_their_rows(packed, num_rows):
                 runs_in = list(matrix.runs_in(elements))
                 assert len(runs_in) <= 3
                 for runs, first in runs_in:
-                    values = runs.view(param.flatten()[elements.start : elements.stop], elements.start)
+                    values = runs.view(param.flatten()[elements.start : elements.stop])
                     own[first : first + runs.numel] = values.flatten()
         for own, whole in zip(found, expected, strict=True):
             assert own.equal(whole.flatten())

@@ -19,7 +19,7 @@ from zero.optimizers.muon import Muon
 from zero.optimizers.soap import Soap
 from zero.partition.config import ZeroConfig
 from zero.state.resident import buffer_bytes
-from zero.step.elementwise import probe_atoms
+from zero.step.probe import probe_atoms
 
 CPU = torch.device("cpu")
 SHAPES = [(6, 20), (20, 6), (8, 8)]

@@ -54,7 +54,7 @@ def test_the_scale_is_updated_once_by_what_any_of_several_optimizers_has_noted()
 
 def record_all(watch: SkippedSteps, steps: str) -> None:
     for step in steps:
-        watch.record(torch.tensor(float(step == "o")))
+        watch.record(torch.tensor(float(step == "o")), torch.tensor(0.0))
 
 
 def test_skipped_steps_raise_at_the_limit_and_warn_of_the_first_in_a_row():
@@ -92,7 +92,7 @@ class CopiesToHost(TorchDispatchMode):
 
 def test_the_host_does_not_wait_for_the_counter_of_skipped_steps():
     with CopiesToHost() as copies:
-        SkippedSteps(torch.device("meta"), limit=1, warns=True).record(torch.ones((), device="meta"))
+        SkippedSteps(torch.device("meta"), limit=1, warns=True).record(*2 * [torch.ones((), device="meta")])
     assert copies.go_on == [True]
 
 

@@ -7,7 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from parallel.errors import ConfigError
-from zero.step.elementwise import BucketedOptimizer, Piece, as_groups, probe_atoms
+from zero.step.bucketed_optimizer import BucketedOptimizer
+from zero.step.pieces import Piece, as_groups
+from zero.step.probe import probe_atoms
 
 CPU = torch.device("cpu")
 
@@ -75,8 +77,8 @@ def test_a_bucket_steps_its_own_pieces_with_their_groups_settings():
     groups = [{"params": [params[0], params[2]], "lr": 0.5}, {"params": [params[1]]}]
     bucketed = BucketedOptimizer(Recorder(groups))
     buckets = [
-        [Piece(params[0], range(1, 2), 0), Piece(params[1], range(3, 4), 1)],
-        [Piece(params[2], range(1), 0)],
+        [Piece(params[0], range(1, 2), 0, "a", range(1)), Piece(params[1], range(3, 4), 1, "b", range(1))],
+        [Piece(params[2], range(1), 0, "c", range(1))],
     ]
     for lr in (0.5, 0.25):
         bucketed.inner.param_groups[0]["lr"] = lr
