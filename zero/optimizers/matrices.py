@@ -139,11 +139,6 @@ class Assignment:
         """The FLOPs of every rank."""
         return [flops for of_shard_rank in self.flops for flops in of_shard_rank]
 
-    @property
-    def num_idle(self) -> int:
-        """The number of ranks that compute no matrix."""
-        return self.all_flops.count(0)
-
 
 def assign(
     matrices: Sequence[Matrix], flops_of: Callable[[tuple[int, int]], int], num_shards: int, tensor_size: int = 1
