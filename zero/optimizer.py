@@ -12,33 +12,32 @@ steps that are recorded.
 """
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from parallel.autograd_internals import foreach_copy_, foreach_mul_
+from parallel.autograd_internals import foreach_mul_
 from parallel.errors import ConfigError
 from parallel.memory_kinds import TensorKind, allocating
-from parallel.mesh import Axis, Handle
+from parallel.mesh import Axis
 from parallel.tensor.gradient_sums import GradientSums, set_deferred
 from parallel.tensor.layers import split_dims
 from zero.buckets.bucket import Bucket
-from zero.buckets.flat import FlatParameters
 from zero.buckets.written_parameters import WrittenParameters
 from zero.engine import ZeroDataParallel
 from zero.memory.placement import Placement
-from zero.partition.layout import cut
-from zero.partition.stage import Lifetime
-from zero.step.elementwise import BucketedOptimizer, Piece, as_groups, check_class, number_groups, probe_atoms
+from zero.step.bucket_groups import BucketGroups, PublishedGathers
+from zero.step.bucketed_optimizer import BucketedOptimizer
 from zero.step.grad_norm import GradNorm
 from zero.step.loss_scale import LossScale, SkippedSteps
 from zero.step.matrix_updates import MatrixUpdates
+from zero.step.pieces import OwnedPieces, Piece, as_groups, check_class
+from zero.step.probe import probe_atoms
 
 Scales = dict[Placement, tuple[Tensor, ...]]  # (clip coefficient, flag of a skipped step) in each memory
-GROUPED_SHARE = 8  # shards are updated together up to this part of the elements of a bucket
 
 
 class ZeroOptimizer:
@@ -71,42 +70,26 @@ class ZeroOptimizer:
         **settings: Any,
     ):
         check_class(optimizer)
-        self._reducer, self._planner, self._offload = model.reducer, model.planner, model.offload
-        self._flats = [flat for flat in model.flats if flat.is_trainable]
-        self._overlaps_gathers = model.config.overlap_gather
-        tensor, self._clip_norm = tensor or Axis.trivial("tensor"), clip_norm
-        self._axes = model.shard_axis, model.replica_axis, tensor
-        device = self._offload.device
+        self._model, self.tensor, self._clip_norm = model, tensor or Axis.trivial("tensor"), clip_norm
+        device, config = model.offload.device, model.offload.config
         self.loss_scale = loss_scale or LossScale(device=device)
-        self.num_skipped = torch.zeros((), dtype=torch.int64, device=device)
         warns = warn_skipped and not self.loss_scale.is_dynamic
         self._skipped_steps = SkippedSteps(device, max_skipped_in_a_row, warns)
-        first = self._offload.device_of(self._offload.config.initial_placement("optimizer"))
         groups = as_groups(model.module.parameters() if groups is None else groups)
-        group_of = number_groups(groups, set(model.module.parameters()))
-        self._params = self._trainable(group_of)
-        self._state_bytes = probe_atoms(optimizer, settings, first, groups, model.config.alignment)
-        self._group_of = {param: group_of[param] for param in self._params}
-        owned = self._owned = _owned_parts(self._flats, group_of)
-        for bucket in owned:
-            bucket.place_master(bucket.optimizer_placement)
-        self._wait_for_updates = model.wait_for_updates
-        self._before_step = partial(model.before_step, self._params)
-        self._is_shared = {bucket: not self._params.issuperset(bucket.grads.parts) for bucket in owned}
-        self._pieces = {bucket: _pieces(bucket, owned[bucket], group_of) for bucket in owned}
-        pieces = [piece for pieces in self._pieces.values() for piece in pieces]
-        groups = [group | {"params": [p.param for p in pieces if p.group == n]} for n, group in enumerate(groups)]
-        self._bucketed = BucketedOptimizer(optimizer(groups, **settings))
-        self.matrices = MatrixUpdates(
-            self.inner, model.module, self._flats, self._pieces, group_of, (model.shard_axis, tensor), self._offload
-        )
+        first = model.offload.device_of(config.initial_placement("optimizer"))
+        state_bytes = probe_atoms(optimizer, settings, first, groups, model.config.alignment)
+        flats = [flat for flat in model.flats if flat.is_trainable]
+        pieces = self._pieces = OwnedPieces(flats, groups, set(model.module.parameters()))
+        self._bucketed = BucketedOptimizer(optimizer(pieces.groups(groups), **settings), state_bytes)
+        axes = model.shard_axis, self.tensor
+        self.matrices = MatrixUpdates(self.inner, model.module, pieces, axes, model.offload)
         split = {model.module.get_parameter(name) for name in split_dims(model.module)}
-        self.grad_norm = GradNorm(owned, self._params, (model.shard_axis, tensor), split, self.loss_scale.scale)
-        self._sums = self._deferred_sums(model.module) if tensor.size > 1 else []
-        self._group_buckets()
-        self._written = WrittenParameters(self._flats, self._offload)
+        self.grad_norm = GradNorm(pieces.owned, pieces.params, axes, split, self.loss_scale.scale)
+        self._sums = self._deferred_sums() if self.tensor.size > 1 else []
+        self._groups = BucketGroups(self.buckets, self.matrices.buckets, model.offload)
+        self._written = WrittenParameters(flats, model.offload)
         self._check_others()
-        self._reducer.register(self, self._params)
+        model.reducer.register(self, pieces.params)
 
     @property
     def inner(self) -> torch.optim.Optimizer:
@@ -116,23 +99,29 @@ class ZeroOptimizer:
     @property
     def state_bytes_per_element(self) -> float:
         """The bytes of the optimizer's states for each element in fp32, in the mean over the parameters."""
-        # `_state_bytes` are those of an element, by group.
-        state_bytes = sum(self._state_bytes[number] * param.numel() for param, number in self._group_of.items())
-        return (state_bytes + self.matrices.state_bytes) / sum(param.numel() for param in self._group_of)
+        numels = {param: param.numel() for param in self._pieces.group_of}
+        of_groups = self._bucketed.bytes_per_element
+        state_bytes = sum(of_groups[number] * numels[param] for param, number in self._pieces.group_of.items())
+        return (state_bytes + self.matrices.state_bytes) / sum(numels.values())
 
     @property
-    def tensor(self) -> Axis:
-        """The axis along which the model itself is split."""
-        return self._axes[2]
+    def num_skipped(self) -> Tensor:
+        """The number of steps that were skipped, a tensor on the device."""
+        return self._skipped_steps.num_skipped
+
+    @property
+    def cast_buffers(self) -> dict[Placement, Tensor]:
+        """The buffer of cast gradients in each memory that needs one."""
+        return self._groups.cast_buffers
 
     @property
     def buckets(self) -> list[Bucket]:
         """The buckets of all trainable parameters, in the order of the layout."""
-        return list(self._pieces)
+        return list(self._pieces.by_bucket)
 
     def pieces_of(self, bucket: Bucket) -> list[Piece]:
         """Return the owned pieces of parameters in a bucket: views of its master weights."""
-        return self._pieces[bucket]
+        return self._pieces.by_bucket[bucket]
 
     @torch.no_grad()
     def step(self, *, skip: Tensor | None = None, gradient_hook: Callable[[], object] = lambda: None) -> Tensor:
@@ -141,11 +130,13 @@ class ZeroOptimizer:
         `skip`: 0-dim, the same on all ranks; if it is not zero nothing is updated, as after an overflow.
         `gradient_hook` is called while the owned gradients are reduced and not yet clipped.
         """
-        self._before_step()
-        self._reducer.complete()
-        self._planner.before_update(self._axes)
-        if self._buckets_on(Placement.HOST):
-            self._offload.synchronize()  # before the host reads gradients that were copied to it
+        model = self._model
+        axes = model.shard_axis, model.replica_axis, self.tensor
+        model.before_step(self._pieces.params)
+        model.reducer.complete()
+        model.planner.before_update(axes)
+        if self._groups.on(Placement.HOST):
+            model.offload.synchronize()  # before the host reads gradients that were copied to it
         for sums, parts in self._sums:
             sums.sum_at_once([bucket.owned_part(bucket.grads.owned, part) for bucket, part in parts])
         gradient_hook()
@@ -153,15 +144,14 @@ class ZeroOptimizer:
         coefficient = (self._clip_norm / (norm + 1e-6)).clamp(max=1.0) / self.loss_scale.scale
         found_inf = (~norm.isfinite()).float()
         skipped = found_inf if skip is None else torch.maximum(found_inf, skip.float())
-        if self._must_skip(skipped):
+        if not self._bucketed.skips_by_itself and bool(skipped):  # the host waits for the device
             self._bucketed.skip_round()
         else:
             self._update_all(coefficient, skipped)
-        self.num_skipped.add_(skipped.long())
         self.loss_scale.note(found_inf)
         if self._release():
-            self._planner.after_update(self._axes, self.buckets, self.bytes_to_place, self.place)
-        self._skipped_steps.record(found_inf)  # last: it may raise
+            model.planner.after_update(axes, self.buckets, self.bytes_to_place, self.place)
+        self._skipped_steps.record(found_inf, skipped)  # last: it may raise
         return norm
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -174,52 +164,39 @@ class ZeroOptimizer:
     @torch.no_grad()
     def take_changes(self) -> None:
         """Let master weights follow parameters that were written in place; `step` and saving the state call this."""
-        self._wait_for_updates()
+        self._model.wait_for_updates()
         for placement in Placement:
-            self._written.take(placement, self._buckets_on(placement))
+            self._written.take(placement, self._groups.on(placement))
 
     def bytes_to_place(self, bucket: Bucket) -> int:
         """Return the memory that `place` would allocate on the accelerator, without the cast buffer."""
-        # An optimizer that has skipped every step so far has not made its moments yet.
-        per_byte = ((len(piece.elements), self._state_bytes[piece.group] / 4) for piece in self._pieces[bucket])
-        expected = round(sum(numel * bytes_each for numel, bytes_each in per_byte) * bucket.master.itemsize)
-        moments = max(self._bucketed.state_bytes(self._pieces[bucket]), expected)
         needs_own_master = bucket.master.dtype != bucket.params.owned.dtype or bucket.params.placement is Placement.HOST
         gradient = 0 if bucket.grads.persists else bucket.grads.owned.nbytes  # else a part of the full gradients
+        moments = self._bucketed.state_bytes(self.pieces_of(bucket))
         return moments + bucket.master.nbytes * needs_own_master + gradient
 
     def place(self, bucket: Bucket, placement: Placement) -> None:
         """Move a bucket's master weights, moments and owned gradient, between steps. The gradient's values are lost."""
-        self._wait_for_updates()  # gathers read the owned parameters, which may be the master weights
+        self._model.wait_for_updates()  # gathers read the owned parameters, which may be the master weights
         bucket.place_master(placement)
-        new = partial(self._offload.new, placement, TensorKind.MOMENTS)
-        self._bucketed.move(self._pieces[bucket], bucket.master, new)
+        new = partial(self._model.offload.new, placement, TensorKind.MOMENTS)
+        self._bucketed.move(self.pieces_of(bucket), bucket.master, new)
         bucket.grads.place(placement)
-        self._group_buckets()
+        self._groups.regroup()
 
-    def _deferred_sums(self, module: nn.Module) -> list[tuple[GradientSums, list[tuple[Bucket, range]]]]:
+    def _deferred_sums(self) -> list[tuple[GradientSums, list[tuple[Bucket, range]]]]:
         """Switch off the hooks of gradient sums; return each of these with this rank's parts of its parameters."""
         found = []
-        for sums in set_deferred(module, True):
-            summed = self._params.intersection(sums.params)
-            parts = [(bucket, part) for bucket, own in self._owned.items() for param, part in own if param in summed]
-            found.append((sums, parts))
+        for sums in set_deferred(self._model.module, True):
+            summed = self._pieces.params.intersection(sums.params)
+            owned = self._pieces.owned.items()
+            found.append((sums, [(bucket, part) for bucket, own in owned for param, part in own if param in summed]))
         return found
-
-    def _trainable(self, params: Iterable[nn.Parameter]) -> frozenset[nn.Parameter]:
-        given = list(params)
-        trainable = frozenset(given).intersection(param for flat in self._flats for param in flat.params)
-        if not trainable:
-            raise ValueError(
-                f"none of the {len(given)} parameters of the optimizer is trainable; set `requires_grad` before the "
-                "model is wrapped"
-            )
-        return trainable
 
     def _check_others(self) -> None:
         """Check that the model's other optimizers and this one can use the same gradients, buckets and loss scale."""
-        for other in self._reducer.params_of:
-            if self._offload.config.mode == "auto":
+        for other in self._model.reducer.params_of:
+            if self._model.offload.config.mode == "auto":
                 raise ConfigError(
                     "OffloadConfig.mode=auto moves buckets for one optimizer, and this model has two; choose host or "
                     "accelerator"
@@ -233,7 +210,7 @@ class ZeroOptimizer:
 
     def _release(self) -> bool:
         """Discard the gradients of this optimizer's parameters; return whether no other optimizer awaits its own."""
-        is_last = self._reducer.release(self)
+        is_last = self._model.reducer.release(self)
         if is_last:
             self.loss_scale.update_noted()
         return is_last
@@ -241,31 +218,32 @@ class ZeroOptimizer:
     def _update_all(self, coefficient: Tensor, skip: Tensor) -> None:
         # First, on the stream that has used the full buffers: freed on a side stream, their memory would return to that
         # stream's part of the allocator.
-        for flat in self._flats:
+        for flat in self._pieces.flats:
             flat.reshard()
         self.take_changes()
         self.matrices.begin()  # before the round, which reads the counters of the groups
         self._bucketed.begin_round()
-        scales = {p: self._offload.scalars_on(p, coefficient, skip) for p in Placement if self._groups[p]}
+        offload, gathers = self._model.offload, PublishedGathers(self._model.offload)
+        scales = {p: offload.scalars_on(p, coefficient, skip) for p in Placement if self._groups.on(p)}
         for buckets in self._groups_in_order(scales, with_matrices=True):
             self._update(buckets, scales)
         self.matrices.send()
-        published: dict[Bucket, Handle] = {}
         for buckets in self._groups_in_order(scales, with_matrices=False):
             self._update(buckets, scales)
-            published |= {bucket: self._publish(bucket) for bucket in buckets}
-        self._set_flag(skip)
+            for bucket in buckets:
+                gathers.launch(bucket)
+        self._bucketed.set_flag(skip)
         self.matrices.compute()
         for buckets in self._groups_in_order(scales, with_matrices=True):
             for bucket in buckets:
                 self.matrices.apply(bucket)
-                published[bucket] = self._publish(bucket)
+                gathers.launch(bucket)
         self.matrices.end()
         self._bucketed.end_round()
         # A backward whose forward has run before this update must raise, as in torch.
-        torch.autograd.graph.increment_version(self._params)
+        torch.autograd.graph.increment_version(self._pieces.params)
         self._written.restart()
-        self._finish_gathers(published)
+        gathers.finish(self._pieces.flats, overlaps=self._model.config.overlap_gather)
 
     def _groups_in_order(self, scales: Scales, *, with_matrices: bool) -> Iterator[list[Bucket]]:
         """Iterate over the groups of buckets that are updated together, with or without matrices.
@@ -274,39 +252,20 @@ class ZeroOptimizer:
         that all ranks launch their all-gathers in the order of the layout.
         """
         for placement, (_, skip) in scales.items():
-            self._set_flag(skip)
-            yield from (g for g in self._groups[placement] if (g[0] in self.matrices) is with_matrices)
+            self._bucketed.set_flag(skip)
+            yield from self._groups.of(placement, with_matrices=with_matrices)
 
-    def _set_flag(self, skip: Tensor) -> None:
-        """Let the optimizer skip its updates if `skip` is not zero, if it takes such a flag."""
-        if self._takes_found_inf:
-            self.inner.found_inf = skip  # type: ignore[attr-defined]
-
-    def _finish_gathers(self, published: dict[Bucket, Handle]) -> None:
-        """Wait for the gathers of updated parameters, or let the first module that reads them wait."""
-        for flat in self._flats:
-            gathers = {bucket: published[bucket] for bucket in flat.buckets if bucket in published}
-            if self._overlaps_gathers and flat.lifetime is Lifetime.PERSISTENT:
-                flat.let_updates_run(gathers)
-            else:
-                for gather in gathers.values():
-                    gather.wait()
-
-    def _update(self, buckets: Sequence[Bucket], scales: Scales) -> None:
+    def _update(self, buckets: list[Bucket], scales: Scales) -> None:
         """Step the torch optimizer for a group of buckets.
 
         Their gradients are cast to the master weights' dtype first, into one buffer, or are all used as they are.
         """
         placement = buckets[0].optimizer_placement
         grads = [bucket.grads.owned for bucket in buckets]
-        scaled = []
         if buckets[0].casts_gradient:
-            scaled = grads = _copies(grads, self.cast_buffers[placement])
+            scaled = grads = self._groups.cast(grads, placement)
         else:
-            for bucket, grad in zip(buckets, grads, strict=True):
-                # Gradients of other optimizers' parameters keep their values.
-                is_shared = self._is_shared[bucket]
-                scaled += [cut(grad, piece.elements) for piece in self._pieces[bucket]] if is_shared else [grad]
+            scaled = [grad for bucket in buckets for grad in self._pieces.own_grads(bucket)]
         if scaled:
             foreach_mul_(scaled, scales[placement][0])
         with allocating(TensorKind.MOMENTS, on_host=placement is Placement.HOST):  # in the optimizer's first step
@@ -314,98 +273,3 @@ class ZeroOptimizer:
             self._bucketed.step(list(zip(elements, grads, strict=True)))
         for bucket, grad in zip(buckets, grads, strict=True):
             self.matrices.prepare(bucket, grad)
-
-    def _publish(self, bucket: Bucket) -> Handle:
-        """Copy master weights to the owned parameters, wherever either is placed, and all-gather what was updated."""
-        params, master = bucket.params, bucket.master
-        if bucket.optimizer_placement is params.placement:
-            params.owned.copy_(master)  # returns early if both are the same memory
-            return params.all_gather_updated()
-        if bucket.optimizer_placement is Placement.HOST:
-            return self._offload.to_accelerator(master, params.owned, params.all_gather_updated)
-        copied = self._offload.to_host(master.to(params.owned.dtype), params.owned)
-        return Handle(params.all_gather_updated().wait, copied.wait)
-
-    @property
-    def _takes_found_inf(self) -> bool:
-        # Fused SGD accepts it too, but a skipped first step leaves it with a momentum buffer that is not initialized.
-        return isinstance(self.inner, (torch.optim.Adam, torch.optim.AdamW)) and bool(self.inner.defaults["fused"])
-
-    def _must_skip(self, skip: Tensor) -> bool:
-        """Return whether the host must skip the update; False, without a wait, if the optimizer takes the flag."""
-        return not self._takes_found_inf and bool(skip)
-
-    def _buckets_on(self, placement: Placement) -> list[Bucket]:
-        return [bucket for bucket in self.buckets if bucket.optimizer_placement is placement]
-
-    def _group_buckets(self) -> None:
-        """Group the buckets that are updated together, and allocate one buffer for the casts of a group in each memory.
-
-        The shards of many ranks are so small that the launch of a kernel takes longer than the kernel.
-        """
-        limit = max(len(bucket.elements) for bucket in self.buckets) // GROUPED_SHARE
-        self._groups: dict[Placement, list[list[Bucket]]] = {}
-        self.cast_buffers: dict[Placement, Tensor] = {}
-        for placement in Placement:
-            groups = self._groups[placement] = _consecutive(self._buckets_on(placement), limit, self.matrices)
-            if cast := [group for group in groups if group[0].casts_gradient]:
-                largest = max(cast, key=_owned_numel)
-                self.cast_buffers[placement] = self._offload.new(
-                    placement, TensorKind.BUFFERS, _owned_numel(largest), largest[0].master.dtype
-                )
-
-
-def _owned_numel(buckets: Iterable[Bucket]) -> int:
-    return sum(bucket.master.numel() for bucket in buckets)
-
-
-def _consecutive(buckets: Sequence[Bucket], limit: int, matrices: MatrixUpdates) -> list[list[Bucket]]:
-    """Group buckets of the same types, in order, with at most `limit` owned elements unless a bucket has more.
-
-    Buckets with matrices are apart from others.
-    """
-
-    def kind(bucket: Bucket) -> tuple[object, ...]:
-        return bucket.casts_gradient, bucket.master.dtype, bucket in matrices
-
-    groups: list[list[Bucket]] = []
-    for bucket in buckets:
-        last = groups[-1] if groups else []
-        is_alike = bool(last) and kind(last[0]) == kind(bucket)
-        if is_alike and _owned_numel([*last, bucket]) <= limit:
-            last.append(bucket)
-        else:
-            groups.append([bucket])
-    return groups
-
-
-def _copies(tensors: list[Tensor], buffer: Tensor) -> list[Tensor]:
-    """Return copies of flat tensors, one after the other in the buffer."""
-    copies = list(buffer[: sum(map(Tensor.numel, tensors))].split([tensor.numel() for tensor in tensors]))
-    foreach_copy_(copies, tensors)
-    return copies
-
-
-def _owned_parts(
-    flats: Iterable[FlatParameters], params: Collection[nn.Parameter]
-) -> dict[Bucket, list[tuple[nn.Parameter, range]]]:
-    """Return the parts of parameters in each shard that this rank owns, for buckets that have some of `params`."""
-    return {
-        bucket: list(flat.params_in(bucket.shard))
-        for flat in flats
-        for bucket in flat.buckets
-        if any(param in params for param in bucket.grads.parts)
-    }
-
-
-def _pieces(bucket: Bucket, owned: list[tuple[nn.Parameter, range]], group_of: dict[nn.Parameter, int]) -> list[Piece]:
-    """Return the optimizer's parameters of one bucket: views of its master weights."""
-    return [
-        Piece(
-            nn.Parameter(bucket.owned_part(bucket.master, part)),
-            range(part.start - bucket.shard.start, part.stop - bucket.shard.start),
-            group_of[param],
-        )
-        for param, part in owned
-        if param in group_of
-    ]

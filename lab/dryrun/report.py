@@ -167,7 +167,7 @@ def work_on_matrices(matrices: MatrixUpdates) -> dict[str, Any]:
     flops, sent = matrices.assignment.all_flops, matrices.sent_numels()
     return {
         "number": len(matrices.matrices),
-        "idle_ranks": matrices.assignment.num_idle,
+        "idle_ranks": flops.count(0),
         # Of a rank, in means over the ranks.
         "most_work": max(flops) * len(flops) / sum(flops),
         "most_sent": max(sent) * len(sent) / (sum(sent) or 1),

@@ -1,7 +1,7 @@
 """Computes the bytes of model states on one rank by the paper's formula. `zero/state/resident.py` measures them."""
 
 from collections.abc import Container
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
 from zero.partition.stage import Lifetime, ShardingPolicy
@@ -80,10 +80,6 @@ def placed(states: ModelStates, policy: ShardingPolicy, data_size: int, offloade
         master=states.master * optimizer,
         moments=states.moments * optimizer,
     )
-    on_accelerator = ModelStates(
-        parameters=states.parameters - on_host.parameters,
-        gradients=states.gradients if persists else states.gradients - on_host.gradients,
-        master=states.master - on_host.master,
-        moments=states.moments - on_host.moments,
-    )
-    return PlacedStates(on_accelerator, on_host)
+    kinds = (field.name for field in fields(ModelStates))
+    rest = ModelStates(**{kind: getattr(states, kind) - getattr(on_host, kind) for kind in kinds})
+    return PlacedStates(replace(rest, gradients=states.gradients) if persists else rest, on_host)

@@ -17,30 +17,28 @@ def step_bytes(
     gradients are transient, and two all-gathers if full parameters are transient. `gradient_bytes` are the bytes of all
     gradients in `ZeroConfig.reduce_dtype`; None: Psi.
     """
-    shard_size, replica_size = (data_size, 1) if policy.shard_optimizer else (1, data_size)
-    return sum(
-        axis_bytes(policy, parameter_bytes, shard_size, replica_size, num_micro_batches, gradient_bytes=gradient_bytes)
-    )
+    sizes = (data_size, 1) if policy.shard_optimizer else (1, data_size)
+    return sum(axis_bytes(policy, parameter_bytes, sizes, num_micro_batches, gradient_bytes=gradient_bytes))
 
 
 def axis_bytes(
     policy: ShardingPolicy,
     parameter_bytes: float,
-    shard_size: int,
-    replica_size: int,
+    sizes: tuple[int, int],
     num_micro_batches: int = 1,
     *,
     gradient_bytes: float | None = None,
     resident_bytes: float = 0.0,
     kept_bytes: float = 0.0,
 ) -> tuple[float, float]:
-    """Return the bytes that one rank sends in a step along the shard axis, and those along the replica axis.
+    """Return the bytes that one rank sends in a step along the shard axis and along the replica axis, of these sizes.
 
     `gradient_bytes` are the bytes of one reduction of all gradients; None: `parameter_bytes`.
     If full parameters are transient, two parts of `parameter_bytes` are gathered less often. `resident_bytes` persist
     and are gathered once a step. `kept_bytes` (the root and the last unit) stay unsharded from forward to backward, and
     are not gathered again for backward.
     """
+    shard_size, replica_size = sizes
     num_reductions = num_micro_batches if policy.full_grads is Lifetime.TRANSIENT else 1
     gathered_bytes = parameter_bytes
     if policy.full_params is Lifetime.TRANSIENT:

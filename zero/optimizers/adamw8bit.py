@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from zero.optimizers.atoms import block
+from zero.optimizers.atoms import Atom
 from zero.optimizers.grouped_adamw import GroupedAdamW
 
 BLOCK = 256
@@ -30,7 +30,7 @@ class AdamW8bit(GroupedAdamW):
 
     method = "adamw8bit"
     own_defaults: ClassVar = {}
-    own_atom = block(BLOCK)
+    own_atom = Atom(numel=BLOCK)
 
     def update_param(self, param: nn.Parameter, grad: Tensor, group: dict[str, Any]) -> None:
         """Update a parameter, or a piece of one that begins with a block."""

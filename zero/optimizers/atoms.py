@@ -7,7 +7,21 @@
 | matrix | a whole matrix: Muon | the stretches of a matrix are sent to one rank, and its result is sent back |
 
 A class of optimizers declares the atom of each of its groups by a method `atom(group)`; without it, all are elements.
-The declaration is tested before the optimizer is used (`zero/step/elementwise.py`).
+The declaration is tested before the optimizer is used (`zero/step/probe.py`).
+
+[Note: an optimizer whose atom is a row, or another part of a parameter]
+Shards cannot begin at rows: they have the length of their parameter, and `alignment` is one number for all. So a row is
+put together, as a matrix is:
+
+1. Derive the optimizer from `MatrixOptimizer`: `direction` is what is sent of a stretch, `transform` the update of what
+   has been put together, with its states. That is all, if a whole parameter may be sent: declare MATRIX, and let
+   `transform` compute the rows.
+2. To send only rows that shards cut, add an atom to this file, with `is_assembled`, and two branches on it to
+   `zero/optimizers/matrices.py`: `matrices_of` returns a `Matrix` of one row, `rows=range(r, r + 1)`, for each row, and
+   `assign` gives it to the owner of its first element.
+
+The probe, the messages (`zero/step/exchange.py`), the update and the checkpoints of its states follow: they know the
+stretches of a `Matrix`, and no more of its shape.
 """
 
 from dataclasses import dataclass
@@ -20,17 +34,13 @@ from torch.optim import Optimizer
 class Atom:
     """The smallest part of a parameter that can be updated alone."""
 
-    is_matrix: bool
-    numel: int
+    is_assembled: bool = False
+    """True if shards may cut it: its stretches are then put together on one rank (`MatrixOptimizer`)."""
+    numel: int = 1
     """The number of elements that shards never cut: their blocks begin at the beginning of a parameter."""
 
 
-ELEMENT, MATRIX = Atom(False, 1), Atom(True, 1)
-
-
-def block(numel: int) -> Atom:
-    """Return the atom of an optimizer that updates blocks of so many elements."""
-    return Atom(False, numel)
+ELEMENT, MATRIX = Atom(), Atom(is_assembled=True)
 
 
 def atom_of(optimizer: Optimizer, group: dict[str, Any]) -> Atom:

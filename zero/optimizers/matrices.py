@@ -15,12 +15,11 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from parallel.errors import ConfigError
-from zero.partition.layout import cut
 
 
 @dataclass(frozen=True)
 class Runs:
-    """`count` runs of `length` consecutive elements of a parameter; their beginnings are `distance` elements apart."""
+    """`count` runs of `length` consecutive elements of a flat tensor; they begin `distance` elements apart."""
 
     start: int
     count: int
@@ -32,10 +31,10 @@ class Runs:
         """The number of elements."""
         return self.count * self.length
 
-    def view(self, flat: Tensor, origin: int) -> Tensor:
-        """Return a view (count, length) of these elements; the first of `flat` is the parameter's element `origin`."""
+    def view(self, flat: Tensor) -> Tensor:
+        """Return a view (count, length) of these elements."""
         stop = self.start + (self.count - 1) * self.distance + self.length
-        return cut(flat, range(self.start, stop), origin).unfold(0, self.length, self.distance)
+        return flat[self.start : stop].unfold(0, self.length, self.distance)
 
 
 @dataclass(frozen=True)
@@ -74,8 +73,8 @@ class Matrix:
     def runs_in(self, elements: range) -> Iterator[tuple[Runs, int]]:
         """Iterate over the elements of the matrix among `elements` of the parameter, in ascending order.
 
-        Yields at most three times (runs, the first of their elements counted in the matrix): repetitions that are
-        complete are yielded together.
+        Yields at most three times (runs, counted from the first of `elements`; the first one counted in the matrix):
+        repetitions that are complete are yielded together.
         """
         columns = self.shape[1]
         own_numel, distance = len(self.rows) * columns, self.period * columns
@@ -86,7 +85,8 @@ class Matrix:
                 start = max(first, elements.start)
                 length = min(first + own_numel, elements.stop) - start
                 if length > 0:
-                    yield Runs(start, len(some), length, distance), some[0] * own_numel + start - first
+                    runs = Runs(start - elements.start, len(some), length, distance)
+                    yield runs, some[0] * own_numel + start - first
 
 
 def matrices_of(
@@ -138,11 +138,6 @@ class Assignment:
     def all_flops(self) -> list[int]:
         """The FLOPs of every rank."""
         return [flops for of_shard_rank in self.flops for flops in of_shard_rank]
-
-    @property
-    def num_idle(self) -> int:
-        """The number of ranks that compute no matrix."""
-        return self.all_flops.count(0)
 
 
 def assign(

@@ -4,11 +4,11 @@
     transform     the update of a matrix, from the directions of all of its elements          whole matrices
     decay, add    the update of an owned stretch                                              element by element
 
-`ZeroOptimizer` runs the middle step on the rank that the matrix is assigned to. `step` runs all of them for parameters
-that are whole.
+`ZeroOptimizer` runs the middle step on the rank that the matrix is assigned to. `update_matrix` runs all of them.
 """
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -86,11 +86,21 @@ class MatrixOptimizer(GroupedAdamW):
         """Update a whole parameter, which is one matrix."""
         if param.dim() != 2:
             raise ValueError(f"update={self.method!r} is for matrices, not for shape {tuple(param.shape)}")
-        shape = (param.shape[0], param.shape[1])
-        self.prepare(param)
-        sent = self.direction(param, grad, group).to(self.message_dtype)
-        update = self.transform(sent, group, self.state_of_matrix(param, shape, param.device))
+        self.update_matrix([param], [grad], group, (param.shape[0], param.shape[1]))
+
+    @torch.no_grad()
+    def update_matrix(
+        self, stretches: Sequence[nn.Parameter], grads: Sequence[Tensor], group: dict[str, Any], shape: tuple[int, int]
+    ) -> None:
+        """Update a matrix of `shape`, all of whose stretches are here. May overwrite their gradients."""
+        for param in stretches:
+            self.prepare(param)
+        sent = [self.direction(param, grad, group) for param, grad in zip(stretches, grads, strict=True)]
+        matrix = torch.cat([direction.flatten() for direction in sent]).to(self.message_dtype).view(shape)
+        update = self.transform(matrix, group, self.state_of_matrix(stretches[0], shape, matrix.device))
         if (is_kept := self.is_kept(update)) is not None:
             update = update * is_kept
-        self.decay(param, group)
-        self.add(param, update, group, shape)
+        updates = update.flatten().split([param.numel() for param in stretches])
+        for param, values in zip(stretches, updates, strict=True):
+            self.decay(param, group)
+            self.add(param, values.view_as(param), group, shape)

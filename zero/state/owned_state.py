@@ -22,7 +22,7 @@ from zero.optimizers.adamw8bit import AdamW8bit
 from zero.partition.layout import Span
 from zero.state.description import describe_layout
 from zero.state.saved_state import MASTER, SavedFile, SavedState, TensorRank, elements_per_value
-from zero.step.elementwise import Piece
+from zero.step.pieces import Piece
 
 
 def owned_state(model: ZeroDataParallel, optimizer: ZeroOptimizer) -> dict[str, Tensor]:

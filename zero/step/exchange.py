@@ -11,9 +11,9 @@ The results return by the same messages in the opposite direction, to the same p
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
-from typing import Any
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from parallel.autograd_internals import foreach_copy_
 from parallel.mesh import Axis, Handle
 from zero.optimizers.matrices import Assignment, Matrix, Runs
 from zero.partition.layout import Layout, cut
+from zero.step.pieces import Piece
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class Stretch:
     start: int
     """The first element, counted in this tensor rank's part of the matrix."""
     runs: Runs
-    """The elements, counted in the parameter."""
+    """The elements, counted in the piece of the parameter that the rank owns."""
     place: range
     """The elements of the message."""
 
@@ -66,41 +67,11 @@ class Message:
             received, self.received_numels, out=sent, out_numels=self.sent_numels, total_numel=self.total_numel
         )
 
-    @property
-    def sent_numel(self) -> int:
-        return sum(self.sent_numels)
-
-
-class Places:
-    """The places of stretches in a message that consists of a part for each rank."""
-
-    def __init__(self, size: int):
-        self._found: list[list[tuple[Any, int, int, Runs]]] = [[] for _ in range(size)]
-
-    def add(self, rank: int, owner: Any, matrix: int, start: int, runs: Runs) -> None:
-        """Append a stretch to the part of `rank`; `owner` is returned with it."""
-        self._found[rank].append((owner, matrix, start, runs))
-
-    @property
-    def numels(self) -> list[int]:
-        """The number of elements for each rank."""
-        return [sum(runs.numel for *_, runs in part) for part in self._found]
-
-    def stretches(self) -> list[tuple[Any, Stretch]]:
-        """Return (owner, stretch) in the order of the message."""
-        found, first = [], 0
-        for part in self._found:
-            for owner, matrix, start, runs in part:
-                place = range(first, first + runs.numel)
-                found.append((owner, Stretch(matrix, start, runs, place)))
-                first = place.stop
-        return found
-
 
 class MatrixExchange:
     """The two messages of one rank, and where each matrix is in them.
 
-    `owned` lists (owner, name of a parameter, the elements of it that this rank owns) in the order of the layout.
+    `pieces` are the pieces of parameters with matrices that this rank owns; `axes` are (shard, tensor).
     """
 
     def __init__(
@@ -108,50 +79,37 @@ class MatrixExchange:
         matrices: Sequence[Matrix],
         assignment: Assignment,
         layouts: Iterable[Layout],
-        owned: Iterable[tuple[Any, str, range]],
+        pieces: Iterable[Piece],
         axes: tuple[Axis, Axis],
     ):
-        self.matrices, self._places, self._layouts = matrices, assignment.places, list(layouts)
-        shard_axis, self._tensor_axis = axes
+        self.matrices, self.assignment, self._layouts = matrices, assignment, list(layouts)
+        self.stretches: defaultdict[Piece, list[Stretch]] = defaultdict(list)
+        self._received: list[tuple[range, range]] = []  # of each stretch (place in parts, in the message)
         # The numbers of the matrices of each parameter, in ascending order.
         self.of_param: defaultdict[str, list[int]] = defaultdict(list)
         for number, matrix in enumerate(matrices):
             self.of_param[matrix.param].append(number)
-        sent = Places(shard_axis.size)
-        for owner, name, elements in owned:
-            for number, start, runs in self._runs(name, elements):
-                sent.add(self._places[number][0], owner, number, start, runs)
-        received = Places(shard_axis.size)
-        own = {number for number, place in enumerate(self._places) if place[0] == shard_axis.rank}
-        for layout in self._layouts:
-            for rank, number, start, runs in self._stretches(layout, own):
-                received.add(rank, None, number, start, runs)
-        total = sum(matrix.numel for matrix in matrices)
-        self.owned = sent.stretches()
-        self.by_shard = Message(shard_axis, sent.numels, received.numels, total)
-        self._received: defaultdict[int, list[Stretch]] = defaultdict(list)
-        for _, stretch in received.stretches():
-            self._received[stretch.matrix].append(stretch)
-        self._plan_parts(sorted(own))
+        own = [number for number, (shard, _) in enumerate(assignment.places) if shard == axes[0].rank]
+        in_parts = self._plan_parts(own, axes[1])
+        self._plan_stretches(pieces, in_parts, axes[0])
 
     @property
     def own(self) -> list[int]:
         """The numbers of the matrices that this rank computes."""
-        return list(self._own_parts)
+        return list(self._in_wholes)
 
     def sent_numels(self) -> list[int]:
         """Return the number of elements that each shard rank sends to other shard ranks, there and back."""
         found = [0] * self.by_shard.axis.size
-        for layout in self._layouts:
-            for owner, number, _, runs in self._stretches(layout, set(range(len(self.matrices)))):
-                if (computing := self._places[number][0]) != owner:
-                    found[owner] += runs.numel
-                    found[computing] += runs.numel
+        for owner, number, _, runs in self._owned_by_all(set(range(len(self.matrices)))):
+            if (computing := self.assignment.places[number][0]) != owner:
+                found[owner] += runs.numel
+                found[computing] += runs.numel
         return found
 
     def gather_parts(self, received: Tensor) -> Tensor:
         """Return the parts of this shard rank's matrices, each in one piece, in the order of the second message."""
-        parts = received.new_empty(self.by_tensor.sent_numel)
+        parts = received.new_empty(sum(self.by_tensor.sent_numels))
         foreach_copy_(*self._pairs(parts, received))
         return parts
 
@@ -162,19 +120,14 @@ class MatrixExchange:
 
     def computed(self, wholes: Tensor) -> Iterable[tuple[int, list[Tensor]]]:
         """Iterate over the matrices of this rank, each with its number and its parts in the order of tensor ranks."""
-        for number, places in self._own_parts.items():
-            shape = self.matrices[number].shape
-            yield number, [wholes[place.start : place.stop].view(shape) for place in places]
+        for number, places in self._in_wholes.items():
+            yield number, [cut(wholes, place).view(self.matrices[number].shape) for place in places]
 
     def _pairs(self, parts: Tensor, received: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """Return views of both tensors for each stretch; there is at least one, which is empty."""
-        in_parts, in_received = [parts[:0]], [received[:0]]
-        for number, first in self._first_in_parts.items():
-            for stretch in self._received[number]:
-                start = first + stretch.start
-                in_parts.append(parts[start : start + len(stretch.place)])
-                in_received.append(cut(received, stretch.place))
-        return in_parts, in_received
+        in_parts = [cut(parts, place) for place, _ in self._received]
+        in_received = [cut(received, place) for _, place in self._received]
+        return [parts[:0], *in_parts], [received[:0], *in_received]
 
     def _runs(self, name: str, elements: range) -> Iterator[tuple[int, int, Runs]]:
         """Yield (matrix, first element in it, runs) of all matrices among some elements of a parameter."""
@@ -182,38 +135,66 @@ class MatrixExchange:
             for runs, start in self.matrices[number].runs_in(elements):
                 yield number, start, runs
 
-    def _stretches(self, layout: Layout, chosen: set[int]) -> Iterator[tuple[int, int, int, Runs]]:
+    def _owned_by_all(self, chosen: Set[int]) -> Iterator[tuple[int, int, int, Runs]]:
         """Yield (owner, matrix, first element in it, runs) of the stretches of chosen matrices that all ranks own."""
-        for span in layout.spans:
-            if chosen.isdisjoint(self.of_param.get(span.name, ())):
-                continue
-            first = span.elements.start
-            for rank, part in layout.shards(span.elements):
-                for number, start, runs in self._runs(span.name, range(part.start - first, part.stop - first)):
-                    if number in chosen:
-                        yield rank, number, start, runs
+        for layout in self._layouts:
+            for span in layout.spans:
+                if chosen.isdisjoint(self.of_param.get(span.name, ())):
+                    continue
+                first = span.elements.start
+                for rank, part in layout.shards(span.elements):
+                    for number, start, runs in self._runs(span.name, range(part.start - first, part.stop - first)):
+                        if number in chosen:
+                            yield rank, number, start, runs
 
-    def _plan_parts(self, own: list[int]) -> None:
-        """Plan the second message: the parts of the matrices of this shard rank, to the tensor rank that computes."""
-        axis, num_ranks = self._tensor_axis, self._tensor_axis.size
-        computed_by = {number: axis.rank if (rank := self._places[number][1]) is None else rank for number in own}
-        sent_numels, received_numels, first = [0] * num_ranks, [0] * num_ranks, 0
-        self._first_in_parts: dict[int, int] = {}
-        for number in sorted(own, key=lambda number: (computed_by[number], number)):
-            self._first_in_parts[number] = first
-            first += self.matrices[number].numel
-            sent_numels[computed_by[number]] += self.matrices[number].numel
-        self._own_parts: dict[int, list[range]] = {n: [] for n in own if computed_by[n] == axis.rank}
-        first = 0
-        for source in range(num_ranks):
-            for number, places in self._own_parts.items():
-                numel = self.matrices[number].numel
-                if source == axis.rank or self._places[number][1] is not None:
-                    places.append(range(first, first + numel))
-                    first += numel
-                    received_numels[source] += numel
-        total = num_ranks * sum(self.matrices[number].numel for number in own)
+    def _plan_stretches(self, pieces: Iterable[Piece], in_parts: dict[int, range], axis: Axis) -> None:
+        """Plan the first message: the stretches that this rank owns, to the shard ranks that compute their matrices."""
+        places = self.assignment.places
+        sent = [(piece, *found) for piece in pieces for found in self._runs(piece.name, piece.in_param)]
+        received = list(self._owned_by_all(in_parts.keys()))
+        in_sent, sent_numels = _arranged([(places[number][0], runs.numel) for _, number, _, runs in sent], axis.size)
+        in_received, received_numels = _arranged([(rank, runs.numel) for rank, _, _, runs in received], axis.size)
+        for (piece, number, start, runs), place in zip(sent, in_sent, strict=True):
+            self.stretches[piece].append(Stretch(number, start, runs, place))
+        for (_, number, start, runs), place in zip(received, in_received, strict=True):
+            first = in_parts[number].start + start
+            self._received.append((range(first, first + runs.numel), place))
+        total = sum(matrix.numel for matrix in self.matrices)
+        self.by_shard = Message(axis, sent_numels, received_numels, total)
+
+    def _plan_parts(self, own: Sequence[int], axis: Axis) -> dict[int, range]:
+        """Plan the second message: the parts of the matrices of this shard rank, to the tensor rank that computes them.
+
+        Return the place of each part in what is sent.
+        """
+        computed_by = {number: self.assignment.places[number][1] for number in own}  # None: each rank its own part
+        sent = [(axis.rank if (rank := computed_by[number]) is None else rank, number) for number in own]
+        received = [
+            (source, number)
+            for source in range(axis.size)
+            for rank, number in sent
+            if rank == axis.rank and (source == axis.rank or computed_by[number] is not None)
+        ]
+        in_sent, sent_numels = _arranged([(rank, self.matrices[n].numel) for rank, n in sent], axis.size)
+        in_received, received_numels = _arranged([(rank, self.matrices[n].numel) for rank, n in received], axis.size)
+        self._in_wholes: dict[int, list[range]] = {number: [] for rank, number in sent if rank == axis.rank}
+        for (_, number), place in zip(received, in_received, strict=True):
+            self._in_wholes[number].append(place)
+        total = axis.size * sum(self.matrices[number].numel for number in own)
         self.by_tensor = Message(axis, sent_numels, received_numels, total)
+        return dict(zip(own, in_sent, strict=True))
+
+
+def _arranged(items: Sequence[tuple[int, int]], size: int) -> tuple[list[range], list[int]]:
+    """Return the place of each item (rank, numel) in a message with a part for each rank, and the parts' numels."""
+    numels = [0] * size
+    for rank, numel in items:
+        numels[rank] += numel
+    first, places = [0, *accumulate(numels)], []
+    for rank, numel in items:
+        places.append(range(first[rank], first[rank] + numel))
+        first[rank] += numel
+    return places, numels
 
 
 def join(parts: list[Tensor], dim: int | None) -> Tensor:

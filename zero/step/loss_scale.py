@@ -81,16 +81,18 @@ class SkippedSteps:
     def __init__(self, device: torch.device, limit: int | None, warns: bool):
         """`limit`: None for no limit."""
         self._limit, self._warns = limit, warns
+        self.num_skipped = torch.zeros((), dtype=torch.int64, device=device)
         self._in_a_row = torch.zeros((), dtype=torch.int64, device=device)
         self._step = 0
         self._copies: deque[tuple[int, Tensor, Callable[[], bool]]] = deque()  # (step, counter, has arrived)
 
-    def record(self, found_inf: Tensor) -> None:
-        """Record a step; `found_inf`: 0-dim, 1 if a gradient was not finite, else 0.
+    def record(self, found_inf: Tensor, skipped: Tensor) -> None:
+        """Record a step; both 0-dim: `found_inf` is 1 if a gradient was not finite, `skipped` if nothing was updated.
 
         Raises SkippedStepsError if a recent step was the `limit`-th in a row.
         """
         self._step += 1
+        self.num_skipped.add_(skipped.long())
         self._in_a_row.add_(1).mul_(found_inf.long())
         copy = self._in_a_row.to("cpu", non_blocking=True)  # pinned, if the counter is on a GPU
         if type(copy) is not Tensor:

@@ -6,8 +6,7 @@ compute    whole matrices, each on one rank; their updates return in the same me
 apply      of every bucket with matrices: weight decay and update of the owned stretches
 """
 
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -23,10 +22,66 @@ from zero.optimizers.atoms import atom_of
 from zero.optimizers.matrices import Assignment, Matrix, assign, matrices_of
 from zero.optimizers.matrix_optimizer import MatrixOptimizer
 from zero.partition.layout import cut
-from zero.step.elementwise import Piece
-from zero.step.exchange import MatrixExchange, Stretch, join, take_apart
+from zero.step.exchange import MatrixExchange, Message, join, take_apart
+from zero.step.pieces import OwnedPieces, Piece
 
-Pieces = Mapping[Bucket, Sequence[Piece]]
+
+class StretchMessage:
+    """The message of owned stretches during an update: on the accelerator, and on the host for buckets there."""
+
+    def __init__(self, message: Message, dtype: torch.dtype, offload: Offload):
+        self._message, self._dtype, self._offload = message, dtype, offload
+        self.elements = range(sum(message.sent_numels))
+        self._on_host: Tensor | None = None  # pinned, and kept for the whole run
+        self._places_on_host: Sequence[range] = ()
+
+    def allocate(self, places_on_host: Sequence[range]) -> None:
+        """Begin an update in which some of the elements are written and read on the host."""
+        self.on_accelerator = self._new(Placement.ACCELERATOR)
+        self._places_on_host = places_on_host
+        if places_on_host and self._on_host is None:
+            self._on_host = self._new(Placement.HOST)
+
+    def of(self, bucket: Bucket) -> Tensor:
+        """Return the message in the memory in which a bucket is updated."""
+        if bucket.optimizer_placement is Placement.ACCELERATOR:
+            return self.on_accelerator
+        assert self._on_host is not None
+        return self._on_host
+
+    def send(self) -> None:
+        """Launch the message, with what the host has written."""
+        for on_host, on_accelerator in self._copied():
+            self._offload.to_accelerator(on_host, out=on_accelerator).wait()
+        with allocating(TensorKind.BUFFERS):
+            self._received = self._message.receive_buffer(self.on_accelerator)
+        self._sent = self._message.send(self.on_accelerator, self._received)
+
+    def receive(self) -> Tensor:
+        """Wait for the message, and return what this rank has received; it is freed when the caller frees it."""
+        self._sent.wait()
+        received = self._received
+        del self._received
+        return received
+
+    def to_host(self) -> None:
+        """Copy what has returned to the host, which may read it afterwards."""
+        for on_host, on_accelerator in self._copied():
+            self._offload.to_host(on_accelerator, out=on_host).wait()
+        if self._places_on_host:
+            self._offload.synchronize()
+
+    def free(self) -> None:
+        """End an update: free the message on the accelerator."""
+        del self.on_accelerator
+
+    def _copied(self) -> list[tuple[Tensor, Tensor]]:
+        if self._on_host is None:
+            return []
+        return [(cut(self._on_host, place), cut(self.on_accelerator, place)) for place in self._places_on_host]
+
+    def _new(self, placement: Placement) -> Tensor:
+        return self._offload.new(placement, TensorKind.BUFFERS, len(self.elements), self._dtype)
 
 
 class MatrixUpdates:
@@ -36,36 +91,30 @@ class MatrixUpdates:
         self,
         inner: torch.optim.Optimizer,
         module: nn.Module,
-        flats: Sequence[FlatParameters],
-        pieces: Pieces,
-        group_of: Mapping[nn.Parameter, int],
+        pieces: OwnedPieces,
         axes: tuple[Axis, Axis],
         offload: Offload,
     ):
-        """`pieces`: those of all buckets. `axes`: (shard, tensor); matrices are put together along both."""
-        self._inner, self._offload = inner, offload
-        self._tensor_axis = axes[1]
-        axes = axes if inner.defaults.get("joins_parts", True) else (axes[0], axes[1].without_peers())
-        groups = {number for number, group in enumerate(inner.param_groups) if atom_of(inner, group).is_matrix}
-        self._groups = groups
-        params = {param: number for param, number in group_of.items() if number in groups}
-        self._pieces = {bucket: [p for p in own if p.group in groups] for bucket, own in pieces.items()}
-        self.other_pieces = {bucket: [p for p in own if p.group not in groups] for bucket, own in pieces.items()}
-        self._buckets = {bucket for bucket in pieces if not params.keys().isdisjoint(bucket.grads.parts)}
-        self.matrices = _matrices(module, flats, params, axes[1].size)
+        """`axes`: (shard, tensor); matrices are put together along both."""
+        self._inner, self._offload, self._tensor_axis = inner, offload, axes[1]
+        shard, tensor = axes if inner.defaults.get("joins_parts", True) else (axes[0], axes[1].without_peers())
+        self._groups = {number for number, group in enumerate(inner.param_groups) if atom_of(inner, group).is_assembled}
+        params = {param: number for param, number in pieces.group_of.items() if number in self._groups}
+        owned = pieces.by_bucket.items()
+        self._pieces = {bucket: [piece for piece in own if piece.group in self._groups] for bucket, own in owned}
+        self.other_pieces = {
+            bucket: [piece for piece in own if piece.group not in self._groups] for bucket, own in owned
+        }
+        self.buckets = {bucket for bucket in pieces.by_bucket if not params.keys().isdisjoint(bucket.grads.parts)}
+        """The buckets in which any rank owns a stretch of a matrix: the same on all ranks."""
+        matrices = _matrices(module, pieces.flats, params, tensor.size)
         flops_of = inner.flops if isinstance(inner, MatrixOptimizer) else lambda _shape: 0
-        self.assignment: Assignment = assign(self.matrices, flops_of, axes[0].size, axes[1].size)
-        owned = list(_owned(flats, self._pieces))
-        self._first_of = {piece: elements.start for piece, _, elements in owned}
-        self._exchange = MatrixExchange(self.matrices, self.assignment, [flat.layout for flat in flats], owned, axes)
-        self._stretches: defaultdict[Piece, list[Stretch]] = defaultdict(list)
-        for piece, stretch in self._exchange.owned:
-            self._stretches[piece].append(stretch)
-        self._host_message: Tensor | None = None
-
-    def __contains__(self, bucket: Bucket) -> bool:
-        """Return whether any rank owns a stretch of a matrix in a bucket: the same on all ranks."""
-        return bucket in self._buckets
+        assignment = assign(matrices, flops_of, shard.size, tensor.size)
+        layouts = [flat.layout for flat in pieces.flats]
+        own = [piece for of_bucket in self._pieces.values() for piece in of_bucket]
+        self._exchange = MatrixExchange(matrices, assignment, layouts, own, (shard, tensor))
+        if self.buckets:
+            self._message = StretchMessage(self._exchange.by_shard, self.inner.message_dtype, offload)
 
     @property
     def inner(self) -> MatrixOptimizer:
@@ -73,16 +122,26 @@ class MatrixUpdates:
         assert isinstance(self._inner, MatrixOptimizer)
         return self._inner
 
+    @property
+    def matrices(self) -> Sequence[Matrix]:
+        """All matrices, in the order of the layout."""
+        return self._exchange.matrices
+
+    @property
+    def assignment(self) -> Assignment:
+        """The rank that computes each matrix."""
+        return self._exchange.assignment
+
     def begin(self) -> None:
         """Begin an update: allocate the messages."""
-        if not self._buckets:
+        if not self.buckets:
             return
         for number in self._groups:
             self.inner.start_round(self.inner.param_groups[number])
-        numel, dtype, new = self._exchange.by_shard.sent_numel, self.inner.message_dtype, self._offload.new
-        self._message = new(Placement.ACCELERATOR, TensorKind.BUFFERS, numel, dtype)
-        if self._host_message is None and any(bucket.optimizer_placement is Placement.HOST for bucket in self._buckets):
-            self._host_message = new(Placement.HOST, TensorKind.BUFFERS, numel, dtype)
+        on_host = [bucket for bucket in self.buckets if bucket.optimizer_placement is Placement.HOST]
+        pieces = [piece for bucket in on_host for piece in self._pieces[bucket]]
+        places = [stretch.place for piece in pieces for stretch in self._exchange.stretches[piece]]
+        self._message.allocate(places if len(on_host) < len(self.buckets) else [self._message.elements])
 
     def prepare(self, bucket: Bucket, grad: Tensor) -> None:
         """Update the states of a bucket's owned stretches, and write their directions; `grad` is its flat gradient."""
@@ -90,31 +149,24 @@ class MatrixUpdates:
             with allocating(TensorKind.MOMENTS, on_host=bucket.optimizer_placement is Placement.HOST):
                 self.inner.prepare(piece.param)
             direction = self.inner.direction(piece.param, cut(grad, piece.elements), self._group(piece))
-            stretches, first, message = self._stretches[piece], self._first_of[piece], self._message_of(bucket)
+            stretches, message = self._exchange.stretches[piece], self._message.of(bucket)
             foreach_copy_(
                 [stretch.in_message(message) for stretch in stretches],
-                [stretch.runs.view(direction, first) for stretch in stretches],
+                [stretch.runs.view(direction) for stretch in stretches],
             )
 
     def send(self) -> None:
         """Launch the message with the directions of all buckets."""
-        if not self._buckets:
-            return
-        for on_host, on_accelerator in self._copied_from_host():
-            self._offload.to_accelerator(on_host, out=on_accelerator).wait()
-        with allocating(TensorKind.BUFFERS):
-            self._received = self._exchange.by_shard.receive_buffer(self._message)
-        self._sent = self._exchange.by_shard.send(self._message, self._received)
+        if self.buckets:
+            self._message.send()
 
     def compute(self) -> None:
-        """Compute the matrices of this rank, and return their updates to the owners, and get those of its stretches."""
-        if not self._buckets:
+        """Compute the matrices of this rank, return their updates to the owners, and get those of its stretches."""
+        if not self.buckets:
             return
-        self._sent.wait()
-        by_shard, by_tensor = self._exchange.by_shard, self._exchange.by_tensor
+        message, by_shard, by_tensor = self._message, self._exchange.by_shard, self._exchange.by_tensor
         with allocating(TensorKind.BUFFERS):
-            parts = self._exchange.gather_parts(self._received)
-            del self._received  # freed while the matrices are computed
+            parts = self._exchange.gather_parts(message.receive())
             wholes = by_tensor.receive_buffer(parts)
             by_tensor.send(parts, wholes).wait()
             for number, own in self._exchange.computed(wholes):
@@ -123,29 +175,26 @@ class MatrixUpdates:
                 update = self.inner.transform(join(own, matrix.joined_dim), group, state)
                 take_apart(update, own, matrix.joined_dim)
             by_tensor.send_back(wholes, parts).wait()
-            received = by_shard.receive_buffer(self._message)
+            received = by_shard.receive_buffer(message.on_accelerator)
             self._exchange.scatter_parts(parts, received)
-        by_shard.send_back(received, self._message).wait()
-        if (is_kept := self.inner.is_kept(self._message)) is not None:
-            self._message.mul_(is_kept)
-        for on_host, on_accelerator in self._copied_from_host():
-            self._offload.to_host(on_accelerator, out=on_host).wait()
-        if self._host_message is not None:
-            self._offload.synchronize()  # before the host reads the updates
+        by_shard.send_back(received, message.on_accelerator).wait()
+        if (is_kept := self.inner.is_kept(message.on_accelerator)) is not None:
+            message.on_accelerator.mul_(is_kept)
+        message.to_host()
 
     def apply(self, bucket: Bucket) -> None:
         """Update the owned stretches of a bucket."""
         for piece in self._pieces[bucket]:
-            group, first, message = self._group(piece), self._first_of[piece], self._message_of(bucket)
+            group, message = self._group(piece), self._message.of(bucket)
             self.inner.decay(piece.param, group)
-            for stretch in self._stretches[piece]:
-                own, update = stretch.runs.view(piece.param, first), stretch.in_message(message)
+            for stretch in self._exchange.stretches[piece]:
+                own, update = stretch.runs.view(piece.param), stretch.in_message(message)
                 self.inner.add(own, update, group, self.matrices[stretch.matrix].whole_shape)
 
     def end(self) -> None:
         """End an update: free the message on the accelerator."""
-        if self._buckets:
-            del self._message
+        if self.buckets:
+            self._message.free()
 
     def states(self) -> dict[str, Tensor]:
         """Return the states of the whole matrices of this rank, by name, for a checkpoint; they are made if need be.
@@ -188,21 +237,6 @@ class MatrixUpdates:
     def _group(self, piece: Piece) -> dict:
         return self.inner.param_groups[piece.group]
 
-    def _message_of(self, bucket: Bucket) -> Tensor:
-        on_host = bucket.optimizer_placement is Placement.HOST
-        return self._host_message if on_host and self._host_message is not None else self._message
-
-    def _copied_from_host(self) -> list[tuple[Tensor, Tensor]]:
-        """Return (host memory, accelerator memory) of each part of the message whose stretches are on the host."""
-        if self._host_message is None:
-            return []
-        on_host = [bucket for bucket in self._buckets if bucket.optimizer_placement is Placement.HOST]
-        if len(on_host) == len(self._buckets):
-            return [(self._host_message, self._message)]
-        pieces = [piece for bucket in on_host for piece in self._pieces[bucket]]
-        places = [stretch.place for piece in pieces for stretch in self._stretches[piece]]
-        return [(cut(self._host_message, place), cut(self._message, place)) for place in places]
-
 
 def _matrices(
     module: nn.Module, flats: Sequence[FlatParameters], params: Mapping[nn.Parameter, int], tensor_size: int
@@ -217,14 +251,3 @@ def _matrices(
             span.name, span.shape, params[param], packed.get(span.name), split.get(span.name), tensor_size
         )
     ]
-
-
-def _owned(flats: Sequence[FlatParameters], pieces: Pieces) -> Iterator[tuple[Piece, str, range]]:
-    """Yield (piece, name of its parameter, elements counted in the parameter), in the order of the layout."""
-    for flat in flats:
-        for bucket in flat.buckets:
-            by_start = {piece.elements.start: piece for piece in pieces.get(bucket, ())}
-            for span, part in flat.layout.spans_in(bucket.shard):
-                if piece := by_start.get(part.start - bucket.shard.start):
-                    start = span.elements.start
-                    yield piece, span.name, range(part.start - start, part.stop - start)

@@ -124,8 +124,7 @@ def test_other_types_of_gradients_cost_what_the_formulas_say(stage, gradients):
             axis_bytes(
                 STAGES[stage],
                 found["padded_bytes"],
-                shard_size,
-                data_size // shard_size,
+                (shard_size, data_size // shard_size),
                 num_micro_batches,
                 gradient_bytes=found["padded_bytes"] * DTYPES[reduce].itemsize / 2,
                 kept_bytes=found["last_block_bytes"],
@@ -172,8 +171,7 @@ def test_traffic_along_each_axis(layout):
         expected = axis_bytes(
             STAGES[stage],
             found["padded_bytes"],
-            inner,
-            data_size // inner,
+            (inner, data_size // inner),
             num_micro_batches,
             resident_bytes=found["resident_bytes"],
             kept_bytes=found["last_block_bytes"],

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,7 +24,6 @@ from zero.optimizer import ZeroOptimizer
 from zero.optimizers.muon import Muon
 from zero.partition.config import ZeroConfig
 from zero.state import resident
-from zero.state.checkpoint import load, save
 
 CONFIG = ModelConfig(num_layers=2, hidden_size=32, num_heads=4, seq_length=8, vocab_size=97, dropout=0.0)
 LLAMA = replace(CONFIG, num_kv_heads=2, mlp="swiglu", mlp_width=48, norm="rms", positions="rope", biases=False)
@@ -305,37 +303,3 @@ def test_traffic_and_memory_are_those_of_the_formulas():
             assert rank["state_bytes"] == pytest.approx(4 * share + 8 * (1 - share))
             moments = rank["state_bytes"] * rank["num_parameters"] / num_shards
             assert rank["states"].moments == pytest.approx(moments, rel=0.02)
-
-
-LAYOUTS = [
-    Case(1, 2, bucket_numel=300),
-    Case(3, 2, bucket_numel=5000),
-    Case(2, 1, 2),
-    Case(0, 2, offload=OffloadConfig(mode="host", states=("optimizer",))),
-    Case(3, 1, 2, bucket_numel=None, offload=HOST),
-]
-
-
-def save_after_two_steps(case: Case, folder: Path) -> None:
-    """Save after two steps; a run of the same layout continues with the same bits."""
-    model, optimizer = start(case)
-    train_steps(model, optimizer, 1, range(2))
-    save(folder, model, optimizer)
-    train_steps(model, optimizer, 1, range(2, NUM_STEPS))
-    expected = whole_params(model, optimizer.tensor)
-    for name, param in resume(case, folder).items():
-        assert param.equal(expected[name]), name
-
-
-def resume(case: Case, folder: Path) -> dict[str, Tensor]:
-    model, optimizer = start(case, lr=1.0)
-    load(folder, model, optimizer)
-    train_steps(model, optimizer, 1, range(2, NUM_STEPS))
-    return whole_params(model, optimizer.tensor)
-
-
-def test_every_layout_continues_what_another_has_saved(tmp_path):
-    for number, case in enumerate(LAYOUTS):
-        run_ranks(case.num_ranks, save_after_two_steps, case, tmp_path / str(number))
-        following = LAYOUTS[(number + 1) % len(LAYOUTS)]
-        assert_equals_whole(run_ranks(following.num_ranks, resume, following, tmp_path / str(number)))

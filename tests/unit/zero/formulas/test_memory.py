@@ -89,7 +89,7 @@ def test_states_in_host_memory(stage, offloaded, accelerator, host):
 
 def test_parameters_that_persist_or_are_kept_are_gathered_less_often():
     """Two all-gathers of 800 bytes without the 100 that are kept, in each micro-batch, and one of 200 that persist."""
-    assert axis_bytes(STAGES[3], 1000.0, 4, 1) == (3000 * 3 / 4, 0)
-    found = axis_bytes(STAGES[3], 1000.0, 4, 2, 3, resident_bytes=200.0, kept_bytes=100.0)
+    assert axis_bytes(STAGES[3], 1000.0, (4, 1)) == (3000 * 3 / 4, 0)
+    found = axis_bytes(STAGES[3], 1000.0, (4, 2), 3, resident_bytes=200.0, kept_bytes=100.0)
     assert found == ((3 * 1000 + 3 * (2 * 800 - 100) + 200) * 3 / 4, 2 * 3000 / 4 / 2)
     assert step_bytes(STAGES[2], 1000.0, 4) == 2 * 1000 * 3 / 4

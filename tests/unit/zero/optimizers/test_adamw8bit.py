@@ -1,6 +1,5 @@
 """8-bit AdamW: its table, the error of a block, and that pieces of a parameter have the bits of the whole."""
 
-import math
 from itertools import pairwise
 
 import pytest
@@ -13,7 +12,6 @@ from zero.engine import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
 from zero.optimizers.adamw8bit import BLOCK, AdamW8bit, dequantized, quantized, table_of
 from zero.partition.config import ZeroConfig
-from zero.step.elementwise import probe_atoms
 
 CPU = torch.device("cpu")
 
@@ -66,31 +64,6 @@ def test_the_first_update_is_that_of_adamw():
         param.grad = torch.linspace(-2, 3, 1000).view(10, 100)
         optimizer([param], **settings).step()
     torch.testing.assert_close(own, expected, rtol=1e-5, atol=1e-6)
-
-
-def test_the_state_has_two_bytes_and_two_scales_a_block():
-    (bytes_each,) = probe_atoms(AdamW8bit, {}, CPU)
-    assert bytes_each == 2 + 4 * 8 / (3 * BLOCK + 6)  # the fourth block of the probed parameter is incomplete
-    assert probe_atoms(AdamW8bit, {}, CPU, [{"update": "adamw"}]) == [8]
-
-
-def steps(fused: bool, bad_steps: tuple[int, ...]) -> list[torch.Tensor]:
-    torch.manual_seed(0)
-    module = nn.Linear(40, 30)
-    model = ZeroDataParallel(module, Axis.trivial("data"), ZeroConfig(1, bucket_numel=512, alignment=BLOCK))
-    optimizer = ZeroOptimizer(model, AdamW8bit, lr=0.1, fused=fused, warn_skipped=False)
-    good = iter(range(3))
-    for step in range(3 + len(bad_steps)):
-        factor = math.inf if step in bad_steps else 1.0 + next(good)
-        (model(torch.linspace(0, 1, 40)).square().sum() * factor).backward()
-        optimizer.step()
-    assert optimizer.num_skipped.item() == len(bad_steps)
-    return [*module.parameters(), *(v for state in optimizer.inner.state.values() for _, v in sorted(state.items()))]
-
-
-@pytest.mark.parametrize("fused", [True, False])
-def test_a_step_with_an_infinite_gradient_leaves_no_trace(fused):
-    assert all(a.equal(b) for a, b in zip(steps(fused, (0, 2)), steps(fused, ()), strict=True))
 
 
 def test_shards_that_cut_blocks_are_refused():

@@ -28,15 +28,13 @@ def test_the_stretches_of_packed_matrices_are_their_rows(packed, num_rows):
                 runs_in = list(matrix.runs_in(elements))
                 assert len(runs_in) <= 3
                 for runs, first in runs_in:
-                    values = runs.view(param.flatten()[elements.start : elements.stop], elements.start)
+                    values = runs.view(param.flatten()[elements.start : elements.stop])
                     own[first : first + runs.numel] = values.flatten()
         for own, whole in zip(found, expected, strict=True):
             assert own.equal(whole.flatten())
 
 
 def test_what_is_no_matrix_is_refused():
-    with pytest.raises(ConfigError, match=r"bias of shape \(8,\) has 1 dims and is no matrix; give it to a group"):
-        matrices_of("bias", (8,), 0)
     with pytest.raises(ConfigError, match=r"qkv has 8 rows, which are not whole repetitions of packed_rows=\(1, 2\)"):
         matrices_of("qkv", (8, 4), 0, (1, 2))
 
@@ -52,19 +50,15 @@ def gpt2_xl() -> list[Matrix]:
     return found
 
 
-@pytest.mark.parametrize("num_ranks", [8, 16, 32, 64, 128, 256, 400])
+@pytest.mark.parametrize("num_ranks", [8, 32, 256, 400])
 def test_the_work_at_1_5_billion_parameters_is_even(num_ranks):
     matrices = gpt2_xl()
     assert len(matrices) == 48 * 6
     flops = assign(matrices, Muon.flops, num_ranks).all_flops
     largest = max(Muon.flops(matrix.whole_shape) for matrix in matrices)
     assert sum(flops) == sum(Muon.flops(matrix.whole_shape) for matrix in matrices)
+    assert flops.count(0) == max(0, num_ranks - len(matrices))
     assert max(flops) <= 1.15 * max(sum(flops) / num_ranks, largest)
-
-
-def test_ranks_without_a_matrix_are_counted():
-    assert assign(gpt2_xl(), Muon.flops, 400).num_idle == 400 - 288
-    assert assign(gpt2_xl(), Muon.flops, 8).num_idle == 0
 
 
 def test_parts_of_tensor_ranks_are_computed_by_one_of_them():

@@ -7,13 +7,17 @@ import torch
 from torch import Tensor, nn
 
 from parallel.errors import ConfigError
-from zero.step.elementwise import BucketedOptimizer, Piece, as_groups, probe_atoms
+from zero.optimizers.adamw8bit import BLOCK, AdamW8bit
+from zero.optimizers.muon import Muon
+from zero.step.bucketed_optimizer import BucketedOptimizer
+from zero.step.pieces import Piece, as_groups
+from zero.step.probe import probe_atoms
 
 CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "settings", "bytes_an_element"),
+    ("optimizer", "group", "bytes_an_element"),
     [
         (torch.optim.AdamW, {"fused": True}, 8),
         (torch.optim.AdamW, {"amsgrad": True}, 12),
@@ -23,36 +27,49 @@ CPU = torch.device("cpu")
         (torch.optim.Adagrad, {}, 4),
         (torch.optim.NAdam, {}, 8),
         (torch.optim.Adamax, {}, 8),
+        (AdamW8bit, {}, 2 + 4 * 8 / (3 * BLOCK + 6)),  # the fourth block of the probed parameter is incomplete
+        (AdamW8bit, {"update": "adamw"}, 8),
+        (Muon, {}, 4),
+        (Muon, {"update": "adamw"}, 8),
     ],
 )
-def test_the_state_of_elementwise_optimizers(optimizer, settings, bytes_an_element):
-    assert probe_atoms(optimizer, settings, CPU) == [bytes_an_element]
+def test_the_bytes_of_states(optimizer, group, bytes_an_element):
+    assert probe_atoms(optimizer, {}, CPU, [{}, group])[1] == bytes_an_element
 
 
-class NormalizedSGD(torch.optim.Optimizer):
-    def __init__(self, params: Any, lr: float = 1e-2):
-        super().__init__(params, {"lr": lr})
+class MuonLike(torch.optim.Optimizer):
+    """SGD that normalizes the gradients of some groups, or fails for gradients that are not matrices."""
+
+    def __init__(self, params: Any, lr: float = 1e-2, normalizes: bool = False, decomposes: bool = False):
+        super().__init__(params, {"lr": lr, "normalizes": normalizes, "decomposes": decomposes})
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
         for group in self.param_groups:
             for param in (param for param in group["params"] if param.grad is not None):
-                param.sub_(param.grad / param.grad.norm(), alpha=group["lr"])
+                grad = param.grad / param.grad.norm() if group["normalizes"] else param.grad
+                grad = torch.linalg.qr(grad).Q if group["decomposes"] else grad
+                param.sub_(grad, alpha=group["lr"])
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "reason"),
+    ("optimizer", "group", "reason"),
     [
-        (NormalizedSGD, "is not element-wise"),
-        (torch.optim.Adafactor, "is not element-wise"),
-        (torch.optim.Muon, "cannot step flat pieces"),
-        (torch.optim.LBFGS, "cannot step flat pieces"),
-        (torch.optim.SparseAdam, "cannot step flat pieces"),
+        (MuonLike, {"normalizes": True}, "is not element-wise"),
+        (MuonLike, {"normalizes": True, "lr": 0.0}, "is not element-wise"),
+        (MuonLike, {"decomposes": True}, "cannot step flat pieces"),
+        (torch.optim.Adafactor, {}, "is not element-wise"),
+        (torch.optim.Muon, {}, "cannot step flat pieces"),
+        (torch.optim.LBFGS, {}, "cannot step flat pieces"),
+        (torch.optim.SparseAdam, {}, "cannot step flat pieces"),
+        (torch.optim.AdamW, {"capturable": True}, r"does not work on cpu: .*capturable=True.*; change its"),
     ],
 )
-def test_optimizers_that_are_not_elementwise_are_refused(optimizer, reason):
+def test_optimizers_that_are_not_elementwise_are_refused_by_the_settings_of_each_group(optimizer, group, reason):
+    if optimizer is MuonLike:
+        probe_atoms(MuonLike, {"lr": 0.1}, CPU, [{"lr": 0.1}, {"lr": 0.0}])
     with pytest.raises(ConfigError, match=f"optimizer {optimizer.__name__} {reason}"):
-        probe_atoms(optimizer, {}, CPU)
+        probe_atoms(optimizer, {"lr": 0.1}, CPU, [{"lr": 0.1}, group])
 
 
 class Recorder(torch.optim.Optimizer):
@@ -75,8 +92,8 @@ def test_a_bucket_steps_its_own_pieces_with_their_groups_settings():
     groups = [{"params": [params[0], params[2]], "lr": 0.5}, {"params": [params[1]]}]
     bucketed = BucketedOptimizer(Recorder(groups))
     buckets = [
-        [Piece(params[0], range(1, 2), 0), Piece(params[1], range(3, 4), 1)],
-        [Piece(params[2], range(1), 0)],
+        [Piece(params[0], range(1, 2), 0, "a", range(1)), Piece(params[1], range(3, 4), 1, "b", range(1))],
+        [Piece(params[2], range(1), 0, "c", range(1))],
     ]
     for lr in (0.5, 0.25):
         bucketed.inner.param_groups[0]["lr"] = lr
@@ -93,36 +110,6 @@ def test_a_bucket_steps_its_own_pieces_with_their_groups_settings():
     assert [group["params"] for group in bucketed.inner.param_groups] == [[params[0], params[2]], [params[1]]]
     assert [group["counter"] for group in bucketed.inner.param_groups] == [2, 2]
     assert all(param.grad is None for param in params)
-
-
-class MuonLike(torch.optim.Optimizer):
-    """SGD that normalizes the gradients of some groups, or fails for gradients that are not matrices."""
-
-    def __init__(self, params: Any, lr: float = 1e-2, normalizes: bool = False, decomposes: bool = False):
-        super().__init__(params, {"lr": lr, "normalizes": normalizes, "decomposes": decomposes})
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:
-        for group in self.param_groups:
-            for param in (param for param in group["params"] if param.grad is not None):
-                grad = param.grad / param.grad.norm() if group["normalizes"] else param.grad
-                grad = torch.linalg.qr(grad).Q if group["decomposes"] else grad
-                param.sub_(grad, alpha=group["lr"])
-
-
-@pytest.mark.parametrize(
-    ("settings", "reason"),
-    [({"normalizes": True}, "is not element-wise"), ({"decomposes": True}, "cannot step flat pieces")],
-)
-def test_the_settings_of_each_group_are_probed(settings, reason):
-    probe_atoms(MuonLike, {}, CPU, [{"lr": 0.1}, {"lr": 0.0}])
-    with pytest.raises(ConfigError, match=f"optimizer MuonLike {reason}"):
-        probe_atoms(MuonLike, {}, CPU, [{"lr": 0.1}, {"lr": 0.0} | settings])
-
-
-def test_settings_that_the_device_does_not_support_are_named():
-    with pytest.raises(ConfigError, match=r"optimizer AdamW does not work on cpu: .*capturable=True.*; change its"):
-        probe_atoms(torch.optim.AdamW, {"capturable": True}, CPU)
 
 
 def test_parameters_are_given_in_any_form_of_torchs():

@@ -1,0 +1,103 @@
+"""The buckets that are updated together, and the all-gathers of updated parameters."""
+
+from collections.abc import Container, Iterable, Iterator, Sequence
+
+from torch import Tensor
+
+from parallel.autograd_internals import foreach_copy_
+from parallel.memory_kinds import TensorKind
+from parallel.mesh import Handle
+from zero.buckets.bucket import Bucket
+from zero.buckets.flat import FlatParameters
+from zero.memory.placement import Offload, Placement
+from zero.partition.stage import Lifetime
+
+GROUPED_SHARE = 8  # shards are updated together up to this part of the elements of a bucket
+
+
+class BucketGroups:
+    """The buckets that are updated together in each memory, and one buffer there for the casts of a group's gradients.
+
+    The shards of many ranks are so small that the launch of a kernel takes longer than the kernel.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket], with_matrices: Container[Bucket], offload: Offload):
+        """`with_matrices`: the buckets whose update ends after the exchange of matrices; they are apart from others."""
+        self.buckets, self._with_matrices, self._offload = buckets, with_matrices, offload
+        self._limit = max(len(bucket.elements) for bucket in buckets) // GROUPED_SHARE
+        self.regroup()
+
+    def on(self, placement: Placement) -> list[Bucket]:
+        """Return the buckets that are updated in one of the memories."""
+        return [bucket for bucket in self.buckets if bucket.optimizer_placement is placement]
+
+    def regroup(self) -> None:
+        """Group the buckets again after some of them have moved, and allocate the buffers."""
+        self._groups: dict[Placement, list[list[Bucket]]] = {}
+        self.cast_buffers: dict[Placement, Tensor] = {}
+        for placement in Placement:
+            groups = self._groups[placement] = self._consecutive(self.on(placement))
+            if cast := [group for group in groups if group[0].casts_gradient]:
+                largest = max(cast, key=_owned_numel)
+                self.cast_buffers[placement] = self._offload.new(
+                    placement, TensorKind.BUFFERS, _owned_numel(largest), largest[0].master.dtype
+                )
+
+    def of(self, placement: Placement, *, with_matrices: bool) -> Iterator[list[Bucket]]:
+        """Iterate over the groups in one memory, in the order of the layout, with or without matrices."""
+        return (group for group in self._groups[placement] if (group[0] in self._with_matrices) is with_matrices)
+
+    def cast(self, grads: list[Tensor], placement: Placement) -> list[Tensor]:
+        """Return copies of the gradients of a group, one after the other in the buffer."""
+        numels = [grad.numel() for grad in grads]
+        copies = list(self.cast_buffers[placement][: sum(numels)].split(numels))
+        foreach_copy_(copies, grads)
+        return copies
+
+    def _consecutive(self, buckets: Iterable[Bucket]) -> list[list[Bucket]]:
+        """Group buckets of the same types, with at most `_limit` owned elements unless a bucket has more."""
+        groups: list[list[Bucket]] = []
+        last_kind = None
+        for bucket in buckets:
+            kind = bucket.casts_gradient, bucket.master.dtype, bucket in self._with_matrices
+            if kind == last_kind and _owned_numel([*groups[-1], bucket]) <= self._limit:
+                groups[-1].append(bucket)
+            else:
+                groups.append([bucket])
+            last_kind = kind
+        return groups
+
+
+class PublishedGathers:
+    """The all-gathers of updated parameters: launched while the next buckets are updated, and waited for afterwards."""
+
+    def __init__(self, offload: Offload):
+        self._offload = offload
+        self._launched: dict[Bucket, Handle] = {}
+
+    def launch(self, bucket: Bucket) -> None:
+        """Copy master weights to the owned parameters, wherever either is placed, and all-gather what was updated."""
+        params, master = bucket.params, bucket.master
+        if bucket.optimizer_placement is params.placement:
+            params.owned.copy_(master)  # returns early if both are the same memory
+            gather = params.all_gather_updated()
+        elif bucket.optimizer_placement is Placement.HOST:
+            gather = self._offload.to_accelerator(master, params.owned, params.all_gather_updated)
+        else:
+            copied = self._offload.to_host(master.to(params.owned.dtype), params.owned)
+            gather = Handle(params.all_gather_updated().wait, copied.wait)
+        self._launched[bucket] = gather
+
+    def finish(self, flats: Iterable[FlatParameters], *, overlaps: bool) -> None:
+        """Wait for the gathers; with `overlaps`, the first module that reads parameters that persist waits for them."""
+        for flat in flats:
+            gathers = {bucket: self._launched[bucket] for bucket in flat.buckets if bucket in self._launched}
+            if overlaps and flat.lifetime is Lifetime.PERSISTENT:
+                flat.let_updates_run(gathers)
+            else:
+                for gather in gathers.values():
+                    gather.wait()
+
+
+def _owned_numel(buckets: Iterable[Bucket]) -> int:
+    return sum(bucket.master.numel() for bucket in buckets)

@@ -1,0 +1,133 @@
+"""The pieces of parameters that this rank owns: the parameters of its torch optimizer."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from zero.buckets.bucket import Bucket
+from zero.buckets.flat import FlatParameters
+
+Groups = list[dict[str, Any]]  # torch's parameter groups
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """The elements of one parameter that are in one shard, flattened: the torch optimizer's own parameter."""
+
+    param: nn.Parameter
+    """The optimizer's parameter, a view of the bucket's master weights."""
+    elements: range
+    """The elements of the piece, counted from the beginning of the bucket's shard."""
+    group: int
+    """The number of the parameter group."""
+    name: str
+    """The name of the model's parameter."""
+    in_param: range
+    """The elements of the piece, counted in the model's parameter."""
+
+
+class OwnedPieces:
+    """The trainable parameters of an optimizer, and the pieces of them that this rank owns, by bucket.
+
+    `owned` are all parts of parameters in the shards of these buckets, also of parameters in no group.
+    """
+
+    def __init__(self, flats: Sequence[FlatParameters], groups: Groups, known: set[nn.Parameter]):
+        """`flats`: the trainable ones; `known`: all parameters of the model.
+
+        Raises ValueError if a group has something else, or no parameter is trainable.
+        """
+        numbers = _number_groups(groups, known)
+        trainable = {param for flat in flats for param in flat.params}
+        self.group_of = {param: number for param, number in numbers.items() if param in trainable}
+        if not self.group_of:
+            raise ValueError(
+                f"none of the {len(numbers)} parameters of the optimizer is trainable; set `requires_grad` before the "
+                "model is wrapped"
+            )
+        self.flats, self.params = flats, frozenset(self.group_of)
+        self.owned: dict[Bucket, list[tuple[nn.Parameter, range]]] = {}
+        self.by_bucket: dict[Bucket, list[Piece]] = {}
+        for flat in flats:
+            for bucket in flat.buckets:
+                if not self.params.isdisjoint(bucket.grads.parts):
+                    bucket.place_master(bucket.optimizer_placement)
+                    self.owned[bucket] = list(flat.params_in(bucket.shard))
+                    self.by_bucket[bucket] = self._pieces(flat, bucket)
+        self._shared = {bucket for bucket in self.owned if not self.params.issuperset(bucket.grads.parts)}
+
+    def groups(self, groups: Groups) -> Groups:
+        """Return parameter groups with pieces in place of parameters."""
+        pieces = [piece for of_bucket in self.by_bucket.values() for piece in of_bucket]
+        return [group | {"params": [p.param for p in pieces if p.group == n]} for n, group in enumerate(groups)]
+
+    def own_grads(self, bucket: Bucket) -> list[Tensor]:
+        """Return views of the owned gradients of these parameters; those of other optimizers keep their values."""
+        grad = bucket.grads.owned
+        if bucket not in self._shared:
+            return [grad]
+        return [grad[piece.elements.start : piece.elements.stop] for piece in self.by_bucket[bucket]]
+
+    def _pieces(self, flat: FlatParameters, bucket: Bucket) -> list[Piece]:
+        found = []
+        for (param, part), (span, _) in zip(self.owned[bucket], flat.layout.spans_in(bucket.shard), strict=True):
+            if param in self.group_of:
+                in_shard, in_param = (
+                    range(part.start - start, part.stop - start) for start in (bucket.shard.start, span.elements.start)
+                )
+                view = nn.Parameter(bucket.owned_part(bucket.master, part))
+                found.append(Piece(view, in_shard, self.group_of[param], span.name, in_param))
+        return found
+
+
+def check_class(optimizer: object) -> None:
+    """Raise TypeError if `optimizer` is neither a class of torch optimizers nor a function that makes one."""
+    if not callable(optimizer) or (isinstance(optimizer, type) and not issubclass(optimizer, Optimizer)):
+        given = optimizer.__name__ if isinstance(optimizer, type) else f"an object of class {type(optimizer).__name__}"
+        raise TypeError(
+            f"ZeroOptimizer takes a class of optimizers, such as torch.optim.AdamW, and its settings, not {given}"
+        )
+
+
+def as_groups(params: Iterable[Any]) -> Groups:
+    """Return parameter groups with lists of parameters, from any form that torch's optimizers take.
+
+    Raises ValueError if there is no parameter, or something that is not one.
+    """
+    given = list(params)
+    groups: Groups = given if given and isinstance(given[0], dict) else [{"params": given}]
+    groups = [group | {"params": _as_list(group["params"])} for group in groups]
+    for param in (param for group in groups for param in group["params"]):
+        if not isinstance(param, Tensor):
+            raise ValueError(f"`groups` has a {type(param).__name__} where a parameter belongs; see torch.optim")
+    if not any(group["params"] for group in groups):
+        raise ValueError("`groups` has no parameters; leave it out to train all parameters of the model")
+    return groups
+
+
+def _as_list(params: Any) -> list[Any]:
+    """Return a parameter, several, or pairs of a name and a parameter as a list of parameters."""
+    params = [params] if isinstance(params, Tensor) else list(params)
+    return [param[1] if isinstance(param, tuple) else param for param in params]
+
+
+def _number_groups(groups: Groups, known: set[nn.Parameter]) -> dict[nn.Parameter, int]:
+    """Return the number of the group of each parameter; raise ValueError if it is in two, or not one of `known`."""
+    group_of: dict[nn.Parameter, int] = {}
+    for number, group in enumerate(groups):
+        for param in group["params"]:
+            if param not in known:
+                raise ValueError(
+                    f"parameter group {number} has a tensor of shape {tuple(param.shape)} not of this model; give "
+                    "parameters of the module inside ZeroDataParallel"
+                )
+            if param in group_of:
+                raise ValueError(
+                    f"a parameter of shape {tuple(param.shape)} is in groups {group_of[param]} and {number}; leave it "
+                    "in one of them"
+                )
+            group_of[param] = number
+    return group_of
