@@ -9,7 +9,7 @@ from torch import nn
 from parallel.mesh import Axis
 from zero.engine import ZeroDataParallel
 from zero.partition.config import ZeroConfig
-from zero.state.full_state import full_state_dict
+from zero.state.export import full_state_dict
 
 
 class Counted(nn.BatchNorm1d):
