@@ -13,7 +13,7 @@ import torch
 
 from gpt.checkpoint.checkpoint import load
 from gpt.checkpoint.export import export_checkpoint
-from gpt.checkpoint.layout import read_layout
+from gpt.checkpoint.layout import Progress
 from gpt.settings.data import DataSettings
 from gpt.settings.settings import Settings
 from gpt.settings.training import TrainSettings
@@ -28,6 +28,7 @@ from tests.unit.gpt.checkpoint.runs import (
     sealed,
     tiny_state,
 )
+from zero.state.layout_file import FORMAT
 from zero.state.tensor_file import TensorFile
 
 STEP_1, STEP_2 = "step-00000001", "step-00000002"
@@ -117,6 +118,7 @@ LAYOUTS = [
     (at("progress", "step", value=7), "belongs to another checkpoint: it is of step 7"),
     (without("progress"), "progress is missing"),
     (without("format"), "format is missing"),
+    *((at("format", value=n), f"has format {n}, this program reads {FORMAT}") for n in (1, FORMAT - 1, FORMAT + 1)),
     (at("model", "num_heads", value=4), "model.num_heads=2, but checkpoint .* is of a model with 4; choose"),
     (at("model", "attention", value=["flash"]), r"model.attention is \['flash'\], one of flash, math is needed"),
     (at("model", "num_heads", value=10**400), "model.num_heads is 1000.*, an integer from 0"),
@@ -255,7 +257,7 @@ def test_the_name_of_a_folder_need_not_be_that_of_its_step(run: Path):
     expected = load_in_one_process(run / STEP_2)
     moved = (run / STEP_2).rename(run / "my-favourite")
     assert load_in_one_process(moved).equals(expected)
-    assert read_layout(moved)["progress"] == {"step": 2, "consumed_samples": 4, "run": "run-a"}
+    assert expected.progress == Progress(2, 4, "run-a")
 
 
 def test_a_folder_without_a_checkpoint_is_not_exported(tmp_path: Path):

@@ -7,7 +7,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from gpt.pretrained.families import config_from_transformers, config_to_transformers
 from gpt.pretrained.tensors import load_weights
-from gpt.pretrained.weights import WeightsWriter, load_pretrained, read_pretrained
+from gpt.pretrained.weights import load_pretrained, read_pretrained, write_weights
 from parallel.errors import ConfigError
 from tests.pretrained_weights import weights_from_transformers, weights_to_transformers, write_pretrained
 from tests.unit.gpt.model.models import batch, small_config, small_gpt
@@ -68,10 +68,7 @@ def test_a_written_folder_opens_in_transformers_with_our_logits(tmp_path):
 def test_large_weights_are_written_and_read_in_several_files(tmp_path):
     config = small_config()
     ours, (tokens, _) = small_gpt(config).eval(), batch(config)
-    writer = WeightsWriter(tmp_path, config, file_bytes=50_000)
-    for name, tensor in ours.state_dict().items():
-        writer.add(name, tensor)
-    writer.finish()
+    write_weights(tmp_path, config, ours.state_dict().items(), file_bytes=50_000)
     files = list(tmp_path.glob("*.safetensors"))
     assert len(files) > 5
     assert max(file.stat().st_size for file in files) < 60_000
@@ -81,7 +78,7 @@ def test_large_weights_are_written_and_read_in_several_files(tmp_path):
     load_pretrained(again, tmp_path)
     torch.testing.assert_close(again.state_dict(), ours.state_dict(), rtol=0, atol=0)
     with pytest.raises(ConfigError, match=r"holds \.safetensors files already"):
-        WeightsWriter(tmp_path, config)
+        write_weights(tmp_path, config, [])
 
 
 def test_weights_of_another_shape_are_refused(tmp_path):
