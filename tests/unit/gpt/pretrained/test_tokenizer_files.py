@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from data.sidecar import Sidecar
 from data.tokenizer import Tokenizer, character_tokenizer, tokenizer_path, train_tokenizer
-from gpt.checkpoint.export import main
 from gpt.pretrained.tokenizer_files import TokenizerFiles
 from gpt.pretrained.weights import write_weights
 from gpt.shape.config import ModelConfig, parameter_shapes
@@ -78,14 +77,6 @@ def test_the_tokenizer_of_other_data_is_refused(tmp_path: Path):
     files = TokenizerFiles.of_data(write_corpus(tmp_path / "corpus", tokenizer))
     with pytest.raises(ConfigError, match=f"the model has 5 tokens, below the {tokenizer.vocab_size} ids"):
         write_zeros(tmp_path / "out", config_for(tokenizer, vocab_size=5), files)
-
-
-def test_the_command_takes_the_tokenizer_of_the_run_or_of_the_option(runs: Path, tmp_path: Path):
-    tokenizer = character_tokenizer(["abc"])
-    write_corpus(tmp_path / "corpus", tokenizer)
-    main([str(runs / "run-a"), "--output", str(tmp_path / "out"), "--data", str(tmp_path / "corpus")])
-    assert AutoTokenizer.from_pretrained(tmp_path / "out").encode("cab") == tokenizer.encode("cab")
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.eos_token_id == tokenizer.eod
 
 
 TASK = """
