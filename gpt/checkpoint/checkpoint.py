@@ -72,8 +72,9 @@ def _remedy_in_errors(checkpoint: Path) -> Iterator[None]:
 
 def _remedy(damaged: Path) -> str:
     """Return what to do about a damaged checkpoint."""
-    step = step_in_name(damaged) or 0
-    before = [path for path in checkpoints(damaged.parent) if is_complete(path) and (step_in_name(path) or 0) < step]
+    damaged_step = step_in_name(damaged) or 0
+    found = checkpoints(damaged.parent)
+    before = [path for step, path in found.items() if step < damaged_step and is_complete(path)]
     if before:
         return f"resume from the checkpoint before it with --checkpoint.resume={before[-1]}"
     return "there is no checkpoint before it; start from the beginning with --checkpoint.resume=never"

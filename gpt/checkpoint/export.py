@@ -11,12 +11,13 @@ from pathlib import Path
 import torch
 
 from data.errors import DataError
+from data.tokenizer import Tokenizer
 from gpt.build.train_state import TrainState
 from gpt.checkpoint.folder import newest
 from gpt.checkpoint.layout import read_run
 from gpt.pretrained.families import family_of
 from gpt.pretrained.tensors import to_transformers
-from gpt.pretrained.tokenizer_files import NO_TOKENIZER, TokenizerFiles
+from gpt.pretrained.tokenizer_files import tokenizer_of_data
 from gpt.pretrained.weights import check_shapes, write_config, write_weights
 from gpt.shape.config import parameter_shapes
 from parallel.errors import ConfigError, exit_on_config_error
@@ -47,13 +48,13 @@ def export_checkpoint(
     saved = SavedState(checkpoint, run.layout["state"])
     shapes = {name: parameter.shape for name, parameter in saved.parameters.items()}
     check_shapes(shapes, parameter_shapes(run.model, run.model.padded_vocab_size), checkpoint / LAYOUT)
-    tokenizer = TokenizerFiles.of_data({"data.path": data} if data else run.layout["data"])
+    tokenizer = tokenizer_of_data({"data.path": data} if data else run.layout["data"])
     weights = ((name, saved.whole(name).to(dtype)) for name in saved.parameters)
     write_weights(output, run.model, weights, tokenizer, file_bytes)
     return sum(shape.numel() for shape in shapes.values())
 
 
-def export_live(state: TrainState, output: Path, tokenizer: TokenizerFiles = NO_TOKENIZER) -> None:
+def export_live(state: TrainState, output: Path, tokenizer: Tokenizer | None = None) -> None:
     """Export the weights of the model in training, in their own data type.
 
     All ranks call it. One unit at a time is unsharded, and written by the first rank. Raises OSError on that rank if it

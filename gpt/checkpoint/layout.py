@@ -4,9 +4,9 @@
 """
 
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any
 
 from gpt.checkpoint.folder import step_in_name
 from gpt.shape.config import ModelConfig
@@ -40,21 +40,9 @@ class SavedRun:
     model: ModelConfig
 
 
-def _schema_of(config: type) -> Schema:
-    """Return the schema of the fields that every checkpoint has: one of an earlier version may lack others."""
-    hints, named = get_type_hints(config), [field for field in fields(config) if field.default is MISSING]
-    return {name: _schema_of_type(hints[name]) for name in [*(field.name for field in named), *sorted(MAY_DIFFER)]}
-
-
-def _schema_of_type(hint: Any) -> Schema:
-    if get_origin(hint) is Literal:
-        return set(get_args(hint))
-    return COUNT if hint is int else hint
-
-
 SCHEMA: dict[str, Schema] = {
     "progress": {"step": COUNT, "consumed_samples": COUNT, "run": str},
-    "model": _schema_of(ModelConfig),
+    "model": dict,  # fields of ModelConfig; a checkpoint of an earlier version may lack some
     "data": dict,  # settings that determine the order of samples, by the names of their options
 }
 
@@ -75,7 +63,7 @@ def read_run(checkpoint: Path) -> SavedRun:
         raise ConfigError(f"{path} belongs to another checkpoint: it is of step {progress.step}")
     try:
         return SavedRun(layout, progress, ModelConfig.from_plain(layout["model"]))
-    except ConfigError as error:
+    except (ConfigError, TypeError) as error:  # a TypeError if a field is missing
         raise ConfigError(f"{path} is damaged: {error}") from error
 
 

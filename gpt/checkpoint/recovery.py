@@ -23,7 +23,7 @@ from gpt.checkpoint.folder import (
 )
 from gpt.checkpoint.layout import Progress
 from gpt.checkpoint.saver import RunSaver, name_run
-from gpt.pretrained.tokenizer_files import NO_TOKENIZER, TokenizerFiles
+from gpt.pretrained.tokenizer_files import tokenizer_of_data
 from gpt.run_folder.files import CHECKPOINTS, WEIGHTS, cut_metrics, start_run
 from gpt.run_folder.lock import RunLock
 from gpt.settings.run import CheckpointSettings
@@ -72,8 +72,7 @@ class Recovery:
             on_complete=on_complete,
         )
         # Only the first rank writes weights.
-        exports = config.weights and self._is_first
-        self._tokenizer = TokenizerFiles.of_data(data) if exports else NO_TOKENIZER
+        self._tokenizer = tokenizer_of_data(data) if config.weights and self._is_first else None
         self._saved_step: int | None = None
         self._failure: SaveError | None = None  # the error of the last save
 
@@ -166,7 +165,7 @@ class Recovery:
         try:
             export_live(self._state, folder / checkpoint_name(step), self._tokenizer)
             if self._is_first:
-                keep_newest(checkpoints(folder), self._config.keep)
+                keep_newest(list(checkpoints(folder).values()), self._config.keep)
         except OSError as error:
             logger.error("error: weights cannot be written to %s: %s; training goes on", folder, error.strerror)
 

@@ -9,10 +9,10 @@ from typing import Any
 
 from torch import Tensor
 
+from data.tokenizer import Tokenizer
 from gpt.model.transformer import GPT
 from gpt.pretrained.families import (
     FAMILIES,
-    NO_SPECIAL_IDS,
     RESOLVED,
     SIZE,
     Family,
@@ -21,7 +21,7 @@ from gpt.pretrained.families import (
     family_of,
 )
 from gpt.pretrained.tensors import HEAD, load_weights, source_of, to_transformers
-from gpt.pretrained.tokenizer_files import NO_TOKENIZER, TokenizerFiles
+from gpt.pretrained.tokenizer_files import check_fits, special_ids, write_tokenizer
 from gpt.shape.config import ModelConfig, parameter_shapes
 from parallel.errors import ConfigError
 from zero.state.export import FILE_BYTES, WeightFiles
@@ -173,7 +173,7 @@ def write_weights(
     folder: Path,
     config: ModelConfig,
     weights: Iterable[tuple[str, Tensor]],
-    tokenizer: TokenizerFiles = NO_TOKENIZER,
+    tokenizer: Tokenizer | None = None,
     file_bytes: int = FILE_BYTES,
 ) -> None:
     """Write whole parameters, by the names of this project, with the configuration and the tokenizer, to a folder.
@@ -181,7 +181,7 @@ def write_weights(
     Raises ConfigError if the folder already holds weights, because a reader would mix them with these, and OSError if a
     write fails.
     """
-    tokenizer.check_fits(config)
+    check_fits(tokenizer, config)
     family, files = family_of(config), WeightFiles(folder, file_bytes)
     for name, tensor in weights:
         for theirs, part in to_transformers(name, tensor.detach().cpu(), family, config).items():
@@ -190,7 +190,8 @@ def write_weights(
     write_config(folder, config, tokenizer)
 
 
-def write_config(folder: Path, config: ModelConfig, tokenizer: TokenizerFiles) -> None:
+def write_config(folder: Path, config: ModelConfig, tokenizer: Tokenizer | None) -> None:
     """Write the configuration of transformers, and the files of the tokenizer. Raises OSError if a write fails."""
-    config_to_transformers(config, tokenizer.special_ids or NO_SPECIAL_IDS).save_pretrained(folder)
-    tokenizer.write(folder, config)
+    config_to_transformers(config, special_ids(tokenizer)).save_pretrained(folder)
+    if tokenizer:
+        write_tokenizer(tokenizer, folder, config)

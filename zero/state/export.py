@@ -133,7 +133,7 @@ def export_units(
     """
     parameters = whole_parameters(model, tensor)
     if model.data.rank > 0 or tensor.rank > 0:
-        _drain(parameters)
+        deque(parameters, maxlen=0)  # only takes part in their collectives
         return
     partial = output.with_name(f".{output.name}.partial")
     largest_unit_bytes = max(flat.full.nbytes for flat in model.flats) * tensor.size
@@ -150,7 +150,7 @@ def export_units(
         shutil.rmtree(output, ignore_errors=True)
         partial.rename(output)
     except Exception:
-        _drain(parameters)  # the other ranks wait for this one in the collectives of the units that are left
+        deque(parameters, maxlen=0)  # the other ranks wait for this one in the collectives of the units that are left
         raise
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -195,10 +195,6 @@ def whole_parameters(model: ZeroDataParallel, tensor: Axis) -> Iterator[tuple[st
 
 def _named(flat: FlatParameters) -> Iterator[tuple[str, nn.Parameter]]:
     return ((span.name, param) for span, param in zip(flat.layout.spans, flat.params, strict=True))
-
-
-def _drain(parameters: Iterator[Any]) -> None:
-    deque(parameters, maxlen=0)
 
 
 def _described(config: Any, module: nn.Module, dtype: torch.dtype) -> Any:

@@ -120,9 +120,7 @@ class RankState:
         number = mesh.data.rank % saved.data_size * saved.tensor_size + mesh.tensor.rank % saved.tensor_size
         file = saved.file(number)
         load_common_state(self.model, self.optimizer, file)
-        for name, tensor in self.others.items():
-            if name in file.entries:
-                file.load(name, tensor)
+        file.load_present(self.others)
         if mesh.data.rank < saved.data_size:
             _set_random_state(file, "random.cpu", torch.set_rng_state)
             if self.device.type == "cuda" and "random.cuda" in file.entries:

@@ -120,6 +120,11 @@ class TensorFile:
             )
         out.copy_(found)
 
+    def load_present(self, tensors: Mapping[str, Tensor]) -> None:
+        """Copy the tensors of the file that have one of these names."""
+        for name in tensors.keys() & self.entries.keys():
+            self.load(name, tensors[name])
+
     def read(self, name: str, elements: range, out: Tensor) -> None:
         """Fill `out` with `elements` of the tensor `name`, counted in row-major order.
 

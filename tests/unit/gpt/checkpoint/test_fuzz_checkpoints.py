@@ -46,16 +46,6 @@ Damage = Callable[[Path], None]
 bytes_of_any_file = st.tuples(st.sampled_from(NAMES), st.floats(0, 1, exclude_max=True))
 
 
-def flipped(place: tuple[str, float], bit: int) -> Damage:
-    def damage(checkpoint: Path) -> None:
-        content = bytearray((checkpoint / place[0]).read_bytes())
-        if content:
-            content[int(place[1] * len(content))] ^= 1 << bit
-        (checkpoint / place[0]).write_bytes(content)
-
-    return damage
-
-
 def spliced(place: tuple[str, float], removed: int, inserted: bytes) -> Damage:
     def damage(checkpoint: Path) -> None:
         content = (checkpoint / place[0]).read_bytes()
@@ -85,7 +75,6 @@ def missing(name: str, instead: str) -> Damage:
 
 OTHERS = [f"{run}/{name}" for run in (f"run-a/{STEP_1}", f"run-a/{STEP_2}", f"run-b/{STEP_2}") for name in NAMES]
 damages_of_a_disk = st.one_of(
-    st.builds(flipped, bytes_of_any_file, st.integers(0, 7)),
     st.builds(spliced, bytes_of_any_file, st.integers(0, 50), st.binary(max_size=20)),
     st.builds(spliced, bytes_of_any_file, st.just(10**9), st.just(b"")),
     st.builds(replaced, st.sampled_from(NAMES), st.sampled_from(OTHERS)),
@@ -267,7 +256,6 @@ def test_weights_of_a_damaged_folder_are_refused_or_finite_and_of_the_right_shap
         check,
         st.lists(
             st.one_of(
-                st.builds(flipped, places | early, st.integers(0, 7)),
                 st.builds(spliced, places | early, st.integers(0, 50), st.binary(max_size=20)),
                 st.builds(missing, st.sampled_from(names), st.sampled_from(["nothing", "folder", "dangling link"])),
                 st.builds(changed_header, st.just(file.name), changes_of_json, is_sealed=st.just(False)),

@@ -15,7 +15,7 @@ from transformers.models.mistral import modeling_mistral
 from transformers.models.qwen3 import modeling_qwen3
 
 from gpt.build.activation_store import parameters_of_rank
-from gpt.pretrained.families import config_from_transformers, config_to_transformers, family_of
+from gpt.pretrained.families import ROPE_SCALING, config_from_transformers, config_to_transformers, family_of
 from gpt.pretrained.tensors import load_weights
 from gpt.pretrained.weights import load_pretrained, read_pretrained, write_weights
 from gpt.settings.parser import parse_settings
@@ -112,15 +112,6 @@ def test_dropout_drops_the_same_elements_as_in_transformers():
     torch.testing.assert_close(*logits, rtol=1e-10, atol=1e-10)
 
 
-def test_a_model_without_its_head_and_with_stored_masks_is_read_too():
-    theirs = model_of_transformers(small_config(), "gpt2")
-    weights = {**theirs.transformer.state_dict(), "h.0.attn.bias": torch.ones(1), "h.0.attn.masked_bias": torch.ones(1)}
-    expected = weights_from_transformers(theirs.state_dict(), small_config())
-    ours = weights_from_transformers(weights, small_config())
-    assert ours.keys() == expected.keys() == small_gpt(small_config()).state_dict().keys()
-    assert all(ours[name].equal(expected[name]) for name in ours)
-
-
 PUBLISHED = {  # as in the config.json of these models
     "openai-community/gpt2": (transformers.GPT2Config(), 124_439_808),
     "meta-llama/Llama-2-7b": (
@@ -193,7 +184,11 @@ REFUSED = [
         {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
         "partial_rotary_factor=0.5, only 1.0",
     ),
-    ("llama", {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "config.json"),
+    (
+        "llama",
+        {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, **dict.fromkeys(ROPE_SCALING, "8")}},
+        "rope_type=llama3 and factor=8, a number is needed",
+    ),
     ("llama", {"num_attention_heads": 5}, "config.json"),
     ("llama", {"num_key_value_heads": 3}, "config.json"),
     ("llama", {"hidden_size": "64"}, "hidden_size is '64', an integer"),

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from data.sidecar import Sidecar
 from data.tokenizer import Tokenizer, character_tokenizer, tokenizer_path, train_tokenizer
-from gpt.pretrained.tokenizer_files import TokenizerFiles
+from gpt.pretrained.tokenizer_files import tokenizer_of_data
 from gpt.pretrained.weights import write_weights
 from gpt.shape.config import ModelConfig, parameter_shapes
 from parallel.errors import ConfigError
@@ -32,7 +32,7 @@ def write_corpus(prefix: Path, tokenizer: Tokenizer) -> dict[str, str]:
     return {"data.path": str(prefix)}
 
 
-def write_zeros(folder: Path, config: ModelConfig, files: TokenizerFiles) -> None:
+def write_zeros(folder: Path, config: ModelConfig, files: Tokenizer | None) -> None:
     shapes = parameter_shapes(config, config.vocab_size)
     write_weights(folder, config, ((name, torch.zeros(shape)) for name, shape in shapes), files)
 
@@ -42,7 +42,7 @@ def test_auto_classes_open_the_tokenizer_and_the_model(
     tokenizer: Tokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
     data = write_corpus(tmp_path / "corpus", tokenizer)
-    write_zeros(tmp_path / "out", config_for(tokenizer), TokenizerFiles.of_data(data))
+    write_zeros(tmp_path / "out", config_for(tokenizer), tokenizer_of_data(data))
     theirs = AutoTokenizer.from_pretrained(tmp_path / "out")
     for text in TEXTS:
         assert theirs.encode(text) == tokenizer.encode(text)
@@ -61,7 +61,7 @@ def test_auto_classes_open_the_tokenizer_and_the_model(
 def test_an_export_without_a_tokenizer_is_a_warning_and_has_no_ids_of_another_one(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
-    files = TokenizerFiles.of_data({"data.path": ["0.5:nowhere", "0.5:elsewhere"]})
+    files = tokenizer_of_data({"data.path": ["0.5:nowhere", "0.5:elsewhere"]})
     (message,) = caplog.messages
     assert "nowhere.tokenizer.json does not exist" in message
     assert "--data" in message
@@ -74,7 +74,7 @@ def test_an_export_without_a_tokenizer_is_a_warning_and_has_no_ids_of_another_on
 
 def test_the_tokenizer_of_other_data_is_refused(tmp_path: Path):
     tokenizer = character_tokenizer(TEXTS)
-    files = TokenizerFiles.of_data(write_corpus(tmp_path / "corpus", tokenizer))
+    files = tokenizer_of_data(write_corpus(tmp_path / "corpus", tokenizer))
     with pytest.raises(ConfigError, match=f"the model has 5 tokens, below the {tokenizer.vocab_size} ids"):
         write_zeros(tmp_path / "out", config_for(tokenizer, vocab_size=5), files)
 
@@ -102,7 +102,7 @@ def test_lm_evaluation_harness_scores_exported_weights(tmp_path: Path):
     subprocess.run([tmp_path / "venv/bin/python", *install], check=True)
 
     tokenizer = train_tokenizer(TEXTS, 280)
-    files = TokenizerFiles.of_data(write_corpus(tmp_path / "corpus", tokenizer))
+    files = tokenizer_of_data(write_corpus(tmp_path / "corpus", tokenizer))
     write_zeros(tmp_path / "out", config_for(tokenizer), files)
     (tmp_path / "own.yaml").write_text(TASK.format(folder=tmp_path))
     question = {"question": "the cat", "choices": [" sat", " mat"], "answer": 0}
