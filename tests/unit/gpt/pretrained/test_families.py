@@ -15,7 +15,7 @@ from transformers.models.mistral import modeling_mistral
 from transformers.models.qwen3 import modeling_qwen3
 
 from gpt.build.activation_store import parameters_of_rank
-from gpt.pretrained.families import ROPE_SCALING, config_from_transformers, config_to_transformers, family_of
+from gpt.pretrained.families import config_from_transformers, config_to_transformers, family_of
 from gpt.pretrained.tensors import load_weights
 from gpt.pretrained.weights import load_pretrained, read_pretrained, write_weights
 from gpt.settings.parser import parse_settings
@@ -186,7 +186,16 @@ REFUSED = [
     ),
     (
         "llama",
-        {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, **dict.fromkeys(ROPE_SCALING, "8")}},
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 1e4,
+                "factor": "8",
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 8,
+            }
+        },
         "rope_type=llama3 and factor=8, a number is needed",
     ),
     ("llama", {"num_attention_heads": 5}, "config.json"),
