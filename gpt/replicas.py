@@ -29,11 +29,13 @@ def check_replicas(state: TrainState, step: int) -> None:
     """
     model, mesh = state.model, state.mesh
     model.wait_for_updates()
+    split = split_dims(model.module)
+    not_split = ((name, tensor) for name, tensor in _owned(state) if name not in split)
     for what, axis, tensors in (
         ("parameters", mesh.data, _persistent(state)),
         ("master weights", model.replica_axis, _owned(state)),
         ("optimizer states", model.replica_axis, _optimizer_states(state)),
-        ("parameters that are not split", mesh.tensor, _not_split(state)),
+        ("parameters that are not split", mesh.tensor, not_split),
     ):
         _compare(f"step {step}: the {what}", axis, tensors, state.device)
 
@@ -64,12 +66,6 @@ def _optimizer_states(state: TrainState) -> NamedTensors:
                 for kind, value in state.optimizer.inner.state.get(piece.param, {}).items():
                     if isinstance(value, Tensor):
                         yield f"{kind} of {names[piece.elements.start]}", value
-
-
-def _not_split(state: TrainState) -> NamedTensors:
-    """Yield this rank's owned pieces of the parameters that every tensor rank has in full."""
-    split = split_dims(state.model.module)
-    return ((name, tensor) for name, tensor in _owned(state) if name not in split)
 
 
 def _compare(what: str, axis: Axis, tensors: NamedTensors, device: torch.device) -> None:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from gpt.pretrained.families import family_of
 from gpt.pretrained.tensors import source_of, to_transformers
-from gpt.pretrained.weights import WeightsWriter
+from gpt.pretrained.weights import write_weights
 from gpt.shape.config import ModelConfig, parameter_shapes
 
 
@@ -27,7 +27,4 @@ def weights_to_transformers(weights: Mapping[str, Tensor], config: ModelConfig) 
 
 def write_pretrained(folder: Path, config: ModelConfig, weights: Mapping[str, Tensor]) -> None:
     """Write a folder that transformers opens, made from our configuration and state dict."""
-    writer = WeightsWriter(folder, config)
-    for name, tensor in weights.items():
-        writer.add(name, tensor)
-    writer.finish()
+    write_weights(folder, config, weights.items())

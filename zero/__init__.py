@@ -36,8 +36,7 @@ from zero.order.agreement import DivergedRanks
 from zero.partition.config import ZeroConfig
 from zero.sharded_init import ShardedInit
 from zero.state.checkpoint import Saver, has_checkpoint, load, save
-from zero.state.export import export
-from zero.state.full_state import full_state_dict
+from zero.state.export import export, full_state_dict
 from zero.state.writer import SaveError
 from zero.step.loss_scale import LossScale, SkippedStepsError
 from zero.uneven import join

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from gpt.build.train_state import TrainState
 from gpt.checkpoint.folder import checkpoints, step_in_name
-from gpt.checkpoint.layout import Progress, changed_data, check_fits, name_of, read_layout
+from gpt.checkpoint.layout import Progress, changed_data, check_model, read_run
 from parallel.errors import ConfigError
 from zero.state.layout_file import is_complete
 from zero.state.rank_state import RankState
@@ -28,8 +28,12 @@ logger = logging.getLogger(__name__)
 
 def rank_state(state: TrainState) -> RankState:
     """Return what a rank of the run saves and loads."""
-    guard = state.guard.state() if state.guard else {}
-    return RankState(state.model, state.optimizer, {f"guard.{name}": tensor for name, tensor in guard.items()})
+    return RankState(state.model, state.optimizer, other_tensors(state))
+
+
+def other_tensors(state: TrainState) -> dict[str, Tensor]:
+    """Return what a run saves and loads beside its model and optimizer: the tensors of the loss guard."""
+    return {f"guard.{name}": tensor for name, tensor in state.guard.state().items()} if state.guard else {}
 
 
 def owned_tensors(state: TrainState) -> dict[str, Tensor]:
@@ -47,14 +51,14 @@ def load(checkpoint: Path, state: TrainState, data: Mapping[str, Any] | None = N
     """
     own = rank_state(state)
     with _remedy_in_errors(checkpoint):
-        layout = read_layout(checkpoint)
-    progress = Progress(**layout["progress"])
-    check_fits(checkpoint, layout, state.config, own)
+        saved = read_run(checkpoint)
+    own.check_fits(checkpoint, saved.layout, "take model.* from its config.yaml, or another run.dir")
+    check_model(checkpoint, saved.model, state.config)
     with _remedy_in_errors(checkpoint):
-        own.load(checkpoint, layout, name_of(progress))
-    for change in changed_data(layout, data or {}):
+        own.load(checkpoint, saved.layout, saved.progress.save_name)
+    for change in changed_data(saved.layout["data"], data or {}):
         logger.warning("%s", change)
-    return progress
+    return saved.progress
 
 
 @contextmanager
@@ -68,8 +72,9 @@ def _remedy_in_errors(checkpoint: Path) -> Iterator[None]:
 
 def _remedy(damaged: Path) -> str:
     """Return what to do about a damaged checkpoint."""
-    step = step_in_name(damaged) or 0
-    before = [path for path in checkpoints(damaged.parent) if is_complete(path) and (step_in_name(path) or 0) < step]
+    damaged_step = step_in_name(damaged) or 0
+    found = checkpoints(damaged.parent)
+    before = [path for step, path in found.items() if step < damaged_step and is_complete(path)]
     if before:
         return f"resume from the checkpoint before it with --checkpoint.resume={before[-1]}"
     return "there is no checkpoint before it; start from the beginning with --checkpoint.resume=never"

@@ -5,22 +5,21 @@ python -m gpt.checkpoint.export runs/quickstart/checkpoints --output weights --d
 
 import argparse
 import sys
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from data.errors import DataError
+from data.tokenizer import Tokenizer
 from gpt.build.train_state import TrainState
 from gpt.checkpoint.folder import newest
-from gpt.checkpoint.layout import Progress, name_of, read_layout
+from gpt.checkpoint.layout import read_run
 from gpt.pretrained.families import family_of
 from gpt.pretrained.tensors import to_transformers
-from gpt.pretrained.tokenizer_files import NO_TOKENIZER, TokenizerFiles
-from gpt.pretrained.weights import WeightsWriter, check_shapes, write_config
-from gpt.shape.config import ModelConfig, parameter_shapes
+from gpt.pretrained.tokenizer_files import tokenizer_of_data
+from gpt.pretrained.weights import check_shapes, write_config, write_weights
+from gpt.shape.config import parameter_shapes
 from parallel.errors import ConfigError, exit_on_config_error
 from zero.partition.config import DTYPES
 from zero.state.export import FILE_BYTES, WeightFiles, export_units
@@ -43,32 +42,23 @@ def export_checkpoint(
             f"{given} holds no complete checkpoint; give the folder of one, or that of all checkpoints of a run, "
             "run.dir/checkpoints"
         )
-    layout = read_layout(checkpoint)
-    for rank in range(len(layout["files"])):
-        verify_file(checkpoint, layout, rank, name_of(Progress(**layout["progress"])))
-    saved = SavedState(checkpoint, layout["state"])
-    tokenizer = TokenizerFiles.of_data({"data.path": data} if data else layout["data"])
-    writer = WeightsWriter(output, _config_of(checkpoint, layout, saved), file_bytes, tokenizer)
-    for name in saved.parameters:
-        writer.add(name, saved.whole(name).to(dtype))
-    writer.finish()
-    return sum(parameter.shape.numel() for parameter in saved.parameters.values())
-
-
-def _config_of(checkpoint: Path, layout: Mapping[str, Any], saved: SavedState) -> ModelConfig:
-    """Return the model's configuration. Raises ConfigError if the parameters are not those of such a model."""
-    path = checkpoint / LAYOUT
-    config = ModelConfig.from_plain(layout["model"])
+    run = read_run(checkpoint)
+    for rank in range(len(run.layout["files"])):
+        verify_file(checkpoint, run.layout, rank, run.progress.save_name)
+    saved = SavedState(checkpoint, run.layout["state"])
     shapes = {name: parameter.shape for name, parameter in saved.parameters.items()}
-    check_shapes(shapes, parameter_shapes(config, config.padded_vocab_size), path)
-    return config
+    check_shapes(shapes, parameter_shapes(run.model, run.model.padded_vocab_size), checkpoint / LAYOUT)
+    tokenizer = tokenizer_of_data({"data.path": data} if data else run.layout["data"])
+    weights = ((name, saved.whole(name).to(dtype)) for name in saved.parameters)
+    write_weights(output, run.model, weights, tokenizer, file_bytes)
+    return sum(shape.numel() for shape in shapes.values())
 
 
-def export_live(state: TrainState, output: Path, tokenizer: TokenizerFiles = NO_TOKENIZER) -> None:
+def export_live(state: TrainState, output: Path, tokenizer: Tokenizer | None = None) -> None:
     """Export the weights of the model in training, in their own data type.
 
-    All ranks call it. One unit at a time is unsharded, and written by the first rank. If that rank cannot write, it
-    still takes part in the collectives of the other units, for which the other ranks wait, and then raises OSError.
+    All ranks call it. One unit at a time is unsharded, and written by the first rank. Raises OSError on that rank if it
+    cannot write.
     """
     config, family = state.config, family_of(state.config)
 

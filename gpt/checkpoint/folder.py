@@ -33,17 +33,17 @@ def step_in_name(path: Path) -> int | None:
     return int(found[1]) if found else None
 
 
-def checkpoints(folder: Path) -> list[Path]:
-    """Return the checkpoints of the folder in the order of their steps.
+def checkpoints(folder: Path) -> dict[int, Path]:
+    """Return the checkpoints of the folder by their steps, in their order.
 
     One that is being written has another name, so one without layout.json is damaged.
     """
-    return [path for _, path in sorted((int(found[1]), path) for found, path in _matches(folder, NAME))]
+    return dict(sorted((int(found[1]), path) for found, path in _matches(folder, NAME)))
 
 
 def newest(folder: Path) -> Path | None:
     """Return the newest checkpoint of the folder, or None if there is none."""
-    return next(reversed(checkpoints(folder)), None)
+    return next(reversed(checkpoints(folder).values()), None)
 
 
 def find(folder: Path, resume: str) -> Path | None:
@@ -66,7 +66,7 @@ def find(folder: Path, resume: str) -> Path | None:
 
 def set_aside_later(folder: Path, step: int) -> None:
     """Rename the checkpoints of steps after `step`, because the run will save these steps again."""
-    set_aside(folder, [path for path in checkpoints(folder) if (step_in_name(path) or 0) > step])
+    set_aside(folder, [path for saved, path in checkpoints(folder).items() if saved > step])
 
 
 def set_aside(folder: Path, paths: list[Path]) -> None:
@@ -79,7 +79,7 @@ def set_aside(folder: Path, paths: list[Path]) -> None:
 def delete_old(folder: Path, keep: int) -> None:
     """Delete all but the `keep` newest checkpoints, and all but the `keep` that were set aside last."""
     old = sorted((int(found[1]), int(found[2]), path) for found, path in _matches(folder, SET_ASIDE))
-    keep_newest(checkpoints(folder), keep)
+    keep_newest(list(checkpoints(folder).values()), keep)
     keep_newest([path for _, _, path in old], keep)
 
 

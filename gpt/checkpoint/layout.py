@@ -4,17 +4,14 @@
 """
 
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any
 
-from gpt.build.train_state import TrainState
 from gpt.checkpoint.folder import step_in_name
 from gpt.shape.config import ModelConfig
 from parallel.errors import ConfigError
-from zero.state import layout_file
-from zero.state.layout_file import LAYOUT
-from zero.state.rank_state import RankState
+from zero.state.layout_file import LAYOUT, read_layout
 from zero.state.schema import COUNT, Schema
 
 MAY_DIFFER = {"dropout", "attention", "vocab_multiple"}  # fields of ModelConfig that a run may resume with others of
@@ -28,67 +25,63 @@ class Progress:
     consumed_samples: int = 0
     run: str = ""
 
+    @property
+    def save_name(self) -> str:
+        """The text that names a save in the origins of its files."""
+        return f"step {self.step} of run {self.run}"
 
-def _schema_of(config: type) -> Schema:
-    """Return the schema of the fields that every checkpoint has: one of an earlier version may lack others."""
-    hints, named = get_type_hints(config), [field for field in fields(config) if field.default is MISSING]
-    return {name: _schema_of_type(hints[name]) for name in [*(field.name for field in named), *sorted(MAY_DIFFER)]}
 
+@dataclass(frozen=True)
+class SavedRun:
+    """The content of a checkpoint's layout.json: all of it in `layout`, and the run's part in its own types."""
 
-def _schema_of_type(hint: Any) -> Schema:
-    if get_origin(hint) is Literal:
-        return set(get_args(hint))
-    return COUNT if hint is int else hint
+    layout: Mapping[str, Any]
+    progress: Progress
+    model: ModelConfig
 
 
 SCHEMA: dict[str, Schema] = {
     "progress": {"step": COUNT, "consumed_samples": COUNT, "run": str},
-    "model": _schema_of(ModelConfig),
+    "model": dict,  # fields of ModelConfig; a checkpoint of an earlier version may lack some
     "data": dict,  # settings that determine the order of samples, by the names of their options
 }
 
 
-def content_of(state: TrainState, progress: Progress, data: Mapping[str, Any]) -> dict[str, Any]:
+def content_of(config: ModelConfig, progress: Progress, data: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a run adds to layout.json; it is the same on every rank."""
-    return {"progress": asdict(progress), "model": asdict(state.config), "data": dict(data)}
+    return {"progress": asdict(progress), "model": asdict(config), "data": dict(data)}
 
 
-def name_of(progress: Progress) -> str:
-    """Return the text that names a save in the origins of its files."""
-    return f"step {progress.step} of run {progress.run}"
-
-
-def read_layout(checkpoint: Path) -> dict[str, Any]:
+def read_run(checkpoint: Path) -> SavedRun:
     """Return the content of layout.json.
 
     Raises ConfigError if the file is damaged, has another format, or describes what cannot be.
     """
-    layout = layout_file.read_layout(checkpoint, SCHEMA)
-    step = layout["progress"]["step"]
-    if step_in_name(checkpoint) not in (None, step):
-        raise ConfigError(f"{checkpoint / LAYOUT} belongs to another checkpoint: it is of step {step}")
+    path, layout = checkpoint / LAYOUT, read_layout(checkpoint, SCHEMA)
+    progress = Progress(**layout["progress"])
+    if step_in_name(checkpoint) not in (None, progress.step):
+        raise ConfigError(f"{path} belongs to another checkpoint: it is of step {progress.step}")
     try:
-        layout["model"] = asdict(ModelConfig.from_plain(layout["model"]))
-    except ConfigError as error:
-        raise ConfigError(f"{checkpoint / LAYOUT} is damaged: {error}") from error
-    return layout
+        return SavedRun(layout, progress, ModelConfig.from_plain(layout["model"]))
+    except (ConfigError, TypeError) as error:  # a TypeError if a field is missing
+        raise ConfigError(f"{path} is damaged: {error}") from error
 
 
-def check_fits(checkpoint: Path, saved: Mapping[str, Any], config: ModelConfig, state: RankState) -> None:
-    """Raise ConfigError unless the checkpoint has the model and the optimizer of this run."""
-    state.check_fits(checkpoint, saved, "take model.* from its config.yaml, or another run.dir")
-    for name, value in asdict(config).items():
-        if name not in MAY_DIFFER and saved["model"][name] != value:
+def check_model(checkpoint: Path, saved: ModelConfig, present: ModelConfig) -> None:
+    """Raise ConfigError if the checkpoint's model has the shapes of this run's, but other options."""
+    for name, value in asdict(present).items():
+        found = asdict(saved)[name]
+        if name not in MAY_DIFFER and found != value:
             raise ConfigError(
-                f"model.{name}={value}, but checkpoint {checkpoint} is of a model with {saved['model'][name]}; choose "
-                f"model.{name}={saved['model'][name]}, or another run.dir"
+                f"model.{name}={value}, but checkpoint {checkpoint} is of a model with {found}; choose "
+                f"model.{name}={found}, or another run.dir"
             )
 
 
 def changed_data(saved: Mapping[str, Any], present: Mapping[str, Any]) -> list[str]:
     """Return a sentence for each setting that changes the data, and has another value than in the checkpoint."""
     return [
-        f"{name}={value}, but the checkpoint was saved with {saved['data'].get(name)}: from here on, samples are others"
+        f"{name}={value}, but the checkpoint was saved with {saved.get(name)}: from here on, samples are others"
         for name, value in present.items()
-        if saved["data"].get(name, value) != value  # older checkpoints do not have all
+        if saved.get(name, value) != value  # older checkpoints do not have all
     ]

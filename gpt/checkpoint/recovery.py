@@ -22,8 +22,8 @@ from gpt.checkpoint.folder import (
     set_aside_later,
 )
 from gpt.checkpoint.layout import Progress
-from gpt.checkpoint.saver import Saver
-from gpt.pretrained.tokenizer_files import NO_TOKENIZER, TokenizerFiles
+from gpt.checkpoint.saver import RunSaver, name_run
+from gpt.pretrained.tokenizer_files import tokenizer_of_data
 from gpt.run_folder.files import CHECKPOINTS, WEIGHTS, cut_metrics, start_run
 from gpt.run_folder.lock import RunLock
 from gpt.settings.run import CheckpointSettings
@@ -52,24 +52,27 @@ class Recovery:
         on_chunk: Callable[[], None],
         on_save: Callable[[Path], None],
     ):
-        self._on_save = on_save
         self._config, self._run_dir = config, run_dir
         self._state, self._data, self._say = state, data, say
         self._folder = self._run_dir / CHECKPOINTS
         self._is_first = state.mesh.rank == 0
         self._lock = RunLock(self._run_dir)
-        self._saver = Saver(
+
+        def on_complete(saved: Path) -> None:
+            say(f"saved {saved}")
+            on_save(saved)
+
+        self._saver = RunSaver(
             self._folder,
             state,
             keep=config.keep,
             is_async=config.asynchronous,
             data=data,
             on_chunk=on_chunk,
-            on_complete=self._on_complete,
+            on_complete=on_complete,
         )
         # Only the first rank writes weights.
-        exports = config.weights and self._is_first
-        self._tokenizer = TokenizerFiles.of_data(data) if exports else NO_TOKENIZER
+        self._tokenizer = tokenizer_of_data(data) if config.weights and self._is_first else None
         self._saved_step: int | None = None
         self._failure: SaveError | None = None  # the error of the last save
 
@@ -90,7 +93,7 @@ class Recovery:
         # locked below: nothing is created if loading fails.
         if self._is_first and self._run_dir.exists():
             self._lock.take()
-        progress, found = Progress(run=self._saver.name_run()), find(self._folder, self._config.resume)
+        progress, found = Progress(run=name_run()), find(self._folder, self._config.resume)
         if not _all_ranks_have(self._state.mesh, str(found)):
             raise ConfigError(
                 f"rank {self._state.mesh.rank} would resume from {found}, another rank from elsewhere; put "
@@ -153,11 +156,6 @@ class Recovery:
         """Release the lock on the folder."""
         self._lock.release()
 
-    def _on_complete(self, saved: Path) -> None:
-        """Report a checkpoint. The thread that has written it on the first rank calls this."""
-        self._say(f"saved {saved}")
-        self._on_save(saved)
-
     def _settle(self) -> None:
         """Wait for the save that has begun, and report how it ended."""
         try:
@@ -174,7 +172,7 @@ class Recovery:
         try:
             export_live(self._state, folder / checkpoint_name(step), self._tokenizer)
             if self._is_first:
-                keep_newest(checkpoints(folder), self._config.keep)
+                keep_newest(list(checkpoints(folder).values()), self._config.keep)
         except OSError as error:
             logger.error("error: weights cannot be written to %s: %s; training goes on", folder, error.strerror)
 

@@ -1,4 +1,4 @@
-"""Saves the checkpoints of a run: zero/state/writer.py writes them, and the newest are kept."""
+"""Saves the checkpoints of a run to its folder, in which the newest are kept. `zero.Saver` writes them."""
 
 import secrets
 from collections.abc import Callable, Mapping
@@ -6,16 +6,18 @@ from pathlib import Path
 from typing import Any
 
 from gpt.build.train_state import TrainState
-from gpt.checkpoint.checkpoint import rank_state
+from gpt.checkpoint.checkpoint import other_tensors
 from gpt.checkpoint.folder import LATEST, checkpoint_name, delete_old, set_aside
-from gpt.checkpoint.layout import Progress, content_of, name_of
+from gpt.checkpoint.layout import Progress, content_of
+from parallel.world import shared_store
+from zero.state.checkpoint import Saver
 from zero.state.sealed_file import replace_text
-from zero.state.writer import CheckpointWriter, Publication
+from zero.state.writer import Publication
 
 REMEDY = "make room or choose another run.dir (the checkpoint before it is untouched)"
 
 
-class Saver:
+class RunSaver:
     """A saver of checkpoints of `state` to `folder`, in which the newest `keep` checkpoints remain.
 
     All ranks make the same calls. `data` has the settings that determine the order of samples. In another thread,
@@ -34,13 +36,11 @@ class Saver:
         on_chunk: Callable[[], None] = lambda: None,
         on_complete: Callable[[Path], None] = lambda checkpoint: None,
     ):
-        self._folder, self._state, self._keep, self._data = folder, state, keep, data or {}
-        publication = Publication(self._publish, REMEDY, self._delete_old, on_complete)
-        self._writer = CheckpointWriter(state.mesh, state.device, publication, is_async=is_async, on_chunk=on_chunk)
-
-    def name_run(self) -> str:
-        """Return a random name for a run that begins, the same on all ranks."""
-        return self._writer.store.compare_set("run", "", secrets.token_hex(6)).decode()
+        self._folder, self._config, self._data = folder, state.config, data or {}
+        publication = Publication(self._publish, REMEDY, lambda: delete_old(folder, keep), on_complete, on_chunk)
+        self._saver = Saver(
+            state.model, state.optimizer, is_async=is_async, others=other_tensors(state), publication=publication
+        )
 
     def start(self, progress: Progress) -> None:
         """Begin to save. Call `wait` before the next save.
@@ -48,17 +48,15 @@ class Saver:
         If the saver is asynchronous, this returns when the state is copied, and training may change the state.
         Otherwise it returns when this rank's file is written.
         """
-        final, state = self._folder / checkpoint_name(progress.step), rank_state(self._state)
-        layout = state.describe(content_of(self._state, progress, self._data))
-        key = self._writer.new_key(final)
-        self._writer.start(key, final, state.tensors(), layout, name_of(progress), f"of step {progress.step}")
+        content, title = content_of(self._config, progress, self._data), f"of step {progress.step}"
+        self._saver.write(self._folder / checkpoint_name(progress.step), content, progress.save_name, title)
 
     def wait(self) -> Path | None:
         """Wait until the save that `start` began is complete, and return its folder, or None if there is none.
 
         Raises SaveError on all ranks if it failed on any.
         """
-        return self._writer.wait()
+        return self._saver.wait()
 
     def _publish(self, partial: Path, final: Path) -> None:
         if final.exists():  # the run has not written it: it set aside all checkpoints of steps to come
@@ -67,5 +65,7 @@ class Saver:
         # After the checkpoint has its name: `latest` never names one that is not complete.
         replace_text(self._folder / LATEST, final.name)
 
-    def _delete_old(self) -> None:
-        delete_old(self._folder, self._keep)
+
+def name_run() -> str:
+    """Return a random name for a run that begins, the same on all ranks."""
+    return shared_store().compare_set("run", "", secrets.token_hex(6)).decode()

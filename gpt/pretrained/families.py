@@ -16,6 +16,27 @@ SIZE = range(1, 2**31)
 NO_SPECIAL_IDS = {"bos_token_id": None, "eos_token_id": None}
 GPT2_PARTS = {"positions": "learned", "norm": "layer", "mlp": "gelu", "qk_norm": False, "biases": True}
 LLAMA_PARTS = {"positions": "rope", "norm": "rms", "mlp": "swiglu", "qk_norm": False, "biases": False}
+GPT2_FIELDS = {  # options of `model`: fields of the configuration of transformers
+    "num_layers": "n_layer",
+    "hidden_size": "n_embd",
+    "num_heads": "n_head",
+    "seq_length": "n_positions",
+    "dropout": "resid_pdrop",
+    "norm_eps": "layer_norm_epsilon",
+    "mlp_width": "n_inner",
+}
+LLAMA_FIELDS = {
+    "num_layers": "num_hidden_layers",
+    "hidden_size": "hidden_size",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "mlp_width": "intermediate_size",
+    "seq_length": "max_position_embeddings",
+    "norm_eps": "rms_norm_eps",
+    "tied_head": "tie_word_embeddings",
+}
+RESOLVED = {"num_kv_heads": "kv_heads", "head_dim": "head_size", "mlp_width": "mlp_size"}  # values of options with None
 ROPE_SCALING = {  # fields of RopeScaling by the names of transformers
     "factor": "factor",
     "low_freq_factor": "low_freq_factor",
@@ -41,13 +62,16 @@ class Packed:
 class Family:
     """The models of one class of transformers.
 
-    `modules` are the names of modules here and there; a block's are relative to the block. `packed` are those of
-    modules whose parameters are packed. `fixed` are fields of the configuration that may have one value only.
+    `names` are the fields of the configuration by the options of `model`; `to_ours` and `to_theirs` return what else a
+    configuration determines here and there, after checks. `fixed` are fields that may have one value only. `modules`
+    are the names of modules here and there; a block's are relative to the block. `packed` are those of modules whose
+    parameters are packed.
     """
 
     architecture: str
     configuration: str
     parts: Mapping[str, Any]  # the options of `model` by which the family is told from the others
+    names: Mapping[str, str]
     to_ours: Callable[[Any], dict[str, Any]]
     to_theirs: Callable[[ModelConfig], dict[str, Any]]
     required: tuple[str, ...]  # fields of config.json that are sizes
@@ -63,28 +87,11 @@ class Family:
 def _gpt2_to_ours(config: Any) -> dict[str, Any]:
     for name in ("attn_pdrop", "embd_pdrop"):
         _refuse_unless(name, getattr(config, name), config.resid_pdrop)
-    return {
-        "num_layers": config.n_layer,
-        "hidden_size": config.n_embd,
-        "num_heads": config.n_head,
-        "seq_length": config.n_positions,
-        "vocab_size": config.vocab_size,
-        "dropout": config.resid_pdrop,
-        "norm_eps": config.layer_norm_epsilon,
-        "mlp_width": config.n_inner,
-    }
+    return {}
 
 
 def _gpt2_to_theirs(config: ModelConfig) -> dict[str, Any]:
-    return {
-        "n_layer": config.num_layers,
-        "n_embd": config.hidden_size,
-        "n_head": config.num_heads,
-        "n_positions": config.seq_length,
-        "n_inner": config.mlp_width,
-        "layer_norm_epsilon": config.norm_eps,
-        **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), config.dropout),
-    }
+    return {"n_inner": config.mlp_width, **dict.fromkeys(("embd_pdrop", "attn_pdrop"), config.dropout)}
 
 
 def _llama_to_ours(config: Any) -> dict[str, Any]:
@@ -95,17 +102,8 @@ def _llama_to_ours(config: Any) -> dict[str, Any]:
     _refuse_unless("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0), 1.0)
     window = getattr(config, "sliding_window", None) or config.max_position_embeddings
     return {
-        "num_layers": config.num_hidden_layers,
-        "hidden_size": config.hidden_size,
-        "num_heads": config.num_attention_heads,
-        "num_kv_heads": config.num_key_value_heads,
-        "head_dim": config.head_dim,
-        "mlp_width": config.intermediate_size,
         "seq_length": min(config.max_position_embeddings, window),  # up to here, a sliding window hides no token
-        "vocab_size": config.vocab_size,
         "dropout": 0.0,
-        "norm_eps": config.rms_norm_eps,
-        "tied_head": config.tie_word_embeddings,
         "rope_theta": rope["rope_theta"],
         "rope_scaling": _scaling(rope) if kind == "llama3" else None,
     }
@@ -123,18 +121,7 @@ def _llama_to_theirs(config: ModelConfig) -> dict[str, Any]:
     if config.rope_scaling is not None:
         rope["rope_type"] = "llama3"
         rope |= {theirs: getattr(config.rope_scaling, ours) for theirs, ours in ROPE_SCALING.items()}
-    return {
-        "num_hidden_layers": config.num_layers,
-        "hidden_size": config.hidden_size,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.kv_heads,
-        "head_dim": config.head_size,
-        "intermediate_size": config.mlp_size,
-        "max_position_embeddings": config.seq_length,
-        "rms_norm_eps": config.norm_eps,
-        "tie_word_embeddings": config.tied_head,
-        "rope_parameters": rope,
-    }
+    return {"rope_parameters": rope}
 
 
 def _refuse_unless(name: str, found: Any, supported: Any) -> None:
@@ -146,6 +133,7 @@ GPT2 = Family(
     architecture="GPT2LMHeadModel",
     configuration="GPT2Config",
     parts=GPT2_PARTS,
+    names=GPT2_FIELDS,
     to_ours=_gpt2_to_ours,
     to_theirs=_gpt2_to_theirs,
     required=("n_layer", "n_embd", "n_head", "n_positions", "vocab_size"),
@@ -183,6 +171,7 @@ def _like_llama(name: str, fixed: Mapping[str, Any], parts: Mapping[str, Any] = 
         architecture=f"{name}ForCausalLM",
         configuration=f"{name}Config",
         parts=parts,
+        names=LLAMA_FIELDS,
         to_ours=_llama_to_ours,
         to_theirs=_llama_to_theirs,
         required=(
@@ -265,7 +254,8 @@ def config_from_transformers(config: Any) -> ModelConfig:
     family = FAMILIES[config.model_type]
     for name, supported in family.fixed.items():
         _refuse_unless(name, getattr(config, name), supported)
-    return ModelConfig(**family.to_ours(config), **family.parts)
+    named = {ours: getattr(config, theirs) for ours, theirs in family.names.items()}
+    return ModelConfig(vocab_size=config.vocab_size, **{**named, **family.to_ours(config)}, **family.parts)
 
 
 def config_to_transformers(config: ModelConfig, special_ids: Mapping[str, int | None] = NO_SPECIAL_IDS) -> Any:
@@ -273,9 +263,10 @@ def config_to_transformers(config: ModelConfig, special_ids: Mapping[str, int | 
     import transformers
 
     family = family_of(config)
+    named = {theirs: getattr(config, RESOLVED.get(ours, ours)) for ours, theirs in family.names.items()}
     return getattr(transformers, family.configuration)(
         vocab_size=config.vocab_size,
         architectures=[family.architecture],
-        **{**family.fixed, **family.to_theirs(config)},
+        **{**family.fixed, **named, **family.to_theirs(config)},
         **special_ids,
     )

@@ -9,10 +9,11 @@ from typing import Any
 
 from torch import Tensor
 
+from data.tokenizer import Tokenizer
 from gpt.model.transformer import GPT
 from gpt.pretrained.families import (
     FAMILIES,
-    NO_SPECIAL_IDS,
+    RESOLVED,
     SIZE,
     Family,
     config_from_transformers,
@@ -20,7 +21,7 @@ from gpt.pretrained.families import (
     family_of,
 )
 from gpt.pretrained.tensors import HEAD, load_weights, source_of, to_transformers
-from gpt.pretrained.tokenizer_files import NO_TOKENIZER, TokenizerFiles
+from gpt.pretrained.tokenizer_files import check_fits, special_ids, write_tokenizer
 from gpt.shape.config import ModelConfig, parameter_shapes
 from parallel.errors import ConfigError
 from zero.state.export import FILE_BYTES, WeightFiles
@@ -28,20 +29,13 @@ from zero.state.schema import Schema, check, parse_json, shown
 from zero.state.tensor_file import TensorFile
 
 CONFIG = "config.json"
-# What a folder and a run must have in common, by the option of `model`: its property that has the value.
-COMPARED = {
-    "num_layers": "num_layers",
-    "hidden_size": "hidden_size",
-    "num_heads": "num_heads",
-    "num_kv_heads": "kv_heads",
-    "head_dim": "head_size",
-    "mlp_width": "mlp_size",
-    "vocab_size": "vocab_size",
-    "mup_base_head_dim": "scaled_head_dim",
-    "logit_cap": "logit_cap",
-    **{name: name for name in ("positions", "norm", "norm_eps", "mlp", "qk_norm", "biases", "tied_head")},
-}
-COMPARED_ROPE = {name: name for name in ("rope_theta", "rope_scaling")}
+# Properties of a ModelConfig that a folder and a run must have in common.
+COMPARED = (
+    *("num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "mlp_width", "vocab_size"),
+    *("mup_base_head_dim", "logit_cap", "positions", "norm", "norm_eps", "mlp", "qk_norm", "biases", "tied_head"),
+)
+COMPARED_ROPE = ("rope_theta", "rope_scaling")
+VALUES = {**RESOLVED, "mup_base_head_dim": "scaled_head_dim"}  # the property that has the value of an option
 
 
 class PretrainedWeights(Mapping[str, Tensor]):
@@ -159,9 +153,8 @@ def _configuration(family: Family, known: Mapping[str, Any]) -> Any:
 def load_pretrained(model: GPT, folder: Path) -> None:
     """Load the weights of a folder into the model. Raises ConfigError if the folder's model is another one."""
     config, weights = read_pretrained(folder)
-    is_rotary = config.positions == "rope"
-    for name, of_config in {**COMPARED, **(COMPARED_ROPE if is_rotary else {"seq_length": "seq_length"})}.items():
-        found, expected = getattr(config, of_config), getattr(model.config, of_config)
+    for name in (*COMPARED, *(COMPARED_ROPE if config.positions == "rope" else ("seq_length",))):
+        found, expected = (getattr(of, VALUES.get(name, name)) for of in (config, model.config))
         if found != expected:
             found, expected = ("null" if value is None else value for value in (found, expected))
             raise ConfigError(f"model.{name}={expected}, but {folder} has {found}; choose model.{name}={found}")
@@ -176,36 +169,29 @@ def load_pretrained(model: GPT, folder: Path) -> None:
         raise ConfigError(f"{folder}: {error}") from error
 
 
-class WeightsWriter:
-    """A writer of a folder of weights, by the names of this project, of its configuration and its tokenizer.
+def write_weights(
+    folder: Path,
+    config: ModelConfig,
+    weights: Iterable[tuple[str, Tensor]],
+    tokenizer: Tokenizer | None = None,
+    file_bytes: int = FILE_BYTES,
+) -> None:
+    """Write whole parameters, by the names of this project, with the configuration and the tokenizer, to a folder.
 
-    Raises ConfigError if the folder already holds weights, because a reader would mix them with these.
+    Raises ConfigError if the folder already holds weights, because a reader would mix them with these, and OSError if a
+    write fails.
     """
-
-    def __init__(
-        self,
-        folder: Path,
-        config: ModelConfig,
-        file_bytes: int = FILE_BYTES,
-        tokenizer: TokenizerFiles = NO_TOKENIZER,
-    ):
-        tokenizer.check_fits(config)
-        self._folder, self._config, self._tokenizer = folder, config, tokenizer
-        self._family = family_of(config)
-        self._files = WeightFiles(folder, file_bytes)
-
-    def add(self, name: str, tensor: Tensor) -> None:
-        """Add a whole parameter, on any device. Raises OSError if a write fails."""
-        for theirs, part in to_transformers(name, tensor.detach().cpu(), self._family, self._config).items():
-            self._files.add(theirs, part)
-
-    def finish(self) -> None:
-        """Write the rest of the tensors, the index and the configuration. Raises OSError if a write fails."""
-        self._files.finish()
-        write_config(self._folder, self._config, self._tokenizer)
+    check_fits(tokenizer, config)
+    family, files = family_of(config), WeightFiles(folder, file_bytes)
+    for name, tensor in weights:
+        for theirs, part in to_transformers(name, tensor.detach().cpu(), family, config).items():
+            files.add(theirs, part)
+    files.finish()
+    write_config(folder, config, tokenizer)
 
 
-def write_config(folder: Path, config: ModelConfig, tokenizer: TokenizerFiles) -> None:
+def write_config(folder: Path, config: ModelConfig, tokenizer: Tokenizer | None) -> None:
     """Write the configuration of transformers, and the files of the tokenizer. Raises OSError if a write fails."""
-    config_to_transformers(config, tokenizer.special_ids or NO_SPECIAL_IDS).save_pretrained(folder)
-    tokenizer.write(folder, config)
+    config_to_transformers(config, special_ids(tokenizer)).save_pretrained(folder)
+    if tokenizer:
+        write_tokenizer(tokenizer, folder, config)

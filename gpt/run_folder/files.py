@@ -175,15 +175,17 @@ def _record(line: bytes) -> dict[str, Any] | None:
         return None
     if not isinstance(record, dict) or type(record.get("step")) is not int:
         return None
-    if "out_of_memory" not in record:
-        if NUMBERS_OF_A_STEP - record.keys():
-            return None
-        numbers = [value for key, value in record.items() if key != "samples"]
-        if not all(value is None or type(value) in (int, float) for value in numbers):
-            return None
-        if not _are_texts(record.get("samples", [])):
-            return None
-    return record
+    return record if "out_of_memory" in record or _has_numbers(record) else None
+
+
+def _has_numbers(record: dict[str, Any]) -> bool:
+    """Return True if a record has all numbers of a step, and nothing else than numbers and generated texts."""
+    numbers = [value for key, value in record.items() if key != "samples"]
+    return (
+        not NUMBERS_OF_A_STEP - record.keys()
+        and all(value is None or type(value) in (int, float) for value in numbers)
+        and _are_texts(record.get("samples", []))
+    )
 
 
 def _are_texts(samples: Any) -> bool:

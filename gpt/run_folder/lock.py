@@ -3,18 +3,17 @@
 The operating system holds the lock for the process and drops it when the process ends, however it ends.
 """
 
-import errno
 import logging
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from data.staging import LOCKS_ARE_MISSING
 from parallel.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
 LOCK = "lock"
-LOCKS_ARE_MISSING = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP}  # errors of a file system without locks
 
 
 class RunLock:

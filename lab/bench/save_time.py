@@ -18,7 +18,7 @@ from torch import Tensor
 from gpt.build.train_state import TrainState, build_loss_scale, build_model, build_optimizer
 from gpt.checkpoint.checkpoint import load, owned_tensors
 from gpt.checkpoint.layout import Progress
-from gpt.checkpoint.saver import Saver
+from gpt.checkpoint.saver import RunSaver
 from gpt.model.transformer import initialize
 from gpt.settings.optimizer import OptimizerSettings
 from gpt.settings.training import LossScaleSettings
@@ -35,7 +35,7 @@ from zero.state.writer import HostCopies
 CONFIG = ModelConfig(8, 640, 10, 128, 8192, dropout=0.0)
 
 
-def save(saver: Saver, progress: Progress) -> None:
+def save(saver: RunSaver, progress: Progress) -> None:
     saver.start(progress)
     saver.wait()
 
@@ -69,7 +69,7 @@ class Bench:
     def __init__(self, state: TrainState, folder: Path):
         self.state, self.folder = state, folder
         self.savers = {
-            name: Saver(folder / name, state, keep=1, is_async=name == "asynchronous")
+            name: RunSaver(folder / name, state, keep=1, is_async=name == "asynchronous")
             for name in ("waiting", "asynchronous")
         }
         self.plain_copies = HostCopies(torch.device("cpu"))

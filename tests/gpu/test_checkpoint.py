@@ -5,8 +5,8 @@ import torch
 
 from gpt.build.train_state import TrainState
 from gpt.checkpoint.checkpoint import load, owned_tensors
-from gpt.checkpoint.layout import Progress, read_layout
-from gpt.checkpoint.saver import Saver
+from gpt.checkpoint.layout import Progress, read_run
+from gpt.checkpoint.saver import RunSaver
 from gpt.train_step import train_step
 from tests.gpu.test_step import build, micro_batches
 from zero.activations.checkpointed_blocks import ActivationsConfig
@@ -21,12 +21,12 @@ def test_training_continues_while_a_checkpoint_is_written(gpu, tmp_path, stage):
     batches = micro_batches(gpu)
     train_step(state.model, state.optimizer, batches, state.mesh)
     expected = {name: tensor.to("cpu", copy=True) for name, tensor in owned_tensors(state).items()}
-    saver = Saver(tmp_path, state, keep=1, is_async=True)
+    saver = RunSaver(tmp_path, state, keep=1, is_async=True)
     saver.start(Progress(1, 4))
     for _ in range(3):
         train_step(state.model, state.optimizer, batches, state.mesh)
     checkpoint = saver.wait()
-    saved = SavedState(checkpoint, read_layout(checkpoint)["state"]).file(0)
+    saved = SavedState(checkpoint, read_run(checkpoint).layout["state"]).file(0)
     assert saved.entries.keys() == expected.keys()
     assert all(saved.tensor(name).equal(tensor) for name, tensor in expected.items())
     again = TrainState(*build(gpu, 3 - stage, torch.bfloat16), gpu, ActivationsConfig())

@@ -44,7 +44,7 @@ FLOORS = {
     "gpt/kernels":          "parallel gpt/shape",
     "gpt/model":            "parallel parallel/tensor gpt/shape gpt/kernels",
     "gpt/deepspeed":        "parallel",
-    "gpt/run_folder":       "parallel",
+    "gpt/run_folder":       "parallel data",
     "gpt/settings":         "parallel zero/* gpt/shape gpt/deepspeed",
     "gpt/pretrained":       "parallel parallel/tensor data zero/state gpt/shape gpt/model",
     "gpt/build":            "parallel parallel/tensor zero/* gpt/shape gpt/kernels gpt/model gpt/settings "
@@ -233,7 +233,7 @@ BREACHES = [
     (imports_follow_the_arrows, "gpt/model/transformer.py", "from zero import ZeroConfig"),
     (imports_follow_the_arrows, "gpt/model/transformer.py", "from ..trainer import train"),
     (imports_follow_the_arrows, "gpt/checkpoint/saver.py", "from gpt.monitor.metrics import peak_memory"),
-    (imports_follow_the_arrows, "gpt/monitor/plot.py", "from gpt.checkpoint.saver import Saver"),
+    (imports_follow_the_arrows, "gpt/monitor/plot.py", "from gpt.checkpoint.saver import RunSaver"),
     (imports_follow_the_arrows, "gpt/shape/flops.py", "from gpt.deepspeed.keys import KEYS"),
     (imports_follow_the_arrows, "gpt/trainer.py", "import tests.ranks"),
     (imports_follow_the_arrows, "gpt/trainer.py", "import pretrain_gpt"),

@@ -6,6 +6,7 @@ Both keep the same moments in fp32. Torch counts the steps of each parameter in 
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from parallel.errors import ConfigError
 from zero.optimizer import ZeroOptimizer
@@ -29,43 +30,40 @@ def load_counters(
     `counters` are those of the saved groups. Raises ConfigError if these or the states are not those of `saved_class`.
     """
     inner = optimizer.inner
-    if problem := _problem(optimizer, saved_class, counters):
+    pieces = [piece for bucket in optimizer.buckets for piece in optimizer.pieces_of(bucket)]
+    if problem := _problem(inner, [piece.param for piece in pieces], saved_class, counters):
         raise ConfigError(f"{saved.folder} is damaged: {problem}")
-    groups = list(zip(inner.param_groups, counters, strict=True))
     if saved_class == type(inner).__name__:
-        for group, of_group in groups:
+        for group, of_group in zip(inner.param_groups, counters, strict=True):
             group.update(of_group)
-        return
-    states = [
-        (piece, inner.state[piece.param]) for bucket in optimizer.buckets for piece in optimizer.pieces_of(bucket)
-    ]
-    if saved_class == COUNTS_PER_GROUP:
-        for piece, state in states:
+    elif saved_class == COUNTS_PER_GROUP:
+        for piece in pieces:
             device = piece.param.device if inner.defaults.get("fused") else torch.device("cpu")
-            state["step"] = torch.tensor(float(counters[piece.group]["step"]), device=device)
-        return
-    # All parameters have taken the same steps. The number is read from the files, because this rank may own no part of
-    # some group, and writes its counter.
-    for _, state in states:
-        state.pop("step", None)
-    steps = (saved.scalar(name, "step") for name in saved.parameters if "step" in saved.state_kinds(name))
-    if (step := next(steps, None)) is not None:
-        for group, _ in groups:
-            group["step"] = int(step)
+            step = float(counters[piece.group]["step"])
+            inner.state[piece.param]["step"] = torch.tensor(step, device=device)
+    else:
+        # All parameters have taken the same steps. The number is read from the files, because this rank may own no part
+        # of some group, and writes its counter.
+        for piece in pieces:
+            inner.state[piece.param].pop("step", None)
+        steps = (saved.scalar(name, "step") for name in saved.parameters if "step" in saved.state_kinds(name))
+        if (found := next(steps, None)) is not None:
+            for group in inner.param_groups:
+                group["step"] = int(found)
 
 
-def _problem(optimizer: ZeroOptimizer, saved_class: str, counters: list[dict[str, Any]]) -> str | None:
+def _problem(
+    inner: torch.optim.Optimizer, params: list[Tensor], saved_class: str, counters: list[dict[str, Any]]
+) -> str | None:
     """Return what is wrong with the states that have been loaded, or with the counters of the groups; None if nothing.
 
     Before the first update there are neither.
     """
-    inner = optimizer.inner
     if len(counters) != len(inner.param_groups):
         return f"it has the counters of {len(counters)} groups of parameters, not of {len(inner.param_groups)}"
     if any(key in inner.defaults or key == "params" for of_group in counters for key in of_group):
         return "a counter has the name of a setting of the optimizer"
-    pieces = [piece for bucket in optimizer.buckets for piece in optimizer.pieces_of(bucket)]
-    states = [(piece.param, inner.state.get(piece.param, {})) for piece in pieces]
+    states = [(param, inner.state.get(param, {})) for param in params]
     if saved_class not in STATES or not any(state for _, state in states):
         return None
     if saved_class == COUNTS_PER_GROUP and any("step" not in of_group for of_group in counters):

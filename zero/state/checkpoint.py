@@ -40,12 +40,21 @@ class Saver:
     """A saver of a model and its optimizer to folders, one at a time, while training goes on.
 
     All ranks make the same calls. If it is asynchronous, `start` returns when the state is copied to host memory, which
-    stays allocated, and training may go on while another thread writes the files.
+    stays allocated, and training may go on while another thread writes the files. `others` are further tensors, of any
+    name, that every rank saves. `publication` is how a folder gets its name; by default it replaces one of that name.
     """
 
-    def __init__(self, model: ZeroDataParallel, optimizer: ZeroOptimizer, *, is_async: bool = True):
-        self._state = RankState(model, optimizer)
-        publication = Publication(_replace, REMEDY)
+    def __init__(
+        self,
+        model: ZeroDataParallel,
+        optimizer: ZeroOptimizer,
+        *,
+        is_async: bool = True,
+        others: Mapping[str, Tensor] | None = None,
+        publication: Publication | None = None,
+    ):
+        self._state = RankState(model, optimizer, others or {})
+        publication = publication or Publication(_replace, REMEDY)
         self._writer = CheckpointWriter(self._state.mesh, self._state.device, publication, is_async=is_async)
 
     def start(self, folder: str | Path, extra: Mapping[str, Any] | None = None) -> None:
@@ -58,10 +67,19 @@ class Saver:
         _check_json(extra, "extra")
         self.wait()
         final = Path(folder).absolute()
-        key = self._writer.new_key(final)
-        save = self._begin(key, final)
-        layout = self._state.describe({"save": save, "extra": extra, "settings": _settings(self._state.optimizer)})
-        self._writer.start(key, final, self._state.tensors(), layout, f"save {save}", final.name)
+        if self._state.mesh.rank == 0:  # before any rank writes
+            shutil.rmtree(final.with_name(f".{final.name}.partial"), ignore_errors=True)
+        save = self._writer.agree(final, secrets.token_hex(6))
+        content = {"save": save, "extra": extra, "settings": _settings(self._state.optimizer)}
+        self.write(final, content, f"save {save}", final.name)
+
+    def write(self, final: Path, content: Mapping[str, Any], save: str, title: str) -> None:
+        """Begin to save to `final` with what a program adds to layout.json. Call `wait` before the next save.
+
+        `save` names this save in the files, by which those of another one are refused, and `title` names it in errors.
+        """
+        key, layout = self._writer.new_key(final), self._state.describe(content)
+        self._writer.start(key, final, self._state.tensors(), layout, save, title)
 
     def wait(self) -> Path | None:
         """Wait until the save that `start` began is complete, and return its folder, or None if there is none.
@@ -69,14 +87,6 @@ class Saver:
         Raises SaveError on all ranks if it failed on any.
         """
         return self._writer.wait()
-
-    def _begin(self, key: str, final: Path) -> str:
-        """Remove what an interrupted save has left, before any rank writes; return the name of the save."""
-        if self._state.mesh.rank == 0:
-            shutil.rmtree(final.with_name(f".{final.name}.partial"), ignore_errors=True)
-            self._writer.store.set(f"{key}/name", secrets.token_hex(6))
-        self._writer.wait_for(f"{key}/name")
-        return self._writer.store.get(f"{key}/name").decode()
 
 
 def save(

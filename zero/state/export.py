@@ -1,4 +1,4 @@
-"""Writes the weights of a model in training to a folder that `from_pretrained` of transformers opens, unit by unit.
+"""The whole weights of a model in training, unit by unit: to a folder for transformers' `from_pretrained`, or memory.
 
 model.safetensors.index.json, model-00001-of-00003.safetensors, ..., config.json, and the files of the tokenizer
 """
@@ -7,6 +7,7 @@ import copy
 import errno
 import json
 import shutil
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from parallel.errors import ConfigError
 from parallel.mesh import Axis
 from parallel.tensor.layers import split_dims
+from zero.buckets.flat import FlatParameters
 from zero.engine import ZeroDataParallel
 from zero.state.tensor_file import write_tensors
 
@@ -126,41 +128,51 @@ def export_units(
 ) -> None:
     """Write what `convert` makes of each parameter to a folder that is complete or does not exist. All ranks call it.
 
-    The first rank writes, and then calls `finish` with its writer and the folder. If it cannot write, it still takes
-    part in the collectives of the other units, for which the other ranks wait, and then raises OSError: also if the
-    folder holds files, unless `replaces`.
+    The first rank writes, and then calls `finish` with its writer and the folder. Raises OSError on the first rank if
+    it cannot write, or if the folder holds files, unless `replaces`.
     """
+    parameters = whole_parameters(model, tensor)
+    if model.data.rank > 0 or tensor.rank > 0:
+        deque(parameters, maxlen=0)  # only takes part in their collectives
+        return
     partial = output.with_name(f".{output.name}.partial")
     largest_unit_bytes = max(flat.full.nbytes for flat in model.flats) * tensor.size
-    failure: OSError | None = None
-    files: WeightFiles | None = None
-    is_first = model.data.rank == 0 and tensor.rank == 0
-    if is_first:
-        try:
-            if not replaces and output.exists() and any(output.iterdir()):
-                raise FileExistsError(errno.EEXIST, "the folder is not empty; choose another one", str(output))
-            shutil.rmtree(partial, ignore_errors=True)
-            files = WeightFiles(partial, min(file_bytes, largest_unit_bytes))
-        except OSError as error:
-            failure = error
-    for name, whole in whole_parameters(model, tensor):
-        if files:
-            try:
-                for part_name, part in convert(name, whole.detach().cpu()).items():
-                    files.add(part_name, part)
-            except OSError as error:
-                failure, files = error, None
-    if not is_first:
-        return
     try:
-        if files is None:
-            raise failure or AssertionError
-        # The folder gets its final name only when it is complete.
+        if not replaces and output.exists() and any(output.iterdir()):
+            raise FileExistsError(errno.EEXIST, "the folder is not empty; choose another one", str(output))
+        shutil.rmtree(partial, ignore_errors=True)
+        files = WeightFiles(partial, min(file_bytes, largest_unit_bytes))
+        for name, whole in parameters:
+            for part_name, part in convert(name, whole.cpu()).items():
+                files.add(part_name, part)
         finish(files, partial)
+        # The folder gets its final name only when it is complete.
         shutil.rmtree(output, ignore_errors=True)
         partial.rename(output)
+    except Exception:
+        deque(parameters, maxlen=0)  # the other ranks wait for this one in the collectives of the units that are left
+        raise
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def full_state_dict(model: ZeroDataParallel) -> dict[str, Any]:
+    """Return what `state_dict()` of the module inside `model` returns without partitioning, in memory of the CPU.
+
+    All ranks must call this together; the first data-parallel rank gets the state, and the others an empty dictionary.
+    Parameters are unsharded a unit at a time, so that the accelerator never holds all of them.
+    """
+    state = model.module.state_dict(keep_vars=True)  # of parameters it reads no values
+    params = {name: param for flat in model.flats for name, param in _named(flat)}
+    whole = whole_parameters(model, Axis.trivial("tensor"))
+    full = {params[name]: value.to("cpu", copy=True) for name, value in whole}
+    return {name: _value(value, full) for name, value in state.items()} if model.data.rank == 0 else {}
+
+
+def _value(value: Any, full: Mapping[nn.Parameter, Tensor]) -> Any:
+    if isinstance(value, nn.Parameter) and value in full:
+        return full[value]
+    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
 
 
 def whole_parameters(model: ZeroDataParallel, tensor: Axis) -> Iterator[tuple[str, Tensor]]:
@@ -171,16 +183,18 @@ def whole_parameters(model: ZeroDataParallel, tensor: Axis) -> Iterator[tuple[st
     dims = split_dims(model.module)
     for flat in model.flats:
         with torch.no_grad(), model.gathered(flat.params[:1]):  # one parameter is enough to unshard the whole unit
-            for span, param in zip(flat.layout.spans, flat.params, strict=True):
-                if model.data.rank > 0:
-                    continue
+            for name, param in _named(flat) if model.data.rank == 0 else ():
                 own = param.detach().contiguous()
-                if span.name not in dims:
-                    yield span.name, own
+                if name not in dims:
+                    yield name, own
                     continue
                 of_all_ranks = own.new_empty(tensor.size, *own.shape)
                 tensor.all_gather(own, out=of_all_ranks).wait()
-                yield span.name, torch.cat(list(of_all_ranks), dims[span.name])
+                yield name, torch.cat(list(of_all_ranks), dims[name])
+
+
+def _named(flat: FlatParameters) -> Iterator[tuple[str, nn.Parameter]]:
+    return ((span.name, param) for span, param in zip(flat.layout.spans, flat.params, strict=True))
 
 
 def _described(config: Any, module: nn.Module, dtype: torch.dtype) -> Any:

@@ -78,9 +78,7 @@ def load_common_state(model: ZeroDataParallel, optimizer: ZeroOptimizer, file: S
     A tensor that the file does not contain keeps its value. The loss scale is loaded only if it was dynamic when it was
     saved and is dynamic now.
     """
-    for name, tensor in common_state(model, optimizer).items():
-        if name in file.entries:
-            file.load(name, tensor)
+    file.load_present(common_state(model, optimizer))
 
 
 def group_counters(optimizer: ZeroOptimizer) -> list[dict[str, Any]]:

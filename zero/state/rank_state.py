@@ -26,7 +26,7 @@ from zero.state.owned_state import (
     load_owned_state,
     owned_state,
 )
-from zero.state.saved_state import SavedFile, SavedState, TensorRank, full_shapes
+from zero.state.saved_state import SavedFile, SavedState, TensorRank, saved_parameters
 
 
 @dataclass(frozen=True)
@@ -77,12 +77,15 @@ class RankState:
     def check_fits(self, checkpoint: Path, layout: Mapping[str, Any], remedy: str) -> None:
         """Raise ConfigError unless the checkpoint has these parameters and an optimizer of this class."""
         present = self.describe({})
-        saved_shapes, shapes = full_shapes(layout["state"]), full_shapes(present["state"])
-        for name in [*shapes, *saved_shapes]:
-            if saved_shapes.get(name) != shapes.get(name):
+        there, here = (
+            {name: list(parameter.shape) for name, parameter in saved_parameters(description["state"]).items()}
+            for description in (layout, present)
+        )
+        for name in [*here, *there]:
+            if there.get(name) != here.get(name):
                 raise ConfigError(
-                    f"checkpoint {checkpoint} is of another model: {name} is {saved_shapes.get(name, 'missing')} there "
-                    f"and {shapes.get(name, 'missing')} in this run; {remedy}"
+                    f"checkpoint {checkpoint} is of another model: {name} is {there.get(name, 'missing')} there and "
+                    f"{here.get(name, 'missing')} in this run; {remedy}"
                 )
         if not are_alike(layout["optimizer"], present["optimizer"]):
             raise ConfigError(
@@ -117,9 +120,7 @@ class RankState:
         number = mesh.data.rank % saved.data_size * saved.tensor_size + mesh.tensor.rank % saved.tensor_size
         file = saved.file(number)
         load_common_state(self.model, self.optimizer, file)
-        for name, tensor in self.others.items():
-            if name in file.entries:
-                file.load(name, tensor)
+        file.load_present(self.others)
         if mesh.data.rank < saved.data_size:
             _set_random_state(file, "random.cpu", torch.set_rng_state)
             if self.device.type == "cuda" and "random.cuda" in file.entries:

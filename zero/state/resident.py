@@ -2,6 +2,7 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import fields
 
 from torch import Tensor
 
@@ -20,17 +21,13 @@ def resident_states(
 
     A torch optimizer allocates its moments in the first step: before that step, `moments` is 0.
     """
-    here = [bucket for bucket in optimizer.buckets if bucket.optimizer_placement is placement]
-    pieces = [piece for bucket in here for piece in optimizer.pieces_of(bucket)]
-    states = (optimizer.inner.state.get(piece.param, {}) for piece in pieces)
-    values = (value for state in states for value in state.values())
-    of_matrices = optimizer.matrices.present_states() if placement is Placement.ACCELERATOR else []
-    return ModelStates(
-        parameters=_num_bytes(t for bucket in model.buckets for t in _parameters(bucket.params, placement)),
-        gradients=_num_bytes(t for bucket in optimizer.buckets for t in _gradients(bucket.grads, placement)),
-        master=_num_bytes(bucket.master for bucket in here if _has_own_master(bucket)),
-        moments=_num_bytes(value for value in [*values, *of_matrices] if isinstance(value, Tensor) and value.dim() > 0),
-    )
+    found: defaultdict[str, list[Tensor]] = defaultdict(list)
+    for bucket in model.buckets:
+        for kind, tensor, _ in _allocated(bucket, optimizer, placement):
+            found[kind].append(tensor)
+    if placement is Placement.ACCELERATOR:
+        found["moments"] += [state for state in optimizer.matrices.present_states() if state.dim() > 0]
+    return ModelStates(**{field.name: _num_bytes(found[field.name]) for field in fields(ModelStates)})
 
 
 def bytes_by_group(
@@ -47,43 +44,36 @@ def bytes_by_group(
     found: defaultdict[str, Counter[str]] = defaultdict(Counter)
     for flat in model.flats:
         for bucket in flat.buckets:
-            for kind, elements, itemsize in _stretches(bucket, optimizer, placement):
+            for kind, tensor, elements in _allocated(bucket, optimizer, placement):
                 for span, part in flat.layout.spans_in(elements):
-                    found[group_of(span.name)][kind] += len(part) * itemsize
+                    found[group_of(span.name)][kind] += len(part) * tensor.element_size()
     return found
 
 
-def _stretches(
+def _allocated(
     bucket: Bucket, optimizer: ZeroOptimizer | None, placement: Placement
-) -> Iterator[tuple[str, range, int]]:
-    """Yield (kind, elements of the flat buffer, bytes of each) of what is allocated for a bucket."""
-
-    def stretch(kind: str, tensor: Tensor) -> tuple[str, range, int]:
-        is_full = tensor.numel() >= len(bucket.elements)
-        return kind, bucket.elements if is_full else bucket.shard, tensor.element_size()
-
-    for tensor in _parameters(bucket.params, placement):
-        yield stretch("parameters", tensor)
-    full = bucket.params.full
-    if placement is Placement.ACCELERATOR and not bucket.params.persists and full.untyped_storage().nbytes():
-        yield stretch("unsharded", full)
-    if optimizer is None or bucket not in optimizer.buckets:
-        return
-    # The owned gradients may be a part of the full ones, which are then counted.
-    gradients = sorted(_gradients(bucket.grads, placement), key=Tensor.numel)
-    for tensor in {tensor.untyped_storage().data_ptr(): tensor for tensor in gradients}.values():
+) -> Iterator[tuple[str, Tensor, range]]:
+    """Yield (kind, tensor, elements of the flat buffer that it has) of a bucket's states in the memory `placement`."""
+    start = bucket.shard.start
+    named = [("parameters", tensor) for tensor in _parameters(bucket.params, placement)]
+    if placement is Placement.ACCELERATOR and not bucket.params.persists:
+        named.append(("unsharded", bucket.params.full))
+    if optimizer is not None and bucket in optimizer.buckets:
+        # The owned gradients may be a part of the full ones, which are then counted.
+        gradients = sorted(_gradients(bucket.grads, placement), key=Tensor.numel)
+        by_storage = {tensor.untyped_storage().data_ptr(): tensor for tensor in gradients}
+        named += [("gradients", tensor) for tensor in by_storage.values()]
+        if bucket.optimizer_placement is placement:
+            # Without memory of their own, the master weights are the owned parameters.
+            if bucket.master.data_ptr() != bucket.params.owned.data_ptr():
+                named.append(("master", bucket.master))
+            for piece in optimizer.pieces_of(bucket):
+                for value in optimizer.inner.state.get(piece.param, {}).values():
+                    if isinstance(value, Tensor) and value.dim() > 0:
+                        yield "moments", value, range(start + piece.elements.start, start + piece.elements.stop)
+    for kind, tensor in named:
         if tensor.untyped_storage().nbytes():
-            yield stretch("gradients", tensor)
-    if bucket.optimizer_placement is not placement:
-        return
-    if _has_own_master(bucket):
-        yield stretch("master", bucket.master)
-    for piece in optimizer.pieces_of(bucket):
-        start = bucket.shard.start
-        elements = range(start + piece.elements.start, start + piece.elements.stop)
-        for value in optimizer.inner.state.get(piece.param, {}).values():
-            if isinstance(value, Tensor) and value.dim() > 0:
-                yield "moments", elements, value.element_size()
+            yield kind, tensor, bucket.elements if tensor.numel() >= len(bucket.elements) else bucket.shard
 
 
 def buffer_bytes(model: ZeroDataParallel, optimizer: ZeroOptimizer) -> dict[str, int]:
@@ -125,11 +115,6 @@ def _gradients(shard: GradShard, placement: Placement) -> Iterator[Tensor]:
         yield shard.owned
     if placement is Placement.ACCELERATOR and shard.persists and shard.staged is not None:
         yield shard.staged
-
-
-def _has_own_master(bucket: Bucket) -> bool:
-    """Return whether the master weights have memory of their own, and are not the owned parameters themselves."""
-    return bucket.master.data_ptr() != bucket.params.owned.data_ptr()
 
 
 def _num_bytes(tensors: Iterable[Tensor]) -> int:

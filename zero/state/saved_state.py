@@ -139,7 +139,7 @@ class SavedState:
         self.folder = folder
         self.data_size, self.tensor_size = description["data_size"], description["tensor_size"]
         self._layouts = [layout_of(buffer) for buffer in description["buffers"]]
-        self.parameters = _parameters(self._layouts, description["split_dims"], self.tensor_size)
+        self.parameters = saved_parameters(description)
         self.file = lru_cache(MAX_OPEN_FILES)(lambda rank: SavedFile(rank_file(folder, rank), self._layouts))
 
     def state_kinds(self, name: str) -> list[str]:
@@ -215,15 +215,11 @@ class SavedState:
 
         `elements` begin with a block.
         """
-        parameter, numel = self.parameters[name], elements_per_value(kind)
-        start = parameter.elements.start
-        in_buffer = range(start + elements.start, start + elements.stop)
-        for shard_rank, owned in self._layouts[parameter.buffer].shards(in_buffer):
-            file = self.file(shard_rank * self.tensor_size + tensor.rank % self.tensor_size)
-            tensor_name, first = file.find_tensor(parameter.buffer, kind, owned.start)
-            values = range((owned.start - first) // numel, -(-(owned.stop - first) // numel))
-            target = (owned.start - in_buffer.start) // numel
-            file.read(tensor_name, values, out[target : target + len(values)])
+        numel = elements_per_value(kind)
+        stored = self._stored(self.parameters[name], kind, tensor.rank % self.tensor_size, elements)
+        for file, tensor_name, wanted, offset in stored:
+            values = range(wanted.start // numel, -(-wanted.stop // numel))
+            file.read(tensor_name, values, out[offset // numel : offset // numel + len(values)])
 
     def has_blocks_of(self, name: str, tensor: TensorRank) -> bool:
         """Return whether a parameter was cut along the tensor axis as it is now, so that its blocks are the same."""
@@ -246,14 +242,10 @@ class SavedState:
 
     def _read_part(self, parameter: SavedParameter, kind: str, saved_rank: int, elements: range, out: Tensor) -> None:
         """Read elements of the part of a saved tensor rank, from the files of all ranks that own some of them."""
-        start = parameter.elements.start
-        in_buffer = range(start + elements.start, start + elements.stop)
-        for shard_rank, owned in self._layouts[parameter.buffer].shards(in_buffer):
-            file = self.file(shard_rank * self.tensor_size + saved_rank)
-            tensor_name, first = file.find_tensor(parameter.buffer, kind, owned.start)
-            target = out[owned.start - in_buffer.start : owned.stop - in_buffer.start]
-            wanted = range(owned.start - first, owned.stop - first)
-            if (numel := elements_per_value(kind)) == 1:
+        numel = elements_per_value(kind)
+        for file, tensor_name, wanted, offset in self._stored(parameter, kind, saved_rank, elements):
+            target = out[offset : offset + len(wanted)]
+            if numel == 1:
                 file.read(tensor_name, wanted, target)
             else:
                 blocks = range(wanted.start // numel, -(-wanted.stop // numel))
@@ -262,6 +254,17 @@ class SavedState:
                 skipped = wanted.start % numel
                 target.copy_(values.repeat_interleave(numel)[skipped : skipped + len(wanted)])
 
+    def _stored(
+        self, parameter: SavedParameter, kind: str, saved_rank: int, elements: range
+    ) -> Iterator[tuple[SavedFile, str, range, int]]:
+        """Yield (file, name of a tensor, its elements, the first one's index in `elements`) of each owner of some."""
+        start = parameter.elements.start + elements.start
+        in_buffer = range(start, parameter.elements.start + elements.stop)
+        for shard_rank, owned in self._layouts[parameter.buffer].shards(in_buffer):
+            file = self.file(shard_rank * self.tensor_size + saved_rank)
+            tensor_name, first = file.find_tensor(parameter.buffer, kind, owned.start)
+            yield file, tensor_name, range(owned.start - first, owned.stop - first), owned.start - start
+
     def _first_file(self, parameter: SavedParameter) -> SavedFile:
         """Return the file that contains the first element of a parameter."""
         start = parameter.elements.start
@@ -269,21 +272,12 @@ class SavedState:
         return self.file(shard_rank * self.tensor_size)
 
 
-def full_shapes(description: dict[str, Any]) -> dict[str, list[int]]:
-    """Return the full shape of every parameter in a result of `describe_state`.
-
-    A model can load a saved state if the names and the full shapes are the same.
-    """
-    layouts = [layout_of(buffer) for buffer in description["buffers"]]
-    parameters = _parameters(layouts, description["split_dims"], description["tensor_size"])
-    return {name: list(parameter.shape) for name, parameter in parameters.items()}
-
-
-def _parameters(layouts: list[Layout], split_dims: dict[str, int], tensor_size: int) -> dict[str, SavedParameter]:
-    parameters = {}
-    for number, layout in enumerate(layouts):
-        for span in layout.spans:
-            split_dim = split_dims.get(span.name)
+def saved_parameters(description: dict[str, Any]) -> dict[str, SavedParameter]:
+    """Return the parameters of a result of `describe_state`, by name."""
+    parameters, tensor_size = {}, description["tensor_size"]
+    for number, buffer in enumerate(description["buffers"]):
+        for span in layout_of(buffer).spans:
+            split_dim = description["split_dims"].get(span.name)
             shape = torch.Size(n * tensor_size if dim == split_dim else n for dim, n in enumerate(span.shape))
             parameters[span.name] = SavedParameter(shape, split_dim, number, span.elements)
     return parameters

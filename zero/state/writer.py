@@ -41,35 +41,27 @@ class SaveError(ConfigError):
 
 @dataclass(frozen=True)
 class Publication:
-    """The part of a save that the program decides: the first rank does it when all ranks have written their files.
+    """The part of a save that the program decides, and what it hears of one.
 
-    `publish(partial, final)` gives the folder its final name; if it raises, the save has failed. `tidy()` removes what
-    is not needed any more; its errors are logged. `on_complete(final)` is called when the other ranks know of the
-    success. `remedy` is what the user can do about a failure.
+    When all ranks have written their files, the first rank calls `publish(partial, final)`, which gives the folder its
+    final name; if it raises, the save has failed. Then it calls `tidy()`, which removes what is not needed any more and
+    whose errors are logged, and `on_complete(final)` when the other ranks know of the success. `remedy` is what the
+    user can do about a failure. Every rank calls `on_chunk` whenever a few megabytes have been written. All are called
+    in the thread that writes.
     """
 
     publish: Callable[[Path, Path], None]
     remedy: str
     tidy: Callable[[], None] = lambda: None
     on_complete: Callable[[Path], None] = lambda final: None
+    on_chunk: Callable[[], None] = lambda: None
 
 
 class CheckpointWriter:
-    """A writer of checkpoints, one at a time. All ranks of `mesh` make the same calls.
+    """A writer of checkpoints, one at a time. All ranks of `mesh` make the same calls."""
 
-    `on_chunk` is called in another thread whenever a few megabytes have been written.
-    """
-
-    def __init__(
-        self,
-        mesh: Mesh,
-        device: torch.device,
-        publication: Publication,
-        *,
-        is_async: bool,
-        on_chunk: Callable[[], None] = lambda: None,
-    ):
-        self._rank, self._num_ranks, self._publication, self._on_chunk = mesh.rank, mesh.size, publication, on_chunk
+    def __init__(self, mesh: Mesh, device: torch.device, publication: Publication, *, is_async: bool):
+        self._rank, self._num_ranks, self._publication = mesh.rank, mesh.size, publication
         self.store = shared_store()
         self._host_copies = HostCopies(device) if is_async else None
         self._pending: tuple[threading.Thread, Callable[[], Path]] | None = None
@@ -78,6 +70,14 @@ class CheckpointWriter:
         """Return a key of the store for a save to `final`, which no other save has: all ranks return the same."""
         # Counted in the store and not here: a second writer of the same folder must not find the first one's keys.
         return f"save/{final}/{self.store.add(f'saves/{self._rank}', 1)}"
+
+    def agree(self, final: Path, value: str) -> str:
+        """Return the first rank's `value` on all ranks."""
+        key = f"{self.new_key(final)}/value"
+        if self._rank == 0:
+            self.store.set(key, value)
+        self.wait_for(key)
+        return self.store.get(key).decode()
 
     def start(
         self, key: str, final: Path, tensors: Mapping[str, Tensor], layout: Mapping[str, Any], save: str, title: str
@@ -133,7 +133,8 @@ class CheckpointWriter:
         try:
             partial.mkdir(parents=True, exist_ok=True)
             path = rank_file(partial, self._rank)
-            report["seal"] = asdict(write_tensors(path, tensors, {ORIGIN: file_origin}, on_chunk=self._on_chunk))
+            seal = write_tensors(path, tensors, {ORIGIN: file_origin}, on_chunk=self._publication.on_chunk)
+            report["seal"] = asdict(seal)
         except Exception as error:  # any error: the first rank waits until every rank has reported
             report["error"] = f"rank {self._rank}: {_reason(error)}"
         self.store.append(f"{key}/reports", json.dumps(report) + "\n")  # type: ignore[attr-defined]

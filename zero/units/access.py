@@ -55,7 +55,7 @@ class UnitAccess:
         if is_sharded and not self.running and not is_in_backward():
             raise ShardedParameterError(
                 f"{param!r}, is sharded: no rank has all of its values; read it on all ranks inside `with "
-                "model.gathered([parameter]):`, collect all by `full_state_dict` of zero/state/full_state.py, let "
+                "model.gathered([parameter]):`, collect all by `full_state_dict` of zero/state/export.py, let "
                 "methods other than forward gather them by `model.register_forward_method(name)`, and change the "
                 "module after `model.unwrap()`"
             )

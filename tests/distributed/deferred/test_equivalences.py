@@ -15,7 +15,7 @@ from torch import Tensor
 from gpt.build.train_state import TrainState
 from gpt.checkpoint.checkpoint import owned_tensors
 from gpt.checkpoint.layout import Progress
-from gpt.checkpoint.saver import Saver
+from gpt.checkpoint.saver import RunSaver
 from gpt.model.compiled_blocks import compile_blocks
 from gpt.shape.config import ModelConfig
 from lab.observe.memory_tracker import MemoryTracker
@@ -245,7 +245,7 @@ def save_while_training(folder: Path, stage: int, offload: str) -> bool:
         steps = train(state, case)
         next(steps), next(steps)
         expected = {name: tensor.detach().clone() for name, tensor in owned_tensors(state).items()}
-        saver = Saver(folder, state, keep=1, is_async=True)
+        saver = RunSaver(folder, state, keep=1, is_async=True)
         saver.start(Progress(2, 2))
         next(steps)
         saved = saver.wait()

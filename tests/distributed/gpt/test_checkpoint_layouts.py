@@ -9,8 +9,8 @@ from torch import Tensor
 
 from gpt.build.train_state import TrainState
 from gpt.checkpoint.checkpoint import load
-from gpt.checkpoint.layout import Progress, read_layout
-from gpt.checkpoint.saver import Saver
+from gpt.checkpoint.layout import Progress, read_run
+from gpt.checkpoint.saver import RunSaver
 from gpt.model.transformer import GPT, initialize
 from gpt.shape.config import ModelConfig
 from parallel.mesh import Mesh
@@ -82,7 +82,7 @@ def train(state: TrainState, first: int, num_steps: int) -> list[float]:
 
 
 def save(state: TrainState, folder: Path, step: int, *, is_async: bool = False) -> Path:
-    saver = Saver(folder, state, keep=9, is_async=is_async)
+    saver = RunSaver(folder, state, keep=9, is_async=is_async)
     saver.start(Progress(step, step * GLOBAL_BATCH))
     found = saver.wait()
     assert found is not None
@@ -111,7 +111,7 @@ def load_and_train(case: LayoutCase, source: Path, num_steps: int) -> list[float
 
 def logical(folder: Path) -> dict[str, Tensor]:
     """Return every tensor of a checkpoint, in its full shape, by name and kind."""
-    saved = SavedState(folder, read_layout(folder)["state"])
+    saved = SavedState(folder, read_run(folder).layout["state"])
     found = {}
     for name in saved.parameters:
         for kind in ["master", *saved.state_kinds(name)]:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from gpt.build.train_state import build
 from gpt.checkpoint.layout import Progress
 from gpt.checkpoint.recovery import Recovery, _all_ranks_have
-from gpt.checkpoint.saver import Saver
+from gpt.checkpoint.saver import RunSaver as Saver
 from gpt.settings.parser import parse_settings
 from parallel.errors import ConfigError
 from parallel.mesh import Mesh

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from gpt.build.train_state import TrainState, build, build_mesh
 from gpt.checkpoint.checkpoint import owned_tensors
 from gpt.checkpoint.layout import Progress
-from gpt.checkpoint.saver import Saver
+from gpt.checkpoint.saver import RunSaver
 from gpt.settings.parser import parse_settings
 from gpt.settings.settings import Settings
 from gpt.train_step import evaluate, train_step
@@ -211,7 +211,7 @@ def check_saves(folder: Path) -> None:
             mesh = build_mesh(settings, world)
             state = build(settings, mesh, world.device)
             micro_batches = blank_micro_batches(settings.train, settings.model.seq_length, mesh.data.size)
-            saver = Saver(folder / f"{stage}-{offload}", state, keep=1, is_async=True)
+            saver = RunSaver(folder / f"{stage}-{offload}", state, keep=1, is_async=True)
             for step in range(3):
                 train_step(state.model, state.optimizer, micro_batches, mesh)
                 saver.start(Progress(step, step))

@@ -9,7 +9,7 @@ import torch
 from gpt.build.train_state import TrainState, build_optimizer
 from gpt.checkpoint.checkpoint import load
 from gpt.checkpoint.layout import Progress
-from gpt.checkpoint.saver import Saver
+from gpt.checkpoint.saver import RunSaver
 from gpt.settings.optimizer import OptimizerSettings
 from gpt.shape.config import ModelConfig
 from parallel.mesh import Mesh
@@ -49,7 +49,7 @@ def train_and_save(cases: list[tuple[bool, int]], folder: Path) -> list[list[flo
     for is_split, stage in cases:
         state = build_state(2, is_split, stage)
         losses.append(train(state, range(3)))
-        saver = Saver(folder / str(is_split), state, keep=1, is_async=False)
+        saver = RunSaver(folder / str(is_split), state, keep=1, is_async=False)
         saver.start(Progress(3, 3))
         saver.wait()
         losses[-1] += train(state, range(3, 6))

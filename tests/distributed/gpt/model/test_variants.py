@@ -10,7 +10,7 @@ from torch import Tensor
 from gpt.build.train_state import TrainState, build_model
 from gpt.checkpoint.checkpoint import load
 from gpt.checkpoint.layout import Progress
-from gpt.checkpoint.saver import Saver
+from gpt.checkpoint.saver import RunSaver
 from gpt.model.compiled_blocks import compile_blocks
 from gpt.model.transformer import initialize
 from gpt.pretrained.tensors import load_weights
@@ -121,7 +121,7 @@ def continue_and_save(config: ModelConfig, tensor_size: int, stage: int, source:
         state.optimizer.step()
     else:
         load(source, state)
-    saver = Saver(folder, state, keep=9, is_async=False)
+    saver = RunSaver(folder, state, keep=9, is_async=False)
     saver.start(Progress(1, 2))
     saver.wait()
     loss = state.model(*batch(config, 1, 0, 0))

@@ -20,7 +20,7 @@ from tests.distributed.zero.scenarios.runs import (
     mean_square,
     scenario,
 )
-from zero.state.full_state import full_state_dict
+from zero.state.export import full_state_dict
 from zero.units.hooks import no_hook
 
 

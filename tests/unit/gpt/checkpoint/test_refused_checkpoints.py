@@ -9,11 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from gpt.checkpoint.checkpoint import load
-from gpt.checkpoint.export import export_checkpoint
-from gpt.checkpoint.layout import read_layout
+from gpt.checkpoint.layout import Progress
 from gpt.settings.data import DataSettings
 from gpt.settings.settings import Settings
 from gpt.settings.training import TrainSettings
@@ -25,10 +23,9 @@ from tests.unit.gpt.checkpoint.runs import (
     change_layout,
     load_in_one_process,
     seal_files,
-    sealed,
     tiny_state,
 )
-from zero.state.tensor_file import TensorFile
+from zero.state.layout_file import FORMAT
 
 STEP_1, STEP_2 = "step-00000001", "step-00000002"
 RANK_0, RANK_1 = "rank-00000.safetensors", "rank-00001.safetensors"
@@ -101,25 +98,17 @@ BUFFER = ("state", "buffers", 0)
 LAYOUTS = [
     (at(*BUFFER, "numel", value=10**12), "its buffers have 1000000000000 elements, its files"),
     (at(*BUFFER, "numel", value="x"), r"state.buffers\[0\].numel is 'x', an integer from 0 to"),
-    (at(*BUFFER, "bucket_numel", value=0), "1152 elements in buckets of 0 cannot be cut into 2 equal shards"),
-    (at(*BUFFER, "bucket_numel", value=2), "576 buckets do not fit into a file of"),
-    (at(*BUFFER, "num_shards", value=3), "3 shards are more than the 2 data-parallel ranks"),
-    (at(*BUFFER, "spans", "final_norm.bias", value=[[8], 0]), "'final_norm.bias' begins at 0, before"),
-    (at(*BUFFER, "spans", "final_norm.bias", value=[[2**40], 1136]), "'the end' begins at 1152, before"),
-    (at(*BUFFER, "spans", "final_norm.bias", value=[[8] * 99, 1136]), "more than 64 dims"),
     (at(*BUFFER, "spans", "final_norm.bias", value=[[16], 1136]), r"final_norm.bias is \[16\] there and \[8\]"),
     (without(*BUFFER, "spans", "final_norm.bias"), "final_norm.bias is missing there"),
-    (without(*BUFFER, "num_shards"), r"state.buffers\[0\].num_shards is missing"),
     (without("files", 1), "it names 1 files, its 2 ranks wrote as many"),
-    (at("state", "split_dims", "nothing", value=0), "'nothing' has no dim 0"),
-    (at("state", "data_size", value=True), "state.data_size is True, an integer from 1"),
     (at("progress", "step", value=-1), "progress.step is -1, an integer from 0"),
     (at("progress", "step", value=7), "belongs to another checkpoint: it is of step 7"),
     (without("progress"), "progress is missing"),
     (without("format"), "format is missing"),
+    *((at("format", value=n), f"has format {n}, this program reads {FORMAT}") for n in (1, FORMAT - 1, FORMAT + 1)),
     (at("model", "num_heads", value=4), "model.num_heads=2, but checkpoint .* is of a model with 4; choose"),
-    (at("model", "attention", value=["flash"]), r"model.attention is \['flash'\], one of flash, math is needed"),
-    (at("model", "num_heads", value=10**400), "model.num_heads is 1000.*, an integer from 0"),
+    (at("model", "attention", value=["flash"]), r"layout.json is damaged: .*attention=\['flash'\]"),
+    (without("model", "num_heads"), "layout.json is damaged: .*'num_heads'"),
     (at("optimizer", value="SGD"), "was saved with the optimizer SGD, this run has AdamW"),
     (at("optimizer_counters", value=[{}]), "counters of 1 groups of parameters, not of 2"),
     (at("optimizer_counters", value=[{"lr": 1.0}, {}]), "a counter has the name of a setting"),
@@ -134,23 +123,14 @@ def test_a_layout_that_was_changed_and_sealed_again_is_named(run: Path, change: 
 
 MOMENT, WEIGHTS, STEP = "0.exp_avg.0", "0.master.0", "0.step.0"
 HEADERS = [
-    (at(WEIGHTS, "data_offsets", value=[0, 10**12]), "has the offsets"),
-    (at(WEIGHTS, "data_offsets", value=[-4, 8]), r"data_offsets\[0\] is -4, an integer from 0"),
-    (at(WEIGHTS, "data_offsets", value=[0]), "data_offsets is .0., a list of 2 is needed"),
-    (at(WEIGHTS, "dtype", value="F99"), "dtype is 'F99', one of BF16, BOOL"),
     (at(WEIGHTS, "dtype", value="I32"), "'0.master.0' is torch.int32, not weights"),
-    (at(WEIGHTS, "shape", value=[2**62, 0]), "'0.master.0' has the shape"),
     (at(WEIGHTS, "shape", value=[2, 64]), r"'0.master.0' of shape \[2, 64\] does not lie in one of 1 flat buffers"),
     (at(MOMENT, "dtype", value="I32"), "moments differ from their weights in shape, or are integers"),
-    (without(WEIGHTS, "shape"), "0.master.0.shape is missing"),
-    (without("random.cpu"), "has the offsets|its tensors end at"),
-    (at("__metadata__", value=5), "__metadata__ is 5, a value of type dict|has no checksum"),
     (lambda header: header.update({"9.master.0": header.pop(WEIGHTS)}), "'9.master.0' of shape .* of 1 flat buffers"),
     (lambda header: header.update({"0.master.1150": header.pop(WEIGHTS)}), "'0.master.1150' of shape .* does not lie"),
     (lambda header: header.update({"other": header.pop(WEIGHTS)}), "it lacks values of master"),
     (lambda header: header.update({"other": header.pop(MOMENT)}), r"has the states \['exp_avg_sq', 'step'\], "),
     (lambda header: header.update({"other": header.pop("random.cpu")}), "it has no tensor 'random.cpu'"),
-    (lambda header: header.update({"random.cpu": header.pop("num_skipped")}), "has the offsets|its tensors end at"),
     (
         lambda header: header.update({"random.cpu": header.pop("num_skipped"), "other": header.pop("random.cpu")}),
         "random.cpu is not the state of a random generator",
@@ -165,33 +145,8 @@ HEADERS = [
 @pytest.mark.parametrize(("change", "message"), HEADERS, ids=lambda value: value if isinstance(value, str) else "")
 def test_a_header_that_was_changed_and_sealed_again_is_named(run: Path, change: Callable, message: str):
     change_header(run / STEP_2 / RANK_0, change)
-    if "has no checksum" not in message:
-        seal_files(run / STEP_2)
+    seal_files(run / STEP_2)
     assert_refused(run / STEP_2, message)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (b'{"crc32": "00000000", "a": ' + b"[" * 100_000, "it is not JSON .'maximum recursion depth exceeded"),
-        (b'{"crc32": "00000000", "a": ' + b"9" * 5000 + b"}", "it is not JSON .'Exceeds the limit"),
-        (b'{"crc32": "00000000", "a": "\xff"}', "it is not JSON"),
-        (b'{"crc32": "00000000"', "it is not JSON"),
-        (b'["crc32": "00000000"]', "it is not JSON"),
-        (b'[{"crc32": "00000000"}]', r"the content is \[\{'crc32': '........'\}\], an object is needed"),
-        (b"{}", "it has no checksum"),
-        (b"", "its 0 bytes are not those"),
-    ],
-    ids=range(8),
-)
-def test_what_is_not_json_is_named(run: Path, text: bytes, message: str):
-    (run / STEP_2 / "layout.json").write_bytes(sealed(text))
-    assert_refused(run / STEP_2, f"layout.json is damaged: {message}")
-    file = run / RANK_0
-    file.write_bytes(len(text).to_bytes(8, "little") + text)
-    if text not in (b"", b"{}"):
-        with pytest.raises(ConfigError, match=f"{RANK_0} is damaged: {message}"):
-            TensorFile(file)
 
 
 @pytest.mark.parametrize(
@@ -229,35 +184,8 @@ def test_settings_that_determine_the_data_are_the_same_after_json(path: str | li
     assert settings.order_of_samples == json.loads(json.dumps(settings.order_of_samples)) == expected
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (at("model", "num_layers", value=10**7), "lacks the parameter blocks.1.attention.qkv.weight"),
-        (at("model", "hidden_size", value=2**20), "token_embedding.weight has the shape"),
-        (at("model", "num_heads", value=3), "layout.json is damaged: model.hidden_size=8 is not divisible"),
-        (at("model", "vocab_size", value=12), "token_embedding.weight has the shape"),
-    ],
-)
-def test_an_export_compares_the_configuration_with_the_shapes(
-    run: Path, tmp_path: Path, change: Callable, message: str
-):
-    change_layout(run / STEP_2, change)
-    assert_refused(run / STEP_2, message, lambda found: export_checkpoint(found, tmp_path / "out", torch.float32))
-
-
-def test_a_file_of_another_step_is_not_exported(run: Path, tmp_path: Path):
-    shutil.copy(run / STEP_1 / RANK_1, run / STEP_2 / RANK_1)
-    message = f"{RANK_1} belongs to another checkpoint"
-    assert_refused(run / STEP_2, message, lambda found: export_checkpoint(found, tmp_path / "out", torch.float32))
-
-
 def test_the_name_of_a_folder_need_not_be_that_of_its_step(run: Path):
     expected = load_in_one_process(run / STEP_2)
     moved = (run / STEP_2).rename(run / "my-favourite")
     assert load_in_one_process(moved).equals(expected)
-    assert read_layout(moved)["progress"] == {"step": 2, "consumed_samples": 4, "run": "run-a"}
-
-
-def test_a_folder_without_a_checkpoint_is_not_exported(tmp_path: Path):
-    with pytest.raises(ConfigError, match=r"holds no complete checkpoint; give the folder of one, or .*checkpoints$"):
-        export_checkpoint(tmp_path, tmp_path / "out", torch.float32)
+    assert expected.progress == Progress(2, 4, "run-a")

@@ -9,7 +9,7 @@ from torch import Tensor
 from gpt.build.train_state import build, parameter_groups
 from gpt.kernels.documents import Documents
 from gpt.model.transformer import GPT
-from gpt.pretrained.weights import WeightsWriter, load_pretrained
+from gpt.pretrained.weights import load_pretrained, write_weights
 from gpt.settings.optimizer import OptimizerSettings
 from gpt.settings.parser import parse_settings
 from parallel.errors import ConfigError
@@ -130,10 +130,7 @@ def test_exported_weights_are_those_of_the_same_function(tmp_path):
     for param in model.parameters():
         param.data += torch.linspace(-0.1, 0.1, param.numel()).view_as(param)
     model.token_embedding.weight.data[61:] = 0
-    writer = WeightsWriter(tmp_path, model.config)
-    for name, param in model.named_parameters():
-        writer.add(name, param)
-    writer.finish()
+    write_weights(tmp_path, model.config, model.named_parameters())
     tokens, _ = batch(model.config)
     for options in ({}, {"mup_base_width": 6}, {"mup_base_width": 8}):
         other = small_gpt(small_config(num_layers=2, **options), seed=2)
@@ -143,4 +140,4 @@ def test_exported_weights_are_those_of_the_same_function(tmp_path):
     with pytest.raises(ConfigError, match=r"choose model\.mup_base_head_dim=null"):
         load_pretrained(other, tmp_path)
     with pytest.raises(ConfigError, match=r"mup_base_head_dim=2 scales attention"):
-        WeightsWriter(tmp_path, small_config(mup_base_width=6, mup_base_head_dim=2))
+        write_weights(tmp_path, small_config(mup_base_width=6, mup_base_head_dim=2), [])

@@ -14,9 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from data.sidecar import Sidecar
 from data.tokenizer import Tokenizer, character_tokenizer, tokenizer_path, train_tokenizer
-from gpt.checkpoint.export import main
-from gpt.pretrained.tokenizer_files import TokenizerFiles
-from gpt.pretrained.weights import WeightsWriter
+from gpt.pretrained.tokenizer_files import tokenizer_of_data
+from gpt.pretrained.weights import write_weights
 from gpt.shape.config import ModelConfig, parameter_shapes
 from parallel.errors import ConfigError
 
@@ -33,11 +32,9 @@ def write_corpus(prefix: Path, tokenizer: Tokenizer) -> dict[str, str]:
     return {"data.path": str(prefix)}
 
 
-def write_weights(folder: Path, config: ModelConfig, files: TokenizerFiles) -> None:
-    writer = WeightsWriter(folder, config, tokenizer=files)
-    for name, shape in parameter_shapes(config, config.vocab_size):
-        writer.add(name, torch.zeros(shape))
-    writer.finish()
+def write_zeros(folder: Path, config: ModelConfig, files: Tokenizer | None) -> None:
+    shapes = parameter_shapes(config, config.vocab_size)
+    write_weights(folder, config, ((name, torch.zeros(shape)) for name, shape in shapes), files)
 
 
 @pytest.mark.parametrize("tokenizer", [train_tokenizer(TEXTS, 280), character_tokenizer(TEXTS)], ids=["bpe", "chars"])
@@ -45,7 +42,7 @@ def test_auto_classes_open_the_tokenizer_and_the_model(
     tokenizer: Tokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
     data = write_corpus(tmp_path / "corpus", tokenizer)
-    write_weights(tmp_path / "out", config_for(tokenizer), TokenizerFiles.of_data(data))
+    write_zeros(tmp_path / "out", config_for(tokenizer), tokenizer_of_data(data))
     theirs = AutoTokenizer.from_pretrained(tmp_path / "out")
     for text in TEXTS:
         assert theirs.encode(text) == tokenizer.encode(text)
@@ -64,11 +61,11 @@ def test_auto_classes_open_the_tokenizer_and_the_model(
 def test_an_export_without_a_tokenizer_is_a_warning_and_has_no_ids_of_another_one(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
-    files = TokenizerFiles.of_data({"data.path": ["0.5:nowhere", "0.5:elsewhere"]})
+    files = tokenizer_of_data({"data.path": ["0.5:nowhere", "0.5:elsewhere"]})
     (message,) = caplog.messages
     assert "nowhere.tokenizer.json does not exist" in message
     assert "--data" in message
-    write_weights(tmp_path, config_for(character_tokenizer(TEXTS)), files)
+    write_zeros(tmp_path, config_for(character_tokenizer(TEXTS)), files)
     content = json.loads((tmp_path / "config.json").read_text())
     assert content["bos_token_id"] is None
     assert content["eos_token_id"] is None
@@ -77,17 +74,9 @@ def test_an_export_without_a_tokenizer_is_a_warning_and_has_no_ids_of_another_on
 
 def test_the_tokenizer_of_other_data_is_refused(tmp_path: Path):
     tokenizer = character_tokenizer(TEXTS)
-    files = TokenizerFiles.of_data(write_corpus(tmp_path / "corpus", tokenizer))
+    files = tokenizer_of_data(write_corpus(tmp_path / "corpus", tokenizer))
     with pytest.raises(ConfigError, match=f"the model has 5 tokens, below the {tokenizer.vocab_size} ids"):
-        write_weights(tmp_path / "out", config_for(tokenizer, vocab_size=5), files)
-
-
-def test_the_command_takes_the_tokenizer_of_the_run_or_of_the_option(runs: Path, tmp_path: Path):
-    tokenizer = character_tokenizer(["abc"])
-    write_corpus(tmp_path / "corpus", tokenizer)
-    main([str(runs / "run-a"), "--output", str(tmp_path / "out"), "--data", str(tmp_path / "corpus")])
-    assert AutoTokenizer.from_pretrained(tmp_path / "out").encode("cab") == tokenizer.encode("cab")
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.eos_token_id == tokenizer.eod
+        write_zeros(tmp_path / "out", config_for(tokenizer, vocab_size=5), files)
 
 
 TASK = """
@@ -113,8 +102,8 @@ def test_lm_evaluation_harness_scores_exported_weights(tmp_path: Path):
     subprocess.run([tmp_path / "venv/bin/python", *install], check=True)
 
     tokenizer = train_tokenizer(TEXTS, 280)
-    files = TokenizerFiles.of_data(write_corpus(tmp_path / "corpus", tokenizer))
-    write_weights(tmp_path / "out", config_for(tokenizer), files)
+    files = tokenizer_of_data(write_corpus(tmp_path / "corpus", tokenizer))
+    write_zeros(tmp_path / "out", config_for(tokenizer), files)
     (tmp_path / "own.yaml").write_text(TASK.format(folder=tmp_path))
     question = {"question": "the cat", "choices": [" sat", " mat"], "answer": 0}
     (tmp_path / "own.jsonl").write_text(f"{json.dumps(question)}\n" * 4)

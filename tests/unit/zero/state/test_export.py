@@ -1,7 +1,9 @@
-"""The weights of a wrapped module in a new folder."""
+"""The weights of a wrapped module in a new folder, and its whole state in memory."""
 
+import copy
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from parallel.errors import ConfigError
 from parallel.mesh import Axis
 from zero.engine import ZeroDataParallel
 from zero.partition.config import ZeroConfig
-from zero.state.export import WeightFiles, export
+from zero.state.export import WeightFiles, export, full_state_dict
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
@@ -52,3 +54,26 @@ def test_files_are_as_large_as_they_may_be_and_found_by_their_index(tmp_path: Pa
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "README.md").touch()
     WeightFiles(tmp_path / "other")
+
+
+class Counted(nn.BatchNorm1d):
+    """A layer with parameters, buffers, and a state that is not a tensor."""
+
+    def get_extra_state(self) -> Any:
+        return "extra"
+
+    def set_extra_state(self, state: Any) -> None: ...
+
+
+def test_the_full_state_is_that_of_the_module_in_memory_of_its_own():
+    model = ZeroDataParallel(Counted(3), Axis.trivial("data"), ZeroConfig(1))
+    model.module.register_parameter("added", nn.Parameter(torch.arange(2.0)))  # after the module was wrapped
+    expected = copy.deepcopy(model.module.state_dict())
+    found = full_state_dict(model)
+    assert [*found] == [*expected]
+    assert found.pop("_extra_state") == expected.pop("_extra_state") == "extra"
+    for name, value in found.items():
+        assert type(value) is torch.Tensor
+        assert value.equal(expected[name])
+        value.fill_(7)
+    assert all(value.equal(expected[name]) for name, value in model.module.state_dict().items() if name in expected)
