@@ -1,48 +1,36 @@
-"""Prove that the tests notice what they are for: break the code in one place at a time, and see which test fails.
+"""The self-test of the detectors of races: delete one wait at a time, and see which detector notices it.
 
-    python -m lab.races.mutants                                    all mutants without a wait, about 15 seconds each
-    python -m lab.races.mutants zero/offload --list                what would be broken below a folder, or in a file
-    python -m lab.races.mutants --kind edits --sample 20 --seed 3  20 of the small edits of operators, constants, ...
+    python -m lab.races.mutants                        every wait, about 15 seconds each
+    python -m lab.races.mutants zero/memory --list     the waits of a folder or a file; runs nothing
+    python -m lab.races.mutants --detectors checker    what one detector notices by itself
 
-Each mutant is made in a copy of the working tree, in a temporary folder. Its kind chooses groups of tests that may
-notice it, its *detectors*, which run in order until one fails. It survives if none does. Survivors that change nothing
-are listed in `equivalent.toml`, each with its reason, and are not run. The last detector of an edit is
-the whole default suite: `--detectors near folder package` leaves it out.
+Each mutant is made in a copy of the working tree, in a temporary folder. The detectors (waits.py) are groups of tests,
+which run in order until one fails; a mutant survives if none does. Mutants that are as right as the code are listed in
+waits.py, each with its reason, and are not run.
 """
 
 import argparse
-import json
 import os
-import random
 import shutil
 import subprocess
 import sys
 import tempfile
-import tomllib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 
 from rich.console import Console
-from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from lab.races.mutants import edits, waits
 from lab.races.mutants.mutant import Mutant, SourceFile
 from lab.races.mutants.runner import run_tests
+from lab.races.mutants.waits import DETECTORS, EQUIVALENT, FOLDERS, WITHOUT, Key, mutants
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 LIMIT_SECONDS = 600.0  # for the tests of a detector: a mutant may hang
-EQUIVALENT = Path(__file__).with_name("equivalent.toml")
-
-# Kinds of mutants: a module with FOLDERS, WITHOUT, `mutants(file)` and `detectors(mutant)`.
-KINDS: dict[str, ModuleType] = {"waits": waits, "edits": edits}
 
 SURVIVED, EQUIVALENT_TO = "SURVIVED", "equivalent"
-Key = tuple[str, str, str, int]  # path, function, deleted text, number
-Detectors = Callable[[Mutant], dict[str, list[str]]]
 
 
 @dataclass(frozen=True)
@@ -57,37 +45,29 @@ class Outcome:
 def main() -> int:
     options = _options()
     os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is imported
-    found = list(all_mutants(options.kind, options.paths))
-    reasons = equivalents(EQUIVALENT)
-    outcomes = [Outcome(m, EQUIVALENT_TO, reasons[key(m)]) for m in found if key(m) in reasons and not options.all]
-    chosen = [mutant for mutant in found if options.all or key(mutant) not in reasons]
-    if options.sample is not None:
-        chosen = random.Random(options.seed).sample(chosen, min(options.sample, len(chosen)))
+    found = list(all_mutants(options.paths))
+    outcomes = [Outcome(m, EQUIVALENT_TO, EQUIVALENT[key(m)]) for m in found if key(m) in EQUIVALENT]
+    chosen = [mutant for mutant in found if key(mutant) not in EQUIVALENT]
     if options.list:
         outcomes += [Outcome(mutant, "") for mutant in chosen]
     else:
-        outcomes += run_all(chosen, KINDS[options.kind].detectors, options.detectors)
+        outcomes += run_all(chosen, {name: DETECTORS[name] for name in options.detectors})
     outcomes.sort(key=lambda outcome: (outcome.mutant.path, outcome.mutant.start))
     Console().print(table(outcomes))
-    if options.json:
-        rows = [(o.mutant.path, o.mutant.line, o.mutant.change, o.verdict, o.detail) for o in outcomes]
-        Path(options.json).write_text(json.dumps(rows, indent=1))
-    stale = stale_equivalents(reasons)
+    stale = stale_equivalents(EQUIVALENT)
     for entry in stale:
-        print(f"equivalent.toml: there is no such mutant any more: {entry}")
+        print(f"waits.py: EQUIVALENT names a mutant that does not exist any more: {entry}")
     return int(bool(stale) or any(outcome.verdict == SURVIVED for outcome in outcomes))
 
 
-def all_mutants(kind: str, paths: list[str]) -> Iterator[Mutant]:
-    """Yield the mutants of a kind in all of its files, or in those that lie below one of `paths`."""
-    module = KINDS[kind]
-    for folder in module.FOLDERS:
-        for file in sorted((ROOT / folder).rglob("*.py")) or [ROOT / folder]:
+def all_mutants(paths: list[str]) -> Iterator[Mutant]:
+    """Yield the mutants of all files, or of the files below one of `paths`."""
+    for folder in FOLDERS:
+        for file in sorted((ROOT / folder).rglob("*.py")):
             path = file.relative_to(ROOT).as_posix()
             is_asked_for = not paths or any(f"{path}/".startswith(f"{asked.rstrip('/')}/") for asked in paths)
-            if is_asked_for and not path.startswith(module.WITHOUT):
-                mutants = module.mutants(SourceFile(path, file.read_text()))
-                yield from sorted(mutants, key=lambda mutant: mutant.start)
+            if is_asked_for and not path.startswith(WITHOUT):
+                yield from sorted(mutants(SourceFile(path, file.read_text())), key=lambda mutant: mutant.start)
 
 
 def key(mutant: Mutant) -> Key:
@@ -95,45 +75,35 @@ def key(mutant: Mutant) -> Key:
     return mutant.path, mutant.function, mutant.deleted, mutant.number
 
 
-def equivalents(file: Path) -> dict[Key, str]:
-    """Return the reason why a mutant is as right as the code, by `key`."""
-    entries = tomllib.loads(file.read_text()).get("equivalent", [])
-    return {(e["path"], e["function"], e["deleted"], e.get("number", 0)): e["reason"] for e in entries}
+def stale_equivalents(keys: Iterable[Key]) -> list[Key]:
+    """Return the keys that no mutant has any more."""
+    known = {key(mutant) for mutant in all_mutants([])}
+    return [entry for entry in keys if entry not in known]
 
 
-def stale_equivalents(reasons: Iterable[Key]) -> list[Key]:
-    """Return the keys that no mutant of any kind has any more."""
-    paths = [path for path, *_ in reasons]
-    known = {key(mutant) for kind in KINDS for mutant in all_mutants(kind, paths)}
-    return [entry for entry in reasons if entry not in known]
-
-
-def run_all(mutants: list[Mutant], detectors: Detectors, names: list[str] | None) -> Iterator[Outcome]:
-    """Yield what became of each mutant; `names` are those of the detectors to run (None: all)."""
-    with tempfile.TemporaryDirectory(prefix="mutants-") as folder, _progress() as progress:
+def run_all(mutants: list[Mutant], detectors: dict[str, list[str]]) -> Iterator[Outcome]:
+    """Yield the outcome of each mutant, and print it."""
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         copy_tree(Path(folder))
-        judge = Judge(Path(folder))
-        task = progress.add_task("", total=len(mutants))
-        for mutant, groups in [(mutant, detectors(mutant)) for mutant in mutants]:  # all before the tree may change
-            progress.update(task, description=f"{mutant.path}:{mutant.line}")
-            outcome = judge.outcome(mutant, {name: groups[name] for name in groups if name in (names or groups)})
+        judge = Judge(Path(folder), detectors)
+        for number, mutant in enumerate(mutants, start=1):
+            outcome = judge.outcome(mutant)
+            where = f"{number}/{len(mutants)} {mutant.path}:{mutant.line}"
+            print(f"{where} {mutant.change} {outcome.verdict} {outcome.detail[:160]}", flush=True)
             yield outcome
-            line = f"{mutant.path}:{mutant.line} {mutant.change} {outcome.verdict} {outcome.detail[:160]}"
-            progress.console.print(line, markup=False, highlight=False)
-            progress.advance(task)
 
 
 class Judge:
-    """A copy of the working tree in which tests run on one mutant after another."""
+    """A copy of the working tree in which the detectors run on one mutant after another."""
 
-    def __init__(self, tree: Path):
-        self._tree = tree
+    def __init__(self, tree: Path, detectors: dict[str, list[str]]):
+        self._tree, self._detectors = tree, detectors
         self._right: set[str] = set()  # tests that pass on the code itself
 
-    def outcome(self, mutant: Mutant, detectors: dict[str, list[str]]) -> Outcome:
+    def outcome(self, mutant: Mutant) -> Outcome:
         """Run the detectors on a mutant, until one fails. Ends the program if it fails on the code itself, too."""
-        for name, tests in detectors.items():
-            if tests and (failed := self._run(mutant, tests)):
+        for name, tests in self._detectors.items():
+            if failed := self._run(mutant, tests):
                 self._confirm(failed, tests)
                 return Outcome(mutant, name, failed)
         return Outcome(mutant, SURVIVED)
@@ -175,7 +145,7 @@ def _replace(file: Path, source: str) -> None:
 
 
 def table(outcomes: list[Outcome]) -> Table:
-    """Return a table of what became of each mutant."""
+    """Return a table of the outcomes."""
     verdicts = Counter(outcome.verdict for outcome in outcomes)
     survived = verdicts[SURVIVED]
     caught = verdicts.total() - survived - verdicts[EQUIVALENT_TO] - verdicts[""]
@@ -188,21 +158,11 @@ def table(outcomes: list[Outcome]) -> Table:
     return rows
 
 
-def _progress() -> Progress:
-    columns = TextColumn("{task.description}"), MofNCompleteColumn(), TimeElapsedColumn()
-    return Progress(*columns, console=Console(stderr=True))
-
-
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Break the code in one place at a time, and see which test fails.")
+    parser = argparse.ArgumentParser(description="Delete one wait at a time, and see which detector notices it.")
     parser.add_argument("paths", nargs="*", help="only mutants in these files and folders")
-    parser.add_argument("--kind", choices=KINDS, default="waits")
-    parser.add_argument("--detectors", nargs="+", metavar="NAME", help="only these groups of tests")
-    parser.add_argument("--sample", type=int, metavar="N", help="only N of the mutants")
-    parser.add_argument("--seed", type=int, default=0, help="of the sample")
-    parser.add_argument("--all", action="store_true", help="run those that are listed as equivalent, too")
+    parser.add_argument("--detectors", nargs="+", choices=DETECTORS, default=[*DETECTORS], help="only these")
     parser.add_argument("--list", action="store_true", help="run nothing")
-    parser.add_argument("--json", metavar="FILE", help="write the outcomes to a file")
     return parser.parse_args()
 
 

@@ -17,7 +17,7 @@ PRELOADED = [
     *("torch", "torch.distributed", "torch._dynamo", "transformers", "datasets"),
     *("pytest", "xdist.plugin", "hypothesis", "anyio.pytest_plugin", "tensorboard.compat.proto.event_pb2"),
 ]
-OWN = {"data", "gpt", "parallel", "pretrain_gpt", "scripts", "tests", "zero"}
+OWN = {"data", "gpt", "lab", "parallel", "pretrain_gpt", "tests", "zero"}
 
 
 def run_tests(tree: Path, tests: list[str], limit_seconds: float) -> str:
