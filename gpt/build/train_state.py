@@ -20,7 +20,6 @@ from gpt.model.mup import hidden_factor
 from gpt.model.transformer import GPT, Attention, initialize
 from gpt.build.activation_store import chosen_activations
 from gpt.build.host_memory import check_host_memory
-from gpt.build.moments import moment_bytes
 from gpt.pretrained.families import family_of
 from gpt.settings.schedule import check_batch_sizes, learning_rate
 from gpt.settings.optimizer import OptimizerSettings
@@ -159,10 +158,7 @@ def build(settings: Settings, mesh: Mesh, device: torch.device) -> TrainState:
     train, tokens = settings.train, token_layout(settings.parallel, mesh)
     if train.compiles_blocks:
         check_compiler(device)
-    moments = moment_bytes(settings.optimizer, settings.model, mesh.tensor.size)
-    activations = chosen_activations(
-        settings.activations, settings.model, train, settings.zero, mesh, tokens, device, moments
-    )
+    activations = chosen_activations(settings, mesh, tokens.replicas, device)
     if settings.data.mask_documents:
         logger.info("documents: kept apart by %s", describe_documents(settings.model, device, train.dtype))
     with ShardedInit(mesh.data, settings.zero.policy, settings.zero.prefetch_numel, settings.offload) as init:

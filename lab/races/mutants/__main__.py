@@ -1,6 +1,6 @@
 """The self-test of the detectors of races: delete one wait at a time, and see which detector notices it.
 
-    python -m lab.races.mutants                        every wait, about 15 seconds each
+    python -m lab.races.mutants                        every wait, about 20 seconds each
     python -m lab.races.mutants zero/memory --list     the waits of a folder or a file; runs nothing
     python -m lab.races.mutants --detectors checker    what one detector notices by itself
 
@@ -12,52 +12,39 @@ waits.py, each with its reason, and are not run.
 import argparse
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
-
 from lab.races.mutants.mutant import Mutant, SourceFile
-from lab.races.mutants.runner import run_tests
-from lab.races.mutants.waits import DETECTORS, EQUIVALENT, FOLDERS, WITHOUT, Key, mutants
+from lab.races.mutants.waits import DETECTORS, EQUIVALENT, FOLDERS, WITHOUT, mutants
 
 ROOT = Path(__file__).resolve().parents[3]
 LIMIT_SECONDS = 600.0  # for the tests of a detector: a mutant may hang
-
-SURVIVED, EQUIVALENT_TO = "SURVIVED", "equivalent"
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """The fate of a mutant: the detector that failed, with the name of its test, or `SURVIVED`."""
-
-    mutant: Mutant
-    verdict: str
-    detail: str = ""
+SURVIVED = "SURVIVED"
+PYTEST = sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider", "--tb=short"
 
 
 def main() -> int:
     options = _options()
-    os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is imported
-    found = list(all_mutants(options.paths))
-    outcomes = [Outcome(m, EQUIVALENT_TO, EQUIVALENT[key(m)]) for m in found if key(m) in EQUIVALENT]
-    chosen = [mutant for mutant in found if key(mutant) not in EQUIVALENT]
+    chosen = [mutant for mutant in all_mutants(options.paths) if (mutant.path, mutant.deleted) not in EQUIVALENT]
     if options.list:
-        outcomes += [Outcome(mutant, "") for mutant in chosen]
-    else:
-        outcomes += run_all(chosen, {name: DETECTORS[name] for name in options.detectors})
-    outcomes.sort(key=lambda outcome: (outcome.mutant.path, outcome.mutant.start))
-    Console().print(table(outcomes))
-    stale = stale_equivalents(EQUIVALENT)
-    for entry in stale:
-        print(f"waits.py: EQUIVALENT names a mutant that does not exist any more: {entry}")
-    return int(bool(stale) or any(outcome.verdict == SURVIVED for outcome in outcomes))
+        print(*chosen, sep="\n")
+        return 0
+    verdicts: Counter[str] = Counter()
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+        copy_tree(Path(folder))
+        judge = Judge(Path(folder), {name: DETECTORS[name] for name in options.detectors})
+        for number, mutant in enumerate(chosen, start=1):
+            verdict, detail = judge.verdict(mutant)
+            verdicts[verdict] += 1
+            print(f"{number}/{len(chosen)} {mutant}: {verdict} {detail[:160]}", flush=True)
+    print(", ".join(f"{verdict}: {count}" for verdict, count in verdicts.items()))
+    return int(verdicts[SURVIVED] > 0)
 
 
 def all_mutants(paths: list[str]) -> Iterator[Mutant]:
@@ -70,29 +57,6 @@ def all_mutants(paths: list[str]) -> Iterator[Mutant]:
                 yield from sorted(mutants(SourceFile(path, file.read_text())), key=lambda mutant: mutant.start)
 
 
-def key(mutant: Mutant) -> Key:
-    """Return what identifies a mutant if lines have moved."""
-    return mutant.path, mutant.function, mutant.deleted, mutant.number
-
-
-def stale_equivalents(keys: Iterable[Key]) -> list[Key]:
-    """Return the keys that no mutant has any more."""
-    known = {key(mutant) for mutant in all_mutants([])}
-    return [entry for entry in keys if entry not in known]
-
-
-def run_all(mutants: list[Mutant], detectors: dict[str, list[str]]) -> Iterator[Outcome]:
-    """Yield the outcome of each mutant, and print it."""
-    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
-        copy_tree(Path(folder))
-        judge = Judge(Path(folder), detectors)
-        for number, mutant in enumerate(mutants, start=1):
-            outcome = judge.outcome(mutant)
-            where = f"{number}/{len(mutants)} {mutant.path}:{mutant.line}"
-            print(f"{where} {mutant.change} {outcome.verdict} {outcome.detail[:160]}", flush=True)
-            yield outcome
-
-
 class Judge:
     """A copy of the working tree in which the detectors run on one mutant after another."""
 
@@ -100,20 +64,23 @@ class Judge:
         self._tree, self._detectors = tree, detectors
         self._right: set[str] = set()  # tests that pass on the code itself
 
-    def outcome(self, mutant: Mutant) -> Outcome:
-        """Run the detectors on a mutant, until one fails. Ends the program if it fails on the code itself, too."""
+    def verdict(self, mutant: Mutant) -> tuple[str, str]:
+        """Run the detectors until one fails; return its name and its test, or `SURVIVED`.
+
+        End the program if that test fails on the code itself, too.
+        """
         for name, tests in self._detectors.items():
             if failed := self._run(mutant, tests):
                 self._confirm(failed, tests)
-                return Outcome(mutant, name, failed)
-        return Outcome(mutant, SURVIVED)
+                return name, failed
+        return SURVIVED, ""
 
     def _run(self, mutant: Mutant, tests: list[str]) -> str:
         file = self._tree / mutant.path
         source = file.read_text()
         try:
             _replace(file, mutant.apply(source))
-            return run_tests(self._tree, tests, LIMIT_SECONDS)
+            return run_tests(self._tree, tests)
         finally:
             _replace(file, source)
 
@@ -121,17 +88,34 @@ class Judge:
         """Run the file of a test that has failed on the code itself, once. All files, if a failure names none."""
         file = failed.partition("::")[0]
         unknown = {file} - self._right if file.endswith(".py") else set(tests) - self._right
-        if unknown and (of_itself := run_tests(self._tree, sorted(unknown), LIMIT_SECONDS)):
+        if unknown and (of_itself := run_tests(self._tree, sorted(unknown))):
             sys.exit(f"{', '.join(unknown)} fails on the code itself: {of_itself}")
         self._right |= unknown
 
 
+def run_tests(tree: Path, tests: list[str]) -> str:
+    """Run tests of a tree until one fails; return its name and the last line of its error, "" if nothing failed."""
+    command, environment = [*PYTEST, *tests], os.environ | {"OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        command, cwd=tree, env=environment, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+    ) as process:  # fmt: skip
+        try:
+            lines = process.communicate(timeout=LIMIT_SECONDS)[0].splitlines()
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # the ranks too
+            return f"no end after {LIMIT_SECONDS:.0f} s"
+    if process.returncode == 0:
+        return ""
+    test = next((line.partition(" ")[2].split(" - ")[0] for line in lines if line.startswith(("FAILED", "ERROR"))), "")
+    error = next((line[2:].strip() for line in reversed(lines) if line.startswith("E  ")), "")
+    return f"{test or f'exit code {process.returncode}'}: {error}"
+
+
 def copy_tree(to: Path) -> None:
     """Copy the files that git knows, or would add."""
-    listed = subprocess.run(
-        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT, capture_output=True, text=True, check=True,
-    )  # fmt: skip
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     for name in filter(None, listed.stdout.split("\0")):
         if (ROOT / name).is_file() and not (ROOT / name).is_symlink():
             (to / name).parent.mkdir(parents=True, exist_ok=True)
@@ -142,20 +126,6 @@ def _replace(file: Path, source: str) -> None:
     file.write_text(source)
     for compiled in (file.parent / "__pycache__").glob(f"{file.stem}.*.pyc"):
         compiled.unlink()  # Python compares size and seconds only, and a mutant may agree in both
-
-
-def table(outcomes: list[Outcome]) -> Table:
-    """Return a table of the outcomes."""
-    verdicts = Counter(outcome.verdict for outcome in outcomes)
-    survived = verdicts[SURVIVED]
-    caught = verdicts.total() - survived - verdicts[EQUIVALENT_TO] - verdicts[""]
-    rows = Table(title=f"{len(outcomes)} mutants: {caught} caught, {survived} survived")
-    for name in ("where", "change", "caught by", "how"):
-        rows.add_column(name, overflow="fold")
-    for outcome in outcomes:
-        mutant = outcome.mutant
-        rows.add_row(f"{mutant.path}:{mutant.line}", mutant.change, outcome.verdict, outcome.detail[:160])
-    return rows
 
 
 def _options() -> argparse.Namespace:

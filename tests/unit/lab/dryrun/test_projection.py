@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from data.documents import DocumentBatch
-from gpt.monitor.collectives import comparison_table, profile
-from gpt.monitor.collectives import main as compare
+from gpt.monitor.collectives import profile
 from gpt.settings.parser import parse_settings
 from gpt.settings.settings import Settings
 from gpt.settings.training import TrainSettings
 from gpt.shape.flops import hardware_flops, model_flops
+from lab.dryrun.collectives import comparison_table
+from lab.dryrun.collectives import main as compare
 from lab.dryrun.costs.collectives import MeshShape, collective_seconds
 from lab.dryrun.dry_run import DEVICE, HOST, blank_micro_batches, dry_run
 from lab.dryrun.projection import project, project_recording

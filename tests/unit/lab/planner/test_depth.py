@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from gpt.build.activation_store import parameters_of_rank
+from gpt.build.closed_forms import parameters_of_rank
 from gpt.settings.settings import Settings
 from lab.planner import depth
 from lab.planner.closed_forms import largest_fitting

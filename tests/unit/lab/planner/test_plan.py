@@ -8,11 +8,12 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
+from gpt.build.activation_store import workload
 from lab.dryrun.dry_run import DEVICE, dry_run
 from lab.planner import depth
 from lab.planner.closed_forms import Plan, closed_form_rank, deepest_models, make_plan
 from lab.planner.depth import Estimate, ShallowRun, shallow_runs
-from lab.planner.layouts import CandidateLayout, Prediction, activation_bytes, candidate_layouts, predict, workload
+from lab.planner.layouts import CandidateLayout, Prediction, activation_bytes, candidate_layouts, predict
 from lab.planner.plan import main, report_plan, verify
 from lab.planner.plan_report import best_line, in_order, launch_command, overridden, plan_table
 from parallel.errors import ConfigError
@@ -88,9 +89,8 @@ def test_a_layer_without_checkpoints_keeps_the_bytes_of_the_closed_form(store: s
     def at_depth(num_layers: int) -> tuple[float, float]:
         wide = "--model.hidden_size=256", "--model.num_heads=4", "--model.seq_length=128"
         depth = f"--model.num_layers={num_layers}", f"--activations.store={store}", "--zero.stage=0"
-        chosen = shallow(*depth, *wide, *options)
-        layout = CandidateLayout(chosen.parallel.tensor_size, 0, chosen.activations.store, 2)
-        formula = activation_bytes(workload(layout, chosen, 2, 1), layout, chosen)
+        chosen = shallow(*depth, *wide, *options).with_gradient_types(2)
+        formula = activation_bytes(workload(chosen, 2, chosen.parallel.tensor_size), chosen)
         recording = dry_run(chosen)
         peak, resident = (sum(memory[DEVICE].values()) for memory in (recording.peak, recording.resident))
         return 2 * formula, peak - resident
@@ -109,9 +109,8 @@ def test_documents_kept_apart_take_a_mask_if_the_kernel_does_not_suit(precision:
             *("--model.attention=flash", "--model.dropout=0", "--activations.store=none"),
             f"--train.precision={precision}",
             f"--data.mask_documents={masks_documents}",
-        )
-        layout = CandidateLayout(chosen.parallel.tensor_size, 0, "none", 2)
-        formula = activation_bytes(workload(layout, chosen, 2, 1), layout, chosen)
+        ).with_gradient_types(2)
+        formula = activation_bytes(workload(chosen, 2, chosen.parallel.tensor_size), chosen)
         return 2 * formula, sum(dry_run(chosen).peak[DEVICE].values())
 
     formula, measured = (b - a for a, b in zip(bytes_with("false"), bytes_with("true"), strict=True))
