@@ -57,7 +57,7 @@ FLOORS = {
 
     "lab/observe":          "parallel",
     "lab/races/mutants":    "",
-    "lab/races":            "parallel lab/observe pretrain_gpt.py",
+    "lab/races":            "parallel gpt/monitor lab/observe pretrain_gpt.py",
     "lab/measure":          "parallel parallel/launch lab/observe",
     "lab/dryrun/costs":     "parallel lab/observe lab/measure",
     "lab/dryrun":           "PRODUCT lab/observe lab/races lab/measure lab/dryrun/costs",
