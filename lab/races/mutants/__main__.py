@@ -20,8 +20,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from lab.races.mutants.mutant import Mutant, SourceFile
-from lab.races.mutants.waits import DETECTORS, EQUIVALENT, FOLDERS, WITHOUT, mutants
+from lab.races.mutants.waits import DETECTORS, EQUIVALENT, FOLDERS, WITHOUT, Mutant, SourceFile, mutants
 
 ROOT = Path(__file__).resolve().parents[3]
 LIMIT_SECONDS = 600.0  # for the tests of a detector: a mutant may hang

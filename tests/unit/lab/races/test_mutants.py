@@ -4,7 +4,7 @@ from pathlib import Path
 
 from lab.races.mutants import __main__ as script
 from lab.races.mutants import waits
-from lab.races.mutants.mutant import SourceFile
+from lab.races.mutants.waits import SourceFile
 
 SOURCE = """
 class A:
