@@ -3,6 +3,10 @@
     with streams_checked(device):      raises StreamError at the end if the run in here would race on a GPU
         ...
 
+A second detector, tests/deferred.py, stays because each finds missing waits that the other misses (`python -m
+lab.races.mutants`): the checker finds races that change no value, such as a buffer that is freed while a gather writes
+it, and deferred collectives find waits on paths that only their scenarios run, such as a backward that ends early.
+
 The computation, each `SideStream`, each communicator (NCCL runs the collectives of a process group in order, on a
 stream of its own) and the host are streams, with vector clocks:
 

@@ -91,6 +91,7 @@ TORCH_INTERNALS = {
     "parallel/autograd_internals.py",
     "lab/observe/torch_internals.py",
     "lab/observe/inductor_internals.py",
+    "lab/bench/step_time.py",  # sets how often dynamo compiles a block
 }
 # The name of a group and an option, or a group before a name that is formatted; `model.accumulate()` is a call.
 OPTION = re.compile(rf"\b({'|'.join(field.name for field in fields(Settings))})\.([a-z_]+\b(?!\()|$)")

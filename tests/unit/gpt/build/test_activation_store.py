@@ -43,9 +43,7 @@ def test_a_rank_has_the_memory_of_its_gpu_or_a_part_of_the_machine(monkeypatch: 
         ("--parallel.context_size=2", 4, 2 + 16 / 4, (6 * 4 + 2) * (3 / 4) / 6),
     ],
 )
-def test_the_work_of_a_rank_has_its_states_tokens_and_messages(
-    option: str, data_size: int, state: float, sent: float
-):
+def test_the_work_of_a_rank_has_its_states_tokens_and_messages(option: str, data_size: int, state: float, sent: float):
     types = "--zero.stage=2", "--train.precision=bf16", "--zero.accumulate_dtype=fp32", "--zero.reduce_dtype=fp32"
     settings = parse_settings([f"--config={BASE}", *SHAPE, *BATCH, *types, option])
     found = workload(settings, data_size, num_replicas=1)

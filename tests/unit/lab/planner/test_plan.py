@@ -13,7 +13,7 @@ from lab.planner.closed_forms import Plan, closed_form_rank, deepest_models, mak
 from lab.planner.depth import Estimate, ShallowRun, shallow_runs
 from lab.planner.layouts import CandidateLayout, Prediction, activation_bytes, candidate_layouts, predict
 from lab.planner.plan import main, verify
-from lab.planner.plan_report import best_line, in_order, overridden, plan_table
+from lab.planner.plan_report import in_order, overridden, plan_table
 from parallel.errors import ConfigError
 from tests.unit.lab.dryrun.test_projection import DGX_2, ROOT, settings, shallow
 
@@ -180,15 +180,6 @@ def test_the_table_of_the_longest_layout_has_80_columns():
     verified = {layout: estimate(161.0, gigabytes=133.5)}
     table = plan_table([found], verified, {layout: 1234.5}, NOT_CALIBRATED)
     assert num_columns(table) <= 80
-
-
-def test_the_figures_of_a_cluster_that_is_not_calibrated_say_so():
-    for cluster, remark in ((DGX_2, "(median error 7%)"), (NOT_CALIBRATED, "(not calibrated)")):
-        table = plan_table(PREDICTIONS, {}, {}, cluster)
-        assert remark in str(table.title)
-        line = best_line(PREDICTIONS[0].layout, estimate(2.0), cluster)
-        assert "20.0 of 33.1 GB" in line
-        assert remark in line
 
 
 def test_the_options_of_a_plan_replace_those_that_were_given():
