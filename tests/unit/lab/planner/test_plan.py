@@ -106,11 +106,6 @@ def test_documents_kept_apart_take_a_mask_if_the_kernel_does_not_suit(precision:
     assert measured == pytest.approx(formula, rel=0.02, abs=2 * 8 * 2 * 256), "tokens are not copied"
 
 
-def test_data_of_several_prefixes_can_be_planned_for():
-    """The settings then hold a list, which no cache can have as a key."""
-    assert make_plan(settings("--data.path=[one, other]"), DGX_2, 400) == make_plan(settings(), DGX_2, 400)
-
-
 def test_every_store_and_local_accumulation_is_considered():
     layouts = list(candidate_layouts(8, 64, "accelerator"))
     assert {layout.store for layout in layouts} == {"none", "selective", "keep", "partition", "partition_host"}
