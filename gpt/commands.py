@@ -32,7 +32,7 @@ preflight = _command("gpt.preflight")
 evaluate = _command("gpt.evaluate")
 export = _command("gpt.checkpoint.export")
 compare = _command("gpt.monitor.compare")
-collectives = _command("gpt.monitor.collectives")
+collectives = _command("lab.dryrun.collectives")
 launch = _command("parallel.launch")
 
 

@@ -9,8 +9,7 @@ import math
 from collections.abc import Callable
 from dataclasses import astuple, dataclass, replace
 
-from gpt.build.activation_store import parameters_of_rank
-from gpt.build.moments import moment_bytes
+from gpt.build.closed_forms import moment_bytes, parameters_of_rank
 from gpt.settings.settings import Settings
 from parallel.errors import ConfigError
 from parallel.host_memory import available_bytes, pinned_bytes

@@ -9,21 +9,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from gpt.pretrained.weights import load_pretrained
+from gpt.build.activation_store import chosen_activations
+from gpt.build.host_memory import check_host_memory
+from gpt.build.loss_guard import LossGuard
 from gpt.kernels.apex import choose_norm, find_apex
 from gpt.kernels.attention import describe_attention, describe_documents
 from gpt.kernels.norms import NORMS
-from gpt.build.loss_guard import LossGuard
 from gpt.model.compiled_blocks import check_compiler, compile_blocks
 from gpt.model.hidden_matrices import is_hidden_matrix
 from gpt.model.mup import hidden_factor
 from gpt.model.transformer import GPT, Attention, initialize
-from gpt.build.activation_store import chosen_activations
-from gpt.build.host_memory import check_host_memory
-from gpt.build.moments import moment_bytes
 from gpt.pretrained.families import family_of
-from gpt.settings.schedule import check_batch_sizes, learning_rate
+from gpt.pretrained.weights import load_pretrained
 from gpt.settings.optimizer import OptimizerSettings
+from gpt.settings.schedule import check_batch_sizes, learning_rate
 from gpt.settings.settings import Settings
 from gpt.settings.training import LossScaleSettings, ParallelSettings
 from gpt.shape.config import ModelConfig, check_divides
@@ -37,14 +36,14 @@ from parallel.tensor.token_layout import ReplicatedTokens, SplitTokens, TokenLay
 from parallel.world import StartOptions, World
 from zero.activations.checkpointed_blocks import ActivationsConfig, check_replicas, checkpointed_blocks, recomputed
 from zero.engine import ZeroDataParallel
-from zero.step.loss_scale import LossScale
 from zero.memory.placement import Offload, Placement
 from zero.optimizer import ZeroOptimizer
 from zero.optimizers.adamw8bit import AdamW8bit
 from zero.optimizers.muon import Muon
 from zero.optimizers.soap import Soap
-from zero.sharded_init import ShardedInit
 from zero.partition.stage import Lifetime
+from zero.sharded_init import ShardedInit
+from zero.step.loss_scale import LossScale
 
 logger = logging.getLogger(__name__)
 
@@ -159,10 +158,7 @@ def build(settings: Settings, mesh: Mesh, device: torch.device) -> TrainState:
     train, tokens = settings.train, token_layout(settings.parallel, mesh)
     if train.compiles_blocks:
         check_compiler(device)
-    moments = moment_bytes(settings.optimizer, settings.model, mesh.tensor.size)
-    activations = chosen_activations(
-        settings.activations, settings.model, train, settings.zero, mesh, tokens, device, moments
-    )
+    activations = chosen_activations(settings, mesh, tokens.replicas, device)
     if settings.data.mask_documents:
         logger.info("documents: kept apart by %s", describe_documents(settings.model, device, train.dtype))
     with ShardedInit(mesh.data, settings.zero.policy, settings.zero.prefetch_numel, settings.offload) as init:

@@ -19,6 +19,7 @@ from gpt.settings.settings import Settings
 from gpt.settings.training import TrainSettings
 from gpt.train_step import train_step
 from lab.dryrun.compiled_code import with_compiled_code
+from lab.dryrun.unchecked_streams import UncheckedStreams
 from lab.measure.cluster import ClusterSpec
 from lab.observe.fake_tensors import QuickFakeTensorMode
 from lab.observe.kernel_log import Kernel, KernelLog
@@ -28,7 +29,6 @@ from lab.races.launch_order import Launch
 from lab.races.stream_checker import StreamChecker, streams_checked
 from parallel.comm_log import CommEvent
 from parallel.memory_kinds import TensorKind
-from parallel.streams import UncheckedStreams
 from parallel.world import World, imitated_world
 from zero.gemini.recorder import NUM_RECORDED
 

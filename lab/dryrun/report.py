@@ -9,12 +9,13 @@ from typing import Any
 
 from rich.table import Table
 
-from gpt.monitor.collectives import profile, profile_table
+from gpt.monitor.collectives import profile
 from gpt.monitor.console import RunConsole
 from gpt.monitor.units import count, num_bytes, seconds, unit_of
 from gpt.settings.analysis import DryRunSettings
 from gpt.settings.settings import Settings
 from gpt.shape.flops import hardware_flops, model_flops
+from lab.dryrun.collectives import REPORT, profile_table
 from lab.dryrun.dry_run import DEVICE, HOST, Recording, dry_run, no_garbage_collection
 from lab.dryrun.projection import Timeline, project_recording
 from lab.dryrun.run_cost import RunCost
@@ -23,8 +24,6 @@ from lab.measure.kernel_costs import kernel_seconds
 from parallel.errors import ConfigError
 from parallel.memory_kinds import TensorKind
 from zero.step.matrix_updates import MatrixUpdates
-
-REPORT = "report.json"
 
 
 def run_and_report(settings: Settings, console: RunConsole) -> dict[str, Any]:

@@ -10,6 +10,7 @@ code, in which `splice` finds the kernels of each call.
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ MOST_NAMES = 3  # of operations in the name of a fused kernel
 NOT_NAMED = {"convert_element_type", "permute", "view", "reshape", "unbind", "expand", "unsqueeze", "add", "mul", "sub"}
 # The kernels of a call may have others between them; a sequence that is further apart than this is not one call.
 MOST_FOREIGN = 200
+WORK = attrgetter("name", "num_bytes", "product", "dtype")  # of a kernel, in whatever phase it runs
 
 # Makes a function, or a module, and its arguments, with the fake tensors of the mode in which it is called.
 Build = Callable[[], tuple[Callable[..., Any], Sequence[Any]]]
@@ -96,22 +98,13 @@ def _call_at(
 def _places_of(wanted: Sequence[Kernel], kernels: Sequence[Kernel], start: int) -> list[int]:
     """Return the places of `wanted` in the log, in order from `start`; an empty list if they do not begin there."""
     own: list[int] = []
-    if wanted and _are_alike(kernels[start], wanted[0]):
+    if wanted and WORK(kernels[start]) == WORK(wanted[0]):
         for place in range(start, min(len(kernels), start + len(wanted) + MOST_FOREIGN)):
-            if _are_alike(kernels[place], wanted[len(own)]):
+            if WORK(kernels[place]) == WORK(wanted[len(own)]):
                 own.append(place)
                 if len(own) == len(wanted):
                     return own
     return []
-
-
-def _are_alike(one: Kernel, other: Kernel) -> bool:
-    return (one.name, one.num_bytes, one.product, one.dtype) == (
-        other.name,
-        other.num_bytes,
-        other.product,
-        other.dtype,
-    )
 
 
 def _eager_kernels(build: Build) -> dict[str, list[Kernel]]:

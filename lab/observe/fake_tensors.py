@@ -11,7 +11,7 @@ shorter path here:
 A dry run of 170B parameters on 400 ranks (configs/paper/figure2/170b-zero-400.yaml, stage 2) takes 7.8 CPU seconds with
 it and 41.7 with `FakeTensorMode`, with equal results (2026-11-21, two CPU cores, torch 2.13).
 
-It depends on private parts of torch, all imported from parallel/torch_internals.py: the attributes of `FakeTensor`
+It depends on private parts of torch, all imported from lab/observe/torch_internals.py: the attributes of `FakeTensor`
 (`constant`, `fake_device`, its `__dict__`) and its constructor, `dispatch` and `in_kernel_invocation` of
 `FakeTensorMode`, the switches that make the dispatcher run a meta kernel, the schemas of operations, the identity of a
 storage, and the switch that omits Dynamo's guard.
@@ -25,19 +25,15 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from parallel.torch_internals import (
+from lab.observe.torch_internals import (
     DEVICE_OF,
     VIEWS_DESPITE_THEIR_SCHEMA,
-    FakeTensor,
-    OpOverload,
     UnguardedFakeTensorMode,
     fake_from_meta,
     is_composite,
-    returns_views,
     run_meta_kernel,
-    schema_of,
-    storage_id,
 )
+from parallel.torch_internals import FakeTensor, OpOverload, returns_views, schema_of, storage_id
 
 RESHAPE_THEIR_ARGUMENT = {"aten::resize_", "aten::resize_as_", "aten::set_"}
 # Operations whose results, or the shape of whose argument, are not a function of the shapes of the arguments.

@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from lab.observe.operation_observer import observe_operations
+from lab.observe.torch_internals import observe_resizes
 from parallel.memory_kinds import MemoryObserver, TensorKind
-from parallel.torch_internals import OpOverload, observe_resizes, storage_id
+from parallel.torch_internals import OpOverload, storage_id
 
 
 @dataclass(eq=False)
@@ -90,7 +91,7 @@ class MemoryTracker(MemoryObserver):
     storage.
 
     While a tracker is active, `torch.UntypedStorage.resize_` is replaced for the whole process, because no dispatch
-    mode sees a resize. `observe_resizes` (parallel/torch_internals.py) replaces it, and restores it when the last
+    mode sees a resize. `observe_resizes` (lab/observe/torch_internals.py) replaces it, and restores it when the last
     active tracker exits, in whatever order trackers exit and also if a block raises.
     """
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Literal, get_args
 
-from gpt.build.activation_store import parameters_of_rank, workload_of
-from gpt.build.moments import moment_bytes
+from gpt.build.activation_store import workload
+from gpt.build.closed_forms import moment_bytes, parameters_of_rank
 from gpt.kernels.documents import suits_kernel
 from gpt.settings.settings import Settings
 from gpt.shape.config import divides
@@ -14,8 +14,6 @@ from gpt.shape.flops import hardware_flops
 from lab.measure.cluster import ClusterSpec
 from parallel.comm_log import CommLog
 from parallel.mesh import Axis
-from parallel.tensor.blocks import Recomputation
-from zero.activations.checkpointed_blocks import ActivationsConfig
 from zero.activations.choice import (
     Hardware,
     Workload,
@@ -24,10 +22,10 @@ from zero.activations.choice import (
     stored_bytes,
 )
 from zero.activations.stores import STORES, StoreName
-from zero.formulas import memory, traffic
+from zero.formulas import memory
 from zero.formulas.memory import ModelStates, PlacedStates
 from zero.memory.placement import Mode
-from zero.partition.config import Accumulate, ZeroConfig
+from zero.partition.config import Accumulate
 from zero.partition.stage import STAGES, Lifetime
 
 ASSUMED_PEAK_FRACTION = 0.5  # fraction of the peak rate that computation is assumed to reach
@@ -55,11 +53,6 @@ class CandidateLayout:
     def family(self) -> tuple:
         """The settings other than the micro-batch size."""
         return *self.partition, self.store, self.accumulate
-
-    @property
-    def recomputes(self) -> Recomputation:
-        """The part of the model that is computed again in backward."""
-        return ActivationsConfig(self.store).recomputes
 
     def applied_to(self, settings: Settings) -> Settings:
         """Return the settings with this layout."""
@@ -123,16 +116,17 @@ def predict(layout: CandidateLayout, settings: Settings, cluster: ClusterSpec, w
     is_same_as_reduce = layout.accumulate == "local" and num_micro_batches == 1
     if uneven or uneven_context or rest or not num_micro_batches or not is_divisible or is_same_as_reduce:
         return None
-    work = workload(layout, settings, data_size, num_micro_batches)
+    settings = layout.applied_to(settings).with_gradient_types(data_size)
+    work = planned_workload(settings, data_size)
     checkpoints_on_host = 0.0
     if layout.store == "partition_host":
         checkpoints_on_host = work.checkpoint_bytes / layout.tensor_size * work.b
-    states_on_host = model_states(layout, settings, data_size).host
-    most, least = micro_batch_seconds(work, layout, settings, cluster, world_size)
+    states_on_host = model_states(settings, data_size).host
+    most, least = micro_batch_seconds(work, settings, cluster, world_size)
     offloading = offload_seconds(states_on_host, train.dtype.itemsize, num_micro_batches, cluster)
     return Prediction(
         layout,
-        work.state_bytes + activation_bytes(work, layout, settings) * work.b,
+        work.state_bytes + activation_bytes(work, settings) * work.b,
         (checkpoints_on_host + states_on_host.total) * cluster.gpus_per_node,
         num_micro_batches * most + offloading,
         num_micro_batches,
@@ -140,24 +134,31 @@ def predict(layout: CandidateLayout, settings: Settings, cluster: ClusterSpec, w
     )
 
 
-def model_states(layout: CandidateLayout, settings: Settings, data_size: int) -> PlacedStates:
+def model_states(settings: Settings, data_size: int) -> PlacedStates:
     """Return the bytes of one rank's model states on the accelerator and on the host."""
-    zero = zero_of(layout, settings, data_size)
-    policy, dtype = zero.policy, settings.train.dtype
-    num_parameters = parameters_of_rank(settings.model, layout.tensor_size)
+    zero, dtype, tensor_size = settings.zero, settings.train.dtype, settings.parallel.tensor_size
+    num_parameters = parameters_of_rank(settings.model, tensor_size)
     gradient_bytes = zero.gradient_types(dtype).accumulate.itemsize
-    moments = moment_bytes(settings.optimizer, settings.model, layout.tensor_size)
-    states = memory.formula(policy, num_parameters, data_size, dtype.itemsize, moments, gradient_bytes)
-    offloaded = replace(settings.offload, mode=layout.offload).offloaded_states
-    return memory.placed(states, policy, data_size, offloaded)
+    moments = moment_bytes(settings.optimizer, settings.model, tensor_size)
+    states = memory.formula(zero.policy, num_parameters, data_size, dtype.itemsize, moments, gradient_bytes)
+    return memory.placed(states, zero.policy, data_size, settings.offload.offloaded_states)
 
 
-def zero_of(layout: CandidateLayout, settings: Settings, data_size: int) -> ZeroConfig:
-    """Return the settings of ZeRO with a layout, and the types of gradients that null stands for."""
-    return layout.applied_to(settings).with_gradient_types(data_size).zero
+def planned_workload(settings: Settings, data_size: int) -> Workload:
+    """Return the work of one rank on one micro-batch, including the memory of model states and buffers.
+
+    Assumed: buffers of three buckets and, if parameters are transient, three layers unsharded at once.
+    """
+    zero, dtype, tensor_size = settings.zero, settings.train.dtype, settings.parallel.tensor_size
+    num_parameters = parameters_of_rank(settings.model, tensor_size)
+    bucket = zero.chosen_bucket_numel(num_parameters, data_size, dtype) * zero.gradient_types(dtype).reduce.itemsize
+    is_transient = zero.policy.full_params is Lifetime.TRANSIENT
+    unsharded = 3 * dtype.itemsize * num_parameters / settings.model.num_layers if is_transient else 0
+    states = model_states(settings, data_size).accelerator.total
+    return replace(workload(settings, data_size, tensor_size), state_bytes=states + 3 * bucket + unsharded)
 
 
-def activation_bytes(work: Workload, layout: CandidateLayout, settings: Settings) -> float:
+def activation_bytes(work: Workload, settings: Settings) -> float:
     """Return the bytes that the activations of one sequence need on the device.
 
     Until its backward a block keeps, for every token, 4 h elements (inputs of norms and of the first products) that the
@@ -166,19 +167,19 @@ def activation_bytes(work: Workload, layout: CandidateLayout, settings: Settings
     computed again. With checkpoints, only the blocks of one group are kept at the same time. Backward needs another
     4 h, the logits, and their gradient. A mask of documents, which all layers share, has s^2 elements.
     """
-    model = settings.model
-    copies = 1 if settings.parallel.sequence_parallel else layout.tensor_size
+    model, store, tensor_size = settings.model, settings.activations.store, settings.parallel.tensor_size
+    copies = 1 if settings.parallel.sequence_parallel else tensor_size
     kept = (6 if model.dropout else 4) * copies * work.h + work.block_width
-    if layout.recomputes != "attention" and model.attention == "math":
+    if settings.activations.recomputes != "attention" and model.attention == "math":
         kept += (3 if model.dropout else 1) * model.num_heads * work.s
-    num_kept = work.L if layout.store not in STORES else min(work.k, work.L)
-    stored = stored_bytes(work, layout.store) if layout.store in STORES else 0.0
+    num_kept = work.L if store not in STORES else min(work.k, work.L)
+    stored = stored_bytes(work, store) if store in STORES else 0.0
     elements = kept * num_kept + 4 * work.h + 2 * work.vocab_size
     mask = settings.data.mask_documents and not suits_kernel(
         model.attention, model.head_size, model.dropout, settings.train.dtype
     )
     stored += work.itemsize * model.seq_length**2 * mask  # every rank has all of it
-    return stored + work.itemsize * work.s * elements / layout.tensor_size
+    return stored + work.itemsize * work.s * elements / tensor_size
 
 
 def offload_seconds(on_host: ModelStates, itemsize: int, num_micro_batches: int, cluster: ClusterSpec) -> float:
@@ -194,33 +195,8 @@ def offload_seconds(on_host: ModelStates, itemsize: int, num_micro_batches: int,
     return copied / (cluster.host_gb_per_second * 1e9) + updated / (cluster.host_memory_rate_of_a_gpu * 1e9)
 
 
-def workload(layout: CandidateLayout, settings: Settings, data_size: int, num_micro_batches: int) -> Workload:
-    """Return the work of one rank on one micro-batch, including the memory of model states and buffers."""
-    model, itemsize, zero = settings.model, settings.train.dtype.itemsize, zero_of(layout, settings, data_size)
-    policy, reduced_bytes = zero.policy, zero.gradient_types(settings.train.dtype).reduce.itemsize
-    num_parameters = parameters_of_rank(model, layout.tensor_size)
-    states = model_states(layout, settings, data_size).accelerator.total
-    # Assumed: buffers of three buckets and, if parameters are transient, three layers unsharded at once.
-    bucket = zero.chosen_bucket_numel(num_parameters, data_size, settings.train.dtype) * reduced_bytes
-    is_transient = policy.full_params is Lifetime.TRANSIENT
-    unsharded = 3 * itemsize * num_parameters / model.num_layers if is_transient else 0
-    sent = traffic.step_bytes(
-        policy, num_parameters * itemsize, data_size, num_micro_batches, num_parameters * reduced_bytes
-    )
-    return workload_of(
-        replace(model, seq_length=model.seq_length // settings.parallel.context_size),  # the tokens of one rank
-        b=layout.micro_batch_size,
-        k=settings.activations.layers_per_checkpoint,
-        N_m=layout.tensor_size,
-        tensor_size=layout.tensor_size,
-        itemsize=itemsize,
-        state_bytes=states + 3 * bucket + unsharded,
-        data_bytes=sent / num_micro_batches,
-    )
-
-
 def micro_batch_seconds(
-    work: Workload, layout: CandidateLayout, settings: Settings, cluster: ClusterSpec, world_size: int
+    work: Workload, settings: Settings, cluster: ClusterSpec, world_size: int
 ) -> tuple[float, float]:
     """Return the longest and the shortest time of one micro-batch.
 
@@ -228,23 +204,25 @@ def micro_batch_seconds(
     all-reduces, and of the traffic of the activation store that does not overlap the computation. The shortest has only
     the longer one of computation and data axis if these may overlap.
     """
-    model, num_rings = settings.model, min(layout.tensor_size, cluster.gpus_per_node)
+    model, tensor_size, store = settings.model, settings.parallel.tensor_size, settings.activations.store
+    recomputes = settings.activations.recomputes
     is_one_node = world_size <= cluster.gpus_per_node
+    num_rings = min(tensor_size, cluster.gpus_per_node)
     data_rate = cluster.intra_node_gb_per_second if is_one_node else cluster.ring_gb_per_second(num_rings)
     flops_per_second = cluster.peak_half_tflops * ASSUMED_PEAK_FRACTION * 1e12
-    num_ranks = layout.tensor_size * model.seq_length // work.s  # that share the sequences
-    computing = hardware_flops(model, work.b, layout.recomputes) / num_ranks / flops_per_second
+    num_ranks = tensor_size * model.seq_length // work.s  # that share the sequences
+    computing = hardware_flops(model, work.b, recomputes) / num_ranks / flops_per_second
     sending = work.data_bytes / (data_rate * 1e9)
     hardware = Hardware(
         None, flops_per_second / 1e12, cluster.intra_node_gb_per_second, data_rate, cluster.host_gb_per_second
     )
     tensor_bytes = 0.0
-    if layout.tensor_size > 1:  # two all-reduces each in forward, backward, and recomputation of whole blocks
-        of_three = 3 if layout.recomputes == "blocks" else 2
+    if tensor_size > 1:  # two all-reduces each in forward, backward, and recomputation of whole blocks
+        of_three = 3 if recomputes == "blocks" else 2
         tensor_bytes = model_parallel_volume(work.b, work.s, work.h, work.L) * work.itemsize * of_three / 3
-    store = layout.store if layout.store in STORES else "keep"  # without checkpoints, none are communicated
+    communicated = store if store in STORES else "keep"  # without checkpoints, none are communicated
     others = tensor_bytes / (cluster.intra_node_gb_per_second * 1e9)
-    others += work.b * exposed_seconds(replace(work, data_bytes=0.0), store, work.b, hardware)
+    others += work.b * exposed_seconds(replace(work, data_bytes=0.0), communicated, work.b, hardware)
     most = computing + sending + others
     return most, max(computing, sending) + others if settings.zero.overlap else most
 

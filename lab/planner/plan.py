@@ -25,7 +25,7 @@ from lab.dryrun.run_cost import RunCost
 from lab.measure.cluster import ClusterSpec
 from lab.planner.closed_forms import RANKS, Plan, deepest_models, make_plan
 from lab.planner.depth import DepthExtrapolation, Estimate, extrapolate, shallow_runs
-from lab.planner.front import Choice, front, front_table, spread
+from lab.planner.front import Choice, front, front_table, plot_front, spread
 from lab.planner.layouts import CandidateLayout
 from lab.planner.plan_report import (
     best_line,
@@ -36,7 +36,6 @@ from lab.planner.plan_report import (
     plan_table,
     too_large_line,
 )
-from lab.planner.plots import plot_front
 from parallel.errors import ConfigError, exit_on_config_error
 
 MAX_DRY_RUNS = 3  # for each layout to verify, because some turn out not to fit

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from lab.observe.fake_tensors import extent
+from lab.observe.torch_internals import VIEWS_DESPITE_THEIR_SCHEMA
 from lab.races.simulated_streams import Access, Clock, Place, SimulatedStream, calling_places
-from parallel.torch_internals import VIEWS_DESPITE_THEIR_SCHEMA, OpOverload, returns_views, schema_of
+from parallel.torch_internals import OpOverload, returns_views, schema_of
 
 
 class AccessedMemory:

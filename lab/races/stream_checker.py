@@ -3,6 +3,10 @@
     with streams_checked(device):      raises StreamError at the end if the run in here would race on a GPU
         ...
 
+A second detector, tests/deferred.py, stays because each finds missing waits that the other misses (`python -m
+lab.races.mutants`): the checker finds races that change no value, such as a buffer that is freed while a gather writes
+it, and deferred collectives find waits on paths that only their scenarios run, such as a backward that ends early.
+
 The computation, each `SideStream`, each communicator (NCCL runs the collectives of a process group in order, on a
 stream of its own) and the host are streams, with vector clocks:
 
@@ -32,6 +36,7 @@ from torch import Tensor
 from lab.observe.fake_tensors import instances_in
 from lab.observe.kernel_log import are_the_same_elements
 from lab.observe.operation_observer import observe_operations
+from lab.observe.torch_internals import observe_host_reads, observe_resizes
 from lab.races.launch_order import Launch
 from lab.races.memory_accesses import (
     AccessedMemory,
@@ -52,7 +57,7 @@ from lab.races.simulated_streams import (
 )
 from parallel.comm_log import CommEvent
 from parallel.memory_kinds import MemoryObserver, TensorKind
-from parallel.torch_internals import OpOverload, observe_host_reads, observe_resizes, storage_id
+from parallel.torch_internals import OpOverload, storage_id
 
 MAX_REPORTS = 10  # lines of an error
 

@@ -13,10 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpt import trainer
 from gpt.model.transformer import GPT
-from gpt.monitor.collectives import read_profile
 from gpt.monitor.console import RunConsole
 from gpt.run_folder.files import read_steps
 from gpt.settings.parser import parse_settings
+from lab.dryrun.collectives import read_profile
 from lab.dryrun.report import run_and_report
 from parallel.errors import ConfigError
 from parallel.mesh import Axis

@@ -14,8 +14,7 @@ The mutants are made on the text, so that each line keeps its number.
 import ast
 import re
 from collections.abc import Iterator
-
-from lab.races.mutants.mutant import Mutant, SourceFile
+from dataclasses import dataclass
 
 FOLDERS = ("zero", "parallel", "gpt/checkpoint")
 # Here the host waits for other processes, or for a measurement to end, and not for a stream; or waits are simulated.
@@ -35,8 +34,18 @@ ARGUMENT = re.compile(r"stream|beside|queued")
 NO_HANDLE = '__import__("parallel.mesh").mesh.Handle()'
 NO_CONTEXT = '__import__("contextlib").nullcontext()'
 
+# {(path, deleted text): the reason why the mutant is as right as the code}
+EQUIVALENT = {
+    ("zero/activations/stores.py", "fetched.then(lambda: self._replicas.all_gather(part, out=whole))"): (
+        "every store below returns a complete handle: the side stream orders the copy before the gather"
+    ),
+    ("zero/step/matrix_updates.py", "self._offload.to_host(on_accelerator, out=on_host).wait()"): (
+        "the host waits for all copies right after it, and the message is freed later"
+    ),
+}
+
 EQUALS = "tests/distributed/zero/test_zero_equals_one_process.py"
-DETECTORS = {
+DETECTORS = {  # groups of tests, the cheapest first
     "deferred": ["tests/distributed/deferred/test_reports.py", "tests/distributed/deferred"],
     "checker": [
         "tests/unit/lab/races/test_stream_checker.py",
@@ -56,9 +65,58 @@ DETECTORS = {
 }
 
 
-def detectors(mutant: Mutant) -> dict[str, list[str]]:
-    """Return the tests that may notice a mutant, in groups, the cheapest first."""
-    return DETECTORS
+@dataclass(frozen=True)
+class Mutant:
+    """A piece of a file, from `start` to `stop`, and the text that replaces it."""
+
+    path: str
+    line: int
+    start: int
+    stop: int
+    deleted: str
+    replacement: str
+
+    def apply(self, source: str) -> str:
+        """Return the text of the mutant."""
+        return source[: self.start] + self.replacement + source[self.stop :]
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line} {self.deleted} -> {' '.join(self.replacement.split()) or 'nothing'}"
+
+
+class SourceFile:
+    """The text and the syntax tree of a file."""
+
+    def __init__(self, path: str, source: str):
+        self.path, self.source, self.tree = path, source, ast.parse(source)
+        self._parents = {child: node for node in ast.walk(self.tree) for child in ast.iter_child_nodes(node)}
+        self._lines = source.splitlines(keepends=True)
+
+    def parent(self, node: ast.AST) -> ast.AST:
+        """Return the node around another one; the module is its own parent."""
+        return self._parents.get(node, self.tree)
+
+    def text(self, node: ast.expr | ast.keyword) -> str:
+        """Return the source of a node."""
+        start, stop = self._span(node)
+        return self.source[start:stop]
+
+    def mutant(self, node: ast.expr | ast.keyword, replacement: str) -> Mutant:
+        """Return the mutant in which other text stands for a node; an argument is deleted if the text is empty."""
+        start, stop = self._span(node)
+        deleted = " ".join(self.text(node).split())
+        if not replacement and self.source[stop] == ",":
+            stop += 1
+        return Mutant(self.path, node.lineno, start, stop, deleted, replacement)
+
+    def _span(self, node: ast.expr | ast.keyword) -> tuple[int, int]:
+        assert node.end_lineno is not None
+        assert node.end_col_offset is not None
+        return self._offset(node.lineno, node.col_offset), self._offset(node.end_lineno, node.end_col_offset)
+
+    def _offset(self, line: int, column: int) -> int:
+        """Return the position of a column, which the syntax tree counts in bytes."""
+        return sum(map(len, self._lines[: line - 1])) + len(self._lines[line - 1].encode()[:column].decode())
 
 
 def mutants(file: SourceFile) -> Iterator[Mutant]:

@@ -9,9 +9,9 @@ from gpt.build.train_state import TrainState, build, build_mesh
 from gpt.model.transformer import GPT
 from gpt.train_step import train_step
 from lab.dryrun.dry_run import blank_micro_batches
+from lab.dryrun.unchecked_streams import UncheckedStreams
 from lab.observe.fake_tensors import QuickFakeTensorMode
 from lab.observe.operation_observer import observe_operations
-from parallel.streams import UncheckedStreams
 from parallel.world import imitated_world
 from tests.distributed.lab.test_streams import FACTORS, settings_of
 

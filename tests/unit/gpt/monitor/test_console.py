@@ -14,11 +14,11 @@ from rich.table import Table
 
 from gpt.build.train_state import build
 from gpt.monitor import units
-from gpt.monitor.collectives import profile_table
 from gpt.monitor.console import ROWS_PER_HEADING, RunConsole, make_console, memory_table, print_table
 from gpt.monitor.plot import plot_loss, plot_losses
 from gpt.settings.parser import parse_settings
 from gpt.settings.training import TrainSettings
+from lab.dryrun.collectives import profile_table
 from parallel.mesh import Mesh
 from tests.unit.gpt.build.test_train_state import BASE
 

@@ -6,7 +6,6 @@ import pytest
 
 from gpt.settings.parser import parse_settings
 from lab.dryrun.dry_run import Recording, dry_run
-from tests.recordings import assert_recorded
 
 OPTIONS = """--model.num_layers=2 --model.hidden_size=64 --model.num_heads=8 --model.seq_length=32 --model.dropout=0
     --model.vocab_size=500 --data.path=unread --train.micro_batch_size=2 --train.global_batch_size=8
@@ -34,11 +33,6 @@ def test_every_block_of_every_micro_batch_is_compiled(stage: int):
         before, after = ([getattr(event, time) for event in found.events] for found in (eager, compiled))
         assert sorted(after) == [place for _, place in sorted(zip(before, after, strict=True))], "in the same order"
         assert max(after) <= len(compiled.kernels)
-    assert_recorded(f"compiled-stage-{stage}", *kernel_lines(compiled))
-
-
-def kernel_lines(found: Recording) -> list[str]:
-    return [f"{k.phase}: {k.name}, {k.dtype}, {k.num_bytes} bytes, {k.product or k.attention}" for k in found.kernels]
 
 
 def test_the_loss_is_compiled_on_gpus():
@@ -47,7 +41,6 @@ def test_the_loss_is_compiled_on_gpus():
     assert not any(kernel.name == "amax" for kernel in on_gpus.kernels)
     assert sum(k.flops for k in on_gpus.kernels) == sum(k.flops for k in on_cpus.kernels)
     assert sum(k.num_bytes for k in on_gpus.kernels) < sum(k.num_bytes for k in on_cpus.kernels)
-    assert_recorded("compiled-loss", *kernel_lines(on_gpus))
 
 
 def test_what_cannot_be_counted_compiled_stays_eager(caplog):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lab.dryrun.costs.collectives import MeshShape, collective_seconds
-from lab.dryrun.costs.program import Program, as_program, cluster_for
+from lab.dryrun.costs.program import Program, as_program
 from lab.dryrun.projection import project
 from lab.measure.cluster import ClusterSpec
 from lab.measure.curves import Curve
@@ -174,30 +174,6 @@ def test_on_a_cpu_nothing_runs_side_by_side_and_each_kernel_is_launched_by_its_c
     assert project(kernels, [one_ms], gpu, MeshShape(8, 1)).seconds == pytest.approx(3e-3, rel=0.01)
     cpu = dataclasses.replace(gpu, device="cpu")
     assert project(kernels, [one_ms], cpu, MeshShape(8, 1)).seconds == pytest.approx(5e-3 + 3e-5, rel=1e-3)
-
-
-def test_full_precision_has_its_own_peak_and_overhead():
-    half = product(1280, 1280, 1024)
-    full = dataclasses.replace(half, dtype=torch.float32)
-    cluster = with_effect(full_precision_share=0.5, full_precision_tile_overhead=1024)
-    assert kernel_seconds(full, cluster) == pytest.approx(4 * kernel_seconds(half, cluster))
-    assert kernel_seconds(full, PLAIN) == pytest.approx(8 * kernel_seconds(half, PLAIN))
-    scores = attention(1024)
-    in_full = dataclasses.replace(scores, dtype=torch.float32)
-    for figures, times_longer in ({"full_precision_share": 0.5}, 2), ({"full_precision_attention_fraction": 0.1}, 3):
-        chosen = with_effect(attention_fraction=0.3, **figures)
-        assert kernel_seconds(in_full, chosen) == pytest.approx(times_longer * kernel_seconds(scores, chosen))
-    odd = product(1280, 1280, 1023)
-    on_cpu = kernel_seconds(odd, with_effect(device="cpu"))
-    assert kernel_seconds(odd, PLAIN) == pytest.approx(4 * on_cpu), "no tensor cores"
-
-
-def test_a_program_may_use_another_attention_and_one_card_for_a_ring():
-    cluster = with_effect(attention_fraction=0.3, rings_use_all_cards=True)
-    assert cluster_for(cluster, Program()) == cluster
-    changed = cluster_for(cluster, Program(attention_gain=2.0, one_card_a_ring=True))
-    assert (changed.attention_fraction, changed.rings_use_all_cards) == (0.6, False)
-    assert cluster_for(PLAIN, Program(attention_gain=2.0)) == PLAIN
 
 
 def test_a_program_may_gather_late_or_divide_products_beside_their_collective():

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import statistics
 from pathlib import Path
 
 import numpy as np
@@ -10,16 +9,16 @@ import pytest
 import torch
 
 from data.documents import DocumentBatch
-from gpt.monitor.collectives import comparison_table, profile
-from gpt.monitor.collectives import main as compare
+from gpt.monitor.collectives import profile
 from gpt.settings.parser import parse_settings
 from gpt.settings.settings import Settings
 from gpt.settings.training import TrainSettings
 from gpt.shape.flops import hardware_flops, model_flops
+from lab.dryrun.collectives import main as compare
 from lab.dryrun.costs.collectives import MeshShape, collective_seconds
 from lab.dryrun.dry_run import DEVICE, HOST, blank_micro_batches, dry_run
 from lab.dryrun.projection import project, project_recording
-from lab.dryrun.report import headline, make_report, matrices_line
+from lab.dryrun.report import headline, make_report
 from lab.measure.cluster import ClusterSpec
 from lab.measure.kernel_costs import kernel_seconds
 from lab.observe.kernel_log import Kernel
@@ -53,10 +52,6 @@ def test_a_product_of_whole_tiles_runs_at_the_calibrated_fraction_of_the_peak():
     assert kernel_seconds(odd, DGX_2) == pytest.approx(4 * odd.flops / (125e12 * 0.5)), "no tensor cores"
     one_tile = dataclasses.replace(kernel, product=(1, 128, 128, 4096))
     assert kernel_seconds(one_tile, DGX_2) == pytest.approx(80 * one_tile.flops / (125e12 * 0.5)), "79 idle"
-
-
-def test_an_elementwise_kernel_runs_at_the_rate_of_the_memory():
-    assert kernel_seconds(memory_bound(2.0), DGX_2) == pytest.approx(2.0)
 
 
 def test_a_kernel_takes_as_long_as_the_slower_of_arithmetic_and_memory_and_no_less_than_its_launch():
@@ -123,34 +118,10 @@ def shallow(*options: str) -> Settings:
     return settings(*tiny, *batch, "--model.vocab_size=500", "--dry_run.world_size=4", *options)
 
 
-def test_the_profiles_of_the_four_stages_differ():
-    profiles = []
-    for stage in range(4):
-        recording = dry_run(shallow(f"--zero.stage={stage}", "--zero.bucket_numel=5000"))
-        rows = profile(recording.events, len(recording.kernels))
-        profiles.append({(r["axis"], r["op"], r["phase"]): r["count"] for r in rows if r["axis"] == "data"})
-        assert sum(row["count"] for row in rows) == len(recording.events)
-        assert all(0 <= row["first_position"] <= row["last_position"] <= 1 for row in rows)
-        assert all(sum(row["message_bytes"].values()) == row["count"] for row in rows)
-    assert len({str(sorted(found.items())) for found in profiles}) == 4
-    assert ("data", "all_reduce", "backward") in profiles[0]
-    assert profiles[2]["data", "reduce_scatter", "backward"] == 2 * profiles[1]["data", "reduce_scatter", "backward"]
-    assert ("data", "all_gather", "forward") in profiles[3]
-    assert ("data", "all_gather", "update") not in profiles[3]
-
-
 def test_a_collective_that_is_waited_for_before_any_computation_is_blocking():
     events = [event("all_reduce", "data", 2, 100, launched, awaited) for launched, awaited in [(0, 0), (3, 5), (8, 8)]]
     (row,) = profile(events, 10)
     assert (row["blocking"], row["first_position"], row["last_position"]) == (2, 0.0, 0.8)
-
-
-def test_profiles_are_compared_row_by_row():
-    one, other = (profile([event("all_reduce", "data", 2, 100)] * count, 1.0) for count in (2, 3))
-    table = comparison_table({"runs/a": one, "runs/b": other})
-    headings = [str(column.header) for column in table.columns[3:]]
-    assert headings == ["count,\nruns/a", "count,\nruns/b", "MB sent,\nruns/a", "MB sent,\nruns/b"]
-    assert [list(column.cells) for column in table.columns[3:5]] == [["2"], ["3"]]
 
 
 def test_the_command_compares_a_real_run_with_a_dry_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -213,20 +184,6 @@ def test_a_dry_run_of_auto_has_the_memory_of_its_plan_and_not_that_of_the_steps_
     assert most[1] < some[1] < least[1]
 
 
-def test_the_report_says_how_evenly_matrices_are_divided():
-    chosen = shallow("--optimizer.name=muon")
-    recording = dry_run(chosen)
-    found = make_report(recording, chosen.dry_run, chosen.train.global_batch_size, None)["matrices"]
-    matrices = recording.state.optimizer.matrices
-    flops, sent = matrices.assignment.all_flops, matrices.sent_numels()
-    assert found["number"] == len(matrices.matrices) > 0
-    assert found["most_work"] == pytest.approx(max(flops) / statistics.fmean(flops))
-    assert found["most_sent"] == pytest.approx(max(sent) / statistics.fmean(sent))
-    assert found["mean_sent_numel"] == statistics.fmean(sent)
-    assert found["idle_ranks"] == flops.count(0)
-    assert f"{found['number']} matrices are updated whole" in matrices_line(found)
-
-
 def test_the_report_reserves_memory_and_names_a_cluster_that_is_not_calibrated():
     chosen = shallow()
     recording = dry_run(chosen)
@@ -262,24 +219,17 @@ def test_a_host_update_is_copied_back_when_it_is_done_and_gathered_after_the_cop
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("gpu_memory_gib: -1", "gpu_memory_gib=-1 is not above 0; choose a number above 0 and of at most 1e\\+09"),
-        ("peak_half_tflops: fast", "peak_half_tflops=fast is a text; choose a number above 0"),
+        ("gpu_memory_gib: -1", r"gpu_memory_gib=-1 .* above 0 and of at most 1e\+09"),
+        ("peak_half_tflops: fast", "peak_half_tflops=fast"),
         ("gpus_per_nodes: 16", "gpus_per_nodes, which is unknown"),
+        ("host_memory_gb: null", "host_memory_gb"),
     ],
 )
 def test_a_cluster_file_with_a_mistake_is_refused(tmp_path, change, message):
-    text = (ROOT / "configs/clusters/dgx-2.yaml").read_text()
-    field = change.partition(":")[0]
-    text = "".join(line for line in text.splitlines(keepends=True) if not line.startswith(f"{field}:"))
-    (tmp_path / "c.yaml").write_text(f"{text}\n{change}\n")
-    with pytest.raises(ConfigError, match=message):
-        ClusterSpec.load(tmp_path / "c.yaml")
-
-
-def test_a_cluster_file_that_lacks_a_figure_is_refused(tmp_path):
     lines = (ROOT / "configs/clusters/dgx-2.yaml").read_text().splitlines()
-    (tmp_path / "c.yaml").write_text("\n".join(line for line in lines if not line.startswith("host_")))
-    with pytest.raises(ConfigError, match="lacks host_gb_per_second, host_memory_gb"):
+    field = change.partition(":")[0]
+    (tmp_path / "c.yaml").write_text("\n".join([*(line for line in lines if not line.startswith(f"{field}:")), change]))
+    with pytest.raises(ConfigError, match=message):
         ClusterSpec.load(tmp_path / "c.yaml")
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from lab.dryrun.dry_run import DEVICE, HOST, Recording, dry_run
 from lab.dryrun.projection import Timeline
-from lab.dryrun.report import host_verdict, make_report
+from lab.dryrun.report import make_report
 from lab.measure.cluster import ClusterSpec
 from lab.planner.closed_forms import CandidateLayout, Prediction
 from lab.planner.depth import Estimate
@@ -53,22 +53,6 @@ def test_a_run_fits_up_to_the_last_byte_of_a_device_and_of_a_node(
     report = make_report(recording, OFFLOADED.dry_run, 8, Timeline(cluster, [], 2.0))
     assert report["node_host_bytes"] == on_host * ranks_of_a_node
     assert (report["fits"], report["fits_host"]) == (fits_device, fits_host)
-
-
-@pytest.mark.parametrize(
-    ("num_bytes", "fits_host", "expected"),
-    [
-        (4.9e7, True, []),
-        (5e7, True, ["0.1 GB on a node's host: fits its 64 GB"]),
-        (6.4e10, True, ["64.0 GB on a node's host: fits its 64 GB"]),
-        (7.16e10, False, ["71.6 GB on a node's host: does NOT fit, by 8 GB, its 64 GB"]),
-    ],
-)
-def test_memory_of_the_host_has_a_line_if_it_is_not_rounded_to_nothing(
-    num_bytes: float, fits_host: bool, expected: list[str]
-):
-    report = {"node_host_bytes": num_bytes, "fits_host": fits_host, "cluster": {"host_memory_gb": 64.0}}
-    assert host_verdict(report) == expected
 
 
 @pytest.mark.parametrize(

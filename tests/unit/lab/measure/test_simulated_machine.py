@@ -20,7 +20,6 @@ from lab.observe.operation_observer import observe_operations
 from parallel.comm_log import CommEvent, CommLog
 from parallel.mesh import Axis
 from parallel.world import World, imitated_world
-from tests.recordings import assert_recorded, lines_of
 from tests.unit.lab.measure.test_measured_cluster import CLUSTER
 
 MACHINE = dataclasses.replace(
@@ -247,18 +246,3 @@ def test_links_with_less_than_half_of_the_expected_rate_are_slow(measured, figur
     lines = measurement.describe(all_ranks, dataclasses.replace(expected, **figures))
     groups = {line.split()[8] for line in lines if line.startswith("slow all_gather: rank 0 on node0 - rank")}
     assert sorted(groups) == slow
-
-
-def test_what_is_measured_is_as_recorded(measured):
-    world, found = measured
-    spec = cluster(world, found)
-    devices = [dataclasses.replace(found.device, rank=rank) for rank in range(world.size)]
-    devices[1] = dataclasses.replace(devices[1], flops_per_second=found.device.flops_per_second / 2)
-    all_ranks = [
-        dataclasses.replace(found, rank=device.rank, node=f"node{device.rank // 2}", device=device)
-        for device in devices
-    ]
-    texts = measurement.describe(all_ranks, dataclasses.replace(spec, node_gb_per_second=10.0))
-    texts += describe_fits(spec, all_ranks)
-    figures = {"measured": dataclasses.asdict(found), "cluster": dataclasses.asdict(spec)}
-    assert_recorded("simulated-machine", *texts, *lines_of(figures))

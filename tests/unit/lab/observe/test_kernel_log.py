@@ -9,21 +9,13 @@ import torch
 from torch import Tensor
 
 from lab.observe.fake_tensors import QuickFakeTensorMode
-from lab.observe.kernel_log import Kernel, KernelLog
-from lab.observe.operation_observer import observe_operations
+from lab.observe.kernel_log import kernels_of
 
 
 @pytest.fixture(params=["real", "fake"], autouse=True)
 def tensor_mode(request: Any) -> Iterator[None]:
     with QuickFakeTensorMode() if request.param == "fake" else nullcontext():
         yield
-
-
-def kernels_of(compute: Callable[[], Any]) -> list[Kernel]:
-    log = KernelLog(lambda: "forward", is_on_host=lambda _tensor: False)
-    with observe_operations(log):
-        compute()
-    return log.kernels
 
 
 def test_a_copy_of_a_tensor_onto_itself_is_no_kernel():

@@ -10,7 +10,6 @@ from torch.nn import functional as F
 
 from lab.observe.memory_tracker import MemoryTracker
 from parallel.memory_kinds import PeakMeter, TensorKind, allocating, tagged
-from parallel.torch_internals import active_observers
 
 CPU = torch.device("cpu")
 
@@ -75,19 +74,6 @@ def test_a_tag_takes_the_bytes_and_the_allocation_along():
         assert tracker.device.total == tracker.host.total == 0
 
 
-def test_a_tag_moves_bytes_to_the_host_and_may_change_nothing():
-    with MemoryTracker(CPU) as tracker:
-        states = tagged(TensorKind.MASTER, torch.empty(10))
-        with tracker.keeping_history(lambda: 7) as history:
-            tagged(TensorKind.MASTER, states)
-            assert history.changes == []
-            tagged(TensorKind.MASTER, states, on_host=True)
-        assert history.changes == [(7, TensorKind.MASTER, -40)]
-        assert (+tracker.device.resident, +tracker.host.resident) == ({}, {TensorKind.MASTER: 40})
-        tagged(TensorKind.MOMENTS, states)  # stays on the host
-        assert +tracker.host.resident == {TensorKind.MOMENTS: 40}
-
-
 def test_the_peak_is_known_by_kind():
     with MemoryTracker(CPU) as tracker:
         parameter = tagged(TensorKind.PARAMETERS, torch.empty(10))
@@ -120,12 +106,6 @@ def test_activations_between_forward_and_backward():
         assert tracker.device.resident[TensorKind.ACTIVATIONS] == 4
 
 
-def test_without_a_tracker_tags_do_nothing():
-    tensor = torch.empty(3)
-    with allocating(TensorKind.BUFFERS):
-        assert tagged(TensorKind.BUFFERS, tensor) is tensor
-
-
 def resize_and_total(tracker: MemoryTracker, tensor: torch.Tensor, num_bytes: int) -> int:
     tensor.untyped_storage().resize_(num_bytes)
     return tracker.device.total
@@ -143,13 +123,6 @@ def test_trackers_may_be_nested_and_exit_in_any_order():
     inner.__exit__(None, None, None)
     assert resize_and_total(inner, tensor, 400) == 300
     assert "resize_" not in vars(torch.UntypedStorage)
-
-
-def test_a_tracker_exits_by_an_exception_too():
-    with pytest.raises(KeyError), MemoryTracker(CPU):
-        raise KeyError
-    assert "resize_" not in vars(torch.UntypedStorage)
-    assert active_observers() == []
 
 
 def test_a_meter_keeps_the_peaks_that_a_restart_takes_from_other_readers(monkeypatch):

@@ -5,10 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from gpt.build.activation_store import parameters_of_rank
+from gpt.build.closed_forms import parameters_of_rank
 from gpt.settings.settings import Settings
 from lab.planner import depth
-from lab.planner.closed_forms import largest_fitting
 from lab.planner.depth import DepthExtrapolation, Estimate, shallow_runs
 from tests.unit.lab.dryrun.test_projection import shallow
 
@@ -45,11 +44,6 @@ def test_the_most_layers_are_those_that_fit_the_device_and_the_host(
     host: tuple[float, float], device_bytes: float, host_bytes: float, num_layers: int
 ):
     assert line((10, 2), host).max_layers(device_bytes, host_bytes) == num_layers
-
-
-@pytest.mark.parametrize("largest", [0, 1, 2, 3, 4, 7, 8, 100])
-def test_bisection_finds_the_largest_number_that_fits(largest: int):
-    assert largest_fitting(lambda number: number <= largest) == largest
 
 
 @pytest.mark.parametrize(

@@ -1,34 +1,30 @@
 """The front of layouts, the cost of a run, and what plots of a step show."""
 
 import dataclasses
-from collections.abc import Iterator
+import io
+import shlex
 from pathlib import Path
 
 import numpy as np
 import pytest
-from matplotlib import image
-from matplotlib.collections import Collection, PathCollection
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
-from matplotlib.patches import StepPatch
-from matplotlib.text import Annotation
 from rich.console import Console
 
+from gpt.settings.parser import parse_settings
+from lab.dryrun import plots
 from lab.dryrun.dry_run import DEVICE, dry_run
 from lab.dryrun.plots import busy_shares, highest_moments, kernel_starts, plot_lanes, plot_memory
 from lab.dryrun.projection import Task, Timeline, project_recording
 from lab.dryrun.run_cost import RunCost
 from lab.planner import plan as planner
-from lab.planner import plots
 from lab.planner.depth import Estimate
 from lab.planner.front import Choice, front, front_table, spread
 from lab.planner.layouts import CandidateLayout, Prediction
 from lab.planner.plan import report_front
-from lab.planner.plots import plot_front
 from parallel.errors import ConfigError
-from tests.recordings import assert_recorded
-from tests.unit.lab.dryrun.test_projection import DGX_2, settings, shallow
-from tests.unit.lab.planner.test_plan import NOT_CALIBRATED, num_columns
+from parallel.memory_kinds import TensorKind
+from tests.unit.lab.dryrun.test_projection import DGX_2, ROOT, settings, shallow
+from tests.unit.lab.planner.test_plan import num_columns
 
 
 def test_the_front_holds_what_no_other_item_beats():
@@ -79,71 +75,28 @@ def test_a_lane_is_as_high_as_it_is_busy():
     np.testing.assert_allclose(busy_shares(timeline, "data", np.arange(5.0)), [1.0, 0.0, 0.5, 1.0])
 
 
-def shown(figure: Figure, path: Path) -> Iterator[str]:
-    """Yield lines with the texts of a plot and the data that its artists show."""
-    (axes,) = figure.axes
-    yield f"{path.name}: {image.imread(path).shape} pixels, {axes.get_title()}"
-    (grid, *_), (x, _) = axes.get_xgridlines(), axes.margins()
-    grid_alpha = grid.get_alpha() if grid.get_visible() else 0
-    yield f"  axes: {axes.get_xlabel()}, {axes.get_ylabel()}, margin {x}, grid of opacity {grid_alpha}"
-    yield f"  ticks: {[f'{tick.get_position()[1]:.6g} {tick.get_text()}' for tick in axes.get_yticklabels()]}"
-    if legend := axes.get_legend():
-        corner = legend.get_bbox_to_anchor().transformed(axes.transAxes.inverted()).p0
-        yield f"  legend: {[text.get_text() for text in legend.get_texts()]} at {corner}"
-    for artist in axes.get_children():
-        match artist:
-            case Line2D():
-                yield f"  line: {artist.get_linestyle()} at {np.round(artist.get_xydata(), 3).tolist()}"
-            case PathCollection():
-                points = np.round(artist.get_offsets(), 3).tolist()
-                yield f"  points: {points}, {artist.get_sizes()}, {np.round(artist.get_facecolor(), 2).tolist()}"
-            case Collection():
-                corners = np.concatenate([path.vertices for path in artist.get_paths()])
-                color = np.round(artist.get_facecolor(), 2).tolist()
-                means = np.round(corners.mean(axis=0), 7)
-                yield f"  {artist.get_label()}: {len(corners)} corners, means {means}, {color}"
-            case StepPatch():
-                values, edges, baseline = artist.get_data()
-                color = np.round(artist.get_facecolor(), 2).tolist()
-                mean = values.mean() - baseline
-                yield f"  lane: {len(values)} values of mean {mean:.5f} from {baseline} to {edges[-1]:.6g}, {color}"
-            case Annotation():
-                place = f"{np.round(artist.xy, 3)} + {artist.xyann}"
-                yield f"  note: {artist.get_text()} at {place}, {artist.get_fontsize()} points"
-
-
-def test_plots_are_as_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_plots_of_a_step_show_its_kinds_of_memory_the_limit_and_its_lanes(tmp_path: Path, monkeypatch):
     figures: list[Figure] = []
-    close = plots.pyplot.close
     monkeypatch.setattr(plots.pyplot, "close", figures.append)
     recording = dry_run(shallow("--offload.mode=host"))
     timeline = project_recording(recording, DGX_2)
-    peak = sum(recording.peak[DEVICE].values())
-    near, far = (
-        dataclasses.replace(DGX_2, gpu_memory_gib=(factor * peak + DGX_2.reserved_gb * 1e9) / 2**30)
-        for factor in (2.9, 3.1)
-    )
+    usable = 2.9 * sum(recording.peak[DEVICE].values())
+    near = dataclasses.replace(DGX_2, gpu_memory_gib=(usable + DGX_2.reserved_gb * 1e9) / 2**30)
     plot_lanes(timeline, tmp_path / "lanes.png")
-    on_near, on_far = (dataclasses.replace(timeline, cluster=cluster) for cluster in (near, far))
-    plots_of_memory = {"near": on_near, "far": on_far, "kernels": None}
-    for name, of_plot in plots_of_memory.items():
+    for name, of_plot in {
+        "near": dataclasses.replace(timeline, cluster=near),
+        "far": timeline,
+        "kernels": None,
+    }.items():
         plot_memory(recording, tmp_path / f"{name}.png", of_plot)
-    for name, price in (("hours", None), ("dollars", 2.0)):
-        cluster = dataclasses.replace(NOT_CALIBRATED, dollars_per_gpu_hour=price)
-        choices = [
-            Choice(
-                num_nodes, CandidateLayout(1, 2, "none", 8), estimate, RunCost.of(settings(), 9.0, num_nodes, cluster)
-            )
-            for num_nodes, estimate in ((2, Estimate(1e9, 20e9, 0, 0, 2.0)), (1, Estimate(1e9, 24e9, 0, 0, 4.0)))
-        ]
-        plot_front(choices, choices[1:], tmp_path / f"{name}.png", cluster)
-    names = ["lanes", *plots_of_memory, "hours", "dollars"]
-    lines = [
-        line for figure, name in zip(figures, names, strict=True) for line in shown(figure, tmp_path / f"{name}.png")
-    ]
-    assert_recorded("plots", *lines)
-    for figure in figures:
-        close(figure)
+    assert {path.stem for path in tmp_path.iterdir()} == {"lanes", "near", "far", "kernels"}
+    (lanes,), *of_memory = (figure.axes for figure in figures)
+    assert [label.get_text().split(",")[0] for label in lanes.get_yticklabels()] == [*timeline.busy_seconds()][::-1]
+    kinds = [kind for kind in TensorKind if recording.peak[DEVICE].get(kind)]
+    for (axes,), limit in zip(of_memory, ([f"limit, {usable / 1e9:.1f} GB"], [], []), strict=True):
+        shown = [text.get_text() for text in axes.get_legend().get_texts()]
+        assert set(kinds) <= set(shown)
+        assert [text for text in shown if "limit" in text] == limit
 
 
 def test_a_plot_of_many_kernels_shows_the_highest_moment_of_each_interval(monkeypatch: pytest.MonkeyPatch):
@@ -158,18 +111,38 @@ def test_a_plot_of_many_kernels_shows_the_highest_moment_of_each_interval(monkey
     assert last == (len(recording.kernels), totals[-1][1])
 
 
-def test_the_planner_compares_numbers_of_nodes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    class Extrapolation:
-        """Twice as many GPUs take more than half of the time, and less memory."""
+class Extrapolation:
+    """A dry run in which twice as many GPUs take more than half of the time, and less memory."""
 
-        def __init__(self, layout: CandidateLayout, _settings: object, _cluster: object, world_size: int):
-            self.estimate = Estimate(1e9, 5e12 / world_size + layout.stage, 0.0, 0.0, 4e3 / world_size + 1)
+    def __init__(self, layout: CandidateLayout, _settings: object, _cluster: object, world_size: int):
+        self.estimate = Estimate(1e9, 5e12 / world_size + layout.stage, 0.0, 0.0, 4e3 / world_size + 1)
 
-        def at(self, _num_layers: int) -> Estimate:
-            return self.estimate
+    def at(self, _num_layers: int) -> Estimate:
+        return self.estimate
 
+    def max_layers(self, _device_bytes: float, _host_bytes: float) -> int:
+        return 77
+
+
+@pytest.mark.parametrize(("kind", "expected"), [([], "the fastest of those that fit"), (["--largest"], "77 layers")])
+def test_the_command_prints_a_plan_and_how_to_start_its_best_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], kind: list[str], expected: str
+):
     monkeypatch.setattr(planner, "extrapolate_layout", Extrapolation)
-    console = Console(width=120, record=True)
+    config = f"--config={ROOT / 'configs/paper/figure2/100b-zero-400.yaml'}"
+    planner.main([f"--cluster={ROOT / 'configs/clusters/dgx-2.yaml'}", "--nodes=25", "--verify=1", *kind, config])
+    printed = capsys.readouterr().out
+    assert expected in printed
+    words = shlex.split(printed.partition("the first of them:")[2].replace("\\\n", ""))
+    assert words[:4] == ["NNODES=25", "RDZV=HOST:29500", "RANKS_PER_NODE=16", "scripts/launch/torchrun.sh"]
+    chosen = parse_settings(words[4:])
+    assert chosen.train.global_batch_size == 800
+    assert (chosen.model.num_layers == 77) == bool(kind)
+
+
+def test_the_planner_compares_numbers_of_nodes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setattr(planner, "extrapolate_layout", Extrapolation)
+    console = Console(width=120, record=True, file=io.StringIO())
     plot = tmp_path / "folder/front.png"
     num_nodes, options = report_front(settings(), DGX_2, [25, 12, 50], 1, plot, console)
     assert num_nodes == 50

@@ -1,11 +1,11 @@
 """The memory and the time that closed forms predict for a layout, by the bytes that are held and moved."""
 
-import dataclasses
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from gpt.build.activation_store import parameters_of_rank
+from gpt.build.closed_forms import parameters_of_rank
 from gpt.settings.parser import parse_settings
 from gpt.shape.flops import hardware_flops
 from lab.measure.cluster import ClusterSpec
@@ -17,13 +17,13 @@ from lab.planner.layouts import (
     micro_batch_seconds,
     model_states,
     offload_seconds,
-    workload,
+    planned_workload,
 )
 from zero.formulas.memory import ModelStates
 
 ROOT = Path(__file__).resolve().parents[4]
 # 10e9 bytes per second over PCIe, and 100e9 in the host's memory for each of 2 GPUs.
-CLUSTER = dataclasses.replace(
+CLUSTER = replace(
     ClusterSpec.load(ROOT / "configs/clusters/dgx-2.yaml"),
     host_gb_per_second=10.0,
     host_memory_gb_per_second=200.0,
@@ -55,8 +55,9 @@ def test_a_layout_holds_its_states_three_buckets_and_at_stage_3_three_layers(sta
     shape = ["--model.num_layers=4", "--model.hidden_size=64", "--model.num_heads=4", "--model.seq_length=32"]
     settings = parse_settings([*shape, "--model.vocab_size=100", "--data.path=unread", "--zero.bucket_numel=5000"])
     layout = CandidateLayout(1, stage, "keep", micro_batch_size=4)
-    work = workload(layout, settings, data_size=2, num_micro_batches=1)
-    states = model_states(layout, settings, 2).accelerator.total
+    settings = layout.applied_to(settings).with_gradient_types(2)
+    work = planned_workload(settings, data_size=2)
+    states = model_states(settings, 2).accelerator.total
     unsharded = num_layers_unsharded * 2 * parameters_of_rank(settings.model, 1) / 4
     assert work.state_bytes == states + 3 * 5000 * 2 + unsharded  # in bf16
 
@@ -64,21 +65,21 @@ def test_a_layout_holds_its_states_three_buckets_and_at_stage_3_three_layers(sta
 def test_traffic_of_the_data_axis_costs_what_exceeds_the_computation_beside_it():
     shape = ["--model.num_layers=4", "--model.hidden_size=64", "--model.num_heads=4", "--model.seq_length=32"]
     shape += ["--model.vocab_size=100", "--data.path=unread"]
-    settings = parse_settings([*shape, "--zero.overlap=true"])
-    alone = parse_settings([*shape, "--zero.overlap=false", "--zero.overlap_gather=false"])
-    layout = CandidateLayout(1, 3, "none", micro_batch_size=4)
-    work = workload(layout, settings, data_size=8, num_micro_batches=1)
+    shape += ["--zero.stage=3", "--activations.store=none", "--train.micro_batch_size=4"]
+    settings = parse_settings([*shape, "--train.global_batch_size=32", "--zero.overlap=true"]).with_gradient_types(8)
+    alone = replace(settings, zero=replace(settings.zero, overlap=False, overlap_gather=False))
+    work = planned_workload(settings, data_size=8)
     computing = hardware_flops(settings.model, 4, "nothing") / (CLUSTER.peak_half_tflops * ASSUMED_PEAK_FRACTION * 1e12)
     for gigabytes in (work.data_bytes / computing / 4e9, work.data_bytes / computing / 0.25e9):
-        cluster = dataclasses.replace(CLUSTER, node_gb_per_second=gigabytes, network_card_gb_per_second=gigabytes)
-        cluster = dataclasses.replace(cluster, node_fraction=1.0)
+        cluster = replace(CLUSTER, node_gb_per_second=gigabytes, network_card_gb_per_second=gigabytes)
+        cluster = replace(cluster, node_fraction=1.0)
         sending = work.data_bytes / (gigabytes * 1e9)
         assert sending == pytest.approx(4 * computing) or sending == pytest.approx(computing / 4)
         after, beside = computing + sending, max(computing, sending)
-        assert micro_batch_seconds(work, layout, settings, cluster, 8) == pytest.approx((after, beside), rel=1e-12)
-        assert micro_batch_seconds(work, layout, alone, cluster, 8) == pytest.approx((after, after), rel=1e-12)
-    fast = dataclasses.replace(cluster, gpus_per_node=8, intra_node_gb_per_second=1e9)
-    assert micro_batch_seconds(work, layout, alone, fast, 8)[0] == pytest.approx(computing, rel=1e-3), "inside a node"
+        assert micro_batch_seconds(work, settings, cluster, 8) == pytest.approx((after, beside), rel=1e-12)
+        assert micro_batch_seconds(work, alone, cluster, 8) == pytest.approx((after, after), rel=1e-12)
+    fast = replace(cluster, gpus_per_node=8, intra_node_gb_per_second=1e9)
+    assert micro_batch_seconds(work, alone, fast, 8)[0] == pytest.approx(computing, rel=1e-3), "inside a node"
 
 
 def test_micro_batches_of_all_sizes_that_divide_the_batch_are_considered():

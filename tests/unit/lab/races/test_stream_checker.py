@@ -10,7 +10,7 @@ from lab.races.launch_order import overlaps
 from lab.races.stream_checker import StreamChecker, StreamError, streams_checked
 from parallel.memory_kinds import TensorKind, tagged
 from parallel.mesh import Axis, Handle, Mesh
-from parallel.streams import active_simulation, announce_host_read, current_stream, synchronize
+from parallel.streams import announce_host_read, current_stream, synchronize
 from parallel.world import imitated_world
 from zero.memory.placement import host_allocator
 from zero.memory.streams import SideStream, launched_work
@@ -309,16 +309,6 @@ def test_a_second_stream_that_waits_on_the_same_handle_is_not_made_to_wait():
     assert len(checker.reports) == 1
 
 
-def test_a_report_names_the_kind_of_tagged_memory():
-    with StreamChecker(CPU) as checker:
-        whole = tagged(TensorKind.MASTER, torch.zeros(8))
-        gather = data_axis().all_gather(torch.ones(4), out=whole)
-        whole.sum()
-        gather.wait()
-    (report,) = checker.reports
-    assert " reads master before " in report
-
-
 def test_memory_that_is_tagged_as_the_hosts_is_written_by_the_host():
     with StreamChecker(CPU) as checker:
         source = tagged(TensorKind.MASTER, torch.zeros(4), on_host=True)
@@ -362,11 +352,3 @@ def test_flags_of_uneven_data_are_exchanged_beside_the_computation():
         exchange.wait()
     assert any(launch.is_collective for launch in launches)
     assert overlaps(launches) == []
-
-
-def test_without_a_checker_there_are_no_streams():
-    assert active_simulation() is None
-    assert current_stream(CPU) is None
-    with streams_checked(CPU) as checker:
-        assert active_simulation() is checker
-    assert active_simulation() is None

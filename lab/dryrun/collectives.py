@@ -1,0 +1,85 @@
+"""Tables of the collectives of a step.
+
+    python -m lab.dryrun.collectives runs/a runs/b      compares two runs, real or dry
+
+A real run writes its profile after the step `profile.collectives_step`, and a dry run writes it in its report.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from gpt.monitor.collectives import PROFILE
+from gpt.monitor.console import make_console, print_table
+from parallel.errors import ConfigError, exit_on_config_error
+
+REPORT = "report.json"  # of a dry run
+
+
+def read_profile(path: Path) -> list[dict[str, Any]]:
+    """Return the profile in a run's folder, or in a file. Raise ConfigError if there is none."""
+    files = [path / PROFILE, path / REPORT] if path.is_dir() else [path]
+    found = [file for file in files if file.is_file()]
+    try:
+        return json.loads(found[0].read_text())["collectives"]
+    except (IndexError, OSError, ValueError, KeyError) as error:
+        raise ConfigError(
+            f"{path} has no profile of collectives; name the folder of a real run past its step profile."
+            f"collectives_step, which writes {PROFILE}, or of a dry run, which writes {REPORT}"
+        ) from error
+
+
+def profile_table(rows: list[dict[str, Any]]) -> Table:
+    """Return a table with one line for each row of a profile."""
+    table = Table(title="Collectives of a step, in the order of their first launch", title_justify="left")
+    for heading in ("axis\n(ranks)", "operation", "phase", "count", "message,\nMB", "posi-\ntion", "block-\ning"):
+        table.add_column(heading)
+    for row in rows:
+        sizes = [int(size) / 1e6 for size in row["message_bytes"]]
+        table.add_row(
+            f"{row['axis']} ({row['group_size']})",
+            row["op"],
+            row["phase"],
+            str(row["count"]),
+            "-".join(f"{size:,.{int(size < 100)}f}" for size in dict.fromkeys((sizes[0], sizes[-1]))),
+            f"{row['first_position'] * 100:.0f}-{row['last_position']:.0%}",
+            f"{row['blocking'] / row['count']:.0%}",
+        )
+    return table
+
+
+def comparison_table(runs: dict[str, list[dict[str, Any]]]) -> Table:
+    """Return a table of the counts and bytes of the profiles of {name of a run: profile}.
+
+    A row that a profile lacks has zeros.
+    """
+    table = Table("axis", "operation", "phase", title="Collectives of a step", title_justify="left")
+    for figure in ("count", "MB sent"):
+        for name in runs:
+            table.add_column(f"{figure},\n{name}", justify="right")
+    profiles = [{(row["axis"], row["op"], row["phase"]): row for row in rows} for rows in runs.values()]
+    for key in dict.fromkeys(key for rows in profiles for key in rows):
+        rows = [side.get(key, {"count": 0, "wire_bytes": 0}) for side in profiles]
+        counts, sent = [str(row["count"]) for row in rows], [f"{row['wire_bytes'] / 1e6:,.3f}" for row in rows]
+        table.add_row(*key, *counts, *sent)
+    return table
+
+
+def main(arguments: list[str]) -> None:
+    """Print the comparison of two runs."""
+    parser = argparse.ArgumentParser(
+        prog="python -m lab.dryrun.collectives", description="Compare the collectives of two runs."
+    )
+    parser.add_argument("runs", nargs=2, type=Path, help="folders of runs, real or dry")
+    paths = parser.parse_args(arguments).runs
+    with exit_on_config_error():
+        runs = {str(path): read_profile(path) for path in paths}
+    print_table(make_console(), comparison_table(runs))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
