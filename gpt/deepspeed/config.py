@@ -12,7 +12,7 @@ from typing import Any
 
 from rich.table import Table
 
-from gpt.deepspeed.key import ValueType, as_text, unchanged
+from gpt.deepspeed.key import BOOL, as_text, unchanged
 from gpt.deepspeed.keys import KEYS, ONLY_ENABLED_IS_READ, OTHER_NAMES
 from gpt.deepspeed.rules import RULES
 from gpt.deepspeed.translation import AUTO, FileKey, Translation, Verdict
@@ -57,7 +57,7 @@ def translate(path: Path, base: Mapping[str, Any], options: frozenset[str], num_
         found.keys.append(translated := _translate_key(key, is_on))
         if translated.verdict == "mapped":
             row = KEYS[key.name]
-            found.values[key.name] = value = row.type.parse(key.value)
+            found.values[key.name] = value = row.type.convert(key.value)
             if row.convert is not None:
                 found.settings[row.settings[0]] = row.convert(value)
     if not found.refused:
@@ -96,7 +96,7 @@ def _under_current_names(pairs: Iterator[tuple[str, Any]]) -> Iterator[FileKey]:
         name, convert = OTHER_NAMES.get(spelling, (spelling, unchanged))
         key = FileKey(f"{as_text(spelling)}={as_text(value)}", name, value)
         if convert is not unchanged and not isinstance(value, bool) and value not in LEFT_OPEN:
-            yield replace(key, verdict="refused", reason=f"is not {ValueType.BOOLEAN.value}")
+            yield replace(key, verdict="refused", reason=f"is not {BOOL.description}")
             continue
         converted = value if value in LEFT_OPEN else convert(value)
         key = replace(key, value=converted)

@@ -1,48 +1,42 @@
 """A row of the table of DeepSpeed's keys (`gpt/deepspeed/keys.py`), and the functions that make rows."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from enum import Enum
 from typing import Any
 
 LARGEST = 1e300  # larger numbers overflow in the products of the rules; NaN is not below it
 
 
-class ValueType(Enum):
-    """The type of a key's value. The string of each member describes the type in error messages.
+@dataclass(frozen=True)
+class ValueType:
+    """The type of a key's value: its description in error messages, the values that have it, and their conversion."""
 
-    Integers may be written as 5e8, as is usual in DeepSpeed's files.
-    """
+    description: str
+    has: Callable[[Any], bool]
+    convert: Callable[[Any], Any] = lambda value: value
 
-    BOOLEAN = "true or false"
-    NON_NEGATIVE = "an integer of 0 or more"
-    POSITIVE = "an integer of 1 or more"
-    INTEGER = "an integer"
-    NUMBER = "a number"
-    PAIR = "a list of two numbers"
-    STRING = "a string"
-    ANY = "anything"
 
-    def parse(self, value: Any) -> Any:
-        """Return the value in this type, or None if it has another type."""
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < LARGEST
-        is_integer = is_number and value == int(value)
-        match self:
-            case ValueType.BOOLEAN:
-                return value if isinstance(value, bool) else None
-            case ValueType.NON_NEGATIVE | ValueType.POSITIVE:
-                return int(value) if is_integer and value >= (self is ValueType.POSITIVE) else None
-            case ValueType.INTEGER:
-                return int(value) if is_integer else None
-            case ValueType.NUMBER:
-                return value if is_number else None
-            case ValueType.PAIR:
-                is_pair = isinstance(value, list) and len(value) == 2
-                return value if is_pair and all(ValueType.NUMBER.parse(item) is not None for item in value) else None
-            case ValueType.STRING:
-                return value if isinstance(value, str) else None
-        return value
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < LARGEST
+
+
+def _is_integer(value: Any) -> bool:
+    return _is_number(value) and value == int(value)  # may be written as 5e8, as is usual in DeepSpeed's files
+
+
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(map(_is_number, value))
+
+
+BOOL = ValueType("true or false", lambda value: isinstance(value, bool))
+INTEGER = ValueType("an integer", _is_integer, int)
+COUNT = ValueType("an integer of 0 or more", lambda value: _is_integer(value) and value >= 0, int)
+POSITIVE = ValueType("an integer of 1 or more", lambda value: _is_integer(value) and value >= 1, int)
+NUMBER = ValueType("a number", _is_number)
+PAIR = ValueType("a list of two numbers", _is_pair)
+TEXT = ValueType("a string", lambda value: isinstance(value, str))
+ANY = ValueType("anything", lambda value: True)
 
 
 @dataclass(frozen=True)
@@ -55,7 +49,6 @@ class Key:
     `accepted` are refused, with the reason and the remedy in `refusal`; None accepts every value of the type.
     """
 
-    name: str
     type: ValueType
     settings: tuple[str, ...] = ()
     convert: Callable[[Any], Any] | None = None
@@ -65,16 +58,14 @@ class Key:
 
     def reason_for_refusal(self, value: Any) -> str:
         """Return why the value is refused and what to do instead, or an empty string if it is accepted."""
-        if (parsed := self.type.parse(value)) is None:
-            return f"is not {self.type.value}"
-        if self.accepted is None or parsed in self.accepted or (self.type is ValueType.ANY and _is_off(value)):
+        if not self.type.has(value):
+            return f"is not {self.type.description}"
+        is_switched_off = self.type is ANY and (
+            not value or (isinstance(value, dict) and value.get("enabled") is False)
+        )
+        if self.accepted is None or self.type.convert(value) in self.accepted or is_switched_off:
             return ""
         return self.refusal
-
-
-def _is_off(section: Any) -> bool:
-    """Return True if a section is empty or switched off."""
-    return not section or (isinstance(section, dict) and section.get("enabled") is False)
 
 
 def as_text(value: Any) -> str:
@@ -89,32 +80,36 @@ def unchanged(value: Any) -> Any:
     return value
 
 
-def mapped(name: str, type: ValueType, setting: str, convert: Callable[[Any], Any] = unchanged, note: str = "") -> Key:
+def sets(type: ValueType, setting: str, convert: Callable[[Any], Any] = unchanged, note: str = "") -> Key:
     """Return a key that sets one setting."""
-    return Key(name, type, (setting,), convert, note)
+    return Key(type, (setting,), convert, note)
 
 
-def combined(name: str, type: ValueType, *settings: str, note: str = "") -> Key:
+def rule(type: ValueType, *settings: str, note: str = "") -> Key:
     """Return a key that a rule reads, together with other keys, to determine `settings`."""
-    return Key(name, type, settings, None, note)
+    return Key(type, settings, None, note)
 
 
-def not_needed(type: ValueType, note: str, *names: str) -> list[Key]:
-    """Return keys that are accepted and change nothing; `note` says why."""
-    return [Key(name, type, note=note) for name in names]
+def needless(type: ValueType, note: str) -> Key:
+    """Return a key that is accepted and changes nothing; `note` says why."""
+    return Key(type, note=note)
 
 
-def restricted(key: Key, *accepted: Any, refusal: str) -> Key:
+def one_of(key: Key, *accepted: Any, refusal: str) -> Key:
     """Return a copy of the key that refuses all values but `accepted`."""
     return replace(key, accepted=accepted, refusal=refusal)
 
 
-def unsupported(name: str, type: ValueType, refusal: str, *accepted: Any) -> Key:
+def unsupported(type: ValueType, refusal: str, *accepted: Any) -> Key:
     """Return a key of a feature that is not supported; only `accepted`, the values that switch it off, are accepted."""
-    return Key(name, type, note="is off", accepted=accepted, refusal=refusal)
+    return Key(type, note="is off", accepted=accepted, refusal=refusal)
 
 
-def section(name: str, *keys: Key | list[Key]) -> list[Key]:
-    """Return copies of the keys whose names begin with that of the section and a dot."""
-    flat = [key for group in keys for key in ([group] if isinstance(group, Key) else group)]
-    return [replace(key, name=f"{name}.{key.name}") for key in flat]
+def flatten(table: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Key]]:
+    """Yield (dotted name, key) of a table of keys and sections; several names may share a row."""
+    for names, row in table.items():
+        for name in (names,) if isinstance(names, str) else names:
+            if isinstance(row, Key):
+                yield prefix + name, row
+            else:
+                yield from flatten(row, f"{prefix}{name}.")

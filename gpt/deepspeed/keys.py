@@ -1,7 +1,7 @@
 """The table of the keys of DeepSpeed's JSON configuration.
 
-Each row says which settings the key is mapped to, why it is not needed here, or which of its values are refused and
-what to do instead. The section zero_optimization is in `gpt/deepspeed/zero_keys.py`.
+Each row says which settings the key sets, why it is not needed here, or which of its values are refused and what to do
+instead.
 """
 
 import math
@@ -9,231 +9,257 @@ from collections.abc import Callable
 from typing import Any
 
 from gpt.deepspeed.key import (
-    ValueType,
-    combined,
-    mapped,
-    not_needed,
-    restricted,
-    section,
+    ANY,
+    BOOL,
+    COUNT,
+    INTEGER,
+    NUMBER,
+    PAIR,
+    POSITIVE,
+    TEXT,
+    flatten,
+    needless,
+    one_of,
+    rule,
+    sets,
     unchanged,
     unsupported,
 )
-from gpt.deepspeed.rules import OPTIMIZER_NAMES
-from gpt.deepspeed.zero_keys import FOR_NVME, OFFLOAD, ZERO
+from gpt.deepspeed.rules import DECAYS, OPTIMIZER_NAMES
 
 TYPES = "fp32", "bf16", "fp16"
 NO_SUCH_TYPE = f"choose {', '.join(TYPES)}"
-HALF_STATES = "master weights and moments are always fp32; set it to false"
+HALF_STATES = unsupported(BOOL, "master weights and moments are always fp32; set it to false", False)
+WARM_UP = unsupported(NUMBER, "the warm-up rises from zero; set it to 0 and shorten the warm-up", 0)
+NVME = "it configures NVMe, which is not used"
+QUANTIZED = "quantized communication is not supported; set it to false, and for slow links set mics_shard_size"
+HPZ = (
+    "a secondary copy of the parameters inside a node is not supported; set 1, or use mics_shard_size, which shards "
+    "all states inside groups"
+)
 
-BATCH = [
-    combined("train_batch_size", ValueType.POSITIVE, "train.global_batch_size"),
-    combined("train_micro_batch_size_per_gpu", ValueType.POSITIVE, "train.micro_batch_size"),
-    combined("gradient_accumulation_steps", ValueType.POSITIVE, "train.global_batch_size"),
-]
+BATCH = {
+    "train_batch_size": rule(POSITIVE, "train.global_batch_size"),
+    "train_micro_batch_size_per_gpu": rule(POSITIVE, "train.micro_batch_size"),
+    "gradient_accumulation_steps": rule(POSITIVE, "train.global_batch_size"),
+}
 
-PRECISION = [
-    *section(
-        "fp16",
-        combined("enabled", ValueType.BOOLEAN, "train.precision"),
-        combined(
-            "loss_scale",
-            ValueType.NUMBER,
-            "train.loss_scale.dynamic",
-            "train.loss_scale.initial",
-            note="0 means dynamic",
-        ),
-        combined("initial_scale_power", ValueType.NON_NEGATIVE, "train.loss_scale.initial"),
-        mapped("loss_scale_window", ValueType.POSITIVE, "train.loss_scale.growth_interval"),
-        mapped("hysteresis", ValueType.POSITIVE, "train.loss_scale.hysteresis"),
-        mapped("min_loss_scale", ValueType.NUMBER, "train.loss_scale.minimum"),
-        not_needed(
-            ValueType.BOOLEAN, "a step without overflow always restores the hysteresis", "consecutive_hysteresis"
-        ),
-        not_needed(ValueType.BOOLEAN, "the inputs are token ids, which are not cast", "auto_cast"),
-        not_needed(ValueType.BOOLEAN, "the update is always fused", "fused_mode"),
-        unsupported("fp16_master_weights_and_grads", ValueType.BOOLEAN, HALF_STATES, False),
-    ),
-    *section(
-        "bf16",
-        combined("enabled", ValueType.BOOLEAN, "train.precision"),
-        not_needed(
-            ValueType.BOOLEAN, "a gradient is copied into its bucket as soon as it is computed", "immediate_grad_update"
-        ),
-        not_needed(ValueType.BOOLEAN, "a step with a non-finite gradient is always skipped", "check_grad_overflow"),
-        unsupported("bf16_master_weights_and_grads", ValueType.BOOLEAN, HALF_STATES, False),
-        unsupported("bf16_optimizer_states", ValueType.BOOLEAN, HALF_STATES, False),
-    ),
-    restricted(mapped("communication_data_type", ValueType.STRING, "zero.reduce_dtype"), *TYPES, refusal=NO_SUCH_TYPE),
-    *section(
-        "data_types",
-        restricted(mapped("grad_accum_dtype", ValueType.STRING, "zero.accumulate_dtype"), *TYPES, refusal=NO_SUCH_TYPE),
-        combined("param_dtype", ValueType.STRING, "train.precision"),
-        unsupported("buffer_dtype", ValueType.STRING, "the model has no buffers; remove it"),
-    ),
-]
+DEVICE = one_of(
+    rule(TEXT, "offload.mode", "offload.states"),
+    "cpu",
+    "none",
+    refusal="states are stored on the accelerator or in host memory, never on NVMe; choose cpu",
+)
+OFFLOAD = {
+    "device": DEVICE,
+    "pin_memory": needless(BOOL, "host memory is always pinned if there is an accelerator"),
+    ("nvme_path", "buffer_count"): needless(ANY, NVME),
+}
 
-GRADIENTS = [
-    mapped(
-        "gradient_clipping",
-        ValueType.NUMBER,
-        "optimizer.clip_norm",
-        lambda norm: norm or math.inf,
-        note="0 means no clipping",
+ZERO = {
+    "stage": sets(COUNT, "zero.stage"),
+    "overlap_comm": sets(BOOL, "zero.overlap"),
+    "reduce_bucket_size": sets(POSITIVE, "zero.bucket_numel"),
+    "stage3_prefetch_bucket_size": sets(COUNT, "zero.prefetch_numel"),
+    "stage3_param_persistence_threshold": sets(COUNT, "zero.resident_numel"),
+    "stage3_gather_16bit_weights_on_model_save": sets(BOOL, "checkpoint.weights"),
+    "mics_shard_size": sets(INTEGER, "parallel.shard_size", lambda size: size if size > 0 else None),
+    "contiguous_gradients": needless(BOOL, "gradients are always copied into buckets, which are contiguous"),
+    ("reduce_scatter", "use_multi_rank_bucket_allreduce"): needless(
+        BOOL, "a bucket is always reduced with one reduce-scatter"
     ),
-    *not_needed(
-        ValueType.ANY,
-        "gradients are divided by the number of ranks before they are reduced",
-        "prescale_gradients",
-        "gradient_predivide_factor",
+    "allgather_partitions": needless(BOOL, "a bucket is always gathered with one all-gather"),
+    "allgather_bucket_size": needless(COUNT, "buckets are all-gathered in place, without a buffer"),
+    "grad_hooks": needless(BOOL, "overlap_comm selects whether gradients are reduced during backward"),
+    "load_from_fp32_weights": needless(BOOL, "checkpoints hold the fp32 weights"),
+    "elastic_checkpoint": needless(BOOL, "a checkpoint can be loaded on any number of ranks"),
+    "sub_group_size": needless(COUNT, "the optimizer updates one bucket at a time"),
+    "stage3_max_live_parameters": needless(
+        COUNT, "full at any time are the units of one activation checkpoint and zero.prefetch_numel elements ahead"
     ),
-    *not_needed(
-        ValueType.STRING,
-        "it is for a sequence-parallel axis of its own, which is not supported",
-        "seq_parallel_comm_data_type",
+    "stage3_max_reuse_distance": needless(
+        COUNT, "only the root and the last unit stay unsharded from forward to backward"
     ),
-    *not_needed(ValueType.BOOLEAN, "the trainer marks the last micro-batch of a step", "managed_gradient_accumulation"),
-    unsupported("sparse_gradients", ValueType.BOOLEAN, "gradients are dense; set it to false", False),
-    unsupported("gradient_allreduce_op", ValueType.STRING, "gradients are averaged over ranks; choose avg", "avg"),
-    unsupported(
-        "disable_allgather", ValueType.BOOLEAN, "updated parameters are always all-gathered; set it to false", False
+    "stage3_module_granularity_threshold": needless(COUNT, "a unit is a block, or a module that zero.units names"),
+    (
+        "stage3_use_all_reduce_for_fetch_params",
+        "stage3_allgather_sequential",
+        "mics_hierarchical_params_gather",
+        "memory_efficient_linear",
+    ): needless(BOOL, "parameters are all-gathered in place before they are used"),
+    ("override_module_apply", "stage3_partition_stream_chunk_size"): needless(
+        ANY, "models are initialized in shards, whatever their constructors do"
     ),
-]
+    "ignore_unused_parameters": needless(BOOL, "the gradient of an unused parameter counts as zero"),
+    "legacy_stage1": needless(BOOL, "there is only one implementation of stage 1"),
+    "round_robin_gradients": needless(BOOL, "every rank owns a shard of every bucket, so all ranks copy"),
+    ("enable_sanity_checks", "log_trace_cache_warnings"): needless(BOOL, "it configures DeepSpeed's own checks"),
+    "pipeline_loading_checkpoint": needless(BOOL, "pipeline parallelism is not supported"),
+    "save_muon_momentum_buffer_in_memory": needless(BOOL, "the momentum of Muon is always in memory"),
+    "stage3_model_persistence_threshold": unsupported(
+        COUNT,
+        "the total size of resident parameters cannot be limited; lower stage3_param_persistence_threshold",
+        2**63 - 1,
+    ),
+    "zero_hpz_partition_size": unsupported(COUNT, HPZ, 0, 1),
+    ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients"): unsupported(
+        BOOL, QUANTIZED, False
+    ),
+    "zeropp_loco_param": unsupported(ANY, "quantized communication is not supported; remove it"),
+    "leaf_module": unsupported(ANY, "zero.units names the modules that are gathered as one unit; remove it"),
+    "zenflow": unsupported(ANY, "every step updates every parameter; remove it"),
+    "offload_optimizer": OFFLOAD
+    | {
+        ("fast_init", "pipeline", "pipeline_read", "pipeline_write"): needless(BOOL, NVME),
+        ("super_offload", "convert_grad_on_cpu"): needless(
+            BOOL, "copies, casts and the update overlap, one bucket at a time"
+        ),
+        "cpuadam_cores_perc": needless(NUMBER, "OMP_NUM_THREADS sets the number of threads that update"),
+        "ratio": unsupported(
+            NUMBER,
+            "a fraction cannot be chosen; set 1, or choose offload.mode=auto, which keeps on the accelerator what fits",
+            1,
+        ),
+    },
+    "offload_param": OFFLOAD | {("buffer_size", "max_in_cpu"): needless(COUNT, NVME)},
+}
 
-OPTIMIZER = [
-    *section(
-        "optimizer",
-        restricted(
-            combined("type", ValueType.STRING, "optimizer.name", "optimizer.muon.adjust_lr"),
-            *OPTIMIZER_NAMES,
-            refusal=f"choose {', '.join(OPTIMIZER_NAMES)}",
-        ),
-        section(
-            "params",
-            combined("lr", ValueType.NUMBER, "optimizer.lr"),
-            combined("adam_lr", ValueType.NUMBER, "optimizer.lr"),
-            combined("muon_lr", ValueType.NUMBER, "optimizer.muon.lr_factor", note="divided by optimizer.lr"),
-            combined("momentum", ValueType.NUMBER, "optimizer.momentum", note="SGD without it has none"),
-            combined("nesterov", ValueType.BOOLEAN, "optimizer.nesterov"),
-            mapped("betas", ValueType.PAIR, "optimizer.betas"),
-            mapped("eps", ValueType.NUMBER, "optimizer.eps"),
-            mapped("weight_decay", ValueType.NUMBER, "optimizer.weight_decay", note="for matrices and embeddings only"),
-            not_needed(ValueType.BOOLEAN, "optimizer.implementation chooses a fused one", "torch_adam", "fused"),
-            unsupported("adam_w_mode", ValueType.BOOLEAN, "weight decay is always decoupled; set it to true", True),
-            unsupported("bias_correction", ValueType.BOOLEAN, "bias correction is always on; set it to true", True),
-            unsupported("amsgrad", ValueType.BOOLEAN, "AMSGrad is not supported; set it to false", False),
-            unsupported("fp32_optimizer_states", ValueType.BOOLEAN, "moments are always fp32; set it to true", True),
-        ),
-        not_needed(ValueType.BOOLEAN, "the update is always fused", "legacy_fusion"),
-    ),
-    *not_needed(ValueType.BOOLEAN, "every optimizer is tested before it is used", "zero_allow_untested_optimizer"),
-    *not_needed(ValueType.BOOLEAN, "torch's fused AdamW updates on the host", "zero_force_ds_cpu_optimizer"),
-]
+PRECISION = {
+    "fp16": {
+        "enabled": rule(BOOL, "train.precision"),
+        "loss_scale": rule(NUMBER, "train.loss_scale.dynamic", "train.loss_scale.initial", note="0 means dynamic"),
+        "initial_scale_power": rule(COUNT, "train.loss_scale.initial"),
+        "loss_scale_window": sets(POSITIVE, "train.loss_scale.growth_interval"),
+        "hysteresis": sets(POSITIVE, "train.loss_scale.hysteresis"),
+        "min_loss_scale": sets(NUMBER, "train.loss_scale.minimum"),
+        "consecutive_hysteresis": needless(BOOL, "a step without overflow always restores the hysteresis"),
+        "auto_cast": needless(BOOL, "the inputs are token ids, which are not cast"),
+        "fused_mode": needless(BOOL, "the update is always fused"),
+        "fp16_master_weights_and_grads": HALF_STATES,
+    },
+    "bf16": {
+        "enabled": rule(BOOL, "train.precision"),
+        "immediate_grad_update": needless(BOOL, "a gradient is copied into its bucket as soon as it is computed"),
+        "check_grad_overflow": needless(BOOL, "a step with a non-finite gradient is always skipped"),
+        ("bf16_master_weights_and_grads", "bf16_optimizer_states"): HALF_STATES,
+    },
+    "communication_data_type": one_of(sets(TEXT, "zero.reduce_dtype"), *TYPES, refusal=NO_SUCH_TYPE),
+    "data_types": {
+        "grad_accum_dtype": one_of(sets(TEXT, "zero.accumulate_dtype"), *TYPES, refusal=NO_SUCH_TYPE),
+        "param_dtype": rule(TEXT, "train.precision"),
+        "buffer_dtype": unsupported(TEXT, "the model has no buffers; remove it"),
+    },
+}
 
-WARM_UP = "the warm-up rises from zero; set it to 0 and shorten the warm-up"
-SCHEDULER = section(
-    "scheduler",
-    restricted(
-        combined(
-            "type",
-            ValueType.STRING,
-            "schedule.decay",
-            "schedule.min_lr",
-            note="the warm-up is linear, not logarithmic",
-        ),
-        "WarmupLR",
-        "WarmupDecayLR",
-        "WarmupCosineLR",
+GRADIENTS = {
+    "gradient_clipping": sets(NUMBER, "optimizer.clip_norm", lambda norm: norm or math.inf, note="0 means no clipping"),
+    ("prescale_gradients", "gradient_predivide_factor"): needless(
+        ANY, "gradients are divided by the number of ranks before they are reduced"
+    ),
+    "seq_parallel_comm_data_type": needless(
+        TEXT, "it is for a sequence-parallel axis of its own, which is not supported"
+    ),
+    "managed_gradient_accumulation": needless(BOOL, "the trainer marks the last micro-batch of a step"),
+    "sparse_gradients": unsupported(BOOL, "gradients are dense; set it to false", False),
+    "gradient_allreduce_op": unsupported(TEXT, "gradients are averaged over ranks; choose avg", "avg"),
+    "disable_allgather": unsupported(BOOL, "updated parameters are always all-gathered; set it to false", False),
+}
+
+OPTIMIZER = {
+    "type": one_of(
+        rule(TEXT, "optimizer.name", "optimizer.muon.adjust_lr"),
+        *OPTIMIZER_NAMES,
+        refusal=f"choose {', '.join(OPTIMIZER_NAMES)}",
+    ),
+    "params": {
+        ("lr", "adam_lr"): rule(NUMBER, "optimizer.lr"),
+        "muon_lr": rule(NUMBER, "optimizer.muon.lr_factor", note="divided by optimizer.lr"),
+        "momentum": rule(NUMBER, "optimizer.momentum", note="SGD without it has none"),
+        "nesterov": rule(BOOL, "optimizer.nesterov"),
+        "betas": sets(PAIR, "optimizer.betas"),
+        "eps": sets(NUMBER, "optimizer.eps"),
+        "weight_decay": sets(NUMBER, "optimizer.weight_decay", note="for matrices and embeddings only"),
+        ("torch_adam", "fused"): needless(BOOL, "optimizer.implementation chooses a fused one"),
+        "adam_w_mode": unsupported(BOOL, "weight decay is always decoupled; set it to true", True),
+        "bias_correction": unsupported(BOOL, "bias correction is always on; set it to true", True),
+        "amsgrad": unsupported(BOOL, "AMSGrad is not supported; set it to false", False),
+        "fp32_optimizer_states": unsupported(BOOL, "moments are always fp32; set it to true", True),
+    },
+    "legacy_fusion": needless(BOOL, "the update is always fused"),
+}
+
+SCHEDULER = {
+    "type": one_of(
+        rule(TEXT, "schedule.decay", "schedule.min_lr", note="the warm-up is linear, not logarithmic"),
+        *DECAYS,
         refusal="choose WarmupLR, WarmupDecayLR or WarmupCosineLR, or remove the scheduler and set schedule.*",
     ),
-    section(
-        "params",
-        combined("warmup_max_lr", ValueType.NUMBER, "optimizer.lr"),
-        mapped("warmup_num_steps", ValueType.NON_NEGATIVE, "schedule.warmup_steps"),
-        mapped(
-            "total_num_steps", ValueType.POSITIVE, "schedule.decay_steps", note="train.steps sets the length of the run"
-        ),
-        combined("cos_min_ratio", ValueType.NUMBER, "schedule.min_lr", note="multiplied by optimizer.lr"),
-        unsupported("warmup_min_lr", ValueType.NUMBER, WARM_UP, 0),
-        unsupported("warmup_min_ratio", ValueType.NUMBER, WARM_UP, 0),
-        unsupported("warmup_type", ValueType.STRING, "the warm-up is always linear; choose linear", "linear"),
-        unsupported("last_batch_iteration", ValueType.INTEGER, "a run resumes from its checkpoint; set -1", -1),
-    ),
-)
+    "params": {
+        "warmup_max_lr": rule(NUMBER, "optimizer.lr"),
+        "warmup_num_steps": sets(COUNT, "schedule.warmup_steps"),
+        "total_num_steps": sets(POSITIVE, "schedule.decay_steps", note="train.steps sets the length of the run"),
+        "cos_min_ratio": rule(NUMBER, "schedule.min_lr", note="multiplied by optimizer.lr"),
+        ("warmup_min_lr", "warmup_min_ratio"): WARM_UP,
+        "warmup_type": unsupported(TEXT, "the warm-up is always linear; choose linear", "linear"),
+        "last_batch_iteration": unsupported(INTEGER, "a run resumes from its checkpoint; set -1", -1),
+    },
+}
 
-ACTIVATIONS = section(
-    "activation_checkpointing",
-    combined("partition_activations", ValueType.BOOLEAN, "activations.store", note="keep if parallel.tensor_size is 1"),
-    combined("cpu_checkpointing", ValueType.BOOLEAN, "activations.store"),
-    mapped("contiguous_memory_optimization", ValueType.BOOLEAN, "activations.defragment"),
-    not_needed(ValueType.NON_NEGATIVE, "the number of checkpoints follows from the model", "number_checkpoints"),
-    not_needed(
-        ValueType.BOOLEAN,
-        "copies and kernels are ordered by events, without synchronizing the device",
-        "synchronize_checkpoint_boundary",
+ACTIVATIONS = {
+    "partition_activations": rule(BOOL, "activations.store", note="keep if parallel.tensor_size is 1"),
+    "cpu_checkpointing": rule(BOOL, "activations.store"),
+    "contiguous_memory_optimization": sets(BOOL, "activations.defragment"),
+    "number_checkpoints": needless(COUNT, "the number of checkpoints follows from the model"),
+    "synchronize_checkpoint_boundary": needless(
+        BOOL, "copies and kernels are ordered by events, without synchronizing the device"
     ),
-    not_needed(ValueType.BOOLEAN, "dry_run.trace shows every kernel", "profile"),
-)
+    "profile": needless(BOOL, "dry_run.trace shows every kernel"),
+}
 
-REPORTS = [
-    mapped("steps_per_print", ValueType.POSITIVE, "train.log_every"),
-    mapped("wandb.enabled", ValueType.BOOLEAN, "wandb.mode", lambda is_on: "online" if is_on else "disabled"),
-    mapped("wandb.project", ValueType.STRING, "wandb.project"),
-    unsupported("wandb.team", ValueType.STRING, "set WANDB_ENTITY in the environment instead; remove it"),
-    mapped("wandb.group", ValueType.STRING, "wandb.group"),
-    mapped("tensorboard.enabled", ValueType.BOOLEAN, "run.tensorboard"),
-    *section(
-        "tensorboard",
-        not_needed(ValueType.STRING, "event files are written to run.dir/tensorboard", "output_path", "job_name"),
-    ),
-    *section(
-        "csv_monitor",
-        not_needed(ValueType.ANY, "run.dir/metrics.jsonl holds the metrics", "enabled", "output_path", "job_name"),
-    ),
-    *not_needed(ValueType.BOOLEAN, "profile.steps selects the steps that are timed", "wall_clock_breakdown"),
-    *not_needed(ValueType.BOOLEAN, "every run prints a table of its memory at the start", "memory_breakdown"),
-    *not_needed(ValueType.BOOLEAN, "run.dir/config.yaml holds every setting", "dump_state"),
-    *not_needed(ValueType.ANY, "every run counts its FLOPs", "flops_profiler"),
-    *not_needed(ValueType.ANY, "every run counts its traffic", "comms_logger"),
-    *not_needed(ValueType.ANY, "it configures DeepSpeed's own logging", "timers", "log_level"),
-]
+REPORTS = {
+    "steps_per_print": sets(POSITIVE, "train.log_every"),
+    "wandb": {
+        "enabled": sets(BOOL, "wandb.mode", lambda is_on: "online" if is_on else "disabled"),
+        "project": sets(TEXT, "wandb.project"),
+        "group": sets(TEXT, "wandb.group"),
+        "team": unsupported(TEXT, "set WANDB_ENTITY in the environment instead; remove it"),
+    },
+    "tensorboard": {
+        "enabled": sets(BOOL, "run.tensorboard"),
+        ("output_path", "job_name"): needless(TEXT, "event files are written to run.dir/tensorboard"),
+    },
+    "csv_monitor": {("enabled", "output_path", "job_name"): needless(ANY, "run.dir/metrics.jsonl holds the metrics")},
+    "wall_clock_breakdown": needless(BOOL, "profile.steps selects the steps that are timed"),
+    "memory_breakdown": needless(BOOL, "every run prints a table of its memory at the start"),
+    "dump_state": needless(BOOL, "run.dir/config.yaml holds every setting"),
+    "flops_profiler": needless(ANY, "every run counts its FLOPs"),
+    "comms_logger": needless(ANY, "every run counts its traffic"),
+    ("timers", "log_level"): needless(ANY, "it configures DeepSpeed's own logging"),
+}
 
-OTHERS = [
-    *not_needed(ValueType.ANY, FOR_NVME, "aio"),
-    *not_needed(ValueType.ANY, "checkpoints are written asynchronously", "datastates_ckpt"),
-    *not_needed(ValueType.BOOLEAN, "the data never ends, and every batch is full", "dataloader_drop_last"),
-    *not_needed(
-        ValueType.POSITIVE, "model.vocab_size is rounded up to a multiple of model.vocab_multiple", "vocabulary_size"
-    ),
-    *section(
-        "checkpoint",
-        not_needed(ValueType.STRING, "ranks agree on a checkpoint before it is marked as complete", "tag_validation"),
-        not_needed(
-            ValueType.BOOLEAN,
-            "a checkpoint can be loaded with any stage, tensor size and number of ranks",
-            "load_universal",
+OTHERS = {
+    "zero_allow_untested_optimizer": needless(BOOL, "every optimizer is tested before it is used"),
+    "zero_force_ds_cpu_optimizer": needless(BOOL, "torch's fused AdamW updates on the host"),
+    "aio": needless(ANY, NVME),
+    "datastates_ckpt": needless(ANY, "checkpoints are written asynchronously"),
+    "dataloader_drop_last": needless(BOOL, "the data never ends, and every batch is full"),
+    "vocabulary_size": needless(POSITIVE, "model.vocab_size is rounded up to a multiple of model.vocab_multiple"),
+    "checkpoint": {
+        "tag_validation": needless(TEXT, "ranks agree on a checkpoint before it is marked as complete"),
+        "load_universal": needless(BOOL, "a checkpoint can be loaded with any stage, tensor size and number of ranks"),
+        "parallel_write": needless(ANY, "every rank writes the states that it owns"),
+        "use_node_local_storage": unsupported(
+            BOOL, "run.dir is on storage that all nodes share; set it to false", False
         ),
-        not_needed(ValueType.ANY, "every rank writes the states that it owns", "parallel_write"),
-        unsupported(
-            "use_node_local_storage",
-            ValueType.BOOLEAN,
-            "run.dir is on storage that all nodes share; set it to false",
-            False,
-        ),
+    },
+    "graph_harvesting": unsupported(BOOL, "CUDA graphs are not supported; set it to false", False),
+    "use_data_before_expert_parallelism": unsupported(
+        BOOL, "mixture of experts is not supported; set it to false", False
     ),
-    unsupported("graph_harvesting", ValueType.BOOLEAN, "CUDA graphs are not supported; set it to false", False),
-    unsupported(
-        "use_data_before_expert_parallelism",
-        ValueType.BOOLEAN,
-        "mixture of experts is not supported; set it to false",
-        False,
+    "sequence_parallel_size": unsupported(
+        COUNT, "parallel.sequence_parallel splits sequences over the tensor ranks; set 1", 1
     ),
-    unsupported(
-        "sequence_parallel_size",
-        ValueType.NON_NEGATIVE,
-        "parallel.sequence_parallel splits sequences over the tensor ranks; set 1",
-        1,
-    ),
-]
+}
 
 # Sections of features that are not supported: {name: remedy}. A section that is switched off is accepted.
 FEATURES = {
@@ -259,28 +285,25 @@ FEATURES = {
     "nebula": "checkpoints are written asynchronously to run.dir",
 }
 
-KEYS = {
-    key.name: key
-    for key in [
-        *BATCH,
-        *ZERO,
-        *OFFLOAD,
-        *PRECISION,
-        *GRADIENTS,
-        *OPTIMIZER,
-        *SCHEDULER,
-        *ACTIVATIONS,
-        *REPORTS,
-        *OTHERS,
-        *(
-            unsupported(name, ValueType.ANY, f"{remedy}; remove it, or switch it off")
-            for name, remedy in FEATURES.items()
-        ),
-    ]
-}
+KEYS = dict(
+    flatten(
+        {
+            **BATCH,
+            "zero_optimization": ZERO,
+            **PRECISION,
+            **GRADIENTS,
+            "optimizer": OPTIMIZER,
+            "scheduler": SCHEDULER,
+            "activation_checkpointing": ACTIVATIONS,
+            **REPORTS,
+            **OTHERS,
+            **{name: unsupported(ANY, f"{way}; remove it, or switch it off") for name, way in FEATURES.items()},
+        }
+    )
+)
 
 # Sections in which only `enabled` is read.
-ONLY_ENABLED_IS_READ = {name for name, key in KEYS.items() if key.type is ValueType.ANY}
+ONLY_ENABLED_IS_READ = {name for name, key in KEYS.items() if key.type is ANY}
 
 
 def _cpu_or_none(is_offloaded: bool) -> str:

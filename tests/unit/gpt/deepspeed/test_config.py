@@ -17,7 +17,7 @@ from rich.table import Table
 
 from gpt.build.train_state import build_loss_scale
 from gpt.deepspeed.config import translate
-from gpt.deepspeed.key import ValueType
+from gpt.deepspeed.key import ANY, BOOL, COUNT, INTEGER, NUMBER, PAIR, POSITIVE, TEXT
 from gpt.deepspeed.keys import KEYS, ONLY_ENABLED_IS_READ, OTHER_NAMES
 from gpt.settings.optimizer import OptimizerSettings
 from gpt.settings.parser import parse_settings
@@ -286,14 +286,14 @@ def test_every_other_spelling_belongs_to_a_key():
 
 
 EXAMPLES = {
-    ValueType.BOOLEAN: True,
-    ValueType.NON_NEGATIVE: 7,
-    ValueType.POSITIVE: 7,
-    ValueType.INTEGER: 7,
-    ValueType.NUMBER: 0.5,
-    ValueType.PAIR: [0.5, 0.5],
-    ValueType.STRING: "something",
-    ValueType.ANY: 3,
+    BOOL: True,
+    COUNT: 7,
+    POSITIVE: 7,
+    INTEGER: 7,
+    NUMBER: 0.5,
+    PAIR: [0.5, 0.5],
+    TEXT: "something",
+    ANY: 3,
 }
 
 
@@ -309,22 +309,20 @@ def test_a_static_scale_never_changes_and_a_dynamic_one_has_a_minimum(parse):
 
 
 def test_keys_that_are_not_needed_change_nothing(parse, base):
-    not_needed = [key for key in KEYS.values() if not key.settings and key.accepted is None]
-    content = merged(*(nested(key.name, EXAMPLES[key.type]) for key in not_needed))
+    not_needed = {name: key for name, key in KEYS.items() if not key.settings and key.accepted is None}
+    content = merged(*(nested(name, EXAMPLES[key.type]) for name, key in not_needed.items()))
     assert len(not_needed) > 40
     assert parse(content) == base
 
 
 def test_features_that_are_switched_off_change_nothing(translated):
-    features = {
-        key.name: {"enabled": False, "whatever": {"it": 1}} for key in KEYS.values() if key.name in ONLY_ENABLED_IS_READ
-    }
+    features = {name: {"enabled": False, "whatever": {"it": 1}} for name in ONLY_ENABLED_IS_READ}
     assert translated(merged(*(nested(name, value) for name, value in features.items()))) == {}
 
 
 def test_auto_everywhere_means_these_settings(parse):
     """The integration of transformers writes "auto" for values that it replaces with its own arguments."""
-    content = merged(*(nested(key.name, "auto") for key in KEYS.values() if key.settings))
+    content = merged(*(nested(name, "auto") for name, key in KEYS.items() if key.settings))
     given = ["--train.precision=bf16", "--train.micro_batch_size=2", "--train.global_batch_size=16"]
     assert parse(content, *given) == parse_settings([*BASE, *given])
     assert parse(json.dumps(content).replace('"auto"', "null"), *given) == parse_settings([*BASE, *given])
@@ -546,8 +544,8 @@ def text_of(tables: list[Table]) -> str:
 def documented() -> str:
     """Return the table of docs/deepspeed.md; keys of a section with the same translation share a line."""
     lines: dict[tuple[str, str, str], list[str]] = {}
-    for key in KEYS.values():
-        section, _, name = key.name.rpartition(".")
+    for full_name, key in KEYS.items():
+        section, _, name = full_name.rpartition(".")
         settings = ", ".join(f"`{setting}`" for setting in key.settings)
         accepted = ", ".join(f"`{json.dumps(value)}`" for value in key.accepted or ())
         note = "" if key.note == "is off" else key.note
