@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 MASTER_ADDRESS = "127.0.0.1"
-LATE_DEATH_SECONDS = 0.5  # after an error that it may have caused
+LATE_DEATH_SECONDS = 10.0  # for which a death is waited for after an error that it may have caused
 PRELOADED = ["tests.twins", "pretrain_gpt"]  # they import what most tests need, among it torch and transformers
 
 
@@ -95,7 +95,7 @@ def run_ranks(
     num_ranks: int,
     function: Callable[..., Any],
     *args: Any,
-    timeout_seconds: float = 120.0,
+    timeout_seconds: float = 600.0,
     init_process_group: bool = True,
     **kwargs: Any,
 ) -> list[Any]:

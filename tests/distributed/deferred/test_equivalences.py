@@ -148,7 +148,7 @@ def train_all_late(cases: list[Case]) -> list[tuple[Result, int]]:
 
 
 def check_equal_one_process(num_ranks: int, cases: list[Case]) -> None:
-    results = run_ranks(num_ranks, train_all_late, cases, timeout_seconds=60 + 60 * len(cases))
+    results = run_ranks(num_ranks, train_all_late, cases, timeout_seconds=600 + 10 * len(cases))
     for number, case in enumerate(cases):
         of_ranks = [of_rank[number] for of_rank in results]
         expected = train_whole(case.model, num_ranks // case.tensor_size, case.num_micro_batches)

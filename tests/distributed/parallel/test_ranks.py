@@ -3,14 +3,16 @@
 import multiprocessing
 import os
 import pickle
-import threading
 import time
+from multiprocessing.connection import wait
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from tests import ranks
 from tests.ranks import RankCall, RankError, Worker, collect, rank_pool, run_ranks
 
 
@@ -113,7 +115,8 @@ def test_a_function_may_initialise_distributed_itself():
         assert run_ranks(2, sum_of_ranks_in_own_group, init_process_group=False) == [1.0, 1.0]
 
 
-def test_an_exception_is_reported_with_its_traceback_and_the_next_call_works():
+def test_an_exception_is_reported_with_its_traceback_and_the_next_call_works(monkeypatch):
+    monkeypatch.setattr(ranks, "LATE_DEATH_SECONDS", 0.0)
     with pytest.raises(RankError, match=r"(?s)rank 1 of 2 raised.*in fail_on_rank_1.*num_heads=12 is not divisible"):
         run_ranks(2, fail_on_rank_1_while_others_wait)
     assert run_ranks(2, sum_of_ranks) == [1.0, 1.0]
@@ -124,24 +127,35 @@ def test_a_death_is_reported_with_its_exit_code():
         run_ranks(2, die_on_rank_1)
 
 
-@pytest.mark.parametrize("seconds_later", [0.0, 0.1])
-def test_a_death_is_reported_before_the_errors_that_it_causes(seconds_later):
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_death_is_reported_before_the_errors_that_it_causes(monkeypatch, is_late):
     """Imitate a survivor that has answered before this process looks at either, or before it can see the death."""
     connections, of_workers = zip(*[multiprocessing.Pipe() for _ in range(2)], strict=True)
     of_workers[0].send_bytes(pickle.dumps((False, "connection closed by peer")))
-    death = threading.Timer(seconds_later, of_workers[1].close)
-    death.start()
-    if not seconds_later:
-        death.join()
+    if not is_late:
+        of_workers[1].close()
+
+    def wait_and_die(*arguments: Any) -> list[Any]:
+        answered = wait(*arguments)
+        of_workers[1].close()
+        return answered
+
+    monkeypatch.setattr(ranks, "wait", wait_and_die)
     ended = mock.Mock(exitcode=3)
     with pytest.raises(RankError, match="rank 1 of 2 died with exit code 3"):
-        collect([Worker(ended, connection) for connection in connections], timeout_seconds=10)
+        collect([Worker(ended, connection) for connection in connections], timeout_seconds=60)
 
 
-def test_a_hang_ends_at_the_timeout():
-    run_ranks(2, sum_of_ranks)  # so that the timeout is not spent on starting workers
-    with pytest.raises(RankError, match=r"no answer from ranks \[0\] of 2 in 1 s"):
-        run_ranks(2, hang_on_rank_0, timeout_seconds=1)
+def test_a_hang_ends_at_the_timeout(monkeypatch):
+    """The time is over as soon as only the rank that hangs has not answered."""
+
+    def wait_for_rank_1(pending: list[Any], seconds_left: float) -> list[Any]:
+        assert 0.0 < seconds_left <= 300.0
+        return wait(pending, seconds_left) if len(pending) == 2 else []
+
+    monkeypatch.setattr(ranks, "wait", wait_for_rank_1)
+    with pytest.raises(RankError, match=r"no answer from ranks \[0\] of 2 in 300 s"):
+        run_ranks(2, hang_on_rank_0, timeout_seconds=300)
     assert rank_pool().workers == []
 
 

@@ -290,4 +290,4 @@ def test_forwards_and_backwards_need_not_alternate():
         check_evaluation_sees_new_weights,
         check_a_forward_without_backward,
     ]
-    run_ranks(2, check_all, checks, configs(*ALL_STAGES), timeout_seconds=60)
+    run_ranks(2, check_all, checks, configs(*ALL_STAGES))

@@ -138,6 +138,6 @@ with stop.handling_signals():
 )
 def test_a_rank_that_cannot_stop_in_order_ends_wherever_it_waits(seconds_later, is_sent_again, code, message):
     program = PROGRAM.format(seconds_later=seconds_later, is_sent_again=is_sent_again)
-    ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert ended.returncode == code
     assert message in ended.stderr

@@ -141,4 +141,4 @@ def check_inductor() -> None:
 
 @pytest.mark.full
 def test_blocks_that_inductor_compiles_equal_eager_ones():
-    run_ranks(2, check_inductor, timeout_seconds=600)
+    run_ranks(2, check_inductor)

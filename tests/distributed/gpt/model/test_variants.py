@@ -64,7 +64,7 @@ def train_all(cases: list[Case]) -> list:
 def check(cases: list[Case]) -> None:
     """Check cases whose meshes have one number of ranks."""
     data_size, tensor_size, _ = cases[0]["mesh"]
-    of_ranks = run_ranks(data_size * tensor_size, train_all, cases, timeout_seconds=600)
+    of_ranks = run_ranks(data_size * tensor_size, train_all, cases)
     for number, case in enumerate(cases):
         data_size, tensor_size, _ = case["mesh"]
         results = [of_rank[number] for of_rank in of_ranks]

@@ -14,14 +14,13 @@ from tests.ranks import run_ranks
 
 # float64: see ADAM in two_ranks.py for how rounding errors of 1e-16 grow.
 TOLERANCE = 1e-10
-TIMEOUT_SECONDS = 600.0
 TRAINED = [name for name in CONFIG_MAPPING_NAMES if name not in NOT_BUILT]
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("model_type", TRAINED)
 def test_stage_3_trains_as_one_process(model_type):
-    found = run_ranks(2, compare, model_type, timeout_seconds=TIMEOUT_SECONDS)[0]
+    found = run_ranks(2, compare, model_type)[0]
     assert found.num_trained > 0
     assert max(found.losses, found.norms, found.params) < TOLERANCE, found
 
@@ -29,7 +28,7 @@ def test_stage_3_trains_as_one_process(model_type):
 @pytest.mark.full
 @pytest.mark.parametrize("model_type", NOT_BUILT)
 def test_an_architecture_is_left_out_for_the_reason_in_the_table(model_type):
-    reason = run_ranks(1, why_not_built, model_type, timeout_seconds=TIMEOUT_SECONDS, init_process_group=False)[0]
+    reason = run_ranks(1, why_not_built, model_type, init_process_group=False)[0]
     assert reason is not None, f"{model_type} can be built: remove it from NOT_BUILT"
     assert re.search(NOT_BUILT[model_type], reason)
 

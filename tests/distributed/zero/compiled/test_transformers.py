@@ -40,4 +40,4 @@ def check_equals_one_process(name: str, way: str, zero_configs: list[ZeroConfig]
 @pytest.mark.parametrize("way", ["whole", "blocks before", "blocks after"])
 @pytest.mark.parametrize("name", ["transformers_gpt2", "llama", "t5"])
 def test_compiled_models_of_transformers_train_as_one_process_does(name: str, way: str):
-    run_ranks(2, check_equals_one_process, name, way, configs(*ALL_STAGES), timeout_seconds=600)
+    run_ranks(2, check_equals_one_process, name, way, configs(*ALL_STAGES))

@@ -216,7 +216,7 @@ def scenario(
             for num_ranks in (2, 4):
                 if alike := [configuration for configuration in chosen if configuration.num_ranks == num_ranks]:
                     name = procedure.__module__, procedure.__name__
-                    run_ranks(num_ranks, check, *name, alike, tolerance, dtype, timeout_seconds=30 + 10 * len(alike))
+                    run_ranks(num_ranks, check, *name, alike, tolerance, dtype)
 
         functools.update_wrapper(test, procedure)
         del test.__wrapped__  # pytest would take its argument for a fixture

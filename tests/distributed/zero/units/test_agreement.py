@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from datetime import timedelta
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 from unittest import mock
@@ -13,15 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from parallel import host_barrier
 from parallel.host_barrier import BrokenBarrier, HostBarrier
 from parallel.mesh import Mesh
-from parallel.torch_internals import take_default_timeout
-from parallel.world import shared_store
 from tests.ranks import run_ranks
 from tests.twins import Twins, params_of
 from zero.engine import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
+from zero.order import agreement
 from zero.order.agreement import DivergedRanks
 from zero.partition.config import ZeroConfig
 
@@ -42,42 +40,47 @@ class Branches(nn.Module):
         return x.sum()
 
 
-def build_with_limit(seconds: float, build: Callable[[Mesh], T]) -> T:
-    """Start the process group, and return what `build` returns; from then on, waits end after about this time.
+@dataclass
+class Clock:
+    """A clock of barriers, which goes on by `step` seconds whenever it is read."""
 
-    What is done once, such as imports and connections, may take longer than that, and has a long limit.
+    step: float = 0.0
+    now: float = 0.0
+
+    def __call__(self) -> float:
+        self.now += self.step
+        return self.now
+
+
+def error_of(build: Callable[[Mesh], Callable[[T], None]], steps: list[list[T]], num_patient: int) -> str:
+    """Call what `build` returns with steps[step][rank]; return the error of this rank, or an empty string.
+
+    In the first `num_patient` steps no barrier ends without the other ranks; later, one does at its first poll.
     """
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    Trainee(STAGE_3, Mesh.create(tensor_size=1)).run("l")
-    mesh, stores = Mesh.create(tensor_size=1), []
-
-    def noted_store() -> dist.Store:
-        stores.append(shared_store())
-        return stores[-1]
-
-    with mock.patch.object(host_barrier, "shared_store", noted_store):
-        built = build(mesh)
-    dist.barrier()
-    limit = timedelta(seconds=seconds)
-    for store in stores:
-        store.set_timeout(limit)
-    dist.distributed_c10d._set_pg_timeout(limit)
-    take_default_timeout(mesh.data.group)
-    return built
-
-
-def train_along(routes: list[list[list[int]]], seconds: float) -> str:
-    """Train along routes[step][rank]; return the error of this rank, or an empty string."""
-    model = build_with_limit(seconds, lambda mesh: ZeroDataParallel(Branches(), mesh.data, STAGE_3))
+    mesh, clock = Mesh.create(tensor_size=1), Clock()
+    with mock.patch.object(agreement, "HostBarrier", partial(HostBarrier, clock=clock)):
+        run = build(mesh)
     try:
-        for step in routes:
-            model(torch.ones(1, 16), step[model.data.rank % len(step)]).backward()
-            model.reducer.clear()
+        for number, step in enumerate(steps):
+            clock.step = 1e6 if number >= num_patient else 0.0
+            run(step[mesh.data.rank % len(step)])
     except DivergedRanks as error:
+        vars(mesh.data)["group"] = None  # its connections end, even if a failed backward keeps the model in memory
         return str(error)
     except RuntimeError as error:
         return f"a collective: {error}"
     return ""
+
+
+def build_branches(mesh: Mesh) -> Callable[[list[int]], None]:
+    """Return a function that trains along a route."""
+    model = ZeroDataParallel(Branches(), mesh.data, STAGE_3)
+
+    def train(route: list[int]) -> None:
+        model(torch.ones(1, 16), route).backward()
+        model.reducer.clear()
+
+    return train
 
 
 ALL = [[0, 1, 2, 3]]
@@ -96,7 +99,7 @@ ALL = [[0, 1, 2, 3]]
     ],
 )
 def test_different_branches_are_named(num_same_steps, routes):
-    messages = run_ranks(2, train_along, [ALL] * num_same_steps + [routes], 2.0, init_process_group=False)
+    messages = run_ranks(2, error_of, build_branches, [ALL] * num_same_steps + [routes], num_same_steps or 1)
     named = [text for text in messages if text.startswith("ranks took different branches of the model: ")]
     assert named
     for text in named:
@@ -108,7 +111,7 @@ def test_different_branches_are_named(num_same_steps, routes):
 
 def test_all_ranks_may_change_their_route_together():
     routes = [ALL, ALL, [[0, 2]], [[3, 1, 0, 1]], [[3, 1, 0, 1]], [[2]], ALL, ALL]
-    assert run_ranks(2, train_along, routes, 60.0, init_process_group=False) == ["", ""]
+    assert run_ranks(2, error_of, build_branches, routes, len(routes)) == ["", ""]
 
 
 class Meetings:
@@ -201,17 +204,9 @@ def test_an_evaluation_now_and_then_meets_twice():
                 assert set(of_steps) == {(0, 0)}
 
 
-def error_of(config: ZeroConfig, steps: list[list[str]]) -> str:
-    """Run the parts steps[step][rank]; return the error of this rank, or an empty string."""
-    trainee = build_with_limit(2.0, partial(Trainee, config))
-    try:
-        for parts in steps:
-            trainee.run(parts[trainee.mesh.data.rank])
-    except DivergedRanks as error:
-        return str(error)
-    except RuntimeError as error:
-        return f"a collective: {error}"
-    return ""
+def build_parts(config: ZeroConfig, mesh: Mesh) -> Callable[[str], None]:
+    """Return a function that runs the parts of a step."""
+    return Trainee(config, mesh).run
 
 
 @pytest.mark.parametrize(
@@ -231,8 +226,8 @@ def error_of(config: ZeroConfig, steps: list[list[str]]) -> str:
     ],
 )
 def test_different_parts_of_a_step_are_named(config, num_same_steps, parts, named):
-    same = [["al", "al"]] * num_same_steps
-    messages = run_ranks(2, error_of, config, [*same, parts], init_process_group=False)
+    steps = [["al", "al"]] * num_same_steps + [parts]
+    messages = run_ranks(2, error_of, partial(build_parts, config), steps, num_same_steps or 1)
     errors = [text for text in messages if text.startswith("ranks are at different points of a step: data rank ")]
     assert errors
     for text in errors:
@@ -362,21 +357,21 @@ def test_ranks_may_run_their_own_experts_if_they_are_gathered_as_one_unit():
         assert run_ranks(2, train_own_experts, units) == ["", ""]
 
 
-def wait_for_each(purposes: list[list[str]]) -> list[str]:
+def wait_for_each(purposes: list[list[str]], clock: Clock) -> list[str]:
     """Wait at a barrier once for each purpose of this rank; return the errors."""
-    barrier, messages = build_with_limit(6.0, lambda mesh: HostBarrier(mesh.data)), []
+    barrier, messages = HostBarrier(Mesh.create(tensor_size=1).data, clock), []
     for purpose in purposes[dist.get_rank()]:
         try:
             barrier.wait(purpose)
         except BrokenBarrier as error:
             messages.append(str(error))
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=60))  # another rank may still wait for the limit
-    dist.barrier()
+    dist.barrier()  # another rank may still wait
     return messages
 
 
 def test_ranks_with_another_purpose_or_missing_ones_are_named():
-    messages = run_ranks(3, wait_for_each, [["eats"] * 2, ["eats"] * 2, ["eats", "sleeps"]], init_process_group=False)
+    messages = run_ranks(3, wait_for_each, [["eats"] * 2, ["eats"] * 2, ["eats", "sleeps"]], Clock())
     assert all(len(texts) == 1 and "sleeps" in texts[0] and "eats" in texts[0] for texts in messages)
-    messages = run_ranks(2, wait_for_each, [["eats"], []], init_process_group=False)
-    assert messages == [["data rank 0 eats, and of 2 ranks 1 did so within 3 s"], []]
+
+    messages = run_ranks(2, wait_for_each, [["eats"], []], Clock(step=1e6))
+    assert messages == [["data rank 0 eats, and of 2 ranks 1 did so within 900 s"], []]
