@@ -77,8 +77,15 @@ class Recovery:
         """Lock the folder, load the checkpoint that `checkpoint.resume` selects, and return its progress.
 
         `settings` is the text of config.yaml. Raises ConfigError if the folder is in use or cannot be written, or if
-        the checkpoint cannot be loaded.
+        the checkpoint cannot be loaded; the lock is then released.
         """
+        try:
+            return self._resume(settings)
+        except BaseException:
+            self.release()
+            raise
+
+    def _resume(self, settings: str) -> Progress:
         # Before anything is read, because another job may be writing to the folder. A folder that does not exist yet is
         # locked below: nothing is created if loading fails.
         if self._is_first and self._run_dir.exists():

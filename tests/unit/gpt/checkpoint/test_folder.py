@@ -101,8 +101,9 @@ def test_a_newest_checkpoint_without_layout_is_named_and_does_not_prevent_saves(
     first.release()
     (folder / "step-00000006" / LAYOUT).unlink()
     before = folder / "step-00000003"
+    failed = recovery(tmp_path, "auto")
     with pytest.raises(ConfigError, match=rf"step-00000006/layout.json cannot be read.*--checkpoint.resume={before}"):
-        recovery(tmp_path, "auto").resume("")
+        failed.resume("")  # which leaves no lock that `failed` holds while it exists
     again = recovery(tmp_path, str(before))
     assert again.resume("") == Progress(3, 3, progress.run)
     again.save(Progress(6, 6, progress.run))
