@@ -1,7 +1,6 @@
 """A model whose states are three times the memory of a rank is built, trained, saved and consolidated."""
 
 import ctypes
-import gc
 import resource
 import threading
 from collections.abc import Iterator
@@ -18,7 +17,7 @@ from gpt.settings.parser import parse_settings
 from parallel.world import start_world
 from pretrain_gpt import pretrain
 from tests.end_to_end.runs import VOCAB_SIZE, options, prepare_corpus, run_on_rank
-from tests.ranks import RankError, run_ranks
+from tests.ranks import RankError, rank_pool, run_ranks
 
 M_MMAP_THRESHOLD = -3  # from malloc.h
 NUM_RANKS = 4
@@ -31,7 +30,6 @@ ADAM_BYTES = 16  # a parameter, its gradient and two moments in fp32
 @contextmanager
 def memory_limited_to(num_bytes: int) -> Iterator[None]:
     """Limit the data of the process to so much more than it has now; further allocations fail."""
-    gc.collect()
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**16)  # memory that tensors free is returned at once, as on a device
     threading.stack_size(2**18)  # stacks of threads are reserved and counted, but hardly used
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
@@ -54,7 +52,11 @@ def train_in_little_memory(arguments: list[str], num_bytes: int) -> list[float]:
 
 
 def train_under_limit(folder: Path, stage: int) -> list[list[float]]:
-    """Train under a memory limit, after a tiny run that loads everything that the program itself needs."""
+    """Train under a memory limit, after a tiny run that loads everything that the program itself needs.
+
+    The processes are new: memory that earlier tests have left to them would not count.
+    """
+    rank_pool().stop()
     arguments = large_run(folder, stage)
     tiny = ["--model.num_layers=1", "--train.steps=1", "--checkpoint.every=1", f"--run.dir={folder / 'tiny'}"]
     run_ranks(NUM_RANKS, run_on_rank, [*arguments, *tiny], init_process_group=False)

@@ -20,10 +20,11 @@ from tests.ranks import run_ranks
 ROOT = Path(__file__).parents[2]
 BLOCK_BYTES, FILE_HEADER_BYTES, RECORD_HEADER = 32768, 7, struct.Struct("<IHB")
 FULL, LAST = 1, 4
+HANG_SECONDS = 300
 
 
 def offline_records(file: Path) -> Iterator:
-    """Return the records of an offline run: protocol buffers in LevelDB's log format."""
+    """Return the records of an offline run so far: protocol buffers in LevelDB's log format."""
     from wandb.proto import wandb_internal_pb2
 
     data, position, parts = file.read_bytes(), FILE_HEADER_BYTES, []
@@ -33,9 +34,10 @@ def offline_records(file: Path) -> Iterator:
             position += left_in_block
             continue
         _, length, kind = RECORD_HEADER.unpack_from(data, position)
-        position += RECORD_HEADER.size
-        parts.append(data[position : position + length])
-        position += length
+        position += RECORD_HEADER.size + length
+        if position > len(data):
+            return
+        parts.append(data[position - length : position])
         if kind in (FULL, LAST):
             record = wandb_internal_pb2.Record()
             record.ParseFromString(b"".join(parts))
@@ -43,18 +45,21 @@ def offline_records(file: Path) -> Iterator:
             yield record
 
 
-def history_of(file: Path) -> list[dict]:
-    records = [record for record in offline_records(file) if record.HasField("history")]
-    return [{"/".join(i.nested_key) or i.key: json.loads(i.value_json) for i in r.history.item} for r in records]
+def history_of(records: list) -> list[dict]:
+    rows = [record.history.item for record in records if record.HasField("history")]
+    return [{"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in row} for row in rows]
 
 
-def history_within_a_minute(folder: Path, num_steps: int) -> list[dict]:
-    """Return the history of the newest offline run, whose file a process of W&B writes some time later."""
+def records_until_exit(folder: Path) -> list:
+    """Return the records of the newest offline run, once a process of W&B has written that the run has ended."""
     (file,) = (folder / "wandb" / "latest-run").glob("*.wandb")
-    deadline = time.monotonic() + 60
-    while len(history_of(file)) < num_steps and time.monotonic() < deadline:
-        time.sleep(0.2)
-    return history_of(file)
+    deadline = time.monotonic() + HANG_SECONDS
+    records: list = []
+    while not any(record.HasField("exit") for record in records):
+        assert time.monotonic() < deadline, f"{file} has no record of the end of the run"
+        time.sleep(0.1)
+        records = list(offline_records(file))
+    return records
 
 
 def run_program(arguments: list[str], **environment: str) -> None:
@@ -70,7 +75,8 @@ def test_an_offline_run_holds_the_same_metrics_the_settings_and_the_code_version
     run_program(options(corpus, tmp_path / "run", **settings), WANDB_API_KEY=key)
     logged = read_steps(tmp_path / "run")
     texts = {record["step"]: record.pop("samples") for record in logged if "samples" in record}
-    history = history_within_a_minute(tmp_path / "run", len(logged))
+    records = records_until_exit(tmp_path / "run")
+    history = history_of(records)
     assert [{key: row[key] for key in expected} for row, expected in zip(history, logged, strict=True)] == logged
     files = tmp_path / "run" / "wandb" / "latest-run" / "files"
     tables = {
@@ -79,8 +85,6 @@ def test_an_offline_run_holds_the_same_metrics_the_settings_and_the_code_version
     rows = {step: [[text["prompt"], text["text"]] for text in found] for step, found in texts.items()}
     assert {step: table["data"] for step, table in tables.items()} == rows
     assert rows.keys() == {4, 6}
-    (file,) = (tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb")
-    records = list(offline_records(file))
     run = next(record.run for record in records if record.HasField("run"))
     config = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in run.config.update}
     assert config["zero"]["stage"] == 2
@@ -119,7 +123,7 @@ def test_a_run_that_is_killed_and_resumed_is_one_continuous_curve(corpus, tmp_pa
     run_id = (run_dir / "wandb_run_id").read_text()
     run_program(arguments)
     told = [(record["step"], record["loss"], record["grad_norm"]) for record in read_steps(run_dir)]
-    history = history_within_a_minute(run_dir, 12)
+    history = history_of(records_until_exit(run_dir))
     assert [row["_step"] for row in history] == list(range(1, 13))
     assert [(row["step"], row["loss"], row["grad_norm"]) for row in history] == told
     assert {file.name for file in (run_dir / "wandb").glob("offline-run-*/*.wandb")} == {f"run-{run_id}.wandb"}
@@ -130,7 +134,7 @@ def test_a_run_whose_wandb_cannot_be_reached_trains_on_and_is_kept_for_later(cor
     environment = {"WANDB_API_KEY": "0" * 40, "WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_INIT_TIMEOUT": "1"}
     run_program(options(corpus, tmp_path / "run", wandb__mode="online", train__sample_tokens=0), **environment)
     assert len(read_steps(tmp_path / "run")) == 6
-    assert [row["step"] for row in history_within_a_minute(tmp_path / "run", 6)] == [1, 2, 3, 4, 5, 6]
+    assert [row["step"] for row in history_of(records_until_exit(tmp_path / "run"))] == [1, 2, 3, 4, 5, 6]
 
 
 def test_a_tracking_that_cannot_start_does_not_stop_the_run(corpus, tmp_path):

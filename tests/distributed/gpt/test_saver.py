@@ -1,6 +1,6 @@
 """Saves in which ranks wait without keeping the store busy, and settings that all ranks compare."""
 
-import time
+from datetime import timedelta
 from pathlib import Path
 from queue import Queue
 from typing import Any
@@ -10,9 +10,8 @@ import torch
 import torch.distributed as dist
 
 from gpt.build import build
-from gpt.checkpoint import recovery
 from gpt.checkpoint.layout import Progress
-from gpt.checkpoint.recovery import Recovery, _all_ranks_have, remove_partial
+from gpt.checkpoint.recovery import Recovery, _all_ranks_have
 from gpt.checkpoint.saver import Saver
 from gpt.settings.parser import parse_settings
 from parallel.errors import ConfigError
@@ -21,45 +20,42 @@ from tests.ranks import run_ranks
 from tests.unit.gpt.checkpoint.runs import DATA
 from tests.unit.gpt.test_build import BASE
 from zero.state import writer
-from zero.state.sealed_file import Seal
 
 
-class CountingStore:
-    """A store that counts its calls."""
+class RecordingStore:
+    """A store that records its calls, and for how long it was to wait; it waits until the key is set."""
 
     def __init__(self, store: dist.Store):
-        self._store, self.num_calls = store, 0
+        self._store, self.calls, self.seconds = store, [], []
 
     def __getattr__(self, name: str) -> Any:
-        self.num_calls += 1
+        self.calls.append(name)
         return getattr(self._store, name)
 
+    def wait(self, keys: list[str], timeout: timedelta) -> None:
+        self.seconds.append(timeout.total_seconds())
+        self._store.wait(keys, timedelta(hours=1))
 
-def calls_in_a_slow_save(folder: Path) -> int:
-    """The number of times that a rank asks the store while the last rank takes half a second to write its file."""
+
+def questions_of_a_save(folder: Path) -> tuple[list[str], list[float]]:
+    """The calls of the store with which a rank saves, and the seconds for which it waits there before it asks again."""
     settings = parse_settings([f"--config={BASE}"])
     state = build(settings, Mesh.create(1), torch.device("cpu"))
-    store = CountingStore(writer.shared_store())
-    write_tensors = writer.write_tensors
-
-    def write_slowly(*args: Any, **kwargs: Any) -> Seal:
-        time.sleep(0.5 * dist.get_rank())
-        return write_tensors(*args, **kwargs)
-
-    with mock.patch.multiple(writer, shared_store=lambda: store, write_tensors=write_slowly):
+    store = RecordingStore(writer.shared_store())
+    with mock.patch.object(writer, "shared_store", return_value=store):
         own = Saver(folder, state, keep=1, is_async=True)
         own.start(Progress(1))
         assert own.wait() == folder / "step-00000001"
-    return store.num_calls
+    return store.calls, store.seconds
 
 
 def saves_that_are_reported_before_anyone_waits(folder: Path) -> list[Path]:
-    """The checkpoints that a saver has reported to this rank half a minute after their start at the latest."""
+    """The checkpoints that a saver has reported to this rank; the first rank waits for the report of one."""
     state = build(parse_settings([f"--config={BASE}"]), Mesh.create(1), torch.device("cpu"))
     reported: Queue[Path] = Queue()
     own = Saver(folder, state, keep=1, is_async=True, on_complete=reported.put)
     own.start(Progress(1))
-    found = [reported.get(timeout=30)] if dist.get_rank() == 0 else []
+    found = [reported.get()] if dist.get_rank() == 0 else []
     own.wait()
     return found + list(reported.queue)
 
@@ -70,7 +66,10 @@ def test_the_first_rank_reports_a_checkpoint_when_it_is_complete(tmp_path):
 
 
 def test_a_rank_asks_the_store_a_few_times_however_long_a_save_takes(tmp_path):
-    assert max(run_ranks(2, calls_in_a_slow_save, tmp_path)) <= 10
+    for calls, seconds in run_ranks(2, questions_of_a_save, tmp_path):
+        assert len(calls) <= 8
+        assert "check" not in calls
+        assert min(seconds) >= 5
 
 
 def comparisons_of_settings() -> list[bool]:
@@ -79,29 +78,29 @@ def comparisons_of_settings() -> list[bool]:
     return [_all_ranks_have(mesh, text) for text in ("equal", odd, "equal")]
 
 
-def parts_that_a_resumed_rank_finds(folder: Path) -> list[str]:
-    """The parts of checkpoints that are there when a rank has resumed; the first one takes its time to remove them."""
+def parts_at_each_barrier_of_a_resume(folder: Path) -> list[list[str]]:
+    """The parts of checkpoints that are there when a rank that resumes begins to wait for all others."""
     settings = parse_settings([f"--config={BASE}", f"--run.dir={folder}"])
     state = build(settings, Mesh.create(1), torch.device("cpu"))
     own = Recovery(settings.checkpoint, folder, state, DATA, lambda _: None, lambda: None, lambda _: None)
     if dist.get_rank() == 0:
         (folder / "checkpoints" / ".step-00000007.partial").mkdir(parents=True)
     dist.barrier()
+    found = []
 
-    def remove_slowly(of: Path) -> None:
-        time.sleep(0.3)
-        remove_partial(of)
+    def barrier(_: Mesh) -> None:
+        found.append([path.name for path in (folder / "checkpoints").iterdir()])
+        dist.barrier()
 
-    with mock.patch.object(recovery, "remove_partial", remove_slowly):
+    with mock.patch.object(Mesh, "barrier", barrier):
         own.resume("")
-    found = [path.name for path in (folder / "checkpoints").iterdir()]
-    dist.barrier()
     own.release()
     return found
 
 
 def test_no_rank_goes_on_before_the_first_has_tidied_the_folder(tmp_path):
-    assert run_ranks(2, parts_that_a_resumed_rank_finds, tmp_path) == [[], []]
+    first, second = run_ranks(2, parts_at_each_barrier_of_a_resume, tmp_path)
+    assert (first[-1], len(second)) == ([], len(first))
 
 
 def resumed_from_folders_of_their_own(folder: Path) -> str:

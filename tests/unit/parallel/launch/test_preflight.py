@@ -15,17 +15,17 @@ import torch
 import torch.distributed as dist
 
 from parallel.errors import ConfigError
-from parallel.launch import bandwidth, device_kernels, preflight, reference_step, roll_call
+from parallel.launch import bandwidth, device_kernels, preflight, roll_call
 from parallel.launch.bandwidth import DeviceRate, LinkRate, slow_devices, slow_links
 from parallel.launch.cluster import ClusterSpec
 from parallel.launch.node_facts import Job, NodeFacts, find_facts, find_problems
 from parallel.launch.preflight import arguments_only, main
-from parallel.launch.reference_step import Shape
 from parallel.launch.roll_call import collect_facts, connect, report_facts
 from parallel.launch.route import Route
 from parallel.mesh import Mesh
 from parallel.world import World, imitated_world
 from tests.ranks import run_ranks
+from tests.unit.parallel.launch.short_preflight import main_in_short
 
 ALIKE = NodeFacts(
     name="n1",
@@ -391,19 +391,6 @@ def test_slow_devices_are_those_below_the_median_or_far_below_the_expected():
     assert slow_devices(devices, 160e12) == []
     assert slow_devices(devices[:2], 0.0) == []
     assert [device.rank for device in slow_devices(devices[:2], 162e12)] == [1]
-
-
-def main_in_short(words: list[str]) -> None:
-    """Run the preflight with few, small measurements."""
-    sizes = {"NUMELS": {"cpu": (2**10, 2**12)}, "LAYERS": {"cpu": ((8, 16, 32), (32, 32, 32))}, "BUDGET_SECONDS": 0.0}
-    messages = {"MESSAGE_BYTES": (2**10, 2**14), "SECONDS_EACH": 0.01, "SECONDS_EACH_SIZE": 0.01}
-    shapes = {"cpu": Shape(1, 16, 2, 8, 2, 32)}
-    with (
-        mock.patch.multiple(device_kernels, **sizes),
-        mock.patch.multiple(bandwidth, **messages),
-        mock.patch.multiple(reference_step, SHAPES=shapes, BUDGET_SECONDS=0.0),
-    ):
-        main(words)
 
 
 def test_a_job_measures_itself_and_writes_a_cluster_file(tmp_path):
