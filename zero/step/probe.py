@@ -36,8 +36,8 @@ def probe_atoms(
 
     The pieces are stepped as the atom requires that the optimizer declares for each of `groups`, whose settings the
     parameter has. Return, for each group, the bytes of state for each element of a parameter in fp32, without
-    the states of whole matrices. Raises ConfigError if the results differ, if the optimizer refuses flat pieces, or if pieces that
-    begin at multiples of `alignment` elements may cut its blocks.
+    the states of whole matrices. Raises ConfigError if the results differ, if the optimizer refuses flat pieces, or if
+    pieces that begin at multiples of `alignment` elements may cut its blocks.
     """
     name = getattr(optimizer, "__name__", str(optimizer))
     found: dict[str, float] = {}
