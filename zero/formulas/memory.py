@@ -41,8 +41,8 @@ def formula(
 ) -> ModelStates:
     """Return the bytes of model states that a rank holds (paper, section 3.1 and figure 1).
 
-    `parameter_bytes` and `moment_bytes` are the bytes of one parameter and of its moments, `gradient_bytes` those of
-    its gradient in `ZeroConfig.accumulate_dtype`; None: as many as of the parameter. Master weights take 4 bytes a
+    `parameter_bytes` and `moment_bytes` are the bytes of one parameter and of its moments, `gradient_bytes` the bytes
+    of its gradient in `ZeroConfig.accumulate_dtype`; None: as many as of the parameter. Master weights take 4 bytes a
     parameter, but parameters of 4 bytes or more are their own master weights. The paper's K is 4 + `moment_bytes`: 12
     for Adam in mixed precision. `data_size` is the size N of the shard axis. With parameter_bytes=2 a parameter takes
     16 bytes in stage 0, 4 + 12/N in stage 1, 2 + 14/N in stage 2 and 16/N in stage 3; with gradient_bytes=4 too, 18,

@@ -46,7 +46,7 @@ class AdamW8bit(GroupedAdamW):
             self._update(flat[elements], flat_grad[elements], moments, state["step"], group)
 
     def requantize(self, param: nn.Parameter, scales: dict[str, Tensor]) -> None:
-        """Quantize moments again whose scales, one for each element, are those of other blocks.
+        """Quantize moments again that were quantized in other blocks; `scales` has the scale of each element.
 
         Each value then has an error of at most half the distance of two values of the table: 1/140 of the largest
         magnitude in its new block for the first moment, 1/280 for the second.

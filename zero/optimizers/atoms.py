@@ -13,12 +13,12 @@ The declaration is tested before the optimizer is used (`zero/step/probe.py`).
 Shards cannot begin at rows: they have the length of their parameter, and `alignment` is one number for all. So a row is
 put together, as a matrix is:
 
-1. Derive the optimizer from `MatrixOptimizer`: `direction` is what is sent of a stretch, `transform` the update of what
-   has been put together, with its states. That is all, if a whole parameter may be sent: declare MATRIX, and let
-   `transform` compute the rows.
-2. To send only rows that shards cut, add an atom to this file, with `is_assembled`, and two branches on it to
+1. Derive the optimizer from `MatrixOptimizer`: `direction` returns the values that are sent, `transform` the update of
+   the elements that have been put together, with their states. If whole parameters may be sent, that is all: the atom
+   is MATRIX, and `transform` computes the rows.
+2. To send only the rows that shards cut, add an atom to this file, with `is_assembled`, and branch on it twice in
    `zero/optimizers/matrices.py`: `matrices_of` returns a `Matrix` of one row, `rows=range(r, r + 1)`, for each row, and
-   `assign` gives it to the owner of its first element.
+   `assign` gives it to the rank that owns its first element.
 
 The probe, the messages (`zero/step/exchange.py`), the update and the checkpoints of its states follow: they know the
 stretches of a `Matrix`, and no more of its shape.

@@ -15,7 +15,7 @@ ADAM_DEFAULTS: dict[str, Any] = {"betas": (0.9, 0.95), "weight_decay": 0.1, "fus
 class GroupedAdamW(AdamW):
     """AdamW for groups with update="adamw", and another method for those with update=`method`, which is the default.
 
-    The settings are those of torch's AdamW, and those of the method. The fused AdamW, which is the default, lets a step
+    It has the settings of torch's AdamW and of the method. The fused AdamW, which is the default, lets a step
     be skipped without a wait: see `ZeroOptimizer`.
     """
 

@@ -99,8 +99,8 @@ def matrices_of(
 ) -> list[Matrix]:
     """Return the matrices of one parameter, in the order in which they are packed.
 
-    `shape` is that of this tensor rank's part, `split_dim` the dim along which the parts of `tensor_size` ranks are put
-    together. Raises ConfigError if the parameter is not a matrix, or the rows are not whole repetitions.
+    `shape` is the shape of this tensor rank's part, `split_dim` the dim along which the parts of `tensor_size` ranks
+    are put together. Raises ConfigError if the parameter is not a matrix, or the rows are not whole repetitions.
     """
     if len(shape) != 2:
         raise ConfigError(

@@ -1,6 +1,6 @@
-"""AdamW whose groups of matrices are updated by another method, in steps of which one only needs whole matrices.
+"""AdamW whose groups of matrices are updated by another method. Only one of its steps needs whole matrices.
 
-    direction     what is sent of an owned stretch, after its own states have been updated    element by element
+    direction     the values of an owned stretch that are sent, after an update of its states   element by element
     transform     the update of a matrix, from the directions of all of its elements          whole matrices
     decay, add    the update of an owned stretch                                              element by element
 
@@ -38,11 +38,11 @@ class MatrixOptimizer(GroupedAdamW):
         """The data type in which directions and updates are sent."""
 
     def prepare(self, param: nn.Parameter) -> None:
-        """Make the states of a stretch, before its first update; those of whole matrices are others."""
+        """Make the states of a stretch, before its first update."""
 
     @abstractmethod
     def direction(self, param: nn.Parameter, grad: Tensor, group: dict[str, Any]) -> Tensor:
-        """Update the states of a stretch, and return what is sent of it. May overwrite `grad`."""
+        """Update the states of a stretch, and return the values to send. May overwrite `grad`."""
 
     def matrix_state(self, shape: tuple[int, int], device: torch.device) -> dict[str, Tensor]:
         """Return the states of a whole matrix, before its first update; they are on the rank that computes it."""
@@ -74,7 +74,7 @@ class MatrixOptimizer(GroupedAdamW):
         param.add_(update, alpha=-self.rate(group, shape))
 
     def rate(self, group: dict[str, Any], shape: tuple[int, int] | None) -> float:
-        """Return the learning rate of a matrix of `shape`; None: that of the weight decay."""
+        """Return the learning rate of a matrix of `shape`, or for None of the weight decay."""
         return group["lr"] * group["lr_factor"]
 
     @staticmethod
@@ -92,7 +92,7 @@ class MatrixOptimizer(GroupedAdamW):
     def update_matrix(
         self, stretches: Sequence[nn.Parameter], grads: Sequence[Tensor], group: dict[str, Any], shape: tuple[int, int]
     ) -> None:
-        """Update a matrix of `shape`, all of whose stretches are here. May overwrite their gradients."""
+        """Update a matrix of `shape`, given all of its stretches. May overwrite their gradients."""
         for param in stretches:
             self.prepare(param)
         sent = [self.direction(param, grad, group) for param, grad in zip(stretches, grads, strict=True)]

@@ -36,7 +36,7 @@ class Muon(MatrixOptimizer):
 
     @property
     def message_dtype(self) -> torch.dtype:
-        """The data type of the iteration: what is sent would be rounded to it anyway."""
+        """The data type of the iteration, to which directions would be rounded anyway."""
         return ITERATION_DTYPES[self.defaults["ns_dtype"]]
 
     def prepare(self, param: nn.Parameter) -> None:

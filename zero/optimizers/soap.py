@@ -14,10 +14,10 @@ SHIFT = 1e-3  # of the mean eigenvalue, added to all: so a singular precondition
 class Soap(MatrixOptimizer):
     """SOAP for groups of matrices, and AdamW for groups with update="adamw".
 
-    Its states are those of whole matrices: both moments, a preconditioner of each side, and its eigenbasis. Their
+    Its states belong to whole matrices: both moments, a preconditioner of each side, and its eigenbasis. Their
     memory, 2 (m n + m m + n n) numbers for a matrix of m x n, is on the rank that computes the matrix. Every
     `refresh_every` steps the bases take a step of the power iteration, with a QR decomposition; they begin as the unit
-    matrix. `betas` and `eps` are those of Adam, `shampoo_beta` the decay of the preconditioners, and `dtype` (fp32 or
+    matrix. `betas` and `eps` are Adam's, `shampoo_beta` the decay of the preconditioners, and `dtype` (fp32 or
     fp64) the type of the states, the computation and the messages.
     """
 
@@ -83,7 +83,7 @@ class Soap(MatrixOptimizer):
 
     @staticmethod
     def flops(shape: tuple[int, int]) -> int:
-        """Return a number proportional to the FLOPs: those of products of a matrix and one of each side."""
+        """Return a number proportional to the FLOPs of the products of a matrix and a matrix of each side."""
         rows, columns = shape
         return rows * columns * (rows + columns)
 

@@ -52,7 +52,7 @@ class Message:
     total_numel: int
 
     def receive_buffer(self, sent: Tensor) -> Tensor:
-        """Return memory for what is received: `sent` itself if this rank is alone, which then copies nothing."""
+        """Return memory for the received message: `sent` itself if this rank is alone, which then copies nothing."""
         return sent if self.axis.size == 1 else sent.new_empty(sum(self.received_numels))
 
     def send(self, sent: Tensor, received: Tensor) -> Handle:
@@ -165,7 +165,7 @@ class MatrixExchange:
     def _plan_parts(self, own: Sequence[int], axis: Axis) -> dict[int, range]:
         """Plan the second message: the parts of the matrices of this shard rank, to the tensor rank that computes them.
 
-        Return the place of each part in what is sent.
+        Return the place of each part in the sent message.
         """
         computed_by = {number: self.assignment.places[number][1] for number in own}  # None: each rank its own part
         sent = [(axis.rank if (rank := computed_by[number]) is None else rank, number) for number in own]
@@ -198,7 +198,7 @@ def _arranged(items: Sequence[tuple[int, int]], size: int) -> tuple[list[range],
 
 
 def join(parts: list[Tensor], dim: int | None) -> Tensor:
-    """Return the matrix of which tensor ranks have parts."""
+    """Join the parts that tensor ranks have of a matrix."""
     return parts[0] if dim is None else torch.cat(parts, dim)
 
 

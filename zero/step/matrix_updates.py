@@ -50,7 +50,7 @@ class StretchMessage:
         return self._on_host
 
     def send(self) -> None:
-        """Launch the message, with what the host has written."""
+        """Launch the message, after the elements that the host has written have been copied."""
         for on_host, on_accelerator in self._copied():
             self._offload.to_accelerator(on_host, out=on_accelerator).wait()
         with allocating(TensorKind.BUFFERS):
@@ -58,14 +58,14 @@ class StretchMessage:
         self._sent = self._message.send(self.on_accelerator, self._received)
 
     def receive(self) -> Tensor:
-        """Wait for the message, and return what this rank has received; it is freed when the caller frees it."""
+        """Wait for the message, and return the elements that this rank has received; the caller frees them."""
         self._sent.wait()
         received = self._received
         del self._received
         return received
 
     def to_host(self) -> None:
-        """Copy what has returned to the host, which may read it afterwards."""
+        """Copy the updates that have returned to the host, which may read them afterwards."""
         for on_host, on_accelerator in self._copied():
             self._offload.to_host(on_accelerator, out=on_host).wait()
         if self._places_on_host:
@@ -85,7 +85,7 @@ class StretchMessage:
 
 
 class MatrixUpdates:
-    """The matrices of an optimizer: those of the groups whose atom is a matrix. Many optimizers have none."""
+    """The matrices in the groups of an optimizer whose atom is a matrix. Many optimizers have none."""
 
     def __init__(
         self,
@@ -161,7 +161,7 @@ class MatrixUpdates:
             self._message.send()
 
     def compute(self) -> None:
-        """Compute the matrices of this rank, return their updates to the owners, and get those of its stretches."""
+        """Compute the matrices of this rank, return their updates, and receive the updates of its stretches."""
         if not self.buckets:
             return
         message, by_shard, by_tensor = self._message, self._exchange.by_shard, self._exchange.by_tensor
@@ -241,7 +241,7 @@ class MatrixUpdates:
 def _matrices(
     module: nn.Module, flats: Sequence[FlatParameters], params: Mapping[nn.Parameter, int], tensor_size: int
 ) -> list[Matrix]:
-    """Return the matrices of all parameters, each of which has the number of its group, in the order of the layout."""
+    """Return the matrices of parameters, in the order of the layout; `params` has the number of the group of each."""
     split, packed = split_dims(module), packed_rows(module)
     spans = [item for flat in flats for item in zip(flat.params, flat.layout.spans, strict=True) if item[0] in params]
     return [

@@ -65,7 +65,7 @@ class OwnedPieces:
         return [group | {"params": [p.param for p in pieces if p.group == n]} for n, group in enumerate(groups)]
 
     def own_grads(self, bucket: Bucket) -> list[Tensor]:
-        """Return views of the owned gradients of these parameters; those of other optimizers keep their values."""
+        """Return views of the owned gradients of these parameters, without the gradients of other optimizers."""
         grad = bucket.grads.owned
         if bucket not in self._shared:
             return [grad]

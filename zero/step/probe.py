@@ -35,9 +35,9 @@ def probe_atoms(
     """Check that an optimizer gives the same result for a small parameter as a whole and for two flat pieces of it.
 
     The pieces are stepped as the atom requires that the optimizer declares for each of `groups`, whose settings the
-    parameter has. Return, for each group, the bytes of state for each element of a parameter in fp32, without those of
-    whole matrices. Raises ConfigError if the results differ, if the optimizer refuses flat pieces, or if pieces that
-    begin at multiples of `alignment` elements may cut its blocks.
+    parameter has. Return, for each group, the bytes of state for each element of a parameter in fp32, without
+    the states of whole matrices. Raises ConfigError if the results differ, if the optimizer refuses flat pieces, or if
+    pieces that begin at multiples of `alignment` elements may cut its blocks.
     """
     name = getattr(optimizer, "__name__", str(optimizer))
     found: dict[str, float] = {}
