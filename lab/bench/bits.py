@@ -1,8 +1,8 @@
 """A record of what the program computes, to the bit, to compare before and after a change that may change nothing.
 
-    python -m scripts.bench.bits before.json
-    python -m scripts.bench.bits after.json --only 'stage3*'
-    python -m scripts.bench.bits --compare before.json after.json         exits with 1 if a run differs
+    python -m lab.bench.bits before.json
+    python -m lab.bench.bits after.json --only 'stage3*'
+    python -m lab.bench.bits --compare before.json after.json         exits with 1 if a run differs
 
 Every run is a command line of a user, in runs/bits: training on two ranks of one thread each, the export of a
 checkpoint, and dry runs. Recorded is what they log, less times and the memory of processes; numbers stay the text that
@@ -166,7 +166,7 @@ def differences(before: Any, after: Any) -> list[str]:
 
 
 def main(arguments: list[str]) -> None:
-    parser = argparse.ArgumentParser(prog="python -m scripts.bench.bits", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m lab.bench.bits", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("files", type=Path, nargs="+", help="file to write, or two to compare")
     parser.add_argument("--compare", action="store_true", help="compare two files")
