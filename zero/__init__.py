@@ -1,6 +1,6 @@
 """ZeRO-DP for any module: wrap it in `ZeroDataParallel`, and update it by a `ZeroOptimizer`.
 
-The names below are the public interface; docs/zero.md describes it.
+The names below are the public interface; docs/zero_library.md describes it.
 """
 
 from importlib.util import find_spec

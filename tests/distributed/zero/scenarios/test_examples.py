@@ -1,4 +1,4 @@
-"""The examples of docs/zero.md and docs/migration.md, which train as they do in plain torch.
+"""The examples of docs/zero_library.md and docs/migration.md, which train as they do in plain torch.
 
 Each is the body of a function below.
 
@@ -302,5 +302,5 @@ def body(example: Callable[..., None]) -> str:
 
 @pytest.mark.parametrize("example", EXAMPLES + EXAMPLES_IN_HALF_PRECISION + MIGRATIONS)
 def test_the_documentation_has_the_example(example: Callable[..., None]) -> None:
-    page = "docs/migration.md" if example in MIGRATIONS else "docs/zero.md"
+    page = "docs/migration.md" if example in MIGRATIONS else "docs/zero_library.md"
     assert f"```python\n{body(example)}\n```" in (ROOT / page).read_text()
