@@ -7,8 +7,9 @@ function would add a call to every operation.
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ __all__ = [
     "UnguardedDispatchMode",
     "active_dispatch_modes",
     "active_observers",
+    "are_the_same_elements",
     "attention_backend",
     "default_store",
     "flatten_mesh",
@@ -135,10 +137,26 @@ def returns_views(operation: OpOverload) -> bool:
     return bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)
 
 
-def runs_a_kernel(operation: OpOverload) -> bool:
-    """Return True if a GPU runs a kernel for the operation."""
+def runs_a_kernel(operation: OpOverload, args: Sequence[Any]) -> bool:
+    """Return True if a GPU runs a kernel for the operation with these arguments."""
+    if operation is torch.ops.aten.copy_.default and are_the_same_elements(*args[:2]):
+        return False  # torch returns early
+    return _has_a_kernel(operation)
+
+
+@cache
+def _has_a_kernel(operation: OpOverload) -> bool:
     is_counted = operation.namespace in NAMESPACES and not returns_views(operation)
     return is_counted and schema_of(operation).name.removeprefix("aten::") not in NO_KERNELS | FUSED_ON_A_GPU
+
+
+def are_the_same_elements(one: Tensor, other: Tensor) -> bool:
+    """Return True if both are the same view of the same memory."""
+    return (
+        storage_id(one.untyped_storage()) == storage_id(other.untyped_storage())
+        and one.storage_offset() == other.storage_offset()
+        and (one.shape, one.stride(), one.dtype) == (other.shape, other.stride(), other.dtype)
+    )
 
 
 def storage_id(storage: torch.UntypedStorage) -> int:

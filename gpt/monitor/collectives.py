@@ -53,7 +53,7 @@ class KernelCounter(UnguardedDispatchMode):
 
     def __torch_dispatch__(self, function: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = function(*args, **(kwargs or {}))
-        self.count += runs_a_kernel(function)
+        self.count += runs_a_kernel(function, args)
         return output
 
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from math import prod
 from typing import Any
 
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from lab.observe.fake_tensors import instances_in
 from lab.observe.operation_observer import observe_operations
-from parallel.torch_internals import OpOverload, runs_a_kernel, schema_of, storage_id
+from parallel.torch_internals import OpOverload, runs_a_kernel, schema_of
 
 # The position of the first factor among the arguments of a matrix product, in all overloads; the second one follows it.
 PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "addmm_": 1, "_addmm_activation": 1, "baddbmm": 1, "baddbmm_": 1}
@@ -27,7 +26,6 @@ FUSED_ATTENTION = {
     for kind in ("flash", "efficient", "cudnn")
     for suffix in ("", "_for_cpu", "_backward", "_for_cpu_backward")
 }
-_runs_a_kernel = cache(runs_a_kernel)
 OVERWRITES = {"copy_", "fill_", "zero_", "normal_", "bernoulli_"}  # write their argument without reading it
 
 
@@ -72,11 +70,9 @@ class KernelLog:
         return len(self.kernels)
 
     def on_operation(self, function: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any) -> None:
-        if not _runs_a_kernel(function):
+        if not runs_a_kernel(function, args):
             return
         name = schema_of(function).name.removeprefix("aten::")
-        if name == "copy_" and are_the_same_elements(*args[:2]):
-            return  # torch returns early
         tensors = list(instances_in((args, _without_outputs(function, kwargs)), Tensor))
         results = list(instances_in((output,), Tensor))
         if tensors or results:
@@ -116,15 +112,6 @@ def _without_outputs(function: OpOverload, kwargs: Mapping[str, Any]) -> tuple[A
         return ()
     outputs = {argument.name for argument in schema_of(function).arguments if argument.is_out}
     return tuple(value for name, value in kwargs.items() if name not in outputs)
-
-
-def are_the_same_elements(one: Tensor, other: Tensor) -> bool:
-    """Return True if both are the same view of the same memory."""
-    return (
-        storage_id(one.untyped_storage()) == storage_id(other.untyped_storage())
-        and one.storage_offset() == other.storage_offset()
-        and (one.shape, one.stride(), one.dtype) == (other.shape, other.stride(), other.dtype)
-    )
 
 
 def product_of(name: str, args: Any) -> tuple[int, int, int, int] | None:

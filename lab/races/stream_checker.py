@@ -34,7 +34,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lab.observe.fake_tensors import instances_in
-from lab.observe.kernel_log import are_the_same_elements
 from lab.observe.operation_observer import observe_operations
 from lab.observe.torch_internals import observe_host_reads, observe_resizes
 from lab.races.launch_order import Launch
@@ -57,7 +56,7 @@ from lab.races.simulated_streams import (
 )
 from parallel.comm_log import CommEvent
 from parallel.memory_kinds import MemoryObserver, TensorKind
-from parallel.torch_internals import OpOverload, storage_id
+from parallel.torch_internals import OpOverload, are_the_same_elements, storage_id
 
 MAX_REPORTS = 10  # lines of an error
 
