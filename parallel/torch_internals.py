@@ -48,7 +48,16 @@ __all__ = [
 ]
 
 NAMESPACES = {"aten", "torch_attn"}  # of kernels; the second one is that of attention with variable lengths
-NO_KERNELS = {"empty", "empty_strided", "empty_like", "detach", "new_empty", "new_empty_strided", "_unsafe_view"}
+NO_KERNELS = {
+    "_unsafe_view",
+    "detach",
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "new_empty",
+    "new_empty_strided",
+    "promote_types",
+}
 # A dropout takes three kernels on a CPU and one on a GPU: only the one that multiplies is counted.
 FUSED_ON_A_GPU = {"bernoulli_", "div_"}
 
