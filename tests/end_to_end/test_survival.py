@@ -30,7 +30,7 @@ from tests.full_disk import files_of_at_most
 from tests.ranks import MASTER_ADDRESS, torchrun_environment
 
 ROOT = Path(__file__).parents[2]
-LONG = {"train__steps": 100_000, "train__eval_samples": 0, "train__sample_tokens": 0, "model__dropout": 0.1}
+LONG = {"train__steps": 10_000, "train__eval_samples": 0, "train__sample_tokens": 0, "model__dropout": 0.1}
 LIMIT_SECONDS = 300  # after which a hang ends
 # The program with a watchdog whose clock stands still until the file HANGS is in the folder of the run: on a slow
 # machine, too, nothing but what hangs exceeds the limit.
