@@ -3,8 +3,9 @@
     x -> column-parallel -> this rank's columns -> (activation, attention heads) -> row-parallel -> sum over ranks
 
 All activations are (tokens, features). A module lists its split parameters in `split_dims`. Every other parameter is
-replicated, and its gradient is bitwise the same on all ranks of the axis, unless the module lists it in `shared_dims`:
-then each rank computes a part of the gradient, and these have to be summed.
+replicated. Its gradient is bitwise the same on all ranks of the axis, unless the module lists it in `shared_dims` or,
+with sequence parallelism, each rank has tokens of its own: then each rank computes a part of the gradient, and these
+have to be summed (`GradientSums`).
 """
 
 from collections.abc import Callable, Sequence

@@ -5,8 +5,8 @@ params.owned     this rank's shard: a view of `full` if full parameters persist,
 params.cached    a copy of `owned` on the device, if `owned` is in host memory and there is room for the copy
 grads.staged     this rank's full gradients, until the reduction ends
 message          `staged`, or its cast if gradients are reduced in another type; the sum over ranks replaces its shard
-grads.owned      this rank's shard of the mean gradients: a view of `staged` if that persists and the shard is placed on
-                 the accelerator, else memory of its own
+grads.owned      this rank's shard of the mean over the data ranks: a view of `staged` if that persists and the shard is
+                 placed on the accelerator, else memory of its own
 master           the owned parameters in at least fp32, stored beside the optimizer's states; in fp32 `params.owned`
                  itself, if both have the same placement
 
@@ -137,7 +137,7 @@ class Staging(Enum):
 
 
 class GradShard:
-    """The gradients of one bucket: `staged` in full until they are reduced, then `owned`, the mean over all ranks.
+    """The gradients of one bucket: `staged` in full until they are reduced, then `owned`, the mean over the data ranks.
 
     `holds_gradient` is independent of `staging`: with accumulation, `owned` holds the sum of earlier micro-batches
     while the gradients of the next one are staged.
@@ -242,7 +242,7 @@ class GradShard:
             self._earlier = self.owned.clone()  # the staged gradients overwrite it
 
     def accumulate(self, scale: float) -> None:
-        """Add `scale` times the reduced shard to `owned`, on the accelerator; in place if both are the same memory."""
+        """Set `owned` to `scale` times the reduced shard, or add that to what it holds; in place if both are one memory."""
         if self.holds_gradient and not self.persists:
             self.owned.add_(self.message_shard, alpha=scale)
             return

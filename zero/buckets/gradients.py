@@ -1,14 +1,18 @@
 """Full gradients on their way to their owners.
 
-[Note: the way of a gradient] It passes these classes, in this order:
+[Note: the way of a gradient] It passes these classes, in this order; the names at the right are of its memory:
 
-    Passes             takes it from `param.grad` when autograd has stored it there, and begins the backward
-    GradientReducer    finds its buckets, and reduces each one when it is complete and its turn has come
-    Reductions         launches and receives: this holds the messages that are under way
-    GradShard          writes it to the full gradients of a bucket; then adds the mean to the shard that is owned
-    StagingPool        has the memory of full gradients and of messages, unless these persist
-    Axis               reduce-scatter, in place, so that each rank has the sum of its shard; all-reduce between replicas
-    Offload            copies the shard to host memory, if it is placed there
+    Passes             takes it from autograd as it arrives, and begins the backward         `param.grad`
+    GradientReducer    finds its buckets; reduces each one when it is complete and its turn has come
+    GradShard          writes it to the full gradients of a bucket, and casts these          `staged`, message
+    Reductions         launches and receives; the StagingPool has the memory that does not persist
+    Axis               reduce-scatter along the shard axis, all-reduce along the replica axis: the sum replaces the
+                       shard of the message (over gloo by way of receive buffers)            `message_shard`
+    GradShard          sets, or adds to, the owned shard, times what is left of 1/N          `owned`
+    Offload            copies the owned shard to host memory, if it is placed there
+
+What is `owned` then is the mean over the data ranks. `ZeroOptimizer.step` adds the tensor ranks' parts to it, of those
+parameters whose gradients are partial along the tensor axis (parallel/tensor/gradient_sums.py), before the norm.
 
 If full gradients persist, every bucket has staging memory of its own for the whole run; the owned shard is a view of it
 (stage 1: 4 + 12/N bytes a parameter), or separate memory if it is on the host. If they are transient, a bucket takes

@@ -11,17 +11,13 @@ The declaration is tested before the optimizer is used (`zero/step/probe.py`).
 
 [Note: an optimizer whose atom is a row, or another part of a parameter]
 Shards cannot begin at rows: they have the length of their parameter, and `alignment` is one number for all. So a row is
-put together, as a matrix is:
+put together, as a matrix is: derive the optimizer from `MatrixOptimizer`. `direction` returns the values that are sent,
+and `transform` gets the whole parameter on one rank, computes each row by itself, and has states of the whole parameter
+(`matrix_state`). The atom stays MATRIX, so the probe, the messages, the update and the checkpoints follow.
 
-1. Derive the optimizer from `MatrixOptimizer`: `direction` returns the values that are sent, `transform` the update of
-   the elements that have been put together, with their states. If whole parameters may be sent, that is all: the atom
-   is MATRIX, and `transform` computes the rows.
-2. To send only the rows that shards cut, add an atom to this file, with `is_assembled`, and branch on it twice in
-   `zero/optimizers/matrices.py`: `matrices_of` returns a `Matrix` of one row, `rows=range(r, r + 1)`, for each row, and
-   `assign` gives it to the rank that owns its first element.
-
-The probe, the messages (`zero/step/exchange.py`), the update and the checkpoints of its states follow: they know the
-stretches of a `Matrix`, and no more of its shape.
+To send only the rows that shards cut would need more: an atom of its own that `matrices_of` and `assign`
+(zero/optimizers/matrices.py) are given together with the layouts, rows that are not joined over the tensor ranks that
+divide them, and a probe that passes single rows.
 """
 
 from dataclasses import dataclass

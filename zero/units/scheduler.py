@@ -54,7 +54,7 @@ class UnitScheduler:
             self._end(call)
 
     def end_backward(self) -> None:
-        """Reshard all units, and forget calls whose backward has not run, if gradients have been accumulated."""
+        """Reshard the units that do not run; if gradients were accumulated, forget calls whose backward has not run."""
         self._in_backward.clear()
         for unit in self._access.units.values():
             if unit not in self._access.running:  # a backward may be a part of a forward

@@ -1,4 +1,17 @@
-"""Units: the modules whose parameters are unsharded together, and how they are found in a model."""
+"""Units: the modules whose parameters are unsharded together, and how they are found in a model.
+
+[Note: who frees a unit] Its memory is freed when its last reader releases it:
+
+    reader                               until
+    the unit itself, in forward          the end of its outermost call, unless it is kept for backward ([Note: keeping])
+    the unit itself, in backward         the gradient of an input is known, an older call begins, or backward ends
+    another unit that has read it        that unit is resharded
+    `gathered()`                         its context ends
+    the step, or the next forward        then; if it is not known when autograd reads it for the last time
+
+A unit that is prefetched has no reader until it runs; the end of backward frees it if it never does. The update, and
+loading a checkpoint, shard all units whatever their readers: they write the owned shards.
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -16,9 +29,8 @@ from zero.partition.stage import Lifetime
 class Unit:
     """A module, with the parameters that belong to it and to no unit inside it; they are unsharded together.
 
-    A unit stays unsharded for as long as it has a reader: itself while it runs, any other unit that reads its
-    parameters, while that one runs, and the step, if it cannot be known when autograd reads them for the last time.
-    `before_gather` is called before the unit launches all-gathers.
+    It stays unsharded while it has a reader: see [Note: who frees a unit]. `before_gather` is called before
+    the unit launches all-gathers.
     """
 
     def __init__(self, module: nn.Module, flats: list[FlatParameters], before_gather: Callable[[], None]):
@@ -45,7 +57,7 @@ class Unit:
 
     @property
     def is_retained_outside(self) -> bool:
-        """True if a `gathered()` context, or the step, is a reader."""
+        """True if a reader is no unit: a `gathered()` context, the step, or the next forward."""
         return any(not isinstance(reader, Unit) for reader in self._readers)
 
     def start_unshard(self) -> None:
