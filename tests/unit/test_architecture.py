@@ -64,7 +64,7 @@ FLOORS = {
     "lab/planner":          "PRODUCT lab/measure lab/dryrun",
     "lab/acceptance":       "PRODUCT lab/measure",
     "lab/faults":           "PRODUCT",
-    "lab/bench":            "PRODUCT lab/observe lab/races lab/measure lab/dryrun lab/dryrun/costs lab/faults",
+    "lab/bench":            "PRODUCT lab/observe lab/races lab/measure lab/dryrun lab/dryrun/costs",
     "lab/paper":            "PRODUCT lab/measure lab/planner",
     "lab/published":        "PRODUCT lab/observe lab/measure lab/dryrun lab/dryrun/costs lab/planner",
     "lab":                  "PRODUCT",
