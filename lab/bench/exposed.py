@@ -10,7 +10,7 @@ the projection, in which a collective also waits for those before it.
 
 import logging
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from rich.console import Console
 from rich.table import Table
@@ -21,7 +21,7 @@ from lab.dryrun.dry_run import dry_run, record_launches
 from lab.dryrun.projection import project_recording
 from lab.measure.cluster import ClusterSpec
 from lab.observe.fake_tensors import QuickFakeTensorMode
-from lab.races.launch_order import Launch, exposed
+from lab.races.launch_order import exposed
 from parallel.errors import ConfigError
 from parallel.world import exit_with_error, imitated_world
 
@@ -29,19 +29,8 @@ NUMBER_BYTES = 8  # the all-reduce of the gradient norm is a single number, whic
 ROWS = [(1, False), (2, False), (3, False), (2, True), (3, True)]  # (stage, is sharded in groups)
 
 
-@dataclass(frozen=True)
-class Exposure:
-    """The collectives of one step, and what it is projected to take."""
-
-    num_collectives: int
-    gigabytes: float
-    num_exposed: int
-    exposed_gigabytes: float
-    step_ms: float
-    waiting_ms: float
-
-
-def measure(settings: Settings, cluster: ClusterSpec) -> Exposure:
+def measure(settings: Settings, cluster: ClusterSpec) -> list[str]:
+    """Return the cells of a row: collectives and exposed ones with their bytes, the time of a step and of its waits."""
     chosen = settings.dry_run
     assert chosen.world_size is not None
     with imitated_world(chosen.rank, chosen.world_size, cluster.gpus_per_node, "nccl") as world:
@@ -50,11 +39,10 @@ def measure(settings: Settings, cluster: ClusterSpec) -> Exposure:
     bare = [launch for launch in exposed(launches, first) if launch.num_bytes > NUMBER_BYTES]
     timeline = project_recording(dry_run(settings), cluster)
     waiting = timeline.seconds - timeline.busy_seconds()["compute"]
-    return Exposure(len(of_step), gigabytes(of_step), len(bare), gigabytes(bare), 1e3 * timeline.seconds, 1e3 * waiting)
-
-
-def gigabytes(launches: list[Launch]) -> float:
-    return sum(launch.num_bytes for launch in launches) / 1e9
+    cells = []
+    for some in (of_step, bare):
+        cells += [str(len(some)), f"{sum(launch.num_bytes for launch in some) / 1e9:.2f}"]
+    return [*cells, f"{1e3 * timeline.seconds:.0f}", f"{1e3 * waiting:.0f}"]
 
 
 def main(arguments: list[str]) -> None:
@@ -67,11 +55,8 @@ def main(arguments: list[str]) -> None:
     for stage, in_groups in ROWS:
         shard_size = cluster.gpus_per_node if in_groups else None
         row = replace(settings, zero=replace(settings.zero, stage=stage))
-        found = measure(replace(row, parallel=replace(settings.parallel, shard_size=shard_size)), cluster)
         name = f"{stage}, groups of {shard_size}" if in_groups else str(stage)
-        times = f"{found.step_ms:.0f}", f"{found.waiting_ms:.0f}"
-        sizes = f"{found.gigabytes:.2f}", str(found.num_exposed), f"{found.exposed_gigabytes:.2f}"
-        table.add_row(name, str(found.num_collectives), *sizes, *times)
+        table.add_row(name, *measure(replace(row, parallel=replace(settings.parallel, shard_size=shard_size)), cluster))
     Console().print(table)
 
 

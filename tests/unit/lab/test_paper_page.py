@@ -1,6 +1,5 @@
 """The page of the paper and its plots, from dry runs that are made up."""
 
-import math
 from pathlib import Path
 
 import pytest
@@ -8,7 +7,7 @@ from matplotlib import pyplot
 
 from lab.paper import reproduce, throughput
 from lab.paper.experiments import Experiment, experiments
-from lab.paper.plots import Labels, Series, plot_bars, plot_lines
+from lab.paper.plots import Labels, Series, plot_bars
 from lab.paper.results import CLUSTER, Result
 from lab.planner.depth import DepthExtrapolation, Estimate
 
@@ -39,17 +38,6 @@ def test_a_run_out_of_memory_has_a_mark_instead_of_a_bar_and_the_limit_is_drawn(
     assert [text.get_text() for text in axes.texts] == ["20", "OOM"]
     assert [line.get_ydata()[0] for line in axes.lines] == [34.0]
     assert (axes.get_xlabel(), axes.get_ylabel()) == ("size", "rate")
-
-
-@pytest.mark.usefixtures("open_plots")
-def test_a_line_has_a_gap_at_an_unknown_value_and_names_keep_their_order(tmp_path: Path):
-    series = [Series("ZeRO", ["2B", "4B"], [1.0, 2.0]), Series("baseline", ["1B", "2B", "4B"], [3.0, None, 4.0])]
-    plot_lines(tmp_path / "lines.png", LABELS, series, ["1B", "2B", "4B"])
-    (axes,) = pyplot.gcf().axes
-    zero, baseline = axes.lines
-    assert list(zero.get_xdata()) == [1, 2]
-    assert math.isnan(baseline.get_ydata()[1])
-    assert [label.get_text() for label in axes.get_xticklabels()] == ["1B", "2B", "4B"]
 
 
 @pytest.mark.usefixtures("open_plots")
