@@ -62,18 +62,6 @@ def test_a_run_that_does_not_leave_the_reserve_is_out_of_memory_and_has_no_rate(
     assert "| OOM |" in oom
 
 
-def test_the_row_that_is_left_out_is_named_beside_the_largest_error(monkeypatch: pytest.MonkeyPatch):
-    def made_up(figure: str) -> tuple[Result, ...]:
-        rates = {throughput.EXCLUDED: 1.83, "figure8/60b-c3-128": 1.3}
-        return tuple(result(e, rates.get(f"{e.figure}/{e.name}", 1.01)) for e in experiments(figure))
-
-    monkeypatch.setattr(throughput, "results", made_up)
-    (sentences,) = throughput.accuracy()
-    assert sentences.startswith("Over 31 of the 32 predicted rows of Figures 2, 4 and 8 the median error is 1%, the ")
-    assert "the largest 30% (60b-c3-128)" in sentences
-    assert "figure2/40b-baseline-384 with an error of +83%" in sentences
-
-
 def test_the_page_has_a_status_for_each_table_and_figure_of_the_paper(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(throughput, "accuracy", lambda: iter(["accuracy"]))
     page = reproduce.page({name: (f"status of {name}", ["lines"]) for name in reproduce.PARTS})

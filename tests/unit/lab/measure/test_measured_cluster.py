@@ -16,7 +16,7 @@ from lab.measure.cluster import RESERVED_BYTES, ClusterSpec
 from lab.measure.curves import Curve, mean_curves
 from lab.measure.device_kernels import KERNELS
 from lab.measure.kernel_costs import kernel_seconds
-from lab.measure.measured_cluster import reserved_bytes, with_step_factors, write_cluster
+from lab.measure.measured_cluster import reserved_bytes, write_cluster
 from lab.measure.reference_step import Shape
 from lab.observe.kernel_log import Kernel
 from parallel.errors import ConfigError
@@ -79,23 +79,6 @@ def test_measured_kernels_are_those_that_a_step_runs():
     assert [p.shape for p in products if p.dtype == "float32"] == [(1, 8, 32, 16), (1, 8, 16, 32), (1, 32, 16, 8)]
     assert all(product.seconds > 0 for product in products)
     assert [a.shape for a in attentions] == [(2, 8, 8, 8, 2), (2, 8, 8, 8, 5)] * 2
-
-
-def test_the_factor_of_a_step_makes_its_kernels_take_as_long_as_it_was_measured():
-    cpu, small = torch.device("cpu"), {"cpu": Shape(1, 16, 2, 8, 2, 32)}
-    spec = dataclasses.replace(CLUSTER, device="cpu", launch_seconds=1e-6)
-    measured = [mock.Mock(step_seconds={"bfloat16": seconds, "float32": 3.0}) for seconds in (4.0, 6.0)]
-    with mock.patch.multiple(reference_step, SHAPES=small, BUDGET_SECONDS=0.0):
-        found = with_step_factors(spec, measured, cpu)
-        for dtype, seconds in ((torch.bfloat16, 5.0), (torch.float32, 3.0)):
-            kernels = reference_step.reference_kernels(cpu, dtype)
-            assert sum(kernel_seconds(kernel, found) for kernel in kernels) == pytest.approx(seconds)
-            assert sum(kernel.product is not None for kernel in kernels) == 3 * 5, (
-                "each linear layer has three products"
-            )
-        assert reference_step.measure_reference_step(cpu, torch.float32) > 0
-        fast = [mock.Mock(step_seconds={"bfloat16": 0.0, "float32": 0.0})]
-        assert with_step_factors(spec, fast, cpu).full_step_factor == 0.1, "models that are far too slow count a tenth"
 
 
 def test_a_block_of_the_reference_step_is_a_layer_of_torchs_causal_transformer():
