@@ -5,7 +5,6 @@ import re
 import signal
 import subprocess
 from collections import defaultdict
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -53,24 +52,24 @@ def _stop(child: subprocess.Popen) -> None:
     """End the child if it still runs, and everything that it has started, such as the ranks of torchrun."""
     if child.poll() is not None:
         return
-    descendants = list(_descendants(child.pid))  # before it ends: then they would have another parent
+    others = descendants(child.pid)  # before it ends: then they would have another parent
     child.terminate()
     with suppress(subprocess.TimeoutExpired):
         child.wait(timeout=GRACE_SECONDS)
-    for pid in [child.pid, *descendants]:
+    for pid in [child.pid, *others]:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     child.wait()
 
 
-def _descendants(pid: int) -> Iterator[int]:
-    """Yield the processes that `pid` has started, directly or not."""
+def descendants(pid: int) -> list[int]:
+    """Return the processes that `pid` has started, directly or not."""
     children = defaultdict(list)
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
-            parent = stat.read_text().rpartition(")")[2].split()[1]  # after the name, which may contain anything
-            children[int(parent)].append(int(stat.parent.name))
-    waiting = [pid]
-    while waiting:
-        waiting += (found := children[waiting.pop()])
-        yield from found
+            fields = stat.read_text().rpartition(")")[2].split()  # after the name, which may contain anything
+            children[int(fields[1])].append(int(stat.parent.name))
+    found = [pid]
+    for parent in found:
+        found += children[parent]
+    return found[1:]

@@ -21,7 +21,7 @@ from pathlib import Path
 from gpt.run_folder.files import read_steps
 from lab.acceptance.figures import Figure, UnreadableResult, at_most
 from lab.acceptance.parts import Part, as_options
-from lab.acceptance.plan import HEAD_WIDTH, Plan
+from lab.acceptance.plan import Plan
 
 REFERENCE = Path(__file__).with_name("llmc_124m.csv")
 REFERENCE_STEPS, WARMUP_STEPS = 19_560, 700
@@ -46,12 +46,7 @@ def long_run(plan: Plan, precision: str, stage: int) -> Part:
     samples_at_once = scale.micro_batch_size * plan.num_ranks
     global_batch_size = math.ceil(scale.global_batch_size / samples_at_once) * samples_at_once
     options = {
-        "model.num_layers": scale.model.layers,
-        "model.hidden_size": scale.model.hidden,
-        "model.num_heads": scale.model.hidden // HEAD_WIDTH,
-        "model.seq_length": scale.seq,
-        "model.vocab_size": VOCAB,
-        "model.dropout": 0.0,
+        **scale.model.options(scale.seq, VOCAB),
         "data.path": plan.data,
         "zero.stage": stage,
         "optimizer.lr": 6e-4,

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from lab.acceptance import readings
 from lab.acceptance.figures import Figure
-from lab.acceptance.plan import HEAD_WIDTH, ModelSize, Plan
+from lab.acceptance.plan import ModelSize, Plan
 
 
 @dataclass(frozen=True)
@@ -125,14 +125,9 @@ def training_without_overlap(plan: Plan, stage: int) -> Part:
 
 def training_options(plan: Plan, stage: int, folder: Path) -> dict[str, object]:
     """Return the options of a short training run on the synthetic tokens."""
-    scale, size = plan.scale, plan.scale.trained
+    scale = plan.scale
     return {
-        "model.num_layers": size.layers,
-        "model.hidden_size": size.hidden,
-        "model.num_heads": size.hidden // HEAD_WIDTH,
-        "model.seq_length": scale.seq,
-        "model.vocab_size": scale.vocab,
-        "model.dropout": 0.0,
+        **scale.trained.options(scale.seq, scale.vocab),
         "data.path": plan.synthetic_data,
         "zero.stage": stage,
         "zero.overlap": "true",

@@ -28,6 +28,17 @@ class ModelSize:
     hidden: int
     millions: int
 
+    def options(self, seq: int, vocab: int) -> dict[str, object]:
+        """Return the options of the model for pretrain_gpt.py."""
+        return {
+            "model.num_layers": self.layers,
+            "model.hidden_size": self.hidden,
+            "model.num_heads": self.hidden // HEAD_WIDTH,
+            "model.seq_length": seq,
+            "model.vocab_size": vocab,
+            "model.dropout": 0.0,
+        }
+
 
 @dataclass(frozen=True)
 class LongScale:

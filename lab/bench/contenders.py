@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import AdamW
+from torch.optim import AdamW, Optimizer
 
 from parallel.mesh import Mesh
 from zero.engine import ZeroDataParallel
@@ -97,16 +97,11 @@ class MuonWithoutIteration(Muon):
         return matrix
 
 
-def ddp(name: str, model: nn.Module, terms: Terms, *, bucket_view: bool, fused: bool | None) -> Contender:
-    engine = DistributedDataParallel(model, gradient_as_bucket_view=bucket_view)
-    return Contender(
-        name, engine, engine.no_sync, torch_update(engine, AdamW(engine.parameters(), LR, fused=fused), terms)
-    )
-
-
-def ddp_zero_redundancy(name: str, model: nn.Module, terms: Terms) -> Contender:
-    engine = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    optimizer = ZeroRedundancyOptimizer(engine.parameters(), AdamW, lr=LR, fused=True)
+def ddp(
+    name: str, model: nn.Module, terms: Terms, *, fused: bool | None = True, adamw: Callable[..., Optimizer] = AdamW
+) -> Contender:
+    engine = DistributedDataParallel(model, gradient_as_bucket_view=bool(fused))
+    optimizer = adamw(engine.parameters(), lr=LR, fused=fused)
     return Contender(name, engine, engine.no_sync, torch_update(engine, optimizer, terms))
 
 
@@ -140,9 +135,9 @@ def deepspeed(name: str, model: nn.Module, terms: Terms, *, stage: int, offloads
 
 
 CONTENDERS: dict[str, Callable[[str, nn.Module, Terms], Contender]] = {
-    "ddp-default": partial(ddp, bucket_view=False, fused=None),
-    "ddp-fused": partial(ddp, bucket_view=True, fused=True),
-    "ddp-zero-redundancy": ddp_zero_redundancy,
+    "ddp-default": partial(ddp, fused=None),
+    "ddp-fused": ddp,
+    "ddp-zero-redundancy": partial(ddp, adamw=partial(ZeroRedundancyOptimizer, optimizer_class=AdamW)),
     "deepspeed-2-offload": partial(deepspeed, stage=2, offloads=True),
     "deepspeed-3": partial(deepspeed, stage=3),
     "deepspeed-3-offload": partial(deepspeed, stage=3, offloads=True),
@@ -158,7 +153,7 @@ CONTENDERS: dict[str, Callable[[str, nn.Module, Terms], Contender]] = {
 }
 
 
-def torch_update(model: nn.Module, optimizer: torch.optim.Optimizer, terms: Terms) -> Callable[[], None]:
+def torch_update(model: nn.Module, optimizer: Optimizer, terms: Terms) -> Callable[[], None]:
     def update() -> None:
         if math.isfinite(terms.clip_norm):
             nn.utils.clip_grad_norm_(model.parameters(), terms.clip_norm)

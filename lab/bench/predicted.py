@@ -36,7 +36,7 @@ NUM_RANKS = 2
 FOLDER = Path("runs/predicted")
 MODEL = (
     "--config configs/quickstart.yaml --model.num_layers 4 --model.hidden_size 256 --model.num_heads 4 "
-    "--train.micro_batch_size 4"
+    "--train.micro_batch_size 4 --train.global_batch_size 8"
 )
 CONFIGURATIONS = {
     "stage 0": "--zero.stage 0",
@@ -72,10 +72,9 @@ class Row:
         return self.predicted / self.measured - 1
 
 
-def settings_of(name: str) -> Settings:
+def settings_of(name: str, *options: str) -> Settings:
     """Return the settings of a configuration."""
-    batch = "--train.global_batch_size 8"
-    return parse_settings(f"{MODEL} {batch} {CONFIGURATIONS[name]}".split())
+    return parse_settings([*f"{MODEL} {CONFIGURATIONS[name]}".split(), *options])
 
 
 def prepare(name: str, world: World) -> Callable[[], object]:
@@ -124,9 +123,8 @@ def timed(step: Callable[[], object]) -> tuple[float, float]:
 
 def predict(name: str, cluster: Path) -> float:
     """Return the seconds of a step that a dry run and the cluster file project."""
-    base = f"{MODEL} --train.global_batch_size 8 {CONFIGURATIONS[name]}".split()
-    extra = ["--dry_run.world_size", str(NUM_RANKS), "--dry_run.backend", "gloo", "--dry_run.cluster", str(cluster)]
-    return project_recording(dry_run(parse_settings(base + extra)), ClusterSpec.load(cluster)).seconds
+    imitated = f"--dry_run.world_size={NUM_RANKS}", "--dry_run.backend=gloo", f"--dry_run.cluster={cluster}"
+    return project_recording(dry_run(settings_of(name, *imitated)), ClusterSpec.load(cluster)).seconds
 
 
 def launch(*words: str) -> None:
@@ -139,15 +137,12 @@ def launch(*words: str) -> None:
 
 def table(rows: list[Row]) -> str:
     """Return the rows as a table of Markdown."""
-    lines = [
-        "| configuration | predicted | measured | quartiles | error | processor time |",
-        "|---|---|---|---|---|---|",
-    ]
+    lines = ["| configuration | predicted | measured | quartiles | error | processor time |", "|---" * 6 + "|"]
     for row in rows:
-        predicted, measured, low, high, cpu = (
-            f"{1000 * seconds:.0f}" for seconds in (row.predicted, row.measured, row.low, row.high, row.cpu_seconds)
+        lines.append(
+            f"| {row.name} | {1e3 * row.predicted:.0f} | {1e3 * row.measured:.0f} | {1e3 * row.low:.0f} to "
+            f"{1e3 * row.high:.0f} | {row.error:+.0%} | {1e3 * row.cpu_seconds:.0f} |"
         )
-        lines.append(f"| {row.name} | {predicted} | {measured} | {low} to {high} | {row.error:+.0%} | {cpu} |")
     return "\n".join(lines)
 
 

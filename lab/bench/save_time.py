@@ -15,24 +15,21 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from gpt.build.train_state import TrainState, build_loss_scale, build_model, build_optimizer
+from gpt.build.train_state import TrainState, build
 from gpt.checkpoint.checkpoint import load, owned_tensors
 from gpt.checkpoint.layout import Progress
 from gpt.checkpoint.saver import RunSaver
-from gpt.model.transformer import initialize
-from gpt.settings.optimizer import OptimizerSettings
-from gpt.settings.training import LossScaleSettings
+from gpt.settings.data import DataSettings
+from gpt.settings.settings import Settings
+from gpt.settings.training import TrainSettings
 from gpt.shape.config import ModelConfig
 from parallel.mesh import Mesh
-from parallel.tensor.token_layout import ReplicatedTokens
 from parallel.world import shared_store, start_world, stop_world
-from zero.activations.checkpointed_blocks import ActivationsConfig
-from zero.engine import ZeroDataParallel
 from zero.partition.config import ZeroConfig
 from zero.state.sealed_file import CHUNK_BYTES, flush
 from zero.state.writer import HostCopies
 
-CONFIG = ModelConfig(8, 640, 10, 128, 8192, dropout=0.0)
+MODEL = ModelConfig(8, 640, 10, 128, 8192, dropout=0.0)
 
 
 def save(saver: RunSaver, progress: Progress) -> None:
@@ -41,13 +38,9 @@ def save(saver: RunSaver, progress: Progress) -> None:
 
 
 def build_state(stage: int, device: torch.device) -> TrainState:
-    mesh, activations = Mesh.create(1, device.type), ActivationsConfig()
-    gpt = build_model(CONFIG, activations, ReplicatedTokens(mesh.tensor), device, torch.bfloat16)
-    initialize(gpt, 0)
-    model = ZeroDataParallel(gpt, mesh.data, ZeroConfig(stage))
-    scale = build_loss_scale(LossScaleSettings(), False, device)
-    optimizer = build_optimizer(model, mesh.tensor, OptimizerSettings(), scale)
-    return TrainState(mesh, model, optimizer, device, activations)
+    mesh = Mesh.create(1, device.type)
+    train = TrainSettings(precision="bf16", micro_batch_size=1, global_batch_size=mesh.data.size)
+    return build(Settings(MODEL, DataSettings(path="unused"), zero=ZeroConfig(stage), train=train), mesh, device)
 
 
 def train_step(state: TrainState) -> None:

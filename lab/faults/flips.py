@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from gpt.replicas import INTEGERS
+from zero.buckets.bucket import Bucket
 from zero.engine import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
 from zero.partition.stage import Lifetime
@@ -23,12 +24,12 @@ from zero.partition.stage import Lifetime
 Named = Iterator[tuple[str, Tensor]]
 
 
-def gradients(model: ZeroDataParallel, optimizer: ZeroOptimizer) -> Named:
-    """Yield the owned parts of the reduced gradients."""
+def owned(model: ZeroDataParallel, buffer_of: Callable[[Bucket], Tensor]) -> Named:
+    """Yield the owned parts of a buffer of each bucket."""
     for flat in model.flats:
         for bucket in flat.buckets:
             for span, part in flat.layout.spans_in(bucket.shard):
-                yield span.name, bucket.owned_part(bucket.grads.owned, part)
+                yield span.name, bucket.owned_part(buffer_of(bucket), part)
 
 
 def weights(model: ZeroDataParallel, optimizer: ZeroOptimizer) -> Named:
@@ -37,14 +38,6 @@ def weights(model: ZeroDataParallel, optimizer: ZeroOptimizer) -> Named:
         if flat.lifetime is Lifetime.PERSISTENT:
             for span in flat.layout.spans:
                 yield span.name, flat.full[span.elements.start : span.elements.stop]
-
-
-def masters(model: ZeroDataParallel, optimizer: ZeroOptimizer) -> Named:
-    """Yield the owned parts of the master weights."""
-    for flat in model.flats:
-        for bucket in flat.buckets:
-            for span, part in flat.layout.spans_in(bucket.shard):
-                yield span.name, bucket.owned_part(bucket.master, part)
 
 
 def moments(model: ZeroDataParallel, optimizer: ZeroOptimizer) -> Named:
@@ -57,9 +50,9 @@ def moments(model: ZeroDataParallel, optimizer: ZeroOptimizer) -> Named:
 
 
 TARGETS: dict[str, Callable[[ZeroDataParallel, ZeroOptimizer], Named]] = {
-    "gradient": gradients,
+    "gradient": lambda model, _: owned(model, lambda bucket: bucket.grads.owned),
     "weight": weights,
-    "master": masters,
+    "master": lambda model, _: owned(model, lambda bucket: bucket.master),
     "moment": moments,
 }
 

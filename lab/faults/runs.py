@@ -11,9 +11,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from lab.acceptance.child import ROOT, descendants
 from lab.faults.failing_run import Fault
 
-ROOT = Path(__file__).parents[2]
 OPTIONS: dict[str, object] = {
     "model.num_layers": 2,
     "model.hidden_size": 32,
@@ -111,19 +111,6 @@ def end(job: subprocess.Popen[str], limit_seconds: float = LIMIT_SECONDS) -> End
             with suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
         return Ended(None, job.communicate()[0])
-
-
-def descendants(process: int) -> list[int]:
-    """Return the processes that a process has started, and those that they have."""
-    children: dict[int, list[int]] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):
-            fields = stat.read_text().rpartition(")")[2].split()
-            children.setdefault(int(fields[1]), []).append(int(stat.parent.name))
-    found = [process]
-    for parent in found:
-        found += children.get(parent, [])
-    return found[1:]
 
 
 def logged_steps(run_dir: Path) -> Steps:

@@ -13,6 +13,7 @@ from torch import Tensor
 from lab.measure.curves import Curve
 from parallel.mesh import Axis, Mesh
 
+COLLECTIVES = "all_reduce", "all_gather", "reduce_scatter"
 LINK_BYTES = 8 * 2**20  # of a message between two ranks
 MESSAGE_BYTES = 2**10, 2**14, 2**18, 2**22, 2**25  # by which times of collectives are measured
 MESSAGE_BYTES_OF_GPUS = (2**28,)  # and these, too
@@ -65,14 +66,9 @@ def measure_axis(axis: Axis, device: torch.device) -> list[LinkRate]:
     numel = message_bytes(axis.size) // 2 // axis.size * axis.size
     full = torch.ones(numel, dtype=torch.bfloat16, device=device)
     shard = torch.ones(numel // axis.size, dtype=torch.bfloat16, device=device)
-    operations: dict[str, Measurement] = {
-        "all_reduce": lambda: axis.all_reduce(full, out=full).wait(),
-        "all_gather": lambda: axis.all_gather(shard, out=full).wait(),
-        "reduce_scatter": lambda: axis.reduce_scatter(full, out=shard).wait(),
-    }
     rates = []
-    for name, operation in operations.items():
-        seconds = measured_seconds(operation, device, axis)
+    for name in COLLECTIVES:
+        seconds = measured_seconds(partial(_collect, axis, name, full, shard), device, axis)
         assert axis.log.last is not None
         rates.append(LinkRate(axis.name, name, _members(axis), axis.log.last.wire_bytes / seconds))
     return rates if axis.rank == 0 else []
@@ -111,7 +107,7 @@ def measure_sizes(axis: Axis, device: torch.device) -> list[Curve]:
     matrix = torch.ones(COMPUTED_SIZE, COMPUTED_SIZE)
     before = partial(torch.mm, matrix, matrix) if device.type == "cpu" else None
     curves, messages = [], MESSAGE_BYTES + (MESSAGE_BYTES_OF_GPUS if device.type == "cuda" else ())
-    for name in ("all_reduce", "all_gather", "reduce_scatter"):
+    for name in COLLECTIVES:
         sizes, seconds = [], []
         for num_bytes in messages:
             full = torch.ones(num_bytes // 4 // axis.size * axis.size, device=device)

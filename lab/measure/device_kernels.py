@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import cycle
 from statistics import median
-from typing import Any, Self
+from typing import Generic, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from lab.measure.bandwidth import measured_seconds
 from lab.measure.curves import Curve, curve_name, type_name
-from lab.measure.products import Product
+from lab.measure.products import Attention, Product
 from lab.measure.reference_step import measure_reference_step
 from lab.observe.kernel_log import Kernel, kernels_of
 
@@ -41,43 +41,16 @@ NUM_TINY_LAYERS, NUM_TINY_STEPS = 24, 20
 LAUNCHES_TOGETHER = {"cpu": 1, "cuda": 10}
 
 Action = Callable[[], object]
+Shape = TypeVar("Shape")
 
 
 @dataclass(frozen=True)
-class MeasuredProduct:
-    """A matrix product and its time."""
+class MeasuredKernel(Generic[Shape]):
+    """A matrix product or a fused attention: its type, its shape as in `Kernel`, and its time."""
 
     dtype: str
-    product: Product
+    shape: Shape
     seconds: float
-
-
-@dataclass(frozen=True)
-class MeasuredAttention:
-    """A fused attention, as `Kernel.attention` describes it, and its time."""
-
-    dtype: str
-    attention: tuple[int, int, int, int, int]
-    seconds: float
-
-
-def _elementwise(x: Tensor) -> Action:
-    other = torch.ones_like(x)
-    return lambda: x + other
-
-
-def _scaled(x: Tensor) -> Action:
-    return lambda: x * 0.5
-
-
-def _copied(x: Tensor) -> Action:
-    out = torch.empty_like(x)
-    return lambda: out.copy_(x)
-
-
-def _cast(x: Tensor) -> Action:
-    other = torch.bfloat16 if x.dtype == torch.float32 else torch.float32
-    return lambda: x.to(other)
 
 
 def _backward_of(function: Callable[..., Tensor], *inputs: Tensor) -> Action:
@@ -100,35 +73,18 @@ def _ids(x: Tensor) -> Tensor:
     return torch.randint(len(x), (len(x),), device=x.device)
 
 
-def _embedding(x: Tensor) -> Action:
-    ids = _ids(x)
-    return lambda: F.embedding(ids, x)
-
-
-def _embedding_backward(x: Tensor) -> Action:
-    ids = _ids(x)
-    return _backward_of(lambda table: F.embedding(ids, table), x)
-
-
-def _adamw(x: Tensor) -> Action:
+def _with_gradient(x: Tensor) -> nn.Parameter:
     param = nn.Parameter(x)
     param.grad = torch.ones_like(x)
-    return torch.optim.AdamW([param], lr=1e-3, fused=True).step
-
-
-def _clipped(x: Tensor) -> Action:
-    param = nn.Parameter(x)
-    param.grad = torch.ones_like(x)
-    norm = torch.ones((), device=x.device)
-    return lambda: nn.utils.clip_grads_with_norm_([param], 0.5, norm)
+    return param
 
 
 # The kernels of a training step that move the most bytes. A curve is named by the kernel in the log.
 KERNELS: tuple[Callable[[Tensor], Action], ...] = (
-    _elementwise,
-    _scaled,
-    _copied,
-    _cast,
+    lambda x: partial(torch.add, x, torch.ones_like(x)),
+    lambda x: partial(torch.mul, x, 0.5),
+    lambda x: partial(torch.empty_like(x).copy_, x),
+    lambda x: partial(x.to, torch.bfloat16 if x.dtype == torch.float32 else torch.float32),
     lambda x: partial(x.exp),
     lambda x: partial(x.sum, 0),
     lambda x: partial(x.logsumexp, -1),
@@ -138,11 +94,11 @@ KERNELS: tuple[Callable[[Tensor], Action], ...] = (
     lambda x: partial(_norm, x),
     _norm_backward,
     lambda x: partial(torch.stack, [x, x]),
-    _embedding,
-    _embedding_backward,
-    _adamw,
+    lambda x: partial(F.embedding, _ids(x), x),
+    lambda x: _backward_of(partial(F.embedding, _ids(x)), x),
+    lambda x: torch.optim.AdamW([_with_gradient(x)], lr=1e-3, fused=True).step,
     lambda x: partial(nn.utils.get_total_norm, [x]),
-    _clipped,
+    lambda x: partial(nn.utils.clip_grads_with_norm_, [_with_gradient(x)], 0.5, torch.ones((), device=x.device)),
 )
 
 
@@ -151,8 +107,8 @@ class DeviceKernels:
     """The measured kernels of one device, and the seconds for which its host is busy with one of them."""
 
     curves: list[Curve]
-    products: list[MeasuredProduct]
-    attentions: list[MeasuredAttention]
+    products: list[MeasuredKernel[Product]]
+    attentions: list[MeasuredKernel[Attention]]
     launch_seconds: float
     step_seconds: dict[str, float]  # of the reference step, by type
 
@@ -166,17 +122,6 @@ class DeviceKernels:
             products=measure_products(device),
             attentions=measure_attention(device),
             launch_seconds=measure_launch(device),
-        )
-
-    @classmethod
-    def of(cls, values: dict[str, Any]) -> Self:
-        """Return the kernels that JSON describes."""
-        return cls(
-            [Curve(**curve) for curve in values["curves"]],
-            [MeasuredProduct(**product) for product in values["products"]],
-            [MeasuredAttention(**attention) for attention in values["attentions"]],
-            values["launch_seconds"],
-            values["step_seconds"],
         )
 
 
@@ -214,7 +159,7 @@ def _seconds_each(action: Action, device: torch.device) -> float:
     return measured_seconds(repeated, device, budget=BUDGET_SECONDS) / times
 
 
-def measure_products(device: torch.device) -> list[MeasuredProduct]:
+def measure_products(device: torch.device) -> list[MeasuredKernel[Product]]:
     """Measure the products of the forward and the backward of linear layers, from small to large."""
     found = []
     for dtype in DTYPES:
@@ -226,11 +171,11 @@ def measure_products(device: torch.device) -> list[MeasuredProduct]:
             for one, other in ((x, weight.t()), (gradient, weight), (gradient.t(), x)):
                 seconds = _seconds_each(partial(torch.mm, one, other), device)
                 (m, k), n = one.shape, other.shape[1]
-                found.append(MeasuredProduct(type_name(dtype), (1, m, n, k), seconds))
+                found.append(MeasuredKernel(type_name(dtype), (1, m, n, k), seconds))
     return found
 
 
-def measure_attention(device: torch.device) -> list[MeasuredAttention]:
+def measure_attention(device: torch.device) -> list[MeasuredKernel[Attention]]:
     """Measure causal fused attention, forward and backward."""
     found = []
     for dtype in DTYPES:
@@ -240,7 +185,7 @@ def measure_attention(device: torch.device) -> list[MeasuredAttention]:
             for action in (partial(attend, *inputs), _backward_of(attend, *inputs)):
                 kernel = largest_kernel(action)
                 if kernel.attention is not None:  # else it is not a fused one
-                    found.append(MeasuredAttention(type_name(dtype), kernel.attention, _seconds_each(action, device)))
+                    found.append(MeasuredKernel(type_name(dtype), kernel.attention, _seconds_each(action, device)))
     return found
 
 

@@ -7,7 +7,7 @@ from datetime import date
 from math import prod
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any, Self
+from typing import Any
 
 import torch
 import yaml
@@ -45,15 +45,6 @@ class Measured:
     collectives: list[Curve]  # inside nodes
     kernels: DeviceKernels
     reserved_bytes: int  # of the device's memory, which CUDA and NCCL take
-
-    @classmethod
-    def parse(cls, text: bytes) -> Self:
-        """Return the measurements of a rank from their JSON."""
-        found = json.loads(text)
-        for key in ("inside_and_across", "one_rank_per_node", "job_mesh"):
-            found[key] = [LinkRate(**(link | {"ranks": tuple(link["ranks"])})) for link in found[key]]
-        found["collectives"] = [Curve(**curve) for curve in found["collectives"]]
-        return cls(**(found | {"device": DeviceRate(**found["device"]), "kernels": DeviceKernels.of(found["kernels"])}))
 
 
 def cluster_of(by_rank: Sequence[Measured], world: World, name: str) -> ClusterSpec:
@@ -145,22 +136,16 @@ def _step_factor(
 
 def products_of(measured: Sequence[DeviceKernels], dtype: str) -> list[tuple[Product, float]]:
     """Return the shapes and the seconds of all measured products of a type."""
-    return [
-        ((batch, m, n, k), found.seconds)
-        for kernels in measured
-        for found in kernels.products
-        if found.dtype == dtype
-        for batch, m, n, k in [found.product]
-    ]
+    return [(found.shape, found.seconds) for one in measured for found in one.products if found.dtype == dtype]
 
 
 def attention_fraction(measured: Sequence[DeviceKernels], dtype: str, cluster: ClusterSpec) -> float | None:
     """Return the part of the half-precision peak that fused attention reaches; None if there is no such kernel."""
     rates = [
-        attention_flops(attention.attention, cluster.attention_overhead) / attention.seconds
-        for kernels in measured
-        for attention in kernels.attentions
-        if attention.dtype == dtype
+        attention_flops(found.shape, cluster.attention_overhead) / found.seconds
+        for one in measured
+        for found in one.attentions
+        if found.dtype == dtype
     ]
     return median(rates) / (cluster.peak_half_tflops * 1e12) if rates else None
 

@@ -10,6 +10,7 @@ HEAD_DIM_MULTIPLE = 32  # for which fused attention has kernels (FlashAttention-
 # Values of which `fit_overhead` chooses the best one; the step is about 1.4.
 OVERHEADS = (0, *(round(2 ** (half / 2)) for half in range(2, 21)))
 Product = tuple[int, int, int, int]  # batch, m, n, k
+Attention = tuple[int, int, int, int, int]  # heads, queries, keys, head_dim, number of products
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ def _log_peaks(model: TileModel, measured: Sequence[tuple[Product, float]]) -> l
     return [log(2 * prod(shape) / seconds / model.share_of_peak(shape)) for shape, seconds in measured]
 
 
-def attention_flops(attention: tuple[int, int, int, int, int], overhead: float) -> float:
+def attention_flops(attention: Attention, overhead: float) -> float:
     """Return the floating-point operations of a causal fused attention, as `Kernel.attention` describes it.
 
     Each query reads half of the keys, and half of `overhead` more.

@@ -22,21 +22,6 @@ from parallel.comm_log import CommEvent
 
 CACHE = ROOT / "runs/published"
 SOURCES = ("lab/observe/kernel_log.py",)  # what a change of these records, older recordings lack
-DTYPES = {
-    str(dtype): dtype
-    for dtype in (
-        torch.float32,
-        torch.bfloat16,
-        torch.float16,
-        torch.float64,
-        torch.int64,
-        torch.int32,
-        torch.int16,
-        torch.int8,
-        torch.uint8,
-        torch.bool,
-    )
-}
 
 
 @dataclass(frozen=True)
@@ -101,14 +86,19 @@ def _as_json(recording: Recording, num_layers: int, num_micro_batches: int) -> d
     }
 
 
+def _dtype(name: str) -> torch.dtype:
+    """Return the type of a name such as torch.bfloat16."""
+    return getattr(torch, name.removeprefix("torch."))
+
+
 def _parsed(stored: dict[str, Any]) -> StoredRecording:
     kernels = []
     for values in stored["kernels"]:
         for name in ("product", "attention"):
             values[name] = tuple(values[name]) if values[name] else None
-        kernels.append(Kernel(**(values | {"dtype": DTYPES[values["dtype"]]})))
+        kernels.append(Kernel(**(values | {"dtype": _dtype(values["dtype"])})))
     events = [
-        CommEvent(op, axis, size, message_bytes, DTYPES[dtype], phase, launched, awaited)
+        CommEvent(op, axis, size, message_bytes, _dtype(dtype), phase, launched, awaited)
         for op, axis, size, message_bytes, dtype, phase, launched, awaited in stored["events"]
     ]
     return StoredRecording(**(stored | {"kernels": kernels, "events": events}))

@@ -101,6 +101,11 @@ def by_source(found: Sequence[Prediction]) -> dict[str, list[Prediction]]:
     return groups
 
 
+def mean_of_medians(found: Sequence[Prediction]) -> float:
+    """Return the mean of the median errors of the sources."""
+    return statistics.mean(median_abs(errors(group)) for group in by_source(found).values() if errors(group))
+
+
 def predictions_with(rows: Sequence[Row], constants_of: Callable[[Row], Constants]) -> list[Prediction]:
     return [predict(row, with_constants(cluster_of(row), constants_of(row))) for row in rows]
 
@@ -125,11 +130,10 @@ def summary_lines(variants: dict[str, list[Prediction]]) -> Iterator[str]:
 
 def title_line(title: str, found: Sequence[Prediction]) -> str:
     own = errors(found)
-    means = statistics.mean(median_abs(errors(group)) for group in by_source(found).values() if errors(group))
     share = sum(abs(value) <= WITHIN for value in own) / len(own)
     return (
         f"- {title}: median error {median_abs(own):.1%}, signed {statistics.median(own):+.1%}, {share:.0%} of "
-        f"{len(own)} rows within {WITHIN:.0%}, mean of the sources' medians {means:.1%}."
+        f"{len(own)} rows within {WITHIN:.0%}, mean of the sources' medians {mean_of_medians(found):.1%}."
     )
 
 
@@ -162,16 +166,14 @@ def effect_lines(rows: Sequence[Row], base: Sequence[Prediction]) -> Iterator[st
     yield "| effect | source | rows it moves by 0.5% | median error without it | and fitted again | mean of sources |"
     yield "| --- | --- | --- | --- | --- | --- |"
     total = f"{median_abs(errors(base)):.1%}"
-    means = statistics.mean(median_abs(errors(group)) for group in by_source(base).values() if errors(group))
-    yield f"| all effects | | | {total} | {total} | {means:.1%} |"
+    yield f"| all effects | | | {total} | {total} | {mean_of_medians(base):.1%} |"
     for effect in EFFECTS:
         print(f"without: {effect.name}", flush=True)
         same = [predict_without(effect, row, {}) for row in known]
         moved = sum(abs(one.seconds / reference[one.row.id] - 1) > 0.005 for one in same)
         constants = {gpu: refitted(effect, gpu) for gpu in FITS}
         again = [predict_without(effect, row, constants[gpu_type(row)]) for row in known]
-        means = statistics.mean(median_abs(errors(group)) for group in by_source(again).values())
-        medians = f"{median_abs(errors(same)):.1%} | {median_abs(errors(again)):.1%} | {means:.1%}"
+        medians = f"{median_abs(errors(same)):.1%} | {median_abs(errors(again)):.1%} | {mean_of_medians(again):.1%}"
         yield f"| {effect.name} | {effect.source} | {moved} of {len(known)} | {medians} |"
 
 

@@ -23,22 +23,6 @@ RECORDED_MICRO_BATCHES = 2  # the second one is like all that follow
 SMALLEST_VOCAB_MULTIPLE, VOCAB_MULTIPLE = 8, 128
 STORES = {"none": "none", "keep": "keep", "full": "keep", "selective": "selective", "local": "selective"}
 HALF = "fp16", "bf16"
-DEFAULTS: dict[str, Any] = {
-    **dict.fromkeys(("source", "gpu", "cluster"), ""),
-    "node_gbps": 0.0,  # that of the cluster file
-    "published_tflops": math.nan,
-    "reduce_dtype": "bf16",
-    **dict.fromkeys(("gpus", "layers", "hidden", "heads", "vocab", "seq", "global_batch"), 0),  # refused
-    "sequence_parallel": 0,
-    "stage": 0,
-    "tp": 1,
-    "micro": 1,
-    "store": "keep",
-    "attention": "flash",
-    "dropout": 0.0,
-    "precision": "bf16",
-    "basis": "6P+12Lhs",
-}
 FSDP_SOURCES = "MosaicML", "PyTorch FSDP"
 
 
@@ -47,28 +31,28 @@ class Row:
     """One published run."""
 
     id: str
-    source: str
-    gpu: str
-    cluster: str
-    node_gbps: float
-    gpus: int
-    layers: int
-    hidden: int
-    heads: int
-    vocab: int
-    seq: int
-    stage: int
-    tp: int
-    sequence_parallel: int
-    micro: int
-    global_batch: int
-    store: str
-    attention: str
-    dropout: float
-    precision: str
-    basis: str
-    published_tflops: float
-    reduce_dtype: str
+    source: str = ""
+    gpu: str = ""
+    cluster: str = ""
+    node_gbps: float = 0.0  # that of the cluster file
+    gpus: int = 0  # like other sizes of 0, refused
+    layers: int = 0
+    hidden: int = 0
+    heads: int = 0
+    vocab: int = 0
+    seq: int = 0
+    stage: int = 0
+    tp: int = 1
+    sequence_parallel: int = 0
+    micro: int = 1
+    global_batch: int = 0
+    store: str = "keep"
+    attention: str = "flash"
+    dropout: float = 0.0
+    precision: str = "bf16"
+    basis: str = "6P+12Lhs"
+    published_tflops: float = math.nan
+    reduce_dtype: str = "bf16"
     micro_known: int = 1
     doubt: int = 0
     notes: str = ""
@@ -83,7 +67,7 @@ class Row:
         known = {field.name: field.type for field in fields(cls)}
         types: dict[Any, Any] = {int: lambda text: round(float(text)), float: float, str: str}
         found = {name: types[kind](values[name]) for name, kind in known.items() if values.get(name)}
-        return cls(**(DEFAULTS | found))
+        return cls(**found)
 
     @property
     def data_size(self) -> int:

@@ -1,6 +1,5 @@
 """The page of the paper and its plots, from dry runs that are made up."""
 
-import math
 from pathlib import Path
 
 import pytest
@@ -8,7 +7,7 @@ from matplotlib import pyplot
 
 from lab.paper import reproduce, throughput
 from lab.paper.experiments import Experiment, experiments
-from lab.paper.plots import Labels, Series, plot_bars, plot_lines
+from lab.paper.plots import Labels, Series, plot_bars
 from lab.paper.results import CLUSTER, Result
 from lab.planner.depth import DepthExtrapolation, Estimate
 
@@ -42,17 +41,6 @@ def test_a_run_out_of_memory_has_a_mark_instead_of_a_bar_and_the_limit_is_drawn(
 
 
 @pytest.mark.usefixtures("open_plots")
-def test_a_line_has_a_gap_at_an_unknown_value_and_names_keep_their_order(tmp_path: Path):
-    series = [Series("ZeRO", ["2B", "4B"], [1.0, 2.0]), Series("baseline", ["1B", "2B", "4B"], [3.0, None, 4.0])]
-    plot_lines(tmp_path / "lines.png", LABELS, series, ["1B", "2B", "4B"])
-    (axes,) = pyplot.gcf().axes
-    zero, baseline = axes.lines
-    assert list(zero.get_xdata()) == [1, 2]
-    assert math.isnan(baseline.get_ydata()[1])
-    assert [label.get_text() for label in axes.get_xticklabels()] == ["1B", "2B", "4B"]
-
-
-@pytest.mark.usefixtures("open_plots")
 def test_sizes_are_in_their_order(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setattr(throughput, "PAPER", tmp_path)
     monkeypatch.setattr(throughput, "results", lambda figure: tuple(map(result, experiments(figure))))
@@ -72,18 +60,6 @@ def test_a_run_that_does_not_leave_the_reserve_is_out_of_memory_and_has_no_rate(
     fitting, oom = list(throughput.throughput_lines([just_fits, too_large]))[2:]
     assert "OOM" not in fitting
     assert "| OOM |" in oom
-
-
-def test_the_row_that_is_left_out_is_named_beside_the_largest_error(monkeypatch: pytest.MonkeyPatch):
-    def made_up(figure: str) -> tuple[Result, ...]:
-        rates = {throughput.EXCLUDED: 1.83, "figure8/60b-c3-128": 1.3}
-        return tuple(result(e, rates.get(f"{e.figure}/{e.name}", 1.01)) for e in experiments(figure))
-
-    monkeypatch.setattr(throughput, "results", made_up)
-    (sentences,) = throughput.accuracy()
-    assert sentences.startswith("Over 31 of the 32 predicted rows of Figures 2, 4 and 8 the median error is 1%, the ")
-    assert "the largest 30% (60b-c3-128)" in sentences
-    assert "figure2/40b-baseline-384 with an error of +83%" in sentences
 
 
 def test_the_page_has_a_status_for_each_table_and_figure_of_the_paper(monkeypatch: pytest.MonkeyPatch):

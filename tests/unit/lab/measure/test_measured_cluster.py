@@ -8,29 +8,21 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
 from lab.measure import device_kernels, reference_step
 from lab.measure.cluster import RESERVED_BYTES, ClusterSpec
 from lab.measure.curves import Curve, mean_curves
-from lab.measure.device_kernels import KERNELS, MeasuredAttention, MeasuredProduct
+from lab.measure.device_kernels import KERNELS
 from lab.measure.kernel_costs import kernel_seconds
-from lab.measure.measured_cluster import attention_fraction, reserved_bytes, with_step_factors, write_cluster
-from lab.measure.products import TileModel, attention_flops, fit_overhead, peak_rate
+from lab.measure.measured_cluster import reserved_bytes, write_cluster
 from lab.measure.reference_step import Shape
 from lab.observe.kernel_log import Kernel
 from parallel.errors import ConfigError
 
 CLUSTER = ClusterSpec.load(Path(__file__).resolve().parents[4] / "configs/clusters/dgx-a100.yaml")
 CURVE = Curve("add float32", (10.0, 100.0), (1.0, 2.0))
-
-
-def test_a_written_cluster_is_loaded_with_its_curves(tmp_path):
-    spec = dataclasses.replace(CLUSTER, kernels=(CURVE,), collectives=(CURVE,), device="cpu")
-    write_cluster(spec, tmp_path / "cluster.yaml", ["n1"])
-    assert ClusterSpec.load(tmp_path / "cluster.yaml") == spec
-    assert ClusterSpec(**dataclasses.asdict(spec)) == spec
 
 
 def test_a_written_cluster_says_where_it_was_measured_and_has_four_digits_of_each_rate(tmp_path):
@@ -67,23 +59,6 @@ def test_the_curves_of_ranks_are_averaged():
     assert mean_curves([[CURVE], [other]]) == (dataclasses.replace(CURVE, seconds=(2.0, 4.0)),)
 
 
-def test_the_overhead_and_the_peak_of_products_are_found_in_their_times():
-    true = TileModel(128, 108, 128.0, splits=True)
-    shapes = [(1, 2048, 2048, 1024), (1, 4096, 1024, 8192), (1, 256, 256, 16384), (1, 1000, 3000, 500)]
-    measured = [((b, m, n, k), 2 * b * m * n * k / (3e14 * true.share_of_peak((b, m, n, k)))) for b, m, n, k in shapes]
-    found = fit_overhead(dataclasses.replace(true, overhead=0.0), measured)
-    assert found == true
-    assert peak_rate(found, measured) == pytest.approx(3e14)
-
-
-def test_the_rate_of_attention_is_found_in_its_time():
-    shape = (16, 1024, 1024, 64, 2)
-    seconds = attention_flops(shape, CLUSTER.attention_overhead) / (0.3 * 312e12)
-    kernels = mock.Mock(attentions=[MeasuredAttention("bfloat16", shape, seconds)])
-    assert attention_fraction([kernels], "bfloat16", CLUSTER) == pytest.approx(0.3)
-    assert attention_fraction([kernels], "float32", CLUSTER) is None
-
-
 def test_what_cuda_takes_of_a_device_is_what_torch_and_the_free_memory_leave():
     figures = {"synchronize": mock.Mock(), "mem_get_info": lambda _: (30, 100), "memory_reserved": lambda _: 50}
     with mock.patch.multiple(torch.cuda, **figures):
@@ -101,26 +76,9 @@ def test_measured_kernels_are_those_that_a_step_runs():
     assert len(names) == 2 * len(KERNELS), "each kernel has its own curve in both types"
     assert {"gelu_backward float32", "native_layer_norm_backward bfloat16", "fused_adamw float32"} <= names
     assert {"embedding_dense_backward float32", "to_copy float32", "foreach_norm float32"} <= names
-    assert [p.product for p in products if p.dtype == "float32"] == [(1, 8, 32, 16), (1, 8, 16, 32), (1, 32, 16, 8)]
-    assert all(isinstance(product, MeasuredProduct) and product.seconds > 0 for product in products)
-    assert [a.attention for a in attentions] == [(2, 8, 8, 8, 2), (2, 8, 8, 8, 5)] * 2
-
-
-def test_the_factor_of_a_step_makes_its_kernels_take_as_long_as_it_was_measured():
-    cpu, small = torch.device("cpu"), {"cpu": Shape(1, 16, 2, 8, 2, 32)}
-    spec = dataclasses.replace(CLUSTER, device="cpu", launch_seconds=1e-6)
-    measured = [mock.Mock(step_seconds={"bfloat16": seconds, "float32": 3.0}) for seconds in (4.0, 6.0)]
-    with mock.patch.multiple(reference_step, SHAPES=small, BUDGET_SECONDS=0.0):
-        found = with_step_factors(spec, measured, cpu)
-        for dtype, seconds in ((torch.bfloat16, 5.0), (torch.float32, 3.0)):
-            kernels = reference_step.reference_kernels(cpu, dtype)
-            assert sum(kernel_seconds(kernel, found) for kernel in kernels) == pytest.approx(seconds)
-            assert sum(kernel.product is not None for kernel in kernels) == 3 * 5, (
-                "each linear layer has three products"
-            )
-        assert reference_step.measure_reference_step(cpu, torch.float32) > 0
-        fast = [mock.Mock(step_seconds={"bfloat16": 0.0, "float32": 0.0})]
-        assert with_step_factors(spec, fast, cpu).full_step_factor == 0.1, "models that are far too slow count a tenth"
+    assert [p.shape for p in products if p.dtype == "float32"] == [(1, 8, 32, 16), (1, 8, 16, 32), (1, 32, 16, 8)]
+    assert all(product.seconds > 0 for product in products)
+    assert [a.shape for a in attentions] == [(2, 8, 8, 8, 2), (2, 8, 8, 8, 5)] * 2
 
 
 def test_a_block_of_the_reference_step_is_a_layer_of_torchs_causal_transformer():
@@ -141,30 +99,6 @@ def test_a_block_of_the_reference_step_is_a_layer_of_torchs_causal_transformer()
     x = torch.randn(2, 8, 16)
     expected = layer(x, nn.Transformer.generate_square_subsequent_mask(8), is_causal=True)
     torch.testing.assert_close(block(x), expected)  # fp32
-
-
-def test_a_kernel_takes_its_inputs_in_turn_as_many_as_are_in_no_fast_cache(monkeypatch):
-    monkeypatch.setattr(device_kernels, "NUMELS", {"cpu": (2**9, 2**10, 2**15)})
-    monkeypatch.setattr(device_kernels, "ROTATED_BYTES", 2**14)
-    taken: dict[int, list[int]] = {}
-
-    def build(x: Tensor) -> device_kernels.Action:
-        of_size = taken.setdefault(x.numel(), [])
-        number = sum(call < 0 for call in of_size) + 1
-        of_size.append(-number)  # made
-        return lambda: (of_size.append(number), x.exp())
-
-    def seconds(action: device_kernels.Action, _device: torch.device) -> float:
-        for _ in range(10):
-            action()
-        return 1.0
-
-    monkeypatch.setattr(device_kernels, "_seconds_each", seconds)
-    curve = device_kernels._curve(build, torch.float32, torch.device("cpu"))
-    assert curve == Curve("exp float32", (2.0**12, 2.0**13, 2.0**18), (1.0, 1.0, 1.0))  # read and written
-    for numel, num_inputs in ((2**9, 8), (2**10, 4), (2**15, 1)):
-        in_turn = [number % num_inputs + 1 for number in range(10)]
-        assert taken[numel] == [*range(-1, -num_inputs - 1, -1), 1, *in_turn]  # the first one is also counted once
 
 
 def test_the_measured_attention_is_causal(monkeypatch):
@@ -191,9 +125,3 @@ def test_a_product_with_a_size_that_is_no_multiple_of_eight_has_no_tensor_cores(
     spec = dataclasses.replace(CLUSTER, kernel_seconds=1e-12, launch_seconds=0.0)
     with_cores = kernel_seconds(kernel, dataclasses.replace(spec, device="cpu"))  # which has no such rule
     assert kernel_seconds(kernel, spec) == pytest.approx(factor * with_cores)
-
-
-def test_each_query_of_attention_reads_half_of_the_keys_and_of_the_overhead():
-    heads, queries, keys, head_dim, num_products = 2, 8, 16, 64, 5
-    flops = attention_flops((heads, queries, keys, head_dim, num_products), overhead=6.0)
-    assert flops == num_products * heads * queries * (8 + 3) * 2 * head_dim
