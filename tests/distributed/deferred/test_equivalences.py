@@ -62,7 +62,7 @@ OFFLOADS = {"none": NO_OFFLOAD, "host": OffloadConfig("host"), "auto": auto(1.2e
 
 @dataclass(frozen=True)
 class Case:
-    """The settings of a run of 5 steps."""
+    """The settings of a run."""
 
     stage: int
     tensor_size: int = 1

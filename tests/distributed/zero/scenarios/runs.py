@@ -153,6 +153,11 @@ class Run:
             self.record((loss or mean_square)(model, self.batch(step))).backward()
             optimizer.step()
 
+    def train_module(self, module: nn.Module, loss: "Loss | None" = None, steps: Iterable[int] = (0, 1)) -> None:
+        """Wrap a module and train it."""
+        model = self.wrap(module)
+        self.train(model, self.optimizer(model), loss, steps)
+
     def results(self) -> dict[str, Tensor]:
         """Return what was recorded, averaged over the ranks, and all parameters."""
         results = {}

@@ -103,8 +103,7 @@ def test_layers_are_unfrozen_one_after_another(run: Run) -> None:
             assert param.grad is None or run.is_plain
             assert type(param) is nn.Parameter
         run.record(mean_square(module, run.batch(50)))
-    model = run.wrap(module)
-    run.train(model, run.optimizer(model), steps=[9])
+    run.train_module(module, steps=[9])
 
 
 @scenario()
@@ -121,8 +120,7 @@ def test_an_unwrapped_module_is_plain_and_complete(run: Run) -> None:
     optimizer.zero_grad()
     plain.double().requires_grad_(False).requires_grad_(True)
     plain.load_state_dict(plain.state_dict(), assign=True)
-    model = run.wrap(plain)
-    run.train(model, run.optimizer(model))
+    run.train_module(plain)
 
 
 @scenario()
@@ -201,8 +199,7 @@ def test_an_embedding_that_rescales_its_rows_is_refused(run: Run) -> None:
     for embedding in () if run.is_plain else embeddings:
         with pytest.raises((ConfigError, ValueError), match="max_norm"):
             run.wrap(nn.Sequential(embedding))
-    model = run.wrap(Blocks())
-    run.train(model, run.optimizer(model))
+    run.train_module(Blocks())
 
 
 @scenario()
@@ -214,8 +211,7 @@ def test_modules_without_values_or_parameters_are_refused(run: Run) -> None:
             run.wrap(nn.Sequential(nn.LazyLinear(4)))
         with pytest.raises((ConfigError, ValueError), match="meta"):
             run.wrap(nn.Linear(4, 4, device="meta"))
-    model = run.wrap(Blocks())
-    run.train(model, run.optimizer(model))
+    run.train_module(Blocks())
 
 
 @scenario()

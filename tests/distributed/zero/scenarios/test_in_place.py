@@ -129,8 +129,7 @@ def test_a_block_begins_with_an_activation_in_place(run: Run) -> None:
     def block() -> nn.Module:
         return nn.Sequential(nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH), nn.Dropout(0.0, inplace=True))
 
-    model = run.wrap(Calls(lambda block, h: block(h), block(), block(), block()))
-    run.train(model, run.optimizer(model), steps=range(3))
+    run.train_module(Calls(lambda block, h: block(h), block(), block(), block()), steps=range(3))
 
 
 class Root(nn.Module):
@@ -179,14 +178,12 @@ def test_the_caller_changes_the_output_of_a_block(run: Run) -> None:
         y += h
         return y
 
-    model = run.wrap(Calls(call, Block(), Block()))
-    run.train(model, run.optimizer(model))
+    run.train_module(Calls(call, Block(), Block()))
 
 
 @scenario()
 def test_the_loss_changes_the_output_of_the_model(run: Run) -> None:
-    model = run.wrap(Blocks())
-    run.train(model, run.optimizer(model), lambda model, x: model(x).sub_(0.5).pow_(2).mean())
+    run.train_module(Blocks(), lambda model, x: model(x).sub_(0.5).pow_(2).mean())
 
 
 class ReturnsInput(nn.Module):
@@ -229,8 +226,7 @@ def test_a_block_changes_tensors_in_a_list(run: Run) -> None:
         block(tensors)
         return tensors[0] * tensors[1]
 
-    model = run.wrap(Calls(call, ChangesList(), ChangesList()))
-    run.train(model, run.optimizer(model))
+    run.train_module(Calls(call, ChangesList(), ChangesList()))
 
 
 class Counts(Block):

@@ -161,14 +161,12 @@ class Iterates(nn.Module):
 
 @scenario()
 def test_a_generator_runs_layers_while_its_caller_iterates(run: Run) -> None:
-    model = run.wrap(Iterates(YieldsLayers))
-    run.train(model, run.optimizer(model), steps=range(3))
+    run.train_module(Iterates(YieldsLayers), steps=range(3))
 
 
 @scenario()
 def test_a_generator_reads_parameters_while_its_caller_iterates(run: Run) -> None:
-    model = run.wrap(Iterates(YieldsProducts))
-    run.train(model, run.optimizer(model), steps=range(3))
+    run.train_module(Iterates(YieldsProducts), steps=range(3))
 
 
 @scenario(STAGES)
@@ -199,8 +197,7 @@ class Calls(Iterates):
 
 @scenario()
 def test_a_returned_function_computes_with_parameters_later(run: Run) -> None:
-    model = run.wrap(Calls(ReturnsFunction))
-    run.train(model, run.optimizer(model), steps=range(3))
+    run.train_module(Calls(ReturnsFunction), steps=range(3))
 
 
 class WritesToCache(nn.Module):
@@ -230,8 +227,7 @@ class ReadsCache(nn.Module):
 
 @scenario()
 def test_blocks_return_nothing_and_write_to_a_cache(run: Run) -> None:
-    model = run.wrap(ReadsCache())
-    run.train(model, run.optimizer(model), steps=range(3))
+    run.train_module(ReadsCache(), steps=range(3))
 
 
 @scenario()
@@ -240,8 +236,7 @@ def test_an_activation_is_kept_in_an_attribute_and_used_by_the_loss(run: Run) ->
         model(x)
         return sum(block.last.square().mean() for block in model.module.blocks)
 
-    model = run.wrap(ReadsCache())
-    run.train(model, run.optimizer(model), loss, steps=range(3))
+    run.train_module(ReadsCache(), loss, steps=range(3))
 
 
 class Multitask(Blocks):

@@ -53,8 +53,7 @@ def test_a_registered_method_calls_forward_and_other_methods(run: Run) -> None:
 
 @scenario()
 def test_a_method_that_only_calls_modules_needs_no_registration(run: Run) -> None:
-    model = run.wrap(Methods())
-    run.train(model, run.optimizer(model), lambda model, x: model.module.encode(x).square().mean(), steps=range(3))
+    run.train_module(Methods(), lambda model, x: model.module.encode(x).square().mean(), steps=range(3))
 
 
 @scenario()
@@ -78,14 +77,12 @@ def test_a_submodule_is_called_directly(run: Run) -> None:
         hidden = module.blocks[1](hidden)  # a unit
         return module.head(module.blocks[0].up(hidden)[:, :WIDTH]).square().mean()  # a part of a unit
 
-    model = run.wrap(Blocks())
-    run.train(model, run.optimizer(model), loss, steps=range(3))
+    run.train_module(Blocks(), loss, steps=range(3))
 
 
 @scenario()
 def test_the_module_is_called_without_its_wrapper(run: Run) -> None:
-    model = run.wrap(Blocks())
-    run.train(model, run.optimizer(model), lambda model, x: mean_square(model.module, x), steps=range(3))
+    run.train_module(Blocks(), lambda model, x: mean_square(model.module, x), steps=range(3))
 
 
 @scenario()
@@ -94,8 +91,7 @@ def test_forward_and_a_submodule_are_called_in_one_step(run: Run) -> None:
         features = model.module.blocks[0](x)
         return mean_square(model, features) + model.module.embed(features).square().mean()
 
-    model = run.wrap(Blocks())
-    run.train(model, run.optimizer(model), loss, steps=range(3))
+    run.train_module(Blocks(), loss, steps=range(3))
 
 
 class Generates(Blocks):
@@ -123,8 +119,7 @@ def test_a_method_is_called_by_the_name_of_its_class(run: Run) -> None:
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(Block.forward(self, x))
 
-    model = run.wrap(Blocks(Twice(), Twice()))
-    run.train(model, run.optimizer(model))
+    run.train_module(Blocks(Twice(), Twice()))
 
 
 When = Callable[[nn.Module], None]
@@ -266,8 +261,7 @@ def test_hooks_of_activations_change_gradients(run: Run) -> None:
             y.register_hook(torch.relu)
             return y
 
-    model = run.wrap(Blocks(Hooked(), Hooked()))
-    run.train(model, run.optimizer(model))
+    run.train_module(Blocks(Hooked(), Hooked()))
 
 
 @scenario()

@@ -63,8 +63,7 @@ def test_two_forwards_have_one_backward(run: Run) -> None:
     def contrast(model: Model, x: Tensor) -> Tensor:
         return (model(x) * model(x.cos()).sin()).mean()
 
-    model = run.wrap(Blocks())
-    run.train(model, run.optimizer(model), contrast, steps=range(3))
+    run.train_module(Blocks(), contrast, steps=range(3))
 
 
 @scenario()
@@ -118,8 +117,7 @@ def test_a_target_is_computed_without_gradients_by_the_same_model(run: Run) -> N
             target = model(x.roll(1, dims=1))
         return (model(x) - target).square().mean() + (model(x).detach() - model(x)).exp().mean()
 
-    model = run.wrap(Blocks())
-    run.train(model, run.optimizer(model), loss, steps=range(3))
+    run.train_module(Blocks(), loss, steps=range(3))
 
 
 @scenario(DEFAULT + HOST)
@@ -232,8 +230,7 @@ def test_only_a_part_of_the_rows_reaches_the_loss(run: Run) -> None:
         weights = (x[:, :1] > 0).to(x.dtype)
         return ((model(x) - 0.5).square() * weights).mean()
 
-    model = run.wrap(Blocks())
-    run.train(model, run.optimizer(model), loss, steps=range(3))
+    run.train_module(Blocks(), loss, steps=range(3))
 
 
 @scenario(DEFAULT + HOST)

@@ -86,8 +86,7 @@ def test_ranks_use_experts_of_their_own_if_a_unit_contains_them_all(run: Run) ->
 
 @scenario([configuration for configuration in DEFAULT if configuration.stage < 3])
 def test_ranks_use_experts_of_their_own_below_stage_3(run: Run) -> None:
-    model = run.wrap(Mixture())
-    run.train(model, run.optimizer(model), steps=range(4))
+    run.train_module(Mixture(), steps=range(4))
 
 
 class OwnExpert(nn.Module):
@@ -146,8 +145,7 @@ def test_a_layer_is_dropped_on_all_ranks_alike(run: Run) -> None:
 
     module = Drops(Block(), Block(), Block())
     module.generator = torch.Generator().manual_seed(0)
-    model = run.wrap(module)
-    run.train(model, run.optimizer(model), steps=range(5))
+    run.train_module(module, steps=range(5))
 
 
 @scenario(STAGES)

@@ -166,8 +166,7 @@ class KeepsWeights(nn.Module):
 
 @scenario(DEFAULT + HOST)
 def test_weights_kept_in_a_list_are_read_in_forward(run: Run) -> None:
-    model = run.wrap(KeepsWeights())
-    run.train(model, run.optimizer(model), steps=range(3))
+    run.train_module(KeepsWeights(), steps=range(3))
 
 
 class ReadsNeighbours(nn.Module):
@@ -184,8 +183,7 @@ class ReadsNeighbours(nn.Module):
 @scenario()
 def test_weights_of_children_and_of_other_blocks_are_read_in_forward(run: Run) -> None:
     first = Block()
-    model = run.wrap(Blocks(first, ReadsNeighbours(first), ReadsNeighbours(first)))
-    run.train(model, run.optimizer(model), steps=range(3))
+    run.train_module(Blocks(first, ReadsNeighbours(first), ReadsNeighbours(first)), steps=range(3))
 
 
 class ReadsUnseen(ReadsNeighbours):
@@ -199,8 +197,7 @@ class ReadsUnseen(ReadsNeighbours):
 @scenario()
 def test_weights_of_other_blocks_are_read_in_forward_by_an_extension(run: Run) -> None:
     first = Block()
-    model = run.wrap(Blocks(first, ReadsUnseen(first), ReadsUnseen(first)))
-    run.train(model, run.optimizer(model), steps=range(3))
+    run.train_module(Blocks(first, ReadsUnseen(first), ReadsUnseen(first)), steps=range(3))
 
 
 class ReturnsParameters(nn.Module):
@@ -232,8 +229,7 @@ class UsesReturned(nn.Module):
 
 @scenario()
 def test_parameters_and_views_of_them_are_outputs_of_blocks(run: Run) -> None:
-    model = run.wrap(UsesReturned())
-    run.train(model, run.optimizer(model), steps=range(3))
+    run.train_module(UsesReturned(), steps=range(3))
 
 
 @scenario()
@@ -242,8 +238,7 @@ def test_parameters_and_views_of_them_are_outputs_of_the_model(run: Run) -> None
         y, bias, row, transposed, frozen, part = model(x)
         return ((y + bias * row + part.sum()) @ transposed * frozen).square().mean()
 
-    model = run.wrap(ReturnsParameters())
-    run.train(model, run.optimizer(model), loss)
+    run.train_module(ReturnsParameters(), loss)
 
 
 class HeadInLoss(Blocks):
@@ -260,8 +255,7 @@ def test_the_loss_reads_the_weight_of_the_head(run: Run) -> None:
         with model.gathered([model.module.head.weight]) as module:
             return F.cross_entropy(hidden @ module.head.weight.t(), (x[:, 0] > 0).long())
 
-    model = run.wrap(HeadInLoss())
-    run.train(model, run.optimizer(model), loss, steps=range(3))
+    run.train_module(HeadInLoss(), loss, steps=range(3))
 
 
 def penalty(module: nn.Module) -> Tensor:
@@ -275,8 +269,7 @@ def test_a_regulariser_reads_all_parameters(run: Run) -> None:
         with model.gathered() as module:
             return error + penalty(module)
 
-    model = run.wrap(Blocks())
-    run.train(model, run.optimizer(model), loss, steps=range(3))
+    run.train_module(Blocks(), loss, steps=range(3))
 
 
 @scenario()
@@ -328,8 +321,7 @@ def test_a_regulariser_reads_the_vector_of_all_parameters(run: Run) -> None:
         with model.gathered() as module:
             return error + nn.utils.parameters_to_vector(module.parameters()).norm()
 
-    model = run.wrap(Blocks())
-    run.train(model, run.optimizer(model), loss)
+    run.train_module(Blocks(), loss)
 
 
 @scenario(STAGE_3)

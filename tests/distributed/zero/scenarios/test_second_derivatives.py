@@ -30,8 +30,7 @@ def test_a_gradient_penalty_trains(run: Run) -> None:
         gradient = input_gradient(model, x, create_graph=True)
         return model(x).mean() + (gradient.norm(dim=1) - 1).square().mean()
 
-    model = run.wrap(Blocks())
-    run.train(model, run.optimizer(model), loss, steps=range(3))
+    run.train_module(Blocks(), loss, steps=range(3))
 
 
 class Energy(nn.Module):
@@ -82,8 +81,7 @@ def test_a_differential_equation_is_learned(run: Run) -> None:
         (second,) = torch.autograd.grad(first[:, 0].sum(), x, create_graph=True)
         return (second[:, 0] + y[:, 0]).square().mean() + y.square().mean()
 
-    model = run.wrap(Blocks())
-    run.train(model, run.optimizer(model), loss)
+    run.train_module(Blocks(), loss)
 
 
 @scenario()
@@ -93,8 +91,7 @@ def test_input_gradients_without_a_graph_are_taken_between_steps(run: Run) -> No
     def loss(model: Model, x: Tensor) -> Tensor:
         return mean_square(model, x + 0.1 * input_gradient(model, x, create_graph=False).sign())
 
-    model = run.wrap(Blocks())
-    run.train(model, run.optimizer(model), loss, steps=range(3))
+    run.train_module(Blocks(), loss, steps=range(3))
 
 
 @scenario()
@@ -214,5 +211,4 @@ def test_a_custom_function_recomputes_its_block_in_backward(run: Run) -> None:
         def forward(self, x: Tensor) -> Tensor:
             return Recompute.apply(self.block, x, *self.block.parameters())
 
-    model = run.wrap(Blocks(Recomputes(), Block()))
-    run.train(model, run.optimizer(model))
+    run.train_module(Blocks(Recomputes(), Block()))

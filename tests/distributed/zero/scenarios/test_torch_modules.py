@@ -185,8 +185,7 @@ def test_a_parametrization_is_cached_and_its_original_is_read(run: Run) -> None:
         parametrizations.orthogonal(block.down)
         return block
 
-    model = run.wrap(Blocks(block(), block()))
-    run.train(model, run.optimizer(model), loss)
+    run.train_module(Blocks(block(), block()), loss)
 
 
 class Symmetric(nn.Module):
@@ -204,8 +203,7 @@ def test_a_regulariser_reads_a_parametrized_weight(run: Run) -> None:
     blocks = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
     for linear in blocks:
         parametrize.register_parametrization(linear, "weight", Symmetric())
-    model = run.wrap(Blocks(*blocks))
-    run.train(model, run.optimizer(model), loss)
+    run.train_module(Blocks(*blocks), loss)
 
 
 @scenario()
@@ -217,8 +215,7 @@ def test_a_functional_call_replaces_parameters(run: Run) -> None:
             computed = {"head.weight": module.embed.weight[:2].sin(), "blocks.0.scale": module.embed.weight[2] * 2}
         return (functional_call(model.module, computed, x) - 0.5).square().mean()
 
-    model = run.wrap(Blocks())
-    run.train(model, run.optimizer(model), loss, steps=range(3))
+    run.train_module(Blocks(), loss, steps=range(3))
 
 
 @scenario()
