@@ -2,6 +2,7 @@
 
 import itertools
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 
@@ -21,6 +22,7 @@ from parallel.tensor.token_layout import NO_CONTEXT, ReplicatedTokens, SplitToke
 from tests.pairwise import pairwise
 from tests.pretrained_weights import weights_from_transformers
 from tests.ranks import run_ranks
+from tests.twins import params_of
 from zero.activations.checkpointed_blocks import ActivationsConfig
 from zero.engine import ZeroDataParallel
 from zero.formulas import memory
@@ -84,7 +86,14 @@ def train(
         model, torch.optim.AdamW, tensor=mesh.tensor, clip_norm=CLIP_NORM, lr=1e-2, weight_decay=0.1, fused=True
     )
     torch.manual_seed(17 + mesh.data.rank)  # dropout
-    losses, norms = [], []
+    losses, norms = zip(*train_steps(config, mesh, model, optimizer, num_micro_batches), strict=True)
+    return Result(list(losses), list(norms), params_of(model), split_dims(gpt))
+
+
+def train_steps(
+    config: ModelConfig, mesh: Mesh, model: ZeroDataParallel, optimizer: ZeroOptimizer, num_micro_batches: int
+) -> Iterator[tuple[float, float]]:
+    """Yield the loss and the norm of each step."""
     for step in range(NUM_STEPS):
         total = torch.zeros(())
 
@@ -97,12 +106,9 @@ def train(
             for micro_batch in range(num_micro_batches - 1):
                 backward(micro_batch)
         backward(num_micro_batches - 1)
-        norms.append(optimizer.step().item())
+        norm = optimizer.step().item()
         mesh.data.all_reduce(total, out=total).wait()
-        losses.append(total.item())
-    with model.gathered() as module:
-        params = {name: param.detach().clone() for name, param in module.named_parameters()}
-    return Result(losses, norms, params, split_dims(gpt))
+        yield total.item(), norm
 
 
 @cache

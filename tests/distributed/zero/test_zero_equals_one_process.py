@@ -14,6 +14,7 @@ from parallel.mesh import Mesh
 from tests.models import HARDER_MODELS, MODELS, batch, build, loss_of
 from tests.pairwise import pairwise, product_of
 from tests.ranks import run_ranks
+from tests.twins import params_of
 from zero.engine import ZeroDataParallel
 from zero.memory.placement import NO_OFFLOAD, OffloadConfig
 from zero.optimizer import ZeroOptimizer
@@ -92,9 +93,7 @@ def train_with_zero(
         norms.append(optimizer.step().item())
         dist.all_reduce(total)
         losses.append(total.item())
-    with model.gathered() as module:
-        params = {name: param.detach().clone() for name, param in module.named_parameters()}
-    return Result(losses, norms, params)
+    return Result(losses, norms, params_of(model))
 
 
 FACTORS = {

@@ -33,8 +33,7 @@ CASTS: dict[str, Callable[[Model], object]] = {
 
 @scenario()
 def test_a_cast_or_a_move_after_wrapping_raises(run: Run) -> None:
-    model = run.wrap(Blocks())
-    optimizer = run.optimizer(model)
+    model, optimizer = run.start(Blocks())
     run.train(model, optimizer)
     for cast in () if run.is_plain else CASTS.values():
         with pytest.raises((RuntimeError, ValueError), match=r"unwrap|before .*wrap"):
@@ -44,8 +43,7 @@ def test_a_cast_or_a_move_after_wrapping_raises(run: Run) -> None:
 
 @scenario()
 def test_a_cast_or_a_move_that_changes_nothing_is_accepted(run: Run) -> None:
-    model = run.wrap(Blocks())
-    optimizer = run.optimizer(model)
+    model, optimizer = run.start(Blocks())
     for step, move in enumerate(
         (lambda m: m.to("cpu"), lambda m: m.double(), lambda m: m.to(torch.float64), nn.Module.cpu)
     ):
@@ -56,8 +54,7 @@ def test_a_cast_or_a_move_that_changes_nothing_is_accepted(run: Run) -> None:
 
 @scenario()
 def test_freezing_after_wrapping_raises_in_the_step(run: Run) -> None:
-    model = run.wrap(Blocks())
-    optimizer = run.optimizer(model)
+    model, optimizer = run.start(Blocks())
     run.train(model, optimizer)
     for chosen in () if run.is_plain else (model.module.head, model.module.blocks, model.module):
         chosen.requires_grad_(False)
@@ -75,8 +72,7 @@ def test_freezing_after_wrapping_raises_in_the_step(run: Run) -> None:
 def test_unfreezing_after_wrapping_raises_in_the_step(run: Run) -> None:
     module = Blocks()
     module.blocks.requires_grad_(False)
-    model = run.wrap(module)
-    optimizer = run.optimizer(model)
+    model, optimizer = run.start(module)
     run.train(model, optimizer)
     if not run.is_plain:
         module.blocks[1].requires_grad_(True)
@@ -140,8 +136,7 @@ def test_a_layer_added_after_wrapping_runs_and_a_warning_names_it(run: Run) -> N
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(self.adapter(x) if hasattr(self, "adapter") else x)
 
-    model = run.wrap(WithAdapter())
-    optimizer = run.optimizer(model)
+    model, optimizer = run.start(WithAdapter())
     run.train(model, optimizer)
     torch.manual_seed(3)
     model.module.adapter = nn.Linear(WIDTH, WIDTH)
@@ -155,8 +150,7 @@ def test_a_layer_added_after_wrapping_runs_and_a_warning_names_it(run: Run) -> N
 
 @scenario()
 def test_a_block_replaced_after_wrapping_runs_and_a_warning_names_it(run: Run) -> None:
-    model = run.wrap(Blocks(Block(), Block(), Block()))
-    optimizer = run.optimizer(model)
+    model, optimizer = run.start(Blocks(Block(), Block(), Block()))
     run.train(model, optimizer)
     kept = model.module.blocks[1]
     torch.manual_seed(3)
@@ -172,8 +166,7 @@ def test_a_block_replaced_after_wrapping_runs_and_a_warning_names_it(run: Run) -
 @scenario(STAGE_3)
 def test_a_block_removed_after_wrapping_is_not_trained(run: Run) -> None:
     """Layer dropping: the parameters of the block have a gradient of zero."""
-    model = run.wrap(Blocks(Block(), Block(), Block()))
-    optimizer = run.optimizer(model)
+    model, optimizer = run.start(Blocks(Block(), Block(), Block()))
     run.train(model, optimizer)
     blocks = model.module.blocks
     model.module.blocks = nn.ModuleList([blocks[0], blocks[2]])
@@ -184,8 +177,7 @@ def test_a_block_removed_after_wrapping_is_not_trained(run: Run) -> None:
 
 @scenario()
 def test_a_weight_tied_after_wrapping_trains_as_tied(run: Run) -> None:
-    model = run.wrap(Blocks())
-    optimizer = run.optimizer(model)
+    model, optimizer = run.start(Blocks())
     run.train(model, optimizer)
     first, second = model.module.blocks
     second.up.weight = first.up.weight
@@ -216,8 +208,7 @@ def test_modules_without_values_or_parameters_are_refused(run: Run) -> None:
 
 @scenario()
 def test_switching_between_training_and_evaluation_changes_nothing_else(run: Run) -> None:
-    model = run.wrap(Blocks(nn.Sequential(Block(), nn.Dropout(0.9)), Block()))
-    optimizer = run.optimizer(model)
+    model, optimizer = run.start(Blocks(nn.Sequential(Block(), nn.Dropout(0.9)), Block()))
     for step in range(3):
         model.eval()
         assert not model.module.blocks[0][1].training

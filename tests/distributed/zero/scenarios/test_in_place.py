@@ -73,8 +73,7 @@ class Calls(nn.Module):
 
 
 def train_each(run: Run, call: Callable[[nn.Module, Tensor], Tensor], changes: list = CHANGES) -> None:
-    model = run.wrap(Calls(call, Changes(), Changes()))
-    optimizer = run.optimizer(model)
+    model, optimizer = run.start(Calls(call, Changes(), Changes()))
     for step, change in enumerate(change for change in changes for _ in range(2)):
         for block in model.module.blocks:
             block.change = change
@@ -149,8 +148,7 @@ def test_the_model_changes_its_input(run: Run) -> None:
         y = model(changed) + model(constant)
         return (y + changed * changed + constant).tanh().square().mean()
 
-    model = run.wrap(Root())
-    optimizer = run.optimizer(model)
+    model, optimizer = run.start(Root())
     for step, change in enumerate(change for change in CHANGES for _ in range(2)):
         model.module.change = change
         run.train(model, optimizer, loss, steps=[step])
@@ -207,8 +205,7 @@ class ReturnsInput(nn.Module):
 def test_a_block_returns_its_input_or_a_view_of_it(run: Run) -> None:
     for way in ("changed", "view", "view of the input", "unchanged"):
         blocks = ReturnsInput(way), Block(), ReturnsInput(way), ReturnsInput("changed")
-        model = run.wrap(Calls(lambda block, h: block(h * 1), *blocks))
-        run.train(model, run.optimizer(model))
+        run.train_module(Calls(lambda block, h: block(h * 1), *blocks))
 
 
 class ChangesList(Block):

@@ -104,8 +104,7 @@ class Generates(Blocks):
 
 @scenario()
 def test_samples_are_generated_between_steps(run: Run) -> None:
-    model = run.wrap(Generates())
-    optimizer = run.optimizer(model)
+    model, optimizer = run.start(Generates())
     for step in range(3):
         run.train(model, optimizer, lambda model, x: mean_square(model, model.module.generate(x)), steps=[step])
         run.record(model.module.generate(run.batch(9)).mean())
@@ -280,8 +279,7 @@ def test_gradients_of_activations_are_retained(run: Run) -> None:
             self.kept.append(y)
             return y
 
-    model = run.wrap(Blocks(Keeps(), Block()))
-    optimizer = run.optimizer(model)
+    model, optimizer = run.start(Blocks(Keeps(), Block()))
     for step in range(2):
         run.train(model, optimizer, loss, steps=[step])
         (output,) = model.module.kept
@@ -291,8 +289,7 @@ def test_gradients_of_activations_are_retained(run: Run) -> None:
 @scenario()
 def test_hooks_after_accumulation_raise_if_they_read_the_gradient(run: Run) -> None:
     """An optimizer that steps inside backward does so, but the engine has taken the gradient."""
-    model = run.wrap(Blocks())
-    optimizer = run.optimizer(model)
+    model, optimizer = run.start(Blocks())
     run.train(model, optimizer)
     if not run.is_plain:
         handle = model.module.head.weight.register_post_accumulate_grad_hook(lambda param: param.grad.mul_(2))
@@ -328,8 +325,7 @@ def test_a_step_after_a_backward_that_raised_is_as_usual(run: Run) -> None:
     def break_off(block: nn.Module) -> Any:
         return block.register_forward_hook(lambda _module, _inputs, output: output.register_hook(fail) and None)
 
-    model = run.wrap(Blocks())
-    optimizer = run.optimizer(model)
+    model, optimizer = run.start(Blocks())
     for step in range(3):
         handle = break_off(model.module.blocks[step % 2])
         with pytest.raises(KeyError, match="on purpose"):

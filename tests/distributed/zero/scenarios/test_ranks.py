@@ -44,8 +44,7 @@ def uneven_steps(run: Run) -> Iterator[list[tuple[Tensor, float]]]:
 
 @scenario(DEFAULT + GROUPS)
 def test_ranks_run_out_of_batches_at_different_steps(run: Run) -> None:
-    model = run.wrap(Blocks())
-    optimizer = run.optimizer(model)
+    model, optimizer = run.start(Blocks())
     num_steps = 0
     for step in uneven_steps(run):
         optimizer.zero_grad()
@@ -117,8 +116,7 @@ def test_ranks_use_different_parameters_or_none(run: Run) -> None:
             x = self.embed(x)
             return self.head(self.blocks[rank % 2](x) if rank % 2 else self.blocks[0](self.blocks[1](x)))
 
-    model = run.wrap(Branches())
-    optimizer = run.optimizer(model)
+    model, optimizer = run.start(Branches())
     for step in range(4):
         optimizer.zero_grad()
         ranks = range(run.num_ranks) if run.is_plain else [run.data.rank]

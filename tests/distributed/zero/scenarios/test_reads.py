@@ -117,8 +117,7 @@ def test_a_write_to_a_sharded_parameter_raises_by_every_route(run: Run) -> None:
 
 @scenario()
 def test_metadata_can_always_be_read(run: Run) -> None:
-    model = run.wrap(Blocks())
-    optimizer = run.optimizer(model)
+    model, optimizer = run.start(Blocks())
     for step in range(2):
         weight, module = model.module.blocks[0].up.weight, model.module
         assert weight.shape == weight.size() == (WIDTH + 2, WIDTH)
@@ -274,8 +273,7 @@ def test_a_regulariser_reads_all_parameters(run: Run) -> None:
 
 @scenario()
 def test_a_regulariser_and_its_backward_are_inside_gathered(run: Run) -> None:
-    model = run.wrap(Blocks())
-    optimizer = run.optimizer(model)
+    model, optimizer = run.start(Blocks())
     for step in range(3):
         optimizer.zero_grad()
         with model.gathered() as module:
@@ -285,8 +283,7 @@ def test_a_regulariser_and_its_backward_are_inside_gathered(run: Run) -> None:
 
 @scenario()
 def test_a_regulariser_has_a_backward_of_its_own(run: Run) -> None:
-    model = run.wrap(Blocks())
-    optimizer = run.optimizer(model)
+    model, optimizer = run.start(Blocks())
     for step in range(2):
         optimizer.zero_grad()
         with model.accumulate():
@@ -300,8 +297,7 @@ def test_a_regulariser_has_a_backward_of_its_own(run: Run) -> None:
 @scenario(STAGES)
 def test_parameters_stay_near_values_that_were_copied(run: Run) -> None:
     """Elastic weight consolidation: the penalty reads chosen parameters, and copies of their earlier values."""
-    model = run.wrap(Blocks())
-    optimizer = run.optimizer(model)
+    model, optimizer = run.start(Blocks())
     run.train(model, optimizer)
     with torch.no_grad(), model.gathered() as module:
         earlier = {name: param.clone() for name, param in module.blocks.named_parameters()}
@@ -327,8 +323,7 @@ def test_a_regulariser_reads_the_vector_of_all_parameters(run: Run) -> None:
 @scenario(STAGE_3)
 def test_a_read_inside_gathered_and_used_after_another_step_raises(run: Run) -> None:
     """The values of a parameter that leave `gathered` belong to this step."""
-    model = run.wrap(Blocks())
-    optimizer = run.optimizer(model)
+    model, optimizer = run.start(Blocks())
     with model.gathered() as module:
         values = penalty(module)
     run.train(model, optimizer)

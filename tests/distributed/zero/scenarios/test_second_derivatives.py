@@ -54,8 +54,7 @@ def test_a_loss_of_energies_and_forces_trains(run: Run) -> None:
         energy, forces = model(x)
         return energy.square().mean() + (forces - 1).square().mean()
 
-    model = run.wrap(Energy())
-    optimizer = run.optimizer(model)
+    model, optimizer = run.start(Energy())
     run.train(model, optimizer, loss, steps=range(3))
     model.eval()
     with torch.no_grad():
@@ -97,8 +96,7 @@ def test_input_gradients_without_a_graph_are_taken_between_steps(run: Run) -> No
 @scenario()
 def test_gradients_of_parameters_are_taken_by_autograd(run: Run) -> None:
     """They are those of a rank's own rows; the engine holds nothing of them."""
-    model = run.wrap(Blocks())
-    optimizer = run.optimizer(model)
+    model, optimizer = run.start(Blocks())
     for step in range(3):
         optimizer.zero_grad()
         parts = run.parts(step)
@@ -122,8 +120,7 @@ def gradient_norm(model: Model, x: Tensor) -> Tensor:
 
 @scenario(DEFAULT + HOST)
 def test_a_loss_contains_the_norm_of_the_gradient_of_parameters(run: Run) -> None:
-    model = run.wrap(Blocks())
-    optimizer = run.optimizer(model)
+    model, optimizer = run.start(Blocks())
     for step in range(3):
         optimizer.zero_grad()
         parts = run.parts(step)
@@ -139,8 +136,7 @@ def test_a_loss_contains_the_gradient_of_some_parameters_inside_gathered(run: Ru
             chosen = [module.head.weight, module.blocks[1].up.weight]
             return error + sum(g.square().sum() for g in torch.autograd.grad(error, chosen, create_graph=True))
 
-    model = run.wrap(Blocks())
-    optimizer = run.optimizer(model)
+    model, optimizer = run.start(Blocks())
     for step in range(2):
         optimizer.zero_grad()
         parts = run.parts(step)
@@ -150,8 +146,7 @@ def test_a_loss_contains_the_gradient_of_some_parameters_inside_gathered(run: Ru
 
 @scenario()
 def test_products_of_the_hessian_with_a_vector_are_computed(run: Run) -> None:
-    model = run.wrap(Blocks())
-    optimizer = run.optimizer(model)
+    model, optimizer = run.start(Blocks())
     for step in range(2):
         params = list(model.parameters())
         parts = run.parts(step)
@@ -167,8 +162,7 @@ def test_products_of_the_hessian_with_a_vector_are_computed(run: Run) -> None:
 
 @scenario(STAGES)
 def test_jacobians_and_hessians_by_the_input_are_computed(run: Run) -> None:
-    model = run.wrap(Blocks())
-    optimizer = run.optimizer(model)
+    model, optimizer = run.start(Blocks())
     for step in range(2):
         x = run.batch(9)[:1]
         x = torch.ones_like(x)  # the same row on all ranks

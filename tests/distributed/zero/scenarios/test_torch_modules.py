@@ -162,8 +162,7 @@ def test_batch_norms_train_on_each_ranks_rows(run: Run) -> None:
     def block() -> nn.Module:
         return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.ReLU())
 
-    model = run.wrap(Blocks(block(), block()))
-    optimizer = run.optimizer(model)
+    model, optimizer = run.start(Blocks(block(), block()))
     for step in range(3):
         optimizer.zero_grad()
         parts = run.parts(step)
@@ -230,8 +229,7 @@ def test_a_functional_call_replaces_all_parameters(run: Run) -> None:
             adapted = {name: param - 0.1 * grad for (name, param), grad in zip(params.items(), grads, strict=True)}
             return (functional_call(module, adapted, x.sin()) - 0.5).square().mean()
 
-    model = run.wrap(Blocks())
-    optimizer = run.optimizer(model)
+    model, optimizer = run.start(Blocks())
     for step in range(3):
         optimizer.zero_grad()
         parts = run.parts(step)  # the inner gradient is that of a rank's own rows
@@ -241,8 +239,7 @@ def test_a_functional_call_replaces_all_parameters(run: Run) -> None:
 
 @scenario()
 def test_a_functional_call_evaluates_other_values(run: Run) -> None:
-    model = run.wrap(Blocks())
-    optimizer = run.optimizer(model)
+    model, optimizer = run.start(Blocks())
     torch.manual_seed(5)
     values = Blocks().state_dict()
     for step in range(2):
@@ -253,8 +250,7 @@ def test_a_functional_call_evaluates_other_values(run: Run) -> None:
 
 @scenario(STAGES)
 def test_gradients_of_each_row_are_computed_by_torch_func(run: Run) -> None:
-    model = run.wrap(Blocks())
-    optimizer = run.optimizer(model)
+    model, optimizer = run.start(Blocks())
     for step in range(2):
         with torch.no_grad(), model.gathered() as module:
             params = {name: param.detach().clone() for name, param in module.named_parameters()}
