@@ -5,6 +5,8 @@ The default suite runs the few; the complete product is marked `full`.
 
 import itertools
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -25,3 +27,13 @@ def pairwise(**factors: list[Any]) -> list[dict[str, Any]]:
 def product_of(factors: dict[str, list[Any]], *names: str) -> list[dict[str, Any]]:
     """Return all combinations of the values of the named factors."""
     return [dict(zip(names, values, strict=True)) for values in itertools.product(*(factors[name] for name in names))]
+
+
+@contextmanager
+def noting(case: object) -> Iterator[None]:
+    """Name the case in an error."""
+    try:
+        yield
+    except BaseException as error:
+        error.add_note(f"in {case}")
+        raise

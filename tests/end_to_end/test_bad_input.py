@@ -33,17 +33,11 @@ def contents(folder: Path) -> dict[str, bytes]:
     ("settings", "message"),
     [
         ({"zero__stge": 2}, "zero.stge: there is no such setting; did you mean zero.stage?"),
-        ({"model__num_layrs": 2}, "did you mean model.num_layers?"),
-        ({"zero__stage": "two"}, "zero.stage=two is a text; choose an integer from 0 to 3"),
         ({"zero__stage": 7}, "zero.stage=7 is above 3; choose an integer from 0 to 3"),
         (
             {"zero__stage": 3, "zero__units": "[heads.*]"},
             r"zero.units=heads.\* matches none of the \d+ modules",
         ),
-        ({"model__num_heads": 5}, "model.hidden_size=32 is not divisible by model.num_heads=5"),
-        ({"train__precision": "fp8"}, "train.precision=fp8 is unknown; choose fp32, bf16 or fp16"),
-        ({"train__steps": 0}, "train.steps=0 is below 1"),
-        ({"offload__mode": "nvme"}, "offload.mode=nvme is unknown; choose accelerator, host or auto"),
         (
             {"offload__mode": "auto"},
             "offload.mode=auto on cpu has no accelerator to fill; set offload.accelerator_memory_gb",
@@ -57,16 +51,11 @@ def contents(folder: Path) -> dict[str, bytes]:
             r"in the memory of this node .1 ranks.: offload.mode=host [\d,.]+ GB of model states; [\d,.]+ GB are free",
         ),
         (
-            {"model__hidden_size": 2**31},
-            "model.hidden_size=2147483648 is above 1048576; choose an integer from 1 to",
-        ),
-        (
             {"run__dir": "x" * 5000},
             "run.dir=xxx.* is longer than 3000 bytes, or has a name of more than 255",
         ),
         ({"offload__accelerator_memory_gb": 1e-6}, "offload.accelerator_memory_gb=1e-06 is too small.* zero.units, a"),
         ({"parallel__shard_size": 3}, "^parallel.shard_size=3 does not divide the 1 data-parallel ranks; choose"),
-        ({"dry_run__world_size": 2, "dry_run__rank": 2}, "dry_run.rank=2 is not one of the 2 ranks; choose 0 to 1"),
         ({"config": "/nowhere.yaml"}, "/nowhere.yaml cannot be read .No such file or directory.; give another file"),
         ({"train__global_batch_size": 7}, "train.global_batch_size=7 is not divisible by .*=2 x 1 .* = 2; choose 8"),
         ({"parallel__tensor_size": 3}, "parallel.tensor_size=3 does not divide the 1 ranks of a node; choose"),
@@ -79,7 +68,6 @@ def contents(folder: Path) -> dict[str, bytes]:
             "^activations.store=partition: no 2 tensor ranks hold the same .*; choose keep or",
         ),
         ({"activations__hardware.memory_gb": -1}, "activations.hardware.memory_gb=-1.* is not above 0"),
-        ({"schedule__warmup_steps": 9}, "schedule.warmup_steps=9 is above the 6 steps"),
         ({"model__vocab_size": 200}, f"model.vocab_size=200 is below the {VOCAB_SIZE} ids of .*; choose {VOCAB_SIZE}"),
         ({"model__seq_length": 10**6}, r"model.seq_length \+ 1 = 1000001; lower model.seq_length"),
         ({"data__path": "/nowhere/corpus"}, "/nowhere/corpus"),
@@ -130,18 +118,24 @@ def test_damaged_data_is_named(corpus, tmp_path, suffix, damage):
     ],
     ids=["width", "depth"],
 )
-def test_a_checkpoint_of_another_model_is_refused_and_nothing_is_touched(corpus, tmp_path, settings, message):
-    run_dir = tmp_path / "run"
-    run_ranks(1, run_on_rank, options(corpus, run_dir, checkpoint__every=3), init_process_group=False)
-    before = contents(run_dir)
-    other = parse_settings(options(corpus, run_dir, checkpoint__every=3, train__steps=9, **settings))
+def test_a_checkpoint_of_another_model_is_refused_and_nothing_is_touched(checkpoints, settings, message):
+    before = contents(checkpoints.run_dir)
+    arguments = options(checkpoints.corpus, checkpoints.run_dir, train__steps=9, **settings)
     with pytest.raises(ConfigError, match=message):
-        pretrain(other, start_world())
-    assert contents(run_dir) == before
+        pretrain(parse_settings(arguments), start_world())
+    assert contents(checkpoints.run_dir) == before
 
 
-@pytest.mark.parametrize("damage", ["flipped", "cut", "missing"])
-@pytest.mark.parametrize("name", ["layout.json", "rank-00000.safetensors", "rank-00001.safetensors"])
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        ("layout.json", "flipped"),
+        ("layout.json", "missing"),
+        ("rank-00000.safetensors", "cut"),
+        ("rank-00001.safetensors", "flipped"),
+        ("rank-00001.safetensors", "missing"),
+    ],
+)
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_offered(checkpoints, tmp_path, name, damage):
     run_dir = tmp_path / "run"
     shutil.copytree(checkpoints.run_dir, run_dir)
@@ -198,6 +192,7 @@ def test_the_program_ends_with_code_2_and_one_line():
     assert ended.stderr.strip() == "error: zero.stge: there is no such setting; did you mean zero.stage?"
 
 
+@pytest.mark.full
 def test_a_mistake_that_all_ranks_see_is_printed_once(corpus, tmp_path):
     errors = errors_under_torchrun(options(corpus, tmp_path / "run", train__global_batch_size=6))
     assert_told_once(errors, r"train.global_batch_size=6 is not divisible by .* = 4; choose 8")

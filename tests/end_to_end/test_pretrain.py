@@ -32,7 +32,7 @@ MEASURED |= {"peak_allocated_bytes", "peak_reserved_bytes", "reserved_unused_byt
 PROMISED_KEYS = MEASURED | {"step", "loss", "grad_norm", "lr", "tokens", "mfu", "skipped_steps"}
 PROMISED_KEYS |= {"data_axis_bytes", "tensor_axis_bytes"}
 ROOT = Path(__file__).resolve().parents[2]
-TENSOR_2 = {"parallel__tensor_size": 2, "train__steps": 2}
+FEW_STEPS = {"train__steps": 3, "train__eval_samples": 0, "train__sample_tokens": 0}
 
 
 def reproducible(records: list[dict]) -> list[dict]:
@@ -76,7 +76,7 @@ def test_texts_are_generated_on_the_way_and_change_no_loss(corpus, tmp_path):
 
 def test_a_real_run_and_a_dry_one_have_the_same_profile_of_collectives(corpus, tmp_path):
     settings = {"zero__stage": 3, "activations__store": "keep"}
-    run(2, corpus, tmp_path / "real", train__steps=5, train__eval_samples=0, train__sample_tokens=0, **settings)
+    run(2, corpus, tmp_path / "real", **FEW_STEPS | {"train__steps": 5}, **settings)
     dry = {"dry_run__world_size": 2, "dry_run__backend": "gloo"}
     run_and_report(parse_settings(options(corpus, tmp_path / "dry", **settings, **dry)), RunConsole(is_quiet=True))
     found = read_profile(tmp_path / "real")
@@ -103,13 +103,8 @@ def test_a_run_from_a_deepspeed_file_equals_one_from_options(corpus, tmp_path):
     }
     file = tmp_path / "ds_config.json"
     file.write_text(json.dumps(config))
-    left_to_the_file = (
-        "--train.micro_batch_size",
-        "--train.global_batch_size",
-        "--zero.bucket_numel",
-        "--train.precision",
-    )
-    arguments = [option for option in options(corpus, tmp_path / "a") if not option.startswith(left_to_the_file)]
+    of_file = ("--train.micro_batch_size", "--train.global_batch_size", "--zero.bucket_numel", "--train.precision")
+    arguments = [option for option in options(corpus, tmp_path / "a") if not option.startswith(of_file)]
     found = run_ranks(2, run_on_rank, [*arguments, f"--zero.deepspeed_config={file}"], init_process_group=False)[0]
     same = {"zero__stage": 3, "zero__prefetch_numel": 0, "offload__mode": "host", "optimizer__clip_norm": 0.5}
     same |= {"optimizer__lr": 0.01, "optimizer__betas": "[0.8, 0.9]", "schedule__decay": "linear"}
@@ -139,22 +134,22 @@ def same_everywhere(record: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("stage", "precision", "tensor_size", "is_split", "offload"),
+    ("stage", "precision", "tensor_size", "offload", "last_step"),
     [
-        (1, "fp32", 1, False, "host"),
-        (2, "fp16", 1, False, "accelerator"),
-        (3, "bf16", 1, False, "auto"),
-        (2, "fp32", 2, True, "accelerator"),
+        (1, "fp32", 1, "host", 2),
+        (2, "fp16", 1, "accelerator", 4),
+        (3, "bf16", 1, "auto", 2),
+        (2, "fp32", 2, "accelerator", 4),
     ],
 )
 def test_a_resumed_run_equals_an_undisturbed_one_bit_for_bit(
-    corpus, tmp_path, stage, precision, tensor_size, is_split, offload
+    corpus, tmp_path, stage, precision, tensor_size, offload, last_step
 ):
     settings = {
         "offload__mode": offload,
         "offload__accelerator_memory_gb": 1.0,
         "parallel__tensor_size": tensor_size,
-        "parallel__sequence_parallel": is_split,
+        "parallel__sequence_parallel": tensor_size > 1,
         "zero__stage": stage,
         "train__precision": precision,
         "model__dropout": 0.1,
@@ -164,14 +159,11 @@ def test_a_resumed_run_equals_an_undisturbed_one_bit_for_bit(
     }
     num_ranks = 2 * tensor_size
     undisturbed = run(num_ranks, corpus, tmp_path / "run", **settings)
-    for last_step in (2, 4):
-        resumed_dir = tmp_path / f"resumed-{last_step}"
-        shutil.copytree(tmp_path / "run", resumed_dir)
-        for later in range(last_step + 2, 8, 2):
-            shutil.rmtree(resumed_dir / "checkpoints" / f"step-{later:08d}")
-        resumed = run(num_ranks, corpus, resumed_dir, **settings)
-        # By repr, because the norm of an overflow is NaN.
-        assert repr(reproducible(resumed)) == repr(reproducible(undisturbed))
+    for later in range(last_step + 2, 8, 2):
+        shutil.rmtree(tmp_path / "run" / "checkpoints" / f"step-{later:08d}")
+    resumed = run(num_ranks, corpus, tmp_path / "run", **settings)
+    # By repr, because the norm of an overflow is NaN.
+    assert repr(reproducible(resumed)) == repr(reproducible(undisturbed))
 
 
 def test_two_resumes_across_epochs_equal_one_run(corpus, tmp_path):
@@ -200,10 +192,10 @@ def test_a_run_starts_from_the_weights_that_another_has_left(corpus, tmp_path):
 
 
 def test_a_finished_run_is_not_repeated_and_a_longer_one_continues_it(corpus, tmp_path):
-    first = run(1, corpus, tmp_path / "run", checkpoint__every=3, schedule__decay="constant")
-    again = run(1, corpus, tmp_path / "run", checkpoint__every=3, schedule__decay="constant")
-    assert again == first
-    longer = run(1, corpus, tmp_path / "run", checkpoint__every=3, schedule__decay="constant", train__steps=9)
+    settings = {"checkpoint__every": 3, "schedule__decay": "constant"}
+    first = run(1, corpus, tmp_path / "run", **settings)
+    assert run(1, corpus, tmp_path / "run", **settings) == first
+    longer = run(1, corpus, tmp_path / "run", **settings, train__steps=9)
     assert longer[:6] == first
     assert [record["step"] for record in longer] == list(range(1, 10))
     kept = sorted(path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*"))
@@ -211,18 +203,13 @@ def test_a_finished_run_is_not_repeated_and_a_longer_one_continues_it(corpus, tm
     assert (tmp_path / "run" / "config.1.yaml").exists()
 
 
-def test_a_run_that_starts_anew_keeps_what_it_finds(corpus, tmp_path):
-    first = run(1, corpus, tmp_path / "run")
-    run(1, corpus, tmp_path / "run", checkpoint__resume="never")
-    old = (tmp_path / "run" / "metrics.1.jsonl").read_text().splitlines()
-    assert [json.loads(line) for line in old] == first
-
-
-def test_a_run_that_starts_anew_is_not_mistaken_for_the_old_one(corpus, tmp_path):
+def test_a_run_that_starts_anew_keeps_what_it_finds_and_is_not_mistaken_for_the_old_one(corpus, tmp_path):
     """Old checkpoints of later steps are renamed, so that the run never resumes from them; the newest `keep` remain."""
-    run(1, corpus, tmp_path / "run", checkpoint__every=3)
+    first = run(1, corpus, tmp_path / "run", checkpoint__every=3)
     settings = {"checkpoint__every": 2, "checkpoint__keep": 1, "train__steps": 2}
     run(1, corpus, tmp_path / "run", checkpoint__resume="never", **settings)
+    old = (tmp_path / "run" / "metrics.1.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in old] == first
     names = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
     assert names == ["latest", "old-1-step-00000006", "step-00000002"]
     longer = run(1, corpus, tmp_path / "run", **settings | {"train__steps": 4})
@@ -243,17 +230,24 @@ def test_ramp_up_and_blending_run_through(corpus, tmp_path):
     assert [record["tokens"] // 16 for record in records] == [4, 8, 16, 24, 32, 40]
 
 
-def test_checkpointed_activations_give_the_same_losses(corpus, tmp_path):
-    plain = run(1, corpus, tmp_path / "plain", model__dropout=0.1)
-    settings = {"activations__store": "keep", "activations__layers_per_checkpoint": 2, "model__dropout": 0.1}
-    kept = run(1, corpus, tmp_path / "keep", **settings)
-    assert [record["loss"] for record in kept] == [record["loss"] for record in plain]
-    assert kept[-1]["hardware_tflops_per_device"] > kept[-1]["model_tflops_per_device"]
+def test_recomputed_activations_and_explicit_attention_give_the_same_losses(corpus, tmp_path):
+    stores = {"none": {}, "selective": {}, "keep": {"activations__layers_per_checkpoint": 2}}
+    same = {"model__attention": "math", "model__dropout": 0.1, **FEW_STEPS}
+    plain, *recomputed = (
+        run(1, corpus, tmp_path / store, activations__store=store, **same, **own) for store, own in stores.items()
+    )
+    for records in recomputed:
+        assert [record["loss"] for record in records] == [record["loss"] for record in plain]
+        assert records[-1]["hardware_tflops_per_device"] > records[-1]["model_tflops_per_device"]
+    flash, explicit = (
+        run(1, corpus, tmp_path / attention, model__attention=attention, **FEW_STEPS) for attention in ("flash", "math")
+    )
+    assert [r["loss"] for r in explicit] == pytest.approx([r["loss"] for r in flash], rel=1e-5)
 
 
 def test_the_five_configurations_of_the_papers_table_3_train_alike(corpus, tmp_path):
     """C1 to C5 differ in where model states and activations are stored, not in what is computed."""
-    shrunk = {"model__num_layers": 4, "train__steps": 2, "train__eval_samples": 0, "train__sample_tokens": 0}
+    shrunk = {"model__num_layers": 4, **FEW_STEPS, "train__steps": 2}
     expected = run(1, corpus, tmp_path / "plain", zero__stage=0, **shrunk)
     answers = set()
     for name in ("c1", "c2", "c3", "c4", "c5"):
@@ -269,28 +263,13 @@ def test_the_five_configurations_of_the_papers_table_3_train_alike(corpus, tmp_p
 
 
 def test_the_store_may_be_left_to_the_paper(corpus, tmp_path):
+    settings = {"activations__store": "auto", "parallel__tensor_size": 2, **FEW_STEPS}
     roomy, narrow = (
-        run(2, corpus, tmp_path / f"{gb}", activations__store="auto", activations__hardware__memory_gb=gb, **TENSOR_2)
-        for gb in (1.0, 0.0001)
+        run(2, corpus, tmp_path / f"{gb}", activations__hardware__memory_gb=gb, **settings) for gb in (1.0, 0.0001)
     )
     gathers = [records[-1]["tensor_axis_bytes"] for records in (roomy, narrow)]
     assert gathers[1] > gathers[0], "the narrow one partitions its checkpoints"
     assert [r["loss"] for r in roomy] == [r["loss"] for r in narrow]
-
-
-def test_selective_recomputation_gives_the_same_losses(corpus, tmp_path):
-    plain, selective = (
-        run(1, corpus, tmp_path / store, activations__store=store, model__attention="math", model__dropout=0.1)
-        for store in ("none", "selective")
-    )
-    assert [record["loss"] for record in selective] == [record["loss"] for record in plain]
-    assert selective[-1]["hardware_tflops_per_device"] > selective[-1]["model_tflops_per_device"]
-
-
-def test_explicit_attention_gives_the_same_losses(corpus, tmp_path):
-    fused = run(1, corpus, tmp_path / "flash")
-    explicit = run(1, corpus, tmp_path / "math", model__attention="math")
-    assert [r["loss"] for r in explicit] == pytest.approx([r["loss"] for r in fused], rel=1e-5)
 
 
 def test_a_model_too_large_for_the_machine_leaves_a_record(corpus, tmp_path):

@@ -17,6 +17,7 @@ from gpt.train_step import evaluate, mean_over, train_step
 from parallel.mesh import Axis, Mesh
 from parallel.tensor.token_layout import ReplicatedTokens, SplitTokens, TokenLayout
 from tests.ranks import run_ranks
+from tests.twins import params_of
 from zero.activations.checkpointed_blocks import ActivationsConfig
 from zero.engine import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
@@ -77,9 +78,7 @@ def train(tensor_size: int, context_size: int, is_split: bool, stage: int, store
         loss, norm = train_step(model, optimizer, batches, mesh)
         result.losses.append(mean_over(mesh, loss))
         result.norms.append(norm.item())
-    with model.gathered() as module:
-        params = {name: param.detach().clone() for name, param in module.named_parameters() if "norm" in name}
-    return result._replace(params=params)
+    return result._replace(params={name: param for name, param in params_of(model).items() if "norm" in name})
 
 
 @cache

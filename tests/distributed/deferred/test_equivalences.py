@@ -10,7 +10,6 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
 
 from gpt.build.train_state import TrainState
 from gpt.checkpoint.checkpoint import owned_tensors
@@ -24,19 +23,19 @@ from parallel.tensor.layers import split_dims
 from tests.deferred import deferred
 from tests.distributed.gpt.test_tensor_parallel import (
     CLIP_NORM,
-    NUM_STEPS,
     Result,
     assert_equals_whole,
-    batch,
     build,
     config_of,
     layout_of,
+    train_steps,
     train_whole,
 )
 from tests.distributed.zero.compiled.backend import Backend
-from tests.pairwise import product_of
+from tests.pairwise import noting, product_of
 from tests.ranks import run_ranks
 from tests.simulated_streams import Streams
+from tests.twins import params_of
 from zero.activations.checkpointed_blocks import ActivationsConfig
 from zero.engine import ZeroDataParallel
 from zero.memory.placement import NO_OFFLOAD, OffloadConfig
@@ -62,7 +61,7 @@ OFFLOADS = {"none": NO_OFFLOAD, "host": OffloadConfig("host"), "auto": auto(1.2e
 
 @dataclass(frozen=True)
 class Case:
-    """The settings of a run of 5 steps."""
+    """The settings of a run."""
 
     stage: int
     tensor_size: int = 1
@@ -104,22 +103,7 @@ def start(case: Case) -> TrainState:
 
 def train(state: TrainState, case: Case) -> Iterator[tuple[float, float]]:
     """Yield the loss and the norm of each step."""
-    data, model = state.mesh.data, state.model
-    for step in range(NUM_STEPS):
-        total = torch.zeros(())
-
-        def backward(micro_batch: int, step: int = step, total: Tensor = total) -> None:
-            loss = model(*batch(case.model, step, micro_batch, data.rank)) / case.num_micro_batches
-            loss.backward()
-            total += loss.detach() / data.size
-
-        with model.accumulate():
-            for micro_batch in range(case.num_micro_batches - 1):
-                backward(micro_batch)
-        backward(case.num_micro_batches - 1)
-        norm = state.optimizer.step().item()
-        data.all_reduce(total, out=total).wait()
-        yield total.item(), norm
+    return train_steps(case.model, state.mesh, state.model, state.optimizer, case.num_micro_batches)
 
 
 def train_late(case: Case) -> tuple[Result, int]:
@@ -131,19 +115,15 @@ def train_late(case: Case) -> tuple[Result, int]:
         streams: Streams = contexts.enter_context(deferred())
         state = start(case)
         losses, norms = zip(*train(state, case), strict=True)
-        with state.model.gathered() as module:
-            params = {name: param.detach().clone() for name, param in module.named_parameters()}
-    return Result(list(losses), list(norms), params, split_dims(module)), streams.num_launched
+        params = params_of(state.model)
+    return Result(list(losses), list(norms), params, split_dims(state.model.module)), streams.num_launched
 
 
 def train_all_late(cases: list[Case]) -> list[tuple[Result, int]]:
     found = []
     for case in cases:
-        try:
+        with noting(case):
             found.append(train_late(case))
-        except BaseException as error:
-            error.add_note(f"in {case}")
-            raise
     return found
 
 
@@ -152,11 +132,8 @@ def check_equal_one_process(num_ranks: int, cases: list[Case]) -> None:
     for number, case in enumerate(cases):
         of_ranks = [of_rank[number] for of_rank in results]
         expected = train_whole(case.model, num_ranks // case.tensor_size, case.num_micro_batches)
-        try:
+        with noting(case):
             assert_equals_whole([result for result, _ in of_ranks], expected, case.tensor_size)
-        except AssertionError as error:
-            error.add_note(f"in {case}")
-            raise
         assert all(num_deferred for _, num_deferred in of_ranks)
 
 

@@ -30,16 +30,6 @@ def test_each_ranks_part_of_a_measured_collective_has_a_smallest_size():
     assert bandwidth.message_bytes(2) == 8 * 2**20
 
 
-@pytest.mark.parametrize("size", range(3, 10))
-def test_three_sets_of_disjoint_pairs_are_all_links_of_a_ring(size: int):
-    sets = [bandwidth._pairs(size, number) for number in range(3)]
-    for pairs in sets:
-        ends = [rank for pair in pairs for rank in pair]
-        assert len(set(ends)) == len(ends), "no rank is in two pairs of a set"
-    assert sorted(pair for pairs in sets for pair in pairs) == [(rank, (rank + 1) % size) for rank in range(size)]
-    assert bandwidth._pairs(2, 0) == [(0, 1)]
-
-
 def test_a_computation_before_a_measured_action_does_not_count_and_waits_have_their_mean():
     now, seconds = 0.0, itertools.cycle([1.0, 1.0, 7.0])
 
@@ -65,22 +55,6 @@ def test_an_action_is_repeated_for_its_time_but_neither_seldom_nor_for_ever(seco
     with mock.patch.object(bandwidth, "time", clock):
         bandwidth.measured_seconds(lambda: calls.append(seconds), torch.device("cpu"), budget=1.05)
     assert len(calls) == 2 + num_repeats
-
-
-def test_a_gpu_is_waited_for_before_each_reading_of_the_clock(monkeypatch):
-    happened: list[str] = []
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: happened.append(f"wait for {device}"))
-
-    def clock() -> float:
-        happened.append("clock")
-        return float(len(happened))
-
-    actions = [lambda name=name: happened.append(name) for name in ("action", "before")]
-    assert bandwidth._timed(actions[0], torch.device("cuda", 1), clock, actions[1]) == 3.0
-    assert happened == ["before", "wait for cuda:1", "clock", "action", "wait for cuda:1", "clock"]
-    happened.clear()
-    assert bandwidth._timed(actions[0], torch.device("cpu"), clock) == 2.0
-    assert happened == ["clock", "action", "clock"]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5])

@@ -212,7 +212,7 @@ def check_saves(folder: Path) -> None:
             state = build(settings, mesh, world.device)
             micro_batches = blank_micro_batches(settings.train, settings.model.seq_length, mesh.data.size)
             saver = RunSaver(folder / f"{stage}-{offload}", state, keep=1, is_async=True)
-            for step in range(3):
+            for step in range(2):
                 train_step(state.model, state.optimizer, micro_batches, mesh)
                 saver.start(Progress(step, step))
                 train_step(state.model, state.optimizer, micro_batches, mesh)

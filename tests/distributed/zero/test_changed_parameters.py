@@ -1,9 +1,8 @@
-"""Parameters that are written in place outlive the next step, and a backward of a forward from before a step raises."""
+"""Parameters that are written in place outlive the next step."""
 
 import itertools
 from collections.abc import Callable
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -11,7 +10,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from parallel.mesh import Mesh
 from tests.ranks import run_ranks
-from tests.twins import ALL_STAGES, assert_same_bits, configs
+from tests.twins import assert_same_bits, configs
 from zero.engine import ZeroDataParallel
 from zero.memory.placement import NO_OFFLOAD, OffloadConfig
 from zero.optimizer import ZeroOptimizer
@@ -156,20 +155,3 @@ def check_loaded_values_train_on_as_from_the_start() -> None:
 
 def test_loaded_values_train_on_as_from_the_start():
     run_ranks(2, check_loaded_values_train_on_as_from_the_start)
-
-
-def check_backward_of_an_old_forward_raises() -> None:
-    for config, dtype in itertools.product(configs(*ALL_STAGES, bucket_numel=[100]), [torch.float64, torch.bfloat16]):
-        module = small_net(0, dtype)
-        model, optimizer = start(config, NO_OFFLOAD, module)
-        old, loss = (loss_of(model, step, model.shard_axis.rank) for step in range(2))
-        loss.backward()
-        optimizer.step()
-        with pytest.raises(RuntimeError, match="has been modified"):
-            old.backward()
-        optimizer.zero_grad()
-        take_step(model, optimizer, 2)
-
-
-def test_a_backward_of_a_forward_from_before_the_step_raises_as_in_torch():
-    run_ranks(2, check_backward_of_an_old_forward_raises)

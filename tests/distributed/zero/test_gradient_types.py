@@ -110,11 +110,11 @@ def test_the_error_of_many_micro_batches_is_small(num_ranks):
 
 
 def equal_gradients() -> list[str]:
-    """Return the cases in which 512 equal gradients are not summed exactly."""
+    """Return the cases in which 320 equal gradients are not summed exactly; in bf16, 256 would not grow further."""
     mesh = Mesh.create(tensor_size=1)
-    reference = expected(same_inputs, 512, mesh.data.size)
+    reference = expected(same_inputs, 320, mesh.data.size)
     found = {
-        stage: gradient(same_inputs, 512, ZeroConfig(stage, bucket_numel=500), torch.bfloat16, mesh) for stage in (1, 3)
+        stage: gradient(same_inputs, 320, ZeroConfig(stage, bucket_numel=500), torch.bfloat16, mesh) for stage in (1, 3)
     }
     return [f"stage {stage}" for stage, grad in found.items() if not grad.equal(reference)]
 

@@ -19,19 +19,19 @@ from zero.partition.config import DTYPES, DtypeName, ZeroConfig
 from zero.partition.stage import STAGES, Lifetime
 from zero.state import resident
 
-BUCKET_NUMEL = 2**18
+BUCKET_NUMEL, WIDTH = 2**16, 251
 PAPER: tuple[DtypeName, DtypeName] = ("bf16", "bf16")
 
 
 def train(
     stage: int,
     num_micro_batches: int,
-    dtype: torch.dtype,
     shard_size: int | None = None,
     resident_numel: int = 0,
     gradients: tuple[DtypeName, DtypeName] | None = PAPER,
 ) -> dict:
-    """Train with gradients of two types: (accumulate, reduce), or the default ones."""
+    """Train in bf16 with gradients of two types: (accumulate, reduce), or the default ones."""
+    dtype = torch.bfloat16
     mesh = Mesh.create(tensor_size=1, shard_size=shard_size)
     mesh.log.keeps_events = True
     accumulate, reduce = gradients or (None, None)
@@ -49,8 +49,8 @@ def train(
         mesh.log.clear()
         with model.accumulate():
             for _ in range(num_micro_batches - 1):
-                model(torch.ones(1, 501, dtype=dtype)).backward()
-        model(torch.ones(1, 501, dtype=dtype)).backward()
+                model(torch.ones(1, WIDTH, dtype=dtype)).backward()
+        model(torch.ones(1, WIDTH, dtype=dtype)).backward()
         optimizer.step()
     flat_bytes = {flat: flat.layout.numel * dtype.itemsize for flat in model.flats}
     return {
@@ -65,23 +65,17 @@ def train(
 
 
 @cache
-def trained(
-    data_size: int,
-    stage: int,
-    num_micro_batches: int,
-    shard_size: int | None = None,
-    resident_numel: int = 0,
-) -> list[dict]:
-    """Train in bf16 and return what each rank has found, from one run for all tests that look at it."""
-    return run_ranks(data_size, train, stage, num_micro_batches, torch.bfloat16, shard_size, resident_numel)
+def trained(data_size: int, *arguments: object, **settings: object) -> list[dict]:
+    """Train and return what each rank has found, from one run for all tests that look at it."""
+    return run_ranks(data_size, train, *arguments, **settings)
 
 
 class _Chain(nn.Module):
-    """A chain of linear layers with 2.5 million parameters, and hardly any activations."""
+    """A chain of linear layers with 630,000 parameters, and hardly any activations."""
 
     def __init__(self, dtype: torch.dtype):
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(501, 501, dtype=dtype) for _ in range(10))
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH, dtype=dtype) for _ in range(10))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
@@ -109,7 +103,7 @@ def test_other_types_of_gradients_cost_what_the_formulas_say(stage, gradients):
     is_persistent, num_micro_batches, data_size = stage < 2, 2, 2
     bytes_each = {0: 18, 1: 6 + 12 / data_size, 2: 2 + 16 / data_size, 3: 18 / data_size}[stage]
     reduce = gradients[1] if gradients else "fp32" if is_persistent else "bf16"
-    for found in run_ranks(data_size, train, stage, num_micro_batches, torch.bfloat16, gradients=gradients):
+    for found in trained(data_size, stage, num_micro_batches, gradients=gradients):
         promised = memory.formula(STAGES[stage], found["num_parameters"], data_size, gradient_bytes=4)
         assert promised.total == pytest.approx(bytes_each * found["num_parameters"])
         assert found["states"].gradients == pytest.approx(promised.gradients, rel=0.01)
@@ -189,9 +183,13 @@ def test_buffers_do_not_depend_on_the_model():
 @pytest.mark.parametrize("data_size", [2, 4])
 def test_the_wire_agrees_with_the_log(data_size):
     """The kernel counts what a rank writes to its sockets: the bytes of its log, and 2% for scalars and headers."""
-    for stage in (0, 1, 2, 3):
-        for written, logged in run_ranks(data_size, bytes_of_a_step, stage):
+    for of_rank in run_ranks(data_size, bytes_of_steps):
+        for written, logged in of_rank:
             assert written == pytest.approx(logged, rel=0.02)
+
+
+def bytes_of_steps() -> list[tuple[int, int]]:
+    return [bytes_of_a_step(stage) for stage in STAGES]
 
 
 def bytes_of_a_step(stage: int) -> tuple[int, int]:
@@ -201,7 +199,7 @@ def bytes_of_a_step(stage: int) -> tuple[int, int]:
     optimizer = ZeroOptimizer(model, torch.optim.AdamW, fused=True)
 
     def step() -> None:
-        model(torch.ones(1, 501)).backward()
+        model(torch.ones(1, WIDTH)).backward()
         optimizer.step()
         mesh.barrier()
 

@@ -42,24 +42,24 @@ def train(
     return params_of(model)
 
 
-def check_overlap_never_changes_a_bit(dtype: torch.dtype) -> list[dict[str, Tensor]]:
+def check_overlap_never_changes_a_bit(dtype: torch.dtype) -> dict[int, dict[str, Tensor]]:
     """Check it, and that a second run gives the same bits; return the parameters by stage."""
-    results = []
-    for stage in ALL_STAGES:
+    results = {}
+    for stage in ALL_STAGES if dist.get_world_size() == 2 else (0, 3):
         on, again, off = (
             train("toy", dtype, ZeroConfig(stage, 1500, overlap), num_micro_batches=2, clip_norm=0.5)
             for overlap in (True, True, False)
         )
         assert_same_bits(again, on)
         assert_same_bits(off, on)
-        results.append(on)
+        results[stage] = on
     return results
 
 
 @pytest.mark.parametrize(("data_size", "dtype"), [(2, torch.float32), (4, torch.bfloat16)])
 def test_overlap_and_repetition_give_the_same_bits_on_all_ranks(data_size, dtype):
     first, *others = run_ranks(data_size, check_overlap_never_changes_a_bit, dtype)
-    for other, stage in itertools.product(others, ALL_STAGES):
+    for other, stage in itertools.product(others, first):
         assert_same_bits(other[stage], first[stage])
 
 
@@ -71,8 +71,8 @@ def test_only_with_overlap_a_bucket_fills_while_others_are_reduced(overlap, num_
 
 def check_stages_and_buckets_give_the_same_bits() -> None:
     """A sum of two terms has one order, so with two ranks even bf16 must agree."""
-    for name in ("toy", "gpt"):
-        chosen = configs(*ALL_STAGES, bucket_numel=[500, 2000, None], reduce_dtype=["bf16"])
+    for name, bucket_numels in (("toy", [500, 2000, None]), ("gpt", [2000])):
+        chosen = configs(*ALL_STAGES, bucket_numel=bucket_numels, reduce_dtype=["bf16"])
         found = [train(name, torch.bfloat16, config) for config in chosen]
         for other in found[1:]:
             assert_same_bits(other, found[0])
@@ -134,33 +134,6 @@ def check_a_second_backward(config: ZeroConfig) -> None:
     twins.train(1)
 
 
-def check_zero_grad(config: ZeroConfig) -> None:
-    twins = toy_twins(config)
-    for is_reduced in (True, False):
-        with twins.model.accumulate():
-            next_token_loss(twins.model, 7, twins.data.rank).backward()
-        if is_reduced:
-            next_token_loss(twins.model, 8, twins.data.rank).backward()
-        twins.optimizer.zero_grad()
-        twins.train(1)
-
-
-def check_a_failed_backward(config: ZeroConfig) -> None:
-    twins = toy_twins(config)
-    twins.train(1)
-
-    def fail(_module: nn.Module, _args: tuple, output: dict) -> None:
-        output["x"].register_hook(raise_on_purpose)
-
-    for step in (1, 2):
-        hook = twins.model.module.blocks[1].register_forward_hook(fail)
-        with pytest.raises(KeyError, match="on purpose"):
-            next_token_loss(twins.model, step, twins.data.rank).backward()
-        hook.remove()
-        twins.optimizer.zero_grad()
-        twins.train(1, first=step)
-
-
 @pytest.mark.parametrize("stage", ALL_STAGES)
 def test_a_backward_after_one_that_broke_off_is_refused_until_gradients_are_cleared(stage):
     """The second would add to gradients of the first."""
@@ -195,8 +168,6 @@ def test_a_step_uses_the_sum_of_its_backwards(zero_configs):
         check_micro_batches,
         check_when_gradients_are_reduced,
         check_a_second_backward,
-        check_zero_grad,
-        check_a_failed_backward,
     ]
     run_ranks(2, check_all, checks, zero_configs)
 
@@ -231,11 +202,9 @@ def check_a_gate_is_open_on_some_ranks(config: ZeroConfig) -> None:
     twins.train(3)
 
 
-@pytest.mark.parametrize("data_size", [2, 4])
-def test_ranks_may_use_different_parameters(data_size):
-    buckets = {"bucket_numel": [500 * data_size]}
-    run_ranks(data_size, check_all, [check_ranks_use_other_parameters], configs(0, 1, 2, **buckets))
-    run_ranks(data_size, check_all, [check_a_gate_is_open_on_some_ranks], configs(*ALL_STAGES, **buckets))
+def test_ranks_may_use_different_parameters():
+    run_ranks(2, check_all, [check_ranks_use_other_parameters], configs(0, 1, 2, bucket_numel=[1000]))
+    run_ranks(4, check_all, [check_a_gate_is_open_on_some_ranks], configs(*ALL_STAGES, bucket_numel=[2000]))
 
 
 def check_launches_have_one_order() -> None:
@@ -255,39 +224,3 @@ def check_launches_have_one_order() -> None:
 
 def test_all_ranks_launch_in_one_order():
     run_ranks(2, check_launches_have_one_order)
-
-
-def check_two_forwards_then_one_backward(config: ZeroConfig) -> None:
-    def product(module: nn.Module, step: int, rank: int) -> Tensor:
-        return next_token_loss(module, step, rank) * next_token_loss(module, step + 10, rank)
-
-    twins = toy_twins(config)
-    twins.backward(0, product)
-    twins.step()
-    twins.train(2)
-
-
-def check_evaluation_sees_new_weights(config: ZeroConfig) -> None:
-    twins = toy_twins(config)
-    for step in range(3):
-        with torch.no_grad():
-            found, expected = next_token_loss(twins.model, 9, 0), next_token_loss(twins.plain, 9, 0)
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
-        twins.train(1, first=step)
-
-
-def check_a_forward_without_backward(config: ZeroConfig) -> None:
-    twins = toy_twins(config)
-    for step in range(4):
-        next_token_loss(twins.model, 9, 0)  # leaves a graph whose backward never runs
-        twins.train(1, first=step)
-
-
-def test_forwards_and_backwards_need_not_alternate():
-    """Each rank's batches open other gates of the toy, so that ranks would launch in different orders if they could."""
-    checks = [
-        check_two_forwards_then_one_backward,
-        check_evaluation_sees_new_weights,
-        check_a_forward_without_backward,
-    ]
-    run_ranks(2, check_all, checks, configs(*ALL_STAGES))

@@ -72,10 +72,7 @@ class CountingSGD(torch.optim.Optimizer):
 
 
 OPTIMIZERS: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
-    (torch.optim.SGD, {"momentum": 0.9, "nesterov": True, "foreach": True}),
-    (torch.optim.AdamW, {"foreach": False, "amsgrad": True}),
     (torch.optim.AdamW, {"fused": True}),
-    (torch.optim.RMSprop, {"momentum": 0.5, "centered": True, "eps": 1e-3}),
     (CountingSGD, {}),
 ]
 
@@ -135,9 +132,9 @@ def all_state(model: ZeroDataParallel, optimizer: ZeroOptimizer) -> dict[str, Te
     return owned_state(model, optimizer) | common_state(model, optimizer)
 
 
-def check_overflows_leave_no_trace(optimizer: Optimizer) -> None:
+def check_overflows_leave_no_trace(optimizer: Optimizer, stages: list[int]) -> None:
     """Parameters, moments and Adam's step counter are as if the skipped steps had not been run."""
-    for config in configs(*ALL_STAGES, bucket_numel=[5000]):
+    for config in configs(*stages, bucket_numel=[5000]):
         model, stepper = train_fp16(config, optimizer, (True, False, True, True, False, False))
         expected_model, expected_stepper = train_fp16(config, optimizer, (False, False, False))
         assert_same_bits(params_of(model), params_of(expected_model))
@@ -149,17 +146,17 @@ def check_overflows_leave_no_trace(optimizer: Optimizer) -> None:
 
 
 @pytest.mark.parametrize(
-    "optimizer",
+    ("optimizer", "stages"),
     [
-        (torch.optim.AdamW, {"fused": True}),
-        (torch.optim.AdamW, {"foreach": True}),
-        (torch.optim.SGD, {"momentum": 0.9}),
-        (torch.optim.SGD, {"momentum": 0.9, "fused": True}),
+        ((torch.optim.AdamW, {"fused": True}), ALL_STAGES),
+        ((torch.optim.AdamW, {"foreach": True}), [1, 3]),
+        ((torch.optim.SGD, {"momentum": 0.9}), [0, 2]),
+        ((torch.optim.SGD, {"momentum": 0.9, "fused": True}), [1, 3]),
     ],
     ids=str,
 )
-def test_an_overflow_on_one_rank_skips_the_step_on_all(optimizer):
-    run_ranks(2, check_overflows_leave_no_trace, optimizer)
+def test_an_overflow_on_one_rank_skips_the_step_on_all(optimizer, stages):
+    run_ranks(2, check_overflows_leave_no_trace, optimizer, stages)
 
 
 def check_any_scale_gives_the_same_parameters(dtype: torch.dtype) -> None:
@@ -301,9 +298,6 @@ def test_what_is_no_optimizer_for_the_model_is_refused():
     model = ZeroDataParallel(nn.Linear(4, 4).requires_grad_(False), Axis.trivial("data"), ZeroConfig())
     with pytest.raises(ValueError, match="none of the 2 parameters of the optimizer is trainable"):
         ZeroOptimizer(model, torch.optim.SGD)
-    instance = torch.optim.SGD(model.module.parameters())
-    with pytest.raises(TypeError, match=r"takes a class of optimizers, .* not an object of class SGD"):
-        ZeroOptimizer(model, instance)
     with pytest.raises(TypeError, match=r"takes an axis, such as `mesh.data`, not an object of class object"):
         ZeroDataParallel(nn.Linear(4, 4), object(), ZeroConfig())
 

@@ -125,12 +125,3 @@ def test_an_engine_without_references_is_freed(stage):
     del model, optimizer
     gc.collect()
     assert engine() is None
-
-
-def test_a_parameter_may_have_no_elements():
-    module = nn.ParameterDict({"empty": nn.Parameter(torch.empty(0, 3)), "other": nn.Parameter(torch.ones(4).half())})
-    model = ZeroDataParallel(module, Axis.trivial("data"), ZeroConfig(2))
-    optimizer = ZeroOptimizer(model, torch.optim.SGD, lr=0.5)
-    (module["empty"].sum() + module["other"].sum()).backward()
-    optimizer.step()
-    assert module["other"].tolist() == [0.5] * 4

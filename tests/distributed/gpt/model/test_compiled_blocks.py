@@ -17,6 +17,7 @@ from gpt.shape.config import ModelConfig
 from parallel.mesh import Mesh
 from parallel.tensor.token_layout import ReplicatedTokens, SplitTokens
 from tests.distributed.zero.compiled.backend import Backend
+from tests.pairwise import noting
 from tests.ranks import run_ranks
 from zero.activations.checkpointed_blocks import ActivationsConfig
 from zero.engine import ZeroDataParallel
@@ -97,16 +98,13 @@ def backward(model: ZeroDataParallel, number: int, rank: int) -> Tensor:
 def check_equals_eager(cases: list[Case], backend_name: str) -> None:
     for case in cases:
         backend = Backend(backend_name)
-        try:
+        with noting(case):
             expected, found = train(case, None), train(case, backend)
             torch.testing.assert_close(found.values, expected.values, rtol=0, atol=0)
             assert found.traffic == expected.traffic
             assert expected.traffic
             # The same for all blocks, micro-batches and steps.
             assert len(backend.num_operations) == case.num_graphs, backend.num_operations
-        except BaseException as error:
-            error.add_note(f"in {case}")
-            raise
 
 
 FEW = {

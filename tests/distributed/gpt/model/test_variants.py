@@ -26,7 +26,7 @@ from tests.distributed.gpt.test_tensor_parallel import (
     train_whole,
 )
 from tests.distributed.zero.compiled.backend import Backend
-from tests.pairwise import pairwise
+from tests.pairwise import noting, pairwise
 from tests.ranks import run_ranks
 from tests.unit.gpt.model.models import ONE_DEVICE, SIZES, VARIANTS
 from zero.activations.checkpointed_blocks import ActivationsConfig
@@ -68,11 +68,8 @@ def check(cases: list[Case]) -> None:
     for number, case in enumerate(cases):
         data_size, tensor_size, _ = case["mesh"]
         results = [of_rank[number] for of_rank in of_ranks]
-        try:
+        with noting(case):
             assert_equals_whole(results, train_whole(VARIANTS[case["name"]], data_size), tensor_size)
-        except BaseException as error:
-            error.add_note(f"in {case}")
-            raise
 
 
 def by_num_ranks(cases: list[Case], num_ranks: int) -> list[Case]:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from parallel.mesh import Axis, Mesh
 from tests.distributed.zero.architectures.tiny_model import Recipe, describe, loss_of, prepare
+from tests.twins import params_of
 from zero.engine import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
 from zero.partition.config import ZeroConfig
@@ -74,9 +75,7 @@ def train_on_ranks(module: nn.Module, recipe: Recipe, data: Axis) -> Training:
         gathered = torch.empty(data.size, dtype=torch.float64)
         data.all_gather(loss.detach().to(torch.float64).reshape(1), out=gathered).wait()
         losses += gathered.tolist()
-    with model.gathered() as module:
-        params = {name: param.detach().clone() for name, param in module.named_parameters()}
-    return Training(losses, norms, params)
+    return Training(losses, norms, params_of(model))
 
 
 def train_in_one_process(model: nn.Module, recipe: Recipe) -> Training:

@@ -99,8 +99,7 @@ def test_a_compiled_module_reads_weights_of_another(run: Run) -> None:
     module, backend = Borrower(), Backend()
     backend.compile_blocks(module)
     module.compile(backend=backend)
-    model = run.wrap(module)
-    run.train(model, run.optimizer(model), steps=range(3))
+    run.train_module(module, steps=range(3))
 
 
 @scenario(STAGES)

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from parallel.mesh import Axis, Mesh
+from tests.pairwise import noting
 from tests.plain_torch import PlainModel, PlainOptimizer
 from tests.ranks import run_ranks
 from zero.engine import ZeroDataParallel
@@ -153,6 +154,15 @@ class Run:
             self.record((loss or mean_square)(model, self.batch(step))).backward()
             optimizer.step()
 
+    def start(self, module: nn.Module, *arguments: Any, **settings: Any) -> tuple[Model, Optimizer]:
+        """Wrap a module; return the model and an optimizer that has these arguments."""
+        model = self.wrap(module)
+        return model, self.optimizer(model, *arguments, **settings)
+
+    def train_module(self, module: nn.Module, loss: "Loss | None" = None, steps: Iterable[int] = (0, 1)) -> None:
+        """Wrap a module and train it."""
+        self.train(*self.start(module), loss, steps)
+
     def results(self) -> dict[str, Tensor]:
         """Return what was recorded, averaged over the ranks, and all parameters."""
         results = {}
@@ -245,12 +255,9 @@ def check(
     # Small numbers: a difference of TOLERANCE is then a mistake, and not a rounding.
     assert all(value.abs().max() < LARGEST for value in expected.values()), "the procedure diverges in one process"
     for configuration in configurations:
-        try:
+        with noting(configuration):
             found = results_of(procedure, configuration, data)
             torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
-        except BaseException as error:
-            error.add_note(f"under {configuration}")
-            raise
 
 
 def results_of(procedure: Procedure, configuration: Configuration | None, data: Axis) -> dict[str, Tensor]:

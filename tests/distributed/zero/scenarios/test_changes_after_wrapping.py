@@ -33,8 +33,7 @@ CASTS: dict[str, Callable[[Model], object]] = {
 
 @scenario()
 def test_a_cast_or_a_move_after_wrapping_raises(run: Run) -> None:
-    model = run.wrap(Blocks())
-    optimizer = run.optimizer(model)
+    model, optimizer = run.start(Blocks())
     run.train(model, optimizer)
     for cast in () if run.is_plain else CASTS.values():
         with pytest.raises((RuntimeError, ValueError), match=r"unwrap|before .*wrap"):
@@ -44,8 +43,7 @@ def test_a_cast_or_a_move_after_wrapping_raises(run: Run) -> None:
 
 @scenario()
 def test_a_cast_or_a_move_that_changes_nothing_is_accepted(run: Run) -> None:
-    model = run.wrap(Blocks())
-    optimizer = run.optimizer(model)
+    model, optimizer = run.start(Blocks())
     for step, move in enumerate(
         (lambda m: m.to("cpu"), lambda m: m.double(), lambda m: m.to(torch.float64), nn.Module.cpu)
     ):
@@ -56,8 +54,7 @@ def test_a_cast_or_a_move_that_changes_nothing_is_accepted(run: Run) -> None:
 
 @scenario()
 def test_freezing_after_wrapping_raises_in_the_step(run: Run) -> None:
-    model = run.wrap(Blocks())
-    optimizer = run.optimizer(model)
+    model, optimizer = run.start(Blocks())
     run.train(model, optimizer)
     for chosen in () if run.is_plain else (model.module.head, model.module.blocks, model.module):
         chosen.requires_grad_(False)
@@ -75,8 +72,7 @@ def test_freezing_after_wrapping_raises_in_the_step(run: Run) -> None:
 def test_unfreezing_after_wrapping_raises_in_the_step(run: Run) -> None:
     module = Blocks()
     module.blocks.requires_grad_(False)
-    model = run.wrap(module)
-    optimizer = run.optimizer(model)
+    model, optimizer = run.start(module)
     run.train(model, optimizer)
     if not run.is_plain:
         module.blocks[1].requires_grad_(True)
@@ -103,8 +99,7 @@ def test_layers_are_unfrozen_one_after_another(run: Run) -> None:
             assert param.grad is None or run.is_plain
             assert type(param) is nn.Parameter
         run.record(mean_square(module, run.batch(50)))
-    model = run.wrap(module)
-    run.train(model, run.optimizer(model), steps=[9])
+    run.train_module(module, steps=[9])
 
 
 @scenario()
@@ -121,8 +116,7 @@ def test_an_unwrapped_module_is_plain_and_complete(run: Run) -> None:
     optimizer.zero_grad()
     plain.double().requires_grad_(False).requires_grad_(True)
     plain.load_state_dict(plain.state_dict(), assign=True)
-    model = run.wrap(plain)
-    run.train(model, run.optimizer(model))
+    run.train_module(plain)
 
 
 @scenario()
@@ -142,8 +136,7 @@ def test_a_layer_added_after_wrapping_runs_and_a_warning_names_it(run: Run) -> N
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(self.adapter(x) if hasattr(self, "adapter") else x)
 
-    model = run.wrap(WithAdapter())
-    optimizer = run.optimizer(model)
+    model, optimizer = run.start(WithAdapter())
     run.train(model, optimizer)
     torch.manual_seed(3)
     model.module.adapter = nn.Linear(WIDTH, WIDTH)
@@ -157,8 +150,7 @@ def test_a_layer_added_after_wrapping_runs_and_a_warning_names_it(run: Run) -> N
 
 @scenario()
 def test_a_block_replaced_after_wrapping_runs_and_a_warning_names_it(run: Run) -> None:
-    model = run.wrap(Blocks(Block(), Block(), Block()))
-    optimizer = run.optimizer(model)
+    model, optimizer = run.start(Blocks(Block(), Block(), Block()))
     run.train(model, optimizer)
     kept = model.module.blocks[1]
     torch.manual_seed(3)
@@ -174,8 +166,7 @@ def test_a_block_replaced_after_wrapping_runs_and_a_warning_names_it(run: Run) -
 @scenario(STAGE_3)
 def test_a_block_removed_after_wrapping_is_not_trained(run: Run) -> None:
     """Layer dropping: the parameters of the block have a gradient of zero."""
-    model = run.wrap(Blocks(Block(), Block(), Block()))
-    optimizer = run.optimizer(model)
+    model, optimizer = run.start(Blocks(Block(), Block(), Block()))
     run.train(model, optimizer)
     blocks = model.module.blocks
     model.module.blocks = nn.ModuleList([blocks[0], blocks[2]])
@@ -186,8 +177,7 @@ def test_a_block_removed_after_wrapping_is_not_trained(run: Run) -> None:
 
 @scenario()
 def test_a_weight_tied_after_wrapping_trains_as_tied(run: Run) -> None:
-    model = run.wrap(Blocks())
-    optimizer = run.optimizer(model)
+    model, optimizer = run.start(Blocks())
     run.train(model, optimizer)
     first, second = model.module.blocks
     second.up.weight = first.up.weight
@@ -201,8 +191,7 @@ def test_an_embedding_that_rescales_its_rows_is_refused(run: Run) -> None:
     for embedding in () if run.is_plain else embeddings:
         with pytest.raises((ConfigError, ValueError), match="max_norm"):
             run.wrap(nn.Sequential(embedding))
-    model = run.wrap(Blocks())
-    run.train(model, run.optimizer(model))
+    run.train_module(Blocks())
 
 
 @scenario()
@@ -214,14 +203,12 @@ def test_modules_without_values_or_parameters_are_refused(run: Run) -> None:
             run.wrap(nn.Sequential(nn.LazyLinear(4)))
         with pytest.raises((ConfigError, ValueError), match="meta"):
             run.wrap(nn.Linear(4, 4, device="meta"))
-    model = run.wrap(Blocks())
-    run.train(model, run.optimizer(model))
+    run.train_module(Blocks())
 
 
 @scenario()
 def test_switching_between_training_and_evaluation_changes_nothing_else(run: Run) -> None:
-    model = run.wrap(Blocks(nn.Sequential(Block(), nn.Dropout(0.9)), Block()))
-    optimizer = run.optimizer(model)
+    model, optimizer = run.start(Blocks(nn.Sequential(Block(), nn.Dropout(0.9)), Block()))
     for step in range(3):
         model.eval()
         assert not model.module.blocks[0][1].training

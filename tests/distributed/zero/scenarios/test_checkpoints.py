@@ -51,8 +51,7 @@ class InsideBlock(Block):
 
 def train_each(run: Run, modules: list[nn.Module], num_steps: int = 2) -> None:
     for module in modules:
-        model = run.wrap(module)
-        run.train(model, run.optimizer(model), steps=range(num_steps))
+        run.train_module(module, steps=range(num_steps))
 
 
 @scenario(DEFAULT + HOST + GROUPS)
@@ -101,8 +100,7 @@ class EndsInCheckpoint(Blocks):
 @scenario(DEFAULT + HOST)
 def test_the_first_gradient_arrives_inside_a_checkpoint(run: Run) -> None:
     for kind in KINDS:
-        model = run.wrap(EndsInCheckpoint(kind))
-        run.train(model, run.optimizer(model), lambda model, x: model(x), steps=range(3))
+        run.train_module(EndsInCheckpoint(kind), lambda model, x: model(x), steps=range(3))
 
 
 class LastBlockFirst(Blocks):
@@ -119,8 +117,7 @@ class LastBlockFirst(Blocks):
 @scenario()
 def test_the_whole_forward_is_inside_a_checkpoint(run: Run) -> None:
     for kind in KINDS:
-        model = run.wrap(LastBlockFirst(kind))
-        run.train(model, run.optimizer(model), lambda model, x: mean_square(model, x.clone()))
+        run.train_module(LastBlockFirst(kind), lambda model, x: mean_square(model, x.clone()))
 
 
 @scenario()
@@ -129,8 +126,7 @@ def test_a_checkpoint_is_around_the_wrapped_model(run: Run) -> None:
         return (kind(model, x.clone().requires_grad_()) - 0.5).square().mean()
 
     for kind in KINDS:
-        model = run.wrap(Blocks())
-        run.train(model, run.optimizer(model), partial(loss, kind), steps=range(3))
+        run.train_module(Blocks(), partial(loss, kind), steps=range(3))
 
 
 @scenario()

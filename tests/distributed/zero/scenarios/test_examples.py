@@ -18,6 +18,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from parallel.mesh import Axis
 from tests.distributed.zero.scenarios.runs import DEFAULT, HOST, Blocks, Run, scenario
+from tests.pairwise import noting
 from tests.source_files import ROOT
 from zero.state.export import full_state_dict
 from zero.uneven import join
@@ -281,11 +282,8 @@ def call(run: Run, example: Callable[..., None]) -> None:
 @scenario(DEFAULT + HOST)
 def test_the_examples_train_as_in_plain_torch(run: Run) -> None:
     for example in EXAMPLES + MIGRATIONS:
-        try:
+        with noting(example):
             call(run, example)
-        except BaseException as error:
-            error.add_note(f"in {example.__name__}")
-            raise
 
 
 # A gradient of at most 1 is summed over other rows than in one process, each time rounded to 2**-8; so is a weight.

@@ -31,8 +31,7 @@ READS: dict[str, Callable[[Model], object]] = {
 
 @scenario()
 def test_a_read_of_a_gradient_raises_while_the_engine_holds_it(run: Run) -> None:
-    model = run.wrap(Blocks())
-    optimizer = run.optimizer(model)
+    model, optimizer = run.start(Blocks())
     for step in range(2):
         assert all(param.grad is None for param in model.parameters())
         with model.accumulate():
@@ -51,8 +50,7 @@ def test_a_read_of_a_gradient_raises_while_the_engine_holds_it(run: Run) -> None
 
 @scenario()
 def test_the_error_of_clip_grad_norm_names_the_way(run: Run) -> None:
-    model = run.wrap(Blocks())
-    optimizer = run.optimizer(model)
+    model, optimizer = run.start(Blocks())
     for step in range(2):
         optimizer.zero_grad()
         mean_square(model, run.batch(step)).backward()
@@ -64,8 +62,7 @@ def test_the_error_of_clip_grad_norm_names_the_way(run: Run) -> None:
 
 @scenario(DEFAULT + HOST)
 def test_the_norm_of_all_gradients_is_clipped(run: Run) -> None:
-    model = run.wrap(Blocks())
-    optimizer = run.optimizer(model, clip_norm=0.1)
+    model, optimizer = run.start(Blocks(), clip_norm=0.1)
     for step in range(3):
         optimizer.zero_grad()
         run.record(mean_square(model, run.batch(step))).backward()
@@ -116,8 +113,7 @@ def raises_or_discards(run: Run, model: Model, optimizer: object, discard: Calla
 
 @scenario(DEFAULT + HOST)
 def test_an_abandoned_backward_leaves_nothing(run: Run) -> None:
-    model = run.wrap(Blocks())
-    optimizer = run.optimizer(model)
+    model, optimizer = run.start(Blocks())
     for step, discard in enumerate(DISCARDS):
         run.train(model, optimizer, steps=[step])
         for is_complete in (False, True):
@@ -134,8 +130,7 @@ def test_an_abandoned_backward_leaves_nothing(run: Run) -> None:
 
 @scenario()
 def test_gradients_are_set_to_none_before_each_step(run: Run) -> None:
-    model = run.wrap(Blocks())
-    optimizer = run.optimizer(model)
+    model, optimizer = run.start(Blocks())
     for step in range(3):
         for param in model.parameters():
             param.grad = None
@@ -147,8 +142,7 @@ def test_gradients_are_set_to_none_before_each_step(run: Run) -> None:
 @scenario()
 def test_a_gradient_that_the_user_assigns_is_refused(run: Run) -> None:
     """It would be ignored in silence: the engine holds the gradients that the optimizer uses."""
-    model = run.wrap(Blocks())
-    optimizer = run.optimizer(model)
+    model, optimizer = run.start(Blocks())
     run.train(model, optimizer)
     optimizer.zero_grad()
     if not run.is_plain:
@@ -179,8 +173,7 @@ def test_parameters_that_a_loss_does_not_reach_have_a_gradient_of_zero(run: Run)
         logits, _ = model(x)
         return nn.functional.binary_cross_entropy_with_logits(logits, (x[:, :2] > 0).double())
 
-    model = run.wrap(TwoHeads())
-    optimizer = run.optimizer(model)
+    model, optimizer = run.start(TwoHeads())
     run.train(model, optimizer, loss, steps=range(3))
     run.train(model, optimizer, lambda model, x: model(x)[1].square().mean(), steps=[3, 4])
 
@@ -188,8 +181,7 @@ def test_parameters_that_a_loss_does_not_reach_have_a_gradient_of_zero(run: Run)
 @scenario()
 def test_only_chosen_parameters_take_gradients(run: Run) -> None:
     """`backward(inputs=...)` computes the gradients of these parameters only."""
-    model = run.wrap(Blocks())
-    optimizer = run.optimizer(model)
+    model, optimizer = run.start(Blocks())
     for step, chosen in enumerate((model.module.head, model.module.blocks[0], model.module)):
         optimizer.zero_grad()
         run.record(mean_square(model, run.batch(step))).backward(inputs=list(chosen.parameters()))

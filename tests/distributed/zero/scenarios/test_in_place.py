@@ -73,8 +73,7 @@ class Calls(nn.Module):
 
 
 def train_each(run: Run, call: Callable[[nn.Module, Tensor], Tensor], changes: list = CHANGES) -> None:
-    model = run.wrap(Calls(call, Changes(), Changes()))
-    optimizer = run.optimizer(model)
+    model, optimizer = run.start(Calls(call, Changes(), Changes()))
     for step, change in enumerate(change for change in changes for _ in range(2)):
         for block in model.module.blocks:
             block.change = change
@@ -129,8 +128,7 @@ def test_a_block_begins_with_an_activation_in_place(run: Run) -> None:
     def block() -> nn.Module:
         return nn.Sequential(nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH), nn.Dropout(0.0, inplace=True))
 
-    model = run.wrap(Calls(lambda block, h: block(h), block(), block(), block()))
-    run.train(model, run.optimizer(model), steps=range(3))
+    run.train_module(Calls(lambda block, h: block(h), block(), block(), block()), steps=range(3))
 
 
 class Root(nn.Module):
@@ -150,8 +148,7 @@ def test_the_model_changes_its_input(run: Run) -> None:
         y = model(changed) + model(constant)
         return (y + changed * changed + constant).tanh().square().mean()
 
-    model = run.wrap(Root())
-    optimizer = run.optimizer(model)
+    model, optimizer = run.start(Root())
     for step, change in enumerate(change for change in CHANGES for _ in range(2)):
         model.module.change = change
         run.train(model, optimizer, loss, steps=[step])
@@ -179,14 +176,12 @@ def test_the_caller_changes_the_output_of_a_block(run: Run) -> None:
         y += h
         return y
 
-    model = run.wrap(Calls(call, Block(), Block()))
-    run.train(model, run.optimizer(model))
+    run.train_module(Calls(call, Block(), Block()))
 
 
 @scenario()
 def test_the_loss_changes_the_output_of_the_model(run: Run) -> None:
-    model = run.wrap(Blocks())
-    run.train(model, run.optimizer(model), lambda model, x: model(x).sub_(0.5).pow_(2).mean())
+    run.train_module(Blocks(), lambda model, x: model(x).sub_(0.5).pow_(2).mean())
 
 
 class ReturnsInput(nn.Module):
@@ -210,8 +205,7 @@ class ReturnsInput(nn.Module):
 def test_a_block_returns_its_input_or_a_view_of_it(run: Run) -> None:
     for way in ("changed", "view", "view of the input", "unchanged"):
         blocks = ReturnsInput(way), Block(), ReturnsInput(way), ReturnsInput("changed")
-        model = run.wrap(Calls(lambda block, h: block(h * 1), *blocks))
-        run.train(model, run.optimizer(model))
+        run.train_module(Calls(lambda block, h: block(h * 1), *blocks))
 
 
 class ChangesList(Block):
@@ -229,8 +223,7 @@ def test_a_block_changes_tensors_in_a_list(run: Run) -> None:
         block(tensors)
         return tensors[0] * tensors[1]
 
-    model = run.wrap(Calls(call, ChangesList(), ChangesList()))
-    run.train(model, run.optimizer(model))
+    run.train_module(Calls(call, ChangesList(), ChangesList()))
 
 
 class Counts(Block):

@@ -100,8 +100,7 @@ class PacksBetweenBlocks(nn.Module):
 
 
 def train_with_each_kind(run: Run, module: nn.Module, loss: Callable[[str, Model, Tensor], Tensor]) -> None:
-    model = run.wrap(module)
-    optimizer = run.optimizer(model, lr=0.02)
+    model, optimizer = run.start(module, lr=0.02)
     for step, kind in enumerate(kind for kind in CONTAINERS for _ in range(2)):
         for part in module.modules():
             part.kind = kind
@@ -161,21 +160,18 @@ class Iterates(nn.Module):
 
 @scenario()
 def test_a_generator_runs_layers_while_its_caller_iterates(run: Run) -> None:
-    model = run.wrap(Iterates(YieldsLayers))
-    run.train(model, run.optimizer(model), steps=range(3))
+    run.train_module(Iterates(YieldsLayers), steps=range(3))
 
 
 @scenario()
 def test_a_generator_reads_parameters_while_its_caller_iterates(run: Run) -> None:
-    model = run.wrap(Iterates(YieldsProducts))
-    run.train(model, run.optimizer(model), steps=range(3))
+    run.train_module(Iterates(YieldsProducts), steps=range(3))
 
 
 @scenario(STAGES)
 def test_generators_are_the_output_of_the_model(run: Run) -> None:
     for make in (YieldsLayers, YieldsProducts):
-        model = run.wrap(make())
-        run.train(model, run.optimizer(model), lambda model, x: sum(model(x)).square().mean())
+        run.train_module(make(), lambda model, x: sum(model(x)).square().mean())
 
 
 class ReturnsFunction(nn.Module):
@@ -199,8 +195,7 @@ class Calls(Iterates):
 
 @scenario()
 def test_a_returned_function_computes_with_parameters_later(run: Run) -> None:
-    model = run.wrap(Calls(ReturnsFunction))
-    run.train(model, run.optimizer(model), steps=range(3))
+    run.train_module(Calls(ReturnsFunction), steps=range(3))
 
 
 class WritesToCache(nn.Module):
@@ -230,8 +225,7 @@ class ReadsCache(nn.Module):
 
 @scenario()
 def test_blocks_return_nothing_and_write_to_a_cache(run: Run) -> None:
-    model = run.wrap(ReadsCache())
-    run.train(model, run.optimizer(model), steps=range(3))
+    run.train_module(ReadsCache(), steps=range(3))
 
 
 @scenario()
@@ -240,8 +234,7 @@ def test_an_activation_is_kept_in_an_attribute_and_used_by_the_loss(run: Run) ->
         model(x)
         return sum(block.last.square().mean() for block in model.module.blocks)
 
-    model = run.wrap(ReadsCache())
-    run.train(model, run.optimizer(model), loss, steps=range(3))
+    run.train_module(ReadsCache(), loss, steps=range(3))
 
 
 class Multitask(Blocks):
@@ -255,8 +248,7 @@ class Multitask(Blocks):
 
 @scenario()
 def test_the_loss_uses_other_outputs_from_step_to_step(run: Run) -> None:
-    model = run.wrap(Multitask())
-    optimizer = run.optimizer(model)
+    model, optimizer = run.start(Multitask())
     for step, key in enumerate(("hidden", "head", "hidden", "head")):
         mask = torch.ones(WIDTH) if step % 2 else None
         run.train(model, optimizer, lambda m, x, k=key, mask=mask: m(x, mask=mask)[k].square().mean(), steps=[step])
@@ -265,8 +257,7 @@ def test_the_loss_uses_other_outputs_from_step_to_step(run: Run) -> None:
 @scenario(STAGE_3)
 def test_inputs_that_need_gradients_get_them(run: Run) -> None:
     """Adversarial training and style transfer need them, and so does a model in front of this one."""
-    model = run.wrap(Blocks())
-    optimizer = run.optimizer(model)
+    model, optimizer = run.start(Blocks())
     for step, as_object in itertools.product(range(2), (False, True)):
         optimizer.zero_grad()
         x = run.batch(step).requires_grad_()

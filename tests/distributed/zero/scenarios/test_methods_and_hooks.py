@@ -53,8 +53,7 @@ def test_a_registered_method_calls_forward_and_other_methods(run: Run) -> None:
 
 @scenario()
 def test_a_method_that_only_calls_modules_needs_no_registration(run: Run) -> None:
-    model = run.wrap(Methods())
-    run.train(model, run.optimizer(model), lambda model, x: model.module.encode(x).square().mean(), steps=range(3))
+    run.train_module(Methods(), lambda model, x: model.module.encode(x).square().mean(), steps=range(3))
 
 
 @scenario()
@@ -78,14 +77,12 @@ def test_a_submodule_is_called_directly(run: Run) -> None:
         hidden = module.blocks[1](hidden)  # a unit
         return module.head(module.blocks[0].up(hidden)[:, :WIDTH]).square().mean()  # a part of a unit
 
-    model = run.wrap(Blocks())
-    run.train(model, run.optimizer(model), loss, steps=range(3))
+    run.train_module(Blocks(), loss, steps=range(3))
 
 
 @scenario()
 def test_the_module_is_called_without_its_wrapper(run: Run) -> None:
-    model = run.wrap(Blocks())
-    run.train(model, run.optimizer(model), lambda model, x: mean_square(model.module, x), steps=range(3))
+    run.train_module(Blocks(), lambda model, x: mean_square(model.module, x), steps=range(3))
 
 
 @scenario()
@@ -94,8 +91,7 @@ def test_forward_and_a_submodule_are_called_in_one_step(run: Run) -> None:
         features = model.module.blocks[0](x)
         return mean_square(model, features) + model.module.embed(features).square().mean()
 
-    model = run.wrap(Blocks())
-    run.train(model, run.optimizer(model), loss, steps=range(3))
+    run.train_module(Blocks(), loss, steps=range(3))
 
 
 class Generates(Blocks):
@@ -108,8 +104,7 @@ class Generates(Blocks):
 
 @scenario()
 def test_samples_are_generated_between_steps(run: Run) -> None:
-    model = run.wrap(Generates())
-    optimizer = run.optimizer(model)
+    model, optimizer = run.start(Generates())
     for step in range(3):
         run.train(model, optimizer, lambda model, x: mean_square(model, model.module.generate(x)), steps=[step])
         run.record(model.module.generate(run.batch(9)).mean())
@@ -123,8 +118,7 @@ def test_a_method_is_called_by_the_name_of_its_class(run: Run) -> None:
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(Block.forward(self, x))
 
-    model = run.wrap(Blocks(Twice(), Twice()))
-    run.train(model, run.optimizer(model))
+    run.train_module(Blocks(Twice(), Twice()))
 
 
 When = Callable[[nn.Module], None]
@@ -266,8 +260,7 @@ def test_hooks_of_activations_change_gradients(run: Run) -> None:
             y.register_hook(torch.relu)
             return y
 
-    model = run.wrap(Blocks(Hooked(), Hooked()))
-    run.train(model, run.optimizer(model))
+    run.train_module(Blocks(Hooked(), Hooked()))
 
 
 @scenario()
@@ -286,8 +279,7 @@ def test_gradients_of_activations_are_retained(run: Run) -> None:
             self.kept.append(y)
             return y
 
-    model = run.wrap(Blocks(Keeps(), Block()))
-    optimizer = run.optimizer(model)
+    model, optimizer = run.start(Blocks(Keeps(), Block()))
     for step in range(2):
         run.train(model, optimizer, loss, steps=[step])
         (output,) = model.module.kept
@@ -297,8 +289,7 @@ def test_gradients_of_activations_are_retained(run: Run) -> None:
 @scenario()
 def test_hooks_after_accumulation_raise_if_they_read_the_gradient(run: Run) -> None:
     """An optimizer that steps inside backward does so, but the engine has taken the gradient."""
-    model = run.wrap(Blocks())
-    optimizer = run.optimizer(model)
+    model, optimizer = run.start(Blocks())
     run.train(model, optimizer)
     if not run.is_plain:
         handle = model.module.head.weight.register_post_accumulate_grad_hook(lambda param: param.grad.mul_(2))
@@ -334,8 +325,7 @@ def test_a_step_after_a_backward_that_raised_is_as_usual(run: Run) -> None:
     def break_off(block: nn.Module) -> Any:
         return block.register_forward_hook(lambda _module, _inputs, output: output.register_hook(fail) and None)
 
-    model = run.wrap(Blocks())
-    optimizer = run.optimizer(model)
+    model, optimizer = run.start(Blocks())
     for step in range(3):
         handle = break_off(model.module.blocks[step % 2])
         with pytest.raises(KeyError, match="on purpose"):

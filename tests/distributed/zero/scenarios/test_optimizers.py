@@ -271,8 +271,7 @@ def test_complex_parameters_train(run: Run) -> None:
 
 @scenario()
 def test_a_non_finite_gradient_skips_the_step_and_is_counted(run: Run) -> None:
-    model = run.wrap(Blocks())
-    optimizer = run.optimizer(model)
+    model, optimizer = run.start(Blocks())
     run.train(model, optimizer)
     if not run.is_plain:
         (mean_square(model, run.batch(2)) * torch.inf).backward()

@@ -19,8 +19,7 @@ from tests.distributed.zero.scenarios.runs import (
 
 @scenario(DEFAULT + HOST)
 def test_a_step_between_a_forward_and_its_backward_raises_as_in_torch(run: Run) -> None:
-    model = run.wrap(Blocks())
-    optimizer = run.optimizer(model)
+    model, optimizer = run.start(Blocks())
     for step in range(2):
         optimizer.zero_grad()
         first, second = (mean_square(model, run.batch(10 * step + n)) for n in range(2))
@@ -34,8 +33,7 @@ def test_a_step_between_a_forward_and_its_backward_raises_as_in_torch(run: Run) 
 
 @scenario(DEFAULT + HOST)
 def test_one_graph_has_two_backwards(run: Run) -> None:
-    model = run.wrap(Blocks())
-    optimizer = run.optimizer(model)
+    model, optimizer = run.start(Blocks())
     for step in range(3):
         optimizer.zero_grad()
         loss = run.record(mean_square(model, run.batch(step)))
@@ -47,8 +45,7 @@ def test_one_graph_has_two_backwards(run: Run) -> None:
 
 @scenario()
 def test_two_losses_of_one_forward_have_a_backward_each(run: Run) -> None:
-    model = run.wrap(Blocks())
-    optimizer = run.optimizer(model)
+    model, optimizer = run.start(Blocks())
     for step in range(3):
         optimizer.zero_grad()
         output = model(run.batch(step))
@@ -63,14 +60,12 @@ def test_two_forwards_have_one_backward(run: Run) -> None:
     def contrast(model: Model, x: Tensor) -> Tensor:
         return (model(x) * model(x.cos()).sin()).mean()
 
-    model = run.wrap(Blocks())
-    run.train(model, run.optimizer(model), contrast, steps=range(3))
+    run.train_module(Blocks(), contrast, steps=range(3))
 
 
 @scenario()
 def test_forwards_have_their_backwards_in_either_order(run: Run) -> None:
-    model = run.wrap(Blocks())
-    optimizer = run.optimizer(model)
+    model, optimizer = run.start(Blocks())
     for step in range(4):
         optimizer.zero_grad()
         losses = [run.record(mean_square(model, run.batch(10 * step + n))) for n in range(3)]
@@ -83,8 +78,7 @@ def test_forwards_have_their_backwards_in_either_order(run: Run) -> None:
 
 @scenario(DEFAULT + HOST)
 def test_forwards_without_gradients_are_between_a_forward_and_its_backward(run: Run) -> None:
-    model = run.wrap(Blocks())
-    optimizer = run.optimizer(model)
+    model, optimizer = run.start(Blocks())
     for step in range(3):
         optimizer.zero_grad()
         loss = run.record(mean_square(model, run.batch(step)))
@@ -98,8 +92,7 @@ def test_forwards_without_gradients_are_between_a_forward_and_its_backward(run: 
 
 @scenario(DEFAULT + HOST)
 def test_the_model_is_evaluated_between_steps(run: Run) -> None:
-    model = run.wrap(Blocks())
-    optimizer = run.optimizer(model)
+    model, optimizer = run.start(Blocks())
     for context in (torch.no_grad, torch.inference_mode, torch.enable_grad):
         model.eval()
         with context():
@@ -118,14 +111,12 @@ def test_a_target_is_computed_without_gradients_by_the_same_model(run: Run) -> N
             target = model(x.roll(1, dims=1))
         return (model(x) - target).square().mean() + (model(x).detach() - model(x)).exp().mean()
 
-    model = run.wrap(Blocks())
-    run.train(model, run.optimizer(model), loss, steps=range(3))
+    run.train_module(Blocks(), loss, steps=range(3))
 
 
 @scenario(DEFAULT + HOST)
 def test_gradients_accumulate_in_every_form(run: Run) -> None:
-    model = run.wrap(Blocks())
-    optimizer = run.optimizer(model)
+    model, optimizer = run.start(Blocks())
 
     def backward(step: int, number: int) -> None:
         run.record(mean_square(model, run.batch(10 * step + number)) / 3).backward()
@@ -151,8 +142,7 @@ def test_gradients_accumulate_in_every_form(run: Run) -> None:
 
 @scenario()
 def test_losses_are_added_up_before_their_backward(run: Run) -> None:
-    model = run.wrap(Blocks())
-    optimizer = run.optimizer(model)
+    model, optimizer = run.start(Blocks())
     for step in range(2):
         optimizer.zero_grad()
         losses = [run.record(mean_square(model, run.batch(10 * step + number))) for number in range(3)]
@@ -165,8 +155,7 @@ def test_losses_are_added_up_before_their_backward(run: Run) -> None:
 
 @scenario()
 def test_a_forward_whose_output_is_dropped_leaves_nothing(run: Run) -> None:
-    model = run.wrap(Blocks())
-    optimizer = run.optimizer(model)
+    model, optimizer = run.start(Blocks())
     for step in range(3):
         model(run.batch(30))
         kept = model(run.batch(31))
@@ -186,8 +175,7 @@ class Fails(Block):
 
 @scenario(DEFAULT + HOST)
 def test_a_step_after_a_forward_that_raised_is_as_usual(run: Run) -> None:
-    model = run.wrap(Blocks(Fails(), Fails()))
-    optimizer = run.optimizer(model)
+    model, optimizer = run.start(Blocks(Fails(), Fails()))
     for step in range(3):
         failing = model.module.blocks[step % 2]
         failing.fails = True
@@ -208,8 +196,7 @@ def test_blocks_are_skipped_and_repeated_from_step_to_step(run: Run) -> None:
                 x = self.blocks[index](x)
             return x
 
-    model = run.wrap(Order(Block(), Block(), Block()))
-    optimizer = run.optimizer(model)
+    model, optimizer = run.start(Order(Block(), Block(), Block()))
     for step, order in enumerate([(0, 1, 2), (2, 0), (1, 1, 0), (), (0, 1, 2)]):
         model.module.order = order
         run.train(model, optimizer, steps=[step])
@@ -232,8 +219,7 @@ def test_only_a_part_of_the_rows_reaches_the_loss(run: Run) -> None:
         weights = (x[:, :1] > 0).to(x.dtype)
         return ((model(x) - 0.5).square() * weights).mean()
 
-    model = run.wrap(Blocks())
-    run.train(model, run.optimizer(model), loss, steps=range(3))
+    run.train_module(Blocks(), loss, steps=range(3))
 
 
 @scenario(DEFAULT + HOST)
@@ -264,8 +250,7 @@ def test_a_wrapped_model_is_a_part_of_a_plain_module(run: Run) -> None:
 
 @scenario()
 def test_a_forward_is_left_for_the_next_backward(run: Run) -> None:
-    model = run.wrap(Blocks())
-    optimizer = run.optimizer(model)
+    model, optimizer = run.start(Blocks())
     for step in range(2):
         first, second = (mean_square(model, run.batch(3 * step + number)) for number in range(2))
         with model.accumulate():
@@ -277,8 +262,7 @@ def test_a_forward_is_left_for_the_next_backward(run: Run) -> None:
 
 @scenario()
 def test_contexts_of_accumulation_are_nested(run: Run) -> None:
-    model = run.wrap(Blocks())
-    optimizer = run.optimizer(model)
+    model, optimizer = run.start(Blocks())
     with model.accumulate():
         for number in range(2):
             with model.accumulate():

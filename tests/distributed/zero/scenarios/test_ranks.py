@@ -44,8 +44,7 @@ def uneven_steps(run: Run) -> Iterator[list[tuple[Tensor, float]]]:
 
 @scenario(DEFAULT + GROUPS)
 def test_ranks_run_out_of_batches_at_different_steps(run: Run) -> None:
-    model = run.wrap(Blocks())
-    optimizer = run.optimizer(model)
+    model, optimizer = run.start(Blocks())
     num_steps = 0
     for step in uneven_steps(run):
         optimizer.zero_grad()
@@ -86,8 +85,7 @@ def test_ranks_use_experts_of_their_own_if_a_unit_contains_them_all(run: Run) ->
 
 @scenario([configuration for configuration in DEFAULT if configuration.stage < 3])
 def test_ranks_use_experts_of_their_own_below_stage_3(run: Run) -> None:
-    model = run.wrap(Mixture())
-    run.train(model, run.optimizer(model), steps=range(4))
+    run.train_module(Mixture(), steps=range(4))
 
 
 class OwnExpert(nn.Module):
@@ -118,8 +116,7 @@ def test_ranks_use_different_parameters_or_none(run: Run) -> None:
             x = self.embed(x)
             return self.head(self.blocks[rank % 2](x) if rank % 2 else self.blocks[0](self.blocks[1](x)))
 
-    model = run.wrap(Branches())
-    optimizer = run.optimizer(model)
+    model, optimizer = run.start(Branches())
     for step in range(4):
         optimizer.zero_grad()
         ranks = range(run.num_ranks) if run.is_plain else [run.data.rank]
@@ -146,8 +143,7 @@ def test_a_layer_is_dropped_on_all_ranks_alike(run: Run) -> None:
 
     module = Drops(Block(), Block(), Block())
     module.generator = torch.Generator().manual_seed(0)
-    model = run.wrap(module)
-    run.train(model, run.optimizer(model), steps=range(5))
+    run.train_module(module, steps=range(5))
 
 
 @scenario(STAGES)

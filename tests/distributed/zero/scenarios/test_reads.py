@@ -117,8 +117,7 @@ def test_a_write_to_a_sharded_parameter_raises_by_every_route(run: Run) -> None:
 
 @scenario()
 def test_metadata_can_always_be_read(run: Run) -> None:
-    model = run.wrap(Blocks())
-    optimizer = run.optimizer(model)
+    model, optimizer = run.start(Blocks())
     for step in range(2):
         weight, module = model.module.blocks[0].up.weight, model.module
         assert weight.shape == weight.size() == (WIDTH + 2, WIDTH)
@@ -166,8 +165,7 @@ class KeepsWeights(nn.Module):
 
 @scenario(DEFAULT + HOST)
 def test_weights_kept_in_a_list_are_read_in_forward(run: Run) -> None:
-    model = run.wrap(KeepsWeights())
-    run.train(model, run.optimizer(model), steps=range(3))
+    run.train_module(KeepsWeights(), steps=range(3))
 
 
 class ReadsNeighbours(nn.Module):
@@ -184,8 +182,7 @@ class ReadsNeighbours(nn.Module):
 @scenario()
 def test_weights_of_children_and_of_other_blocks_are_read_in_forward(run: Run) -> None:
     first = Block()
-    model = run.wrap(Blocks(first, ReadsNeighbours(first), ReadsNeighbours(first)))
-    run.train(model, run.optimizer(model), steps=range(3))
+    run.train_module(Blocks(first, ReadsNeighbours(first), ReadsNeighbours(first)), steps=range(3))
 
 
 class ReadsUnseen(ReadsNeighbours):
@@ -199,8 +196,7 @@ class ReadsUnseen(ReadsNeighbours):
 @scenario()
 def test_weights_of_other_blocks_are_read_in_forward_by_an_extension(run: Run) -> None:
     first = Block()
-    model = run.wrap(Blocks(first, ReadsUnseen(first), ReadsUnseen(first)))
-    run.train(model, run.optimizer(model), steps=range(3))
+    run.train_module(Blocks(first, ReadsUnseen(first), ReadsUnseen(first)), steps=range(3))
 
 
 class ReturnsParameters(nn.Module):
@@ -232,8 +228,7 @@ class UsesReturned(nn.Module):
 
 @scenario()
 def test_parameters_and_views_of_them_are_outputs_of_blocks(run: Run) -> None:
-    model = run.wrap(UsesReturned())
-    run.train(model, run.optimizer(model), steps=range(3))
+    run.train_module(UsesReturned(), steps=range(3))
 
 
 @scenario()
@@ -242,8 +237,7 @@ def test_parameters_and_views_of_them_are_outputs_of_the_model(run: Run) -> None
         y, bias, row, transposed, frozen, part = model(x)
         return ((y + bias * row + part.sum()) @ transposed * frozen).square().mean()
 
-    model = run.wrap(ReturnsParameters())
-    run.train(model, run.optimizer(model), loss)
+    run.train_module(ReturnsParameters(), loss)
 
 
 class HeadInLoss(Blocks):
@@ -260,8 +254,7 @@ def test_the_loss_reads_the_weight_of_the_head(run: Run) -> None:
         with model.gathered([model.module.head.weight]) as module:
             return F.cross_entropy(hidden @ module.head.weight.t(), (x[:, 0] > 0).long())
 
-    model = run.wrap(HeadInLoss())
-    run.train(model, run.optimizer(model), loss, steps=range(3))
+    run.train_module(HeadInLoss(), loss, steps=range(3))
 
 
 def penalty(module: nn.Module) -> Tensor:
@@ -275,14 +268,12 @@ def test_a_regulariser_reads_all_parameters(run: Run) -> None:
         with model.gathered() as module:
             return error + penalty(module)
 
-    model = run.wrap(Blocks())
-    run.train(model, run.optimizer(model), loss, steps=range(3))
+    run.train_module(Blocks(), loss, steps=range(3))
 
 
 @scenario()
 def test_a_regulariser_and_its_backward_are_inside_gathered(run: Run) -> None:
-    model = run.wrap(Blocks())
-    optimizer = run.optimizer(model)
+    model, optimizer = run.start(Blocks())
     for step in range(3):
         optimizer.zero_grad()
         with model.gathered() as module:
@@ -292,8 +283,7 @@ def test_a_regulariser_and_its_backward_are_inside_gathered(run: Run) -> None:
 
 @scenario()
 def test_a_regulariser_has_a_backward_of_its_own(run: Run) -> None:
-    model = run.wrap(Blocks())
-    optimizer = run.optimizer(model)
+    model, optimizer = run.start(Blocks())
     for step in range(2):
         optimizer.zero_grad()
         with model.accumulate():
@@ -307,8 +297,7 @@ def test_a_regulariser_has_a_backward_of_its_own(run: Run) -> None:
 @scenario(STAGES)
 def test_parameters_stay_near_values_that_were_copied(run: Run) -> None:
     """Elastic weight consolidation: the penalty reads chosen parameters, and copies of their earlier values."""
-    model = run.wrap(Blocks())
-    optimizer = run.optimizer(model)
+    model, optimizer = run.start(Blocks())
     run.train(model, optimizer)
     with torch.no_grad(), model.gathered() as module:
         earlier = {name: param.clone() for name, param in module.blocks.named_parameters()}
@@ -328,15 +317,13 @@ def test_a_regulariser_reads_the_vector_of_all_parameters(run: Run) -> None:
         with model.gathered() as module:
             return error + nn.utils.parameters_to_vector(module.parameters()).norm()
 
-    model = run.wrap(Blocks())
-    run.train(model, run.optimizer(model), loss)
+    run.train_module(Blocks(), loss)
 
 
 @scenario(STAGE_3)
 def test_a_read_inside_gathered_and_used_after_another_step_raises(run: Run) -> None:
     """The values of a parameter that leave `gathered` belong to this step."""
-    model = run.wrap(Blocks())
-    optimizer = run.optimizer(model)
+    model, optimizer = run.start(Blocks())
     with model.gathered() as module:
         values = penalty(module)
     run.train(model, optimizer)

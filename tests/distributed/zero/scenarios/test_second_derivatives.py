@@ -30,8 +30,7 @@ def test_a_gradient_penalty_trains(run: Run) -> None:
         gradient = input_gradient(model, x, create_graph=True)
         return model(x).mean() + (gradient.norm(dim=1) - 1).square().mean()
 
-    model = run.wrap(Blocks())
-    run.train(model, run.optimizer(model), loss, steps=range(3))
+    run.train_module(Blocks(), loss, steps=range(3))
 
 
 class Energy(nn.Module):
@@ -55,8 +54,7 @@ def test_a_loss_of_energies_and_forces_trains(run: Run) -> None:
         energy, forces = model(x)
         return energy.square().mean() + (forces - 1).square().mean()
 
-    model = run.wrap(Energy())
-    optimizer = run.optimizer(model)
+    model, optimizer = run.start(Energy())
     run.train(model, optimizer, loss, steps=range(3))
     model.eval()
     with torch.no_grad():
@@ -82,8 +80,7 @@ def test_a_differential_equation_is_learned(run: Run) -> None:
         (second,) = torch.autograd.grad(first[:, 0].sum(), x, create_graph=True)
         return (second[:, 0] + y[:, 0]).square().mean() + y.square().mean()
 
-    model = run.wrap(Blocks())
-    run.train(model, run.optimizer(model), loss)
+    run.train_module(Blocks(), loss)
 
 
 @scenario()
@@ -93,15 +90,13 @@ def test_input_gradients_without_a_graph_are_taken_between_steps(run: Run) -> No
     def loss(model: Model, x: Tensor) -> Tensor:
         return mean_square(model, x + 0.1 * input_gradient(model, x, create_graph=False).sign())
 
-    model = run.wrap(Blocks())
-    run.train(model, run.optimizer(model), loss, steps=range(3))
+    run.train_module(Blocks(), loss, steps=range(3))
 
 
 @scenario()
 def test_gradients_of_parameters_are_taken_by_autograd(run: Run) -> None:
     """They are those of a rank's own rows; the engine holds nothing of them."""
-    model = run.wrap(Blocks())
-    optimizer = run.optimizer(model)
+    model, optimizer = run.start(Blocks())
     for step in range(3):
         optimizer.zero_grad()
         parts = run.parts(step)
@@ -125,8 +120,7 @@ def gradient_norm(model: Model, x: Tensor) -> Tensor:
 
 @scenario(DEFAULT + HOST)
 def test_a_loss_contains_the_norm_of_the_gradient_of_parameters(run: Run) -> None:
-    model = run.wrap(Blocks())
-    optimizer = run.optimizer(model)
+    model, optimizer = run.start(Blocks())
     for step in range(3):
         optimizer.zero_grad()
         parts = run.parts(step)
@@ -142,8 +136,7 @@ def test_a_loss_contains_the_gradient_of_some_parameters_inside_gathered(run: Ru
             chosen = [module.head.weight, module.blocks[1].up.weight]
             return error + sum(g.square().sum() for g in torch.autograd.grad(error, chosen, create_graph=True))
 
-    model = run.wrap(Blocks())
-    optimizer = run.optimizer(model)
+    model, optimizer = run.start(Blocks())
     for step in range(2):
         optimizer.zero_grad()
         parts = run.parts(step)
@@ -153,8 +146,7 @@ def test_a_loss_contains_the_gradient_of_some_parameters_inside_gathered(run: Ru
 
 @scenario()
 def test_products_of_the_hessian_with_a_vector_are_computed(run: Run) -> None:
-    model = run.wrap(Blocks())
-    optimizer = run.optimizer(model)
+    model, optimizer = run.start(Blocks())
     for step in range(2):
         params = list(model.parameters())
         parts = run.parts(step)
@@ -170,8 +162,7 @@ def test_products_of_the_hessian_with_a_vector_are_computed(run: Run) -> None:
 
 @scenario(STAGES)
 def test_jacobians_and_hessians_by_the_input_are_computed(run: Run) -> None:
-    model = run.wrap(Blocks())
-    optimizer = run.optimizer(model)
+    model, optimizer = run.start(Blocks())
     for step in range(2):
         x = run.batch(9)[:1]
         x = torch.ones_like(x)  # the same row on all ranks
@@ -214,5 +205,4 @@ def test_a_custom_function_recomputes_its_block_in_backward(run: Run) -> None:
         def forward(self, x: Tensor) -> Tensor:
             return Recompute.apply(self.block, x, *self.block.parameters())
 
-    model = run.wrap(Blocks(Recomputes(), Block()))
-    run.train(model, run.optimizer(model))
+    run.train_module(Blocks(Recomputes(), Block()))

@@ -162,8 +162,7 @@ def test_batch_norms_train_on_each_ranks_rows(run: Run) -> None:
     def block() -> nn.Module:
         return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.ReLU())
 
-    model = run.wrap(Blocks(block(), block()))
-    optimizer = run.optimizer(model)
+    model, optimizer = run.start(Blocks(block(), block()))
     for step in range(3):
         optimizer.zero_grad()
         parts = run.parts(step)
@@ -185,8 +184,7 @@ def test_a_parametrization_is_cached_and_its_original_is_read(run: Run) -> None:
         parametrizations.orthogonal(block.down)
         return block
 
-    model = run.wrap(Blocks(block(), block()))
-    run.train(model, run.optimizer(model), loss)
+    run.train_module(Blocks(block(), block()), loss)
 
 
 class Symmetric(nn.Module):
@@ -204,8 +202,7 @@ def test_a_regulariser_reads_a_parametrized_weight(run: Run) -> None:
     blocks = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
     for linear in blocks:
         parametrize.register_parametrization(linear, "weight", Symmetric())
-    model = run.wrap(Blocks(*blocks))
-    run.train(model, run.optimizer(model), loss)
+    run.train_module(Blocks(*blocks), loss)
 
 
 @scenario()
@@ -217,8 +214,7 @@ def test_a_functional_call_replaces_parameters(run: Run) -> None:
             computed = {"head.weight": module.embed.weight[:2].sin(), "blocks.0.scale": module.embed.weight[2] * 2}
         return (functional_call(model.module, computed, x) - 0.5).square().mean()
 
-    model = run.wrap(Blocks())
-    run.train(model, run.optimizer(model), loss, steps=range(3))
+    run.train_module(Blocks(), loss, steps=range(3))
 
 
 @scenario()
@@ -233,8 +229,7 @@ def test_a_functional_call_replaces_all_parameters(run: Run) -> None:
             adapted = {name: param - 0.1 * grad for (name, param), grad in zip(params.items(), grads, strict=True)}
             return (functional_call(module, adapted, x.sin()) - 0.5).square().mean()
 
-    model = run.wrap(Blocks())
-    optimizer = run.optimizer(model)
+    model, optimizer = run.start(Blocks())
     for step in range(3):
         optimizer.zero_grad()
         parts = run.parts(step)  # the inner gradient is that of a rank's own rows
@@ -244,8 +239,7 @@ def test_a_functional_call_replaces_all_parameters(run: Run) -> None:
 
 @scenario()
 def test_a_functional_call_evaluates_other_values(run: Run) -> None:
-    model = run.wrap(Blocks())
-    optimizer = run.optimizer(model)
+    model, optimizer = run.start(Blocks())
     torch.manual_seed(5)
     values = Blocks().state_dict()
     for step in range(2):
@@ -256,8 +250,7 @@ def test_a_functional_call_evaluates_other_values(run: Run) -> None:
 
 @scenario(STAGES)
 def test_gradients_of_each_row_are_computed_by_torch_func(run: Run) -> None:
-    model = run.wrap(Blocks())
-    optimizer = run.optimizer(model)
+    model, optimizer = run.start(Blocks())
     for step in range(2):
         with torch.no_grad(), model.gathered() as module:
             params = {name: param.detach().clone() for name, param in module.named_parameters()}

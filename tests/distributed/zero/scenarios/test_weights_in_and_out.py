@@ -46,8 +46,7 @@ def loss_of_copy(module: nn.Module, x: Tensor) -> Tensor:
 
 @scenario()
 def test_a_state_dict_is_read_inside_gathered(run: Run) -> None:
-    model = run.wrap(WithBuffer())
-    optimizer = run.optimizer(model)
+    model, optimizer = run.start(WithBuffer())
     for step in range(2):
         run.train(model, optimizer, steps=[step])
         with model.gathered() as module:
@@ -61,8 +60,7 @@ def test_a_state_dict_is_read_inside_gathered(run: Run) -> None:
 
 @scenario(DEFAULT + HOST)
 def test_the_first_rank_gets_the_full_state(run: Run) -> None:
-    model = run.wrap(WithBuffer())
-    optimizer = run.optimizer(model)
+    model, optimizer = run.start(WithBuffer())
     for step in range(2):
         run.train(model, optimizer, steps=[step])
         with model.gathered() as module:
@@ -79,8 +77,7 @@ def test_the_first_rank_gets_the_full_state(run: Run) -> None:
 @scenario(DEFAULT + HOST)
 def test_a_state_is_loaded_between_steps(run: Run) -> None:
     """All stages load it inside `gathered(modify=True)`, and those below 3 without it too."""
-    model = run.wrap(WithBuffer())
-    optimizer = run.optimizer(model)
+    model, optimizer = run.start(WithBuffer())
     run.train(model, optimizer)
     values = other_values()
     with model.gathered(modify=True) as module:
@@ -98,8 +95,7 @@ def test_a_state_is_loaded_between_steps(run: Run) -> None:
 
 @scenario()
 def test_a_state_that_replaces_parameters_is_refused(run: Run) -> None:
-    model = run.wrap(WithBuffer())
-    optimizer = run.optimizer(model)
+    model, optimizer = run.start(WithBuffer())
     run.train(model, optimizer)
     if not run.is_plain:
         with pytest.raises(ValueError, match="assign"):
@@ -111,8 +107,7 @@ def test_a_state_that_replaces_parameters_is_refused(run: Run) -> None:
 
 @scenario()
 def test_a_copy_of_the_module_is_plain_and_trains_by_itself(run: Run) -> None:
-    model = run.wrap(WithBuffer())
-    optimizer = run.optimizer(model)
+    model, optimizer = run.start(WithBuffer())
     run.train(model, optimizer)
     with model.gathered() as module:
         copied = copy.deepcopy(module)
@@ -128,8 +123,7 @@ def test_a_copy_of_the_module_is_plain_and_trains_by_itself(run: Run) -> None:
 
 @scenario()
 def test_the_module_is_saved_and_loaded_as_a_file(run: Run) -> None:
-    model = run.wrap(WithBuffer())
-    optimizer = run.optimizer(model)
+    model, optimizer = run.start(WithBuffer())
     run.train(model, optimizer)
     whole, state = io.BytesIO(), io.BytesIO()
     with model.gathered() as module:
@@ -147,8 +141,7 @@ def test_the_module_is_saved_and_loaded_as_a_file(run: Run) -> None:
 
 @scenario(DEFAULT + HOST)
 def test_an_exponential_moving_average_is_kept_and_evaluated(run: Run) -> None:
-    model = run.wrap(WithBuffer())
-    optimizer = run.optimizer(model)
+    model, optimizer = run.start(WithBuffer())
     with model.gathered() as module:
         average = AveragedModel(module, multi_avg_fn=get_ema_multi_avg_fn(0.5))
     for step in range(3):
@@ -161,8 +154,7 @@ def test_an_exponential_moving_average_is_kept_and_evaluated(run: Run) -> None:
 
 @scenario()
 def test_averaged_weights_are_evaluated_in_the_model_and_put_back(run: Run) -> None:
-    model = run.wrap(WithBuffer())
-    optimizer = run.optimizer(model)
+    model, optimizer = run.start(WithBuffer())
     with model.gathered() as module:
         average = [param.detach().clone() for param in module.parameters()]
     for step in range(3):
@@ -203,8 +195,7 @@ WRITES: dict[str, Callable[[nn.Module], object]] = {
 
 @scenario(DEFAULT + HOST + GROUPS)
 def test_writes_that_all_ranks_make_inside_gathered_are_kept(run: Run) -> None:
-    model = run.wrap(Blocks())
-    optimizer = run.optimizer(model)
+    model, optimizer = run.start(Blocks())
     for step, write in enumerate(WRITES.values()):
         with torch.no_grad(), model.gathered() as module:
             write(module)
@@ -213,8 +204,7 @@ def test_writes_that_all_ranks_make_inside_gathered_are_kept(run: Run) -> None:
 
 @scenario(STAGES)
 def test_of_writes_inside_gathered_with_modify_the_first_ranks_are_kept(run: Run) -> None:
-    model = run.wrap(Blocks())
-    optimizer = run.optimizer(model)
+    model, optimizer = run.start(Blocks())
     for step, write in enumerate(WRITES.values()):
         with model.gathered(modify=True) as module:
             if run.is_plain or run.data.rank == 0:
@@ -224,8 +214,7 @@ def test_of_writes_inside_gathered_with_modify_the_first_ranks_are_kept(run: Run
 
 @scenario([configuration for configuration in DEFAULT + HOST if configuration.stage < 3])
 def test_writes_between_steps_are_kept_below_stage_3(run: Run) -> None:
-    model = run.wrap(Blocks())
-    optimizer = run.optimizer(model)
+    model, optimizer = run.start(Blocks())
     for step, write in enumerate(WRITES.values()):
         with torch.no_grad():
             write(model.module)
@@ -235,8 +224,7 @@ def test_writes_between_steps_are_kept_below_stage_3(run: Run) -> None:
 @scenario(DEFAULT + HOST, dtype=torch.bfloat16, tolerance=0)
 def test_writes_to_half_precision_weights_are_kept_by_the_next_step(run: Run) -> None:
     """The learning rate is zero: the steps publish what was written, bit for bit."""
-    model = run.wrap(Blocks())
-    optimizer = run.optimizer(model, lr=0.0)
+    model, optimizer = run.start(Blocks(), lr=0.0)
     for step, write in enumerate(WRITES.values()):
         for modify in (False, True):
             with torch.no_grad(), model.gathered(modify=modify) as module:
@@ -254,8 +242,7 @@ def test_writes_to_half_precision_weights_are_kept_by_the_next_step(run: Run) ->
 @scenario()
 def test_weights_are_clipped_after_each_step(run: Run) -> None:
     """A Wasserstein critic needs it."""
-    model = run.wrap(Blocks())
-    optimizer = run.optimizer(model)
+    model, optimizer = run.start(Blocks())
 
     def loss(model: Model, x: Tensor) -> Tensor:
         return model(x).mean() - model(x.flip(0) * 2).mean()

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from parallel.host_barrier import BrokenBarrier, HostBarrier
 from parallel.mesh import Mesh
 from tests.ranks import run_ranks
-from tests.twins import Twins, params_of
+from tests.twins import params_of
 from zero.engine import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
 from zero.order import agreement
@@ -86,16 +86,17 @@ def build_branches(mesh: Mesh) -> Callable[[list[int]], None]:
 ALL = [[0, 1, 2, 3]]
 
 
-@pytest.mark.parametrize("num_same_steps", [0, 4])
 @pytest.mark.parametrize(
-    "routes",
+    ("num_same_steps", "routes"),
     [
-        [[0, 1, 2, 3], [0, 2, 1, 3]],
-        [[0, 1, 2, 3], [0, 1, 2]],
-        [[0, 1, 2], [0, 1, 2, 3]],
-        [[3, 2], [2, 3]],
-        [[0, 1, 2, 3], [0, 1, 1, 2, 3]],
-        [[0, 1, 2, 3], [0, 1, 2, 3, 0]],
+        (0, [[0, 1, 2, 3], [0, 2, 1, 3]]),
+        (4, [[0, 1, 2, 3], [0, 2, 1, 3]]),
+        (0, [[0, 1, 2, 3], [0, 1, 2]]),
+        (4, [[0, 1, 2], [0, 1, 2, 3]]),
+        (0, [[3, 2], [2, 3]]),
+        (4, [[3, 2], [2, 3]]),
+        (0, [[0, 1, 2, 3], [0, 1, 1, 2, 3]]),
+        (4, [[0, 1, 2, 3], [0, 1, 2, 3, 0]]),
     ],
 )
 def test_different_branches_are_named(num_same_steps, routes):
@@ -308,53 +309,6 @@ def test_a_rank_that_unwraps_alone_is_named():
     for text in run_ranks(2, unwrap_on_the_first_rank):
         assert text.startswith("ranks are at different points of a step: ")
         assert "gathers parameters to read them after 0 micro-batches" in text
-
-
-class Mixture(nn.Module):
-    """Experts of which each rank runs one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
-
-    def forward(self, x: Tensor, expert: int) -> Tensor:
-        return x + self.experts[expert](x).tanh()
-
-
-class MixtureModel(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.mixture, self.last = nn.Linear(8, 8), Mixture(), nn.Linear(8, 8)
-
-    def forward(self, x: Tensor, expert: int) -> Tensor:
-        return self.last(self.mixture(self.first(x), expert)).square().mean()
-
-
-def loss_of_expert(module: nn.Module, step: int, rank: int) -> Tensor:
-    x = torch.randn(2, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(2 * step + rank))
-    return module(x, (step + 2 * rank) % 3)
-
-
-def train_own_experts(units: tuple[str, ...] | None) -> str:
-    """Train with another expert on each rank, beside one process; return the error."""
-    torch.manual_seed(0)
-    twins = Twins(MixtureModel().double(), ZeroConfig(stage=3, bucket_numel=50, units=units), lr=1e-2)
-    try:
-        for step in range(4):
-            twins.backward(step, loss_of_expert)
-            twins.step()
-    except DivergedRanks as error:
-        return str(error)
-    return ""
-
-
-def test_ranks_may_run_their_own_experts_if_they_are_gathered_as_one_unit():
-    for text in run_ranks(2, train_own_experts, None):
-        assert "gathers mixture.experts.0" in text
-        assert "gathers mixture.experts.2" in text
-        assert "name only modules that all of them run in ZeroConfig.units, such as mixture, or" in text
-    for units in (("mixture",), ("first", "last")):
-        assert run_ranks(2, train_own_experts, units) == ["", ""]
 
 
 def wait_for_each(purposes: list[list[str]], clock: Clock) -> list[str]:
