@@ -110,12 +110,6 @@ def test_an_epoch_shows_every_token_but_the_first_of_a_document_once_as_a_target
         assert {tokens[0] for tokens in documents if len(tokens) > 1} <= starts
 
 
-def test_the_place_of_a_packed_sample_is_the_document_of_its_first_token(counting_corpus):
-    samples, dataset = packed(counting_corpus), IndexedDataset(counting_corpus)
-    for i in range(samples.samples_per_epoch):
-        assert samples[i][0, 0] in dataset[int(samples.place(i).removeprefix(f"{counting_corpus}.bin, document "))]
-
-
 def test_the_cache_holds_the_order_that_is_built(counting_corpus, monkeypatch):
     built = packed(counting_corpus)
     monkeypatch.setattr("data.samples.MIN_CACHED_ENTRIES", 1)

@@ -8,15 +8,11 @@ import pytest
 
 from parallel.errors import ConfigError
 from parallel.fields import (
-    FilePath,
     NonNegative,
     PathLength,
     Positive,
     Range,
     check_fields,
-    describe,
-    field_types,
-    is_text,
     shown,
 )
 
@@ -158,31 +154,3 @@ def test_a_value_is_shown_as_in_yaml_in_one_short_line(value: object, expected: 
 def test_a_path_has_names_and_a_length_that_the_system_takes(path: str, is_accepted: bool):
     expected = None if is_accepted else "is longer than 3000 bytes, or has a name of more than 255"
     assert PathLength().problem(path) == expected
-
-
-@pytest.mark.parametrize(
-    ("limits", "expected"),
-    [
-        (Range(), ""),
-        (Range(at_least=2), "of 2 or more"),
-        (Range(at_most=3), "of at most 3"),
-        (Range(2, 3), "from 2 to 3"),
-        (Range(above=0, at_most=3), "above 0 and of at most 3"),
-        (Range(above=0, below=1, allows_inf=True), "above 0 and below 1, or .inf"),
-    ],
-)
-def test_a_range_is_described_by_its_limits(limits: Range, expected: str):
-    assert str(limits) == expected
-
-
-def test_texts_and_paths_are_texts():
-    assert [is_text(hint) for hint in (str, FilePath, Positive, Literal["a"], str | None)] == [True] * 2 + [False] * 3
-
-
-def test_a_type_is_described_as_its_errors_describe_it():
-    assert [describe(hint) for hint in field_types(Tree).values()][:4] == [
-        "an integer of 1 or more",
-        "an integer",
-        "a number from 0 to 1",
-        "a number above 0, or .inf",
-    ]
