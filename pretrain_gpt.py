@@ -19,6 +19,7 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_
 import torch
 
 from data.errors import DataError
+from gpt.build.host_memory import check_host_memory
 from gpt.build.train_state import build, build_mesh, start_options
 from gpt.commands import replace_process
 from gpt.corpus import Corpus
@@ -48,6 +49,7 @@ def pretrain(settings: Settings, world: World, watching: Watching = nullcontext)
     """Train a model as the settings say, inside the context `watching(device)`. All ranks call it."""
     console = RunConsole(is_quiet=not world.is_first)
     mesh = build_mesh(settings, world)
+    check_host_memory(settings, mesh, world)
     train = settings.train
     if train.precision == "fp16" and world.device.type == "cpu":
         logging.getLogger(__name__).warning("train.precision=fp16 is slow on a CPU; choose bf16")

@@ -30,6 +30,7 @@ from data.blend import parse_path
 from data.errors import DataError
 from data.sources import Source, text_of
 from data.tokenizer import Tokenizer, load_tokenizer, named_tokenizer
+from gpt.build.host_memory import check_host_memory
 from gpt.build.train_state import TrainState, build, build_mesh, start_options
 from gpt.checkpoint.checkpoint import load
 from gpt.checkpoint.folder import find
@@ -184,16 +185,18 @@ def load_model(settings: Settings, weights: str | None, world: World) -> tuple[T
     Each rank computes whole sequences. Raises ConfigError if there is no such checkpoint.
     """
     settings = replace(settings, parallel=replace(settings.parallel, context_size=1))
+    mesh = build_mesh(settings, world)
+    check_host_memory(settings, mesh, world)
     if weights:
         settings = replace(settings, train=replace(settings.train, initial_weights=weights))
-        return build(settings, build_mesh(settings, world), world.device), weights
+        return build(settings, mesh, world.device), weights
     folder = Path(settings.run.dir) / CHECKPOINTS
     saved = find(folder, settings.checkpoint.resume)
     if saved is None:
         raise ConfigError(
             f"{folder} holds no checkpoint; give another --run.dir, or exported weights with --weights FOLDER"
         )
-    state = build(settings, build_mesh(settings, world), world.device)
+    state = build(settings, mesh, world.device)
     load(saved, state)
     return state, str(saved)
 

@@ -1,89 +1,63 @@
 """The training loop: steps and their metrics, evaluations, checkpoints, and the end of a run."""
 
-import logging
 import math
 from collections.abc import Generator, Iterator
 from contextlib import closing, nullcontext
 from dataclasses import replace
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from data.documents import MicroBatch
-from gpt.build.loss_guard import SkippedInARow
+from gpt.build.loss_guard import RollBacks, SkippedInARow
 from gpt.build.train_state import TrainState
 from gpt.checkpoint.layout import Progress
 from gpt.checkpoint.recovery import Recovery
 from gpt.corpus import Corpus
 from gpt.generate import sample_texts
 from gpt.monitor.collectives import profiled
-from gpt.monitor.console import RunConsole, nothing_left, summary_table
-from gpt.monitor.hang import write_hang_report
+from gpt.monitor.console import RunConsole, nothing_left
 from gpt.monitor.metrics import StepTraffic, Throughput, memory_by_kind, peak_flops, peak_memory
 from gpt.monitor.profiling import Profiler, straggler_lines, timer_table
-from gpt.monitor.tracking import Tracking, open_tracking
+from gpt.monitor.records import Records
+from gpt.monitor.watch import Watch
 from gpt.replicas import check_replicas
-from gpt.run_folder.files import LOSS_PLOT, MetricsFile, read_steps, written_if_possible
-from gpt.settings.schedule import batch_plan, learning_rate, rate_change
+from gpt.settings.schedule import batch_plan, learning_rate
 from gpt.settings.settings import Settings
 from gpt.train_step import evaluate, mean_over, train_step
-from parallel.errors import ConfigError
 from parallel.launch.node_map import NodeMap, node_table
-from parallel.stopping import Stopping
-from parallel.watchdog import Watchdog
-from parallel.world import World, shared_store
-
-logger = logging.getLogger(__name__)
+from parallel.world import World
 
 
 class Trainer:
     """The training of `state` on a corpus, from the newest checkpoint, if there is one, to the last step."""
 
     def __init__(self, settings: Settings, world: World, state: TrainState, corpus: Corpus, console: RunConsole):
-        self._settings, self._world, self._state = settings, world, state
-        self._corpus, self._console = corpus, console
-        self._folder = Path(settings.run.dir)
+        self._settings, self._state, self._corpus, self._console = settings, state, corpus, console
         self._progress = Progress()
-        self._metrics = MetricsFile(self._folder)
-        store, mesh = shared_store(), state.mesh
-        self._tracking = Tracking({})
-
-        def on_abort(reason: str) -> None:  # self._tracking is replaced when the run has resumed
-            self._tracking.on_abort(reason)
-
-        def on_hang(reason: str) -> None:  # the report first: the tracking may take seconds to end
-            try:
-                write_hang_report(self._folder, world.rank, mesh.log, reason)
-            finally:
-                on_abort(reason)
-
-        self._stopping = Stopping(store, world.rank, world.size, on_abort)
-        self._watchdog = Watchdog(store, world.rank, world.size, mesh.log, settings.run.hang_seconds, on_hang)
-        if settings.run.hang_seconds:
-            mesh.log.follow(state.device)
+        self._records = Records(settings, world.is_first)
+        self._watch = Watch(settings.run, world, state, self._records.on_abort)
         self._recovery = Recovery(
             settings.checkpoint,
-            self._folder,
+            self._records.folder,
             state,
             settings.order_of_samples,
             console.report,
-            self._watchdog.beat,
-            self._on_save,
+            self._watch.beat,
+            self._records.on_save,
         )
-        self._profiler = Profiler(settings.profile, mesh, state.device, self._folder)
-        self._node_map = NodeMap.find(world)
-        console.show(node_table(self._node_map, mesh))
-        self._was_stopped = False
-        self._num_bad, self._num_roll_backs = 0, 0
-        recomputes = state.activations.recomputes
+        self._roll_backs = RollBacks(settings.guard, state.guard)
+        node_map = NodeMap.find(world)
+        console.show(node_table(node_map, state.mesh))
+        self._nodes = node_map.nodes
+        self._profiler = Profiler(settings.profile, state.mesh, state.device, self._records.folder)
         self._throughput = Throughput(
             settings.model,
             corpus.tokens_per_sample,
             world.size,
-            recomputes,
+            state.activations.recomputes,
             peak_flops(settings.train, state.device),
         )
 
@@ -95,98 +69,55 @@ class Trainer:
     def train(self) -> None:
         """Resume, run every step that is left, and report. Raises ConfigError for errors that the user can correct."""
         try:
-            # In this order: resuming removes later steps from metrics.jsonl, from which tracking reads the history.
+            # First, because it removes later steps from metrics.jsonl, from which tracking reads the history.
             self._progress = self._recovery.resume(self._settings.to_yaml())
-            if self._world.is_first:
-                self._warn_if_rate_changed()
-            num_left = max(0, self._settings.train.steps - self._progress.step)
-            self._tracking = open_tracking(self._settings, self._progress.step, self._world.is_first)
+            first = self._progress.step
+            self._records.warn_if_rate_changed(first)
             with (
-                self._tracking,
-                self._stopping.handling_signals(),
-                self._watchdog.running(),
-                self._console.progress(self._progress.step, self._settings.train.steps),
+                self._records.tracked(first),
+                self._watch.running(),
+                self._console.progress(first, self._settings.train.steps),
             ):
-                goes_on = True
-                while goes_on:
-                    # Closed here if a step fails: its traceback would keep the thread that reads ahead alive.
-                    with closing(self._batches()) as batches:
-                        goes_on = self._run_steps(batches)
-                if self._was_stopped:
+                while not self._run_steps():
+                    pass
+                if self._watch.has_stopped:
                     self._console.say(f"stopped by a signal after step {self._progress.step}; start again to resume")
                     self._recovery.save(self._progress)
                 self._recovery.finish()
-                if self._world.is_first:
-                    self._tracking.summary = self._report()
-            if not num_left:
+                self._records.report(self._state, self._console)
+            if first >= self._settings.train.steps:
                 self._console.say(nothing_left(self._settings, self._progress.step))
         finally:
             self._recovery.release()
 
-    def _warn_if_rate_changed(self) -> None:
-        """Warn if the settings give the last logged step another learning rate than it had."""
-        schedule, steps, records = self._settings.schedule, self._settings.train.steps, read_steps(self._folder)
-        if records and "lr" in records[-1] and self._progress.step < steps:
-            step, rate = records[-1]["step"], records[-1]["lr"]
-            if change := rate_change(schedule, self._settings.optimizer.lr, steps, step, rate):
-                logger.warning("%s", change)
-
-    def _run_steps(self, batches: Iterator[tuple[int, list[MicroBatch]]]) -> bool:
-        """Run a step for each of `batches`, until the last one, a signal or a roll-back.
-
-        Return True after a roll-back: the batch iterator must be rebuilt.
-        """
+    def _run_steps(self) -> bool:
+        """Run steps until the last one, a signal or a roll-back; return False after a roll-back."""
         self._throughput.restart()
         log = self._state.mesh.log
         num_skipped = int(self._state.optimizer.num_skipped.item())  # before the first step: the device is idle
         skipped_in_a_row = SkippedInARow(self._settings.guard.max_skipped_steps, self._progress.step, num_skipped)
-        while True:
-            self._profiler.begin(self._progress.step + 1)
-            with log.during("data"):
-                batch = next(batches, None)
-            if batch is None:
-                return False
-            if not self._stopping.may_begin(self._progress.step + 1):
-                self._was_stopped = True
-                return False
-            record = self._step(*batch)
-            self._watchdog.beat()
-            if record and self._world.is_first:
-                self._metrics.append(record)
-                self._tracking.log(record)
-            self._console.advance()
-            if record:
-                skipped_in_a_row.check(record["step"], record["skipped_steps"])
-            if record and self._must_roll_back():
-                self._progress = self._recovery.roll_back(self._progress)
-                self._metrics.roll_back(self._progress.step)
-                self._tracking.roll_back(self._progress.step)
-                return True
-            self._check_and_save()
-            if timers := self._profiler.end(self._progress.step):
-                self._console.show(timer_table(timers))
-                self._console.say("\n".join(straggler_lines(timers, self._node_map.nodes)) or "no stragglers")
-
-    def _must_roll_back(self) -> bool:
-        """Return True if there were bad losses since the last logged step, and the run has to roll back.
-
-        Raises ConfigError if the settings end the run instead. Waits for the device, if bad losses are not skipped.
-        """
-        guard, config = self._state.guard, self._settings.guard
-        if guard is None or config.policy == "skip":
-            return False
-        num_bad = int(guard.num_bad.item())
-        if num_bad == self._num_bad:
-            return False
-        self._num_bad = num_bad
-        if config.policy == "stop" or self._num_roll_backs == config.max_roll_backs:
-            raise ConfigError(
-                f"bad losses by step {self._progress.step}: {num_bad} not finite or above guard.spike_factor="
-                f"{config.spike_factor}, after {self._num_roll_backs} of {config.max_roll_backs} roll-backs "
-                f"(guard.policy={config.policy}); lower optimizer.lr, or choose guard.policy=skip"
-            )
-        self._num_roll_backs += 1
-        return True
+        # Closed here if a step fails: its traceback would keep the thread that reads ahead alive.
+        with closing(self._batches()) as batches:
+            while True:
+                self._profiler.begin(self._progress.step + 1)
+                with log.during("data"):
+                    batch = next(batches, None)
+                if batch is None or not self._watch.may_begin(self._progress.step + 1):
+                    return True
+                record = self._step(*batch)
+                self._watch.beat()
+                self._console.advance()
+                if record:
+                    self._records.append(record)
+                    skipped_in_a_row.check(record["step"], record["skipped_steps"])
+                    if self._roll_backs.is_due(record["step"]):
+                        self._progress = self._recovery.roll_back(self._progress)
+                        self._records.roll_back(self._progress.step)
+                        return False
+                self._check_and_save()
+                if timers := self._profiler.end(self._progress.step):
+                    self._console.show(timer_table(timers))
+                    self._console.say("\n".join(straggler_lines(timers, self._nodes)) or "no stragglers")
 
     def _check_and_save(self) -> None:
         """Compare replicas and save a checkpoint, if either is due after this step."""
@@ -226,7 +157,7 @@ class Trainer:
         # On the whole first tensor group: compiled blocks run eager in this step. If they did so on one rank only, the
         # gradients of parameters that the group replicates would differ.
         is_profiled = state.mesh.data.rank == 0 and step == settings.profile.collectives_step
-        folder = self._folder if self._world.is_first else None
+        folder = self._records.folder if state.mesh.rank == 0 else None
         with profiled(state.mesh.log, folder) if is_profiled else nullcontext():
             loss, grad_norm = train_step(
                 state.model, state.optimizer, micro_batches, state.mesh, state.guard, measure_layer_norms
@@ -277,7 +208,7 @@ class Trainer:
     def _evaluate(self) -> dict[str, float]:
         """Return the loss and the perplexity on the validation split. All ranks call it."""
         assert self._corpus.validation is not None
-        samples_at_once = self._settings.train.micro_batch_size * self._state.mesh.num_batch_ranks
+        samples_at_once = self._settings.train.batch.samples_at_once(self._state.mesh.num_batch_ranks)
         num_samples = math.ceil(self._settings.train.eval_samples / samples_at_once) * samples_at_once
         (micro_batches,) = self._corpus.validation.steps([(0, num_samples)])
         on_device = (batch.to(self._state.device, non_blocking=True) for batch in micro_batches)
@@ -293,24 +224,6 @@ class Trainer:
         with self._state.mesh.log.during("sampling"):
             for text in sample_texts(self._state.model, corpus.tokenizer, corpus.prompts, num_tokens, seq_length):
                 texts.append(text)
-                self._watchdog.beat()
+                self._watch.beat()
         self._throughput.restart()
         return texts
-
-    def _report(self) -> dict[str, Any]:
-        """Show the summary, plot the loss of all steps, and return the last record; all include what was resumed."""
-        self._metrics.close()
-        records = read_steps(self._folder)
-        if not records:
-            return {}
-        self._console.show(summary_table(self._state, self._settings.train, records))
-        plot = self._folder / LOSS_PLOT
-        with written_if_possible(plot):
-            from gpt.monitor.plot import plot_loss  # imported here, because only the first rank needs matplotlib
-
-            plot_loss(records, plot)
-            self._console.say(f"{LOSS_PLOT} and all other files of the run are in {self._folder}")
-        return records[-1]
-
-    def _on_save(self, checkpoint: Path) -> None:
-        self._tracking.log_checkpoint(checkpoint)

@@ -1,15 +1,17 @@
 """The parameters of one tensor rank, and the bytes of their optimizer states, without building the model."""
 
+import math
+import re
 from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
 
 import torch
 
-from gpt.model.hidden_matrices import is_hidden_matrix
+from gpt.model.mup import is_hidden_matrix
 from gpt.model.transformer import GPT
 from gpt.settings.optimizer import OptimizerSettings
-from gpt.shape.config import ModelConfig
+from gpt.shape.config import ModelConfig, parameter_shapes
 from parallel.comm_log import CommLog
 from parallel.mesh import Axis
 from parallel.tensor.layers import packed_rows, split_dims
@@ -20,37 +22,46 @@ from zero.optimizers.soap import Soap
 
 BYTES = 4  # of one moment of one element
 OF_ADAM = 2 * BYTES
+# Parameters of which each tensor rank has a part: rows of the vocabulary, heads, and units of the MLP.
+SPLIT = re.compile(r"^(token_embedding|head)\.|attention\.qkv\.|mlp\.up\.|(projection|down)\.weight")
 
 
 class ElementCounts(NamedTuple):
     """Numbers of elements of one tensor rank; of SOAP's states, of all tensor ranks together."""
 
-    parameters: int
     in_hidden_matrices: int  # inside of the blocks
     in_matrices: int  # embeddings included
     soap_states: int
 
 
+@cache
 def parameters_of_rank(model: ModelConfig, tensor_size: int) -> int:
     """Return the number of parameters on one tensor rank."""
-    return count_elements(model, tensor_size).parameters
+    shapes = parameter_shapes(model, model.padded_vocab_size)
+    return sum(math.prod(shape) // _num_parts(model, name, tensor_size) for name, shape in shapes)
+
+
+def _num_parts(model: ModelConfig, name: str, tensor_size: int) -> int:
+    """Return the number of equal parts of a parameter; heads of keys and values that ranks share are whole on each."""
+    is_shared = "attention.qkv.kv_" in name and tensor_size > model.kv_heads
+    return tensor_size if SPLIT.search(name) and not is_shared else 1
 
 
 def moment_bytes(optimizer: OptimizerSettings, model: ModelConfig, tensor_size: int) -> float:
     """Return the mean bytes of optimizer states for each parameter of a rank: K - 4 in the paper's words."""
-    counts = count_elements(model, tensor_size)
+    if optimizer.name == "adamw":
+        return float(OF_ADAM)
+    if optimizer.name == "sgd":
+        return float(BYTES * bool(optimizer.momentum))
+    counts, num_parameters = count_elements(model, tensor_size), parameters_of_rank(model, tensor_size)
     match optimizer.name:
         case "adamw8bit":  # two bytes, and two scales for a block
-            share, bytes_each = counts.in_matrices / counts.parameters, 2 + OF_ADAM / BLOCK
+            share, bytes_each = counts.in_matrices / num_parameters, 2 + OF_ADAM / BLOCK
         case "muon":
-            share, bytes_each = counts.in_hidden_matrices / counts.parameters, BYTES
-        case "soap":
-            share = counts.in_hidden_matrices / counts.parameters
-            bytes_each = BYTES * (counts.soap_states / tensor_size) / counts.parameters / share
-        case "sgd":
-            share, bytes_each = 1.0, BYTES * bool(optimizer.momentum)
-        case _:
-            share, bytes_each = 1.0, OF_ADAM
+            share, bytes_each = counts.in_hidden_matrices / num_parameters, BYTES
+        case _:  # soap
+            share = counts.in_hidden_matrices / num_parameters
+            bytes_each = BYTES * (counts.soap_states / tensor_size) / num_parameters / share
     return bytes_each * share + OF_ADAM * (1 - share)
 
 
@@ -77,7 +88,6 @@ def _count_in_model(model: ModelConfig, tensor_size: int) -> ElementCounts:
         for matrix in matrices_of(name, param.shape, 0, packed.get(name), split.get(name), tensor_size)
     ]
     return ElementCounts(
-        parameters=sum(param.numel() for _, param in named),
         in_hidden_matrices=sum(param.numel() for _, param in hidden),
         in_matrices=sum(param.numel() for _, param in named if param.dim() > 1),
         soap_states=sum(Soap.matrix_state_numel(matrix.whole_shape) for matrix in hidden_matrices),

@@ -10,10 +10,11 @@ from collections.abc import Callable
 from dataclasses import astuple, dataclass, replace
 
 from gpt.build.closed_forms import moment_bytes, parameters_of_rank
+from gpt.build.train_state import token_layout
 from gpt.settings.settings import Settings
 from parallel.errors import ConfigError
 from parallel.host_memory import available_bytes, pinned_bytes
-from parallel.mesh import Axis, Mesh
+from parallel.mesh import Mesh
 from parallel.torch_internals import largest_rounded_pinned_bytes
 from parallel.world import World
 from zero.partition.stage import Lifetime
@@ -34,15 +35,10 @@ class HostBytes:
         return sum(astuple(self))
 
 
-def check_host_memory(settings: Settings, mesh: Mesh, replicas: Axis, world: World) -> None:
-    """Raise ConfigError if the node's available memory is too small. An imitated world always passes.
-
-    `settings` have the types of gradients that null stands for. `replicas`: ranks that hold the same activations.
-    """
-    if world.imitated_backend:
-        return
+def check_host_memory(settings: Settings, mesh: Mesh, world: World) -> None:
+    """Raise ConfigError if the node's available memory is too small for a run with these settings."""
     largest_rounded = largest_rounded_pinned_bytes() if world.device.type == "cuda" else 0
-    needed = bytes_on_host(settings, mesh, replicas, lambda num_bytes: pinned_bytes(num_bytes, largest_rounded))
+    needed = bytes_on_host(settings, mesh, lambda num_bytes: pinned_bytes(num_bytes, largest_rounded))
     available, size = available_bytes(), world.local_size
     if needed.total * size > available:
         purposes = {
@@ -58,12 +54,13 @@ def check_host_memory(settings: Settings, mesh: Mesh, replicas: Axis, world: Wor
         )
 
 
-def bytes_on_host(settings: Settings, mesh: Mesh, replicas: Axis, allocated: Callable[[float], float]) -> HostBytes:
+def bytes_on_host(settings: Settings, mesh: Mesh, allocated: Callable[[float], float]) -> HostBytes:
     """Return the bytes that one rank places in host memory; with offload.mode=auto, an upper bound.
 
     `allocated` returns the size of an allocation of pinned memory. The moments of a bucket are copied as one tensor
     here; a save copies those of each parameter.
     """
+    settings = settings.with_gradient_types(mesh.data.size)
     zero, itemsize, states = settings.zero, settings.train.dtype.itemsize, settings.offload.offloaded_states
     policy = zero.policy
     shard_axis, replica_axis = policy.axes(mesh.data)
@@ -83,7 +80,7 @@ def bytes_on_host(settings: Settings, mesh: Mesh, replicas: Axis, allocated: Cal
     shards = _shards(settings, mesh, shard_axis.size)
     return HostBytes(
         states=sum(n * (numel * pageable + sum(allocated(numel * each) for each in pinned)) for numel, n in shards),
-        activations=allocated(_checkpoint_bytes(settings, mesh, replicas)),
+        activations=allocated(_checkpoint_bytes(settings, mesh)),
         saves=sum(n * sum(allocated(numel * each) for each in saved) for numel, n in shards),
     )
 
@@ -105,7 +102,7 @@ def _shards(settings: Settings, mesh: Mesh, shard_size: int) -> list[tuple[int, 
     return shards
 
 
-def _checkpoint_bytes(settings: Settings, mesh: Mesh, replicas: Axis) -> int:
+def _checkpoint_bytes(settings: Settings, mesh: Mesh) -> int:
     """Return the bytes of the activation checkpoints of one micro-batch in host memory."""
     activations, model, train = settings.activations, settings.model, settings.train
     if activations.store != "partition_host":
@@ -113,4 +110,6 @@ def _checkpoint_bytes(settings: Settings, mesh: Mesh, replicas: Axis) -> int:
     num_parts = mesh.tensor.size if settings.parallel.sequence_parallel else 1
     numel = train.micro_batch_size * model.seq_length // num_parts * model.hidden_size
     num_checkpoints = math.ceil(model.num_layers / activations.layers_per_checkpoint)
-    return num_checkpoints * math.ceil(numel / replicas.size) * train.dtype.itemsize
+    return (
+        num_checkpoints * math.ceil(numel / token_layout(settings.parallel, mesh).replicas.size) * train.dtype.itemsize
+    )

@@ -7,6 +7,7 @@ loss is judged on the device; the host reads only the number of bad losses, and 
 import torch
 from torch import Tensor
 
+from gpt.settings.run import GuardSettings
 from parallel.errors import ConfigError
 from parallel.mesh import Axis
 
@@ -87,3 +88,32 @@ class SkippedInARow:
                 f"were not finite or spiked, and guard.max_skipped_steps={self._limit}; lower optimizer.lr, or resume "
                 "from an earlier checkpoint"
             )
+
+
+class RollBacks:
+    """A decision at each logged step: the run rolls back if losses have become bad, or ends if the settings say so."""
+
+    def __init__(self, settings: GuardSettings, guard: LossGuard | None):
+        self._settings, self._guard = settings, guard
+        self._num_bad, self._number = 0, 0
+
+    def is_due(self, step: int) -> bool:
+        """Return True if there were bad losses since the last call, up to `step`, and the run has to roll back.
+
+        Raises ConfigError if the settings end the run instead. Waits for the device, if bad losses are not skipped.
+        """
+        settings = self._settings
+        if self._guard is None or settings.policy == "skip":
+            return False
+        num_bad = int(self._guard.num_bad.item())
+        if num_bad == self._num_bad:
+            return False
+        self._num_bad = num_bad
+        if settings.policy == "stop" or self._number == settings.max_roll_backs:
+            raise ConfigError(
+                f"bad losses by step {step}: {num_bad} not finite or above guard.spike_factor={settings.spike_factor}, "
+                f"after {self._number} of {settings.max_roll_backs} roll-backs (guard.policy={settings.policy}); lower "
+                "optimizer.lr, or choose guard.policy=skip"
+            )
+        self._number += 1
+        return True

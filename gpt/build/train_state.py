@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,14 +10,12 @@ import torch
 from torch import nn
 
 from gpt.build.activation_store import chosen_activations
-from gpt.build.host_memory import check_host_memory
 from gpt.build.loss_guard import LossGuard
 from gpt.kernels.apex import choose_norm, find_apex
 from gpt.kernels.attention import describe_attention, describe_documents
 from gpt.kernels.norms import NORMS
 from gpt.model.compiled_blocks import check_compiler, compile_blocks
-from gpt.model.hidden_matrices import is_hidden_matrix
-from gpt.model.mup import hidden_factor
+from gpt.model.mup import hidden_factor, is_hidden_matrix
 from gpt.model.transformer import GPT, Attention, initialize
 from gpt.pretrained.families import family_of
 from gpt.pretrained.weights import load_pretrained
@@ -113,8 +111,7 @@ def build_mesh(settings: Settings, world: World) -> Mesh:
     check_divides(settings.model, mesh.tensor)
     if settings.checkpoint.weights:
         family_of(settings.model)  # for its ConfigError, as below
-    replicas = token_layout(settings.parallel, mesh).replicas
-    check_replicas(settings.activations, replicas)
+    check_replicas(settings.activations, token_layout(settings.parallel, mesh).replicas)
     check_batch_sizes(settings.train.batch, mesh.num_batch_ranks)
     num_kv_heads, seq_length = max(1, settings.model.kv_heads // mesh.tensor.size), settings.model.seq_length
     sizes = {"heads of keys and values of a tensor rank": num_kv_heads, "tokens of a sequence": seq_length}
@@ -124,7 +121,6 @@ def build_mesh(settings: Settings, world: World) -> Mesh:
         part_of(num_tokens, mesh.tensor, "the tokens of a micro-batch")
     # For its ConfigError: it raises one if warm-up and decay overlap.
     learning_rate(settings.schedule, settings.optimizer.lr, 0, settings.train.steps)
-    check_host_memory(settings.with_gradient_types(mesh.data.size), mesh, replicas, world)
     return mesh
 
 
@@ -164,15 +160,9 @@ def build(settings: Settings, mesh: Mesh, device: torch.device) -> TrainState:
     with ShardedInit(mesh.data, settings.zero.policy, settings.zero.prefetch_numel, settings.offload) as init:
         sum_dtype = settings.zero.gradient_types(train.dtype).reduce
         gpt = build_model(
-            settings.model,
-            activations,
-            tokens,
-            device,
-            train.dtype,
-            sum_dtype,
-            is_compiled=train.compiles_blocks,
-            z_loss=train.z_loss,
+            settings.model, activations, tokens, device, train.dtype, sum_dtype, is_compiled=train.compiles_blocks
         )
+        gpt.softmax = replace(gpt.softmax, z_loss=train.z_loss)
         initialize(gpt, train.seed, mesh.data)
         if train.initial_weights is not None:
             load_pretrained(gpt, Path(train.initial_weights))
@@ -197,12 +187,11 @@ def build_model(
     dtype: torch.dtype,
     gradient_sum_dtype: torch.dtype | None = None,
     is_compiled: bool = False,
-    z_loss: float = 0.0,
 ) -> GPT:
     """Return a GPT with parameters of `dtype`, which are not initialized yet.
 
     `gradient_sum_dtype` is the type in which gradients are summed along the tensor axis; None: `dtype`. `is_compiled`:
-    `compile_blocks` follows, which cannot trace apex. `z_loss`: see GPT.
+    `compile_blocks` follows, which cannot trace apex.
     """
     norm, norm_name = (NORMS[config.norm], "compiled") if is_compiled else choose_norm(config.norm, device)
     logger.info("norm: %s", norm_name)
@@ -215,7 +204,7 @@ def build_model(
     try:
         with torch.device(device):
             run_blocks = checkpointed_blocks(activations, tokens.replicas, device)
-            gpt = GPT(config, tokens, run_blocks, norm, compiles_loss, gradient_sum_dtype, z_loss)
+            gpt = GPT(config, tokens, run_blocks, norm, compiles_loss, gradient_sum_dtype)
     finally:
         torch.set_default_dtype(default_dtype)
     if activations.store == "selective":

@@ -26,9 +26,9 @@ from gpt.deepspeed.key import (
     unsupported,
 )
 from gpt.deepspeed.rules import DECAYS, OPTIMIZER_NAMES
+from zero.partition.config import DTYPES
 
-TYPES = "fp32", "bf16", "fp16"
-NO_SUCH_TYPE = f"choose {', '.join(TYPES)}"
+NO_SUCH_TYPE = f"choose {', '.join(DTYPES)}"
 HALF_STATES = unsupported(BOOL, "master weights and moments are always fp32; set it to false", False)
 WARM_UP = unsupported(NUMBER, "the warm-up rises from zero; set it to 0 and shorten the warm-up", 0)
 NVME = "it configures NVMe, which is not used"
@@ -143,9 +143,9 @@ PRECISION = {
         "check_grad_overflow": needless(BOOL, "a step with a non-finite gradient is always skipped"),
         ("bf16_master_weights_and_grads", "bf16_optimizer_states"): HALF_STATES,
     },
-    "communication_data_type": one_of(sets(TEXT, "zero.reduce_dtype"), *TYPES, refusal=NO_SUCH_TYPE),
+    "communication_data_type": one_of(sets(TEXT, "zero.reduce_dtype"), *DTYPES, refusal=NO_SUCH_TYPE),
     "data_types": {
-        "grad_accum_dtype": one_of(sets(TEXT, "zero.accumulate_dtype"), *TYPES, refusal=NO_SUCH_TYPE),
+        "grad_accum_dtype": one_of(sets(TEXT, "zero.accumulate_dtype"), *DTYPES, refusal=NO_SUCH_TYPE),
         "param_dtype": rule(TEXT, "train.precision"),
         "buffer_dtype": unsupported(TEXT, "the model has no buffers; remove it"),
     },

@@ -13,8 +13,12 @@ Fan-in is that of whole matrices, so nothing here depends on the tensor axis.
 
 from torch import Tensor, nn
 
-from gpt.model.hidden_matrices import is_hidden_matrix
 from gpt.shape.config import ModelConfig
+
+
+def is_hidden_matrix(name: str, param: nn.Parameter) -> bool:
+    """Return whether a parameter of a GPT is a matrix between hidden layers: not an embedding, the head or a vector."""
+    return name.startswith("blocks.") and param.dim() == 2
 
 
 class LogitScale(nn.Module):

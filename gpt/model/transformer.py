@@ -205,8 +205,8 @@ class GPT(nn.Module):
     `tokens` is the layout of the residual stream over the tensor axis, which also determines how the layers are split.
     `run_blocks` runs the blocks on their input; activation checkpointing is one way to run them. `norm` is called with
     (size, eps); None: torch's norm. With `compiles_loss`, inductor compiles the loss. `gradient_sum_dtype` is the data
-    type in which the gradients of replicated parameters are summed along the tensor axis; None: their own. `z_loss` is
-    that of `linear_cross_entropy`. Raises ConfigError if the size of the axis does not divide the model.
+    type in which the gradients of replicated parameters are summed along the tensor axis; None: their own. Raises
+    ConfigError if the size of the axis does not divide the model.
     """
 
     def __init__(
@@ -217,12 +217,11 @@ class GPT(nn.Module):
         norm: type[nn.Module] | None = None,
         compiles_loss: bool = False,
         gradient_sum_dtype: torch.dtype | None = None,
-        z_loss: float = 0.0,
     ):
         super().__init__()
         check_divides(config, tokens.axis)
         norm = norm or NORMS[config.norm]
-        self.softmax = Softmax(compiles_loss, config.logit_cap, z_loss)
+        self.softmax = Softmax(compiles_loss, config.logit_cap)
         self.config, self.tokens, self.run_blocks = config, tokens, run_blocks or run_in_order
         self.token_embedding = VocabParallelEmbedding(config.padded_vocab_size, config.hidden_size, tokens)
         self.position_embedding = POSITIONS[config.positions](config)

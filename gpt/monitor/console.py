@@ -204,7 +204,7 @@ def _buffer_rows(state: TrainState, train: TrainSettings) -> Iterator[tuple[str,
     for name, num_bytes in resident.buffer_bytes(model, state.optimizer).items():
         yield f"buffer: {name}", num_bytes, remark
     num_tokens = train.micro_batch_size * state.config.seq_length
-    num_bytes = temporary_bytes(num_tokens, gpt.head_weight, is_compiled=gpt.softmax.is_compiled)
+    num_bytes = temporary_bytes(num_tokens, gpt.head_weight, gpt.softmax)
     yield "buffer: loss", num_bytes, "constant"
     yield "buffer: gradient norm", state.optimizer.grad_norm.temporary_bytes, "constant"
     if gathered := resident.gathered_bytes(model, model.planner.prefetch_numel):

@@ -1,4 +1,4 @@
-"""Every setting with its docstring and its values: the text of `pretrain_gpt.py --help`, and docs/settings.md."""
+"""Every setting with its docstring and its values: the text of `pretrain_gpt.py --help`."""
 
 import shutil
 import textwrap
@@ -13,13 +13,6 @@ INDENT = " " * 8
 CONFIG_TEXT = (
     "YAML file of settings, or the settings themselves as {GROUP: {SETTING: VALUE}}; may be given several times."
 )
-PAGE_HEAD = """# Settings
-
-Every setting of a training run, with the values that it accepts and its default. On the command line, a setting is an
-option, such as `--zero.stage 3`; in a YAML file, it is written below its group, as in `zero: {stage: 3}`.
-[training.md](training.md) says which of several files and options wins. `python -m lab.settings_page` writes this
-page from the dataclasses that the program reads.
-"""
 
 
 def help_text(settings: type, tree: Iterable[Group | Leaf]) -> str:
@@ -27,35 +20,17 @@ def help_text(settings: type, tree: Iterable[Group | Leaf]) -> str:
     width = min(120, shutil.get_terminal_size().columns)
     lines = [USAGE, "", *textwrap.wrap(settings.__doc__ or "", width), "", "  --config FILE"]
     lines += _indented(CONFIG_TEXT, width)
-    for group, leaves in _sections(tree):
-        lines += ["", *textwrap.wrap(f"{group.name}: {_summary(group)}", width)]
+    for group, leaves in sections(tree):
+        lines += ["", *textwrap.wrap(f"{group.name}: {summary(group)}", width)]
         for leaf in leaves:
-            lines += [f"  --{leaf.name}", *_indented(f"{leaf.text} ({describe(leaf.hint)}; {_default(leaf)})", width)]
+            lines += [
+                f"  --{leaf.name}",
+                *_indented(f"{leaf.text} ({describe(leaf.hint)}; {default_text(leaf)})", width),
+            ]
     return "\n".join([*lines, ""])
 
 
-def page(tree: Iterable[Group | Leaf]) -> str:
-    """Return a page in Markdown with a table for each group of settings."""
-    lines = [PAGE_HEAD]
-    for group, leaves in _sections(tree):
-        lines += [f"## {group.name}", "", _summary(group), ""]
-        if group.is_optional:
-            lines += [f"The group `{group.name}` is `null` by default: it is not used.", ""]
-        lines += ["| setting | meaning | values | default |", "| --- | --- | --- | --- |"]
-        for leaf in leaves:
-            default = _default(leaf).removeprefix("default: ")
-            cells = (
-                f"`{leaf.name}`",
-                leaf.text,
-                describe(leaf.hint),
-                default if default == "required" else f"`{default}`",
-            )
-            lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
-        lines.append("")
-    return "\n".join(lines)
-
-
-def _sections(tree: Iterable[Group | Leaf]) -> list[tuple[Group, list[Leaf]]]:
+def sections(tree: Iterable[Group | Leaf]) -> list[tuple[Group, list[Leaf]]]:
     """Return each group with its own settings, in the order of the tree; those of a group inside it follow them."""
     nodes = list(tree)
     leaves = [node for node in nodes if isinstance(node, Leaf)]
@@ -63,11 +38,11 @@ def _sections(tree: Iterable[Group | Leaf]) -> list[tuple[Group, list[Leaf]]]:
     return [(group, [leaf for leaf in leaves if leaf.name.rpartition(".")[0] == group.name]) for group in groups]
 
 
-def _summary(group: Group) -> str:
+def summary(group: Group) -> str:
     return (group.kind.__doc__ or "").strip().partition("\n")[0]
 
 
-def _default(leaf: Leaf) -> str:
+def default_text(leaf: Leaf) -> str:
     return "required" if leaf.default is MISSING else f"default: {shown(leaf.default)}"
 
 

@@ -122,6 +122,10 @@ class BatchConfig:
         if self.ramp_up:
             self._check_ramp_up(self.ramp_up)
 
+    def samples_at_once(self, num_ranks: int) -> int:
+        """Return the number of sequences in one micro-batch of each of `num_ranks` ranks that read other samples."""
+        return self.micro_batch_size * num_ranks
+
     def _check_ramp_up(self, ramp_up: RampUpConfig) -> None:
         growth = self.global_batch_size - ramp_up.start
         if growth < 0 or growth % ramp_up.increment:
@@ -134,7 +138,7 @@ class BatchConfig:
 
 def check_batch_sizes(config: BatchConfig, data_size: int) -> None:
     """Raise ConfigError unless every batch of the run divides into micro-batches over `data_size` ranks."""
-    divisor = config.micro_batch_size * data_size
+    divisor = config.samples_at_once(data_size)
     named_sizes = {"global_batch_size": config.global_batch_size}
     if config.ramp_up and config.ramp_up.start < config.global_batch_size:
         named_sizes |= {"ramp_up.start": config.ramp_up.start, "ramp_up.increment": config.ramp_up.increment}

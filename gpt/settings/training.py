@@ -113,7 +113,7 @@ class TrainSettings:
 
     def num_micro_batches(self, data_size: int) -> int:
         """Return the number of micro-batches of a rank in a step at full batch size."""
-        return self.global_batch_size // (self.micro_batch_size * data_size)
+        return self.global_batch_size // self.batch.samples_at_once(data_size)
 
     @property
     def compiles_blocks(self) -> bool:

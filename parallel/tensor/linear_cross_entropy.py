@@ -21,12 +21,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from parallel.mesh import Axis, Handle
-from parallel.tensor.softmax import COPIES_OF_ROWS, Softmax, cap_derivative, capped, rows_at_once
+from parallel.tensor.softmax import CHUNK_TOKENS, COPIES_OF_ROWS, Softmax, cap_derivative, capped, rows_at_once
 from parallel.tensor.token_layout import TokenLayout
 from parallel.torch_internals import FakeTensor
 
 EAGER = Softmax()
-CHUNK_TOKENS = 2048  # fewer would spend more on sums of the weight's gradient, more would need more memory
 
 
 def linear_cross_entropy(
@@ -37,15 +36,13 @@ def linear_cross_entropy(
     tokens: TokenLayout,
     *,
     loss_scale: Tensor | None = None,
-    chunk_tokens: int = CHUNK_TOKENS,
     softmax: Softmax = EAGER,
 ) -> Tensor:
     """Return the mean loss, 0-dim, of the logits `x @ weight.T`, in fp32 or wider.
 
     `x` is (tokens of this rank, features), `weight` (padded vocabulary / size, features), and `targets` are the int64
     words of all tokens. The mean is over targets that are not negative. Words from `vocab_size` on are padding: their
-    probability and gradient are zero. A target among them makes the loss infinite, and gradients NaN. `chunk_tokens` is
-    the largest number of tokens, of all ranks, in a chunk.
+    probability and gradient are zero. A target among them makes the loss infinite, and gradients NaN.
 
     If the loss is to be multiplied before backward, pass the factor as `loss_scale`, 0-dim: gradients in half precision
     are then computed with it, so that they do not underflow. They are right for any other factor too.
@@ -54,18 +51,17 @@ def linear_cross_entropy(
     which can be compared with that of any other model.
     """
     scale = targets.new_ones((), dtype=torch.float32) if loss_scale is None else loss_scale
-    head = _Head(vocab_size, tokens, chunk_tokens, softmax, torch.is_grad_enabled())
+    head = _Head(vocab_size, tokens, softmax, torch.is_grad_enabled())
     return _LinearCrossEntropy.apply(x, weight, targets, scale, head)
 
 
-def temporary_bytes(
-    num_tokens: int, weight: Tensor, chunk_tokens: int = CHUNK_TOKENS, is_compiled: bool = False
-) -> int:
+def temporary_bytes(num_tokens: int, weight: Tensor, softmax: Softmax = EAGER) -> int:
     """Return the bytes that the logits of a chunk, copies in fp32 and sums of the weight's gradient occupy."""
-    num_words, num_chunks = len(weight), _num_chunks(num_tokens, chunk_tokens)
-    num_rows = rows_of_chunks(num_tokens, chunk_tokens)[0]
+    num_words, num_chunks = len(weight), _num_chunks(num_tokens, softmax.chunk_tokens)
+    num_rows = rows_of_chunks(num_tokens, softmax.chunk_tokens)[0]
     wide_itemsize = _wide(weight.dtype).itemsize
-    copies = 0 if is_compiled else COPIES_OF_ROWS * min(num_rows, rows_at_once(num_words)) * num_words * wide_itemsize
+    rows_copied = 0 if softmax.is_compiled else COPIES_OF_ROWS * min(num_rows, rows_at_once(num_words))
+    copies = rows_copied * num_words * wide_itemsize
     sums = weight.numel() * wide_itemsize if num_chunks > 1 else weight.nbytes
     return num_rows * num_words * weight.itemsize + copies + sums
 
@@ -76,13 +72,12 @@ class _Head:
 
     vocab_size: int
     tokens: TokenLayout
-    chunk_tokens: int
     softmax: Softmax
     computes_gradients: bool
 
     def chunks(self, x: Tensor, targets: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Return (this rank's tokens, the targets of all ranks' tokens) of each chunk."""
-        num_chunks = max(1, min(_num_chunks(len(targets), self.chunk_tokens), len(x)))
+        num_chunks = max(1, min(_num_chunks(len(targets), self.softmax.chunk_tokens), len(x)))
         of_all = targets.view(self.tokens.num_parts, -1)
         parts = zip(x.tensor_split(num_chunks), of_all.tensor_split(num_chunks, dim=1), strict=True)
         return [(own, chunk.flatten()) for own, chunk in parts]

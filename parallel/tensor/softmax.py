@@ -19,6 +19,7 @@ from torch import Tensor
 from parallel.torch_internals import active_dispatch_modes
 
 ROWS_NUMEL = 2**24  # the elements of the rows that are copied to fp32 at once, unless the functions are compiled
+CHUNK_TOKENS = 2048  # fewer would spend more on sums of the weight's gradient, more would need more memory
 COPIES_OF_ROWS = 2  # the logits and their exponentials, or the derivative of the cap
 
 
@@ -76,11 +77,15 @@ def _with_z_loss(factors: Tensor, sums: Tensor, z_loss: float) -> Tensor:
 
 @dataclass(frozen=True)
 class Softmax:
-    """The functions of this module with their options, eager or compiled by inductor."""
+    """The functions of this module with their options, eager or compiled by inductor.
+
+    `chunk_tokens` is the largest number of tokens, of all ranks, whose logits exist at once.
+    """
 
     is_compiled: bool = False
     cap: float | None = None
     z_loss: float = 0.0
+    chunk_tokens: int = CHUNK_TOKENS
 
     def log_sums(self, logits: Tensor) -> Tensor:
         """See log_sums."""

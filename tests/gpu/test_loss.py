@@ -20,7 +20,7 @@ def gradients(dtype: torch.dtype, chunk_tokens: int, is_compiled: bool) -> list[
     targets = torch.randint(WORDS - 5, (TOKENS,), generator=generator, device=DEVICE)
     tokens = ReplicatedTokens(Axis.trivial("tensor"))
     loss = linear_cross_entropy(
-        x, weight, targets, WORDS - 5, tokens, chunk_tokens=chunk_tokens, softmax=Softmax(is_compiled)
+        x, weight, targets, WORDS - 5, tokens, softmax=Softmax(is_compiled, chunk_tokens=chunk_tokens)
     )
     (loss / 3).backward()
     return [x.grad, weight.grad]

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from gpt.build.host_memory import bytes_on_host, check_host_memory
-from gpt.build.train_state import build, build_mesh, token_layout
+from gpt.build.train_state import build, build_mesh
 from gpt.settings.parser import parse_settings
 from gpt.train_step import train_step
 from parallel.errors import ConfigError
 from parallel.host_memory import pinned_bytes
 from parallel.memory_kinds import TensorKind
-from parallel.mesh import Axis, Mesh
+from parallel.mesh import Mesh
 from parallel.world import World
 from tests.ranks import run_ranks
 from zero.memory import placement
@@ -35,8 +35,6 @@ def forecast_and_use(arguments: list[str]) -> list[tuple[float, float]]:
     settings = parse_settings([f"--config={BASE}", *arguments])
     rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     mesh = build_mesh(settings, World(rank, size, rank, size, CPU))
-    settings = settings.with_gradient_types(mesh.data.size)
-    replicas = token_layout(settings.parallel, mesh).replicas
     sizes: list[int] = []
 
     def noted_allocator(device: torch.device, kind: TensorKind):
@@ -60,9 +58,9 @@ def forecast_and_use(arguments: list[str]) -> list[tuple[float, float]]:
     if settings.activations.store == "partition_host":
         numel = 2 * settings.model.seq_length * settings.model.hidden_size
         checkpoints = state.model.module.run_blocks.num_bytes(3, numel, 2).host
-    forecast = bytes_on_host(settings, mesh, replicas, lambda num_bytes: num_bytes)
+    forecast = bytes_on_host(settings, mesh, lambda num_bytes: num_bytes)
     used = [states.total, checkpoints, sum(copy.nbytes for copy in copies.values() if copy.dim())]
-    rounded = bytes_on_host(settings, mesh, replicas, lambda num_bytes: pinned_bytes(num_bytes, math.inf))
+    rounded = bytes_on_host(settings, mesh, lambda num_bytes: pinned_bytes(num_bytes, math.inf))
     pageable = states.moments + sum(pinned_bytes(num_bytes, math.inf) for num_bytes in sizes)
     return [*zip(astuple(forecast), used, strict=True), (rounded.states, pageable)]
 
@@ -82,7 +80,7 @@ def test_the_forecast_is_what_a_step_and_a_save_allocate():
 
 def test_a_run_that_does_not_fit_names_what_needs_the_memory(monkeypatch):
     arguments = ["--zero.stage=2", "--activations.store=partition_host", "--model.hidden_size=65536"]
-    settings = parse_settings([f"--config={BASE}", *arguments]).with_gradient_types(1)
+    settings = parse_settings([f"--config={BASE}", *arguments])
     message = r"mode=host [\d.,]+ GB .*store=partition_host [\d.,]+ GB .*asynchronous=true [\d.,]+ GB .* too little"
     with pytest.raises(ConfigError, match=message):
-        check_host_memory(settings, Mesh.create(1), Axis.trivial("tensor"), World(0, 1, 0, 1, CPU))
+        check_host_memory(settings, Mesh.create(1), World(0, 1, 0, 1, CPU))

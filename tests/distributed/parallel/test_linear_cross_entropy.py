@@ -1,6 +1,7 @@
 """The head and the loss by chunks of tokens, against the logits of all tokens and words in one process."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -49,8 +50,7 @@ def own_losses_and_gradients(cases: list[tuple]) -> list[tuple[float, Tensor | N
             vocab_size,
             tokens,
             loss_scale=scale,
-            chunk_tokens=chunk_tokens,
-            softmax=softmax,
+            softmax=replace(softmax, chunk_tokens=chunk_tokens),
         )
         (3 * loss).backward()  # another factor than the one that was announced
         results.append((loss.item(), own_x.grad, own_weight.grad))
@@ -165,7 +165,9 @@ def test_without_gradients_a_z_loss_changes_nothing():
 
 def test_the_loss_does_not_depend_on_the_chunks():
     x, weight, targets = head(61)
-    at_once, in_chunks = (linear_cross_entropy(x, weight, targets, 61, ONE_DEVICE, chunk_tokens=n) for n in (99, 4))
+    at_once, in_chunks = (
+        linear_cross_entropy(x, weight, targets, 61, ONE_DEVICE, softmax=Softmax(chunk_tokens=n)) for n in (99, 4)
+    )
     assert at_once.equal(in_chunks)
 
 
@@ -214,7 +216,7 @@ def test_gradients_in_fp16_are_as_exact_as_through_whole_logits():
     exact = gradients_through_whole_logits(x.double(), weight.double(), targets, scale)
     expected = errors_and_zeros(gradients_through_whole_logits(x, weight, targets, scale), exact)
     for chunk_tokens in (num_tokens, 2048):
-        announced = {"loss_scale": torch.tensor(scale), "chunk_tokens": chunk_tokens}
+        announced = {"loss_scale": torch.tensor(scale), "softmax": Softmax(chunk_tokens=chunk_tokens)}
         found = errors_and_zeros(gradients(x, weight, targets, scale, **announced), exact)
         # Sums in another order round other elements: 1% of the error.
         assert all(own <= 1.01 * other for own, other in zip(found, expected, strict=True))

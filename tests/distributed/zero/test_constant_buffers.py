@@ -95,18 +95,19 @@ def test_the_loss_allocates_the_bytes_that_it_promises(chunk_tokens, rows_numel,
     """Logits of a chunk, their copies in fp32 and the weight's gradient, beside gradients of x and some vectors."""
     monkeypatch.setattr(softmax, "ROWS_NUMEL", rows_numel)
     num_tokens, num_words, features = 64, 128, 8
+    options = softmax.Softmax(chunk_tokens=chunk_tokens)
     targets = torch.randint(num_words, (num_tokens,))
     tokens = ReplicatedTokens(Axis.trivial("tensor"))
     with MemoryTracker(CPU) as tracker:
         x = torch.randn(num_tokens, features, dtype=torch.bfloat16, requires_grad=True)
         weight = torch.randn(num_words, features, dtype=torch.bfloat16, requires_grad=True)
         at_rest = tracker.device.total
-        loss = linear_cross_entropy(x, weight, targets, num_words, tokens, chunk_tokens=chunk_tokens)
+        loss = linear_cross_entropy(x, weight, targets, num_words, tokens, softmax=options)
         in_forward = tracker.device.peak_total - at_rest - x.nbytes
         tracker.restart()
         loss.backward()
         in_backward = tracker.device.peak_total - at_rest
-    promised = temporary_bytes(num_tokens, weight, chunk_tokens)
+    promised = temporary_bytes(num_tokens, weight, options)
     num_rows = min(chunk_tokens, max(1, rows_numel // num_words))
     sums = 4 if chunk_tokens < num_tokens else 2
     assert promised == 2 * chunk_tokens * num_words + 2 * 4 * num_rows * num_words + sums * num_words * features

@@ -103,11 +103,6 @@ def test_steps_that_are_not_begun_are_not_read_after_closing(monkeypatch):
     assert _readers() == []
 
 
-def test_the_thread_ends_with_the_plan():
-    assert len(list(_loader(NumberedSamples()).steps(_plan(0, 1, 2)))) == 1
-    assert _readers() == []
-
-
 def test_an_error_in_the_thread_reaches_the_consumer_at_its_step():
     class FailingSamples(NumberedSamples):
         def __getitem__(self, sample):
@@ -130,12 +125,6 @@ def test_a_token_outside_the_vocabulary_is_reported_with_its_place(write_corpus)
         DataError, match=r"token id 300 in sample 0 \(.*corpus.bin, document \d\) .* model.vocab_size=300"
     ):
         next(_loader(samples, micro_batch_size=1, vocab_size=300).steps([(0, 1)]))
-
-
-def test_a_negative_token_is_reported(write_corpus):
-    samples = open_samples(write_corpus([[1, -2, 3]], vocab_dtype="i4"), split=[1, 0, 0], seq_length=2, seed=1)
-    with pytest.raises(DataError, match="token id -2"):
-        next(_loader(samples, micro_batch_size=1).steps([(0, 1)]))
 
 
 def test_a_batch_that_does_not_divide_is_reported_with_both_numbers():

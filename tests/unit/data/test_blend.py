@@ -53,10 +53,6 @@ def test_far_into_the_blend_numbers_continue_and_shares_hold(weights, first):
         counts[dataset] += 1
 
 
-def test_two_equal_datasets_alternate():
-    assert [BlendOrder([1, 1]).locate(i) for i in range(4)] == [(0, 0), (1, 0), (0, 1), (1, 1)]
-
-
 def test_samples_come_from_the_blended_prefixes(write_corpus):
     small = write_corpus([[1] * 9] * 3, "small")
     large = write_corpus([[2] * 9] * 30, "large")

@@ -35,13 +35,6 @@ def test_sample_starts_equal_a_walk_token_by_token(lengths, seq_length, epoch):
     assert sorted(order.shuffle) == list(range(len(order.sample_starts) - 1))
 
 
-def test_the_order_is_the_one_that_earlier_runs_had():
-    """A run resumes in the order in which it began, so a change of the order must increase epochs.VERSION."""
-    order = build_epoch(np.array([5, 3, 8, 2, 7]), seq_length=4, seed=1234, epoch=1)
-    assert order.document_order.tolist() == [0, 1, 4, 2, 3]
-    assert order.shuffle.tolist() == [0, 5, 3, 2, 1, 4]
-
-
 def test_seeds_and_epochs_have_different_orders():
     lengths = np.full(50, 10)
     orders = [build_epoch(lengths, seq_length=10, seed=seed, epoch=epoch) for seed in (1, 2) for epoch in (0, 1)]
@@ -82,18 +75,6 @@ def test_a_cached_order_is_built_once_and_then_memory_mapped(tmp_path):
         assert (cache / name).exists()
 
 
-def test_a_damaged_order_is_not_noticed_without_checks(tmp_path):
-    def order(checks: bool) -> EpochOrder:
-        arguments = {"seq_length": 16, "seed": 1, "epoch": 0}
-        return cached_epoch(tmp_path, "stem", EpochOrder, lambda: build_epoch(np.full(10, 20), **arguments), checks)
-
-    whole = order(checks=True)
-    (tmp_path / "stem.crc32.json").write_text("{}")
-    assert order(checks=False).shuffle.tolist() == whole.shuffle.tolist()
-    with pytest.raises(DataError, match="its files are not those that were written"):
-        order(checks=True)
-
-
 @pytest.mark.parametrize("field", [name for name in Recipe.__dataclass_fields__ if name != "name"])
 def test_a_change_of_anything_in_the_recipe_names_other_files(field):
     assert replace(RECIPE, **{field: getattr(RECIPE, field) + 1}).file_stem(0) != RECIPE.file_stem(0)
@@ -114,10 +95,3 @@ def test_a_folder_that_cannot_be_written_is_reported_with_its_setting(tmp_path):
             EpochOrder,
             lambda: build_epoch(np.full(9, 9), seq_length=4, seed=1, epoch=0),
         )
-
-
-def test_a_damaged_order_is_reported_with_the_remedy(tmp_path):
-    for name in ("document_order.npy", "sample_starts.npy", "shuffle.npy", "crc32.json"):
-        (tmp_path / f"stem.{name}").write_bytes(b"nothing")
-    with pytest.raises(DataError, match=f"delete {tmp_path}"):
-        cached_epoch(tmp_path, "stem", EpochOrder, lambda: pytest.fail("must not build"))

@@ -158,17 +158,6 @@ def test_an_index_that_is_not_the_one_that_was_written_is_noticed(write_corpus):
         check_index(IndexedDataset(prefix))
 
 
-@pytest.mark.parametrize("suffix", [".bin", ".idx"])
-@pytest.mark.parametrize("missing_bytes", [1, 8, 60])
-def test_a_truncated_file_is_reported_with_both_sizes(write_corpus, suffix, missing_bytes):
-    prefix = write_corpus([list(range(50)), [7]])
-    path = Path(prefix + suffix)
-    whole = path.stat().st_size
-    path.write_bytes(path.read_bytes()[:-missing_bytes])
-    with pytest.raises(DataError, match=rf"corpus{suffix} (\(|has ){whole - missing_bytes} bytes"):
-        IndexedDataset(prefix)
-
-
 def test_an_index_without_documents_is_refused(write_corpus):
     with pytest.raises(DataError, match="holds 0 documents"):
         IndexedDataset(write_corpus([]))

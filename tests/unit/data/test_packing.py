@@ -69,14 +69,6 @@ def test_every_prediction_is_in_one_sample_of_an_epoch(lengths, seq_length, epoc
     assert sorted(order.shuffle.tolist()) == list(range(len(bounds) - 1))
 
 
-def test_the_order_is_the_one_that_earlier_runs_had():
-    """A run resumes in the order in which it began, so a change of the order must increase epochs.VERSION."""
-    order = build([5, 3, 8, 2, 7], seq_length=4, seed=1234, epoch=1)
-    assert order.pieces.tolist() == [[0, 0], [2, 0], [4, 0], [1, 0], [4, 4], [2, 4], [3, 0]]
-    assert order.bin_starts.tolist() == [0, 1, 2, 3, 5, 7]
-    assert order.shuffle.tolist() == [0, 4, 3, 2, 1]
-
-
 def test_seeds_and_epochs_have_different_orders():
     lengths = np.random.default_rng(0).integers(1, 40, 200).tolist()
     orders = [build(lengths, 32, seed, epoch) for seed in (1, 2) for epoch in (0, 1)]
@@ -108,12 +100,6 @@ def test_an_epoch_shows_every_token_but_the_first_of_a_document_once_as_a_target
         assert not tokens[~is_counted].any()
         starts = set(tokens[(positions == 0) & is_counted])
         assert {tokens[0] for tokens in documents if len(tokens) > 1} <= starts
-
-
-def test_the_place_of_a_packed_sample_is_the_document_of_its_first_token(counting_corpus):
-    samples, dataset = packed(counting_corpus), IndexedDataset(counting_corpus)
-    for i in range(samples.samples_per_epoch):
-        assert samples[i][0, 0] in dataset[int(samples.place(i).removeprefix(f"{counting_corpus}.bin, document "))]
 
 
 def test_the_cache_holds_the_order_that_is_built(counting_corpus, monkeypatch):

@@ -12,7 +12,6 @@ import zlib
 from pathlib import Path
 from unittest import mock
 
-import numpy as np
 import pyarrow as pa
 import pytest
 from datasets import Dataset, DatasetDict
@@ -23,10 +22,10 @@ from rich.progress import Progress
 from data.encode import Encoded, encode_in_order
 from data.errors import DataError
 from data.indexed import IndexedDataset
-from data.prepare import _progress, main
+from data.prepare import main
 from data.sidecar import Sidecar
 from data.sources import Document, Source, text_of
-from data.staging import reserved, staging_folder
+from data.staging import reserved
 from data.tokenizer import load_tokenizer, train_tokenizer
 from tests.full_disk import files_of_at_most
 
@@ -122,35 +121,6 @@ def test_progress_counts_documents_and_tokens_up_to_the_whole_source(tmp_path, t
     assert capfd.readouterr().err == ""  # which is no terminal
 
 
-def test_a_terminal_shows_progress_that_is_wiped_in_the_end(tmp_path, monkeypatch, capsys):
-    for name, value in {"FORCE_COLOR": "1", "COLUMNS": "200", "TERM": "xterm"}.items():
-        monkeypatch.setenv(name, value)
-    seconds = [10.0]
-    monkeypatch.setattr("rich.console.monotonic", lambda: seconds[0])
-    (tmp_path / "a.txt").write_text("a" * 80)
-    with (
-        mock.patch.object(Progress, "update", autospec=True, side_effect=Progress.update) as update,
-        _progress(tmp_path / "corpus", Source([str(tmp_path / "a.txt")])) as advance,
-    ):
-        advance(Encoded(np.zeros(6), np.ones(2), 20.0))
-        seconds[0] = 14.0
-        advance(Encoded(np.zeros(1230), np.ones(3), 20.0))
-    shown = capsys.readouterr().err
-    assert "0 documents, 0 tokens (0/s)" in shown
-    assert re.search(r"corpus .* 50% 5 documents, 1,236 tokens \(309/s\)", re.sub(r"\x1b\[[0-9;]*m", "", shown))
-    assert shown.endswith("\x1b[1A\x1b[2K")  # one line up, and erased
-    assert [call.kwargs["rate"] for call in update.call_args_list] == [6, 309]  # no time has passed at the first
-
-
-def test_an_error_found_by_a_worker_leaves_no_file(tmp_path, tokenizer_file, capsys):
-    (tmp_path / "corpus.jsonl").write_text(_json_lines(TEXTS[:2]) + '{"text": "x"\n')
-    output = tmp_path / "out" / "corpus"
-    arguments = ("--source", tmp_path / "corpus.jsonl", "--output", output, "--tokenizer", tokenizer_file)
-    message = _error_of(capsys, *arguments, "--workers", "2")
-    assert f"{tmp_path}/corpus.jsonl:3 is not JSON (Expecting ',' delimiter, column 13)" in message
-    assert list(output.parent.iterdir()) == []
-
-
 def test_the_command_prepares_the_standard_library_without_datasets_or_torch(tmp_path):
     """A fresh interpreter that asserts which modules were not imported."""
     program = (
@@ -240,55 +210,6 @@ def test_a_crash_while_files_are_replaced_leaves_no_old_index_beside_new_tokens(
     assert not Path(f"{output}.idx").exists()
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("bad.txt", b"caf\xe9", "bad.txt is not UTF-8"),
-        (
-            "bad.jsonl",
-            b'{"text": "a"}\n{"text": 1}\n',
-            "bad.jsonl:2 has no text under --text_key text; its keys are text",
-        ),
-        ("bad.jsonl", b'{"text": "a"}\n\n{"body": "a", "n": 1}\n', "bad.jsonl:3 has no text .*; its keys are body, n"),
-        ("bad.jsonl", b'{"text": "a"}\n[1]\n', "bad.jsonl:2 is a JSON list; every line must be one JSON object"),
-        ("bad.jsonl", b'{"text": "\\ud800"}\n', "bad.jsonl:1 is not UTF-8"),
-        ("bad.jsonl", b'{"text": "caf\xe9"}\n', "bad.jsonl:1 is not UTF-8"),
-        ("bad.jsonl.gz", gzip.compress(mtime=0, data=b'{"text": "a"}\n')[:-4], "cannot read .*bad.jsonl.gz"),
-        ("bad.jsonl.gz", b"no gzip", "cannot read .*bad.jsonl.gz"),
-        ("bad.parquet", b"PAR1 and nothing more", "cannot read .*bad.parquet as Parquet"),
-        ("bad.txt", b"", "holds no text"),
-    ],
-)
-def test_a_source_that_cannot_be_read_is_reported_in_one_line(tmp_path, capsys, name, content, message):
-    (tmp_path / name).write_bytes(content)
-    arguments = ("--source", tmp_path / name, "--output", tmp_path / "out" / "corpus", "--train_vocab_size", "257")
-    assert re.search(message, _error_of(capsys, *arguments, "--workers", "1"))
-    assert list(tmp_path.glob("out/*")) == []
-
-
-LONG_NUMBER = b'{"text": "a", "n": ' + b"1" * 4301 + b"}"
-DEEP_LIST = b'{"text": "a", "n": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (LONG_NUMBER, r"a.jsonl:1 cannot be read as JSON \(Exceeds the limit"),
-        (DEEP_LIST, r"a.jsonl:1 cannot be read as JSON \(maximum recursion"),
-        (b'{"a\\nb": 1}', "a.jsonl:1 has no text under --text_key text; its keys are a b$"),
-    ],
-    ids=["long number", "deep list", "line break in a key"],
-)
-def test_json_that_python_cannot_hold_is_reported_in_one_line(content, message):
-    with pytest.raises(DataError, match=message):
-        text_of(Document("a.jsonl", 1, content, 1), "text")
-
-
-def test_a_line_break_in_the_name_of_a_file_does_not_break_the_message():
-    with pytest.raises(DataError, match=r"^a b.jsonl:1 is a JSON list; every line must be one JSON object$"):
-        text_of(Document("a\nb.jsonl", 1, b"[1]", 1), "text")
-
-
 def test_a_parquet_column_that_is_not_utf_8_is_reported_with_its_row(tmp_path):
     texts = pa.Array.from_buffers(pa.string(), 2, pa.array([b"good", b"\xff"]).buffers())
     parquet.write_table(pa.table({"text": texts}), tmp_path / "a.parquet")
@@ -332,11 +253,6 @@ def test_no_file_stands_for_a_lock_that_a_file_system_lacks(tmp_path, monkeypatc
         pass
 
 
-def test_a_hidden_folder_that_is_gone_is_no_error(tmp_path):
-    with staging_folder(tmp_path / "corpus") as folder:
-        folder.rmdir()
-
-
 def test_a_full_disk_is_reported_in_one_line_and_nothing_is_left(tmp_path, capsys):
     """The system limits the size of a file to less than the tokenizer's, which is written first."""
     (tmp_path / "a.txt").write_text(TEXTS[0])
@@ -345,48 +261,6 @@ def test_a_full_disk_is_reported_in_one_line_and_nothing_is_left(tmp_path, capsy
         message = _error_of(capsys, *arguments)
     assert re.search(r"cannot write or read .*corpus.* \(File too large\); make room, or choose another", message)
     assert list((tmp_path / "out").iterdir()) == []
-
-
-def test_a_folder_that_cannot_be_made_is_named(tmp_path, capsys):
-    (tmp_path / "a.txt").write_text(TEXTS[0])
-    arguments = ("--source", tmp_path / "a.txt", "--output", tmp_path / "a.txt" / "corpus", "--train_vocab_size", "257")
-    assert f"cannot write or read {tmp_path}/a.txt (File exists); make room, or" in _error_of(capsys, *arguments)
-
-
-@pytest.mark.parametrize("column", [["a"], [1]])
-def test_a_parquet_file_without_the_column_of_text_is_reported(tmp_path, capsys, column):
-    key = "body" if column == ["a"] else "text"
-    parquet.write_table(pa.table({key: column}), tmp_path / "a.parquet")
-    kind = "string" if column == ["a"] else "int64"
-    arguments = ("--source", tmp_path / "a.parquet", "--output", tmp_path / "corpus", "--train_vocab_size", "257")
-    expected = f"a.parquet has no column of text called text; set --text_key to one of {key} ({kind})"
-    assert expected in _error_of(capsys, *arguments)
-
-
-@pytest.mark.parametrize("name", ["missing.txt", "/missing/folder", "*.nothing"])
-def test_a_file_that_does_not_exist_is_reported(tmp_path, capsys, name):
-    arguments = ("--source", name, "--output", tmp_path / "corpus", "--train_vocab_size", "257")
-    assert f"--source {name}: no such file" in _error_of(capsys, *arguments)
-
-
-def test_a_split_that_a_dataset_lacks_is_reported(tmp_path, capsys):
-    DatasetDict({"train": Dataset.from_dict({"text": ["a"]})}).save_to_disk(tmp_path / "dataset")
-    arguments = ("--source", tmp_path / "dataset", "--output", tmp_path / "corpus", "--train_vocab_size", "257")
-    assert "--split valid is not among its splits train" in _error_of(capsys, *arguments, "--split", "valid")
-
-
-def test_too_large_a_document_is_reported(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("data.sources.MAX_DOCUMENT_BYTES", 10)
-    (tmp_path / "a.txt").write_text("a" * 11)
-    arguments = ("--source", tmp_path / "a.txt", "--output", tmp_path / "corpus", "--train_vocab_size", "257")
-    assert "a.txt is one document of 11 bytes, more than 10; split it" in _error_of(capsys, *arguments)
-
-
-@pytest.mark.parametrize("option", ["--workers", "--train_bytes", "--max_documents"])
-@pytest.mark.parametrize("value", ["0", "9223372036854775808"])
-def test_a_number_outside_its_range_is_reported(tmp_path, capsys, option, value):
-    arguments = ("--source", "stdlib", "--output", tmp_path / "corpus", "--train_vocab_size", "257", option, value)
-    assert f"{option}={value} must be 1 or more, and at most" in _error_of(capsys, *arguments)
 
 
 def test_ctrl_c_ends_in_one_line_with_the_code_of_an_interrupted_program(tmp_path, monkeypatch, capsys):
@@ -423,7 +297,52 @@ def test_a_package_that_is_missing_is_named(package, source, tmp_path, monkeypat
         list(Source([source]).documents())
 
 
-@pytest.mark.parametrize("output", [".", ".."])
-def test_an_output_that_is_a_folder_is_refused(output):
-    with pytest.raises(DataError, match="names no files; give the beginning of their names"):
-        reserved(Path(output)).__enter__()
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.txt", b"caf\xe9", "a.txt is not UTF-8"),
+        ("a.jsonl", b'{"text": "a"}\n{"text": 1}\n', "a.jsonl:2 has no text under --text_key text; its keys are text"),
+        ("a.jsonl", b'{"text": "a"}\n\n{"a\\nb": "a", "n": 1}\n', "a.jsonl:3 has no text .*; its keys are a b, n"),
+        ("a\nb.jsonl", b'{"text": "a"}\n[1]\n', "a b.jsonl:2 is a JSON list; every line must be one JSON object"),
+        ("a.jsonl", b'{"text": "\\ud800"}\n', "a.jsonl:1 is not UTF-8"),
+        ("a.jsonl", b'{"text": "caf\xe9"}\n', "a.jsonl:1 is not UTF-8"),
+        ("a.jsonl", b'{"text": "x"\n', r"a.jsonl:1 is not JSON \(Expecting ',' delimiter, column 13\)"),
+        ("a.jsonl", b'{"n": ' + b"1" * 4301 + b"}", r"a.jsonl:1 cannot be read as JSON \(Exceeds the limit"),
+        ("a.jsonl", b"[" * 10**5 + b"]" * 10**5, r"a.jsonl:1 cannot be read as JSON \(maximum recursion"),
+        ("a.jsonl.gz", gzip.compress(mtime=0, data=b'{"text": "a"}\n')[:-4], "cannot read .*a.jsonl.gz"),
+        ("a.jsonl.gz", b"no gzip", "cannot read .*a.jsonl.gz"),
+        ("a.parquet", b"PAR1 and nothing more", "cannot read .*a.parquet as Parquet"),
+        ("a.txt", b"", "holds no text"),
+    ],
+)
+def test_a_source_that_cannot_be_read_is_reported_in_one_line(tmp_path, capsys, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    arguments = ("--source", tmp_path / name, "--output", tmp_path / "out" / "corpus", "--train_vocab_size", "257")
+    assert re.search(message, _error_of(capsys, *arguments, "--workers", "1"))
+    assert list(tmp_path.glob("out/*")) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--output", "a.txt/corpus"], r"cannot write or read .*a.txt \(File exists\); make room, or"),
+        (["--output", ".."], "--output .. names no files; give the beginning of their names"),
+        (["--source", "number.parquet"], r"number.parquet has no column of text .*one of text \(int64\)"),
+        (["--source", "body.parquet"], r"body.parquet has no column of text called text; .*one of body \(string\)"),
+        (["--source", "missing.txt"], "--source missing.txt: no such file"),
+        (["--source", "/missing/folder"], "--source /missing/folder: no such file"),
+        (["--source", "*.nothing"], r"--source \*.nothing: no such file"),
+        (["--source", "dataset", "--split", "valid"], "--split valid is not among its splits train"),
+        (["--workers", "0"], "--workers=0 must be 1 or more, and at most"),
+        (["--train_bytes", "0"], "--train_bytes=0 must be 1 or more, and at most"),
+        (["--max_documents", "9223372036854775808"], "--max_documents=9223372036854775808 must be 1 or more, and at"),
+    ],
+)
+def test_options_that_cannot_be_followed_are_reported_in_one_line(tmp_path, monkeypatch, capsys, options, message):
+    monkeypatch.chdir(tmp_path)
+    Path("a.txt").write_text(TEXTS[0])
+    parquet.write_table(pa.table({"body": ["a"]}), "body.parquet")
+    parquet.write_table(pa.table({"text": [1]}), "number.parquet")
+    DatasetDict({"train": Dataset.from_dict({"text": ["a"]})}).save_to_disk("dataset")
+    arguments = ("--source", "a.txt", "--output", "corpus", "--train_vocab_size", "257")
+    assert re.search(message, _error_of(capsys, *arguments, *options))

@@ -5,21 +5,20 @@ import json
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 import gpt.trainer
 from gpt.monitor import metrics, profiling
+from gpt.monitor import records as monitor_records
+from gpt.monitor.records import Records
 from gpt.monitor.tracking import Tracking
 from gpt.run_folder.files import MetricsFile, read_steps
 from gpt.settings.parser import parse_settings
-from gpt.settings.run import GuardSettings
 from gpt.settings.schedule import learning_rate
-from gpt.trainer import Trainer
-from parallel.errors import ConfigError
 from tests.unit.gpt.build.test_train_state import BASE
 from tests.unit.gpt.monitor.test_tracking import RecordingSink
 from tests.unit.gpt.run_folder.test_files import record
@@ -41,9 +40,9 @@ def test_a_resumed_run_warns_if_its_learning_rate_jumps(
     settings = parse_settings([f"--config={BASE}", "--train.steps=100", "--schedule.warmup_steps=10"])
     rate = learning_rate(settings.schedule, settings.optimizer.lr, 19, 100)
     MetricsFile(tmp_path).append(record(20) if factor is None else record(20, lr=factor * rate))
-    trainer = SimpleNamespace(_settings=settings, _folder=tmp_path, _progress=SimpleNamespace(step=step))
+    settings = replace(settings, run=replace(settings.run, dir=str(tmp_path)))
     with caplog.at_level(logging.WARNING):
-        Trainer._warn_if_rate_changed(trainer)
+        Records(settings, is_first=True).warn_if_rate_changed(step)
     assert bool(caplog.messages) == is_warned
 
 
@@ -60,7 +59,7 @@ def test_a_run_is_logged_with_its_speed_between_evaluations_samples_and_saves(
         now += seconds.get(phase, 0.0)
 
     sink = RecordingSink()
-    monkeypatch.setattr(gpt.trainer, "open_tracking", lambda *_: Tracking({"recording": lambda: sink}))
+    monkeypatch.setattr(monitor_records, "open_tracking", lambda *_: Tracking({"recording": lambda: sink}))
     monkeypatch.setattr(metrics, "time", SimpleNamespace(perf_counter=lambda: now))
     every = {"train__eval_every": 2, "train__sample_every": 3, "train__layer_grad_norms_every": 3}
     every["checkpoint__every"] = 4
@@ -109,45 +108,3 @@ def test_a_trainer_profiles_and_compares_replicas_at_the_steps_of_the_settings(
     printed = capsys.readouterr().out
     assert "no stragglers" in printed
     assert "forward" in printed[: printed.index("no stragglers")]
-
-
-@pytest.mark.parametrize(("every", "steps"), [(0, [6]), (1, [1, 2, 3, 4, 5, 6]), (4, [4, 6]), (9, [6])])
-def test_what_is_due_at_intervals_is_also_due_after_the_last_step(every: int, steps: list[int]):
-    def is_due(step: int) -> bool:
-        settings = SimpleNamespace(train=SimpleNamespace(steps=6))
-        return Trainer._is_due(SimpleNamespace(_progress=SimpleNamespace(step=step), _settings=settings), every)
-
-    assert [step for step in range(1, 7) if is_due(step)] == steps
-
-
-@pytest.mark.parametrize(
-    ("policy", "num_bad", "num_roll_backs", "expected"),
-    [
-        ("roll_back", 3, 0, False),
-        ("roll_back", 4, 0, True),
-        ("roll_back", 5, 1, True),
-        ("roll_back", 4, 2, "bad losses by step 9: 4 .* after 2 of 2 roll-backs"),
-        ("stop", 3, 0, False),
-        ("stop", 4, 0, "bad losses by step 9: 4 "),
-        ("skip", 4, 0, False),
-        (None, 4, 0, False),
-    ],
-)
-def test_bad_losses_since_the_last_logged_step_roll_a_run_back_or_end_it(
-    policy: str | None, num_bad: int, num_roll_backs: int, expected: bool | str
-):
-    guard = GuardSettings(policy=policy or "stop", spike_factor=2.0, max_roll_backs=2)
-    trainer = SimpleNamespace(
-        _state=SimpleNamespace(guard=SimpleNamespace(num_bad=torch.tensor(num_bad)) if policy else None),
-        _settings=SimpleNamespace(guard=guard),
-        _progress=SimpleNamespace(step=9),
-        _num_bad=3,
-        _num_roll_backs=num_roll_backs,
-    )
-    if isinstance(expected, str):
-        with pytest.raises(ConfigError, match=expected):
-            Trainer._must_roll_back(trainer)
-    else:
-        assert Trainer._must_roll_back(trainer) is expected
-        assert trainer._num_roll_backs == num_roll_backs + expected
-        assert Trainer._must_roll_back(trainer) is False

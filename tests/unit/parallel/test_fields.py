@@ -8,15 +8,11 @@ import pytest
 
 from parallel.errors import ConfigError
 from parallel.fields import (
-    FilePath,
     NonNegative,
     PathLength,
     Positive,
     Range,
     check_fields,
-    describe,
-    field_types,
-    is_text,
     shown,
 )
 
@@ -51,41 +47,28 @@ class Tree:
         ({"steps": 0}, "Tree.steps=0 is below 1; choose an integer of 1 or more"),
         ({"steps": 5.0}, "Tree.steps=5.0 is a number with a decimal point; choose an integer of 1 or more"),
         ({"steps": True}, "Tree.steps=true is true or false; choose an integer of 1 or more"),
-        ({"steps": None}, "Tree.steps=null is no value; choose an integer of 1 or more"),
-        ({"steps": [1]}, "Tree.steps=[1] is a list; choose an integer of 1 or more"),
         (
             {"steps": 2**63},
             "Tree.steps=9223372036854775808 is above 9223372036854775807; choose an integer of 1 or more",
         ),
-        ({"offset": -(2**64)}, "Tree.offset=-18446744073709551616 is below -9223372036854775807; choose an integer"),
         ({"steps": 10**5000}, "Tree.steps=2**16609... is above 9223372036854775807; choose an integer of 1 or more"),
         ({"offset": -(2**63)}, "Tree.offset=-9223372036854775808 is below -9223372036854775807; choose an integer"),
         ({"steps": {"a": 1}}, "Tree.steps={'a': 1} is a section; choose an integer"),
-        ({"steps": {1}}, "Tree.steps={1} is a set; choose an integer"),
-        ({"ratio": math.nan}, "Tree.ratio=.nan is not a number; choose a number"),
         ({"ratio": -1.1e30}, "Tree.ratio=-1.1e+30 is below -1e+30; choose a number"),
-        ({"clip": -math.inf}, "Tree.clip=-.inf is not above 0; choose a number above 0, or .inf"),
-        ({"numel": 0}, "Tree.numel=0 is below 1; choose an integer of 1 or more, auto or null"),
         ({"mode": 1}, "Tree.mode=1 is unknown; choose true, auto or 2"),
         ({"mode": 2.0}, "Tree.mode=2.0 is a number with a decimal point; choose true, auto or 2"),
-        ({"split": "ab"}, "Tree.split=ab is a text; choose a list of 2"),
         ({"lr": math.nan}, "Tree.lr=.nan is not a number; choose a number from 0 to 1"),
-        ({"lr": math.inf}, "Tree.lr=.inf is above 1; choose a number from 0 to 1"),
-        ({"lr": -math.inf}, "Tree.lr=-.inf is below 0; choose a number from 0 to 1"),
         ({"lr": 10**400}, "Tree.lr=2**1328... is above 1e+30; choose a number from 0 to 1"),
         ({"lr": "fast"}, "Tree.lr=fast is a text; choose a number from 0 to 1"),
         ({"clip": 0}, "Tree.clip=0 is not above 0; choose a number above 0, or .inf"),
         ({"clip": 1e31}, "Tree.clip=1e+31 is above 1e+30; choose a number above 0, or .inf"),
         ({"beta": 1}, "Tree.beta=1 is not below 1; choose a number of 0 or more and below 1"),
-        ({"limit": 0}, "Tree.limit=0 is below 1; choose an integer of 1 or more or null"),
         ({"numel": "all"}, "Tree.numel=all is unknown; choose an integer of 1 or more, auto or null"),
         ({"decay": "wsd"}, "Tree.decay=wsd is unknown; choose cosine or linear"),
-        ({"decay": None}, "Tree.decay=null is no value; choose cosine or linear"),
         ({"overlap": 1}, "Tree.overlap=1 is an integer; choose true or false"),
         ({"folder": ""}, "Tree.folder= is empty; choose a text"),
         ({"folder": "a\0b"}, "Tree.folder='a\\x00b' has a character that is not text; choose a text"),
         ({"folder": "\udc80"}, "Tree.folder='\\udc80' has a character that is not text; choose a text"),
-        ({"folder": 5}, "Tree.folder=5 is an integer; choose a text"),
         ({"path": ["a", 5]}, "Tree.path=['a', 5] contains 5, an integer; choose a text or a list, each element a text"),
         ({"split": [1]}, "Tree.split=[1] has 1 elements, not 2; choose a list of 2, each a number"),
         (
@@ -120,16 +103,12 @@ def test_values_get_the_types_of_their_fields():
 @pytest.mark.parametrize(
     ("value", "expected"),
     [
-        (None, "null"),
-        (True, "true"),
         (10**59, "1" + "0" * 59),
         (10**60, "2**199..."),
         (-(10**60), "-2**199..."),
         (1e6, "1e+06"),
-        (-2e7, "-2e+07"),
         (999999.0, "999999.0"),
         (1234567.0, "1234567.0"),
-        (0.1, "0.1"),
         (math.inf, ".inf"),
         (-math.inf, "-.inf"),
         (math.nan, ".nan"),
@@ -137,7 +116,6 @@ def test_values_get_the_types_of_their_fields():
         ("a\tb", "'a\\tb'"),
         ("x" * 60, "x" * 60),
         ("x" * 61, "x" * 57 + "..."),
-        ((1, 2), "[1, 2]"),
     ],
 )
 def test_a_value_is_shown_as_in_yaml_in_one_short_line(value: object, expected: str):
@@ -158,31 +136,3 @@ def test_a_value_is_shown_as_in_yaml_in_one_short_line(value: object, expected: 
 def test_a_path_has_names_and_a_length_that_the_system_takes(path: str, is_accepted: bool):
     expected = None if is_accepted else "is longer than 3000 bytes, or has a name of more than 255"
     assert PathLength().problem(path) == expected
-
-
-@pytest.mark.parametrize(
-    ("limits", "expected"),
-    [
-        (Range(), ""),
-        (Range(at_least=2), "of 2 or more"),
-        (Range(at_most=3), "of at most 3"),
-        (Range(2, 3), "from 2 to 3"),
-        (Range(above=0, at_most=3), "above 0 and of at most 3"),
-        (Range(above=0, below=1, allows_inf=True), "above 0 and below 1, or .inf"),
-    ],
-)
-def test_a_range_is_described_by_its_limits(limits: Range, expected: str):
-    assert str(limits) == expected
-
-
-def test_texts_and_paths_are_texts():
-    assert [is_text(hint) for hint in (str, FilePath, Positive, Literal["a"], str | None)] == [True] * 2 + [False] * 3
-
-
-def test_a_type_is_described_as_its_errors_describe_it():
-    assert [describe(hint) for hint in field_types(Tree).values()][:4] == [
-        "an integer of 1 or more",
-        "an integer",
-        "a number from 0 to 1",
-        "a number above 0, or .inf",
-    ]

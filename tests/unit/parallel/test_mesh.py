@@ -6,7 +6,6 @@ import torch
 from parallel.errors import ConfigError
 from parallel.mesh import Handle, Mesh, _sum_ranks
 from parallel.world import imitated_world
-from tests.ranks import run_ranks
 
 
 def test_a_process_alone_has_trivial_axes_with_one_log():
@@ -14,12 +13,6 @@ def test_a_process_alone_has_trivial_axes_with_one_log():
     assert (mesh.data.size, mesh.data.rank, mesh.tensor.size, mesh.tensor.rank) == (1, 0, 1, 0)
     assert mesh.data.log is mesh.tensor.log is mesh.log
     mesh.barrier()
-
-
-@pytest.mark.parametrize("tensor_size", [2, 0, -1])
-def test_one_rank_has_no_tensor_axis(tensor_size):
-    with pytest.raises(ConfigError, match=rf"^tensor_size={tensor_size} does not divide the 1 ranks; choose 1,"):
-        Mesh.create(tensor_size)
 
 
 @pytest.mark.parametrize(
@@ -57,17 +50,6 @@ def test_terms_of_any_number_of_ranks_are_summed_and_rounded_once(num_ranks: int
     _sum_ranks(terms, found)
     assert found.equal(terms.float().sum(0).to(dtype))
     assert torch.allclose(found.double(), terms.double().sum(0), rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
-
-
-def check_refusals() -> None:
-    for tensor_size in (3, 8, 0):
-        message = rf"^tensor_size={tensor_size} does not divide the 4 ranks; choose 1, 2, 4, or start another"
-        with pytest.raises(ConfigError, match=message):
-            Mesh.create(tensor_size)
-
-
-def test_a_tensor_size_that_does_not_divide_the_ranks_is_refused():
-    run_ranks(4, check_refusals)
 
 
 def test_a_handle_takes_its_steps_once_and_in_order():

@@ -135,13 +135,6 @@ def test_ranks_share_the_cores_of_torchrun_and_keep_those_that_a_scheduler_gave_
     assert chosen == [2, 8, 4, 1]
 
 
-def test_a_system_that_does_not_say_which_cores_a_process_may_use_lets_it_use_all(monkeypatch):
-    monkeypatch.delattr(os, "sched_getaffinity")
-    for num_cores, cores in ((3, {0, 1, 2}), (None, {0})):
-        monkeypatch.setattr(os, "cpu_count", lambda found=num_cores: found)
-        assert defaults._own_cores() == cores
-
-
 @pytest.fixture
 def sysfs(tmp_path) -> Path:
     nodes = {"0000:0f:00.0": "1", "0000:10:00.0": "-1", "0000:11:00.0": "7", "0000:12:00.0": "0"}

@@ -1,7 +1,6 @@
 """Receive buffers are reused, grow with the messages, and come from the allocator that was handed in."""
 
 import torch
-from torch import Tensor
 
 from lab.observe.memory_tracker import MemoryTracker
 from parallel.memory_kinds import TensorKind, allocate_buffer
@@ -34,19 +33,6 @@ def test_there_are_as_many_buffers_as_concurrent_messages_and_each_is_as_long_as
     assert buffers.num_bytes <= 4 * 2 * 1100, "a longer one takes the place of a shorter one"
     buffers.clear()
     assert buffers.num_bytes == 0
-
-
-def test_the_allocator_that_is_handed_in_makes_the_buffers():
-    requests: list[tuple[torch.dtype, int]] = []
-
-    def allocate(like: Tensor, numel: int) -> Tensor:
-        requests.append((like.dtype, numel))
-        return like.new_empty(numel)
-
-    buffers = ReceiveBuffers(allocate)
-    for numel in (3, 2, 5):
-        buffers.put_back(buffers.take(torch.zeros(numel)))
-    assert requests == [(torch.float32, 3), (torch.float32, 5)]
 
 
 def test_a_memory_tracker_counts_what_its_allocator_makes_as_buffers():

@@ -3,11 +3,9 @@
 If one fails after an update of torch, the function that it tests is the place to adapt.
 """
 
-import ast
 import math
 from contextlib import nullcontext
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -157,42 +155,3 @@ def test_the_attention_backend_is_the_one_that_runs():
         with CountingMode() as counting:
             torch.nn.functional.scaled_dot_product_attention(query, query, query, dropout_p=dropout, is_causal=True)
         assert any(operation in str(seen) for seen in counting.seen)
-
-
-PARALLEL = Path(internals.__file__).parent
-
-
-def private_uses(source: str) -> set[str]:
-    """The private names of other modules that a source file imports, or uses as attributes that it does not define."""
-    tree = ast.parse(source)
-    used, imported, defined = set(), set(), {"_exit"}  # os._exit is documented
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute):
-            (defined if isinstance(node.ctx, ast.Store) else used).add(node.attr)
-        elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            defined.add(node.name)
-        elif isinstance(node, ast.ImportFrom):
-            imported |= {
-                part for name in (node.module or "", *(a.name for a in node.names)) for part in name.split(".")
-            }
-        elif isinstance(node, ast.Import):
-            imported |= {part for alias in node.names for part in alias.name.split(".")}
-    return {name for name in (used - defined) | imported if name.startswith("_") and not name.startswith("__")}
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "import torch\ntorch._C._len_torch_dispatch_stack()",
-        "from torch._ops import OpOverload",
-        "from torch.testing._internal.distributed.fake_pg import FakeStore",
-        "def address(storage):\n    return storage._cdata",
-    ],
-)
-def test_a_private_use_is_noticed(source):
-    assert private_uses(source)
-
-
-def test_no_other_module_uses_private_parts():
-    paths = [path for path in PARALLEL.rglob("*.py") if not path.name.endswith("_internals.py")]
-    assert {str(path): found for path in paths if (found := private_uses(path.read_text()))} == {}

@@ -84,14 +84,6 @@ def test_ranks_that_are_alike_are_named_in_one_line():
     assert found.endswith("in update; and 2 more ranks; the job ends (run.hang_seconds=20)")
 
 
-def test_the_log_knows_its_last_collective():
-    log = CommLog()
-    with log.during("forward"):
-        log.record("all_gather", "data", 4, torch.zeros(1000))
-    assert log.num_recorded == 1
-    assert str(log.last).startswith("all_gather of 4,000 bytes along the data axis in forward at ")
-
-
 class Device:
     """A GPU that runs what the host has queued up to a mark, and then hangs."""
 

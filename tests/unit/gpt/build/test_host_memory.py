@@ -8,11 +8,11 @@ import torch
 from gpt.build import host_memory
 from gpt.build.closed_forms import parameters_of_rank
 from gpt.build.host_memory import HostBytes, bytes_on_host, check_host_memory
-from gpt.build.train_state import build_mesh, token_layout
+from gpt.build.train_state import build_mesh
 from gpt.settings.parser import parse_settings
 from gpt.settings.settings import Settings
 from parallel.errors import ConfigError
-from parallel.mesh import Axis, Mesh
+from parallel.mesh import Mesh
 from parallel.world import World, imitated_world
 
 BASE = """{data: {path: nowhere}, train: {precision: bf16, micro_batch_size: 2, global_batch_size: 24},
@@ -29,9 +29,7 @@ def found(options: list[str], num_ranks: int, allocated=lambda num_bytes: num_by
     settings = settings_of(*options)
     with imitated_world(0, num_ranks, num_ranks, "gloo") as world:
         mesh = build_mesh(settings, world)
-        replicas = token_layout(settings.parallel, mesh).replicas
-        settings = settings.with_gradient_types(mesh.data.size)
-        return bytes_on_host(settings, mesh, replicas, allocated), parameters_of_rank(settings.model, mesh.tensor.size)
+        return bytes_on_host(settings, mesh, allocated), parameters_of_rank(settings.model, mesh.tensor.size)
 
 
 HOST = "--offload.mode=host"
@@ -101,15 +99,14 @@ def test_checkpoints_on_the_host_are_those_of_one_micro_batch(options: list[str]
 
 
 def test_all_ranks_of_a_node_have_to_fit_its_memory_up_to_the_last_byte(monkeypatch: pytest.MonkeyPatch):
-    settings = settings_of("--activations.store=partition_host").with_gradient_types(1)
-    mesh, replicas, world = Mesh.create(1), Axis.trivial("tensor"), World(0, 4, 0, 4, torch.device("cpu"))
+    settings = settings_of("--activations.store=partition_host")
+    mesh, world = Mesh.create(1), World(0, 4, 0, 4, torch.device("cpu"))
     num_bytes = 4 * 3 * 2 * 16 * 64 * 2
     monkeypatch.setattr(host_memory, "available_bytes", lambda: num_bytes)
-    check_host_memory(settings, mesh, replicas, world)
+    check_host_memory(settings, mesh, world)
     large = replace(settings, model=replace(settings.model, seq_length=160_000_000))  # instead of 16 tokens
-    check_host_memory(large, mesh, replicas, replace(world, imitated_backend="nccl"))
     monkeypatch.setattr(host_memory, "available_bytes", lambda: num_bytes - 1)
     total = num_bytes / 1e9 * 1e7
     for refused, figures in ((settings, "0.0 GB"), (large, rf"{total:,.1f} GB .* {total:,.1f} GB too little")):
         with pytest.raises(ConfigError, match=rf"4 ranks.*activations.store=partition_host {figures}"):
-            check_host_memory(refused, mesh, replicas, world)
+            check_host_memory(refused, mesh, world)

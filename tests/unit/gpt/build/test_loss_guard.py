@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from gpt.build.loss_guard import LossGuard, SkippedInARow
+from gpt.build.loss_guard import LossGuard, RollBacks, SkippedInARow
 from gpt.settings.run import GuardSettings
 from parallel.errors import ConfigError
 from parallel.mesh import Axis
@@ -70,3 +70,24 @@ def test_many_skipped_steps_in_a_row_end_the_run():
         skipped.check(140, 46)
     endless = SkippedInARow(None, step=0, num_skipped=0)
     endless.check(1000, 1000)
+
+
+@pytest.mark.parametrize(
+    ("policy", "found"),
+    [
+        ("roll_back", [False, True, False, True, "9: 5 .*=2.0, after 2 of 2 roll-backs"]),
+        ("stop", [False, "9: 1 "]),
+        ("skip", [False, False, False, False, False]),
+    ],
+)
+def test_bad_losses_since_the_last_logged_step_roll_a_run_back_or_end_it(policy: str, found: list[bool | str]):
+    guard = LossGuard(Axis.trivial("data"), 2.0)
+    roll_backs = RollBacks(GuardSettings(policy=policy, spike_factor=2.0, max_roll_backs=2), guard)
+    assert not RollBacks(GuardSettings(), None).is_due(9)
+    for num_bad, expected in zip((0, 1, 1, 4, 5), found, strict=False):
+        guard.num_bad.fill_(num_bad)
+        if isinstance(expected, str):
+            with pytest.raises(ConfigError, match=f"bad losses by step {expected}.*guard.policy={policy}"):
+                roll_backs.is_due(9)
+        else:
+            assert roll_backs.is_due(9) is expected

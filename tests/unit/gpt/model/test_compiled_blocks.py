@@ -11,7 +11,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpt.model import compiled_blocks
 from gpt.model.transformer import GPT, initialize
-from gpt.settings.training import TrainSettings
 from gpt.shape.config import ModelConfig
 from parallel.errors import ConfigError
 from parallel.mesh import Axis
@@ -74,11 +73,6 @@ def test_a_copy_has_blocks_of_its_own():
         torch.testing.assert_close(other(ids), expected)
         other.blocks[0].mlp.down.weight.data.fill_(1.0)
         assert not other(ids).allclose(expected)
-
-
-def test_a_part_that_cannot_be_compiled_is_refused():
-    with pytest.raises(ConfigError, match=r"TrainSettings.compile=model is unknown; choose none or blocks"):
-        TrainSettings(compile="model")
 
 
 @pytest.mark.parametrize(("device", "name"), [("cuda", "triton"), ("cpu", r"C\+\+")])

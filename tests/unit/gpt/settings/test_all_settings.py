@@ -7,9 +7,10 @@ from typing import Annotated, Any, get_args, get_origin
 
 import pytest
 
-from gpt.settings.help import help_text, page
+from gpt.settings.help import help_text
 from gpt.settings.parser import DEEPSPEED_CONFIG, GROUPS, LEAVES, TREE, parse_settings
 from gpt.settings.settings import Settings
+from lab.settings_page import page
 from parallel.errors import ConfigError
 from parallel.fields import LARGEST_INT, alternatives, describe
 from zero.partition.config import ZeroConfig

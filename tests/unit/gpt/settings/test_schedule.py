@@ -16,7 +16,6 @@ from gpt.settings.schedule import (
     learning_rate,
     rate_change,
 )
-from gpt.settings.training import TrainSettings
 from parallel.errors import ConfigError
 
 
@@ -103,8 +102,6 @@ def test_a_batch_without_ramp_up_is_always_full():
             lambda: learning_rate(ScheduleConfig(0, 15, "wsd", wsd_decay_steps=8), 1, 0, num_steps=20),
             "schedule.warmup_steps=15 is above the 12 steps that the wsd decay leaves",
         ),
-        (lambda: TrainSettings(micro_batch_size=0), "train.micro_batch_size=0 is below 1"),
-        (lambda: RampUpConfig(2, 0, 10), "train.ramp_up.increment=0 is below 1"),
         (
             lambda: BatchConfig(1, 30, RampUpConfig(8, 8, 10)),
             "train.global_batch_size=30 is not train.ramp_up.start=8 plus a multiple of train.ramp_up.increment=8",

@@ -185,11 +185,6 @@ def test_slurms_script_started_by_hand_says_so(stubs):
     assert "slurm.sbatch --train.steps=5" in ended.stderr
 
 
-def test_slurm_gives_every_node_its_gpus():
-    lines = (SCRIPTS / "slurm.sbatch").read_text().splitlines()
-    assert "#SBATCH --gpus-per-node=8" in lines
-
-
 def test_slurm_itself_starts_the_ranks_where_that_is_asked_for(stubs):
     ranks = {"LAUNCH": "srun", "SLURM_NTASKS": "4", "SLURM_NTASKS_PER_NODE": "2"}
     code, calls, _ = launch("slurm.sbatch", stubs, "--run.dir=a b", **slurm(**ranks))

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from parallel.errors import ConfigError
 from parallel.launch import preflight, roll_call
 from parallel.launch.node_facts import Job, NodeFacts, find_facts, find_problems
-from parallel.launch.preflight import arguments_only, check_by_store, main
+from parallel.launch.preflight import check_by_store, main
 from parallel.launch.roll_call import collect_facts, connect, report_facts
 from parallel.launch.route import Route
 from parallel.world import World
@@ -133,10 +133,6 @@ def test_a_disk_that_cannot_be_written_is_a_fact(tmp_path, error, said):
     assert list(tmp_path.iterdir()) == []
     assert {"pretrain_gpt.py", "zero/engine.py", "parallel/launch/route.py"} < set(facts.code)
     assert "missing" not in facts.code.values()
-
-
-def test_without_a_description_the_arguments_are_compared_as_they_are():
-    assert arguments_only(["--steps", "7"], None) == Job(settings=("--steps", "7"))
 
 
 def test_all_nodes_read_the_same_verdict():

@@ -129,7 +129,7 @@ def test_compiled_it_equals_eager(options):
     for is_compiled in (False, True):
         own_x, own_weight = x.clone().requires_grad_(), weight.clone().requires_grad_()
         loss = linear_cross_entropy(
-            own_x, own_weight, targets, 100, ONE_DEVICE, chunk_tokens=32, softmax=Softmax(is_compiled, **options)
+            own_x, own_weight, targets, 100, ONE_DEVICE, softmax=Softmax(is_compiled, chunk_tokens=32, **options)
         )
         loss.backward()
         with torch.no_grad():
