@@ -7,10 +7,11 @@ file for dry runs and the planner.
 """
 
 import argparse
-import pickle
+import json
 import socket
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from lab.measure import bandwidth
@@ -41,10 +42,9 @@ def check_and_measure(options: argparse.Namespace, arguments: Sequence[str]) -> 
     # Nodes are compared before anything is measured: rates of a job that cannot start are of no use.
     check_by_store(world, arguments_only(arguments, world.size), options.wait)
     found = measure(world, options.tensor_size)
-    store.set(f"preflight/{world.rank}", pickle.dumps(found).hex())
+    store.set(f"preflight/{world.rank}", json.dumps(asdict(found)))
     if world.is_first:
-        texts = [store.get(f"preflight/{rank}").decode() for rank in range(world.size)]
-        by_rank: list[Measured] = [pickle.loads(bytes.fromhex(text)) for text in texts]
+        by_rank = [Measured.parse(store.get(f"preflight/{rank}")) for rank in range(world.size)]
         sys.stdout.write("\n".join(describe(by_rank, expected)) + "\n")
         if options.write:
             spec = cluster_of(by_rank, world, options.name)

@@ -7,7 +7,7 @@ from datetime import date
 from math import prod
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any
+from typing import Any, Self
 
 import torch
 import yaml
@@ -15,7 +15,7 @@ import yaml
 from lab.measure.bandwidth import DeviceRate, LinkRate
 from lab.measure.cluster import RESERVED_BYTES, ClusterSpec
 from lab.measure.curves import Curve, mean_curves, type_name
-from lab.measure.device_kernels import DeviceKernels
+from lab.measure.device_kernels import DeviceKernels, MeasuredKernel
 from lab.measure.kernel_costs import HALF_PRECISION, kernel_seconds
 from lab.measure.products import Product, attention_flops, fit_overhead, peak_rate
 from lab.measure.reference_step import reference_kernels
@@ -45,6 +45,19 @@ class Measured:
     collectives: list[Curve]  # inside nodes
     kernels: DeviceKernels
     reserved_bytes: int  # of the device's memory, which CUDA and NCCL take
+
+    @classmethod
+    def parse(cls, text: bytes) -> Self:
+        """Return the measurements of a rank from their JSON."""
+        found = json.loads(text)
+        for key in ("inside_and_across", "one_rank_per_node", "job_mesh"):
+            found[key] = [LinkRate(**(link | {"ranks": tuple(link["ranks"])})) for link in found[key]]
+        kernels = found["kernels"]
+        for key in ("products", "attentions"):
+            kernels[key] = [MeasuredKernel(**(one | {"shape": tuple(one["shape"])})) for one in kernels[key]]
+        kernels["curves"] = [Curve(**curve) for curve in kernels["curves"]]
+        found["collectives"] = [Curve(**curve) for curve in found["collectives"]]
+        return cls(**(found | {"device": DeviceRate(**found["device"]), "kernels": DeviceKernels(**kernels)}))
 
 
 def cluster_of(by_rank: Sequence[Measured], world: World, name: str) -> ClusterSpec:

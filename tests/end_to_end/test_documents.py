@@ -62,6 +62,8 @@ CHANGES = {
     "step_time.sh --rounds 14 --steps 1": f"step_time.sh {SMALL_BENCH}",
     "zero-2,zero-3]' --rounds 14 --steps 1": f"zero-2,zero-3]' {SMALL_BENCH}",
     "save_time.sh --rounds 7": "save_time.sh --rounds 1",
+    "--output runs/mup/losses": "--output runs/mup/losses --steps 24 --widths 32",
+    "--output runs/optimizers/losses": "--output runs/optimizers/losses --steps 160 --num_rates 1",
     # the whole suite
     "bash scripts/test.sh": f"bash scripts/test.sh {ONE_TEST}",
     "scripts/test.sh  ": f"scripts/test.sh {ONE_TEST} ",
@@ -79,6 +81,7 @@ ERRORS = {
 # Commands that are not run, with the reason.
 NOT_RUN = {
     "python -m lab.faults.two_nodes": "needs network namespaces; test_two_nodes.py does the same",
+    "python -m lab.bench.slow_link": "needs network namespaces, and minutes on an idle machine",
     "pip install 'setuptools<81' wheel": "installs DeepSpeed",
     "DS_ACCELERATOR=cpu": "needs DeepSpeed",
     "torchrun --nproc_per_node=8 pretrain_gpt.py --config configs/models/llama-3-8b.yaml": "needs Llama 3's weights",

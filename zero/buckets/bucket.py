@@ -242,7 +242,7 @@ class GradShard:
             self._earlier = self.owned.clone()  # the staged gradients overwrite it
 
     def accumulate(self, scale: float) -> None:
-        """Set `owned` to `scale` times the reduced shard, or add that to what it holds; in place if the memory is one."""
+        """Set `owned` to `scale` times the reduced shard, or add that to what it holds; in place if possible."""
         if self.holds_gradient and not self.persists:
             self.owned.add_(self.message_shard, alpha=scale)
             return

@@ -1,0 +1,73 @@
+"""Short runs of small models on one CPU, for comparisons of settings: all see the same batches in the same order."""
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from data.indexed import IndexedDataset
+from gpt.build.train_state import build
+from gpt.settings.parser import parse_settings
+from gpt.settings.schedule import learning_rate
+from gpt.train_step import evaluate, train_step
+from parallel.mesh import Mesh
+
+Curve = list[tuple[int, float]]  # (step, validation loss)
+Runs = Iterable[tuple[str, float, Callable[[], Curve]]]  # (name, learning rate, function that trains)
+
+NUM_VALIDATION_BATCHES = 24
+VALIDATION_SHARE = 0.05  # of the text, at its end
+
+
+def complete(path: Path, runs: Runs, kept: Callable[[Curve], Any]) -> dict[str, dict[str, Any]]:
+    """Return what is `kept` of each run's curve, by name and learning rate.
+
+    Runs that the file has are not repeated; the others are added to it as they end.
+    """
+    found: dict[str, dict[str, Any]] = json.loads(path.read_text()) if path.exists() else {}
+    for name, rate, train_it in runs:
+        of_rate = found.setdefault(name, {})
+        if str(rate) not in of_rate:
+            curve = train_it()
+            of_rate[str(rate)] = kept(curve)
+            print(name, rate, f"{curve[-1][1]:.4f}", flush=True)
+            path.write_text(json.dumps(found, indent=1) + "\n")
+    return found
+
+
+def tokens_of(prefix: str) -> Tensor:
+    """Return all tokens of token files, one document after the other, in int64."""
+    dataset = IndexedDataset(prefix)
+    return torch.from_numpy(np.concatenate([dataset[number] for number in range(len(dataset))]).astype(np.int64))
+
+
+def train(
+    arguments: list[str], tokens: Tensor, num_steps: int, evaluate_every: int | None = None
+) -> Iterator[tuple[int, float]]:
+    """Yield (step, validation loss) of a model after every so many steps of its training, and after the last one.
+
+    `arguments` are those of `pretrain_gpt.py`, beside the data.
+    """
+    config = parse_settings(["--data.path=none", *arguments])
+    state = build(config, Mesh.create(1), torch.device("cpu"))
+    num_training = int(len(tokens) * (1 - VALIDATION_SHARE))
+    random = torch.Generator().manual_seed(0)
+    size = config.train.micro_batch_size, config.model.seq_length
+    training = [places(num_training, size, random) for _ in range(num_steps)]
+    held_out = [num_training + places(len(tokens) - num_training, size, random) for _ in range(NUM_VALIDATION_BATCHES)]
+    for step, place in enumerate(training, 1):
+        state.set_learning_rate(learning_rate(config.schedule, config.optimizer.lr, step - 1, num_steps))
+        train_step(state.model, state.optimizer, [tokens[place]], state.mesh)
+        if step == num_steps or (evaluate_every and step % evaluate_every == 0):
+            yield step, evaluate(state.model, (tokens[place] for place in held_out), state.mesh)
+
+
+def places(num_tokens: int, size: tuple[int, int], random: torch.Generator) -> Tensor:
+    """Return the places of a batch's tokens, (sequences, seq_length + 1), each sequence at random."""
+    num_sequences, seq_length = size
+    starts = torch.randint(num_tokens - seq_length, (num_sequences, 1), generator=random)
+    return starts + torch.arange(seq_length + 1)

@@ -1,0 +1,136 @@
+"""Compare tensor parallelism inside nodes with tensor parallelism across nodes, on links of several rates.
+
+python -m lab.bench.slow_link --output docs/results/slow_link
+
+Two nodes of two ranks run on one machine (lab/faults/testbed.py), with the same model and batch at every rate of the
+link. At each rate the result has the measured time of a step, and its projection from the cluster file that
+lab.measure has measured at that rate.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot
+
+from gpt.run_folder.files import read_steps
+from lab.faults.runs import ROOT, prepare_corpus
+from lab.faults.testbed import Node, joined_nodes, testbed_problem
+from lab.faults.two_nodes import Job
+
+RATES = (None, 1000, 200)  # Mbit/s; None: not limited
+NUM_RANKS, NUM_WARM_UP = 4, 2
+SETTINGS: dict[str, Any] = {
+    "model.num_layers": 8,
+    "model.hidden_size": 256,  # narrow: few operations a byte of activations, as on fast devices
+    "model.num_heads": 8,
+    "model.seq_length": 256,
+    "model.vocab_size": 1024,
+    "model.dropout": 0.0,
+    "zero.stage": 2,
+    "train.precision": "bf16",
+    "train.micro_batch_size": 8,
+    "train.global_batch_size": 32,
+    "train.log_every": 1,
+    "train.eval_samples": 0,
+    "train.sample_tokens": 0,
+}
+INSIDE, ACROSS = "tensor inside, ZeRO across", "tensor across nodes"
+LAYOUTS: dict[str, dict[str, object]] = {
+    INSIDE: {"parallel.tensor_size": 2},
+    ACROSS: {"parallel.tensor_size": 4, "parallel.tensor_across_nodes": True},
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--output", type=Path, required=True, help="prefix of OUTPUT.json and OUTPUT.png")
+    parser.add_argument("--steps", type=int, default=7)
+    options = parser.parse_args()
+    if reason := testbed_problem():
+        sys.exit(f"skipped: {reason}")
+    rows = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        settings = SETTINGS | {"data.path": prepare_corpus(folder), "train.steps": options.steps}
+        for rate in RATES:
+            with joined_nodes() as nodes:
+                for node in nodes:
+                    if rate is not None:
+                        node.limit(rate)
+                rows.append(measure(nodes, settings, rate, folder / str(rate)))
+                print(json.dumps(rows[-1]))
+    options.output.with_suffix(".json").write_text(json.dumps(rows, indent=1) + "\n")
+    draw(rows, options.output.with_suffix(".png"))
+
+
+def measure(nodes: list[Node], settings: dict[str, object], rate: int | None, folder: Path) -> dict:
+    """Return the seconds of a step of each layout, measured and projected, and the cluster file of the preflight."""
+    folder.mkdir()
+    cluster = folder / "cluster.yaml"
+    preflight(nodes, cluster)
+    row: dict = {"mbit_per_second": rate, "measured": {}, "projected": {}, "cluster": cluster.read_text()}
+    for layout, more in LAYOUTS.items():
+        run_dir = folder / layout.replace(" ", "-").replace(",", "")
+        Job(nodes, settings | more, run_dir).run_to_end()
+        records = read_steps(run_dir)[NUM_WARM_UP:]
+        tokens = SETTINGS["train.global_batch_size"] * SETTINGS["model.seq_length"]
+        row["measured"][layout] = median(tokens / record["tokens_per_second"] for record in records)
+        row["projected"][layout] = projected_seconds(settings | more, cluster, run_dir / "dry")
+    return row
+
+
+def preflight(nodes: list[Node], cluster: Path) -> None:
+    launch = ["-m", "parallel.launch", f"--nnodes={len(nodes)}", f"--nproc-per-node={NUM_RANKS // len(nodes)}"]
+    launch += ["--rdzv-backend=c10d", f"--rdzv-endpoint={nodes[0].address}:29400"]
+    running = []
+    for number, node in enumerate(nodes):
+        where = [f"--rdzv-conf=is_host={int(number == 0)}", f"--local-addr={node.address}"]
+        own = ["-m", "lab.measure", "--write", str(cluster)]
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "e0"}
+        command = node.command([sys.executable, *launch, *where, *own])
+        running.append(subprocess.Popen(command, cwd=ROOT, env=environment))
+    for process in running:
+        process.wait()
+    if not cluster.exists():
+        raise RuntimeError("the preflight has written no cluster file; its messages are above")
+
+
+def projected_seconds(settings: dict[str, object], cluster: Path, run_dir: Path) -> float:
+    imitated = {"world_size": NUM_RANKS, "cluster": cluster, "backend": "gloo"}
+    options = settings | {"run.dir": run_dir} | {f"dry_run.{name}": value for name, value in imitated.items()}
+    command = [sys.executable, "pretrain_gpt.py", *(f"--{name}={value}" for name, value in options.items())]
+    subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    return json.loads((run_dir / "report.json").read_text())["step"]["seconds"]
+
+
+def draw(rows: list[dict], path: Path) -> None:
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 4), layout="constrained")
+    names = [
+        "not limited" if row["mbit_per_second"] is None else f"{row['mbit_per_second'] / 1000:g} Gbit/s" for row in rows
+    ]
+    for layout, colour in zip(LAYOUTS, ("tab:blue", "tab:red"), strict=True):
+        left.plot(names, [row["measured"][layout] for row in rows], "o-", color=colour, label=layout)
+        left.plot(names, [row["projected"][layout] for row in rows], "x--", color=colour, label=f"{layout}, projected")
+    for what, style in (("measured", "o-"), ("projected", "x--")):
+        right.plot(names, [row[what][ACROSS] / row[what][INSIDE] for row in rows], style, color="black", label=what)
+    left.set(ylabel="seconds a step", ylim=(0, None))
+    right.set(ylabel="tensor across nodes / tensor inside", ylim=(0, None))
+    for axes in (left, right):
+        axes.set_xlabel("link between the nodes")
+        axes.grid(alpha=0.3)
+        axes.legend()
+    figure.savefig(path, dpi=120)
+
+
+if __name__ == "__main__":
+    main()
