@@ -338,20 +338,17 @@ def test_a_run_rolls_back_and_leaves_the_samples_of_a_bad_loss_out(corpus, tmp_p
     assert found[5]["skipped_steps"] == 0
 
 
+STOP = {"guard__policy": "stop"}
+ROLL_BACK_ONCE = {"guard__policy": "roll_back", "guard__max_roll_backs": 1}
+SKIP_THREE = {"guard__spike_factor": 5, "guard__max_skipped_steps": 3}
+
+
 @pytest.mark.parametrize(
     ("settings", "bad_steps", "message"),
     [
-        ({"guard__policy": "stop"}, [3], r"bad losses by step 3: 1 not finite.*guard.policy=stop"),
-        (
-            {"guard__policy": "roll_back", "guard__max_roll_backs": 1},
-            [3, 4],
-            r"by step 3: 2 not .*after 1 of 1 roll-backs",
-        ),
-        (
-            {"guard__spike_factor": 5, "guard__max_skipped_steps": 3},
-            [1, 3, 4, 5],
-            r"the last 3 steps, up to step 5, updated nothing.*guard.max_skipped_steps=3",
-        ),
+        (STOP, [3], r"bad losses by step 3: 1 not finite.*guard.policy=stop"),
+        (ROLL_BACK_ONCE, [3, 4], r"by step 3: 2 not .*after 1 of 1 roll-backs"),
+        (SKIP_THREE, [1, 3, 4, 5], r"the last 3 steps, up to step 5, updated nothing.*guard.max_skipped_steps=3"),
     ],
 )
 def test_bad_losses_end_the_run_where_that_is_asked_for(corpus, tmp_path, settings, bad_steps, message):

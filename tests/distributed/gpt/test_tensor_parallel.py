@@ -240,8 +240,7 @@ def test_dropout_is_deterministic_and_replayed_by_recomputation(is_split, stage)
     assert plain[0].losses != train_whole(config_of(97), 2).losses
 
 
-@pytest.mark.parametrize("tensor_size", [1, 2, 4])
-@pytest.mark.parametrize("is_split", [False, True])
+@pytest.mark.parametrize(("tensor_size", "is_split"), [(1, False), (2, False), (2, True), (4, True)])
 def test_weights_of_transformers_give_its_logits_at_any_tensor_size(tensor_size, is_split):
     import transformers
 

@@ -59,12 +59,11 @@ def test_transformers_computes_the_logits_of_the_run(tmp_path, case):
     assert num_parameters == sum(param.numel() for param in theirs.parameters()) + padding
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_weights_are_the_rounded_masters(tmp_path, dtype):
+def test_half_precision_weights_are_the_rounded_masters(tmp_path):
     run_ranks(2, train_and_export, LayoutCase(2, 2), tmp_path)
-    export_checkpoint(tmp_path / "step-00000002", tmp_path / "half", dtype)
-    export_checkpoint(tmp_path / "step-00000002", tmp_path / "full", torch.float64)
-    half = GPT2LMHeadModel.from_pretrained(tmp_path / "half", dtype=dtype).state_dict()
-    full = GPT2LMHeadModel.from_pretrained(tmp_path / "full", dtype=torch.float64).state_dict()
-    for name in full:
-        assert half[name].equal(full[name].to(dtype))
+    exported = {}
+    for dtype in (torch.float64, torch.bfloat16, torch.float16):
+        export_checkpoint(tmp_path / "step-00000002", tmp_path / str(dtype), dtype)
+        exported[dtype] = GPT2LMHeadModel.from_pretrained(tmp_path / str(dtype), dtype=dtype).state_dict()
+    for dtype, state in exported.items():
+        assert all(state[name].equal(value.to(dtype)) for name, value in exported[torch.float64].items())

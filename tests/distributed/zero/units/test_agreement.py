@@ -284,8 +284,10 @@ class BranchesOfRoot(Branches):
         self.bias = nn.Parameter(torch.zeros(16))
 
 
-@pytest.mark.parametrize(("more", "gathers"), [("bias", "gathers the root"), ("blocks.1.weight", "gathers blocks.1")])
-@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize(
+    ("more", "gathers", "is_first"),
+    [("bias", "gathers the root", True), ("blocks.1.weight", "gathers blocks.1", False)],
+)
 def test_a_rank_that_reads_more_parameters_than_another_is_named(more, gathers, is_first):
     both, one = ["blocks.0.weight"], ["blocks.0.weight", more]
     arguments = (one, both) if is_first else (both, one)
