@@ -23,7 +23,7 @@ from gpt.monitor.metrics import StepTraffic, Throughput, memory_by_kind, peak_fl
 from gpt.monitor.profiling import Profiler, straggler_lines, timer_table
 from gpt.monitor.records import Records
 from gpt.monitor.watch import Watch
-from gpt.replicas import check_replicas
+from gpt.replicas import compare_replicas
 from gpt.settings.schedule import batch_plan, learning_rate
 from gpt.settings.settings import Settings
 from gpt.train_step import evaluate, mean_over, train_step
@@ -123,7 +123,7 @@ class Trainer:
         """Compare replicas and save a checkpoint, if either is due after this step."""
         step, every = self._progress.step, self._settings.guard.check_replicas_every
         if every and step % every == 0:
-            check_replicas(self._state, step)
+            compare_replicas(self._state, step)
         if self._settings.checkpoint.every and self._is_due(self._settings.checkpoint.every):
             with self._state.mesh.log.during("checkpoint"):
                 self._recovery.save(self._progress)
