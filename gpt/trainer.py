@@ -27,7 +27,7 @@ from gpt.replicas import compare_replicas
 from gpt.settings.schedule import batch_plan, learning_rate
 from gpt.settings.settings import Settings
 from gpt.train_step import evaluate, mean_over, train_step
-from parallel.launch.node_map import NodeMap, node_table
+from parallel.launch.node_map import find_nodes, node_table
 from parallel.world import World
 
 
@@ -49,9 +49,8 @@ class Trainer:
             self._records.on_save,
         )
         self._roll_backs = RollBacks(settings.guard, state.guard)
-        node_map = NodeMap.find(world)
-        console.show(node_table(node_map, state.mesh))
-        self._nodes = node_map.nodes
+        self._nodes = find_nodes(world)
+        console.show(node_table(self._nodes, state.mesh))
         self._profiler = Profiler(settings.profile, state.mesh, state.device, self._records.folder)
         self._throughput = Throughput(
             settings.model,
