@@ -19,7 +19,7 @@ from gpt.corpus import Corpus
 from gpt.generate import sample_texts
 from gpt.monitor.collectives import profiled
 from gpt.monitor.console import RunConsole, nothing_left
-from gpt.monitor.metrics import StepTraffic, Throughput, memory_by_kind, peak_flops, peak_memory
+from gpt.monitor.metrics import Throughput, memory_by_kind, peak_flops, peak_memory, sent_bytes
 from gpt.monitor.profiling import Profiler, straggler_lines, timer_table
 from gpt.monitor.records import Records
 from gpt.monitor.watch import Watch
@@ -145,7 +145,7 @@ class Trainer:
         settings, state, step = self._settings, self._state, self._progress.step + 1
         lr = learning_rate(settings.schedule, settings.optimizer.lr, self._progress.step, settings.train.steps)
         state.set_learning_rate(lr)
-        traffic = StepTraffic(state.mesh.log)
+        sent_before = sent_bytes(state.mesh.log)
         norms: dict[str, Tensor] = {}
         every = settings.train.layer_grad_norms_every
 
@@ -161,7 +161,7 @@ class Trainer:
             loss, grad_norm = train_step(
                 state.model, state.optimizer, micro_batches, state.mesh, state.guard, measure_layer_norms
             )
-        sent = traffic.measure()
+        sent = {name: number - sent_before[name] for name, number in sent_bytes(state.mesh.log).items()}
         num_samples = self._progress.consumed_samples + batch_size
         self._progress = replace(self._progress, step=step, consumed_samples=num_samples)
         self._throughput.count(batch_size)
