@@ -22,7 +22,7 @@ class DivergenceError(ConfigError):
     """An error raised if replicas differ, most likely because a machine corrupts data silently."""
 
 
-def check_replicas(state: TrainState, step: int) -> None:
+def compare_replicas(state: TrainState, step: int) -> None:
     """Compare checksums of the weights and of the optimizer states along every axis that replicates them.
 
     Waits for the device. Raises DivergenceError if they differ, with the ranks and the parameters.

@@ -19,15 +19,15 @@ from gpt.corpus import Corpus
 from gpt.generate import sample_texts
 from gpt.monitor.collectives import profiled
 from gpt.monitor.console import RunConsole, nothing_left
-from gpt.monitor.metrics import StepTraffic, Throughput, memory_by_kind, peak_flops, peak_memory
+from gpt.monitor.metrics import Throughput, memory_by_kind, peak_flops, peak_memory, sent_bytes
 from gpt.monitor.profiling import Profiler, straggler_lines, timer_table
 from gpt.monitor.records import Records
 from gpt.monitor.watch import Watch
-from gpt.replicas import check_replicas
+from gpt.replicas import compare_replicas
 from gpt.settings.schedule import batch_plan, learning_rate
 from gpt.settings.settings import Settings
 from gpt.train_step import evaluate, mean_over, train_step
-from parallel.launch.node_map import NodeMap, node_table
+from parallel.launch.node_map import find_nodes, node_table
 from parallel.world import World
 
 
@@ -49,9 +49,8 @@ class Trainer:
             self._records.on_save,
         )
         self._roll_backs = RollBacks(settings.guard, state.guard)
-        node_map = NodeMap.find(world)
-        console.show(node_table(node_map, state.mesh))
-        self._nodes = node_map.nodes
+        self._nodes = find_nodes(world)
+        console.show(node_table(self._nodes, state.mesh))
         self._profiler = Profiler(settings.profile, state.mesh, state.device, self._records.folder)
         self._throughput = Throughput(
             settings.model,
@@ -123,7 +122,7 @@ class Trainer:
         """Compare replicas and save a checkpoint, if either is due after this step."""
         step, every = self._progress.step, self._settings.guard.check_replicas_every
         if every and step % every == 0:
-            check_replicas(self._state, step)
+            compare_replicas(self._state, step)
         if self._settings.checkpoint.every and self._is_due(self._settings.checkpoint.every):
             with self._state.mesh.log.during("checkpoint"):
                 self._recovery.save(self._progress)
@@ -146,7 +145,7 @@ class Trainer:
         settings, state, step = self._settings, self._state, self._progress.step + 1
         lr = learning_rate(settings.schedule, settings.optimizer.lr, self._progress.step, settings.train.steps)
         state.set_learning_rate(lr)
-        traffic = StepTraffic(state.mesh.log)
+        sent_before = sent_bytes(state.mesh.log)
         norms: dict[str, Tensor] = {}
         every = settings.train.layer_grad_norms_every
 
@@ -162,7 +161,7 @@ class Trainer:
             loss, grad_norm = train_step(
                 state.model, state.optimizer, micro_batches, state.mesh, state.guard, measure_layer_norms
             )
-        sent = traffic.measure()
+        sent = {name: number - sent_before[name] for name, number in sent_bytes(state.mesh.log).items()}
         num_samples = self._progress.consumed_samples + batch_size
         self._progress = replace(self._progress, step=step, consumed_samples=num_samples)
         self._throughput.count(batch_size)

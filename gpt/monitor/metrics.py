@@ -58,21 +58,11 @@ class Throughput:
         }
 
 
-class StepTraffic:
-    """A measurement of the bytes that this rank sends along each axis, from its construction to `measure`."""
-
-    def __init__(self, log: CommLog):
-        self._log = log
-        self._before = self._sent()
-
-    def measure(self) -> dict[str, int]:
-        """Return the bytes that were sent since the construction."""
-        return {name: sent - self._before[name] for name, sent in self._sent().items()}
-
-    def _sent(self) -> dict[str, int]:
-        # With hierarchical sharding, most collectives run along the two parts of the data axis, shard and replica.
-        data = sum(self._log.wire_bytes(axis) for axis in ("data", "shard", "replica"))
-        return {"data_axis_bytes": data, "tensor_axis_bytes": self._log.wire_bytes("tensor")}
+def sent_bytes(log: CommLog) -> dict[str, int]:
+    """Return the bytes that this rank has sent along each axis since the log was cleared."""
+    # With hierarchical sharding, most collectives run along the two parts of the data axis, shard and replica.
+    data = sum(log.wire_bytes(axis) for axis in ("data", "shard", "replica"))
+    return {"data_axis_bytes": data, "tensor_axis_bytes": log.wire_bytes("tensor")}
 
 
 def memory_by_kind(model: ZeroDataParallel, optimizer: ZeroOptimizer) -> dict[str, int]:

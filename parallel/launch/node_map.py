@@ -2,7 +2,7 @@
 
 import socket
 from collections import Counter, defaultdict
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 from rich.table import Table
 
@@ -12,42 +12,31 @@ from parallel.world import World, shared_store
 MAX_ROWS = 16
 
 
-@dataclass(frozen=True)
-class NodeMap:
-    """The name of every rank's node: `nodes[r]` for rank r.
+def find_nodes(world: World) -> tuple[str, ...]:
+    """Return the name of every rank's node on rank 0; other ranks know only their own, and have "?" for the rest.
 
-    If several nodes have the same name, the number of their first rank is appended to it.
+    If several nodes have the same name, the number of their first rank is appended to it. All ranks must call this.
     """
+    store, first_rank = shared_store(), world.rank - world.local_rank
+    store.set(f"node/{world.rank}", f"{socket.gethostname()} {first_rank}")
+    ranks = range(world.size) if world.is_first else [world.rank]
+    found = {rank: tuple(store.get(f"node/{rank}").decode().split()) for rank in ranks}
+    first_ranks: defaultdict[str, set[str]] = defaultdict(set)
+    for name, first in found.values():
+        first_ranks[name].add(first)
+    names = {rank: name if len(first_ranks[name]) == 1 else f"{name}#{first}" for rank, (name, first) in found.items()}
+    return tuple(names.get(rank, "?") for rank in range(world.size))
 
-    nodes: tuple[str, ...]
 
-    @classmethod
-    def find(cls, world: World) -> "NodeMap":
-        """Collect the names of nodes on rank 0; other ranks know only their own, and have "?" for the rest.
-
-        All ranks must call this.
-        """
-        store, first_rank = shared_store(), world.rank - world.local_rank
-        store.set(f"node/{world.rank}", f"{socket.gethostname()} {first_rank}")
-        ranks = range(world.size) if world.is_first else [world.rank]
-        found = {rank: tuple(store.get(f"node/{rank}").decode().split()) for rank in ranks}
-        first_ranks: defaultdict[str, set[str]] = defaultdict(set)
-        for name, first in found.values():
-            first_ranks[name].add(first)
-        names = {
-            rank: name if len(first_ranks[name]) == 1 else f"{name}#{first}" for rank, (name, first) in found.items()
-        }
-        return cls(tuple(names.get(rank, "?") for rank in range(world.size)))
-
-    def links(self, axis: str, mesh: Mesh) -> Counter[tuple[str, str]]:
-        """Return {(node, node): links between neighbours in the rings of an axis}; (a, a) means inside node a."""
-        links: Counter[tuple[str, str]] = Counter()
-        for group in ring_members(axis, mesh.data.size, mesh.tensor.size):
-            last = len(group) if len(group) > 2 else len(group) - 1  # a ring of two has one link
-            for place in range(last):
-                ends = sorted((group[place], group[(place + 1) % len(group)]))
-                links[self.nodes[ends[0]], self.nodes[ends[1]]] += 1
-        return links
+def links_of(nodes: Sequence[str], axis: str, mesh: Mesh) -> Counter[tuple[str, str]]:
+    """Return {(node, node): links between neighbours in the rings of an axis}; (a, a) means inside node a."""
+    links: Counter[tuple[str, str]] = Counter()
+    for group in ring_members(axis, mesh.data.size, mesh.tensor.size):
+        last = len(group) if len(group) > 2 else len(group) - 1  # a ring of two has one link
+        for place in range(last):
+            one, other = sorted((nodes[group[place]], nodes[group[(place + 1) % len(group)]]))
+            links[one, other] += 1
+    return links
 
 
 def ring_members(axis: str, data_size: int, tensor_size: int) -> list[list[int]]:
@@ -57,16 +46,16 @@ def ring_members(axis: str, data_size: int, tensor_size: int) -> list[list[int]]
     return [[d * tensor_size + t for d in range(data_size)] for t in range(tensor_size)]
 
 
-def node_table(node_map: NodeMap, mesh: Mesh) -> Table:
+def node_table(nodes: Sequence[str], mesh: Mesh) -> Table:
     """Return a table of the nodes, their ranks, and the links that the neighbours of each axis use."""
     table = Table("", "", "", title="Nodes and links", title_justify="left", show_header=False)
     ranks_on: defaultdict[str, list[int]] = defaultdict(list)
-    for rank, node in enumerate(node_map.nodes):
+    for rank, node in enumerate(nodes):
         ranks_on[node].append(rank)
     rows = [(node, "ranks", span(ranks)) for node, ranks in ranks_on.items()]
     _add(table, rows)
     for axis in ("tensor", "data"):
-        links = node_map.links(axis, mesh)
+        links = links_of(nodes, axis, mesh)
         if links:
             table.add_section()
         rows = [

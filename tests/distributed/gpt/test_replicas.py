@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from gpt.build.train_state import TrainState
-from gpt.replicas import DivergenceError, check_replicas
+from gpt.replicas import DivergenceError, compare_replicas
 from tests.distributed.gpt.test_checkpoint_layouts import LayoutCase, build, train
 from tests.ranks import run_ranks
 
@@ -43,11 +43,11 @@ def find(case: LayoutCase, flips: list[tuple[str, int]]) -> list[str]:
     train(state, 0, 1)
     errors = []
     for what, odd_rank in flips:
-        check_replicas(state, 1)
+        compare_replicas(state, 1)
         if state.mesh.rank == odd_rank:
             flip(state, what)
         try:
-            check_replicas(state, 2)
+            compare_replicas(state, 2)
         except DivergenceError as error:
             errors.append(str(error))
         else:

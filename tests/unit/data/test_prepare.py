@@ -12,6 +12,7 @@ import zlib
 from pathlib import Path
 from unittest import mock
 
+import numpy as np
 import pyarrow as pa
 import pytest
 from datasets import Dataset, DatasetDict
@@ -22,7 +23,7 @@ from rich.progress import Progress
 from data.encode import Encoded, encode_in_order
 from data.errors import DataError
 from data.indexed import IndexedDataset
-from data.prepare import main
+from data.prepare import _progress, main
 from data.sidecar import Sidecar
 from data.sources import Document, Source, text_of
 from data.staging import reserved
@@ -119,6 +120,26 @@ def test_progress_counts_documents_and_tokens_up_to_the_whole_source(tmp_path, t
     assert (shown[-1]["documents"], shown[-1]["tokens"]) == (len(TEXTS), sum(map(len, corpus)))
     assert sum(step["advance"] for step in shown) == (tmp_path / "a.jsonl").stat().st_size
     assert capfd.readouterr().err == ""  # which is no terminal
+
+
+def test_a_terminal_shows_progress_that_is_wiped_in_the_end(tmp_path, monkeypatch, capsys):
+    for name, value in {"FORCE_COLOR": "1", "COLUMNS": "200", "TERM": "xterm"}.items():
+        monkeypatch.setenv(name, value)
+    seconds = [10.0]
+    monkeypatch.setattr("rich.console.monotonic", lambda: seconds[0])
+    (tmp_path / "a.txt").write_text("a" * 80)
+    with (
+        mock.patch.object(Progress, "update", autospec=True, side_effect=Progress.update) as update,
+        _progress(tmp_path / "corpus", Source([str(tmp_path / "a.txt")])) as advance,
+    ):
+        advance(Encoded(np.zeros(6), np.ones(2), 20.0))
+        seconds[0] = 14.0
+        advance(Encoded(np.zeros(1230), np.ones(3), 20.0))
+    shown = capsys.readouterr().err
+    assert "0 documents, 0 tokens (0/s)" in shown
+    assert re.search(r"corpus .* 50% 5 documents, 1,236 tokens \(309/s\)", re.sub(r"\x1b\[[0-9;]*m", "", shown))
+    assert shown.endswith("\x1b[1A\x1b[2K")  # one line up, and erased
+    assert [call.kwargs["rate"] for call in update.call_args_list] == [6, 309]  # no time has passed at the first
 
 
 def test_the_command_prepares_the_standard_library_without_datasets_or_torch(tmp_path):

@@ -94,7 +94,7 @@ def test_a_trainer_profiles_and_compares_replicas_at_the_steps_of_the_settings(
     prefix: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     compared: list[int] = []
-    monkeypatch.setattr(gpt.trainer, "check_replicas", lambda _state, step: compared.append(step))
+    monkeypatch.setattr(gpt.trainer, "compare_replicas", lambda _state, step: compared.append(step))
     ticks = itertools.count()
     monkeypatch.setattr(profiling, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
     settings = {"profile__steps": "[2, 3]", "profile__collectives_step": 4, "train__log_every": 4}

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from gpt.deepspeed.config import translate
 from gpt.deepspeed.key import ANY, BOOL, COUNT, INTEGER, NUMBER, PAIR, POSITIVE, TEXT
-from gpt.deepspeed.keys import KEYS, ONLY_ENABLED_IS_READ
+from gpt.deepspeed.keys import KEYS, ONLY_ENABLED_IS_READ, OTHER_NAMES
 from gpt.settings.optimizer import OptimizerSettings
 from gpt.settings.parser import parse_settings
 from gpt.settings.schedule import ScheduleConfig
@@ -221,6 +221,11 @@ def test_partitioned_activations_need_tensor_ranks(translated, base):
 )
 def test_old_and_new_spellings_are_equal(translated, old: dict[str, Any], new: dict[str, Any]):
     assert translated(old) == translated(new)
+
+
+def test_every_other_spelling_belongs_to_a_key():
+    assert {name for name, _ in OTHER_NAMES.values()} <= set(KEYS)
+    assert not set(OTHER_NAMES) & set(KEYS)
 
 
 EXAMPLES = {

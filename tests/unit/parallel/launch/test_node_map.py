@@ -9,7 +9,7 @@ import torch.distributed as dist
 from rich.table import Table
 
 from parallel.comm_log import CommLog
-from parallel.launch.node_map import NodeMap, node_table, ring_members, span
+from parallel.launch.node_map import find_nodes, links_of, node_table, ring_members, span
 from parallel.mesh import Axis, Mesh
 from parallel.world import World
 
@@ -28,7 +28,7 @@ def found(hosts: list[str], local_size: int) -> list[tuple[str, ...]]:
             mock.patch("socket.gethostname", return_value=hosts[rank]),
         ):
             world = World(rank, len(hosts), rank % local_size, local_size, torch.device("cpu"))
-            maps.append(NodeMap.find(world).nodes)
+            maps.append(find_nodes(world))
     return maps[::-1]
 
 
@@ -43,19 +43,19 @@ def test_nodes_of_one_name_are_told_apart_by_their_first_ranks():
     assert found(["a"] * 4, 4)[0] == ("a",) * 4
 
 
-TWO_NODES = NodeMap(("n1", "n1", "n2", "n2"))
+TWO_NODES = ("n1", "n1", "n2", "n2")
 
 
 def test_tensor_groups_stay_inside_nodes_and_data_groups_cross():
     assert ring_members("tensor", 2, 2) == [[0, 1], [2, 3]]
     assert ring_members("data", 2, 2) == [[0, 2], [1, 3]]
-    assert TWO_NODES.links("tensor", mesh(2, 2)) == Counter({("n1", "n1"): 1, ("n2", "n2"): 1})
-    assert TWO_NODES.links("data", mesh(2, 2)) == Counter({("n1", "n2"): 2})
+    assert links_of(TWO_NODES, "tensor", mesh(2, 2)) == Counter({("n1", "n1"): 1, ("n2", "n2"): 1})
+    assert links_of(TWO_NODES, "data", mesh(2, 2)) == Counter({("n1", "n2"): 2})
 
 
 def test_a_tensor_group_over_nodes_crosses_both_ways_round_its_ring():
-    assert TWO_NODES.links("tensor", mesh(1, 4)) == Counter({("n1", "n1"): 1, ("n1", "n2"): 2, ("n2", "n2"): 1})
-    assert TWO_NODES.links("data", mesh(1, 4)) == Counter()
+    assert links_of(TWO_NODES, "tensor", mesh(1, 4)) == Counter({("n1", "n1"): 1, ("n1", "n2"): 2, ("n2", "n2"): 1})
+    assert links_of(TWO_NODES, "data", mesh(1, 4)) == Counter()
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_ranks_are_written_as_spans(ranks, expected):
 
 def test_a_large_job_has_a_short_table():
     names = tuple(f"n{rank // 8}" for rank in range(800))
-    table = node_table(NodeMap(names), mesh(100, 8))
+    table = node_table(names, mesh(100, 8))
     assert table.row_count == 3 * 17
     assert [rows_of(table)[row] for row in (15, 16, 33, 50)] == [
         ("n15", "ranks", "120-127"),
@@ -92,8 +92,8 @@ def test_a_table_has_nodes_with_their_ranks_then_links_by_axis():
     ]
     assert [row.end_section for row in table.rows] == [False, True, False, True, False]
     assert not table.show_header
-    one = node_table(NodeMap(("n1",) * 16), mesh(1, 16))
+    one = node_table(("n1",) * 16, mesh(1, 16))
     assert rows_of(one) == [("n1", "ranks", "0-15"), ("inside n1", "tensor axis", "16 links")]
     assert [row.end_section for row in one.rows] == [True, False]
-    sixteen = node_table(NodeMap(tuple(f"n{rank}" for rank in range(16))), mesh(16, 1))
+    sixteen = node_table(tuple(f"n{rank}" for rank in range(16)), mesh(16, 1))
     assert sixteen.row_count == 2 * 16
