@@ -38,10 +38,11 @@ PROGRAM = """
 import functools, pathlib, sys, time
 import pretrain_gpt
 from gpt import trainer
+from gpt.monitor import watch
 
 folder = next(word.partition("=")[2] for word in sys.argv if word.startswith("--run.dir="))
 hangs = pathlib.Path(folder) / "HANGS"
-trainer.Watchdog = functools.partial(trainer.Watchdog, clock=lambda: time.monotonic() if hangs.exists() else 0.0)
+watch.Watchdog = functools.partial(watch.Watchdog, clock=lambda: time.monotonic() if hangs.exists() else 0.0)
 """
 
 
@@ -100,9 +101,10 @@ def started_ranks(
             process.communicate()
 
 
-def wait_for_steps(run_dir: Path, number: int) -> None:
+def wait_for_steps(run_dir: Path, number: int, processes: Sequence[subprocess.Popen]) -> None:
     deadline = time.monotonic() + LIMIT_SECONDS
     while len(read_steps(run_dir)) < number:
+        assert any(process.poll() is None for process in processes), f"ended with fewer than {number} steps"
         assert time.monotonic() < deadline, f"fewer than {number} steps in {LIMIT_SECONDS} s"
         time.sleep(0.05)
 
@@ -110,7 +112,7 @@ def wait_for_steps(run_dir: Path, number: int) -> None:
 def test_a_signal_to_one_rank_makes_all_save_the_same_step_and_end_with_code_0(corpus, tmp_path):
     run_dir = tmp_path / "run"
     with started_ranks(2, options(corpus, run_dir, **LONG)) as ranks:
-        wait_for_steps(run_dir, 3)
+        wait_for_steps(run_dir, 3, ranks)
         ranks[1].send_signal(signal.SIGUSR1)
         assert [rank.wait(LIMIT_SECONDS) for rank in ranks] == [0, 0]
     (saved,) = (run_dir / "checkpoints").glob("step-*")
@@ -134,7 +136,7 @@ def test_ctrl_c_at_a_launcher_saves_a_checkpoint_and_prints_no_traceback(corpus,
         text=True,
         start_new_session=True,
     ) as launcher:
-        wait_for_steps(run_dir, 3)
+        wait_for_steps(run_dir, 3, [launcher])
         os.killpg(launcher.pid, signal.SIGINT)  # as a terminal does
         printed, errors = launcher.communicate(timeout=LIMIT_SECONDS)
     assert launcher.returncode == 128 + signal.SIGINT
@@ -147,7 +149,7 @@ def test_ctrl_c_at_a_launcher_saves_a_checkpoint_and_prints_no_traceback(corpus,
 @pytest.mark.full
 def test_a_rank_whose_peer_is_killed_ends_with_one_line_and_the_code_of_the_watchdog(corpus, tmp_path):
     with started_ranks(2, options(corpus, tmp_path / "run", **LONG)) as ranks:
-        wait_for_steps(tmp_path / "run", 3)
+        wait_for_steps(tmp_path / "run", 3, ranks)
         ranks[1].kill()
         assert ranks[0].wait(LIMIT_SECONDS) == 3
         errors = ranks[0].stderr.read()
@@ -159,7 +161,7 @@ def test_a_rank_that_hangs_is_named_with_its_last_collective_and_the_job_ends(co
     run_dir = tmp_path / "run"
     arguments = options(corpus, run_dir, run__hang_seconds=2, **LONG)
     with started_ranks(2, arguments, ["-c", f"{PROGRAM}pretrain_gpt.main()"]) as ranks:
-        wait_for_steps(run_dir, 5)
+        wait_for_steps(run_dir, 5, ranks)
         ranks[1].send_signal(signal.SIGSTOP)
         (run_dir / "HANGS").touch()
         assert ranks[0].wait(LIMIT_SECONDS) == 3
