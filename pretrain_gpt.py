@@ -19,8 +19,8 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_
 import torch
 
 from data.errors import DataError
-from gpt.build.host_memory import check_host_memory
-from gpt.build.train_state import build, build_mesh, start_options
+from gpt.builder.host_memory import check_host_memory
+from gpt.builder.train_state import build, build_mesh, start_options
 from gpt.commands import replace_process
 from gpt.corpus import Corpus
 from gpt.monitor.console import RunConsole, describe_run, memory_table

@@ -30,8 +30,8 @@ from data.blend import parse_path
 from data.errors import DataError
 from data.sources import Source, text_of
 from data.tokenizer import Tokenizer, load_tokenizer, named_tokenizer
-from gpt.build.host_memory import check_host_memory
-from gpt.build.train_state import TrainState, build, build_mesh, start_options
+from gpt.builder.host_memory import check_host_memory
+from gpt.builder.train_state import TrainState, build, build_mesh, start_options
 from gpt.checkpoint.checkpoint import load
 from gpt.checkpoint.folder import find
 from gpt.generate import evaluation

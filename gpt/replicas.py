@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
-from gpt.build.train_state import TrainState
+from gpt.builder.train_state import TrainState
 from parallel.errors import ConfigError
 from parallel.mesh import Axis
 from parallel.tensor.layers import split_dims

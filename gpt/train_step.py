@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from data.documents import DocumentBatch, MicroBatch
-from gpt.build.loss_guard import LossGuard
+from gpt.builder.loss_guard import LossGuard
 from gpt.generate import evaluation
 from gpt.kernels.documents import Documents
 from parallel.memory_kinds import TensorKind, allocating

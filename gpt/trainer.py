@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from data.documents import MicroBatch
-from gpt.build.loss_guard import RollBacks, SkippedInARow
-from gpt.build.train_state import TrainState
+from gpt.builder.loss_guard import RollBacks, SkippedInARow
+from gpt.builder.train_state import TrainState
 from gpt.checkpoint.layout import Progress
 from gpt.checkpoint.recovery import Recovery
 from gpt.corpus import Corpus

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from gpt.build.train_state import TrainState
+from gpt.builder.train_state import TrainState
 from gpt.checkpoint.folder import checkpoints, step_in_name
 from gpt.checkpoint.layout import Progress, changed_data, check_model, read_run
 from parallel.errors import ConfigError

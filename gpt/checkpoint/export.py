@@ -12,7 +12,7 @@ import torch
 
 from data.errors import DataError
 from data.tokenizer import Tokenizer
-from gpt.build.train_state import TrainState
+from gpt.builder.train_state import TrainState
 from gpt.checkpoint.folder import newest
 from gpt.checkpoint.layout import read_run
 from gpt.pretrained.families import family_of

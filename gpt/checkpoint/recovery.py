@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from gpt.build.train_state import TrainState
+from gpt.builder.train_state import TrainState
 from gpt.checkpoint.checkpoint import load
 from gpt.checkpoint.export import export_live
 from gpt.checkpoint.folder import (

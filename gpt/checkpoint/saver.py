@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from gpt.build.train_state import TrainState
+from gpt.builder.train_state import TrainState
 from gpt.checkpoint.checkpoint import other_tensors
 from gpt.checkpoint.folder import LATEST, checkpoint_name, delete_old, set_aside
 from gpt.checkpoint.layout import Progress, content_of

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from rich.table import Table
 from rich.text import Text
 
-from gpt.build.train_state import TrainState
+from gpt.builder.train_state import TrainState
 from gpt.model.transformer import GPT
 from gpt.monitor.units import count
 from gpt.settings.settings import Settings

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from gpt.build.train_state import TrainState
+from gpt.builder.train_state import TrainState
 from gpt.monitor.metrics import peak_memory
 from gpt.run_folder.files import OUT_OF_MEMORY, MetricsFile, written_if_possible
 from gpt.settings.settings import Settings

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from gpt.build.train_state import TrainState
+from gpt.builder.train_state import TrainState
 from gpt.monitor.console import RunConsole, summary_table
 from gpt.monitor.tracking import Tracking, open_tracking
 from gpt.run_folder.files import LOSS_PLOT, MetricsFile, read_steps, written_if_possible

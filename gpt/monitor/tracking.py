@@ -17,7 +17,7 @@ from typing import Any, Protocol, Self
 import torch
 import yaml
 
-from gpt.build.loss_guard import SpikeDetector
+from gpt.builder.loss_guard import SpikeDetector
 from gpt.monitor.tensorboard_sink import TensorboardRun
 from gpt.monitor.wandb_sink import WandbRun
 from gpt.run_folder.files import read_steps

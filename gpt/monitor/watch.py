@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from gpt.build.train_state import TrainState
+from gpt.builder.train_state import TrainState
 from gpt.monitor.hang import write_hang_report
 from gpt.settings.run import RunSettings
 from parallel.stopping import Stopping

@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from gpt.build.train_state import build, build_mesh
+from gpt.builder.train_state import build, build_mesh
 from gpt.settings.data import DataSettings
 from gpt.settings.optimizer import OptimizerSettings
 from gpt.settings.settings import Settings

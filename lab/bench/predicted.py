@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from gpt.build.train_state import build, build_mesh
+from gpt.builder.train_state import build, build_mesh
 from gpt.settings.parser import parse_settings
 from gpt.settings.settings import Settings
 from gpt.train_step import train_step

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from data.indexed import IndexedDataset
-from gpt.build.train_state import build
+from gpt.builder.train_state import build
 from gpt.settings.parser import parse_settings
 from gpt.settings.schedule import learning_rate
 from gpt.train_step import evaluate, train_step

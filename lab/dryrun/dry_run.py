@@ -13,7 +13,7 @@ from typing import Any, Self
 import torch
 
 from data.documents import DocumentBatch, MicroBatch
-from gpt.build.train_state import TrainState, build, build_mesh
+from gpt.builder.train_state import TrainState, build, build_mesh
 from gpt.settings.option_names import messages_in_option_names
 from gpt.settings.settings import Settings
 from gpt.settings.training import TrainSettings

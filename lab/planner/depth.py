@@ -15,7 +15,7 @@ need no more memory than their tokens.
 import math
 from dataclasses import dataclass, replace
 
-from gpt.build.closed_forms import parameters_of_rank
+from gpt.builder.closed_forms import parameters_of_rank
 from gpt.settings.settings import Settings
 from lab.dryrun.dry_run import DEVICE, HOST, MAX_MICRO_BATCHES, Recording, dry_run
 from lab.dryrun.projection import project_recording

@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Literal, get_args
 
-from gpt.build.activation_store import workload
-from gpt.build.closed_forms import moment_bytes, parameters_of_rank
+from gpt.builder.activation_store import workload
+from gpt.builder.closed_forms import moment_bytes, parameters_of_rank
 from gpt.kernels.documents import suits_kernel
 from gpt.settings.settings import Settings
 from gpt.shape.config import divides

@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 
-from gpt.build.train_state import choose_adam
+from gpt.builder.train_state import choose_adam
 from gpt.run_folder.files import read_steps
 from gpt.settings.parser import parse_settings
 from parallel.errors import ConfigError
@@ -71,7 +71,7 @@ class FusedAdam(torch.optim.Optimizer):
 
 def resume_in_turn(runs: list[list[str]]) -> list[tuple[float, float]]:
     """Start the program again and again; return the losses and norms of all steps."""
-    with mock.patch("gpt.build.train_state.find_apex", return_value=FusedAdam):
+    with mock.patch("gpt.builder.train_state.find_apex", return_value=FusedAdam):
         for arguments in runs:
             settings = parse_settings(arguments)
             pretrain(settings, start_world())
@@ -101,7 +101,7 @@ def test_torchs_is_the_default_and_apexs_is_refused_where_it_cannot_work():
     assert choose_adam("torch", Offload(CPU))[:2] == (torch.optim.AdamW, {"fused": True})
     with pytest.raises(ConfigError, match=r"implementation=apex: FusedAdam does not work on cpu; .*=torch"):
         choose_adam("apex", Offload(CPU))
-    with mock.patch("gpt.build.train_state.find_apex", return_value=FusedAdam):
+    with mock.patch("gpt.builder.train_state.find_apex", return_value=FusedAdam):
         assert choose_adam("torch", Offload(CPU))[0] is torch.optim.AdamW
         assert choose_adam("apex", Offload(CPU))[0] is FusedAdam
         with pytest.raises(ConfigError, match="cannot update states in host memory"):

@@ -16,7 +16,7 @@ import pytest
 import torch.distributed as dist
 from torch import Tensor
 
-from gpt.build.loss_guard import LossGuard
+from gpt.builder.loss_guard import LossGuard
 from gpt.run_folder.files import read_steps
 from gpt.run_folder.lock import RunLock
 from gpt.settings.parser import parse_settings

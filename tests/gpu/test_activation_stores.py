@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gpt.build.train_state import build_model
+from gpt.builder.train_state import build_model
 from gpt.model.transformer import initialize
 from gpt.shape.config import ModelConfig
 from gpt.train_step import train_step

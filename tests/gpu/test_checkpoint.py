@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from gpt.build.train_state import TrainState
+from gpt.builder.train_state import TrainState
 from gpt.checkpoint.checkpoint import load, owned_tensors
 from gpt.checkpoint.layout import Progress, read_run
 from gpt.checkpoint.saver import RunSaver

@@ -47,12 +47,13 @@ FLOORS = {
     "gpt/run_folder":       "parallel data",
     "gpt/settings":         "parallel zero/* gpt/shape gpt/deepspeed",
     "gpt/pretrained":       "parallel parallel/tensor data zero/state gpt/shape gpt/model",
-    "gpt/build":            "parallel parallel/tensor zero/* gpt/shape gpt/kernels gpt/model gpt/settings "
+    "gpt/builder":            "parallel parallel/tensor zero/* gpt/shape gpt/kernels gpt/model gpt/settings "
                             "gpt/pretrained",
-    "gpt/checkpoint":       "parallel data zero/* gpt/shape gpt/run_folder gpt/settings gpt/pretrained gpt/build",
-    "gpt/monitor":          "parallel parallel/tensor zero/* gpt/shape gpt/model gpt/run_folder gpt/settings gpt/build",
+    "gpt/checkpoint":       "parallel data zero/* gpt/shape gpt/run_folder gpt/settings gpt/pretrained gpt/builder",
+    "gpt/monitor":          "parallel parallel/tensor zero/* gpt/shape gpt/model gpt/run_folder gpt/settings "
+                            "gpt/builder",
     "gpt":                  "parallel parallel/tensor parallel/launch data zero/* gpt/shape gpt/kernels gpt/model "
-                            "gpt/run_folder gpt/settings gpt/pretrained gpt/build gpt/checkpoint gpt/monitor",
+                            "gpt/run_folder gpt/settings gpt/pretrained gpt/builder gpt/checkpoint gpt/monitor",
     "pretrain_gpt.py":      "parallel data zero/* gpt/*",
 
     "lab/observe":          "parallel",
@@ -261,10 +262,10 @@ BREACHES = [
     (private_parts_of_torch_are_named_in_few_files, "parallel/world.py", "from torch._ops import OpOverload"),
     (
         private_parts_of_torch_are_named_in_few_files,
-        "gpt/build/train_state.py",
+        "gpt/builder/train_state.py",
         "from torch.distributed import fsdp as f\nf._x",
     ),
-    (private_parts_of_torch_are_named_in_few_files, "gpt/build/train_state.py", "import torch.testing._internal"),
+    (private_parts_of_torch_are_named_in_few_files, "gpt/builder/train_state.py", "import torch.testing._internal"),
     (the_environment_is_read_in_one_file, "parallel/mesh.py", "import os\nos.environ['RANK']"),
     (the_environment_is_read_in_one_file, "gpt/trainer.py", "from os import getenv\ngetenv('RANK')"),
     (no_file_is_unpickled, "gpt/checkpoint/checkpoint.py", "import pickle"),
@@ -318,7 +319,7 @@ ALLOWED = [
     (libraries_name_no_option, "zero/partition/config.py", '"""The meaning of `zero.stage`."""'),
     (libraries_name_no_option, "zero/buckets/gradients.py", "raise ValueError('inside `with model.accumulate():`')"),
     (libraries_name_no_option, "zero/buckets/gradients.py", "model.reducer.add(optimizer.buckets)"),
-    (libraries_name_no_option, "gpt/build/train_state.py", "raise ConfigError('parallel.tensor_size=3')"),
+    (libraries_name_no_option, "gpt/builder/train_state.py", "raise ConfigError('parallel.tensor_size=3')"),
     (every_module_says_what_it_is, "zero/__init__.py", ""),
     (docstrings_begin_with_a_verb_or_a_noun, "gpt/trainer.py", '"""Assert that it holds. Whatever it is."""'),
     (functions_are_short, "gpt/trainer.py", FUNCTION_OF_51_LINES.removesuffix("    pass\n")),

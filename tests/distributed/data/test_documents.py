@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from data.documents import DocumentBatch, packed_apart
-from gpt.build.train_state import build_model
+from gpt.builder.train_state import build_model
 from gpt.model.transformer import GPT, initialize
 from gpt.shape.config import ModelConfig
 from gpt.train_step import evaluate, mean_over, train_step

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 
-from gpt.build.train_state import TrainState
+from gpt.builder.train_state import TrainState
 from gpt.checkpoint.checkpoint import owned_tensors
 from gpt.checkpoint.layout import Progress
 from gpt.checkpoint.saver import RunSaver

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gpt.build.train_state import TrainState
+from gpt.builder.train_state import TrainState
 from gpt.checkpoint.checkpoint import load
 from gpt.checkpoint.layout import Progress, read_run
 from gpt.checkpoint.saver import RunSaver

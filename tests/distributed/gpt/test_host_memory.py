@@ -7,8 +7,8 @@ from unittest import mock
 import pytest
 import torch
 
-from gpt.build.host_memory import bytes_on_host, check_host_memory
-from gpt.build.train_state import build, build_mesh
+from gpt.builder.host_memory import bytes_on_host, check_host_memory
+from gpt.builder.train_state import build, build_mesh
 from gpt.settings.parser import parse_settings
 from gpt.train_step import train_step
 from parallel.errors import ConfigError

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from gpt.build.train_state import TrainState, build, build_mesh
+from gpt.builder.train_state import TrainState, build, build_mesh
 from gpt.model.transformer import GPT
 from gpt.train_step import train_step
 from lab.dryrun.dry_run import blank_micro_batches

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gpt.build.loss_guard import LossGuard
+from gpt.builder.loss_guard import LossGuard
 from parallel.mesh import Mesh
 from tests.ranks import run_ranks
 

@@ -9,7 +9,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from gpt.build.train_state import build
+from gpt.builder.train_state import build
 from gpt.checkpoint.layout import Progress
 from gpt.checkpoint.recovery import Recovery, _all_ranks_have
 from gpt.checkpoint.saver import RunSaver as Saver
@@ -17,7 +17,7 @@ from gpt.settings.parser import parse_settings
 from parallel.errors import ConfigError
 from parallel.mesh import Mesh
 from tests.ranks import run_ranks
-from tests.unit.gpt.build.test_train_state import BASE
+from tests.unit.gpt.builder.test_train_state import BASE
 from tests.unit.gpt.checkpoint.runs import DATA
 from zero.state import writer
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
-from gpt.build.train_state import build_model
+from gpt.builder.train_state import build_model
 from gpt.model.transformer import GPT, Sequences, initialize
 from gpt.pretrained.families import config_to_transformers
 from gpt.pretrained.tensors import load_weights

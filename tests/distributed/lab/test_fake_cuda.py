@@ -11,7 +11,7 @@ A dry run has tensors on the CPU, so it takes none of these paths. Where fake te
 import pytest
 import torch
 
-from gpt.build.train_state import TrainState, build_model
+from gpt.builder.train_state import TrainState, build_model
 from gpt.checkpoint.checkpoint import owned_tensors
 from gpt.model.transformer import initialize
 from gpt.shape.config import ModelConfig

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gpt.build.train_state import TrainState, build, build_mesh
+from gpt.builder.train_state import TrainState, build, build_mesh
 from gpt.checkpoint.checkpoint import owned_tensors
 from gpt.checkpoint.layout import Progress
 from gpt.checkpoint.saver import RunSaver

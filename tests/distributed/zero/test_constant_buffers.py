@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from gpt.build.train_state import build_model
+from gpt.builder.train_state import build_model
 from gpt.model.transformer import initialize
 from gpt.shape.config import ModelConfig
 from lab.observe.memory_tracker import MemoryTracker

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gpt.build.train_state import build
+from gpt.builder.train_state import build
 from gpt.settings.data import DataSettings
 from gpt.settings.settings import Settings
 from gpt.settings.training import ParallelSettings, TrainSettings

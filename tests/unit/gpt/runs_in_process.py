@@ -8,7 +8,7 @@ import torch
 from data.indexed import IndexedWriter
 from data.sidecar import Sidecar
 from data.tokenizer import character_tokenizer, tokenizer_path
-from gpt.build.train_state import build, build_mesh
+from gpt.builder.train_state import build, build_mesh
 from gpt.corpus import Corpus
 from gpt.monitor.console import RunConsole
 from gpt.settings.parser import parse_settings

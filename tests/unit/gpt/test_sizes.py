@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from gpt.build.closed_forms import parameters_of_rank
+from gpt.builder.closed_forms import parameters_of_rank
 from gpt.settings.parser import parse_settings
 from gpt.settings.schedule import check_batch_sizes
 from gpt.settings.settings import Settings

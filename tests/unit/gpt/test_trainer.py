@@ -19,7 +19,7 @@ from gpt.monitor.tracking import Tracking
 from gpt.run_folder.files import MetricsFile, read_steps
 from gpt.settings.parser import parse_settings
 from gpt.settings.schedule import learning_rate
-from tests.unit.gpt.build.test_train_state import BASE
+from tests.unit.gpt.builder.test_train_state import BASE
 from tests.unit.gpt.monitor.test_tracking import RecordingSink
 from tests.unit.gpt.run_folder.test_files import record
 from tests.unit.gpt.runs_in_process import SEQ_LENGTH, make_trainer

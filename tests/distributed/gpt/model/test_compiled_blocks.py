@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gpt.build.train_state import build_model
+from gpt.builder.train_state import build_model
 from gpt.model.compiled_blocks import compile_blocks
 from gpt.model.transformer import initialize
 from gpt.shape.config import ModelConfig

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gpt.build.train_state import TrainState, build_optimizer
+from gpt.builder.train_state import TrainState, build_optimizer
 from gpt.checkpoint.checkpoint import load
 from gpt.checkpoint.layout import Progress
 from gpt.checkpoint.saver import RunSaver

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gpt.build.train_state import TrainState, build_model
+from gpt.builder.train_state import TrainState, build_model
 from gpt.checkpoint.checkpoint import load
 from gpt.checkpoint.layout import Progress
 from gpt.checkpoint.saver import RunSaver

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpt.build.train_state import TrainState, build
+from gpt.builder.train_state import TrainState, build
 from gpt.checkpoint.checkpoint import load, owned_tensors
 from gpt.checkpoint.layout import Progress
 from gpt.checkpoint.saver import RunSaver

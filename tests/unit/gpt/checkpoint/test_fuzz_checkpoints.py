@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 import torch
 from hypothesis import strategies as st
 
-from gpt.build.train_state import TrainState
+from gpt.builder.train_state import TrainState
 from gpt.checkpoint.checkpoint import load, owned_tensors
 from gpt.checkpoint.folder import find
 from gpt.pretrained.weights import load_pretrained

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from data.documents import DocumentBatch
-from gpt.build.train_state import build_model
+from gpt.builder.train_state import build_model
 from gpt.kernels.attention import describe_documents
 from gpt.kernels.documents import Documents, needs_mask
 from gpt.model.compiled_blocks import compile_blocks

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gpt.build.train_state import build_model
+from gpt.builder.train_state import build_model
 from gpt.model.transformer import initialize
 from parallel.mesh import Handle
 from tests.unit.gpt.model.models import ONE_DEVICE, batch, small_config, small_gpt

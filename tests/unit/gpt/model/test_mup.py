@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gpt.build.train_state import build, parameter_groups
+from gpt.builder.train_state import build, parameter_groups
 from gpt.kernels.documents import Documents
 from gpt.model.transformer import GPT
 from gpt.pretrained.weights import load_pretrained, write_weights

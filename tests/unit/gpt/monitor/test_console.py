@@ -12,7 +12,7 @@ from matplotlib import pyplot
 from rich.console import Console
 from rich.table import Table
 
-from gpt.build.train_state import build
+from gpt.builder.train_state import build
 from gpt.monitor import units
 from gpt.monitor.console import ROWS_PER_HEADING, RunConsole, make_console, memory_table, print_table
 from gpt.monitor.plot import plot_loss, plot_losses
@@ -20,7 +20,7 @@ from gpt.settings.parser import parse_settings
 from gpt.settings.training import TrainSettings
 from lab.dryrun.collectives import profile_table
 from parallel.mesh import Mesh
-from tests.unit.gpt.build.test_train_state import BASE
+from tests.unit.gpt.builder.test_train_state import BASE
 
 LONG = {"step": 499_999, "loss": 10.123456, "lr": 3e-4, "grad_norm": 123.4567, "tokens_per_second": 1_234_567.8}
 TRAIN = TrainSettings(steps=500_000, global_batch_size=2**16)

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from gpt.build.train_state import build, build_mesh
+from gpt.builder.train_state import build, build_mesh
 from gpt.monitor.console import RunConsole, describe_run, memory_table, summary_table
 from gpt.monitor.metrics import memory_by_kind
 from gpt.monitor.out_of_memory import memory_lines

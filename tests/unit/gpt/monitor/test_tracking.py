@@ -16,7 +16,7 @@ from gpt.monitor.tracking import Tracking
 from gpt.settings.parser import parse_settings
 from gpt.settings.run import RunSettings
 from parallel.errors import ConfigError
-from tests.unit.gpt.build.test_train_state import BASE
+from tests.unit.gpt.builder.test_train_state import BASE
 
 SAMPLES = [{"prompt": "def", "text": "def f():\n    pass"}]
 

@@ -14,7 +14,7 @@ from transformers.models.llama import modeling_llama
 from transformers.models.mistral import modeling_mistral
 from transformers.models.qwen3 import modeling_qwen3
 
-from gpt.build.closed_forms import parameters_of_rank
+from gpt.builder.closed_forms import parameters_of_rank
 from gpt.pretrained.families import config_from_transformers, config_to_transformers, family_of
 from gpt.pretrained.tensors import load_weights
 from gpt.pretrained.weights import load_pretrained, read_pretrained, write_weights

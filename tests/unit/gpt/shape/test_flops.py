@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from gpt.build.train_state import build_model
+from gpt.builder.train_state import build_model
 from gpt.model.transformer import initialize
 from gpt.shape.config import ModelConfig
 from gpt.shape.flops import hardware_flops, model_flops, peak_flops_per_second

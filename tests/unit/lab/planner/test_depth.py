@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from gpt.build.closed_forms import parameters_of_rank
+from gpt.builder.closed_forms import parameters_of_rank
 from gpt.settings.settings import Settings
 from lab.planner import depth
 from lab.planner.depth import DepthExtrapolation, Estimate, shallow_runs

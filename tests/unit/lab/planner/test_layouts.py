@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from gpt.build.closed_forms import parameters_of_rank
+from gpt.builder.closed_forms import parameters_of_rank
 from gpt.settings.parser import parse_settings
 from gpt.shape.flops import hardware_flops
 from lab.measure.cluster import ClusterSpec

@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from gpt.build.activation_store import workload
+from gpt.builder.activation_store import workload
 from lab.dryrun.dry_run import DEVICE, dry_run
 from lab.planner import depth
 from lab.planner.closed_forms import Plan, closed_form_rank, deepest_models, make_plan

@@ -25,7 +25,7 @@ WAIT = 600.0  # seconds, which only a test that hangs takes
 ALIKE = NodeFacts(
     name="n1",
     address="10.0.0.1",
-    code={"gpt/trainer.py": "a", "gpt/build/train_state.py": "b"},
+    code={"gpt/trainer.py": "a", "gpt/builder/train_state.py": "b"},
     versions="Python 3.11.7, torch 2.13.0",
     settings=["train.steps=10"],
     data={"corpus.idx": "c"},
@@ -47,10 +47,10 @@ def nodes(**odd: object) -> list[NodeFacts]:
     [
         ({}, None),
         (
-            {"code": {"gpt/trainer.py": "x", "gpt/build/train_state.py": "b"}},
+            {"code": {"gpt/trainer.py": "x", "gpt/builder/train_state.py": "b"}},
             "n2: other code than elsewhere: gpt/trainer.py",
         ),
-        ({"code": {"gpt/build/train_state.py": "b"}}, "n2: other code than elsewhere: gpt/trainer.py"),
+        ({"code": {"gpt/builder/train_state.py": "b"}}, "n2: other code than elsewhere: gpt/trainer.py"),
         ({"data": {"corpus.idx": "missing"}}, "n2: other data than elsewhere: corpus.idx"),
         ({"settings": ["train.steps=9"]}, "n2: other settings than elsewhere: train.steps=10, train.steps=9"),
         (
@@ -77,7 +77,7 @@ def test_a_node_that_differs_is_named_with_what_differs(odd, problem):
 
 
 def test_the_first_node_may_be_the_odd_one():
-    n1, odd, n3 = nodes(code={"gpt/trainer.py": "x", "gpt/build/train_state.py": "b"})
+    n1, odd, n3 = nodes(code={"gpt/trainer.py": "x", "gpt/builder/train_state.py": "b"})
     assert find_problems([odd, n1, n3]) == ["n2: other code than elsewhere: gpt/trainer.py"]
 
 

@@ -6,13 +6,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from gpt.build.activation_store import chosen_activations, memory_per_rank, workload
-from gpt.build.closed_forms import parameters_of_rank
+from gpt.builder.activation_store import chosen_activations, memory_per_rank, workload
+from gpt.builder.closed_forms import parameters_of_rank
 from gpt.settings.parser import parse_settings
 from parallel.host_memory import physical_bytes
 from parallel.mesh import Axis, Mesh
 from parallel.world import imitated_world
-from tests.unit.gpt.build.test_train_state import BASE
+from tests.unit.gpt.builder.test_train_state import BASE
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 SHAPE = "--model.num_layers=6", "--model.hidden_size=64", "--model.num_heads=4", "--model.seq_length=32"

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from gpt.build import host_memory
-from gpt.build.closed_forms import parameters_of_rank
-from gpt.build.host_memory import HostBytes, bytes_on_host, check_host_memory
-from gpt.build.train_state import build_mesh
+from gpt.builder import host_memory
+from gpt.builder.closed_forms import parameters_of_rank
+from gpt.builder.host_memory import HostBytes, bytes_on_host, check_host_memory
+from gpt.builder.train_state import build_mesh
 from gpt.settings.parser import parse_settings
 from gpt.settings.settings import Settings
 from parallel.errors import ConfigError

@@ -9,8 +9,8 @@ import math
 from collections.abc import Callable
 from dataclasses import astuple, dataclass, replace
 
-from gpt.build.closed_forms import moment_bytes, parameters_of_rank
-from gpt.build.train_state import token_layout
+from gpt.builder.closed_forms import moment_bytes, parameters_of_rank
+from gpt.builder.train_state import token_layout
 from gpt.settings.settings import Settings
 from parallel.errors import ConfigError
 from parallel.host_memory import available_bytes, pinned_bytes

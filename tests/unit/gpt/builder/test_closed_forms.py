@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from gpt.build.closed_forms import parameters_of_rank
+from gpt.builder.closed_forms import parameters_of_rank
 from gpt.model.transformer import GPT
 from gpt.shape.config import ModelConfig
 from parallel.comm_log import CommLog

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from gpt.build.activation_store import chosen_activations
-from gpt.build.loss_guard import LossGuard
+from gpt.builder.activation_store import chosen_activations
+from gpt.builder.loss_guard import LossGuard
 from gpt.kernels.apex import choose_norm, find_apex
 from gpt.kernels.attention import describe_attention, describe_documents
 from gpt.kernels.norms import NORMS

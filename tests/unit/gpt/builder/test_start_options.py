@@ -6,7 +6,7 @@ from unittest import mock
 
 import pytest
 
-from gpt.build.train_state import start_options
+from gpt.builder.train_state import start_options
 from gpt.settings.option_names import in_option_names
 from gpt.settings.parser import parse_settings
 from pretrain_gpt import main

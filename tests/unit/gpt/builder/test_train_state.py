@@ -7,8 +7,8 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from gpt.build.closed_forms import moment_bytes
-from gpt.build.train_state import build, build_mesh, parameter_groups
+from gpt.builder.closed_forms import moment_bytes
+from gpt.builder.train_state import build, build_mesh, parameter_groups
 from gpt.settings.parser import parse_settings
 from parallel.errors import ConfigError
 from parallel.mesh import Mesh

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from gpt.build.loss_guard import LossGuard, RollBacks, SkippedInARow
+from gpt.builder.loss_guard import LossGuard, RollBacks, SkippedInARow
 from gpt.settings.run import GuardSettings
 from parallel.errors import ConfigError
 from parallel.mesh import Axis

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import torch
 
-from gpt.build.closed_forms import moment_bytes, parameters_of_rank
+from gpt.builder.closed_forms import moment_bytes, parameters_of_rank
 from gpt.settings.option_names import in_option_names
 from gpt.settings.settings import Settings
 from parallel.host_memory import physical_bytes
