@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Iterator
 from functools import cache
+from typing import assert_never
 
 from gpt.settings.optimizer import OptimizerSettings
 from gpt.shape.config import ROWS_PER_UNIT, ModelConfig, parameter_shapes
@@ -45,8 +46,10 @@ def moment_bytes(optimizer: OptimizerSettings, model: ModelConfig, tensor_size: 
             updated, state_bytes = hidden, BYTES * sum(whole) / tensor_size
         case "sgd":
             return float(BYTES * bool(optimizer.momentum))
-        case _:
+        case "adamw":
             return float(OF_ADAM)
+        case unknown:
+            assert_never(unknown)
     num_parameters = parameters_of_rank(model, tensor_size)
     by_adam = num_parameters - sum(numel for _, _, numel in updated)
     return (state_bytes + OF_ADAM * by_adam) / num_parameters

@@ -69,8 +69,9 @@ def read_run(checkpoint: Path) -> SavedRun:
 
 def check_model(checkpoint: Path, saved: ModelConfig, present: ModelConfig) -> None:
     """Raise ConfigError if the checkpoint's model has the shapes of this run's, but other options."""
+    all_saved = asdict(saved)
     for name, value in asdict(present).items():
-        found = asdict(saved)[name]
+        found = all_saved[name]
         if name not in MAY_DIFFER and found != value:
             raise ConfigError(
                 f"model.{name}={value}, but checkpoint {checkpoint} is of a model with {found}; choose "

@@ -74,7 +74,7 @@ class FlatParameters:
         self._versions = self.versions()
         self.buckets = [self._bucket(elements, context) for elements in self.layout.buckets]
         self._gathers: list[Handle] = []
-        self._updates: dict[Bucket, Handle] = {}  # gathers of updated parameters that have not been waited for
+        self._updates: dict[nn.Parameter, list[Handle]] = {}  # gathers of updated values that nobody has waited for
         self._state = FullState.UNSHARDED
         self.reshard()
 
@@ -117,18 +117,17 @@ class FlatParameters:
         Until then the parameters are watched, so that any read in Python waits.
         """
         for bucket, gather in gathers.items():
-            self._updates[bucket] = gather
             for param in bucket.grads.parts:
+                self._updates.setdefault(param, []).append(gather)
                 self._guard.watch(param)
 
     def wait_for_updates(self, params: Iterable[nn.Parameter] | None = None) -> None:
         """Make the updated values of some parameters, or of all, readable by what is launched after this."""
         if not self._updates:
             return
-        chosen = self._views.keys() if params is None else self._views.keys() & params
-        for bucket in [bucket for bucket in self._updates if not chosen.isdisjoint(bucket.grads.parts)]:
-            self._updates.pop(bucket).wait()
-        for param in chosen:
+        for param in [param for param in (self.params if params is None else params) if param in self._updates]:
+            for gather in self._updates.pop(param):  # one that another parameter of the bucket waited for is complete
+                gather.wait()
             self._guard.guard(param)
 
     def reshard(self) -> None:

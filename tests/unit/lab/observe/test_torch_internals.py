@@ -12,19 +12,10 @@ from torch import nn
 
 from lab.observe import torch_internals as internals
 from parallel.torch_internals import FakeTensor, TorchDispatchMode, UnguardedDispatchMode, schema_of, storage_id
+from tests.unit.parallel.test_torch_internals import CountingMode
 
 aten = torch.ops.aten
 CPU = torch.device("cpu")
-
-
-class CountingMode(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[Any] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen.append(func)
-        return func(*args, **(kwargs or {}))
 
 
 def test_some_views_are_new_tensors_by_their_schema():
