@@ -30,11 +30,11 @@ from gpt.settings.parser import parse_settings
 from gpt.settings.settings import Settings
 from gpt.trainer import Trainer
 from parallel.errors import ConfigError
+from parallel.store import has_failed_elsewhere
 from parallel.world import (
     World,
     exit_after_loss,
     exit_with_error,
-    has_failed_elsewhere,
     has_lost_a_rank,
     rank_from_environment,
     start_world,

@@ -9,7 +9,7 @@ from torch import Tensor
 from gpt.builder.train_state import TrainState
 from parallel.errors import ConfigError
 from parallel.mesh import Axis
-from parallel.tensor.layers import split_dims
+from parallel.tensor.split_parameters import split_dims
 from zero.partition.stage import Lifetime
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -35,7 +35,8 @@ def train_step(
     nothing is updated. `gradient_hook` is called when the gradients are complete, before the update. Raises StreamError
     if streams are checked and would race.
     """
-    scale = optimizer.loss_scale.scale / len(micro_batches)
+    # In the type of the loss: a third in fp32 would be wrong by 1e-8.
+    scale = optimizer.loss_scale.scale.to(loss_dtype(model)) / len(micro_batches)
     shares = shares_of_tokens([num_counted(batch, mesh) for batch in micro_batches], mesh, loss_dtype(model))
     losses = []
 
@@ -64,7 +65,7 @@ def evaluate(model: ZeroDataParallel, micro_batches: Iterable[MicroBatch], mesh:
     losses, counts = [], []
     with evaluation(model), mesh.log.during("evaluation"):
         for batch in micro_batches:
-            losses.append(loss_of(model, batch, mesh).float())
+            losses.append(loss_of(model, batch, mesh))
             counts.append(num_counted(batch, mesh))
         shares = shares_of_tokens(counts, mesh, loss_dtype(model))
         parts = [loss if share is None else loss * share for loss, share in zip(losses, shares, strict=True)]

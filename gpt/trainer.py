@@ -43,7 +43,7 @@ class Trainer:
             settings.checkpoint,
             self._records.folder,
             state,
-            settings.order_of_samples,
+            replace(settings, activations=state.activations).order_of_samples,
             console.report,
             self._watch.beat,
             self._records.on_save,

@@ -3,17 +3,21 @@
 import sys
 import threading
 from collections.abc import Callable
+from functools import wraps
 from itertools import chain
 from types import FrameType
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import Variable
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import _engine_run_backward, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
+P = ParamSpec("P")
+R = TypeVar("R")
 NO_GRAPH_TASK = -1
 
 # A `__torch_function__` runs what it was called for inside this context, or it would be called again.
@@ -101,6 +105,22 @@ def has_saved_tensors_hooks() -> bool:
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
+def outside_of_transforms(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorate a function so that the transforms of `torch.func`, inside which it may be called, do not see it.
+
+    They refuse writes to tensors that were made outside of them.
+    """
+
+    @wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not torch._C._are_functorch_transforms_active():
+            return function(*args, **kwargs)
+        with temporarily_clear_interpreter_stack():
+            return function(*args, **kwargs)
+
+    return run
+
+
 def run_first(module: nn.Module, handle: RemovableHandle) -> None:
     """Make a forward pre-hook the first one of its module: a hook that was put before it runs after it."""
     if next(iter(module._forward_pre_hooks)) != handle.id:
@@ -125,13 +145,18 @@ def name_hook(handle: RemovableHandle, name: str) -> None:
     handle.id = name  # type: ignore[assignment]
 
 
+def python_modules(root: nn.Module) -> list[nn.Module]:
+    """Return a module and its submodules but ScriptModules, which take no hooks and have their tables in C++."""
+    return [module for module in root.modules() if not isinstance(module, torch.jit.ScriptModule)]
+
+
 def structure_of(module: nn.Module) -> Callable[[], list[int]]:
     """Return a function that returns the `id` of each submodule and parameter that the module has now.
 
     It looks at the tables of the modules that the module has when this is called: to walk over all modules and names,
     as `named_parameters` does, takes ten times as long.
     """
-    tables = [table for part in module.modules() for table in (part._modules, part._parameters)]
+    tables = [table for part in python_modules(module) for table in (part._modules, part._parameters)]
     return lambda: list(map(id, chain.from_iterable(map(dict.values, tables))))  # type: ignore[arg-type]
 
 
@@ -145,5 +170,5 @@ def replace_parameter_table(module: nn.Module, make: Callable[[dict[str, Any]], 
 
 def restore_parameter_tables(root: nn.Module) -> None:
     """Replace the tables of parameters of `root` and its submodules by plain dictionaries with the same content."""
-    for module in root.modules():
+    for module in python_modules(root):
         replace_parameter_table(module, dict)

@@ -17,6 +17,13 @@ class MemoryLimitError(ConfigError):
     """A limit of memory, of the settings or of the system, that the run exceeds."""
 
 
+def check_type(name: str, value: object, expected: type, remedy: str) -> None:
+    """Raise TypeError if an argument is not an object of the class that is expected."""
+    if not isinstance(value, expected):
+        given = "None" if value is None else f"of class {type(value).__name__}"
+        raise TypeError(f"{name} is {given}, not of class {expected.__name__}; {remedy}")
+
+
 @contextmanager
 def exit_on_config_error(*others: type[Exception]) -> Iterator[None]:
     """Print the message of a ConfigError, or of one of `others`, and exit with code 2.

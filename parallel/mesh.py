@@ -1,9 +1,10 @@
 """The mesh: named axes, each with the collectives that run along it. A run communicates only through this file.
 
-A collective returns at once, with a `Handle`. Wait for it before `out` is read or an input is overwritten. An axis of
+A collective returns at once, with a `Work`. Wait for it before `out` is read or an input is overwritten. An axis of
 size 1 communicates nothing and still writes `out`, so callers never test the size of an axis.
 """
 
+import os
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,21 +13,22 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from parallel.comm_log import CommEvent, CommLog
-from parallel.errors import ConfigError
-from parallel.receive_buffers import Allocate, ReceiveBuffers, new_buffer
+from parallel.errors import ConfigError, check_type
+from parallel.pairwise import Allocate, PairwiseMessages, new_buffer, sum_ranks
 from parallel.streams import active_simulation
 from parallel.torch_internals import flatten_mesh, take_default_timeout
 
+HALF_TYPES = torch.float16, torch.bfloat16
 WaitCalls = tuple[Callable[[], object], Callable[[], object]]
 
 
 def _do_nothing() -> None: ...
 
 
-class Handle:
+class Work:
     """An asynchronous collective: the steps that remain before its output may be read.
 
     `on_wait` are called before the first and after the last step.
@@ -44,21 +46,31 @@ class Handle:
         self._complete()
         after()
 
-    def then(self, launch: Callable[[], "Handle"]) -> "Handle":
-        """Return a handle on this collective followed by one that reads its output.
+    def then(self, launch: Callable[[], "Work"]) -> "Work":
+        """Return a `Work` on this collective followed by one that reads its output.
 
-        `launch` starts the second one: at once if this handle is already complete, otherwise when the result is
+        `launch` starts the second one: at once if this `Work` is already complete, otherwise when the result is
         waited for.
         """
-        return Handle(self.wait, lambda: launch().wait()) if self._steps else launch()
+        return Work(self.wait, lambda: launch().wait()) if self._steps else launch()
 
-    def then_beside(self, launch: Callable[[], "Handle"]) -> "Handle":
+    def then_beside(self, launch: Callable[[], "Work"]) -> "Work":
         """Return the same as `then`, with the second one launched at once; call it on a stream that may wait.
 
         `on_wait` is called when the result is waited for.
         """
         self._complete()
-        return Handle(launch().wait, on_wait=self._on_wait)
+        return Work(launch().wait, on_wait=self._on_wait)
+
+    def followed_by(self, step: Callable[[], object], at_end: Callable[[], object]) -> "Work":
+        """Return this `Work` with one more step; `at_end` is called when the result has been waited for."""
+        before, after = self._on_wait
+
+        def after_all() -> None:
+            after()
+            at_end()
+
+        return Work(*self._steps, step, on_wait=(before, after_all))
 
     def _complete(self) -> None:
         while self._steps:
@@ -73,7 +85,7 @@ class Axis:
 
     `parts` is (inner, outer) if the axis is divided into groups of consecutive ranks: the inner axis runs inside a
     group, the outer one over the ranks at the same position of every group. `imitated_backend` is the backend that a
-    fake process group stands for. `received` are the buffers in which a reduce-scatter over gloo receives messages.
+    fake process group stands for. `pairwise` has the collectives for gloo, and `pid` is the process of the axis.
     """
 
     name: str
@@ -83,7 +95,8 @@ class Axis:
     group: dist.ProcessGroup | None = None
     parts: "tuple[Axis, Axis] | None" = None
     imitated_backend: str | None = None
-    received: ReceiveBuffers = field(default_factory=ReceiveBuffers, repr=False, compare=False)
+    pairwise: PairwiseMessages = field(default_factory=PairwiseMessages, repr=False, compare=False)
+    pid: int = field(default_factory=os.getpid, repr=False, compare=False)
 
     @classmethod
     def trivial(cls, name: str, log: CommLog | None = None) -> "Axis":
@@ -92,19 +105,27 @@ class Axis:
 
     def without_peers(self) -> "Axis":
         """Return this axis reduced to the present rank, without a process group."""
-        return replace(self, size=1, rank=0, group=None, parts=None)
+        return replace(self, size=1, rank=0, group=None, parts=None, pairwise=PairwiseMessages())
 
     @property
     def has_peers(self) -> bool:
         """True if the axis has other ranks that exist; those of a fake process group do not."""
-        return self.size > 1 and dist.get_backend(self.group) != "fake"
+        return self.size > 1 and _backend_of(self.group) != "fake"
+
+    def check_process(self) -> None:
+        """Raise RuntimeError in a process that was forked from the rank: threads of backends are not, and it hangs."""
+        if (pid := os.getpid()) != self.pid:
+            raise RuntimeError(
+                f"process {pid} was forked from process {self.pid}, rank {self.rank} of the {self.name} axis, and "
+                "cannot communicate; call the model in that process, and not in a worker of a DataLoader, for example"
+            )
 
     def communication_device(self, tensor: Tensor) -> torch.device:
         """Return the device from which the tensor can be sent: NCCL does not send host memory."""
-        is_nccl = self.size > 1 and dist.get_backend(self.group) == "nccl"
+        is_nccl = self.size > 1 and _backend_of(self.group) == "nccl"
         return torch.device("cuda", torch.cuda.current_device()) if is_nccl else tensor.device
 
-    def all_gather(self, shard: Tensor, *, out: Tensor) -> Handle:
+    def all_gather(self, shard: Tensor, *, out: Tensor) -> Work:
         """Gather (n, ...) from every rank into `out`, (size * n, ...), contiguous.
 
         In place if `shard` is this rank's part of `out`.
@@ -114,36 +135,40 @@ class Axis:
         event = self.log.record("all_gather", self.name, self.size, out)
         return self._launch(event, self._all_gather, shard, out)
 
-    def reduce_scatter(self, full: Tensor, *, out: Tensor) -> Handle:
+    def reduce_scatter(self, full: Tensor, *, out: Tensor, in_fp32: bool = False) -> Work:
         """Sum (size * n, ...) over the ranks and write this rank's part to `out`, (n, ...), contiguous.
 
-        In place if `out` is this rank's part of `full`.
+        In place if `out` is this rank's part of `full`. With `in_fp32` terms of half precision are added in fp32 and
+        rounded once, also by a backend that `rounds_at_each_rank`: it exchanges the terms, and a kernel adds them on
+        the stream that waits.
         """
         if self.size == 1:
             return _copy(full, out)
+        if in_fp32 and self.rounds_at_each_rank(full.dtype):
+            return self._exchange_and_sum(_flat(full), _flat(out))
         event = self.log.record("reduce_scatter", self.name, self.size, full)
         return self._launch(event, self._reduce_scatter, full, out)
 
-    def all_reduce(self, tensor: Tensor, *, out: Tensor) -> Handle:
+    def all_reduce(self, tensor: Tensor, *, out: Tensor) -> Work:
         """Sum the tensor over the ranks into `out`. In place if `out` is `tensor`."""
         if out is not tensor:
             out.copy_(tensor)  # returns early if both are the same memory
         if self.size == 1:
-            return Handle()
+            return Work()
         event = self.log.record("all_reduce", self.name, self.size, out)
         return self._launch(event, self._all_reduce, out, out)
 
-    def broadcast(self, tensor: Tensor) -> Handle:
+    def broadcast(self, tensor: Tensor) -> Work:
         """Overwrite the contiguous tensor of every rank with that of the first rank."""
         if self.size == 1:
-            return Handle()
+            return Work()
         event = self.log.record("broadcast", self.name, self.size, tensor)
         as_bytes = tensor.view(-1).view(torch.uint8)  # gloo does not support every dtype
         return self._launch(event, self._broadcast, as_bytes, as_bytes)
 
     def all_to_all(
         self, sent: Tensor, sent_numels: Sequence[int], *, out: Tensor, out_numels: Sequence[int], total_numel: int
-    ) -> Handle:
+    ) -> Work:
         """Send a part of the flat tensor to each rank, and write the parts that they send to `out`, by rank.
 
         `sent_numels` are the elements for each rank, `out_numels` those from each rank, and `total_numel` those that
@@ -160,7 +185,7 @@ class Axis:
         """The backend that communicates, or that a fake process group stands for; None if the axis has one rank."""
         if self.size == 1:
             return None
-        backend = dist.get_backend(self.group)
+        backend = _backend_of(self.group)
         return self.imitated_backend if backend == "fake" else backend
 
     @property
@@ -168,31 +193,48 @@ class Axis:
         """True if each reduce-scatter holds a buffer as long as its message until it has been waited for."""
         return self._is_gloo
 
+    def rounds_at_each_rank(self, dtype: torch.dtype) -> bool:
+        """Return whether the backend adds in the type of the message, which has half precision: NCCL's rings do."""
+        return self.size > 1 and not self._is_gloo and dtype in HALF_TYPES
+
     @property
     def _is_gloo(self) -> bool:
         return self.backend == "gloo"
 
     def _launch(
         self, event: CommEvent, collective: Callable[[Tensor, Tensor], Callable[[], object]], read: Tensor, out: Tensor
-    ) -> Handle:
+    ) -> Work:
         """Launch a collective that reads one tensor and writes another, maybe the same."""
+        self.check_process()
         launch = partial(collective, read, out)
         simulation = active_simulation()
         wait = launch() if simulation is None else simulation.collective(self.group, event, launch, read, out)
-        start, end = partial(self.log.record_wait_start, event), partial(self.log.record_wait_end, event)
-        return Handle(wait, on_wait=(start, end))
+        return Work(wait, on_wait=(partial(self._begin_wait, event), partial(self.log.record_wait_end, event)))
+
+    def _begin_wait(self, event: CommEvent) -> None:
+        self.check_process()
+        self.log.record_wait_start(event)
 
     def _all_gather(self, shard: Tensor, out: Tensor) -> Callable[[], object]:
         if self._is_gloo:
-            return self._send_to_all(shard, out).wait
+            return self.pairwise.all_gather(shard, out)
         gather = _first_named("all_gather_single", "all_gather_into_tensor")
         return gather(_flat(out), _flat(shard), group=self.group, async_op=True).wait
 
     def _reduce_scatter(self, full: Tensor, out: Tensor) -> Callable[[], object]:
         if self._is_gloo:
-            return self._exchange_and_sum(full, out).wait
+            return self.pairwise.reduce_scatter(full, out)
         scatter = _first_named("reduce_scatter_single", "reduce_scatter_tensor")
         return scatter(_flat(out), _flat(full), group=self.group, async_op=True).wait
+
+    def _exchange_and_sum(self, full: Tensor, out: Tensor) -> Work:
+        """Reduce and scatter by an all-to-all, which sends as many bytes, and a sum of what was received."""
+        buffer, numels = self.pairwise.received.take(full), [out.numel()] * self.size
+        received, total_numel = buffer[: full.numel()], self.size * full.numel()
+        exchanged = self.all_to_all(full, numels, out=received, out_numels=numels, total_numel=total_numel)
+        add = partial(sum_ranks, received.view(self.size, -1), out)
+        # Not right behind the sum, which may run on a side stream: the computation launches the next message.
+        return exchanged.followed_by(add, at_end=partial(self.pairwise.received.put_back, buffer))
 
     def _all_reduce(self, _tensor: Tensor, out: Tensor) -> Callable[[], object]:
         return dist.all_reduce(out, group=self.group, async_op=True).wait
@@ -206,7 +248,7 @@ class Axis:
         if self._is_gloo:
             parts, own_parts = sent.split(list(sent_numels)), out.split(list(out_numels))
             own_parts[self.rank].copy_(parts[self.rank])
-            return self._exchange(parts, own_parts).wait
+            return self.pairwise.exchange(parts, own_parts)
         exchange = _first_named("all_to_all_single")
         return exchange(out, sent, list(out_numels), list(sent_numels), group=self.group, async_op=True).wait
 
@@ -232,48 +274,8 @@ class Axis:
         self.all_gather(own, out=numbers).wait()
         return int(numbers.min())
 
-    def _send_to_all(self, shard: Tensor, out: Tensor) -> Handle:
-        """Gather by pairwise messages that are received in place.
 
-        gloo's own all-gather receives into a new buffer and copies it, which takes four times as long.
-        """
-        shards = out.view(-1).chunk(self.size)
-        shards[self.rank].copy_(shard.view(-1))  # returns early if both are the same memory
-        return self._exchange([shard.view(-1)] * self.size, shards)
-
-    def _exchange_and_sum(self, full: Tensor, out: Tensor) -> Handle:
-        """Reduce and scatter by an exchange of shards and a local sum.
-
-        gloo's own reduce-scatter sends as many bytes as an all-reduce, which is twice as many.
-        """
-        buffer = self.received.take(full)
-        received = buffer[: full.numel()]
-        sent, terms = full.view(-1).chunk(self.size), received.chunk(self.size)
-        terms[self.rank].copy_(sent[self.rank])
-        # `out` may be part of `full`, which the exchange reads. So the exchange writes a buffer, and only the sum,
-        # after it, writes `out`.
-        exchanged = self._exchange(sent, terms)
-
-        def sum_into_out() -> None:
-            # The buffer is put back after the sum has read it: the next message may overwrite it at once.
-            _sum_ranks(received.view(self.size, -1), out.view(-1))
-            self.received.put_back(buffer)
-
-        return Handle(exchanged.wait, sum_into_out)
-
-    def _exchange(self, sent: Sequence[Tensor], received: Sequence[Tensor]) -> Handle:
-        """Send `sent[k]` to every other rank k and fill `received[k]` with what rank k sends.
-
-        Messages between two ranks are matched in the order in which they are launched, so all ranks must launch their
-        exchanges in the same order. An empty message is not sent, and both ranks know it.
-        """
-        peers = [rank for rank in range(self.size) if rank != self.rank]
-        messages = [
-            dist.P2POp(dist.irecv, received[p], group=self.group, group_peer=p) for p in peers if len(received[p])
-        ]
-        messages += [dist.P2POp(dist.isend, sent[p], group=self.group, group_peer=p) for p in peers if len(sent[p])]
-        works = dist.batch_isend_irecv(messages) if messages else []
-        return Handle(*(work.wait for work in works))
+AxisLike = Axis | DeviceMesh | dist.ProcessGroup | None  # what `as_axis` takes
 
 
 @dataclass(frozen=True)
@@ -326,9 +328,7 @@ class Mesh:
             if not own:
                 return Axis.trivial(name, log)
             group = groups.get_group(own[0]) if len(own) == 1 else flatten_mesh(groups[own], name)
-            size, rank = dist.get_world_size(group), dist.get_rank(group)
-            take_default_timeout(group)
-            return Axis(name, size, rank, log, group, None, imitated_backend, ReceiveBuffers(allocate))
+            return replace(_axis_of(group, name, log, allocate), imitated_backend=imitated_backend)
 
         replica, context, tensor = (axis(name, name) for name in ("replica", "context", "tensor"))
         shard = axis("shard", "group", "context")
@@ -356,10 +356,68 @@ class Mesh:
     def size(self) -> int:
         return self.data.size * self.tensor.size
 
+    @property
+    def first_rank(self) -> int:
+        """The rank in the job of the first one of the mesh."""
+        if not dist.is_initialized():
+            return 0
+        group = self.data.group
+        return (dist.get_rank() if group is None else dist.get_global_rank(group, 0)) - self.tensor.rank
+
     def barrier(self) -> None:
-        """Wait until every rank has called this. Not for use in a training step: it blocks the host."""
-        if dist.is_initialized():
-            dist.barrier()
+        """Wait until every rank of the mesh has called this. Not for use in a training step: it blocks the host."""
+        for axis in (self.data, self.tensor):  # by both, each rank has waited for all
+            if axis.size > 1:
+                dist.barrier(axis.group)
+
+
+def as_axis(ranks: AxisLike, name: str = "data") -> Axis:
+    """Return an axis of torch's ranks, with the time limit of the default group; None: of all, or this process.
+
+    A DeviceMesh of two dims is replicas x shards, as for `fully_shard`. Raises ConfigError if it has other dims, or if
+    this rank is not one of its ranks.
+    """
+    if isinstance(ranks, Axis):
+        return ranks
+    if ranks is None and not dist.is_initialized():
+        if dist.is_torchelastic_launched():
+            raise ConfigError(f"{name}=None before the process group exists; call start_world or init_process_group")
+        return Axis.trivial(name)
+    group, log = dist.group.WORLD if ranks is None else ranks, CommLog()
+    is_absent = ranks == dist.GroupMember.NON_GROUP_MEMBER
+    if is_absent or (isinstance(ranks, DeviceMesh) and ranks.get_coordinate() is None):
+        raise ConfigError(f"{name}: rank {dist.get_rank()} is not one of these ranks; wrap the module on those only")
+    if not isinstance(ranks, DeviceMesh):
+        check_type(f"`{name}`", group, dist.ProcessGroup, "give an Axis, such as `mesh.data`, a DeviceMesh or None")
+        assert isinstance(group, dist.ProcessGroup)
+        return _axis_of(group, name, log)
+    if ranks.ndim == 1:
+        return _axis_of(ranks.get_group(), name, log)
+    names, numbers = ranks.mesh_dim_names, ranks.mesh.flatten().tolist()
+    if ranks.ndim != 2 or not names or numbers != sorted(numbers):
+        raise ConfigError(
+            f"{name}={ranks}: a DeviceMesh must have one dim, or replicas x shards with `mesh_dim_names` and ranks in "
+            "ascending order; choose its dims, as in mesh['replicate', 'shard']"
+        )
+    replica, shard = (_axis_of(ranks.get_group(dim), part, log) for dim, part in enumerate(("replica", "shard")))
+    return replace(_axis_of(flatten_mesh(ranks, "_".join(names)), name, log), parts=(shard, replica))
+
+
+def _backend_of(group: dist.ProcessGroup | None) -> str:
+    """Return the name of the backend that communicates between the devices of the job: a group may have several."""
+    name = dist.get_backend(group)
+    if name in ("gloo", "nccl", "fake"):
+        return name
+    names = dict(part.split(":") for part in dist.get_backend_config(group).split(","))
+    return names.get("cuda" if torch.cuda.is_available() else "cpu", name)
+
+
+def _axis_of(group: dist.ProcessGroup, name: str, log: CommLog, allocate: Allocate = new_buffer) -> Axis:
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    if size == 1:
+        return Axis.trivial(name, log)
+    messages = PairwiseMessages(group, allocate, take_default_timeout(group))
+    return Axis(name, size, rank, log, group, pairwise=messages)
 
 
 def _data_size(world_size: int, tensor_size: int, shard_size: int | None, context_size: int) -> int:
@@ -383,22 +441,14 @@ def _data_size(world_size: int, tensor_size: int, shard_size: int | None, contex
     return data_size
 
 
-def _sum_ranks(terms: Tensor, out: Tensor) -> None:
-    """Sum (size, n) over the first dim into (n,), in the order of ranks; half types in fp32, rounded once."""
-    if len(terms) == 2:
-        torch.add(terms[0], terms[1], out=out)  # the same bits as torch.sum, several times faster
-    else:
-        torch.sum(terms, dim=0, out=out)
-
-
 def _flat(tensor: Tensor) -> Tensor:
     """Return the tensor with one dim. A view is created only if needed, because dry runs spend time on each."""
     return tensor if tensor.dim() == 1 else tensor.view(-1)
 
 
-def _copy(source: Tensor, out: Tensor) -> Handle:
+def _copy(source: Tensor, out: Tensor) -> Work:
     out.copy_(source)
-    return Handle()
+    return Work()
 
 
 def _first_named(*names: str) -> Callable:

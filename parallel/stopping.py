@@ -30,8 +30,9 @@ class Stopping:
     """A handler of signals: the first one asks all ranks to stop, and a later one ends this process at once.
 
     If not all ranks report their step in time after the first signal, this process ends too: a rank has died, and a
-    collective with it would never complete. `on_abort` is then called with the reason, in the thread, before the
-    process ends. All ranks share `store`, which must be empty when the job starts.
+    collective with it would never complete, or the launcher has, and with its store the ranks cannot agree. `on_abort`
+    is then called with the reason, in the thread, before the process ends. All ranks share `store`, which must be empty
+    when the job starts.
     """
 
     def __init__(
@@ -105,18 +106,16 @@ class Stopping:
                 elif received and asked_at is not None and self._clock() > asked_at + SAME_SECONDS:
                     os._exit(128 + received[-1])
             self._attempt(self._agree)
-            if (
-                self._last is None
-                and self._reported_at is not None
-                and self._clock() > self._reported_at + AGREEMENT_SECONDS
-            ):
+            # Without the store this rank reports no step: the time then counts from the signal.
+            since = asked_at if self._reported_at is None else self._reported_at
+            if self._last is None and since is not None and self._clock() > since + AGREEMENT_SECONDS:
                 self._abort()
 
     def _abort(self) -> None:
         """End this process from the polling thread: the main thread may never return from its collective."""
         reason = (
             f"rank {self._rank} was asked to stop in step {self._begun}, and not all {self._size} ranks "
-            f"have answered within {AGREEMENT_SECONDS:g} s: one of them has ended"
+            f"have answered within {AGREEMENT_SECONDS:g} s: one of them, or the launcher, has ended"
         )
         # The line is printed before `on_abort`, which may take long or fail, and both before the process ends.
         sys.stderr.write(f"error: {reason}\n")
@@ -125,7 +124,7 @@ class Stopping:
         os._exit(1)
 
     def _attempt(self, action: Callable[[], None]) -> None:
-        """Try an action on the store. It fails if the rank that serves the store has ended; then the job ends too."""
+        """Try an action on the store. It fails if the rank or the launcher that serves the store has ended."""
         try:
             action()
         except (RuntimeError, ValueError):

@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention import SDPBackend
+from torch.optim.optimizer import Optimizer, _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
@@ -43,6 +45,7 @@ __all__ = [
     "runs_a_kernel",
     "schema_of",
     "set_allocator",
+    "step_hooks_run_once",
     "storage_id",
     "take_default_timeout",
 ]
@@ -88,15 +91,19 @@ def flatten_mesh(mesh: DeviceMesh, name: str) -> dist.ProcessGroup:
     return mesh._flatten(name).get_group()
 
 
-def take_default_timeout(group: dist.ProcessGroup) -> None:
-    """Give the collectives of a group that are launched from now on the time limit of the default group.
+def take_default_timeout(group: dist.ProcessGroup) -> timedelta:
+    """Give the collectives of a group that are launched from now on the time limit of the default group, and return it.
 
-    A mesh passes no time limit to its groups, which get torch's constant, and no public function changes it.
+    A mesh passes no time limit to its groups, which get torch's constant, and no public function changes it. Messages
+    over gloo keep the one that their group was made with, unless their `wait` is given another; 0 is none of its own.
     """
     default = dist.distributed_c10d._get_default_group()
-    if group is not default and dist.get_backend(group) != "fake":
-        options = default._get_backend(default._device_types[0]).options
-        dist.distributed_c10d._set_pg_timeout(options._timeout, group)
+    if dist.get_backend(group) == "fake":
+        return timedelta(0)
+    timeout = default._get_backend(default._device_types[0]).options._timeout
+    if group is not default:
+        dist.distributed_c10d._set_pg_timeout(timeout, group)
+    return timeout
 
 
 def flight_record() -> bytes | None:
@@ -106,6 +113,28 @@ def flight_record() -> bytes | None:
     """
     dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace", None)
     return dump() if dump and torch.cuda.is_initialized() else None
+
+
+@contextmanager
+def step_hooks_run_once(optimizer: Optimizer) -> Iterator[None]:
+    """Run an optimizer's step hooks around this context, and at no step inside it, nor those of all optimizers.
+
+    Torch runs them at each call of `step`, and has no public way to call it without them.
+    """
+    before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    for hook in list(before.values()):
+        hook(optimizer, (), {})
+    all_hooks = before, after, _global_optimizer_pre_hooks, _global_optimizer_post_hooks
+    taken: list[tuple[Any, dict[int, Any]]] = [(hooks, dict(hooks)) for hooks in all_hooks]
+    try:
+        for hooks, _ in taken:
+            hooks.clear()
+        yield
+    finally:
+        for hooks, own in taken:
+            hooks.update(own)
+    for hook in list(after.values()):
+        hook(optimizer, (), {})
 
 
 def set_allocator(options: str) -> bool:

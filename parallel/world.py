@@ -22,10 +22,10 @@ import torch.distributed as dist
 from parallel import watchdog
 from parallel.errors import ConfigError, NodeError
 from parallel.process_defaults import num_gpus_of_node, set_variables, share_cores
+from parallel.store import FAILURE_KEY, num_failures
 from parallel.torch_internals import FakeStore, default_store
 
-# In the default store: the numbers of ranks that have failed, and that have noticed the loss of another one
-FAILURE_KEY, LOSS_KEY = "failed_ranks", "ranks_that_lost_another"
+LOSS_KEY = "ranks_that_lost_another"  # in the default store: the number of ranks that have noticed the loss of one
 # Parts of the messages of gloo and NCCL, whose errors have no class for this.
 LOST_CONNECTION = (
     "Connection closed by peer",
@@ -225,17 +225,6 @@ def _gloo_sleeps() -> bool:
     return True
 
 
-def shared_store() -> dist.Store:
-    """Return a store that all ranks share, for messages outside collectives. A single process gets one of its own.
-
-    It has a connection of its own, so that a thread may block in it: a thread that waits in the default store blocks
-    all others that use it.
-    """
-    if not dist.is_initialized():
-        return dist.HashStore()
-    return default_store().clone()  # type: ignore[attr-defined]
-
-
 def exit_with_error(error: Exception) -> NoReturn:
     """End this rank with exit code 2. Only the first rank that fails prints its error, in one line.
 
@@ -247,25 +236,10 @@ def exit_with_error(error: Exception) -> NoReturn:
     _print_and_exit(str(error) if is_first else None, FAILURE_KEY, EXIT_USER_ERROR)
 
 
-def has_failed_elsewhere() -> bool:
-    """Return True if another rank has failed, and printed why unless its node was lost with the store."""
-    return _num_failures() != 0
-
-
 def has_lost_a_rank(error: Exception) -> bool:
     """Return True if `error` is due to another rank, or its node, that has ended without printing why."""
-    num_failures = _num_failures()
-    return num_failures is None or (num_failures == 0 and any(part in str(error) for part in LOST_CONNECTION))
-
-
-def _num_failures() -> int | None:
-    """Return the number of ranks that have failed, or None if the rank that serves the store has ended."""
-    if not dist.is_initialized():
-        return 0
-    try:
-        return default_store().add(FAILURE_KEY, 0)
-    except (RuntimeError, ValueError):
-        return None
+    num_failed = num_failures()
+    return num_failed is None or (num_failed == 0 and any(part in str(error) for part in LOST_CONNECTION))
 
 
 def exit_after_loss(error: Exception) -> NoReturn:

@@ -5,10 +5,9 @@ import os
 import signal
 
 import pytest
-import torch
 from hypothesis import HealthCheck, settings
 
-from tests.ranks import rank_pool
+from tests.ranks import rank_pool, set_fixed_start
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     # A shell lets a job in the background ignore Ctrl-C, and so would the programs that the tests start.
@@ -34,8 +33,7 @@ settings.load_profile("any machine")
 
 @pytest.fixture(autouse=True)
 def fixed_start() -> None:
-    torch.set_default_dtype(torch.float32)
-    torch.manual_seed(0)
+    set_fixed_start()
 
 
 def pytest_unconfigure() -> None:

@@ -154,7 +154,7 @@ class Communicators:
         self._streams, self._of_group = streams, {}
         self._gather = _first_named("all_gather_single", "all_gather_into_tensor")
         self._scatter = _first_named("reduce_scatter_single", "reduce_scatter_tensor")
-        self._reduce, self._broadcast = dist.all_reduce, dist.broadcast
+        self._reduce, self._broadcast, self._exchange = dist.all_reduce, dist.broadcast, dist.all_to_all_single
 
     def all_gather(self, out: Tensor, own: Tensor, group: Any = None, async_op: bool = False) -> Any:
         parts = out.view(-1).chunk(dist.get_world_size(group))
@@ -189,6 +189,12 @@ class Communicators:
 
         return self._launch("all_reduce", group, async_op, [], [(tensor, True)], act)
 
+    def all_to_all(self, out: Tensor, sent: Tensor, *numels: list, group: Any = None, async_op: bool = False):
+        def act(inputs: list[Tensor], outputs: list[Tensor]) -> None:
+            self._exchange(*outputs, *inputs, *numels, group=group)
+
+        return self._launch("all_to_all", group, async_op, [sent], [(out, False)], act)
+
     def broadcast(self, tensor: Tensor, src: Any = None, group: Any = None, async_op: bool = False, group_src=None):
         source = dist.get_group_rank(group, src) if group_src is None else group_src
         is_source = dist.get_rank(group) == source
@@ -219,6 +225,7 @@ def _collectives(streams: Streams) -> Iterator[Any]:
         "reduce_scatter_tensor": through.reduce_scatter,
         "reduce_scatter_single": through.reduce_scatter,
         "all_reduce": through.all_reduce,
+        "all_to_all_single": through.all_to_all,
         "broadcast": through.broadcast,
     }
     for name, function in functions.items():

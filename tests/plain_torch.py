@@ -1,6 +1,6 @@
 """The interfaces of ZeroDataParallel and ZeroOptimizer around a module and an optimizer of plain torch."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -33,19 +33,28 @@ class PlainModel(nn.Module):
         return self.module
 
 
-class PlainOptimizer:
+class PlainOptimizer(torch.optim.Optimizer):
     """A torch optimizer with the interface of ZeroOptimizer. A parameter without a gradient has a gradient of zero."""
 
     def __init__(self, inner: torch.optim.Optimizer, clip_norm: float):
+        super().__init__(inner.param_groups, inner.defaults)
         self.inner, self.clip_norm = inner, clip_norm
 
-    def step(self) -> Tensor:
+    def gradients(self) -> Iterator[tuple[str, Tensor]]:
+        for group in self.inner.param_groups:
+            yield from (("", param.grad) for param in group["params"])
+
+    def step(  # type: ignore[override]
+        self, closure: Callable[[], Tensor] | None = None, *, gradient_hook: Callable[[], object] = lambda: None
+    ) -> Tensor:
+        loss = closure() if closure else None
         params = [param for group in self.inner.param_groups for param in group["params"] if param.requires_grad]
         for param in params:
             param.grad = torch.zeros_like(param) if param.grad is None else param.grad
+        gradient_hook()
         norm = torch.nn.utils.clip_grad_norm_(params, self.clip_norm)
         self.inner.step()
-        return norm
+        return norm if loss is None else loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.inner.zero_grad(set_to_none)

@@ -27,6 +27,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from tests.pairwise import noting
+
 MASTER_ADDRESS = "127.0.0.1"
 LATE_DEATH_SECONDS = 10.0  # for which a death is waited for after an error that it may have caused
 PRELOADED = ["tests.twins", "pretrain_gpt"]  # they import what most tests need, among it torch and transformers
@@ -114,6 +116,27 @@ def run_ranks(
         for rank in range(num_ranks)
     ]
     return rank_pool().run(requests, timeout_seconds)
+
+
+def run_cases(num_ranks: int, function: Callable[..., Any], cases: Sequence[Sequence[Any]]) -> list[list[Any]]:
+    """Call `function(*case)` for each case, in one call of `run_ranks`; return the results of each case by rank."""
+    of_ranks = run_ranks(num_ranks, call_with, function, cases, timeout_seconds=600.0 + 10 * len(cases))
+    return [list(of_case) for of_case in zip(*of_ranks, strict=True)]
+
+
+def call_with(function: Callable[..., Any], cases: Sequence[Sequence[Any]]) -> list[Any]:
+    """Call a function with one case after the other, each from the same start; an error names its case."""
+    results = []
+    for case in cases:
+        set_fixed_start()
+        with noting(case):
+            results.append(function(*case))
+    return results
+
+
+def set_fixed_start() -> None:
+    torch.set_default_dtype(torch.float32)
+    torch.manual_seed(0)
 
 
 def torchrun_environment(rank: int, num_ranks: int, port: int) -> dict[str, str]:
@@ -235,8 +258,7 @@ def call_as_rank(call: RankCall) -> Any:
     A rank that fails does not destroy its group: the other ranks would fail too, and hide the first error.
     """
     torch.set_num_threads(1)
-    torch.set_default_dtype(torch.float32)
-    torch.manual_seed(0)
+    set_fixed_start()
     with mock.patch.dict(os.environ, call.environment):
         if call.init_process_group:
             dist.init_process_group("gloo")

@@ -1,8 +1,10 @@
 """The source files of the repository as syntax trees, for the tests that check rules on the source itself."""
 
 import ast
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path, PurePosixPath
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -21,35 +23,59 @@ class Module:
     def package(self) -> str:
         return self.path.with_suffix("").parts[0]
 
-    def nodes(self, *kinds: type[ast.AST]) -> list[ast.AST]:
-        return [node for node in ast.walk(ast.parse(self.source, str(self.path))) if isinstance(node, kinds)]
+    @cached_property
+    def tree(self) -> ast.Module:
+        return ast.parse(self.source, str(self.path))
 
-    def imports(self) -> Iterator[tuple[int, str, str]]:
-        """Yield (line, name in this file, imported name) of every import, those inside functions included."""
-        for node in self.nodes(ast.Import):
-            for alias in node.names:
-                yield node.lineno, alias.asname or alias.name, alias.name
+    @cached_property
+    def _nodes(self) -> list[ast.AST]:
+        return list(ast.walk(self.tree))
+
+    def nodes(self, *kinds: type[ast.AST]) -> list[ast.AST]:
+        return [node for node in self._nodes if isinstance(node, kinds)]
+
+    @cached_property
+    def imports(self) -> list[tuple[int, str, str]]:
+        """Every import as (line, name in this file, imported name), those inside functions included."""
+        found = [(node.lineno, a.asname or a.name, a.name) for node in self.nodes(ast.Import) for a in node.names]
         for node in self.nodes(ast.ImportFrom):
             # `from .x import y` in a/b/c.py is `from a.b.x import y`
             parents = self.path.parent.parts[: len(self.path.parent.parts) + 1 - node.level] if node.level else ()
             origin = ".".join([*parents, *([node.module] if node.module else [])])
-            for alias in node.names:
-                yield node.lineno, alias.asname or alias.name, f"{origin}.{alias.name}"
+            found += [(node.lineno, a.asname or a.name, f"{origin}.{a.name}") for a in node.names]
+        return found
 
-    def used_names(self) -> Iterator[tuple[int, str]]:
-        """Yield (line, full name) of every dotted use of an imported name, such as (7, "torch.distributed.barrier")."""
-        imported = {local: origin for _, local, origin in self.imports()}
+    @cached_property
+    def used_names(self) -> list[tuple[int, str]]:
+        """Every dotted use of an imported name as (line, full name), such as (7, "torch.distributed.barrier")."""
+        imported = defaultdict(set)  # first word -> (name in this file, imported name)
+        for _, local, origin in self.imports:
+            imported[local.partition(".")[0]].add((local, origin))
+        found = []
         for node in self.nodes(ast.Attribute, ast.Name):
-            name = ast.unparse(node)
-            for local, origin in imported.items():
+            name = _dotted_name(node)
+            for local, origin in imported[name.partition(".")[0]]:
                 if name == local or name.startswith(f"{local}."):
-                    yield node.lineno, origin + name.removeprefix(local)
+                    found.append((node.lineno, origin + name.removeprefix(local)))
+        return found
 
     def docstrings(self) -> Iterator[tuple[int, str]]:
         """Yield (line of its owner, docstring) of the module and of every class and function that has one."""
         for node in self.nodes(Documented):
             if docstring := ast.get_docstring(node):
                 yield getattr(node, "lineno", 1), docstring
+
+
+def _dotted_name(node: ast.AST) -> str:
+    """Return "a.b.c" also for "a.b(x)[0].c", and "" for attributes of anything that has no name."""
+    match node:
+        case ast.Name():
+            return node.id
+        case ast.Attribute() if origin := _dotted_name(node.value):
+            return f"{origin}.{node.attr}"
+        case ast.Call(func=inner) | ast.Subscript(value=inner):
+            return _dotted_name(inner)
+    return ""
 
 
 def all_modules() -> list[Module]:
@@ -64,7 +90,7 @@ def imported_files(modules: list[Module]) -> dict[str, set[str]]:
     known = {_dotted(module.path): str(module.path) for module in modules}
     graph: dict[str, set[str]] = {}
     for module in modules:
-        found = {_file_of(origin, known) for _, _, origin in module.imports()}
+        found = {_file_of(origin, known) for _, _, origin in module.imports}
         graph[str(module.path)] = {path for path in found if path is not None}
     return graph
 

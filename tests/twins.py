@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -39,11 +40,11 @@ class Twins:
         optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW,
         *,
         groups: Groups = all_params,
-        clip_norm: float = 1e6,
+        clip_norm: float | None = 1e6,
         **settings: Any,
     ):
         self.data = Mesh.create(tensor_size=1).data
-        self.clip_norm = clip_norm
+        self.clip_norm = math.inf if clip_norm is None else clip_norm
         self.plain = copy.deepcopy(module)
         self.plain_optimizer = optimizer(groups(self.plain), **settings)
         self.model = ZeroDataParallel(module, self.data, config)

@@ -33,7 +33,7 @@ from zero.optimizers.adamw8bit import AdamW8bit
 from zero.optimizers.muon import Muon
 from zero.optimizers.soap import Soap
 from zero.order.agreement import DivergedRanks
-from zero.partition.config import ZeroConfig
+from zero.partition.config import ConfigError, ZeroConfig
 from zero.sharded_init import ShardedInit
 from zero.state.checkpoint import Saver, has_checkpoint, load, save
 from zero.state.export import export, full_state_dict
@@ -44,6 +44,7 @@ from zero.uneven import join
 __all__ = [
     "ActivationsConfig",
     "AdamW8bit",
+    "ConfigError",
     "DivergedRanks",
     "GradientAccessError",
     "LossScale",

@@ -15,20 +15,22 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from parallel.autograd_internals import restore_parameter_tables
-from parallel.errors import ConfigError
-from parallel.mesh import Axis
+from parallel.autograd_internals import python_modules, restore_parameter_tables
+from parallel.errors import check_type
+from parallel.mesh import Axis, AxisLike, as_axis
 from parallel.tensor.gradient_sums import set_deferred
 from zero.buckets.bucket import Bucket
 from zero.buckets.flat import FlatContext, FlatParameters, is_absent
 from zero.buckets.gradients import GradientReducer
-from zero.buckets.guarded_parameter import GuardedParameter, ParameterGuard, changes
+from zero.buckets.guarded_parameter import ParameterGuard, changes
+from zero.checks import check_module, check_offload, check_units, refuse_replacing
 from zero.gemini.chunks import search_chunk_size
 from zero.gemini.planner import PlacementPlanner
 from zero.memory.placement import NO_OFFLOAD, Offload, OffloadConfig
+from zero.memory.streams import SideStream
 from zero.order.agreement import LaunchOrder
 from zero.partition.config import ZeroConfig
-from zero.partition.stage import Lifetime
+from zero.partition.stage import Levels, Lifetime
 from zero.sharded_init import ShardedInit
 from zero.units.access import UnitAccess
 from zero.units.hooks import Hook, hook_readers
@@ -45,49 +47,55 @@ LEAST_PREFETCHED = 2**20  # elements, of any number of small units: a message of
 class ZeroDataParallel(nn.Module):
     """A module whose gradients are averaged over `data`, and whose states are partitioned as the stage says.
 
+    >>> model = ZeroDataParallel(module, init_device_mesh("cuda", (8,)), ZeroConfig(stage=3))
+
+    `data` is an axis, a DeviceMesh of one dim or of replicas x shards, a ProcessGroup, or None: all ranks.
     Run every micro-batch but the last inside `with model.accumulate():`. All ranks start with the parameters and
     buffers of the first rank. `requires_grad` and dtypes are read once, here: to change them later, `unwrap` the module
     first. Pass `init` if the module was built inside a `ShardedInit`. With `device`, the module moves there, a unit at
-    a time. Raises ValueError if the module cannot be wrapped.
+    a time. Raises ValueError if the module cannot be wrapped, and TypeError if an argument has another class.
     """
 
     def __init__(
         self,
         module: nn.Module,
-        data: Axis,
-        config: ZeroConfig,
+        data: AxisLike = None,
+        config: ZeroConfig | None = None,
         init: ShardedInit | None = None,
         device: torch.device | None = None,
         offload: OffloadConfig = NO_OFFLOAD,
     ):
         super().__init__()
+        data, config = as_axis(data), ZeroConfig() if config is None else config
+        check_type("`config` of ZeroDataParallel", config, ZeroConfig, "such as ZeroConfig(stage=2)")
+        check_type("`offload` of ZeroDataParallel", offload, OffloadConfig, 'such as OffloadConfig("host")')
         check_module(module, data)
+        check_offload(config, offload)
         self.module, self.config, self.data = module, config, data
         unshards = config.policy.full_params is Lifetime.TRANSIENT
-        if not unshards and offload.offloaded_states == {"parameters"}:
-            raise ConfigError(
-                f"OffloadConfig.states=[parameters] has no effect at ZeroConfig.stage={config.stage}, which keeps full "
-                "parameters on the accelerator; add optimizer, or choose stage 3"
-            )
         self.offload = Offload(device or next(module.parameters()).device, offload)
         names = [""]
         if unshards:
             names = find_units(module) if config.units is None else named_units(module, config.units)
+        if unshards or config.overlap_gather:
+            check_units(module, names)
         own = assign_parameters(module, names)
         launch_order = LaunchOrder(config.policy.compared_axis(data), list(own))
         self._access = UnitAccess()
         self._guard = ParameterGuard({param: name for name, param in module.named_parameters()}, self._access)
-        axes = config.policy.axes(data)
-        context = FlatContext(config, axes[0], self._bucket_numel(own), self.offload, self._guard)
+        levels = config.policy.levels(data)
+        numel, between = self._bucket_numel(own, levels.owners.size), SideStream(self.offload.device)
+        context = FlatContext(config, levels, numel, self.offload, self._guard, between)
         self._make_units(own, context, partial(_initial_values, data, init), launch_order)
         if init:
             restore_parameter_tables(module)  # after the last `pop_full`
         _move_buffers(module, data, device)
         trainable = [bucket for flat in self.flats if flat.is_trainable for bucket in flat.buckets]
-        self.reducer = GradientReducer(trainable, axes, config, launch_order, self.offload)
+        self.reducer = GradientReducer(trainable, levels, config, launch_order, self.offload)
         self.planner = self._residency()
         self._passes = Passes(self.reducer, launch_order)
-        self._handles = [part.register_load_state_dict_pre_hook(Hook(refuse_assign)) for part in module.modules()]
+        refuse = Hook(refuse_replacing)
+        self._handles = [part.register_load_state_dict_pre_hook(refuse) for part in python_modules(module)]
         self._handles += self._passes.watch_gradients()
         before_forward: Callable[[], None] = self._passes.begin_forward
         self._scheduler: UnitScheduler | None = None
@@ -100,14 +108,19 @@ class ZeroDataParallel(nn.Module):
         self._before_forward = torch.compiler.disable(before_forward)
 
     @property
+    def levels(self) -> Levels:
+        """The axes along which states are divided, and gradients reduced."""
+        return self.reducer.levels
+
+    @property
     def shard_axis(self) -> Axis:
-        """The axis along which states are divided, and gradients reduce-scattered."""
-        return self.reducer.axes[0]
+        """The axis of the ranks that divide the optimizer's states."""
+        return self.levels.owners
 
     @property
     def replica_axis(self) -> Axis:
         """The axis of the ranks that own the same states."""
-        return self.reducer.axes[1]
+        return self.levels.replicas
 
     @property
     def flats(self) -> list[FlatParameters]:
@@ -162,8 +175,9 @@ class ZeroDataParallel(nn.Module):
         """Yield the module with all of its parameters unsharded, or with `params` and those of the same units.
 
         All ranks must enter together. What all ranks write is kept. With `modify`, what the first rank writes into
-        `params` is their value from then on, on all ranks and for the optimizer. A parameter that is read for a loss
-        stays unsharded until the optimizer's step. Raises ValueError if a parameter is not the module's.
+        `params` is their value from then on, on all ranks and for the optimizer; without `params`, so are its buffers.
+        A parameter that is read for a loss stays unsharded until the optimizer's step. Raises ValueError if a
+        parameter is not the module's.
         """
         unit_of = self._access.unit_of
         chosen = list(unit_of if params is None else params)
@@ -181,6 +195,8 @@ class ZeroDataParallel(nn.Module):
                 yield self.module
                 for param in chosen if modify else ():
                     unit_of[param].flat_of[param].assign(param, self.data)
+                if modify and params is None:
+                    _move_buffers(self.module, self.data, None)
         finally:
             for unit in units:
                 unit.stop_watch(reader)
@@ -189,8 +205,10 @@ class ZeroDataParallel(nn.Module):
         """Return the module without this wrapper, with all of its parameters on every rank, and on `device` if given.
 
         All ranks must call this. Change the module, then wrap it again and make a new optimizer, whose moments begin at
-        zero. This object cannot be used any more.
+        zero. This object cannot be used any more. Raises ValueError inside `gathered()`.
         """
+        if any(unit.is_watched for unit in self._access.units.values()):
+            raise ValueError("unwrap() was called inside gathered(); leave that context first")
         self._passes.begin_read()
         for unit in self._access.units.values():
             unit.unwrap(device)
@@ -222,12 +240,11 @@ class ZeroDataParallel(nn.Module):
             "a ZeroDataParallel cannot be copied; copy the module inside it, in `with model.gathered() as module:`"
         )
 
-    def _bucket_numel(self, own: dict[str, dict[str, nn.Parameter]]) -> int:
+    def _bucket_numel(self, own: dict[str, dict[str, nn.Parameter]], num_owners: int) -> int:
         """Return the number of elements of a bucket, for units with these parameters."""
         unit_numels = [sum(param.numel() for param in params.values()) for params in own.values()]
-        axes = self.config.policy.axes(self.data)
         if self.offload.config.mode == "auto":
-            chunk = search_chunk_size(unit_numels, self.offload.config, axes[0].size)
+            chunk = search_chunk_size(unit_numels, self.offload.config, num_owners)
             logger.info("offload: chunks of %d elements, %d unfilled", chunk.numel, chunk.unfilled_numel)
             return chunk.numel
         dtype = next(self.module.parameters()).dtype.to_real()
@@ -244,6 +261,7 @@ class ZeroDataParallel(nn.Module):
         unshards = self.config.policy.full_params is Lifetime.TRANSIENT
         resident_numel = self.config.resident_numel if unshards else math.inf
         resident = {n: p for params in own.values() for n, p in params.items() if p.numel() < resident_numel}
+        modules = dict(self.module.named_modules(remove_duplicate=False))
         for number, (name, params) in enumerate(own.items()):
             transient = {n: p for n, p in params.items() if n not in resident}
             owned = {Lifetime.PERSISTENT: {} if name else resident, Lifetime.TRANSIENT: transient}
@@ -253,7 +271,7 @@ class ZeroDataParallel(nn.Module):
                 for group in group_alike(params_of_lifetime)
             ]
             before_gather = partial(launch_order.before_gather, number)
-            self._access.add(name, Unit(self.module.get_submodule(name), flats, before_gather))
+            self._access.add(name, Unit(modules[name], flats, before_gather))
 
     def _residency(self) -> Residency:
         """Return what decides which units are prefetched and kept: Gemini, if there is a budget of memory."""
@@ -276,40 +294,6 @@ class ZeroDataParallel(nn.Module):
                     "module before it is wrapped, or `unwrap()` it first"
                 )
         return self
-
-
-def check_module(module: nn.Module, data: Axis) -> None:
-    """Raise TypeError if `data` is not an axis, and ValueError if the module cannot be wrapped."""
-    given: object = data
-    if not isinstance(given, Axis):
-        raise TypeError(
-            f"ZeroDataParallel takes an axis, such as `mesh.data`, not an object of class {type(given).__name__}"
-        )
-    if next(module.parameters(), None) is None:
-        raise ValueError(f"{type(module).__name__} has no parameters; there is nothing to train in parallel")
-    for name, param in module.named_parameters():
-        if isinstance(param, nn.parameter.UninitializedParameter) or param.is_meta:
-            raise ValueError(f"{name} has no values yet (a lazy or a meta parameter); materialize it before wrapping")
-        if isinstance(param, GuardedParameter):
-            raise ValueError(f"{name} is inside a ZeroDataParallel already; wrap a module once, or `unwrap()` it first")
-        if param.grad is not None:
-            raise ValueError(f"{name} has a gradient from before it is wrapped; call `module.zero_grad()` first")
-    for name, submodule in module.named_modules():
-        is_embedding = isinstance(submodule, (nn.Embedding, nn.EmbeddingBag))
-        if data.size > 1 and is_embedding and submodule.max_norm is not None:
-            raise ValueError(
-                f"{name}, a {type(submodule).__name__} with max_norm={submodule.max_norm}, changes its weight in "
-                f"forward, and each of the {data.size} ranks would change other rows; set max_norm=None"
-            )
-
-
-def refuse_assign(_module: nn.Module, _state: Any, _prefix: str, metadata: dict[str, Any], *_: Any) -> None:
-    """Raise ValueError if `load_state_dict` is to replace parameters, and not to copy values to them."""
-    if metadata.get("assign_to_params_buffers"):
-        raise ValueError(
-            "load_state_dict(assign=True) would replace parameters that ZeroDataParallel has divided into buckets; set "
-            "assign=False, or load the state before the module is wrapped"
-        )
 
 
 def _initial_values(data: Axis, init: ShardedInit | None, param: nn.Parameter) -> Tensor:

@@ -12,7 +12,9 @@ steps that are recorded.
 """
 
 import math
+import weakref
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -20,11 +22,11 @@ import torch
 from torch import Tensor
 
 from parallel.autograd_internals import foreach_mul_
-from parallel.errors import ConfigError
+from parallel.errors import ConfigError, check_type
 from parallel.memory_kinds import TensorKind, allocating
 from parallel.mesh import Axis
 from parallel.tensor.gradient_sums import GradientSums, set_deferred
-from parallel.tensor.layers import split_dims
+from parallel.tensor.split_parameters import split_dims
 from zero.buckets.bucket import Bucket
 from zero.buckets.written_parameters import WrittenParameters
 from zero.engine import ZeroDataParallel
@@ -34,20 +36,27 @@ from zero.step.bucketed_optimizer import BucketedOptimizer
 from zero.step.grad_norm import GradNorm
 from zero.step.loss_scale import LossScale, SkippedSteps
 from zero.step.matrix_updates import MatrixUpdates
-from zero.step.pieces import OwnedPieces, Piece, as_groups, check_class
+from zero.step.pieces import OwnedPieces, OwnedState, Piece, as_groups, check_class
 from zero.step.probe import probe_atoms
 
 Scales = dict[Placement, tuple[Tensor, ...]]  # (clip coefficient, flag of a skipped step) in each memory
 
 
-class ZeroOptimizer:
-    """A torch optimizer whose parameters are the pieces of the model's parameters that this rank owns.
+class ZeroOptimizer(torch.optim.Optimizer):
+    """An optimizer of the model's parameters: on each rank, a torch optimizer of the pieces of them that it owns.
 
+    >>> optimizer = ZeroOptimizer(model, torch.optim.AdamW, lr=3e-4, clip_norm=1.0)
+    >>> scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=1000)
+    >>> loss_of(model(batch)).backward()
+    >>> norm = optimizer.step()
+    >>> scheduler.step()
+
+    Its `param_groups` are those of `inner`, and `state` has, for each parameter, what this rank owns, to be read.
     `groups` are parameters or torch's parameter groups, of the model's own parameters; parameters in no group keep
     their values, as in torch. Several optimizers of one model may divide its parameters: gradients stay until each of
     them has stepped or discarded its own, and all need the same `loss_scale`. `tensor` is the axis along which the
     model itself is split: the norm, and the decision to skip a step, are common to all of its ranks, and parameters
-    that are replicated along it are counted once.
+    that are replicated along it are counted once. With `clip_norm=None` gradients are not clipped.
 
     A step with a non-finite gradient changes nothing and counts in `num_skipped`. Torch's fused Adam and AdamW skip it
     on the device; for any other optimizer the host waits for the flag. SkippedStepsError is raised after
@@ -63,16 +72,22 @@ class ZeroOptimizer:
         groups: Iterable[Any] | None = None,
         *,
         tensor: Axis | None = None,
-        clip_norm: float = math.inf,
+        clip_norm: float | None = None,
         loss_scale: LossScale | None = None,
         max_skipped_in_a_row: int | None = 50,
         warn_skipped: bool = True,
         **settings: Any,
     ):
+        check_type("`model` of ZeroOptimizer", model, ZeroDataParallel, "wrap the module, and give what that returns")
         check_class(optimizer)
-        self._model, self.tensor, self._clip_norm = model, tensor or Axis.trivial("tensor"), clip_norm
+        self._model, self.tensor = model, tensor or Axis.trivial("tensor")
+        self._clip_norm = math.inf if clip_norm is None else clip_norm
+        if not self._clip_norm > 0:
+            raise ConfigError(f"clip_norm={clip_norm} of ZeroOptimizer is not above 0; choose None not to clip")
         device, config = model.offload.device, model.offload.config
-        self.loss_scale = loss_scale or LossScale(device=device)
+        self.loss_scale = LossScale(device=device) if loss_scale is None else loss_scale
+        check_type("`tensor` of ZeroOptimizer", self.tensor, Axis, "give it `mesh.tensor`")
+        check_type("`loss_scale` of ZeroOptimizer", self.loss_scale, LossScale, "such as LossScale(2.0**16)")
         warns = warn_skipped and not self.loss_scale.is_dynamic
         self._skipped_steps = SkippedSteps(device, max_skipped_in_a_row, warns)
         groups = as_groups(model.module.parameters() if groups is None else groups)
@@ -80,7 +95,10 @@ class ZeroOptimizer:
         state_bytes = probe_atoms(optimizer, settings, first, groups, model.config.alignment)
         flats = [flat for flat in model.flats if flat.is_trainable]
         pieces = self._pieces = OwnedPieces(flats, groups, set(model.module.parameters()))
-        self._bucketed = BucketedOptimizer(optimizer(pieces.groups(groups), **settings), state_bytes)
+        self._bucketed = BucketedOptimizer(optimizer(pieces.groups(groups), **settings), state_bytes, groups)
+        super().__init__(self.inner.param_groups, self.inner.defaults)
+        # Never empty: torch's code for checkpoints steps an optimizer that has no state.
+        self.state.update({param: OwnedState(of_param, self.inner) for param, of_param in pieces.by_param.items()})
         axes = model.shard_axis, self.tensor
         self.matrices = MatrixUpdates(self.inner, model.module, pieces, axes, model.offload)
         split = {model.module.get_parameter(name) for name in split_dims(model.module)}
@@ -88,12 +106,18 @@ class ZeroOptimizer:
         self._sums = self._deferred_sums() if self.tensor.size > 1 else []
         self._groups = BucketGroups(self.buckets, self.matrices.buckets, model.offload)
         self._written = WrittenParameters(flats, model.offload)
+        this = weakref.proxy(self)  # a reference from `inner` would keep this optimizer alive
+        self.inner.zero_grad = lambda set_to_none=True: this.zero_grad(set_to_none)  # type: ignore[method-assign]
+        self.inner.add_param_group = lambda param_group: this.add_param_group(param_group)  # type: ignore[method-assign]
+        for name in ("eval", "train"):  # of a schedule-free optimizer, which trains and evaluates with other values
+            if callable(method := getattr(self.inner, name, None)):
+                setattr(self.inner, name, partial(ZeroOptimizer._set_mode, this, weakref.WeakMethod(method), name))
         self._check_others()
         model.reducer.register(self, pieces.params)
 
     @property
     def inner(self) -> torch.optim.Optimizer:
-        """The torch optimizer, whose parameters are the owned pieces; set learning rates in its `param_groups`."""
+        """The torch optimizer, whose states are those of the owned pieces; the `param_groups` of both are the same."""
         return self._bucketed.inner
 
     @property
@@ -124,35 +148,83 @@ class ZeroOptimizer:
         return self._pieces.by_bucket[bucket]
 
     @torch.no_grad()
-    def step(self, *, skip: Tensor | None = None, gradient_hook: Callable[[], object] = lambda: None) -> Tensor:
+    def step(
+        self,
+        closure: Callable[[], Any] | None = None,
+        *,
+        skip: Tensor | None = None,
+        gradient_hook: Callable[[], object] = lambda: None,
+    ) -> Any:
         """Update the parameters; return the norm of their gradients before clipping, without the loss scale.
 
+        `closure` runs a step's forwards and backwards first, and what it returns is returned instead of the norm.
         `skip`: 0-dim, the same on all ranks; if it is not zero nothing is updated, as after an overflow.
-        `gradient_hook` is called while the owned gradients are reduced and not yet clipped.
+        `gradient_hook` is called while the owned `gradients` are reduced and not yet clipped.
         """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
         model = self._model
         axes = model.shard_axis, model.replica_axis, self.tensor
         model.before_step(self._pieces.params)
         model.reducer.complete()
         model.planner.before_update(axes)
-        if self._groups.on(Placement.HOST):
-            model.offload.synchronize()  # before the host reads gradients that were copied to it
+        self._groups.let_host_use()  # gradients that were copied to it
         for sums, parts in self._sums:
             sums.sum_at_once([bucket.owned_part(bucket.grads.owned, part) for bucket, part in parts])
-        gradient_hook()
-        norm = self.grad_norm.total()
-        coefficient = (self._clip_norm / (norm + 1e-6)).clamp(max=1.0) / self.loss_scale.scale
-        found_inf = (~norm.isfinite()).float()
-        skipped = found_inf if skip is None else torch.maximum(found_inf, skip.float())
-        if not self._bucketed.skips_by_itself and bool(skipped):  # the host waits for the device
-            self._bucketed.skip_round()
-        else:
-            self._update_all(coefficient, skipped)
+        with self._bucketed.stepping():
+            gradient_hook()
+            norm = self.grad_norm.total()
+            coefficient = (self._clip_norm / (norm + 1e-6)).clamp(max=1.0) / self.loss_scale.scale
+            found_inf = (~norm.isfinite()).float()
+            skipped = found_inf if skip is None else torch.maximum(found_inf, skip.float())
+            if not self._bucketed.skips_by_itself and bool(skipped):  # the host waits for the device
+                self._bucketed.skip_round()
+            else:
+                with self._publishing() as gathers:
+                    self._update_all(coefficient, skipped, gathers)
         self.loss_scale.note(found_inf)
         if self._release():
             model.planner.after_update(axes, self.buckets, self.bytes_to_place, self.place)
         self._skipped_steps.record(found_inf, skipped)  # last: it may raise
-        return norm
+        return norm if closure is None else loss
+
+    def gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """Iterate over the owned gradients, times the loss scale: a parameter's name and a flat view, for each piece.
+
+        For the `gradient_hook` of `step`; writes change the update and the norm. Raises RuntimeError elsewhere.
+        """
+        if not self._bucketed.is_stepping:
+            raise RuntimeError(
+                "ZeroOptimizer.gradients() was called outside a step; call it in `step(gradient_hook=...)`, where the "
+                "gradients are reduced"
+            )
+        for bucket, pieces in self._pieces.by_bucket.items():
+            for piece in pieces:
+                yield piece.name, bucket.grads.owned[piece.elements.start : piece.elements.stop]
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refuse another group: the pieces are made once, in the constructor, of all groups."""
+        if len(self.param_groups) == (given := len(self.inner.param_groups)):
+            raise ValueError(
+                f"add_param_group: ZeroOptimizer was made with {given} parameter groups; make a new one with all groups"
+            )
+        super().add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Raise TypeError: each rank has another part of the state."""
+        raise TypeError(
+            "ZeroOptimizer has no state_dict, since each rank owns a part of the state; use `save` and `load` of zero"
+        )
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Raise TypeError, as `state_dict`."""
+        self.state_dict()
+
+    def __repr__(self) -> str:
+        names = f"{type(self.inner).__name__}, clip_norm={self._clip_norm}, loss_scale={self.loss_scale.initial:g}"
+        return f"ZeroOptimizer({names})" + super().__repr__().removeprefix(type(self).__name__)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discard the gradients, as after a backward that failed; `step` does so by itself.
@@ -165,19 +237,24 @@ class ZeroOptimizer:
     def take_changes(self) -> None:
         """Let master weights follow parameters that were written in place; `step` and saving the state call this."""
         self._model.wait_for_updates()
+        for bucket in self.buckets:
+            bucket.params.wait_for_update()
+        for flat in self._model.flats:
+            flat.take_replaced()
         for placement in Placement:
             self._written.take(placement, self._groups.on(placement))
 
     def bytes_to_place(self, bucket: Bucket) -> int:
         """Return the memory that `place` would allocate on the accelerator, without the cast buffer."""
         needs_own_master = bucket.master.dtype != bucket.params.owned.dtype or bucket.params.placement is Placement.HOST
-        gradient = 0 if bucket.grads.persists else bucket.grads.owned.nbytes  # else a part of the full gradients
+        gradient = 0 if bucket.grads.persists else bucket.grads.group_shard.nbytes  # else a part of the full gradients
         moments = self._bucketed.state_bytes(self.pieces_of(bucket))
         return moments + bucket.master.nbytes * needs_own_master + gradient
 
     def place(self, bucket: Bucket, placement: Placement) -> None:
         """Move a bucket's master weights, moments and owned gradient, between steps. The gradient's values are lost."""
         self._model.wait_for_updates()  # gathers read the owned parameters, which may be the master weights
+        bucket.params.wait_for_update()
         bucket.place_master(placement)
         new = partial(self._model.offload.new, placement, TensorKind.MOMENTS)
         self._bucketed.move(self.pieces_of(bucket), bucket.master, new)
@@ -215,15 +292,39 @@ class ZeroOptimizer:
             self.loss_scale.update_noted()
         return is_last
 
-    def _update_all(self, coefficient: Tensor, skip: Tensor) -> None:
+    @contextmanager
+    def _publishing(self) -> Iterator[PublishedGathers]:
+        """Let the owned pieces be written inside this context, in which the gathers of all buckets are launched."""
         # First, on the stream that has used the full buffers: freed on a side stream, their memory would return to that
         # stream's part of the allocator.
         for flat in self._pieces.flats:
             flat.reshard()
         self.take_changes()
+        gathers = PublishedGathers(self._model.offload)
+        yield gathers
+        # A backward whose forward has run before this update must raise, as in torch.
+        torch.autograd.graph.increment_version(self._pieces.params)
+        self._written.restart()
+        gathers.finish(self._pieces.flats, overlaps=self._model.config.overlap_gather)
+
+    @torch.no_grad()
+    def _set_mode(self, method: weakref.WeakMethod[Callable[[], object]], name: str) -> None:
+        """Call `train` or `eval` of `inner`, which write its parameters between steps; those of the model follow."""
+        call = method()
+        assert call is not None
+        if all(group.get("train_mode") is (name == "train") for group in self.param_groups):
+            return  # the parameters have these values already
+        with self._publishing() as gathers:
+            self._groups.let_host_use()  # it writes what may still be copied from it
+            with self._bucketed.with_pieces():
+                call()
+            for bucket in self.buckets:
+                gathers.launch(bucket)
+
+    def _update_all(self, coefficient: Tensor, skip: Tensor, gathers: PublishedGathers) -> None:
         self.matrices.begin()  # before the round, which reads the counters of the groups
         self._bucketed.begin_round()
-        offload, gathers = self._model.offload, PublishedGathers(self._model.offload)
+        offload = self._model.offload
         scales = {p: offload.scalars_on(p, coefficient, skip) for p in Placement if self._groups.on(p)}
         for buckets in self._groups_in_order(scales, with_matrices=True):
             self._update(buckets, scales)
@@ -240,10 +341,6 @@ class ZeroOptimizer:
                 gathers.launch(bucket)
         self.matrices.end()
         self._bucketed.end_round()
-        # A backward whose forward has run before this update must raise, as in torch.
-        torch.autograd.graph.increment_version(self._pieces.params)
-        self._written.restart()
-        gathers.finish(self._pieces.flats, overlaps=self._model.config.overlap_gather)
 
     def _groups_in_order(self, scales: Scales, *, with_matrices: bool) -> Iterator[list[Bucket]]:
         """Iterate over the groups of buckets that are updated together, with or without matrices.

@@ -19,7 +19,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from parallel.autograd_internals import replace_parameter_table
 from parallel.memory_kinds import TensorKind, tagged
-from parallel.mesh import Axis
+from parallel.mesh import Axis, AxisLike, as_axis
 from parallel.torch_internals import real_tensors
 from zero.buckets.flat import absent
 from zero.memory.placement import NO_OFFLOAD, OffloadConfig, Placement
@@ -44,14 +44,14 @@ class ShardedInit:
 
     def __init__(
         self,
-        data: Axis,
+        data: AxisLike,
         policy: ShardingPolicy,
         unsharded_numel: int | None = None,
         offload: OffloadConfig = NO_OFFLOAD,
     ):
-        self._data = data
+        self._data = as_axis(data)
         self._is_on_host = offload.initial_placement("parameters") is Placement.HOST
-        self._axis, _ = policy.axes(data)
+        self._axis = policy.levels(self._data).inner
         limit = UNSHARDED_NUMEL if unsharded_numel is None else unsharded_numel
         self._unsharded_numel = limit if policy.full_params is Lifetime.TRANSIENT else math.inf
         self._unsharded: dict[nn.Parameter, int] = {}  # the numel of each, ordered from the least recently used

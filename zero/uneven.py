@@ -6,13 +6,13 @@ from typing import TypeVar
 
 import torch
 
-from parallel.mesh import Axis
+from parallel.mesh import Axis, AxisLike, as_axis
 from zero.memory.streams import SideStream
 
 Batch = TypeVar("Batch")
 
 
-def join(batches: Iterable[Batch], data: Axis) -> Iterator[tuple[Batch, float]]:
+def join(batches: Iterable[Batch], data: AxisLike) -> Iterator[tuple[Batch, float]]:
     """Iterate over (batch, weight), on every rank as often as on the rank that has the most batches.
 
     The weight is 1.0. A rank that has run out gets its last batch again, with weight 0.0, so that it takes part in the
@@ -25,6 +25,7 @@ def join(batches: Iterable[Batch], data: Axis) -> Iterator[tuple[Batch, float]]:
 
     Raises ValueError on every rank if one has no batch at all.
     """
+    data = as_axis(data)
     remaining, side_stream = iter(batches), SideStream(data.communication_device(torch.empty(0)))
     following = list(islice(remaining, 1))
     if empty := [rank for rank, has in enumerate(_Exchange(bool(following), data, side_stream).wait()) if not has]:
@@ -50,7 +51,7 @@ class _Exchange:
             with data.log.during("uneven data"):
                 data.all_gather(own, out=self._gathered).wait()
             self._flags = self._gathered.to("cpu", non_blocking=True)  # into pinned memory
-            self._copied = side_stream.host_handle()
+            self._copied = side_stream.host_work()
 
     def wait(self) -> list[int]:
         """Return the flags by rank. Blocks the host until they have arrived."""

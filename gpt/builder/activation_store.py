@@ -32,16 +32,27 @@ def chosen_activations(settings: Settings, mesh: Mesh, replicas: Axis, device: t
     return replace(activations, store=store)
 
 
+def sent_bytes(settings: Settings, data_size: int, num_micro_batches: int) -> tuple[float, float]:
+    """Return the bytes that a rank sends along the data axis in a step, inside its group and between groups."""
+    train, zero, parallel = settings.train, settings.zero, settings.parallel
+    numel = parameters_of_rank(settings.model, parallel.tensor_size)
+    return traffic.axis_bytes(
+        zero.policy,
+        numel * train.dtype.itemsize,
+        traffic.axis_sizes(zero.policy, data_size, parallel.shard_size),
+        num_micro_batches,
+        gradient_bytes=numel * zero.gradient_types(train.dtype).reduce.itemsize,
+    )
+
+
 def workload(settings: Settings, data_size: int, num_replicas: int) -> Workload:
     """Return the work of one rank on one micro-batch, with the memory and traffic of closed forms."""
     model, train, zero, parallel = settings.model, settings.train, settings.zero, settings.parallel
     policy, itemsize = zero.policy, train.dtype.itemsize
     num_parameters = parameters_of_rank(model, parallel.tensor_size)
     moments = moment_bytes(settings.optimizer, model, parallel.tensor_size)
-    shard_size = parallel.shard_size or data_size
     num_micro_batches = train.num_micro_batches(data_size // parallel.context_size)
-    accumulate, reduce = (dtype.itemsize for dtype in zero.gradient_types(train.dtype))
-    sent = traffic.step_bytes(policy, num_parameters * itemsize, data_size, num_micro_batches, num_parameters * reduce)
+    accumulate = zero.gradient_types(train.dtype).accumulate.itemsize
     return Workload(
         b=train.micro_batch_size,
         s=model.seq_length // parallel.context_size,  # the tokens of this rank
@@ -52,8 +63,10 @@ def workload(settings: Settings, data_size: int, num_replicas: int) -> Workload:
         tensor_size=parallel.tensor_size,
         vocab_size=model.padded_vocab_size,
         itemsize=itemsize,
-        state_bytes=memory.formula(policy, num_parameters, shard_size, itemsize, moments, accumulate).total,
-        data_bytes=sent / num_micro_batches,
+        state_bytes=memory.formula(
+            policy, num_parameters, data_size, itemsize, moments, accumulate, parallel.shard_size
+        ).total,
+        data_bytes=sum(sent_bytes(settings, data_size, num_micro_batches)) / num_micro_batches,
         block_weights=model.block_weights,
         block_width=model.block_width,
     )

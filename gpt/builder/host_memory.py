@@ -63,23 +63,27 @@ def bytes_on_host(settings: Settings, mesh: Mesh, allocated: Callable[[float], f
     settings = settings.with_gradient_types(mesh.data.size)
     zero, itemsize, states = settings.zero, settings.train.dtype.itemsize, settings.offload.offloaded_states
     policy = zero.policy
-    shard_axis, replica_axis = policy.axes(mesh.data)
+    levels = policy.levels(mesh.data)
     moments = moment_bytes(settings.optimizer, settings.model, mesh.tensor.size)
+    # Bytes of an element: of each state that has an allocation of its own, and of the others
+    in_group: list[float] = []
     pinned: list[float] = []
-    pageable = 0.0  # bytes of an element: of each state that has an allocation of its own, and of the others
+    pageable = 0.0
     has_parameters = "parameters" in states and policy.full_params is Lifetime.TRANSIENT
     if has_parameters:
-        pinned.append(itemsize)
+        in_group.append(itemsize)
     if "optimizer" in states:
-        pinned.append(zero.gradient_types(settings.train.dtype).accumulate.itemsize)
+        in_group.append(zero.gradient_types(settings.train.dtype).accumulate.itemsize)
         # Parameters in fp32 are their own master weights, if both are in the same memory.
         pinned += [] if has_parameters and itemsize == MASTER_BYTES else [MASTER_BYTES]
         pageable = moments
-    copies = settings.checkpoint.asynchronous and settings.checkpoint.every and replica_axis.rank == 0
+    copies = settings.checkpoint.asynchronous and settings.checkpoint.every and levels.replicas.rank == 0
     saved = [MASTER_BYTES, moments / 2, moments / 2] if copies else []
-    shards = _shards(settings, mesh, shard_axis.size)
+    group_shards, shards = (_shards(settings, mesh, axis.size) for axis in (levels.inner, levels.owners))
+    of_group = sum(n * sum(allocated(numel * each) for each in in_group) for numel, n in group_shards)
+    own = sum(n * (numel * pageable + sum(allocated(numel * each) for each in pinned)) for numel, n in shards)
     return HostBytes(
-        states=sum(n * (numel * pageable + sum(allocated(numel * each) for each in pinned)) for numel, n in shards),
+        states=of_group + own,
         activations=allocated(_checkpoint_bytes(settings, mesh)),
         saves=sum(n * sum(allocated(numel * each) for each in saved) for numel, n in shards),
     )

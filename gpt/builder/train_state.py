@@ -28,8 +28,9 @@ from parallel.errors import ConfigError
 from parallel.memory_kinds import allocate_buffer
 from parallel.mesh import Axis, Mesh
 from parallel.tensor.context import check_context
-from parallel.tensor.layers import part_of, split_dims
+from parallel.tensor.layers import part_of
 from parallel.tensor.softmax import inductor_works
+from parallel.tensor.split_parameters import split_dims
 from parallel.tensor.token_layout import ReplicatedTokens, SplitTokens, TokenLayout
 from parallel.world import StartOptions, World
 from zero.activations.checkpointed_blocks import ActivationsConfig, check_replicas, checkpointed_blocks, recomputed
@@ -297,7 +298,8 @@ def _soap(settings: OptimizerSettings, _offload: Offload) -> ChosenOptimizer:
 
 
 def _sgd(settings: OptimizerSettings, _offload: Offload) -> ChosenOptimizer:
-    return torch.optim.SGD, {"momentum": settings.momentum, "nesterov": settings.nesterov}, "torch.optim.SGD"
+    options = {"momentum": settings.momentum, "nesterov": settings.nesterov, "fused": True}
+    return torch.optim.SGD, options, "torch.optim.SGD(fused=True)"
 
 
 OPTIMIZERS = {

@@ -49,7 +49,7 @@ def export_checkpoint(
     shapes = {name: parameter.shape for name, parameter in saved.parameters.items()}
     check_shapes(shapes, parameter_shapes(run.model, run.model.padded_vocab_size), checkpoint / LAYOUT)
     tokenizer = tokenizer_of_data({"data.path": data} if data else run.layout["data"])
-    weights = ((name, saved.whole(name).to(dtype)) for name in saved.parameters)
+    weights = ((name, saved.whole(name, dtype=dtype)) for name in saved.parameters)
     write_weights(output, run.model, weights, tokenizer, file_bytes)
     return sum(shape.numel() for shape in shapes.values())
 

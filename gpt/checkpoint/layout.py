@@ -14,6 +14,7 @@ from parallel.errors import ConfigError
 from zero.state.layout_file import LAYOUT, read_layout
 from zero.state.schema import COUNT, Schema
 
+MASKS = {"train.compile", "activations.store"}  # settings that change what dropout drops, and not the samples
 MAY_DIFFER = {"dropout", "attention", "vocab_multiple"}  # fields of ModelConfig that a run may resume with others of
 
 
@@ -81,8 +82,9 @@ def check_model(checkpoint: Path, saved: ModelConfig, present: ModelConfig) -> N
 
 def changed_data(saved: Mapping[str, Any], present: Mapping[str, Any]) -> list[str]:
     """Return a sentence for each setting that changes the data, and has another value than in the checkpoint."""
+    changed = "samples are others", "dropout may drop other elements"
     return [
-        f"{name}={value}, but the checkpoint was saved with {saved.get(name)}: from here on, samples are others"
+        f"{name}={value}, but the checkpoint was saved with {saved.get(name)}: from here on, {changed[name in MASKS]}"
         for name, value in present.items()
         if saved.get(name, value) != value  # older checkpoints do not have all
     ]

@@ -9,7 +9,7 @@ from gpt.builder.train_state import TrainState
 from gpt.checkpoint.checkpoint import other_tensors
 from gpt.checkpoint.folder import LATEST, checkpoint_name, delete_old, set_aside
 from gpt.checkpoint.layout import Progress, content_of
-from parallel.world import shared_store
+from parallel.store import shared_store
 from zero.state.checkpoint import Saver
 from zero.state.sealed_file import replace_text
 from zero.state.writer import Publication

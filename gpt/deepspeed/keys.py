@@ -34,8 +34,8 @@ WARM_UP = unsupported(NUMBER, "the warm-up rises from zero; set it to 0 and shor
 NVME = "it configures NVMe, which is not used"
 QUANTIZED = "quantized communication is not supported; set it to false, and for slow links set mics_shard_size"
 HPZ = (
-    "a secondary copy of the parameters inside a node is not supported; set 1, or use mics_shard_size, which shards "
-    "all states inside groups"
+    "gradients are divided over the group too, and take 4/G bytes a parameter in fp32; DeepSpeed divides them over all "
+    "ranks, and keeps primary shards of the parameters as well"
 )
 
 BATCH = {
@@ -101,7 +101,7 @@ ZERO = {
         "the total size of resident parameters cannot be limited; lower stage3_param_persistence_threshold",
         2**63 - 1,
     ),
-    "zero_hpz_partition_size": unsupported(COUNT, HPZ, 0, 1),
+    "zero_hpz_partition_size": rule(COUNT, "parallel.shard_size", "zero.optimizer_over", note=HPZ),
     ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients"): unsupported(
         BOOL, QUANTIZED, False
     ),

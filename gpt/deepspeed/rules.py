@@ -97,6 +97,19 @@ def offload(file: Translation) -> dict[str, Any]:
     return {"offload.mode": "host", "offload.states": states} if states else {"offload.mode": "accelerator"}
 
 
+def partition_groups(file: Translation) -> dict[str, Any]:
+    """Return the groups that divide the parameters while all ranks divide the optimizer's states."""
+    size = file.values.get("zero_optimization.zero_hpz_partition_size", 0)
+    if size <= 1:
+        return {}
+    if (groups := file.values.get("zero_optimization.mics_shard_size", -1)) > 0:
+        raise ConfigError(
+            f"mics_shard_size={groups} and zero_hpz_partition_size={size}; the first divides all states over "
+            "groups, the second the optimizer's over all ranks: remove one of them"
+        )
+    return {"parallel.shard_size": size, "zero.optimizer_over": "all"}
+
+
 OPTIMIZER_NAMES = {"Adam": "adamw", "AdamW": "adamw", "Muon": "muon", "SGD": "sgd"}
 
 
@@ -146,4 +159,14 @@ def activations(file: Translation) -> dict[str, Any]:
 
 
 # In this order: later rules read settings that earlier ones have made.
-RULES: tuple[Rule, ...] = (precision, parameter_type, loss_scale, batch, offload, optimizer, schedule, activations)
+RULES: tuple[Rule, ...] = (
+    precision,
+    parameter_type,
+    loss_scale,
+    batch,
+    offload,
+    partition_groups,
+    optimizer,
+    schedule,
+    activations,
+)

@@ -38,12 +38,11 @@ from parallel.tensor.layers import (
     VocabParallelEmbedding,
     column_parallel_linear,
     gather_columns,
-    shared_dims,
-    split_dims,
 )
 from parallel.tensor.linear_cross_entropy import linear_cross_entropy
 from parallel.tensor.random_streams import own_random_stream
 from parallel.tensor.softmax import Softmax, capped
+from parallel.tensor.split_parameters import shared_dims, split_dims
 from parallel.tensor.token_layout import TokenLayout
 
 INIT_STD = 0.02

@@ -148,24 +148,23 @@ def memory_table(state: TrainState, train: TrainSettings) -> Table:
     Moments before the first step, and gradients that are freed between steps, are counted with the size that they will
     have.
     """
-    num_parameters, shard_size, zero = state.num_parameters, state.model.shard_axis.size, state.model.config
+    num_parameters, group_size, zero = state.num_parameters, state.model.levels.inner.size, state.model.config
     state_bytes = state.optimizer.state_bytes_per_element
     gradient_bytes = zero.gradient_types(train.dtype).accumulate.itemsize
-    expected = memory.formula(
-        zero.policy, num_parameters, shard_size, train.dtype.itemsize, state_bytes, gradient_bytes
-    )
+    data_size, itemsize = state.mesh.data.size, train.dtype.itemsize
+    expected = memory.formula(zero.policy, num_parameters, data_size, itemsize, state_bytes, gradient_bytes, group_size)
     table = Table(title=f"Model states per rank, stage {zero.stage}", title_justify="left")
     for heading in ("", "MB", "formula, MB", "bytes per parameter"):
         table.add_column(heading, justify="left" if not heading else "right")
     offloaded = state.model.offload.config.offloaded_states
-    placed = memory.placed(expected, zero.policy, shard_size, offloaded)
+    placed = memory.placed(expected, zero.policy, group_size, offloaded)
     for placement, formula in ((Placement.ACCELERATOR, placed.accelerator), (Placement.HOST, placed.host)):
         if not formula.total:
             continue
         found = resident.resident_states(state.model, state.optimizer, placement)
         buckets = [bucket for bucket in state.optimizer.buckets if bucket.optimizer_placement is placement]
         moments = found.moments or sum(bucket.master.numel() for bucket in buckets) * state_bytes
-        gradients = found.gradients or sum(bucket.grads.owned.nbytes for bucket in buckets)
+        gradients = found.gradients or sum(bucket.grads.group_shard.nbytes for bucket in buckets)
         rows = {field.name: getattr(found, field.name) for field in fields(found)}
         rows |= {"gradients": gradients, "moments": moments}
         where = f", {placement.name.lower()}" if offloaded else ""
@@ -236,12 +235,14 @@ def _time_of_day() -> str:
 def summary_table(state: TrainState, train: TrainSettings, records: list[dict[str, Any]]) -> Table:
     """Return a table of the last logged step, with the first loss and the traffic that the paper predicts."""
     first, last = records[0], records[-1]
-    data_size = state.mesh.data.size
     num_micro_batches = train.num_micro_batches(state.mesh.num_batch_ranks)
     zero, numel = state.model.config, state.num_parameters
     gradient_bytes = numel * zero.gradient_types(train.dtype).reduce.itemsize
-    expected = traffic.step_bytes(
-        zero.policy, numel * train.dtype.itemsize, data_size, num_micro_batches, gradient_bytes
+    sizes = state.model.levels.inner.size, state.model.levels.outer.size
+    expected = sum(
+        traffic.axis_bytes(
+            zero.policy, numel * train.dtype.itemsize, sizes, num_micro_batches, gradient_bytes=gradient_bytes
+        )
     )
     table = Table(title="Summary", show_header=False, title_justify="left")
     table.add_row("loss", f"{first['loss']:.3f} (step {first['step']}) -> {last['loss']:.3f} (step {last['step']})")

@@ -8,8 +8,9 @@ from gpt.builder.train_state import TrainState
 from gpt.monitor.hang import write_hang_report
 from gpt.settings.run import RunSettings
 from parallel.stopping import Stopping
+from parallel.store import shared_store
 from parallel.watchdog import Watchdog
-from parallel.world import World, shared_store
+from parallel.world import World
 
 
 class Watch:

@@ -10,6 +10,7 @@ from typing import Any
 
 from gpt.shape.config import ModelConfig, RopeScaling
 from parallel.errors import ConfigError
+from zero.state.schema import shown
 
 SIZE = range(1, 2**31)
 # By default a configuration of transformers has ids of its own, which may lie outside of the vocabulary.
@@ -126,7 +127,9 @@ def _llama_to_theirs(config: ModelConfig) -> dict[str, Any]:
 
 def _refuse_unless(name: str, found: Any, supported: Any) -> None:
     if found != supported:
-        raise ConfigError(f"the model has {name}={found}, only {supported} is supported; choose another model")
+        raise ConfigError(
+            f"the model has {name}={shown(found)}, only {shown(supported)} is supported; choose another model"
+        )
 
 
 GPT2 = Family(
@@ -184,7 +187,7 @@ def _like_llama(name: str, fixed: Mapping[str, Any], parts: Mapping[str, Any] = 
         ),
         optional={
             **dict.fromkeys(("num_key_value_heads", "head_dim", "sliding_window"), SIZE),
-            **dict.fromkeys(("rms_norm_eps", "rope_theta", "attention_dropout"), float),
+            **dict.fromkeys(("rms_norm_eps", "rope_theta", "attention_dropout", "partial_rotary_factor"), float),
             **dict.fromkeys(("tie_word_embeddings", "use_sliding_window"), bool),
             **dict.fromkeys(("rope_parameters", "rope_scaling"), dict),
         },

@@ -19,7 +19,7 @@ from gpt.model.transformer import GPT
 from gpt.pretrained.families import Family
 from gpt.shape.config import ModelConfig
 from parallel.errors import ConfigError
-from parallel.tensor.layers import split_dims
+from parallel.tensor.split_parameters import split_dims
 
 WORDS = ("token_embedding.weight", "head.weight")  # the parameters whose rows are words, and are padded
 HEAD = "lm_head."

@@ -123,16 +123,19 @@ def _read_config(path: Path) -> tuple[Family, ModelConfig]:
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}; it describes the weights beside it") from error
     fields = {"model_type": "gpt2", **parse_json(content, {}, path)}
-    check(fields, {"model_type": set(FAMILIES)}, path)
+    check(fields, {"model_type": str}, path)
+    if fields["model_type"] not in FAMILIES:
+        raise ConfigError(
+            f"{path}: the model has model_type={shown(fields['model_type'])}, only {', '.join(FAMILIES)} are "
+            "supported; choose another model"
+        )
     family = FAMILIES[fields["model_type"]]
-    schema: dict[str, Schema] = {
-        **{name: {value} if isinstance(value, str) else type(value) for name, value in family.fixed.items()},
-        **family.optional,
-    }
-    schema = {name: of_value for name, of_value in schema.items() if fields.get(name) is not None}
+    optional: dict[str, Schema] = {**{name: type(value) for name, value in family.fixed.items()}, **family.optional}
+    schema = {name: of_value for name, of_value in optional.items() if fields.get(name) is not None}
     check(fields, {**dict.fromkeys(family.required, SIZE), **schema}, path)
-    # Only what is checked: transformers would look at the other keys too. It does not take 1 for 1.0.
-    known = {name: fields[name] for name in [*family.required, *schema]}
+    # Only these: transformers would look at the other keys too. A null is not the default of a key that is missing:
+    # no window, for example. It does not take 1 for 1.0.
+    known = {name: fields[name] for name in [*family.required, *optional] if name in fields}
     known |= {name: float(fields[name]) for name, of_value in schema.items() if of_value is float}
     try:
         return family, config_from_transformers(_configuration(family, known))

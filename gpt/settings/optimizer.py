@@ -65,7 +65,7 @@ class OptimizerSettings:
     name: Literal["adamw", "adamw8bit", "muon", "soap", "sgd"] = "adamw"
     """adamw: AdamW for all parameters; adamw8bit: AdamW with moments of 8 bits, and of fp32 for norms and biases; muon:
     Muon for the matrices inside of the blocks, and AdamW for the rest; soap: SOAP and AdamW in the same way; sgd: SGD
-    with momentum, with which the host waits for the device in each step."""
+    with momentum."""
     momentum: BelowOne = 0.95
     """Decay rate of the momentum of muon and sgd."""
     nesterov: bool = True

@@ -55,14 +55,19 @@ class Settings:
 
     @property
     def order_of_samples(self) -> dict[str, Any]:
-        """The settings that determine which samples a step reads, by the names of their options, for JSON."""
-        data = self.data
-        return {
+        """The settings that determine which samples a step reads and what dropout drops, by their options, for JSON."""
+        data, has_dropout = self.data, self.model.dropout > 0
+        samples = {
             "train.seed": self.train.seed,
             "data.split": list(data.split),
             "data.path": data.path,
             "data.packing": data.packing,
+            "data.mask_documents": data.mask_documents,
         }
+        # Inductor draws the random numbers of a graph at once, and the store determines what is in the graph.
+        masks = {"train.compile": self.train.compile} if has_dropout else {}
+        stores = {"activations.store": self.activations.store} if has_dropout and self.train.compiles_blocks else {}
+        return samples | masks | stores
 
     def with_alignment(self) -> "Settings":
         """Return these settings with shards that do not cut the blocks of the optimizer."""

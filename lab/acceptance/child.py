@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -56,10 +57,15 @@ def _stop(child: subprocess.Popen) -> None:
     child.terminate()
     with suppress(subprocess.TimeoutExpired):
         child.wait(timeout=GRACE_SECONDS)
-    for pid in [child.pid, *others]:
+    kill_all([child.pid, *others])
+    child.wait()
+
+
+def kill_all(pids: Iterable[int]) -> None:
+    """Kill processes, some of which may have ended."""
+    for pid in pids:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-    child.wait()
 
 
 def descendants(pid: int) -> list[int]:
@@ -73,3 +79,8 @@ def descendants(pid: int) -> list[int]:
     for parent in found:
         found += children[parent]
     return found[1:]
+
+
+def as_options(options: Mapping[str, object]) -> list[str]:
+    """Return options of a program as words of its command line."""
+    return [f"--{name}={value}" for name, value in options.items()]

@@ -1,4 +1,4 @@
-"""Compare training on all ranks with training in one process on the same device, and gather and scatter in place.
+"""Compare training on all ranks with training in one process on the same device.
 
     python -m parallel.launch --standalone --nproc-per-node 2 -m lab.acceptance.equality --output equality.jsonl
 
@@ -17,40 +17,32 @@ import json
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from gpt.builder.train_state import build, build_mesh
-from gpt.settings.data import DataSettings
-from gpt.settings.optimizer import OptimizerSettings
+from gpt.settings.parser import parse_settings
 from gpt.settings.settings import Settings
-from gpt.settings.training import ParallelSettings, TrainSettings
-from gpt.shape.config import ModelConfig
 from gpt.train_step import mean_over, train_step
 from lab.acceptance.cases import Case, cases_for
+from lab.acceptance.child import as_options
 from lab.acceptance.delays import Delays
 from parallel.comm_log import CommLog
 from parallel.errors import ConfigError
 from parallel.mesh import Axis, Mesh
 from parallel.world import World, exit_with_error, start_world, stop_world
-from zero.activations.checkpointed_blocks import ActivationsConfig
-from zero.memory.placement import OffloadConfig
-from zero.partition.config import ZeroConfig
 
-MODEL = ModelConfig(num_layers=3, hidden_size=64, num_heads=8, seq_length=32, vocab_size=97, dropout=0.0)
 NUM_STEPS, NUM_MICRO_BATCHES, SEQUENCES_AT_ONCE = 3, 2, 8  # the last over all data-parallel ranks
 TOLERANCE = 2e-5
-MESSAGE_NUMELS = (64, 2**20)
 ALONE = Case(stage=0, num_shard_groups=1, tensor_size=1, store="none", offload="accelerator")
 Losses = list[float]  # the loss and the gradient norm of every step, in turn
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """One line of the output: the largest relative difference of a case, or of a collective in place."""
+    """One line of the output: the largest relative difference of a case."""
 
     ranks: int
     what: str
@@ -61,28 +53,25 @@ class Comparison:
 
 def settings_of(case: Case, num_ranks: int) -> Settings:
     """Return the settings of the case. A bucket holds a fraction of a block, so that every rank has several."""
-    return Settings(
-        model=MODEL,
-        data=DataSettings(path="unused"),
-        parallel=ParallelSettings(tensor_size=case.tensor_size, shard_size=case.shard_size(num_ranks)),
-        zero=ZeroConfig(case.stage, bucket_numel=10_000, overlap_gather=True),
-        offload=OffloadConfig(case.offload),
-        activations=ActivationsConfig(case.store),
-        optimizer=OptimizerSettings(lr=1e-2, eps=1e-3),
-        train=TrainSettings(
-            precision="fp32",
-            micro_batch_size=SEQUENCES_AT_ONCE * case.tensor_size // num_ranks,
-            global_batch_size=SEQUENCES_AT_ONCE * NUM_MICRO_BATCHES,
-        ),
-    )
+    options = {
+        "config": Path(__file__).with_suffix(".yaml"),
+        "parallel.tensor_size": case.tensor_size,
+        "parallel.shard_size": case.shard_size(num_ranks) or "null",
+        "zero.stage": case.stage,
+        "offload.mode": case.offload,
+        "activations.store": case.store,
+        "train.micro_batch_size": SEQUENCES_AT_ONCE * case.tensor_size // num_ranks,
+        "train.global_batch_size": SEQUENCES_AT_ONCE * NUM_MICRO_BATCHES,
+    }
+    return parse_settings(as_options(options))
 
 
 def train(settings: Settings, mesh: Mesh, device: torch.device) -> Losses:
     """Train on the rank's sequences of a fixed batch, and return the losses of all ranks."""
     state = build(settings, mesh, device)
     found: list[Tensor] = []
-    shape = NUM_MICRO_BATCHES, SEQUENCES_AT_ONCE, MODEL.seq_length + 1
-    batch = torch.randint(MODEL.vocab_size, shape, generator=torch.Generator().manual_seed(0))
+    shape = NUM_MICRO_BATCHES, SEQUENCES_AT_ONCE, settings.model.seq_length + 1
+    batch = torch.randint(settings.model.vocab_size, shape, generator=torch.Generator().manual_seed(0))
     own = batch.chunk(mesh.data.size, dim=1)[mesh.data.rank].to(device)
     for _ in range(NUM_STEPS):
         # The losses are read after the last step: a wait for the device in between would hide a missing one.
@@ -103,34 +92,6 @@ def relative_difference(found: Losses, expected: Losses) -> float:
     return max(d if d == d else float("inf") for d in differences)
 
 
-def case_difference(case: Case, mesh: Mesh, world: World, expected: Losses) -> float:
-    """Train with the case, and return the relative difference from the expected losses."""
-    return relative_difference(train(settings_of(case, world.size), mesh, world.device), expected)
-
-
-def in_place_error(collective: str, axis: Axis, device: torch.device) -> float:
-    """Return the largest error of a collective whose output is part of its input, or the other way round.
-
-    All values are small integers, so that no sum is rounded.
-    """
-    largest = 0.0
-    for numel in MESSAGE_NUMELS:
-        for dtype in (torch.float32, torch.bfloat16):
-            ranks = torch.arange(1, axis.size + 1, dtype=dtype, device=device).repeat_interleave(numel)
-            if collective == "all_gather":
-                full = torch.zeros_like(ranks)
-                own = full.chunk(axis.size)[axis.rank].fill_(axis.rank + 1)
-                axis.all_gather(own, out=full).wait()
-                error = full - ranks
-            else:
-                full = ranks.clone()  # every rank sends the same, so the sum is `size` times its own part
-                own = full.chunk(axis.size)[axis.rank]
-                axis.reduce_scatter(full, out=own).wait()
-                error = own - axis.size * (axis.rank + 1)
-            largest = max(largest, error.abs().max().item())
-    return largest
-
-
 def compare(world: World, delays: Delays | None, cases: list[Case], report: Callable[[Comparison], None]) -> None:
     """Run all comparisons and report each, on every rank alike; with `delays` each of them twice."""
     meshes: dict[tuple[int, int], Mesh] = {}  # a communicator takes a while to make, and cases share them
@@ -141,17 +102,13 @@ def compare(world: World, delays: Delays | None, cases: list[Case], report: Call
             meshes[key] = build_mesh(settings_of(case, world.size), world)
         return meshes[key]
 
-    def run(what: str, tolerance: float, measure: Callable[[], float]) -> None:
-        for queued in (None, delays) if delays else (None,):
-            with queued.inserted() if queued else nullcontext():
-                difference = measure()
-            report(Comparison(world.size, what, queued is not None, difference, difference <= tolerance))
-
-    for collective in ("all_gather", "reduce_scatter"):
-        run(f"{collective} in place", 0.0, partial(in_place_error, collective, mesh_of(ALONE).data, world.device))
     expected = train_alone(world.device)
     for case in cases:
-        run(str(case), TOLERANCE, partial(case_difference, case, mesh_of(case), world, expected))
+        for queued in (None, delays) if delays else (None,):
+            with queued.inserted() if queued else nullcontext():
+                found = train(settings_of(case, world.size), mesh_of(case), world.device)
+            difference = relative_difference(found, expected)
+            report(Comparison(world.size, str(case), queued is not None, difference, difference <= TOLERANCE))
     if delays and world.size > 1 and not (delays.num_collectives and delays.num_copies):
         raise ConfigError(
             f"{delays.num_collectives} collectives and {delays.num_copies} copies were delayed, which must not be 0; "

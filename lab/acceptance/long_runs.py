@@ -19,16 +19,16 @@ from itertools import pairwise
 from pathlib import Path
 
 from gpt.run_folder.files import read_steps
+from lab.acceptance.child import as_options
 from lab.acceptance.figures import Figure, UnreadableResult, at_most
-from lab.acceptance.parts import Part, as_options
+from lab.acceptance.parts import Part
 from lab.acceptance.plan import Plan
 
 REFERENCE = Path(__file__).with_name("llmc_124m.csv")
-REFERENCE_STEPS, WARMUP_STEPS = 19_560, 700
 # The stages add the same gradients in other orders, and rounding errors grow over a thousand steps.
 STAGE_TOLERANCE = 0.03
 LIMIT_SECONDS = 6 * 3600.0
-STAGES, VOCAB = (0, 1, 2, 3), 50257
+STAGES = 0, 1, 2, 3
 
 
 def long_parts(plan: Plan) -> list[Part]:
@@ -46,23 +46,17 @@ def long_run(plan: Plan, precision: str, stage: int) -> Part:
     samples_at_once = scale.micro_batch_size * plan.num_ranks
     global_batch_size = math.ceil(scale.global_batch_size / samples_at_once) * samples_at_once
     options = {
-        **scale.model.options(scale.seq, VOCAB),
+        "config": Path(__file__).with_name("long.yaml"),
+        **scale.model.options(scale.seq),
         "data.path": plan.data,
         "zero.stage": stage,
-        "optimizer.lr": 6e-4,
-        "optimizer.weight_decay": 0.1,
-        "schedule.warmup_steps": WARMUP_STEPS,
-        "schedule.decay_steps": REFERENCE_STEPS,
         "train.precision": precision,
         "train.steps": scale.steps,
         "train.micro_batch_size": scale.micro_batch_size,
         "train.global_batch_size": global_batch_size,
         "train.eval_every": scale.eval_every,
         "train.eval_samples": scale.eval_samples,
-        "train.sample_tokens": 0,
-        "checkpoint.resume": "never",
         "wandb.mode": "online" if _has_wandb_key() else "disabled",
-        "wandb.group": "acceptance",
         "run.dir": folder,
     }
     command = plan.launch(plan.num_ranks, "pretrain_gpt.py", *as_options(options))
@@ -120,20 +114,17 @@ def _has_wandb_key() -> bool:
         return False
 
 
-def draw(plot: Path, folders: Sequence[Path]) -> None:
+def draw(path: Path, folders: Sequence[Path]) -> None:
     """Draw the validation losses of the runs that have some, beside the published ones."""
-    from matplotlib.figure import Figure as Drawing  # imported here, because only this program needs it
+    from lab.pages.plots import plot  # imported here, because only this program needs matplotlib
 
-    drawing = Drawing(figsize=(8, 5))
-    axes = drawing.subplots()
-    for folder in folders:
-        with suppress(UnreadableResult):  # a run that failed, and whose part says so
-            curve = validation_curve(folder)
-            axes.plot(*zip(*curve, strict=True), marker=".", label=folder.name.removeprefix("long-"))
-    axes.plot(*zip(*published_curve(), strict=True), "k--", marker="x", label="llm.c on FineWeb")
-    axes.set(xlabel="tokens", ylabel="validation loss", xscale="log")
-    axes.legend()
-    drawing.savefig(plot, dpi=150)
+    with plot(path, size=(8, 5)) as (axes,):
+        for folder in folders:
+            with suppress(UnreadableResult):  # a run that failed, and whose part says so
+                curve = validation_curve(folder)
+                axes.plot(*zip(*curve, strict=True), marker=".", label=folder.name.removeprefix("long-"))
+        axes.plot(*zip(*published_curve(), strict=True), "k--", marker="x", label="llm.c on FineWeb")
+        axes.set(xlabel="tokens", ylabel="validation loss", xscale="log")
 
 
 if __name__ == "__main__":

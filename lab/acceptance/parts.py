@@ -11,12 +11,13 @@ lab/acceptance/long_runs.py has the parts of --long.
 """
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 from lab.acceptance import readings
+from lab.acceptance.child import as_options
 from lab.acceptance.figures import Figure
 from lab.acceptance.plan import ModelSize, Plan
 
@@ -127,27 +128,16 @@ def training_options(plan: Plan, stage: int, folder: Path) -> dict[str, object]:
     """Return the options of a short training run on the synthetic tokens."""
     scale = plan.scale
     return {
-        **scale.trained.options(scale.seq, scale.vocab),
+        "config": Path(__file__).with_name("training.yaml"),
+        **scale.trained.options(scale.seq),
+        "model.vocab_size": scale.vocab,
         "data.path": plan.synthetic_data,
         "zero.stage": stage,
-        "zero.overlap": "true",
-        "zero.overlap_gather": "true",
         "train.precision": plan.half_precision,
         "train.steps": scale.training_steps,
         "train.micro_batch_size": scale.micro_batch_size,
         "train.global_batch_size": scale.micro_batch_size * plan.num_ranks,
         "train.log_every": scale.log_every,
-        "train.eval_samples": 0,
-        "train.sample_tokens": 0,
-        "checkpoint.resume": "never",
-        "profile.steps": list(scale.profiled),
-        "profile.ranks": [],
-        "profile.collectives_step": 0,
-        "run.hang_seconds": 150,  # less than the time limit of the part: it then names the rank that hangs
+        "profile.steps": scale.profiled,
         "run.dir": folder,
     }
-
-
-def as_options(options: Mapping[str, object]) -> list[str]:
-    """Return options of a program as words of its command line."""
-    return [f"--{name}={value}" for name, value in options.items()]

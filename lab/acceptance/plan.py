@@ -5,9 +5,11 @@ import sys
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 import torch
+import yaml
 
 from data.indexed import IndexedWriter, token_dtype
 from gpt.shape.config import ModelConfig
@@ -28,15 +30,13 @@ class ModelSize:
     hidden: int
     millions: int
 
-    def options(self, seq: int, vocab: int) -> dict[str, object]:
+    def options(self, seq: int) -> dict[str, object]:
         """Return the options of the model for pretrain_gpt.py."""
         return {
             "model.num_layers": self.layers,
             "model.hidden_size": self.hidden,
             "model.num_heads": self.hidden // HEAD_WIDTH,
             "model.seq_length": seq,
-            "model.vocab_size": vocab,
-            "model.dropout": 0.0,
         }
 
 
@@ -65,52 +65,20 @@ class Scale:
     rounds: int
     bench_steps: int  # of each contender in a round
     warmup: int
-    training_stages: tuple[int, ...]
+    training_stages: list[int]
     training_steps: int
     log_every: int
-    profiled: tuple[int, int]
+    profiled: list[int]
     num_cases: int | None  # that are compared with one process; None: all
     long: LongScale
 
-
-GPT2_124M = ModelSize("GPT-2 124M", 12, 768, 124)
-GPT2_355M = ModelSize("GPT-2 355M", 24, 1024, 355)
-GPT2_774M = ModelSize("GPT-2 774M", 36, 1280, 774)
-GPT2_1558M = ModelSize("GPT-2 1.5B", 48, 1600, 1558)
-TINY_GPT = ModelSize("a tiny GPT", 2, 64, 1)
-
-ON_GPUS = Scale(
-    compared=(GPT2_124M, GPT2_355M, GPT2_774M, GPT2_1558M),
-    trained=GPT2_355M,
-    seq=1024,
-    vocab=50257,
-    micro_batch_size=4,
-    rounds=4,
-    bench_steps=2,
-    warmup=3,
-    training_stages=(2, 3),
-    training_steps=20,
-    log_every=5,
-    profiled=(16, 18),
-    num_cases=None,
-    long=LongScale(GPT2_124M, 1024, 1000, 512, 16, 125, 512),
-)
-ON_CPUS = Scale(
-    compared=(TINY_GPT,),
-    trained=TINY_GPT,
-    seq=32,
-    vocab=256,
-    micro_batch_size=2,
-    rounds=2,
-    bench_steps=1,
-    warmup=1,
-    training_stages=(2,),
-    training_steps=8,
-    log_every=2,
-    profiled=(7, 8),
-    num_cases=3,
-    long=LongScale(TINY_GPT, 32, 4, 4, 2, 2, 4),
-)
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Return the sizes that a file has."""
+        found = yaml.safe_load(path.read_text())
+        long = LongScale(**(found["long"] | {"model": ModelSize(**found["long"]["model"])}))
+        compared = tuple(ModelSize(**size) for size in found["compared"])
+        return cls(**(found | {"compared": compared, "trained": ModelSize(**found["trained"]), "long": long}))
 
 
 @dataclass(frozen=True)
@@ -127,9 +95,9 @@ class Plan:
         """True if times and memory are judged. On CPUs they are recorded only: they say nothing about GPUs."""
         return self.machine.num_gpus > 0
 
-    @property
+    @cached_property
     def scale(self) -> Scale:
-        return ON_GPUS if self.machine.num_gpus else ON_CPUS
+        return Scale.load(Path(__file__).with_name("gpus.yaml" if self.machine.num_gpus else "cpus.yaml"))
 
     @property
     def world_sizes(self) -> list[int]:

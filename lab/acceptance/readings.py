@@ -63,8 +63,7 @@ def tests(log: Path) -> list[Figure]:
 def step_time(plan: Plan, size: ModelSize, file: Path, log: Path) -> list[Figure]:
     """Read the benchmark beside DDP and FSDP2."""
     result = _load(file)
-    num_sequences = result["settings"]["micro_batches"] * result["settings"]["micro_batch_size"]
-    flops, (peak, source) = plan.flops_per_device(size, num_sequences), plan.peak
+    flops, (peak, source) = plan.flops_per_device(size, result["settings"]["micro_batch_size"]), plan.peak
     rows = {row["name"]: row for row in result["rows"]}
     figures = [Figure(f"peak for MFU, {source}", peak / 1e12, "TFLOP/s")]
     for name, row in rows.items():

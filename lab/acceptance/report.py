@@ -7,29 +7,35 @@ from dataclasses import asdict
 from datetime import date
 from pathlib import Path
 
-from rich.table import Table
+from rich.table import Column, Table
 
 from lab.acceptance.child import ROOT
 from lab.acceptance.figures import Figure, PartResult
 from lab.acceptance.plan import Plan
+from lab.pages.markdown import table
 
 DOCS = ROOT / "docs" / "results"
+HEADINGS = "part and figures", "measured", "required", ""
 VERDICTS = {True: "passed", False: "FAILED"}
 
 
+def result_rows(result: PartResult) -> list[tuple[str, str, str, str]]:
+    """Return the rows of a part: its own, one for its problem, and one for each of its figures."""
+    rows = [(result.name, f"{result.seconds:.0f} s", "", VERDICTS[result.passed])]
+    if result.problem:
+        rows.append((f"  {result.problem}", "", "", VERDICTS[False]))
+    return rows + [(f"  {one.what}", one.text, one.required, _verdict(one)) for one in result.figures]
+
+
 def result_table(results: Sequence[PartResult]) -> Table:
-    """Return a table with a row for each part, and below it one for each of its figures."""
-    table = Table(title="Acceptance", title_justify="left")
-    for heading in ("part and figures", "measured", "required", ""):
-        table.add_column(heading, justify="right" if heading == "measured" else "left", overflow="fold")
+    """Return a table of all parts for the console."""
+    columns = [Column(h, justify="right" if h == "measured" else "left", overflow="fold") for h in HEADINGS]
+    shown = Table(*columns, title="Acceptance", title_justify="left")
     for result in results:
-        table.add_section()
-        table.add_row(result.name, f"{result.seconds:.0f} s", "", VERDICTS[result.passed], style="bold")
-        if result.problem:
-            table.add_row(f"  {result.problem}", "", "", VERDICTS[False])
-        for figure in result.figures:
-            table.add_row(f"  {figure.what}", figure.text, figure.required, _verdict(figure))
-    return table
+        shown.add_section()
+        for number, row in enumerate(result_rows(result)):
+            shown.add_row(*row, style=None if number else "bold")
+    return shown
 
 
 def write_results(plan: Plan, results: Sequence[PartResult], folder: Path, name: str) -> Path:
@@ -56,31 +62,25 @@ def _page(plan: Plan, results: Sequence[PartResult], data: str) -> list[str]:
         "CPU cores": machine.num_cores,
         "Python, torch, CUDA, NCCL": f"{machine.python}, {machine.torch}, {machine.cuda}, {machine.nccl}",
     }
-    lines = [
+    rows = []
+    for result in results:
+        first, *others = [[text.strip() for text in row] for row in result_rows(result)]
+        rows += [[text and f"**{text}**" for text in first], *others]
+    return [
         f"# Acceptance on {what}",
         "",
         f"{num_passed} of {len(results)} parts passed. [acceptance.md](../acceptance.md) says what they do and how to "
         f"read the figures, which `{data}` has too.",
         "",
-        *("| | |", "| --- | --- |", *(f"| {name} | {value} |" for name, value in facts.items())),
+        *table(["", ""], facts.items()),
         "",
-        *("| part and figures | measured | required | |", "| --- | --- | --- | --- |"),
+        *table(HEADINGS, rows),
     ]
-    for result in results:
-        lines.append(f"| **{result.name}** | {result.seconds:.0f} s | | **{VERDICTS[result.passed]}** |")
-        if result.problem:
-            lines.append(f"| {_cell(result.problem)} | | | {VERDICTS[False]} |")
-        lines += [f"| {_cell(f.what)} | {_cell(f.text)} | {f.required} | {_verdict(f)} |" for f in result.figures]
-    return lines
 
 
 def _verdict(figure: Figure) -> str:
     """Return the verdict about a figure; an empty string if it is recorded only."""
     return VERDICTS[figure.passed] if figure.required or not figure.passed else ""
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|")
 
 
 def _commit() -> str:

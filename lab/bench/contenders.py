@@ -5,16 +5,14 @@ in what AdamW updates: under bf16, our stages update fp32 master weights with fp
 weights with bf16 moments.
 """
 
-import math
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
@@ -27,52 +25,41 @@ from zero.optimizers.muon import Muon
 from zero.partition.config import ZeroConfig
 from zero.units.unit import find_units
 
-LR = 3e-4
+LR, CLIP_NORM = 3e-4, 1.0
 
 
 @dataclass(eq=False)
 class Contender:
-    """A model with its optimizer. `model(tokens, targets)` returns the mean loss.
-
-    `accumulate()` returns a context in which gradients are not reduced, for all micro-batches but the last.
-    """
+    """A model with its optimizer. `model(tokens, targets)` returns the mean loss."""
 
     name: str
     model: nn.Module
-    accumulate: Callable[[], AbstractContextManager]
     update: Callable[[], object]  # clips gradients, steps the optimizer, and clears gradients
     backward: Callable[[Tensor], object] = Tensor.backward
     memory_bytes: int = 0
     losses: list[Tensor] = field(default_factory=list)  # the mean loss of every step on this rank
     has_adamw: bool = True  # the losses are compared with those of the baseline
 
-    def step(self, micro_batches: list[Tensor]) -> None:
-        """Train on micro-batches of int64 tokens of shape (micro_batch_size, seq_length + 1)."""
-        with self.accumulate():
-            losses = [self._backward(tokens, len(micro_batches)) for tokens in micro_batches[:-1]]
-        losses.append(self._backward(micro_batches[-1], len(micro_batches)))
-        self.update()
-        self.losses.append(torch.stack(losses).mean())
-
-    def _backward(self, tokens: Tensor, num_micro_batches: int) -> Tensor:
+    def step(self, tokens: Tensor) -> None:
+        """Train on int64 tokens of shape (micro_batch_size, seq_length + 1)."""
         loss = self.model(tokens[:, :-1], tokens[:, 1:])
-        self.backward(loss / num_micro_batches)
-        return loss.detach()
+        self.backward(loss)
+        self.update()
+        self.losses.append(loss.detach())
 
 
 @dataclass(frozen=True)
 class Terms:
-    """The settings that all contenders share. Gradients are not clipped if `clip_norm` is infinite."""
+    """The settings that all contenders share."""
 
     mesh: Mesh
-    clip_norm: float
     zero: ZeroConfig  # of our stages, but for the stage
 
 
 def zero(name: str, model: nn.Module, terms: Terms, *, stage: int, offload: OffloadConfig = NO_OFFLOAD) -> Contender:
     engine = ZeroDataParallel(model, terms.mesh.data, replace(terms.zero, stage=stage), offload=offload)
-    optimizer = ZeroOptimizer(engine, AdamW, clip_norm=terms.clip_norm, lr=LR, fused=True)
-    return Contender(name, engine, engine.accumulate, optimizer.step)
+    optimizer = ZeroOptimizer(engine, AdamW, clip_norm=CLIP_NORM, lr=LR, fused=True)
+    return Contender(name, engine, optimizer.step)
 
 
 def muon(name: str, model: nn.Module, terms: Terms, *, stage: int, optimizer_type: type[Muon] = Muon) -> Contender:
@@ -84,9 +71,9 @@ def muon(name: str, model: nn.Module, terms: Terms, *, stage: int, optimizer_typ
         groups[param_name.startswith(blocks) and param.dim() == 2].append(param)
     param_groups = [{"params": groups[True]}, {"params": groups[False], "update": "adamw"}]
     optimizer = ZeroOptimizer(
-        engine, optimizer_type, param_groups, tensor=terms.mesh.tensor, clip_norm=terms.clip_norm, lr=LR
+        engine, optimizer_type, param_groups, tensor=terms.mesh.tensor, clip_norm=CLIP_NORM, lr=LR
     )
-    return Contender(name, engine, engine.accumulate, optimizer.step, has_adamw=False)
+    return Contender(name, engine, optimizer.step, has_adamw=False)
 
 
 class MuonWithoutIteration(Muon):
@@ -102,16 +89,15 @@ def ddp(
 ) -> Contender:
     engine = DistributedDataParallel(model, gradient_as_bucket_view=bool(fused))
     optimizer = adamw(engine.parameters(), lr=LR, fused=fused)
-    return Contender(name, engine, engine.no_sync, torch_update(engine, optimizer, terms))
+    return Contender(name, engine, torch_update(engine, optimizer))
 
 
 def fsdp2(name: str, model: nn.Module, terms: Terms) -> Contender:
     """Build FSDP2, sharded by block as our stage 3 is."""
     for unit in reversed(find_units(model)):
         fully_shard(model.get_submodule(unit))
-    assert isinstance(model, FSDPModule)
     optimizer = AdamW(model.parameters(), LR, fused=True)
-    return Contender(name, model, partial(without_gradient_sync, model), torch_update(model, optimizer, terms))
+    return Contender(name, model, torch_update(model, optimizer))
 
 
 def deepspeed(name: str, model: nn.Module, terms: Terms, *, stage: int, offloads: bool = False) -> Contender:
@@ -121,7 +107,7 @@ def deepspeed(name: str, model: nn.Module, terms: Terms, *, stage: int, offloads
     optimizer = AdamW(model.parameters(), LR, fused=True)
     settings: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,  # used for its counters only
-        "gradient_clipping": terms.clip_norm if math.isfinite(terms.clip_norm) else 0.0,
+        "gradient_clipping": CLIP_NORM,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "bf16": {"enabled": next(model.parameters()).dtype is torch.bfloat16},
@@ -131,7 +117,7 @@ def deepspeed(name: str, model: nn.Module, terms: Terms, *, stage: int, offloads
         places = ("offload_optimizer", "offload_param") if stage == 3 else ("offload_optimizer",)
         settings["zero_optimization"] |= {place: {"device": "cpu"} for place in places}
     engine, *_ = initialize(model=model, optimizer=optimizer, config=settings)
-    return Contender(name, engine, nullcontext, engine.step, backward=engine.backward)
+    return Contender(name, engine, engine.step, backward=engine.backward)
 
 
 CONTENDERS: dict[str, Callable[[str, nn.Module, Terms], Contender]] = {
@@ -153,20 +139,10 @@ CONTENDERS: dict[str, Callable[[str, nn.Module, Terms], Contender]] = {
 }
 
 
-def torch_update(model: nn.Module, optimizer: Optimizer, terms: Terms) -> Callable[[], None]:
+def torch_update(model: nn.Module, optimizer: Optimizer) -> Callable[[], None]:
     def update() -> None:
-        if math.isfinite(terms.clip_norm):
-            nn.utils.clip_grad_norm_(model.parameters(), terms.clip_norm)
+        nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
         optimizer.step()
         optimizer.zero_grad()
 
     return update
-
-
-@contextmanager
-def without_gradient_sync(model: FSDPModule) -> Iterator[None]:
-    model.set_requires_gradient_sync(False)
-    try:
-        yield
-    finally:
-        model.set_requires_gradient_sync(True)

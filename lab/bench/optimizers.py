@@ -9,19 +9,15 @@ OUTPUT.json gets the curve of each run as it ends, and a second start continues 
 is the plot, and the table is printed.
 """
 
-import argparse
 from functools import partial
 from pathlib import Path
 
-import matplotlib
-import torch
 from torch import Tensor
-
-matplotlib.use("Agg")
-from matplotlib import pyplot
 
 from lab.bench import short_runs
 from lab.bench.short_runs import Curve
+from lab.pages.markdown import table
+from lab.pages.plots import plot
 
 STEPS, EVALUATE_EVERY = 2000, 100
 RATES = {"adamw": (1e-3, 2e-3, 4e-3, 8e-3), "muon": (2e-3, 4e-3, 8e-3, 16e-3)}
@@ -31,13 +27,9 @@ OF_OPTIMIZER = {"adamw": [], "muon": ["--optimizer.muon.ns_dtype", "fp32"]}  # f
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data", required=True, help="prefix of token files of characters")
-    parser.add_argument("--output", type=Path, required=True, help="prefix of OUTPUT.json and OUTPUT.png")
-    parser.add_argument("--steps", type=int, default=STEPS)
+    parser = short_runs.options_parser(__doc__, "prefix of token files of characters", STEPS)
     parser.add_argument("--num_rates", type=int, help="learning rates of each optimizer (all)")
     options = parser.parse_args()
-    torch.set_num_threads(1)
     tokens = short_runs.tokens_of(options.data)
     runs = (
         (name, rate, partial(train, name, rate, tokens, options.steps))
@@ -45,7 +37,7 @@ def main() -> None:
         for rate in rates[: options.num_rates]
     )
     curves = short_runs.complete(options.output.with_suffix(".json"), runs, kept=list)
-    print(table(curves))
+    print("\n".join(table_of(curves)))
     draw(curves, options.output.with_suffix(".png"))
 
 
@@ -61,32 +53,27 @@ def best(of_rate: dict[str, Curve]) -> tuple[str, Curve]:
     return min(of_rate.items(), key=lambda item: item[1][-1][1])
 
 
-def table(curves: dict[str, dict[str, Curve]]) -> str:
-    """Return a row for each run; the lowest loss of an optimizer is bold."""
-    lines = ["| optimizer | learning rate | steps | validation loss |", "|---|---|---|---|"]
+def table_of(curves: dict[str, dict[str, Curve]]) -> list[str]:
+    """Return a table with a row for each run; the lowest loss of an optimizer is bold."""
+    rows = []
     for name, of_rate in curves.items():
         for rate, curve in of_rate.items():
             step, loss = curve[-1]
-            shown = f"**{loss:.3f}**" if rate == best(of_rate)[0] else f"{loss:.3f}"
-            lines.append(f"| {name} | {rate} | {step} | {shown} |")
-    return "\n".join(lines)
+            rows.append([name, rate, step, f"**{loss:.3f}**" if rate == best(of_rate)[0] else f"{loss:.3f}"])
+    return table(["optimizer", "learning rate", "steps", "validation loss"], rows)
 
 
 def draw(curves: dict[str, dict[str, Curve]], path: Path) -> None:
-    figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
-    for name, of_rate in curves.items():
-        chosen, _ = best(of_rate)
-        (line,) = axes.plot(*zip(*of_rate[chosen], strict=True), marker=".", label=f"{name}, learning rate {chosen}")
-        for rate, curve in of_rate.items():
-            if rate != chosen:
-                axes.plot(*zip(*curve, strict=True), color=line.get_color(), alpha=0.25, linewidth=1)
-    _, reached = best(curves["adamw"])
-    axes.axhline(reached[-1][1], color="gray", linestyle=":", linewidth=1)
-    axes.set(title="the best learning rate of each, others faint", xlabel="step", ylabel="validation loss, nats")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    with plot(path, size=(7, 4.5)) as (axes,):
+        for name, of_rate in curves.items():
+            chosen, curve = best(of_rate)
+            (line,) = axes.plot(*zip(*curve, strict=True), marker=".", label=f"{name}, learning rate {chosen}")
+            for rate, other in of_rate.items():
+                if rate != chosen:
+                    axes.plot(*zip(*other, strict=True), color=line.get_color(), alpha=0.25, linewidth=1)
+        _, reached = best(curves["adamw"])
+        axes.axhline(reached[-1][1], color="gray", linestyle=":", linewidth=1)
+        axes.set(title="the best learning rate of each, others faint", xlabel="step", ylabel="validation loss, nats")
 
 
 if __name__ == "__main__":

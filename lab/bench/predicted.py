@@ -1,6 +1,6 @@
 """Compare predicted with measured step times of twelve configurations of a small GPT, on two ranks of this machine.
 
-    python -m lab.bench.predicted                      # writes docs/results/predicted.md
+    python -m lab.bench.predicted                      # writes the figures of docs/results/predicted.md
     python -m lab.bench.predicted --rounds 2 --output runs/predicted/page.md
 
 It takes about five minutes on two idle cores. Three parts run after each other: a preflight of two ranks, which writes
@@ -14,7 +14,6 @@ import os
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import date
@@ -22,37 +21,24 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import yaml
 
 from gpt.builder.train_state import build, build_mesh
 from gpt.settings.parser import parse_settings
 from gpt.settings.settings import Settings
 from gpt.train_step import train_step
+from lab.bench.step_time import timed
 from lab.dryrun.dry_run import dry_run
 from lab.dryrun.projection import project_recording
 from lab.measure.cluster import ClusterSpec
+from lab.pages.markdown import table, with_blocks
 from parallel.world import World, start_world, stop_world
 
 NUM_RANKS = 2
+PAGE = Path("docs/results/predicted.md")
 FOLDER = Path("runs/predicted")
-MODEL = (
-    "--config configs/quickstart.yaml --model.num_layers 4 --model.hidden_size 256 --model.num_heads 4 "
-    "--train.micro_batch_size 4 --train.global_batch_size 8"
-)
-CONFIGURATIONS = {
-    "stage 0": "--zero.stage 0",
-    "stage 1": "--zero.stage 1",
-    "stage 2": "--zero.stage 2",
-    "stage 3": "--zero.stage 3",
-    "stage 2, 4 micro-batches": "--zero.stage 2 --train.global_batch_size 32",
-    "stage 3, 2 micro-batches": "--zero.stage 3 --train.global_batch_size 16",
-    "stage 1, bf16": "--zero.stage 1 --train.precision bf16",
-    "stage 2, blocks recomputed": "--zero.stage 2 --activations.store keep",
-    "stage 1, attention recomputed": "--zero.stage 1 --activations.store selective",
-    "tensor size 2": "--parallel.tensor_size 2 --train.global_batch_size 4",
-    "tensor size 2, sequence parallel": "--parallel.tensor_size 2 --parallel.sequence_parallel true "
-    "--train.global_batch_size 8",
-    "stage 2, compiled": "--zero.stage 2 --train.compile blocks",
-}
+FOUND = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+CONFIGURATIONS: dict[str, str] = FOUND["configurations"]  # {name: options}
 WARMUP_STEPS = 3
 
 
@@ -74,7 +60,7 @@ class Row:
 
 def settings_of(name: str, *options: str) -> Settings:
     """Return the settings of a configuration."""
-    return parse_settings([*f"{MODEL} {CONFIGURATIONS[name]}".split(), *options])
+    return parse_settings([*f"{FOUND['model']} {CONFIGURATIONS[name]}".split(), *options])
 
 
 def prepare(name: str, world: World) -> Callable[[], object]:
@@ -103,22 +89,12 @@ def measure_steps(num_rounds: int, output: Path) -> None:
         names = list(steps)
         turn = number % len(names)
         for name in names[turn:] + names[:turn]:
-            times[name].append(timed(steps[name]))
+            steps[name]()  # another configuration has filled the caches
+            dist.barrier()
+            times[name].append(timed(steps[name], world.device))
     if world.is_first:
         output.write_text(json.dumps(times))
     stop_world()
-
-
-def timed(step: Callable[[], object]) -> tuple[float, float]:
-    """Return the seconds of a step on the slowest rank, and its processor time on this one."""
-    step()  # another configuration has filled the caches
-    dist.barrier()
-    start, cpu_start = time.perf_counter(), time.process_time()
-    step()
-    cpu_seconds = time.process_time() - cpu_start
-    seconds = torch.tensor(time.perf_counter() - start)
-    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
-    return seconds.item(), cpu_seconds
 
 
 def predict(name: str, cluster: Path) -> float:
@@ -135,50 +111,32 @@ def launch(*words: str) -> None:
     subprocess.run([*torchrun, *words], env=environment, check=True)
 
 
-def table(rows: list[Row]) -> str:
-    """Return the rows as a table of Markdown."""
-    lines = ["| configuration | predicted | measured | quartiles | error | processor time |", "|---" * 6 + "|"]
-    for row in rows:
-        lines.append(
-            f"| {row.name} | {1e3 * row.predicted:.0f} | {1e3 * row.measured:.0f} | {1e3 * row.low:.0f} to "
-            f"{1e3 * row.high:.0f} | {row.error:+.0%} | {1e3 * row.cpu_seconds:.0f} |"
-        )
-    return "\n".join(lines)
-
-
 def page(rows: list[Row], num_rounds: int, load: float) -> str:
     """Return the page of the results."""
-    errors = [abs(row.error) for row in rows]
-    settings = settings_of("stage 0")
-    model, train = settings.model, settings.train
-    return f"""# Predicted and measured step times
-
-A preflight measured this machine without a model, and dry runs then predicted a step of {len(rows)} configurations of a
-small GPT: the median error is {statistics.median(errors):.0%}, the largest {max(errors):.0%}.
-
-```bash
-python -m lab.bench.predicted          # writes this page
-```
-
-All times are milliseconds of a step:
-
-{table(rows)}
-
-*Measured* is the median of {num_rounds} rounds; in each round every configuration has one measured step, in an order
-that rotates. *Error* is that of the prediction. *Processor time* is that of all threads of rank 0. A prediction leaves
-out the time that Python spends on the program beyond that of a kernel's launch. The times of collectives contain waits
-for the slower rank, as they were measured behind one computation; with a tensor axis such waits are more frequent.
-
-Measured on {date.today()}: {os.cpu_count()} CPU cores, torch {torch.__version__}, gloo over loopback, {NUM_RANKS}
-ranks of one thread, load {load:.1f} at the start. GPT with {model.num_layers} layers x {model.hidden_size}, vocabulary
-{model.vocab_size}, sequence {model.seq_length}, micro-batch {train.micro_batch_size}, AdamW; fp32 unless stated.
-"""
+    errors, model = [abs(row.error) for row in rows], settings_of("stage 0").model
+    cells = [[f"{1e3 * seconds:.0f}" for seconds in (row.predicted, row.measured, row.cpu_seconds)] for row in rows]
+    quartiles = [f"{1e3 * row.low:.0f} to {1e3 * row.high:.0f}" for row in rows]
+    lines = [
+        f"Of {len(rows)} configurations, the median error is {statistics.median(errors):.0%}, the largest "
+        f"{max(errors):.0%}. All times are milliseconds of a step, *measured* is the median of {num_rounds} rounds:\n",
+        *table(
+            ["configuration", "predicted", "measured", "quartiles", "error", "processor time"],
+            (
+                [row.name, predicted, measured, between, f"{row.error:+.0%}", cpu]
+                for row, (predicted, measured, cpu), between in zip(rows, cells, quartiles, strict=True)
+            ),
+        ),
+        f"\nMeasured on {date.today()}: {os.cpu_count()} CPU cores, torch {torch.__version__}, gloo over loopback, "
+        f"{NUM_RANKS} ranks of one thread, load {load:.1f}\nat the start. GPT with {model.num_layers} layers x "
+        f"{model.hidden_size}, vocabulary {model.vocab_size}, sequence {model.seq_length}, AdamW; fp32 unless stated.",
+    ]
+    return with_blocks(PAGE.read_text(), {"times": lines})
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=30, help="measured steps of each configuration")
-    parser.add_argument("--output", type=Path, default=Path("docs/results/predicted.md"), help="the page to write")
+    parser.add_argument("--output", type=Path, default=PAGE, help="the page to write")
     parser.add_argument("--as_rank", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.as_rank:

@@ -24,7 +24,8 @@ from gpt.settings.settings import Settings
 from gpt.settings.training import TrainSettings
 from gpt.shape.config import ModelConfig
 from parallel.mesh import Mesh
-from parallel.world import shared_store, start_world, stop_world
+from parallel.store import shared_store
+from parallel.world import start_world, stop_world
 from zero.partition.config import ZeroConfig
 from zero.state.sealed_file import CHUNK_BYTES, flush
 from zero.state.writer import HostCopies
@@ -96,12 +97,12 @@ def peak_growth(action: Callable[[], object], above_what_stays: bool = True) -> 
     If not `above_what_stays`, only the value before the action counts.
     """
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak
-    before = memory("VmRSS")
+    before = process_memory("VmRSS")
     action()
-    return memory("VmHWM") - (max(before, memory("VmRSS")) if above_what_stays else before)
+    return process_memory("VmHWM") - (max(before, process_memory("VmRSS")) if above_what_stays else before)
 
 
-def memory(name: str) -> int:
+def process_memory(name: str) -> int:
     """Return the bytes of a field of /proc/self/status: VmRSS is the resident memory, VmHWM its peak."""
     lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return int(lines[name].split()[0]) * 1024

@@ -1,5 +1,6 @@
 """Short runs of small models on one CPU, for comparisons of settings: all see the same batches in the same order."""
 
+import argparse
 import json
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -21,6 +22,16 @@ Runs = Iterable[tuple[str, float, Callable[[], Curve]]]  # (name, learning rate,
 
 NUM_VALIDATION_BATCHES = 24
 VALIDATION_SHARE = 0.05  # of the text, at its end
+
+
+def options_parser(doc: str, data: str, num_steps: int) -> argparse.ArgumentParser:
+    """Return a parser of the options that all comparisons have; `data` describes their tokens."""
+    torch.set_num_threads(1)
+    parser = argparse.ArgumentParser(description=doc.splitlines()[0])
+    parser.add_argument("--data", required=True, help=data)
+    parser.add_argument("--output", type=Path, required=True, help="prefix of OUTPUT.json and OUTPUT.png")
+    parser.add_argument("--steps", type=int, default=num_steps)
+    return parser
 
 
 def complete(path: Path, runs: Runs, kept: Callable[[Curve], Any]) -> dict[str, dict[str, Any]]:

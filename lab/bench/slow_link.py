@@ -15,35 +15,18 @@ import sys
 import tempfile
 from pathlib import Path
 from statistics import median
-from typing import Any
-
-import matplotlib
-
-matplotlib.use("Agg")
-from matplotlib import pyplot
 
 from gpt.run_folder.files import read_steps
-from lab.faults.runs import ROOT, prepare_corpus
+from lab.acceptance.child import ROOT, as_options
+from lab.faults.runs import prepare_corpus
 from lab.faults.testbed import Node, joined_nodes, testbed_problem
 from lab.faults.two_nodes import Job
+from lab.pages.plots import plot
 
 RATES = (None, 1000, 200)  # Mbit/s; None: not limited
 NUM_RANKS, NUM_WARM_UP = 4, 2
-SETTINGS: dict[str, Any] = {
-    "model.num_layers": 8,
-    "model.hidden_size": 256,  # narrow: few operations a byte of activations, as on fast devices
-    "model.num_heads": 8,
-    "model.seq_length": 256,
-    "model.vocab_size": 1024,
-    "model.dropout": 0.0,
-    "zero.stage": 2,
-    "train.precision": "bf16",
-    "train.micro_batch_size": 8,
-    "train.global_batch_size": 32,
-    "train.log_every": 1,
-    "train.eval_samples": 0,
-    "train.sample_tokens": 0,
-}
+CONFIG = Path(__file__).with_suffix(".yaml")
+TOKENS = 32 * 256  # of a step
 INSIDE, ACROSS = "tensor inside, ZeRO across", "tensor across nodes"
 LAYOUTS: dict[str, dict[str, object]] = {
     INSIDE: {"parallel.tensor_size": 2},
@@ -61,7 +44,7 @@ def main() -> None:
     rows = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        settings = SETTINGS | {"data.path": prepare_corpus(folder), "train.steps": options.steps}
+        settings = {"config": CONFIG, "data.path": prepare_corpus(folder), "train.steps": options.steps}
         for rate in RATES:
             with joined_nodes() as nodes:
                 for node in nodes:
@@ -83,8 +66,7 @@ def measure(nodes: list[Node], settings: dict[str, object], rate: int | None, fo
         run_dir = folder / layout.replace(" ", "-").replace(",", "")
         Job(nodes, settings | more, run_dir).run_to_end()
         records = read_steps(run_dir)[NUM_WARM_UP:]
-        tokens = SETTINGS["train.global_batch_size"] * SETTINGS["model.seq_length"]
-        row["measured"][layout] = median(tokens / record["tokens_per_second"] for record in records)
+        row["measured"][layout] = median(TOKENS / record["tokens_per_second"] for record in records)
         row["projected"][layout] = projected_seconds(settings | more, cluster, run_dir / "dry")
     return row
 
@@ -108,28 +90,25 @@ def preflight(nodes: list[Node], cluster: Path) -> None:
 def projected_seconds(settings: dict[str, object], cluster: Path, run_dir: Path) -> float:
     imitated = {"world_size": NUM_RANKS, "cluster": cluster, "backend": "gloo"}
     options = settings | {"run.dir": run_dir} | {f"dry_run.{name}": value for name, value in imitated.items()}
-    command = [sys.executable, "pretrain_gpt.py", *(f"--{name}={value}" for name, value in options.items())]
-    subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(
+        [sys.executable, "pretrain_gpt.py", *as_options(options)], cwd=ROOT, check=True, stdout=subprocess.DEVNULL
+    )
     return json.loads((run_dir / "report.json").read_text())["step"]["seconds"]
 
 
 def draw(rows: list[dict], path: Path) -> None:
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 4), layout="constrained")
     names = [
         "not limited" if row["mbit_per_second"] is None else f"{row['mbit_per_second'] / 1000:g} Gbit/s" for row in rows
     ]
-    for layout, colour in zip(LAYOUTS, ("tab:blue", "tab:red"), strict=True):
-        left.plot(names, [row["measured"][layout] for row in rows], "o-", color=colour, label=layout)
-        left.plot(names, [row["projected"][layout] for row in rows], "x--", color=colour, label=f"{layout}, projected")
-    for what, style in (("measured", "o-"), ("projected", "x--")):
-        right.plot(names, [row[what][ACROSS] / row[what][INSIDE] for row in rows], style, color="black", label=what)
-    left.set(ylabel="seconds a step", ylim=(0, None))
-    right.set(ylabel="tensor across nodes / tensor inside", ylim=(0, None))
-    for axes in (left, right):
-        axes.set_xlabel("link between the nodes")
-        axes.grid(alpha=0.3)
-        axes.legend()
-    figure.savefig(path, dpi=120)
+    with plot(path, 2, (9, 4)) as (left, right):
+        for layout, colour in zip(LAYOUTS, ("tab:blue", "tab:red"), strict=True):
+            left.plot(names, [row["measured"][layout] for row in rows], "o-", color=colour, label=layout)
+            projected = [row["projected"][layout] for row in rows]
+            left.plot(names, projected, "x--", color=colour, label=f"{layout}, projected")
+        for what, style in (("measured", "o-"), ("projected", "x--")):
+            right.plot(names, [row[what][ACROSS] / row[what][INSIDE] for row in rows], style, color="black", label=what)
+        for axes, quantity in ((left, "seconds a step"), (right, "tensor across nodes / tensor inside")):
+            axes.set(xlabel="link between the nodes", ylabel=quantity, ylim=(0, None))
 
 
 if __name__ == "__main__":

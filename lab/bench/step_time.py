@@ -14,6 +14,7 @@ import math
 import os
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -27,6 +28,8 @@ from gpt.model.transformer import GPT, initialize
 from gpt.settings.tree import field_texts
 from gpt.shape.config import ModelConfig
 from lab.bench.contenders import CONTENDERS, Contender, Terms
+from lab.bench.save_time import process_memory
+from lab.measure.bandwidth import synchronize
 from parallel.config_files import parse_yaml
 from parallel.errors import exit_on_config_error
 from parallel.fields import Range, alternatives, convert, field_types, is_text
@@ -66,12 +69,8 @@ class Settings:
     """Steps of each contender in a round."""
     warmup: int = 3
     """Steps of each contender before the first round, after the two that allocate."""
-    clip_norm: float = 1.0
-    """Largest global gradient norm, for all contenders; .inf: gradients are not clipped."""
     bucket_numel: int | None = 2**25
     """zero.bucket_numel of our stages."""
-    prefetch_numel: int | None = None
-    """zero.prefetch_numel of our stage 3; null: those of the next block, as fsdp2 gathers ahead."""
     defragment: bool | None = None
     """zero.defragment of our stages 2 and 3. With false, the default of stage 3, gradients are freed after the update,
     as by fsdp2."""
@@ -79,10 +78,8 @@ class Settings:
     """zero.overlap_gather of our stages 0 to 2."""
     compile: Literal["none", "blocks"] = "none"
     """blocks: torch.compile of every transformer block, for all contenders alike, before the model is wrapped."""
-    micro_batches: int = 1
-    """Micro-batches a step."""
     micro_batch_size: int = 4
-    """Sequences a micro-batch."""
+    """Sequences of a rank in a step."""
     layers: int = 8
     """Transformer blocks."""
     hidden: int = 384
@@ -158,28 +155,26 @@ def build_model(settings: Settings, device: torch.device) -> nn.Module:
     return model.to(device, DTYPES[settings.precision])
 
 
-def make_batches(settings: Settings, world: World) -> list[list[Tensor]]:
-    """Return a list of micro-batches for each step: random tokens, low ids more often, different on every rank."""
+def make_batches(settings: Settings, world: World) -> Tensor:
+    """Return NUM_BATCHES batches of random tokens, low ids more often, different on every rank."""
     generator = torch.Generator().manual_seed(1 + world.rank)
-    shape = (NUM_BATCHES, settings.micro_batches, settings.micro_batch_size, settings.seq + 1)
-    tokens = (settings.vocab * torch.rand(shape, generator=generator) ** 8).long().to(world.device)
-    return [list(batch) for batch in tokens]
+    shape = NUM_BATCHES, settings.micro_batch_size, settings.seq + 1
+    return (settings.vocab * torch.rand(shape, generator=generator) ** 8).long().to(world.device)
 
 
-def build_contenders(settings: Settings, world: World, mesh: Mesh, batches: list[list[Tensor]]) -> list[Contender]:
+def build_contenders(settings: Settings, world: World, mesh: Mesh, batches: Tensor) -> list[Contender]:
     """Build and warm up the contenders one after the other. The memory of each is its peak above the memory in use."""
     config = ZeroConfig(
         bucket_numel=settings.bucket_numel,
-        prefetch_numel=settings.prefetch_numel,
         defragment=settings.defragment,
         overlap_gather=settings.overlap_gather,
     )
-    terms = Terms(mesh, settings.clip_norm, config)
+    terms = Terms(mesh, config)
     # Before the first allocation: memory that malloc has once put on its heap is rarely returned to the system.
     return_freed_memory(at_least_bytes=2**16)
     template = build_model(settings, world.device)
-    for micro_batch in batches[0]:  # allocates workspaces that are never freed, and must count for no contender
-        template(micro_batch[:, :-1], micro_batch[:, 1:]).backward()
+    # Allocates workspaces that are never freed, and must count for no contender.
+    template(batches[0, :, :-1], batches[0, :, 1:]).backward()
     template.zero_grad()
     contenders = []
     for name in settings.contenders:
@@ -207,34 +202,35 @@ def compile_blocks(model: nn.Module) -> None:
             model.get_submodule(unit).compile()
 
 
-def train_steps(contender: Contender, batches: list[list[Tensor]], num_steps: int) -> None:
+def train_steps(contender: Contender, batches: Tensor, num_steps: int) -> None:
     for _ in range(num_steps):
         contender.step(batches[len(contender.losses) % len(batches)])
 
 
-def measure_block(contender: Contender, batches: list[list[Tensor]], num_steps: int, world: World) -> Block:
+def measure_block(contender: Contender, batches: Tensor, num_steps: int, world: World) -> Block:
     """Measure the time of the slowest rank, from an idle device to an idle device."""
     dist.barrier()
     sent = loopback_bytes_sent()
-    synchronize(world.device)
-    start, cpu_start = time.perf_counter(), time.process_time()
-    train_steps(contender, batches, num_steps)
-    synchronize(world.device)
-    cpu_seconds = time.process_time() - cpu_start
-    seconds = torch.tensor(time.perf_counter() - start, device=world.device)
-    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+    seconds, cpu_seconds = timed(lambda: train_steps(contender, batches, num_steps), world.device)
     sent = loopback_bytes_sent() - sent
     is_wire = world.device.type == "cpu" and world.size == world.local_size
     return Block(
-        seconds.item() / num_steps,
+        seconds / num_steps,
         cpu_seconds / num_steps,
         sent / num_steps / world.size if is_wire else math.nan,
     )
 
 
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def timed(action: Callable[[], object], device: torch.device) -> tuple[float, float]:
+    """Return the seconds of an action on the slowest rank, and its processor time on this one."""
+    synchronize(device)
+    start, cpu_start = time.perf_counter(), time.process_time()
+    action()
+    synchronize(device)
+    cpu_seconds = time.process_time() - cpu_start
+    seconds = torch.tensor(time.perf_counter() - start, device=device)
+    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+    return seconds.item(), cpu_seconds
 
 
 def loopback_bytes_sent() -> int:
@@ -268,11 +264,10 @@ def peak_memory_bytes(device: torch.device) -> int:
     """Return the peak of allocated memory (on a CPU: of resident memory) since the last reset_peak_memory."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return int(fields["VmHWM"].removesuffix("kB")) * 1024
+    return process_memory("VmHWM")
 
 
-def compare(contenders: list[Contender], settings: Settings, world: World, batches: list[list[Tensor]]) -> list[Row]:
+def compare(contenders: list[Contender], settings: Settings, world: World, batches: Tensor) -> list[Row]:
     """Measure all rounds and return one row a contender. Ratios are to the faster DDP, round by round."""
     blocks: dict[str, list[Block]] = {contender.name: [] for contender in contenders}
     for number in range(settings.rounds):

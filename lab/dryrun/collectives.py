@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
+from rich.table import Column, Table
 
 from gpt.monitor.collectives import PROFILE
 from gpt.monitor.console import make_console, print_table
@@ -33,11 +33,15 @@ def read_profile(path: Path) -> list[dict[str, Any]]:
         ) from error
 
 
+def right_aligned(*headings: str) -> list[Column]:
+    """Return columns of numbers."""
+    return [Column(heading, justify="right") for heading in headings]
+
+
 def profile_table(rows: list[dict[str, Any]]) -> Table:
     """Return a table with one line for each row of a profile."""
-    table = Table(title="Collectives of a step, in the order of their first launch", title_justify="left")
-    for heading in ("axis\n(ranks)", "operation", "phase", "count", "message,\nMB", "posi-\ntion", "block-\ning"):
-        table.add_column(heading)
+    headings = "axis\n(ranks)", "operation", "phase", "count", "message,\nMB", "posi-\ntion", "block-\ning"
+    table = Table(*headings, title="Collectives of a step, in the order of their first launch", title_justify="left")
     for row in rows:
         sizes = [int(size) / 1e6 for size in row["message_bytes"]]
         table.add_row(
@@ -57,10 +61,8 @@ def comparison_table(runs: dict[str, list[dict[str, Any]]]) -> Table:
 
     A row that a profile lacks has zeros.
     """
-    table = Table("axis", "operation", "phase", title="Collectives of a step", title_justify="left")
-    for figure in ("count", "MB sent"):
-        for name in runs:
-            table.add_column(f"{figure},\n{name}", justify="right")
+    figures = right_aligned(*(f"{figure},\n{name}" for figure in ("count", "MB sent") for name in runs))
+    table = Table("axis", "operation", "phase", *figures, title="Collectives of a step", title_justify="left")
     profiles = [{(row["axis"], row["op"], row["phase"]): row for row in rows} for rows in runs.values()]
     for key in dict.fromkeys(key for rows in profiles for key in rows):
         rows = [side.get(key, {"count": 0, "wire_bytes": 0}) for side in profiles]

@@ -25,8 +25,7 @@ from lab.observe.fake_tensors import QuickFakeTensorMode
 from lab.observe.kernel_log import Kernel, KernelLog
 from lab.observe.memory_tracker import MemoryHistory, MemoryTracker
 from lab.observe.operation_observer import observe_operations
-from lab.races.launch_order import Launch
-from lab.races.stream_checker import StreamChecker, streams_checked
+from lab.races.stream_checker import streams_checked
 from parallel.comm_log import CommEvent
 from parallel.memory_kinds import TensorKind
 from parallel.world import World, imitated_world
@@ -127,21 +126,6 @@ def record_step(
             kernel_log.kernels,
             memory,
         )
-
-
-def record_launches(
-    settings: Settings, world: World, tensor_mode: AbstractContextManager[Any]
-) -> tuple[list[Launch], int]:
-    """Return what a rank launches while it builds the run and trains two steps, and the number before the second."""
-    mesh = build_mesh(settings, world)
-    with tensor_mode, StreamChecker(world.device) as checker:
-        checker.record_launches()
-        state = build(settings, mesh, world.device)
-        micro_batches = _micro_batches(settings, mesh.num_batch_ranks)
-        train_step(state.model, state.optimizer, micro_batches, mesh)
-        num_before = len(checker.launches)
-        train_step(state.model, state.optimizer, micro_batches, mesh)
-    return checker.launches, num_before
 
 
 def _streams(settings: Settings, world: World) -> AbstractContextManager[Any]:

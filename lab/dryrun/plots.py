@@ -2,18 +2,13 @@
 
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
-import matplotlib
 import numpy as np
 from numpy.typing import NDArray
 
-matplotlib.use("Agg")  # works without a display
-
-from matplotlib import pyplot
-
 from lab.dryrun.dry_run import Recording
 from lab.dryrun.projection import Timeline
+from lab.pages.plots import BESIDE, plot
 from parallel.memory_kinds import TensorKind
 
 NUM_MOMENTS = 2000  # in a plot of memory; more would not be seen
@@ -30,25 +25,25 @@ def plot_memory(recording: Recording, path: Path, timeline: Timeline | None) -> 
     times = kernel_starts(recording, timeline) if timeline else list(range(len(recording.kernels) + 1))
     moments = highest_moments(recording)
     kinds = [kind for kind in TensorKind if any(state[kind] for _, state in moments)]
-    figure, axes = pyplot.subplots(figsize=(9, 4.5), layout="constrained")
-    axes.stackplot(
-        [times[position] * (1e3 if timeline else 1) for position, _ in moments],
-        [[state[kind] / 1e9 for _, state in moments] for kind in kinds],
-        labels=kinds,
-        colors=[COLORS[kind] for kind in kinds],
-        step="post",
-    )
     limit = timeline.cluster.usable_gpu_bytes / 1e9 if timeline else 0.0
     is_near = max(state.total() for _, state in moments) / 1e9 > limit / 3
-    if limit and is_near:
-        axes.axhline(limit, color="black", linestyle="--", label=f"limit, {limit:.1f} GB")
-    axes.set(
-        title="Memory of one device over a step" + ("" if is_near else f", limit {limit:.1f} GB"),
-        xlabel=f"projected time, ms{timeline.cluster.remark}" if timeline else "kernels launched",
-        ylabel="GB",
-    )
-    axes.margins(x=0)
-    save(figure, axes, path)
+    with plot(path) as (axes,):
+        axes.stackplot(
+            [times[position] * (1e3 if timeline else 1) for position, _ in moments],
+            [[state[kind] / 1e9 for _, state in moments] for kind in kinds],
+            labels=kinds,
+            colors=[COLORS[kind] for kind in kinds],
+            step="post",
+        )
+        if limit and is_near:
+            axes.axhline(limit, color="black", linestyle="--", label=f"limit, {limit:.1f} GB")
+        axes.set(
+            title="Memory of one device over a step" + ("" if is_near else f", limit {limit:.1f} GB"),
+            xlabel=f"projected time, ms{timeline.cluster.remark}" if timeline else "kernels launched",
+            ylabel="GB",
+        )
+        axes.margins(x=0)
+        axes.legend(**BESIDE)
 
 
 def highest_moments(recording: Recording) -> list[tuple[int, Counter[TensorKind]]]:
@@ -86,20 +81,18 @@ def plot_lanes(timeline: Timeline, path: Path) -> None:
     """
     busy = timeline.busy_seconds()
     lanes = list(busy)[::-1]  # the first one is drawn at the top
-    figure, axes = pyplot.subplots(figsize=(9, 0.8 + 0.6 * len(lanes)), layout="constrained")
     edges = np.linspace(0, timeline.seconds, NUM_INTERVALS + 1)
-    for row, lane in enumerate(lanes):
-        shares = busy_shares(timeline, lane, edges)
-        axes.stairs(row + 0.8 * shares, edges * 1e3, baseline=row, fill=True, color=LANE_COLORS.get(lane, "C1"))
-    axes.set(
-        title="Lanes of a projected step",
-        xlabel=f"projected time, ms{timeline.cluster.remark}",
-        yticks=[row + 0.4 for row in range(len(lanes))],
-        yticklabels=[f"{lane}, {100 * busy[lane] / timeline.seconds:.0f}% busy" for lane in lanes],
-        xlim=(0, timeline.seconds * 1e3),
-    )
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    with plot(path, size=(9, 0.8 + 0.6 * len(lanes))) as (axes,):
+        for row, lane in enumerate(lanes):
+            shares = busy_shares(timeline, lane, edges)
+            axes.stairs(row + 0.8 * shares, edges * 1e3, baseline=row, fill=True, color=LANE_COLORS.get(lane, "C1"))
+        axes.set(
+            title="Lanes of a projected step",
+            xlabel=f"projected time, ms{timeline.cluster.remark}",
+            yticks=[row + 0.4 for row in range(len(lanes))],
+            yticklabels=[f"{lane}, {100 * busy[lane] / timeline.seconds:.0f}% busy" for lane in lanes],
+            xlim=(0, timeline.seconds * 1e3),
+        )
 
 
 def busy_shares(timeline: Timeline, lane: str, edges: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -108,10 +101,3 @@ def busy_shares(timeline: Timeline, lane: str, edges: NDArray[np.float64]) -> ND
     busy_until = np.concatenate([[0.0], np.cumsum(spans[:, 1] - spans[:, 0])])
     points = np.stack([busy_until[:-1], busy_until[1:]], axis=1)  # at the start and the end of each task
     return np.diff(np.interp(edges, spans.ravel(), points.ravel())) / np.diff(edges)
-
-
-def save(figure: Any, axes: Any, path: Path) -> None:
-    axes.grid(alpha=0.3)
-    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)

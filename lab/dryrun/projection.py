@@ -125,9 +125,13 @@ def _replay(
             ready = max(free["compute"], free["from host"])
             if event.axis == "replica":  # it reduces what the shard axis has reduced
                 ready = max(ready, free["shard"])
+            elif event.axis == "shard" and event.op == "all_gather":  # of what the replica axis has gathered
+                ready = max([ready, *(lanes.ends.get(n, 0.0) for n in waits[position] if _is_outer_gather(events[n]))])
             seconds = collective_seconds(event, cluster, shape)
             lanes.ends[number] = lanes.run(event.axis, event.op, ready, seconds)
         for number in waits.get(position, ()):
+            if _is_outer_gather(events[number]):
+                continue  # the stream waits that launches the gather along the shard axis
             free["compute"] = max(free["compute"], lanes.ends.get(number, 0.0))
         if position < len(kernels):
             kernel = kernels[position]
@@ -146,3 +150,7 @@ def _replay(
                 lanes.host_is_done += 0.0 if lanes.is_single else cluster.launch_seconds
                 seconds = kernel_seconds(kernel, cluster) * slowest
                 lanes.compute(kernel.name, seconds, cluster.share_beside_collectives)
+
+
+def _is_outer_gather(event: CommEvent) -> bool:
+    return event.axis == "replica" and event.op == "all_gather"

@@ -15,7 +15,7 @@ from gpt.monitor.units import count, num_bytes, seconds, unit_of
 from gpt.settings.analysis import DryRunSettings
 from gpt.settings.settings import Settings
 from gpt.shape.flops import hardware_flops, model_flops
-from lab.dryrun.collectives import REPORT, profile_table
+from lab.dryrun.collectives import REPORT, profile_table, right_aligned
 from lab.dryrun.dry_run import DEVICE, HOST, Recording, dry_run, no_garbage_collection
 from lab.dryrun.projection import Timeline, project_recording
 from lab.dryrun.run_cost import RunCost
@@ -194,9 +194,8 @@ def memory_table(report: dict[str, Any]) -> Table:
     """Return a table of this rank's memory by kind of tensor."""
     columns = [report[what][where] for where in (DEVICE, HOST) for what in ("resident_bytes", "peak_bytes")]
     size, unit = unit_of(max(sum(column.values()) for column in columns))
-    table = Table(title=f"Memory of this rank, {unit}", title_justify="left")
-    for heading in ("", "device, resident", "device, peak", "host, resident", "host, peak"):
-        table.add_column(heading, justify="left" if not heading else "right")
+    figures = right_aligned("device, resident", "device, peak", "host, resident", "host, peak")
+    table = Table("", *figures, title=f"Memory of this rank, {unit}", title_justify="left")
     for kind in TensorKind:
         if any(kind in column for column in columns):
             table.add_row(kind, *(f"{column.get(kind, 0) / size:,.3f}" for column in columns))
@@ -209,8 +208,8 @@ def traffic_table(report: dict[str, Any]) -> Table:
     """Return a table of the bytes that this rank sends in a step."""
     rows = report["traffic_bytes"]
     size, unit = unit_of(max((row["bytes"] for row in rows), default=0))
-    table = Table("axis", "operation", "phase", title="Sent by this rank in a step", title_justify="left")
-    table.add_column(unit, justify="right")
+    title = "Sent by this rank in a step"
+    table = Table("axis", "operation", "phase", *right_aligned(unit), title=title, title_justify="left")
     for row in rows:
         table.add_row(row["axis"], row["op"], row["phase"], f"{row['bytes'] / size:,.4f}")
     return table

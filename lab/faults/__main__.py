@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from rich.console import Console
@@ -24,20 +24,18 @@ from lab.faults.faults import FAULTS, Outcome, Round, WrongError
 from lab.faults.runs import Steps, prepare_corpus, run_under
 
 
-class Undisturbed:
-    """The steps of undisturbed runs, one for all rounds with the same settings of the training."""
+def undisturbed_in(folder: Path) -> Callable[[Mapping[str, object], int], Steps]:
+    """Return the function of settings and ranks that runs them undisturbed, once for all rounds with that training."""
+    found: dict[str, Steps] = {}
 
-    def __init__(self, folder: Path):
-        self._folder = folder
-        self._found: dict[str, Steps] = {}
-
-    def __call__(self, settings: Mapping[str, object], num_ranks: int) -> Steps:
-        """Return the steps of a run with these settings on so many ranks."""
+    def steps_of(settings: Mapping[str, object], num_ranks: int) -> Steps:
         training = {k: v for k, v in settings.items() if not k.startswith(("checkpoint.", "run.", "guard."))}
         key = json.dumps([num_ranks, training], default=str)
-        if key not in self._found:
-            self._found[key] = run_under(training, self._folder / f"undisturbed-{len(self._found)}", [], num_ranks)
-        return self._found[key]
+        if key not in found:
+            found[key] = run_under(training, folder / f"undisturbed-{len(found)}", [], num_ranks)
+        return found[key]
+
+    return steps_of
 
 
 def main() -> int:
@@ -51,7 +49,7 @@ def main() -> int:
     console = Console()
     with tempfile.TemporaryDirectory(prefix="chaos-") as name:
         folder = Path(name)
-        corpus, undisturbed = prepare_corpus(folder), Undisturbed(folder)
+        corpus, undisturbed = prepare_corpus(folder), undisturbed_in(folder)
         for number in range(options.first, options.first + options.rounds):
             fault = options.faults[number % len(options.faults)]
             of_round = folder / f"round-{number}"

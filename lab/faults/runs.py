@@ -3,35 +3,17 @@
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from lab.acceptance.child import ROOT, descendants
+from data import prepare
+from lab.acceptance.child import ROOT, as_options, descendants, kill_all
 from lab.faults.failing_run import Fault
 
-OPTIONS: dict[str, object] = {
-    "model.num_layers": 2,
-    "model.hidden_size": 32,
-    "model.num_heads": 4,
-    "model.seq_length": 16,
-    "model.vocab_size": 300,
-    "model.dropout": 0.1,
-    "zero.bucket_numel": 5000,
-    "train.precision": "fp32",
-    "train.steps": 40,
-    "train.micro_batch_size": 2,
-    "train.global_batch_size": 8,
-    "train.log_every": 1,
-    "train.eval_samples": 0,
-    "train.sample_tokens": 0,
-    "checkpoint.every": 3,
-    "run.hang_seconds": 60,
-}
+OPTIONS: dict[str, object] = {"config": Path(__file__).with_name("run.yaml")}
 Steps = list[tuple]  # (step, loss, gradient norm) of each
 LIMIT_SECONDS = 240.0  # for one start of a job, which takes 10 on a machine with two idle cores
 # The last line of a traceback that a rank prints because another one has ended.
@@ -77,7 +59,7 @@ class Ended:
 
 
 def start(
-    arguments: Mapping[str, object],
+    arguments: dict[str, object],
     run_dir: Path,
     faults: Sequence[Fault] = (),
     *,
@@ -89,7 +71,7 @@ def start(
     command = [sys.executable, "-m", "parallel.launch", "--standalone", f"--nproc-per-node={num_ranks}"]
     command += [f"--max-restarts={num_restarts}", "--shutdown-timeout=5", "-m", "lab.faults.failing_run"]
     command += [word for fault in faults for word in ("--fault", str(fault))]
-    command += ["--", *(f"--{name}={value}" for name, value in arguments.items()), f"--run.dir={run_dir}"]
+    command += ["--", *as_options(arguments | {"run.dir": run_dir})]
     return subprocess.Popen(
         command,
         cwd=ROOT,
@@ -107,9 +89,7 @@ def end(job: subprocess.Popen[str], limit_seconds: float = LIMIT_SECONDS) -> End
         said, _ = job.communicate(timeout=limit_seconds)
         return Ended(job.returncode, said)
     except subprocess.TimeoutExpired:
-        for process in [*descendants(job.pid), job.pid]:
-            with suppress(ProcessLookupError):
-                os.kill(process, signal.SIGKILL)
+        kill_all([*descendants(job.pid), job.pid])
         return Ended(None, job.communicate()[0])
 
 
@@ -119,7 +99,7 @@ def logged_steps(run_dir: Path) -> Steps:
     return [(record["step"], record["loss"], record["grad_norm"]) for record in map(json.loads, lines)]
 
 
-def run_under(arguments: Mapping[str, object], run_dir: Path, faults: Sequence[Fault], num_ranks: int = 2) -> Steps:
+def run_under(arguments: dict[str, object], run_dir: Path, faults: Sequence[Fault], num_ranks: int = 2) -> Steps:
     """Return the steps of a run that the launcher restarts after each of `faults`. Raises RuntimeError if it fails."""
     ended = end(start(arguments, run_dir, faults, num_ranks=num_ranks, num_restarts=len(faults)))
     if ended.code:
@@ -133,6 +113,6 @@ def prepare_corpus(folder: Path) -> Path:
     text.mkdir()
     for number in range(60):
         (text / f"{number}.txt").write_text(f"{number} green bottles hanging on the wall; " * (3 + number % 7))
-    command = [sys.executable, "-m", "data.prepare", "--source", str(text), "--output", str(folder / "corpus")]
-    subprocess.run([*command, "--train_vocab_size", "300", "--workers", "1"], cwd=ROOT, check=True, capture_output=True)
-    return folder / "corpus"
+    prefix = folder / "corpus"
+    prepare.main(as_options({"source": text, "output": prefix, "train_vocab_size": 300, "workers": 1}))
+    return prefix

@@ -16,7 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from gpt.run_folder.files import read_steps
-from lab.faults.runs import OPTIONS, ROOT, prepare_corpus
+from lab.acceptance.child import ROOT, as_options
+from lab.faults.runs import OPTIONS, Steps, logged_steps, prepare_corpus
 from lab.faults.testbed import Node, joined_nodes, ssh_to, testbed_problem
 
 NUM_STEPS, HANG_SECONDS = 40, 8
@@ -28,7 +29,6 @@ SETTINGS = OPTIONS | {
     "checkpoint.every": 4,
     "run.hang_seconds": HANG_SECONDS,
 }
-Steps = list[tuple]  # (step, loss, gradient norm) of each
 
 
 class Job:
@@ -49,8 +49,7 @@ class Job:
             "PREFLIGHT_SECONDS": "60",
             "GRACE_SECONDS": str(END_SECONDS / 2),
         }
-        options = (f"--{name}={value}" for name, value in (settings | {"run.dir": run_dir}).items())
-        self._command = ["scripts/launch/hostfile.sh", *options]
+        self._command = ["scripts/launch/hostfile.sh", *as_options(settings | {"run.dir": run_dir})]
 
     def start(self) -> subprocess.Popen:
         log = self._run_dir.with_suffix(".log").open("a")
@@ -60,11 +59,7 @@ class Job:
         """Run the job and return its logged steps. Raises RuntimeError with the end of its log if it fails."""
         if self.start().wait():
             raise RuntimeError(self._run_dir.with_suffix(".log").read_text()[-6000:])
-        return self.logged_steps()
-
-    def logged_steps(self) -> Steps:
-        """Return (step, loss, gradient norm) of every step logged so far."""
-        return [(record["step"], record["loss"], record["grad_norm"]) for record in read_steps(self._run_dir)]
+        return logged_steps(self._run_dir)
 
     def run_until_node_is_lost(self, lose: Callable[[], None], step: int) -> int:
         """Start the job, call `lose` after `step`, and return the job's exit code.
@@ -72,7 +67,7 @@ class Job:
         Raises TimeoutExpired if the job does not end.
         """
         running = self.start()
-        while len(self.logged_steps()) < step and running.poll() is None:
+        while len(read_steps(self._run_dir)) < step and running.poll() is None:
             time.sleep(0.02)
         lose()
         return running.wait(END_SECONDS)

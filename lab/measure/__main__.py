@@ -24,14 +24,14 @@ from lab.measure.measured_cluster import (
     INSIDE,
     Measured,
     cluster_of,
-    describe_fits,
     reserved_bytes,
     write_cluster,
 )
 from parallel.errors import ConfigError
 from parallel.launch.preflight import add_arguments, arguments_only, check_by_store, split_words
 from parallel.mesh import Mesh
-from parallel.world import World, exit_with_error, shared_store, start_world, stop_world
+from parallel.store import shared_store
+from parallel.world import World, exit_with_error, start_world, stop_world
 
 
 def check_and_measure(options: argparse.Namespace, arguments: Sequence[str]) -> None:
@@ -49,7 +49,6 @@ def check_and_measure(options: argparse.Namespace, arguments: Sequence[str]) -> 
         if options.write:
             spec = cluster_of(by_rank, world, options.name)
             write_cluster(spec, Path(options.write), sorted({m.node for m in by_rank}))
-            sys.stdout.write("\n".join(describe_fits(spec, by_rank)) + "\n")
             sys.stdout.write(f"{options.write} has these rates, for --dry_run.cluster and the planner\n")
     # The store may end with the first rank's process, which has read the rates of all ranks before it ends.
     stop_world()

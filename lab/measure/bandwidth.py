@@ -247,14 +247,14 @@ def _timed(
     if before is not None:
         before()
     # The device is synchronized before the clock is read: first to finish earlier work, then to finish the action.
-    _synchronize(device)
+    synchronize(device)
     start = clock()
     action()
-    _synchronize(device)
+    synchronize(device)
     return clock() - start
 
 
-def _synchronize(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

@@ -159,6 +159,10 @@ class ClusterSpec:
         """The memory of a GPU that the tensors of a run may fill."""
         return self.gpu_memory_bytes - int(self.reserved_gb * 1e9)
 
+    def holds(self, device_bytes: float, host_bytes: float) -> bool:
+        """Return True if the memory of a GPU, and that of the host of a node, is large enough."""
+        return device_bytes <= self.usable_gpu_bytes and host_bytes <= self.host_memory_gb * 1e9
+
     @property
     def remark(self) -> str:
         """A remark on their error to print beside times that are projected on this cluster; empty if it is unknown."""

@@ -4,7 +4,6 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import date
-from math import prod
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any, Self
@@ -170,26 +169,6 @@ def reserved_bytes(device: torch.device) -> int:
     torch.cuda.synchronize(device)
     free, total = torch.cuda.mem_get_info(device)
     return total - free - torch.cuda.memory_reserved(device)
-
-
-def describe_fits(spec: ClusterSpec, by_rank: Sequence[Measured]) -> list[str]:
-    """Return lines that say how well the models of the cluster file suit what was measured."""
-    lines = []
-    types = {"bfloat16": (1.0, spec.half_products), "float32": (spec.full_precision_share, spec.full_products)}
-    for dtype, (share, tiles) in types.items():
-        peak = spec.peak_half_tflops * 1e12 * spec.gemm_fraction * share
-        errors = [
-            abs(2 * prod(shape) / (peak * tiles.share_of_peak(shape)) / seconds - 1)
-            for shape, seconds in products_of([m.kernels for m in by_rank], dtype)
-        ]
-        lines.append(
-            f"products in {dtype}: {peak / 1e12:.3g} TFLOPs at most; the model's median error is {median(errors):.0%}, "
-            f"the largest {max(errors):.0%}"
-        )
-    launch = f"{spec.launch_seconds * 1e6:.1f} us a kernel on the host"
-    factors = f"{spec.full_step_factor:.2f} in fp32 and {spec.half_step_factor:.2f} in bf16"
-    lines.append(f"kernels of a step take longer than by themselves by a factor of {factors}")
-    return [*lines, f"launches: {launch}; CUDA and NCCL take {spec.reserved_gb:.2f} GB of a device's memory"]
 
 
 def write_cluster(spec: ClusterSpec, path: Path, nodes: Sequence[str]) -> None:

@@ -8,34 +8,14 @@ import argparse
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 from gpt.run_folder.files import METRICS
+from lab.planner.closed_forms import largest
 from parallel.errors import ConfigError, exit_on_config_error
 
 STEPS = 3  # all memory has been allocated after the first
 RUNS = Path("runs/paper/largest")
-
-
-def largest(fits: Callable[[int], bool], first: int, step: int) -> int:
-    """Return the largest number first + n * step (n may be negative) that fits; 0 if none does.
-
-    Assumes that every number below one that fits also fits. Strides away from `first` double until `low` fits and
-    `high` does not; then bisection follows.
-    """
-    none = (first % step or step) - step  # the largest first + n * step that is not above 0: counts as fitting
-    low, high, stride = first, first, step
-    if fits(first):
-        while fits(high := low + stride):
-            low, stride = high, 2 * stride
-    else:
-        while (low := max(none, high - stride)) > none and not fits(low):
-            high, stride = low, 2 * stride
-    while high - low > step:
-        middle = low + (high - low) // (2 * step) * step
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return max(low, 0)
 
 
 def outcome(folder: Path) -> bool | None:

@@ -1,6 +1,7 @@
 """The paper's figures of memory, each as (status in a line, lines of the page), with its plot in docs/paper."""
 
 from lab.measure.cluster import RESERVED_BYTES
+from lab.pages.markdown import table
 from lab.paper.experiments import PAPER
 from lab.paper.plots import Labels, Series, plot_bars
 from lab.paper.results import CLUSTER, Part, residual_bytes, results
@@ -13,12 +14,11 @@ def figure_1() -> Part:
     found = [formula(policy, 7.5e9, 64).total / 1e9 for policy in STAGES.values()]
     computed = ", ".join(f"{gigabytes:.1f}" for gigabytes in found)
     status = f"closed form: model states of 7.5B on 64 GPUs take {computed} GB in stages 0 to 3; printed: {printed}"
-    return status, iter([f"The {status}."])
+    return status, [f"The {status}."]
 
 
 def figure_6() -> Part:
-    found, title = results("figure6"), "Figure 6: the largest model"
-    lines = ["| config | paper | dry run, with Figure 7's residual | dry run, with the reserve |", "| --- " * 4 + "|"]
+    found, title, rows = results("figure6"), "Figure 6: the largest model", []
     rooms = {
         "dry run, with Figure 7's residual": CLUSTER.gpu_memory_bytes - residual_bytes(),
         "dry run, with the reserve": CLUSTER.usable_gpu_bytes,
@@ -31,7 +31,7 @@ def figure_6() -> Part:
             sizes[name].append(r.line.at(layers).parameters / 1e9)
             cells.append(f"{sizes[name][-1]:.0f}B ({layers} layers)")
         row = r.experiment.row
-        lines.append(f"| {row['zero_config']} | {row['max_model_B']}B | {' | '.join(cells)} |")
+        rows.append([row["zero_config"], f"{row['max_model_B']}B", *cells])
     names = [r.experiment.row["zero_config"] for r in found]
     printed = [float(r.experiment.row["max_model_B"]) for r in found]
     series = [Series("paper", names, printed, color="tab:gray")]
@@ -39,26 +39,17 @@ def figure_6() -> Part:
     plot_bars(PAPER / "figure6.png", Labels(title, "configuration", "billions of parameters"), series)
     orders = [[name for _, name in sorted(zip(values, names, strict=True))] for values in (printed, *sizes.values())]
     agrees = "" if all(order == orders[0] for order in orders) else "not "
-    lines += [
-        "\n![Figure 6](figure6.png)",
-        f"\nThe order is {agrees}the paper's: {', '.join(orders[0])}. Its Figures 6 and 7 do not agree on what a GPU "
-        "holds beside the model: C4 and C5 of Figure 6 leave room for about 5 GB, C1 to C3 for about 12. Memory that "
-        "an allocator has cached is not needed: it is released when memory is short.",
-    ]
+    lines = table(["config", "paper", *rooms], rows)
+    lines.append(f"\nThe order is {agrees}the paper's: {', '.join(orders[0])}.")
     ratios = [size / known for of_room in sizes.values() for size, known in zip(of_room, printed, strict=True)]
     status = f"dry runs: {min(ratios):.2f} to {max(ratios):.2f} times the printed sizes, {agrees}in their order"
-    return status, iter(lines)
+    return status, lines
 
 
 def figure_7() -> Part:
     found, residual, title = results("figure7"), residual_bytes(), "Figure 7: largest memory cached"
     limit = CLUSTER.gpu_memory_bytes / 1e9
-    lines = [
-        f"A residual of {residual / 1e9:.2f} GB, fitted on C1 at 40B, is added to every bar. It stands for CUDA's "
-        "context, NCCL, cuDNN, the allocator's gaps and unfused kernels, which no closed form counts.\n",
-        "| model | config | paper, GB | dry run | with the residual | error |\n| --- | --- | --- | --- | --- | --- |",
-    ]
-    totals, errors, above = [], [], []
+    rows, totals, errors, above = [], [], [], []
     for r in found:
         row, peak, printed = r.experiment.row, r.estimate.device_peak_bytes, r.experiment.row["max_cached_GB"]
         totals.append((peak + residual) / 1e9)
@@ -67,23 +58,18 @@ def figure_7() -> Part:
         if totals[-1] > limit:
             above.append(f"{row['model']} {row['zero_config']}")
         error = f"{errors[-1]:+.0%}" if printed else "predicted"
-        lines.append(
-            f"| {row['model']} | {row['zero_config']} | {printed} | {peak / 1e9:.2f} | {totals[-1]:.2f} | {error} |"
-        )
+        rows.append([row["model"], row["zero_config"], printed, f"{peak / 1e9:.2f}", f"{totals[-1]:.2f}", error])
     names = [f"{r.experiment.row['model']}\n{r.experiment.row['zero_config']}" for r in found]
     printed_gb = [float(r.experiment.row["max_cached_GB"] or 0) or None for r in found]
     series = [Series("paper", names, printed_gb, color="tab:gray"), Series("dry run and residual", names, totals)]
     labels = Labels(title, "model and configuration", "GB a GPU")
     plot_bars(PAPER / "figure7.png", labels, series, (f"memory of a GPU, {limit:.1f} GB", limit))
-    lines.append("\n![Figure 7](figure7.png)")
+    lines = [f"A residual of {residual / 1e9:.2f} GB, fitted on C1 at 40B, is added to every bar.\n"]
+    lines += table(["model", "config", "paper, GB", "dry run", "with the residual", "error"], rows)
     if above:
         lines.append(
-            f"\nThe bars of {' and '.join(above)} stand above the memory of a GPU, and still 100B counts as fitting in "
-            "Figure 2, as it did in the paper. The two figures ask different questions. Figure 7 is the memory that "
-            "PyTorch's allocator has *cached*, with blocks that it would release before it failed; the residual, which "
-            "is fitted at 40B, where memory is not short, contains them. Figure 2 asks if the peak and the reserve of "
-            f"{RESERVED_BYTES / 1e9:.0f} GB fit. So a bar above the line means that the allocator has less room to "
-            "cache than it had at 40B, not that the run is out of memory."
+            f"\nThe bars of {' and '.join(above)} stand above the memory of a GPU. Figure 2 asks if the peak and the "
+            f"reserve of {RESERVED_BYTES / 1e9:.0f} GB fit."
         )
     worst = max(map(abs, errors))
-    return f"dry runs with a residual fitted to the first bar; the other printed bars within {worst:.0%}", iter(lines)
+    return f"dry runs with a residual fitted to the first bar; the other printed bars within {worst:.0%}", lines

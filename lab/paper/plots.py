@@ -4,12 +4,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-from matplotlib import pyplot
-from matplotlib.axes import Axes
+from lab.pages.plots import plot
 
 
 @dataclass(frozen=True)
@@ -32,18 +29,21 @@ class Labels:
     x: str
     y: str
 
+    def write(self, axes: Any) -> None:
+        axes.margins(y=0.15)  # room for the numbers above bars
+        axes.set(xlabel=self.x, ylabel=self.y, title=self.title, ylim=(0, None))
+
 
 def plot_lines(path: Path, labels: Labels, series: Sequence[Series], names: Sequence[str] = ()) -> None:
     """Draw lines, with a gap at each unknown value. Names are drawn in the order of `names`, numbers to scale."""
-    figure, axes = pyplot.subplots(figsize=(9, 4), layout="constrained")
-    for one in series:
-        places = [names.index(str(place)) for place in one.places] if names else one.places
-        values = [math.nan if value is None else value for value in one.values]
-        axes.plot(places, values, one.style, color=one.color, alpha=0.8, label=one.label)
-    if names:
-        axes.set_xticks(range(len(names)), list(names))
-    finish(path, labels, axes)
-    pyplot.close(figure)
+    with plot(path) as (axes,):
+        for one in series:
+            places = [names.index(str(place)) for place in one.places] if names else one.places
+            values = [math.nan if value is None else value for value in one.values]
+            axes.plot(places, values, one.style, color=one.color, alpha=0.8, label=one.label)
+        if names:
+            axes.set_xticks(range(len(names)), list(names))
+        labels.write(axes)
 
 
 def plot_bars(path: Path, labels: Labels, series: Sequence[Series], limit: tuple[str, float] | None = None) -> None:
@@ -51,33 +51,15 @@ def plot_bars(path: Path, labels: Labels, series: Sequence[Series], limit: tuple
 
     An unknown value has no bar but its mark, if there is one.
     """
-    figure, axes = pyplot.subplots(figsize=(9, 4), layout="constrained")
     names, width = series[0].places, 0.8 / len(series)
-    for number, one in enumerate(series):
-        places = [place + (number - (len(series) - 1) / 2) * width for place in range(len(names))]
-        bars = axes.bar(places, [value or 0.0 for value in one.values], width, color=one.color, label=one.label)
-        marks = one.marks or [""] * len(names)
-        texts = [f"{value:.0f}" if value else mark for value, mark in zip(one.values, marks, strict=True)]
-        for bar, text in zip(bars, texts, strict=True):
-            axes.annotate(
-                text,
-                (bar.get_x() + width / 2, bar.get_height()),
-                xytext=(0, 2),
-                textcoords="offset points",
-                ha="center",
-                fontsize=8,
-                rotation=0 if bar.get_height() else 90,
-            )
-    if limit:
-        axes.axhline(limit[1], color="tab:red", linestyle="--", label=limit[0])
-    axes.set_xticks(range(len(names)), [str(name) for name in names])
-    finish(path, labels, axes)
-    pyplot.close(figure)
-
-
-def finish(path: Path, labels: Labels, axes: Axes) -> None:
-    axes.margins(y=0.15)  # room for the numbers above bars
-    axes.set(xlabel=labels.x, ylabel=labels.y, title=labels.title, ylim=(0, None))
-    axes.legend()
-    axes.grid(alpha=0.3)
-    pyplot.savefig(path, dpi=100)
+    with plot(path) as (axes,):
+        for number, one in enumerate(series):
+            places = [place + (number - (len(series) - 1) / 2) * width for place in range(len(names))]
+            bars = axes.bar(places, [value or 0.0 for value in one.values], width, color=one.color, label=one.label)
+            marks = one.marks or [""] * len(names)
+            texts = [f"{value:.0f}" if value else mark for value, mark in zip(one.values, marks, strict=True)]
+            axes.bar_label(bars, texts, padding=2, fontsize=8)
+        if limit:
+            axes.axhline(limit[1], color="tab:red", linestyle="--", label=limit[0])
+        axes.set_xticks(range(len(names)), [str(name) for name in names])
+        labels.write(axes)

@@ -1,12 +1,7 @@
 """The dry runs of the paper's configurations, from a cache if it has them, and what is read from them."""
 
-import hashlib
-import json
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache
-
-import yaml
 
 from gpt.run_folder.files import read_steps
 from lab.measure.cluster import ClusterSpec
@@ -14,14 +9,8 @@ from lab.paper.calibrate import CALIBRATED
 from lab.paper.experiments import CLUSTER_FILE, ROOT, Experiment, experiments, parsed
 from lab.planner.depth import DepthExtrapolation, Estimate, extrapolate, shallow_runs
 
-Part = tuple[str, Iterator[str]]  # the status of a table or figure, and the lines of its section
-CACHE = ROOT / "runs/paper/dry"
-PROJECTION = (
-    "lab/dryrun/projection.py",
-    "lab/planner/depth.py",
-    "lab/measure/kernel_costs.py",
-    "lab/dryrun/costs/collectives.py",
-)
+Part = tuple[str, list[str]]  # the status of a table or figure, and the lines of its section
+KEPT_RUNS = ROOT / "runs/paper/dry"
 CLUSTER = ClusterSpec.load(CLUSTER_FILE)
 
 
@@ -59,21 +48,8 @@ class Result:
 
 
 def line_of(settings: dict, world_size: int) -> DepthExtrapolation:
-    """Return the line through two dry runs, from the cache if it has one.
-
-    The cache's key has the settings, the cluster and the projection. Delete runs/paper/dry after any other change to
-    the training step.
-    """
-    text = yaml.safe_dump(settings) + str(world_size) + CLUSTER_FILE.read_text()
-    text += "".join((ROOT / path).read_text() for path in PROJECTION)
-    cache_file = CACHE / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
-    if not cache_file.exists():
-        CACHE.mkdir(parents=True, exist_ok=True)
-        line = extrapolate(shallow_runs(parsed(settings, world_size)), CLUSTER)
-        cache_file.write_text(json.dumps(asdict(line)))
-    stored = json.loads(cache_file.read_text())
-    shallow, deeper = (Estimate(**found) for found in stored["estimates"])
-    return DepthExtrapolation((stored["depths"][0], stored["depths"][1]), (shallow, deeper))
+    """Return the line through two dry runs, which are kept in KEPT_RUNS."""
+    return extrapolate(shallow_runs(parsed(settings, world_size), KEPT_RUNS), CLUSTER)
 
 
 @cache

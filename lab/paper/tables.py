@@ -1,10 +1,10 @@
 """The paper's tables: the closed forms of Tables 1 and 2, and the deepest models of Table 2 by dry runs."""
 
 import csv
-from collections.abc import Iterator
 
+from lab.pages.markdown import table
 from lab.paper.experiments import GRADIENT_TYPES, PAPER
-from lab.paper.results import CLUSTER, line_of
+from lab.paper.results import CLUSTER, Part, line_of
 from zero.formulas.memory import formula
 from zero.partition.stage import STAGES, ShardingPolicy
 
@@ -17,7 +17,7 @@ def rows_of(file_name: str) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def table_1() -> tuple[str, Iterator[str]]:
+def table_1() -> Part:
     """Return the status of Table 1, and its lines."""
     rows = rows_of("table1_memory_gb.csv")
     sizes = {"7.5B": 7.5e9, "128B": 128e9, "1T": 1e12}
@@ -29,7 +29,7 @@ def table_1() -> tuple[str, Iterator[str]]:
         truncated = int(found * 10**digits) / 10**digits
         num_equal += float(row["paper_GB"]) in (round(found + 1e-9, digits), truncated)
     status = f"{num_equal} of {len(rows)} cells equal the closed form"
-    return status, iter([f"{status} (1T and some 128B cells are truncated there)."])
+    return status, [f"{status} (1T and some 128B cells are truncated there)."]
 
 
 def largest_model(policy: ShardingPolicy, memory_bytes: float, N_d: int, N_m: int = 1) -> float:
@@ -40,16 +40,12 @@ def largest_model(policy: ShardingPolicy, memory_bytes: float, N_d: int, N_m: in
     return N_m * memory_bytes / formula(policy, 1.0, N_d).total
 
 
-def table_2() -> tuple[str, Iterator[str]]:
+def table_2() -> Part:
     """Return the status of Table 2, and its lines.
 
     The columns of dry runs are the deepest models that leave UNUSED_GB free with one sequence a rank.
     """
-    lines = [
-        "| TP | theory: baseline | Pos | Pos+g | Pos+g+p | baseline, measured | dry run | Pos, measured | dry run |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    errors = []
+    rows, errors = [], []
     for row in rows_of("table2_max_model_billion.csv"):
         tensor_size, data_size = int(row["mp"]), int(row["dp"])
         theory = [f"{largest_model(STAGES[s], 32e9, data_size, tensor_size) / 1e9:.1f}" for s in STAGES]
@@ -60,12 +56,13 @@ def table_2() -> tuple[str, Iterator[str]]:
             parameters = line.at(line.max_layers(CLUSTER.gpu_memory_bytes - UNUSED_GB * 1e9)).parameters / 1e9
             errors.append(parameters / float(row[column]) - 1)
             cells += [row[column], f"{parameters:.2f} ({errors[-1]:+.0%})"]
-        lines.append(f"| {tensor_size} | {' | '.join(theory)} | {' | '.join(cells)} |")
+        rows.append([tensor_size, *theory, *cells])
+    headings = ["TP", "theory: baseline", "Pos", "Pos+g", "Pos+g+p", "baseline, measured", "dry run", "Pos, measured"]
     status = (
         "theory by the closed form; measured models by dry runs that leave "
         f"{UNUSED_GB:.0f} GB free, within {max(map(abs, errors)):.0%}"
     )
-    return status, iter(lines)
+    return status, table([*headings, "dry run"], rows)
 
 
 def table_2_settings(tensor_size: int, data_size: int, stage: int) -> dict:

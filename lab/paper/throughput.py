@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 
 import yaml
 
+from lab.pages.markdown import table
 from lab.paper.experiments import CONFIGS, PAPER, Experiment
 from lab.paper.plots import Labels, Series, plot_bars, plot_lines
 from lab.paper.results import Part, Result, line_of, measured_here, results
@@ -38,18 +39,20 @@ def accuracy() -> Iterator[str]:
     )
 
 
-def throughput_lines(found: Sequence[Result]) -> Iterator[str]:
-    yield "| model | system | GPUs | TP | batch | paper, TFLOPs | dry run | error | peak, GB | on a cluster |"
-    yield "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |"
+def throughput_table(found: Sequence[Result]) -> list[str]:
+    """Return a table with a row for each result."""
+    rows = []
     for result in found:
         row, printed = result.experiment.row, result.experiment.row.get("tflops_per_gpu", "")
+        system, batch = row.get("zero_config") or row.get("system"), row["batch_per_replica"]
+        rate = "OOM" if result.tflops is None else f"{result.tflops:.1f}"
         error = f"{result.error:+.0%}" if result.error is not None else ""
         note = " (calibrated)" if result.is_calibrated else ""
-        yield (
-            f"| {row['model']} | {row.get('zero_config') or row.get('system')} | {row['gpus']} | {row['mp']} "
-            f"| {row['batch_per_replica']} | {printed} | {'OOM' if result.tflops is None else f'{result.tflops:.1f}'} "
-            f"| {error}{note} | {result.estimate.device_peak_bytes / 1e9:.1f} | {measured_here(result.experiment)} |"
-        )
+        peak = f"{result.estimate.device_peak_bytes / 1e9:.1f}"
+        figures = printed, rate, f"{error}{note}", peak, measured_here(result.experiment)
+        rows.append([row["model"], system, row["gpus"], row["mp"], batch, *figures])
+    figures = "paper, TFLOPs", "dry run", "error", "peak, GB", "on a cluster"
+    return table(["model", "system", "GPUs", "TP", "batch", *figures], rows)
 
 
 def size_of(name: str) -> float:
@@ -69,7 +72,7 @@ def throughput_against_size(figure: str, title: str) -> Part:
         series.append(Series(f"{system}, dry run", places, [r.tflops for r in rows], "o-", color))
         series.append(Series(f"{system}, paper", places, printed, "x--", color))
     plot_lines(PAPER / f"{figure}.png", Labels(title, SIZES, "TFLOPs a GPU"), series, names)
-    return throughput_status(found), iter([*throughput_lines(found), f"\n![{title}]({figure}.png)"])
+    return throughput_status(found), throughput_table(found)
 
 
 def throughput_status(found: Sequence[Result]) -> str:
@@ -86,23 +89,17 @@ def figure_3() -> Part:
     rates = [r.experiment.tflops(r.estimate.seconds) for r in found]
     gpus = [r.experiment.num_gpus for r in found]
     totals = [rate * num / 1e3 for rate, num in zip(rates, gpus, strict=True)]
-    lines = ["| GPUs | batch of a replica | TFLOPs a GPU | total, PFLOPs | times 64 GPUs |"]
-    lines.append("| --- | --- | --- | --- | --- |")
+    rows = []
     for r, num, rate, total in zip(found, gpus, rates, totals, strict=True):
-        ratio, batch = total / totals[0], r.experiment.row["batch_per_replica"]
-        lines.append(f"| {num} | {batch} | {rate:.1f} | {total:.2f} | {ratio:.2f} (GPUs: {num / gpus[0]:.2f}) |")
+        ratio = f"{total / totals[0]:.2f} (GPUs: {num / gpus[0]:.2f})"
+        rows.append([num, r.experiment.row["batch_per_replica"], f"{rate:.1f}", f"{total:.2f}", ratio])
+    lines = table(["GPUs", "batch of a replica", "TFLOPs a GPU", "total, PFLOPs", "times 64 GPUs"], rows)
     linear = [totals[0] * num / gpus[0] for num in gpus]
     series = [Series("dry run", gpus, totals), Series("in proportion to 64 GPUs", gpus, linear, "--", "tab:gray")]
     title = "Figure 3: 60B, all GPUs together"
     plot_lines(PAPER / "figure3.png", Labels(title, "GPUs", "PFLOPs of all GPUs"), series)
-    lines.append(
-        "\nThere is no series of the paper: it draws this figure, and prints the configurations but not the values "
-        "(`docs/paper/fig3_scaling.csv`). So the comparison is with its claim, that the total grows faster than the "
-        "number of GPUs."
-    )
     growth = f"from {gpus[0]} to {gpus[-1]} GPUs the total grows {totals[-1] / totals[0]:.2f} times"
-    lines.append("\n![Figure 3](figure3.png)")
-    return f"dry runs, a pure prediction: {growth}; the paper prints no values", iter(lines)
+    return f"dry runs, a pure prediction: {growth}; the paper prints no values", lines
 
 
 def figure_4() -> Part:
@@ -118,17 +115,13 @@ def figure_5() -> Part:
     print("figure5", flush=True)
     result = Result(Experiment("figure5", row), line_of(settings, 256))
     rate, peak = result.experiment.tflops(result.estimate.seconds), result.estimate.device_peak_bytes / 1e9
-    lines = [
-        "Figure 5 is the validation perplexity of Turing-NLG (17B) over 300,000 steps. It is not reproduced: that "
-        "takes the training itself, on 256 V100, and its data, which are not public. The settings are in "
-        "`configs/paper/turing-nlg-17b.yaml` (the paper prints no batch, warm-up and sequence length), "
-        "with the commands that train the model and measure the perplexity of WikiText-103 as the paper does.\n",
+    line = (
         f"A dry run of one of its steps on 256 GPUs needs {peak:.1f} GB a GPU"
         f"{'' if result.fits else ' (out of memory)'} and reaches {rate:.1f} TFLOPs a GPU, where the paper prints "
-        f"{printed} ({rate / printed - 1:+.0%}).",
-    ]
+        f"{printed} ({rate / printed - 1:+.0%})."
+    )
     status = f"perplexity not reproduced; dry run of Turing-NLG: {rate:.1f} TFLOPs a GPU, printed: {printed}"
-    return status, iter(lines)
+    return status, [line]
 
 
 def figure_8() -> Part:
@@ -145,4 +138,4 @@ def figure_8() -> Part:
     plot_bars(PAPER / "figure8.png", Labels(title, "model and configuration", "TFLOPs a GPU"), series)
     num_equal = sum(one == other for one, other in zip(marks, paper_marks, strict=True))
     status = f"{throughput_status(found)}; {num_equal} of {len(found)} rows agree on what is out of memory"
-    return status, iter([*throughput_lines(found), f"\n![{title}](figure8.png)"])
+    return status, throughput_table(found)

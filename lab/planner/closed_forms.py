@@ -93,16 +93,25 @@ def deepest_models(settings: Settings, cluster: ClusterSpec, world_size: int) ->
             prediction = predict(layout, with_depth(num_layers), cluster, world_size)
             return prediction is not None and fits(prediction, cluster)
 
-        found.append((largest_fitting(depth_fits), layout))
+        found.append((largest(depth_fits, 1), layout))
     return sorted(found, key=lambda pair: pair[0], reverse=True)
 
 
-def largest_fitting(number_fits: Callable[[int], bool]) -> int:
-    """Return the largest number that fits, by bisection, if 0 and every number below one that fits also fit."""
-    low, high = 0, 1
-    while number_fits(high):
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if number_fits(middle) else (low, middle)
-    return low
+def largest(fits: Callable[[int], bool], first: int, step: int = 1) -> int:
+    """Return the largest number first + n * step (n may be negative) that fits; 0 if none does.
+
+    Assumes that every number below one that fits also fits. Strides away from `first` double until `low` fits and
+    `high` does not; then bisection follows.
+    """
+    none = (first % step or step) - step  # the largest first + n * step that is not above 0: counts as fitting
+    low, high, stride = first, first, step
+    if fits(first):
+        while fits(high := low + stride):
+            low, stride = high, 2 * stride
+    else:
+        while (low := max(none, high - stride)) > none and not fits(low):
+            high, stride = low, 2 * stride
+    while high - low > step:
+        middle = low + (high - low) // (2 * step) * step
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return max(low, 0)

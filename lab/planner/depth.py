@@ -10,18 +10,34 @@ do not fill their buffers yet.
 
 A dry run has at most three micro-batches: the first, the last, and one between them, which all others are like. They
 need no more memory than their tokens.
+
+Dry runs may be kept in files, whose names have the settings and the log of kernels. Delete them after any other change
+to the training step.
 """
 
+import gzip
+import hashlib
+import json
 import math
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Self
+
+import torch
 
 from gpt.builder.closed_forms import parameters_of_rank
 from gpt.settings.settings import Settings
-from lab.dryrun.dry_run import DEVICE, HOST, MAX_MICRO_BATCHES, Recording, dry_run
-from lab.dryrun.projection import project_recording
+from lab.dryrun.costs.collectives import MeshShape
+from lab.dryrun.dry_run import DEVICE, HOST, MAX_MICRO_BATCHES, dry_run
+from lab.dryrun.projection import project
 from lab.measure.cluster import ClusterSpec
+from lab.observe import kernel_log
+from lab.observe.kernel_log import Kernel
+from parallel.comm_log import CommEvent
 
 DEPTHS = 4, 8
+EVENT_FIELDS = "op", "axis", "group_size", "message_bytes", "dtype", "phase", "launched", "awaited", "sent_bytes"
 
 
 @dataclass(frozen=True)
@@ -30,7 +46,6 @@ class Estimate:
 
     parameters: float  # of the whole model
     device_peak_bytes: float
-    device_resident_bytes: float
     host_peak_bytes: float
     seconds: float
 
@@ -59,41 +74,103 @@ class DepthExtrapolation:
 
 @dataclass(frozen=True)
 class ShallowRun:
-    """A dry run of the model with fewer layers, and perhaps with fewer micro-batches."""
+    """One rank's dry run of the model with fewer layers, and perhaps with fewer micro-batches."""
 
     num_layers: int
-    recording: Recording
-    num_left_out: int = 0  # micro-batches of a step that the dry run does not have
+    num_parameters: int  # of the whole model
+    device_peak_bytes: int
+    host_peak_bytes: int
+    shape: MeshShape
+    kernels: list[Kernel]
+    events: list[CommEvent]
+    num_left_out: float = 0.0  # micro-batches of a step that the dry run does not have
+
+    @classmethod
+    def of(cls, settings: Settings, num_left_out: int) -> Self:
+        """Run the settings dry. Raise ConfigError as `dry_run` does."""
+        found = dry_run(settings)
+        return cls(
+            settings.model.num_layers,
+            found.state.num_parameters_of_model,
+            sum(found.peak[DEVICE].values()),
+            sum(found.peak[HOST].values()),
+            MeshShape.of(found.state.mesh),
+            found.kernels,
+            found.events,
+            num_left_out,
+        )
+
+    @classmethod
+    def parse(cls, values: dict[str, Any]) -> Self:
+        """Return the run that `as_json` describes."""
+        kernels = [Kernel(**_with_types(one, "product", "attention")) for one in values["kernels"]]
+        events = [CommEvent(**_with_types(one)) for one in values["events"]]
+        return cls(**(values | {"shape": MeshShape(**values["shape"]), "kernels": kernels, "events": events}))
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the run as a tree for JSON."""
+        kernels = [vars(one) | {"dtype": str(one.dtype)} for one in self.kernels]
+        events = [{name: getattr(one, name) for name in EVENT_FIELDS} for one in self.events]
+        for event in events:
+            event["dtype"] = str(event["dtype"])
+        return vars(self) | {"shape": asdict(self.shape), "kernels": kernels, "events": events}
 
 
-def shallow_runs(settings: Settings) -> tuple[ShallowRun, ShallowRun]:
-    """Return dry runs at two depths, in the world of `settings.dry_run`. Raise ConfigError as `dry_run` does.
+def _with_types(values: dict[str, Any], *tuples: str) -> dict[str, Any]:
+    """Return values read from JSON with their data type, and with some of them as tuples."""
+    named = {name: values[name] and tuple(values[name]) for name in tuples}
+    return values | named | {"dtype": getattr(torch, values["dtype"].removeprefix("torch."))}
 
-    Their last activation checkpoint has as many layers as that of the model at its full depth, and their buckets have
-    the size of its buckets.
+
+def shallow_runs(settings: Settings, folder: Path | None = None) -> tuple[ShallowRun, ShallowRun]:
+    """Return dry runs at two depths, in the world of `settings.dry_run`; from `folder`, if it has them.
+
+    Raise ConfigError as `dry_run` does. Their last activation checkpoint has as many layers as that of the model at
+    its full depth, and their buckets have the size of its buckets.
     """
-    settings, num_left_out = _with_few_micro_batches(_with_bucket_numel(settings))
-    num_layers, group = settings.model.num_layers, settings.activations.layers_per_checkpoint
-    models = (
-        replace(settings.model, num_layers=math.ceil(depth / group) * group + num_layers % group) for depth in DEPTHS
-    )
-    first, second = (
-        ShallowRun(model.num_layers, dry_run(replace(settings, model=model)), num_left_out) for model in models
-    )
+    path = path_of(settings, folder) if folder else None
+    if path and path.exists():
+        first, second = map(ShallowRun.parse, json.loads(gzip.decompress(path.read_bytes())))
+        return first, second
+    first, second = map(partial(ShallowRun.of, num_left_out=_num_left_out(settings)), shallow_settings(settings))
+    if path:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        scratch = path.with_suffix(".new")  # a run that ends meanwhile leaves no file that looks complete
+        scratch.write_bytes(gzip.compress(json.dumps([first.as_json(), second.as_json()]).encode(), 1))
+        scratch.replace(path)
     return first, second
 
 
-def _with_few_micro_batches(settings: Settings) -> tuple[Settings, int]:
-    """Return the settings with at most MAX_MICRO_BATCHES in a step, and the number of those that are left out."""
+def path_of(settings: Settings, folder: Path) -> Path:
+    """Return the file of the dry runs of these settings."""
+    text = f"{settings} {DEPTHS} {Path(kernel_log.__file__).read_text()}"
+    return folder / f"{hashlib.sha256(text.encode()).hexdigest()[:20]}.json.gz"
+
+
+def shallow_settings(settings: Settings) -> list[Settings]:
+    """Return the settings of the dry runs."""
+    num_left_out, settings = _num_left_out(settings), _with_bucket_numel(settings)
+    num_layers, group = settings.model.num_layers, settings.activations.layers_per_checkpoint
+    train = settings.train
+    if num_left_out:
+        batch = train.global_batch_size - num_left_out * train.micro_batch_size * _num_batch_ranks(settings)
+        train = replace(train, global_batch_size=batch)
+    depths = (math.ceil(depth / group) * group + num_layers % group for depth in DEPTHS)
+    return [replace(settings, train=train, model=replace(settings.model, num_layers=depth)) for depth in depths]
+
+
+def _num_left_out(settings: Settings) -> int:
+    """Return the number of micro-batches beyond MAX_MICRO_BATCHES in a step."""
+    num_sequences = settings.train.micro_batch_size * _num_batch_ranks(settings)
+    if not num_sequences or settings.train.global_batch_size % num_sequences:
+        return 0  # refused by the dry run, with these numbers
+    return max(0, settings.train.global_batch_size // num_sequences - MAX_MICRO_BATCHES)
+
+
+def _num_batch_ranks(settings: Settings) -> int:
+    """Return the number of ranks that have samples of their own."""
     assert settings.dry_run.world_size is not None
-    parallel, train = settings.parallel, settings.train
-    num_batch_ranks = settings.dry_run.world_size // (parallel.tensor_size * parallel.context_size)
-    num_sequences = train.micro_batch_size * num_batch_ranks
-    if not num_sequences or train.global_batch_size % num_sequences:  # refused by the dry run, with these numbers
-        return settings, 0
-    num_left_out = max(0, train.num_micro_batches(num_batch_ranks) - MAX_MICRO_BATCHES)
-    batch = train.global_batch_size - num_left_out * num_sequences
-    return replace(settings, train=replace(train, global_batch_size=batch)), num_left_out
+    return settings.dry_run.world_size // (settings.parallel.tensor_size * settings.parallel.context_size)
 
 
 def _with_bucket_numel(settings: Settings) -> Settings:
@@ -116,11 +193,6 @@ def extrapolate(runs: tuple[ShallowRun, ShallowRun], cluster: ClusterSpec) -> De
 
 def estimate(run: ShallowRun, cluster: ClusterSpec) -> Estimate:
     """Return the memory that was recorded, and the time that a step is projected to take on the cluster."""
-    recording, timeline = run.recording, project_recording(run.recording, cluster)
-    return Estimate(
-        recording.state.num_parameters_of_model,
-        sum(recording.peak[DEVICE].values()),
-        sum(recording.resident[DEVICE].values()),
-        sum(recording.peak[HOST].values()),
-        timeline.seconds + run.num_left_out * timeline.micro_batch_seconds,
-    )
+    timeline = project(run.kernels, run.events, cluster, run.shape)
+    seconds = timeline.seconds + run.num_left_out * timeline.micro_batch_seconds
+    return Estimate(run.num_parameters, run.device_peak_bytes, run.host_peak_bytes, seconds)

@@ -5,12 +5,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from rich.table import Table
+from rich.table import Column, Table
 
 from gpt.monitor.units import duration
-from lab.dryrun.plots import pyplot, save
+from lab.dryrun.collectives import right_aligned
 from lab.dryrun.run_cost import RunCost
 from lab.measure.cluster import ClusterSpec
+from lab.pages.plots import BESIDE, plot
 from lab.planner.depth import Estimate
 from lab.planner.layouts import CandidateLayout, Prediction
 
@@ -66,11 +67,9 @@ def spread(predictions: Iterable[Prediction], most: int) -> list[CandidateLayout
 def front_table(choices: Sequence[Choice], cluster: ClusterSpec) -> Table:
     """Return a table of the choices: the time, GPU hours and price of their runs, and their memory."""
     title = f"Front: no other layout is as good in time, cost and memory{cluster.remark}"
-    table = Table(title=title, title_justify="left")
-    table.add_column("nodes", justify="right")
-    table.add_column("layout", max_width=24)
-    for heading in ("GB", "run", "GPU\nhours", *(["dollars"] if cluster.dollars_per_gpu_hour else [])):
-        table.add_column(heading, justify="right")
+    figures = "GB", "run", "GPU\nhours", *(["dollars"] if cluster.dollars_per_gpu_hour else [])
+    columns = Column("nodes", justify="right"), Column("layout", max_width=24), *right_aligned(*figures)
+    table = Table(*columns, title=title, title_justify="left")
     for one in choices:
         dollars = [f"{one.cost.dollars:,.0f}"] if one.cost.dollars is not None else []
         figures = f"{one.memory_gb:.1f}", duration(one.cost.seconds), f"{one.cost.gpu_hours:,.0f}", *dollars
@@ -80,18 +79,18 @@ def front_table(choices: Sequence[Choice], cluster: ClusterSpec) -> Table:
 
 def plot_front(choices: Sequence[Choice], chosen: Sequence[Choice], path: Path, cluster: ClusterSpec) -> None:
     """Plot the time of a run over the memory of a GPU, a color for each number of nodes; those chosen are a line."""
-    figure, axes = pyplot.subplots(figsize=(9, 4.5), layout="constrained")
-    for num_nodes in sorted({one.num_nodes for one in choices}):
-        points = [(one.memory_gb, one.days) for one in choices if one.num_nodes == num_nodes]
-        axes.scatter(*zip(*points, strict=True), label=f"{num_nodes} nodes", alpha=0.6)
-    for one in chosen:
-        axes.scatter(one.memory_gb, one.days, s=90, facecolors="none", edgecolors="black")
-        note = f"{one.cost.gpu_hours:,.0f} GPU h" if one.cost.dollars is None else f"${one.cost.dollars:,.0f}"
-        axes.annotate(note, (one.memory_gb, one.days), textcoords="offset points", xytext=(6, 6), fontsize=8)
-    axes.axvline(cluster.usable_gpu_bytes / 1e9, color="black", linestyle="--", label=f"limit of {cluster.name}")
-    axes.set(
-        title="Layouts that fit; circles: none is as good in time, cost and memory",
-        xlabel="peak memory of a GPU, GB",
-        ylabel=f"days of the whole run{cluster.remark}",
-    )
-    save(figure, axes, path)
+    with plot(path) as (axes,):
+        for num_nodes in sorted({one.num_nodes for one in choices}):
+            points = [(one.memory_gb, one.days) for one in choices if one.num_nodes == num_nodes]
+            axes.scatter(*zip(*points, strict=True), label=f"{num_nodes} nodes", alpha=0.6)
+        for one in chosen:
+            axes.scatter(one.memory_gb, one.days, s=90, facecolors="none", edgecolors="black")
+            note = f"{one.cost.gpu_hours:,.0f} GPU h" if one.cost.dollars is None else f"${one.cost.dollars:,.0f}"
+            axes.annotate(note, (one.memory_gb, one.days), textcoords="offset points", xytext=(6, 6), fontsize=8)
+        axes.axvline(cluster.usable_gpu_bytes / 1e9, color="black", linestyle="--", label=f"limit of {cluster.name}")
+        axes.set(
+            title="Layouts that fit; circles: none is as good in time, cost and memory",
+            xlabel="peak memory of a GPU, GB",
+            ylabel=f"days of the whole run{cluster.remark}",
+        )
+        axes.legend(**BESIDE)

@@ -5,12 +5,13 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Literal, get_args
 
-from gpt.builder.activation_store import workload
+from gpt.builder.activation_store import sent_bytes, workload
 from gpt.builder.closed_forms import moment_bytes, parameters_of_rank
 from gpt.kernels.documents import suits_kernel
 from gpt.settings.settings import Settings
 from gpt.shape.config import divides
 from gpt.shape.flops import hardware_flops
+from lab.dryrun.costs.collectives import MeshShape, group_along
 from lab.measure.cluster import ClusterSpec
 from parallel.comm_log import CommLog
 from parallel.mesh import Axis
@@ -24,9 +25,10 @@ from zero.activations.choice import (
 from zero.activations.stores import STORES, StoreName
 from zero.formulas import memory
 from zero.formulas.memory import ModelStates, PlacedStates
+from zero.formulas.traffic import axis_sizes
 from zero.memory.placement import Mode
-from zero.partition.config import Accumulate
-from zero.partition.stage import STAGES, Lifetime
+from zero.partition.config import Accumulate, OptimizerOver
+from zero.partition.stage import STAGES, Division, Lifetime
 
 ASSUMED_PEAK_FRACTION = 0.5  # fraction of the peak rate that computation is assumed to reach
 MAX_MICRO_BATCH = 128
@@ -43,11 +45,13 @@ class CandidateLayout:
     micro_batch_size: int
     offload: Mode = "accelerator"
     accumulate: Accumulate = "reduce"
+    shard_size: int | None = None  # of groups inside a node
+    optimizer_over: OptimizerOver = "group"
 
     @property
-    def partition(self) -> tuple[int, int, str]:
+    def partition(self) -> tuple[int, int, str, int, str]:
         """The settings that divide the model states over the ranks and place them."""
-        return self.tensor_size, self.stage, self.offload
+        return self.tensor_size, self.stage, self.offload, self.shard_size or 0, self.optimizer_over
 
     @property
     def family(self) -> tuple:
@@ -58,8 +62,10 @@ class CandidateLayout:
         """Return the settings with this layout."""
         return replace(
             settings,
-            parallel=replace(settings.parallel, tensor_size=self.tensor_size),
-            zero=replace(settings.zero, stage=self.stage, accumulate=self.accumulate),
+            parallel=replace(settings.parallel, tensor_size=self.tensor_size, shard_size=self.shard_size),
+            zero=replace(
+                settings.zero, stage=self.stage, accumulate=self.accumulate, optimizer_over=self.optimizer_over
+            ),
             activations=replace(settings.activations, store=self.store),
             offload=replace(settings.offload, mode=self.offload),
             train=replace(settings.train, micro_batch_size=self.micro_batch_size),
@@ -69,7 +75,9 @@ class CandidateLayout:
         """Return the options of the training program that select this layout."""
         return [
             f"--parallel.tensor_size={self.tensor_size}",
+            f"--parallel.shard_size={self.shard_size or 'null'}",
             f"--zero.stage={self.stage}",
+            f"--zero.optimizer_over={self.optimizer_over}",
             f"--zero.accumulate={self.accumulate}",
             f"--activations.store={self.store}",
             f"--offload.mode={self.offload}",
@@ -83,7 +91,10 @@ class CandidateLayout:
     @property
     def division(self) -> str:
         """All but the micro-batch, in words."""
-        parts = [f"tensor {self.tensor_size}", f"stage {self.stage}", self.store]
+        parts = [f"tensor {self.tensor_size}", f"stage {self.stage}"]
+        parts += [f"groups of {self.shard_size}"] if self.shard_size else []
+        parts += ["optimizer over all"] if self.optimizer_over == "all" else []
+        parts += [self.store]
         parts += ["local"] if self.accumulate == "local" else []
         return ", ".join([*parts, *(["offload"] if self.offload == "host" else [])])
 
@@ -106,7 +117,8 @@ class Prediction:
 def predict(layout: CandidateLayout, settings: Settings, cluster: ClusterSpec, world_size: int) -> Prediction | None:
     """Return the prediction, or None if the layout does not divide the world, the global batch or the model.
 
-    Local accumulation of a single micro-batch is nothing, so for such a layout it returns None too.
+    Local accumulation of a single micro-batch is nothing, and neither is a single group, so for such a layout it
+    returns None too.
     """
     model, train = settings.model, settings.train
     data_size, uneven = divmod(world_size, layout.tensor_size)
@@ -116,21 +128,25 @@ def predict(layout: CandidateLayout, settings: Settings, cluster: ClusterSpec, w
     is_same_as_reduce = layout.accumulate == "local" and num_micro_batches == 1
     if uneven or uneven_context or rest or not num_micro_batches or not is_divisible or is_same_as_reduce:
         return None
+    group_size = layout.shard_size or data_size
+    is_one_group = layout.shard_size is not None and group_size >= data_size
+    if is_one_group or data_size % group_size or group_size % settings.parallel.context_size:
+        return None
     settings = layout.applied_to(settings).with_gradient_types(data_size)
     work = planned_workload(settings, data_size)
     checkpoints_on_host = 0.0
     if layout.store == "partition_host":
         checkpoints_on_host = work.checkpoint_bytes / layout.tensor_size * work.b
     states_on_host = model_states(settings, data_size).host
-    most, least = micro_batch_seconds(work, settings, cluster, world_size)
+    most, least = step_seconds(work, settings, cluster, world_size)
     offloading = offload_seconds(states_on_host, train.dtype.itemsize, num_micro_batches, cluster)
     return Prediction(
         layout,
         work.state_bytes + activation_bytes(work, settings) * work.b,
         (checkpoints_on_host + states_on_host.total) * cluster.gpus_per_node,
-        num_micro_batches * most + offloading,
+        most + offloading,
         num_micro_batches,
-        num_micro_batches * least + offloading,
+        least + offloading,
     )
 
 
@@ -140,8 +156,9 @@ def model_states(settings: Settings, data_size: int) -> PlacedStates:
     num_parameters = parameters_of_rank(settings.model, tensor_size)
     gradient_bytes = zero.gradient_types(dtype).accumulate.itemsize
     moments = moment_bytes(settings.optimizer, settings.model, tensor_size)
-    states = memory.formula(zero.policy, num_parameters, data_size, dtype.itemsize, moments, gradient_bytes)
-    return memory.placed(states, zero.policy, data_size, settings.offload.offloaded_states)
+    group_size = settings.parallel.shard_size or data_size
+    states = memory.formula(zero.policy, num_parameters, data_size, dtype.itemsize, moments, gradient_bytes, group_size)
+    return memory.placed(states, zero.policy, group_size, settings.offload.offloaded_states)
 
 
 def planned_workload(settings: Settings, data_size: int) -> Workload:
@@ -195,26 +212,26 @@ def offload_seconds(on_host: ModelStates, itemsize: int, num_micro_batches: int,
     return copied / (cluster.host_gb_per_second * 1e9) + updated / (cluster.host_memory_rate_of_a_gpu * 1e9)
 
 
-def micro_batch_seconds(
-    work: Workload, settings: Settings, cluster: ClusterSpec, world_size: int
-) -> tuple[float, float]:
-    """Return the longest and the shortest time of one micro-batch.
+def step_seconds(work: Workload, settings: Settings, cluster: ClusterSpec, world_size: int) -> tuple[float, float]:
+    """Return the longest and the shortest time of one step.
 
-    Either is the sum of three times: of the computation and the traffic of the data axis, of tensor-parallel
-    all-reduces, and of the traffic of the activation store that does not overlap the computation. The shortest has only
-    the longer one of computation and data axis if these may overlap.
+    Either is the sum of three times of each micro-batch: of the computation and the traffic of the data axis, of
+    tensor-parallel all-reduces, and of the traffic of the activation store that does not overlap the computation. The
+    shortest has only the longer one of computation and data axis if these may overlap; what is sent once a step
+    overlaps one micro-batch.
     """
     model, tensor_size, store = settings.model, settings.parallel.tensor_size, settings.activations.store
     recomputes = settings.activations.recomputes
-    is_one_node = world_size <= cluster.gpus_per_node
-    num_rings = min(tensor_size, cluster.gpus_per_node)
-    data_rate = cluster.intra_node_gb_per_second if is_one_node else cluster.ring_gb_per_second(num_rings)
     flops_per_second = cluster.peak_half_tflops * ASSUMED_PEAK_FRACTION * 1e12
     num_ranks = tensor_size * model.seq_length // work.s  # that share the sequences
     computing = hardware_flops(model, work.b, recomputes) / num_ranks / flops_per_second
-    sending = work.data_bytes / (data_rate * 1e9)
+    data_size = world_size // tensor_size
+    once, twice = (data_seconds(settings, cluster, data_size, number) for number in (1, 2))
+    sending = twice - once  # in each further micro-batch
     hardware = Hardware(
-        None, flops_per_second / 1e12, cluster.intra_node_gb_per_second, data_rate, cluster.host_gb_per_second
+        tflops=flops_per_second / 1e12,
+        tensor_gb_per_second=cluster.intra_node_gb_per_second,
+        host_gb_per_second=cluster.host_gb_per_second,
     )
     tensor_bytes = 0.0
     if tensor_size > 1:  # two all-reduces each in forward, backward, and recomputation of whole blocks
@@ -223,8 +240,21 @@ def micro_batch_seconds(
     communicated = store if store in STORES else "keep"  # without checkpoints, none are communicated
     others = tensor_bytes / (cluster.intra_node_gb_per_second * 1e9)
     others += work.b * exposed_seconds(replace(work, data_bytes=0.0), communicated, work.b, hardware)
-    most = computing + sending + others
-    return most, max(computing, sending) + others if settings.zero.overlap else most
+    num_further = settings.train.num_micro_batches(data_size // settings.parallel.context_size) - 1
+    all_others = (num_further + 1) * others
+    most = computing + once + num_further * (computing + sending) + all_others
+    least = max(computing, once) + num_further * max(computing, sending) + all_others
+    return most, least if settings.zero.overlap else most
+
+
+def data_seconds(settings: Settings, cluster: ClusterSpec, data_size: int, num_micro_batches: int) -> float:
+    """Return the time of a step's traffic along the data axis, inside groups and then between them."""
+    tensor_size = settings.parallel.tensor_size
+    sizes = axis_sizes(settings.zero.policy, data_size, settings.parallel.shard_size)
+    shape = MeshShape(data_size, tensor_size, sizes[0])
+    groups = (group_along(axis, size, cluster, shape) for axis, size in zip(("shard", "replica"), sizes, strict=True))
+    sent = sent_bytes(settings, data_size, num_micro_batches)
+    return sum(num_bytes / group.bytes_per_second for num_bytes, group in zip(sent, groups, strict=True))
 
 
 def candidate_layouts(gpus_per_node: int, global_batch_size: int, offload: Mode) -> Iterator[CandidateLayout]:
@@ -240,15 +270,18 @@ def candidate_layouts(gpus_per_node: int, global_batch_size: int, offload: Mode)
         if tensor_size == 1:
             stores.remove("partition")
         for stage, policy in STAGES.items():
-            # Stage 2 that accumulates locally is stage 1, so it is left out.
-            is_stage = replace(policy, full_grads=Lifetime.PERSISTENT) in STAGES.values()
+            # Left out: stage 2 that accumulates locally, which is stage 1, and groups that accumulate locally, since
+            # reductions inside a node are fast.
+            is_stage = replace(policy, gradients=Division.NONE) in STAGES.values()
             sums: tuple[Accumulate, ...] = ("reduce",) if is_stage else get_args(Accumulate)
-            for store, mode, accumulate in product(stores, modes, sums):
-                for micro_batch in micro_batches:
-                    yield CandidateLayout(tensor_size, stage, store, micro_batch, mode, accumulate)
+            divisions: list[tuple] = [(accumulate, None, "group") for accumulate in sums]
+            node_size = gpus_per_node // tensor_size
+            if policy.gradients is not Division.NONE and node_size > 1:
+                divisions += [("reduce", node_size, over) for over in get_args(OptimizerOver)]
+            for store, mode, division, micro_batch in product(stores, modes, divisions, micro_batches):
+                yield CandidateLayout(tensor_size, stage, store, micro_batch, mode, *division)
 
 
 def fits(prediction: Prediction, cluster: ClusterSpec) -> bool:
     """Return True if the predicted memory fits a GPU and the host of a node."""
-    on_device = prediction.device_bytes <= cluster.usable_gpu_bytes
-    return on_device and prediction.host_bytes <= cluster.host_memory_gb * 1e9
+    return cluster.holds(prediction.device_bytes, prediction.host_bytes)

@@ -21,6 +21,7 @@ from gpt.monitor.console import make_console, print_table
 from gpt.settings.option_names import messages_in_option_names
 from gpt.settings.parser import parse_settings
 from gpt.settings.settings import Settings
+from lab.dryrun.collectives import right_aligned
 from lab.dryrun.run_cost import RunCost
 from lab.measure.cluster import ClusterSpec
 from lab.planner.closed_forms import RANKS, Plan, deepest_models, make_plan
@@ -44,11 +45,11 @@ EstimateLayout = Callable[[CandidateLayout], Estimate]
 
 
 def extrapolate_layout(
-    layout: CandidateLayout, settings: Settings, cluster: ClusterSpec, world_size: int
+    layout: CandidateLayout, settings: Settings, cluster: ClusterSpec, world_size: int, folder: Path | None = None
 ) -> DepthExtrapolation:
-    """Return the extrapolation from two shallow dry runs with the layout."""
+    """Return the extrapolation from two shallow dry runs with the layout; `folder`, if there is one, keeps them."""
     in_world = replace(settings, dry_run=replace(settings.dry_run, world_size=world_size))
-    return extrapolate(shallow_runs(layout.applied_to(in_world)), cluster)
+    return extrapolate(shallow_runs(layout.applied_to(in_world), folder), cluster)
 
 
 @messages_in_option_names()
@@ -95,7 +96,7 @@ def plan_and_verify(
     settings: Settings, cluster: ClusterSpec, world_size: int, num_to_verify: int, console: Console
 ) -> tuple[Plan, dict[CandidateLayout, Estimate]]:
     """Print the layouts for a world, and return the plan and what fits of it, as dry runs estimate it."""
-    _progress(f"computing the memory and time of all layouts on {world_size} GPUs by closed forms")
+    show_progress(f"computing the memory and time of all layouts on {world_size} GPUs by closed forms")
     plan = make_plan(settings, cluster, world_size)
 
     def estimate_layout(layout: CandidateLayout) -> Estimate:
@@ -127,7 +128,7 @@ def report_front(
             continue
         for layout in spread(plan.fitting, num_to_verify):
             if layout not in found:
-                _progress(f"dry run of a layout that saves memory: {layout}")
+                show_progress(f"dry run of a layout that saves memory: {layout}")
                 found[layout] = extrapolate_layout(layout, settings, cluster, world_size).at(settings.model.num_layers)
         choices += [
             Choice(num_nodes, layout, estimate, RunCost.of(settings, estimate.seconds, world_size, cluster))
@@ -166,7 +167,7 @@ def verify(
                 continue
             num_tried += 1
             if layout not in verified:
-                _progress(f"dry run {len(verified) + 1}: {layout}")
+                show_progress(f"dry run {len(verified) + 1}: {layout}")
                 verified[layout] = estimate_layout(layout)
             if estimate_fits(verified[layout], cluster):
                 partitions.add(layout.partition)
@@ -174,7 +175,7 @@ def verify(
     return verified
 
 
-def _progress(line: str) -> None:
+def show_progress(line: str) -> None:
     """Print a line to stderr, since a plan takes minutes; stdout has the plan alone."""
     sys.stderr.write(f"{line}\n")
     sys.stderr.flush()
@@ -185,14 +186,12 @@ def report_largest(
 ) -> list[str]:
     """Print how deep the model can be with the best layouts, and return the options of the deepest by dry run."""
     model = settings.model
-    table = Table(title=f"The most layers of hidden size {model.hidden_size}", title_justify="left")
-    table.add_column("layout")
-    for heading in ("closed forms", "dry run", "parameters", "GB"):
-        table.add_column(heading, justify="right")
+    columns = right_aligned("closed forms", "dry run", "parameters", "GB")
+    table = Table("layout", *columns, title=f"The most layers of hidden size {model.hidden_size}", title_justify="left")
     max_layers: dict[CandidateLayout, int] = {}
-    _progress("computing the largest models of all layouts by closed forms")
+    show_progress("computing the largest models of all layouts by closed forms")
     for predicted, layout in deepest_models(settings, cluster, world_size)[:num_to_verify]:
-        _progress(f"dry run {len(max_layers) + 1} of {num_to_verify}: {layout}")
+        show_progress(f"dry run {len(max_layers) + 1} of {num_to_verify}: {layout}")
         extrapolation = extrapolate_layout(layout, settings, cluster, world_size)
         host_bytes = cluster.host_memory_gb * 1e9 / cluster.gpus_per_node
         max_layers[layout] = extrapolation.max_layers(cluster.usable_gpu_bytes, host_bytes)

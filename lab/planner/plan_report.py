@@ -3,10 +3,11 @@
 import shlex
 from collections.abc import Mapping, Sequence
 
-from rich.table import Table
+from rich.table import Column, Table
 
 from gpt.shape.config import ModelConfig
 from gpt.shape.flops import model_flops
+from lab.dryrun.collectives import right_aligned
 from lab.measure.cluster import ClusterSpec
 from lab.planner.depth import Estimate
 from lab.planner.layouts import CandidateLayout, Prediction
@@ -17,8 +18,7 @@ NUM_SHOWN = 10  # layouts in the table; all that a dry run has estimated are sho
 
 def estimate_fits(estimate: Estimate, cluster: ClusterSpec) -> bool:
     """Return True if the estimated memory fits a GPU and, with those of the node's other ranks, its host."""
-    on_host = estimate.host_peak_bytes * cluster.gpus_per_node
-    return estimate.device_peak_bytes <= cluster.usable_gpu_bytes and on_host <= cluster.host_memory_gb * 1e9
+    return cluster.holds(estimate.device_peak_bytes, estimate.host_peak_bytes * cluster.gpus_per_node)
 
 
 def in_order(
@@ -48,10 +48,8 @@ def plan_table(
     It has up to MAX_COLUMNS columns. The figures of the others are those of closed forms.
     """
     title = f"Layouts by the time of a step{cluster.remark}\nof dry runs; below the line of closed forms"
-    table = Table(title=title, title_justify="left")
-    table.add_column("layout", max_width=33)
-    for heading in ("micro-\nbatches", "GB", "seconds", "model\nTFLOPs"):
-        table.add_column(heading, justify="right")
+    figures = right_aligned("micro-\nbatches", "GB", "seconds", "model\nTFLOPs")
+    table = Table(Column("layout", max_width=33), *figures, title=title, title_justify="left")
 
     def add_row(found: Prediction, memory: str, seconds: float, tflops: str = "") -> None:
         micro_batches = f"{found.num_micro_batches} of {found.layout.micro_batch_size}"

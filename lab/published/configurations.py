@@ -12,8 +12,7 @@ from lab.published.rows import ROWS, Row, read_rows, settings_tree
 
 def configuration(row: Row) -> str:
     """Return the text of a row's configuration."""
-    tree = settings_tree(row, row.layers)
-    tree["train"]["global_batch_size"] = row.full_batch_size
+    tree = settings_tree(row)
     tree["run"] = {"dir": f"runs/published/{row.id}"}
     title = f"# {row.source}: {row.published_tflops:g} TFLOPs a GPU ({row.basis}) on {row.gpus} {row.gpu}\n"
     return title + yaml.safe_dump(tree, sort_keys=False)

@@ -1,21 +1,19 @@
-"""Write docs/published/planner.md: published layouts, and what the planner finds for the same clusters and models.
+"""Write the figures of docs/published/planner.md: published layouts beside those that the planner finds.
 
     python -m lab.published.planner [ROW ...] [--output PAGE]
 
 Both run in this program, with its buckets and overlap, and on the same batch: only stage, tensor size, micro-batch,
-activation store and offload differ. The planner is not told the published layout. Estimates are kept in runs/published:
+activation store and offload differ. The planner is not told the published layout. Dry runs are kept in runs/published:
 the first time takes minutes, later ones half a minute.
 """
 
 import argparse
-import hashlib
-import json
 import math
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from datetime import date
 from functools import partial
 from multiprocessing import get_context
@@ -26,12 +24,13 @@ import torch
 from gpt.monitor.units import count
 from gpt.settings.settings import Settings
 from lab.dryrun.run_cost import RunCost
+from lab.pages.markdown import table, with_blocks
 from lab.planner.closed_forms import make_plan
 from lab.planner.depth import Estimate
 from lab.planner.layouts import CandidateLayout
 from lab.planner.plan import DEFAULT_TO_VERIFY, extrapolate_layout, verify
 from lab.planner.plan_report import estimate_fits
-from lab.published import recordings
+from lab.published import predictions
 from lab.published.predict import NUM_JOBS
 from lab.published.predictions import cluster_of
 from lab.published.rows import ROOT, Row, read_rows, settings_of, settings_tree
@@ -52,26 +51,6 @@ ROWS = (
 )
 TOKENS_A_PARAMETER = 20
 OF_THE_PROGRAM = "bucket_numel", "overlap", "overlap_gather"  # settings of ZeRO that imitate the measured program
-# What an estimate depends on beside the settings and the cluster, as far as recordings do not need to be made again.
-SOURCES = (
-    *recordings.SOURCES,
-    *("lab/planner/depth.py", "lab/dryrun/projection.py", "lab/measure/kernel_costs.py"),
-    *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "gpt/planner/costs").glob("*.py"))),
-)
-
-INTRODUCTION = """# Published layouts, and those of the planner
-
-[The planner](../dry_run.md#the-planner) searched a layout for the cluster, the model and the batch of
-[published runs](README.md), without knowing theirs. This table compares its choice with the published layout in the
-same program: this one, with its own buckets and overlap. So the seconds of a published layout are not those of the
-program that its source measured. The two large differences have simple reasons: Megatron-LM's row recomputes all
-blocks, which 80 GB do not need, and DeepSpeed's sends all gradients through slow network cards after a single sequence,
-of which tensor groups inside a node leave a quarter.
-
-```bash
-python -m lab.published.planner        # writes this page
-```
-"""
 
 
 @dataclass(frozen=True)
@@ -105,8 +84,7 @@ class Comparison:
 
 def settings_of_run(row: Row) -> Settings:
     """Return the settings of a row's run in this program, at its full depth and batch."""
-    tree = settings_tree(row, row.layers)
-    tree["train"]["global_batch_size"] = row.full_batch_size
+    tree = settings_tree(row)
     tree["zero"] = {name: value for name, value in tree["zero"].items() if name not in OF_THE_PROGRAM}
     return settings_of(tree, row.gpus)
 
@@ -120,14 +98,9 @@ def published_layout(row: Row) -> CandidateLayout:
 
 
 def estimate_of(row: Row, layout: CandidateLayout) -> Estimate:
-    """Return the planner's estimate of a layout, from the cache if it has one."""
-    settings, cluster = settings_of_run(row), cluster_of(row)
-    text = f"{layout.applied_to(settings)}{cluster}{row.gpus}" + "".join((ROOT / path).read_text() for path in SOURCES)
-    path = recordings.CACHE / f"planner-{hashlib.sha256(text.encode()).hexdigest()[:20]}.json"
-    if not path.exists():
-        found = extrapolate_layout(layout, settings, cluster, row.gpus).at(row.layers)
-        recordings.keep(path, json.dumps(asdict(found)).encode())
-    return Estimate(**json.loads(path.read_text()))
+    """Return the planner's estimate of a layout; its dry runs are kept."""
+    runs = extrapolate_layout(layout, settings_of_run(row), cluster_of(row), row.gpus, predictions.KEPT_RUNS)
+    return runs.at(row.layers)
 
 
 def compare(row: Row, num_to_verify: int = DEFAULT_TO_VERIFY) -> Comparison:
@@ -142,33 +115,33 @@ def compare(row: Row, num_to_verify: int = DEFAULT_TO_VERIFY) -> Comparison:
     return Comparison(row, published, estimate_of(row, published), best, fitting[best])
 
 
-def lines(comparisons: Sequence[Comparison]) -> Iterator[str]:
-    """Yield the table of the comparisons."""
-    yield (
-        "| row | GPUs | parameters | measured TFLOPs | published layout | s | GB | planner's layout | s | GB "
-        "| its time / published | it fits | published layout would cost | planner's |"
-    )
-    yield "| --- " * 14 + "|"
+def lines(comparisons: Sequence[Comparison]) -> list[str]:
+    """Return the table of the comparisons."""
+    rows = []
     for one in comparisons:
         row, cluster = one.row, cluster_of(one.row)
         too_much = "" if estimate_fits(one.of_published, cluster) else " too much"
-        cells = (
-            row.id,
-            f"{row.gpus}, {cluster.name}",
-            count(row.parameters),
-            f"{row.published_tflops:g}",
-            *(
-                one.published,
-                f"{one.of_published.seconds:#.3g}",
-                f"{one.of_published.device_peak_bytes / 1e9:.1f}{too_much}",
-            ),
-            *(one.best, f"{one.of_best.seconds:#.3g}", f"{one.of_best.device_peak_bytes / 1e9:.1f}"),
-            f"{one.ratio:.3f}",
-            f"{'yes' if one.fits else 'no'}, of {cluster.usable_gpu_bytes / 1e9:.1f}",
-            one.cost(one.of_published),
-            f"{one.cost(one.of_best).gpu_hours:,.0f} GPU hours",
-        )
-        yield f"| {' | '.join(map(str, cells))} |"
+        of_published = one.published, f"{one.of_published.seconds:#.3g}"
+        of_best = one.best, f"{one.of_best.seconds:#.3g}", f"{one.of_best.device_peak_bytes / 1e9:.1f}"
+        fits = f"{'yes' if one.fits else 'no'}, of {cluster.usable_gpu_bytes / 1e9:.1f}"
+        costs = one.cost(one.of_published), f"{one.cost(one.of_best).gpu_hours:,.0f} GPU hours"
+        run = row.id, f"{row.gpus}, {cluster.name}", count(row.parameters), f"{row.published_tflops:g}"
+        peak = f"{one.of_published.device_peak_bytes / 1e9:.1f}{too_much}"
+        rows.append([*run, *of_published, peak, *of_best, f"{one.ratio:.3f}", fits, *costs])
+    headings = (
+        "row",
+        "GPUs",
+        "parameters",
+        "measured TFLOPs",
+        "published layout",
+        "s",
+        "GB",
+        "planner's layout",
+        "s",
+        "GB",
+    )
+    more = "its time / published", "it fits", "published layout would cost", "planner's"
+    return table([*headings, *more], rows)
 
 
 def page(comparisons: Sequence[Comparison]) -> str:
@@ -181,7 +154,7 @@ def page(comparisons: Sequence[Comparison]) -> str:
         "parameter take.\n"
     )
     made = f"\nProjected on {date.today()}: {os.cpu_count()} CPU cores, torch {torch.__version__}, no GPU."
-    return "\n".join([INTRODUCTION, summary, *lines(comparisons), made]) + "\n"
+    return with_blocks(PAGE.read_text(), {"layouts": [summary, *lines(comparisons), made]})
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -14,10 +14,12 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 
-from lab.published.predictions import Prediction, by_closed_form, predict
-from lab.published.recordings import is_stored, recordings_of
+from lab.planner.depth import path_of
+from lab.planner.plan import show_progress
+from lab.published import predictions as kept
+from lab.published.predictions import Prediction, by_closed_form, predict, recorded_settings, runs_of
 from lab.published.rows import Row, read_rows
-from parallel.errors import exit_on_config_error
+from parallel.errors import ConfigError, exit_on_config_error
 
 COLUMNS = "id", "projected_seconds", "projected_tflops", "peak_gb", "fits"
 NUM_JOBS = 2
@@ -25,18 +27,26 @@ NUM_JOBS = 2
 
 def record_all(rows: Sequence[Row], num_jobs: int) -> None:
     """Record the dry runs that are not kept yet, in several processes, and print the progress."""
-    missing = [row for row in rows if not is_stored(row)]
+    missing = [row for row in rows if not is_kept(row)]
     if not missing:
         return
     with ProcessPoolExecutor(num_jobs, get_context("spawn")) as pool:
         futures = [pool.submit(_record, row) for row in missing]
         for number, (row, future) in enumerate(zip(missing, futures, strict=True), 1):
-            _progress(f"dry run {number} of {len(missing)}: {row.id}{_failure(future)}")
+            show_progress(f"dry run {number} of {len(missing)}: {row.id}{_failure(future)}")
+
+
+def is_kept(row: Row) -> bool:
+    """Return True if there are files of the dry runs of a row, or cannot be any."""
+    try:
+        return path_of(recorded_settings(row), kept.KEPT_RUNS).exists()
+    except ConfigError:
+        return True
 
 
 def _record(row: Row) -> None:
     """Record the dry runs of a row, in a process of its own."""
-    recordings_of(row)
+    runs_of(row)
 
 
 def _failure(future: Future[None]) -> str:
@@ -49,7 +59,9 @@ def predicted(row: Row) -> Prediction:
     try:
         return predict(row)
     except Exception as error:  # whatever a strange row makes a dry run raise: the other rows are still predicted
-        _progress(f"{row.id} is predicted by a closed form, because its dry run fails: {str(error).splitlines()[:1]}")
+        show_progress(
+            f"{row.id} is predicted by a closed form, because its dry run fails: {str(error).splitlines()[:1]}"
+        )
         return by_closed_form(row)
 
 
@@ -63,11 +75,6 @@ def write(predictions: Sequence[Prediction], path: Path) -> None:
             writer.writerow([found.row.id, *figures])
 
 
-def _progress(line: str) -> None:
-    sys.stderr.write(f"{line}\n")
-    sys.stderr.flush()
-
-
 def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m lab.published.predict", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -78,7 +85,7 @@ def main(arguments: Sequence[str]) -> None:
     rows = read_rows(options.rows)
     record_all(rows, options.jobs)
     write([predicted(row) for row in rows], options.output)
-    _progress(f"{options.output} has {len(rows)} rows")
+    show_progress(f"{options.output} has {len(rows)} rows")
 
 
 if __name__ == "__main__":

@@ -3,15 +3,14 @@
 import functools
 from dataclasses import dataclass, replace
 
-from lab.dryrun.costs.collectives import MeshShape
+from gpt.settings.settings import Settings
 from lab.dryrun.costs.program import Program, as_program, cluster_for
-from lab.dryrun.projection import project
 from lab.measure.cluster import ClusterSpec
-from lab.published.recordings import StoredRecording, recordings_of
-from lab.published.rows import ROOT, Row, is_fsdp
+from lab.planner.depth import ShallowRun, extrapolate, shallow_runs
+from lab.published.rows import ROOT, Row, is_fsdp, recorded_micro_batches, settings_of, settings_tree
 from lab.published.sources import cluster_name, program_of
 
-CLUSTERS = ROOT / "configs/clusters"
+CLUSTERS, KEPT_RUNS = ROOT / "configs/clusters", ROOT / "runs/published"
 GBPS_PER_GB_PER_SECOND = 8
 
 HALF_BYTES, FULL_SHARD = 2, 3  # of an element; the stage of FSDP's FULL_SHARD
@@ -40,7 +39,14 @@ class Prediction:
         return self.tflops / self.row.published_tflops - 1
 
 
-cached_recordings = functools.cache(recordings_of)
+@functools.cache
+def runs_of(row: Row) -> tuple[ShallowRun, ShallowRun]:
+    """Return the dry runs of a row, which are kept in KEPT_RUNS."""
+    return shallow_runs(recorded_settings(row), KEPT_RUNS)
+
+
+def recorded_settings(row: Row) -> Settings:
+    return settings_of(settings_tree(row, recorded_micro_batches(row)), row.tp * row.data_size)
 
 
 @functools.cache
@@ -60,10 +66,17 @@ def predict(row: Row, cluster: ClusterSpec | None = None, program: Program | Non
     """Return the prediction of a row, by default on its cluster and as its program."""
     program = program or program_of(row)
     cluster = cluster_for(cluster or cluster_of(row), program)
-    found = cached_recordings(row)
-    seconds = at_depth(row, found, [step_seconds(row, one, cluster, program) for one in found])
-    peak = at_depth(row, found, [one.device_bytes for one in found]) - bytes_saved(row)
-    return Prediction(row, seconds, peak, peak <= cluster.usable_gpu_bytes)
+    first, second = (of_program(run, row, program) for run in runs_of(row))
+    found = extrapolate((first, second), cluster).at(row.layers)
+    peak = found.device_peak_bytes - bytes_saved(row)
+    return Prediction(row, found.seconds, peak, peak <= cluster.usable_gpu_bytes)
+
+
+def of_program(run: ShallowRun, row: Row, program: Program) -> ShallowRun:
+    """Return a dry run as the program would run it, with all micro-batches of the row."""
+    kernels, events = as_program(run.kernels, run.events, program)
+    num_left_out = row.num_micro_batches - recorded_micro_batches(row)
+    return replace(run, kernels=kernels, events=events, num_left_out=num_left_out)
 
 
 def bytes_saved(row: Row) -> float:
@@ -83,18 +96,3 @@ def by_closed_form(row: Row) -> Prediction:
     activations = CHECKPOINT_BYTES * row.layers * row.micro_batch_size * row.seq * row.hidden
     peak = row.parameters / row.tp * states + activations
     return Prediction(row, seconds, peak, peak <= cluster.usable_gpu_bytes)
-
-
-def at_depth(row: Row, recordings: tuple[StoredRecording, ...], values: list[float]) -> float:
-    """Return the value at the row's depth, on the line through those at two depths."""
-    shallow, deeper = recordings
-    steps = (row.layers - shallow.num_layers) / (deeper.num_layers - shallow.num_layers)
-    return values[0] + steps * (values[1] - values[0])
-
-
-def step_seconds(row: Row, recording: StoredRecording, cluster: ClusterSpec, program: Program) -> float:
-    """Return the time of a step with all micro-batches, of which the second one repeats."""
-    kernels, events = as_program(recording.kernels, recording.events, program)
-    timeline = project(kernels, events, cluster, MeshShape(row.data_size, row.tp))
-    missing = row.num_micro_batches - recording.num_micro_batches
-    return timeline.seconds + missing * timeline.micro_batch_seconds

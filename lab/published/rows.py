@@ -53,7 +53,6 @@ class Row:
     basis: str = "6P+12Lhs"
     published_tflops: float = math.nan
     reduce_dtype: str = "bf16"
-    micro_known: int = 1
     doubt: int = 0
     notes: str = ""
 
@@ -82,11 +81,6 @@ class Row:
     def num_micro_batches(self) -> float:
         """The micro-batches of a step; the last one may be a part of one."""
         return max(1.0, self.global_batch / self.data_size / self.micro_batch_size)
-
-    @property
-    def full_batch_size(self) -> int:
-        """The sequences of a step of whole micro-batches."""
-        return round(self.num_micro_batches) * self.micro_batch_size * self.data_size
 
     @property
     def parameters(self) -> int:
@@ -136,13 +130,18 @@ def read_rows(path: Path = ROWS) -> list[Row]:
         return [Row.parse(line) for line in csv.DictReader(file)]
 
 
-def settings_tree(row: Row, num_layers: int) -> dict[str, Any]:
-    """Return the settings of the row's run with `num_layers`, and at most RECORDED_MICRO_BATCHES micro-batches."""
-    num_micro_batches = min(RECORDED_MICRO_BATCHES, math.ceil(row.num_micro_batches))
+def recorded_micro_batches(row: Row) -> int:
+    """Return the number of micro-batches of a row's dry runs."""
+    return min(RECORDED_MICRO_BATCHES, math.ceil(row.num_micro_batches))
+
+
+def settings_tree(row: Row, num_micro_batches: int | None = None) -> dict[str, Any]:
+    """Return the settings of the row's run, by default with all of its micro-batches."""
+    num_micro_batches = num_micro_batches or round(row.num_micro_batches)
     is_flash = row.attention != "math"
     return {
         "model": {
-            "num_layers": num_layers,
+            "num_layers": row.layers,
             "hidden_size": row.hidden,
             "num_heads": num_heads(row),
             "seq_length": row.seq,

@@ -29,6 +29,7 @@ DOORS = (
     "parallel/comm_log.py",
     "parallel/memory_kinds.py",
     "parallel/mesh.py",
+    "parallel/pairwise.py",
     "parallel/streams.py",
     "parallel/torch_internals.py",
     "zero/memory/streams.py",
@@ -157,11 +158,11 @@ def remedy(earlier: Access, later: SimulatedStream) -> str:
     """Return which wait is missing between two operations."""
     first = str(earlier.stream)
     if str(later) == HOST:
-        return f"the host must wait for {first} (`synchronize`, a `host_handle`)"
+        return f"the host must wait for {first} (`synchronize`, a `host_work`)"
     if first.startswith(COMMUNICATOR):
-        return f"{later} must `wait` for the handle of that {earlier.name}"
+        return f"{later} must `wait` for the `Work` of that {earlier.name}"
     if first.startswith(SIDE_STREAM):
-        return f"{later} must wait for {first} (a `device_handle`)"
+        return f"{later} must wait for {first} (a `device_work`)"
     return f"{later} must wait for {first} (as in a `SideStream.context`)"
 
 

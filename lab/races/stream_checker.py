@@ -11,7 +11,7 @@ The computation, each `SideStream`, each communicator (NCCL runs the collectives
 stream of its own) and the host are streams, with vector clocks:
 
     an operation      runs on the current stream, after all that the host has waited for before it was launched
-    a collective      runs on its communicator's stream, after what the launching stream had queued; its handle's `wait`
+    a collective      runs on its communicator's stream, after what the launching stream had queued; its `Work`'s `wait`
                       makes the current stream wait for it. What gloo does instead is not observed
     host memory       is read and written by copies on the current stream, and by the host itself: at once
 
@@ -208,9 +208,9 @@ class StreamChecker(MemoryObserver):
             self.current_stream.synchronize()
 
     def on_lost_wait(self, access: Access) -> None:
-        """Report a collective whose handle has been deleted before anything has waited for it, unless it has raced."""
+        """Report a collective whose `Work` has been deleted before anything has waited for it, unless it has raced."""
         if self._is_active and not access.is_reported:
-            self._report((access,), f"{access} was launched, and its handle was deleted without a `wait`")
+            self._report((access,), f"{access} was launched, and its `Work` was deleted without a `wait`")
 
     def _stream_of(
         self, roles: Roles, read: list[Tensor], written: list[Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from rich.table import Table
 
 from parallel.mesh import Mesh
-from parallel.world import World, shared_store
+from parallel.store import shared_store
+from parallel.world import World
 
 MAX_ROWS = 16
 

@@ -16,7 +16,8 @@ from parallel.errors import ConfigError
 from parallel.launch.node_facts import Job, find_facts
 from parallel.launch.roll_call import collect_facts, connect, report_facts
 from parallel.launch.route import find_route, resolve
-from parallel.world import World, exit_with_error, shared_store
+from parallel.store import shared_store
+from parallel.world import World, exit_with_error
 
 DescribeJob = Callable[[Sequence[str], int | None], Job]  # (the program's arguments, number of ranks if known) -> Job
 

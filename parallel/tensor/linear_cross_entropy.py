@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from parallel.mesh import Axis, Handle
+from parallel.mesh import Axis, Work
 from parallel.tensor.softmax import CHUNK_TOKENS, COPIES_OF_ROWS, Softmax, cap_derivative, capped, rows_at_once
 from parallel.tensor.token_layout import TokenLayout
 from parallel.torch_internals import FakeTensor
@@ -142,7 +142,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         num_counted = (targets >= 0).sum(dtype=_wide(x.dtype))
         factor = scale / num_counted.clamp(min=1) if needs_x or needs_weight else None
         chunks = head.chunks(x, targets)
-        losses, grads_x, reduced, grad_weight = [], [], Handle(), None
+        losses, grads_x, reduced, grad_weight = [], [], Work(), None
         for whole, chunk_targets in head.gathered(chunks):
             logits, own_losses = head.run(whole, weight, chunk_targets, factor)
             losses.append(own_losses)

@@ -16,14 +16,14 @@ from typing import ClassVar, Protocol
 
 from torch import Tensor
 
-from parallel.mesh import Axis, Handle
+from parallel.mesh import Axis, Work
 from parallel.tensor.random_streams import own_random_stream
 
 NO_CONTEXT = Axis.trivial("context")
 
 
 class TokenLayout(Protocol):
-    """A layout. `gather` and `reduce` launch a collective; wait for the handle before the result is read."""
+    """A layout. `gather` and `reduce` launch a collective; wait for the `Work` before the result is read."""
 
     @property
     def axis(self) -> Axis:
@@ -41,10 +41,10 @@ class TokenLayout(Protocol):
     def replicas(self) -> Axis:
         """The ranks that hold the same tokens."""
 
-    def gather(self, local: Tensor) -> tuple[Tensor, Handle]:
+    def gather(self, local: Tensor) -> tuple[Tensor, Work]:
         """Gather the tokens of all ranks. Returns `local` itself if every rank has all tokens."""
 
-    def reduce(self, partial: Tensor) -> tuple[Tensor, Handle]:
+    def reduce(self, partial: Tensor) -> tuple[Tensor, Work]:
         """Sum the partial sums for all tokens over ranks, and return those for this rank's. May overwrite `partial`."""
 
     def cut(self, whole: Tensor) -> Tensor:
@@ -66,10 +66,10 @@ class ReplicatedTokens:
     def replicas(self) -> Axis:
         return self.axis
 
-    def gather(self, local: Tensor) -> tuple[Tensor, Handle]:
-        return local, Handle()
+    def gather(self, local: Tensor) -> tuple[Tensor, Work]:
+        return local, Work()
 
-    def reduce(self, partial: Tensor) -> tuple[Tensor, Handle]:
+    def reduce(self, partial: Tensor) -> tuple[Tensor, Work]:
         return partial, self.axis.all_reduce(partial, out=partial)
 
     def cut(self, whole: Tensor) -> Tensor:
@@ -94,11 +94,11 @@ class SplitTokens:
     def replicas(self) -> Axis:
         return self.axis.without_peers()
 
-    def gather(self, local: Tensor) -> tuple[Tensor, Handle]:
+    def gather(self, local: Tensor) -> tuple[Tensor, Work]:
         whole = local.new_empty(local.shape[0] * self.axis.size, *local.shape[1:])
         return whole, self.axis.all_gather(local.contiguous(), out=whole)
 
-    def reduce(self, partial: Tensor) -> tuple[Tensor, Handle]:
+    def reduce(self, partial: Tensor) -> tuple[Tensor, Work]:
         local = partial.new_empty(partial.shape[0] // self.axis.size, *partial.shape[1:])
         return local, self.axis.reduce_scatter(partial.contiguous(), out=local)
 

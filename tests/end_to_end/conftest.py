@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.runs import prepare_corpus
+from lab.faults.runs import prepare_corpus
 
 
 @pytest.fixture(scope="session")

@@ -2,14 +2,13 @@
 
 from pathlib import Path
 
-from data import prepare
 from gpt.run_folder.files import read_steps
 from gpt.settings.parser import parse_settings
 from parallel.world import start_world
 from pretrain_gpt import pretrain
 from tests.ranks import run_ranks
 
-VOCAB_SIZE = 300
+VOCAB_SIZE = 300  # of the corpus that `lab.faults.runs.prepare_corpus` makes
 TINY_MODEL = {
     "num_layers": 2,
     "hidden_size": 32,
@@ -18,27 +17,6 @@ TINY_MODEL = {
     "vocab_size": VOCAB_SIZE,
     "dropout": 0.0,
 }
-
-
-def prepare_corpus(folder: Path) -> Path:
-    """Write a few thousand tokens, and return their PREFIX."""
-    text = folder / "text"
-    text.mkdir()
-    for number in range(60):
-        (text / f"{number}.txt").write_text(f"{number} green bottles hanging on the wall; " * (3 + number % 7))
-    prefix = folder / "corpus"
-    arguments = [
-        "--source",
-        str(text),
-        "--output",
-        str(prefix),
-        "--train_vocab_size",
-        str(VOCAB_SIZE),
-        "--workers",
-        "1",
-    ]
-    prepare.main(arguments)
-    return prefix
 
 
 def options(prefix: Path, run_dir: Path, **settings: object) -> list[str]:

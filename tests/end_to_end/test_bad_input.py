@@ -18,7 +18,7 @@ from gpt.settings.parser import parse_settings
 from parallel.errors import ConfigError
 from parallel.world import start_world
 from pretrain_gpt import pretrain
-from tests.end_to_end.runs import VOCAB_SIZE, options, run_on_rank
+from tests.end_to_end.runs import options, run_on_rank
 from tests.ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -32,8 +32,6 @@ def contents(folder: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"zero__stge": 2}, "zero.stge: there is no such setting; did you mean zero.stage?"),
-        ({"zero__stage": 7}, "zero.stage=7 is above 3; choose an integer from 0 to 3"),
         (
             {"zero__stage": 3, "zero__units": "[heads.*]"},
             r"zero.units=heads.\* matches none of the \d+ modules",
@@ -55,9 +53,7 @@ def contents(folder: Path) -> dict[str, bytes]:
             "run.dir=xxx.* is longer than 3000 bytes, or has a name of more than 255",
         ),
         ({"offload__accelerator_memory_gb": 1e-6}, "offload.accelerator_memory_gb=1e-06 is too small.* zero.units, a"),
-        ({"parallel__shard_size": 3}, "^parallel.shard_size=3 does not divide the 1 data-parallel ranks; choose"),
         ({"config": "/nowhere.yaml"}, "/nowhere.yaml cannot be read .No such file or directory.; give another file"),
-        ({"train__global_batch_size": 7}, "train.global_batch_size=7 is not divisible by .*=2 x 1 .* = 2; choose 8"),
         ({"parallel__tensor_size": 3}, "parallel.tensor_size=3 does not divide the 1 ranks of a node; choose"),
         (
             {"parallel__tensor_size": 3, "parallel__tensor_across_nodes": True},
@@ -67,9 +63,6 @@ def contents(folder: Path) -> dict[str, bytes]:
             {"activations__store": "partition"},
             "^activations.store=partition: no 2 tensor ranks hold the same .*; choose keep or",
         ),
-        ({"activations__hardware.memory_gb": -1}, "activations.hardware.memory_gb=-1.* is not above 0"),
-        ({"model__vocab_size": 200}, f"model.vocab_size=200 is below the {VOCAB_SIZE} ids of .*; choose {VOCAB_SIZE}"),
-        ({"model__seq_length": 10**6}, r"model.seq_length \+ 1 = 1000001; lower model.seq_length"),
         ({"data__path": "/nowhere/corpus"}, "/nowhere/corpus"),
         ({"checkpoint__resume": "/nowhere"}, "checkpoint.resume=/nowhere holds no complete checkpoint"),
         ({"run__dir": "/proc/run"}, r"run.dir=/proc/run cannot be written .*; choose another folder"),
@@ -83,69 +76,41 @@ def test_mistakes_in_settings_are_explained_in_one_line(corpus, tmp_path, settin
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(
-    ("suffix", "damage"),
-    [
-        (".bin", "missing"),
-        (".idx", "missing"),
-        (".bin", "truncated"),
-        (".idx", "truncated"),
-        (".idx", "changed"),
-        (".json", "changed"),
-        (".tokenizer.json", "changed"),
-    ],
-)
-def test_damaged_data_is_named(corpus, tmp_path, suffix, damage):
+@pytest.mark.parametrize(("suffix", "kept"), [(".bin", 0.5), (".idx", 0), (".tokenizer.json", 0.9)])
+def test_damaged_data_is_named(corpus, tmp_path, suffix, kept):
     for kind in (".bin", ".idx", ".json", ".tokenizer.json"):
-        (tmp_path / f"copy{kind}").write_bytes(Path(f"{corpus}{kind}").read_bytes())
+        shutil.copy(f"{corpus}{kind}", tmp_path / f"copy{kind}")
     damaged = tmp_path / f"copy{suffix}"
-    whole = damaged.read_bytes()
-    if damage == "missing":
-        damaged.unlink()
-    else:
-        rest = bytes([whole[len(whole) // 2] ^ 1]) + whole[len(whole) // 2 + 1 :]
-        damaged.write_bytes(whole[: len(whole) // 2] + rest * (damage == "changed"))
+    os.truncate(damaged, int(kept * damaged.stat().st_size))
     with pytest.raises(DataError, match=re.escape(str(damaged))):
         pretrain(parse_settings(options(tmp_path / "copy", tmp_path / "run")), start_world())
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("name", "settings", "message"),
     [
-        ({"model__hidden_size": 16}, "is of another model: token_embedding.weight is .384, 32. there and .384, 16."),
-        ({"model__num_layers": 3}, "is of another model: blocks.2.* is missing there"),
-    ],
-    ids=["width", "depth"],
-)
-def test_a_checkpoint_of_another_model_is_refused_and_nothing_is_touched(checkpoints, settings, message):
-    before = contents(checkpoints.run_dir)
-    arguments = options(checkpoints.corpus, checkpoints.run_dir, train__steps=9, **settings)
-    with pytest.raises(ConfigError, match=message):
-        pretrain(parse_settings(arguments), start_world())
-    assert contents(checkpoints.run_dir) == before
-
-
-@pytest.mark.parametrize(
-    ("name", "damage"),
-    [
-        ("layout.json", "flipped"),
-        ("layout.json", "missing"),
-        ("rank-00000.safetensors", "cut"),
-        ("rank-00001.safetensors", "flipped"),
-        ("rank-00001.safetensors", "missing"),
+        ("layout.json", {}, "{newest}/layout.json cannot be read.*--checkpoint.resume={before}"),
+        ("rank-00001.safetensors", {}, "{newest}/rank-00001.safetensors is damaged.*--checkpoint.resume={before}"),
+        (
+            "",
+            {"model__hidden_size": 16},
+            "is of another model: token_embedding.weight is .384, 32. there and .384, 16.",
+        ),
     ],
 )
-def test_a_damaged_checkpoint_is_named_and_the_one_before_is_offered(checkpoints, tmp_path, name, damage):
-    run_dir = tmp_path / "run"
-    shutil.copytree(checkpoints.run_dir, run_dir)
+def test_a_checkpoint_that_cannot_be_loaded_is_named_and_nothing_is_touched(
+    checkpoints, tmp_path, name, settings, message
+):
+    run_dir = shutil.copytree(checkpoints.run_dir, tmp_path / "run")
     newest, before = (run_dir / "checkpoints" / f"step-0000000{step}" for step in (6, 3))
-    spoil(newest / name, damage)
+    if name == "layout.json":
+        (newest / name).unlink()
+    elif name:
+        flip_a_bit(newest / name)
     before_the_attempt = contents(run_dir)
-    with pytest.raises(
-        ConfigError, match=rf"{newest / name} (is damaged|cannot be read).*--checkpoint.resume={before}"
-    ):
-        pretrain(parse_settings(options(checkpoints.corpus, run_dir, train__steps=9)), start_world())
+    with pytest.raises(ConfigError, match=message.format(newest=newest, before=before)):
+        pretrain(parse_settings(options(checkpoints.corpus, run_dir, train__steps=9, **settings)), start_world())
     assert contents(run_dir) == before_the_attempt
 
 
@@ -154,7 +119,7 @@ def test_damage_that_one_rank_finds_is_printed_once(checkpoints, tmp_path):
     run_dir = tmp_path / "run"
     shutil.copytree(checkpoints.run_dir, run_dir)
     file = run_dir / "checkpoints" / "step-00000006" / "rank-00001.safetensors"
-    spoil(file, "flipped")
+    flip_a_bit(file)
     before_the_attempt = contents(run_dir)
     errors = errors_under_torchrun(options(checkpoints.corpus, run_dir, train__steps=9))
     assert_told_once(errors, rf"{file} is damaged.*--checkpoint.resume=.*step-00000003")
@@ -175,21 +140,10 @@ def checkpoints(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Check
     return Checkpoints(corpus, run_dir)
 
 
-def spoil(file: Path, damage: str) -> None:
-    whole = bytearray(file.read_bytes())
-    place = random.Random(0).randrange(len(whole))
-    whole[place] ^= 1
-    if damage == "missing":
-        file.unlink()
-    else:
-        file.write_bytes(whole if damage == "flipped" else whole[:place])
-
-
-def test_the_program_ends_with_code_2_and_one_line():
-    program = [sys.executable, "pretrain_gpt.py", "--zero.stge=2"]
-    ended = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert ended.returncode == 2
-    assert ended.stderr.strip() == "error: zero.stge: there is no such setting; did you mean zero.stage?"
+def flip_a_bit(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[random.Random(0).randrange(len(content))] ^= 1
+    file.write_bytes(content)
 
 
 @pytest.mark.full

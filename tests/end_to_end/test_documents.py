@@ -82,6 +82,7 @@ ERRORS = {
 NOT_RUN = {
     "python -m lab.faults.two_nodes": "needs network namespaces; test_two_nodes.py does the same",
     "python -m lab.bench.slow_link": "needs network namespaces, and minutes on an idle machine",
+    "python -m lab.bench.two_levels": "needs network namespaces; test_two_nodes.py does the same",
     "pip install 'setuptools<81' wheel": "installs DeepSpeed",
     "DS_ACCELERATOR=cpu": "needs DeepSpeed",
     "torchrun --nproc_per_node=8 pretrain_gpt.py --config configs/models/llama-3-8b.yaml": "needs Llama 3's weights",

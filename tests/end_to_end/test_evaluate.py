@@ -10,8 +10,9 @@ from transformers import GPT2LMHeadModel
 from data.errors import DataError
 from data.tokenizer import load_tokenizer
 from gpt.evaluate import Score, evaluate_text, undo_wikitext, windows
+from lab.faults.runs import prepare_corpus
 from parallel.errors import ConfigError
-from tests.end_to_end.runs import TINY_MODEL, options, prepare_corpus, run_on_rank
+from tests.end_to_end.runs import TINY_MODEL, options, run_on_rank
 from tests.ranks import run_ranks
 
 WEIGHTS = "weights/step-00000003"

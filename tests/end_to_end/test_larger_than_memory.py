@@ -14,9 +14,10 @@ from transformers import GPT2LMHeadModel
 from gpt.checkpoint.export import export_checkpoint
 from gpt.run_folder.files import CHECKPOINTS, WEIGHTS, read_steps
 from gpt.settings.parser import parse_settings
+from lab.faults.runs import prepare_corpus
 from parallel.world import start_world
 from pretrain_gpt import pretrain
-from tests.end_to_end.runs import VOCAB_SIZE, options, prepare_corpus, run_on_rank
+from tests.end_to_end.runs import VOCAB_SIZE, options, run_on_rank
 from tests.ranks import RankError, rank_pool, run_ranks
 
 M_MMAP_THRESHOLD = -3  # from malloc.h

@@ -4,17 +4,14 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
-
 from gpt.monitor.profiling import TIMERS, straggler_lines, stragglers
 from gpt.run_folder.files import read_steps
-from gpt.settings.analysis import ProfileSettings
 from gpt.settings.parser import parse_settings
+from lab.faults.runs import prepare_corpus
 from lab.races.stream_checker import streams_checked
-from parallel.errors import ConfigError
 from parallel.world import start_world
 from pretrain_gpt import pretrain
-from tests.end_to_end.runs import options, prepare_corpus, run_on_rank
+from tests.end_to_end.runs import options, run_on_rank
 from tests.ranks import run_ranks
 
 
@@ -58,12 +55,3 @@ def test_a_straggler_is_the_rank_that_computes_while_the_others_wait():
     assert stragglers(computing(1.0, 2.0, 1.0, 1.0)) == [(1, 2.0)]
     told = straggler_lines(computing(1.0, 2.0, 1.0, 1.0), ["n1", "n1", "n2", "n2"])
     assert told == ["straggler: rank 1 on n1 computes 2.00 times as long as the median rank"]
-
-
-@pytest.mark.parametrize(
-    ("steps", "message"),
-    [((0, 2), "contains 0, which is below 1"), ((5, 4), r"the first is after the last; choose \[10, 12\]")],
-)
-def test_steps_that_are_not_a_first_and_a_last_step_are_refused(steps, message):
-    with pytest.raises(ConfigError, match=message):
-        ProfileSettings(steps=steps)

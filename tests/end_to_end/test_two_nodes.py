@@ -1,4 +1,4 @@
-"""Two nodes with a network between them: a run that loses one, and the faults of a node that the preflight finds."""
+"""Two nodes with a network between them: what crosses it, a run that loses a node, and faults that preflights find."""
 
 import os
 import subprocess
@@ -7,7 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from lab.faults.runs import ROOT, prepare_corpus
+from lab.acceptance.child import ROOT
+from lab.bench.two_levels import LAYOUTS, MICRO_BATCHES, measure
+from lab.faults.runs import prepare_corpus
 from lab.faults.testbed import Node, joined_nodes, testbed_problem
 from lab.faults.two_nodes import NUM_STEPS, lose_and_restart
 
@@ -24,6 +26,15 @@ def nodes() -> Iterator[list[Node]]:
         yield nodes
 
 
+def test_bytes_inside_and_between_nodes_are_the_formulas_and_groups_send_between_them_once_a_step(nodes):
+    rows = {(row["layout"], row["micro_batches"]): row for row in measure(nodes, num_steps=1)}
+    assert set(rows) == {(layout, num) for layout in LAYOUTS for num in MICRO_BATCHES}
+    for row in rows.values():
+        assert [row["inside"], row["between"]] == pytest.approx(row["formula"], rel=0.02), row
+    for layout in ("groups", "two levels"):
+        assert len({rows[layout, num]["formula"][1] for num in MICRO_BATCHES}) == 1
+
+
 def test_a_run_that_loses_a_node_goes_on_as_if_nothing_had_happened(nodes, tmp_path):
     undisturbed, found = lose_and_restart(nodes, prepare_corpus(tmp_path), tmp_path)
     assert [step for step, _, _ in undisturbed] == list(range(1, NUM_STEPS + 1))
@@ -35,16 +46,8 @@ def preflight(
     nodes: list[Node], arguments: list[str], on_second: str = "", num_nodes: int = 2
 ) -> list[tuple[int, str]]:
     """Return (exit code, standard error) of each node; `on_second` is run by the shell of the second one first."""
-    own = [
-        "--nodes",
-        str(num_nodes),
-        "--meet",
-        "10.77.0.1:29501",
-        "--wait",
-        f"{WAIT_SECONDS}",
-        "--names",
-        "n1,n2,n3"[: 3 * num_nodes],
-    ]
+    own = [f"--nodes={num_nodes}", "--meet=10.77.0.1:29501", f"--wait={WAIT_SECONDS}"]
+    own += ["--names", "n1,n2,n3"[: 3 * num_nodes]]
     settings = ["--config", "configs/quickstart.yaml", *arguments]
     words = [sys.executable, "-m", "gpt.preflight", *own, "--", *settings]
     running = [

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 import zero
+from lab.faults.runs import prepare_corpus
 from lab.races.mutants.__main__ import copy_tree
-from tests.end_to_end.runs import options, prepare_corpus
+from tests.end_to_end.runs import options
 from tests.source_files import ROOT
 from zero import require_siblings
 

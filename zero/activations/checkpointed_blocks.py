@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from parallel.errors import ConfigError
 from parallel.fields import Positive, check_fields
-from parallel.mesh import Axis, Handle
+from parallel.mesh import Axis, Work
 from parallel.tensor.blocks import Recomputation, RunBlock, run_in_order
 from zero.activations.choice import Hardware
 from zero.activations.stores import STORES, ActivationStore, Slot, StoreContext, StoredBytes, StoreName
@@ -69,11 +69,11 @@ class Checkpoint:
 
 
 class Fetch(NamedTuple):
-    """A checkpoint that is being fetched. Wait on `handle` before `activation` is read."""
+    """A checkpoint that is being fetched. Wait on `work` before `activation` is read."""
 
     checkpoint: Checkpoint
     activation: Tensor
-    handle: Handle
+    work: Work
 
 
 class CheckpointedBlocks:
@@ -131,7 +131,7 @@ class CheckpointedBlocks:
             self._wait_for_prefetch()
             self._prefetch = self._fetch(saved)
         activation = self._prefetch.activation
-        self._prefetch.handle.wait()
+        self._prefetch.work.wait()
         # Only now: the next fetch may overwrite the buffer of the group that ran again before this one. It starts after
         # all computation that is queued so far, hence after that buffer has been read.
         self._prefetch = None if saved.previous is None else self._fetch(saved.previous)
@@ -146,13 +146,13 @@ class CheckpointedBlocks:
             )
         with self._stream.context():
             activation, collective = self._store.take(wanted.slot, wanted.stored)
-        copy = self._stream.device_handle()
-        return Fetch(wanted, activation, Handle(collective.wait, copy.wait))
+        copy = self._stream.device_work()
+        return Fetch(wanted, activation, Work(collective.wait, copy.wait))
 
     def _wait_for_prefetch(self) -> None:
         """Wait for the prefetch that is running, if any: its memory must not be freed or reused before it ends."""
         if self._prefetch is not None:
-            self._prefetch.handle.wait()
+            self._prefetch.work.wait()
             self._prefetch = None
 
 

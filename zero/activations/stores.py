@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from parallel.memory_kinds import TensorKind, tagged
-from parallel.mesh import Axis, Handle
+from parallel.mesh import Axis, Work
 from zero.memory.placement import Allocate, device_allocator, host_allocator
 from zero.memory.streams import SideStream
 
@@ -79,8 +79,8 @@ class ActivationStore(Protocol):
     def put(self, slot: Slot, activation: Tensor) -> Any:
         """Store a checkpoint in forward, and return what `take` needs to find it."""
 
-    def take(self, slot: Slot, stored: Any) -> tuple[Tensor, Handle]:
-        """Start to fetch a checkpoint in backward; return its tensor, and a handle to wait on before it is read.
+    def take(self, slot: Slot, stored: Any) -> tuple[Tensor, Work]:
+        """Start to fetch a checkpoint in backward; return its tensor, and a `Work` to wait on before it is read.
 
         The caller makes the side stream current first, and waits for that stream too. The second `take` after this one
         may overwrite the tensor.
@@ -102,8 +102,8 @@ class KeepStore:
         copy = self._memory.at(slot, activation.numel(), activation.dtype)
         return copy.view(activation.shape).copy_(activation)
 
-    def take(self, slot: Slot, stored: Tensor) -> tuple[Tensor, Handle]:
-        return stored, Handle()
+    def take(self, slot: Slot, stored: Tensor) -> tuple[Tensor, Work]:
+        return stored, Work()
 
     def num_bytes(self, count: int, numel: int, itemsize: int) -> StoredBytes:
         return StoredBytes(device=count * numel * itemsize)
@@ -114,7 +114,7 @@ class HostStore:
 
     def __init__(self, host: SlotMemory, staging: SlotMemory, stream: SideStream):
         self._host, self._staging, self._stream = host, staging, stream
-        self._copies_to_host: dict[Slot, tuple[Tensor, Handle]] = {}  # the last one from each staging buffer
+        self._copies_to_host: dict[Slot, tuple[Tensor, Work]] = {}  # the last one from each staging buffer
 
     def put(self, slot: Slot, activation: Tensor) -> tuple[Tensor, torch.Size]:
         ring_slot = slot.in_ring(NUM_IN_TRANSIT)
@@ -129,14 +129,14 @@ class HostStore:
         with self._stream.context():
             stored.copy_(staged, non_blocking=True)
         # The reference to `staged` keeps it allocated until the side stream has read it.
-        self._copies_to_host[ring_slot] = staged, self._stream.device_handle()
+        self._copies_to_host[ring_slot] = staged, self._stream.device_work()
         return stored, activation.shape
 
-    def take(self, slot: Slot, stored: tuple[Tensor, torch.Size]) -> tuple[Tensor, Handle]:
+    def take(self, slot: Slot, stored: tuple[Tensor, torch.Size]) -> tuple[Tensor, Work]:
         on_host, shape = stored
         # The side stream runs this copy after the copies of every `put`, so it may overwrite their staging buffers.
         staged = self._staging.at(slot.in_ring(NUM_IN_TRANSIT), on_host.numel(), on_host.dtype)
-        return staged.copy_(on_host, non_blocking=True).view(shape), Handle()
+        return staged.copy_(on_host, non_blocking=True).view(shape), Work()
 
     def num_bytes(self, count: int, numel: int, itemsize: int) -> StoredBytes:
         return StoredBytes(host=count * numel * itemsize, in_transit=NUM_IN_TRANSIT * numel * itemsize)
@@ -154,7 +154,7 @@ class PartitionStore:
     def put(self, slot: Slot, activation: Tensor) -> tuple[Any, torch.Size]:
         return self._parts.put(slot, self._own_part(activation.reshape(-1))), activation.shape
 
-    def take(self, slot: Slot, stored: tuple[Any, torch.Size]) -> tuple[Tensor, Handle]:
+    def take(self, slot: Slot, stored: tuple[Any, torch.Size]) -> tuple[Tensor, Work]:
         stored_part, shape = stored
         part, fetched = self._parts.take(slot, stored_part)
         whole = self._gathered.at(slot.in_ring(NUM_IN_TRANSIT), part.numel() * self._replicas.size, part.dtype)

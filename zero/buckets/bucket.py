@@ -1,12 +1,14 @@
 """Buckets: the ranges of a flat buffer that are communicated, updated and placed at once. Rank r owns shard r.
 
 params.full      all shards, while the parameters are unsharded
-params.owned     this rank's shard: a view of `full` if full parameters persist, else memory of its own
-params.cached    a copy of `owned` on the device, if `owned` is in host memory and there is room for the copy
+params.group_shard   this rank's shard in its group: a view of `full` if that persists, else memory of its own
+params.owned     the part of it that this rank owns, a view; on one level all of it
+params.cached    a copy of `group_shard` on the device, if that is in host memory and there is room for the copy
 grads.staged     this rank's full gradients, until the reduction ends
 message          `staged`, or its cast if gradients are reduced in another type; the sum over ranks replaces its shard
-grads.owned      this rank's shard of the mean over the data ranks: a view of `staged` if that persists and the shard is
+grads.group_shard    this rank's shard of the sum over its group: a view of `staged` if that persists and the shard is
                  placed on the accelerator, else memory of its own
+grads.owned      the part that this rank owns, a view; in the end the mean over all data ranks
 master           the owned parameters in at least fp32, stored beside the optimizer's states; in fp32 `params.owned`
                  itself, if both have the same placement
 
@@ -18,48 +20,83 @@ from collections.abc import Set
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
+from itertools import product
 
 import torch
 from torch import Tensor, nn
 
 from parallel.memory_kinds import TensorKind
-from parallel.mesh import Axis, Handle
+from parallel.mesh import Work
 from zero.memory.placement import Offload, Placement
 from zero.memory.staging import StagingPool, free_storage, restore_storage
+from zero.memory.streams import SideStream
 from zero.partition.layout import cut, overlap
-from zero.partition.stage import GradientTypes, Lifetime, ShardingPolicy
+from zero.partition.stage import GradientTypes, Levels, Lifetime, ShardingPolicy
 
 TAKEN_NUMEL = 2**22  # master weights that are compared with parameters at a time: the temporaries have this length
 
 
-class ParamShard:
-    """The parameters of one bucket: the shard that this rank owns, and a view of the full buffer."""
+@dataclass(frozen=True)
+class BucketRanges:
+    """The elements of a flat buffer that one bucket has."""
 
-    def __init__(self, full: Tensor, shard: range, axis: Axis, offload: Offload, lifetime: Lifetime):
-        """`shard`: this rank's elements of `full`; they are copied to separate memory if `full` is transient."""
-        self.full, self._full_shard = full, cut(full, shard)
-        self._axis, self._offload = axis, offload
+    elements: range
+    group_shard: range
+    """The elements whose gradients and parameters this rank has, in its group."""
+    shard: range
+    """The elements that this rank owns: those of its optimizer's states."""
+    parts: dict[nn.Parameter, range]
+    """The elements of each parameter."""
+    gaps: list[range]
+    """The elements that belong to no parameter."""
+
+    def owned_of(self, group_shard: Tensor) -> Tensor:
+        """Return the elements that this rank owns as a view of its shard in the group."""
+        return cut(group_shard, self.shard, self.group_shard.start)
+
+
+class ParamShard:
+    """The parameters of one bucket: this rank's shard in its group, the part that it owns, and the full buffer."""
+
+    def __init__(
+        self,
+        full: Tensor,
+        ranges: BucketRanges,
+        levels: Levels,
+        offload: Offload,
+        lifetime: Lifetime,
+        between_groups: SideStream,
+    ):
+        """`full`: the elements of the bucket; the shard is copied to separate memory if `full` is transient."""
+        self.full, self._in_full = full, cut(full, ranges.group_shard, ranges.elements.start)
+        self._levels, self._offload, self._ranges = levels, offload, ranges
         self.persists = lifetime is Lifetime.PERSISTENT
         self.placement = Placement.ACCELERATOR if self.persists else offload.config.initial_placement("parameters")
-        self.owned = self._full_shard if self.persists else self._copy_shard(self.placement)
+        self.group_shard = self._in_full if self.persists else self._copy_shard(self.placement)
+        self.owned = ranges.owned_of(self.group_shard)
         self.cached: Tensor | None = None
+        self._between_groups = between_groups
+        self._updated: Work | None = None  # the last gather of owned parts to the shard, unless it was waited for
 
-    def all_gather(self) -> Handle:
-        """Fill `full` with the shards of all owners; wait before it is read."""
-        if self.placement is Placement.HOST and self.cached is None:
-            # The shard is copied into its place in `full`, and the all-gather is launched behind the copy, in place.
-            gather = partial(self._axis.all_gather, self._full_shard, out=self.full)
-            return self._offload.to_accelerator(self.owned, self._full_shard, gather)
-        return self._axis.all_gather(self.owned if self.cached is None else self.cached, out=self.full)
+    def all_gather(self) -> Work:
+        """Fill `full` with the shards of the group; wait before it is read."""
+        if self._updated is None:
+            return self._gather_in_group()
+        with self._between_groups.context():
+            self.wait_for_update()  # the side stream waits; on a CPU the host does, so all ranks launch in one order
+            return self._gather_in_group()
 
-    def all_gather_updated(self) -> Handle:
-        """Copy new values of `owned` to the device cache, or all-gather them to `full` if that persists.
+    def all_gather_updated(self) -> Work:
+        """Gather new values of `owned` between groups; then renew the cache, or a `full` that persists.
 
-        A transient `full` must have been resharded before.
+        A transient `full` must have been resharded before; its next gather waits for the one between groups.
         """
+        self.wait_for_update()  # of an earlier update, if nothing has read the parameters since then
+        if self._levels.num_parts > 1:
+            self._updated = self._gather_between_groups()
         if self.cached is not None:
-            return self._offload.to_accelerator(self.owned, out=self.cached)
-        return self.all_gather() if self.persists else Handle()
+            return self._offload.to_accelerator(self.group_shard, out=self.cached)
+        return self.all_gather() if self.persists else Work()
 
     def fetch(self) -> None:
         """Keep a copy of the shard on the device until `evict`. The parameters must be unsharded."""
@@ -69,22 +106,35 @@ class ParamShard:
         """Free the copy on the device; the host has the same values."""
         self.cached = None
 
+    def wait_for_update(self) -> None:
+        """Wait for the gather between groups, which reads and writes the shard; at once if there is none."""
+        if self._updated is not None:
+            self._updated.wait()
+            self._updated = None
+
+    def _gather_in_group(self) -> Work:
+        gather = self._levels.inner.all_gather
+        if self.placement is Placement.HOST and self.cached is None:
+            # The shard is copied to its place in `full`, and the all-gather is launched behind the copy, in place.
+            in_place = partial(gather, self._in_full, out=self.full)
+            return self._offload.to_accelerator(self.group_shard, self._in_full, in_place)
+        return gather(self.group_shard if self.cached is None else self.cached, out=self.full)
+
+    def _gather_between_groups(self) -> Work:
+        outer = self._levels.outer
+        if self.placement is Placement.ACCELERATOR:
+            return outer.all_gather(self.owned, out=self.group_shard)
+        numel, dtype = self.group_shard.numel(), self.group_shard.dtype
+        shard = self._offload.new(Placement.ACCELERATOR, TensorKind.BUFFERS, numel, dtype)
+        own = self._ranges.owned_of(shard)
+        self._offload.to_accelerator(self.owned, own, partial(outer.all_gather, own, out=shard)).wait()
+        # The computation waits, because `shard` is freed here.
+        self._offload.to_host(shard, out=self.group_shard).wait()
+        return Work()
+
     def _copy_shard(self, placement: Placement) -> Tensor:
-        shard = self._full_shard
+        shard = self._in_full
         return self._offload.new(placement, TensorKind.PARAMETERS, shard.numel(), shard.dtype).copy_(shard)
-
-
-@dataclass(frozen=True)
-class BucketRanges:
-    """The elements of a flat buffer that one bucket has."""
-
-    elements: range
-    shard: range
-    """The elements that this rank owns."""
-    parts: dict[nn.Parameter, range]
-    """The elements of each parameter."""
-    gaps: list[range]
-    """The elements that belong to no parameter."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +145,8 @@ class GradientPath:
     policy: ShardingPolicy
     placement: Placement
     """The memory of the owned shard."""
+    has_groups: bool
+    """True if there are groups of ranks, whose sums of all micro-batches are added up once a step."""
 
     @property
     def persists(self) -> bool:
@@ -136,22 +188,33 @@ class Staging(Enum):
     REDUCING = "the reduction has been launched, and the memory belongs to it"
 
 
+class Held(Enum):
+    """The content of a shard of gradients between two reductions."""
+
+    NOTHING = "no gradient"
+    SUM = "the sum of earlier micro-batches, to which the next reduction is added"
+    MEAN = "in its owned part, the mean of a step, after which a further backward begins anew"
+    SET_ASIDE = "nothing more: the mean of a step was copied, and is added to the next one"
+
+
 class GradShard:
     """The gradients of one bucket: `staged` in full until they are reduced, then `owned`, the mean over the data ranks.
 
-    `holds_gradient` is independent of `staging`: with accumulation, `owned` holds the sum of earlier micro-batches
-    while the gradients of the next one are staged.
+    `held` is independent of `staging`: with accumulation, `group_shard` holds the sum of earlier micro-batches while
+    the gradients of the next one are staged.
     """
 
-    def __init__(self, ranges: BucketRanges, types: GradientTypes, policy: ShardingPolicy, offload: Offload):
+    def __init__(
+        self, ranges: BucketRanges, types: GradientTypes, policy: ShardingPolicy, levels: Levels, offload: Offload
+    ):
         self._ranges, self._offload = ranges, offload
-        self.path = GradientPath(types, policy, offload.config.initial_placement("optimizer"))
-        self.staging, self.holds_gradient = Staging.FREE, False
+        placement = offload.config.initial_placement("optimizer")
+        self.path = GradientPath(types, policy, placement, has_groups=levels.outer.size > 1)
+        self.staging, self.held = Staging.FREE, Held.NOTHING
         self._unwritten: set[nn.Parameter] = set()  # parameters without a value in `staged`
-        self.host_copy = Handle()  # of the last reduced shard; waited for before its memory is overwritten
+        self.host_copy = Work()  # of the last reduced shard; waited for before its memory is overwritten
         self.staged: Tensor | None = None  # a buffer of the pool may have more elements than the bucket
         self._cast: Tensor | None = None  # a buffer of the pool: `staged` in the type of messages, if that is another
-        self.is_set_aside = False
         self._earlier: Tensor | None = None  # the gradient that is set aside
         if self.persists:
             numel = len(ranges.elements)
@@ -176,10 +239,15 @@ class GradShard:
     @property
     def is_empty(self) -> bool:
         """True if no gradient has arrived since the last update."""
-        return not self.holds_gradient and self.staging is Staging.FREE
+        return self.held is Held.NOTHING and self.staging is Staging.FREE
 
     @property
     def message_shard(self) -> Tensor:
+        """The elements of the message that this rank has in its group, after `finish`."""
+        return self._view(self._ranges.group_shard, self._cast)
+
+    @property
+    def message_owned(self) -> Tensor:
         """The elements of the message that this rank owns, after `finish`."""
         return self._view(self._ranges.shard, self._cast)
 
@@ -187,11 +255,12 @@ class GradShard:
         """Move the owned shard to one of the memories. The values of a gradient that it holds are lost."""
         self.path = path = replace(self.path, placement=placement)
         if path.owns_staged:
-            self.owned = self._view(self._ranges.shard)
+            self.group_shard = self._view(self._ranges.group_shard)
         else:
-            numel = len(self._ranges.shard)
-            self.owned = self._offload.new(placement, TensorKind.GRADIENTS, numel, path.types.accumulate).zero_()
-            self.free_owned()
+            numel = len(self._ranges.group_shard)
+            self.group_shard = self._offload.new(placement, TensorKind.GRADIENTS, numel, path.types.accumulate).zero_()
+        self.owned = self._ranges.owned_of(self.group_shard)
+        self.free_owned()
 
     def write(self, param: nn.Parameter, grad: Tensor, scale: float, pool: StagingPool) -> None:
         """Write, or add, `scale` times the elements of a flat gradient that are in this bucket."""
@@ -237,27 +306,30 @@ class GradShard:
 
     def set_aside(self) -> None:
         """Keep a reduced gradient while full gradients are staged again; the next reduction adds it."""
-        self.is_set_aside = True
-        if self.path.owns_staged:
-            self._earlier = self.owned.clone()  # the staged gradients overwrite it
+        self.held = Held.SUM
+        if self.path.owns_staged or self.path.has_groups:  # the next gradients overwrite it
+            self._earlier, self.held = self.owned.clone(), Held.SET_ASIDE
 
-    def accumulate(self, scale: float) -> None:
-        """Set `owned` to `scale` times the reduced shard, or add that to what it holds; in place if possible."""
-        if self.holds_gradient and not self.persists:
-            self.owned.add_(self.message_shard, alpha=scale)
+    def accumulate(self, values: Tensor, out: Tensor, scale: float, *, adds: bool) -> None:
+        """Set `out`, the owned part or the whole shard in the group, to `scale` times `values`, or add these to it."""
+        if adds:
+            out.add_(values, alpha=scale)
             return
         if self.path.frees_owned:
-            restore_storage(self.owned)
-        scale_into(self.owned, self.message_shard, scale)
+            restore_storage(self.group_shard)
+        scale_into(out, values, scale)
+
+    def add_earlier(self, total: Tensor) -> None:
+        """Add the gradient that was set aside to the next mean."""
         if self._earlier is not None:
-            self.owned.add_(self._earlier)
+            total.add_(self._earlier.to(total.device))
             self._earlier = None
 
     def free_owned(self) -> None:
         """Discard the owned gradient; free its memory too, unless that is allocated for the whole run (M_D)."""
-        self.holds_gradient, self.is_set_aside, self._earlier = False, False, None
+        self.held, self._earlier = Held.NOTHING, None
         if self.path.frees_owned:
-            free_storage(self.owned)
+            free_storage(self.group_shard)
 
     def discard(self, params: Set[nn.Parameter]) -> None:
         """Discard the gradients of some parameters, staged or reduced, and keep those of others.
@@ -269,11 +341,13 @@ class GradShard:
             self._unwritten |= discarded
         if len(discarded) == len(self.parts):
             self.free_owned()
-        elif self.holds_gradient:
-            owned = self.owned if self._earlier is None else self._earlier
-            for param in discarded:
-                if elements := overlap(self.parts[param], self._ranges.shard):
-                    cut(owned, elements, self._ranges.shard.start).zero_()
+        else:
+            held = [(self._earlier, self._ranges.shard)] if self._earlier is not None else []
+            if self.held in (Held.SUM, Held.MEAN):
+                held.append((self.group_shard, self._ranges.group_shard))
+            for (tensor, own), param in product(held, discarded):
+                if elements := overlap(self.parts[param], own):
+                    cut(tensor, elements, own.start).zero_()
 
     def _view(self, elements: range, cast: Tensor | None = None) -> Tensor:
         full = self.staged if cast is None else cast
@@ -286,7 +360,8 @@ class Bucket:
 
     def __init__(self, ranges: BucketRanges, params: ParamShard, grads: GradShard | None, offload: Offload):
         """`grads` is None if the parameters are frozen."""
-        self.elements, self.shard, self.params = ranges.elements, ranges.shard, params
+        self.elements, self.group_shard, self.shard = ranges.elements, ranges.group_shard, ranges.shard
+        self.params = params
         self._grads, self._offload = grads, offload
         self.master = params.owned  # until an optimizer calls `place_master`
         self._master_placement: Placement | None = None

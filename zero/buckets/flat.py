@@ -10,16 +10,18 @@ from enum import Enum
 import torch
 from torch import Tensor, nn
 
-from parallel.autograd_internals import forbid_writes
+from parallel.autograd_internals import DisableTorchFunction, forbid_writes
 from parallel.memory_kinds import TensorKind, tagged
-from parallel.mesh import Axis, Handle
+from parallel.mesh import Axis, Work
+from parallel.torch_internals import are_the_same_elements
 from zero.buckets.bucket import Bucket, BucketRanges, GradShard, ParamShard, take_changed
 from zero.buckets.guarded_parameter import ParameterGuard, set_raw_data
 from zero.memory.placement import Offload
 from zero.memory.staging import free_storage, restore_storage
+from zero.memory.streams import SideStream
 from zero.partition.config import ZeroConfig
-from zero.partition.layout import BucketRange, Layout, cut, real_shape
-from zero.partition.stage import Lifetime
+from zero.partition.layout import BucketRange, Layout, cut, overlap, real_shape
+from zero.partition.stage import Levels, Lifetime
 
 
 class FullState(Enum):
@@ -35,11 +37,12 @@ class FlatContext:
     """The settings and objects that all flat buffers of an engine share."""
 
     config: ZeroConfig
-    axis: Axis
-    """The axis along which buckets are divided into shards."""
+    levels: Levels
     bucket_numel: int
     offload: Offload
     guard: ParameterGuard
+    between_groups: SideStream
+    """The stream of gathers that wait for those between groups."""
 
 
 class FlatParameters:
@@ -59,7 +62,12 @@ class FlatParameters:
     ):
         self.lifetime, self._guard = lifetime, context.guard
         shapes = {name: real_shape(p) for name, p in params.items()}
-        self.layout = Layout.of(shapes, context.axis.size, context.bucket_numel, context.config.alignment)
+        levels = context.levels
+        # An all-reduce in fp32 begins with a reduce-scatter, so replicas need parts of a shard too.
+        num_cuts = levels.outer.size if context.config.sum_over_ranks == "fp32" else 1
+        self.layout = Layout.of(
+            shapes, levels.inner.size, context.bucket_numel, context.config.alignment, levels.num_parts, num_cuts
+        )
         first = next(iter(params.values())).data
         full = first.new_zeros(self.layout.numel, dtype=first.dtype.to_real(), device=context.offload.device)
         self.full = tagged(TensorKind.PARAMETERS, full)
@@ -73,8 +81,8 @@ class FlatParameters:
             self._guard.guard(param)
         self._versions = self.versions()
         self.buckets = [self._bucket(elements, context) for elements in self.layout.buckets]
-        self._gathers: list[Handle] = []
-        self._updates: dict[nn.Parameter, list[Handle]] = {}  # gathers of updated values that nobody has waited for
+        self._gathers: list[Work] = []
+        self._updates: dict[nn.Parameter, list[Work]] = {}  # gathers of updated values that nobody has waited for
         self._state = FullState.UNSHARDED
         self.reshard()
 
@@ -111,7 +119,7 @@ class FlatParameters:
             self._versions = self.versions()
             self._state = FullState.UNSHARDED
 
-    def let_updates_run(self, gathers: Mapping[Bucket, Handle]) -> None:
+    def let_updates_run(self, gathers: Mapping[Bucket, Work]) -> None:
         """Take the gathers of updated parameters, which must persist; each parameter waits for its own when it is read.
 
         Until then the parameters are watched, so that any read in Python waits.
@@ -134,6 +142,7 @@ class FlatParameters:
         """Free the full buffer, unless it persists. What was written to it is kept, each element by its owner."""
         if self.lifetime is Lifetime.PERSISTENT or self.is_sharded:
             return
+        self.take_replaced()
         if self._state is FullState.UNSHARDING:
             self._wait_for_gathers()  # before the memory that they write is freed
         elif self._versions != self.versions():
@@ -150,36 +159,68 @@ class FlatParameters:
         if self.lifetime is Lifetime.PERSISTENT or self.is_sharded:
             return
         if not is_watched:
+            self.take_replaced()
             self.keep_writes()
         for param in self.params:
             self._guard.watch(param) if is_watched else self._guard.guard(param)
 
     def unwrap(self, device: torch.device | None) -> None:
         """Give the parameters their values in memory of their own. They must be unsharded."""
+        self.take_replaced()
         for param, view in self._views.items():
             set_raw_data(param, view.to(device or view.device, copy=True))
             self._guard.release(param)
         free_storage(self.full)
 
+    # [Note: replacing] `param.data = values` changes no version in torch, and what autograd has saved keeps the values
+    # of before: weights may be replaced for a forward and restored before its backward. So the parameter refers to a
+    # copy, and the buffer is not written, until the step or a checkpoint needs the values or, if they are transient,
+    # until they are resharded. From then on a backward that would read the values of before raises.
+
+    @torch.no_grad()
+    def replace(self, param: nn.Parameter, values: Tensor) -> None:
+        """Let a parameter, which must be unsharded, refer to a copy of `values`, or to the buffer if they are there."""
+        view = self._views[param]
+        self._guard.replaced.discard(param)
+        if not are_the_same_elements(values, view):
+            view = torch.empty_like(view).copy_(values)
+            self._guard.replaced.add(param)
+        with DisableTorchFunction():  # it may be watched
+            set_raw_data(param, view)
+
+    @torch.no_grad()
+    def take_replaced(self) -> None:
+        """Copy the values of replaced parameters to the buffer, of which they become views again."""
+        for param in [param for param in self._guard.replaced if param in self._views]:
+            with DisableTorchFunction():
+                set_raw_data(param, self._views[param].copy_(param))
+            torch.autograd.graph.increment_version(param)
+            self._guard.replaced.discard(param)
+
     def keep_writes(self) -> None:
-        """Take over what this rank has written to its own shards of the full buffer, which must be unsharded."""
+        """Take over what this rank has written to its own shards of the full buffer, which must be unsharded.
+
+        If its group divides parameters, and all ranks the optimizer's states, what a rank alone writes outside the part
+        that it owns is seen by its group until the next update, which publishes the owners' values.
+        """
         for bucket in self.buckets:
-            self._take_over(bucket, bucket.shard)
+            self._take_over(bucket, bucket.group_shard)
 
     def assign(self, param: nn.Parameter, data: Axis) -> None:
         """Broadcast the values of `param` on the first rank of `data`, and update the shards; it must be unsharded."""
+        self.take_replaced()
         data.broadcast(self._views[param]).wait()
         for bucket in self.buckets:
-            for owner, elements in self.params_in(bucket.shard):
+            for owner, elements in self.params_in(bucket.group_shard):
                 if owner is param:
                     self._take_over(bucket, elements)
 
     def _take_over(self, bucket: Bucket, elements: range) -> None:
-        """Copy `elements` of the full buffer to the owned shard; a master weight that rounds to its value stays."""
-        master = bucket.owned_part(bucket.master, elements)
-        new = cut(self.full, elements).to(master.device)
-        take_changed(master, new)
-        bucket.owned_part(bucket.params.owned, elements).copy_(new)
+        """Copy `elements` of the full buffer to the shard; a master weight that rounds to its value stays."""
+        if owned := overlap(elements, bucket.shard):
+            master = bucket.owned_part(bucket.master, owned)
+            take_changed(master, cut(self.full, owned).to(master.device))
+        cut(bucket.params.group_shard, elements, bucket.group_shard.start).copy_(cut(self.full, elements))
 
     def versions(self) -> list[object]:
         """Return a list that differs from one of before if parameters may have been written since then.
@@ -194,14 +235,16 @@ class FlatParameters:
         return ((self._param_of[span], own) for span, own in self.layout.spans_in(elements))
 
     def _bucket(self, bucket: BucketRange, context: FlatContext) -> Bucket:
-        elements, shard = bucket.elements, bucket.shard(context.axis.rank)
-        own = range(shard.start - elements.start, shard.stop - elements.start)
-        params = ParamShard(cut(self.full, elements), own, context.axis, context.offload, self.lifetime)
-        ranges = BucketRanges(elements, shard, dict(self.params_in(elements)), list(self.layout.gaps(elements)))
+        elements, levels = bucket.elements, context.levels
+        group_shard, shard = bucket.group_shard(levels.inner.rank), bucket.shard(levels.owners.rank)
+        parts, gaps = dict(self.params_in(elements)), list(self.layout.gaps(elements))
+        ranges = BucketRanges(elements, group_shard, shard, parts, gaps)
+        full = cut(self.full, elements)
+        params = ParamShard(full, ranges, levels, context.offload, self.lifetime, context.between_groups)
         grads = None
         if self.is_trainable:
             types = context.config.gradient_types(self.full.dtype)
-            grads = GradShard(ranges, types, context.config.policy, context.offload)
+            grads = GradShard(ranges, types, context.config.policy, levels, context.offload)
             self._guard.gradients.append(grads)
         return Bucket(ranges, params, grads, context.offload)
 

@@ -6,10 +6,10 @@
     GradientReducer    finds its buckets; reduces each one when it is complete and its turn has come
     GradShard          writes it to the full gradients of a bucket, and casts these          `staged`, message
     Reductions         launches and receives; the StagingPool has the memory that does not persist
-    Axis               reduce-scatter along the shard axis, all-reduce along the replica axis: the sum replaces the
-                       shard of the message (over gloo by way of receive buffers)            `message_shard`
-    GradShard          sets, or adds to, the owned shard, times what is left of 1/N          `owned`
-    Offload            copies the owned shard to host memory, if it is placed there
+    Axis               reduce-scatter in the group, and, once a step, a reduction between groups: the sum replaces
+                       the shard of the message (sums in fp32 by way of receive buffers)     `message_shard`
+    GradShard          sets, or adds to, the shard, in the end times what is left of 1/N     `group_shard`, `owned`
+    Offload            copies the shard to host memory, if it is placed there
 
 What is `owned` then is the mean over the data ranks. `ZeroOptimizer.step` adds the tensor ranks' parts to it, of those
 parameters whose gradients are partial along the tensor axis (parallel/tensor/gradient_sums.py), before the norm.
@@ -38,15 +38,14 @@ import torch
 from torch import Tensor, nn
 
 from parallel.memory_kinds import TensorKind, tagged
-from parallel.mesh import Axis
-from zero.buckets.bucket import Bucket
+from zero.buckets.bucket import Bucket, Held
 from zero.buckets.reductions import Reductions
 from zero.memory.placement import Offload
 from zero.memory.staging import StagingPool
 from zero.order.agreement import LaunchOrder
 from zero.order.step_order import Round
 from zero.partition.config import ZeroConfig
-from zero.partition.stage import Lifetime
+from zero.partition.stage import Levels, Lifetime
 
 MAX_RANKS_IN_HALF = 64  # NCCL adds in the type of the message, and rounds at every rank
 
@@ -69,13 +68,14 @@ class GradientReducer:
     def __init__(
         self,
         buckets: Sequence[Bucket],
-        axes: tuple[Axis, Axis],
+        levels: Levels,
         config: ZeroConfig,
         launch_order: LaunchOrder,
         offload: Offload,
     ):
-        """`buckets`: the trainable ones, in the order of the layout. `axes`: (shard, replica)."""
-        _warn_of_rounding(buckets, axes)
+        """`buckets`: the trainable ones, in the order of the layout."""
+        if config.sum_over_ranks == "message":
+            _warn_of_rounding(buckets, levels)
         self._policy, self._launch_order = config.policy, launch_order
         self._marks_on_arrival = self._policy.full_params is Lifetime.PERSISTENT
         self._order = list(reversed(buckets))
@@ -83,7 +83,7 @@ class GradientReducer:
         for position, bucket in enumerate(self._order):
             for param in bucket.grads.parts:
                 self._positions[param].append(position)
-        self._reductions = Reductions(buckets, axes, config.overlap, offload)
+        self._reductions = Reductions(buckets, levels, config, offload)
         self._backward = BackwardState.NONE
         self._num_launched = 0
         self._expected: list[set[nn.Parameter]] = []  # whose gradients may still arrive in this backward, by position
@@ -98,9 +98,9 @@ class GradientReducer:
         return list(self._positions)
 
     @property
-    def axes(self) -> tuple[Axis, Axis]:
-        """The axes along which gradients are reduce-scattered, and then all-reduced."""
-        return self._reductions.axes
+    def levels(self) -> Levels:
+        """The axes along which states are divided, and gradients reduced."""
+        return self._reductions.levels
 
     @property
     def staging(self) -> StagingPool:
@@ -123,9 +123,8 @@ class GradientReducer:
         """
         if self._backward is BackwardState.REDUCING:
             raise ValueError("the backward before this one broke off; call `optimizer.zero_grad()` before the next one")
-        held = [bucket.grads for bucket in self._order if bucket.grads.persists and bucket.grads.holds_gradient]
-        reduced = [grads for grads in held if not grads.is_set_aside]
-        if reduced and len(self._awaiting) == len(self.params_of):
+        reduced = [bucket.grads for bucket in self._order if bucket.grads.held is Held.MEAN]
+        if any(grads.persists for grads in reduced) and len(self._awaiting) == len(self.params_of):
             raise ValueError(
                 "a second backward after the gradients were reduced; run every backward of a step but the last "
                 "inside `with model.accumulate():`"
@@ -234,17 +233,18 @@ class GradientReducer:
             return
         while self._num_launched < len(self._order) and not self._expected[self._num_launched]:
             self._launch_order.before_reduction(self._num_launched)
-            self._reductions.launch(self._order[self._num_launched].grads)
+            self._reductions.launch(self._order[self._num_launched].grads, is_last=self._last_backward_has_begun)
             self._num_launched += 1
 
 
-def _warn_of_rounding(buckets: Sequence[Bucket], axes: tuple[Axis, Axis]) -> None:
+def _warn_of_rounding(buckets: Sequence[Bucket], levels: Levels) -> None:
     """Warn, on the first rank of the axes, if NCCL adds the gradients of many ranks in half precision."""
-    types = {bucket.grads.path.types.reduce for bucket in buckets} & {torch.float16, torch.bfloat16}
-    size = max((axis.size for axis in axes if axis.backend == "nccl"), default=1)
-    if types and size > MAX_RANKS_IN_HALF and not any(axis.rank for axis in axes):
+    types, axes = {bucket.grads.path.types.reduce for bucket in buckets}, (levels.inner, levels.outer)
+    rounding = [(axis.size, dtype) for axis in axes for dtype in types if axis.rounds_at_each_rank(dtype)]
+    size, dtype = max(rounding, default=(1, None), key=lambda found: found[0])
+    if size > MAX_RANKS_IN_HALF and not any(axis.rank for axis in axes):
         warnings.warn(
-            f"NCCL sums the gradients of {size} ranks in {types.pop()}, and rounds at each of them; choose "
-            "ZeroConfig.reduce_dtype=fp32, with twice the traffic of gradients",
+            f"NCCL sums the gradients of {size} ranks in {dtype}, and rounds at each of them; choose "
+            "ZeroConfig.sum_over_ranks=fp32 with groups of ranks, or reduce_dtype=fp32 with twice the traffic",
             stacklevel=4,
         )

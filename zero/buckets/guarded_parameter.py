@@ -2,7 +2,7 @@
 
 A module's parameters stay the objects that the user knows; only their class changes with the state of their buffer:
 
-guarded     readable. `.grad` raises while the engine holds gradients; a new `.data` is copied into the buffer
+guarded     readable. `.grad` raises while the engine holds gradients; a new `.data` gets to the buffer later
 watched     sharded, or unsharded for the user: each read of values is reported first; metadata can always be read
 
 Only Python sees the class. What autograd has saved is read in C++, and an operation on a guarded parameter costs what
@@ -78,6 +78,9 @@ class ReadObserver(Protocol):
     def after_saving(self, param: nn.Parameter) -> None:
         """Keep the values readable: autograd may read them again in backward."""
 
+    def replace(self, param: nn.Parameter, values: Tensor) -> None:
+        """Let a parameter refer to other values, of its shape, dtype and device."""
+
 
 class ParameterGuard:
     """The classes of one engine's parameters, and what is known of them."""
@@ -87,6 +90,7 @@ class ParameterGuard:
         self.gradients: list[GradShard] = []  # of all parameters
         self.toggled: dict[nn.Parameter, bool] = {}  # those whose `requires_grad` was set: its value before
         self.exposed: set[nn.Parameter] = set()  # those whose `.data` has been read
+        self.replaced: set[nn.Parameter] = set()  # those that refer to memory of their own: see [Note: replacing]
         self._original = {param: type(param) for param in names}
         self._structure: Callable[[], list[int]] | None = None
         self._parts: list[int] = []  # what the structure was in the last step
@@ -165,8 +169,8 @@ class GuardedParameter(nn.Parameter):
         if grad is None and self.zero_guard.holds_gradients and not torch.compiler.is_compiling():
             raise GradientAccessError(
                 f"the gradient of {self.zero_name} is in the buckets of ZeroDataParallel, not in `.grad`; update by a "
-                "ZeroOptimizer, clip by its clip_norm, read norms in `optimizer.step(gradient_hook=...)`, discard "
-                "gradients by `model.zero_grad()`"
+                "ZeroOptimizer, clip by its clip_norm, scale by its LossScale and not by a GradScaler, read and change "
+                "`optimizer.gradients()` in `optimizer.step(gradient_hook=...)`, discard them by `model.zero_grad()`"
             )
         return grad
 
@@ -195,8 +199,7 @@ class GuardedParameter(nn.Parameter):
                 f"cannot become a {values.dtype} of shape {tuple(values.shape)} on {values.device}; "
                 "`model.unwrap()` it, change the module, and wrap it again"
             )
-        with torch.no_grad():
-            self.copy_(values)
+        self.zero_guard.reads.replace(self, values)
 
     @property
     def requires_grad(self) -> bool:
@@ -218,6 +221,13 @@ class GuardedParameter(nn.Parameter):
             memo[id(self)] = self.zero_original(_DATA.__get__(self).clone(), self.requires_grad)
             memo[id(self)].__dict__.update(copy.deepcopy(self.__dict__, memo))
         return memo[id(self)]
+
+    def _use_count(self) -> int:
+        """Refuse `torch.utils.swap_tensors`, which calls this: another object would have the parameter's gradients."""
+        raise ValueError(
+            f"{self.zero_name} is inside ZeroDataParallel and cannot be swapped; write its values in place inside "
+            "`with model.gathered(modify=True):`, or call `model.unwrap()` first"
+        )
 
     @property
     def zero_name(self) -> str:

@@ -1,22 +1,28 @@
-"""The reductions that are under way: launched along the shard axis and between replicas, received in the same order.
+"""The reductions that are under way: launched in a group and between groups, and received in the same order.
 
-message -> reduce-scatter, in place -> all-reduce of the shard between replicas -> times 1/N -> owned shard
+in each micro-batch that reduces    message -> reduce-scatter in the group, in place -> added to `group_shard`
+and in the last one of a step       message + `group_shard` -> reduced between groups, in place -> times 1/N -> `owned`
+
+Between groups, the ranks that own the same elements all-reduce their shards; if they own a part each, they
+reduce-scatter them. Sums that a kernel adds up (`Axis.reduce_scatter` in fp32) run on a side stream.
 """
 
 import math
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from parallel.mesh import Axis, Handle
-from zero.buckets.bucket import Bucket, GradShard, scale_into
+from parallel.mesh import Axis, Work
+from zero.buckets.bucket import Bucket, GradShard, Held, scale_into
 from zero.memory.placement import Offload, Placement
 from zero.memory.staging import StagingPool
 from zero.memory.streams import SideStream
-from zero.partition.config import NUM_STAGED
+from zero.partition.config import NUM_STAGED, ZeroConfig
+from zero.partition.stage import Levels
 
 MAX_IN_FLIGHT = NUM_STAGED - 1  # reductions, beside the bucket that is filling
 
@@ -28,18 +34,18 @@ class Reductions:
     shards on their way to the host, if they are cast, and from there, if there are several micro-batches.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], axes: tuple[Axis, Axis], overlap: bool, offload: Offload):
-        """`axes`: (shard, replica). Without `overlap` each reduction is waited for at once."""
-        self.axes, self._offload = axes, offload
-        self._between_axes = SideStream(offload.device)
-        self._max_in_flight = MAX_IN_FLIGHT if overlap else 0
-        self._in_flight: deque[tuple[GradShard, Handle]] = deque()
+    def __init__(self, buckets: Sequence[Bucket], levels: Levels, config: ZeroConfig, offload: Offload):
+        self.levels, self._offload = levels, offload
+        self._between_groups, self._sums = SideStream(offload.device), SideStream(offload.device)
+        self._in_fp32 = config.sum_over_ranks == "fp32"
+        self._max_in_flight = MAX_IN_FLIGHT if config.overlap else 0
+        self._in_flight: deque[tuple[GradShard, Work, bool]] = deque()  # (gradients, work, is the last of its step)
         paths = [bucket.grads.path for bucket in buckets]
         counts = Counter(path.types.reduce for path in paths if not path.persists or path.casts_message)
         counts = Counter({dtype: min(n, 1 + self._max_in_flight) for dtype, n in counts.items()})
         self.staging = StagingPool(max((len(b.elements) for b in buckets), default=0), counts, offload)
         casts = {path.types.accumulate: 1 for path in paths if path.casts_for_host}
-        self.host_staging = StagingPool(max((len(b.shard) for b in buckets), default=0), casts, offload)
+        self.host_staging = StagingPool(max((len(b.group_shard) for b in buckets), default=0), casts, offload)
 
     def write(self, grads: GradShard, param: nn.Parameter, values: Tensor) -> None:
         """Write the elements of a flat gradient that are in one bucket."""
@@ -47,22 +53,45 @@ class Reductions:
             self._make_room()
         grads.write(param, values, self._scale_before(grads), self.staging)
 
-    def launch(self, grads: GradShard) -> None:
-        """Reduce the gradients of one bucket, those that are missing as zeros."""
-        shard_axis, replica_axis = self.axes
-        takes_memory = grads.staged is None or grads.path.casts_message or shard_axis.takes_receive_buffers
-        if takes_memory or grads.placement is Placement.HOST:
+    def launch(self, grads: GradShard, *, is_last: bool) -> None:
+        """Reduce the gradients of one bucket, those that are missing as zeros; `is_last`: for the last time in a step.
+
+        Along the inner axis first: then a rank sends only its shard between groups, and only once a step.
+        """
+        inner, outer = self.levels.inner, self.levels.outer
+        receives = inner.takes_receive_buffers or self._adds(inner, grads) or self._adds(outer, grads)
+        if grads.staged is None or grads.path.casts_message or receives or grads.placement is Placement.HOST:
             self._make_room()
-        message, shard = grads.finish(self.staging), grads.message_shard
-        # Along the shard axis first: the all-reduce between replicas then moves 1/N of the bucket only.
-        reduced = shard_axis.reduce_scatter(message, out=shard)
-        if replica_axis.size > 1:
+        reduced = inner.reduce_scatter(grads.finish(self.staging), out=grads.message_shard, in_fp32=self._in_fp32)
+        if is_last and grads.path.has_groups:
             # Behind the first on a stream of its own: launched by the computation, it would wait for the computation.
-            all_reduce = partial(replica_axis.all_reduce, shard, out=shard)
-            reduced = self._between_axes.launch_after(reduced, all_reduce)
-        self._in_flight.append((grads, reduced))
+            reduced = self._between_groups.launch_after(reduced, partial(self._reduce_between_groups, grads))
+        elif self._adds(inner, grads):
+            reduced = self._sums.launch_after(reduced, self._sums.device_work)
+        self._in_flight.append((grads, reduced, is_last))
         if not self._max_in_flight:
             self._receive_oldest()
+
+    def _reduce_between_groups(self, grads: GradShard) -> Work:
+        """Reduce the group's message, with the sum of its earlier micro-batches, in the type of messages."""
+        shard, outer = grads.message_shard, self.levels.outer
+        if grads.held is Held.SUM:
+            with self._sum_on_accelerator(grads, self._between_groups.device_work) as earlier:
+                shard.add_(earlier)  # in the type of the sum, and then rounded to that of messages
+        adds, has_parts = self._adds(outer, grads), self.levels.num_parts > 1
+        if not (adds or has_parts):
+            return outer.all_reduce(shard, out=shard)
+        part = grads.message_owned if has_parts else shard.chunk(outer.size)[outer.rank]
+        reduced = outer.reduce_scatter(shard, out=part, in_fp32=self._in_fp32)
+        if not adds:
+            return reduced
+        # On a stream of its own: behind it on this one, the next bucket's reduction in the group would wait.
+        gather = partial(outer.all_gather, part, out=shard)
+        return self._sums.launch_after(reduced, self._sums.device_work if has_parts else gather)
+
+    def _adds(self, axis: Axis, grads: GradShard) -> bool:
+        """Return whether a kernel adds up what a reduce-scatter of these gradients receives along the axis."""
+        return self._in_fp32 and axis.rounds_at_each_rank(grads.path.types.reduce)
 
     def receive_all(self) -> None:
         """Wait for all reductions."""
@@ -71,7 +100,8 @@ class Reductions:
 
     def free(self) -> None:
         """Free the memory of messages and pools, which nothing may use."""
-        self.axes[0].received.clear()
+        self.levels.inner.pairwise.received.clear()
+        self.levels.outer.pairwise.received.clear()
         self.staging.free()
         self.host_staging.free()
 
@@ -100,35 +130,57 @@ class Reductions:
 
     @property
     def _num_ranks(self) -> int:
-        return self.axes[0].size * self.axes[1].size
+        return self.levels.inner.size * self.levels.outer.size
 
     def _receive_oldest(self) -> None:
-        """Wait for the oldest reduction, move its result to the owned shard, and free the staging memory."""
-        grads, reduced = self._in_flight.popleft()
+        """Wait for the oldest reduction, move its result to its owner, and free the staging memory."""
+        grads, reduced, is_last = self._in_flight.popleft()
         reduced.wait()
+        values, out, scale = grads.message_shard, grads.group_shard, self._scale_after(grads)
+        adds, has_groups = grads.held is Held.SUM, grads.path.has_groups
+        if has_groups and is_last:
+            values, out, adds = grads.message_owned, grads.owned, False  # the message has the sum already
+        elif has_groups:
+            scale = 1.0
         if grads.placement is Placement.HOST:
-            self._send_to_host(grads)
+            self._send_to_host(grads, values, out, scale, adds=adds, is_last=is_last)
         else:
-            grads.accumulate(self._scale_after(grads))
-        grads.holds_gradient, grads.is_set_aside = True, False
+            grads.accumulate(values, out, scale, adds=adds)
+            if is_last:
+                grads.add_earlier(out)
+        grads.held = Held.MEAN if is_last and (grads.persists or has_groups) else Held.SUM
         grads.unstage(self.staging)
 
-    def _send_to_host(self, grads: GradShard) -> None:
-        """Copy the reduced shard to the host; add it, on the accelerator, to what earlier micro-batches left there."""
-        shard = total = grads.message_shard
-        dtype, numel = grads.path.types.accumulate, shard.numel()
-        cast = None
+    def _send_to_host(
+        self, grads: GradShard, values: Tensor, out: Tensor, scale: float, *, adds: bool, is_last: bool
+    ) -> None:
+        """Copy reduced gradients to the host, with the sum that earlier micro-batches left there."""
+        total, cast = values, None
         if grads.path.casts_for_host:
-            cast = self.host_staging.take(dtype)
-            total = cast[:numel]
-        scale_into(total, shard, self._scale_after(grads))
-        if grads.holds_gradient:
-            fetched = self.host_staging.take(dtype)
-            earlier = fetched[:numel]
-            # The sum waits for the copy on the device, and the host waits for nothing.
-            self._offload.to_accelerator(grads.owned, out=earlier).wait()
-            total.add_(earlier)
-            self.host_staging.put_back(fetched, Handle())
-        grads.host_copy = self._offload.to_host(total, out=grads.owned)
+            cast = self.host_staging.take(grads.path.types.accumulate)
+            total = cast[: values.numel()]
+        scale_into(total, values, scale)
+        if adds:
+            with self._sum_on_accelerator(grads, Work) as earlier:
+                total.add_(earlier)
+        if is_last:
+            grads.add_earlier(total)
+        grads.host_copy = self._offload.to_host(total, out=out)
         if cast is not None:
             self.host_staging.put_back(cast, grads.host_copy)
+
+    @contextmanager
+    def _sum_on_accelerator(self, grads: GradShard, last_read: Callable[[], Work]) -> Iterator[Tensor]:
+        """Yield the sum of earlier micro-batches, copied from the host if it is there.
+
+        `last_read` returns a `Work` of what this context has launched, unless it is the computation's.
+        """
+        if grads.placement is Placement.ACCELERATOR:
+            yield grads.group_shard
+            return
+        fetched = self.host_staging.take(grads.path.types.accumulate)
+        earlier = fetched[: grads.group_shard.numel()]
+        # The sum waits for the copy on the device, and the host waits for nothing.
+        self._offload.to_accelerator(grads.group_shard, out=earlier).wait()
+        yield earlier
+        self.host_staging.put_back(fetched, last_read())

@@ -20,7 +20,7 @@ from torch import Tensor
 from parallel.errors import MemoryLimitError
 from parallel.fields import Positive, Range, check_fields
 from parallel.memory_kinds import TensorKind, allocating, tagged
-from parallel.mesh import Handle
+from parallel.mesh import Work
 from parallel.torch_internals import storage_id
 from zero.memory.streams import SideStream
 
@@ -108,8 +108,8 @@ class Offload:
     def __init__(self, device: torch.device, config: OffloadConfig = NO_OFFLOAD):
         self.device, self.config = device, config
         self._to_host, self._to_accelerator = SideStream(device), SideStream(device)
-        self._casts: defaultdict[torch.dtype, deque[tuple[Tensor, Handle]]] = defaultdict(deque)
-        self._landing: dict[int, Handle] = {}  # the last copy to each storage in host memory
+        self._casts: defaultdict[torch.dtype, deque[tuple[Tensor, Work]]] = defaultdict(deque)
+        self._landing: dict[int, Work] = {}  # the last copy to each storage in host memory
         self._reads: dict[tuple[torch.dtype, int], Tensor] = {}
 
     def new(self, placement: Placement, kind: TensorKind, numel: int, dtype: torch.dtype) -> Tensor:
@@ -120,21 +120,21 @@ class Offload:
         """Return the torch device on which tensors of this placement are updated."""
         return torch.device("cpu") if placement is Placement.HOST else self.device
 
-    def to_host(self, source: Tensor, out: Tensor) -> Handle:
-        """Launch a copy to the host, and return a handle.
+    def to_host(self, source: Tensor, out: Tensor) -> Work:
+        """Launch a copy to the host, and return a `Work`.
 
-        Keep the handle until its `wait`: it keeps `source` allocated. Wait before `source` is overwritten. The host
+        Keep the `Work` until its `wait`: it keeps `source` allocated. Wait before `source` is overwritten. The host
         calls `synchronize` before it reads `out`.
         """
         with self._to_host.context():
             out.copy_(source, non_blocking=True)
-        self._landing[storage_id(out.untyped_storage())] = self._to_host.device_handle()
-        return Handle(self._to_host.device_handle().wait, lambda: source)  # the handle keeps `source` allocated
+        self._landing[storage_id(out.untyped_storage())] = self._to_host.device_work()
+        return Work(self._to_host.device_work().wait, lambda: source)  # the `Work` keeps `source` allocated
 
-    def to_accelerator(self, source: Tensor, out: Tensor, then: Callable[[], Handle] = Handle) -> Handle:
+    def to_accelerator(self, source: Tensor, out: Tensor, then: Callable[[], Work] = Work) -> Work:
         """Launch a copy to the accelerator, and behind it what `then` launches, such as an all-gather.
 
-        Wait on the handle before `out` is read. A copy of `source` to the host may still be running. If the dtypes are
+        Wait on the `Work` before `out` is read. A copy of `source` to the host may still be running. If the dtypes are
         equal, `source` is read asynchronously: the host calls `synchronize` before it overwrites `source`. If they
         differ, `source` is cast into a buffer first, and may be overwritten when this returns.
         """
@@ -148,8 +148,8 @@ class Offload:
             out.copy_(source, non_blocking=True)
             followed = then()
         if cast is not None:
-            self._casts[cast.dtype].append((cast, self._to_accelerator.host_handle()))
-        return Handle(self._to_accelerator.device_handle().wait, followed.wait)
+            self._casts[cast.dtype].append((cast, self._to_accelerator.host_work()))
+        return Work(self._to_accelerator.device_work().wait, followed.wait)
 
     def read_from(self, placement: Placement, sources: Iterable[Tensor]) -> Iterator[Tensor]:
         """Iterate over tensors on the accelerator as `placement` reads them: themselves, or copies in host memory.
@@ -177,18 +177,18 @@ class Offload:
 
     def synchronize(self) -> None:
         """Block the host until all copies have ended: it may then read their outputs and overwrite their inputs."""
-        self._to_host.host_handle().wait()
-        self._to_accelerator.host_handle().wait()
+        self._to_host.host_work().wait()
+        self._to_accelerator.host_work().wait()
         self._landing.clear()
 
-    def _start_read(self, slot: int, source: Tensor) -> tuple[Tensor, Handle]:
-        """Launch a copy to one of a few pinned buffers; return it with a handle that blocks the host."""
+    def _start_read(self, slot: int, source: Tensor) -> tuple[Tensor, Work]:
+        """Launch a copy to one of a few pinned buffers; return it with a `Work` that blocks the host."""
         key = source.dtype, slot
         if key not in self._reads or self._reads[key].numel() < source.numel():
             self._reads[key] = self.new(Placement.HOST, TensorKind.BUFFERS, source.numel(), source.dtype)
         copy = self._reads[key][: source.numel()]
         self.to_host(source, copy)
-        return copy, self._to_host.host_handle()
+        return copy, self._to_host.host_work()
 
     def _cast_buffer(self, like: Tensor) -> Tensor:
         """Return one of a few pinned buffers, at least as long as `like`; block the host until it is free."""

@@ -1,5 +1,6 @@
 """Memory that is freed and allocated again: storages, and the pool that transient full gradients pass through (C_B)."""
 
+import warnings
 from collections import defaultdict, deque
 from collections.abc import Mapping
 
@@ -7,13 +8,24 @@ import torch
 from torch import Tensor
 
 from parallel.memory_kinds import TensorKind
-from parallel.mesh import Handle
+from parallel.mesh import Work
 from zero.memory.placement import Offload, Placement
 
 
 def free_storage(tensor: Tensor) -> None:
-    """Free the memory of a tensor that fills its storage; it and its views have no values until `restore_storage`."""
-    tensor.untyped_storage().resize_(0)
+    """Free the memory of a tensor that fills its storage; it and its views have no values until `restore_storage`.
+
+    Memory that NumPy has viewed stays allocated, with a warning.
+    """
+    storage = tensor.untyped_storage()
+    if storage.resizable():
+        storage.resize_(0)
+    else:
+        warnings.warn(
+            f"{storage.nbytes()} bytes of ZeroDataParallel stay allocated, because NumPy has viewed a parameter in "
+            "them; call `param.detach().clone().numpy()`",
+            stacklevel=2,
+        )
 
 
 def restore_storage(tensor: Tensor) -> None:
@@ -31,10 +43,10 @@ class StagingPool:
 
     def __init__(self, buffer_numel: int, counts: Mapping[torch.dtype, int], offload: Offload):
         self._buffer_numel, self._offload = buffer_numel, offload
-        self._free: defaultdict[torch.dtype, deque[tuple[Tensor, Handle]]] = defaultdict(deque)
+        self._free: defaultdict[torch.dtype, deque[tuple[Tensor, Work]]] = defaultdict(deque)
         self.num_bytes = 0  # when all buffers are in use
         for dtype, number in counts.items():
-            self._free[dtype].extend((self._new_buffer(dtype), Handle()) for _ in range(number))
+            self._free[dtype].extend((self._new_buffer(dtype), Work()) for _ in range(number))
 
     def take(self, dtype: torch.dtype) -> Tensor:
         """Return a buffer, not initialized."""
@@ -45,7 +57,7 @@ class StagingPool:
         restore_storage(buffer)
         return buffer
 
-    def put_back(self, buffer: Tensor, last_read: Handle) -> None:
+    def put_back(self, buffer: Tensor, last_read: Work) -> None:
         """Return a buffer to the pool; `last_read` is waited for before the buffer is written or freed."""
         self._free[buffer.dtype].append((buffer, last_read))
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
-from parallel.mesh import Handle
+from parallel.mesh import Work
 from parallel.streams import current_stream, new_stream, using, wait_event
 
 
@@ -16,7 +16,7 @@ class SideStream:
     """A CUDA stream that runs what is launched on it in order: copies to the host and back, and gathers behind them.
 
     Memory is handed from stream to stream by waiting, never by `record_stream`. What is launched here runs after all
-    that the computation had queued before the launch; the computation waits on `device_handle()` before it reads or
+    that the computation had queued before the launch; the computation waits on `device_work()` before it reads or
     frees the memory.
     """
 
@@ -34,8 +34,8 @@ class SideStream:
         with using(self._stream):
             yield
 
-    def launch_after(self, first: Handle, launch: Callable[[], Handle]) -> Handle:
-        """Launch a collective that reads the output of `first`, and return its handle.
+    def launch_after(self, first: Work, launch: Callable[[], Work]) -> Work:
+        """Launch a collective that reads the output of `first`, and return its `Work`.
 
         It is launched at once if there are streams, and else when the result is waited for.
         """
@@ -44,16 +44,16 @@ class SideStream:
         with self.context():
             return first.then_beside(launch)
 
-    def device_handle(self) -> Handle:
-        """Return a handle whose `wait` makes the current stream wait for what has been launched here so far."""
+    def device_work(self) -> Work:
+        """Return a `Work` whose `wait` makes the current stream wait for what has been launched here so far."""
         if self._stream is None:
-            return Handle()
+            return Work()
         event, device = self._stream.record_event(), self._device
-        return Handle(lambda: wait_event(device, event))
+        return Work(lambda: wait_event(device, event))
 
-    def host_handle(self) -> Handle:
-        """Return a handle whose `wait` blocks the host until all that has been launched here so far has run."""
-        return Handle() if self._stream is None else Handle(self._stream.record_event().synchronize)
+    def host_work(self) -> Work:
+        """Return a `Work` whose `wait` blocks the host until all that has been launched here so far has run."""
+        return Work() if self._stream is None else Work(self._stream.record_event().synchronize)
 
 
 def launched_work(device: torch.device) -> Callable[[], bool]:

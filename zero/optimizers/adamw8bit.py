@@ -53,9 +53,9 @@ class AdamW8bit(GroupedAdamW):
         """
         state = self.state[param]
         for name, is_signed in MOMENTS.items():
-            table = self._table(is_signed, param.device)
+            table, bounds = self._table(is_signed, param.device)
             values = table[state[name].int()] * scales[f"{name}_{SCALE}"]
-            state[name], state[f"{name}_{SCALE}"] = quantized(values, table)
+            state[name], state[f"{name}_{SCALE}"] = quantized(values, bounds)
 
     def _make_states(self, param: nn.Parameter, state: dict[str, Tensor]) -> None:
         for name, is_signed in MOMENTS.items():
@@ -77,7 +77,7 @@ class AdamW8bit(GroupedAdamW):
         if is_kept is not None:
             grad = grad.masked_fill(is_kept == 0, 0.0)  # times zero, inf would be NaN
         tables = {name: self._table(is_signed, param.device) for name, is_signed in MOMENTS.items()}
-        first, second = (dequantized(*moments[name], tables[name]).to(param.dtype) for name in MOMENTS)
+        first, second = (dequantized(*moments[name], tables[name][0]).to(param.dtype) for name in MOMENTS)
         first.lerp_(grad, 1 - beta1)
         second.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
         num_steps = step.to(param.dtype).clamp(min=1)  # 0 if all steps so far were skipped
@@ -87,23 +87,36 @@ class AdamW8bit(GroupedAdamW):
         update = first / (second.sqrt() / (1 - beta2**num_steps).sqrt()).add_(group["eps"])
         param.mul_(1 - decay).addcmul_(update, rate)
         for name, moment in zip(MOMENTS, (first, second), strict=True):
-            for old, new in zip(moments[name], quantized(moment, tables[name]), strict=True):
+            for old, new in zip(moments[name], quantized(moment, tables[name][1]), strict=True):
                 old.copy_(new if is_kept is None else torch.where(is_kept == 0, old, new))
 
-    def _table(self, is_signed: bool, device: torch.device) -> Tensor:
-        """Return the table on a device; it is kept, because a copy to an accelerator would block the host."""
-        tables: dict[Any, Tensor] = self.__dict__.setdefault("_tables", {})
+    def _table(self, is_signed: bool, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return the table and its bounds on a device; kept, because a copy to an accelerator would block the host."""
+        tables: dict[Any, tuple[Tensor, Tensor]] = self.__dict__.setdefault("_tables", {})
         if (is_signed, device) not in tables:
-            tables[is_signed, device] = torch.tensor(table_of(is_signed), dtype=torch.float32, device=device)
+            table = torch.tensor(table_of(is_signed), dtype=torch.float32, device=device)
+            tables[is_signed, device] = table, bounds_of(table, is_signed)
         return tables[is_signed, device]
 
 
-def quantized(values: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the numbers (uint8) of flat values in the table, and the scale (fp32) of each block of them."""
+def bounds_of(table: Tensor, is_signed: bool) -> Tensor:
+    """Return the bounds between the values of a table: a value is stored as the nearest one.
+
+    Only 0 is stored as 0 without a sign. A small second moment that became 0 would divide the first one by eps: single
+    updates of rare words would have hundreds of times the learning rate.
+    """
+    bounds = (table[1:] + table[:-1]) / 2
+    if not is_signed:
+        bounds[0] = 0.0
+    return bounds
+
+
+def quantized(values: Tensor, bounds: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the numbers (uint8) of flat values in a table, and the scale (fp32) of each block of them."""
     blocks = _in_blocks(values.float())
     scales = blocks.abs().amax(dim=1)
     relative = blocks / scales.clamp(min=torch.finfo(torch.float32).tiny)[:, None]
-    numbers = torch.bucketize(relative, (table[1:] + table[:-1]) / 2)
+    numbers = torch.bucketize(relative, bounds)
     return numbers.flatten()[: values.numel()].to(torch.uint8), scales
 
 

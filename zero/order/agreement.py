@@ -15,9 +15,9 @@ from collections.abc import Sequence
 
 import torch
 
-from parallel.host_barrier import BrokenBarrier, HostBarrier
 from parallel.mesh import Axis
 from zero.order.execution_order import ExecutionOrder
+from zero.order.host_barrier import BrokenBarrier, HostBarrier
 from zero.order.step_order import Round, StepOrder
 
 
@@ -92,7 +92,7 @@ class LaunchOrder:
 
     def _compare(self, item: int) -> None:
         """Compare what is next on all ranks. Blocks the host and the device, but only in steps of a new order."""
-        own = torch.tensor([item])
+        own = torch.tensor([item], device="cpu")  # also inside a context of another device
         own = own.to(self._data.communication_device(own))
         items = own.new_empty(self._data.size)
         with self._data.log.during("agreement"):

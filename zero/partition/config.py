@@ -8,14 +8,17 @@ import torch
 from parallel.errors import ConfigError
 from parallel.fields import NonNegative, Positive, Range, check_fields
 from zero.partition.layout import ALIGNMENT
-from zero.partition.stage import STAGES, GradientTypes, Lifetime, ShardingPolicy
+from zero.partition.stage import STAGES, Division, GradientTypes, Lifetime, ShardingPolicy
 
 Accumulate = Literal["reduce", "local"]
+OptimizerOver = Literal["group", "all"]
+SumOverRanks = Literal["message", "fp32"]
 SMALLEST_BUCKET, NUMEL_PER_RANK = 2**25, 2**20
 NUM_STAGED = 3  # buckets in a pool, at most: two are reduced while one is filled
 LARGEST_POOL_BYTES = 1_600_000_000  # 5% of an accelerator of 32 GB
 DtypeName = Literal["fp32", "bf16", "fp16"]
 DTYPES: dict[DtypeName, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,10 @@ class ZeroConfig:
     """Let the gathers of updated parameters run while the next forward goes on, if full parameters persist: a module
     waits for its own parameters before it runs. If the whole model is compiled, its graph ends at each of these waits.
     false: the optimizer's step waits for all gathers."""
+    optimizer_over: OptimizerOver = "group"
+    """With groups of ranks that divide the states (parallel.shard_size). group: each group has all of the optimizer's
+    states; all: they are divided over the ranks of all groups, whose networks then carry gradients and updated
+    parameters once a step."""
     accumulate: Accumulate = "reduce"
     """If gradients are partitioned. reduce: they are reduced in every micro-batch; local: full gradients are kept, and
     reduced in the last micro-batch."""
@@ -43,6 +50,11 @@ class ZeroConfig:
     reduce_dtype: DtypeName | None = None
     """Data type in which gradients are reduced, and staged before that: that of the messages between ranks. null:
     accumulate_dtype if full gradients are kept, else the type of the parameters."""
+    sum_over_ranks: SumOverRanks = "message"
+    """Data type in which ranks add gradients if messages have half precision. message: that of the backend, which for
+    NCCL is the type of the message, and each rank rounds; fp32: rounded once, over NCCL by an all-to-all of as many
+    bytes and a sum. Choose fp32 with groups of ranks, such as nodes (parallel.shard_size): if one all-to-all spans
+    nodes of G ranks, their network carries G times as much as with a ring. gloo adds in fp32 with both."""
     prefetch_numel: NonNegative | None = None
     """If parameters are partitioned: the number of elements of the next units that are gathered ahead; 0: none; null:
     those of the next unit."""
@@ -59,6 +71,9 @@ class ZeroConfig:
     """The modules that are gathered at a time, by patterns such as blocks.*; null: the elements of the module lists."""
 
     def __post_init__(self) -> None:
+        for name in ("accumulate_dtype", "reduce_dtype"):
+            if isinstance(dtype := getattr(self, name), torch.dtype):  # torch's own objects are taken too
+                object.__setattr__(self, name, NAMES.get(dtype, str(dtype)))
         check_fields(self)
         if self.alignment % ALIGNMENT:
             raise ConfigError(
@@ -70,8 +85,10 @@ class ZeroConfig:
         """The stage's row of the table, with what the other settings change in it."""
         row = STAGES[self.stage]
         allocates_once = row.full_params is Lifetime.PERSISTENT if self.defragment is None else self.defragment
-        row = replace(row, owned_grads=Lifetime.PERSISTENT if allocates_once else Lifetime.TRANSIENT)
-        return replace(row, full_grads=Lifetime.PERSISTENT) if self.accumulate == "local" else row
+        owned_grads = Lifetime.PERSISTENT if allocates_once else Lifetime.TRANSIENT
+        over_all = self.optimizer_over == "all" and row.optimizer is not Division.NONE
+        optimizer = Division.ALL if over_all else row.optimizer
+        return replace(row, optimizer=optimizer, keeps_full_grads=self.accumulate == "local", owned_grads=owned_grads)
 
     def gradient_types(self, parameter: torch.dtype, *, accumulates: bool = True) -> GradientTypes:
         """Return the types of the gradients of parameters of one type.
@@ -103,6 +120,5 @@ class ZeroConfig:
 
     def with_gradient_types(self, parameter: torch.dtype, *, accumulates: bool) -> "ZeroConfig":
         """Return these settings with the types that `gradient_types` returns."""
-        names = {dtype: name for name, dtype in DTYPES.items()}
-        accumulate, reduce = (names[t] for t in self.gradient_types(parameter, accumulates=accumulates))
+        accumulate, reduce = (NAMES[t] for t in self.gradient_types(parameter, accumulates=accumulates))
         return replace(self, accumulate_dtype=accumulate, reduce_dtype=reduce)

@@ -4,12 +4,19 @@
 |     bucket 0     |     bucket 1     | b. 2 |  one bucket = one collective; parameters may cross buckets
 | s0  |  s1  |  s2 | s0  |  s1  |  s2 | s0 ..|  equal shards: rank r owns shard r of every bucket
 
+On two levels a group of G ranks divides a bucket into shards for its gradients and parameters, and the ranks at the
+same place of R groups divide each shard into parts for the optimizer. The rank r G + g of all owns part r of shard g:
+
+|              bucket               |
+|   shard 0 = p p p   |   shard 1 = p p p   |   G = 2, R = 3: the owners of the parts are ranks 0 2 4 and 1 3 5
+
 This file is arithmetic on names and shapes: it allocates nothing and is the same on every rank.
 """
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import lcm
 
 import torch
 from torch import Tensor
@@ -53,20 +60,40 @@ class Span:
 
 @dataclass(frozen=True)
 class BucketRange:
-    """The elements of one bucket, which are divided into equal shards."""
+    """The elements of one bucket, which are divided into equal shards, and each of these into parts."""
 
     elements: range
     num_shards: int
+    num_parts: int = 1
 
     @property
     def shard_numel(self) -> int:
-        """The number of elements in each shard."""
+        """The number of elements in the shard of each rank of a group."""
         return len(self.elements) // self.num_shards
 
-    def shard(self, rank: int) -> range:
-        """Return the elements of the buffer that `rank` owns."""
+    @property
+    def owned_numel(self) -> int:
+        """The number of elements that each rank owns."""
+        return self.shard_numel // self.num_parts
+
+    def group_shard(self, rank: int) -> range:
+        """Return the elements of the gradients and parameters that the rank with this number in its group has."""
         start = self.elements.start + rank * self.shard_numel
         return range(start, start + self.shard_numel)
+
+    def shard(self, rank: int) -> range:
+        """Return the elements that `rank` owns: a part of its group's shard, or all of that if there is one part."""
+        part, place = divmod(rank, self.num_shards)
+        start = self.group_shard(place).start + part * self.owned_numel
+        return range(start, start + self.owned_numel)
+
+    def owners(self, elements: range) -> Iterator[tuple[int, range]]:
+        """Iterate over (rank, its range) of every rank that owns some of `elements`, which are inside the bucket."""
+        first, last = ((e - self.elements.start) // self.owned_numel for e in (elements.start, elements.stop - 1))
+        for number in range(first, last + 1):
+            place, part = divmod(number, self.num_parts)
+            rank = part * self.num_shards + place
+            yield rank, overlap(self.shard(rank), elements)
 
 
 @dataclass(frozen=True)
@@ -78,19 +105,26 @@ class Layout:
 
     @classmethod
     def of(
-        cls, shapes: dict[str, torch.Size], num_shards: int, bucket_numel: int, alignment: int = ALIGNMENT
+        cls,
+        shapes: dict[str, torch.Size],
+        num_shards: int,
+        bucket_numel: int,
+        alignment: int = ALIGNMENT,
+        num_parts: int = 1,
+        num_cuts: int = 1,
     ) -> "Layout":
-        """Lay out parameters; `bucket_numel` is rounded up to a multiple of `num_shards` times the alignment.
+        """Lay out parameters; `bucket_numel` is rounded up to a multiple of the number of parts times the alignment.
 
-        Parameters and shards begin at multiples of `alignment` elements.
+        Parameters, shards and their parts begin at multiples of `alignment` elements; `num_cuts` divides each shard.
         """
         spans, stop = [], 0
         for name, shape in shapes.items():
             spans.append(Span(name, shape, range(stop, stop + shape.numel())))
             stop = round_up(spans[-1].elements.stop, alignment)
         stop = max(stop, alignment)  # a parameter without elements needs a buffer too
-        grain = num_shards * alignment
-        return cls(tuple(spans), cut_into_buckets(round_up(stop, grain), round_up(bucket_numel, grain), num_shards))
+        grain = num_shards * lcm(num_parts * alignment, num_cuts)
+        numel, bucket_numel = round_up(stop, grain), round_up(bucket_numel, grain)
+        return cls(tuple(spans), cut_into_buckets(numel, bucket_numel, num_shards, num_parts))
 
     @property
     def numel(self) -> int:
@@ -106,13 +140,10 @@ class Layout:
                 yield span, own
 
     def shards(self, elements: range) -> Iterator[tuple[int, range]]:
-        """Iterate over (rank, its range) of every shard that has some of `elements`, in ascending order."""
+        """Iterate over (rank, its range) of every owner of some of `elements`, in the order of these."""
         bucket_numel = len(self.buckets[0].elements)
         for bucket in self.buckets[elements.start // bucket_numel : -(-elements.stop // bucket_numel)]:
-            inside = overlap(bucket.elements, elements)
-            first, last = ((e - bucket.elements.start) // bucket.shard_numel for e in (inside.start, inside.stop - 1))
-            for rank in range(first, last + 1):
-                yield rank, overlap(bucket.shard(rank), inside)
+            yield from bucket.owners(overlap(bucket.elements, elements))
 
     def gaps(self, elements: range) -> Iterator[range]:
         """Iterate over the ranges of `elements` that belong to no parameter."""
@@ -125,7 +156,7 @@ class Layout:
             yield range(start, elements.stop)
 
 
-def cut_into_buckets(numel: int, bucket_numel: int, num_shards: int) -> tuple[BucketRange, ...]:
+def cut_into_buckets(numel: int, bucket_numel: int, num_shards: int, num_parts: int = 1) -> tuple[BucketRange, ...]:
     """Return buckets of `bucket_numel` elements; the last one may be shorter."""
     starts = range(0, numel, bucket_numel)
-    return tuple(BucketRange(range(s, min(s + bucket_numel, numel)), num_shards) for s in starts)
+    return tuple(BucketRange(range(s, min(s + bucket_numel, numel)), num_shards, num_parts) for s in starts)

@@ -16,6 +16,37 @@ class Lifetime(Enum):
     TRANSIENT = "allocated only while it is in use"
 
 
+class Division(Enum):
+    """The ranks over which a state is divided."""
+
+    NONE = "every data-parallel rank has all of it"
+    GROUP = "the ranks of a group divide it, and groups replicate each other; without groups, all ranks divide it"
+    ALL = "all data-parallel ranks divide it: a group its shards, and ranks at the same place of every group each shard"
+
+    def num_ranks(self, data_size: int, group_size: int) -> int:
+        """Return the number of ranks that divide the state, of `data_size` in groups of `group_size`."""
+        return {Division.NONE: 1, Division.GROUP: group_size, Division.ALL: data_size}[self]
+
+
+class Levels(NamedTuple):
+    """The axes along which the states of one bucket are divided and communicated.
+
+    Gradients are reduced along `inner` and then along `outer`, updated parameters are gathered along `outer` and then
+    along `inner`. One of them may have size 1. `owners` is the axis of the ranks that divide the optimizer's states
+    (inner, or both), and `replicas` the one of the ranks that own the same states.
+    """
+
+    inner: Axis
+    outer: Axis
+    owners: Axis
+    replicas: Axis
+
+    @property
+    def num_parts(self) -> int:
+        """The number of owners of the shard that a rank has of gradients and parameters."""
+        return self.owners.size // self.inner.size
+
+
 class GradientTypes(NamedTuple):
     """The data types of the gradients of one flat buffer."""
 
@@ -27,25 +58,43 @@ class GradientTypes(NamedTuple):
 
 @dataclass(frozen=True)
 class ShardingPolicy:
-    """A row of the table of stages: the states that are sharded, and the lifetimes of full buffers."""
+    """A row of the table of stages: where each state is divided. The extents never grow from left to right."""
 
-    shard_optimizer: bool
-    """True if a rank owns 1/N of the optimizer's states; false if it owns all of them."""
-    full_grads: Lifetime
-    full_params: Lifetime
+    optimizer: Division
+    gradients: Division
+    parameters: Division
+    keeps_full_grads: bool = False
+    """True if full gradients are kept in each case, and reduced once a step."""
     owned_grads: Lifetime = Lifetime.PERSISTENT
     """Used if full gradients are transient: the lifetime of owned gradients on the accelerator and of the staging pool.
     PERSISTENT allocates both once (M_D, section 6.3); TRANSIENT frees the pool after backward, and owned gradients
     after the update."""
 
-    def axes(self, data: Axis) -> tuple[Axis, Axis]:
-        """Return (shard axis, replica axis): gradients are reduce-scattered along one, all-reduced along the other.
+    @property
+    def divides_optimizer(self) -> bool:
+        """True if no rank owns all of the optimizer's states."""
+        return self.optimizer is not Division.NONE
 
-        If states are sharded and the data axis has parts, these are its inner and outer part: hierarchical sharding.
-        """
-        if not self.shard_optimizer:
-            return data.without_peers(), data
-        return data.parts or (data, data.without_peers())
+    @property
+    def full_grads(self) -> Lifetime:
+        """The lifetime of the full gradients."""
+        is_kept = self.gradients is Division.NONE or self.keeps_full_grads
+        return Lifetime.PERSISTENT if is_kept else Lifetime.TRANSIENT
+
+    @property
+    def full_params(self) -> Lifetime:
+        """The lifetime of the full parameters."""
+        return Lifetime.PERSISTENT if self.parameters is Division.NONE else Lifetime.TRANSIENT
+
+    def levels(self, data: Axis) -> Levels:
+        """Return the axes along which states are divided; the parts of the data axis, if it has some, are groups."""
+        alone = data.without_peers()
+        if self.optimizer is Division.NONE:
+            return Levels(inner=alone, outer=data, owners=alone, replicas=data)
+        inner, outer = data.parts or (data, alone)
+        if self.optimizer is Division.ALL:
+            return Levels(inner, outer, owners=data, replicas=alone)
+        return Levels(inner, outer, owners=inner, replicas=outer)
 
     def compared_axis(self, data: Axis) -> Axis:
         """Return the axis of the ranks that must run the same micro-batches: none if only a step communicates."""
@@ -53,8 +102,8 @@ class ShardingPolicy:
 
 
 STAGES = {
-    0: ShardingPolicy(False, Lifetime.PERSISTENT, Lifetime.PERSISTENT),  # plain data parallelism
-    1: ShardingPolicy(True, Lifetime.PERSISTENT, Lifetime.PERSISTENT),  # P_os
-    2: ShardingPolicy(True, Lifetime.TRANSIENT, Lifetime.PERSISTENT),  # P_os+g
-    3: ShardingPolicy(True, Lifetime.TRANSIENT, Lifetime.TRANSIENT),  # P_os+g+p
+    0: ShardingPolicy(Division.NONE, Division.NONE, Division.NONE),  # plain data parallelism
+    1: ShardingPolicy(Division.GROUP, Division.NONE, Division.NONE),  # P_os
+    2: ShardingPolicy(Division.GROUP, Division.GROUP, Division.NONE),  # P_os+g
+    3: ShardingPolicy(Division.GROUP, Division.GROUP, Division.GROUP),  # P_os+g+p
 }

@@ -32,6 +32,7 @@ SCHEMA: dict[str, Schema] = {
     "extra": dict,
     "settings": [{"numbers": {str: float}, "tuples": {str: [float]}}],  # of each group of the optimizer
 }
+IMPLEMENTATION = {"fused", "foreach", "capturable", "differentiable"}  # settings of torch's: those of the new run hold
 OWN_FILE = re.compile(r"layout\.json|rank-[0-9]{5,}\.safetensors")
 REMEDY = "make room or choose another folder (a checkpoint of this name from before is untouched)"
 
@@ -170,7 +171,8 @@ def _settings(optimizer: ZeroOptimizer) -> list[dict[str, Any]]:
     """Return the numbers, and the tuples of numbers, among the settings of each group of the optimizer."""
     found = []
     for group in optimizer.inner.param_groups:
-        values = {name: _plain(group[name]) for name in optimizer.inner.defaults if name in group}
+        names = [name for name in optimizer.inner.defaults if name in group and name not in IMPLEMENTATION]
+        values = {name: _plain(group[name]) for name in names}
         found.append(
             {
                 "numbers": {name: value for name, value in values.items() if _is_number(value)},
@@ -190,11 +192,14 @@ def _load_settings(group: dict[str, Any], settings: dict[str, Any]) -> None:
         if isinstance(present, Tensor):  # a captured step reads this tensor
             present.fill_(value)
         else:
-            group[name] = tuple(value) if isinstance(value, list) else value
+            value = tuple(value) if isinstance(value, list) else value
+            group[name] = bool(value) if isinstance(present, bool) else value
 
 
 def _plain(value: Any) -> Any:
-    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+    """Return a tensor with one element, or a flag such as the mode of a schedule-free optimizer, as a number."""
+    value = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+    return int(value) if isinstance(value, bool) else value
 
 
 def _is_number(value: Any) -> bool:

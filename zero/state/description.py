@@ -34,8 +34,13 @@ MIN_ENTRY_BYTES = 50  # of the description of a tensor in the header of a file
 
 
 def describe_layout(layout: Layout) -> dict[str, Any]:
-    """Return a description of a layout: the name, shape and start of each parameter, and the bucket size."""
+    """Return a description of a layout: the name, shape and start of each parameter, and the bucket size.
+
+    It has `num_parts`, of each shard, if there are several: no older checkpoint has that key.
+    """
+    num_parts = layout.buckets[0].num_parts
     return {
+        **({"num_parts": num_parts} if num_parts > 1 else {}),
         "numel": layout.numel,
         "bucket_numel": len(layout.buckets[0].elements),
         "num_shards": layout.buckets[0].num_shards,
@@ -48,7 +53,8 @@ def layout_of(description: dict[str, Any]) -> Layout:
     spans = []
     for name, (shape, start) in description["spans"].items():
         spans.append(Span(name, torch.Size(shape), range(start, start + math.prod(shape))))
-    buckets = cut_into_buckets(description["numel"], description["bucket_numel"], description["num_shards"])
+    numel, bucket_numel, num_shards = (description[name] for name in ("numel", "bucket_numel", "num_shards"))
+    buckets = cut_into_buckets(numel, bucket_numel, num_shards, description.get("num_parts", 1))
     return Layout(tuple(spans), buckets)
 
 
@@ -79,10 +85,14 @@ def check_description(description: dict[str, Any], file_bytes: Sequence[int], or
 def _problem(buffer: dict[str, Any], data_size: int, first_file_bytes: int) -> str | None:
     """Return what is impossible in the description of a buffer, or None."""
     numel, bucket_numel, num_shards = (buffer[name] for name in ("numel", "bucket_numel", "num_shards"))
-    if num_shards > data_size:
-        return f"{num_shards} shards are more than the {data_size} data-parallel ranks"
-    if not 0 < bucket_numel <= numel or bucket_numel % num_shards or numel % num_shards:
-        return f"{numel} elements in buckets of {bucket_numel} cannot be cut into {num_shards} equal shards"
+    num_parts = buffer.get("num_parts", 1)
+    if type(num_parts) is not int or num_parts < 1:
+        return f"num_parts is {shown(num_parts)}, a positive integer is needed"
+    num_owners = num_shards * num_parts
+    if num_owners > data_size:
+        return f"{num_owners} shards are more than the {data_size} data-parallel ranks"
+    if not 0 < bucket_numel <= numel or bucket_numel % num_owners or numel % num_owners:
+        return f"{numel} elements in buckets of {bucket_numel} cannot be cut into {num_owners} equal shards"
     if numel // bucket_numel * MIN_ENTRY_BYTES > first_file_bytes:
         return f"{numel // bucket_numel} buckets do not fit into a file of {first_file_bytes} bytes"
     if any(len(shape) > MAX_DIMS for shape, _ in buffer["spans"].values()):

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from parallel.errors import ConfigError
 from parallel.mesh import Axis
-from parallel.tensor.layers import split_dims
+from parallel.tensor.split_parameters import split_dims
 from zero.buckets.flat import FlatParameters
 from zero.engine import ZeroDataParallel
 from zero.state.tensor_file import write_tensors

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel.tensor.layers import split_dims
+from parallel.tensor.split_parameters import split_dims
 from zero.buckets.bucket import Bucket
 from zero.buckets.flat import FlatParameters
 from zero.engine import ZeroDataParallel
@@ -44,7 +44,9 @@ def owned_state(model: ZeroDataParallel, optimizer: ZeroOptimizer) -> dict[str, 
 
 def common_state(model: ZeroDataParallel, optimizer: ZeroOptimizer) -> dict[str, Tensor]:
     """Return the state that is not sharded: the module's buffers, the loss scale and the number of skipped steps."""
-    state = {f"buffer.{name}": buffer for name, buffer in model.module.named_buffers()}
+    buffers = model.module.named_buffers()
+    # As complex parameters are stored: by pairs of real elements.
+    state = {f"buffer.{name}": torch.view_as_real(b) if b.is_complex() else b for name, b in buffers}
     if optimizer.loss_scale.is_dynamic:
         state |= {f"loss_scale.{name}": tensor for name, tensor in optimizer.loss_scale.state().items()}
     return state | {"num_skipped": optimizer.num_skipped}
@@ -62,6 +64,7 @@ def load_owned_state(model: ZeroDataParallel, optimizer: ZeroOptimizer, saved: S
     for flat in model.flats:
         # Before the shards change: a transient full buffer that stayed unsharded would keep the old values.
         flat.reshard()
+        flat.take_replaced()  # so that the parameters read what is loaded
         for bucket in flat.buckets:
             if bucket in trainable:
                 _load_optimizer_state(optimizer, flat, bucket, saved, tensor)

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel.errors import ConfigError
+from parallel.errors import ConfigError, check_type
 from parallel.mesh import Mesh
-from parallel.tensor.layers import split_dims
+from parallel.tensor.split_parameters import split_dims
 from zero.engine import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
 from zero.state.adam import are_alike, load_counters
@@ -39,6 +39,11 @@ class RankState:
     model: ZeroDataParallel
     optimizer: ZeroOptimizer
     others: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_type("`model` of a checkpoint", self.model, ZeroDataParallel, "give what wrapping the module returned")
+        remedy = "for the weights alone call `export` or `full_state_dict`"
+        check_type("`optimizer` of a checkpoint", self.optimizer, ZeroOptimizer, remedy)
 
     @property
     def mesh(self) -> Mesh:

@@ -73,7 +73,8 @@ def _allocated(
                         yield "moments", value, range(start + piece.elements.start, start + piece.elements.stop)
     for kind, tensor in named:
         if tensor.untyped_storage().nbytes():
-            yield kind, tensor, bucket.elements if tensor.numel() >= len(bucket.elements) else bucket.shard
+            ranges = bucket.elements, bucket.group_shard, bucket.shard
+            yield kind, tensor, next(elements for elements in ranges if len(elements) <= tensor.numel())
 
 
 def buffer_bytes(model: ZeroDataParallel, optimizer: ZeroOptimizer) -> dict[str, int]:
@@ -84,7 +85,7 @@ def buffer_bytes(model: ZeroDataParallel, optimizer: ZeroOptimizer) -> dict[str,
     return {
         "staged gradients": model.reducer.staging.num_bytes,
         "gradients for the host": model.reducer.host_staging.num_bytes,
-        "received messages": model.shard_axis.received.num_bytes,
+        "received messages": sum(pairwise.received.num_bytes for pairwise in {axis.pairwise for axis in model.levels}),
         "gradient cast": _num_bytes(optimizer.cast_buffers.values()),
     }
 
@@ -104,7 +105,7 @@ def gathered_bytes(model: ZeroDataParallel, prefetch_numel: int) -> int:
 def _parameters(shard: ParamShard, placement: Placement) -> Iterator[Tensor]:
     """Yield the tensors of one bucket's parameters that stay allocated in the memory `placement` between steps."""
     if placement is shard.placement:
-        yield shard.full if shard.persists else shard.owned
+        yield shard.full if shard.persists else shard.group_shard
     if placement is Placement.ACCELERATOR and shard.cached is not None:
         yield shard.cached
 
@@ -112,7 +113,7 @@ def _parameters(shard: ParamShard, placement: Placement) -> Iterator[Tensor]:
 def _gradients(shard: GradShard, placement: Placement) -> Iterator[Tensor]:
     """Yield the tensors of one bucket's gradients that stay allocated in the memory `placement` between steps."""
     if placement is shard.placement:
-        yield shard.owned
+        yield shard.group_shard
     if placement is Placement.ACCELERATOR and shard.persists and shard.staged is not None:
         yield shard.staged
 

@@ -105,8 +105,8 @@ class SavedFile(TensorFile):
                     f"{path} does not match layout.json: {shown(name)} of shape {list(entry.shape)} does not lie "
                     f"in one of {len(layouts)} flat buffers"
                 )
-            if kind == MASTER and not (entry.shape and entry.dtype.is_floating_point):
-                raise ConfigError(f"{path} does not match layout.json: {shown(name)} is {entry.dtype}, not weights")
+            if kind == MASTER and not entry.shape:
+                raise ConfigError(f"{path} does not match layout.json: {shown(name)} is a number, not weights")
             starts[number, kind].append(start)
         self._starts = {key: sorted(found) for key, found in starts.items()}
 
@@ -163,10 +163,11 @@ class SavedState:
         tensor_name, _ = file.find_tensor(parameter.buffer, kind, parameter.elements.start)
         return file.entries[tensor_name].dtype
 
-    def whole(self, name: str, kind: str = MASTER) -> Tensor:
-        """Return all elements of a parameter, in its full shape."""
+    def whole(self, name: str, kind: str = MASTER, dtype: torch.dtype | None = None) -> Tensor:
+        """Return all elements of a parameter, in its full shape, in `dtype` or the one that was saved."""
         shape = self.parameters[name].shape
-        out = torch.empty(shape.numel(), dtype=self.dtype(name, kind) if shape.numel() else torch.float32)
+        saved = self.dtype(name, kind) if shape.numel() else torch.float32
+        out = torch.empty(shape.numel(), dtype=dtype or saved)
         self.read(name, kind, range(shape.numel()), out=out)
         return out.view(shape)
 

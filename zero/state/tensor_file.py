@@ -9,6 +9,7 @@ time in which `TensorFile` needs 8 MiB. And its slices count rows: a slice canno
 tensor.
 """
 
+import ctypes
 import json
 import math
 import os
@@ -30,10 +31,17 @@ DTYPE_NAMES = {
     torch.float32: "F32",
     torch.float16: "F16",
     torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e8m0fnu: "F8_E8M0",
+    torch.complex64: "C64",
     torch.int64: "I64",
     torch.int32: "I32",
     torch.int16: "I16",
     torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
@@ -51,7 +59,7 @@ def write_tensors(
 ) -> Seal:
     """Write tensors from any device to one file, flush it to the disk, and return its seal.
 
-    Raises OSError if that fails.
+    Raises OSError if that fails, and ConfigError if the format has no such type as that of a tensor.
     `on_chunk` is called after each chunk of at most `CHUNK_BYTES`.
     """
     # The tensors with the largest elements are first, so that every tensor is aligned.
@@ -113,7 +121,7 @@ class TensorFile:
     def load(self, name: str, out: Tensor) -> None:
         """Copy all of a tensor to `out`. Raises ConfigError if the shapes differ, or only one of them is of floats."""
         found = self.tensor(name)
-        if found.shape != out.shape or found.is_floating_point() != out.is_floating_point():
+        if found.shape != out.shape or not _are_alike(found.dtype, out.dtype):
             raise ConfigError(
                 f"{self.path} is damaged: {shown(name)} is {found.dtype} of shape {list(found.shape)}, {out.dtype} of "
                 f"shape {list(out.shape)} is needed"
@@ -129,9 +137,11 @@ class TensorFile:
         """Fill `out` with `elements` of the tensor `name`, counted in row-major order.
 
         `out` is one-dimensional and contiguous, of any dtype and on any device. Raises ConfigError if the tensor has
-        fewer elements, or if the file is too short.
+        fewer elements, if only one of both is of floats, or if the file is too short.
         """
         entry, out = self.entry(name), out.detach()
+        if not _are_alike(entry.dtype, out.dtype):
+            raise ConfigError(f"{self.path} is damaged: {shown(name)} is {entry.dtype}, {out.dtype} is needed")
         if elements.stop > math.prod(entry.shape):
             raise ConfigError(f"{self.path}: {name} has {math.prod(entry.shape)} elements, {elements.stop} are needed")
         self._file.seek(entry.offset + elements.start * entry.dtype.itemsize)
@@ -145,12 +155,17 @@ class TensorFile:
 
     def _fill(self, out: Tensor) -> None:
         """Read the file from its current position into the memory of `out`."""
-        left = out.view(torch.uint8).numpy().data
+        left = _memory_of(out)
         while len(left):
             num_read = self._file.readinto(left)
             if not num_read:
                 raise ConfigError(f"{self.path} is damaged: it is {len(left)} bytes too short")
             left = left[num_read:]
+
+
+def _are_alike(saved: torch.dtype, present: torch.dtype) -> bool:
+    """Return whether values of one type may be cast to the other: codes that were quantized are no floats."""
+    return saved.is_floating_point == present.is_floating_point and saved.is_complex == present.is_complex
 
 
 def _read_header(file: BinaryIO, path: Path) -> tuple[dict[str, TensorEntry], dict[str, str]]:
@@ -187,6 +202,8 @@ def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes
     entries: dict[str, Any] = {METADATA: metadata}
     start = 0
     for name, tensor in tensors.items():
+        if tensor.dtype not in DTYPE_NAMES:
+            raise ConfigError(f"{name} is {tensor.dtype}, which a safetensors file cannot hold; convert it")
         stop = start + tensor.numel() * tensor.element_size()
         entries[name] = {
             "dtype": DTYPE_NAMES[tensor.dtype],
@@ -201,4 +218,13 @@ def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes
 
 def _chunks(tensor: Tensor) -> Iterator[memoryview]:
     for part in tensor.detach().reshape(-1).split(CHUNK_BYTES // tensor.element_size()):
-        yield part.cpu().contiguous().view(torch.uint8).numpy().data
+        yield _memory_of(part.cpu().contiguous())
+
+
+def _memory_of(tensor: Tensor) -> memoryview:
+    """Return the memory of a contiguous tensor on the host. A storage that NumPy has viewed could not be resized."""
+    if not tensor.numel():
+        return memoryview(b"")  # there is no memory, and a checksum starts again at a null pointer
+    array = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
+    array.tensor = tensor  # type: ignore[attr-defined]  # allocated as long as the view, which refers to the array
+    return memoryview(array)

@@ -23,8 +23,8 @@ from torch import Tensor
 from parallel.errors import ConfigError
 from parallel.memory_kinds import TensorKind, allocating
 from parallel.mesh import Mesh
+from parallel.store import shared_store
 from parallel.streams import announce_host_read, synchronize
-from parallel.world import shared_store
 from zero.state.layout_file import LAYOUT, ORIGIN, origin, with_seals
 from zero.state.saved_state import rank_file
 from zero.state.sealed_file import Seal, flush_folder, write_json
@@ -62,6 +62,7 @@ class CheckpointWriter:
 
     def __init__(self, mesh: Mesh, device: torch.device, publication: Publication, *, is_async: bool):
         self._rank, self._num_ranks, self._publication = mesh.rank, mesh.size, publication
+        self._mesh = f"{mesh.first_rank}/{mesh.size}"  # other meshes of the job may save at the same time
         self.store = shared_store()
         self._host_copies = HostCopies(device) if is_async else None
         self._pending: tuple[threading.Thread, Callable[[], Path]] | None = None
@@ -69,7 +70,7 @@ class CheckpointWriter:
     def new_key(self, final: Path) -> str:
         """Return a key of the store for a save to `final`, which no other save has: all ranks return the same."""
         # Counted in the store and not here: a second writer of the same folder must not find the first one's keys.
-        return f"save/{final}/{self.store.add(f'saves/{self._rank}', 1)}"
+        return f"save/{final}/{self._mesh}/{self.store.add(f'saves/{self._mesh}/{self._rank}', 1)}"
 
     def agree(self, final: Path, value: str) -> str:
         """Return the first rank's `value` on all ranks."""

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from parallel.autograd_internals import foreach_copy_
 from parallel.memory_kinds import TensorKind
-from parallel.mesh import Handle
+from parallel.mesh import Work
 from zero.buckets.bucket import Bucket
 from zero.buckets.flat import FlatParameters
 from zero.memory.placement import Offload, Placement
@@ -30,6 +30,11 @@ class BucketGroups:
     def on(self, placement: Placement) -> list[Bucket]:
         """Return the buckets that are updated in one of the memories."""
         return [bucket for bucket in self.buckets if bucket.optimizer_placement is placement]
+
+    def let_host_use(self) -> None:
+        """Block the host until all copies have ended, if some buckets are updated in its memory."""
+        if self.on(Placement.HOST):
+            self._offload.synchronize()
 
     def regroup(self) -> None:
         """Group the buckets again after some of them have moved, and allocate the buffers."""
@@ -73,7 +78,7 @@ class PublishedGathers:
 
     def __init__(self, offload: Offload):
         self._offload = offload
-        self._launched: dict[Bucket, Handle] = {}
+        self._launched: dict[Bucket, Work] = {}
 
     def launch(self, bucket: Bucket) -> None:
         """Copy master weights to the owned parameters, wherever either is placed, and all-gather what was updated."""
@@ -85,7 +90,7 @@ class PublishedGathers:
             gather = self._offload.to_accelerator(master, params.owned, params.all_gather_updated)
         else:
             copied = self._offload.to_host(master.to(params.owned.dtype), params.owned)
-            gather = Handle(params.all_gather_updated().wait, copied.wait)
+            gather = Work(params.all_gather_updated().wait, copied.wait)
         self._launched[bucket] = gather
 
     def finish(self, flats: Iterable[FlatParameters], *, overlaps: bool) -> None:

@@ -1,13 +1,16 @@
 """A torch optimizer that updates some of its parameters at a time."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zero.step.pieces import Piece
+from parallel.torch_internals import step_hooks_run_once
+from zero.step.pieces import Groups, Piece
 
 MIN_ALLOCATION_BYTES = 512  # that CUDA's allocator takes for any smaller tensor
 
@@ -19,21 +22,45 @@ class BucketedOptimizer:
     the step counter of apex's Adam, advance once in a round, because each step starts from the same counters.
     """
 
-    def __init__(self, inner: Optimizer, bytes_per_element: Sequence[float] = ()):
-        """`bytes_per_element`: of the states of each parameter group, in fp32."""
+    def __init__(self, inner: Optimizer, bytes_per_element: Sequence[float] = (), shown: Groups | None = None):
+        """`bytes_per_element`: of the states of each parameter group, in fp32.
+
+        `shown`: groups whose parameters those of `inner` have between steps, in place of the pieces.
+        """
         self.inner, self.bytes_per_element = inner, bytes_per_element
-        self._all_params = [group["params"] for group in inner.param_groups]
+        self._pieces = [group["params"] for group in inner.param_groups]
+        self._shown = self._pieces if shown is None else [group["params"] for group in shown]
+        self._set_params(self._shown)
+        self._open_steps: list[None] = []  # the hook has no reference to this object: it would keep the states alive
+        inner.register_step_pre_hook(partial(_check_is_open, self._open_steps))
+
+    @property
+    def is_stepping(self) -> bool:
+        """True inside `stepping`."""
+        return bool(self._open_steps)
 
     @property
     def skips_by_itself(self) -> bool:
         """True if the optimizer takes a flag, on the device, by which it skips a step."""
-        # Fused SGD accepts it too, but a skipped first step leaves it with a momentum buffer that is not initialized.
-        return isinstance(self.inner, (torch.optim.Adam, torch.optim.AdamW)) and bool(self.inner.defaults["fused"])
+        if isinstance(self.inner, torch.optim.SGD) and any(group["dampening"] for group in self.inner.param_groups):
+            return False  # its first step is not that from a momentum of zeros
+        with_flag = torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD
+        return isinstance(self.inner, with_flag) and bool(self.inner.defaults["fused"])
 
     def set_flag(self, skip: Tensor) -> None:
         """Let the optimizer skip its next updates if `skip` is not zero, if it takes such a flag."""
         if self.skips_by_itself:
             self.inner.found_inf = skip  # type: ignore[attr-defined]
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Let rounds be run inside this context, around which the step hooks of the optimizer run once."""
+        self._open_steps.append(None)
+        try:
+            with step_hooks_run_once(self.inner):
+                yield
+        finally:
+            self._open_steps.clear()
 
     def begin_round(self) -> None:
         """Begin a round, and read the settings of the groups, such as the learning rate."""
@@ -48,11 +75,20 @@ class BucketedOptimizer:
         for pieces, grad in shards:
             for piece in pieces:
                 piece.param.grad = grad[piece.elements.start : piece.elements.stop]
+        if self.skips_by_itself and isinstance(self.inner, torch.optim.SGD):
+            self._make_momentum(stepped)
         self.inner.step()
         for number in {piece.group for piece in stepped}:
             self._after[number] = settings_of(self.inner.param_groups[number])
         for piece in stepped:
             piece.param.grad = None
+
+    def _make_momentum(self, pieces: Sequence[Piece]) -> None:
+        """Begin with a momentum of zeros: fused SGD does not initialize it in a first step that is skipped."""
+        for piece in pieces:
+            state = self.inner.state[piece.param]
+            if self._before[piece.group]["momentum"] and "momentum_buffer" not in state:
+                state["momentum_buffer"] = torch.zeros_like(piece.param)
 
     def skip_round(self) -> None:
         """Step without parameters: a schedule of learning rates warns if the optimizer has not stepped before it."""
@@ -61,9 +97,22 @@ class BucketedOptimizer:
         self.end_round()
 
     def end_round(self) -> None:
-        """End a round: the groups have all pieces, and the counters that the round has advanced."""
+        """End a round: the groups have all parameters, and the counters that the round has advanced."""
         for number, group in enumerate(self.inner.param_groups):
-            _replace(group, self._after[number], self._all_params[number])
+            _replace(group, self._after[number], self._shown[number])
+
+    @contextmanager
+    def with_pieces(self) -> Iterator[None]:
+        """Let the groups have all pieces inside this context, for a method that is not `step`."""
+        self._set_params(self._pieces)
+        try:
+            yield
+        finally:
+            self._set_params(self._shown)
+
+    def _set_params(self, params: Sequence[list[nn.Parameter]]) -> None:
+        for group, of_group in zip(self.inner.param_groups, params, strict=True):
+            group["params"] = of_group
 
     def state_bytes(self, pieces: Sequence[Piece]) -> int:
         """Return the bytes that the optimizer's states of some pieces take, or will take, on an accelerator."""
@@ -83,6 +132,14 @@ class BucketedOptimizer:
                     state[name] = new(value.numel(), value.dtype).copy_(value)
                 elif isinstance(value, Tensor) and self.inner.defaults.get("fused"):  # torch's step counters
                     state[name] = value.to(values.device)
+
+
+def _check_is_open(open_steps: Sequence[None], inner: Optimizer, *_: object) -> None:
+    if not open_steps:
+        raise RuntimeError(
+            f"{type(inner).__name__} inside a ZeroOptimizer has no gradients of its own, and its step would update "
+            "nothing; call `step` of the ZeroOptimizer"
+        )
 
 
 def settings_of(group: dict[str, Any]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from parallel.autograd_internals import foreach_copy_
-from parallel.mesh import Axis, Handle
+from parallel.mesh import Axis, Work
 from zero.optimizers.matrices import Assignment, Matrix, Runs
 from zero.partition.layout import Layout, cut
 from zero.step.pieces import Piece
@@ -55,13 +55,13 @@ class Message:
         """Return memory for the received message: `sent` itself if this rank is alone, which then copies nothing."""
         return sent if self.axis.size == 1 else sent.new_empty(sum(self.received_numels))
 
-    def send(self, sent: Tensor, received: Tensor) -> Handle:
+    def send(self, sent: Tensor, received: Tensor) -> Work:
         """Launch the message."""
         return self.axis.all_to_all(
             sent, self.sent_numels, out=received, out_numels=self.received_numels, total_numel=self.total_numel
         )
 
-    def send_back(self, received: Tensor, sent: Tensor) -> Handle:
+    def send_back(self, received: Tensor, sent: Tensor) -> Work:
         """Launch the message in the opposite direction."""
         return self.axis.all_to_all(
             received, self.received_numels, out=sent, out_numels=self.sent_numels, total_numel=self.total_numel

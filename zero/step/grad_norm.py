@@ -40,6 +40,7 @@ class GradNorm:
         self._axes, self._loss_scale = axes, loss_scale
         counted = params if axes[1].rank == 0 else params & split
         self._counted = {bucket: [part for part in parts if part[0] in counted] for bucket, parts in owned.items()}
+        self._dtype = reduce(torch.promote_types, {bucket.master.dtype for bucket in owned}, torch.float32)
         self._counts_whole = {bucket for bucket, parts in owned.items() if len(parts) == len(self._counted[bucket])}
 
     @property
@@ -53,11 +54,10 @@ class GradNorm:
         Chunks are added in the order of the layout, wherever their buckets are placed: a run that was resumed may place
         them differently, and must get the same bits.
         """
-        dtype = reduce(torch.promote_types, {bucket.master.dtype for bucket in self._counted}, torch.float32)
-        squares = self._loss_scale.new_zeros((), dtype=dtype)
+        squares = self._loss_scale.new_zeros((), dtype=self._dtype)
         chunks = self._chunks()
         while some := list(islice(chunks, NUM_NORMS)):
-            squares.add_(_sum_of_squares(some, dtype).to(squares.device))
+            squares.add_(_sum_of_squares(some, self._dtype).to(squares.device))
         return self._over_all_ranks(squares)
 
     def _chunks(self) -> Iterator[tuple[Placement, Tensor]]:
@@ -74,7 +74,7 @@ class GradNorm:
         """Return the norm of each layer of `module`, 0-dim, by name. The norms of all layers share one message."""
         layers = {param: layer_of(name) for name, param in module.named_parameters()}
         numbers = {layer: number for number, layer in enumerate(dict.fromkeys(layers.values()))}
-        squares = self._loss_scale.new_zeros(len(numbers))
+        squares = self._loss_scale.new_zeros(len(numbers), dtype=self._dtype)
         for bucket, parts in self._counted.items():
             for param, part in parts:
                 for chunk in bucket.owned_part(bucket.grads.owned, part).split(CHUNK_NUMEL):

@@ -114,5 +114,5 @@ class SkippedSteps:
                 f"step {step} of this optimizer was skipped: its gradients were not finite; `num_skipped` counts such "
                 "steps",
                 RuntimeWarning,
-                stacklevel=5,  # the caller of `ZeroOptimizer.step`
+                stacklevel=6,  # the caller of `ZeroOptimizer.step`
             )

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from parallel.autograd_internals import foreach_copy_
 from parallel.memory_kinds import TensorKind, allocating
 from parallel.mesh import Axis
-from parallel.tensor.layers import packed_rows, split_dims
+from parallel.tensor.split_parameters import packed_rows, split_dims
 from zero.buckets.bucket import Bucket
 from zero.buckets.flat import FlatParameters
 from zero.memory.placement import Offload, Placement

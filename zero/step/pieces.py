@@ -1,9 +1,10 @@
 """The pieces of parameters that this rank owns: the parameters of its torch optimizer."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -29,6 +30,29 @@ class Piece:
     """The elements of the piece, counted in the model's parameter."""
 
 
+class OwnedState(Mapping[str, Any]):
+    """The part of a parameter's optimizer state that this rank owns, to be read; {} before the first step.
+
+    A tensor of a parameter in several buckets is a copy, of one part after the other.
+    """
+
+    def __init__(self, pieces: Sequence[Piece], inner: Optimizer):
+        self._pieces, self._inner = pieces, inner
+
+    def __getitem__(self, name: str) -> Any:
+        if not self._pieces:
+            raise KeyError(name)
+        first, *others = (self._inner.state.get(piece.param, {})[name] for piece in self._pieces)
+        is_divided = others and isinstance(first, Tensor) and first.dim() > 0
+        return torch.cat([first, *others]) if is_divided else first
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._inner.state.get(self._pieces[0].param, ()) if self._pieces else ())
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+
 class OwnedPieces:
     """The trainable parameters of an optimizer, and the pieces of them that this rank owns, by bucket.
 
@@ -51,6 +75,7 @@ class OwnedPieces:
         self.flats, self.params = flats, frozenset(self.group_of)
         self.owned: dict[Bucket, list[tuple[nn.Parameter, range]]] = {}
         self.by_bucket: dict[Bucket, list[Piece]] = {}
+        self.by_param: dict[nn.Parameter, list[Piece]] = {param: [] for param in self.group_of}
         for flat in flats:
             for bucket in flat.buckets:
                 if not self.params.isdisjoint(bucket.grads.parts):
@@ -80,6 +105,7 @@ class OwnedPieces:
                 )
                 view = nn.Parameter(bucket.owned_part(bucket.master, part))
                 found.append(Piece(view, in_shard, self.group_of[param], span.name, in_param))
+                self.by_param[param].append(found[-1])
         return found
 
 

@@ -2,7 +2,8 @@
 
 Shards ignore parameter boundaries, so the update of an element must not depend on other elements, unless the optimizer
 declares another atom (`zero/optimizers/atoms.py`). This is true of Adam and SGD. LAMB, Adafactor and torch's Muon
-compute with whole parameters: on shards they would silently train differently.
+compute with whole parameters: on shards they would silently train differently. One that begins to do so only after
+`NUM_PROBE_STEPS` steps is not noticed.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from parallel.errors import ConfigError
+from parallel.errors import ConfigError, check_type
 from parallel.torch_internals import real_tensors
 from zero.optimizers.atoms import atom_of
 from zero.optimizers.matrix_optimizer import MatrixOptimizer
@@ -20,7 +21,7 @@ from zero.partition.layout import cut
 from zero.step.bucketed_optimizer import BucketedOptimizer, settings_of
 from zero.step.pieces import Piece
 
-PROBED_ROWS, PROBED_COLUMNS, PROBED_CUT, NUM_PROBE_STEPS = 6, 8, 19, 3
+PROBED_ROWS, PROBED_COLUMNS, PROBED_CUT, NUM_PROBE_STEPS = 6, 8, 19, 32
 PROBED_RATE = 1e-2  # with a learning rate near zero, no two results would differ
 
 
@@ -58,9 +59,17 @@ def _probe(name: str, make: Callable[[list[nn.Parameter]], Optimizer], device: t
     """Check one parameter group; return its bytes of state for each element."""
     try:
         block_numel = _block_numel(make)
+    except (AssertionError, RuntimeError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"optimizer {name} cannot be made with the settings that ZeroOptimizer passes on to it: {error}"
+        ) from error
+    try:
         values, *grads = _random(block_numel).to(device)
         param, pieces = nn.Parameter(values.clone()), _halves(values.flatten(), block_numel)
         whole, bucketed = make([param]), BucketedOptimizer(make([piece.param for piece in pieces]))
+        for inner in (whole, bucketed.inner):
+            if callable(train := getattr(inner, "train", None)):
+                train()  # a schedule-free optimizer refuses to step in its other mode
         for grad in grads:
             param.grad = grad.clone()
             whole.step()
@@ -91,6 +100,7 @@ def _probe(name: str, make: Callable[[list[nn.Parameter]], Optimizer], device: t
 def _block_numel(make: Callable[[list[nn.Parameter]], Optimizer]) -> int:
     """Return the number of elements that the optimizer declares as the atom of the group."""
     empty = make([nn.Parameter(torch.zeros(PROBED_ROWS, PROBED_COLUMNS))])
+    check_type("what it makes", empty, Optimizer, "give a class of optimizers, or a function that makes one")
     return atom_of(empty, empty.param_groups[0]).numel
 
 
@@ -110,10 +120,11 @@ def _step_pieces(bucketed: BucketedOptimizer, pieces: Sequence[Piece], grad: Ten
         inner.start_round(group)
         inner.update_matrix([piece.param for piece in pieces], grads, group, shape)
         return
-    bucketed.begin_round()
-    for piece, own in zip(pieces, grads, strict=True):
-        bucketed.step([([piece], own)])
-    bucketed.end_round()
+    with bucketed.stepping():
+        bucketed.begin_round()
+        for piece, own in zip(pieces, grads, strict=True):
+            bucketed.step([([piece], own)])
+        bucketed.end_round()
 
 
 def _random(block_numel: int) -> Tensor:

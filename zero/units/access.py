@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from parallel.autograd_internals import has_saved_tensors_hooks, replace_parameter_table
+from parallel.autograd_internals import has_saved_tensors_hooks, python_modules, replace_parameter_table
 from parallel.torch_internals import storage_id
 from zero.buckets.guarded_parameter import ShardedParameterError
 from zero.partition.stage import Lifetime
@@ -67,6 +67,11 @@ class UnitAccess:
         unit = self.unit_of[param]
         if unit.flat_of[param].lifetime is Lifetime.TRANSIENT:
             self.read(unit)
+
+    def replace(self, param: nn.Parameter, values: Tensor) -> None:
+        """Let a parameter refer to other values, which are taken over later."""
+        self.before_read(param)
+        self.unit_of[param].flat_of[param].replace(param, values)
 
     def on_attribute(self, param: nn.Parameter) -> None:
         """Make a parameter readable that a module's attribute returns, for the unit that runs."""
@@ -189,5 +194,5 @@ class ReportingTable(dict[str, Any]):
 
 def report_attributes(root: nn.Module, on_access: Callable[[nn.Parameter], None]) -> None:
     """Call `on_access(param)` from now on before `some_submodule.name` returns that parameter."""
-    for module in root.modules():
+    for module in python_modules(root):
         replace_parameter_table(module, partial(ReportingTable, on_access))

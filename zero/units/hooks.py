@@ -45,7 +45,8 @@ class ModuleHooks:
         self._before_root = self._install(root, is_unit=True)
         for module, aliases in names.items():
             is_unit = not units.keys().isdisjoint(aliases)
-            if module is not root and (is_unit or any(True for _ in module.parameters())):
+            takes_hooks = not isinstance(module, torch.jit.ScriptModule)
+            if module is not root and takes_hooks and (is_unit or any(True for _ in module.parameters())):
                 self._install(module, is_unit)
 
     def enclose_root(self) -> None:
@@ -99,12 +100,16 @@ def hook_readers(root: nn.Module, before: Callable[[list[nn.Parameter]], None]) 
     """Call `before(params)` before a module runs that reads `params`; return the handles of the hooks.
 
     The modules are the elements of module lists (the blocks), each with all of its parameters, and outside of these
-    every module that has parameters of its own.
+    every module that has parameters of its own; for a ScriptModule, the one that calls it.
     """
     blocks = find_units(root)
     params_of: dict[str, dict[nn.Parameter, None]] = {}
-    for name, module in root.named_modules(remove_duplicate=False):
+    modules = dict(root.named_modules(remove_duplicate=False))
+    for name, module in modules.items():
         reader = innermost_unit([f"{name}."], blocks) or name
+        # Hooks of these would not run.
+        while reader and isinstance(modules[reader], (torch.jit.ScriptModule, nn.ModuleList, nn.ModuleDict)):
+            reader = reader.rpartition(".")[0]
         params_of.setdefault(reader, {}).update(dict.fromkeys(module.parameters(recurse=False)))
     handles = []
     for name, params in params_of.items():

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from parallel.autograd_internals import outside_of_transforms
 from parallel.errors import ConfigError
 from zero.buckets.flat import FlatParameters
 from zero.partition.stage import Lifetime
@@ -60,6 +61,7 @@ class Unit:
         """True if a reader is no unit: a `gathered()` context, the step, or the next forward."""
         return any(not isinstance(reader, Unit) for reader in self._readers)
 
+    @outside_of_transforms
     def start_unshard(self) -> None:
         """Launch the all-gathers, if any of its parameters are sharded."""
         if any(flat.is_sharded for flat in self.flats):
@@ -67,6 +69,7 @@ class Unit:
         for flat in self.flats:
             flat.start_unshard()
 
+    @outside_of_transforms
     def retain(self, reader: object) -> None:
         """Make the parameters readable until `reader` releases them."""
         self._readers.add(reader)
@@ -74,6 +77,7 @@ class Unit:
         for flat in self.flats:
             flat.unshard()
 
+    @outside_of_transforms
     def release(self, reader: object) -> None:
         """Free the parameters, unless something else reads them."""
         self._readers.discard(reader)
@@ -98,6 +102,11 @@ class Unit:
         self._others[other] = None
         other.is_shared = True
         other.retain(self)
+
+    @property
+    def is_watched(self) -> bool:
+        """True inside `gathered()` of its parameters."""
+        return bool(self._watchers)
 
     def watch(self, reader: object) -> None:
         """Retain the unit, and have reads of its parameters reported."""
@@ -170,9 +179,13 @@ def find_units(module: nn.Module) -> list[str]:
 
 
 def _list_elements(module: nn.Module, prefix: str) -> Iterator[str]:
-    """Iterate over the elements' names. ModuleList and ModuleDict are never called, so they are never units."""
+    """Iterate over the elements' names. ModuleList and ModuleDict, which are never called, are no units.
+
+    ScriptModules take no hooks, and belong to the unit around them.
+    """
+    no_units = nn.ModuleList, nn.ModuleDict, torch.jit.ScriptModule
     for name, child in module.named_children():
-        if isinstance(module, nn.ModuleList) and not isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+        if isinstance(module, nn.ModuleList) and not isinstance(child, no_units):
             yield f"{prefix}{name}"
         else:
             yield from _list_elements(child, f"{prefix}{name}.")

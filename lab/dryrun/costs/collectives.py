@@ -60,12 +60,17 @@ def collective_seconds(event: CommEvent, cluster: ClusterSpec, shape: MeshShape)
     """
     if event.group_size == 1:
         return 0.0
-    group = _group(event, cluster, shape)
+    is_exchange = event.op == "all_to_all"
+    group = group_along(event.axis, event.group_size, cluster, shape, is_exchange=is_exchange)
     measured = cluster.collective_curves.get(f"{event.op} of {event.group_size}")
     if measured is not None and group.num_nodes == 1:
         return measured.at(max(1, event.wire_bytes))
     passes = 2 if event.op == "all_reduce" else 1
     moving = event.wire_bytes / group.bytes_per_second
+    if is_exchange and group.num_nodes > 1:
+        # Not a ring, of which one rank of each node sends to the next one: each rank sends to all on other nodes.
+        members = group.size / group.num_nodes
+        moving *= members * (group.size - members) / (group.size - 1)
     if cluster.latency == "hops":
         return moving + passes * (group.size - 1) * cluster.hop_seconds
     num_inside, num_across = group.size - group.num_nodes, group.num_nodes - 1
@@ -82,15 +87,16 @@ def collective_seconds(event: CommEvent, cluster: ClusterSpec, shape: MeshShape)
     return min(times)
 
 
-def _group(event: CommEvent, cluster: ClusterSpec, shape: MeshShape) -> Group:
-    stride = shape.stride(event.axis)
-    num_nodes = max(1, ceil(stride * event.group_size / cluster.gpus_per_node))
+def group_along(axis: str, size: int, cluster: ClusterSpec, shape: MeshShape, *, is_exchange: bool = False) -> Group:
+    """Return the place of a group of so many ranks along an axis of the mesh; an all-to-all uses all network cards."""
+    stride = shape.stride(axis)
+    num_nodes = max(1, ceil(stride * size / cluster.gpus_per_node))
     inside = cluster.intra_node_gb_per_second
     if num_nodes == 1:
-        return Group(event.group_size, 1, inside * 1e9)
+        return Group(size, 1, inside * 1e9)
     # All rings of one axis run at the same time and share a node's links; rings of different axes are assumed not to
     # overlap. On the paper's DGX-2 a data-parallel ring uses one network card, as Figure 4 suggests, but a tensor
     # group, which has all GPUs of a node, all of the node's, as the baseline does in Figure 2.
     num_rings = min(stride, cluster.gpus_per_node)
-    rate = cluster.ring_gb_per_second(num_rings, uses_all_cards=event.axis == "tensor")
-    return Group(event.group_size, min(num_nodes, event.group_size), min(rate, inside) * 1e9)
+    rate = cluster.ring_gb_per_second(num_rings, uses_all_cards=is_exchange or axis == "tensor")
+    return Group(size, min(num_nodes, size), min(rate, inside) * 1e9)

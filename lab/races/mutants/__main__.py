@@ -4,9 +4,9 @@
     python -m lab.races.mutants zero/memory --list     the waits of a folder or a file; runs nothing
     python -m lab.races.mutants --detectors checker    what one detector notices by itself
 
-Each mutant is made in a copy of the working tree, in a temporary folder. The detectors (waits.py) are groups of tests,
-which run in order until one fails; a mutant survives if none does. Mutants that are as right as the code are listed in
-waits.py, each with its reason, and are not run.
+Each mutant is made in a copy of the working tree, in a temporary folder. The detectors (waits.yaml) are groups of
+tests, which pass on the code itself, and run in order until one fails; a mutant survives if none does. Mutants that are
+as right as the code are listed there, each with its reason, and are not run.
 """
 
 import argparse
@@ -37,9 +37,12 @@ def main() -> int:
     verdicts: Counter[str] = Counter()
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         copy_tree(Path(folder))
-        judge = Judge(Path(folder), {name: DETECTORS[name] for name in options.detectors})
+        detectors = {name: DETECTORS[name] for name in options.detectors}
+        for tests in detectors.values():
+            if failed := run_tests(Path(folder), tests):
+                sys.exit(f"a test fails on the code itself: {failed}")
         for number, mutant in enumerate(chosen, start=1):
-            verdict, detail = judge.verdict(mutant)
+            verdict, detail = verdict_on(Path(folder), mutant, detectors)
             verdicts[verdict] += 1
             print(f"{number}/{len(chosen)} {mutant}: {verdict} {detail[:160]}", flush=True)
     print(", ".join(f"{verdict}: {count}" for verdict, count in verdicts.items()))
@@ -56,40 +59,16 @@ def all_mutants(paths: list[str]) -> Iterator[Mutant]:
                 yield from sorted(mutants(SourceFile(path, file.read_text())), key=lambda mutant: mutant.start)
 
 
-class Judge:
-    """A copy of the working tree in which the detectors run on one mutant after another."""
-
-    def __init__(self, tree: Path, detectors: dict[str, list[str]]):
-        self._tree, self._detectors = tree, detectors
-        self._right: set[str] = set()  # tests that pass on the code itself
-
-    def verdict(self, mutant: Mutant) -> tuple[str, str]:
-        """Run the detectors until one fails; return its name and its test, or `SURVIVED`.
-
-        End the program if that test fails on the code itself, too.
-        """
-        for name, tests in self._detectors.items():
-            if failed := self._run(mutant, tests):
-                self._confirm(failed, tests)
-                return name, failed
-        return SURVIVED, ""
-
-    def _run(self, mutant: Mutant, tests: list[str]) -> str:
-        file = self._tree / mutant.path
-        source = file.read_text()
-        try:
-            _replace(file, mutant.apply(source))
-            return run_tests(self._tree, tests)
-        finally:
-            _replace(file, source)
-
-    def _confirm(self, failed: str, tests: list[str]) -> None:
-        """Run the file of a test that has failed on the code itself, once. All files, if a failure names none."""
-        file = failed.partition("::")[0]
-        unknown = {file} - self._right if file.endswith(".py") else set(tests) - self._right
-        if unknown and (of_itself := run_tests(self._tree, sorted(unknown))):
-            sys.exit(f"{', '.join(unknown)} fails on the code itself: {of_itself}")
-        self._right |= unknown
+def verdict_on(tree: Path, mutant: Mutant, detectors: dict[str, list[str]]) -> tuple[str, str]:
+    """Run the detectors on a mutant until one fails; return its name and its test, or `SURVIVED`."""
+    file = tree / mutant.path
+    source = file.read_text()
+    try:
+        _replace(file, mutant.apply(source))
+        failures = ((name, run_tests(tree, tests)) for name, tests in detectors.items())
+        return next((found for found in failures if found[1]), (SURVIVED, ""))
+    finally:
+        _replace(file, source)
 
 
 def run_tests(tree: Path, tests: list[str]) -> str:

@@ -1,10 +1,10 @@
 """Mutants without a wait: each lacks one thing that orders two streams, or the host and a stream.
 
-statement    handle.wait()                         pass
+statement    work.wait()                           pass
 value        lambda: launch().wait()               lambda: launch()
-step         Handle(work.wait, ...)                Handle(lambda: None, ...)
+step         Work(work.wait, ...)                  Work(lambda: None, ...)
 order        first.then(launch)                    launch()
-handle       copied = stream.device_handle()       copied = Handle()
+work         copied = stream.device_work()         copied = Work()
 context      with stream.context():                with nullcontext():
 argument     launch(..., stream=side)              launch(...)
 
@@ -15,54 +15,22 @@ import ast
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
 
 FOLDERS = ("zero", "parallel", "gpt/checkpoint")
-# Here the host waits for other processes, or for a measurement to end, and not for a stream; or waits are simulated.
-WITHOUT = (
-    "parallel/host_barrier.py",
-    "parallel/comm_log.py",
-    "parallel/launch/",
-    "parallel/stopping.py",
-    "parallel/watchdog.py",
-    "zero/state/checkpoint.py",
-    "zero/state/writer.py",
-)
 WAIT = re.compile(r"_*(wait|synchronize|landed|arrive)(_[a-z_]+)?")
-HANDLE = re.compile(r"(device|host)_handle")
+WORK = re.compile(r"(device|host)_work")
 CONTEXT = re.compile(r"_*(context|beside|queued)|stream")
 ARGUMENT = re.compile(r"stream|beside|queued")
-NO_HANDLE = '__import__("parallel.mesh").mesh.Handle()'
+NO_WORK = '__import__("parallel.mesh").mesh.Work()'
 NO_CONTEXT = '__import__("contextlib").nullcontext()'
 
-# {(path, deleted text): the reason why the mutant is as right as the code}
-EQUIVALENT = {
-    ("zero/activations/stores.py", "fetched.then(lambda: self._replicas.all_gather(part, out=whole))"): (
-        "every store below returns a complete handle: the side stream orders the copy before the gather"
-    ),
-    ("zero/step/matrix_updates.py", "self._offload.to_host(on_accelerator, out=on_host).wait()"): (
-        "the host waits for all copies right after it, and the message is freed later"
-    ),
-}
-
-EQUALS = "tests/distributed/zero/test_zero_equals_one_process.py"
-DETECTORS = {  # groups of tests, the cheapest first
-    "deferred": ["tests/distributed/deferred/test_reports.py", "tests/distributed/deferred"],
-    "checker": [
-        "tests/unit/lab/races/test_stream_checker.py",
-        "tests/unit/zero/memory/test_placement.py",
-        "tests/distributed/lab/test_streams.py",
-    ],
-    "order": ["tests/distributed/lab/test_launch_order.py", "tests/distributed/zero/test_overlapped_gathers.py"],
-    # What runs only on gloo, at once: its own gather and scatter, and a reduction between groups behind another. And
-    # layers without the engine: a loss of several chunks, and sums of gradients by hooks.
-    "gloo": [
-        "tests/distributed/parallel/test_axis.py",
-        "tests/distributed/parallel/test_linear_cross_entropy.py",
-        "tests/distributed/parallel/test_tensor_layers.py",
-        "tests/distributed/gpt/test_saver.py::test_settings_are_compared_over_both_axes",
-        f"{EQUALS}::test_sharding_inside_groups_and_replicating_across_equals_one_process",
-    ],
-}
+FOUND = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+WITHOUT = tuple(FOUND["without"])  # files and folders
+EQUIVALENT: dict[tuple[str, str], str] = {(one["path"], one["deleted"]): one["reason"] for one in FOUND["equivalent"]}
+DETECTORS: dict[str, list[str]] = FOUND["detectors"]
 
 
 @dataclass(frozen=True)
@@ -134,11 +102,11 @@ def _of_call(file: SourceFile, call: ast.Call) -> Iterator[Mutant]:
     parent = file.parent(call)
     if _is_call(call, WAIT):
         yield from _of_wait(file, call)
-    elif _is_call(call, HANDLE) and not (isinstance(parent, ast.Attribute) and WAIT.fullmatch(parent.attr)):
-        yield file.mutant(call, NO_HANDLE)
+    elif _is_call(call, WORK) and not (isinstance(parent, ast.Attribute) and WAIT.fullmatch(parent.attr)):
+        yield file.mutant(call, NO_WORK)
     elif isinstance(call.func, ast.Attribute) and call.func.attr == "then" and len(call.args) == 1:
         yield file.mutant(call, f"({file.text(call.args[0])})()")
-    if isinstance(call.func, ast.Name) and call.func.id == "Handle":
+    if isinstance(call.func, ast.Name) and call.func.id == "Work":
         yield from (file.mutant(step, without) for step in call.args if (without := _without(file, step)))
     for keyword in call.keywords:
         if keyword.arg and ARGUMENT.fullmatch(keyword.arg):
@@ -156,7 +124,7 @@ def _of_wait(file: SourceFile, call: ast.Call) -> Iterator[Mutant]:
 
 
 def _without(file: SourceFile, step: ast.expr) -> str:
-    """Return what stands for an argument of `Handle` that waits, or keeps memory allocated; "" if it does neither."""
+    """Return what stands for an argument of `Work` that waits, or keeps memory allocated; "" if it does neither."""
     if isinstance(step, ast.Starred):
         return "*()"
     if isinstance(step, ast.Lambda):

@@ -26,15 +26,12 @@ from zero.partition.config import ZeroConfig
 SEQ, MICRO_BATCHES, TOLERANCE = 12, 2, 1e-10
 ROUNDING = 4 * 2**-23  # relative, of the losses that an evaluation rounds to fp32
 CONFIG = ModelConfig(2, 32, 4, SEQ, 61, dropout=0.0)
-# Tensor size, context size, sequence parallelism, stage, store: every value with every other axis size.
+# Tensor size, context size, sequence parallelism, stage, store.
 CASES = [
-    (1, 1, False, 0, "none"),
     (1, 1, False, 3, "keep"),
     (1, 2, False, 2, "selective"),
-    (2, 1, False, 1, "selective"),
-    (2, 1, False, 3, "partition"),
-    (2, 1, True, 2, "keep"),
-    (2, 1, True, 3, "none"),
+    (2, 1, False, 0, "partition"),
+    (2, 1, True, 1, "none"),
 ]
 
 

@@ -5,13 +5,12 @@ import torch
 from parallel.mesh import Mesh
 from tests.deferred import run_late
 from tests.distributed.gpt.test_tensor_parallel import assert_equals_whole, batch, build, layout_of, train_whole
-from tests.distributed.parallel.test_context_parallel import CONFIG, Case, logits_and_traffic, train_all
+from tests.distributed.parallel.test_context_parallel import CONFIG, Case, logits_and_traffic, train_case
 from zero.partition.config import ZeroConfig
 
 
 def test_late_exchanges_of_heads_change_nothing():
-    cases = [Case(1, 2, False, ZeroConfig(2, bucket_numel=2000), "keep")]
-    results = [of_rank[0] for of_rank in run_late(2, train_all, cases)]
+    results = run_late(2, train_case, Case(1, 2, False, ZeroConfig(2, bucket_numel=2000), "keep"))
     assert_equals_whole(results, train_whole(CONFIG, 1), tensor_size=1)
 
 

@@ -1,7 +1,6 @@
 """Every stage trains as one process does if collectives and copies run as late as the program allows."""
 
 import random
-import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 
-from gpt.builder.train_state import TrainState
+from gpt.builder.train_state import TrainState, parameter_groups
 from gpt.checkpoint.checkpoint import owned_tensors
 from gpt.checkpoint.layout import Progress
 from gpt.checkpoint.saver import RunSaver
@@ -19,9 +18,10 @@ from gpt.model.compiled_blocks import compile_blocks
 from gpt.shape.config import ModelConfig
 from lab.observe.memory_tracker import MemoryTracker
 from parallel.mesh import Mesh
-from parallel.tensor.layers import split_dims
+from parallel.tensor.split_parameters import split_dims
 from tests.deferred import deferred
 from tests.distributed.gpt.test_tensor_parallel import (
+    ADAMW,
     CLIP_NORM,
     Result,
     assert_equals_whole,
@@ -33,9 +33,10 @@ from tests.distributed.gpt.test_tensor_parallel import (
 )
 from tests.distributed.zero.compiled.backend import Backend
 from tests.pairwise import noting, product_of
-from tests.ranks import run_ranks
+from tests.ranks import run_cases
 from tests.simulated_streams import Streams
 from tests.twins import params_of
+from tests.unit.zero.state.test_writer import LateThread
 from zero.activations.checkpointed_blocks import ActivationsConfig
 from zero.engine import ZeroDataParallel
 from zero.memory.placement import NO_OFFLOAD, OffloadConfig
@@ -66,6 +67,7 @@ class Case:
     stage: int
     tensor_size: int = 1
     shard_size: int | None = None
+    optimizer_over: str = "group"
     num_micro_batches: int = 2
     accumulate: str = "reduce"
     overlap: bool = True
@@ -83,7 +85,7 @@ class Case:
     @property
     def zero(self) -> ZeroConfig:
         ways = {"overlap_gather": self.overlap_gather, "accumulate": self.accumulate, "prefetch_numel": 30_000}
-        return ZeroConfig(self.stage, 4000, self.overlap, **ways)
+        return ZeroConfig(self.stage, 4000, self.overlap, optimizer_over=self.optimizer_over, **ways)
 
     @property
     def activations(self) -> ActivationsConfig:
@@ -96,8 +98,8 @@ def start(case: Case) -> TrainState:
     model = ZeroDataParallel(gpt, mesh.data, case.zero, offload=OFFLOADS[case.offload])
     if case.is_compiled:
         compile_blocks(gpt, case.activations.recomputes, Backend())
-    settings = {"clip_norm": CLIP_NORM, "lr": 1e-2, "weight_decay": 0.1, "fused": True}
-    optimizer = ZeroOptimizer(model, torch.optim.AdamW, tensor=mesh.tensor, **settings)
+    groups, settings = parameter_groups(gpt, ADAMW), {"clip_norm": CLIP_NORM, "lr": ADAMW.lr, "fused": True}
+    optimizer = ZeroOptimizer(model, torch.optim.AdamW, groups, tensor=mesh.tensor, **settings)
     return TrainState(mesh, model, optimizer, CPU, case.activations)
 
 
@@ -108,7 +110,6 @@ def train(state: TrainState, case: Case) -> Iterator[tuple[float, float]]:
 
 def train_late(case: Case) -> tuple[Result, int]:
     """Train under deferred execution; return the result and the number of pieces of work that were deferred."""
-    torch.manual_seed(0)
     with ExitStack() as contexts:
         if OFFLOADS[case.offload].mode == "auto":  # the planner measures memory
             contexts.enter_context(MemoryTracker(CPU))
@@ -119,18 +120,8 @@ def train_late(case: Case) -> tuple[Result, int]:
     return Result(list(losses), list(norms), params, split_dims(state.model.module)), streams.num_launched
 
 
-def train_all_late(cases: list[Case]) -> list[tuple[Result, int]]:
-    found = []
-    for case in cases:
-        with noting(case):
-            found.append(train_late(case))
-    return found
-
-
 def check_equal_one_process(num_ranks: int, cases: list[Case]) -> None:
-    results = run_ranks(num_ranks, train_all_late, cases, timeout_seconds=600 + 10 * len(cases))
-    for number, case in enumerate(cases):
-        of_ranks = [of_rank[number] for of_rank in results]
+    for case, of_ranks in zip(cases, run_cases(num_ranks, train_late, [[case] for case in cases]), strict=True):
         expected = train_whole(case.model, num_ranks // case.tensor_size, case.num_micro_batches)
         with noting(case):
             assert_equals_whole([result for result, _ in of_ranks], expected, case.tensor_size)
@@ -151,6 +142,9 @@ FEW = {
         Case(1, tensor_size=2, is_split=True, is_compiled=True, num_micro_batches=1, overlap_gather=True),
         Case(2, shard_size=2),
         Case(3, shard_size=2, accumulate="local"),
+        Case(2, shard_size=2, optimizer_over="all", overlap_gather=True),
+        Case(3, shard_size=2, optimizer_over="all", offload="host"),
+        Case(3, shard_size=2, optimizer_over="all"),
         Case(3, tensor_size=2, store="partition_host", num_micro_batches=1),
     ],
 }
@@ -162,15 +156,10 @@ def test_late_collectives_and_copies_change_nothing(num_ranks: int):
 
 
 FACTORS = {
-    "sizes": [
-        (4, 1, None),
-        (4, 1, 2),
-        (2, 2, None),
-        (2, 1, None),
-        (4, 1, 1),
-        (1, 2, None),
-    ],  # ranks of data, tensor; shards
+    # ranks of data, of tensor, and of a shard group
+    "sizes": [(4, 1, None), (4, 1, 2), (2, 2, None), (2, 1, None), (4, 1, 1), (1, 2, None)],
     "stage": [0, 1, 2, 3],
+    "optimizer_over": ["group", "all"],
     "num_micro_batches": [1, 3],
     "accumulate": ["reduce", "local"],
     "overlap": [True, False],
@@ -203,17 +192,6 @@ def test_late_collectives_and_copies_change_nothing_in_many_configurations(sizes
     check_equal_one_process(data_size * tensor_size, cases)
 
 
-class LateThread(threading.Thread):
-    """A thread that runs when it is joined."""
-
-    def start(self) -> None:
-        pass
-
-    def join(self, timeout: float | None = None) -> None:
-        super().start()
-        super().join(timeout)
-
-
 def save_while_training(folder: Path, stage: int, offload: str) -> bool:
     """Save after two steps while the third runs; return whether the file holds the state after two steps."""
     case = Case(stage, offload=offload, num_micro_batches=1)
@@ -234,5 +212,5 @@ def save_while_training(folder: Path, stage: int, offload: str) -> bool:
 
 
 def test_late_copies_of_an_asynchronous_save_hold_the_state_of_their_step(tmp_path: Path):
-    for stage, offload in ((1, "none"), (3, "host")):
-        assert run_ranks(2, save_while_training, tmp_path / str(stage), stage, offload) == [True, True]
+    cases = [(tmp_path / "1", 1, "none"), (tmp_path / "3", 3, "host")]
+    assert run_cases(2, save_while_training, cases) == [[True, True]] * 2

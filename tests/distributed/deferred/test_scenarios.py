@@ -3,11 +3,12 @@
 import itertools
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+import torch.distributed as dist
 
 from parallel.mesh import Mesh
 from parallel.tensor.blocks import run_in_order
@@ -21,15 +22,13 @@ from tests.distributed.zero import test_several_optimizers as several
 from tests.distributed.zero import test_sharded_init as sharded_init
 from tests.distributed.zero import test_uneven as uneven
 from tests.distributed.zero import test_zero_equals_one_process as plain
-from tests.models import batch, build, loss_of
+from tests.distributed.zero.scenarios import test_ranks
+from tests.distributed.zero.scenarios.runs import TOLERANCE, Configuration, check, procedure_of
 from tests.ranks import run_ranks
-from tests.twins import assert_same_bits, params_of
+from tests.twins import assert_same_bits
 from zero.activations.checkpointed_blocks import ActivationsConfig, checkpointed_blocks
-from zero.engine import ZeroDataParallel
 from zero.memory.placement import OffloadConfig
-from zero.optimizer import ZeroOptimizer
 from zero.partition.config import ZeroConfig
-from zero.uneven import join
 
 
 @pytest.fixture
@@ -45,39 +44,25 @@ def repeat(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 def check_beside_steps() -> None:
     """Check what several small tests of two ranks check, and the turns of uneven data if nothing else communicates."""
-    data = Mesh.create(tensor_size=1).data
-    weights = [weight for _, weight in itertools.islice(join(uneven.batches_of(data.rank), data), 9)]
-    assert weights == [1] * uneven.NUM_BATCHES[data.rank] + [0] * (3 - uneven.NUM_BATCHES[data.rank])
+    assert uneven.turns_of([3, 1]) == [[(0, 1.0), (1, 1.0), (2, 1.0)], [(0, 1.0), (0, 0.0), (0, 0.0)]][dist.get_rank()]
     for stage in (1, 3):
-        uneven.check_joined(ZeroConfig(stage, bucket_numel=64))
         gathered.check_changes_reach_ranks_and_optimizer(ZeroConfig(stage, bucket_numel=4000, overlap_gather=True))
-    several.check_cases([(ZeroConfig(1, 3000), OffloadConfig("host", ("optimizer",)))])
     sharded_init.check_values(sharded_init.copied, ZeroConfig(3), 0, None)
 
 
 def check_orders_that_change() -> None:
     """Check a model that skips blocks that were gathered ahead."""
-    config, double = ZeroConfig(3, 2000, prefetch_numel=10**9), torch.float64
-    found = plain.train_with_zero("albert", config, 1, False, double)
-    expected = plain.train_in_one_process("albert", 2, 1, double)
-    assert found.distance(expected) < plain.TOLERANCE[double]
-
-
-def half_precision_on_the_host() -> dict[str, Tensor]:
-    """Train a bf16 model whose parameters alone are in host memory: each update casts master weights for the copy."""
-    data = Mesh.create(tensor_size=1).data
-    offload = OffloadConfig("host", ("parameters",))
-    model = ZeroDataParallel(build("gpt", dtype=torch.bfloat16), data, ZeroConfig(3, 4000), offload=offload)
-    optimizer = ZeroOptimizer(model, torch.optim.AdamW, fused=True, lr=1e-2)
-    for step in range(2):
-        loss_of(model, batch(step, 0, data.rank)).backward()
-        optimizer.step()
-    return params_of(model)
+    case = plain.case_of(name="albert", stage=3, bucket_numel=2000, prefetch_numel=10**9)
+    expected = plain.train_in_one_process("albert", 2, 1, torch.float64)
+    assert plain.train_with_zero(case).distance(expected) < plain.TOLERANCE[torch.float64]
 
 
 def test_half_precision_on_the_host_gives_the_same_bits():
-    for found, expected in zip(*(run(2, half_precision_on_the_host) for run in (run_late, run_ranks)), strict=True):
-        assert_same_bits(found, expected)
+    """The parameters alone are in host memory: each update casts master weights for the copy."""
+    offload = OffloadConfig("host", ("parameters",))
+    case = plain.case_of(name="gpt", stage=3, bucket_numel=4000, dtype=torch.bfloat16, offload=offload)
+    for found, expected in zip(*(run(2, plain.train_with_zero, case) for run in (run_late, run_ranks)), strict=True):
+        assert_same_bits(found.params, expected.params)
 
 
 def test_orders_that_change():
@@ -86,6 +71,12 @@ def test_orders_that_change():
 
 def test_uneven_data_changed_parameters_several_optimizers_and_sharded_initialization():
     run_late(2, check_beside_steps)
+    for test, configurations in (
+        (test_ranks.test_ranks_run_out_of_batches_at_different_steps, [Configuration(1), Configuration(3)]),
+        (several.test_optimizers_of_disjoint_parameters_equal_one_process, [Configuration(1, offloads=True)]),
+    ):
+        find = partial(procedure_of, test.__module__)
+        run_late(2, check, find, [test.__name__], configurations, TOLERANCE, torch.float64)
 
 
 def check_backwards_that_end_early() -> None:

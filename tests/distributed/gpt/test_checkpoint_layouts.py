@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from parallel.mesh import Mesh
 from parallel.tensor.token_layout import ReplicatedTokens, SplitTokens
 from tests.pairwise import pairwise
 from tests.ranks import run_ranks
+from tests.unit.gpt.model.models import VARIANTS
 from zero.activations.checkpointed_blocks import ActivationsConfig, checkpointed_blocks
 from zero.engine import ZeroDataParallel
 from zero.memory.placement import NO_OFFLOAD, OffloadConfig
@@ -38,9 +40,11 @@ class LayoutCase:
     is_split: bool = False
     bucket_numel: int | None = 700
     shard_size: int | None = None
+    optimizer_over: Literal["group", "all"] = "group"
     resident_numel: int = 0
     units: tuple[str, ...] | None = None
     offload: OffloadConfig = NO_OFFLOAD
+    model: ModelConfig = CONFIG
 
     @property
     def num_ranks(self) -> int:
@@ -54,9 +58,10 @@ def build(case: LayoutCase) -> TrainState:
     torch.set_default_dtype(torch.float64)
     mesh = Mesh.create(case.tensor, shard_size=case.shard_size)
     tokens = SplitTokens(mesh.tensor) if case.is_split else ReplicatedTokens(mesh.tensor)
-    gpt = GPT(CONFIG, tokens, checkpointed_blocks(ActivationsConfig()))
+    gpt = GPT(case.model, tokens, checkpointed_blocks(ActivationsConfig()))
     initialize(gpt, seed=3)
-    zero = ZeroConfig(case.stage, case.bucket_numel, resident_numel=case.resident_numel, units=case.units)
+    settings = {"optimizer_over": case.optimizer_over, "resident_numel": case.resident_numel, "units": case.units}
+    zero = ZeroConfig(case.stage, case.bucket_numel, **settings)
     model = ZeroDataParallel(gpt, mesh.data, zero, offload=case.offload)
     matrices = [param for param in gpt.parameters() if param.dim() > 1]
     rest = [param for param in gpt.parameters() if param.dim() <= 1]
@@ -141,7 +146,7 @@ def assert_one_logical_form(cases: list[LayoutCase], source: Path, folder: Path)
             assert found[name].equal(expected[name]), f"{name} at {case}"
 
 
-@pytest.mark.parametrize(("data", "tensor"), [(1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (4, 1)])
+@pytest.mark.parametrize(("data", "tensor"), [(1, 1), (1, 2), (1, 4), (2, 2), (4, 1)])
 def test_every_layout_loads_and_saves_one_logical_form(reference, tmp_path, data, tensor):
     cases = [LayoutCase(stage, data, tensor, is_split=tensor > 1 and stage % 2 == 1) for stage in range(4)]
     assert_one_logical_form(cases, reference[0], tmp_path)
@@ -153,10 +158,20 @@ def test_other_buckets_units_placements_and_groups_of_shards_are_read_too(refere
         LayoutCase(3, 4, bucket_numel=130, resident_numel=100),
         LayoutCase(3, 4, units=("blocks.*.attention", "blocks.*.mlp")),
         LayoutCase(3, 4, shard_size=2),
+        LayoutCase(2, 4, shard_size=2, optimizer_over="all"),
+        LayoutCase(3, 4, shard_size=2, optimizer_over="all", offload=OffloadConfig("host")),
         LayoutCase(1, 4, offload=OffloadConfig("host")),
         LayoutCase(3, 4, offload=OffloadConfig("host")),
     ]
     assert_one_logical_form(cases, reference[0], tmp_path)
+
+
+def test_keys_and_values_that_ranks_split_or_replicate_have_one_logical_form(tmp_path):
+    of_four = LayoutCase(3, 1, 4, model=VARIANTS["qwen3"])  # two heads of keys and values
+    run_ranks(4, train_and_save, of_four, tmp_path, 2)
+    for tensor in (1, 2, 4):
+        case = LayoutCase(tensor % 3, 1, tensor, model=of_four.model)
+        assert_one_logical_form([case], tmp_path / "step-00000002", tmp_path)
 
 
 @pytest.mark.full

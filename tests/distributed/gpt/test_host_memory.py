@@ -71,6 +71,8 @@ def test_the_forecast_is_what_a_step_and_a_save_allocate():
         (2, "--zero.stage=3", "--activations.store=partition_host"),
         (2, "--zero.stage=1", "--parallel.shard_size=1", "--train.precision=fp32"),
         (2, "--zero.stage=3", "--train.precision=fp32"),
+        (2, "--zero.stage=3", "--offload.states=[parameters]", "--optimizer.name=sgd"),
+        (2, "--zero.stage=2", "--zero.bucket_numel=null", "--activations.layers_per_checkpoint=2"),
         (4, "--zero.stage=3", "--parallel.tensor_size=2", "--activations.store=partition_host"),
     ]:
         for found in run_ranks(size, forecast_and_use, arguments):

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from gpt.builder.train_state import build
 from gpt.checkpoint.layout import Progress
-from gpt.checkpoint.recovery import Recovery, _all_ranks_have
+from gpt.checkpoint.recovery import Recovery
 from gpt.checkpoint.saver import RunSaver as Saver
 from gpt.settings.parser import parse_settings
 from parallel.errors import ConfigError
@@ -72,12 +72,6 @@ def test_a_rank_asks_the_store_a_few_times_however_long_a_save_takes(tmp_path):
         assert min(seconds) >= 5
 
 
-def comparisons_of_settings() -> list[bool]:
-    mesh = Mesh.create(tensor_size=2)
-    odd = "other" if dist.get_rank() == 2 else "equal"
-    return [_all_ranks_have(mesh, text) for text in ("equal", odd, "equal")]
-
-
 def parts_at_each_barrier_of_a_resume(folder: Path) -> list[list[str]]:
     """The parts of checkpoints that are there when a rank that resumes begins to wait for all others."""
     settings = parse_settings([f"--config={BASE}", f"--run.dir={folder}"])
@@ -104,11 +98,11 @@ def test_no_rank_goes_on_before_the_first_has_tidied_the_folder(tmp_path):
 
 
 def resumed_from_folders_of_their_own(folder: Path) -> str:
-    """The error of a rank whose folder has a checkpoint, or which has a folder without one."""
-    settings = parse_settings([f"--config={BASE}", f"--run.dir={folder}"])
-    state = build(settings, Mesh.create(1), torch.device("cpu"))
+    """The error of a rank whose folder has no checkpoint, or which is the only one whose folder has one."""
+    settings = parse_settings([f"--config={BASE}", f"--run.dir={folder}", "--parallel.tensor_size=2"])
+    state = build(settings, Mesh.create(2), torch.device("cpu"))
     run_dir = folder / str(dist.get_rank())
-    (run_dir / "checkpoints" / ("step-00000001" if dist.get_rank() else "other")).mkdir(parents=True)
+    (run_dir / "checkpoints" / ("step-00000001" if dist.get_rank() == 2 else "other")).mkdir(parents=True)
     own = Recovery(settings.checkpoint, run_dir, state, DATA, lambda _: None, lambda: None, lambda _: None)
     try:
         own.resume("")
@@ -119,11 +113,8 @@ def resumed_from_folders_of_their_own(folder: Path) -> str:
     return ""
 
 
-def test_ranks_that_would_resume_from_different_checkpoints_are_refused(tmp_path):
-    found = run_ranks(2, resumed_from_folders_of_their_own, tmp_path)
-    for rank, (error, own) in enumerate(zip(found, ["None", tmp_path / "1/checkpoints/step-00000001"], strict=True)):
+def test_ranks_that_would_resume_from_different_checkpoints_are_refused_along_both_axes(tmp_path):
+    found = run_ranks(4, resumed_from_folders_of_their_own, tmp_path)
+    for rank, error in enumerate(found):
+        own = tmp_path / "2/checkpoints/step-00000001" if rank == 2 else None
         assert f"rank {rank} would resume from {own}, another rank from elsewhere; put run.dir=" in error
-
-
-def test_settings_are_compared_over_both_axes():
-    assert run_ranks(4, comparisons_of_settings) == [[True, False, True]] * 4

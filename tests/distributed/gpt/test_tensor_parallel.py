@@ -1,6 +1,7 @@
 """A GPT split along the tensor axis, with ZeRO along the data axis, trains as it does whole in one process."""
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,29 +12,25 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
-from gpt.builder.train_state import build_model
+from gpt.builder.train_state import build_model, parameter_groups
 from gpt.model.transformer import GPT, Sequences, initialize
-from gpt.pretrained.families import config_to_transformers
-from gpt.pretrained.tensors import load_weights
+from gpt.settings.optimizer import OptimizerSettings
 from gpt.shape.config import ModelConfig
 from parallel.mesh import Axis, Mesh
-from parallel.tensor.layers import shared_dims, split_dims
+from parallel.tensor.split_parameters import shared_dims, split_dims
 from parallel.tensor.token_layout import NO_CONTEXT, ReplicatedTokens, SplitTokens, TokenLayout
-from tests.pairwise import pairwise
-from tests.pretrained_weights import weights_from_transformers
+from tests.pairwise import noting, pairwise, product_of
 from tests.ranks import run_ranks
 from tests.twins import params_of
 from zero.activations.checkpointed_blocks import ActivationsConfig
 from zero.engine import ZeroDataParallel
-from zero.formulas import memory
 from zero.memory.placement import NO_OFFLOAD, OffloadConfig
 from zero.optimizer import ZeroOptimizer
 from zero.partition.config import ZeroConfig
-from zero.partition.stage import STAGES
-from zero.state import resident
 from zero.step.loss_scale import LossScale
 
 NUM_STEPS, CLIP_NORM, TOLERANCE = 3, 0.5, 1e-10
+ADAMW = OptimizerSettings(lr=1e-2, weight_decay=0.1)
 BATCH, SEQ = 2, 12
 
 
@@ -82,8 +79,9 @@ def train(
     mesh = Mesh.create(tensor_size, context_size=context_size)
     gpt = build(config, layout_of(mesh.tensor, is_split, mesh.context), activations)
     model = ZeroDataParallel(gpt, mesh.data, zero, offload=offload)
+    groups = parameter_groups(gpt, ADAMW)
     optimizer = ZeroOptimizer(
-        model, torch.optim.AdamW, tensor=mesh.tensor, clip_norm=CLIP_NORM, lr=1e-2, weight_decay=0.1, fused=True
+        model, torch.optim.AdamW, groups, tensor=mesh.tensor, clip_norm=CLIP_NORM, lr=ADAMW.lr, fused=True
     )
     torch.manual_seed(17 + mesh.data.rank)  # dropout
     losses, norms = zip(*train_steps(config, mesh, model, optimizer, num_micro_batches), strict=True)
@@ -114,7 +112,7 @@ def train_steps(
 @cache
 def train_whole(config: ModelConfig, data_size: int, num_micro_batches: int = 1) -> Result:
     model = build(config, ReplicatedTokens(Axis.trivial("tensor")))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    optimizer = torch.optim.AdamW(parameter_groups(model, ADAMW), lr=ADAMW.lr)
     losses, norms = [], []
     for step in range(NUM_STEPS):
         total = 0.0
@@ -167,32 +165,39 @@ FACTORS = {
 }
 
 
-def check_layout(
-    sizes: tuple[int, int], stage: int, is_split: bool, num_micro_batches: int, store: str, vocab_size: int
-) -> None:
-    data_size, tensor_size = sizes
-    config, zero, activations = config_of(vocab_size), ZeroConfig(stage, 2000), ActivationsConfig(store, 2)
-    arguments = (config, tensor_size, is_split, zero, num_micro_batches, activations)
-    results = run_ranks(data_size * tensor_size, train, *arguments)
-    assert_equals_whole(results, train_whole(config, data_size, num_micro_batches), tensor_size)
+def train_all(cases: list[dict]) -> list[Result]:
+    """Return the results of several cases on one rank; a start of the ranks serves all of them."""
+    return [
+        train(
+            config_of(case["vocab_size"]),
+            case["sizes"][1],
+            case["is_split"],
+            ZeroConfig(case["stage"], 2000),
+            case["num_micro_batches"],
+            ActivationsConfig(case["store"], 2),
+        )
+        for case in cases
+    ]
 
 
-@pytest.mark.parametrize("combination", pairwise(**FACTORS), ids=lambda c: "-".join(map(str, c.values())))
-def test_tensor_and_data_parallel_equal_one_process(combination):
-    check_layout(**combination)
+def check_layouts(cases: list[dict]) -> None:
+    (num_ranks,) = {data_size * tensor_size for data_size, tensor_size in (case["sizes"] for case in cases)}
+    for case, *results in zip(cases, *run_ranks(num_ranks, train_all, cases), strict=True):
+        data_size, tensor_size = case["sizes"]
+        with noting(case):
+            expected = train_whole(config_of(case["vocab_size"]), data_size, case["num_micro_batches"])
+            assert_equals_whole(results, expected, tensor_size)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_tensor_and_data_parallel_equal_one_process(num_ranks):
+    check_layouts([case for case in pairwise(**FACTORS) if math.prod(case["sizes"]) == num_ranks])
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("values", list(itertools.product(*FACTORS.values())), ids=lambda v: "-".join(map(str, v)))
-def test_all_layouts_equal_one_process(values):
-    check_layout(**dict(zip(FACTORS, values, strict=True)))
-
-
-@pytest.mark.parametrize("is_split", [False, True])
-def test_the_vocabulary_of_gpt2_is_split_too(is_split):
-    config = config_of(50257)
-    results = run_ranks(4, train, config, 4, is_split, ZeroConfig(1))
-    assert_equals_whole(results, train_whole(config, 1), 4)
+@pytest.mark.parametrize("sizes", FACTORS["sizes"], ids=str)
+def test_all_layouts_equal_one_process(sizes):
+    check_layouts(product_of(FACTORS | {"sizes": [sizes]}, *FACTORS))
 
 
 def test_dropout_differs_where_activations_are_split_and_agrees_where_they_are_not():
@@ -231,35 +236,12 @@ def observe_dropout(is_split: bool) -> dict[str, bool]:
 @pytest.mark.parametrize(("is_split", "stage"), [(False, 3), (True, 1)])
 def test_dropout_is_deterministic_and_replayed_by_recomputation(is_split, stage):
     config = config_of(97, dropout=0.2)
-    plain, again, recomputed = (
+    plain, recomputed = (
         run_ranks(4, train, config, 2, is_split, ZeroConfig(stage, 2000), 1, ActivationsConfig(store))
-        for store in ("none", "none", "keep")
+        for store in ("none", "keep")
     )
-    assert_same_bits(again, plain)
     assert_same_bits(recomputed, plain)
     assert plain[0].losses != train_whole(config_of(97), 2).losses
-
-
-@pytest.mark.parametrize(("tensor_size", "is_split"), [(1, False), (2, False), (2, True), (4, True)])
-def test_weights_of_transformers_give_its_logits_at_any_tensor_size(tensor_size, is_split):
-    import transformers
-
-    config = config_of(97)
-    torch.manual_seed(0)
-    theirs = transformers.GPT2LMHeadModel(config_to_transformers(config)).double().eval()
-    for param in theirs.parameters():
-        torch.nn.init.normal_(param, 0, 0.3)
-    ids = torch.randint(97, (3, 7))  # 21 tokens, which two or four ranks cannot divide equally
-    weights = weights_from_transformers(theirs.state_dict(), config)
-    for logits in run_ranks(tensor_size, logits_of, config, is_split, weights, ids):
-        torch.testing.assert_close(logits, theirs(ids).logits.detach(), rtol=1e-10, atol=1e-10)
-
-
-def logits_of(config: ModelConfig, is_split: bool, weights: dict[str, Tensor], ids: Tensor) -> Tensor:
-    torch.set_default_dtype(torch.float64)
-    model = GPT(config, layout_of(Mesh.create(torch.distributed.get_world_size()).tensor, is_split)).eval()
-    load_weights(model, weights)
-    return model(ids).detach()
 
 
 def traffic_of_a_step(
@@ -319,38 +301,6 @@ def test_sequence_parallelism_sends_as_much_and_one_input_gather_a_column_layer(
         ("reduce_scatter", "backward"): crossings - 1,
         ("all_gather", "backward"): crossings + 2 * blocks,  # the second term: the inputs of qkv and up
     }
-
-
-def states_of(tensor_size: int, stage: int) -> tuple[float, int, int]:
-    mesh = Mesh.create(tensor_size)
-    config = ModelConfig(num_layers=4, hidden_size=256, num_heads=8, seq_length=16, vocab_size=512)
-    torch.set_default_dtype(torch.bfloat16)
-    gpt = GPT(config, ReplicatedTokens(mesh.tensor))
-    initialize(gpt, seed=0)
-    model = ZeroDataParallel(gpt, mesh.data, ZeroConfig(stage, defragment=True))
-    optimizer = ZeroOptimizer(model, torch.optim.AdamW, tensor=mesh.tensor, fused=True)
-    model(*batch(config, 0, 0, 0)).backward()
-    optimizer.step()
-    dims = split_dims(gpt)
-    num_replicated = sum(param.numel() for name, param in gpt.named_parameters() if name not in dims)
-    return resident.resident_states(model, optimizer).total, num_replicated, sum(p.numel() for p in gpt.parameters())
-
-
-def states_of_stages(tensor_size: int) -> list[tuple[float, int, int]]:
-    return [states_of(tensor_size, stage) for stage in (1, 2, 3)]
-
-
-def test_model_states_fall_with_both_axes():
-    (of_one_rank,) = run_ranks(1, states_of_stages, 1)
-    _, num_replicated, whole_numel = of_one_rank[0]
-    for data_size, tensor_size in ((2, 1), (1, 2), (2, 2), (1, 4)):
-        expected_numel = (whole_numel - num_replicated) / tensor_size + num_replicated
-        for of_rank in run_ranks(data_size * tensor_size, states_of_stages, tensor_size):
-            for stage, (found, _, numel) in enumerate(of_rank, start=1):
-                assert numel == expected_numel
-                promised = memory.formula(STAGES[stage], expected_numel, data_size, gradient_bytes=4)
-                assert found == pytest.approx(promised.total, rel=0.02)
-    assert [found for found, *_ in of_one_rank] == pytest.approx([18 * whole_numel] * 3, rel=0.02)
 
 
 def skip_after_overflows() -> list[tuple[int, bool, float]]:

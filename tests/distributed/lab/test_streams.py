@@ -45,6 +45,8 @@ OFFLOADS = {
         "offload.search_range_m": 0.004,
     },
 }
+FP32_SUMS = "--zero.sum_over_ranks=fp32"
+FP32_SUMS_OVER_ALL = f"{FP32_SUMS} --zero.optimizer_over=all"
 FACTORS = {
     "stage": [0, 1, 2, 3],
     "sizes": [(4, 2, 2), (4, 2, 1), (4, None, 2), (2, None, 1)],  # data, shard, tensor
@@ -61,6 +63,8 @@ FACTORS = {
         "--zero.defragment=true",
         "--activations.defragment=false",
         "--zero.reduce_dtype=bf16",
+        FP32_SUMS,
+        FP32_SUMS_OVER_ALL,
     ],
 }
 
@@ -167,6 +171,8 @@ CHOSEN = [  # together, these have every value of every factor
     (3, (2, None, 1), 3, "reduce", "none", "host", "fp32", "muon", "--zero.defragment=true"),
     (3, (4, None, 2), 1, "local", "selective", "parameters", "bf16", "adamw", "--zero.overlap=false"),
     (3, (2, None, 1), 1, "reduce", "none", "auto", "fp32", "muon", ""),
+    (2, (4, 2, 1), 3, "reduce", "none", "none", "bf16", "adamw", FP32_SUMS),
+    (3, (4, 2, 1), 3, "reduce", "none", "host", "bf16", "adamw", FP32_SUMS_OVER_ALL),
 ]
 
 
@@ -186,7 +192,7 @@ def test_a_dry_run_ends_with_the_wait_that_is_missing(monkeypatch):
     settings = replace(settings, dry_run=replace(settings.dry_run, world_size=2))
     dry_run(settings)
     monkeypatch.setattr(FlatParameters, "_wait_for_gathers", lambda _: None)
-    with pytest.raises(StreamError, match="the computation must `wait` for the handle of that all_gather"):
+    with pytest.raises(StreamError, match="the computation must `wait` for the `Work` of that all_gather"):
         dry_run(settings)
 
 

@@ -1,7 +1,10 @@
 """The collectives of an axis against the obvious local computation, and the log of what they sent."""
 
 import itertools
+import os
+import signal
 from collections.abc import Callable
+from datetime import timedelta
 
 import pytest
 import torch
@@ -10,10 +13,13 @@ from torch import Tensor
 
 from parallel.comm_log import CommEvent
 from parallel.mesh import Axis, Mesh
+from parallel.store import shared_store
 from tests.ranks import run_ranks
+from zero.order.host_barrier import HostBarrier
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 NUMEL = 12  # of a shard
+LIMIT_SECONDS = 120  # after which a hang ends
 
 
 def message(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
@@ -49,6 +55,20 @@ def check_reduce_scatter(axis: Axis, dtype: torch.dtype) -> None:
     assert_equal(full[own], total[own])
 
 
+def check_reduce_scatter_in_fp32(axis: Axis, dtype: torch.dtype) -> None:
+    """Check a sum whose small terms are lost one by one in half precision; two are in flight, and one is in place."""
+    terms = [1 + message(rank, axis.size * NUMEL, dtype) / 8 + 2048 * (rank == 0) for rank in range(axis.size)]
+    own, full = slice(axis.rank * NUMEL, (axis.rank + 1) * NUMEL), terms[axis.rank].clone()
+    total = sum(term.double() for term in terms)[own].to(dtype)
+    outs = [torch.full((NUMEL,), 99, dtype=dtype) for _ in range(2)]
+    works = [axis.reduce_scatter(full, out=out, in_fp32=True) for out in outs]
+    for work in reversed(works):
+        work.wait()
+    axis.reduce_scatter(full, out=full[own], in_fp32=True).wait()
+    for out in (*outs, full[own]):
+        assert_equal(out, total)
+
+
 def check_all_reduce(axis: Axis, dtype: torch.dtype) -> None:
     tensor = message(axis.rank, NUMEL, dtype)
     total = sum(message(rank, NUMEL, dtype) for rank in range(axis.size))
@@ -81,7 +101,7 @@ def check_all_to_all(axis: Axis, dtype: torch.dtype) -> None:
 
 
 def check_chain(axis: Axis, dtype: torch.dtype) -> None:
-    """Scatter, then gather the result: launched when the first one is complete, waited for by one handle."""
+    """Scatter, then gather the result: launched when the first one is complete, waited for by one `Work`."""
     full, out = message(axis.rank, axis.size * NUMEL, dtype), torch.full((axis.size * NUMEL,), 99, dtype=dtype)
     shard = torch.full((NUMEL,), 99, dtype=dtype)
     axis.reduce_scatter(full, out=shard).then(lambda: axis.all_gather(shard, out=out)).wait()
@@ -92,9 +112,9 @@ def check_two_in_flight(axis: Axis, dtype: torch.dtype) -> None:
     """Check two concurrent messages of one size, waited for in reverse order: each has its own receive buffer."""
     fulls = [message(axis.rank + add, axis.size * NUMEL, dtype) for add in (0, 5)]
     outs = [torch.full((NUMEL,), 99, dtype=dtype) for _ in fulls]
-    handles = [axis.reduce_scatter(full, out=out) for full, out in zip(fulls, outs, strict=True)]
-    for handle in reversed(handles):
-        handle.wait()
+    works = [axis.reduce_scatter(full, out=out) for full, out in zip(fulls, outs, strict=True)]
+    for work in reversed(works):
+        work.wait()
     for add, out in zip((0, 5), outs, strict=True):
         total = sum(message(rank + add, axis.size * NUMEL, dtype) for rank in range(axis.size))
         assert_equal(out, total[axis.rank * NUMEL : (axis.rank + 1) * NUMEL])
@@ -103,6 +123,7 @@ def check_two_in_flight(axis: Axis, dtype: torch.dtype) -> None:
 COLLECTIVES = [
     check_all_gather,
     check_reduce_scatter,
+    check_reduce_scatter_in_fp32,
     check_all_reduce,
     check_broadcast,
     check_all_to_all,
@@ -111,15 +132,15 @@ COLLECTIVES = [
 ]
 
 
-def check_collectives(checks: list[Callable[[Axis, torch.dtype], None]]) -> None:
-    data = Mesh.create(tensor_size=1).data
+def check_collectives(checks: list[Callable[[Axis, torch.dtype], None]], device_type: str = "cpu") -> None:
+    data = Mesh.create(tensor_size=1, device_type=device_type).data
     assert (data.rank, data.size) == (dist.get_rank(), dist.get_world_size())
     for check, dtype in itertools.product(checks, DTYPES):
         check(data, dtype)
         check(data.without_peers(), dtype)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", [2, 3])
 def test_collectives_equal_the_local_computation(num_ranks):
     run_ranks(num_ranks, check_collectives, COLLECTIVES)
 
@@ -131,7 +152,66 @@ def test_an_axis_of_one_rank_writes_out_and_sends_nothing(check, dtype):
     axis.log.keeps_events = True
     check(axis, dtype)
     assert axis.log.events == []
-    assert axis.received.num_bytes == 0
+    assert axis.pairwise.received.num_bytes == 0
+
+
+def collectives_without_a_peer(launch: Callable[[Axis], object], seconds: int) -> list[str]:
+    """Return the errors of a collective along each part of the data axis, which only the second rank launches."""
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds))
+    mesh, store, errors = Mesh.create(tensor_size=1, shard_size=2), shared_store(), []
+    for axis in mesh.data.parts or ():
+        if axis.rank:
+            with pytest.raises(RuntimeError) as error:
+                launch(axis)
+            errors.append(str(error.value))
+        if store.add(f"{axis.name}/arrived", 1) == mesh.size:
+            store.set(f"{axis.name}/end", "")
+        store.wait([f"{axis.name}/end"], timedelta(seconds=LIMIT_SECONDS))
+    return errors
+
+
+def gather_ones(axis: Axis) -> None:
+    axis.all_gather(torch.ones(1), out=torch.ones(2)).wait()
+
+
+def sum_ones(axis: Axis) -> None:
+    axis.all_reduce(torch.ones(1), out=torch.ones(1)).wait()
+
+
+@pytest.mark.parametrize("launch", [gather_ones, sum_ones])
+def test_collectives_along_every_axis_end_at_the_time_limit_of_the_world(launch):
+    found = run_ranks(4, collectives_without_a_peer, launch, 2, timeout_seconds=LIMIT_SECONDS)
+    assert [len(errors) for errors in found] == [0, 1, 1, 2]
+    assert all("2000ms" in error for errors in found for error in errors)
+
+
+def errors_of_a_forked_process() -> list[str]:
+    """Return what a process raises that is forked while a collective is under way: like a worker of a DataLoader."""
+    axis, out = Mesh.create(tensor_size=1).data, torch.empty(2)
+    barrier, pending = HostBarrier(axis), axis.all_gather(torch.ones(1), out=out)
+    reading, writing = os.pipe()
+    if (child := os.fork()) == 0:
+        signal.alarm(LIMIT_SECONDS)
+        for call in (lambda: axis.broadcast(out), pending.wait, lambda: barrier.wait("reads")):
+            try:
+                call()
+            except RuntimeError as error:
+                os.write(writing, f"{error}\n".encode())
+        os._exit(0)
+    os.close(writing)
+    with open(reading) as errors:
+        found = errors.read().replace(str(child), "CHILD").replace(str(os.getpid()), "PARENT").splitlines()
+    os.waitpid(child, 0)
+    pending.wait()
+    assert_equal(out, torch.ones(2))
+    return found
+
+
+def test_a_process_that_was_forked_from_a_rank_raises_instead_of_communicating():
+    for rank, errors in enumerate(run_ranks(2, errors_of_a_forked_process, timeout_seconds=LIMIT_SECONDS)):
+        assert len(errors) == 3
+        for error in errors:
+            assert error.startswith(f"process CHILD was forked from process PARENT, rank {rank} of the data axis, and ")
 
 
 def check_names_of_both_torch_versions() -> None:
@@ -145,7 +225,7 @@ def check_names_of_both_torch_versions() -> None:
 
 
 def test_collectives_work_under_the_older_names():
-    run_ranks(2, check_names_of_both_torch_versions)
+    run_ranks(3, check_names_of_both_torch_versions)
 
 
 def check_broadcast_of_any_tensor() -> None:
@@ -191,10 +271,10 @@ def logged_events() -> tuple[list[CommEvent], int, int]:
             axis.reduce_scatter(full, out=shard).wait()
     axis.all_reduce(shard.half(), out=shard.half()).wait()
     axis.broadcast(full).wait()
-    return mesh.log.events, mesh.log.wire_bytes("data"), axis.received.num_bytes
+    return mesh.log.events, mesh.log.wire_bytes("data"), axis.pairwise.received.num_bytes
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", [2, 3])
 def test_every_collective_is_logged_with_its_whole_message(num_ranks):
     full_bytes = 4 * NUMEL * num_ranks
     expected = [

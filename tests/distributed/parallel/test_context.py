@@ -6,7 +6,7 @@ from torch.nn import functional as F
 
 from parallel.mesh import Mesh
 from parallel.tensor.context import over_context, own_stretch, whole_sequences
-from tests.ranks import run_ranks
+from tests.ranks import run_cases
 
 BATCH, SEQ, HEAD_DIM = 2, 12, 4
 
@@ -39,14 +39,10 @@ def distances(num_heads: int, num_kv_heads: int, context_size: int) -> tuple[lis
     return [(a - b).abs().max().item() for a, b in pairs], mesh.log.wire_bytes(axis="context")
 
 
-def run_all(cases: list[tuple[int, int, int]]) -> list[tuple[list[float], int]]:
-    return [distances(*case) for case in cases]
-
-
 def test_attention_over_stretches_equals_attention_over_whole_sequences():
     cases = [(4, 4, 4), (8, 4, 4), (4, 2, 2), (2, 2, 1)]
-    for found in run_ranks(4, run_all, cases):
-        for (num_heads, num_kv_heads, size), (differences, sent) in zip(cases, found, strict=True):
+    for (num_heads, num_kv_heads, size), found in zip(cases, run_cases(4, distances, cases), strict=True):
+        for differences, sent in found:
             assert max(differences) < 1e-12
             # q, k, v and the output, forward and backward; each rank keeps its own part.
             numel = BATCH * SEQ // size * HEAD_DIM * 2 * (num_heads + num_kv_heads)
@@ -66,10 +62,10 @@ def coordinates(tensor_size: int, shard_size: int | None, context_size: int) -> 
 
 
 def test_the_ranks_of_a_context_are_neighbours_on_the_data_axis():
-    found = run_ranks(4, coordinates, 1, None, 2)
-    assert [place for place, _ in found] == [[0, 2, 0], [0, 2, 1], [1, 2, 0], [1, 2, 1]]
-    found = run_ranks(4, coordinates, 2, None, 2)
-    assert [place for place, _ in found] == [[0, 1, 0], [0, 1, 0], [0, 1, 1], [0, 1, 1]]
-    found = run_ranks(4, coordinates, 1, 2, 2)
-    assert [place for place, _ in found] == [[0, 2, 0, 0, 0], [0, 2, 1, 1, 0], [1, 2, 0, 0, 1], [1, 2, 1, 1, 1]]
-    assert [rank for _, rank in found] == [0, 1, 2, 3]
+    found = run_cases(4, coordinates, [(1, None, 2), (2, None, 2), (1, 2, 2)])
+    assert [[place for place, _ in of_ranks] for of_ranks in found] == [
+        [[0, 2, 0], [0, 2, 1], [1, 2, 0], [1, 2, 1]],
+        [[0, 1, 0], [0, 1, 0], [0, 1, 1], [0, 1, 1]],
+        [[0, 2, 0, 0, 0], [0, 2, 1, 1, 0], [1, 2, 0, 0, 1], [1, 2, 1, 1, 1]],
+    ]
+    assert [rank for _, rank in found[0]] == [0, 1, 2, 3]

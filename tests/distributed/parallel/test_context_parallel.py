@@ -18,7 +18,7 @@ from tests.distributed.gpt.test_tensor_parallel import (
     train,
     train_whole,
 )
-from tests.ranks import run_ranks
+from tests.ranks import run_cases, run_ranks
 from zero.activations.checkpointed_blocks import ActivationsConfig
 from zero.partition.config import ZeroConfig
 
@@ -43,24 +43,14 @@ CASES = [
 ]
 
 
-def train_all(cases: list[Case]) -> list[Result]:
-    return [
-        train(
-            CONFIG,
-            case.tensor_size,
-            case.is_split,
-            case.zero,
-            case.num_micro_batches,
-            ActivationsConfig(case.store),
-            case.context_size,
-        )
-        for case in cases
-    ]
+def train_case(case: Case) -> Result:
+    activations = ActivationsConfig(case.store)
+    arguments = CONFIG, case.tensor_size, case.is_split, case.zero, case.num_micro_batches, activations
+    return train(*arguments, case.context_size)
 
 
 def test_context_parallelism_equals_one_process():
-    of_ranks = run_ranks(4, train_all, CASES)
-    for case, *results in zip(CASES, *of_ranks, strict=True):
+    for case, results in zip(CASES, run_cases(4, train_case, [[case] for case in CASES]), strict=True):
         num_batch_ranks = 4 // case.tensor_size // case.context_size
         assert_equals_whole(results, train_whole(CONFIG, num_batch_ranks, case.num_micro_batches), case.tensor_size)
 

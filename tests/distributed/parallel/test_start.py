@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 
 from parallel.mesh import Mesh
-from parallel.world import FOREVER, StartOptions, _store_of_this_start, shared_store, start_world
+from parallel.store import shared_store
+from parallel.world import FOREVER, StartOptions, _store_of_this_start, start_world
 from tests.ranks import MASTER_ADDRESS, run_ranks
 
 
@@ -26,15 +27,6 @@ def join(size: int, store: dist.Store) -> list[dist.Store]:
     for thread in threads:
         thread.join()
     return found
-
-
-def test_every_start_has_its_own_part_of_the_store():
-    store = dist.HashStore()
-    for number in range(3):
-        of_ranks = join(3, store)
-        assert not of_ranks[0].check(["word"])
-        of_ranks[1].set("word", str(number))
-        assert [part.get("word") for part in of_ranks] == [str(number).encode()] * 3
 
 
 def test_keys_of_a_start_that_broke_off_are_ignored():

@@ -15,13 +15,11 @@ from parallel.tensor.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
     VocabParallelEmbedding,
-    _Reduce,
     column_linears,
-    gather_columns,
-    split_dims,
 )
+from parallel.tensor.split_parameters import split_dims
 from parallel.tensor.token_layout import ReplicatedTokens, SplitTokens, TokenLayout
-from tests.ranks import run_ranks
+from tests.ranks import run_cases, run_ranks
 
 LAYOUTS = {"replicated": ReplicatedTokens, "split": SplitTokens}
 
@@ -31,65 +29,22 @@ def tensor_axis() -> Axis:
     return Mesh.create(torch.distributed.get_world_size()).tensor
 
 
-# Megatron-core's expectations for its mappings (tests/unit_tests/tensor_parallel/test_mappings.py): eight ranks in two
-# tensor groups of four, each contributing its rank, so that sums are 0+1+2+3 = 6 and 4+5+6+7 = 22.
-
-
-def reduced_and_gathered(first_rank: int) -> dict[str, list[float]]:
+def gradients_of_a_shared_parameter() -> tuple[float, float, list[float]]:
+    """Return the gradient, the one that is left for later, and gradients that are summed at once."""
     axis = tensor_axis()
-    value = float(first_rank + axis.rank)
-    replicated, split = ReplicatedTokens(axis), SplitTokens(axis)
-    partial_sums = torch.full((4,), value, requires_grad=True)
-    summed = _Reduce.apply(partial_sums.clone(), replicated)
-    summed.sum().backward()
-    spread = torch.full((8,), value, requires_grad=True)
-    scattered = _Reduce.apply(spread, split)
-    scattered.backward(torch.full((2,), value))
-    gathered, handle = split.gather(torch.full((1,), value))
-    handle.wait()
-    columns = torch.full((1, 1), value, requires_grad=True)
-    wide = gather_columns(columns, axis)
-    wide.backward(torch.arange(4.0)[None])
     shared = nn.Parameter(torch.ones(1))
     sums = GradientSums([shared], axis)
-    (shared * value).sum().backward()
+    (summed,) = torch.autograd.grad(shared * axis.rank, shared)
     sums.is_deferred = True
-    at_once = [torch.full((1,), value), torch.full((2,), 2 * value)]
-    (own,) = torch.autograd.grad((shared * value).sum(), shared)
+    (own,) = torch.autograd.grad(shared * axis.rank, shared)
+    at_once = [torch.full((1,), float(axis.rank)), torch.full((2,), 2.0 * axis.rank)]
     sums.sum_at_once(at_once)
-    assert own.item() == value
-    assert partial_sums.grad is not None
-    assert spread.grad is not None
-    assert columns.grad is not None
-    assert shared.grad is not None
-    return {
-        "reduce": summed.tolist(),
-        "gradient of reduce": partial_sums.grad.tolist(),
-        "reduce_scatter": scattered.tolist(),
-        "gradient of reduce_scatter": spread.grad.tolist(),
-        "gather of tokens": gathered.tolist(),
-        "gather of columns": wide[0].tolist(),
-        "gradient of gather of columns": columns.grad[0].tolist(),
-        "gradient of shared parameters": shared.grad.tolist(),
-        "gradients of shared parameters at once": torch.cat(at_once).tolist(),
-    }
+    return summed.item(), own.item(), torch.cat(at_once).tolist()
 
 
-@pytest.mark.parametrize(("first_rank", "total"), [(0, 6.0), (4, 22.0)])
-def test_mappings_equal_megatrons_expectations(first_rank, total):
-    values = [float(first_rank + rank) for rank in range(4)]
-    for rank, found in enumerate(run_ranks(4, reduced_and_gathered, first_rank)):
-        assert found == {
-            "reduce": [total] * 4,
-            "gradient of reduce": [1.0] * 4,
-            "reduce_scatter": [total] * 2,
-            "gradient of reduce_scatter": [value for value in values for _ in range(2)],
-            "gather of tokens": values,
-            "gather of columns": values,
-            "gradient of gather of columns": [float(rank)],
-            "gradient of shared parameters": [total],
-            "gradients of shared parameters at once": [total, 2 * total, 2 * total],
-        }
+def test_gradients_of_shared_parameters_are_summed_in_backward_or_at_once():
+    for rank, found in enumerate(run_ranks(3, gradients_of_a_shared_parameter)):
+        assert found == (3.0, rank, [3.0, 6.0, 6.0])
 
 
 def whole_layers() -> tuple[nn.Embedding, nn.Linear, nn.Linear]:
@@ -129,7 +84,7 @@ def run_split(layout: str, ids: Tensor) -> tuple[Tensor, dict[str, Tensor], dict
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("tensor_size", [1, 2, 4])
+@pytest.mark.parametrize("tensor_size", [1, 2])
 def test_layers_equal_the_whole_ones(layout, tensor_size):
     ids = torch.randint(32, (12,))
     expected_output, expected_grads = run_whole(ids)
@@ -171,12 +126,11 @@ def run_several(layout: str) -> tuple[list[Tensor], list[Tensor]]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("tensor_size", [1, 2])
-def test_several_layers_of_one_input_equal_the_whole_ones(layout, tensor_size):
+def test_several_layers_of_one_input_equal_the_whole_ones(layout):
     x, weights, biases, grads = several_layers()
     expected = [F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
     grad_x, *grads_of_params = torch.autograd.grad(expected, [x, *weights, *biases], grads)
-    results = run_ranks(tensor_size, run_several, layout)
+    results = run_ranks(2, run_several, layout)
     for number, whole in enumerate(expected):
         found = torch.cat([outputs[number] for outputs, _ in results], -1)
         torch.testing.assert_close(found, whole.detach(), rtol=0, atol=1e-12)
@@ -198,17 +152,22 @@ def initial_part(dim: int | None, tensor_size: int) -> tuple[Tensor, list[int]]:
     return part, drawn
 
 
-@pytest.mark.parametrize("dim", [0, 1, None])
-def test_initial_values_are_the_same_in_every_mesh_whose_data_ranks_share_the_work(dim):
-    ((whole, _),) = run_ranks(1, initial_part, dim, 1)
-    assert whole.std().item() == pytest.approx(0.5, rel=0.1)
-    assert whole.unique().numel() == whole.numel()
+def test_initial_values_are_the_same_in_every_mesh_whose_data_ranks_share_the_work():
+    dims = [0, 1, None]
+    wholes = [found[0][0] for found in run_cases(1, initial_part, [(dim, 1) for dim in dims])]
+    for whole in wholes:
+        assert whole.std().item() == pytest.approx(0.5, rel=0.1)
+        assert whole.unique().numel() == whole.numel()
     for tensor_size, data_size in ((2, 1), (4, 1), (1, 2), (1, 3), (2, 2)):
-        for rank, (part, drawn) in enumerate(run_ranks(tensor_size * data_size, initial_part, dim, tensor_size)):
-            assert part.equal(whole if dim is None else whole.chunk(tensor_size, dim)[rank % tensor_size])
-            assert max(drawn) <= part.numel()
-            if dim is not None:
-                assert sum(drawn) <= part.numel() / data_size + 2 * max(drawn), "it begins and ends inside a cell"
+        cases = [(dim, tensor_size) for dim in dims]
+        for dim, whole, found in zip(
+            dims, wholes, run_cases(tensor_size * data_size, initial_part, cases), strict=True
+        ):
+            for rank, (part, drawn) in enumerate(found):
+                assert part.equal(whole if dim is None else whole.chunk(tensor_size, dim)[rank % tensor_size])
+                assert max(drawn) <= part.numel()
+                if dim is not None:
+                    assert sum(drawn) <= part.numel() / data_size + 2 * max(drawn), "it begins and ends inside a cell"
 
 
 def test_a_tensor_axis_that_does_not_divide_the_cells_of_values_is_refused():

@@ -1,5 +1,6 @@
 """C_B: the temporary memory of a step does not grow with the number of layers, and one setting bounds it."""
 
+import itertools
 from dataclasses import dataclass
 
 import pytest
@@ -13,7 +14,7 @@ from parallel.mesh import Axis, Mesh
 from parallel.tensor import softmax
 from parallel.tensor.linear_cross_entropy import linear_cross_entropy, temporary_bytes
 from parallel.tensor.token_layout import ReplicatedTokens
-from tests.ranks import run_ranks
+from tests.ranks import run_cases
 from zero.activations.checkpointed_blocks import ActivationsConfig
 from zero.engine import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
@@ -63,22 +64,13 @@ def measure(num_layers: int, stage: int, store: str, bucket_numel: int | None) -
     return TemporaryBytes(in_passes, in_update, sum(resident.buffer_bytes(model, optimizer).values()))
 
 
-@pytest.mark.parametrize(
-    ("stage", "store"),
-    [
-        (0, "keep"),
-        (1, "partition_host"),
-        (2, "keep"),
-        pytest.param(3, "keep", marks=pytest.mark.full),
-        (3, "partition_host"),
-    ],
-)
-def test_peak_temporaries_do_not_grow_when_the_layers_double(stage, store):
+def test_peak_temporaries_do_not_grow_when_the_layers_double():
     bucket_numel = 2000
-    of_four, of_eight = (run_ranks(2, measure, n, stage, store, bucket_numel) for n in (4, 8))
+    rows = [(0, "keep"), (1, "partition_host"), (2, "keep"), (3, "partition_host")]
+    found = run_cases(2, measure, [(layers, *row, bucket_numel) for row in rows for layers in (4, 8)])
     num_buckets = 16  # staged, received and cast, at most; a unit's last, smaller bucket is received by itself
     few_scalars = 16  # that gloo still references
-    for four, eight in zip(of_four, of_eight, strict=True):
+    for four, eight in zip(itertools.chain(*found[::2]), itertools.chain(*found[1::2]), strict=True):
         assert eight.in_passes == four.in_passes
         assert abs(eight.in_update - four.in_update) <= few_scalars
         assert max(four.constant, eight.constant) <= num_buckets * bucket_numel * 2
@@ -86,7 +78,7 @@ def test_peak_temporaries_do_not_grow_when_the_layers_double(stage, store):
 
 def test_without_constant_buffers_peak_temporaries_grow():
     """The setting is there to prevent this; the test above can fail."""
-    (four, *_), (eight, *_) = (run_ranks(2, measure, n, 2, "keep", None) for n in (4, 8))
+    (four, *_), (eight, *_) = run_cases(2, measure, [(n, 2, "keep", None) for n in (4, 8)])
     assert eight.total > 1.5 * four.total
 
 

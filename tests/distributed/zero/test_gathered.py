@@ -79,9 +79,6 @@ def check_only_chosen_units_are_unsharded(config: ZeroConfig) -> None:
         model(torch.zeros(1, 5, dtype=torch.int64))
         assert weight.equal(expected["blocks.1.up.weight"])
         assert is_refused(other)
-    for read in (weight.detach, lambda: weight.data, lambda: weight.data.mul_(2), weight.zero_, lambda: weight + 1):
-        with pytest.raises(ShardedParameterError, match=r"blocks\.1\.up\.weight.* is sharded"):
-            read()
     assert is_refused(weight)
     assert_same_bits(params_of(model), expected)
 

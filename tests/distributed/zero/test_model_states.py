@@ -3,6 +3,7 @@
 from collections import Counter
 from functools import cache
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import nn
 
 from parallel.mesh import Mesh
 from tests.pairwise import pairwise
-from tests.ranks import run_ranks
+from tests.ranks import run_cases
 from zero.engine import ZeroDataParallel
 from zero.formulas import memory
 from zero.formulas.traffic import axis_bytes
@@ -26,9 +27,10 @@ PAPER: tuple[DtypeName, DtypeName] = ("bf16", "bf16")
 def train(
     stage: int,
     num_micro_batches: int,
-    shard_size: int | None = None,
-    resident_numel: int = 0,
-    gradients: tuple[DtypeName, DtypeName] | None = PAPER,
+    shard_size: int | None,
+    resident_numel: int,
+    gradients: tuple[DtypeName, DtypeName] | None,
+    optimizer_over: Literal["group", "all"],
 ) -> dict:
     """Train in bf16 with gradients of two types: (accumulate, reduce), or the default ones."""
     dtype = torch.bfloat16
@@ -42,16 +44,19 @@ def train(
         accumulate_dtype=accumulate,
         reduce_dtype=reduce,
         defragment=True,
+        optimizer_over=optimizer_over,
     )
-    model = ZeroDataParallel(_Chain(dtype), mesh.data, config)
+    model = ZeroDataParallel(Chain(dtype), mesh.data, config)
     optimizer = ZeroOptimizer(model, torch.optim.AdamW, fused=True)
     for _ in range(4):  # by the fourth the execution order is known, and the ranks have agreed on it
         mesh.log.clear()
+        before = bytes_written()
         with model.accumulate():
             for _ in range(num_micro_batches - 1):
                 model(torch.ones(1, WIDTH, dtype=dtype)).backward()
         model(torch.ones(1, WIDTH, dtype=dtype)).backward()
         optimizer.step()
+        mesh.barrier()
     flat_bytes = {flat: flat.layout.numel * dtype.itemsize for flat in model.flats}
     return {
         "states": resident.resident_states(model, optimizer),
@@ -61,16 +66,54 @@ def train(
         "resident_bytes": sum(size for flat, size in flat_bytes.items() if flat.lifetime is Lifetime.PERSISTENT),
         "last_block_bytes": flat_bytes[model.flats[-1]],
         "events": mesh.log.events,
+        "written": bytes_written() - before,
     }
 
 
+LAYOUTS = pairwise(
+    stage=[1, 2, 3],
+    groups=[(2, None, "group"), (4, 2, "group"), (4, 2, "all")],
+    num_micro_batches=[1, 2],
+    resident_numel=[0, 1000],
+)
+TWO_LEVELS = [(4, 2), (8, 2), (8, 4)]  # ranks, and ranks of a group
+GRADIENTS = [None, ("fp32", "fp32"), ("fp32", "bf16")]
+
+
 @cache
-def trained(data_size: int, *arguments: object, **settings: object) -> list[dict]:
-    """Train and return what each rank has found, from one run for all tests that look at it."""
-    return run_ranks(data_size, train, *arguments, **settings)
+def all_trained() -> dict[tuple, list[dict]]:
+    """Return what each rank has found, by number of ranks and arguments of `train`."""
+    cases: dict[int, list[tuple]] = {
+        2: [(stage, n, None, 0, PAPER, "group") for stage in STAGES for n in (1, 2)],
+        4: [(stage, 1, None, 0, PAPER, "group") for stage in STAGES],
+        8: [],
+    }
+    cases[2] += [(stage, 2, None, 0, gradients, "group") for stage in STAGES for gradients in GRADIENTS]
+    for stage, (data_size, shard_size, over), num_micro_batches, resident_numel in map(dict.values, LAYOUTS):
+        cases[data_size].append((stage, num_micro_batches, shard_size, resident_numel, PAPER, over))
+    for data_size, group_size in TWO_LEVELS:
+        cases[data_size].append((3, 2, group_size, 0, ("fp32", "bf16"), "all"))
+    return {
+        (num_ranks, *case): found
+        for num_ranks, of_size in cases.items()
+        for case, found in zip(of_size, run_cases(num_ranks, train, of_size), strict=True)
+    }
 
 
-class _Chain(nn.Module):
+def trained(
+    data_size: int,
+    stage: int,
+    num_micro_batches: int,
+    shard_size: int | None = None,
+    resident_numel: int = 0,
+    gradients: tuple[DtypeName, DtypeName] | None = PAPER,
+    optimizer_over: Literal["group", "all"] = "group",
+) -> list[dict]:
+    arguments = stage, num_micro_batches, shard_size, resident_numel, gradients, optimizer_over
+    return all_trained()[data_size, *arguments]
+
+
+class Chain(nn.Module):
     """A chain of linear layers with 630,000 parameters, and hardly any activations."""
 
     def __init__(self, dtype: torch.dtype):
@@ -83,9 +126,8 @@ class _Chain(nn.Module):
         return x.sum()
 
 
-@pytest.mark.parametrize("data_size", [2, 4])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("num_micro_batches", [1, 2])
+@pytest.mark.parametrize(("data_size", "num_micro_batches"), [(2, 1), (2, 2), (4, 1)])
+@pytest.mark.parametrize("stage", STAGES)
 def test_model_states_are_the_papers(stage, data_size, num_micro_batches):
     bytes_each = {0: 16, 1: 4 + 12 / data_size, 2: 2 + 14 / data_size, 3: 16 / data_size}[stage]
     for found in trained(data_size, stage, num_micro_batches):
@@ -96,8 +138,19 @@ def test_model_states_are_the_papers(stage, data_size, num_micro_batches):
         assert found["states"].total == pytest.approx(promised.total, rel=0.01)
 
 
-@pytest.mark.parametrize("gradients", [None, ("fp32", "fp32"), ("fp32", "bf16")])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(("data_size", "group_size"), TWO_LEVELS)
+def test_states_of_two_levels_are_divided_over_a_group_and_over_all_ranks(data_size, group_size):
+    found = trained(data_size, 3, 2, group_size, gradients=("fp32", "bf16"), optimizer_over="all")
+    num_parameters, policy = found[0]["num_parameters"], ZeroConfig(3, optimizer_over="all").policy
+    promised = memory.formula(policy, num_parameters, data_size, gradient_bytes=4, group_size=group_size)
+    assert promised.total == pytest.approx((2 / group_size + 4 / group_size + 12 / data_size) * num_parameters)
+    for kind in ("parameters", "gradients", "master", "moments"):  # padding has no moments, and is of the last ranks
+        mean = sum(getattr(rank["states"], kind) for rank in found) / data_size
+        assert mean == pytest.approx(getattr(promised, kind), rel=0.01)
+
+
+@pytest.mark.parametrize("gradients", GRADIENTS)
+@pytest.mark.parametrize("stage", STAGES)
 def test_other_types_of_gradients_cost_what_the_formulas_say(stage, gradients):
     """Default: sums in fp32, reduced in fp32 where full gradients persist. A cast needs blocks of a bucket."""
     is_persistent, num_micro_batches, data_size = stage < 2, 2, 2
@@ -139,31 +192,21 @@ def test_traffic_of_a_step_is_twice_the_parameters(stage, data_size):
         assert found["padded_bytes"] <= 1.001 * 2 * found["num_parameters"]
 
 
-def test_stage_2_reduces_in_every_micro_batch_and_stage_1_only_in_the_last():
-    for stage, passes in ((1, 2), (2, 4)):
-        found = trained(2, stage, 3)[0]
-        buckets = [event for event in found["events"] if event.message_bytes > 8]
-        assert sum(event.wire_bytes for event in buckets) == passes * found["padded_bytes"] // 2
-
-
-@pytest.mark.parametrize(
-    "layout",
-    pairwise(stage=[1, 2, 3], sizes=[(2, None), (4, None), (4, 2)], num_micro_batches=[1, 2], resident_numel=[0, 1000]),
-    ids=lambda layout: "-".join(map(str, layout.values())),
-)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: "-".join(map(str, layout.values())))
 def test_traffic_along_each_axis(layout):
     """Stage 3 gathers parameters twice, except those that persist.
 
     The root, which has no parameters here, and the last block stay unsharded from forward to backward.
     """
-    stage, (data_size, shard_size), num_micro_batches, resident_numel = layout.values()
-    for found in trained(data_size, stage, num_micro_batches, shard_size, resident_numel):
+    stage, (data_size, shard_size, over), num_micro_batches, resident_numel = layout.values()
+    policy = ZeroConfig(stage, optimizer_over=over).policy
+    for found in trained(data_size, stage, num_micro_batches, shard_size, resident_numel, optimizer_over=over):
         sent = Counter()
         for event in found["events"]:
             sent[event.axis] += event.wire_bytes if event.message_bytes > 8 else 0
         inner = shard_size or data_size
         expected = axis_bytes(
-            STAGES[stage],
+            policy,
             found["padded_bytes"],
             (inner, data_size // inner),
             num_micro_batches,
@@ -181,34 +224,11 @@ def test_buffers_do_not_depend_on_the_model():
 
 
 @pytest.mark.parametrize("data_size", [2, 4])
-def test_the_wire_agrees_with_the_log(data_size):
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_wire_agrees_with_the_log(stage, data_size):
     """The kernel counts what a rank writes to its sockets: the bytes of its log, and 2% for scalars and headers."""
-    for of_rank in run_ranks(data_size, bytes_of_steps):
-        for written, logged in of_rank:
-            assert written == pytest.approx(logged, rel=0.02)
-
-
-def bytes_of_steps() -> list[tuple[int, int]]:
-    return [bytes_of_a_step(stage) for stage in STAGES]
-
-
-def bytes_of_a_step(stage: int) -> tuple[int, int]:
-    """Return the bytes that a step has written according to the kernel, and those sent according to the log."""
-    mesh = Mesh.create(tensor_size=1)
-    model = ZeroDataParallel(_Chain(torch.float32), mesh.data, ZeroConfig(stage, BUCKET_NUMEL))
-    optimizer = ZeroOptimizer(model, torch.optim.AdamW, fused=True)
-
-    def step() -> None:
-        model(torch.ones(1, WIDTH)).backward()
-        optimizer.step()
-        mesh.barrier()
-
-    step()
-    step()  # from here on the execution order is known
-    mesh.log.clear()
-    before = bytes_written()
-    step()
-    return bytes_written() - before, mesh.log.wire_bytes("data")
+    for found in trained(data_size, stage, 1):
+        assert found["written"] == pytest.approx(sum(event.wire_bytes for event in found["events"]), rel=0.02)
 
 
 def bytes_written() -> int:

@@ -13,7 +13,7 @@ from torch import Tensor
 from parallel.mesh import Mesh
 from tests.models import HARDER_MODELS, MODELS, batch, build, loss_of
 from tests.pairwise import pairwise, product_of
-from tests.ranks import run_ranks
+from tests.ranks import run_cases
 from tests.twins import params_of
 from zero.engine import ZeroDataParallel
 from zero.memory.placement import NO_OFFLOAD, OffloadConfig
@@ -25,7 +25,7 @@ NUM_STEPS, CLIP_NORM, LR, WEIGHT_DECAY = 3, 0.5, 1e-2, 0.1
 # float64: rounding is about 1e-16 and Adam divides by at least eps, so a difference above 1e-10 is a mistake.
 # float32: a gradient is a sum of rounded terms; allow 64 roundings of 2**-24 on gradients that are clipped to 0.5.
 # A step moves a parameter by lr * grad / (|grad| + eps) at most, so an error in the gradient grows by lr / eps.
-EPS = {torch.float64: 1e-8, torch.float32: 0.1}
+EPS = {torch.float64: 1e-8, torch.float32: 0.1, torch.bfloat16: 1e-8}
 TOLERANCE = {torch.float64: 1e-10, torch.float32: NUM_STEPS * (64 * 2**-24 * CLIP_NORM) * LR / 0.1 + 64 * 2**-24 * 5}
 
 
@@ -41,6 +41,18 @@ class Result:
         params = ((self.params[name] - other.params[name]).abs().max().item() for name in self.params)
         # Not `max`, which drops NaN.
         return torch.tensor([*(abs(a - b) for a, b in numbers), *params], dtype=torch.float64).max().item()
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    zero: ZeroConfig
+    num_micro_batches: int = 1
+    sizes: tuple[int, int | None] = (2, None)  # of the data axis, and of its shard groups
+    checkpoints: bool = False
+    dtype: torch.dtype = torch.float64
+    offload: OffloadConfig = NO_OFFLOAD
+    clip_norm: float | None = CLIP_NORM
 
 
 @cache
@@ -64,19 +76,12 @@ def train_in_one_process(name: str, data_size: int, num_micro_batches: int, dtyp
     return Result(losses, norms, {name: param.detach() for name, param in model.named_parameters()})
 
 
-def train_with_zero(
-    name: str,
-    config: ZeroConfig,
-    num_micro_batches: int,
-    checkpoints: bool,
-    dtype: torch.dtype,
-    shard_size: int | None = None,
-    offload: OffloadConfig = NO_OFFLOAD,
-) -> Result:
-    data = Mesh.create(tensor_size=1, shard_size=shard_size).data
-    model = ZeroDataParallel(build(name, checkpoints, dtype), data, config, offload=offload)
+def train_with_zero(case: Case) -> Result:
+    num_micro_batches, dtype = case.num_micro_batches, case.dtype
+    data = Mesh.create(tensor_size=1, shard_size=case.sizes[1]).data
+    model = ZeroDataParallel(build(case.name, case.checkpoints, dtype), data, case.zero, offload=case.offload)
     settings = {"lr": LR, "weight_decay": WEIGHT_DECAY, "eps": EPS[dtype], "fused": True}
-    optimizer = ZeroOptimizer(model, torch.optim.AdamW, clip_norm=CLIP_NORM, **settings)
+    optimizer = ZeroOptimizer(model, torch.optim.AdamW, clip_norm=case.clip_norm, **settings)
     losses, norms = [], []
     for step in range(NUM_STEPS):
         total = torch.zeros((), dtype=dtype)
@@ -96,10 +101,25 @@ def train_with_zero(
     return Result(losses, norms, params_of(model))
 
 
+def case_of(**combination: Any) -> Case:
+    """Return the case with these values: those that are no field of it are settings of ZeRO."""
+    of_case = {key: combination.pop(key) for key in Case.__dataclass_fields__ if key in combination}
+    return Case(zero=ZeroConfig(**combination), **of_case)
+
+
+def assert_equal_one_process(cases: list[Case]) -> None:
+    for data_size in sorted({case.sizes[0] for case in cases}):
+        chosen = [case for case in cases if case.sizes[0] == data_size]
+        for case, results in zip(chosen, run_cases(data_size, train_with_zero, [[c] for c in chosen]), strict=True):
+            expected = train_in_one_process(case.name, data_size, case.num_micro_batches, case.dtype)
+            for rank, result in enumerate(results):
+                assert result.distance(expected) < TOLERANCE[case.dtype], f"rank {rank} of {case}"
+
+
 FACTORS = {
     "name": list(MODELS),
     "stage": [0, 1, 2, 3],
-    "data_size": [1, 2, 4],
+    "sizes": [(1, None), (2, None)],
     "num_micro_batches": [1, 3],
     "checkpoints": [False, True],
     "overlap": [True, False],
@@ -107,73 +127,53 @@ FACTORS = {
     "bucket_numel": [500, None],
     "dtype": [torch.float64, torch.float32],
 }
+FOUR_RANKS = [(4, None), (4, 2), (4, 1)]
 
 
-def assert_equals_one_process(
-    name: str,
-    data_size: int,
-    num_micro_batches: int,
-    checkpoints: bool = False,
-    dtype: torch.dtype = torch.float64,
-    shard_size: int | None = None,
-    **settings: Any,
-) -> None:
-    config = ZeroConfig(**settings)
-    shard_size = min(shard_size, data_size) if shard_size else None
-    found = run_ranks(data_size, train_with_zero, name, config, num_micro_batches, checkpoints, dtype, shard_size)
-    expected = train_in_one_process(name, data_size, num_micro_batches, dtype)
-    for rank, result in enumerate(found):
-        assert result.distance(expected) < TOLERANCE[dtype], f"rank {rank}"
-
-
-@pytest.mark.parametrize("combination", pairwise(**FACTORS), ids=lambda c: "-".join(map(str, c.values())))
-def test_stages_equal_one_process(combination):
-    assert_equals_one_process(**combination)
+def test_stages_equal_one_process():
+    assert_equal_one_process([case_of(**combination) for combination in pairwise(**FACTORS)])
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    "combination",
-    product_of(FACTORS, "name", "stage", "data_size", "num_micro_batches", "overlap"),
-    ids=lambda c: "-".join(map(str, c.values())),
-)
-def test_all_models_and_stages_equal_one_process(combination):
-    assert_equals_one_process(**combination, bucket_numel=500, overlap_gather=combination["overlap"])
+@pytest.mark.parametrize("name", MODELS)
+def test_all_models_and_stages_equal_one_process(name):
+    factors = FACTORS | {"name": [name], "sizes": [*FACTORS["sizes"], *FOUR_RANKS]}
+    product = product_of(factors, "name", "stage", "sizes", "num_micro_batches", "overlap")
+    assert_equal_one_process([case_of(**c, bucket_numel=500, overlap_gather=c["overlap"]) for c in product])
 
 
 FACTORS_OF_PARTITIONED_PARAMETERS = {
     "name": [*MODELS, *HARDER_MODELS],
-    "data_size": [1, 2, 4],
+    "stage": [3],
+    "bucket_numel": [500],
+    "sizes": [(1, None), (2, None), (2, 1)],
     "num_micro_batches": [1, 3],
     "checkpoints": [False, True],
     "overlap": [True, False],
     "prefetch_numel": [0, 4000, 10**9],
     "resident_numel": [0, 100],
     "accumulate": ["reduce", "local"],
-    "shard_size": [None, 1, 2],
     "defragment": [True, False],
 }
 
 
-@pytest.mark.parametrize(
-    "combination", pairwise(**FACTORS_OF_PARTITIONED_PARAMETERS), ids=lambda c: "-".join(map(str, c.values()))
-)
-def test_partitioned_parameters_equal_one_process(combination):
-    assert_equals_one_process(**combination, stage=3, bucket_numel=500)
+def test_partitioned_parameters_equal_one_process():
+    assert_equal_one_process([case_of(**c) for c in pairwise(**FACTORS_OF_PARTITIONED_PARAMETERS)])
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    "combination",
-    product_of(
-        FACTORS_OF_PARTITIONED_PARAMETERS, "name", "data_size", "num_micro_batches", "overlap", "prefetch_numel"
-    ),
-    ids=lambda c: "-".join(map(str, c.values())),
-)
-def test_all_models_with_partitioned_parameters_equal_one_process(combination):
-    assert_equals_one_process(**combination, stage=3, bucket_numel=500)
+@pytest.mark.parametrize("name", FACTORS_OF_PARTITIONED_PARAMETERS["name"])
+def test_all_models_with_partitioned_parameters_equal_one_process(name):
+    sizes = [*FACTORS["sizes"], *FOUR_RANKS]
+    product = product_of(
+        FACTORS_OF_PARTITIONED_PARAMETERS | {"name": [name], "sizes": sizes},
+        *("name", "stage", "bucket_numel", "sizes", "num_micro_batches", "overlap", "prefetch_numel"),
+    )
+    assert_equal_one_process([case_of(**combination) for combination in product])
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_sharding_inside_groups_and_replicating_across_equals_one_process(stage):
-    assert_equals_one_process("toy", 4, 1, shard_size=2, stage=stage, bucket_numel=500)
+def test_states_divided_over_groups_or_over_all_ranks_equal_one_process():
+    factors = {"stage": [1, 2, 3], "optimizer_over": ["all", "group"], "num_micro_batches": [1, 3]}
+    factors |= {"sizes": [(4, 2), (2, 1)], "overlap": [True, False], "dtype": [torch.float64, torch.float32]}
+    factors |= {"overlap_gather": [False, True], "accumulate": ["reduce", "local"], "defragment": [True, False]}
+    assert_equal_one_process([case_of(name="toy", bucket_numel=500, **c) for c in pairwise(**factors)])

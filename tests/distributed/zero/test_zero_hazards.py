@@ -1,8 +1,9 @@
 """Hazards of data parallelism that a plain run does not show: order, accumulation, unused parameters, failures."""
 
 import itertools
-import math
 from collections import Counter
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -10,70 +11,53 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from parallel.mesh import Axis, Mesh
+from tests.distributed.zero import test_several_optimizers
+from tests.distributed.zero.scenarios import test_ranks
+from tests.distributed.zero.scenarios.runs import STAGES, TOLERANCE, check, procedure_of
+from tests.distributed.zero.test_zero_equals_one_process import case_of, train_with_zero
 from tests.models import batch, build, loss_of
 from tests.ranks import run_ranks
-from tests.twins import ALL_STAGES, Twins, assert_same_bits, check_all, configs, next_token_loss, params_of
+from tests.twins import ALL_STAGES, Twins, assert_same_bits, check_all, configs, next_token_loss
+from zero.buckets.bucket import Held
 from zero.engine import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
 from zero.partition.config import ZeroConfig
 from zero.partition.stage import Lifetime
 
 
-def toy_twins(config: ZeroConfig, **settings: float) -> Twins:
-    return Twins(build("toy"), config, lr=1e-2, **settings)
+def toy_twins(config: ZeroConfig) -> Twins:
+    return Twins(build("toy"), config, lr=1e-2)
 
 
-def train(
-    name: str, dtype: torch.dtype, config: ZeroConfig, num_micro_batches: int = 1, clip_norm: float = math.inf
-) -> dict[str, Tensor]:
-    """Return the parameters after two steps.
-
-    Overlap never changes a bit; stages and buckets may if there are several micro-batches, or if the norm is clipped.
-    """
-    data = Mesh.create(tensor_size=1).data
-    model = ZeroDataParallel(build(name, dtype=dtype), data, config)
-    optimizer = ZeroOptimizer(model, torch.optim.AdamW, clip_norm=clip_norm, lr=1e-2, fused=True)
-    for step in range(2):
-        with model.accumulate():
-            for micro_batch in range(num_micro_batches - 1):
-                loss_of(model, batch(step, micro_batch, data.rank)).backward()
-        loss_of(model, batch(step, num_micro_batches - 1, data.rank)).backward()
-        optimizer.step()
-    return params_of(model)
+def params_after_training(**combination: Any) -> dict[str, Tensor]:
+    return train_with_zero(case_of(**combination)).params
 
 
 def check_overlap_never_changes_a_bit(dtype: torch.dtype) -> dict[int, dict[str, Tensor]]:
     """Check it, and that a second run gives the same bits; return the parameters by stage."""
     results = {}
     for stage in ALL_STAGES if dist.get_world_size() == 2 else (0, 3):
-        on, again, off = (
-            train("toy", dtype, ZeroConfig(stage, 1500, overlap), num_micro_batches=2, clip_norm=0.5)
-            for overlap in (True, True, False)
-        )
+        settings = {"name": "toy", "stage": stage, "bucket_numel": 1500, "num_micro_batches": 2, "dtype": dtype}
+        on, again, off = (params_after_training(**settings, overlap=overlap) for overlap in (True, True, False))
         assert_same_bits(again, on)
         assert_same_bits(off, on)
         results[stage] = on
     return results
 
 
-@pytest.mark.parametrize(("data_size", "dtype"), [(2, torch.float32), (4, torch.bfloat16)])
+@pytest.mark.parametrize(("data_size", "dtype"), [(2, torch.float32), (3, torch.bfloat16)])
 def test_overlap_and_repetition_give_the_same_bits_on_all_ranks(data_size, dtype):
     first, *others = run_ranks(data_size, check_overlap_never_changes_a_bit, dtype)
     for other, stage in itertools.product(others, first):
         assert_same_bits(other[stage], first[stage])
 
 
-@pytest.mark.parametrize(("overlap", "num_staged"), [(True, 3), (False, 1)])
-def test_only_with_overlap_a_bucket_fills_while_others_are_reduced(overlap, num_staged):
-    model = ZeroDataParallel(build("toy"), Axis.trivial("data"), ZeroConfig(2, 512, overlap))
-    assert model.reducer.staging.num_bytes == num_staged * 512 * torch.float64.itemsize
-
-
 def check_stages_and_buckets_give_the_same_bits() -> None:
-    """A sum of two terms has one order, so with two ranks even bf16 must agree."""
+    """A sum of two terms has one order, so with two ranks even bf16 must agree, unless the norm is clipped."""
+    settings = {"reduce_dtype": "bf16", "dtype": torch.bfloat16, "clip_norm": None}
     for name, bucket_numels in (("toy", [500, 2000, None]), ("gpt", [2000])):
-        chosen = configs(*ALL_STAGES, bucket_numel=bucket_numels, reduce_dtype=["bf16"])
-        found = [train(name, torch.bfloat16, config) for config in chosen]
+        cases = itertools.product(ALL_STAGES, bucket_numels)
+        found = [params_after_training(name=name, stage=stage, bucket_numel=n, **settings) for stage, n in cases]
         for other in found[1:]:
             assert_same_bits(other, found[0])
 
@@ -151,7 +135,7 @@ def test_a_backward_after_one_that_broke_off_is_refused_until_gradients_are_clea
         model(torch.ones(1, 4)).sum().backward()
     model.reducer.clear()
     model(torch.ones(1, 4)).sum().backward()
-    assert all(bucket.grads.holds_gradient for bucket in model.buckets)
+    assert all(bucket.grads.held is not Held.NOTHING for bucket in model.buckets)
 
 
 def raise_on_purpose(_grad: Tensor) -> None:
@@ -164,51 +148,28 @@ def raise_on_purpose(_grad: Tensor) -> None:
     ids=["overlap", "no-overlap, local"],
 )
 def test_a_step_uses_the_sum_of_its_backwards(zero_configs):
-    checks = [
-        check_micro_batches,
-        check_when_gradients_are_reduced,
-        check_a_second_backward,
-    ]
+    checks = [check_micro_batches, check_when_gradients_are_reduced, check_a_second_backward]
     run_ranks(2, check_all, checks, zero_configs)
 
 
-def all_parameters_or_one(module: nn.Module, step: int, rank: int) -> Tensor:
-    """Return a loss of all parameters, or of a single one on odd ranks."""
-    toy = getattr(module, "module", module)
-    return toy.bias.sum() if rank % 2 else next_token_loss(module, step, rank)
-
-
-def all_parameters_or_none(module: nn.Module, step: int, rank: int) -> Tensor:
-    """Return a loss of all parameters, or of none on odd ranks."""
-    constant = torch.ones((), dtype=torch.float64, requires_grad=True)
-    loss = next_token_loss(module, step, rank)
-    return constant.cos() if rank % 2 else loss
-
-
-def check_ranks_use_other_parameters(config: ZeroConfig) -> None:
-    twins = toy_twins(config)
-    losses = (all_parameters_or_one, all_parameters_or_none)
-    for step, (loss, accumulated) in enumerate(itertools.product(losses, repeat=2)):
-        with twins.model.accumulate():
-            twins.backward(10 + step, accumulated)
-        twins.backward(step, loss)
-        twins.step()
-
-
-def check_a_gate_is_open_on_some_ranks(config: ZeroConfig) -> None:
-    twins = toy_twins(config)
-    is_open = [[bool(batch(step, 0, rank).sum() % 2) for rank in range(twins.data.size)] for step in range(3)]
-    assert any(len(set(ranks)) == 2 for ranks in is_open), is_open
-    twins.train(3)
-
-
-def test_ranks_may_use_different_parameters():
-    run_ranks(2, check_all, [check_ranks_use_other_parameters], configs(0, 1, 2, bucket_numel=[1000]))
-    run_ranks(4, check_all, [check_a_gate_is_open_on_some_ranks], configs(*ALL_STAGES, bucket_numel=[2000]))
+@pytest.mark.parametrize(
+    "procedure",
+    [
+        test_ranks.test_ranks_use_different_parameters_or_none,
+        test_ranks.test_ranks_run_out_of_batches_at_different_steps,
+        test_several_optimizers.test_optimizers_of_disjoint_parameters_equal_one_process,
+    ],
+)
+def test_scenarios_equal_one_process_below_stage_3_too(procedure):
+    """By default, these scenarios run in one or two stages; here, one call of ranks serves the others."""
+    find = partial(procedure_of, procedure.__module__)
+    run_ranks(2, check, find, [procedure.__name__], STAGES[:3], TOLERANCE, torch.float64)
 
 
 def check_launches_have_one_order() -> None:
     """Check it with batches that open different gates on different ranks."""
+    is_open = [[bool(batch(step, 0, rank).sum() % 2) for rank in range(2)] for step in range(3)]
+    assert any(len(set(ranks)) == 2 for ranks in is_open), is_open
     mesh = Mesh.create(tensor_size=1)
     mesh.log.keeps_events = True
     for config in configs(*ALL_STAGES):

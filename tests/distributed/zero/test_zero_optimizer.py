@@ -3,6 +3,8 @@
 import itertools
 import math
 import warnings
+import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,93 +15,27 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gpt.train_step import train_step
+from gpt.train_step import evaluate, mean_over, train_step
+from parallel.errors import ConfigError
 from parallel.mesh import Axis, Mesh
+from tests.distributed.zero.scenarios.test_optimizers import ScheduleFreeSGD
 from tests.models import VOCAB, build
-from tests.ranks import run_ranks
+from tests.ranks import run_cases, run_ranks
 from tests.twins import ALL_STAGES, Twins, assert_same_bits, configs, next_token_loss, params_of
 from zero.engine import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
 from zero.partition.config import ZeroConfig
+from zero.state.checkpoint import Saver, load, save
 from zero.state.owned_state import common_state, describe_state, load_common_state, load_owned_state, owned_state
 from zero.state.saved_state import SavedState, TensorRank, rank_file
 from zero.state.tensor_file import write_tensors
 from zero.step import bucket_groups
+from zero.step.grad_norm import layer_of
 from zero.step.loss_scale import LossScale
-
-CLIP_NORMS = [math.inf, 0.5, 1e3]
 
 
 def small_gpt(dtype: torch.dtype = torch.float64) -> nn.Module:
     return build("gpt", dtype=dtype)
-
-
-def check_clipping() -> list[list[float]]:
-    """Compare with torch's clipping; return the norms, which must have the same bits on every rank."""
-    norms = []
-    for config, clip_norm in itertools.product(configs(*ALL_STAGES, bucket_numel=[5000]), CLIP_NORMS):
-        twins = Twins(small_gpt(), config, torch.optim.SGD, clip_norm=clip_norm, lr=0.1)
-        twins.train(2)
-        next_token_loss(twins.model, 2, twins.data.rank).backward()
-        norms.append(twins.optimizer.step().item())
-    return norms
-
-
-@pytest.mark.parametrize("data_size", [1, 2])
-def test_clipping_equals_torchs(data_size):
-    first, *others = run_ranks(data_size, check_clipping)
-    assert all(norms == first for norms in others)
-
-
-class CountingSGD(torch.optim.Optimizer):
-    """SGD with one step counter per parameter group, as apex's FusedAdam has, by which it divides the learning rate.
-
-    A counter is made in the first step; groups without parameters are skipped.
-    """
-
-    def __init__(self, params: Any, lr: float = 1e-2):
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:
-        for group in self.param_groups:
-            if not group["params"]:
-                continue
-            group["step"] = group.get("step", 0) + 1
-            for param in group["params"]:
-                if param.grad is not None:
-                    param.sub_(param.grad, alpha=group["lr"] / group["step"])
-
-
-OPTIMIZERS: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
-    (torch.optim.AdamW, {"fused": True}),
-    (CountingSGD, {}),
-]
-
-
-def matrices_and_vectors(module: nn.Module) -> list[dict[str, Any]]:
-    """Return two groups with settings of their own; the position embedding is in neither and keeps its values."""
-    params = [param for name, param in module.named_parameters() if "position" not in name]
-    return [
-        {"params": [param for param in params if param.dim() > 1], "weight_decay": 0.1},
-        {"params": [param for param in params if param.dim() == 1], "lr": 3e-3},
-    ]
-
-
-def check_optimizer(optimizer: type[torch.optim.Optimizer], settings: dict[str, Any]) -> None:
-    for config in configs(1, 3, bucket_numel=[5000]):
-        twins = Twins(small_gpt(), config, optimizer, groups=matrices_and_vectors, **settings | {"lr": 1e-2})
-        before = params_of(twins.model)["position_embedding.weight"]
-        for step in range(4):
-            for either in (twins.optimizer.inner, twins.plain_optimizer):  # a schedule changes the first group's only
-                either.param_groups[0]["lr"] = 1e-2 / (step + 1)
-            twins.train(1, first=step)
-        assert_same_bits({"": params_of(twins.model)["position_embedding.weight"]}, {"": before})
-
-
-@pytest.mark.parametrize(("optimizer", "settings"), OPTIMIZERS, ids=lambda value: getattr(value, "__name__", value))
-def test_elementwise_optimizers_equal_one_process(optimizer, settings):
-    run_ranks(2, check_optimizer, optimizer, settings)
 
 
 Optimizer = tuple[type[torch.optim.Optimizer], dict[str, Any]]
@@ -135,28 +71,24 @@ def all_state(model: ZeroDataParallel, optimizer: ZeroOptimizer) -> dict[str, Te
 def check_overflows_leave_no_trace(optimizer: Optimizer, stages: list[int]) -> None:
     """Parameters, moments and Adam's step counter are as if the skipped steps had not been run."""
     for config in configs(*stages, bucket_numel=[5000]):
-        model, stepper = train_fp16(config, optimizer, (True, False, True, True, False, False))
-        expected_model, expected_stepper = train_fp16(config, optimizer, (False, False, False))
+        model, stepper = train_fp16(config, optimizer, (True, False, True, True, False))
+        expected_model, expected_stepper = train_fp16(config, optimizer, (False, False))
         assert_same_bits(params_of(model), params_of(expected_model))
         counters = {"num_skipped", "loss_scale.num_good"}
         state, expected = all_state(model, stepper), all_state(expected_model, expected_stepper)
-        assert (state["num_skipped"].item(), state["loss_scale.num_good"].item()) == (3, 2)
+        assert (state["num_skipped"].item(), state["loss_scale.num_good"].item()) == (3, 1)
         assert_same_bits(*({k: v for k, v in s.items() if k not in counters} for s in (state, expected)))
-        assert {tensor.item() for name, tensor in state.items() if ".step." in name} <= {3.0}
+        assert {tensor.item() for name, tensor in state.items() if ".step." in name} <= {2.0}
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "stages"),
-    [
+def test_an_overflow_on_one_rank_skips_the_step_on_all():
+    cases = [
         ((torch.optim.AdamW, {"fused": True}), ALL_STAGES),
-        ((torch.optim.AdamW, {"foreach": True}), [1, 3]),
-        ((torch.optim.SGD, {"momentum": 0.9}), [0, 2]),
-        ((torch.optim.SGD, {"momentum": 0.9, "fused": True}), [1, 3]),
-    ],
-    ids=str,
-)
-def test_an_overflow_on_one_rank_skips_the_step_on_all(optimizer, stages):
-    run_ranks(2, check_overflows_leave_no_trace, optimizer, stages)
+        ((torch.optim.AdamW, {"foreach": True}), [1]),
+        ((torch.optim.SGD, {"momentum": 0.9}), [2]),
+        ((torch.optim.SGD, {"momentum": 0.9, "fused": True}), [3]),
+    ]
+    run_cases(2, check_overflows_leave_no_trace, cases)
 
 
 def check_any_scale_gives_the_same_parameters(dtype: torch.dtype) -> None:
@@ -194,9 +126,9 @@ def tokens_of(step: int, rank: int) -> list[Tensor]:
     return list(torch.randint(0, VOCAB, (2, 2, 9), generator=generator))  # two micro-batches
 
 
-def check_step_waits_for_nothing(dtype: torch.dtype) -> None:
+def check_step_waits_for_nothing(dtype: torch.dtype, stages: list[int]) -> None:
     mesh = Mesh.create(tensor_size=1)
-    for config in configs(*ALL_STAGES, bucket_numel=[5000]):
+    for config in configs(*stages, bucket_numel=[5000]):
         model = ZeroDataParallel(small_gpt(dtype), mesh.data, config)
         scale = LossScale(64.0, is_dynamic=dtype is torch.float16)
         optimizer = ZeroOptimizer(model, torch.optim.AdamW, loss_scale=scale, clip_norm=1.0, fused=True)
@@ -205,9 +137,36 @@ def check_step_waits_for_nothing(dtype: torch.dtype) -> None:
                 train_step(model, optimizer, tokens_of(step, mesh.data.rank), mesh)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_step_never_reads_the_value_of_a_tensor(dtype):
-    run_ranks(2, check_step_waits_for_nothing, dtype)
+def test_a_step_never_reads_the_value_of_a_tensor():
+    run_cases(2, check_step_waits_for_nothing, [(torch.float16, ALL_STAGES), (torch.bfloat16, [2])])
+
+
+def check_three_micro_batches() -> None:
+    mesh, tolerance = Mesh.create(tensor_size=1), 1e-10
+    of_ranks = [[tokens_of(step, rank)[0] for step in range(3)] for rank in range(mesh.data.size)]
+    for config in configs(*ALL_STAGES, bucket_numel=[5000]):
+        twins, layers = Twins(small_gpt(), config), dict[str, Tensor]()
+        losses = [twins.plain(ids[:, :-1], ids[:, 1:]) for ids in itertools.chain(*of_ranks)]
+        expected = torch.stack(losses).mean()
+        expected.backward()
+        grads = {name: param.grad for name, param in twins.plain.named_parameters()}
+        own = of_ranks[mesh.data.rank]
+        assert abs(evaluate(twins.model, own, mesh) - expected.item()) < tolerance
+
+        def read_layers(twins: Twins = twins, layers: dict[str, Tensor] = layers) -> None:
+            layers.update(twins.optimizer.grad_norm.by_layer(twins.model.module))
+
+        loss, norm = train_step(twins.model, twins.optimizer, own, mesh, gradient_hook=read_layers)
+        assert abs(mean_over(mesh, loss) - expected.item()) < tolerance
+        assert abs(norm - torch.nn.utils.get_total_norm(grads.values())) < tolerance
+        for layer, found in layers.items():
+            of_layer = [grad for name, grad in grads.items() if layer_of(name) == layer]
+            assert abs(found - torch.nn.utils.get_total_norm(of_layer)) < tolerance
+
+
+def test_a_step_of_three_micro_batches_equals_one_process():
+    """A third has no end in base 2: it is rounded in the type of the loss, and so are norms and evaluations."""
+    run_ranks(2, check_three_micro_batches)
 
 
 def test_a_step_tells_the_model_the_factor_of_the_loss():
@@ -232,6 +191,7 @@ def test_an_optimizer_that_cannot_take_the_flag_waits_for_it():
 def start(config: ZeroConfig, dtype: torch.dtype, offset: int) -> tuple[ZeroDataParallel, ZeroOptimizer]:
     """Return a model and optimizer whose weights, buffers and loss scale depend on `offset`."""
     module = build("toy", dtype=dtype)
+    module.phase = nn.Parameter(torch.randn(3, dtype=torch.complex64))
     with torch.no_grad():
         for tensor in (*module.parameters(), *module.buffers()):
             tensor.add_(offset)
@@ -246,16 +206,12 @@ def take_steps(model: ZeroDataParallel, optimizer: ZeroOptimizer, steps: range) 
         optimizer.step()
 
 
-def copy_of(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in state.items()}
-
-
 def check_state_continues_bit_for_bit(folder: Path, buckets_of: dict[torch.dtype, list[int | None]]) -> None:
     pairs = [(d, config) for d, sizes in buckets_of.items() for config in configs(*ALL_STAGES, bucket_numel=sizes)]
     for dtype, config in pairs:
         model, optimizer = start(config, dtype, offset=0)
         take_steps(model, optimizer, range(1))
-        saved = copy_of(all_state(model, optimizer))
+        saved = {name: tensor.clone() for name, tensor in all_state(model, optimizer).items()}
         write_tensors(rank_file(folder, dist.get_rank()), saved)
         dist.barrier()
         take_steps(model, optimizer, range(1, 4))
@@ -283,23 +239,102 @@ def test_loaded_state_continues_bit_for_bit(tmp_path, buckets_of):
     run_ranks(2, check_state_continues_bit_for_bit, tmp_path, buckets_of)
 
 
-def test_an_optimizer_takes_a_list_of_parameters_and_discards_gradients_as_torchs_do():
-    model = ZeroDataParallel(nn.Linear(4, 4), Axis.trivial("data"), ZeroConfig())
-    optimizer = ZeroOptimizer(model, torch.optim.SGD, model.module.parameters(), lr=0.1)
-    before = params_of(model)
-    for set_to_none in (True, False):
-        model(torch.ones(2, 4)).sum().backward()
-        optimizer.zero_grad(set_to_none=set_to_none)
-        assert optimizer.step() == 0
-    assert_same_bits(params_of(model), before)
-
-
 def test_what_is_no_optimizer_for_the_model_is_refused():
     model = ZeroDataParallel(nn.Linear(4, 4).requires_grad_(False), Axis.trivial("data"), ZeroConfig())
     with pytest.raises(ValueError, match="none of the 2 parameters of the optimizer is trainable"):
         ZeroOptimizer(model, torch.optim.SGD)
-    with pytest.raises(TypeError, match=r"takes an axis, such as `mesh.data`, not an object of class object"):
-        ZeroDataParallel(nn.Linear(4, 4), object(), ZeroConfig())
+
+
+@pytest.mark.parametrize("stage", ALL_STAGES)
+def test_a_step_of_the_inner_optimizer_is_refused_and_its_zero_grad_discards(stage):
+    model = ZeroDataParallel(nn.Linear(4, 4), Axis.trivial("data"), ZeroConfig(stage))
+    optimizer = ZeroOptimizer(model, torch.optim.SGD, lr=0.1)
+    model(torch.ones(2, 4)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"SGD inside a ZeroOptimizer .* call `step` of the Zero"):
+        optimizer.inner.step()
+    assert optimizer.step() > 0
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.inner.zero_grad()
+    assert optimizer.step() == 0
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, ScheduleFreeSGD])
+def test_the_states_of_an_optimizer_are_freed_with_it(kind):
+    model = ZeroDataParallel(nn.Linear(4, 4), Axis.trivial("data"), ZeroConfig())
+    optimizer = ZeroOptimizer(model, kind, lr=0.1)
+    inner = weakref.ref(optimizer.inner)
+    del optimizer
+    assert inner() is None
+
+
+def check_modes_in_half_precision(folder: Path) -> None:
+    """Master weights change mode in fp32, also after loading, and parameters are rounded from them."""
+    for config in [*configs(*ALL_STAGES), ZeroConfig(1, 500, overlap_gather=True)]:
+        twins = Twins(small_gpt(torch.bfloat16), config, ScheduleFreeSGD, lr=0.25)
+        masters = {name: nn.Parameter(param.float()) for name, param in twins.plain.named_parameters()}
+        expected = ScheduleFreeSGD(masters.values(), lr=0.25)
+
+        def train(model: ZeroDataParallel, optimizer: ZeroOptimizer) -> None:
+            optimizer.inner.train()
+            with model.gathered() as module:
+                loss = sum(param.sum() * 0.5 for param in module.parameters())
+            loss.backward()
+            optimizer.step()
+
+        for _ in range(3):
+            train(twins.model, twins.optimizer)
+            expected.train()
+            for param in masters.values():
+                param.grad = torch.full_like(param, 0.5)
+            expected.step()
+        save(folder, twins.model, twins.optimizer)
+        expected.eval()
+        model = ZeroDataParallel(small_gpt(torch.bfloat16), twins.data, config)
+        optimizer = ZeroOptimizer(model, ScheduleFreeSGD, lr=0.25)
+        load(folder, model, optimizer)
+        for own, stepper in ((twins.model, twins.optimizer), (model, optimizer)):
+            stepper.inner.eval()
+            assert_same_bits(params_of(own), {name: param.bfloat16() for name, param in masters.items()})
+
+
+def test_an_optimizer_changes_mode_in_half_precision(tmp_path):
+    run_ranks(2, check_modes_in_half_precision, tmp_path)
+
+
+def test_an_argument_of_another_class_is_refused_by_name(tmp_path):
+    axis, config = Axis.trivial("data"), ZeroConfig()
+    module = nn.Linear(4, 4)
+    model = ZeroDataParallel(nn.Linear(4, 4), axis, config)
+    optimizer = ZeroOptimizer(model, torch.optim.SGD)
+    cases: list[tuple[Callable[[], object], str]] = [
+        (lambda: ZeroDataParallel(module, object(), config), "`data` .* object, not of class ProcessGroup"),
+        (lambda: ZeroDataParallel(module, axis, {"stage": 2}), "`config` .* dict, not of class ZeroConfig"),
+        (lambda: ZeroDataParallel(module, axis, config, offload="host"), "`offload` .* str, .* OffloadConfig"),
+        (lambda: ZeroOptimizer(model.module, torch.optim.SGD), "`model` .* Linear, not of class ZeroDataParallel"),
+        (lambda: ZeroOptimizer(model, torch.optim.SGD, loss_scale=2.0), "`loss_scale` .* float, .* LossScale"),
+        (lambda: ZeroOptimizer(model, torch.optim.SGD, tensor=1), "`tensor` .* int, not of class Axis"),
+        (lambda: save(tmp_path, model, None), "`optimizer` .* None, not of class ZeroOptimizer; .*`export`"),
+        (lambda: Saver(model, optimizer.inner), "`optimizer` .* SGD, not of class ZeroOptimizer"),
+        (lambda: load(save(tmp_path, model, optimizer), module, optimizer), "`model` .* Linear, .* ZeroDataParallel"),
+    ]
+    for call, message in cases:
+        with pytest.raises(TypeError, match=message):
+            call()
+
+
+@pytest.mark.parametrize("clip_norm", [0, 0.0, -1.0, math.nan])
+def test_a_clip_norm_that_is_not_positive_is_refused(clip_norm):
+    model = ZeroDataParallel(nn.Linear(4, 4), Axis.trivial("data"), ZeroConfig())
+    with pytest.raises(ConfigError, match=rf"clip_norm={clip_norm} of ZeroOptimizer .* choose None"):
+        ZeroOptimizer(model, torch.optim.SGD, clip_norm=clip_norm)
+
+
+@pytest.mark.parametrize(("keyword", "name"), [({"lrr": 0.1}, "lrr"), ({"momentum": "0.9"}, "str"), ({"lr": -1}, "-1")])
+def test_settings_that_the_optimizer_does_not_take_are_told_in_its_words(keyword, name):
+    model = ZeroDataParallel(nn.Linear(4, 4), Axis.trivial("data"), ZeroConfig())
+    with pytest.raises(ValueError, match=name) as caught:
+        ZeroOptimizer(model, torch.optim.SGD, **keyword)
+    assert "flat pieces" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -351,16 +386,13 @@ def train_in_groups(share: int, dtype: torch.dtype, types: dict[str, Any]) -> tu
     return [calls.count(step) for step in range(3)], [p.detach().clone() for p in model.module.parameters()]
 
 
-@pytest.mark.parametrize(
-    ("dtype", "types"),
-    [(torch.float32, {}), (torch.bfloat16, {}), (torch.bfloat16, {"accumulate_dtype": "bf16"})],
-    ids=["fp32", "gradients in fp32", "gradients that are cast"],
-)
-def test_small_shards_are_updated_together_to_the_bit(dtype, types):
+def test_small_shards_are_updated_together_to_the_bit():
     """Two ranks have as many elements as two buckets' shards in a group if a group may have those of a bucket."""
-    for alone, together in zip(*(run_ranks(2, train_in_groups, n, dtype, types) for n in (8, 1)), strict=True):
-        assert together[0] == [math.ceil(n / 2) for n in alone[0]]
-        assert_same_bits(together[1], alone[1])
+    bf16 = torch.bfloat16
+    for types in ((torch.float32, {}), (bf16, {}), (bf16, {"accumulate_dtype": "bf16"})):  # these gradients are cast
+        for alone, together in zip(*run_cases(2, train_in_groups, [(8, *types), (1, *types)]), strict=True):
+            assert together[0] == [math.ceil(n / 2) for n in alone[0]]
+            assert_same_bits(together[1], alone[1])
 
 
 def test_buckets_of_different_types_are_updated_apart(monkeypatch):

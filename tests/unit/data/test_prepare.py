@@ -122,26 +122,6 @@ def test_progress_counts_documents_and_tokens_up_to_the_whole_source(tmp_path, t
     assert capfd.readouterr().err == ""  # which is no terminal
 
 
-def test_a_terminal_shows_progress_that_is_wiped_in_the_end(tmp_path, monkeypatch, capsys):
-    for name, value in {"FORCE_COLOR": "1", "COLUMNS": "200", "TERM": "xterm"}.items():
-        monkeypatch.setenv(name, value)
-    seconds = [10.0]
-    monkeypatch.setattr("rich.console.monotonic", lambda: seconds[0])
-    (tmp_path / "a.txt").write_text("a" * 80)
-    with (
-        mock.patch.object(Progress, "update", autospec=True, side_effect=Progress.update) as update,
-        _progress(tmp_path / "corpus", Source([str(tmp_path / "a.txt")])) as advance,
-    ):
-        advance(Encoded(np.zeros(6), np.ones(2), 20.0))
-        seconds[0] = 14.0
-        advance(Encoded(np.zeros(1230), np.ones(3), 20.0))
-    shown = capsys.readouterr().err
-    assert "0 documents, 0 tokens (0/s)" in shown
-    assert re.search(r"corpus .* 50% 5 documents, 1,236 tokens \(309/s\)", re.sub(r"\x1b\[[0-9;]*m", "", shown))
-    assert shown.endswith("\x1b[1A\x1b[2K")  # one line up, and erased
-    assert [call.kwargs["rate"] for call in update.call_args_list] == [6, 309]  # no time has passed at the first
-
-
 def test_the_command_prepares_the_standard_library_without_datasets_or_torch(tmp_path):
     """A fresh interpreter that asserts which modules were not imported."""
     program = (
@@ -170,12 +150,6 @@ def test_the_standard_library_is_a_sorted_list_of_modules_without_tests():
     assert not any("/test/" in origin or "site-packages" in origin for origin in origins)
 
 
-def test_globs_and_several_names_keep_their_order(tmp_path):
-    for name in ("b.txt", "a.txt", "c.log"):
-        (tmp_path / name).write_text(name)
-    assert _read(Source([f"{tmp_path}/*.txt", f"{tmp_path}/c.log"])) == [b"a.txt", b"b.txt", b"c.log"]
-
-
 def test_a_saved_dataset_is_read_by_split_and_column(tmp_path):
     parts = {"train": Dataset.from_dict({"body": TEXTS[:3]}), "test": Dataset.from_dict({"body": TEXTS[3:5]})}
     DatasetDict(parts).save_to_disk(tmp_path / "dataset")
@@ -194,14 +168,6 @@ def test_a_folder_of_another_format_is_streamed_through_datasets(tmp_path):
     source = Source([str(tmp_path / "table")])
     assert _read(source) == TEXTS[:3]
     assert source.weight() is None
-
-
-def test_the_training_sample_is_from_all_over_the_corpus(tmp_path):
-    for name in range(10):
-        (tmp_path / f"{name}.jsonl").write_text(_json_lines([f"{name} " * 50] * 20))
-    texts = list(Source([str(tmp_path)]).sample(4000))
-    assert {text[0] for text in texts} == set("0123456789")
-    assert 4000 <= sum(map(len, texts)) <= 5000
 
 
 def test_existing_output_is_only_replaced_on_request(tmp_path, capsys):
@@ -254,24 +220,18 @@ def test_a_second_process_with_the_same_output_is_refused_and_touches_nothing(tm
 
 
 def test_a_file_system_without_locks_is_written_to_and_one_that_cannot_be_is_an_error(tmp_path):
+    """No file stands for the lock: it would outlive a process that is killed, and refuse all later ones."""
     (tmp_path / "out").mkdir()
-    error = OSError(errno.ENOLCK, "No locks available")
-    with mock.patch.object(FileLock, "acquire", side_effect=error), reserved(tmp_path / "out" / "corpus"):
-        (tmp_path / "out" / "corpus.bin").touch()
+    error = OSError(errno.ENOSYS, "Function not implemented")
+    with (
+        mock.patch("fcntl.flock", side_effect=error),
+        reserved(tmp_path / "out" / "corpus"),
+        reserved(tmp_path / "out" / "corpus"),
+    ):
+        pass
     error = OSError(errno.EROFS, "Read-only file system")
     with mock.patch.object(FileLock, "acquire", side_effect=error), pytest.raises(OSError, match="Read-only"):
         reserved(tmp_path / "out" / "corpus").__enter__()
-
-
-def test_no_file_stands_for_a_lock_that_a_file_system_lacks(tmp_path, monkeypatch):
-    """It would outlive a process that is killed, and refuse all later ones."""
-
-    def flock(*_: object) -> None:
-        raise OSError(errno.ENOSYS, "Function not implemented")
-
-    monkeypatch.setattr("fcntl.flock", flock)
-    with reserved(tmp_path / "corpus"), reserved(tmp_path / "corpus"):
-        pass
 
 
 def test_a_full_disk_is_reported_in_one_line_and_nothing_is_left(tmp_path, capsys):
@@ -326,7 +286,6 @@ def test_a_package_that_is_missing_is_named(package, source, tmp_path, monkeypat
         ("a.jsonl", b'{"text": "a"}\n\n{"a\\nb": "a", "n": 1}\n', "a.jsonl:3 has no text .*; its keys are a b, n"),
         ("a\nb.jsonl", b'{"text": "a"}\n[1]\n', "a b.jsonl:2 is a JSON list; every line must be one JSON object"),
         ("a.jsonl", b'{"text": "\\ud800"}\n', "a.jsonl:1 is not UTF-8"),
-        ("a.jsonl", b'{"text": "caf\xe9"}\n', "a.jsonl:1 is not UTF-8"),
         ("a.jsonl", b'{"text": "x"\n', r"a.jsonl:1 is not JSON \(Expecting ',' delimiter, column 13\)"),
         ("a.jsonl", b'{"n": ' + b"1" * 4301 + b"}", r"a.jsonl:1 cannot be read as JSON \(Exceeds the limit"),
         ("a.jsonl", b"[" * 10**5 + b"]" * 10**5, r"a.jsonl:1 cannot be read as JSON \(maximum recursion"),
@@ -351,11 +310,9 @@ def test_a_source_that_cannot_be_read_is_reported_in_one_line(tmp_path, capsys, 
         (["--source", "number.parquet"], r"number.parquet has no column of text .*one of text \(int64\)"),
         (["--source", "body.parquet"], r"body.parquet has no column of text called text; .*one of body \(string\)"),
         (["--source", "missing.txt"], "--source missing.txt: no such file"),
-        (["--source", "/missing/folder"], "--source /missing/folder: no such file"),
         (["--source", "*.nothing"], r"--source \*.nothing: no such file"),
         (["--source", "dataset", "--split", "valid"], "--split valid is not among its splits train"),
         (["--workers", "0"], "--workers=0 must be 1 or more, and at most"),
-        (["--train_bytes", "0"], "--train_bytes=0 must be 1 or more, and at most"),
         (["--max_documents", "9223372036854775808"], "--max_documents=9223372036854775808 must be 1 or more, and at"),
     ],
 )
@@ -367,3 +324,23 @@ def test_options_that_cannot_be_followed_are_reported_in_one_line(tmp_path, monk
     DatasetDict({"train": Dataset.from_dict({"text": ["a"]})}).save_to_disk("dataset")
     arguments = ("--source", "a.txt", "--output", "corpus", "--train_vocab_size", "257")
     assert re.search(message, _error_of(capsys, *arguments, *options))
+
+
+def test_a_terminal_shows_progress_that_is_wiped_in_the_end(tmp_path, monkeypatch, capsys):
+    for name, value in {"FORCE_COLOR": "1", "COLUMNS": "200", "TERM": "xterm"}.items():
+        monkeypatch.setenv(name, value)
+    seconds = [10.0]
+    monkeypatch.setattr("rich.console.monotonic", lambda: seconds[0])
+    (tmp_path / "a.txt").write_text("a" * 80)
+    with (
+        mock.patch.object(Progress, "update", autospec=True, side_effect=Progress.update) as update,
+        _progress(tmp_path / "corpus", Source([str(tmp_path / "a.txt")])) as advance,
+    ):
+        advance(Encoded(np.zeros(6), np.ones(2), 20.0))
+        seconds[0] = 14.0
+        advance(Encoded(np.zeros(1230), np.ones(3), 20.0))
+    shown = capsys.readouterr().err
+    assert "0 documents, 0 tokens (0/s)" in shown
+    assert re.search(r"corpus .* 50% 5 documents, 1,236 tokens \(309/s\)", re.sub(r"\x1b\[[0-9;]*m", "", shown))
+    assert shown.endswith("\x1b[1A\x1b[2K")  # one line up, and erased
+    assert [call.kwargs["rate"] for call in update.call_args_list] == [6, 309]  # no time has passed at the first

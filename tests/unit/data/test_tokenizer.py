@@ -39,25 +39,19 @@ def test_a_text_cannot_end_its_document():
     assert tokenizer.decode([tokenizer.eod]) == "<|endoftext|>"
 
 
-def test_what_a_post_processor_adds_is_in_no_document():
+def test_a_document_has_the_tokens_of_its_whole_text_and_no_others(tmp_path):
     plain = train_tokenizer(TEXTS, 300)
-    backend = Backend.from_str(plain._backend.to_str())
+    plain.save(tmp_path / "tokenizer.json")
+    backend = Backend.from_file(str(tmp_path / "tokenizer.json"))
     backend.post_processor = processors.TemplateProcessing(
         single="<|endoftext|> $A <|endoftext|>", special_tokens=[("<|endoftext|>", plain.eod)]
     )
-    tokenizer = Tokenizer(backend, plain.eod)
-    assert backend.encode("the cat").ids[0] == plain.eod, "the library itself adds it"
-    assert tokenizer.encode("the cat") == plain.encode("the cat")
-    assert tokenizer.encode_batch(TEXTS) == [plain.encode(text) for text in TEXTS]
-
-
-def test_a_tokenizer_that_truncates_and_pads_encodes_the_whole_text():
-    plain = train_tokenizer(TEXTS, 300)
-    backend = Backend.from_str(plain._backend.to_str())
     backend.enable_truncation(3)
     backend.enable_padding(length=99)
+    assert backend.encode(TEXTS[0]).ids[0] == plain.eod, "the library itself adds it"
     assert len(backend.encode(TEXTS[0]).ids) == 99, "the library itself cuts and pads it"
     assert Tokenizer(backend, plain.eod).encode(TEXTS[0]) == plain.encode(TEXTS[0])
+    assert Tokenizer(backend, plain.eod).encode_batch(TEXTS) == [plain.encode(text) for text in TEXTS]
 
 
 def test_a_vocabulary_that_cannot_hold_the_bytes_is_reported():
@@ -73,13 +67,14 @@ def test_the_largest_vocabulary_is_trained_without_a_word_on_the_terminal(monkey
         train_tokenizer(TEXTS, 261)
 
 
-def test_a_word_of_a_megabyte_is_cut_in_training_and_encoded_as_a_whole():
+def test_a_word_of_a_megabyte_is_cut_in_training_and_encoded_as_a_whole(tmp_path):
     """Without the cut, the merges would go on doubling its tokens up to 2**20 bytes."""
     word = "a" * 2**20
     tokenizer = train_tokenizer([word], 300)
     assert max(len(tokenizer.decode([token])) for token in range(1, tokenizer.vocab_size)) == 512
     assert len(tokenizer.encode(word)) == 2**20 // 512
-    assert "FixedLength" not in tokenizer._backend.to_str()
+    tokenizer.save(tmp_path / "tokenizer.json")
+    assert "FixedLength" not in (tmp_path / "tokenizer.json").read_text()
 
 
 def test_a_tokenizer_whose_ids_do_not_fit_into_a_token_is_reported(tmp_path):
@@ -132,7 +127,8 @@ def test_a_tokenizer_is_named_by_file_or_directory(tmp_path, in_directory):
 def test_a_directory_of_another_format_is_opened_by_transformers(tmp_path):
     from transformers import GPT2Tokenizer
 
-    backend = Backend.from_str(train_tokenizer(TEXTS, 300)._backend.to_str())
+    train_tokenizer(TEXTS, 300).save(tmp_path / "tokenizer.json")
+    backend = Backend.from_file(str(tmp_path / "tokenizer.json"))
     GPT2Tokenizer(tokenizer_object=backend, vocab=backend.get_vocab(), merges=[]).save_pretrained(tmp_path)
     (tmp_path / "tokenizer.json").rename(tmp_path / "other.json")
     backend.model.save(str(tmp_path))
@@ -168,9 +164,7 @@ FACTS = {"vocab_size": 270, "eod": 0, "tokenizer": "trained", "documents": 1, "t
     ("change", "message"),
     [
         ({"vocab_size": "270"}, "vocab_size is '270', not a number"),
-        ({"documents": True}, "documents is 'True', not a number"),
         ({"tokens": -1}, "tokens is '-1', not a number"),
-        ({"source": "x" * 50}, f"source is '{'x' * 40}', not a list of texts"),
         ({"source": ["x", 1]}, "source is .*, not a list of texts"),
         ({"checksums": {".bin": 1, ".idx": None}}, "checksums is .* not an object of numbers"),
         ({"eod": 270}, "eod=270 is not below vocab_size=270"),

@@ -10,7 +10,7 @@ import torch
 from data import samples as samples_of_data
 from data.indexed import IndexedDataset
 from data.tokenizer import load_tokenizer, tokenizer_path
-from gpt.corpus import Corpus, _log_padding, _prompts
+from gpt.corpus import Corpus
 from parallel.errors import ConfigError
 from parallel.mesh import Mesh
 from parallel.world import World
@@ -37,13 +37,10 @@ def test_prompts_are_the_beginnings_of_samples_that_are_not_trained_on_if_there_
     assert corpus.prompts == rows[:3, :8].tolist()
 
 
-def test_prompts_are_encoded_and_an_empty_one_is_the_end_of_a_text(prefix: Path):
+def test_prompts_are_encoded(prefix: Path):
     tokenizer = load_tokenizer(prefix)
-    assert opened(prefix, train__prompts="[green, wall]").prompts == [
-        tokenizer.encode("green"),
-        tokenizer.encode("wall"),
-    ]
-    assert _prompts([""], tokenizer, samples=[]) == [[0]]
+    expected = [tokenizer.encode("green"), tokenizer.encode("wall")]
+    assert opened(prefix, train__prompts="[green, wall]").prompts == expected
 
 
 def test_tokens_of_another_program_have_no_tokenizer_and_no_prompts(prefix: Path, tmp_path: Path):
@@ -80,22 +77,16 @@ def test_one_rank_of_a_node_caches_the_orders_of_the_epochs_that_the_run_reads(
     assert num_cached("of-another-rank", 1, local_rank=1, train__prompts="[green]") == 0
 
 
-def test_the_padding_of_packed_samples_alone_is_logged(prefix: Path, caplog: pytest.LogCaptureFixture):
+@pytest.mark.parametrize(("seq_length", "level"), [(SEQ_LENGTH, logging.INFO), (512, logging.WARNING)])
+def test_the_padding_of_packed_samples_alone_is_logged_and_more_than_a_hundredth_is_a_warning(
+    prefix: Path, caplog: pytest.LogCaptureFixture, seq_length: int, level: int
+):
     caplog.set_level(logging.INFO)
     opened(prefix)
     assert not caplog.messages
-    packed = opened(prefix, data__packing="best_fit", data__mask_documents=True)
-    share = 100 * (1 - packed.tokens_per_sample / SEQ_LENGTH)
-    assert [message.partition(";")[0] for message in caplog.messages] == [
-        f"train: {share:.3f}% of the positions are padding"
-    ]
-
-
-@pytest.mark.parametrize(("filled", "level"), [(0.985, logging.WARNING), (0.995, logging.INFO)])
-def test_more_than_a_hundredth_of_padding_is_a_warning(caplog: pytest.LogCaptureFixture, filled: float, level: int):
-    with caplog.at_level(logging.INFO):
-        _log_padding("training", filled)
+    settings = {"data__packing": "best_fit", "data__mask_documents": True, "model__seq_length": seq_length}
+    share = 100 * (1 - opened(prefix, **settings).tokens_per_sample / seq_length)
     (record,) = caplog.records
-    assert record.levelno == level
-    assert f"training: {100 * (1 - filled):.3f}% of the positions" in record.getMessage()
+    assert record.getMessage().startswith(f"train: {share:.3f}% of the positions are padding")
+    assert record.levelno == level == (logging.WARNING if share > 1 else logging.INFO)
     assert ("raise model.seq_length" in record.getMessage()) == (level == logging.WARNING)

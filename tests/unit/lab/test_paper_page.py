@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from matplotlib import pyplot
+from matplotlib.figure import Figure
 
 from lab.paper import reproduce, throughput
 from lab.paper.experiments import Experiment, experiments
@@ -18,34 +18,32 @@ def result(experiment: Experiment, relative_rate: float = 1.0, gigabytes: float 
     """Return a result whose rate is a multiple of the printed one."""
     per_second = experiment.tflops(1.0)
     seconds = per_second / (relative_rate * (experiment.measured_tflops or 30.0))
-    estimate = Estimate(1e9, gigabytes * 1e9, 0.0, 0.0, seconds)
+    estimate = Estimate(1e9, gigabytes * 1e9, 0.0, seconds)
     return Result(experiment, DepthExtrapolation((4, 8), (estimate, estimate)))
 
 
 @pytest.fixture
-def open_plots(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave plots open after they are written, so that a test can look at them."""
-    pyplot.close("all")
-    monkeypatch.setattr(pyplot, "close", lambda *_: None)
+def figures(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
+    """Return the plots that are written."""
+    found: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: found.append(figure))
+    return found
 
 
-@pytest.mark.usefixtures("open_plots")
-def test_a_run_out_of_memory_has_a_mark_instead_of_a_bar_and_the_limit_is_drawn(tmp_path: Path):
+def test_a_run_out_of_memory_has_a_mark_instead_of_a_bar_and_the_limit_is_drawn(figures: list[Figure]):
     series = [Series("dry run", ["C1", "C2"], [20.0, None], marks=["", "OOM"])]
-    plot_bars(tmp_path / "bars.png", LABELS, series, ("limit", 34.0))
-    (axes,) = pyplot.gcf().axes
+    plot_bars(Path("bars.png"), LABELS, series, ("limit", 34.0))
+    (axes,) = figures[0].axes
     assert [bar.get_height() for bar in axes.patches] == [20.0, 0.0]
     assert [text.get_text() for text in axes.texts] == ["20", "OOM"]
     assert [line.get_ydata()[0] for line in axes.lines] == [34.0]
     assert (axes.get_xlabel(), axes.get_ylabel()) == ("size", "rate")
 
 
-@pytest.mark.usefixtures("open_plots")
-def test_sizes_are_in_their_order(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    monkeypatch.setattr(throughput, "PAPER", tmp_path)
+def test_sizes_are_in_their_order(monkeypatch: pytest.MonkeyPatch, figures: list[Figure]):
     monkeypatch.setattr(throughput, "results", lambda figure: tuple(map(result, experiments(figure))))
     throughput.figure_4()
-    (axes,) = pyplot.gcf().axes
+    (axes,) = figures[0].axes
     names = [label.get_text() for label in axes.get_xticklabels()]
     assert names == sorted(names, key=lambda name: float(name[:-1]))
     assert axes.get_xlabel() == "parameters of the model"
@@ -57,24 +55,27 @@ def test_a_run_that_does_not_leave_the_reserve_is_out_of_memory_and_has_no_rate(
     just_fits, too_large = (result(experiment, 1.1, gigabytes - reserve) for reserve in (1.01, 0.99))
     assert just_fits.error == pytest.approx(0.1)
     assert (too_large.fits, too_large.tflops, too_large.error) == (False, None, None)
-    fitting, oom = list(throughput.throughput_lines([just_fits, too_large]))[2:]
+    fitting, oom = throughput.throughput_table([just_fits, too_large])[2:]
     assert "OOM" not in fitting
     assert "| OOM |" in oom
 
 
 def test_the_page_has_a_status_for_each_table_and_figure_of_the_paper(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(throughput, "accuracy", lambda: iter(["accuracy"]))
-    page = reproduce.page({name: (f"status of {name}", ["lines"]) for name in reproduce.PARTS})
+    page = reproduce.page({name: (f"status of {name}", [f"lines of {name}"]) for name in reproduce.PARTS})
     rows = [line for line in page.splitlines() if line.startswith("| ")]
-    for part in (*(f"Figure {n}" for n in range(1, 9)), *(f"Table {n}" for n in range(1, 5))):
+    for part in (*(f"Figure {n}" for n in range(1, 9)), *(f"Table {n}" for n in range(1, 3))):
         assert sum(row.startswith(f"| {part} ") for row in rows) == 1, part
     assert "| Figure 5 | status of figure5 |" in rows
+    before, _, after = page.partition("\n\nlines of figure5\n\n")
+    assert before.endswith("<!-- figure5 -->")
+    assert after.startswith("<!-- /figure5 -->")
 
 
 def test_a_part_is_printed_and_leaves_the_page(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    monkeypatch.setattr(reproduce, "PAPER", tmp_path)
+    monkeypatch.setattr(reproduce, "PAGE", tmp_path / "README.md")
     reproduce.main(["table1"])
     assert "54 of 54 cells equal the closed form" in capsys.readouterr().out
     assert not list(tmp_path.iterdir())

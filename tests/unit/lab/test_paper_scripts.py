@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lab.paper import largest
+from lab.planner.closed_forms import largest
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -23,7 +23,7 @@ def test_the_search_ends_at_the_largest_that_fits_and_tries_nothing_twice(first,
             return num_layers <= limit
 
         possible = range(first % step or step, limit + 1, step)
-        assert largest.largest(fits, first, step) == max(possible, default=0)
+        assert largest(fits, first, step) == max(possible, default=0)
         assert len(set(tried)) == len(tried) < 16
         assert min(tried) >= 1
 

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from lab.published import predict, recordings
-from lab.published.calibrate import FITS, fitted
+from lab.measure.fit import fitted
+from lab.published import predict
+from lab.published import predictions as kept
+from lab.published.calibrate import FITS
 from lab.published.configurations import configuration
 from lab.published.predictions import Prediction, load_cluster
 from lab.published.rows import ROWS, Row, read_rows, settings_of, settings_tree
@@ -30,7 +32,7 @@ def figures_on_page(row: Row) -> tuple[str, str]:
 
 
 def predictions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *names: str) -> list[Prediction]:
-    monkeypatch.setattr(recordings, "CACHE", tmp_path)
+    monkeypatch.setattr(kept, "KEPT_RUNS", tmp_path)
     return [predict.predicted(BY_ID[name]) for name in names]
 
 
@@ -67,7 +69,7 @@ def test_every_configuration_is_that_of_its_row_and_is_accepted():
     files = {path.stem: path.read_text() for path in ROWS.parent.glob("*.yaml")}
     assert files == {row.id: configuration(row) for row in BY_ID.values()}
     for row in BY_ID.values():
-        settings_of(settings_tree(row, row.layers), row.tp * row.data_size)
+        settings_of(settings_tree(row), row.tp * row.data_size)
 
 
 def test_flops_are_counted_as_the_source_counts_them():
@@ -78,15 +80,12 @@ def test_flops_are_counted_as_the_source_counts_them():
 
 
 def test_the_fit_finds_constants_and_leaves_those_that_no_row_determines():
-    row = BY_ID["Megatron_v1.1_V100-24x1920-n1-s1024-b8"]
+    def errors(constants: dict[str, float]) -> list[float]:
+        return [constants["gemm_fraction"] / 0.6 - 1]
 
-    def made_up(row: Row, constants: dict[str, float]) -> Prediction:
-        seconds = row.flops / row.published_tflops / 1e12 * 0.6 / constants["gemm_fraction"]
-        return Prediction(row, seconds, 0.0, True)
-
-    found = fitted({"gemm_fraction": 0.9, "memory_fraction": 0.5}, [row], made_up)
+    found = fitted({"gemm_fraction": 0.9, "memory_fraction": 0.5}, errors)
     assert found == pytest.approx({"gemm_fraction": 0.6, "memory_fraction": 0.5}, rel=1e-6)
-    assert fitted({"gemm_fraction": 0.9}, [], made_up) == pytest.approx({"gemm_fraction": 0.9})
+    assert fitted({"gemm_fraction": 0.9}, lambda constants: []) == pytest.approx({"gemm_fraction": 0.9})
 
 
 def test_cluster_files_of_a_type_have_the_same_constants_and_at_most_three_are_fitted():

@@ -178,6 +178,21 @@ def test_hooks_on_saved_tensors_are_noticed():
     assert not internals.has_saved_tensors_hooks()
 
 
+def test_a_write_inside_a_transform_is_hidden_from_it():
+    memory = torch.zeros(2)
+
+    def write() -> None:
+        memory.fill_(3.0)
+
+    def function(x: Tensor, write: Callable[[], None]) -> Tensor:
+        write()
+        return (memory * x).sum()
+
+    with pytest.raises(RuntimeError, match="in-place operation"):
+        torch.func.grad(function)(torch.ones(2), write)
+    assert torch.func.grad(function)(torch.ones(2), internals.outside_of_transforms(write)).tolist() == [3.0, 3.0]
+
+
 def test_a_named_hook_runs_and_is_removed():
     notes: list[str] = []
     module = nn.Linear(1, 1)

@@ -25,12 +25,9 @@ def assert_refused(read: Callable[[Path, str], object], path: Path, content: byt
     [
         (b"a: 1\nb: 2\na: 3\n", ", line 3: the key a is here twice; correct it"),
         (b"a: 1\nb: {c: \xff}\n", ", line 2 is not UTF-8; save the file in UTF-8"),
-        ("a: é".encode("utf-16"), ", line 1 is not UTF-8; save the file in UTF-8"),
         (b"a: 1\nb: \x00\n", ", line 2: U+0000 is not text; remove it"),
         (b"a: " + b"[" * DEEP, ", line 1: nested more than 50 deep; correct it"),
-        (b"a:\n" + b"- " * DEEP, ", line 2: nested more than 50 deep; correct it"),
         (b"a: [1, 2\nb: 3\n", ", line 2: expected ',' or ']', but got ':'; correct it"),
-        (b"a: 1\n\tb: 2\n", ", line 2: found character '\\t' that cannot start any token; correct it"),
         (b"a: *b\n", ", line 1: found undefined alias 'b'; correct it"),
         (b"? [a, b]\n: 1\n", ", line 1: a key is not a single word; correct it"),
         (b"a: !!python/object/apply:os.system [ls]\n", ", line 1: the tag tag:yaml.org,2002:python/object/apply:os.sy"),

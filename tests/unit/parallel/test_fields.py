@@ -47,10 +47,6 @@ class Tree:
         ({"steps": 0}, "Tree.steps=0 is below 1; choose an integer of 1 or more"),
         ({"steps": 5.0}, "Tree.steps=5.0 is a number with a decimal point; choose an integer of 1 or more"),
         ({"steps": True}, "Tree.steps=true is true or false; choose an integer of 1 or more"),
-        (
-            {"steps": 2**63},
-            "Tree.steps=9223372036854775808 is above 9223372036854775807; choose an integer of 1 or more",
-        ),
         ({"steps": 10**5000}, "Tree.steps=2**16609... is above 9223372036854775807; choose an integer of 1 or more"),
         ({"offset": -(2**63)}, "Tree.offset=-9223372036854775808 is below -9223372036854775807; choose an integer"),
         ({"steps": {"a": 1}}, "Tree.steps={'a': 1} is a section; choose an integer"),
@@ -58,7 +54,6 @@ class Tree:
         ({"mode": 1}, "Tree.mode=1 is unknown; choose true, auto or 2"),
         ({"mode": 2.0}, "Tree.mode=2.0 is a number with a decimal point; choose true, auto or 2"),
         ({"lr": math.nan}, "Tree.lr=.nan is not a number; choose a number from 0 to 1"),
-        ({"lr": 10**400}, "Tree.lr=2**1328... is above 1e+30; choose a number from 0 to 1"),
         ({"lr": "fast"}, "Tree.lr=fast is a text; choose a number from 0 to 1"),
         ({"clip": 0}, "Tree.clip=0 is not above 0; choose a number above 0, or .inf"),
         ({"clip": 1e31}, "Tree.clip=1e+31 is above 1e+30; choose a number above 0, or .inf"),
@@ -68,17 +63,10 @@ class Tree:
         ({"overlap": 1}, "Tree.overlap=1 is an integer; choose true or false"),
         ({"folder": ""}, "Tree.folder= is empty; choose a text"),
         ({"folder": "a\0b"}, "Tree.folder='a\\x00b' has a character that is not text; choose a text"),
-        ({"folder": "\udc80"}, "Tree.folder='\\udc80' has a character that is not text; choose a text"),
         ({"path": ["a", 5]}, "Tree.path=['a', 5] contains 5, an integer; choose a text or a list, each element a text"),
         ({"split": [1]}, "Tree.split=[1] has 1 elements, not 2; choose a list of 2, each a number"),
-        (
-            {"split": (1, math.nan)},
-            "Tree.split=[1, nan] contains .nan, which is not a number; choose a list of 2, each a ",
-        ),
-        (
-            {"ranks": [-1]},
-            "Tree.ranks=[-1] contains -1, which is below 0; choose a list, each element an integer of 0 or",
-        ),
+        ({"split": (1, math.nan)}, "Tree.split=[1, nan] contains .nan, which is not a number; choose a list of 2"),
+        ({"ranks": [-1]}, "Tree.ranks=[-1] contains -1, which is below 0; choose a list, each element an integer"),
         ({"folder": ["x" * 10**6]}, "Tree.folder=['xxxxxxxxxxxx...xxxxxxxxxxxxx'] is a list; choose a text"),
     ],
 )

@@ -1,10 +1,9 @@
-"""A mesh of one rank, meshes that are refused, and handles: what can be tested without a second rank."""
+"""A mesh of one rank, meshes that are refused, and `Work`: what can be tested without a second rank."""
 
 import pytest
-import torch
 
 from parallel.errors import ConfigError
-from parallel.mesh import Handle, Mesh, _sum_ranks
+from parallel.mesh import Mesh, Work
 from parallel.world import imitated_world
 
 
@@ -42,38 +41,28 @@ def test_sizes_that_do_not_divide_the_ranks_are_named(sizes: tuple[int, int | No
             Mesh.create(tensor_size, shard_size=shard_size, context_size=context_size)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, 5])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_terms_of_any_number_of_ranks_are_summed_and_rounded_once(num_ranks: int, dtype: torch.dtype):
-    terms = torch.randn(num_ranks, 1000, generator=torch.Generator().manual_seed(0)).to(dtype)
-    found = torch.empty(1000, dtype=dtype)
-    _sum_ranks(terms, found)
-    assert found.equal(terms.float().sum(0).to(dtype))
-    assert torch.allclose(found.double(), terms.double().sum(0), rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
-
-
-def test_a_handle_takes_its_steps_once_and_in_order():
+def test_work_takes_its_steps_once_and_in_order():
     taken = []
-    handle = Handle(lambda: taken.append(1), lambda: taken.append(2))
-    handle.wait()
-    handle.wait()
+    work = Work(lambda: taken.append(1), lambda: taken.append(2))
+    work.wait()
+    work.wait()
     assert taken == [1, 2]
 
 
 def test_what_follows_is_launched_now_if_nothing_is_awaited_and_else_when_waited_for():
     taken = []
 
-    def launch() -> Handle:
+    def launch() -> Work:
         taken.append("launched")
-        return Handle(lambda: taken.append("done"))
+        return Work(lambda: taken.append("done"))
 
-    chained = Handle().then(launch)
+    chained = Work().then(launch)
     assert taken == ["launched"]
     chained.wait()
     assert taken == ["launched", "done"]
 
     taken.clear()
-    chained = Handle(lambda: taken.append("first")).then(launch)
+    chained = Work(lambda: taken.append("first")).then(launch)
     assert taken == []
     chained.wait()
     assert taken == ["first", "launched", "done"]
@@ -82,8 +71,8 @@ def test_what_follows_is_launched_now_if_nothing_is_awaited_and_else_when_waited
 def test_what_follows_beside_is_launched_at_once_and_reported_when_it_is_waited_for():
     taken = []
     notes = (lambda: taken.append("wait"), lambda: taken.append("waited"))
-    first = Handle(lambda: taken.append("first"), on_wait=notes)
-    both = first.then_beside(lambda: Handle(lambda: taken.append("second")))
+    first = Work(lambda: taken.append("first"), on_wait=notes)
+    both = first.then_beside(lambda: Work(lambda: taken.append("second")))
     assert taken == ["first"]
     both.wait()
     both.wait()

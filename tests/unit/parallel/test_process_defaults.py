@@ -18,20 +18,6 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 KNOWN_TO_TORCH_2_11 = {"expandable_segments", "backend", "max_split_size_mb"}
 
 
-@pytest.fixture
-def given(monkeypatch) -> list[str]:
-    """The options that an imitated torch 2.11 has accepted for its allocators."""
-    accepted: list[str] = []
-
-    def set_allocator(options: str) -> bool:
-        is_known = {option.split(":")[0] for option in options.split(",")} <= KNOWN_TO_TORCH_2_11
-        accepted.extend([options] if is_known else [])
-        return is_known
-
-    monkeypatch.setattr(defaults, "set_allocator", set_allocator)
-    return accepted
-
-
 def test_launches_are_ordered_only_if_that_is_asked_for():
     for orders_launches, environment, expected in [
         (False, {}, None),
@@ -52,26 +38,29 @@ def test_ncclss_record_goes_to_the_run_unless_the_user_has_named_a_file():
     assert "TORCH_FR_DUMP_TEMP_FILE" not in environment
 
 
-def test_options_of_the_allocators_are_added_to_the_users_own(monkeypatch):
+PINNED = "pinned_max_round_threshold_mb:1"
+
+
+@pytest.mark.parametrize(
+    ("environment", "options"),  # the last ones are accepted
+    [
+        ({}, [f"expandable_segments:True,{PINNED}"]),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}, [f"expandable_segments:False,{PINNED}"]),
+        (
+            {"PYTORCH_ALLOC_CONF": f"max_split_size_mb:64,{PINNED}", "PYTORCH_CUDA_ALLOC_CONF": "x"},
+            [f"max_split_size_mb:64,{PINNED},expandable_segments:True"],
+        ),
+        (
+            {"PYTORCH_ALLOC_CONF": "backend:native"},
+            [f"backend:native,expandable_segments:True,{PINNED}", "backend:native,expandable_segments:True"],
+        ),
+    ],
+)
+def test_options_of_the_allocators_are_added_to_the_users_own(monkeypatch, environment, options):
     given: list[str] = []
-    monkeypatch.setattr(defaults, "set_allocator", lambda options: given.append(options) or True)
-    for environment in (
-        {},
-        {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"},
-        {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64,pinned_max_round_threshold_mb:9", "PYTORCH_CUDA_ALLOC_CONF": "x"},
-    ):
-        defaults.set_variables(environment, False, None)
-    assert given == [
-        "expandable_segments:True,pinned_max_round_threshold_mb:1",
-        "expandable_segments:False,pinned_max_round_threshold_mb:1",
-        "max_split_size_mb:64,pinned_max_round_threshold_mb:9,expandable_segments:True",
-    ]
-
-
-def test_a_torch_that_does_not_know_an_option_gets_the_others(given):
-    defaults.set_variables({}, False, None)
-    defaults.set_variables({"PYTORCH_ALLOC_CONF": "backend:native"}, False, None)
-    assert given == ["expandable_segments:True", "backend:native,expandable_segments:True"]
+    monkeypatch.setattr(defaults, "set_allocator", lambda chosen: given.append(chosen) or chosen == options[-1])
+    defaults.set_variables(environment, False, None)
+    assert given == options
 
 
 PROGRAM = """
@@ -82,13 +71,14 @@ start_world()
 # In one piece: the ranks share a pipe.
 sys.stdout.write(f"threads {torch.get_num_threads()} {os.environ['OMP_NUM_THREADS']}\\n")
 torch.distributed.barrier()  # no rank ends while the other one still connects to it
+sys.exit(7 * torch.distributed.get_rank())
 """
 
 
-def test_torchruns_single_thread_becomes_a_ranks_part_of_the_cores(tmp_path):
+def test_torchruns_single_thread_becomes_a_ranks_part_of_the_cores_and_the_code_of_a_rank_that_of_the_job(tmp_path):
     (tmp_path / "program.py").write_text(PROGRAM)
     environment = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = [sys.executable, "-m", "parallel.launch", "--standalone", "--nproc-per-node=2"]
     ended = subprocess.run(
         [*command, str(tmp_path / "program.py")],
         env=environment | {"PYTHONPATH": str(ROOT)},
@@ -97,6 +87,7 @@ def test_torchruns_single_thread_becomes_a_ranks_part_of_the_cores(tmp_path):
         check=False,
     )
     assert ended.stdout.count("threads 4 4") == 2, ended.stderr
+    assert ended.returncode == 7
 
 
 def test_a_number_of_threads_that_the_user_has_chosen_stays(monkeypatch):

@@ -89,18 +89,6 @@ def test_a_store_that_fails_is_asked_again_after_a_pause(monkeypatch):
     assert pauses == [stopping.POLL_SECONDS] * 2
 
 
-def test_a_step_begins_unless_it_is_beyond_the_last():
-    store = dist.HashStore()
-    first, second = (Stopping(store, rank, 2) for rank in range(2))
-    assert all(first.may_begin(step) for step in (1, 2, 3))
-    assert second.may_begin(1)
-    first.request()
-    for stop in (first, second, first):
-        stop._agree()
-    assert [first.may_begin(3), first.may_begin(4)] == [True, False]
-    assert [second.may_begin(step) for step in (2, 3, 4)] == [True, True, False]
-
-
 def test_ctrl_c_stays_ignored_in_a_job_that_a_shell_started_in_the_background():
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
@@ -112,15 +100,22 @@ def test_ctrl_c_stays_ignored_in_a_job_that_a_shell_started_in_the_background():
 
 
 PROGRAM = """
-import os, signal, time
+import os, signal, threading, time
 import torch.distributed as dist
 from parallel.stopping import Stopping
-store, now = dist.HashStore(), 0.0
-stop = Stopping(store, 0, 2, lambda reason: os.write(2, b"told: " + reason.encode()), lambda: now)
+server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+store = dist.TCPStore("127.0.0.1", server.port) if {store_is_gone} else dist.HashStore()
+del server
+now, is_asked = 0.0, threading.Event()
+def clock():
+    time = now
+    is_asked.set()
+    return time
+stop = Stopping(store, 0, 2, lambda reason: os.write(2, b"told: " + reason.encode()), clock)
 with stop.handling_signals():
     stop.may_begin(1)
     os.kill(os.getpid(), signal.SIGINT)
-    store.wait(["stop/step/0"])
+    is_asked.wait() if {store_is_gone} else store.wait(["stop/step/0"])
     now = {seconds_later}
     if {is_sent_again}:
         os.kill(os.getpid(), signal.SIGINT)
@@ -128,16 +123,22 @@ with stop.handling_signals():
 """
 
 
+UNANSWERED = "told: rank 0 was asked to stop in step 1, and not all 2 ranks have answered within 10 s"
+
+
 @pytest.mark.parametrize(
-    ("seconds_later", "is_sent_again", "code", "message"),
+    ("store_is_gone", "seconds_later", "is_sent_again", "code", "message"),
     [
-        (11, False, 1, "told: rank 0 was asked to stop in step 1, and not all 2 ranks have answered within 10 s"),
-        (3, True, 128 + signal.SIGINT, ""),
+        (False, 11, False, 1, UNANSWERED),
+        (True, 11, False, 1, UNANSWERED),
+        (False, 3, True, 128 + signal.SIGINT, ""),
     ],
-    ids=["a peer is gone", "a second signal"],
+    ids=["a peer is gone", "the launcher is gone", "a second signal"],
 )
-def test_a_rank_that_cannot_stop_in_order_ends_wherever_it_waits(seconds_later, is_sent_again, code, message):
-    program = PROGRAM.format(seconds_later=seconds_later, is_sent_again=is_sent_again)
+def test_a_rank_that_cannot_stop_in_order_ends_wherever_it_waits(
+    store_is_gone, seconds_later, is_sent_again, code, message
+):
+    program = PROGRAM.format(store_is_gone=store_is_gone, seconds_later=seconds_later, is_sent_again=is_sent_again)
     ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert ended.returncode == code
     assert message in ended.stderr

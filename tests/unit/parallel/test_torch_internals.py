@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.attention import SDPBackend
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from parallel import torch_internals as internals
 from tests.ranks import run_ranks
@@ -44,6 +46,30 @@ def flattened_ranks() -> tuple[list[int], list[int]]:
 
 def test_a_flattened_mesh_has_all_ranks_in_their_order():
     assert run_ranks(4, flattened_ranks) == [([0, 1, 2, 3], [0.0, 1.0, 2.0, 3.0])] * 4
+
+
+def test_step_hooks_run_around_steps_that_run_none():
+    optimizer, calls = torch.optim.SGD([nn.Parameter(torch.ones(1))]), list[str]()
+    handles = [
+        register(lambda *_, name=name: calls.append(name))
+        for register, name in (
+            (optimizer.register_step_pre_hook, "before"),
+            (register_optimizer_step_pre_hook, "before all"),
+            (optimizer.register_step_post_hook, "after"),
+            (register_optimizer_step_post_hook, "after all"),
+        )
+    ]
+    optimizer.step()
+    of_a_step = list(calls)
+    assert sorted(of_a_step) == ["after", "after all", "before", "before all"]
+    with internals.step_hooks_run_once(optimizer):
+        optimizer.step()
+        optimizer.step()
+    assert calls == [*of_a_step, "before", "after"]
+    for handle in handles:
+        handle.remove()
+    optimizer.step()
+    assert calls == [*of_a_step, "before", "after"]
 
 
 def test_a_fake_process_group_has_any_size_and_sends_nothing():

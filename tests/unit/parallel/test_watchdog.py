@@ -4,7 +4,7 @@ import json
 import os
 import queue
 import threading
-from collections.abc import Callable
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -117,174 +117,123 @@ def test_the_device_says_what_is_reached_and_complete_and_not_the_host(monkeypat
     assert log.progress().num_complete == 1  # on a CPU, the host has waited
 
 
-class Clock:
-    """The time of the watchdogs, in seconds."""
+# The end of a process is that of its thread.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 
-    now = 100.0
 
-    def __call__(self) -> float:
-        return self.now
+class Job:
+    """Three watchdogs with one clock, and what they have done, in order."""
 
-    def advance(self) -> None:
-        self.now += 5.0
+    def __init__(self) -> None:
+        self.store, self.now, self.happened = mock.Mock(wraps=dist.HashStore()), 100.0, queue.SimpleQueue()
+        self.logs = [CommLog() for _ in range(3)]
+        self.ranks = [
+            Watchdog(self.store, rank, 3, log, 0.05, self.abort, lambda: self.now) for rank, log in enumerate(self.logs)
+        ]
+
+    def abort(self, reason: str) -> None:
+        self.happened.put(reason)
+        raise OSError("No space left on device")  # a report that fails is one, too
+
+    def end(self, code: int) -> None:
+        self.happened.put(code)
+        raise SystemExit
+
+    def next(self) -> str | int:
+        """Return what happens next."""
+        return self.happened.get(timeout=60)
+
+    def heartbeat(self, rank: int) -> Heartbeat:
+        """Return a heartbeat of a rank that has begun after this call."""
+        first = self.read(rank).tick
+        while (found := self.read(rank)).tick < first + 2:
+            time.sleep(0.001)
+        return found
+
+    def read(self, rank: int) -> Heartbeat:
+        return Heartbeat(**json.loads(self.store.get(f"watch/{rank}")))
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
+def job(monkeypatch: pytest.MonkeyPatch) -> Job:
+    job = Job()
+    monkeypatch.setattr(os, "_exit", job.end)
+    return job
 
 
-def watchdogs(clock: Clock, store: dist.Store, size: int, **options: Any) -> list[Watchdog]:
-    """Return the watchdogs of `size` ranks, each with a heartbeat."""
-    found = [Watchdog(store, rank, size, CommLog(), 10.0, clock=clock, **options) for rank in range(size)]
-    for one in found:
-        one._write_heartbeat()
-    return found
-
-
-@pytest.fixture(autouse=True)
-def codes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The exit codes of ranks that have ended. Here the end of a process is that of its thread."""
-    codes: list[int] = []
-
-    def end(code: int) -> None:
-        codes.append(code)
-        raise SystemExit
-
-    monkeypatch.setattr(os, "_exit", end)
-    return codes
-
-
-class Polls(threading.Event):
-    """The end of a watched block, which comes after some polls; at each one `act` is called."""
-
-    def __init__(self, act: Callable[[], None], num_polls: int = 10) -> None:
-        super().__init__()
-        self.act, self.seconds, self.num_polls = act, [], num_polls
-
-    def wait(self, timeout: float | None = None) -> bool:
-        self.seconds.append(timeout)
-        self.act()
-        return len(self.seconds) > self.num_polls
-
-
-def test_a_rank_makes_progress_when_its_device_does_and_not_when_its_host_launches(clock):
-    log = CommLog()
-    one = Watchdog(dist.HashStore(), 0, 1, log, 10.0, clock=clock)
+def test_a_rank_makes_progress_when_its_device_does_and_not_when_its_host_launches(job):
+    log, idle_seconds = job.logs[0], []
     log.follow(torch.device("cpu"))
-    idle_seconds = []
-    for act in (lambda: None, lambda: log.record("gather", "data", 4, torch.zeros(1)), one.beat, lambda: None):
-        act()
-        idle_seconds.append(one._idle_seconds())
-        clock.advance()
-    assert idle_seconds == [0.0, 0.0, 0.0, 5.0]
+    with job.ranks[0].running():
+        for act in (lambda: log.record("gather", "data", 4, torch.zeros(1)), job.ranks[0].beat, lambda: None):
+            act()
+            job.heartbeat(0)
+            job.now += 0.02
+            idle_seconds.append(job.heartbeat(0).idle_seconds)
+    assert idle_seconds == pytest.approx([0.02, 0.02, 0.04])
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # the end of its thread
-def test_the_reason_is_reported_before_the_process_ends(codes):
-    reported = queue.SimpleQueue()
-    with Watchdog(dist.HashStore(), 0, 1, CommLog(), 0.3, lambda reason: reported.put((reason, *codes))).running():
-        (reason,) = reported.get(timeout=60)
-    assert reason.startswith("rank 0 has made no progress for 0.3 s: 0 of its 0 collectives are complete")
-    assert codes == [EXIT_CODE]
+def test_all_ranks_report_one_verdict_before_any_ends(job):
+    """The launcher kills all ranks when the first one ends."""
+    with job.ranks[0].running(), job.ranks[1].running(), job.ranks[2].running():
+        job.now += 20.0
+        reasons, codes = ([job.next() for _ in range(3)] for _ in range(2))
+    assert reasons[0].startswith("rank 0 has made no progress for 0.05 s: 0 of its 0 collectives are complete")
+    assert reasons == reasons[:1] * 3
+    assert codes == [EXIT_CODE] * 3
 
 
-def test_no_rank_ends_before_all_have_reported(clock, codes):
-    """The launcher kills all ranks when the first one ends. A report that fails, as on a full disk, counts too."""
-    store, happened = mock.Mock(wraps=dist.HashStore()), []
+def test_ranks_whose_processes_have_ended_are_named_and_not_waited_for(job):
+    with job.ranks[1].running():
+        pass  # writes no more heartbeats, and rank 2 never has
+    with job.ranks[0].running():
+        job.now += 20.0
+        reason, code = job.next(), job.next()
+    assert reason.startswith("rank 1 does not answer: 0 of its 0 ")
+    assert "; rank 2 does not answer: its collectives are unknown; the job" in reason
+    assert code == EXIT_CODE
 
-    def report_and_fail(reason: str) -> None:
-        happened.append(f"{len(codes)} have ended")
-        raise OSError("No space left on device")
 
-    def end_second(*_: object) -> Any:
-        """Let the second rank end when the first one waits for it."""
-        if len(happened) == 1:
-            with pytest.raises(SystemExit):
-                second._watch(Polls(lambda: None))
+def test_a_rank_that_finds_another_one_at_work_reports_again_after_half_of_the_time(job):
+    deadline = time.monotonic() + 60
+    with job.ranks[0].running(), job.ranks[1].running():
+        job.now += 20.0
+        while job.read(0).idle_seconds != pytest.approx(0.025):
+            assert time.monotonic() < deadline
+            job.ranks[1].beat()
+    assert job.happened.empty()
+    job.store.delete_key.assert_called_with("watch/num_reporters")
+
+
+def test_the_time_between_two_watched_blocks_does_not_count(job):
+    for _ in range(2):
+        with job.ranks[0].running():
+            assert job.read(0).idle_seconds == 0.0
+        job.now += 2000.0
+
+
+def test_a_block_that_ends_is_not_reported(job, monkeypatch):
+    claimed, left, join = threading.Event(), threading.Event(), threading.Thread.join
+
+    def add(_key: str, _number: int) -> Any:
+        claimed.set()
+        assert left.wait(60)
         return mock.DEFAULT
 
-    first, second = watchdogs(clock, store, 2, on_abort=report_and_fail)
-    store.wait.side_effect = end_second
-    clock.now += 20.0
-    with pytest.raises(SystemExit):
-        first._report(Polls(second._write_heartbeat))
-    assert happened == ["0 have ended"] * 2
-    assert codes == [EXIT_CODE] * 2
+    job.store.add.side_effect = add
+    monkeypatch.setattr(threading.Thread, "join", lambda thread: [left.set(), join(thread)])
+    with job.ranks[0].running():
+        job.now += 20.0
+        assert claimed.wait(60)
+    assert job.happened.empty()
+    assert not job.store.check(["watch/verdict"])
 
 
-def test_a_rank_that_finds_another_one_at_work_reports_again_after_half_of_the_time(clock):
-    store = dist.HashStore()
-    first, second = watchdogs(clock, store, 2)
-    clock.now += 20.0
-    store.add("watch/num_reporters", 1)
-    polls = Polls(lambda: (second.beat(), second._write_heartbeat()))
-    first._report(polls)
-    assert polls.seconds == [1.0] * 3
-    assert not store.check(["watch/verdict"])
-    assert store.add("watch/num_reporters", 1) == 1, "any rank may report again"
-    assert first._idle_seconds() == 5.0
-
-
-@pytest.mark.parametrize(("has_another", "reported"), [(False, [115.0, 120.0]), (True, [])])
-def test_one_rank_reports_when_it_has_made_no_progress_for_longer_than_the_limit(
-    clock, monkeypatch, has_another, reported
-):
-    store, times = dist.HashStore(), []
-    one, _ = watchdogs(clock, store, 2)
-
-    def report(_ended: threading.Event) -> None:
-        times.append(clock.now)
-        store.delete_key("watch/num_reporters")
-
-    monkeypatch.setattr(one, "_report", report)
-    if has_another:
-        store.add("watch/num_reporters", 1)
-    polls = Polls(clock.advance, num_polls=4)
-    one._watch(polls)
-    assert polls.seconds == [1.0] * 5
-    assert times == reported
-
-
-def test_the_time_between_two_watched_blocks_does_not_count(clock):
-    store = dist.HashStore()
-    one = Watchdog(store, 0, 1, CommLog(), hang_seconds=1000.0, clock=clock)
-    for _ in range(2):
-        with one.running():
-            assert json.loads(store.get("watch/0"))["idle_seconds"] == 0.0
-        clock.now += 2000.0
-
-
-def test_a_block_that_ends_is_not_reported(clock):
-    store, ended = dist.HashStore(), threading.Event()
-    (one,) = watchdogs(clock, store, 1)
-    clock.now += 20.0
-    ended.set()
-    one._report(ended)
-    assert not store.check(["watch/verdict"])
-
-
-def test_ranks_whose_processes_have_ended_are_not_waited_for(clock, codes):
-    store = dist.HashStore()
-    ranks = watchdogs(clock, store, 4)
-    store.delete_key("watch/3")
-    clock.now += 20.0
-    store.add("watch/num_reported", 1)  # by rank 1
-    with pytest.raises(SystemExit):
-        ranks[0]._report(Polls(ranks[1]._write_heartbeat))  # rank 2 writes no more, and rank 3 never has
-    found = json.loads(store.get("watch/verdict"))
-    assert found["reason"].startswith("rank 2 does not answer: 0 of its 0 ")
-    assert "; rank 3 does not answer: its collectives are unknown; the job" in found["reason"]
-    assert found["num_alive"] == 2
-    assert store.check(["watch/all_reported"])
-
-
-def test_a_rank_whose_store_is_gone_ends_when_it_has_made_no_progress_for_longer_than_the_limit(clock, codes, capsys):
-    gone = mock.Mock(side_effect=RuntimeError("Connection reset by peer"))  # rank 0, which serves the store, has ended
-    reasons = []
-    one = Watchdog(mock.Mock(set=gone, add=gone), 3, 4, CommLog(), 10.0, reasons.append, clock)
-    with pytest.raises(SystemExit):
-        one._watch(Polls(clock.advance))
-    assert reasons == ["rank 3 has made no progress for 15 s, and rank 0 has ended"]
-    assert codes == [EXIT_CODE]
-    assert capsys.readouterr().err == f"error: {reasons[0]}\n"
+def test_a_rank_whose_store_is_gone_ends_when_it_has_made_no_progress_for_longer_than_the_limit(job, capsys):
+    with job.ranks[2].running():
+        for call in (job.store.set, job.store.add):  # rank 0, which serves the store, has ended
+            call.side_effect = RuntimeError("Connection reset by peer")
+        job.now += 20.0
+        reason, code = job.next(), job.next()
+    assert (reason, code) == ("rank 2 has made no progress for 20 s, and rank 0 has ended", EXIT_CODE)
+    assert capsys.readouterr().err == f"error: {reason}\n"

@@ -3,7 +3,6 @@
 import io
 import os
 import sys
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from unittest import mock
@@ -13,12 +12,12 @@ import torch
 import torch.distributed as dist
 
 import pretrain_gpt
+from parallel import store as store_module
 from parallel import world
-from parallel.comm_log import CommLog
 from parallel.errors import ConfigError, exit_on_config_error
-from parallel.stopping import Stopping
-from parallel.watchdog import EXIT_CODE, Verdict, Watchdog
-from parallel.world import StartOptions, World, imitated_world, start_world, stop_world
+from parallel.store import FAILURE_KEY, shared_store
+from parallel.watchdog import EXIT_CODE
+from parallel.world import StartOptions, World, exit_with_error, imitated_world, start_world, stop_world
 
 RESET = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error [::1]:4: Connection reset by peer. This"
 
@@ -31,6 +30,11 @@ class Gone:
 
     def set(self, _key: str, _value: str) -> None:
         raise dist.DistNetworkError("failed to send")
+
+
+def use_store(monkeypatch: pytest.MonkeyPatch, store: object) -> None:
+    for module in (world, store_module):
+        monkeypatch.setattr(module, "default_store", lambda: store)
 
 
 @pytest.fixture
@@ -51,7 +55,7 @@ def exit_code_of(monkeypatch, pauses):
 
         monkeypatch.setattr(pretrain_gpt, "parse_settings", fail)
         monkeypatch.setattr(dist, "is_initialized", lambda: True)
-        monkeypatch.setattr(world, "default_store", lambda: store)
+        use_store(monkeypatch, store)
         monkeypatch.setattr(world.time, "sleep", pauses.append)
         monkeypatch.setattr(world.os, "_exit", leave)
         with pytest.raises(SystemExit) as ended:
@@ -75,11 +79,11 @@ def test_the_loss_of_a_rank_is_printed_once_with_the_exit_code_of_the_watchdog(e
 
 def test_a_rank_that_has_printed_its_reason_is_not_taken_for_lost(exit_code_of, pauses, capsys):
     store = mock.Mock(wraps=dist.HashStore(), wait=mock.Mock(side_effect=dist.DistStoreError("the time is over")))
-    store.add(world.FAILURE_KEY, 1)
+    store.add(FAILURE_KEY, 1)
     assert exit_code_of(RuntimeError(RESET), store) == 2
     assert capsys.readouterr().err == ""
     assert pauses == []
-    store.wait.assert_called_once_with([f"{world.FAILURE_KEY}/printed"], timedelta(seconds=world.PRINT_SECONDS))
+    store.wait.assert_called_once_with([f"{FAILURE_KEY}/printed"], timedelta(seconds=world.PRINT_SECONDS))
 
 
 def test_a_rank_that_fails_later_ends_after_the_one_that_prints_has_done_so(exit_code_of, capsys):
@@ -88,7 +92,7 @@ def test_a_rank_that_fails_later_ends_after_the_one_that_prints_has_done_so(exit
     store.wait = lambda keys, _limit: happened.append((*keys, "waits"))
     for _ in range(2):
         assert exit_code_of(ConfigError("steps=0"), store) == 2
-    key = f"{world.FAILURE_KEY}/printed"
+    key = f"{FAILURE_KEY}/printed"
     assert happened == [(key, "error: steps=0\n"), (key, "waits")]
 
 
@@ -102,49 +106,8 @@ def test_the_output_of_the_program_is_written_before_it_ends_with_an_error(monke
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written))
     monkeypatch.setattr(os, "_exit", lambda code: at_end.append((code, written.getvalue())))
     sys.stdout.write("step 7")
-    world._print_and_exit("reason", "key", 5)
-    assert at_end == [(5, b"step 7")]
-
-
-def test_another_rank_has_failed_if_one_is_counted_or_the_store_is_gone(monkeypatch):
-    assert not world.has_failed_elsewhere(), "alone"
-    monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    store = dist.HashStore()
-    monkeypatch.setattr(world, "default_store", lambda: store)
-    assert not world.has_failed_elsewhere()
-    store.add(world.FAILURE_KEY, 1)
-    assert world.has_failed_elsewhere()
-    monkeypatch.setattr(world, "default_store", Gone)
-    assert world.has_failed_elsewhere()
-
-
-@pytest.mark.parametrize(
-    ("end", "said"),
-    [
-        (lambda: world._print_and_exit("reason", "key", 1), b"error: reason\n"),
-        (
-            lambda: Watchdog(dist.HashStore(), 0, 1, CommLog(), 0.0)._print_and_end(Verdict("reason", 1)),
-            b"error: reason\n",
-        ),
-        (
-            lambda: Stopping(dist.HashStore(), 0, 1)._abort(),
-            b"error: rank 0 was asked to stop in step 0, and not all 1 ranks have answered within 10 s: one of "
-            b"them has ended\n",
-        ),
-    ],
-    ids=["an error", "a rank that hangs", "a rank that cannot stop"],
-)
-def test_what_a_rank_has_printed_is_written_before_it_ends(monkeypatch, end: Callable[[], None], said: bytes):
-    written = io.BytesIO()
-    monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(written))
-    at_end: list[bytes] = []
-
-    def leave(_code: int) -> None:
-        at_end.append(written.getvalue())
-
-    monkeypatch.setattr(os, "_exit", leave)
-    end()
-    assert at_end == [said]
+    exit_with_error(ConfigError("steps=0"))
+    assert at_end == [(2, b"step 7")]
 
 
 def test_the_ranks_of_gpus_meet_by_nccl(monkeypatch):
@@ -178,7 +141,7 @@ def test_a_process_alone_starts_no_process_group(monkeypatch):
     monkeypatch.setattr(world, "share_cores", mock.Mock())
     assert start_world(StartOptions(device="cpu")) == World(0, 1, 0, 1, torch.device("cpu"))
     assert not dist.is_initialized()
-    first, second = world.shared_store(), world.shared_store()
+    first, second = shared_store(), shared_store()
     first.set("word", "")
     assert not second.check(["word"]), "each has its own"
 

@@ -8,13 +8,16 @@ import weakref
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
+from parallel.errors import ConfigError
 from parallel.mesh import Axis
 from parallel.tensor.gradient_sums import GradientSums
+from zero.buckets.guarded_parameter import GradientAccessError
 from zero.engine import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
 from zero.partition.config import ZeroConfig
-from zero.step.loss_scale import LossScale
+from zero.state.checkpoint import load, save
 
 DATA = Axis.trivial("data")
 
@@ -61,15 +64,6 @@ def test_a_parameter_keeps_its_shape_and_its_type():
     assert weight.eq(2.0).all()
 
 
-def test_optimizers_of_a_model_have_the_same_loss_scale():
-    model = wrapped(stage=2)
-    first, second = (list(layer.parameters()) for layer in model.module)
-    kept = ZeroOptimizer(model, torch.optim.SGD, first, lr=0.1, loss_scale=LossScale(8.0))
-    with pytest.raises(ValueError, match=r"loss scales of their own, from 8 and 4; give both the same LossScale$"):
-        ZeroOptimizer(model, torch.optim.SGD, second, lr=0.1, loss_scale=LossScale(4.0))
-    ZeroOptimizer(model, torch.optim.SGD, second, lr=0.1, loss_scale=kept.loss_scale)
-
-
 @pytest.mark.parametrize("stage", [0, 3])
 def test_an_unwrapped_module_keeps_nothing_of_the_engine(stage):
     model = wrapped(stage)
@@ -84,6 +78,91 @@ def test_an_unwrapped_module_keeps_nothing_of_the_engine(stage):
         assert not any((part._forward_hooks, part._forward_pre_hooks, part._load_state_dict_pre_hooks))
         assert "forward" not in vars(part)
     assert all(type(param) is nn.Parameter for param in module.parameters())
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_module_is_unwrapped_outside_of_gathered_only(stage):
+    model = wrapped(stage)
+    with model.gathered() as module:
+        expected = [param.detach().clone() for param in module.parameters()]
+        with pytest.raises(ValueError, match=r"^unwrap\(\) was called inside gathered\(\)"):
+            model.unwrap()
+    assert all(map(torch.equal, model.unwrap().parameters(), expected))
+
+
+def scale_by_torch(optimizer: ZeroOptimizer) -> None:
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(1))
+    scaler.step(optimizer)
+
+
+REFUSED = {
+    "a group": (lambda o: o.add_param_group({"params": [nn.Parameter(torch.ones(3))]}), ValueError, "add_param_group"),
+    "a group of inner": (lambda o: o.inner.add_param_group({"params": []}), ValueError, "with 1 parameter groups"),
+    "GradScaler": (scale_by_torch, GradientAccessError, "LossScale .*GradScaler"),
+    "state_dict": (lambda o: o.state_dict(), TypeError, "`save` and `load` of zero"),
+    "load_state_dict": (lambda o: o.load_state_dict({}), TypeError, "`save` and `load` of zero"),
+    "gradients": (lambda o: list(o.gradients()), RuntimeError, "gradient_hook"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_calls_of_torchs_optimizers_that_cannot_work_are_refused_in_one_line(name):
+    refused, error, message = REFUSED[name]
+    model = wrapped()
+    optimizer = ZeroOptimizer(model, torch.optim.SGD, lr=0.1)
+    model(torch.ones(1, 4)).sum().backward()
+    with pytest.raises(error, match=message) as caught:
+        refused(optimizer)
+    assert "\n" not in str(caught.value)
+    optimizer.step()
+
+
+def test_an_optimizer_that_evaluates_its_closure_again_is_refused_by_name():
+    with pytest.raises(ConfigError, match=r"LBFGS.*closure"):
+        ZeroOptimizer(wrapped(), torch.optim.LBFGS)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_torchs_code_for_checkpoints_does_not_step_the_optimizer(stage):
+    """It steps an optimizer without a state, to have one."""
+    model = wrapped(stage)
+    optimizer = ZeroOptimizer(model, torch.optim.SGD, lr=0.1, momentum=0.9)
+    with model.gathered() as module:
+        before = [param.clone() for param in module.parameters()]
+    with pytest.raises(TypeError, match="zero"):
+        get_optimizer_state_dict(model.module, optimizer)
+    with model.gathered() as module:
+        assert all(map(torch.equal, module.parameters(), before))
+    assert list(map(len, optimizer.state.values())) == [0] * 4
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    assert [state["momentum_buffer"].numel() for state in optimizer.state.values()] == [16, 4, 16, 4]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_checkpoint_is_saved_and_loaded_without_an_effect_on_memory(stage, tmp_path):
+    model = wrapped(stage)
+    optimizer = ZeroOptimizer(model, torch.optim.AdamW)
+    save(tmp_path / "saved", model, optimizer)
+    load(tmp_path / "saved", model, optimizer)
+    assert all(flat.full.untyped_storage().resizable() for flat in model.flats)
+    assert all(param.isfinite().all() for param in model.unwrap().parameters())
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_memory_that_numpy_has_viewed_stays_allocated(stage):
+    model = wrapped(stage)
+    num_bytes = sum(flat.full.nbytes for flat in model.flats)
+    with pytest.warns(UserWarning, match=rf"{num_bytes} bytes .* stay allocated.*clone\(\)\.numpy\(\)"):  # noqa: PT031
+        with model.gathered() as module:
+            viewed = module[0].weight.detach().numpy()
+            expected = [param.detach().clone() for param in module.parameters()]
+        for _ in range(2):
+            model(torch.ones(1, 4)).sum().backward()
+            model.zero_grad()
+        assert viewed[3, 3] == expected[0][3, 3]
+        assert all(map(torch.equal, model.unwrap().parameters(), expected))
 
 
 @pytest.mark.parametrize(

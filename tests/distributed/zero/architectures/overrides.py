@@ -22,7 +22,6 @@ SAM_2_VISION = {
     "backbone_feature_sizes": [[16, 16], [8, 8], [4, 4]],
     "fpn_hidden_size": 32,
 }
-SAM_2 = {"prompt_encoder_config": {"image_size": 64, "hidden_size": 32}}
 RESNET = {
     "use_timm_backbone": False,
     "backbone_config": ResNetConfig(
@@ -55,15 +54,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 2,
         "hidden_size": 16,
     },
-    "cohere_compass_text": {
-        "layer_types": ["sliding_attention", "full_attention"],
-        "num_hidden_layers": 2,
-        "rope_parameters": {
-            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-            "full_attention": {"rope_type": "default", "rope_theta": 1e4},
-        },
-    },
-    "dbrx": {"attn_config": {"rope_theta": 1e4}},
     "diffusion_gemma_text": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 64},
     "donut-swin": {"window_size": 4, "depths": [1, 1], "num_heads": [2, 2]},
     "deimv2": RT_DETR,
@@ -84,12 +74,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "dab-detr": RESNET,
     "deformable_detr": RESNET,
     "table-transformer": RESNET,
-    "omdet-turbo": RESNET,
     "d_fine": RT_DETR,
     "rt_detr": RT_DETR,
     "rt_detr_v2": RT_DETR,
     "pp_doclayout_v2": RT_DETR,
-    "pp_doclayout_v3": RT_DETR,
     "pp_doclayout_v4": RT_DETR,
     "efficientnet": EFFICIENT_NET,
     "align_vision_model": EFFICIENT_NET,
@@ -118,7 +106,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "exaone4_5_vision": WINDOWED_VISION | {"num_key_value_heads": 4},
     "fun_asr_nano": {"adaptor_config": {"intermediate_size": 8}},
     "gemma3n_text": {"num_kv_shared_layers": 0},
-    "gemma4_assistant": {"text_config": {"hidden_size_per_layer_input": 0}},
     "glm5_next_text": {"index_topk": 16},
     "gpt_neo": {"num_layers": 2, "attention_types": [[["global", "local"], 1]]},
     "granitemoehybrid": MAMBA_2 | {"layer_types": ["mamba", "attention"]},
@@ -147,9 +134,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "lsh_attention_probs_dropout_prob": 0.0,
         "local_attention_probs_dropout_prob": 0.0,
     },
-    "sam2": SAM_2,
     "sam2_hiera_det_model": HIERA,
-    "sam2_video": SAM_2,
     "sam2_vision_model": SAM_2_VISION,
     "siglip2_vision_model": {"num_patches": 16},
     "superpoint": {"keypoint_decoder_dim": 65},
@@ -159,13 +144,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "conv_layer_strides": [[2], [2], [2], [2]],
     },
     "time_series_transformer": TIME_SERIES,
-    "univnet": {"kernel_predictor_hidden_channels": 8, "model_hidden_channels": 8},
     "vibevoice_acoustic_tokenizer": {"num_filters": 2, "depths": (1,) * 7},
-    "vibevoice_acoustic_tokenizer_decoder": {"num_filters": 2, "depths": (1,) * 7},
     "vibevoice_acoustic_tokenizer_encoder": {"num_filters": 2, "depths": (1,) * 7},
     "wav2vec2-bert": {"feature_projection_input_dim": 16},
-    "xlstm": {"mode": "train", "return_last_states": False, "chunk_size": 8},
     "xmod": {"languages": ["en_XX"], "default_language": "en_XX"},
-    "zamba": {"num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"]},
     "zamba2": {"num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"]},
 }

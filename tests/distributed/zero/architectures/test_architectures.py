@@ -3,8 +3,6 @@
 Run one of them with `scripts/test.sh -m full -k "[llama]"`.
 """
 
-import re
-
 import pytest
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
@@ -20,19 +18,17 @@ TRAINED = [name for name in CONFIG_MAPPING_NAMES if name not in NOT_BUILT]
 @pytest.mark.full
 @pytest.mark.parametrize("model_type", TRAINED)
 def test_stage_3_trains_as_one_process(model_type):
-    found = run_ranks(2, compare, model_type)[0]
-    assert found.num_trained > 0
-    assert max(found.losses, found.norms, found.params) < TOLERANCE, found
+    differences, num_trained = run_ranks(2, compare, model_type)[0]
+    assert num_trained > 0
+    assert {name: difference for name, difference in differences.items() if not difference < TOLERANCE} == {}
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("model_type", NOT_BUILT)
-def test_an_architecture_is_left_out_for_the_reason_in_the_table(model_type):
-    reason = run_ranks(1, why_not_built, model_type, init_process_group=False)[0]
-    assert reason is not None, f"{model_type} can be built: remove it from NOT_BUILT"
-    assert re.search(NOT_BUILT[model_type], reason)
+@pytest.mark.parametrize("model_type", sorted(NOT_BUILT))
+def test_an_architecture_that_is_left_out_cannot_be_built(model_type):
+    assert run_ranks(1, why_not_built, model_type, init_process_group=False) != [None]
 
 
 def test_the_tables_of_outcomes_name_model_types():
-    assert NOT_BUILT.keys() <= set(CONFIG_MAPPING_NAMES)
+    assert set(CONFIG_MAPPING_NAMES) >= NOT_BUILT
     assert len(TRAINED) >= 120

@@ -1,7 +1,6 @@
 """A tiny model under stage 3 and the same model in one process, trained side by side for two steps."""
 
 import copy
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -19,28 +18,6 @@ NUM_STEPS, NUM_RANKS = 2, 2
 ADAM = {"lr": 1e-3, "eps": 1e-4, "weight_decay": 0.1}
 
 
-@dataclass(frozen=True)
-class Training:
-    """The losses of each step and rank, gradient norms, and the parameters after two steps."""
-
-    losses: list[float]
-    norms: list[float]
-    params: dict[str, Tensor]
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """The largest differences from one process, relative to the scale of what is compared, and how much was trained."""
-
-    recipe: Recipe
-    losses: float
-    norms: float
-    params: float
-    worst_param: str
-    num_trained: int
-    num_params: int
-
-
 def why_not_built(model_type: str) -> str | None:
     """Return why no model of this type can be built, or None if one can."""
     try:
@@ -50,18 +27,28 @@ def why_not_built(model_type: str) -> str | None:
     return None
 
 
-def compare(model_type: str) -> Comparison:
-    """Train on two ranks and in one process, and return the differences, on the first rank."""
+def compare(model_type: str) -> tuple[dict[str, float], int]:
+    """Train on two ranks and in one process, and return on the first rank how they differ, and how much was trained.
+
+    The differences of losses, gradient norms and parameters are relative to the scale of each.
+    """
     recipe = prepare(model_type)
     model = recipe.build()
-    plain, initial = copy.deepcopy(model), copy.deepcopy(model)
+    plain = copy.deepcopy(model)
+    initial = {name: param.detach().clone() for name, param in model.named_parameters()}
     data = Mesh.create(tensor_size=1).data
     found = train_on_ranks(model, recipe, data)
-    expected = train_in_one_process(plain, recipe) if data.rank == 0 else found
-    return differences(recipe, found, expected, initial)
+    if data.rank:
+        return {}, 0
+    expected = train_in_one_process(plain, recipe)
+    assert found.keys() == expected.keys()
+    decay = (1 - ADAM["lr"] * ADAM["weight_decay"]) ** NUM_STEPS
+    is_trained = [((expected[name] - param * decay).abs() > 1e-6).any() for name, param in initial.items()]
+    return {name: relative(found[name], value) for name, value in expected.items()}, sum(map(bool, is_trained))
 
 
-def train_on_ranks(module: nn.Module, recipe: Recipe, data: Axis) -> Training:
+def train_on_ranks(module: nn.Module, recipe: Recipe, data: Axis) -> dict[str, Tensor]:
+    """Return the losses of each step and rank, gradient norms, and the parameters after the last step."""
     config = module.config
     numel = sum(param.numel() for param in module.parameters())
     zero = ZeroConfig(stage=3, bucket_numel=max(5000, numel // 50))
@@ -75,10 +62,10 @@ def train_on_ranks(module: nn.Module, recipe: Recipe, data: Axis) -> Training:
         gathered = torch.empty(data.size, dtype=torch.float64)
         data.all_gather(loss.detach().to(torch.float64).reshape(1), out=gathered).wait()
         losses += gathered.tolist()
-    return Training(losses, norms, params_of(model))
+    return {"losses": torch.tensor(losses), "norms": torch.tensor(norms)} | params_of(model)
 
 
-def train_in_one_process(model: nn.Module, recipe: Recipe) -> Training:
+def train_in_one_process(model: nn.Module, recipe: Recipe) -> dict[str, Tensor]:
     """Train on the batches of all ranks; each has buffers of its own, as on ranks."""
     trainable = [param for param in model.parameters() if param.requires_grad]
     optimizer = torch.optim.AdamW(trainable, **ADAM)
@@ -97,7 +84,8 @@ def train_in_one_process(model: nn.Module, recipe: Recipe) -> Training:
         norms.append(torch.nn.utils.get_total_norm([param.grad for param in trainable]).item())
         optimizer.step()
         optimizer.zero_grad()
-    return Training(losses, norms, {name: param.detach() for name, param in model.named_parameters()})
+    params = {name: param.detach() for name, param in model.named_parameters()}
+    return {"losses": torch.tensor(losses), "norms": torch.tensor(norms)} | params
 
 
 def copies(model: nn.Module) -> dict[str, Tensor]:
@@ -109,27 +97,6 @@ def put_back(model: nn.Module, buffers: dict[str, Tensor]) -> None:
     for name, value in buffers.items():
         owner, _, attribute = name.rpartition(".")
         setattr(model.get_submodule(owner), attribute, value.clone())
-
-
-def differences(recipe: Recipe, found: Training, expected: Training, initial: nn.Module) -> Comparison:
-    assert found.params.keys() == expected.params.keys()
-    by_param = {name: relative(found.params[name], expected.params[name]) for name in expected.params}
-    worst = max(by_param, key=by_param.__getitem__)
-    decay = (1 - ADAM["lr"] * ADAM["weight_decay"]) ** NUM_STEPS
-    trained = [
-        name
-        for name, param in initial.named_parameters()
-        if ((expected.params[name] - param * decay).abs() > 1e-6).any()
-    ]
-    return Comparison(
-        recipe,
-        losses=relative(torch.tensor(found.losses), torch.tensor(expected.losses)),
-        norms=relative(torch.tensor(found.norms), torch.tensor(expected.norms)),
-        params=by_param[worst],
-        worst_param=worst,
-        num_trained=len(trained),
-        num_params=len(by_param),
-    )
 
 
 def relative(found: Tensor, expected: Tensor) -> float:

@@ -15,31 +15,19 @@ def three_blocks() -> Blocks:
 
 
 @scenario(STAGES)
-def test_blocks_are_compiled_before_wrapping(run: Run) -> None:
-    module, backend = three_blocks(), Backend()
-    backend.compile_blocks(module)
-    model = run.wrap(module)
-    run.train(model, run.optimizer(model), steps=range(3))
-    assert backend.num_operations == [BLOCK_OPERATIONS]  # one graph for all blocks and all steps
-
-
-@scenario(STAGES)
-def test_blocks_are_compiled_after_wrapping(run: Run) -> None:
-    model, backend = run.wrap(three_blocks()), Backend()
-    optimizer = run.optimizer(model)
-    run.train(model, optimizer, steps=[0])
-    backend.compile_blocks(model.module)
-    run.train(model, optimizer, steps=[1, 2, 3])
-    assert backend.num_operations == [BLOCK_OPERATIONS]
-
-
-@scenario(STAGES)
-def test_forward_of_blocks_is_compiled_alone(run: Run) -> None:
-    model, backend = run.wrap(three_blocks()), Backend()
-    for block in model.module.blocks:
-        block.forward = torch.compile(block.forward, backend=backend, fullgraph=True)
-    run.train(model, run.optimizer(model), steps=range(3))
-    assert backend.num_operations == [BLOCK_OPERATIONS]
+def test_blocks_are_compiled_before_or_after_wrapping_or_their_forward_alone(run: Run) -> None:
+    for way in ("before", "after", "forward"):
+        module, backend = three_blocks(), Backend()
+        if way == "before":
+            backend.compile_blocks(module)
+        model, optimizer = run.start(module)
+        if way == "after":
+            run.train(model, optimizer, steps=[9])
+            backend.compile_blocks(module)
+        for block in module.blocks if way == "forward" else ():
+            block.forward = torch.compile(block.forward, backend=backend, fullgraph=True)
+        run.train(model, optimizer, steps=range(3))
+        assert backend.num_operations == [BLOCK_OPERATIONS], way  # one graph for all blocks and all steps
 
 
 @scenario(STAGES)

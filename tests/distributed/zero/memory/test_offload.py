@@ -6,11 +6,11 @@ import torch
 from lab.observe.memory_tracker import MemoryTracker
 from parallel.memory_kinds import TensorKind
 from parallel.mesh import Mesh
-from tests.distributed.zero.test_zero_equals_one_process import TOLERANCE, train_in_one_process, train_with_zero
+from tests.distributed.zero.test_zero_equals_one_process import Case, assert_equal_one_process, case_of
 from tests.kept_apart import KeptApart
 from tests.models import batch, build, loss_of
 from tests.pairwise import pairwise, product_of
-from tests.ranks import run_ranks
+from tests.ranks import run_cases
 from zero.engine import ZeroDataParallel
 from zero.formulas import memory
 from zero.formulas.memory import ModelStates
@@ -24,51 +24,33 @@ OPTIMIZER, PARAMETERS, BOTH = ("optimizer",), ("parameters",), ("optimizer", "pa
 FACTORS = {
     "name": ["gpt", "toy", "t5", "albert"],
     "stage": [0, 1, 2, 3],
-    "states": [OPTIMIZER, PARAMETERS, BOTH],
-    "data_size": [1, 2, 4],
+    "offload": [OffloadConfig("host", states) for states in (OPTIMIZER, PARAMETERS, BOTH)],
+    "sizes": [(1, None), (2, None), (2, 1)],
+    "optimizer_over": ["group", "all"],
     "num_micro_batches": [1, 3],
     "overlap": [True, False],
     "accumulate": ["reduce", "local"],
 }
 
 
-def check_equals_no_offload(
-    name: str, stage: int, states: tuple, data_size: int, num_micro_batches: int, **settings: object
-) -> None:
-    config = ZeroConfig(stage, bucket_numel=500, prefetch_numel=4000, **settings)
-    arguments = name, config, num_micro_batches, False, torch.float64, None, OffloadConfig("host", states)
-    expected = train_in_one_process(name, data_size, num_micro_batches, torch.float64)
-    for rank, result in enumerate(run_ranks(data_size, train_with_zero, *arguments)):
-        assert result.distance(expected) < TOLERANCE[torch.float64], f"rank {rank}"
+def cases_of(combinations: list[dict]) -> list[Case]:
+    """Return the combinations in which something is offloaded."""
+    return [
+        case_of(**combination, bucket_numel=500, prefetch_numel=4000)
+        for combination in combinations
+        if combination["offload"].states != PARAMETERS or combination["stage"] == 3
+    ]
 
 
-def has_something_to_offload(combination: dict) -> bool:
-    return combination["states"] != PARAMETERS or combination["stage"] == 3
-
-
-@pytest.mark.parametrize(
-    "combination",
-    list(filter(has_something_to_offload, pairwise(**FACTORS))),
-    ids=lambda c: "-".join(map(str, c.values())),
-)
-def test_every_placement_equals_one_process(combination):
-    check_equals_no_offload(**combination)
-
-
-ALL_COMBINATIONS = [
-    {"name": "gpt", "overlap": True, "accumulate": "reduce"} | main
-    for main in product_of(FACTORS, "stage", "states", "data_size", "num_micro_batches")
-]
+def test_every_placement_equals_one_process():
+    assert_equal_one_process(cases_of(pairwise(**FACTORS)))
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    "combination",
-    list(filter(has_something_to_offload, ALL_COMBINATIONS)),
-    ids=lambda c: "-".join(map(str, c.values())),
-)
-def test_all_placements_equal_one_process(combination):
-    check_equals_no_offload(**combination)
+def test_all_placements_equal_one_process():
+    factors = FACTORS | {"name": ["gpt"], "sizes": [*FACTORS["sizes"], (4, None), (4, 2)]}
+    product = product_of(factors, "name", "stage", "offload", "sizes", "num_micro_batches")
+    assert_equal_one_process(cases_of(product))
 
 
 def train_with_memories_apart(config: ZeroConfig, offload: OffloadConfig) -> tuple:
@@ -105,20 +87,22 @@ LEFT_PER_PARAMETER = {
 }
 
 
-@pytest.mark.parametrize(("stage", "states"), LEFT_PER_PARAMETER)
-def test_offloaded_states_are_on_the_host_and_the_others_on_the_accelerator(stage, states):
+def test_offloaded_states_are_on_the_host_and_the_others_on_the_accelerator():
     """With both states offloaded, 2 bytes a parameter stay on the accelerator in stage 2, and none in stage 3."""
     data_size = 2
-    config = ZeroConfig(stage, bucket_numel=5000, defragment=True)
-    found = run_ranks(data_size, train_with_memories_apart, config, OffloadConfig("host", states))
-    for device, host, counted, numel, num_copies in found:
-        states_of_rank = memory.formula(config.policy, numel, data_size, gradient_bytes=4)
-        promised = memory.placed(states_of_rank, config.policy, data_size, set(states))
-        assert (device, host) == (promised.accelerator, promised.host)
-        assert device.total / numel == pytest.approx(LEFT_PER_PARAMETER[stage, states])
-        for pool, states_of_pool in zip(counted, (device, host), strict=True):
-            assert_tracker_agrees(pool, states_of_pool)
-        assert num_copies
+    cases = [
+        (ZeroConfig(stage, bucket_numel=5000, defragment=True), OffloadConfig("host", states))
+        for stage, states in LEFT_PER_PARAMETER
+    ]
+    for (config, offload), of_ranks in zip(cases, run_cases(data_size, train_with_memories_apart, cases), strict=True):
+        for device, host, counted, numel, num_copies in of_ranks:
+            states_of_rank = memory.formula(config.policy, numel, data_size, gradient_bytes=4)
+            promised = memory.placed(states_of_rank, config.policy, data_size, set(offload.states))
+            assert (device, host) == (promised.accelerator, promised.host)
+            assert device.total / numel == pytest.approx(LEFT_PER_PARAMETER[config.stage, offload.states])
+            for pool, states_of_pool in zip(counted, (device, host), strict=True):
+                assert_tracker_agrees(pool, states_of_pool)
+            assert num_copies
 
 
 def assert_tracker_agrees(pool: dict, states: ModelStates) -> None:

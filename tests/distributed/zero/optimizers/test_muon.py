@@ -14,28 +14,30 @@ from gpt.model.transformer import GPT, initialize
 from gpt.shape.config import ModelConfig
 from lab.observe.memory_tracker import MemoryTracker
 from parallel.mesh import Axis, Mesh
-from parallel.tensor.layers import split_dims
+from parallel.tensor.split_parameters import split_dims
 from parallel.tensor.token_layout import ReplicatedTokens
 from tests.pairwise import pairwise, product_of
-from tests.ranks import run_ranks
+from tests.ranks import run_cases, run_ranks
+from tests.twins import Groups
 from zero.engine import ZeroDataParallel
 from zero.memory.placement import NO_OFFLOAD, OffloadConfig, Placement
 from zero.optimizer import ZeroOptimizer
 from zero.optimizers.muon import Muon
 from zero.partition.config import ZeroConfig
+from zero.partition.layout import ALIGNMENT
 from zero.state import resident
 
 CONFIG = ModelConfig(num_layers=2, hidden_size=32, num_heads=4, seq_length=8, vocab_size=97, dropout=0.0)
 LLAMA = replace(CONFIG, num_kv_heads=2, mlp="swiglu", mlp_width=48, norm="rms", positions="rope", biases=False)
 CPU = torch.device("cpu")
-GLOBAL_BATCH, NUM_STEPS = 36, 3  # sequences, divided over micro-batches and ranks
+GLOBAL_BATCH, NUM_STEPS = 12, 3  # sequences, divided over micro-batches and ranks
 LR, DECAY, CLIP_NORM, BETAS = 1e-2, 0.1, 0.5, (0.9, 0.95)
 MOMENTUM, COEFFICIENTS, EPS = 0.95, (3.4445, -4.7750, 2.0315), 1e-7
 # float64: 5 steps of an iteration of which each multiplies an error of 1e-16 by at most 3.4, and 3 updates.
 TOLERANCE = 1e-10
 HOST = OffloadConfig(mode="host")
 # Gemini with chunks of some parameters and room for a part of the states.
-AUTO = OffloadConfig("auto", accelerator_memory_gb=2.35e-3, hidden_dim=32, min_chunk_size_m=0.004, search_range_m=0.004)
+AUTO = OffloadConfig("auto", accelerator_memory_gb=1.35e-3, hidden_dim=32, min_chunk_size_m=0.004, search_range_m=0.004)
 
 
 @dataclass(frozen=True)
@@ -46,9 +48,11 @@ class Case:
     num_micro_batches: int = 1
     bucket_numel: int | None = 700
     shard_size: int | None = None
+    optimizer_over: str = "group"
     offload: OffloadConfig = NO_OFFLOAD
     overlap_gather: bool = False
     model: ModelConfig = CONFIG
+    alignment: int = ALIGNMENT
 
     @property
     def num_ranks(self) -> int:
@@ -80,16 +84,20 @@ def sequences(step: int) -> Tensor:
 
 
 def start(
-    case: Case, dtype: torch.dtype = torch.float64, kind: type[torch.optim.Optimizer] = Muon, **settings: Any
+    case: Case,
+    param_dtype: torch.dtype = torch.float64,
+    kind: type[torch.optim.Optimizer] = Muon,
+    groups: Groups = groups_of,
+    **settings: Any,
 ) -> tuple[ZeroDataParallel, ZeroOptimizer]:
     mesh = Mesh.create(case.tensor_size, shard_size=case.shard_size)
-    gpt = build(mesh.tensor, case.model).to(dtype)
-    types = {"accumulate_dtype": "bf16", "reduce_dtype": "bf16"} if dtype is torch.bfloat16 else {}
-    config = ZeroConfig(case.stage, case.bucket_numel, overlap_gather=case.overlap_gather, **types)
+    gpt = build(mesh.tensor, case.model).to(param_dtype)
+    types = {"accumulate_dtype": "bf16", "reduce_dtype": "bf16"} if param_dtype is torch.bfloat16 else {}
+    ways = {"overlap_gather": case.overlap_gather, "alignment": case.alignment, "optimizer_over": case.optimizer_over}
+    config = ZeroConfig(case.stage, case.bucket_numel, **ways, **types)
     model = ZeroDataParallel(gpt, mesh.data, config, offload=case.offload)
-    types = {"ns_dtype": "fp64"} if kind is Muon else {"dtype": "fp64"}
-    chosen = {**types, "lr": LR, "weight_decay": DECAY, "clip_norm": CLIP_NORM} | settings
-    return model, ZeroOptimizer(model, kind, groups_of(gpt), tensor=mesh.tensor, **chosen)
+    chosen = {"lr": LR, "weight_decay": DECAY, "clip_norm": CLIP_NORM} | settings
+    return model, ZeroOptimizer(model, kind, groups(gpt), tensor=mesh.tensor, **chosen)
 
 
 def train_steps(model: ZeroDataParallel, optimizer: ZeroOptimizer, num_micro_batches: int, steps: range) -> None:
@@ -116,7 +124,7 @@ def whole_params(model: ZeroDataParallel, tensor: Axis) -> dict[str, Tensor]:
 
 def train(case: Case) -> dict[str, Tensor]:
     with MemoryTracker(CPU) if case.offload.mode == "auto" else nullcontext():  # Gemini measures memory
-        model, optimizer = start(case)
+        model, optimizer = start(case, ns_dtype="fp64")
         train_steps(model, optimizer, case.num_micro_batches, range(NUM_STEPS))
         if case.offload.mode == "auto":
             placements = {bucket.optimizer_placement for bucket in model.buckets}
@@ -193,7 +201,7 @@ def assert_equals_whole(found: list[dict[str, Tensor]], config: ModelConfig = CO
 FACTORS: dict[str, list[Any]] = {
     "stage": [0, 1, 2, 3],
     "ranks": [(1, 1), (2, 1), (3, 1), (1, 2), (2, 2)],  # data x tensor
-    "num_micro_batches": [1, 3],
+    "num_micro_batches": [1, 2],
     "bucket_numel": [300, 5000, None],
     "placed": [NO_OFFLOAD, HOST],
 }
@@ -206,28 +214,25 @@ def case_of(ranks: tuple[int, int], placed: OffloadConfig, **settings: Any) -> C
     return Case(data_size=ranks[0], tensor_size=ranks[1], offload=offload, **settings)
 
 
-def train_all(cases: list[Case]) -> list[dict[str, Tensor]]:
-    return [train(case) for case in cases]
-
-
 def check_cases(cases: list[Case]) -> None:
     for num_ranks in {case.num_ranks for case in cases}:
-        for found in run_ranks(num_ranks, train_all, [case for case in cases if case.num_ranks == num_ranks]):
-            assert_equals_whole(found)
+        chosen = [[case] for case in cases if case.num_ranks == num_ranks]
+        for (case,), found in zip(chosen, run_cases(num_ranks, train, chosen), strict=True):
+            assert_equals_whole(found, case.model)
 
 
 def test_muon_equals_one_process():
-    few = FACTORS | {"ranks": [(2, 1), (3, 1), (2, 2)]}
+    few = FACTORS | {"ranks": [(2, 1), (3, 1), (1, 2)]}
     cases = [case_of(**combination) for combination in pairwise(**few)]
-    grouped = Case(2, 4, shard_size=2), Case(3, 4, shard_size=2, overlap_gather=True), Case(1, 4, overlap_gather=True)
-    check_cases([*cases, *grouped, Case(2, 2, offload=AUTO), Case(3, 2, offload=AUTO)])
+    grouped = Case(2, 4, shard_size=2), Case(3, 4, shard_size=2, overlap_gather=True)
+    over_all = [Case(stage, 4, shard_size=2, optimizer_over="all") for stage in (1, 2, 3)]
+    mixed = Case(3, 2, 2, 2, 300), Case(1, 2, overlap_gather=True)
+    check_cases([*cases, *grouped, *over_all, *mixed, Case(2, 2, offload=AUTO), Case(3, 2, offload=AUTO)])
 
 
 def test_grouped_heads_and_gates_are_matrices_of_their_own():
     """Rows of gate and up take turns one by one; over four ranks, two share each head of keys and values."""
-    cases = [Case(2, 4, model=LLAMA), Case(3, 2, 2, model=LLAMA), Case(1, 1, 4, model=LLAMA)]
-    for results in run_ranks(4, train_all, cases):
-        assert_equals_whole(results, LLAMA)
+    check_cases([Case(2, 2, model=LLAMA), Case(3, 2, 2, model=LLAMA), Case(1, 1, 4, model=LLAMA)])
 
 
 @pytest.mark.full
@@ -246,7 +251,7 @@ def test_parts_of_tensor_ranks_by_themselves_are_other_matrices():
 
 
 def train_apart() -> tuple[dict[str, Tensor], dict[str, int]]:
-    model, optimizer = start(Case(data_size=1, tensor_size=2), joins_parts=False)
+    model, optimizer = start(Case(data_size=1, tensor_size=2), joins_parts=False, ns_dtype="fp64")
     optimizer.tensor.log.clear()
     train_steps(model, optimizer, 1, range(NUM_STEPS))
     return whole_params(model, optimizer.tensor), sent_by_axis(model)
@@ -279,10 +284,6 @@ def measure(case: Case) -> dict[str, Any]:
     }
 
 
-def measure_all(cases: list[Case]) -> list[dict[str, Any]]:
-    return [measure(case) for case in cases]
-
-
 def test_traffic_and_memory_are_those_of_the_formulas():
     """Matrices cost 2 Psi (N-1)/N^2 elements in the mean over ranks, and along the tensor axis 2 Psi (T-1)/(N T).
 
@@ -290,7 +291,7 @@ def test_traffic_and_memory_are_those_of_the_formulas():
     """
     model = replace(CONFIG, num_layers=1)
     cases = [Case(1, 4, bucket_numel=256, model=model), Case(2, 2, 2, bucket_numel=128, model=model), Case(0, 4)]
-    for case, found in zip(cases, zip(*run_ranks(4, measure_all, cases), strict=True), strict=True):
+    for case, found in zip(cases, run_cases(4, measure, [[case] for case in cases]), strict=True):
         num_shards = 1 if case.stage == 0 else case.data_size
         numel, itemsize = found[0]["numel"], torch.bfloat16.itemsize
         mean = {axis: sum(rank["sent"][axis] for rank in found) / len(found) for axis in ("shard", "tensor")}

@@ -20,7 +20,7 @@ from tests.distributed.zero.optimizers.test_muon import (
     train_steps,
     whole_params,
 )
-from tests.ranks import run_ranks
+from tests.ranks import run_cases, run_ranks
 from zero.memory.placement import OffloadConfig
 from zero.optimizers.soap import SHIFT, Soap
 from zero.state import resident
@@ -78,7 +78,7 @@ def train_whole() -> dict[str, Tensor]:
 
 
 def start_soap(case: Case):
-    return start(case, kind=Soap, eps=EPS, shampoo_beta=BETA, refresh_every=REFRESH_EVERY)
+    return start(case, kind=Soap, dtype="fp64", eps=EPS, shampoo_beta=BETA, refresh_every=REFRESH_EVERY)
 
 
 def train_and_resume(number: int, folder: Path) -> dict[str, Tensor]:
@@ -98,13 +98,9 @@ def train_and_resume(number: int, folder: Path) -> dict[str, Tensor]:
     return trained
 
 
-def train_all(folder: Path) -> list[dict[str, Tensor]]:
-    return [train_and_resume(number, folder) for number in range(len(CASES))]
-
-
 def test_soap_equals_one_process_and_continues_under_other_layouts(tmp_path):
-    for found in run_ranks(2, train_all, tmp_path):
-        for params in found:
+    for results in run_cases(2, train_and_resume, [(number, tmp_path) for number in range(len(CASES))]):
+        for params in results:
             torch.testing.assert_close(params, train_whole(), rtol=0, atol=TOLERANCE)
 
 

@@ -6,13 +6,13 @@
 A loss must be a mean over the rows of a batch; for any other loss, a procedure iterates over the `parts` of a batch.
 """
 
-import functools
 import importlib
 import itertools
 import math
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial, update_wrapper
 from typing import Any
 
 import pytest
@@ -219,21 +219,40 @@ def scenario(
 
     def make_test(procedure: Procedure) -> Callable[..., None]:
         few = few_of(configurations, procedure.__name__)
-        extents = [pytest.param(few, id="few"), pytest.param(every, id="all", marks=pytest.mark.full)]
-
-        @pytest.mark.parametrize("chosen", extents)
-        def test(chosen: Sequence[Configuration]) -> None:
-            for num_ranks in (2, 4):
-                if alike := [configuration for configuration in chosen if configuration.num_ranks == num_ranks]:
-                    name = procedure.__module__, procedure.__name__
-                    run_ranks(num_ranks, check, *name, alike, tolerance, dtype)
-
-        functools.update_wrapper(test, procedure)
+        find = partial(procedure_of, procedure.__module__)
+        test = as_test(find, [procedure.__name__], few, every, tolerance, dtype)
+        update_wrapper(test, procedure)
         del test.__wrapped__  # pytest would take its argument for a fixture
         test.procedure = procedure  # type: ignore[attr-defined]
         return test
 
     return make_test
+
+
+def procedure_of(module_name: str, name: str) -> Procedure:
+    """Return the procedure of a test."""
+    return getattr(importlib.import_module(module_name), name).procedure
+
+
+def as_test(
+    find: Callable[[str], Procedure],
+    names: Sequence[str],
+    few: Sequence[Configuration],
+    every: Sequence[Configuration],
+    tolerance: float,
+    dtype: torch.dtype,
+) -> Callable[..., None]:
+    """Make a test of procedures, which `find` returns on a rank by their names; those on as many ranks are one call."""
+
+    @pytest.mark.parametrize(
+        "chosen", [pytest.param(few, id="few"), pytest.param(every, id="all", marks=pytest.mark.full)]
+    )
+    def test(chosen: Sequence[Configuration]) -> None:
+        for num_ranks in (2, 4):
+            if alike := [configuration for configuration in chosen if configuration.num_ranks == num_ranks]:
+                run_ranks(num_ranks, check, find, names, alike, tolerance, dtype)
+
+    return test
 
 
 def few_of(configurations: Sequence[Configuration], name: str) -> list[Configuration]:
@@ -245,19 +264,25 @@ def few_of(configurations: Sequence[Configuration], name: str) -> list[Configura
 
 
 def check(
-    module_name: str, name: str, configurations: Sequence[Configuration], tolerance: float, dtype: torch.dtype
+    find: Callable[[str], Procedure],
+    names: Sequence[str],
+    configurations: Sequence[Configuration],
+    tolerance: float,
+    dtype: torch.dtype,
 ) -> None:
-    """Run a scenario on this rank: in one process, which must change the parameters, then under each configuration."""
-    procedure = getattr(importlib.import_module(module_name), name).procedure
+    """Run scenarios on this rank: in one process, which must change the parameters, then under each configuration."""
     torch.set_default_dtype(dtype)
     data = Mesh.create(tensor_size=1, shard_size=2 if configurations[0].has_groups else None).data
-    expected = results_of(procedure, None, data)
-    # Small numbers: a difference of TOLERANCE is then a mistake, and not a rounding.
-    assert all(value.abs().max() < LARGEST for value in expected.values()), "the procedure diverges in one process"
-    for configuration in configurations:
-        with noting(configuration):
-            found = results_of(procedure, configuration, data)
-            torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+    for name in names:
+        with noting(name):
+            procedure = find(name)
+            expected = results_of(procedure, None, data)
+            # Small numbers: a difference of TOLERANCE is then a mistake, and not a rounding.
+            assert all((value.abs() < LARGEST).all() for value in expected.values()), "it diverges in one process"
+            for configuration in configurations:
+                with noting(configuration):
+                    found = results_of(procedure, configuration, data)
+                    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
 def results_of(procedure: Procedure, configuration: Configuration | None, data: Axis) -> dict[str, Tensor]:
@@ -299,3 +324,18 @@ class Blocks(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.encode(x))
+
+
+class Calls(nn.Module):
+    """A model that calls each of its blocks by `call(block, h)`."""
+
+    def __init__(self, call: Callable[[nn.Module, Tensor], Tensor], *blocks: nn.Module) -> None:
+        super().__init__()
+        self.call, self.embed = call, nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embed(x)
+        for block in self.blocks:
+            h = self.call(block, h)
+        return h

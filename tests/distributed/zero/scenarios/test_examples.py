@@ -73,7 +73,7 @@ def keep_an_average(model, optimizer, batches, loss_of, scores):
 
 
 def schedule_the_learning_rate(model, optimizer, batches, loss_of):
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer.inner, T_max=3)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=3)
     for x in batches:
         loss_of(model(x)).backward()
         optimizer.step()

@@ -13,6 +13,7 @@ from tests.distributed.zero.scenarios.runs import (
     WIDTH,
     Block,
     Blocks,
+    Calls,
     Model,
     Run,
     mean_square,
@@ -55,21 +56,6 @@ def view_(x: Tensor) -> None:
 
 
 CHANGES = [mul_, relu_, add_, index_, masked_fill_, view_]
-
-
-class Calls(nn.Module):
-    """A model that calls each of its blocks by `call(block, h)`."""
-
-    def __init__(self, call: Callable[[nn.Module, Tensor], Tensor], *blocks: nn.Module) -> None:
-        super().__init__()
-        self.call, self.embed = call, nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(blocks)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.embed(x)
-        for block in self.blocks:
-            h = self.call(block, h)
-        return h
 
 
 def train_each(run: Run, call: Callable[[nn.Module, Tensor], Tensor], changes: list = CHANGES) -> None:

@@ -334,3 +334,14 @@ def test_a_step_after_a_backward_that_raised_is_as_usual(run: Run) -> None:
         if step % 2:
             model.zero_grad()
         run.train(model, optimizer, steps=[step])
+
+
+@scenario()
+def test_a_hook_waits_for_the_gradients_of_all_parameters(run: Run) -> None:
+    model, optimizer = run.start(Blocks())
+    numbers: list[int] = []
+    params = list(model.module.parameters())
+    with model.gathered():
+        torch.autograd.graph.register_multi_grad_hook(params, lambda grads: numbers.append(len(grads)))
+    run.train(model, optimizer)
+    assert numbers == 2 * [len(params)]

@@ -1,9 +1,13 @@
 """Several optimizers, adversarial training, schedulers, and parameters in no group."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
+from transformers import get_cosine_schedule_with_warmup
 
 from tests.distributed.zero.scenarios.runs import (
     DEFAULT,
@@ -14,6 +18,7 @@ from tests.distributed.zero.scenarios.runs import (
     WIDTH,
     Block,
     Blocks,
+    Configuration,
     Model,
     Optimizer,
     Run,
@@ -201,15 +206,16 @@ SCHEDULERS = {
 
 
 @scenario(FIRST_AND_LAST)
-def test_torchs_schedulers_set_the_learning_rates_of_the_inner_optimizer(run: Run) -> None:
-    for make in SCHEDULERS.values():
+def test_torchs_schedulers_set_the_learning_rates(run: Run) -> None:
+    for number, make in enumerate(2 * list(SCHEDULERS.values())):
         model = run.wrap(Blocks())
         optimizer = run.optimizer(model)
-        scheduler = make(optimizer.inner)
+        driven = optimizer if number < len(SCHEDULERS) else optimizer.inner
+        scheduler = make(driven)
         for step in range(4):
             run.train(model, optimizer, steps=[step])
             scheduler.step()
-        plateau = lr_scheduler.ReduceLROnPlateau(optimizer.inner, patience=0)
+        plateau = lr_scheduler.ReduceLROnPlateau(driven, patience=0)
         for _ in range(3):
             plateau.step(1.0)
         run.train(model, optimizer, steps=[4])
@@ -224,6 +230,102 @@ def test_groups_have_settings_and_some_parameters_are_in_no_group(run: Run) -> N
         {"params": list(model.module.head.parameters()), "momentum": 0.0, "nesterov": False},
     ]
     run.train(model, run.optimizer(model, groups=groups), steps=range(3))
+
+
+class ScheduleFreeSGD(torch.optim.Optimizer):
+    """SGD that trains with one point between an average and its own values, and evaluates with the average.
+
+    As those of the package `schedulefree`, it begins in the mode of evaluation, in which it refuses to step.
+    """
+
+    def __init__(self, params: Any, lr: float = 0.1, beta: float = 0.75):
+        super().__init__(params, {"lr": lr, "beta": beta, "k": 0, "train_mode": False})
+
+    def eval(self) -> None:
+        self._move(False, lambda group: 1 - 1 / group["beta"])
+
+    def train(self) -> None:
+        self._move(True, lambda group: 1 - group["beta"])
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            if not group["train_mode"]:
+                raise Exception("not in the mode of training")
+            group["k"] += 1
+            for param in (param for param in group["params"] if param.grad is not None):
+                state, share = self.state[param], 1 / group["k"]
+                z = state.setdefault("z", param.detach().clone())
+                param.lerp_(z, share).add_(param.grad, alpha=group["lr"] * (group["beta"] * (1 - share) - 1))
+                z.sub_(param.grad, alpha=group["lr"])
+
+    @torch.no_grad()
+    def _move(self, trains: bool, weight: Callable[[dict[str, Any]], float]) -> None:
+        for group in (group for group in self.param_groups if group["train_mode"] is not trains):
+            group["train_mode"] = trains
+            for param in (param for param in group["params"] if self.state[param]):
+                param.lerp_(self.state[param]["z"], weight(group))
+
+
+@scenario([Configuration(1, offloads=True), Configuration(2)])  # where the owned pieces are not all of the parameters
+def test_an_optimizer_evaluates_with_other_values_than_it_trains_with(run: Run) -> None:
+    model, optimizer = run.start(Blocks(), ScheduleFreeSGD, lr=0.1)
+    for epoch in range(2):
+        optimizer.inner.train()
+        run.train(model, optimizer, steps=[2 * epoch, 2 * epoch + 1])
+        optimizer.inner.eval()
+        with torch.no_grad():
+            run.record(mean_square(model, run.batch(9)))
+
+
+@scenario(STAGES + HOST)
+def test_closures_and_changed_gradients_train(run: Run) -> None:
+    model, optimizer = run.start(Blocks())
+    scheduler = get_cosine_schedule_with_warmup(optimizer, 1, 4)
+
+    def clip_by_value() -> None:
+        for _, grad in optimizer.gradients():
+            grad.clamp_(-0.01, 0.02)
+
+    for step in range(3):
+
+        def closure(step: int = step) -> Tensor:
+            optimizer.zero_grad()
+            loss = mean_square(model, run.batch(step))
+            loss.backward()
+            return loss
+
+        run.record(optimizer.step(closure, gradient_hook=clip_by_value))
+        scheduler.step()
+
+
+@scenario(DEFAULT + HOST)
+def test_step_hooks_run_once_a_step(run: Run) -> None:
+    for is_inner in (False, True):
+        model, optimizer = run.start(Blocks())
+        count_step_hooks(run, model, optimizer, optimizer.inner if is_inner else optimizer)
+
+
+def count_step_hooks(run: Run, model: Model, optimizer: Optimizer, driven: torch.optim.Optimizer) -> None:
+    calls: list[str] = []
+
+    def before(inner: torch.optim.Optimizer, *_: object) -> None:
+        calls.append("before")
+        for group in inner.param_groups:
+            group["lr"] *= 0.5
+
+    @torch.no_grad()
+    def after(*_: object) -> None:
+        calls.append("after")
+        with model.gathered() as module:
+            run.record(module.head.weight.sum())
+            for param in module.parameters():
+                param.clamp_(-0.4, 0.4)
+
+    driven.register_step_pre_hook(before)
+    driven.register_step_post_hook(after)
+    run.train(model, optimizer, steps=range(3))
+    assert calls == ["before", "after"] * 3
 
 
 KINDS = [

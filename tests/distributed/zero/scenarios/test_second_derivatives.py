@@ -1,4 +1,7 @@
-"""Gradients taken by torch.autograd.grad, of inputs and of parameters, and losses that contain them."""
+"""Gradients taken by torch.autograd.grad and torch.func, of inputs and parameters, and losses that contain them."""
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -174,6 +177,26 @@ def test_jacobians_and_hessians_by_the_input_are_computed(run: Run) -> None:
         run.record(jacobian.square().sum()).backward()
         optimizer.step()
         optimizer.zero_grad()
+        run.train(model, optimizer, steps=[step])
+
+
+TRANSFORMS: list[Callable[[Callable[[Tensor], Any], Tensor], Tensor]] = [
+    lambda f, x: torch.func.grad(lambda x: f(x).square().sum())(x),
+    lambda f, x: torch.func.vjp(f, x)[1](f(x))[0],
+    lambda f, x: torch.func.jvp(f, (x,), (x.cos(),))[1],
+    lambda f, x: torch.func.hessian(lambda x: f(x).square().sum())(x),
+    lambda f, x: torch.func.vmap(torch.func.grad(lambda row: f(row).square().sum()))(x),
+    lambda f, x: torch.func.jacfwd(f)(x),
+]
+
+
+@scenario(DEFAULT + HOST)
+def test_transforms_of_torch_func_gather_what_they_run(run: Run) -> None:
+    model, optimizer = run.start(Blocks())
+    x = torch.linspace(-1, 1, 2 * WIDTH).view(2, WIDTH)  # the same rows on all ranks
+    for step in range(2):
+        for transform in TRANSFORMS:
+            run.record(transform(model, x).sin().sum())
         run.train(model, optimizer, steps=[step])
 
 

@@ -111,6 +111,7 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, Tensor], 
     "orthogonal": (lambda: parametrizations.orthogonal(nn.Linear(WIDTH, WIDTH)), plain),
     "spectral_norm": (lambda: parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)), plain),
     "spectral_norm, by hooks": (lambda: nn.utils.spectral_norm(nn.Linear(WIDTH, WIDTH)), plain),
+    "scripted": (lambda: torch.jit.script(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())), plain),
     "pruned": (lambda: prune.l1_unstructured(nn.Linear(WIDTH, WIDTH), "weight", amount=0.5), plain),
 }
 
@@ -172,6 +173,22 @@ def test_batch_norms_train_on_each_ranks_rows(run: Run) -> None:
     assert model.module.blocks[0][1].num_batches_tracked == 3 * len(run.parts(0))
 
 
+@scenario([STAGES[1], STAGES[3]])  # both put hooks on modules
+def test_traced_and_scripted_blocks_train(run: Run) -> None:
+    """They take no hooks, and belong to the module around them."""
+    module = Blocks(torch.jit.script(Block()), Block(), torch.jit.trace(Block(), torch.zeros(1, WIDTH)))
+    if not run.is_plain and (run.shards_parameters or run.configuration.zero.overlap_gather):
+        with pytest.raises(ValueError, match=r"the model is a .*Module, which takes no hooks"):
+            run.wrap(torch.jit.script(Block()))
+        run.models.clear()
+    model, optimizer = run.start(module)
+    run.train(model, optimizer)
+    with model.gathered(modify=True) as module:
+        module.load_state_dict({name: 0.5 * value for name, value in module.state_dict().items()})
+    run.train(model, optimizer, steps=[2, 3])
+    run.train_module(model.unwrap(), steps=[4])
+
+
 @scenario()
 def test_a_parametrization_is_cached_and_its_original_is_read(run: Run) -> None:
     def loss(model: Model, x: Tensor) -> Tensor:
@@ -203,6 +220,28 @@ def test_a_regulariser_reads_a_parametrized_weight(run: Run) -> None:
     for linear in blocks:
         parametrize.register_parametrization(linear, "weight", Symmetric())
     run.train_module(Blocks(*blocks), loss)
+
+
+@scenario()
+def test_a_weight_is_parametrized_after_wrapping(run: Run) -> None:
+    model, optimizer = run.start(Blocks())
+    run.train(model, optimizer)
+    with model.gathered() as module:
+        parametrize.register_parametrization(module.embed, "weight", Symmetric())
+    run.train(model, optimizer, steps=[2, 3])
+
+
+@scenario()
+def test_a_model_runs_inside_a_context_of_another_device(run: Run) -> None:
+    model, optimizer = run.start(Blocks())
+    for step in range(3):
+        x = run.batch(step)
+        with torch.device("meta"):
+            loss = mean_square(model, x)
+            loss.backward()
+        run.record(loss)
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 @scenario()

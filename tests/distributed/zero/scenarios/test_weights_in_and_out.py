@@ -2,7 +2,8 @@
 
 import copy
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -13,7 +14,9 @@ from tests.distributed.zero.scenarios.runs import (
     DEFAULT,
     GROUPS,
     HOST,
+    STAGE_3,
     STAGES,
+    WIDTH,
     Blocks,
     Model,
     Run,
@@ -93,6 +96,15 @@ def test_a_state_is_loaded_between_steps(run: Run) -> None:
     run.train(model, optimizer, steps=[4])
 
 
+@contextmanager
+def swapped_on_conversion() -> Iterator[None]:
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        yield
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+
+
 @scenario()
 def test_a_state_that_replaces_parameters_is_refused(run: Run) -> None:
     model, optimizer = run.start(WithBuffer())
@@ -102,6 +114,13 @@ def test_a_state_that_replaces_parameters_is_refused(run: Run) -> None:
             model.module.load_state_dict(other_values(), assign=True)
         with pytest.raises(ValueError, match="assign"), model.gathered(modify=True) as module:
             module.load_state_dict(other_values(), assign=True)
+        with pytest.raises(ValueError, match=r"head\.weight .* swapped.*unwrap"), model.gathered() as module:
+            torch.utils.swap_tensors(module.head.weight, nn.Parameter(torch.ones(2, 4)))
+        with swapped_on_conversion():
+            with pytest.raises(ValueError, match="set_swap_module"), model.gathered(modify=True) as module:
+                module.load_state_dict(other_values())
+            with pytest.raises(RuntimeError, match=r"swap Linear|unwrap"):
+                model.module.head.float()
     run.train(model, optimizer, steps=[2])
 
 
@@ -252,3 +271,80 @@ def test_weights_are_clipped_after_each_step(run: Run) -> None:
         with torch.no_grad(), model.gathered() as module:
             for param in module.parameters():
                 param.clamp_(-0.2, 0.2)
+
+
+def copied(param: nn.Parameter) -> Tensor:
+    return param.data.clone()
+
+
+def referred_to(param: nn.Parameter) -> Tensor:
+    return param.data
+
+
+@scenario(DEFAULT + HOST)
+def test_weights_are_replaced_for_a_forward_and_restored_before_its_backward(run: Run) -> None:
+    """Binary weights, and noise on weights: the gradients are those of the replaced weights."""
+    model, optimizer = run.start(Blocks())
+    for step, keep in enumerate((copied, referred_to, copied)):
+        optimizer.zero_grad()
+        with model.gathered() as module:
+            kept = [keep(param) for param in module.parameters()]
+            for param in module.parameters():
+                param.data = 0.1 * param.data.sign()
+            loss = run.record(mean_square(model, run.batch(step)))
+            for param, values in zip(module.parameters(), kept, strict=True):
+                param.data = values
+            loss.backward()
+        optimizer.step()
+
+
+@scenario([configuration for configuration in DEFAULT + HOST if configuration.stage < 3])
+def test_weights_are_replaced_and_restored_outside_of_gathered_below_stage_3(run: Run) -> None:
+    module = Blocks()
+    module.embed.requires_grad_(False)
+    model, optimizer = run.start(module)
+    weights = [param for param in module.parameters() if param.dim() == 2]
+    for step in range(3):
+        optimizer.zero_grad()
+        kept = [param.data for param in weights]
+        for param in weights:
+            param.data = param.data + 0.01 * step
+        loss = run.record(mean_square(model, run.batch(step)))
+        for param, values in zip(weights, kept, strict=True):
+            param.data = values
+        loss.backward()
+        optimizer.step()
+        weights[1].data, weights[3].data = weights[3].data, weights[1].data  # of one shape, in two units
+        run.train(model, optimizer, steps=[10 + step])
+
+
+class Binary(nn.Linear):
+    """A layer that replaces its weight in forward only."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept, self.weight.data = self.weight.data, 0.1 * self.weight.data.sign()
+        output = super().forward(x)
+        self.weight.data = kept
+        return output
+
+
+@scenario(DEFAULT + HOST)
+def test_a_layer_replaces_its_weight_while_it_runs(run: Run) -> None:
+    run.train_module(Blocks(Binary(WIDTH, WIDTH), nn.Sequential(Binary(WIDTH, WIDTH))), steps=range(3))
+
+
+@scenario(STAGE_3)
+def test_weights_that_are_resharded_between_forward_and_restoring_raise_in_backward(run: Run) -> None:
+    model, optimizer = run.start(Blocks())
+    if not run.is_plain:
+        weight = model.module.blocks[0].up.weight
+        with model.gathered():
+            kept = weight.data.clone()
+            weight.data = kept.sign()
+        loss = mean_square(model, run.batch(0))
+        with model.gathered():
+            weight.data = kept
+        with pytest.raises(RuntimeError, match=r"modified"):
+            loss.backward()
+        optimizer.zero_grad()
+    run.train(model, optimizer)

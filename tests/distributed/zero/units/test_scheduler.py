@@ -1,5 +1,6 @@
 """Units that are unsharded and resharded (stage 3): what is in memory at each moment, and that no weights are stale."""
 
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,7 +12,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from parallel.mesh import Mesh
 from tests.models import batch, build, loss_of
-from tests.ranks import run_ranks
+from tests.ranks import run_cases, run_ranks
 from tests.twins import Twins, next_token_loss
 from zero.engine import ZeroDataParallel
 from zero.partition.config import ZeroConfig
@@ -83,39 +84,22 @@ def units_in_memory(num_ahead: int, per_checkpoint: int | None = None) -> dict[s
     return notes | {"after evaluation": in_memory()}
 
 
-@pytest.mark.parametrize("num_ahead", [0, 1, 2])
-def test_only_a_unit_and_the_prefetched_ones_are_in_memory(num_ahead):
+def test_only_a_unit_and_the_prefetched_ones_are_in_memory():
     blocks = range(NUM_BLOCKS)
-    expected = {f"forward {index}": set(blocks[index : index + 1 + num_ahead]) for index in blocks}
-    expected |= {f"backward {index}": set(blocks[max(0, index - num_ahead) : index + 1]) for index in blocks}
-    expected |= {"after backward": set(), "after evaluation": set()}
-    assert run_ranks(2, units_in_memory, num_ahead) == [expected, expected]
+    for num_ahead, found in enumerate(run_cases(2, units_in_memory, [(0,), (1,), (2,)])):
+        expected = {f"forward {index}": set(blocks[index : index + 1 + num_ahead]) for index in blocks}
+        expected |= {f"backward {index}": set(blocks[max(0, index - num_ahead) : index + 1]) for index in blocks}
+        expected |= {"after backward": set(), "after evaluation": set()}
+        assert found == [expected, expected]
 
 
-@pytest.mark.parametrize("num_ahead", [0, 1])
-@pytest.mark.parametrize("per_checkpoint", [1, 2, 3])
-def test_no_more_than_one_checkpoint_and_the_prefetched_units_are_in_memory(num_ahead, per_checkpoint):
-    for notes in run_ranks(2, units_in_memory, num_ahead, per_checkpoint):
-        for index in range(NUM_BLOCKS):
-            assert index in notes[f"forward {index}"]
-            assert index in notes[f"backward {index}"]
-        assert max(map(len, notes.values())) <= per_checkpoint + num_ahead
-        assert notes["after backward"] == notes["after evaluation"] == set()
-
-
-def check_call_before_the_first_forward() -> None:
-    torch.manual_seed(0)
-    module = Chain({})
-    expected = module.blocks[1].linear(torch.ones(16)).detach()
-    for block in module.blocks:
-        block.note = lambda direction: None
-    model = ZeroDataParallel(module, Mesh.create(tensor_size=1).data, STAGE_3)
-    with torch.no_grad():
-        assert model.module.blocks[1](torch.ones(16)).equal(expected.tanh())
-
-
-def test_a_module_may_be_called_before_the_first_forward_of_the_whole_model():
-    run_ranks(2, check_call_before_the_first_forward)
+def test_no_more_than_one_checkpoint_and_the_prefetched_units_are_in_memory():
+    cases = list(itertools.product((0, 1), (1, 2, 3)))
+    for (num_ahead, per_checkpoint), found in zip(cases, run_cases(2, units_in_memory, cases), strict=True):
+        for notes in found:
+            assert all(index in notes[f"forward {index}"] & notes[f"backward {index}"] for index in range(NUM_BLOCKS))
+            assert max(map(len, notes.values())) <= per_checkpoint + num_ahead
+            assert notes["after backward"] == notes["after evaluation"] == set()
 
 
 def check_skipped_blocks() -> None:
@@ -137,9 +121,9 @@ def check_step_while_gathered() -> None:
             twins.step()
 
 
-def test_unsharded_weights_are_never_stale():
-    run_ranks(2, check_skipped_blocks)
-    run_ranks(2, check_step_while_gathered)
+@pytest.mark.parametrize("check", [check_skipped_blocks, check_step_while_gathered])
+def test_unsharded_weights_are_never_stale(check):
+    run_ranks(2, check)
 
 
 def check_recomputation_to_the_end() -> None:

@@ -37,8 +37,8 @@ def test_a_rank_has_the_memory_of_its_gpu_or_a_part_of_the_machine(monkeypatch: 
         ("--zero.stage=3", 4, 18 / 4, (3 * 4 + 6 * 2) * (3 / 4) / 3),
         # Of 2 data ranks, 6 micro-batches.
         ("--parallel.tensor_size=2", 2, 2 + 16 / 2, (6 * 4 + 2) * (1 / 2) / 6),
-        # The states of 4 ranks are divided by 2.
-        ("--parallel.shard_size=2", 4, 2 + 16 / 2, (3 * 4 + 2) * (3 / 4) / 3),
+        # The states of 4 ranks are divided by 2, and the step has an all-reduce of half of the gradients.
+        ("--parallel.shard_size=2", 4, 2 + 16 / 2, ((3 * 4 + 2) * (1 / 2) + 2 * 4 / 2 * (1 / 2)) / 3),
         # Two ranks share a sequence, so there are 6 micro-batches.
         ("--parallel.context_size=2", 4, 2 + 16 / 4, (6 * 4 + 2) * (3 / 4) / 6),
     ],

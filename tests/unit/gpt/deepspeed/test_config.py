@@ -110,13 +110,17 @@ FULL = {"train_batch_size": 32, "train_micro_batch_size_per_gpu": 2, "gradient_a
         ({"zero_optimization.stage3_param_persistence_threshold": 1e5}, {"zero.resident_numel": 100_000}),
         ({"zero_optimization.stage3_gather_16bit_weights_on_model_save": True}, {"checkpoint.weights": True}),
         ({"zero_optimization.mics_shard_size": -1}, {"parallel.shard_size": None}),
+        (
+            {"zero_optimization.zero_hpz_partition_size": 8},
+            {"parallel.shard_size": 8, "zero.optimizer_over": "all"},
+        ),
+        ({"zero_optimization.zero_hpz_partition_size": 1}, {}),
         ({CPU_OPTIMIZER: "cpu"}, {"offload.mode": "host", "offload.states": ["optimizer"]}),
         (
             {"zero_optimization.stage": 3, CPU_PARAM: "cpu"},
             {"zero.stage": 3, "offload.mode": "host", "offload.states": ["parameters"]},
         ),
         ({CPU_PARAM: "none", CPU_OPTIMIZER: "none"}, {"offload.mode": "accelerator"}),
-        ({"bf16.enabled": True, "fp16.enabled": False}, {"train.precision": "bf16"}),
         ({"fp16.enabled": False, "fp16.loss_scale": 8}, {"train.precision": "fp32"}),
         ({"fp16.enabled": "auto", "bf16.enabled": False}, {}),
         ({"fp16.enabled": False, "bf16.enabled": "auto"}, {}),
@@ -129,14 +133,9 @@ FULL = {"train_batch_size": 32, "train_micro_batch_size_per_gpu": 2, "gradient_a
             {"train.loss_scale.dynamic": True, "train.loss_scale.minimum": 2},
         ),
         (
-            {"fp16.enabled": True, "communication_data_type": "fp16"},
-            {"train.precision": "fp16", "zero.reduce_dtype": "fp16"},
-        ),
-        (
             {"bf16.enabled": True, "fp32_allreduce": True, "data_types.grad_accum_dtype": "fp32"},
             {"train.precision": "bf16", "zero.reduce_dtype": "fp32", "zero.accumulate_dtype": "fp32"},
         ),
-        ({"gradient_clipping": 0.5}, {"optimizer.clip_norm": 0.5}),
         (
             {"optimizer.type": "Muon", "optimizer.params": {"adam_lr": 0.001, "muon_lr": 0.02, "momentum": 0.9}},
             {"optimizer.name": "muon", "optimizer.muon.adjust_lr": "original", "optimizer.momentum": 0.9}
@@ -160,7 +159,6 @@ FULL = {"train_batch_size": 32, "train_micro_batch_size_per_gpu": 2, "gradient_a
         ({"amp": {}, "steps_per_print": 25}, {"train.log_every": 25}),
         ({"wandb": {"enabled": "auto", "group": "g"}}, {"wandb.group": "g"}),
         ({"wandb": {"enabled": False, "team": "t", "project": "p"}}, {"wandb.mode": "disabled"}),
-        ({"tensorboard": {"enabled": True, "job_name": "j"}}, {"run.tensorboard": True}),
     ],
     ids=lambda value: json.dumps(value)[:60],
 )
@@ -201,7 +199,6 @@ def test_partitioned_activations_need_tensor_ranks(translated, base):
     [
         ({"zero_optimization": True}, zero(stage=1)),
         (zero(cpu_offload=True), zero(offload_optimizer={"device": "cpu"})),
-        (zero(cpu_offload=False), zero(offload_optimizer={"device": "none"})),
         (zero(stage=3, cpu_offload_params=True), zero(stage=3, offload_param={"device": "cpu"})),
         (zero(stage=3, cpu_offload_param=True), zero(stage=3, offload_param={"device": "cpu"})),
         (zero(cpu_offload_use_pin_memory=True), zero(offload_optimizer={"pin_memory": True})),
@@ -265,13 +262,10 @@ def test_auto_everywhere_means_these_settings(parse):
     [
         (zero(offload_optimizer={"device": "nvme", "nvme_path": "/x"}), "device=nvme: .* never on NVMe; choose cpu"),
         (zero(offload_optimizer={"device": "cpu", "ratio": 0.3}), "ratio=0.3: .* offload.mode=auto"),
-        (zero(zero_hpz_partition_size=8), "zero_hpz_partition_size=8: .*mics_shard_size"),
+        (zero(zero_hpz_partition_size=8, mics_shard_size=4), "mics_shard_size=4 and zero_hpz_partition_size=8"),
         (zero(stge=1), "zero_optimization.stge=1: there is no such key; did you mean zero_optimization.stage?"),
-        ({"stage": 2}, "stage=2: there is no such key; did you mean zero_optimization.stage?"),
         ({"tensorbord": {"enabled": True}}, "tensorbord.enabled=true: there is no such key; did you mean tensorboard?"),
         (zero(stage="two"), "zero_optimization.stage=two: is not an integer of 0 or more"),
-        (zero(stage=1.5), "zero_optimization.stage=1.5: is not an integer"),
-        (zero(stage=True), "zero_optimization.stage=true: is not an integer"),
         (zero(reduce_bucket_size=0), "reduce_bucket_size=0: is not an integer of 1 or more"),
         (zero(cpu_offload="cpu"), "cpu_offload=cpu: is not true or false"),
         ({"optimizer": {"params": {"betas": [0.9, "x"]}}}, r'betas=\[0.9, "x"\]: is not a list of two numbers'),
@@ -302,7 +296,6 @@ def test_auto_everywhere_means_these_settings(parse):
             {"bf16": {"enabled": True}, "data_types": {"param_dtype": "fp32"}},
             "data_types.param_dtype=fp32 and train.precision=bf16; .*; remove it or choose --train.precision=fp32",
         ),
-        ({"communication_data_type": "fp64"}, "communication_data_type=fp64: choose fp32, bf16, fp16"),
     ],
     ids=lambda value: str(value)[:60],
 )
@@ -310,18 +303,6 @@ def test_what_is_refused_is_reported_in_one_line(translated, content: Any, messa
     with pytest.raises(ConfigError, match=message) as raised:
         translated(content)
     assert "\n" not in str(raised.value)
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (zero(stage=7), "zero.stage=7 is above 3; choose an integer from 0 to 3"),
-        ({"fp16": {"enabled": True, "min_loss_scale": 1e6}}, "loss_scale.minimum=1000000.* above initial=65536"),
-    ],
-)
-def test_values_that_settings_refuse_are_refused(parse, content: dict[str, Any], message: str):
-    with pytest.raises(ConfigError, match=message):
-        parse(content)
 
 
 def test_all_refused_keys_are_reported_at_once_and_shown(parse):
@@ -381,16 +362,7 @@ def test_the_ranks_of_a_dry_run_are_those_of_the_imitated_world_and_others_those
 @pytest.mark.parametrize(
     ("content", "option", "message"),
     [
-        (
-            FULL,
-            "--train.micro_batch_size=4",
-            "batch_size=32 is not --train.micro_.*=4 x grad.*=4 x 4 .*= 64",
-        ),
-        (
-            FULL,
-            "--train.global_batch_size=64",
-            "--train.glob.*=64 is not train_micro_.*=2 x grad.*4 x 4 .*= 32",
-        ),
+        (FULL, "--train.micro_batch_size=4", "batch_size=32 is not --train.micro_.*=4 x grad.*=4 x 4 .*= 64"),
         (zero(stage=3, offload_param={"device": "cpu"}), "--zero.stage=2", "offload_param.device=cpu needs stage 3"),
     ],
 )
@@ -461,31 +433,3 @@ def documented() -> str:
 
 def test_the_documentation_lists_every_key():
     assert documented() in (ROOT / "docs/deepspeed.md").read_text()
-
-
-TUTORIAL = [
-    ("gpt2-1.5b", 8, ZeroConfig(1, 500_000_000, overlap_gather=True), OffloadConfig(), 8),
-    ("gpt2-10b", 32, ZeroConfig(2, 500_000_000, overlap_gather=True), OffloadConfig(), 32),
-    (
-        "gpt-1t",
-        512,
-        ZeroConfig(3, 10_000_000, overlap_gather=True, prefetch_numel=10_000_000, resident_numel=100_000),
-        OffloadConfig("host", ("optimizer", "parameters")),
-        32,
-    ),
-]
-
-
-@pytest.mark.parametrize(("name", "num_ranks", "zero", "offload", "batch_size"), TUTORIAL)
-def test_the_tutorials_files_give_these_settings(
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
-    num_ranks: int,
-    zero: ZeroConfig,
-    offload: OffloadConfig,
-    batch_size: int,
-):
-    monkeypatch.chdir(ROOT)
-    settings = parse_settings(["--config", f"configs/deepspeed/{name}.yaml"], num_ranks)
-    assert (settings.zero, settings.offload) == (zero, offload)
-    assert (settings.train.micro_batch_size, settings.train.global_batch_size) == (1, batch_size)

@@ -48,6 +48,7 @@ OPTIONS = {  # of GPT-2, one at a time
     "no-biases": {"biases": False},
     "untied": {"tied_head": False},
     "capped": {"logit_cap": 0.5},
+    "mup": {"num_kv_heads": 2, "tied_head": False, "mup_base_width": 8, "mup_base_head_dim": 4},
 }
 VARIANTS = {
     **{name: preset_config(name) for name in SIZES if name != "gpt2"},

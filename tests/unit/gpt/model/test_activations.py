@@ -6,7 +6,8 @@ from torch import Tensor
 
 from gpt.builder.train_state import build_model
 from gpt.model.transformer import initialize
-from parallel.mesh import Handle
+from parallel.mesh import Work
+from tests.pairwise import pairwise, product_of
 from tests.unit.gpt.model.models import ONE_DEVICE, batch, small_config, small_gpt
 from zero.activations.checkpointed_blocks import ActivationsConfig, CheckpointedBlocks
 from zero.activations.stores import Slot
@@ -22,27 +23,22 @@ def loss_and_gradients(config, activations: ActivationsConfig) -> list[Tensor]:
     return [loss.detach(), *(param.grad for param in model.parameters()), torch.rand(4)]
 
 
-@pytest.mark.parametrize("layers_per_checkpoint", [1, 2, 5, 8])
-@pytest.mark.parametrize("defragment", [False, True])
-@pytest.mark.parametrize("store", ["keep", "partition_host"])
-@pytest.mark.parametrize("attention", ["flash", "math"])
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_checkpoints_change_neither_the_loss_nor_a_gradient_nor_the_next_random_number(
-    dropout, attention, store, defragment, layers_per_checkpoint
-):
-    config = small_config(dropout=dropout, attention=attention)
-    expected = loss_and_gradients(config, ActivationsConfig("none"))
-    actual = loss_and_gradients(config, ActivationsConfig(store, layers_per_checkpoint, defragment))
-    for tensor, expected_tensor in zip(actual, expected, strict=True):
-        assert tensor.equal(expected_tensor)
+FACTORS = {
+    "store": ["keep", "partition_host"],
+    "layers_per_checkpoint": [1, 2, 5, 8],
+    "defragment": [False, True],
+    "attention": ["flash", "math"],
+    "dropout": [0.0, 0.1],
+}
+SELECTIVE = FACTORS | {"store": ["selective"], "layers_per_checkpoint": [1], "defragment": [False]}
 
 
-@pytest.mark.parametrize("attention", ["flash", "math"])
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_recomputing_attention_alone_changes_nothing_either(dropout, attention):
-    config = small_config(dropout=dropout, attention=attention)
+@pytest.mark.parametrize("case", [*pairwise(**FACTORS), *product_of(SELECTIVE, *SELECTIVE)], ids=str)
+def test_checkpoints_change_neither_the_loss_nor_a_gradient_nor_the_next_random_number(case):
+    config = small_config(dropout=case["dropout"], attention=case["attention"])
+    activations = ActivationsConfig(case["store"], case["layers_per_checkpoint"], case["defragment"])
     expected = loss_and_gradients(config, ActivationsConfig("none"))
-    actual = loss_and_gradients(config, ActivationsConfig("selective"))
+    actual = loss_and_gradients(config, activations)
     for tensor, expected_tensor in zip(actual, expected, strict=True):
         assert tensor.equal(expected_tensor)
 
@@ -57,9 +53,9 @@ class CopyingStore:
         self.put_shapes.append(tuple(activation.shape))
         return activation.detach().clone()
 
-    def take(self, slot: Slot, stored: Tensor) -> tuple[Tensor, Handle]:
+    def take(self, slot: Slot, stored: Tensor) -> tuple[Tensor, Work]:
         self.num_taken += 1
-        return stored, Handle()
+        return stored, Work()
 
 
 def test_a_store_sees_the_input_of_each_group_once_and_nothing_else():

@@ -7,20 +7,14 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 from matplotlib import pyplot
 from rich.console import Console
 from rich.table import Table
 
-from gpt.builder.train_state import build
-from gpt.monitor import units
-from gpt.monitor.console import ROWS_PER_HEADING, RunConsole, make_console, memory_table, print_table
+from gpt.monitor.console import ROWS_PER_HEADING, RunConsole, make_console, print_table
 from gpt.monitor.plot import plot_loss, plot_losses
-from gpt.settings.parser import parse_settings
 from gpt.settings.training import TrainSettings
 from lab.dryrun.collectives import profile_table
-from parallel.mesh import Mesh
-from tests.unit.gpt.builder.test_train_state import BASE
 
 LONG = {"step": 499_999, "loss": 10.123456, "lr": 3e-4, "grad_norm": 123.4567, "tokens_per_second": 1_234_567.8}
 TRAIN = TrainSettings(steps=500_000, global_batch_size=2**16)
@@ -61,18 +55,6 @@ def test_validation_and_texts_follow_their_step(capsys):
     assert lines[1:] == ["--- generated text, step 499999", "def f[red]:", "    pass"]
 
 
-@pytest.mark.parametrize("mode", ["accelerator", "host"])
-def test_the_table_of_memory_has_rows_for_the_memories_that_hold_states(mode: str):
-    settings = parse_settings([f"--config={BASE}", f"--offload.mode={mode}"])
-    state = build(settings, Mesh.create(1), torch.device("cpu"))
-    table = memory_table(state, settings.train)
-    assert [column.justify for column in table.columns] == ["left", "right", "right", "right"]
-    names = [name for name in table.columns[0].cells if not str(name).startswith(("buffer", "checkpoints"))]
-    kinds = ["parameters", "gradients", "master", "moments", "total"]
-    places = [""] if mode == "accelerator" else [", accelerator", ", host"]
-    assert names == [f"{kind}{place}" for place in places for kind in kinds]
-
-
 def test_without_a_terminal_no_cell_is_cut(capsys):
     row = {"axis": "replica", "op": "reduce_scatter", "phase": "evaluation", "group_size": 1024, "count": 12345}
     row |= {"message_bytes": {"1000": 1, "67108864": 2}, "first_position": 0.3, "last_position": 1.0, "blocking": 1}
@@ -88,25 +70,6 @@ def test_on_a_narrow_terminal_cells_are_broken_and_not_cut(capsys):
     table.add_row("a_long_operation_of_35_characters__")
     print_table(console, table)
     assert "…" not in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        (units.count(36_200), "36.2K"),
-        (units.count(124_439_808), "124M"),
-        (units.count(1_557_611_200), "1.56B"),
-        (units.count(7), "7"),
-        (units.num_bytes(330_730), "331 kB"),
-        (units.num_bytes(34.06e9), "34.1 GB"),
-        (units.seconds(0.00133), "1.33 ms"),
-        (units.seconds(61.2), "61.2 s"),
-        (units.unit_of(2.5e6), (1e6, "MB")),
-        (units.unit_of(0), (1e3, "kB")),
-    ],
-)
-def test_numbers_have_the_prefix_that_suits_them(text, expected):
-    assert text == expected
 
 
 def test_runs_with_equal_losses_both_show_in_the_plot(tmp_path, monkeypatch):

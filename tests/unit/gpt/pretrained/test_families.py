@@ -15,7 +15,7 @@ from transformers.models.mistral import modeling_mistral
 from transformers.models.qwen3 import modeling_qwen3
 
 from gpt.builder.closed_forms import parameters_of_rank
-from gpt.pretrained.families import config_from_transformers, config_to_transformers, family_of
+from gpt.pretrained.families import config_to_transformers, family_of
 from gpt.pretrained.tensors import load_weights
 from gpt.pretrained.weights import load_pretrained, read_pretrained, write_weights
 from gpt.settings.parser import parse_settings
@@ -112,52 +112,6 @@ def test_dropout_drops_the_same_elements_as_in_transformers():
     torch.testing.assert_close(*logits, rtol=1e-10, atol=1e-10)
 
 
-PUBLISHED = {  # as in the config.json of these models
-    "openai-community/gpt2": (transformers.GPT2Config(), 124_439_808),
-    "meta-llama/Llama-2-7b": (
-        transformers.LlamaConfig(max_position_embeddings=4096, rms_norm_eps=1e-5),
-        6_738_415_616,
-    ),
-    "meta-llama/Meta-Llama-3-8B": (
-        transformers.LlamaConfig(
-            vocab_size=128256,
-            intermediate_size=14336,
-            num_key_value_heads=8,
-            max_position_embeddings=8192,
-            rms_norm_eps=1e-5,
-            rope_theta=500000.0,
-        ),
-        8_030_261_248,
-    ),
-    "Qwen/Qwen3-0.6B": (
-        transformers.Qwen3Config(
-            vocab_size=151936,
-            hidden_size=1024,
-            intermediate_size=3072,
-            num_hidden_layers=28,
-            num_attention_heads=16,
-            num_key_value_heads=8,
-            max_position_embeddings=40960,
-            rope_theta=1e6,
-            tie_word_embeddings=True,
-        ),
-        596_049_920,
-    ),
-    "mistralai/Mistral-7B-v0.1": (transformers.MistralConfig(sliding_window=4096), 7_241_732_096),
-}
-
-
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_published_models_have_their_numbers_of_parameters(name):
-    theirs, expected = PUBLISHED[name]
-    config = config_from_transformers(theirs)
-    assert sum(torch.Size(shape).numel() for _, shape in parameter_shapes(config, config.vocab_size)) == expected
-    if name.endswith("gpt2"):
-        assert config_from_transformers(config_to_transformers(config)) == config
-    if name.startswith("mistral"):
-        assert config.seq_length == 4096  # the window, up to which no token is hidden
-
-
 @pytest.mark.parametrize(("name", "expected"), [("8b", 8_030_261_248), ("70b", 70_553_706_496)])
 def test_configurations_of_llama_3_have_the_published_numbers_of_parameters(name, expected):
     settings = parse_settings(["--config", str(MODELS / f"llama-3-{name}.yaml")])
@@ -166,38 +120,23 @@ def test_configurations_of_llama_3_have_the_published_numbers_of_parameters(name
         check_divides(settings.model, Axis("tensor", tensor_size, 0, CommLog()))
 
 
+ROPE = {"rope_type": "default", "rope_theta": 1e4}
+LLAMA3_ROPE = {"rope_type": "llama3", "rope_theta": 1e4, "factor": "8", "low_freq_factor": 1.0}
+LLAMA3_ROPE |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8}
 REFUSED = [
-    ("gpt2", {"activation_function": "relu"}, "activation_function is 'relu', one of gelu_new"),
+    ("gpt2", {"activation_function": "relu"}, "activation_function='relu', only 'gelu_new'"),
     ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True, only False"),
     ("gpt2", {"embd_pdrop": 0.3}, "embd_pdrop=0.3, only 0.0"),
-    ("llama", {"hidden_act": "gelu"}, "hidden_act is 'gelu', one of silu"),
+    ("llama", {"hidden_act": "gelu"}, "hidden_act='gelu', only 'silu'"),
     ("llama", {"attention_bias": True}, "attention_bias=True, only False"),
     ("llama", {"mlp_bias": True}, "mlp_bias=True, only False"),
     ("llama", {"attention_dropout": 0.1}, "attention_dropout=0.1, only 0.0"),
-    (
-        "llama",
-        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}},
-        "rope_type=yarn, only default and",
-    ),
-    (
-        "llama",
-        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
-        "partial_rotary_factor=0.5, only 1.0",
-    ),
-    (
-        "llama",
-        {
-            "rope_parameters": {
-                "rope_type": "llama3",
-                "rope_theta": 1e4,
-                "factor": "8",
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 8,
-            }
-        },
-        "rope_type=llama3 and factor=8, a number is needed",
-    ),
+    ("llama", {"attention_dropout": None}, "attention_dropout=None, only 0.0"),
+    ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5, only 1.0"),
+    ("llama", {"model_type": "granite"}, "config.json: the model has model_type='granite', only gpt2, llama, qwen3"),
+    ("llama", {"rope_parameters": ROPE | {"rope_type": "yarn", "factor": 2.0}}, "rope_type=yarn, only default and"),
+    ("llama", {"rope_parameters": ROPE | {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5, only 1.0"),
+    ("llama", {"rope_parameters": LLAMA3_ROPE}, "rope_type=llama3 and factor=8, a number is needed"),
     ("llama", {"num_attention_heads": 5}, "config.json"),
     ("llama", {"num_key_value_heads": 3}, "config.json"),
     ("llama", {"hidden_size": "64"}, "hidden_size is '64', an integer"),
@@ -228,6 +167,16 @@ def test_a_window_of_mistral_limits_the_sequences(tmp_path):
     load_pretrained(small_gpt(preset_config("mistral", seq_length=8)), tmp_path)
     with pytest.raises(ConfigError, match="has 8 positions, or a sliding window of as many"):
         load_pretrained(small_gpt(config), tmp_path)
+
+
+def test_a_mistral_whose_window_is_null_has_none(tmp_path):
+    gpt = small_gpt(config := preset_config("mistral", seq_length=4100))
+    write_pretrained(tmp_path, config, gpt.state_dict())
+    change_config(tmp_path, {"model_type": "mistral", "sliding_window": None})
+    load_pretrained(gpt, tmp_path)
+    (tmp_path / "config.json").write_text((tmp_path / "config.json").read_text().replace("sliding_window", "unknown"))
+    with pytest.raises(ConfigError, match="has 4096 positions, or a sliding window of as many"):
+        load_pretrained(gpt, tmp_path)
 
 
 def test_a_model_that_transformers_does_not_have_is_not_written():

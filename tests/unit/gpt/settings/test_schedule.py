@@ -89,10 +89,6 @@ def test_a_batch_without_ramp_up_is_always_full():
             lambda: learning_rate(ScheduleConfig(min_lr=1e-3), 1e-4, 0, num_steps=20),
             "schedule.min_lr=0.001 is above optimizer.lr=0.0001",
         ),
-        (
-            lambda: ScheduleConfig(warmup_steps=-1),
-            "schedule.warmup_steps=-1 is below 0; choose an integer from",
-        ),
         (lambda: ScheduleConfig(decay="wsd"), "schedule.wsd_decay_steps=null, and decay=wsd needs it"),
         (
             lambda: learning_rate(ScheduleConfig(warmup_steps=30), 1, 0, num_steps=20),

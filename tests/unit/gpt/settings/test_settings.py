@@ -43,11 +43,8 @@ def test_losses_are_checked_if_a_bad_one_has_a_consequence(guard: GuardSettings,
     assert guard.checks_losses == checks
 
 
-def test_the_order_of_samples_has_the_names_of_options():
-    settings = settings_of("--train.seed=7", "--data.split=[3, 2, 1]", "--data.packing=stream")
-    assert settings.order_of_samples == {
-        "train.seed": 7,
-        "data.split": [3.0, 2.0, 1.0],
-        "data.path": "nowhere",
-        "data.packing": "stream",
-    }
+def test_what_a_resume_compares_has_the_store_only_if_dropout_depends_on_it():
+    compiled = settings_of("--train.compile=blocks", "--activations.store=keep").order_of_samples
+    assert compiled.items() >= {"train.compile": "blocks", "activations.store": "keep"}.items()
+    assert "activations.store" not in settings_of("--activations.store=keep").order_of_samples
+    assert "train.compile" not in settings_of("--train.compile=blocks", "--model.dropout=0").order_of_samples

@@ -56,15 +56,11 @@ def test_model_flops_are_megatrons_formula():
     ("device_name", "fp16", "bf16"),
     [
         ("Tesla V100-SXM3-32GB", 125e12, None),
-        ("NVIDIA A100-SXM4-80GB", 312e12, 312e12),
         ("NVIDIA H100 80GB HBM3", 989e12, 989e12),
         ("NVIDIA H100 PCIe", 756e12, 756e12),
-        ("NVIDIA H100 NVL", 835e12, 835e12),
-        ("NVIDIA H200", 989e12, 989e12),
-        ("NVIDIA H200 NVL", 835e12, 835e12),
         ("cpu", None, None),
     ],
 )
-def test_peaks_of_known_devices(device_name, fp16, bf16):
+def test_peaks_are_those_of_the_device_and_of_its_kind(device_name, fp16, bf16):
     found = [peak_flops_per_second(device_name, dtype) for dtype in (torch.float16, torch.bfloat16, torch.float32)]
     assert found == [fp16, bf16, None]

@@ -105,6 +105,21 @@ def test_a_ring_uses_one_card_or_one_for_each_gpu():
     assert collective_seconds(found, fast, TWO_NODES) == pytest.approx(found.wire_bytes / 100e9, rel=1e-3)
 
 
+@pytest.mark.parametrize("beside", [0.1, 2.0])
+def test_a_gather_in_a_group_waits_for_the_one_between_groups_and_the_computation_does_not(beside: float):
+    kernels = [memory_bound(1.0), memory_bound(beside), memory_bound(1.0)]
+    between = event("all_gather", "replica", 2, 2 * 10**7, launched=1, awaited=1)  # 1 ms over one card
+    inside = event("all_gather", "shard", 8, int(0.1e9 * 8 / 7), launched=1, awaited=2)  # 1 ms
+    shape = MeshShape(16, 1, shard_size=8)
+    assert project(kernels, [between, inside], PLAIN, shape).seconds == pytest.approx(4e-3, rel=1e-3)
+
+
+def test_an_exchange_between_nodes_sends_what_each_rank_has_for_the_others():
+    found = event("all_to_all", "data", 16, 10**10)
+    outside = 8 * 8 / 15 * found.wire_bytes
+    assert collective_seconds(found, PLAIN, TWO_NODES) == pytest.approx(outside / 80e9, rel=1e-3)
+
+
 def test_a_kernel_is_slower_while_a_collective_runs_beside_it():
     one_ms = event("all_gather", "data", 8, int(0.1e9 * 8 / 7), launched=0, awaited=2)
     kernels = [memory_bound(0.4), memory_bound(2.0)]

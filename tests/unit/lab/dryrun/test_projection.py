@@ -24,6 +24,7 @@ from lab.measure.kernel_costs import kernel_seconds
 from lab.observe.kernel_log import Kernel
 from parallel.comm_log import CommEvent
 from parallel.errors import ConfigError
+from parallel.memory_kinds import TensorKind
 
 ROOT = Path(__file__).resolve().parents[4]
 DGX_2 = dataclasses.replace(
@@ -145,6 +146,21 @@ def test_counted_flops_equal_the_formula(store):
     counted = sum(kernel.flops for kernel in dry_run(chosen).kernels)
     expected = hardware_flops(chosen.model, 8, "blocks" if store == "keep" else "nothing") / 4
     assert counted == expected
+
+
+def test_sums_in_fp32_are_an_exchange_a_kernel_and_buffers_as_long_as_the_messages():
+    """A rank sends as much; two levels exchange in the group for each micro-batch, and between groups once."""
+    options = "--zero.stage=2", "--parallel.shard_size=2", "--zero.optimizer_over=all", "--dry_run.world_size=8"
+    rounded, exact = (dry_run(shallow(*options, f"--zero.sum_over_ranks={sums}")) for sums in ("message", "fp32"))
+    of_gradients = [event for event in rounded.events if event.op == "reduce_scatter"]
+    exchanges = [event for event in exact.events if event.op == "all_to_all"]
+    assert [(e.axis, e.wire_bytes) for e in exchanges] == [(e.axis, e.wire_bytes) for e in of_gradients]
+    assert {e.axis for e in exchanges} == {"shard", "replica"}
+    num_sums = [sum(kernel.name == "add" for kernel in found.kernels) for found in (rounded, exact)]  # of two terms
+    assert num_sums[1] - num_sums[0] == len(exchanges)
+    longest = {e.axis: e.message_bytes for e in sorted(of_gradients, key=lambda e: e.message_bytes)}
+    buffers = [found.resident[DEVICE].get(TensorKind.BUFFERS, 0) for found in (rounded, exact)]
+    assert buffers[1] - buffers[0] == sum(longest.values())
 
 
 def test_the_report_says_where_the_time_of_the_step_lies():

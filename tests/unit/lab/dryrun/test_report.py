@@ -1,9 +1,11 @@
 """The report of a dry run: what fits, up to the last byte, and its line about the host's memory."""
 
 import dataclasses
+from typing import Any, get_args, get_type_hints
 
 import pytest
 
+from gpt.settings.optimizer import OptimizerSettings
 from lab.dryrun.dry_run import DEVICE, HOST, Recording, dry_run
 from lab.dryrun.projection import Timeline
 from lab.dryrun.report import make_report
@@ -13,14 +15,40 @@ from lab.planner.depth import Estimate
 from lab.planner.layouts import fits
 from lab.planner.plan_report import estimate_fits, too_large_line
 from parallel.errors import ConfigError
+from parallel.memory_kinds import TensorKind
+from tests.pairwise import noting, pairwise
 from tests.unit.lab.dryrun.test_projection import DGX_2, ROOT, shallow
+from zero.activations.stores import STORES
+from zero.partition.config import DTYPES
 
+FACTORS = {
+    "optimizer.name": list(get_args(get_type_hints(OptimizerSettings)["name"])),
+    "activations.store": ["none", "selective", "auto", *STORES],
+    "train.precision": list(DTYPES),
+    "zero.stage": [0, 1, 2, 3],
+    "offload.mode": ["accelerator", "host"],
+}
+EACH_ONCE = [
+    {name: values[number % len(values)] for name, values in FACTORS.items()}
+    for number in range(max(map(len, FACTORS.values())))
+]
 OFFLOADED = shallow("--offload.mode=host")  # of 4 ranks
 
 
 @pytest.fixture(scope="module")
 def recording() -> Recording:
     return dry_run(OFFLOADED)
+
+
+@pytest.mark.parametrize(
+    "cases", [pytest.param(EACH_ONCE, id="few"), pytest.param(pairwise(**FACTORS), id="pairs", marks=pytest.mark.full)]
+)
+def test_every_choice_of_the_settings_has_a_dry_run(cases: list[dict[str, Any]]):
+    for case in cases:
+        with noting(case):
+            found = dry_run(shallow(*(f"--{name}={value}" for name, value in case.items())))
+            where = HOST if case["offload.mode"] == "host" else DEVICE
+            assert found.resident[where][TensorKind.MOMENTS] > 0
 
 
 def with_memory(device_bytes: int, host_bytes: int, gpus_per_node: int) -> ClusterSpec:
@@ -70,7 +98,7 @@ def test_a_layout_fits_a_gpu_and_a_host_and_a_line_says_what_is_too_large(
     cluster = with_memory(8 * 10**9, 64 * 10**9, gpus_per_node=4)
     layout = CandidateLayout(1, 2, "keep", 8)
     prediction = Prediction(layout, on_device, on_host, 1.0, 1, 1.0)
-    estimate = Estimate(1e9, on_device, 0.0, on_host / 4, 1.0)
+    estimate = Estimate(1e9, on_device, on_host / 4, 1.0)
     assert fits(prediction, cluster) == estimate_fits(estimate, cluster) == (reason is None)
     if reason:
         assert too_large_line(prediction, cluster) == f"does not fit: {layout}: {reason}"

@@ -106,25 +106,6 @@ def test_activations_between_forward_and_backward():
         assert tracker.device.resident[TensorKind.ACTIVATIONS] == 4
 
 
-def resize_and_total(tracker: MemoryTracker, tensor: torch.Tensor, num_bytes: int) -> int:
-    tensor.untyped_storage().resize_(num_bytes)
-    return tracker.device.total
-
-
-def test_trackers_may_be_nested_and_exit_in_any_order():
-    outer, inner = MemoryTracker(CPU), MemoryTracker(CPU)
-    outer.__enter__()
-    inner.__enter__()
-    tensor = torch.empty(100)
-    assert resize_and_total(outer, tensor, 200) == inner.device.total == 200
-    outer.__exit__(None, None, None)
-    assert resize_and_total(inner, tensor, 300) == 300
-    assert outer.device.total == 200, "it has exited"
-    inner.__exit__(None, None, None)
-    assert resize_and_total(inner, tensor, 400) == 300
-    assert "resize_" not in vars(torch.UntypedStorage)
-
-
 def test_a_meter_keeps_the_peaks_that_a_restart_takes_from_other_readers(monkeypatch):
     peaks = {"allocated": 70, "reserved": 90}
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: peaks["allocated"])

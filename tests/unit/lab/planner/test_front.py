@@ -77,7 +77,7 @@ def test_a_lane_is_as_high_as_it_is_busy():
 
 def test_plots_of_a_step_show_its_kinds_of_memory_the_limit_and_its_lanes(tmp_path: Path, monkeypatch):
     figures: list[Figure] = []
-    monkeypatch.setattr(plots.pyplot, "close", figures.append)
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **_: (figures.append(figure), path.touch()))
     recording = dry_run(shallow("--offload.mode=host"))
     timeline = project_recording(recording, DGX_2)
     usable = 2.9 * sum(recording.peak[DEVICE].values())
@@ -115,7 +115,7 @@ class Extrapolation:
     """A dry run in which twice as many GPUs take more than half of the time, and less memory."""
 
     def __init__(self, layout: CandidateLayout, _settings: object, _cluster: object, world_size: int):
-        self.estimate = Estimate(1e9, 5e12 / world_size + layout.stage, 0.0, 0.0, 4e3 / world_size + 1)
+        self.estimate = Estimate(1e9, 5e12 / world_size + layout.stage, 0.0, 4e3 / world_size + 1)
 
     def at(self, _num_layers: int) -> Estimate:
         return self.estimate
@@ -160,7 +160,7 @@ def test_the_planner_compares_numbers_of_nodes(monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_the_table_of_the_front_has_prices_if_the_cluster_has_one():
-    estimate = Estimate(1e9, 20e9, 0.0, 0.0, 2.0)
+    estimate = Estimate(1e9, 20e9, 0.0, 2.0)
     for price in (None, 2.0):
         cluster = dataclasses.replace(DGX_2, dollars_per_gpu_hour=price, calibrated=price is not None)
         choice = Choice(25, CandidateLayout(1, 2, "none", 8), estimate, RunCost.of(settings(), 2.0, 400, cluster))

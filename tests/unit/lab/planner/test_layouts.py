@@ -9,15 +9,18 @@ from gpt.builder.closed_forms import parameters_of_rank
 from gpt.settings.parser import parse_settings
 from gpt.shape.flops import hardware_flops
 from lab.measure.cluster import ClusterSpec
+from lab.planner.closed_forms import make_plan
 from lab.planner.layouts import (
     ASSUMED_PEAK_FRACTION,
     MAX_MICRO_BATCH,
     CandidateLayout,
     candidate_layouts,
-    micro_batch_seconds,
+    fits,
     model_states,
     offload_seconds,
     planned_workload,
+    predict,
+    step_seconds,
 )
 from zero.formulas.memory import ModelStates
 
@@ -72,14 +75,42 @@ def test_traffic_of_the_data_axis_costs_what_exceeds_the_computation_beside_it()
     computing = hardware_flops(settings.model, 4, "nothing") / (CLUSTER.peak_half_tflops * ASSUMED_PEAK_FRACTION * 1e12)
     for gigabytes in (work.data_bytes / computing / 4e9, work.data_bytes / computing / 0.25e9):
         cluster = replace(CLUSTER, node_gb_per_second=gigabytes, network_card_gb_per_second=gigabytes)
-        cluster = replace(cluster, node_fraction=1.0)
+        cluster = replace(cluster, node_fraction=1.0, intra_node_gb_per_second=1e9)  # the slower link counts
         sending = work.data_bytes / (gigabytes * 1e9)
         assert sending == pytest.approx(4 * computing) or sending == pytest.approx(computing / 4)
         after, beside = computing + sending, max(computing, sending)
-        assert micro_batch_seconds(work, settings, cluster, 8) == pytest.approx((after, beside), rel=1e-12)
-        assert micro_batch_seconds(work, alone, cluster, 8) == pytest.approx((after, after), rel=1e-12)
+        assert step_seconds(work, settings, cluster, 8) == pytest.approx((after, beside), rel=1e-12)
+        assert step_seconds(work, alone, cluster, 8) == pytest.approx((after, after), rel=1e-12)
     fast = replace(cluster, gpus_per_node=8, intra_node_gb_per_second=1e9)
-    assert micro_batch_seconds(work, alone, fast, 8)[0] == pytest.approx(computing, rel=1e-3), "inside a node"
+    assert step_seconds(work, alone, fast, 8)[0] == pytest.approx(computing, rel=1e-3), "inside a node"
+
+
+def test_two_levels_are_chosen_where_groups_do_not_fit_and_the_network_is_slow():
+    """30B parameters, 64 nodes of 8 GPUs that share a card of 25 GB/s, 8 micro-batches of one sequence."""
+    cluster = ClusterSpec.load(ROOT / "configs/clusters/hgx-h100-ethernet.yaml")
+    given = "--parallel.sequence_parallel=false", "--train.global_batch_size=4096"
+    settings = parse_settings([f"--config={ROOT}/configs/gpt/30b.yaml", "--parallel.tensor_size=1", *given])
+    flat = CandidateLayout(1, 3, "none", micro_batch_size=1)
+    groups, two_levels = (replace(flat, shard_size=8, optimizer_over=over) for over in ("group", "all"))
+    found = {one: predict(one, settings, cluster, 512) for one in (flat, groups, two_levels)}
+    assert [fits(one, cluster) for one in found.values()] == [True, False, True]
+
+    numel, inside, card = parameters_of_rank(settings.model, 1), 370e9, 25e9  # bytes per second
+    more = numel * 6 * (1 / 8 - 1 / 512), numel * 12 * (1 / 8 - 1 / 512)
+    assert found[two_levels].device_bytes - found[flat].device_bytes == pytest.approx(more[0])
+    assert found[groups].device_bytes - found[two_levels].device_bytes == pytest.approx(more[1])
+    sending, between = 3 * 2 * numel * 7 / 8 / inside, 2 * 2 * numel / 8 * 63 / 64 / (card / 8)
+    of_flat = 8 * 3 * 2 * numel * 511 / 512 / card
+    computing = (found[flat].seconds - of_flat) / 8  # a micro-batch, for longer than it sends inside the node
+    assert found[flat].overlapped_seconds == pytest.approx(of_flat)
+    assert found[two_levels].seconds == pytest.approx(8 * (computing + sending) + between)
+    assert found[two_levels].overlapped_seconds == pytest.approx(7 * computing + sending + between)
+
+    best = make_plan(settings, cluster, 512).fitting[0].layout
+    assert best.optimizer_over == "all"
+    assert best.tensor_size * best.shard_size == 8
+    assert {f"--parallel.shard_size={best.shard_size}", "--zero.optimizer_over=all"} < set(best.options(4096))
+    assert best.applied_to(settings).parallel.shard_size == best.shard_size
 
 
 def test_micro_batches_of_all_sizes_that_divide_the_batch_are_considered():

@@ -131,7 +131,7 @@ def test_three_micro_batches_are_recorded_and_have_the_time_and_memory_of_seven(
     chosen = shallow(*world, *layout)
     run, _ = shallow_runs(chosen)
     assert run.num_left_out == 4
-    of_three, of_seven = depth.estimate(run, DGX_2), depth.estimate(ShallowRun(2, dry_run(chosen)), DGX_2)
+    of_three, of_seven = depth.estimate(run, DGX_2), depth.estimate(ShallowRun.of(chosen, 0), DGX_2)
     assert of_three.seconds == pytest.approx(of_seven.seconds, rel=1e-9)
     tokens_and_losses = 4 * ((32 + 1) * 8 + 4)
     assert of_seven.device_peak_bytes - of_three.device_peak_bytes == tokens_and_losses
@@ -142,7 +142,7 @@ def prediction(store: str, seconds: float) -> Prediction:
 
 
 def estimate(seconds: float, gigabytes: float = 20.0, on_host: float = 0.0) -> Estimate:
-    return Estimate(1e9, gigabytes * 1e9, gigabytes * 1e9, on_host * 1e9, seconds)
+    return Estimate(1e9, gigabytes * 1e9, on_host * 1e9, seconds)
 
 
 PREDICTIONS = [prediction("none", 1.0), prediction("selective", 1.1), prediction("keep", 1.2), prediction("auto", 1.3)]

@@ -1,11 +1,12 @@
-"""Hand-made launches: which collectives overlap with the computation, and which jobs hang."""
+"""Hand-made launches: how long the computation waits, and which jobs hang."""
 
 import torch
 
-from lab.races.launch_order import COMPUTATION, Job, Launch, Overlap, exposed, overlaps, waiting_time
+from lab.races.launch_order import COMPUTATION, Launch
 from lab.races.stream_checker import StreamChecker
 from parallel.mesh import Mesh
 from parallel.world import imitated_world
+from tests.launch_order import Job, waiting_time
 from zero.memory.streams import SideStream
 
 CPU = torch.device("cpu")
@@ -18,27 +19,6 @@ def operation(number: int, *waits_for: tuple[str, int]) -> Launch:
 
 def collective(stream: str, number: int, *waits_for: tuple[str, int], num_bytes: int = 8) -> Launch:
     return Launch(stream, number, "all_reduce", waits_for, (0, 1), num_bytes, torch.float32)
-
-
-def test_a_collective_is_exposed_if_the_computation_waits_for_it_at_once():
-    first, second = collective(A, 1), collective(A, 2)
-    launches = [operation(1), first, operation(2), operation(3), second, operation(4, (A, 2))]
-    assert overlaps(launches) == [Overlap(first, 2, 200), Overlap(second, 0, 0)]
-    assert exposed(launches) == [second]
-    assert exposed(launches, first=5) == [second]
-    assert exposed(launches, first=6) == []
-
-
-def test_a_wait_for_a_stream_that_has_waited_counts_too():
-    gather = collective(A, 1)
-    copy = Launch("side stream 1", 1, "copy_", ((A, 1),))
-    assert exposed([gather, copy, operation(1, ("side stream 1", 1))]) == [gather]
-    assert exposed([gather, copy, operation(1)]) == []
-
-
-def test_ranks_that_launch_the_same_finish():
-    launches = [collective(A, 1), collective(B, 1), operation(1, (A, 1), (B, 1)), collective(A, 2, (COMPUTATION, 1))]
-    assert Job([launches, launches]).run() == []
 
 
 def test_two_communicators_in_opposite_orders_hang_if_each_waits_for_the_other():
@@ -65,7 +45,7 @@ def test_a_checker_records_what_is_launched_and_what_it_waits_for():
         with side.context():
             reduction.wait()
             total.mul_(2)
-        side.device_handle().wait()
+        side.device_work().wait()
         assert total.sum().item() == 8
         total.zero_()
     found = [launch for launch in checker.launches if launch.name in ("all_reduce", "mul_", "sum", "zero_")]

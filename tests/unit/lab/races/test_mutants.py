@@ -13,11 +13,11 @@ class A:
         axis.all_gather(own, out=parts).wait()
         with self._stream.context():
             out.copy_(source)
-        self.copied = self._stream.device_handle()
+        self.copied = self._stream.device_work()
         self._flush(é, stream=side)
         barrier.wait("purpose")
         number = thread.wait()
-        return Handle(first.wait, lambda: source, lambda: launch().wait(), dist.all_reduce(out).wait, self.sum)
+        return Work(first.wait, lambda: source, lambda: launch().wait(), dist.all_reduce(out).wait, self.sum)
 
     def g(self, first, launch):
         first.wait()
@@ -28,7 +28,7 @@ WITHOUT_A_WAIT = [
     ("first.wait()", "None"),
     ("axis.all_gather(own, out=parts).wait()", "axis.all_gather(own, out=parts)"),
     ("self._stream.context()", waits.NO_CONTEXT),
-    ("self._stream.device_handle()", waits.NO_HANDLE),
+    ("self._stream.device_work()", waits.NO_WORK),
     ("stream=side", ""),
     ("first.wait", "lambda: None"),
     ("lambda: source", "lambda: None"),

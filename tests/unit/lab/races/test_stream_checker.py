@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from lab.races.launch_order import overlaps
 from lab.races.stream_checker import StreamChecker, StreamError, streams_checked
 from parallel.memory_kinds import TensorKind, tagged
-from parallel.mesh import Axis, Handle, Mesh
+from parallel.mesh import Axis, Mesh, Work
 from parallel.streams import announce_host_read, current_stream, synchronize
 from parallel.world import imitated_world
+from tests.launch_order import waiting_time
 from zero.memory.placement import host_allocator
 from zero.memory.streams import SideStream, launched_work
 from zero.uneven import _Exchange
@@ -36,10 +36,10 @@ def on_host(numel: int) -> Tensor:
     return host_allocator(CPU, TensorKind.BUFFERS)(numel, torch.float32)
 
 
-def wait_if(waits: bool, handle: Handle) -> Handle:
+def wait_if(waits: bool, work: Work) -> Work:
     if waits:
-        handle.wait()
-    return handle
+        work.wait()
+    return work
 
 
 def read_before_a_gather_ends(waits: bool) -> object:
@@ -66,7 +66,7 @@ def overwrite_one_byte_of_an_overlapping_view(waits: bool) -> object:
     return gather
 
 
-def drop_a_handle(waits: bool) -> object:
+def drop_work(waits: bool) -> object:
     total = torch.ones(8)
     wait_if(waits, data_axis().all_reduce(total, out=total))
     return total
@@ -84,7 +84,7 @@ def read_a_copy_on_the_device(waits: bool) -> object:
     side, source, copy = SideStream(CPU), on_host(4), torch.empty(4)
     with side.context():
         copy.copy_(source, non_blocking=True)
-    wait_if(waits, side.device_handle())
+    wait_if(waits, side.device_work())
     return copy + 1
 
 
@@ -104,7 +104,7 @@ def drop_memory_that_a_side_stream_reads(waits: bool) -> object:
     side, copy, source = SideStream(CPU), on_host(4), torch.ones(4)
     with side.context():
         copy.copy_(source, non_blocking=True)
-    wait_if(waits, side.device_handle())
+    wait_if(waits, side.device_work())
     del source
     return torch.ones(4), copy
 
@@ -114,7 +114,7 @@ def drop_memory_of_a_side_streams_pool(waits: bool) -> object:
     with side.context():
         made = torch.ones(4)
         stream = current_stream(CPU)
-    side.device_handle().wait()
+    side.device_work().wait()
     total = made + 1
     del made
     if waits:
@@ -127,8 +127,8 @@ def read_on_the_host_what_has_not_landed(waits: bool) -> object:
     side, copy = SideStream(CPU), on_host(4)
     with side.context():
         copy.copy_(torch.ones(4), non_blocking=True)
-    side.device_handle().wait()  # of no use to the host
-    wait_if(waits, side.host_handle())
+    side.device_work().wait()  # of no use to the host
+    wait_if(waits, side.host_work())
     return copy.add(1)
 
 
@@ -151,7 +151,7 @@ def overwrite_on_the_host_what_a_copy_reads(waits: bool) -> object:
     side, source, out = SideStream(CPU), on_host(4), torch.empty(4)
     with side.context():
         out.copy_(source, non_blocking=True)
-    wait_if(waits, side.host_handle())
+    wait_if(waits, side.host_work())
     return source.zero_(), out
 
 
@@ -175,14 +175,14 @@ def launch_a_gather_beside_a_copy(waits: bool) -> object:
 
 
 PROGRAMS: dict[Program, tuple[str, str]] = {  # (what is reported, the wait that is missing)
-    read_before_a_gather_ends: ("sum by the computation", "`wait` for the handle of that all_gather"),
-    overwrite_what_a_reduction_reads: ("zero_ by the computation", "`wait` for the handle of that reduce_scatter"),
-    overwrite_one_byte_of_an_overlapping_view: ("zero_ by the computation", "`wait` for the handle"),
-    drop_a_handle: ("all_reduce by the communicator data", "without a `wait`"),
-    free_memory_that_a_gather_fills: ("was freed", "`wait` for the handle of that all_gather before it is freed"),
-    read_a_copy_on_the_device: ("add by the computation", "must wait for side stream 1 (a `device_handle`)"),
+    read_before_a_gather_ends: ("sum by the computation", "`wait` for the `Work` of that all_gather"),
+    overwrite_what_a_reduction_reads: ("zero_ by the computation", "`wait` for the `Work` of that reduce_scatter"),
+    overwrite_one_byte_of_an_overlapping_view: ("zero_ by the computation", "`wait` for the `Work`"),
+    drop_work: ("all_reduce by the communicator data", "without a `wait`"),
+    free_memory_that_a_gather_fills: ("was freed", "`wait` for the `Work` of that all_gather before it is freed"),
+    read_a_copy_on_the_device: ("add by the computation", "must wait for side stream 1 (a `device_work`)"),
     copy_what_is_not_computed: ("copy_ by side stream 1", "must wait for the computation"),
-    drop_memory_that_a_side_stream_reads: ("was freed", "must wait for side stream 1 (a `device_handle`)"),
+    drop_memory_that_a_side_stream_reads: ("was freed", "must wait for side stream 1 (a `device_work`)"),
     drop_memory_of_a_side_streams_pool: ("was freed", "side stream 1 must wait for the computation"),
     read_on_the_host_what_has_not_landed: ("add by the host", "the host must wait for side stream 1"),
     convert_on_the_host_what_has_not_landed: ("a read by the host", "the host must wait for the computation"),
@@ -202,7 +202,7 @@ def test_a_missing_wait_is_reported_with_both_operations_and_the_wait(program):
     assert what in report
     assert remedy in report
     path = "tests/unit/lab/races/test_stream_checker.py:"
-    assert report.count(f"{path}") >= 2, report  # a lost handle has one operation, with its caller
+    assert report.count(f"{path}") >= 2, report  # a lost `Work` has one operation, with its caller
     assert f"in {program.__name__}" in report
 
 
@@ -280,8 +280,8 @@ def test_an_operation_runs_where_its_memory_is(name):
 def test_what_happens_after_the_check_is_not_reported():
     with StreamChecker(CPU) as checker:
         total = torch.ones(8)
-        handle = data_axis().all_reduce(total, out=total)
-    del handle
+        work = data_axis().all_reduce(total, out=total)
+    del work
     total.tolist()
     assert checker.reports == []
 
@@ -295,8 +295,8 @@ def test_host_memory_that_is_reduced_has_been_copied_to_the_device():
         grad.mul_(2)
 
 
-def test_a_second_stream_that_waits_on_the_same_handle_is_not_made_to_wait():
-    """The first wait removes the steps of the handle, as on a GPU."""
+def test_a_second_stream_that_waits_on_the_same_work_is_not_made_to_wait():
+    """The first wait removes the steps of the `Work`, as on a GPU."""
     with StreamChecker(CPU) as checker:
         whole, side = torch.zeros(8), SideStream(CPU)
         with side.context():
@@ -351,4 +351,4 @@ def test_flags_of_uneven_data_are_exchanged_beside_the_computation():
         launches = list(checker.launches)
         exchange.wait()
     assert any(launch.is_collective for launch in launches)
-    assert overlaps(launches) == []
+    assert waiting_time(launches, lambda launch: float(launch.is_collective)) == 0

@@ -92,8 +92,3 @@ def test_a_table_has_nodes_with_their_ranks_then_links_by_axis():
     ]
     assert [row.end_section for row in table.rows] == [False, True, False, True, False]
     assert not table.show_header
-    one = node_table(("n1",) * 16, mesh(1, 16))
-    assert rows_of(one) == [("n1", "ranks", "0-15"), ("inside n1", "tensor axis", "16 links")]
-    assert [row.end_section for row in one.rows] == [True, False]
-    sixteen = node_table(tuple(f"n{rank}" for rank in range(16)), mesh(16, 1))
-    assert sixteen.row_count == 2 * 16

@@ -46,10 +46,6 @@ def nodes(**odd: object) -> list[NodeFacts]:
     ("odd", "problem"),
     [
         ({}, None),
-        (
-            {"code": {"gpt/trainer.py": "x", "gpt/builder/train_state.py": "b"}},
-            "n2: other code than elsewhere: gpt/trainer.py",
-        ),
         ({"code": {"gpt/builder/train_state.py": "b"}}, "n2: other code than elsewhere: gpt/trainer.py"),
         ({"data": {"corpus.idx": "missing"}}, "n2: other data than elsewhere: corpus.idx"),
         ({"settings": ["train.steps=9"]}, "n2: other settings than elsewhere: train.steps=10, train.steps=9"),
@@ -59,12 +55,9 @@ def nodes(**odd: object) -> list[NodeFacts]:
         ),
         ({"num_devices": 7}, "n2: number of GPUs: 7, elsewhere 8"),
         ({"clock_seconds": -3.5}, "n2: its clock differs from n1's by -3.5 s"),
-        ({"clock_seconds": 1.9}, None),
         ({"clock_seconds": 2.0}, None),
         ({"clock_seconds": 2.1}, "n2: its clock differs from n1's by +2.1 s"),
         ({"data": dict.fromkeys("abcd", "x")}, "n2: other data than elsewhere: a, b, c, corpus.idx and 1 more"),
-        ({"data": dict.fromkeys("abc", "x")}, "n2: other data than elsewhere: a, b, c, corpus.idx"),
-        ({"settings": ["e=1", "d=1", "c=1", "b=1", "a=1"]}, "n2: other settings than elsewhere: a=1, b=1, c=1, d=1"),
         ({"disk_error": "No space left on device"}, "n2: /shared/runs cannot be written: No space left on device"),
         ({"free_bytes": 10**9}, "n2: /shared/runs is nearly full: 1.00 GB are free"),
         ({"disk_bytes_per_second": 1e8}, "n2: /shared/runs is slow: 100.0 MB/s, the fastest node has 1000.0"),
@@ -133,27 +126,6 @@ def test_a_disk_that_cannot_be_written_is_a_fact(tmp_path, error, said):
     assert list(tmp_path.iterdir()) == []
     assert {"pretrain_gpt.py", "zero/engine.py", "parallel/launch/route.py"} < set(facts.code)
     assert "missing" not in facts.code.values()
-
-
-def test_all_nodes_read_the_same_verdict():
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    first, second, third = nodes(num_devices=7)
-    verdicts = {}
-
-    def report(facts: NodeFacts) -> None:
-        theirs = dist.TCPStore("127.0.0.1", store.port, is_master=False)
-        verdicts[facts.name] = report_facts(theirs, facts, num_nodes=3, wait_seconds=WAIT)
-
-    threads = [threading.Thread(target=report, args=(facts,)) for facts in (second, third)]
-    for thread in threads:
-        thread.start()
-    found, problems = collect_facts(store, first, num_nodes=3, names=[], wait_seconds=WAIT)
-    for thread in threads:
-        thread.join()
-    assert {node.name for node in found} == {"n1", "n2", "n3"}
-    assert all(abs(node.clock_seconds) < 1 for node in found)
-    assert verdicts == {"n2": problems, "n3": problems}
-    assert problems == ["n2: number of GPUs: 7, elsewhere 8"]
 
 
 def errors_in_threads(check: Callable[[], object], names: Iterable[str]) -> dict[str, str]:

@@ -23,15 +23,16 @@ def test_an_endpoint_is_a_host_and_a_port():
 
 
 def test_the_node_that_owns_the_address_is_the_host():
-    route = find_route("localhost:29500")
-    assert (route.is_host, route.local_address, route.interface) == (True, "127.0.0.1", "lo")
+    names = [(1, "no-such-interface"), *socket.if_nameindex()]  # the first one has no address
+    with mock.patch.object(socket, "if_nameindex", return_value=names):
+        assert find_route("localhost:29500") == Route(True, "127.0.0.1", "lo")
     with pytest.raises(ConfigError, match=r"RDZV=node0 is not HOST:PORT"):
         find_route("node0")
 
 
 def test_a_node_without_a_route_to_the_first_is_named():
     with (
-        mock.patch("parallel.launch.route._source_address", return_value=None),
+        mock.patch("socket.socket.connect", side_effect=OSError("Network is unreachable")),
         mock.patch("socket.gethostname", return_value="n7"),
         pytest.raises(ConfigError, match=r"^n7: there is no route from this node to 10\.0\.0\.1:29500; check RDZV"),
     ):
@@ -61,24 +62,13 @@ def test_a_node_whose_name_is_a_loopback_address_is_known_by_the_one_that_others
         assert find_route("localhost:29500") == Route(True, "127.0.0.1", "e0"), "all ranks are on one node"
 
 
+def test_scripts_read_the_route_in_one_line(capsys):
+    route.main("localhost:29500")
+    assert capsys.readouterr().out == "is_host=1 local_address=127.0.0.1 interface=lo\n"
+
+
 def test_an_address_of_another_node_has_no_interface_here():
     assert not route._is_own("203.0.113.1")  # an address for documents, which no node has
     assert route._is_own("127.0.0.1")
     assert route._interface_of("203.0.113.1") == ""
     assert route._interface_of("127.0.0.1") == "lo"
-
-
-def test_an_interface_without_an_address_is_passed_over():
-    names = [(1, "no-such-interface"), *socket.if_nameindex()]
-    with mock.patch.object(socket, "if_nameindex", return_value=names):
-        assert route._interface_of("127.0.0.1") == "lo"
-
-
-def test_a_network_without_a_route_has_no_source_address():
-    with mock.patch("socket.socket.connect", side_effect=OSError("Network is unreachable")):
-        assert route._source_address("203.0.113.1") is None
-
-
-def test_scripts_read_the_route_in_one_line(capsys):
-    route.main("localhost:29500")
-    assert capsys.readouterr().out == "is_host=1 local_address=127.0.0.1 interface=lo\n"

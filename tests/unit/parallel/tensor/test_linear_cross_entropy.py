@@ -1,28 +1,34 @@
 """The cost of the head and the loss for 8k tokens x 50k words x 1600: products, bytes beside them, and memory."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from gpt.shape.config import ModelConfig
+from lab.dryrun.compiled_code import loss_region
+from lab.observe.compiled_kernels import compiled_region
 from lab.observe.fake_tensors import QuickFakeTensorMode
 from lab.observe.kernel_log import Kernel, KernelLog
 from lab.observe.memory_tracker import MemoryTracker
 from lab.observe.operation_observer import observe_operations
 from parallel.mesh import Axis
-from parallel.tensor import softmax
 from parallel.tensor.linear_cross_entropy import linear_cross_entropy
-from parallel.tensor.softmax import Softmax
+from parallel.tensor.softmax import CHUNK_TOKENS, Softmax, log_sums, to_gradients_
 from parallel.tensor.token_layout import ReplicatedTokens
-from parallel.torch_internals import real_tensors
-from tests.inductor_bytes import bytes_of_kernels
 
 TOKENS, WORDS, PADDED, FEATURES = 8192, 50257, 50304, 1600
 BEFORE = 1782e6  # bytes of the logits, their gradient, and copies of some rows in fp32, as the loss was before issue 17
 ONE_DEVICE = ReplicatedTokens(Axis.trivial("tensor"))
 CPU = torch.device("cpu")
+
+
+def num_bytes(kernels: Iterable[Kernel]) -> int:
+    return sum(kernel.num_bytes for kernel in kernels)
 
 
 @dataclass
@@ -38,10 +44,10 @@ class Cost:
 
     @property
     def bytes_beside_products(self) -> int:
-        return sum(kernel.num_bytes for kernel in self.kernels if not kernel.product)
+        return num_bytes(kernel for kernel in self.kernels if not kernel.product)
 
 
-def cost(needs_x: bool = True, needs_weight: bool = True, is_compiled: bool = False) -> Cost:
+def cost(needs_x: bool = True, needs_weight: bool = True) -> Cost:
     """Return the cost in bf16 of forward, and of backward if a gradient is needed."""
     with QuickFakeTensorMode(), MemoryTracker(CPU) as tracker:
         x = torch.empty(TOKENS, FEATURES, dtype=torch.bfloat16, requires_grad=needs_x)
@@ -50,59 +56,34 @@ def cost(needs_x: bool = True, needs_weight: bool = True, is_compiled: bool = Fa
         at_rest = tracker.device.total
         log = KernelLog(lambda: "", lambda _tensor: False)
         with observe_operations(log):
-            loss = linear_cross_entropy(
-                x, weight, targets, WORDS, ONE_DEVICE, loss_scale=scale, softmax=Softmax(is_compiled)
-            )
+            loss = linear_cross_entropy(x, weight, targets, WORDS, ONE_DEVICE, loss_scale=scale)
             if loss.requires_grad:
                 (loss * scale).backward()
         return Cost(log.kernels, tracker.device.peak_total - at_rest)
 
 
-@pytest.fixture
-def compiled_bytes(monkeypatch) -> Iterator[list[int]]:
-    """The bytes of the compiled functions' kernels, counted by inductor, and not by the log of kernels."""
-    counted: list[int] = []
-    of_shapes: dict[tuple, list[int]] = {}
-
-    def counting(function: Callable) -> Callable:
-        def count(*tensors: Tensor) -> Tensor:
-            key = function, tensors[0].shape
-            if key not in of_shapes:
-                layouts = [(t.shape, t.stride(), t.dtype) for t in tensors]
-                makers = [lambda s=s: torch.empty_strided(s[0], s[1], dtype=s[2]) for s in layouts]
-                with real_tensors():
-                    of_shapes[key] = bytes_of_kernels(function, *makers)
-            counted.extend(of_shapes[key])
-            return torch.empty(len(tensors[0]))
-
-        return count
-
-    for function in (softmax.log_sums, softmax.to_gradients_, softmax.log_sums_to_gradients_):
-        monkeypatch.setattr(Softmax, function.__name__, staticmethod(counting(function)))
-    return counted
-
-
-def test_the_peak_is_below_two_fifths_of_that_with_whole_logits():
-    assert cost().peak < 0.4 * BEFORE
-
-
-def test_compiled_it_moves_less_than_3_gb_beside_the_products(compiled_bytes):
-    found = cost(is_compiled=True)
-    logits = TOKENS * WORDS * 2
-    assert sum(compiled_bytes) == pytest.approx(2 * logits, rel=1e-3)  # each is read once, and its gradient written
+def test_compiled_it_moves_less_than_3_gb_beside_the_products():
+    found, num_chunks = cost(), TOKENS // CHUNK_TOKENS
+    model = ModelConfig(1, FEATURES, 1, 1, WORDS)
+    region = loss_region(model, Softmax(), CHUNK_TOKENS, torch.bfloat16)
+    eager, compiled = (num_chunks * num_bytes(kernels["forward"]) for kernels in (region.eager, region.compiled))
+    assert compiled == pytest.approx(2 * TOKENS * WORDS * 2, rel=1e-3)  # each logit is read, and its gradient written
     cast = PADDED * FEATURES * (4 + 2) + 2 * TOKENS * FEATURES * 2  # the sums of the weight's gradient, and that of x
-    assert found.bytes_beside_products == pytest.approx(cast, rel=0.01)
-    assert sum(compiled_bytes) + found.bytes_beside_products < 3e9
+    assert found.bytes_beside_products - eager == pytest.approx(cast, rel=0.01)
+    assert compiled + cast < 3e9
     assert found.peak < 0.4 * BEFORE
 
 
-def test_ranks_that_share_the_words_read_the_logits_twice(compiled_bytes):
-    logits = torch.empty(2048, 25152, dtype=torch.bfloat16, device="meta")
-    sums = torch.empty(2048, device="meta")
-    functions = Softmax(is_compiled=True)
-    functions.log_sums(logits)
-    functions.to_gradients_(logits, sums, sums)
-    assert sum(compiled_bytes) == pytest.approx(3 * logits.nbytes, rel=1e-3)
+def test_ranks_that_share_the_words_read_the_logits_twice():
+    def build(function: Callable[..., Any], num_factors: int) -> tuple[Callable[..., Any], list[Tensor]]:
+        return function, [
+            torch.empty(CHUNK_TOKENS, WORDS, dtype=torch.bfloat16),
+            *torch.empty(num_factors, CHUNK_TOKENS),
+        ]
+
+    regions = (compiled_region(partial(build, *call)) for call in ((log_sums, 0), (to_gradients_, 2)))
+    found = sum(num_bytes(region.compiled["forward"]) for region in regions)
+    assert found == pytest.approx(3 * CHUNK_TOKENS * WORDS * 2, rel=1e-3)
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from parallel.mesh import Handle
-from zero.buckets.bucket import BucketRanges, GradShard, scale_into
+from parallel.mesh import Axis, Work
+from zero.buckets.bucket import BucketRanges, GradShard, Held, scale_into
 from zero.memory.placement import Offload
 from zero.memory.staging import StagingPool
 from zero.partition.stage import STAGES, GradientTypes, Lifetime, ShardingPolicy
@@ -18,7 +18,7 @@ CPU, FP32 = torch.device("cpu"), torch.float32
 def pool_of_nan() -> StagingPool:
     """Make a pool whose buffer, longer than the bucket, has been used before."""
     pool = StagingPool(16, {FP32: 1}, Offload(CPU))
-    pool.put_back(pool.take(FP32).fill_(torch.nan), Handle())
+    pool.put_back(pool.take(FP32).fill_(torch.nan), Work())
     return pool
 
 
@@ -26,8 +26,9 @@ def grad_shard(policy: ShardingPolicy) -> tuple[GradShard, nn.Parameter, nn.Para
     """Make a bucket of two parameters, of 3 and 4 elements, with a gap after each."""
     first, second = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(4))
     parts = {first: range(100, 103), second: range(104, 108)}
-    ranges = BucketRanges(range(100, 110), range(100, 105), parts, [range(103, 104), range(108, 110)])
-    grads = GradShard(ranges, GradientTypes(FP32, FP32), policy, Offload(CPU))
+    ranges = BucketRanges(range(100, 110), range(100, 105), range(100, 105), parts, [range(103, 104), range(108, 110)])
+    levels = policy.levels(Axis.trivial("data"))
+    grads = GradShard(ranges, GradientTypes(FP32, FP32), policy, levels, Offload(CPU))
     if grads.staged is not None:
         grads.staged.fill_(torch.nan)
     return grads, first, second
@@ -51,8 +52,8 @@ def reduced(grads: GradShard, param: nn.Parameter, value: float, pool: StagingPo
     """Stage a gradient, and move it to the owned shard as if it had been reduced; return the owned shard."""
     grads.write(param, torch.full((param.numel(),), value), 1.0, pool)
     grads.finish(pool)
-    grads.accumulate(scale=1.0)
-    grads.holds_gradient = True
+    grads.accumulate(grads.message_shard, grads.group_shard, scale=1.0, adds=grads.held is Held.SUM)
+    grads.held = Held.SUM
     grads.unstage(pool)
     return grads.owned
 

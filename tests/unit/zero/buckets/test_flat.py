@@ -8,24 +8,25 @@ import torch
 from torch import Tensor, nn
 
 from parallel.comm_log import CommLog
-from parallel.mesh import Axis, Handle
+from parallel.mesh import Axis, Work
 from zero.buckets.flat import FlatContext, FlatParameters, absent, is_absent
 from zero.buckets.guarded_parameter import ParameterGuard
 from zero.memory.placement import Offload
+from zero.memory.streams import SideStream
 from zero.partition.config import ZeroConfig
 from zero.partition.stage import Lifetime
 
 
 @dataclass(frozen=True)
 class LateAxis(Axis):
-    """The first of two ranks that own the same values; a message is written when its handle is waited for."""
+    """The first of two ranks that own the same values; a message is written when its `Work` is waited for."""
 
-    def all_gather(self, shard: Tensor, *, out: Tensor) -> Handle:
+    def all_gather(self, shard: Tensor, *, out: Tensor) -> Work:
         def arrive() -> None:
             assert out.untyped_storage().nbytes() > 0, "freed while a message was on its way"
             out.copy_(shard.repeat(2))
 
-        return Handle(arrive)
+        return Work(arrive)
 
 
 class NotedReads:
@@ -45,7 +46,9 @@ def flat_parameters(lifetime: Lifetime, reads: NotedReads | None = None) -> Flat
     half = torch.arange(32.0)
     params = {"first": nn.Parameter(half.view(4, 8).clone()), "second": nn.Parameter(half.clone())}
     guard = ParameterGuard({param: name for name, param in params.items()}, reads or NotedReads())
-    context = FlatContext(ZeroConfig(3), LateAxis("data", 2, 0, CommLog()), 32, Offload(torch.device("cpu")), guard)
+    config, device = ZeroConfig(3), torch.device("cpu")
+    levels = config.policy.levels(LateAxis("data", 2, 0, CommLog()))
+    context = FlatContext(config, levels, 32, Offload(device), guard, SideStream(device))
     return FlatParameters(params, lifetime, attrgetter("data"), context)
 
 
@@ -62,23 +65,6 @@ def test_reshard_waits_for_running_gathers_before_it_frees_the_buffer():
         assert flat.full.untyped_storage().nbytes() == 0
         assert reads.params == [], "nothing has read the values of a sharded parameter"
     assert first.isnan().all()  # a read of a sharded parameter is noticed, and does not crash the process
-
-
-def test_reads_of_sharded_parameters_are_reported():
-    reads = NotedReads()
-    flat = flat_parameters(Lifetime.TRANSIENT, reads)
-    for is_reported in (True, False, True):
-        flat.unshard() if not is_reported else flat.reshard()
-        reads.params.clear()
-        for param in flat.params:
-            param.sum()
-        assert reads.params == [id(param) for param in flat.params] * is_reported
-    flat.unshard()
-    for is_watched in (True, False):
-        flat.watch_reads(is_watched)
-        reads.params.clear()
-        flat.params[1].sum()
-        assert len(reads.params) == is_watched
 
 
 def test_what_is_written_to_unsharded_parameters_is_kept_by_the_owner():

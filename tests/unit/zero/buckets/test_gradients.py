@@ -1,6 +1,7 @@
 """The memory that gradients pass through, and a warning if a reduction over many ranks rounds at each of them."""
 
 import warnings
+from dataclasses import replace
 from linecache import getline
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from torch import nn
 
 from parallel.mesh import Axis, Mesh
+from parallel.pairwise import sum_ranks
 from parallel.world import imitated_world
 from zero.engine import ZeroDataParallel
 from zero.memory.placement import NO_OFFLOAD, OffloadConfig
@@ -32,11 +34,13 @@ def test_nccl_over_many_ranks_in_half_precision_warns_on_the_first_rank(stage):
     half = ZeroConfig(stage, reduce_dtype="bf16")
     (message,) = warnings_of(65, 0, "nccl", half)
     assert "65 ranks in torch.bfloat16" in message
-    assert "ZeroConfig.reduce_dtype=fp32" in message
+    assert "ZeroConfig.sum_over_ranks=fp32" in message
+    assert " reduce_dtype=fp32" in message
     assert warnings_of(65, 1, "nccl", half) == []
     assert warnings_of(64, 0, "nccl", half) == []
     assert warnings_of(65, 0, "gloo", half) == []
-    assert warnings_of(65, 0, "nccl", ZeroConfig(stage, reduce_dtype="fp32")) == []
+    for without in (ZeroConfig(stage, reduce_dtype="fp32"), replace(half, sum_over_ranks="fp32")):
+        assert warnings_of(65, 0, "nccl", without) == []
 
 
 @pytest.mark.parametrize("shard_size", [2, 65])
@@ -46,6 +50,21 @@ def test_the_larger_one_of_shard_groups_and_replicas_counts(shard_size):
     assert "the gradients of 65 ranks" in message
     for other_rank in (1, shard_size):
         assert warnings_of(130, other_rank, "nccl", half, shard_size) == []
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "ring", "levels"), [(8, 3.7e-3, 1.7e-3), (64, 9.5e-3, 2.4e-3), (512, 2.7e-2, 2.4e-3)]
+)
+def test_a_ring_rounds_at_each_rank_and_sums_in_fp32_once_on_each_level(num_ranks, ring, levels):
+    terms = torch.randn(num_ranks, 2**14, generator=torch.Generator().manual_seed(0)).bfloat16()
+    exact, found = terms.double().sum(0), [torch.zeros_like(terms[0]), torch.empty_like(terms[0])]
+    for term in terms:
+        found[0] += term
+    of_groups = terms.new_empty(num_ranks // 8, 2**14)
+    sum_ranks(terms.view(8, *of_groups.shape), of_groups)
+    sum_ranks(of_groups, found[1])
+    errors = [(each - exact).norm() / exact.norm() for each in found]
+    assert errors == pytest.approx([ring, levels], rel=0.1)
 
 
 HOST = OffloadConfig("host", ("optimizer",))

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from parallel.mesh import Axis
-from zero.buckets.guarded_parameter import GradientAccessError
 from zero.engine import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
 from zero.partition.config import ZeroConfig
@@ -56,23 +55,6 @@ def test_requires_grad_may_be_set_as_it_was():
     weight.requires_grad_(False)
     with pytest.raises(ValueError, match=r"requires_grad of 0\.weight was True when the .* wrapped, and is False now"):
         step(model, optimizer)
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-def test_a_gradient_is_refused_as_long_as_the_engine_holds_gradients(stage):
-    model = wrapped(stage)
-    weight = model.module[0].weight
-    for _ in range(2):
-        assert weight.grad is None
-        weight.grad = None
-        with pytest.raises(GradientAccessError, match=r"gradient of 0\.weight cannot be set"):
-            weight.grad = torch.ones(4, 4)
-        model(torch.ones(1, 4)).sum().backward()
-        with pytest.raises(GradientAccessError, match=r"gradient of 0\.weight is in the buckets of ZeroDataParallel"):
-            _ = weight.grad
-        with pytest.raises(GradientAccessError, match="cannot be set"):
-            weight.grad = None
-        model.zero_grad()
 
 
 def test_a_copy_of_a_parameter_is_plain_and_copied_once():

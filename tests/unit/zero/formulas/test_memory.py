@@ -1,12 +1,13 @@
 """The closed forms of memory and traffic against the paper's tables and sentences."""
 
+from dataclasses import replace
 from decimal import ROUND_DOWN, ROUND_HALF_UP, Decimal
 
 import pytest
 
 from zero.formulas.memory import ModelStates, formula, placed
-from zero.formulas.traffic import axis_bytes, step_bytes
-from zero.partition.stage import STAGES
+from zero.formulas.traffic import axis_bytes, axis_sizes
+from zero.partition.stage import STAGES, Division
 
 # Table 1 of the paper: GB of model states per GPU, as printed, some rounded and some truncated.
 TABLE_1 = """
@@ -39,13 +40,6 @@ def test_table_1(data_size, num_parameters, stage, printed):
     assert digits in (gb.quantize(digits, ROUND_HALF_UP), gb.quantize(digits, ROUND_DOWN))
 
 
-@pytest.mark.parametrize("data_size", [1, 4, 64])
-@pytest.mark.parametrize(("stage", "bytes_each"), [(0, (16, 0)), (1, (4, 12)), (2, (2, 14)), (3, (0, 16))])
-def test_bytes_a_parameter_in_mixed_precision(stage, bytes_each, data_size):
-    replicated, divided = bytes_each
-    assert formula(STAGES[stage], 640.0, data_size).total == pytest.approx(640 * (replicated + divided / data_size))
-
-
 def test_figure_1_by_kind():
     """7.5 billion parameters, K = 12, on 64 ranks."""
     states = formula(STAGES[2], 7.5e9, 64)
@@ -64,8 +58,9 @@ def test_fp32_parameters_are_their_own_master(stage, expected):
     [(0, 1, 2), (1, 1, 2), (2, 1, 2), (3, 1, 3), (0, 5, 2), (1, 5, 2), (2, 5, 6), (3, 5, 15)],
 )
 def test_traffic_is_two_or_three_times_the_parameters(stage, num_micro_batches, times_psi):
-    assert step_bytes(STAGES[stage], 1000.0, 4, num_micro_batches) == times_psi * 1000 * 3 / 4
-    assert step_bytes(STAGES[stage], 1000.0, 1, num_micro_batches) == 0
+    for num_ranks, sent in ((4, times_psi * 1000 * 3 / 4), (1, 0)):
+        sizes = axis_sizes(STAGES[stage], num_ranks)
+        assert sum(axis_bytes(STAGES[stage], 1000.0, sizes, num_micro_batches)) == sent
 
 
 @pytest.mark.parametrize(
@@ -91,5 +86,8 @@ def test_parameters_that_persist_or_are_kept_are_gathered_less_often():
     """Two all-gathers of 800 bytes without the 100 that are kept, in each micro-batch, and one of 200 that persist."""
     assert axis_bytes(STAGES[3], 1000.0, (4, 1)) == (3000 * 3 / 4, 0)
     found = axis_bytes(STAGES[3], 1000.0, (4, 2), 3, resident_bytes=200.0, kept_bytes=100.0)
-    assert found == ((3 * 1000 + 3 * (2 * 800 - 100) + 200) * 3 / 4, 2 * 3000 / 4 / 2)
-    assert step_bytes(STAGES[2], 1000.0, 4) == 2 * 1000 * 3 / 4
+    inside, between = (3 * 1000 + 3 * (2 * 800 - 100) + 200) * 3 / 4, 2 * 1000 / 4 / 2  # once a step between groups
+    assert found == (inside, between)
+    over_all = replace(STAGES[3], optimizer=Division.ALL)
+    assert axis_bytes(over_all, 1000.0, (4, 2), 3, gradient_bytes=2000.0)[1] == (2000 + 1000) / 4 / 2
+    assert [axis_sizes(STAGES[stage], 8, 4) for stage in (0, 3)] == [(1, 8), (4, 2)], "stage 0 divides nothing"

@@ -34,37 +34,18 @@ def test_table_2(mp: int, dp: int, stage: int, printed: str):
         assert mp * first_row == pytest.approx(float(printed))
 
 
-FP16_BYTES = 2
-
-
-def transformer_parameters(h: int, L: int) -> float:
-    """Return 12 L h^2, without embeddings (section 3.1)."""
-    return 12 * L * h**2
-
-
-def activation_bytes(b: int, s: int, h: int, L: int) -> float:
-    """Return the bytes of about 12 h b s L elements, if all are kept (section 3.2, footnote 3)."""
-    return 12 * FP16_BYTES * b * s * h * L
-
-
 def checkpoint_bytes(b: int, s: int, h: int, L: int, k: int = 1, N_m: int = 1) -> float:
-    """Return the bytes of one input of every k layers, of which each rank keeps 1/N_m with P_a (sections 3.2, 6.1)."""
-    return FP16_BYTES * partition_volume(b, s, h, L, k) / N_m
+    """Return the bytes of one input in fp16 of every k layers, of which each rank keeps 1/N_m with P_a."""
+    return 2 * partition_volume(b, s, h, L, k) / N_m
 
 
-def fused_buffer_bytes(num_parameters: float) -> float:
-    """Return the bytes of all gradients in one fp32 buffer, which C_B replaces by a constant (section 3.2)."""
-    return 4 * num_parameters
-
-
-def test_the_sentences_of_section_3():
-    assert transformer_parameters(1600, 48) == pytest.approx(1.5e9, rel=0.02)
-    assert activation_bytes(32, 1024, 1600, 48) == pytest.approx(60e9, rel=0.02)
-    assert checkpoint_bytes(32, 1024, 1600, 48) == pytest.approx(60e9 / 12, rel=0.02)
-    assert fused_buffer_bytes(1.5e9) == 6e9
-
-
-def test_the_sentences_of_section_6():
-    """100B, batch 32, 16 model-parallel ranks: 33 GB of checkpoints every two layers, about 2 GB with P_a."""
-    assert checkpoint_bytes(32, 1024, 8192, 125, k=2) == pytest.approx(33e9, rel=0.03)
-    assert checkpoint_bytes(32, 1024, 8192, 125, k=2, N_m=16) == pytest.approx(2e9, rel=0.06)
+@pytest.mark.parametrize(
+    ("arguments", "printed"),
+    [
+        ((32, 1024, 1600, 48), 60e9 / 12),  # section 3.2: a twelfth of about 60 GB of activations
+        ((32, 1024, 8192, 125, 2), 33e9),  # section 6.1: 100B, batch 32, a checkpoint every two layers
+        ((32, 1024, 8192, 125, 2, 16), 2e9),  # with P_a on 16 model-parallel ranks
+    ],
+)
+def test_the_bytes_of_checkpoints_are_those_of_sections_3_and_6(arguments: tuple[int, ...], printed: float):
+    assert checkpoint_bytes(*arguments) == pytest.approx(printed, rel=0.06)

@@ -11,23 +11,23 @@ from lab.observe.memory_tracker import MemoryTracker
 from lab.races.stream_checker import StreamError, streams_checked
 from parallel.errors import MemoryLimitError
 from parallel.memory_kinds import TensorKind
-from parallel.mesh import Handle
+from parallel.mesh import Work
 from zero.memory.placement import Offload, Placement, host_allocator
 
 CPU = torch.device("cpu")
 
 
-def copy_to_host(offload: Offload, on_host: Tensor) -> Handle:
+def copy_to_host(offload: Offload, on_host: Tensor) -> Work:
     return offload.to_host(torch.ones(4), out=on_host)
 
 
-def copy_to_accelerator(offload: Offload, on_host: Tensor) -> Handle:
+def copy_to_accelerator(offload: Offload, on_host: Tensor) -> Work:
     return offload.to_accelerator(on_host, out=torch.empty(4))
 
 
 @pytest.mark.parametrize("copy", [copy_to_host, copy_to_accelerator])
 @pytest.mark.parametrize("waits", [True, False])
-def test_the_host_overwrites_memory_of_a_copy_only_after_synchronize(copy: Callable[..., Handle], waits: bool):
+def test_the_host_overwrites_memory_of_a_copy_only_after_synchronize(copy: Callable[..., Work], waits: bool):
     with nullcontext() if waits else pytest.raises(StreamError, match="zero_ by the host"), streams_checked(CPU):
         offload = Offload(CPU)
         on_host = offload.new(Placement.HOST, TensorKind.BUFFERS, 4, torch.float32)
@@ -43,9 +43,9 @@ def test_the_host_overwrites_memory_of_a_copy_only_after_synchronize(copy: Calla
 def test_a_copy_to_the_accelerator_waits_for_the_copy_that_wrote_its_source_only(is_source: bool):
     """Behind the copy, something writes memory that a copy to the host writes: a race unless it waits for that copy."""
 
-    def overwrite(written: Tensor) -> Handle:
+    def overwrite(written: Tensor) -> Work:
         written.copy_(torch.zeros(4), non_blocking=True)
-        return Handle()
+        return Work()
 
     with nullcontext() if is_source else pytest.raises(StreamError, match="copy_"), streams_checked(CPU):
         offload = Offload(CPU)

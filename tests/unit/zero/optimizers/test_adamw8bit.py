@@ -10,7 +10,7 @@ from parallel.errors import ConfigError
 from parallel.mesh import Axis
 from zero.engine import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
-from zero.optimizers.adamw8bit import BLOCK, AdamW8bit, dequantized, quantized, table_of
+from zero.optimizers.adamw8bit import BLOCK, AdamW8bit, bounds_of, dequantized, quantized, table_of
 from zero.partition.config import ZeroConfig
 
 CPU = torch.device("cpu")
@@ -31,7 +31,7 @@ def test_a_value_is_stored_as_the_nearest_one_of_its_block():
     torch.manual_seed(0)
     values = torch.randn(3 * BLOCK + 7) * torch.logspace(-8, 3, 3 * BLOCK + 7)
     table = torch.tensor(table_of(True))
-    numbers, scales = quantized(values, table)
+    numbers, scales = quantized(values, bounds_of(table, True))
     assert (numbers.dtype, len(numbers), len(scales)) == (torch.uint8, len(values), 4)
     found = dequantized(numbers, scales, table)
     for start in range(0, len(values), BLOCK):
@@ -39,7 +39,26 @@ def test_a_value_is_stored_as_the_nearest_one_of_its_block():
         largest = own.abs().max()
         nearest = (own[:, None] / largest - table).abs().min(dim=1).values * largest
         assert ((own - restored).abs() <= nearest * (1 + 1e-4) + 1e-6 * largest).all()
-    assert quantized(torch.zeros(5), table)[1].tolist() == [0.0]
+    assert quantized(torch.zeros(5), bounds_of(table, True))[1].tolist() == [0.0]
+
+
+def test_only_zero_is_stored_as_a_second_moment_of_zero():
+    values = torch.tensor([0.0, 1e-30, 1e-7, 3e-7, 1.0])
+    numbers, _ = quantized(values, bounds_of(torch.tensor(table_of(False)), False))
+    assert numbers.tolist() == [0, 1, 1, 1, 255]
+
+
+@pytest.mark.parametrize("beta2", [0.95, 0.999])
+def test_no_update_is_many_times_the_learning_rate(beta2):
+    """Gradients in a block differ by powers of ten, and most are absent in a step, as those of rare words."""
+    param, generator = nn.Parameter(torch.zeros(4, BLOCK)), torch.Generator().manual_seed(0)
+    optimizer = AdamW8bit([param], lr=1.0, betas=(0.9, beta2), weight_decay=0.0)
+    for _ in range(300):
+        is_present = torch.rand(4, BLOCK, generator=generator) < 0.1
+        param.grad = torch.randn(4, BLOCK, generator=generator) * is_present * torch.logspace(-6, 0, BLOCK)
+        before = param.detach().clone()
+        optimizer.step()
+        assert (param - before).abs().max() < 2  # as AdamW, whose largest one is 1.0 or 1.5
 
 
 def test_the_updates_are_nearly_those_of_adamw():

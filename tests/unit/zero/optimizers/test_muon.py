@@ -14,12 +14,10 @@ from tests.distributed.zero.test_zero_optimizer import NoWaiting
 from zero.engine import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
 from zero.optimizers.adamw8bit import AdamW8bit
-from zero.optimizers.atoms import ELEMENT
 from zero.optimizers.muon import Muon
 from zero.optimizers.soap import Soap
 from zero.partition.config import ZeroConfig
 from zero.state.resident import buffer_bytes
-from zero.step.probe import probe_atoms
 
 CPU = torch.device("cpu")
 SHAPES = [(6, 20), (20, 6), (8, 8)]
@@ -149,14 +147,3 @@ def test_a_vector_in_a_group_of_matrices_is_refused():
         ZeroOptimizer(model, Muon)
     with pytest.raises(ConfigError, match=r"update='sgd' of a group; choose 'muon' or 'adamw'"):
         ZeroOptimizer(model, Muon, [{"params": module.parameters(), "update": "sgd"}])
-
-
-class WrongMuon(Muon):
-    """A Muon that says that its matrices are elements."""
-
-    own_atom = ELEMENT
-
-
-def test_a_wrong_declaration_is_refused():
-    with pytest.raises(ConfigError, match=r"optimizer WrongMuon cannot step flat pieces"):
-        probe_atoms(WrongMuon, {}, CPU)

@@ -50,6 +50,13 @@ def test_the_shards_of_a_bucket_are_equal_aligned_and_cover_it(layout):
         assert all(shard.start % ALIGNMENT == 0 for shard in shards)
 
 
+@given(SHAPES, st.integers(1, 5), st.integers(1, 3000), st.integers(1, 70))
+def test_each_shard_can_be_cut_into_as_many_parts_as_asked_for(shapes, num_shards, bucket_numel, num_cuts):
+    named = {f"w{index}": shape for index, shape in enumerate(shapes)}
+    for bucket in Layout.of(named, num_shards, bucket_numel, num_cuts=num_cuts).buckets:
+        assert bucket.shard_numel % num_cuts == bucket.shard_numel % ALIGNMENT == 0
+
+
 @given(LAYOUTS)
 def test_pieces_and_gaps_cover_a_bucket_once(layout):
     for bucket in layout.buckets:

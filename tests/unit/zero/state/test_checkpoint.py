@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from parallel.errors import ConfigError
 from parallel.mesh import Axis
 from zero import SaveError, Saver, ZeroConfig, ZeroDataParallel, ZeroOptimizer, export, has_checkpoint, load, save
+from zero.state.export import full_state_dict
+from zero.state.tensor_file import DTYPE_NAMES
 
 Wrapped = tuple[ZeroDataParallel, ZeroOptimizer]
 
@@ -148,6 +150,41 @@ def test_the_settings_of_groups_are_loaded_into_what_a_captured_step_reads(tmp_p
     assert rate == 0.25
     assert group["betas"] == (0.5, 0.75)
     assert group["initial_lr"] == 0.5  # as a scheduler adds it
+
+
+class Coded(nn.Linear):
+    """A layer with a frozen parameter and a buffer of one type."""
+
+    def __init__(self, values: Tensor):
+        super().__init__(2, 3)
+        self.codes = nn.Parameter(values, requires_grad=False)
+        self.register_buffer("table", values.clone())
+
+
+def wrap_coded(values: Tensor, stage: int) -> Wrapped:
+    model = ZeroDataParallel(Coded(values), Axis.trivial("data"), ZeroConfig(stage))
+    return model, ZeroOptimizer(model, torch.optim.AdamW, lr=0.1)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPE_NAMES, torch.complex128], ids=str)
+def test_frozen_parameters_and_buffers_of_any_type_are_saved(tmp_path: Path, dtype: torch.dtype):
+    values = torch.arange(1.0, 6.0).remainder(2).exp2().to(dtype)
+    save(tmp_path / "saved", *wrap_coded(values, 1))
+    other = wrap_coded(torch.zeros_like(values), 3)
+    load(tmp_path / "saved", *other)
+    state = full_state_dict(other[0])
+    for found in (state["codes"], state["table"]):
+        assert found.dtype is dtype
+        assert found.cdouble().equal(values.cdouble())
+
+
+def test_codes_are_not_loaded_as_weights_nor_types_written_that_the_format_lacks(tmp_path: Path):
+    codes = torch.arange(5, dtype=torch.int8)
+    save(tmp_path / "saved", *wrap_coded(codes, 1))
+    with pytest.raises(ConfigError, match=r"master\.0' is torch.int8, torch.float32 is needed"):
+        load(tmp_path / "saved", *wrap_coded(codes.float(), 1))
+    with pytest.raises(ConfigError, match=r"^codes is torch.complex128, which a safetensors file cannot hold"):
+        export(tmp_path / "exported", wrap_coded(codes.to(torch.complex128), 1)[0])
 
 
 def test_a_saver_reports_a_failure_at_the_next_save(tmp_path: Path):

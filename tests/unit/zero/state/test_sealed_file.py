@@ -50,20 +50,18 @@ def test_any_range_is_read_into_any_dtype(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["tensors", "json"])
-def test_every_changed_byte_and_every_truncation_is_noticed(tmp_path, monkeypatch, kind):
+def test_changed_bytes_and_truncations_are_noticed(tmp_path, monkeypatch, kind):
     monkeypatch.setattr(sealed_file, "CHUNK_BYTES", 2**11)  # a buffer of this size is made each time
     file = tmp_path / "file"
     write_tensors(file, TENSORS) if kind == "tensors" else write_json(file, {"step": 3, "names": ["a", "b"]})
     verify(file)
     whole = file.read_bytes()
     for offset in range(len(whole)):
-        for bit in (1, 32):
-            file.write_bytes(whole[:offset] + bytes([whole[offset] ^ bit]) + whole[offset + 1 :])
+        changed = whole[:offset] + bytes([whole[offset] ^ 1 << offset % 8]) + whole[offset + 1 :]
+        for damaged in (changed, whole[:offset]) if offset % 4 == 0 else (changed,):
+            file.write_bytes(damaged)
             with pytest.raises(ConfigError, match=rf"{file} is damaged"):
                 verify(file)
-        file.write_bytes(whole[:offset])
-        with pytest.raises(ConfigError, match=rf"{file} is damaged"):
-            verify(file)
     file.unlink()
     with pytest.raises(ConfigError, match=rf"{file} cannot be read: No such file"):
         verify(file)

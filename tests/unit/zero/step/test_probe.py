@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from parallel.errors import ConfigError
 from zero.optimizers.adamw8bit import BLOCK, AdamW8bit
+from zero.optimizers.atoms import ELEMENT
 from zero.optimizers.muon import Muon
 from zero.step.bucketed_optimizer import BucketedOptimizer
 from zero.step.pieces import Piece, as_groups
@@ -38,25 +39,38 @@ def test_the_bytes_of_states(optimizer, group, bytes_an_element):
 
 
 class MuonLike(torch.optim.Optimizer):
-    """SGD that normalizes the gradients of some groups, or fails for gradients that are not matrices."""
+    """SGD that normalizes the gradients of some groups, after a warm-up, or fails if they are no matrices."""
 
-    def __init__(self, params: Any, lr: float = 1e-2, normalizes: bool = False, decomposes: bool = False):
-        super().__init__(params, {"lr": lr, "normalizes": normalizes, "decomposes": decomposes})
+    def __init__(
+        self, params: Any, lr: float = 1e-2, normalizes: bool = False, decomposes: bool = False, warmup: int = 0
+    ):
+        defaults = {"lr": lr, "normalizes": normalizes, "decomposes": decomposes, "warmup": warmup}
+        super().__init__(params, defaults)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
         for group in self.param_groups:
             for param in (param for param in group["params"] if param.grad is not None):
-                grad = param.grad / param.grad.norm() if group["normalizes"] else param.grad
+                step = self.state[param]["step"] = self.state[param].get("step", 0) + 1
+                normalizes = group["normalizes"] and step > group["warmup"]
+                grad = param.grad / param.grad.norm() if normalizes else param.grad
                 grad = torch.linalg.qr(grad).Q if group["decomposes"] else grad
                 param.sub_(grad, alpha=group["lr"])
+
+
+class WrongMuon(Muon):
+    """A Muon that says that its matrices are elements."""
+
+    own_atom = ELEMENT
 
 
 @pytest.mark.parametrize(
     ("optimizer", "group", "reason"),
     [
+        (WrongMuon, {}, "cannot step flat pieces"),
         (MuonLike, {"normalizes": True}, "is not element-wise"),
         (MuonLike, {"normalizes": True, "lr": 0.0}, "is not element-wise"),
+        (MuonLike, {"normalizes": True, "warmup": 30}, "is not element-wise"),
         (MuonLike, {"decomposes": True}, "cannot step flat pieces"),
         (torch.optim.Adafactor, {}, "is not element-wise"),
         (torch.optim.Muon, {}, "cannot step flat pieces"),
@@ -70,6 +84,11 @@ def test_optimizers_that_are_not_elementwise_are_refused_by_the_settings_of_each
         probe_atoms(MuonLike, {"lr": 0.1}, CPU, [{"lr": 0.1}, {"lr": 0.0}])
     with pytest.raises(ConfigError, match=f"optimizer {optimizer.__name__} {reason}"):
         probe_atoms(optimizer, {"lr": 0.1}, CPU, [{"lr": 0.1}, group])
+
+
+def test_a_function_that_makes_no_optimizer_is_refused():
+    with pytest.raises(ConfigError, match="what it makes is of class Linear, not of class Optimizer"):
+        probe_atoms(lambda _params, **_settings: nn.Linear(2, 2), {}, CPU)
 
 
 class Recorder(torch.optim.Optimizer):
@@ -97,10 +116,11 @@ def test_a_bucket_steps_its_own_pieces_with_their_groups_settings():
     ]
     for lr in (0.5, 0.25):
         bucketed.inner.param_groups[0]["lr"] = lr
-        bucketed.begin_round()
-        for bucket in buckets:
-            bucketed.step([(bucket, torch.arange(10.0, 15.0))])
-        bucketed.end_round()
+        with bucketed.stepping():
+            bucketed.begin_round()
+            for bucket in buckets:
+                bucketed.step([(bucket, torch.arange(10.0, 15.0))])
+            bucketed.end_round()
     first = torch.tensor([11.0]), torch.tensor([13.0]), torch.tensor([10.0])
     assert bucketed.inner.seen == [
         ([value], [grad], (lr, counter))

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from parallel.mesh import Axis
+from zero.buckets.bucket import Held
 from zero.engine import ZeroDataParallel
 from zero.partition.config import ZeroConfig
 
@@ -54,7 +55,7 @@ def unsharded(model: ZeroDataParallel) -> list[str]:
 
 
 def reduced(model: ZeroDataParallel) -> list[bool]:
-    return [bucket.grads.holds_gradient for bucket in model.buckets]
+    return [bucket.grads.held is not Held.NOTHING for bucket in model.buckets]
 
 
 def test_a_layer_that_returns_a_function_stays_unsharded_until_the_step_or_the_next_forward():

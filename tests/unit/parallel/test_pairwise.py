@@ -1,10 +1,11 @@
-"""Receive buffers are reused, grow with the messages, and come from the allocator that was handed in."""
+"""Receive buffers are reused, grow with the messages, and come from an allocator; sums are rounded once."""
 
+import pytest
 import torch
 
 from lab.observe.memory_tracker import MemoryTracker
 from parallel.memory_kinds import TensorKind, allocate_buffer
-from parallel.receive_buffers import ReceiveBuffers
+from parallel.pairwise import ReceiveBuffers, sum_ranks
 
 
 def test_buffers_are_reused_by_messages_of_their_size_and_dtype():
@@ -41,3 +42,13 @@ def test_a_memory_tracker_counts_what_its_allocator_makes_as_buffers():
         buffer = ReceiveBuffers(allocate_buffer).take(message)
         assert tracker.device.resident[TensorKind.BUFFERS] == buffer.nbytes == 24
         assert tracker.device.resident[TensorKind.OTHER] == message.nbytes
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 5])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_terms_of_any_number_of_ranks_are_summed_and_rounded_once(num_ranks: int, dtype: torch.dtype):
+    terms = torch.randn(num_ranks, 1000, generator=torch.Generator().manual_seed(0)).to(dtype)
+    found = torch.empty(1000, dtype=dtype)
+    sum_ranks(terms, found)
+    assert found.equal(terms.float().sum(0).to(dtype))
+    assert torch.allclose(found.double(), terms.double().sum(0), rtol=2 * torch.finfo(dtype).eps, atol=1e-6)

@@ -6,10 +6,10 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from parallel import host_barrier
-from parallel.host_barrier import BrokenBarrier, HostBarrier
 from parallel.mesh import Axis, Mesh
 from parallel.world import imitated_world
+from zero.order import host_barrier
+from zero.order.host_barrier import BrokenBarrier, HostBarrier
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def test_a_rank_that_has_failed_is_not_waited_for(barriers, monkeypatch):
         barriers[0].wait("eats")
 
 
-def test_half_of_a_collectives_time_is_waited_for_other_ranks(barriers, monkeypatch, now):
+def test_half_of_a_collectives_time_is_waited_for_other_ranks_with_one_warning(barriers, monkeypatch, now, caplog):
     times = []
 
     def pass_time(_poll: int) -> bool:
@@ -77,6 +77,9 @@ def test_half_of_a_collectives_time_is_waited_for_other_ranks(barriers, monkeypa
     with pytest.raises(BrokenBarrier, match=r"^data rank 0 eats, and of 2 ranks 1 did so within 100 s$"):
         barriers[0].wait("eats")
     assert times == [40.0, 80.0, 120.0]
+    assert caplog.messages == [
+        "data rank 0 eats, and of 2 ranks 1 did so within 40 s; it waits for the others, at most 100 s"
+    ]
 
 
 def test_the_rank_with_another_purpose_is_named_on_all(barriers, monkeypatch):

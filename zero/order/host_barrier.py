@@ -1,15 +1,18 @@
 """A barrier on the host, by the launcher's store: for rare waits that must raise instead of hanging."""
 
+import logging
 import time
 from collections.abc import Callable
-from datetime import timedelta
 
 import torch.distributed as dist
 
 from parallel.mesh import Axis
-from parallel.world import has_failed_elsewhere, shared_store
+from parallel.store import has_failed_elsewhere, shared_store
 
-POLL_SECONDS = 1.0  # after which a rank that waits asks whether another one has failed
+logger = logging.getLogger(__name__)
+
+FIRST_PAUSE, POLL_SECONDS = 0.001, 1.0  # after which a rank that waits asks again, at first and at last
+SILENT_SECONDS = 10.0  # after which it says that it waits
 
 
 class BrokenBarrier(RuntimeError):
@@ -25,10 +28,10 @@ class HostBarrier:
         if axis.has_peers:
             self._store = shared_store()
             assert axis.group is not None
-            first_rank = dist.get_global_rank(axis.group, 0)
-            # The n-th barrier that this rank creates on the axis, and so the n-th of every rank.
-            number = self._store.add(f"barriers/of/{axis.name}/{dist.get_rank()}", 1)
-            self._prefix = f"barriers/{axis.name}/{first_rank}/{number}"
+            group = f"{axis.group.group_name}/{dist.get_global_rank(axis.group, 0)}"
+            # The n-th barrier that this rank creates on the group, and so the n-th of every rank.
+            number = self._store.add(f"barriers/of/{group}/{dist.get_rank()}", 1)
+            self._prefix = f"barriers/{group}/{number}"
 
     def wait(self, purpose: str) -> None:
         """Return when every rank of the axis waits with this purpose; at once on an axis without peers.
@@ -39,6 +42,7 @@ class HostBarrier:
         """
         if not self._axis.has_peers:
             return
+        self._axis.check_process()
         self._num_uses += 1
         prefix = f"{self._prefix}/{self._num_uses}"
         # Each rank sets its purpose before it compares: the rank whose purpose differs is named with its purpose below.
@@ -58,18 +62,32 @@ class HostBarrier:
             )
 
     def _wait_for_end(self, prefix: str, purpose: str) -> None:
-        seconds = self._store.timeout.total_seconds() / 2  # type: ignore[attr-defined]
-        end = self._clock() + seconds
-        while True:
-            try:
-                self._store.wait([f"{prefix}/end"], timedelta(seconds=min(POLL_SECONDS, seconds)))
-                return
-            except RuntimeError as error:
-                has_failed = has_failed_elsewhere()
-                if self._clock() < end and not has_failed:
-                    continue
-                others = "another rank has failed"
-                if not has_failed:
-                    num_arrived = self._store.add(f"{prefix}/arrived", 0)
-                    others = f"of {self._axis.size} ranks {num_arrived} did so within {seconds:g} s"
-                raise BrokenBarrier(f"{self._axis.name} rank {self._axis.rank} {purpose}, and {others}") from error
+        own = f"{self._axis.name} rank {self._axis.rank} {purpose}"
+        limit = self._store.timeout.total_seconds() / 2  # type: ignore[attr-defined]
+        begin, is_silent, pause = self._clock(), True, FIRST_PAUSE
+        # Not `wait` of the store: torch prints two lines whenever its time is over.
+        while not self._is_set(f"{prefix}/end"):
+            time.sleep(pause)
+            pause = min(POLL_SECONDS, pause * 1.125)  # so it is about an eighth of the time that has passed
+            if pause < POLL_SECONDS / 8:
+                continue
+            if has_failed_elsewhere():
+                raise BrokenBarrier(f"{own}, and another rank has failed")
+            seconds = self._clock() - begin
+            if seconds >= limit:
+                raise BrokenBarrier(f"{own}, and {self._arrived(prefix)} within {limit:g} s")
+            if is_silent and seconds >= SILENT_SECONDS:
+                is_silent = False
+                logger.warning(
+                    "%s, and %s within %d s; it waits for the others, at most %g s",
+                    *(own, self._arrived(prefix), seconds, limit),
+                )
+
+    def _is_set(self, key: str) -> bool:
+        try:
+            return self._store.check([key])
+        except RuntimeError:  # the store's rank has ended, which `has_failed_elsewhere` finds too
+            return False
+
+    def _arrived(self, prefix: str) -> str:
+        return f"of {self._axis.size} ranks {self._store.add(f'{prefix}/arrived', 0)} did so"

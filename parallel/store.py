@@ -1,0 +1,33 @@
+"""The store that all ranks share, for messages outside collectives, and what it tells of ranks that have failed."""
+
+import torch.distributed as dist
+
+from parallel.torch_internals import default_store
+
+FAILURE_KEY = "failed_ranks"  # in the default store: the number of ranks that have failed
+
+
+def shared_store() -> dist.Store:
+    """Return a store that all ranks share, for messages outside collectives. A single process gets one of its own.
+
+    It has a connection of its own, so that a thread may block in it: a thread that waits in the default store blocks
+    all others that use it.
+    """
+    if not dist.is_initialized():
+        return dist.HashStore()
+    return default_store().clone()  # type: ignore[attr-defined]
+
+
+def num_failures() -> int | None:
+    """Return the number of ranks that have failed, or None if the rank that serves the store has ended."""
+    if not dist.is_initialized():
+        return 0
+    try:
+        return default_store().add(FAILURE_KEY, 0)
+    except (RuntimeError, ValueError):
+        return None
+
+
+def has_failed_elsewhere() -> bool:
+    """Return True if another rank has failed, and printed why unless its node was lost with the store."""
+    return num_failures() != 0

@@ -1,0 +1,295 @@
+"""Training that was reported elsewhere: optimizers, accumulation, ranks that differ, reads and writes of weights."""
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tests.distributed.zero.scenarios.reported.reports import (
+    Table,
+    With,
+    as_one_test,
+    param,
+    trains,
+    trains_and,
+    trains_parts,
+)
+from tests.distributed.zero.scenarios.runs import WIDTH, Block, Blocks, Model, Run, mean_square
+from zero.engine import ZeroDataParallel
+from zero.order.agreement import DivergedRanks
+
+
+def count_tokens_of_all_ranks(run: Run) -> None:
+    """The loss is a mean over the elements that have a weight, of which each micro-batch has another number."""
+    model, optimizer = run.start(Blocks())
+    for step in range(3):
+        batches = [run.batch(10 * step + number) for number in range(3)]
+        weights = [(batch[:, :1] > 0).double() for batch in batches]
+        total = sum(weight.sum() for weight in weights)
+        if not run.is_plain:
+            dist.all_reduce(total)
+            total /= run.num_ranks  # gradients are means over the ranks
+        for x, weight in zip(batches, weights, strict=True):
+            with model.accumulate():
+                (((model(x) - 0.5).square() * weight).sum() / total).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def clip_accumulated_gradients(run: Run) -> None:
+    model, optimizer = run.start(Blocks(), clip_norm=0.05)
+    for step in range(3):
+        batches = [run.batch(10 * step + number) for number in range(4)]
+        for batch in [torch.cat(batches)] if run.is_plain else batches:
+            with model.accumulate():
+                (mean_square(model, batch) * len(batch) / sum(map(len, batches))).backward()
+        assert run.record(optimizer.step()) > 0.05
+        optimizer.zero_grad()
+
+
+class Lion(torch.optim.Optimizer):
+    """An optimizer of the user's own."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            for weight in group["params"]:
+                if weight.grad is not None:
+                    mean = self.state[weight].setdefault("mean", torch.zeros_like(weight))
+                    weight.sub_(mean.lerp(weight.grad, 0.1).sign(), alpha=group["lr"])
+                    mean.lerp_(weight.grad, 0.01)
+
+
+def use_own_optimizer(run: Run) -> None:
+    model = run.wrap(Blocks())
+    run.train(model, run.optimizer(model, Lion, lr=0.01), steps=range(3))
+
+
+def freeze_a_group(run: Run) -> None:
+    model = run.wrap(Blocks(Block().requires_grad_(False), Block()))
+    groups = [{"params": list(block.parameters())} for block in model.module.blocks]
+    run.train(model, run.optimizer(model, torch.optim.AdamW, groups))
+
+
+def change_settings_between_steps(run: Run) -> None:
+    model = run.wrap(Blocks())
+    groups = [{"params": list(part.parameters())} for part in (model.module.blocks, model.module.head)]
+    optimizer = run.optimizer(model, torch.optim.AdamW, groups, lr=torch.tensor(0.01), foreach=False)
+    for step in range(4):
+        run.train(model, optimizer, steps=[step])
+        for number, group in enumerate(optimizer.inner.param_groups):
+            group["lr"].mul_(0.7)
+            group |= {"weight_decay": 0.2 * (step + number), "betas": (0.9 - 0.1 * number, 0.99 - 0.01 * step)}
+
+
+def with_buffer() -> nn.Module:
+    module = With(lambda m, x: m.body(x) + m.offset, body=Blocks())
+    module.register_buffer("offset", torch.randn(2))
+    return module
+
+
+def load_on_the_first_rank(run: Run, model: Model, _step: int) -> None:
+    state = with_buffer().state_dict()
+    with model.gathered(modify=True) as module:
+        if run.is_plain or run.data.rank == 0:
+            module.load_state_dict(state)
+    run.record(model.module.offset)
+
+
+def share_buffers(run: Run) -> None:
+    module = Blocks()
+    values = [torch.arange(3), torch.tensor([True, False]), torch.tensor(1 + 2j), torch.empty(0, 2), torch.randn(2)]
+    for number, value in enumerate(values):
+        other = torch.zeros_like(value) if run.data.rank and not run.is_plain else value
+        module.register_buffer(f"buffer{number}", other, persistent=number % 2 == 0)
+    model, optimizer = run.start(module)
+    for buffer in model.buffers():
+        run.record(torch.view_as_real(buffer.to(torch.complex128)))
+    run.train(model, optimizer)
+
+
+def write_slices(_run: Run, model: Model, step: int) -> None:
+    weights = [model.module.head.weight, model.module.blocks[1].up.weight, model.module.blocks[0].scale]
+    with torch.no_grad(), model.gathered(weights, modify=step == 1):
+        for weight in weights:
+            weight[:1] += 0.5
+            weight[1:].copy_(weight[1:].flip(0))
+
+
+def with_teacher() -> nn.Module:
+    student, teacher = Blocks(), Blocks().requires_grad_(False)
+    return With(lambda m, x: m.student(x) - m.teacher(x.cos()), student=student, teacher=teacher)
+
+
+def follow_the_student(_run: Run, model: Model, _step: int) -> None:
+    with torch.no_grad(), model.gathered() as module:
+        for mean, weight in zip(module.teacher.parameters(), module.student.parameters(), strict=True):
+            mean.lerp_(weight, 0.3)
+
+
+def adapted() -> nn.Module:
+    base = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+    return With(
+        lambda m, x: (m.base(x) + x @ m.down.t() @ m.up.t()).tanh(), base=base, down=param(2, 4), up=param(4, 2)
+    )
+
+
+def merge_adapters(_run: Run, model: Model, step: int) -> None:
+    with torch.no_grad(), model.gathered(modify=step == 1) as module:
+        for block in module.blocks:
+            block.base.weight += block.up @ block.down
+            block.up.zero_()
+
+
+def repeat(m: nn.Module, x: Tensor) -> Tensor:
+    for _ in range(m.times):
+        x = m.blocks[0](x)
+    return x
+
+
+def repeating(times: int) -> nn.Module:
+    return With(repeat, blocks=nn.ModuleList([Block()]), times=times)
+
+
+def repeat_by_rank(model: Model, x: Tensor, rank: int) -> Tensor:
+    model.module.blocks[1].times = rank + 1
+    return mean_square(model, x)
+
+
+def repeat_units_by_rank(run: Run) -> None:
+    model, optimizer = run.start(Blocks())
+    run.train(model, optimizer)
+    if run.shards_parameters:
+        diverging = ZeroDataParallel(repeating(run.data.rank + 1), run.data, run.configuration.zero)
+        with pytest.raises(DivergedRanks, match="ranks"):
+            mean_square(diverging, run.batch(0)).backward()
+
+
+def choose_by_rank(model: Model, x: Tensor, rank: int) -> Tensor:
+    for block in model.module.blocks:
+        block.choice = rank % 2
+    return mean_square(model, x)
+
+
+def choosing() -> nn.Module:
+    return With(lambda m, x: x * m.scale.sin() if m.choice else m.block(x), block=Block(), scale=param(WIDTH))
+
+
+def with_encoder() -> nn.Module:
+    blocks = nn.ModuleList([Block(), Block()])
+    return With(
+        lambda m, x, images: m.body(x) + m.blocks[1](m.blocks[0](images)).sum() / 9, body=Blocks(), blocks=blocks
+    )
+
+
+def contrast(run: Run) -> None:
+    """The features of the other ranks are constants to a rank, so its gradient is a part of a sum."""
+
+    def of_all_ranks(feature: Tensor) -> Tensor:
+        features = [torch.empty_like(feature) for _ in range(run.num_ranks)]
+        dist.all_gather(features, feature.detach())
+        features[run.data.rank] = feature
+        return torch.cat(features)
+
+    def loss(model: Model, x: Tensor) -> Tensor:
+        first, second = (model(y) if run.is_plain else of_all_ranks(model(y)) for y in (x, x.sin()))
+        value = F.cross_entropy(first @ second.t(), torch.arange(len(first)))
+        return value if run.is_plain else run.num_ranks * value - (run.num_ranks - 1) * value.detach()
+
+    run.train_module(Blocks(), loss)
+
+
+def drop_models(run: Run) -> None:
+    for step in range(4):
+        run.models.clear()
+        run.optimizers.clear()
+        gc.collect()
+        model, optimizer = run.start(Blocks(Block()))
+        run.train(model, optimizer, steps=[step])
+        with torch.no_grad():
+            run.record(mean_square(model, run.batch(9)))
+        del model, optimizer
+
+
+class Limits(Block):
+    """A block that writes to its parameters in forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.scale.data.clamp_(-0.5, 0.5)
+        with torch.no_grad():
+            self.down.bias.clamp_(max=0.1)
+        return super().forward(x)
+
+
+def of_three_types() -> nn.Module:
+    """Return a block without float32, whose sums over four ranks are rounded in another order."""
+    low = nn.Parameter(torch.randn(WIDTH, dtype=torch.bfloat16), requires_grad=False)
+    router = nn.Linear(WIDTH, WIDTH, dtype=torch.complex128)
+    return With(lambda m, x: m.block(x) + m.router((x * m.low).cdouble()).real, block=Block(), router=router, low=low)
+
+
+def read_before_backward(model: Model, x: Tensor) -> Tensor:
+    loss = mean_square(model, x)
+    with torch.no_grad(), model.gathered() as module:
+        total = sum(value.double().sum() for value in module.state_dict().values())
+    return loss * total.sin()
+
+
+def evaluate_without_optimizer(run: Run) -> None:
+    model = run.wrap(Blocks())
+    for context in (torch.no_grad, torch.inference_mode, torch.enable_grad):
+        with context():
+            value = mean_square(model.eval(), run.batch(9))
+        run.record(value)
+        with model.gathered([model.module.head.weight]) as module:
+            run.record(module.head.weight)
+    run.train(model.train(), run.optimizer(model))
+
+
+def freeze_for_evaluation(run: Run, model: Model, _step: int) -> None:
+    for part in (model, model.module.blocks):
+        part.requires_grad_(False)
+        run.record(mean_square(model, run.batch(9)))
+        part.requires_grad_(True)
+
+
+TABLE: Table = {
+    "torchtitan#2206, transformers#35438: tokens of all ranks": count_tokens_of_all_ranks,
+    "DeepSpeed#7718, accelerate#3877, pytorch#170862: the norm of accumulated gradients": clip_accumulated_gradients,
+    "DeepSpeed#7531: an optimizer of the user's own": use_own_optimizer,
+    "DeepSpeed#7869, mmengine#1441: a frozen group": freeze_a_group,
+    "pytorch#106916, slime#962: settings change": change_settings_between_steps,
+    "accelerate#3921, sglang#19688: a state of the first rank": trains_and(load_on_the_first_rank, with_buffer),
+    "LlamaFactory#10820, pytorch#178569: buffers of the first rank": share_buffers,
+    "DeepSpeed#7811, DeepSpeed#7817: slices are written": trains_and(write_slices),
+    "trl#5862, jepa#51: a teacher that follows": trains_and(follow_the_student, with_teacher),
+    "LlamaFactory#10157: adapters are merged": trains_and(merge_adapters, lambda: Blocks(adapted(), adapted())),
+    "Qwen3-VL#126: ranks repeat a module inside a unit": trains_parts(
+        lambda: Blocks(Block(), repeating(1)), repeat_by_rank
+    ),
+    "DeepSpeed#7998: ranks repeat a unit": repeat_units_by_rank,
+    "pytorch#158719, pytorch#174862: ranks use other parameters": trains_parts(
+        lambda: Blocks(choosing(), choosing()), choose_by_rank
+    ),
+    "torchtitan#4777, DeepSpeed#7170: a rank without images": trains_parts(
+        with_encoder, lambda model, x, rank: model(x, x[: len(x) * (rank % 2)].cos()).square().mean()
+    ),
+    "open_clip#616: features of all ranks": contrast,
+    "pytorch#176225: models are dropped": drop_models,
+    "ICML2024-OT-CLIP#5: writes in forward": trains(lambda: Blocks(Limits(), Limits())),
+    "Model-Optimizer#2152: three types": trains_parts(
+        lambda: Blocks(of_three_types(), of_three_types()), lambda model, x, _rank: mean_square(model, x)
+    ),
+    "pytorch#131965: a read before backward": trains(Blocks, read_before_backward),
+    "transformers#48841, pytorch#144289: evaluation without an optimizer": evaluate_without_optimizer,
+    "pytorch#186998: frozen for an evaluation": trains_and(freeze_for_evaluation),
+}
+
+test_training_that_was_reported = as_one_test(__name__, TABLE)

@@ -1,0 +1,137 @@
+"""The checks of a module before it is wrapped: what would be trained wrongly in silence is refused, by name."""
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from parallel.errors import ConfigError
+from parallel.mesh import Axis
+from parallel.torch_internals import FakeTensor, real_tensors, storage_id
+from zero.buckets.guarded_parameter import GuardedParameter
+from zero.memory.placement import OffloadConfig
+from zero.partition.config import ZeroConfig
+from zero.partition.stage import Lifetime
+
+
+def has_no_values(param: Tensor) -> bool:
+    return isinstance(param, nn.parameter.UninitializedParameter) or param.is_meta
+
+
+def has_inner_tensors(param: Tensor) -> bool:
+    """Return whether operations on a tensor are those of a subclass, which keeps its values in other tensors."""
+    is_overridden = type(param).__torch_dispatch__ is not Tensor.__torch_dispatch__
+    return is_overridden and not isinstance(param, FakeTensor)
+
+
+REFUSED_PARAMETERS: dict[Callable[[Tensor], bool], str] = {
+    has_no_values: "has no values yet (a lazy or a meta parameter); materialize it before wrapping",
+    lambda param: isinstance(param, GuardedParameter): (
+        "is inside a ZeroDataParallel already; wrap a module once, or `unwrap()` it first"
+    ),
+    has_inner_tensors: (
+        "is a {kind}, whose values are in other tensors, which cannot be divided; make it a plain parameter, as by "
+        "`full_tensor()` of a DTensor or `dequantize()`, or register the inner tensors of a frozen one as buffers"
+    ),
+    lambda param: param.grad is not None: "has a gradient from before it is wrapped; call `module.zero_grad()` first",
+}
+"""What a parameter must not be, in the order of the checks, and the reason."""
+
+
+def check_module(module: nn.Module, data: Axis) -> None:
+    """Raise ValueError if the module cannot be wrapped."""
+    if next(module.parameters(), None) is None:
+        raise ValueError(f"{type(module).__name__} has no parameters; there is nothing to train in parallel")
+    for name, param in module.named_parameters():
+        for is_refused, reason in REFUSED_PARAMETERS.items():
+            if is_refused(param):
+                raise ValueError(f"{name} {reason.format(kind=type(param).__name__)}")
+    _check_storages(dict(module.named_parameters()), dict(module.named_buffers()))
+    for name, submodule in module.named_modules():
+        is_embedding = isinstance(submodule, (nn.Embedding, nn.EmbeddingBag))
+        if data.size > 1 and is_embedding and submodule.max_norm is not None:
+            raise ValueError(
+                f"{name}, a {type(submodule).__name__} with max_norm={submodule.max_norm}, changes its weight in "
+                f"forward, and each of the {data.size} ranks would change other rows; set max_norm=None"
+            )
+
+
+def check_offload(config: ZeroConfig, offload: OffloadConfig) -> None:
+    """Raise ConfigError if nothing that would be offloaded is divided."""
+    if config.policy.full_params is Lifetime.PERSISTENT and offload.offloaded_states == {"parameters"}:
+        raise ConfigError(
+            f"OffloadConfig.states=[parameters] has no effect at ZeroConfig.stage={config.stage}, which keeps full "
+            "parameters on the accelerator; add optimizer, or choose stage 3"
+        )
+
+
+def check_units(module: nn.Module, names: list[str]) -> None:
+    """Raise ValueError if one of the modules that need hooks, so that their parameters are gathered, takes none."""
+    for name, unit in module.named_modules():
+        if name in names and isinstance(unit, torch.jit.ScriptModule):
+            raise ValueError(
+                f"{name or 'the model'} is a {type(unit).__name__}, which takes no hooks, so its parameters cannot be "
+                "gathered when it runs; put it into an nn.Sequential, or let ZeroConfig.units name a module around it"
+            )
+
+
+def refuse_replacing(_module: nn.Module, _state: Any, _prefix: str, metadata: dict[str, Any], *_: Any) -> None:
+    """Raise ValueError if `load_state_dict` is to replace parameters, and not to copy values to them."""
+    way = None
+    if metadata.get("assign_to_params_buffers"):
+        way = "load_state_dict(assign=True)", "assign=False"
+    elif torch.__future__.get_swap_module_params_on_conversion():
+        way = "torch.__future__.set_swap_module_params_on_conversion(True)", "it to False"
+    if way is not None:
+        raise ValueError(
+            f"{way[0]} would replace parameters that ZeroDataParallel has divided into buckets; set {way[1]}, or load "
+            "the state before the module is wrapped"
+        )
+
+
+def _check_storages(params: dict[str, nn.Parameter], buffers: dict[str, Tensor]) -> None:
+    """Raise ValueError if a parameter shares elements with another parameter or a buffer.
+
+    Its values move to a flat buffer, and the other one would keep the old ones. Parts of one storage, such as the
+    columns of a fused matrix, share no element.
+    """
+    by_storage: defaultdict[int, dict[str, Tensor]] = defaultdict(dict)
+    for name, tensor in (*buffers.items(), *params.items()):
+        if tensor.layout is torch.strided and tensor.numel():
+            by_storage[storage_id(tensor.untyped_storage())][name] = tensor
+    for tensors in by_storage.values():
+        before: dict[str, Tensor] = {}  # those that may reach beyond the first byte of the next one
+        for name, tensor in sorted(tensors.items(), key=lambda item: _extent(item[1]).start):
+            before = {other: t for other, t in before.items() if _extent(t).stop > _extent(tensor).start}
+            for other, earlier in before.items():
+                if not {name, other}.isdisjoint(params) and _share_elements(tensor, earlier):
+                    raise ValueError(
+                        f"{other} and {name} are views of the same memory, and would be two tensors once they are "
+                        "wrapped; assign one Parameter to both modules (`head.weight = embed.weight`), and compute a "
+                        "view of a parameter in forward"
+                    )
+            before[name] = tensor
+
+
+def _extent(tensor: Tensor) -> range:
+    """Return the bytes of its storage from the first to the last element of a tensor."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    first = tensor.storage_offset() * tensor.element_size()
+    return range(first, first + (last + 1) * tensor.element_size())
+
+
+@real_tensors()
+def _share_elements(tensor: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors of one storage, of any shapes, strides and dtypes, have a byte in common."""
+    is_used = torch.zeros(max(_extent(tensor).stop, _extent(other).stop), dtype=torch.bool, device="cpu")
+    _bytes_of(tensor, is_used).fill_(True)
+    return bool(_bytes_of(other, is_used).any())
+
+
+def _bytes_of(tensor: Tensor, storage: Tensor) -> Tensor:
+    """Return the view of `storage`, an element a byte, that `tensor` is of its own."""
+    size = tensor.element_size()
+    strides = (*(stride * size for stride in tensor.stride()), 1)
+    return storage.as_strided((*tensor.shape, size), strides, tensor.storage_offset() * size)
