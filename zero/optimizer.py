@@ -3,7 +3,7 @@
     grad_norm    the norm of all gradients, a tensor, and from it the clip coefficient, a tensor
     take         parameters that were written in place since the last step: their master weights follow
     update       bucket by bucket: cast the gradient, step the torch optimizer, write the owned parameters; matrices in
-                 the steps of zero/step/matrix_updates.py
+                 the steps of zero/optimizers/matrix_updates.py
     publish      bucket by bucket, while the next one is updated: all-gather the updated parameters
 
 Without offload the host waits for the device in `_must_skip` only, if the optimizer cannot skip a step by itself. With
@@ -31,11 +31,11 @@ from zero.buckets.bucket import Bucket
 from zero.buckets.written_parameters import WrittenParameters
 from zero.engine import ZeroDataParallel
 from zero.memory.placement import Placement
+from zero.step.assembled_updates import assembled_updates
 from zero.step.bucket_groups import BucketGroups, PublishedGathers
 from zero.step.bucketed_optimizer import BucketedOptimizer
 from zero.step.grad_norm import GradNorm
 from zero.step.loss_scale import LossScale, SkippedSteps
-from zero.step.matrix_updates import MatrixUpdates
 from zero.step.pieces import OwnedPieces, OwnedState, Piece, as_groups, check_class
 from zero.step.probe import probe_atoms
 
@@ -62,7 +62,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     on the device; for any other optimizer the host waits for the flag. SkippedStepsError is raised after
     `max_skipped_in_a_row` of them, and unless the loss scale is dynamic, or `warn_skipped` is false, the first one in a
     row warns. Multiply the loss by `loss_scale.scale` before backward. Raises ConfigError if the optimizer does
-    not update pieces of parameters as its atom says (zero/optimizers/atoms.py): by default, element by element.
+    not update pieces of parameters as its atom says (zero/step/atoms.py): by default, element by element.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         # Never empty: torch's code for checkpoints steps an optimizer that has no state.
         self.state.update({param: OwnedState(of_param, self.inner) for param, of_param in pieces.by_param.items()})
         axes = model.shard_axis, self.tensor
-        self.matrices = MatrixUpdates(self.inner, model.module, pieces, axes, model.offload)
+        self.matrices = assembled_updates(self.inner, model.module, pieces, axes, model.offload)
         split = {model.module.get_parameter(name) for name in split_dims(model.module)}
         self.grad_norm = GradNorm(pieces.owned, pieces.params, axes, split, self.loss_scale.scale)
         self._sums = self._deferred_sums() if self.tensor.size > 1 else []

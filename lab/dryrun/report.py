@@ -23,7 +23,7 @@ from lab.measure.cluster import ClusterSpec
 from lab.measure.kernel_costs import kernel_seconds
 from parallel.errors import ConfigError
 from parallel.memory_kinds import TensorKind
-from zero.step.matrix_updates import MatrixUpdates
+from zero.optimizers.matrix_updates import MatrixUpdates
 
 
 def run_and_report(settings: Settings, console: RunConsole) -> dict[str, Any]:
@@ -97,8 +97,8 @@ def make_report(
         "counted_flops": sum(kernel.flops for kernel in recording.kernels),
         "collectives": profile(recording.events, len(recording.kernels)),
     }
-    if state.optimizer.matrices.matrices:
-        report["matrices"] = work_on_matrices(state.optimizer.matrices)
+    if isinstance(matrices := state.optimizer.matrices, MatrixUpdates):
+        report["matrices"] = work_on_matrices(matrices)
     if timeline is not None:
         cluster = timeline.cluster
         report["cluster"] = asdict(cluster)

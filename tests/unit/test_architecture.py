@@ -33,10 +33,10 @@ FLOORS = {
     "zero/buckets":         "parallel zero/partition zero/memory zero/order",
     "zero/units":           "parallel zero/partition zero/memory zero/order zero/buckets",
     "zero/gemini":          "parallel zero/partition zero/memory zero/order zero/buckets zero/units",
-    "zero/optimizers":      "parallel zero/partition",
-    "zero/step":            "parallel parallel/tensor zero/partition zero/memory zero/buckets zero/optimizers",
+    "zero/step":            "parallel parallel/tensor zero/partition zero/memory zero/buckets",
     "zero":                 "parallel parallel/tensor zero/partition zero/memory zero/order zero/buckets zero/units "
-                            "zero/gemini zero/optimizers zero/step",
+                            "zero/gemini zero/step",
+    "zero/optimizers":      "parallel parallel/tensor zero/partition zero/memory zero/buckets zero/step",
     "zero/state":           "parallel parallel/tensor zero zero/partition zero/memory zero/formulas zero/buckets "
                             "zero/optimizers zero/step",
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from zero.optimizers.atoms import Atom
 from zero.optimizers.grouped_adamw import GroupedAdamW
+from zero.step.atoms import Atom
 
 BLOCK = 256
 CHUNK = 2**14 * BLOCK  # elements that are updated at a time: the temporaries have this length

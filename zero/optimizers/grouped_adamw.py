@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW
 
-from zero.optimizers.atoms import ELEMENT, Atom
+from zero.step.atoms import ELEMENT, Atom
 
 ADAM_DEFAULTS: dict[str, Any] = {"betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True}
 

@@ -1,86 +1,26 @@
-"""AdamW whose groups of matrices are updated by another method. Only one of its steps needs whole matrices.
+"""The steps of a method for matrices put together: in one process, and by `ZeroOptimizer` over ranks."""
 
-    direction     the values of an owned stretch that are sent, after an update of its states   element by element
-    transform     the update of a matrix, from the directions of all of its elements          whole matrices
-    decay, add    the update of an owned stretch                                              element by element
-
-`ZeroOptimizer` runs the middle step on the rank that the matrix is assigned to. `update_matrix` runs all of them.
-"""
-
-from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from zero.optimizers.atoms import MATRIX
-from zero.optimizers.grouped_adamw import GroupedAdamW
+from parallel.mesh import Axis
+from zero.memory.placement import Offload
+from zero.optimizers.matrix_method import MatrixMethod
+from zero.optimizers.matrix_updates import MatrixUpdates
+from zero.step.pieces import OwnedPieces
 
 
-class MatrixOptimizer(GroupedAdamW):
-    """A method for groups of matrices, and AdamW for the others.
+class MatrixOptimizer(MatrixMethod):
+    """The base class of optimizers that update whole matrices; a class derived from it writes the steps."""
 
-    If the model is split along a tensor axis, the parts of a matrix are put together along it too; with the setting
-    `joins_parts=False` each rank's part is a matrix of its own, which sends nothing along this axis and gives other
-    updates.
-    """
-
-    own_atom = MATRIX
-
-    def __init__(self, params: Any, **settings: Any):
-        super().__init__(params, **settings)
-        self.matrix_states: dict[Any, dict[str, Tensor]] = {}
-
-    @property
-    @abstractmethod
-    def message_dtype(self) -> torch.dtype:
-        """The data type in which directions and updates are sent."""
-
-    def prepare(self, param: nn.Parameter) -> None:
-        """Make the states of a stretch, before its first update."""
-
-    @abstractmethod
-    def direction(self, param: nn.Parameter, grad: Tensor, group: dict[str, Any]) -> Tensor:
-        """Update the states of a stretch, and return the values to send. May overwrite `grad`."""
-
-    def matrix_state(self, shape: tuple[int, int], device: torch.device) -> dict[str, Tensor]:
-        """Return the states of a whole matrix, before its first update; they are on the rank that computes it."""
-        return {}
-
-    def state_of_matrix(self, key: Any, shape: tuple[int, int], device: torch.device) -> dict[str, Tensor]:
-        """Return the present states of a whole matrix, which are made if there are none for this key."""
-        if key not in self.matrix_states:
-            self.matrix_states[key] = self.matrix_state(shape, device)
-        return self.matrix_states[key]
-
-    @staticmethod
-    def matrix_state_numel(shape: tuple[int, int]) -> int:
-        """Return the number of elements of these states."""
-        return 0
-
-    @abstractmethod
-    def transform(self, matrix: Tensor, group: dict[str, Any], state: dict[str, Tensor]) -> Tensor:
-        """Return the update of a whole matrix, given the directions in `message_dtype`, and change its states."""
-
-    def decay(self, param: Tensor, group: dict[str, Any]) -> None:
-        """Apply the decoupled weight decay to a stretch."""
-        decay, is_kept = self.rate(group, None) * group["weight_decay"], self.is_kept(param)
-        if decay:
-            param.mul_(1 - decay if is_kept is None else 1 - is_kept * decay)
-
-    def add(self, param: Tensor, update: Tensor, group: dict[str, Any], shape: tuple[int, int]) -> None:
-        """Apply its part of the update to a stretch of a matrix of `shape`."""
-        param.add_(update, alpha=-self.rate(group, shape))
-
-    def rate(self, group: dict[str, Any], shape: tuple[int, int] | None) -> float:
-        """Return the learning rate of a matrix of `shape`, or for None of the weight decay."""
-        return group["lr"] * group["lr_factor"]
-
-    @staticmethod
-    @abstractmethod
-    def flops(shape: tuple[int, int]) -> int:
-        """Return a number proportional to the FLOPs of `transform`, by which matrices are divided over ranks."""
+    def assembled_updates(
+        self, groups: Set[int], module: nn.Module, pieces: OwnedPieces, axes: tuple[Axis, Axis], offload: Offload
+    ) -> MatrixUpdates:
+        """Return the updates of matrices whose stretches many ranks own: see zero/step/assembled_updates.py."""
+        return MatrixUpdates(self, groups, module, pieces, axes, offload)
 
     def update_param(self, param: nn.Parameter, grad: Tensor, group: dict[str, Any]) -> None:
         """Update a whole parameter, which is one matrix."""

@@ -1,7 +1,7 @@
 """A check that an optimizer updates pieces of parameters as it updates whole ones, before it is used.
 
 Shards ignore parameter boundaries, so the update of an element must not depend on other elements, unless the optimizer
-declares another atom (`zero/optimizers/atoms.py`). This is true of Adam and SGD. LAMB, Adafactor and torch's Muon
+declares another atom (`zero/step/atoms.py`). This is true of Adam and SGD. LAMB, Adafactor and torch's Muon
 compute with whole parameters: on shards they would silently train differently. One that begins to do so only after
 `NUM_PROBE_STEPS` steps is not noticed.
 """
@@ -15,9 +15,8 @@ from torch.optim import Optimizer
 
 from parallel.errors import ConfigError, check_type
 from parallel.torch_internals import real_tensors
-from zero.optimizers.atoms import atom_of
-from zero.optimizers.matrix_optimizer import MatrixOptimizer
 from zero.partition.layout import cut
+from zero.step.atoms import atom_of
 from zero.step.bucketed_optimizer import BucketedOptimizer, settings_of
 from zero.step.pieces import Piece
 
@@ -113,12 +112,11 @@ def _halves(values: Tensor, block_numel: int) -> list[Piece]:
 
 def _step_pieces(bucketed: BucketedOptimizer, pieces: Sequence[Piece], grad: Tensor) -> None:
     """Step the pieces of a whole parameter: one after the other, or all at once if they are put together."""
-    inner, shape = bucketed.inner, (grad.shape[0], grad.shape[1])
+    inner: Any = bucketed.inner
     group, grads = inner.param_groups[0], [cut(grad.flatten(), piece.in_param).clone() for piece in pieces]
     if atom_of(inner, group).is_assembled:
-        assert isinstance(inner, MatrixOptimizer)
         inner.start_round(group)
-        inner.update_matrix([piece.param for piece in pieces], grads, group, shape)
+        inner.update_matrix([piece.param for piece in pieces], grads, group, (grad.shape[0], grad.shape[1]))
         return
     with bucketed.stepping():
         bucketed.begin_round()

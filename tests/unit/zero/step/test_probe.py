@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from parallel.errors import ConfigError
 from zero.optimizers.adamw8bit import BLOCK, AdamW8bit
-from zero.optimizers.atoms import ELEMENT
 from zero.optimizers.muon import Muon
+from zero.step.atoms import ELEMENT
 from zero.step.bucketed_optimizer import BucketedOptimizer
 from zero.step.pieces import Piece, as_groups
 from zero.step.probe import probe_atoms

@@ -6,7 +6,7 @@ compute    whole matrices, each on one rank; their updates return in the same me
 apply      of every bucket with matrices: weight decay and update of the owned stretches
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 
 import torch
 from torch import Tensor, nn
@@ -18,11 +18,11 @@ from parallel.tensor.split_parameters import packed_rows, split_dims
 from zero.buckets.bucket import Bucket
 from zero.buckets.flat import FlatParameters
 from zero.memory.placement import Offload, Placement
-from zero.optimizers.atoms import atom_of
+from zero.optimizers.exchange import MatrixExchange, Message, join, take_apart
 from zero.optimizers.matrices import Assignment, Matrix, assign, matrices_of
-from zero.optimizers.matrix_optimizer import MatrixOptimizer
+from zero.optimizers.matrix_method import MatrixMethod
 from zero.partition.layout import cut
-from zero.step.exchange import MatrixExchange, Message, join, take_apart
+from zero.step.assembled_updates import AssembledUpdates
 from zero.step.pieces import OwnedPieces, Piece
 
 
@@ -84,43 +84,33 @@ class StretchMessage:
         return self._offload.new(placement, TensorKind.BUFFERS, len(self.elements), self._dtype)
 
 
-class MatrixUpdates:
-    """The matrices in the groups of an optimizer whose atom is a matrix. Many optimizers have none."""
+class MatrixUpdates(AssembledUpdates):
+    """The matrices in some groups of an optimizer, of which there is at least one."""
 
     def __init__(
         self,
-        inner: torch.optim.Optimizer,
+        inner: MatrixMethod,
+        groups: Set[int],
         module: nn.Module,
         pieces: OwnedPieces,
         axes: tuple[Axis, Axis],
         offload: Offload,
     ):
-        """`axes`: (shard, tensor); matrices are put together along both."""
-        self._inner, self._offload, self._tensor_axis = inner, offload, axes[1]
+        """Plan the messages; `axes`: (shard, tensor), along both of which matrices are put together."""
+        self.inner, self._groups, self._offload, self._tensor_axis = inner, groups, offload, axes[1]
         shard, tensor = axes if inner.defaults.get("joins_parts", True) else (axes[0], axes[1].without_peers())
-        self._groups = {number for number, group in enumerate(inner.param_groups) if atom_of(inner, group).is_assembled}
-        params = {param: number for param, number in pieces.group_of.items() if number in self._groups}
+        params = {param: number for param, number in pieces.group_of.items() if number in groups}
         owned = pieces.by_bucket.items()
-        self._pieces = {bucket: [piece for piece in own if piece.group in self._groups] for bucket, own in owned}
-        self.other_pieces = {
-            bucket: [piece for piece in own if piece.group not in self._groups] for bucket, own in owned
-        }
+        self._pieces = {bucket: [piece for piece in own if piece.group in groups] for bucket, own in owned}
+        self.other_pieces = {bucket: [piece for piece in own if piece.group not in groups] for bucket, own in owned}
         self.buckets = {bucket for bucket in pieces.by_bucket if not params.keys().isdisjoint(bucket.grads.parts)}
         """The buckets in which any rank owns a stretch of a matrix: the same on all ranks."""
         matrices = _matrices(module, pieces.flats, params, tensor.size)
-        flops_of = inner.flops if isinstance(inner, MatrixOptimizer) else lambda _shape: 0
-        assignment = assign(matrices, flops_of, shard.size, tensor.size)
+        assignment = assign(matrices, inner.flops, shard.size, tensor.size)
         layouts = [flat.layout for flat in pieces.flats]
         own = [piece for of_bucket in self._pieces.values() for piece in of_bucket]
         self._exchange = MatrixExchange(matrices, assignment, layouts, own, (shard, tensor))
-        if self.buckets:
-            self._message = StretchMessage(self._exchange.by_shard, self.inner.message_dtype, offload)
-
-    @property
-    def inner(self) -> MatrixOptimizer:
-        """The optimizer, which updates matrices."""
-        assert isinstance(self._inner, MatrixOptimizer)
-        return self._inner
+        self._message = StretchMessage(self._exchange.by_shard, inner.message_dtype, offload)
 
     @property
     def matrices(self) -> Sequence[Matrix]:
@@ -134,8 +124,6 @@ class MatrixUpdates:
 
     def begin(self) -> None:
         """Begin an update: allocate the messages."""
-        if not self.buckets:
-            return
         for number in self._groups:
             self.inner.start_round(self.inner.param_groups[number])
         on_host = [bucket for bucket in self.buckets if bucket.optimizer_placement is Placement.HOST]
@@ -157,13 +145,10 @@ class MatrixUpdates:
 
     def send(self) -> None:
         """Launch the message with the directions of all buckets."""
-        if self.buckets:
-            self._message.send()
+        self._message.send()
 
     def compute(self) -> None:
         """Compute the matrices of this rank, return their updates, and receive the updates of its stretches."""
-        if not self.buckets:
-            return
         message, by_shard, by_tensor = self._message, self._exchange.by_shard, self._exchange.by_tensor
         with allocating(TensorKind.BUFFERS):
             parts = self._exchange.gather_parts(message.receive())
@@ -193,8 +178,7 @@ class MatrixUpdates:
 
     def end(self) -> None:
         """End an update: free the message on the accelerator."""
-        if self.buckets:
-            self._message.free()
+        self._message.free()
 
     def states(self) -> dict[str, Tensor]:
         """Return the states of the whole matrices of this rank, by name, for a checkpoint; they are made if need be.
@@ -209,14 +193,11 @@ class MatrixUpdates:
 
     def present_states(self) -> list[Tensor]:
         """Return the states of whole matrices that have been made."""
-        states = self.inner.matrix_states if self.matrices else {}
-        return [value for state in states.values() for value in state.values()]
+        return [value for state in self.inner.matrix_states.values() for value in state.values()]
 
     @property
     def state_bytes(self) -> float:
         """The bytes of the states of all matrices that the ranks along the shard axis share, on one tensor rank."""
-        if not self.matrices:
-            return 0
         numels = (self.inner.matrix_state_numel(matrix.whole_shape) / matrix.num_parts for matrix in self.matrices)
         return sum(numels) * self.inner.message_dtype.itemsize
 

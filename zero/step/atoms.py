@@ -7,7 +7,8 @@
 | matrix | a whole matrix: Muon | the stretches of a matrix are sent to one rank, and its result is sent back |
 
 A class of optimizers declares the atom of each of its groups by a method `atom(group)`; without it, all are elements.
-The declaration is tested before the optimizer is used (`zero/step/probe.py`).
+Atoms that shards cut are put together by updates that the class brings (`zero/step/assembled_updates.py`). The
+declaration is tested before the optimizer is used (`zero/step/probe.py`).
 
 [Note: an optimizer whose atom is a row, or another part of a parameter]
 Shards cannot begin at rows: they have the length of their parameter, and `alignment` is one number for all. So a row is

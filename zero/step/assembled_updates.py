@@ -1,0 +1,67 @@
+"""The updates of what is put together from the pieces of many ranks, if the optimizer declares such atoms.
+
+The optimizer brings them: zero/optimizers/matrix_updates.py has those of matrices.
+"""
+
+from collections.abc import Mapping, Sequence, Set
+from typing import Any
+
+from torch import Tensor, nn
+
+from parallel.mesh import Axis
+from zero.buckets.bucket import Bucket
+from zero.memory.placement import Offload
+from zero.step.atoms import atom_of
+from zero.step.pieces import OwnedPieces, Piece
+
+
+class AssembledUpdates:
+    """The updates around those of the torch optimizer, in parts of a step that follow each other; here, of nothing.
+
+    All ranks call all parts, in the order of the methods.
+    """
+
+    buckets: Set[Bucket] = frozenset()
+    """The buckets in which any rank owns a piece that is put together: the same on all ranks."""
+
+    def __init__(self, pieces: OwnedPieces):
+        self.other_pieces: Mapping[Bucket, Sequence[Piece]] = pieces.by_bucket  # that the torch optimizer steps
+
+    def begin(self) -> None:
+        """Begin an update."""
+
+    def prepare(self, bucket: Bucket, grad: Tensor) -> None:
+        """Prepare what is sent of a bucket; `grad` is its flat gradient."""
+
+    def send(self) -> None:
+        """Send it; the other buckets are updated meanwhile."""
+
+    def compute(self) -> None:
+        """Compute what this rank has put together, and return the results."""
+
+    def apply(self, bucket: Bucket) -> None:
+        """Update the owned pieces of a bucket."""
+
+    def end(self) -> None:
+        """End an update."""
+
+    def states(self) -> dict[str, Tensor]:
+        """Return the states of what this rank puts together, by name; they are made if need be."""
+        return {}
+
+    def present_states(self) -> list[Tensor]:
+        """Return those that have been made."""
+        return []
+
+    @property
+    def state_bytes(self) -> float:
+        """The bytes of the states of all ranks along the shard axis."""
+        return 0.0
+
+
+def assembled_updates(
+    inner: Any, module: nn.Module, pieces: OwnedPieces, axes: tuple[Axis, Axis], offload: Offload
+) -> AssembledUpdates:
+    """Return the updates of what the torch optimizer `inner` declares that it needs whole; `axes`: (shard, tensor)."""
+    groups = {number for number in pieces.group_of.values() if atom_of(inner, inner.param_groups[number]).is_assembled}
+    return inner.assembled_updates(groups, module, pieces, axes, offload) if groups else AssembledUpdates(pieces)
