@@ -20,8 +20,8 @@ from multiprocessing import get_context
 import numpy as np
 
 from data.errors import DataError
-from data.indexed import token_dtype
 from data.sources import Document, text_of
+from data.staging import token_dtype
 from data.tokenizer import Tokenizer
 
 BATCH_BYTES = 512 << 10

@@ -1,5 +1,9 @@
 """The only exception class of this package, for mistakes in data or settings that the user can correct."""
 
+import errno
+
+LOCKS_ARE_MISSING = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP}  # errors of a file system without locks
+
 
 class DataError(ValueError):
     """A mistake that the user can correct.

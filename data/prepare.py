@@ -16,11 +16,12 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 from data.encode import Encoded, Encoder, encode_in_order
 from data.errors import DataError
-from data.indexed import IndexedWriter, bin_path, idx_path, token_dtype
+from data.indexed import bin_path, idx_path
 from data.sidecar import INDEX, TOKENIZER, TOKENS, Sidecar, file_checksum
 from data.sources import Source
-from data.staging import reserved, staging_folder
-from data.tokenizer import Tokenizer, character_tokenizer, named_tokenizer, tokenizer_path, train_tokenizer
+from data.staging import IndexedWriter, reserved, staging_folder, token_dtype
+from data.tokenizer import Tokenizer, named_tokenizer, tokenizer_path
+from data.trained_tokenizers import character_tokenizer, train_tokenizer
 
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130

@@ -127,10 +127,6 @@ class ZeroDataParallel(nn.Module):
         """All flat buffers, in the order of the layout."""
         return [flat for unit in self._access.units.values() for flat in unit.flats]
 
-    def params_by_unit(self) -> list[list[nn.Parameter]]:
-        """Return the parameters that are unsharded together, for each unit that has parameters."""
-        return [list(unit.flat_of) for unit in self._access.units.values() if unit.flat_of]
-
     def wait_for_updates(self, params: Iterable[nn.Parameter] | None = None) -> None:
         """Make updated parameters, some or all, readable by what is launched after this.
 

@@ -14,8 +14,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from gpt.builder.train_state import TrainState
 from gpt.checkpoint.folder import checkpoints, step_in_name
 from gpt.checkpoint.layout import Progress, changed_data, check_model, read_run
@@ -28,17 +26,8 @@ logger = logging.getLogger(__name__)
 
 def rank_state(state: TrainState) -> RankState:
     """Return what a rank of the run saves and loads."""
-    return RankState(state.model, state.optimizer, other_tensors(state))
-
-
-def other_tensors(state: TrainState) -> dict[str, Tensor]:
-    """Return what a run saves and loads beside its model and optimizer: the tensors of the loss guard."""
-    return {f"guard.{name}": tensor for name, tensor in state.guard.state().items()} if state.guard else {}
-
-
-def owned_tensors(state: TrainState) -> dict[str, Tensor]:
-    """Return the tensors that this rank writes to its file."""
-    return rank_state(state).tensors()
+    of_guard = state.guard.state() if state.guard else {}
+    return RankState(state.model, state.optimizer, {f"guard.{name}": tensor for name, tensor in of_guard.items()})
 
 
 def load(checkpoint: Path, state: TrainState, data: Mapping[str, Any] | None = None) -> Progress:

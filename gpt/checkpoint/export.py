@@ -1,30 +1,25 @@
-"""Exports weights in the format of transformers, from a checkpoint or from a model in training.
+"""Exports the weights of a checkpoint in the format of transformers.
 
 python -m gpt.checkpoint.export runs/quickstart/checkpoints --output weights --dtype bf16
 """
 
 import argparse
 import sys
-from functools import partial
 from pathlib import Path
 
 import torch
 
 from data.errors import DataError
-from data.tokenizer import Tokenizer
-from gpt.builder.train_state import TrainState
 from gpt.checkpoint.folder import newest
 from gpt.checkpoint.layout import read_run
-from gpt.pretrained.families import family_of
-from gpt.pretrained.tensors import to_transformers
 from gpt.pretrained.tokenizer_files import tokenizer_of_data
-from gpt.pretrained.weights import check_shapes, write_config, write_weights
+from gpt.pretrained.weights import check_shapes, write_weights
 from gpt.shape.config import parameter_shapes
 from parallel.errors import ConfigError, exit_on_config_error
 from zero.partition.config import DTYPES
-from zero.state.export import FILE_BYTES, WeightFiles, export_units
 from zero.state.layout_file import LAYOUT, is_complete, verify_file
 from zero.state.saved_state import SavedState
+from zero.state.weight_files import FILE_BYTES
 
 
 def export_checkpoint(
@@ -52,23 +47,6 @@ def export_checkpoint(
     weights = ((name, saved.whole(name, dtype=dtype)) for name in saved.parameters)
     write_weights(output, run.model, weights, tokenizer, file_bytes)
     return sum(shape.numel() for shape in shapes.values())
-
-
-def export_live(state: TrainState, output: Path, tokenizer: Tokenizer | None = None) -> None:
-    """Export the weights of the model in training, in their own data type.
-
-    All ranks call it. One unit at a time is unsharded, and written by the first rank. Raises OSError on that rank if it
-    cannot write.
-    """
-    config, family = state.config, family_of(state.config)
-
-    def finish(files: WeightFiles, folder: Path) -> None:
-        files.finish()
-        write_config(folder, config, tokenizer)
-
-    # A folder of that name is an export of the same step from before a roll-back.
-    convert = partial(to_transformers, family=family, config=config)
-    export_units(output, state.model, state.mesh.tensor, convert, finish, replaces=True)
 
 
 def main(arguments: list[str]) -> None:

@@ -11,7 +11,6 @@ import torch
 
 from gpt.builder.train_state import TrainState
 from gpt.checkpoint.checkpoint import load
-from gpt.checkpoint.export import export_live
 from gpt.checkpoint.folder import (
     checkpoint_name,
     checkpoints,
@@ -22,6 +21,7 @@ from gpt.checkpoint.folder import (
     set_aside_later,
 )
 from gpt.checkpoint.layout import Progress
+from gpt.checkpoint.live_export import export_live
 from gpt.checkpoint.saver import RunSaver, name_run
 from gpt.pretrained.tokenizer_files import tokenizer_of_data
 from gpt.run_folder.files import CHECKPOINTS, WEIGHTS, cut_metrics, start_run

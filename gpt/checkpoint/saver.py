@@ -1,4 +1,4 @@
-"""Saves the checkpoints of a run to its folder, in which the newest are kept. `zero.Saver` writes them."""
+"""Saves the checkpoints of a run to its folder, in which the newest are kept."""
 
 import secrets
 from collections.abc import Callable, Mapping
@@ -6,13 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from gpt.builder.train_state import TrainState
-from gpt.checkpoint.checkpoint import other_tensors
+from gpt.checkpoint.checkpoint import rank_state
 from gpt.checkpoint.folder import LATEST, checkpoint_name, delete_old, set_aside
 from gpt.checkpoint.layout import Progress, content_of
 from parallel.store import shared_store
-from zero.state.checkpoint import Saver
 from zero.state.sealed_file import replace_text
-from zero.state.writer import Publication
+from zero.state.writer import CheckpointWriter, Publication
 
 REMEDY = "make room or choose another run.dir (the checkpoint before it is untouched)"
 
@@ -36,11 +35,9 @@ class RunSaver:
         on_chunk: Callable[[], None] = lambda: None,
         on_complete: Callable[[Path], None] = lambda checkpoint: None,
     ):
-        self._folder, self._config, self._data = folder, state.config, data or {}
+        self._folder, self._config, self._data, self._state = folder, state.config, data or {}, rank_state(state)
         publication = Publication(self._publish, REMEDY, lambda: delete_old(folder, keep), on_complete, on_chunk)
-        self._saver = Saver(
-            state.model, state.optimizer, is_async=is_async, others=other_tensors(state), publication=publication
-        )
+        self._writer = CheckpointWriter(self._state.mesh, self._state.device, publication, is_async=is_async)
 
     def start(self, progress: Progress) -> None:
         """Begin to save. Call `wait` before the next save.
@@ -48,15 +45,17 @@ class RunSaver:
         If the saver is asynchronous, this returns when the state is copied, and training may change the state.
         Otherwise it returns when this rank's file is written.
         """
-        content, title = content_of(self._config, progress, self._data), f"of step {progress.step}"
-        self._saver.write(self._folder / checkpoint_name(progress.step), content, progress.save_name, title)
+        final, title = self._folder / checkpoint_name(progress.step), f"of step {progress.step}"
+        layout = self._state.describe(content_of(self._config, progress, self._data))
+        key = self._writer.new_key(final)
+        self._writer.start(key, final, self._state.tensors(), layout, progress.save_name, title)
 
     def wait(self) -> Path | None:
         """Wait until the save that `start` began is complete, and return its folder, or None if there is none.
 
         Raises SaveError on all ranks if it failed on any.
         """
-        return self._saver.wait()
+        return self._writer.wait()
 
     def _publish(self, partial: Path, final: Path) -> None:
         if final.exists():  # the run has not written it: it set aside all checkpoints of steps to come

@@ -24,9 +24,9 @@ from gpt.pretrained.tensors import HEAD, load_weights, source_of, to_transformer
 from gpt.pretrained.tokenizer_files import check_fits, special_ids, write_tokenizer
 from gpt.shape.config import ModelConfig, parameter_shapes
 from parallel.errors import ConfigError
-from zero.state.export import FILE_BYTES, WeightFiles
 from zero.state.schema import Schema, check, parse_json, shown
 from zero.state.tensor_file import TensorFile
+from zero.state.weight_files import FILE_BYTES, WeightFiles
 
 CONFIG = "config.json"
 # Properties of a ModelConfig that a folder and a run must have in common.

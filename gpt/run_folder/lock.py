@@ -8,7 +8,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from data.staging import LOCKS_ARE_MISSING
+from data.errors import LOCKS_ARE_MISSING
 from parallel.errors import ConfigError
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 import yaml
 
-from data.indexed import IndexedWriter, token_dtype
+from data.staging import IndexedWriter, token_dtype
 from gpt.shape.config import ModelConfig
 from gpt.shape.flops import model_flops, peak_flops_per_second
 from lab.acceptance.machine import Machine

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from gpt.builder.train_state import TrainState, build
-from gpt.checkpoint.checkpoint import load, owned_tensors
+from gpt.checkpoint.checkpoint import load, rank_state
 from gpt.checkpoint.layout import Progress
 from gpt.checkpoint.saver import RunSaver
 from gpt.settings.data import DataSettings
@@ -67,7 +67,7 @@ class Bench:
             for name in ("waiting", "asynchronous")
         }
         self.plain_copies = HostCopies(torch.device("cpu"))
-        self.tensors = owned_tensors(state)
+        self.tensors = rank_state(state).tensors()
         self.num_bytes = sum(tensor.nbytes for tensor in self.tensors.values())
         self.step = 0
 

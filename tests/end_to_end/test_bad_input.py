@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from data.errors import DataError
-from data.indexed import IndexedWriter
+from data.staging import IndexedWriter
 from gpt.settings.parser import parse_settings
 from parallel.errors import ConfigError
 from parallel.world import start_world

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from gpt.builder.train_state import TrainState
-from gpt.checkpoint.checkpoint import load, owned_tensors
+from gpt.checkpoint.checkpoint import load, rank_state
 from gpt.checkpoint.layout import Progress, read_run
 from gpt.checkpoint.saver import RunSaver
 from gpt.train_step import train_step
@@ -20,7 +20,7 @@ def test_training_continues_while_a_checkpoint_is_written(gpu, tmp_path, stage):
     state = TrainState(*build(gpu, stage, torch.bfloat16), gpu, ActivationsConfig())
     batches = micro_batches(gpu)
     train_step(state.model, state.optimizer, batches, state.mesh)
-    expected = {name: tensor.to("cpu", copy=True) for name, tensor in owned_tensors(state).items()}
+    expected = {name: tensor.to("cpu", copy=True) for name, tensor in rank_state(state).tensors().items()}
     saver = RunSaver(tmp_path, state, keep=1, is_async=True)
     saver.start(Progress(1, 4))
     for _ in range(3):

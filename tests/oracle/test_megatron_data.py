@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from data.epochs import build_epoch
-from data.indexed import IndexedDataset, IndexedWriter
+from data.indexed import IndexedDataset
 from data.prepare import main
+from data.staging import IndexedWriter
 
 megatron = pytest.importorskip(
     "megatron.core.datasets.indexed_dataset", reason="needs pip install megatron-core==0.16.1", exc_type=ImportError

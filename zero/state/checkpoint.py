@@ -41,21 +41,11 @@ class Saver:
     """A saver of a model and its optimizer to folders, one at a time, while training goes on.
 
     All ranks make the same calls. If it is asynchronous, `start` returns when the state is copied to host memory, which
-    stays allocated, and training may go on while another thread writes the files. `others` are further tensors, of any
-    name, that every rank saves. `publication` is how a folder gets its name; by default it replaces one of that name.
+    stays allocated, and training may go on while another thread writes the files.
     """
 
-    def __init__(
-        self,
-        model: ZeroDataParallel,
-        optimizer: ZeroOptimizer,
-        *,
-        is_async: bool = True,
-        others: Mapping[str, Tensor] | None = None,
-        publication: Publication | None = None,
-    ):
-        self._state = RankState(model, optimizer, others or {})
-        publication = publication or Publication(_replace, REMEDY)
+    def __init__(self, model: ZeroDataParallel, optimizer: ZeroOptimizer, *, is_async: bool = True):
+        self._state, publication = RankState(model, optimizer), Publication(_replace, REMEDY)
         self._writer = CheckpointWriter(self._state.mesh, self._state.device, publication, is_async=is_async)
 
     def start(self, folder: str | Path, extra: Mapping[str, Any] | None = None) -> None:
@@ -71,16 +61,9 @@ class Saver:
         if self._state.mesh.rank == 0:  # before any rank writes
             shutil.rmtree(final.with_name(f".{final.name}.partial"), ignore_errors=True)
         save = self._writer.agree(final, secrets.token_hex(6))
-        content = {"save": save, "extra": extra, "settings": _settings(self._state.optimizer)}
-        self.write(final, content, f"save {save}", final.name)
-
-    def write(self, final: Path, content: Mapping[str, Any], save: str, title: str) -> None:
-        """Begin to save to `final` with what a program adds to layout.json. Call `wait` before the next save.
-
-        `save` names this save in the files, by which those of another one are refused, and `title` names it in errors.
-        """
-        key, layout = self._writer.new_key(final), self._state.describe(content)
-        self._writer.start(key, final, self._state.tensors(), layout, save, title)
+        layout = self._state.describe({"save": save, "extra": extra, "settings": _settings(self._state.optimizer)})
+        key = self._writer.new_key(final)
+        self._writer.start(key, final, self._state.tensors(), layout, f"save {save}", final.name)
 
     def wait(self) -> Path | None:
         """Wait until the save that `start` began is complete, and return its folder, or None if there is none.

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from gpt.builder.train_state import TrainState, build_model
-from gpt.checkpoint.checkpoint import owned_tensors
+from gpt.checkpoint.checkpoint import rank_state
 from gpt.model.transformer import initialize
 from gpt.shape.config import ModelConfig
 from gpt.train_step import train_step
@@ -58,7 +58,7 @@ def train(stage: int, offload: str, store: str, precision: str, tensor_size: int
         assert_placed(optimizer, cuda)
         with model.gathered() as module:
             assert all(param.device == cuda for param in module.parameters())
-        tensors = owned_tensors(TrainState(mesh, model, optimizer, cuda, activations))
+        tensors = rank_state(TrainState(mesh, model, optimizer, cuda, activations)).tensors()
         fake = {name: tensor for name, tensor in tensors.items() if not name.startswith("random.")}
         copies = HostCopies(cuda).take(fake)
         assert {copy.device.type for copy in copies.values()} == {"cpu"}

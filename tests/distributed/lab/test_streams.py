@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gpt.builder.train_state import TrainState, build, build_mesh
-from gpt.checkpoint.checkpoint import owned_tensors
+from gpt.checkpoint.checkpoint import rank_state
 from gpt.checkpoint.layout import Progress
 from gpt.checkpoint.saver import RunSaver
 from gpt.settings.parser import parse_settings
@@ -128,11 +128,11 @@ def run(settings: Settings, world: World) -> None:
         with torch.no_grad():
             for param in state.model.module.parameters() if settings.zero.stage < 3 else ():
                 param.mul_(1.0)
-        announce_host_read(copies.take(owned_tensors(state)).values())
+        announce_host_read(copies.take(rank_state(state).tensors()).values())
         step()
         evaluate(state.model, micro_batches, mesh)
         step()
-        announce_host_read(copies.take(owned_tensors(state)).values())
+        announce_host_read(copies.take(rank_state(state).tensors()).values())
         with state.model.gathered(modify=True) as module:
             for param in module.parameters():
                 param.mul_(1.0)

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data.indexed import IndexedWriter
+from data.staging import IndexedWriter
 
 WriteCorpus = Callable[..., str]
 

@@ -21,10 +21,10 @@ from data.batches import BatchLoader
 from data.blend import open_samples
 from data.check import check_corpus
 from data.errors import DataError
-from data.indexed import IndexedWriter
 from data.prepare import main
 from data.sidecar import Sidecar
 from data.sources import Source, text_of
+from data.staging import IndexedWriter
 from data.tokenizer import load_tokenizer, named_tokenizer
 from tests.fuzz import fuzzed, result_unless_refused, run_examples
 

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from data.check import check_index
 from data.errors import DataError
-from data.indexed import IndexedDataset, IndexedWriter, token_dtype
+from data.indexed import IndexedDataset
 from data.sidecar import Sidecar
+from data.staging import IndexedWriter, token_dtype
 
 HEADER_BYTES = 34
 

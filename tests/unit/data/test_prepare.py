@@ -27,7 +27,8 @@ from data.prepare import _progress, main
 from data.sidecar import Sidecar
 from data.sources import Document, Source, text_of
 from data.staging import reserved
-from data.tokenizer import load_tokenizer, train_tokenizer
+from data.tokenizer import load_tokenizer
+from data.trained_tokenizers import train_tokenizer
 from tests.full_disk import files_of_at_most
 
 TEXTS = [f"document {i} says {'again ' * (i % 7)}Ψ{i * i}\n" for i in range(40)]

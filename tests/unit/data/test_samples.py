@@ -7,8 +7,9 @@ import pytest
 
 from data.blend import open_samples
 from data.errors import DataError
-from data.indexed import IndexedDataset, IndexedWriter
+from data.indexed import IndexedDataset
 from data.samples import MAX_EPOCHS_AHEAD, PARTS, PackedSamples, split_documents
+from data.staging import IndexedWriter
 
 SEQ_LENGTH = 8
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gpt.builder.train_state import TrainState, build
-from gpt.checkpoint.checkpoint import load, owned_tensors
+from gpt.checkpoint.checkpoint import load, rank_state
 from gpt.checkpoint.layout import Progress
 from gpt.checkpoint.saver import RunSaver
 from gpt.settings.data import DataSettings
@@ -79,7 +79,7 @@ class Loaded:
 def load_in_one_process(checkpoint: Path, **model: Any) -> Loaded:
     state = tiny_state(**model)
     progress = load(checkpoint, state, DATA)
-    return Loaded(progress, {name: tensor.clone() for name, tensor in owned_tensors(state).items()})
+    return Loaded(progress, {name: tensor.clone() for name, tensor in rank_state(state).tensors().items()})
 
 
 def change_layout(checkpoint: Path, change: Callable[[dict[str, Any]], None]) -> None:

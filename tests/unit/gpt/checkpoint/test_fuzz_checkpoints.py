@@ -19,7 +19,7 @@ import torch
 from hypothesis import strategies as st
 
 from gpt.builder.train_state import TrainState
-from gpt.checkpoint.checkpoint import load, owned_tensors
+from gpt.checkpoint.checkpoint import load, rank_state
 from gpt.checkpoint.folder import find
 from gpt.pretrained.weights import load_pretrained
 from parallel.errors import ConfigError
@@ -167,7 +167,7 @@ def load_anew(checkpoint: Path) -> Loaded:
         bucket.master.fill_(7)
     torch.manual_seed(7)
     progress = load(checkpoint, state, DATA)
-    return Loaded(progress, {name: tensor.clone() for name, tensor in owned_tensors(state).items()})
+    return Loaded(progress, {name: tensor.clone() for name, tensor in rank_state(state).tensors().items()})
 
 
 def damaged_copy(runs: Path, tmp_path: Path, damages: list[Damage]) -> Path:
