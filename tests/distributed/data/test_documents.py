@@ -16,7 +16,7 @@ from gpt.shape.config import ModelConfig
 from gpt.train_step import evaluate, mean_over, train_step
 from parallel.mesh import Axis, Mesh
 from parallel.tensor.token_layout import ReplicatedTokens, SplitTokens, TokenLayout
-from tests.ranks import run_ranks
+from tests.ranks import run_cases
 from tests.twins import params_of
 from zero.activations.checkpointed_blocks import ActivationsConfig
 from zero.engine import ZeroDataParallel
@@ -102,15 +102,10 @@ def train_one_by_one(data_size: int) -> Result:
     )
 
 
-def train_cases() -> list[Result]:
-    return [train(*case) for case in CASES]
-
-
 def test_losses_gradients_and_updates_are_those_of_the_documents_one_by_one():
-    of_ranks = run_ranks(2, train_cases)
-    for results in of_ranks:
-        for case, result in zip(CASES, results, strict=True):
-            expected = train_one_by_one(2 // case[0] // case[1])
+    for case, results in zip(CASES, run_cases(2, train, CASES), strict=True):
+        expected = train_one_by_one(2 // case[0] // case[1])
+        for result in results:
             assert result.losses == pytest.approx(expected.losses, abs=TOLERANCE, rel=0), case
             assert result.norms == pytest.approx(expected.norms, abs=TOLERANCE, rel=0), case
             assert result.evaluated == pytest.approx(expected.evaluated, rel=ROUNDING), case

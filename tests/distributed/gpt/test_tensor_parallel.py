@@ -20,7 +20,7 @@ from parallel.mesh import Axis, Mesh
 from parallel.tensor.split_parameters import shared_dims, split_dims
 from parallel.tensor.token_layout import NO_CONTEXT, ReplicatedTokens, SplitTokens, TokenLayout
 from tests.pairwise import noting, pairwise, product_of
-from tests.ranks import run_ranks
+from tests.ranks import run_cases, run_ranks
 from tests.twins import params_of
 from zero.activations.checkpointed_blocks import ActivationsConfig
 from zero.engine import ZeroDataParallel
@@ -165,24 +165,15 @@ FACTORS = {
 }
 
 
-def train_all(cases: list[dict]) -> list[Result]:
-    """Return the results of several cases on one rank; a start of the ranks serves all of them."""
-    return [
-        train(
-            config_of(case["vocab_size"]),
-            case["sizes"][1],
-            case["is_split"],
-            ZeroConfig(case["stage"], 2000),
-            case["num_micro_batches"],
-            ActivationsConfig(case["store"], 2),
-        )
-        for case in cases
-    ]
+def train_case(case: dict) -> Result:
+    activations = ActivationsConfig(case["store"], 2)
+    parallel = case["sizes"][1], case["is_split"], ZeroConfig(case["stage"], 2000)
+    return train(config_of(case["vocab_size"]), *parallel, case["num_micro_batches"], activations)
 
 
 def check_layouts(cases: list[dict]) -> None:
-    (num_ranks,) = {data_size * tensor_size for data_size, tensor_size in (case["sizes"] for case in cases)}
-    for case, *results in zip(cases, *run_ranks(num_ranks, train_all, cases), strict=True):
+    (num_ranks,) = {math.prod(case["sizes"]) for case in cases}
+    for case, results in zip(cases, run_cases(num_ranks, train_case, [[case] for case in cases]), strict=True):
         data_size, tensor_size = case["sizes"]
         with noting(case):
             expected = train_whole(config_of(case["vocab_size"]), data_size, case["num_micro_batches"])
@@ -303,10 +294,6 @@ def test_sequence_parallelism_sends_as_much_and_one_input_gather_a_column_layer(
     }
 
 
-def skip_after_overflows() -> list[tuple[int, bool, float]]:
-    return [skip_after_overflow_on(rank) for rank in range(4)]
-
-
 def skip_after_overflow_on(overflowing_rank: int) -> tuple[int, bool, float]:
     """Return (skipped steps, whether nothing has changed, the loss scale) after an overflow on one rank only."""
     mesh = Mesh.create(tensor_size=2)
@@ -326,4 +313,4 @@ def skip_after_overflow_on(overflowing_rank: int) -> tuple[int, bool, float]:
 
 
 def test_an_overflow_on_one_rank_skips_the_step_on_both_axes():
-    assert run_ranks(4, skip_after_overflows) == [[(1, True, 512.0)] * 4] * 4
+    assert run_cases(4, skip_after_overflow_on, [[rank] for rank in range(4)]) == [[(1, True, 512.0)] * 4] * 4

@@ -13,17 +13,13 @@ import torch
 import torch.distributed as dist
 
 from tests import ranks
-from tests.ranks import RankCall, RankError, Worker, collect, rank_pool, run_ranks
+from tests.ranks import RankError, Worker, collect, rank_pool, run_ranks
 
 
 def sum_of_ranks() -> float:
     total = torch.tensor(float(dist.get_rank()))
     dist.all_reduce(total)
     return total.item()
-
-
-def rank_size_and_arguments(*args: object, **kwargs: object) -> tuple:
-    return dist.get_rank(), dist.get_world_size(), args, kwargs
 
 
 def process_id() -> int:
@@ -63,26 +59,6 @@ def default_dtype() -> torch.dtype:
     return torch.get_default_dtype()
 
 
-def torchrun_variables() -> dict[str, str]:
-    names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
-    return {name: os.environ[name] for name in names}
-
-
-def sum_of_ranks_in_own_group() -> float:
-    assert not dist.is_initialized()
-    dist.init_process_group("gloo")
-    return sum_of_ranks()
-
-
-def test_one_pool_serves_all_world_sizes():
-    for num_ranks in (1, 2, 4, 2, 1):
-        assert run_ranks(num_ranks, sum_of_ranks) == [sum(range(num_ranks))] * num_ranks
-
-
-def test_results_are_in_the_order_of_ranks_and_arguments_are_passed():
-    assert run_ranks(2, rank_size_and_arguments, "a", key=1) == [(rank, 2, ("a",), {"key": 1}) for rank in range(2)]
-
-
 def test_workers_are_reused_and_are_other_processes():
     first, second = run_ranks(2, process_id), run_ranks(2, process_id)
     assert first == second
@@ -93,26 +69,6 @@ def test_every_call_starts_from_the_same_state():
     run_ranks(1, leave_float64_as_default)
     assert run_ranks(1, default_dtype) == [torch.float32]
     assert run_ranks(2, random_number) == run_ranks(1, random_number) * 2
-
-
-def test_ranks_see_the_environment_of_torchrun():
-    variables = run_ranks(2, torchrun_variables)[1]
-    assert int(variables.pop("MASTER_PORT")) > 0
-    assert variables == {
-        "RANK": "1",
-        "LOCAL_RANK": "1",
-        "WORLD_SIZE": "2",
-        "LOCAL_WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-    }
-    call_without_environment = RankCall(torchrun_variables, (), {}, environment={}, init_process_group=False)
-    with pytest.raises(RankError, match="KeyError: 'RANK'"):  # the worker keeps no environment
-        rank_pool().run([pickle.dumps(call_without_environment)], timeout_seconds=60)
-
-
-def test_a_function_may_initialise_distributed_itself():
-    for _ in range(2):
-        assert run_ranks(2, sum_of_ranks_in_own_group, init_process_group=False) == [1.0, 1.0]
 
 
 def test_an_exception_is_reported_with_its_traceback_and_the_next_call_works(monkeypatch):

@@ -9,14 +9,9 @@ from torch import Tensor
 from gpt.builder.train_state import build_model
 from gpt.pretrained.tensors import load_weights
 from parallel.mesh import Mesh
-from tests.distributed.gpt.test_tensor_parallel import (
-    assert_equals_whole,
-    layout_of,
-    train,
-    train_whole,
-)
+from tests.distributed.gpt.test_tensor_parallel import Result, assert_equals_whole, layout_of, train, train_whole
 from tests.pairwise import noting, pairwise
-from tests.ranks import run_ranks
+from tests.ranks import run_cases, run_ranks
 from tests.unit.gpt.model.models import ONE_DEVICE, SIZES, VARIANTS
 from zero.activations.checkpointed_blocks import ActivationsConfig
 from zero.memory.placement import NO_OFFLOAD, OffloadConfig
@@ -34,34 +29,18 @@ VOCABULARY = {"token_embedding.weight", "head.weight"}  # has a row for each wor
 Case = dict
 
 
-def train_all(cases: list[Case]) -> list:
-    """Return the results of several cases on one rank; a start of the ranks serves all of them."""
-    return [
-        train(
-            VARIANTS[case["name"]],
-            case["mesh"][1],
-            case["mesh"][2],
-            ZeroConfig(case["stage"], 2000),
-            activations=ActivationsConfig(case["store"], 1),
-            offload=case["offload"],
-        )
-        for case in cases
-    ]
+def train_case(case: Case) -> Result:
+    chosen = {"activations": ActivationsConfig(case["store"], 1), "offload": case["offload"]}
+    return train(VARIANTS[case["name"]], *case["mesh"][1:], ZeroConfig(case["stage"], 2000), **chosen)
 
 
-def check(cases: list[Case]) -> None:
-    """Check cases whose meshes have one number of ranks."""
-    data_size, tensor_size, _ = cases[0]["mesh"]
-    of_ranks = run_ranks(data_size * tensor_size, train_all, cases)
-    for number, case in enumerate(cases):
+def check(cases: list[Case], num_ranks: int) -> None:
+    """Check the cases whose meshes have this number of ranks."""
+    chosen = [case for case in cases if case["mesh"][0] * case["mesh"][1] == num_ranks]
+    for case, results in zip(chosen, run_cases(num_ranks, train_case, [[case] for case in chosen]), strict=True):
         data_size, tensor_size, _ = case["mesh"]
-        results = [of_rank[number] for of_rank in of_ranks]
         with noting(case):
             assert_equals_whole(results, train_whole(VARIANTS[case["name"]], data_size), tensor_size)
-
-
-def by_num_ranks(cases: list[Case], num_ranks: int) -> list[Case]:
-    return [case for case in cases if case["mesh"][0] * case["mesh"][1] == num_ranks]
 
 
 def few_cases() -> list[Case]:
@@ -73,7 +52,7 @@ def few_cases() -> list[Case]:
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_every_option_and_preset_equals_one_process(num_ranks):
-    check(by_num_ranks(few_cases(), num_ranks))
+    check(few_cases(), num_ranks)
 
 
 @pytest.mark.full
@@ -85,7 +64,7 @@ def test_every_option_and_preset_equals_one_process_in_every_layout(name, num_ra
     # With stage 3 both; below it they take turns.
     both = [{**case, "offload": offload} for case in cases if case["stage"] == 3 for offload in OFFLOADS]
     turns = zip((case for case in cases if case["stage"] < 3), itertools.cycle(OFFLOADS))
-    check(by_num_ranks([*both, *({**case, "offload": offload} for case, offload in turns)], num_ranks))
+    check([*both, *({**case, "offload": offload} for case, offload in turns)], num_ranks)
 
 
 def logits_at(sizes: list[str], weights: list[dict[str, Tensor]], ids: Tensor) -> list[Tensor]:

@@ -154,6 +154,14 @@ class Run:
             self.record((loss or mean_square)(model, self.batch(step))).backward()
             optimizer.step()
 
+    def train_by_parts(self, model: Model, optimizer: Optimizer, loss: "Loss", num_steps: int = 2) -> None:
+        """Train with a loss that is no mean over rows: in one process, on the mean of the losses of all parts."""
+        for step in range(num_steps):
+            optimizer.zero_grad()
+            parts = self.parts(step)
+            self.record(sum(loss(model, part) / len(parts) for part in parts)).backward()
+            optimizer.step()
+
     def start(self, module: nn.Module, *arguments: Any, **settings: Any) -> tuple[Model, Optimizer]:
         """Wrap a module; return the model and an optimizer that has these arguments."""
         model = self.wrap(module)

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from tests.distributed.zero.scenarios.runs import (
     DEFAULT,
-    GROUPS,
     HOST,
     STAGES,
     WIDTH,
@@ -35,13 +34,6 @@ class Methods(Blocks):
 
     def training_step(self, x: Tensor) -> Tensor:
         return (self(x) - 0.5).square().mean() + (self.shifted(x) @ self.head.weight.t()).square().mean()
-
-
-@scenario(DEFAULT + HOST + GROUPS)
-def test_a_registered_method_runs_as_forward_does(run: Run) -> None:
-    model = run.wrap(Methods())
-    model.register_forward_method("shifted")
-    run.train(model, run.optimizer(model), lambda model, x: model.module.shifted(x).square().mean(), steps=range(3))
 
 
 @scenario()
@@ -230,22 +222,12 @@ def test_full_backward_hooks_read_parameters(run: Run) -> None:
 
 
 @scenario()
-def test_hooks_of_parameters_change_their_gradients(run: Run) -> None:
-    def register(module: nn.Module) -> None:
-        for param in module.parameters():
-            param.register_hook(lambda grad: 2 * grad)
-
-    before_and_after(run, register)
-
-
-@scenario()
 def test_hooks_of_parameters_mask_their_gradients_by_their_values(run: Run) -> None:
     """A hook of a tensor runs in backward, where its parameter is gathered."""
 
     def register(module: nn.Module) -> None:
-        for block in module.blocks:
-            weight = block.up.weight
-            weight.register_hook(lambda grad, weight=weight: grad * (weight.detach() > 0))
+        for param in module.parameters():
+            param.register_hook(lambda grad, param=param: 2 * grad * (param.detach() > 0))
 
     before_and_after(run, register)
 

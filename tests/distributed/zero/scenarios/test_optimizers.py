@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
@@ -12,7 +11,6 @@ from transformers import get_cosine_schedule_with_warmup
 from tests.distributed.zero.scenarios.runs import (
     DEFAULT,
     FIRST_AND_LAST,
-    GROUPS,
     HOST,
     STAGES,
     WIDTH,
@@ -25,43 +23,6 @@ from tests.distributed.zero.scenarios.runs import (
     mean_square,
     scenario,
 )
-
-
-def body_and_head(run: Run, model: Model) -> tuple[Optimizer, Optimizer]:
-    """Return an optimizer for the head, and one of another kind for the rest."""
-    head = list(model.module.head.parameters())
-    rest = [param for name, param in model.module.named_parameters() if not name.startswith("head")]
-    return (
-        run.optimizer(model, groups=[{"params": rest}]),
-        run.optimizer(model, torch.optim.Adam, groups=[{"params": head}]),
-    )
-
-
-@scenario(DEFAULT + HOST + GROUPS)
-def test_two_optimizers_step_disjoint_parameters(run: Run) -> None:
-    model = run.wrap(Blocks())
-    optimizers = body_and_head(run, model)
-    for step in range(3):
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        run.record(mean_square(model, run.batch(step))).backward()
-        for optimizer in optimizers:
-            optimizer.step()
-
-
-@scenario()
-def test_two_optimizers_step_at_different_intervals(run: Run) -> None:
-    """The gradients of the one that does not step are discarded by its `zero_grad`."""
-    model = run.wrap(Blocks())
-    body, head = body_and_head(run, model)
-    for step in range(5):
-        body.zero_grad()
-        head.zero_grad()
-        run.record(mean_square(model, run.batch(step))).backward()
-        if step % 2 == 0:
-            body.step()
-        head.step()
-    body.zero_grad()
 
 
 @scenario()
@@ -369,26 +330,3 @@ def test_complex_parameters_train(run: Run) -> None:
     for kind in (torch.optim.SGD, torch.optim.Adam):
         model = run.wrap(Complex())
         run.train(model, run.optimizer(model, kind, clip_norm=0.5), steps=range(3))
-
-
-@scenario()
-def test_a_non_finite_gradient_skips_the_step_and_is_counted(run: Run) -> None:
-    model, optimizer = run.start(Blocks())
-    run.train(model, optimizer)
-    if not run.is_plain:
-        (mean_square(model, run.batch(2)) * torch.inf).backward()
-        optimizer.step()
-        assert optimizer.num_skipped == 1
-        optimizer.num_skipped.zero_()
-    run.train(model, optimizer, steps=[3])
-
-
-@scenario(STAGES)
-def test_what_is_no_class_of_optimizers_is_refused_in_one_line(run: Run) -> None:
-    model = run.wrap(Blocks())
-    if not run.is_plain:
-        inner = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
-        for wrong in (inner, "SGD", nn.Linear):
-            with pytest.raises((TypeError, ValueError), match=r"(?i)class"):
-                run.optimizer(model, wrong, lr=0.1)
-    run.train(model, run.optimizer(model))

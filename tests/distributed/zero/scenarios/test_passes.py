@@ -55,14 +55,6 @@ def test_two_losses_of_one_forward_have_a_backward_each(run: Run) -> None:
         optimizer.step()
 
 
-@scenario(DEFAULT + HOST)
-def test_two_forwards_have_one_backward(run: Run) -> None:
-    def contrast(model: Model, x: Tensor) -> Tensor:
-        return (model(x) * model(x.cos()).sin()).mean()
-
-    run.train_module(Blocks(), contrast, steps=range(3))
-
-
 @scenario()
 def test_forwards_have_their_backwards_in_either_order(run: Run) -> None:
     model, optimizer = run.start(Blocks())
@@ -88,18 +80,6 @@ def test_forwards_without_gradients_are_between_a_forward_and_its_backward(run: 
             run.record(value)
         loss.backward()
         optimizer.step()
-
-
-@scenario(DEFAULT + HOST)
-def test_the_model_is_evaluated_between_steps(run: Run) -> None:
-    model, optimizer = run.start(Blocks())
-    for context in (torch.no_grad, torch.inference_mode, torch.enable_grad):
-        model.eval()
-        with context():
-            value = mean_square(model, run.batch(20)).detach().clone()
-        run.record(value)
-        model.train()
-        run.train(model, optimizer)
 
 
 @scenario()

@@ -83,11 +83,6 @@ def test_ranks_use_experts_of_their_own_if_a_unit_contains_them_all(run: Run) ->
     run.train(model, run.optimizer(model), steps=range(4))
 
 
-@scenario([configuration for configuration in DEFAULT if configuration.stage < 3])
-def test_ranks_use_experts_of_their_own_below_stage_3(run: Run) -> None:
-    run.train_module(Mixture(), steps=range(4))
-
-
 class OwnExpert(nn.Module):
     """A model that runs one of two units, chosen by the rank."""
 
@@ -144,14 +139,3 @@ def test_a_layer_is_dropped_on_all_ranks_alike(run: Run) -> None:
     module = Drops(Block(), Block(), Block())
     module.generator = torch.Generator().manual_seed(0)
     run.train_module(module, steps=range(5))
-
-
-@scenario(STAGES)
-def test_all_ranks_start_with_the_values_of_the_first(run: Run) -> None:
-    if run.data.rank and not run.is_plain:
-        torch.manual_seed(99)
-    module = Blocks()
-    module.register_buffer("offset", torch.randn(2))
-    model = run.wrap(module)
-    run.record(module.offset)
-    run.train(model, run.optimizer(model), lambda model, x: (model(x) + model.module.offset).square().mean())

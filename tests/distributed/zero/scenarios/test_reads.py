@@ -14,7 +14,6 @@ from torch.nn import functional as F
 from parallel.autograd_internals import DisableTorchFunction
 from tests.distributed.zero.scenarios.runs import (
     DEFAULT,
-    GROUPS,
     HOST,
     STAGE_3,
     STAGES,
@@ -240,35 +239,8 @@ def test_parameters_and_views_of_them_are_outputs_of_the_model(run: Run) -> None
     run.train_module(ReturnsParameters(), loss)
 
 
-class HeadInLoss(Blocks):
-    """A model whose head is used by the loss only, and not by `forward`."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.encode(x)
-
-
-@scenario(DEFAULT + HOST)
-def test_the_loss_reads_the_weight_of_the_head(run: Run) -> None:
-    def loss(model: Model, x: Tensor) -> Tensor:
-        hidden = model(x)
-        with model.gathered([model.module.head.weight]) as module:
-            return F.cross_entropy(hidden @ module.head.weight.t(), (x[:, 0] > 0).long())
-
-    run.train_module(HeadInLoss(), loss, steps=range(3))
-
-
 def penalty(module: nn.Module) -> Tensor:
     return sum(param.square().sum() for param in module.parameters()) * 0.1
-
-
-@scenario(DEFAULT + HOST + GROUPS)
-def test_a_regulariser_reads_all_parameters(run: Run) -> None:
-    def loss(model: Model, x: Tensor) -> Tensor:
-        error = mean_square(model, x)
-        with model.gathered() as module:
-            return error + penalty(module)
-
-    run.train_module(Blocks(), loss, steps=range(3))
 
 
 @scenario()

@@ -123,12 +123,7 @@ def gradient_norm(model: Model, x: Tensor) -> Tensor:
 
 @scenario(DEFAULT + HOST)
 def test_a_loss_contains_the_norm_of_the_gradient_of_parameters(run: Run) -> None:
-    model, optimizer = run.start(Blocks())
-    for step in range(3):
-        optimizer.zero_grad()
-        parts = run.parts(step)
-        run.record(sum(gradient_norm(model, part) / len(parts) for part in parts)).backward()
-        optimizer.step()
+    run.train_by_parts(*run.start(Blocks()), gradient_norm, num_steps=3)
 
 
 @scenario()
@@ -139,12 +134,7 @@ def test_a_loss_contains_the_gradient_of_some_parameters_inside_gathered(run: Ru
             chosen = [module.head.weight, module.blocks[1].up.weight]
             return error + sum(g.square().sum() for g in torch.autograd.grad(error, chosen, create_graph=True))
 
-    model, optimizer = run.start(Blocks())
-    for step in range(2):
-        optimizer.zero_grad()
-        parts = run.parts(step)
-        run.record(sum(loss(model, part) / len(parts) for part in parts)).backward()
-        optimizer.step()
+    run.train_by_parts(*run.start(Blocks()), loss)
 
 
 @scenario()

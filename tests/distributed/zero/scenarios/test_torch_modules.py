@@ -164,12 +164,7 @@ def test_batch_norms_train_on_each_ranks_rows(run: Run) -> None:
         return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.ReLU())
 
     model, optimizer = run.start(Blocks(block(), block()))
-    for step in range(3):
-        optimizer.zero_grad()
-        parts = run.parts(step)
-        losses = [mean_square(model, part) / len(parts) for part in parts]
-        run.record(sum(losses)).backward()
-        optimizer.step()
+    run.train_by_parts(model, optimizer, mean_square, num_steps=3)
     assert model.module.blocks[0][1].num_batches_tracked == 3 * len(run.parts(0))
 
 
@@ -268,12 +263,7 @@ def test_a_functional_call_replaces_all_parameters(run: Run) -> None:
             adapted = {name: param - 0.1 * grad for (name, param), grad in zip(params.items(), grads, strict=True)}
             return (functional_call(module, adapted, x.sin()) - 0.5).square().mean()
 
-    model, optimizer = run.start(Blocks())
-    for step in range(3):
-        optimizer.zero_grad()
-        parts = run.parts(step)  # the inner gradient is that of a rank's own rows
-        run.record(sum(loss(model, part) / len(parts) for part in parts)).backward()
-        optimizer.step()
+    run.train_by_parts(*run.start(Blocks()), loss, num_steps=3)  # the inner gradient is that of a rank's own rows
 
 
 @scenario()

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from tests.distributed.zero.scenarios.runs import (
     DEFAULT,
@@ -18,7 +17,6 @@ from tests.distributed.zero.scenarios.runs import (
     STAGES,
     WIDTH,
     Blocks,
-    Model,
     Run,
     mean_square,
     scenario,
@@ -158,19 +156,6 @@ def test_the_module_is_saved_and_loaded_as_a_file(run: Run) -> None:
         run.record(loss_of_copy(copied, run.batch(9)))
 
 
-@scenario(DEFAULT + HOST)
-def test_an_exponential_moving_average_is_kept_and_evaluated(run: Run) -> None:
-    model, optimizer = run.start(WithBuffer())
-    with model.gathered() as module:
-        average = AveragedModel(module, multi_avg_fn=get_ema_multi_avg_fn(0.5))
-    for step in range(3):
-        run.train(model, optimizer, steps=[step])
-        with model.gathered() as module:
-            average.update_parameters(module)
-        with torch.no_grad():
-            run.record(loss_of_copy(average.module, run.batch(9)))
-
-
 @scenario()
 def test_averaged_weights_are_evaluated_in_the_model_and_put_back(run: Run) -> None:
     model, optimizer = run.start(WithBuffer())
@@ -256,21 +241,6 @@ def test_writes_to_half_precision_weights_are_kept_by_the_next_step(run: Run) ->
             WRITES["data"](model.module)
         mean_square(model, run.batch(0)).backward()
         optimizer.step()
-
-
-@scenario()
-def test_weights_are_clipped_after_each_step(run: Run) -> None:
-    """A Wasserstein critic needs it."""
-    model, optimizer = run.start(Blocks())
-
-    def loss(model: Model, x: Tensor) -> Tensor:
-        return model(x).mean() - model(x.flip(0) * 2).mean()
-
-    for step in range(3):
-        run.train(model, optimizer, loss, steps=[step])
-        with torch.no_grad(), model.gathered() as module:
-            for param in module.parameters():
-                param.clamp_(-0.2, 0.2)
 
 
 def copied(param: nn.Parameter) -> Tensor:
