@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from data.documents import DocumentBatch, MicroBatch
+from gpt.builder.leaves import Leaves
 from gpt.builder.loss_guard import LossGuard
 from gpt.generate import evaluation
 from gpt.kernels.documents import Documents
@@ -27,20 +28,24 @@ def train_step(
     mesh: Mesh,
     guard: LossGuard | None = None,
     gradient_hook: Callable[[], object] = lambda: None,
+    leaves: Leaves | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Run one optimizer step and return (loss, gradient norm), both 0-dim.
 
     The mean of the returned loss over the ranks is the mean over the counted tokens of all their micro-batches. The
     gradient is that of this mean, and the returned norm is its norm before clipping. If the guard finds the loss bad,
-    nothing is updated. `gradient_hook` is called when the gradients are complete, before the update. Raises StreamError
-    if streams are checked and would race.
+    nothing is updated. `gradient_hook` is called when the gradients are complete, before the update. With `leaves` the
+    returned loss is the same on all ranks. Raises StreamError if streams are checked and would race.
     """
-    # In the type of the loss: a third in fp32 would be wrong by 1e-8.
-    scale = optimizer.loss_scale.scale.to(loss_dtype(model)) / len(micro_batches)
+    # In the type of the loss: a third in fp32 would be wrong by 1e-8. The mean over leaves is that of the engine.
+    num_summed = 1 if model.config.policy.adds_leaves else len(micro_batches)
+    scale = optimizer.loss_scale.scale.to(loss_dtype(model)) / num_summed
     shares = shares_of_tokens([num_counted(batch, mesh) for batch in micro_batches], mesh, loss_dtype(model))
-    losses = []
+    losses: list[Tensor] = []
 
     def run(micro_batch: MicroBatch, share: Tensor | None) -> None:
+        if leaves is not None:
+            leaves.seed(len(losses))
         with allocating(TensorKind.ACTIVATIONS):
             with mesh.log.during("forward"):
                 loss = loss_of(model, micro_batch, mesh, share, scale)
@@ -52,7 +57,7 @@ def train_step(
         for micro_batch, share in zip(micro_batches[:-1], shares[:-1], strict=True):
             run(micro_batch, share)
     run(micro_batches[-1], shares[-1])
-    loss = torch.stack(losses).mean()
+    loss = torch.stack(losses).mean() if leaves is None else leaves.mean(torch.stack(losses))
     with mesh.log.during("update"):
         grad_norm = optimizer.step(skip=guard.judge(loss) if guard else None, gradient_hook=gradient_hook)
     raise_races()
@@ -60,7 +65,9 @@ def train_step(
 
 
 @torch.no_grad()
-def evaluate(model: ZeroDataParallel, micro_batches: Iterable[MicroBatch], mesh: Mesh) -> float:
+def evaluate(
+    model: ZeroDataParallel, micro_batches: Iterable[MicroBatch], mesh: Mesh, leaves: Leaves | None = None
+) -> float:
     """Return the mean loss over the counted tokens of all ranks, each of which has as many micro-batches."""
     losses, counts = [], []
     with evaluation(model), mesh.log.during("evaluation"):
@@ -69,7 +76,8 @@ def evaluate(model: ZeroDataParallel, micro_batches: Iterable[MicroBatch], mesh:
             counts.append(num_counted(batch, mesh))
         shares = shares_of_tokens(counts, mesh, loss_dtype(model))
         parts = [loss if share is None else loss * share for loss, share in zip(losses, shares, strict=True)]
-        return mean_over(mesh, torch.stack(parts).mean())
+        values = torch.stack(parts)
+        return mean_over(mesh, values.mean()) if leaves is None else leaves.mean(values).item()
 
 
 def loss_of(

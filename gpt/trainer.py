@@ -157,9 +157,10 @@ class Trainer:
         # gradients of parameters that the group replicates would differ.
         is_profiled = state.mesh.data.rank == 0 and step == settings.profile.collectives_step
         folder = self._records.folder if state.mesh.rank == 0 else None
+        leaves = state.leaves and replace(state.leaves, step=step)
         with profiled(state.mesh.log, folder) if is_profiled else nullcontext():
             loss, grad_norm = train_step(
-                state.model, state.optimizer, micro_batches, state.mesh, state.guard, measure_layer_norms
+                state.model, state.optimizer, micro_batches, state.mesh, state.guard, measure_layer_norms, leaves
             )
         sent = {name: number - sent_before[name] for name, number in sent_bytes(state.mesh.log).items()}
         num_samples = self._progress.consumed_samples + batch_size
@@ -189,7 +190,7 @@ class Trainer:
         """Return the record of this step. Waits for the device and for the other ranks."""
         optimizer, progress = self._state.optimizer, self._progress
         with self._state.mesh.log.during("metrics"):
-            mean_loss = mean_over(self._state.mesh, loss)
+            mean_loss = mean_over(self._state.mesh, loss) if self._state.leaves is None else loss.item()
         record: dict[str, Any] = {
             "step": progress.step,
             "loss": mean_loss,
@@ -211,7 +212,7 @@ class Trainer:
         num_samples = math.ceil(self._settings.train.eval_samples / samples_at_once) * samples_at_once
         (micro_batches,) = self._corpus.validation.steps([(0, num_samples)])
         on_device = (batch.to(self._state.device, non_blocking=True) for batch in micro_batches)
-        loss = evaluate(self._state.model, on_device, self._state.mesh)
+        loss = evaluate(self._state.model, on_device, self._state.mesh, self._state.leaves)
         self._throughput.restart()
         return {"validation_loss": loss, "validation_perplexity": float(torch.tensor(loss).exp())}
 

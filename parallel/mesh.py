@@ -145,9 +145,23 @@ class Axis:
         if self.size == 1:
             return _copy(full, out)
         if in_fp32 and self.rounds_at_each_rank(full.dtype):
-            return self._exchange_and_sum(_flat(full), _flat(out))
+            return self.exchange(_flat(full), partial(sum_ranks, out=_flat(out)))
         event = self.log.record("reduce_scatter", self.name, self.size, full)
         return self._launch(event, self._reduce_scatter, full, out)
+
+    def exchange(self, full: Tensor, read: Callable[[Tensor], object]) -> Work:
+        """Send rank k its part of (size * n,), and call `read` with this rank's part of all, (size, n), by rank.
+
+        `read` runs when the result is waited for, on the stream that waits; the memory is a buffer of this axis.
+        """
+        if self.size == 1:
+            return Work(partial(read, full.view(1, -1)))
+        buffer, numels = self.pairwise.received.take(full), [full.numel() // self.size] * self.size
+        received, total_numel = buffer[: full.numel()], self.size * full.numel()
+        exchanged = self.all_to_all(full, numels, out=received, out_numels=numels, total_numel=total_numel)
+        # Not right behind `read`, which may run on a side stream: the computation launches the next message.
+        put_back = partial(self.pairwise.received.put_back, buffer)
+        return exchanged.followed_by(partial(read, received.view(self.size, -1)), at_end=put_back)
 
     def all_reduce(self, tensor: Tensor, *, out: Tensor) -> Work:
         """Sum the tensor over the ranks into `out`. In place if `out` is `tensor`."""
@@ -226,15 +240,6 @@ class Axis:
             return self.pairwise.reduce_scatter(full, out)
         scatter = _first_named("reduce_scatter_single", "reduce_scatter_tensor")
         return scatter(_flat(out), _flat(full), group=self.group, async_op=True).wait
-
-    def _exchange_and_sum(self, full: Tensor, out: Tensor) -> Work:
-        """Reduce and scatter by an all-to-all, which sends as many bytes, and a sum of what was received."""
-        buffer, numels = self.pairwise.received.take(full), [out.numel()] * self.size
-        received, total_numel = buffer[: full.numel()], self.size * full.numel()
-        exchanged = self.all_to_all(full, numels, out=received, out_numels=numels, total_numel=total_numel)
-        add = partial(sum_ranks, received.view(self.size, -1), out)
-        # Not right behind the sum, which may run on a side stream: the computation launches the next message.
-        return exchanged.followed_by(add, at_end=partial(self.pairwise.received.put_back, buffer))
 
     def _all_reduce(self, _tensor: Tensor, out: Tensor) -> Callable[[], object]:
         return dist.all_reduce(out, group=self.group, async_op=True).wait

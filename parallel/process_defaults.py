@@ -28,11 +28,19 @@ FLIGHT_RECORD = "nccl_trace_rank_"  # followed by the rank, as torch's analyzer 
 SYSFS, GPUS_OF_NODE = Path("/sys"), Path("/proc/driver/nvidia/gpus")
 
 
-def set_variables(environment: MutableMapping[str, str], orders_launches: bool, record_folder: Path | None) -> None:
+def set_variables(
+    environment: MutableMapping[str, str],
+    orders_launches: bool,
+    record_folder: Path | None,
+    fixes_kernels: bool = False,
+) -> None:
     """Set the environment variables of CUDA and NCCL, and the options of torch's allocators, before CUDA starts.
 
     `orders_launches`: for tensor parallelism, whose collectives are between kernels that wait for them.
+    `fixes_kernels`: let cuBLAS use workspaces of one size, with which its kernels are deterministic.
     """
+    if fixes_kernels:
+        environment.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if orders_launches:
         environment.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     if record_folder is not None and not any(name in environment for name in FLIGHT_RECORDER_NAMES):
@@ -45,8 +53,13 @@ def set_variables(environment: MutableMapping[str, str], orders_launches: bool, 
             return
 
 
-def share_cores(environment: MutableMapping[str, str], local_size: int, device: torch.device) -> None:
-    """Run this rank on the cores near its GPU, with its part of the node's cores as the number of threads."""
+def share_cores(
+    environment: MutableMapping[str, str], local_size: int, device: torch.device, fixed_threads: bool = False
+) -> None:
+    """Run this rank on the cores near its GPU, with its part of the node's cores as the number of threads.
+
+    `fixed_threads`: one thread on a CPU, however many ranks there are, since kernels add in an order of their threads.
+    """
     cores = _own_cores()
     near = _cores_near_gpu(device) & cores if device.type == "cuda" else set()
     if near:
@@ -56,7 +69,10 @@ def share_cores(environment: MutableMapping[str, str], local_size: int, device: 
     # The ranks that torchrun starts share the cores that it may use; those of Slurm may each have cores of their own.
     are_shared = "TORCHELASTIC_RUN_ID" in environment or len(cores) == os.cpu_count()
     num_threads = max(1, min(len(cores) // (local_size if are_shared else 1), len(near or cores)))
-    if local_size > 1 or near:
+    is_fixed = fixed_threads and device.type == "cpu"
+    if is_fixed:
+        num_threads = 1
+    if local_size > 1 or near or is_fixed:
         environment["OMP_NUM_THREADS"] = str(num_threads)  # for libraries that are loaded later, and child processes
         torch.set_num_threads(num_threads)
 

@@ -54,13 +54,15 @@ class StartOptions:
 
     `device`: "auto" is the GPU, or the CPU on a node without GPUs. `hang_seconds`: after three times as long, and at
     least `START_SECONDS`, a collective fails; 0: never. `orders_launches`: see `set_variables`. `record_folder`: where
-    torch writes its record of NCCL's collectives when one has failed in this way.
+    torch writes its record of NCCL's collectives when one has failed in this way. `fixes_kernels`: the number of ranks
+    must not change which kernels compute, or in how many threads.
     """
 
     device: Literal["auto", "cpu"] = "auto"
     hang_seconds: float = 600.0
     orders_launches: bool = False
     record_folder: Path | None = None
+    fixes_kernels: bool = False
 
     @property
     def collective_timeout(self) -> timedelta:
@@ -101,11 +103,11 @@ def start_world(options: StartOptions = StartOptions()) -> World:
     size = num_ranks_from_environment()
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", str(size)))
-    set_variables(os.environ, options.orders_launches, options.record_folder)
+    set_variables(os.environ, options.orders_launches, options.record_folder, options.fixes_kernels)
     device = _choose_device(options.device, local_rank, local_size)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    share_cores(os.environ, local_size, device)
+    share_cores(os.environ, local_size, device, options.fixes_kernels)
     if size > 1:
         # The ranks agree on a prefix of the store before the process group uses it: a group that reads the keys of an
         # earlier start would try to connect to processes that have ended.

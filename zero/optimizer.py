@@ -102,8 +102,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         axes = model.shard_axis, self.tensor
         self.matrices = assembled_updates(self.inner, model.module, pieces, axes, model.offload)
         split = {model.module.get_parameter(name) for name in split_dims(model.module)}
-        self.grad_norm = GradNorm(pieces.owned, pieces.params, axes, split, self.loss_scale.scale)
-        self._sums = self._deferred_sums() if self.tensor.size > 1 else []
+        scale, in_blocks = self.loss_scale.scale, model.config.policy.adds_leaves
+        self.grad_norm = GradNorm(pieces.owned, pieces.params, axes, split, scale, in_blocks=in_blocks)
+        self._sums = self._deferred_sums()
         self._groups = BucketGroups(self.buckets, self.matrices.buckets, model.offload)
         self._written = WrittenParameters(flats, model.offload)
         this = weakref.proxy(self)  # a reference from `inner` would keep this optimizer alive
@@ -263,7 +264,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def _deferred_sums(self) -> list[tuple[GradientSums, list[tuple[Bucket, range]]]]:
         """Switch off the hooks of gradient sums; return each of these with this rank's parts of its parameters."""
-        found = []
+        found: list[tuple[GradientSums, list[tuple[Bucket, range]]]] = []
+        # The number of ranks would cut a message of owned shards, and change the order in which its elements are added.
+        if self.tensor.size == 1 or self._model.config.policy.adds_leaves:
+            return found
         for sums in set_deferred(self._model.module, True):
             summed = self._pieces.params.intersection(sums.params)
             owned = self._pieces.owned.items()

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from gpt.builder.activation_store import chosen_activations
+from gpt.builder.leaves import Leaves
 from gpt.builder.loss_guard import LossGuard
 from gpt.kernels.apex import choose_norm, find_apex
 from gpt.kernels.attention import describe_attention, describe_documents
@@ -22,7 +23,7 @@ from gpt.pretrained.weights import load_pretrained
 from gpt.settings.optimizer import OptimizerSettings
 from gpt.settings.schedule import check_batch_sizes, learning_rate
 from gpt.settings.settings import Settings
-from gpt.settings.training import LossScaleSettings, ParallelSettings
+from gpt.settings.training import LossScaleSettings, ParallelSettings, check_evaluated
 from gpt.shape.config import ModelConfig, check_divides
 from parallel.errors import ConfigError
 from parallel.memory_kinds import allocate_buffer
@@ -60,6 +61,7 @@ class TrainState:
     device: torch.device
     activations: ActivationsConfig  # with the chosen store, if the settings say "auto"
     guard: LossGuard | None = None  # None if the settings do not ask for losses to be checked
+    leaves: Leaves | None = None  # None unless runs are to be the same on any number of ranks
 
     @property
     def config(self) -> ModelConfig:
@@ -92,7 +94,8 @@ def start_options(settings: Settings) -> StartOptions:
     runs_ahead = settings.zero.policy.full_params is Lifetime.TRANSIENT or bool(settings.offload.offloaded_states)
     orders_launches = settings.parallel.tensor_size > 1 and not runs_ahead
     run = settings.run
-    return StartOptions(run.device, run.hang_seconds, orders_launches, Path(run.dir).absolute())
+    folder = Path(run.dir).absolute()
+    return StartOptions(run.device, run.hang_seconds, orders_launches, folder, settings.train.is_same_on_any_layout)
 
 
 def build_mesh(settings: Settings, world: World) -> Mesh:
@@ -114,6 +117,7 @@ def build_mesh(settings: Settings, world: World) -> Mesh:
         family_of(settings.model)  # for its ConfigError, as below
     check_replicas(settings.activations, token_layout(settings.parallel, mesh).replicas)
     check_batch_sizes(settings.train.batch, mesh.num_batch_ranks)
+    check_evaluated(settings.train, mesh.num_batch_ranks)
     num_kv_heads, seq_length = max(1, settings.model.kv_heads // mesh.tensor.size), settings.model.seq_length
     sizes = {"heads of keys and values of a tensor rank": num_kv_heads, "tokens of a sequence": seq_length}
     check_context(mesh.context, sizes)
@@ -150,6 +154,9 @@ def token_layout(settings: ParallelSettings, mesh: Mesh) -> TokenLayout:
 def build(settings: Settings, mesh: Mesh, device: torch.device) -> TrainState:
     """Return a model with its initial values, sharded by ZeRO, and its optimizer. All ranks call it."""
     settings = settings.with_gradient_types(mesh.data.size).with_alignment()
+    if settings.train.is_same_on_any_layout and device.type == "cuda":
+        torch.use_deterministic_algorithms(True)  # torch refuses, by name, what has no such kernel
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.set_float32_matmul_precision(settings.train.float32_matmul_precision)
     logger.info("products of fp32: %s precision", settings.train.float32_matmul_precision)
     train, tokens = settings.train, token_layout(settings.parallel, mesh)
@@ -160,6 +167,8 @@ def build(settings: Settings, mesh: Mesh, device: torch.device) -> TrainState:
         logger.info("documents: kept apart by %s", describe_documents(settings.model, device, train.dtype))
     with ShardedInit(mesh.data, settings.zero.policy, settings.zero.prefetch_numel, settings.offload) as init:
         sum_dtype = settings.zero.gradient_types(train.dtype).reduce
+        if settings.zero.policy.adds_leaves:  # each gradient is summed by itself: of the same type in each stage
+            sum_dtype = torch.promote_types(train.dtype, torch.float32)
         gpt = build_model(
             settings.model, activations, tokens, device, train.dtype, sum_dtype, is_compiled=train.compiles_blocks
         )
@@ -176,8 +185,11 @@ def build(settings: Settings, mesh: Mesh, device: torch.device) -> TrainState:
     # After everything is built, because that draws random numbers too. Each data-parallel rank has its own stream of
     # random numbers for dropout.
     torch.manual_seed(train.seed + 1 + mesh.data.rank)
-    guard = LossGuard(mesh.data, settings.guard.spike_factor, device) if settings.guard.checks_losses else None
-    return TrainState(mesh, model, optimizer, device, activations, guard)
+    leaves = Leaves(mesh.data, train.seed) if train.is_same_on_any_layout else None
+    # Their mean is the same on all ranks already.
+    judging = mesh.data if leaves is None else mesh.data.without_peers()
+    guard = LossGuard(judging, settings.guard.spike_factor, device) if settings.guard.checks_losses else None
+    return TrainState(mesh, model, optimizer, device, activations, guard, leaves)
 
 
 def build_model(

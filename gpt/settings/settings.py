@@ -47,6 +47,8 @@ class Settings:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if self.train.is_same_on_any_layout:
+            object.__setattr__(self, "zero", replace(self.zero, sum_over_ranks="leaves"))
         if self.model.mup_base_width is not None and not self.optimizer.name.startswith("adamw"):
             raise ConfigError(
                 f"model.mup_base_width={self.model.mup_base_width} scales learning rates for adamw and adamw8bit, and "

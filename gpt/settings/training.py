@@ -89,6 +89,10 @@ class TrainSettings:
     initial_weights: FilePath | None = None
     """Folder of weights of GPT-2, Llama, Qwen 3 or Mistral in the format of transformers, to start the run from; null:
     random values."""
+    reproducible: Literal["run", "layout"] = "run"
+    """run: the same command on as many ranks repeats its bits. layout: losses, gradient norms, parameters, optimizer
+    states and checkpoints are the same bits on any number of data-parallel ranks (docs/reproducible.md), which adds
+    gradients in one order, zero.sum_over_ranks=leaves, and on CPUs gives each rank one thread."""
     seed: NonNegative = 1234
     """Seed of the initial values, of dropout and of the order of samples."""
     log_every: Positive = 10
@@ -111,6 +115,11 @@ class TrainSettings:
     def __post_init__(self) -> None:
         check_fields(self)
 
+    @property
+    def is_same_on_any_layout(self) -> bool:
+        """True if the number of ranks must change no bit."""
+        return self.reproducible == "layout"
+
     def num_micro_batches(self, data_size: int) -> int:
         """Return the number of micro-batches of a rank in a step at full batch size."""
         return self.global_batch_size // self.batch.samples_at_once(data_size)
@@ -129,3 +138,14 @@ class TrainSettings:
     def batch(self) -> BatchConfig:
         """The sizes of the batches."""
         return BatchConfig(self.micro_batch_size, self.global_batch_size, self.ramp_up)
+
+
+def check_evaluated(train: TrainSettings, num_ranks: int) -> None:
+    """Raise ConfigError if the number of ranks would change which samples are evaluated, and must not."""
+    at_once = train.batch.samples_at_once(num_ranks)
+    if train.is_same_on_any_layout and train.eval_samples % at_once:
+        raise ConfigError(
+            f"train.eval_samples={train.eval_samples} would be rounded up to whole micro-batches of {num_ranks} "
+            f"data-parallel ranks, {at_once} samples, and train.reproducible=layout needs the same samples on any "
+            f"number of ranks; choose a multiple of {at_once}"
+        )

@@ -99,7 +99,9 @@ def record_step(
         with no_garbage_collection():
             for _ in range(num_steps_before):
                 with mesh.log.keeping_events(lambda: 0) as events_before:
-                    train_step(state.model, state.optimizer, micro_batches[:MAX_MICRO_BATCHES], mesh)
+                    train_step(
+                        state.model, state.optimizer, micro_batches[:MAX_MICRO_BATCHES], mesh, leaves=state.leaves
+                    )
             late_before = [event for event in events_before if event.awaited is None]
             # After the first steps, which allocate optimizer states and buffers: only what follows is recorded.
             tracker.restart()
@@ -110,7 +112,7 @@ def record_step(
                 observe_operations(kernel_log),
                 mesh.log.keeping_events(kernel_log.count) as events,
             ):
-                train_step(state.model, state.optimizer, micro_batches, mesh)
+                train_step(state.model, state.optimizer, micro_batches, mesh, leaves=state.leaves)
         # What the next step waits for: the step before left the same collectives, which this step has waited for.
         late = [event for event in events if event.awaited is None]
         for event, before in zip(late, late_before, strict=True):

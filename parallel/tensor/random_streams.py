@@ -32,7 +32,7 @@ def _own_cuda_stream(rank: int) -> Iterator[None]:
     """Draw with another seed from the same offset: a CUDA generator is (seed, offset), both on the host."""
     generator = torch.cuda.default_generators[torch.cuda.current_device()]
     seed, offset = generator.initial_seed(), generator.get_offset()
-    generator.manual_seed(_derived_seed(f"{seed}", rank))
+    generator.manual_seed(derived_seed(f"{seed}", rank))
     generator.set_offset(offset)
     try:
         yield
@@ -53,7 +53,7 @@ def _own_cpu_stream(rank: int) -> Iterator[None]:
     state = torch.get_rng_state()
     # Read from memory, not by an operation: the tensor is real even in a dry run, where results of operations are not.
     state_bytes = ctypes.string_at(state.data_ptr(), state.nbytes)
-    torch.default_generator.manual_seed(_derived_seed(hashlib.sha256(state_bytes).hexdigest(), rank))
+    torch.default_generator.manual_seed(derived_seed(hashlib.sha256(state_bytes).hexdigest(), rank))
     try:
         yield
     finally:
@@ -61,6 +61,7 @@ def _own_cpu_stream(rank: int) -> Iterator[None]:
         torch.rand(1)
 
 
-def _derived_seed(origin: str, rank: int) -> int:
+def derived_seed(origin: str, rank: int) -> int:
+    """Return the seed of stream number `rank` of those that belong to `origin`."""
     digest = hashlib.sha256(f"{origin}/{rank}".encode()).digest()
     return int.from_bytes(digest[:8], "little") >> (64 - SEED_BITS)

@@ -307,7 +307,8 @@ class GradShard:
     def set_aside(self) -> None:
         """Keep a reduced gradient while full gradients are staged again; the next reduction adds it."""
         self.held = Held.SUM
-        if self.path.owns_staged or self.path.has_groups:  # the next gradients overwrite it
+        # The next gradients overwrite it, or are added to it and divided by the number of their micro-batches.
+        if self.path.owns_staged or self.path.has_groups or self.path.policy.adds_leaves:
             self._earlier, self.held = self.owned.clone(), Held.SET_ASIDE
 
     def accumulate(self, values: Tensor, out: Tensor, scale: float, *, adds: bool) -> None:

@@ -37,6 +37,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from torch import Tensor, nn
 
+from parallel.errors import ConfigError
 from parallel.memory_kinds import TensorKind, tagged
 from zero.buckets.bucket import Bucket, Held
 from zero.buckets.reductions import Reductions
@@ -76,6 +77,7 @@ class GradientReducer:
         """`buckets`: the trainable ones, in the order of the layout."""
         if config.sum_over_ranks == "message":
             _warn_of_rounding(buckets, levels)
+        _check_units(config, levels)
         self._policy, self._launch_order = config.policy, launch_order
         self._marks_on_arrival = self._policy.full_params is Lifetime.PERSISTENT
         self._order = list(reversed(buckets))
@@ -134,6 +136,9 @@ class GradientReducer:
         self._expected = [set(bucket.grads.parts) for bucket in self._order]
         self._awaiting = WeakSet(self.params_of)
         # Last of all: a backward that is refused must not leave anything to end.
+        if self._last_backward_has_begun:
+            self._reductions.num_backwards = 0
+        self._reductions.num_backwards += 1
         self._num_launched = 0
         self._backward = BackwardState.REDUCING if self.reduces(is_last) else BackwardState.ACCUMULATING
         self._last_backward_has_begun = is_last
@@ -142,6 +147,11 @@ class GradientReducer:
     def complete(self) -> None:
         """Reduce the gradients of a step whose last backward has not run, or reached no parameter on this rank."""
         if not self._last_backward_has_begun:
+            if self._policy.adds_leaves and self._reductions.num_backwards:
+                raise ValueError(
+                    "the last micro-batch of a step must reach a parameter, outside of `model.accumulate()`, with "
+                    "ZeroConfig.sum_over_ranks=leaves; choose sum_over_ranks=message"
+                )
             self.begin(is_last=True)
             self.end()
         self._launch_order.before_step()
@@ -223,7 +233,7 @@ class GradientReducer:
         """Discard all gradients, reduced or not: the next backward starts from nothing."""
         # A backward that broke off is ended first: by then ranks may have launched different numbers of reductions.
         self.end()
-        self._num_launched, self._last_backward_has_begun = 0, False
+        self._num_launched, self._reductions.num_backwards, self._last_backward_has_begun = 0, 0, False
         for bucket in self._order:
             bucket.grads.unstage(self._reductions.staging)
             bucket.grads.free_owned()
@@ -235,6 +245,16 @@ class GradientReducer:
             self._launch_order.before_reduction(self._num_launched)
             self._reductions.launch(self._order[self._num_launched].grads, is_last=self._last_backward_has_begun)
             self._num_launched += 1
+
+
+def _check_units(config: ZeroConfig, levels: Levels) -> None:
+    """Raise ConfigError if micro-batches are to be added in one order, and several units of ranks would add first."""
+    if config.policy.adds_leaves and (num_units := config.policy.num_adding_units(levels)) > 1:
+        raise ConfigError(
+            f"ZeroConfig.sum_over_ranks=leaves adds the micro-batches of a step one after the other, and {num_units} "
+            "ranks or groups would each add up their own first; choose ZeroConfig.stage=2 or 3, "
+            "ZeroConfig.accumulate=reduce, and one group of ranks"
+        )
 
 
 def _warn_of_rounding(buckets: Sequence[Bucket], levels: Levels) -> None:

@@ -5,6 +5,12 @@ and in the last one of a step       message + `group_shard` -> reduced between g
 
 Between groups, the ranks that own the same elements all-reduce their shards; if they own a part each, they
 reduce-scatter them. Sums that a kernel adds up (`Axis.reduce_scatter` in fp32) run on a side stream.
+
+[Note: leaves] If the sum must not depend on the number of ranks, it has a fixed order: a leaf is the gradient of one
+micro-batch, in the type of messages, and leaf j N + r is that of micro-batch j on rank r of N.
+
+in each micro-batch                 message -> exchange of shards -> leaf after leaf added to `group_shard`, in fp32
+and in the last one of a step       times 1 / number of leaves, the only factor -> `owned`
 """
 
 import math
@@ -37,7 +43,8 @@ class Reductions:
     def __init__(self, buckets: Sequence[Bucket], levels: Levels, config: ZeroConfig, offload: Offload):
         self.levels, self._offload = levels, offload
         self._between_groups, self._sums = SideStream(offload.device), SideStream(offload.device)
-        self._in_fp32 = config.sum_over_ranks == "fp32"
+        self._in_fp32, self._adds_leaves = config.sum_over_ranks == "fp32", config.policy.adds_leaves
+        self.num_backwards = 0  # of the present step
         self._max_in_flight = MAX_IN_FLIGHT if config.overlap else 0
         self._in_flight: deque[tuple[GradShard, Work, bool]] = deque()  # (gradients, work, is the last of its step)
         paths = [bucket.grads.path for bucket in buckets]
@@ -60,9 +67,14 @@ class Reductions:
         """
         inner, outer = self.levels.inner, self.levels.outer
         receives = inner.takes_receive_buffers or self._adds(inner, grads) or self._adds(outer, grads)
+        receives |= self._adds_leaves
         if grads.staged is None or grads.path.casts_message or receives or grads.placement is Placement.HOST:
             self._make_room()
-        reduced = inner.reduce_scatter(grads.finish(self.staging), out=grads.message_shard, in_fp32=self._in_fp32)
+        message = grads.finish(self.staging)
+        if self._adds_leaves:
+            reduced = inner.exchange(message, partial(self._add_leaves, grads, is_last))
+        else:
+            reduced = inner.reduce_scatter(message, out=grads.message_shard, in_fp32=self._in_fp32)
         if is_last and grads.path.has_groups:
             # Behind the first on a stream of its own: launched by the computation, it would wait for the computation.
             reduced = self._between_groups.launch_after(reduced, partial(self._reduce_between_groups, grads))
@@ -123,7 +135,8 @@ class Reductions:
 
         fp16 holds 5e-8 to 65504: a sum over many ranks may overflow, and a term of their mean may become zero.
         """
-        return 1 / math.sqrt(self._num_ranks) if grads.path.types.reduce is torch.float16 else 1.0
+        is_divided = grads.path.types.reduce is torch.float16 and not self._adds_leaves
+        return 1 / math.sqrt(self._num_ranks) if is_divided else 1.0
 
     def _scale_after(self, grads: GradShard) -> float:
         return 1 / (self._num_ranks * self._scale_before(grads))
@@ -136,6 +149,32 @@ class Reductions:
         """Wait for the oldest reduction, move its result to its owner, and free the staging memory."""
         grads, reduced, is_last = self._in_flight.popleft()
         reduced.wait()
+        if not self._adds_leaves:
+            self._take(grads, is_last)
+        is_mean = is_last and (grads.persists or grads.path.has_groups or self._adds_leaves)
+        grads.held = Held.MEAN if is_mean else Held.SUM
+        grads.unstage(self.staging)
+
+    def _add_leaves(self, grads: GradShard, is_last: bool, leaves: Tensor) -> None:
+        """Add leaves, (ranks, n), one after the other; after the last one divide the sum by the number of leaves."""
+        total, buffer = grads.group_shard, None
+        if grads.placement is Placement.HOST:
+            buffer = self.host_staging.take(grads.path.types.accumulate)
+            total = buffer[: len(grads.group_shard)]
+            if grads.held is Held.SUM:
+                self._offload.to_accelerator(grads.group_shard, out=total).wait()
+        for rank, leaf in enumerate(leaves.unbind()):
+            # The first one is written: an added zero would turn -0.0 to 0.0.
+            grads.accumulate(leaf, total, 1.0, adds=rank > 0 or grads.held is Held.SUM)
+        if is_last:
+            total.mul_(1 / (self.num_backwards * self._num_ranks))
+            grads.add_earlier(total)
+        if buffer is not None:
+            grads.host_copy = self._offload.to_host(total, out=grads.group_shard)
+            self.host_staging.put_back(buffer, grads.host_copy)
+
+    def _take(self, grads: GradShard, is_last: bool) -> None:
+        """Add a shard of the message to what its owner has."""
         values, out, scale = grads.message_shard, grads.group_shard, self._scale_after(grads)
         adds, has_groups = grads.held is Held.SUM, grads.path.has_groups
         if has_groups and is_last:
@@ -148,8 +187,6 @@ class Reductions:
             grads.accumulate(values, out, scale, adds=adds)
             if is_last:
                 grads.add_earlier(out)
-        grads.held = Held.MEAN if is_last and (grads.persists or has_groups) else Held.SUM
-        grads.unstage(self.staging)
 
     def _send_to_host(
         self, grads: GradShard, values: Tensor, out: Tensor, scale: float, *, adds: bool, is_last: bool

@@ -1,5 +1,6 @@
 """The settings of ZeRO."""
 
+import math
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
@@ -7,12 +8,12 @@ import torch
 
 from parallel.errors import ConfigError
 from parallel.fields import NonNegative, Positive, Range, check_fields
-from zero.partition.layout import ALIGNMENT
+from zero.partition.layout import ALIGNMENT, NORM_BLOCK
 from zero.partition.stage import STAGES, Division, GradientTypes, Lifetime, ShardingPolicy
 
 Accumulate = Literal["reduce", "local"]
 OptimizerOver = Literal["group", "all"]
-SumOverRanks = Literal["message", "fp32"]
+SumOverRanks = Literal["message", "fp32", "leaves"]
 SMALLEST_BUCKET, NUMEL_PER_RANK = 2**25, 2**20
 NUM_STAGED = 3  # buckets in a pool, at most: two are reduced while one is filled
 LARGEST_POOL_BYTES = 1_600_000_000  # 5% of an accelerator of 32 GB
@@ -54,7 +55,9 @@ class ZeroConfig:
     """Data type in which ranks add gradients if messages have half precision. message: that of the backend, which for
     NCCL is the type of the message, and each rank rounds; fp32: rounded once, over NCCL by an all-to-all of as many
     bytes and a sum. Choose fp32 with groups of ranks, such as nodes (parallel.shard_size): if one all-to-all spans
-    nodes of G ranks, their network carries G times as much as with a ring. gloo adds in fp32 with both."""
+    nodes of G ranks, their network carries G times as much as with a ring. gloo adds in fp32 with both. leaves: the
+    gradients of all micro-batches of a step are added one after the other, with the same bits on any number of ranks,
+    and the gradient is their mean: do not divide the loss by their number. It needs stage 2 or 3, or a single rank."""
     prefetch_numel: NonNegative | None = None
     """If parameters are partitioned: the number of elements of the next units that are gathered ahead; 0: none; null:
     those of the next unit."""
@@ -75,6 +78,8 @@ class ZeroConfig:
             if isinstance(dtype := getattr(self, name), torch.dtype):  # torch's own objects are taken too
                 object.__setattr__(self, name, NAMES.get(dtype, str(dtype)))
         check_fields(self)
+        if self.sum_over_ranks == "leaves":  # no shard divides a block of the norm
+            object.__setattr__(self, "alignment", math.lcm(self.alignment, NORM_BLOCK))
         if self.alignment % ALIGNMENT:
             raise ConfigError(
                 f"ZeroConfig.alignment={self.alignment} is not a multiple of {ALIGNMENT}; choose {ALIGNMENT} or 256"
@@ -88,7 +93,10 @@ class ZeroConfig:
         owned_grads = Lifetime.PERSISTENT if allocates_once else Lifetime.TRANSIENT
         over_all = self.optimizer_over == "all" and row.optimizer is not Division.NONE
         optimizer = Division.ALL if over_all else row.optimizer
-        return replace(row, optimizer=optimizer, keeps_full_grads=self.accumulate == "local", owned_grads=owned_grads)
+        is_local, adds_leaves = self.accumulate == "local", self.sum_over_ranks == "leaves"
+        return replace(
+            row, optimizer=optimizer, keeps_full_grads=is_local, adds_leaves=adds_leaves, owned_grads=owned_grads
+        )
 
     def gradient_types(self, parameter: torch.dtype, *, accumulates: bool = True) -> GradientTypes:
         """Return the types of the gradients of parameters of one type.
@@ -97,7 +105,7 @@ class ZeroConfig:
         """
         persist = self.policy.full_grads is Lifetime.PERSISTENT
         wide = torch.promote_types(parameter, torch.float32)
-        accumulate = wide if accumulates or not persist else parameter
+        accumulate = wide if accumulates or not persist or self.policy.adds_leaves else parameter
         if self.accumulate_dtype is not None:
             accumulate = DTYPES[self.accumulate_dtype]
         reduce = accumulate if persist else parameter

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 ALIGNMENT = 16  # elements: shards and parameters start on 32 bytes in bf16
+NORM_BLOCK = 256  # elements whose squares are added first, if the norm must not depend on the number of ranks
 
 
 def round_up(numel: int, multiple: int) -> int:

@@ -65,6 +65,8 @@ class ShardingPolicy:
     parameters: Division
     keeps_full_grads: bool = False
     """True if full gradients are kept in each case, and reduced once a step."""
+    adds_leaves: bool = False
+    """True if the gradients of the micro-batches of all ranks are added in an order that no number of ranks changes."""
     owned_grads: Lifetime = Lifetime.PERSISTENT
     """Used if full gradients are transient: the lifetime of owned gradients on the accelerator and of the staging pool.
     PERSISTENT allocates both once (M_D, section 6.3); TRANSIENT frees the pool after backward, and owned gradients
@@ -95,6 +97,10 @@ class ShardingPolicy:
         if self.optimizer is Division.ALL:
             return Levels(inner, outer, owners=data, replicas=alone)
         return Levels(inner, outer, owners=inner, replicas=outer)
+
+    def num_adding_units(self, levels: Levels) -> int:
+        """Return the number of ranks, or groups of them, that each add up micro-batches before all are added."""
+        return levels.outer.size * (levels.inner.size if self.full_grads is Lifetime.PERSISTENT else 1)
 
     def compared_axis(self, data: Axis) -> Axis:
         """Return the axis of the ranks that must run the same micro-batches: none if only a step communicates."""

@@ -1,6 +1,6 @@
 """Norms of gradients that are sharded over many ranks: the global norm, and the norm of each layer."""
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from functools import reduce
 from itertools import islice
 
@@ -12,6 +12,9 @@ from parallel.memory_kinds import TensorKind, allocating
 from parallel.mesh import Axis
 from zero.buckets.bucket import Bucket
 from zero.memory.placement import Placement
+from zero.partition.layout import NORM_BLOCK, real_shape
+from zero.step.block_sums import CHUNK_NUMEL as BLOCKS_CHUNK
+from zero.step.block_sums import sums_of_squares
 
 # Elements whose squares a CPU sums at a time. It adds them in fp32 one after the other: without chunks, the norm of 17M
 # elements is wrong by 2e-4. A GPU adds them as a tree.
@@ -26,7 +29,7 @@ class GradNorm:
     are not in `split` are replicated, and only the first tensor rank counts them.
 
     `owned` lists, for each bucket, the parameters in this rank's shard, each with its elements of the flat buffer.
-    `axes` are the shard axis and the tensor axis.
+    `axes` are the shard axis and the tensor axis. `in_blocks`: with bits that do not depend on who owns an element.
     """
 
     def __init__(
@@ -36,8 +39,12 @@ class GradNorm:
         axes: tuple[Axis, Axis],
         split: Set[nn.Parameter],
         loss_scale: Tensor,
+        *,
+        in_blocks: bool = False,
     ):
         self._axes, self._loss_scale = axes, loss_scale
+        num_blocks = axes[1].size * sum(2 + real_shape(param).numel() // NORM_BLOCK for param in params)
+        self._num_blocks = num_blocks if in_blocks else None
         counted = params if axes[1].rank == 0 else params & split
         self._counted = {bucket: [part for part in parts if part[0] in counted] for bucket, parts in owned.items()}
         self._dtype = reduce(torch.promote_types, {bucket.master.dtype for bucket in owned}, torch.float32)
@@ -45,7 +52,12 @@ class GradNorm:
 
     @property
     def temporary_bytes(self) -> int:
-        """The bytes of the norms of some chunks, each by itself, in a stack and squared, and of a sum; all in fp32."""
+        """The bytes of the norms of some chunks, each by itself, in a stack and squared, and of a sum; all in fp32.
+
+        In blocks: the squares of a chunk in fp64 with their halves; beside them stand 8 bytes for each block.
+        """
+        if self._num_blocks is not None:
+            return 8 * 3 * BLOCKS_CHUNK
         return 4 * (3 * NUM_NORMS + 1)
 
     def total(self) -> Tensor:
@@ -54,6 +66,8 @@ class GradNorm:
         Chunks are added in the order of the layout, wherever their buckets are placed: a run that was resumed may place
         them differently, and must get the same bits.
         """
+        if self._num_blocks is not None:
+            return self._over_blocks(((0, chunk) for _, chunk in self._chunks()), 1)[0]
         squares = self._loss_scale.new_zeros((), dtype=self._dtype)
         chunks = self._chunks()
         while some := list(islice(chunks, NUM_NORMS)):
@@ -74,13 +88,25 @@ class GradNorm:
         """Return the norm of each layer of `module`, 0-dim, by name. The norms of all layers share one message."""
         layers = {param: layer_of(name) for name, param in module.named_parameters()}
         numbers = {layer: number for number, layer in enumerate(dict.fromkeys(layers.values()))}
+        chunks = (
+            (numbers[layers[param]], chunk)
+            for bucket, parts in self._counted.items()
+            for param, part in parts
+            for chunk in bucket.owned_part(bucket.grads.owned, part).split(CHUNK_NUMEL)
+        )
+        if self._num_blocks is not None:
+            return dict(zip(numbers, self._over_blocks(chunks, len(numbers)), strict=True))
         squares = self._loss_scale.new_zeros(len(numbers), dtype=self._dtype)
-        for bucket, parts in self._counted.items():
-            for param, part in parts:
-                for chunk in bucket.owned_part(bucket.grads.owned, part).split(CHUNK_NUMEL):
-                    norm = torch.linalg.vector_norm(chunk, dtype=squares.dtype)
-                    squares[numbers[layers[param]]] += norm.square().to(squares.device)
+        for number, chunk in chunks:
+            norm = torch.linalg.vector_norm(chunk, dtype=squares.dtype)
+            squares[number] += norm.square().to(squares.device)
         return dict(zip(numbers, self._over_all_ranks(squares), strict=True))
+
+    def _over_blocks(self, chunks: Iterable[tuple[int, Tensor]], num_sums: int) -> Tensor:
+        """Return the norms over all ranks, each of the chunks with its number."""
+        assert self._num_blocks is not None
+        totals = self._loss_scale.new_zeros(num_sums, dtype=torch.int64)
+        return (sums_of_squares(chunks, totals, self._axes, self._num_blocks).sqrt() / self._loss_scale).to(self._dtype)
 
     def _over_all_ranks(self, squares: Tensor) -> Tensor:
         """Return the norms, given the sums of squares of this rank, which are overwritten."""

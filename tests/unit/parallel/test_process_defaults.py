@@ -126,6 +126,15 @@ def test_ranks_share_the_cores_of_torchrun_and_keep_those_that_a_scheduler_gave_
     assert chosen == [2, 8, 4, 1]
 
 
+@pytest.mark.parametrize("local_size", [1, 4])
+def test_a_rank_whose_bits_must_not_depend_on_the_number_of_ranks_has_one_thread(monkeypatch, local_size):
+    chosen = []
+    monkeypatch.setattr(torch, "set_num_threads", chosen.append)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)))
+    defaults.share_cores({}, local_size, CPU, fixed_threads=True)
+    assert chosen == [1]
+
+
 @pytest.fixture
 def sysfs(tmp_path) -> Path:
     nodes = {"0000:0f:00.0": "1", "0000:10:00.0": "-1", "0000:11:00.0": "7", "0000:12:00.0": "0"}

@@ -131,8 +131,8 @@ def test_the_ranks_of_gpus_meet_by_nccl(monkeypatch):
     started.assert_called_once_with(
         "nccl", store=of_start, rank=3, world_size=8, timeout=timedelta(seconds=900), device_id=gpu
     )
-    given.assert_called_once_with(os.environ, True, Path("/runs/1"))
-    shared.assert_called_once_with(os.environ, 2, gpu)
+    given.assert_called_once_with(os.environ, True, Path("/runs/1"), False)
+    shared.assert_called_once_with(os.environ, 2, gpu, False)
 
 
 def test_a_process_alone_starts_no_process_group(monkeypatch):
