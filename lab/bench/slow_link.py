@@ -9,7 +9,6 @@ lab.measure has measured at that rate.
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -19,7 +18,7 @@ from statistics import median
 from gpt.run_folder.files import read_steps
 from lab.acceptance.child import ROOT, as_options
 from lab.faults.runs import prepare_corpus
-from lab.faults.testbed import Node, joined_nodes, testbed_problem
+from lab.faults.testbed import Node, joined_nodes, launch_on, testbed_problem
 from lab.faults.two_nodes import Job
 from lab.pages.plots import plot
 
@@ -46,10 +45,7 @@ def main() -> None:
         folder = Path(name)
         settings = {"config": CONFIG, "data.path": prepare_corpus(folder), "train.steps": options.steps}
         for rate in RATES:
-            with joined_nodes() as nodes:
-                for node in nodes:
-                    if rate is not None:
-                        node.limit(rate)
+            with joined_nodes(mbit_per_second=rate) as nodes:
                 rows.append(measure(nodes, settings, rate, folder / str(rate)))
                 print(json.dumps(rows[-1]))
     options.output.with_suffix(".json").write_text(json.dumps(rows, indent=1) + "\n")
@@ -60,7 +56,7 @@ def measure(nodes: list[Node], settings: dict[str, object], rate: int | None, fo
     """Return the seconds of a step of each layout, measured and projected, and the cluster file of the preflight."""
     folder.mkdir()
     cluster = folder / "cluster.yaml"
-    preflight(nodes, cluster)
+    launch_on(nodes, NUM_RANKS // len(nodes), "lab.measure", "--write", str(cluster))
     row: dict = {"mbit_per_second": rate, "measured": {}, "projected": {}, "cluster": cluster.read_text()}
     for layout, more in LAYOUTS.items():
         run_dir = folder / layout.replace(" ", "-").replace(",", "")
@@ -69,22 +65,6 @@ def measure(nodes: list[Node], settings: dict[str, object], rate: int | None, fo
         row["measured"][layout] = median(TOKENS / record["tokens_per_second"] for record in records)
         row["projected"][layout] = projected_seconds(settings | more, cluster, run_dir / "dry")
     return row
-
-
-def preflight(nodes: list[Node], cluster: Path) -> None:
-    launch = ["-m", "parallel.launch", f"--nnodes={len(nodes)}", f"--nproc-per-node={NUM_RANKS // len(nodes)}"]
-    launch += ["--rdzv-backend=c10d", f"--rdzv-endpoint={nodes[0].address}:29400"]
-    running = []
-    for number, node in enumerate(nodes):
-        where = [f"--rdzv-conf=is_host={int(number == 0)}", f"--local-addr={node.address}"]
-        own = ["-m", "lab.measure", "--write", str(cluster)]
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "e0"}
-        command = node.command([sys.executable, *launch, *where, *own])
-        running.append(subprocess.Popen(command, cwd=ROOT, env=environment))
-    for process in running:
-        process.wait()
-    if not cluster.exists():
-        raise RuntimeError("the preflight has written no cluster file; its messages are above")
 
 
 def projected_seconds(settings: dict[str, object], cluster: Path, run_dir: Path) -> float:

@@ -9,7 +9,6 @@ what is sent inside the node, by `lo`, and to the other one, by `e0`: headers, b
 import argparse
 import json
 import os
-import subprocess
 import sys
 import time
 from itertools import pairwise
@@ -20,8 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lab.acceptance.child import ROOT
-from lab.faults.testbed import Node, joined_nodes, testbed_problem
+from lab.faults.testbed import Node, joined_nodes, launch_on, testbed_problem
 from parallel.mesh import Mesh
 from zero.engine import ZeroDataParallel
 from zero.formulas.traffic import axis_bytes
@@ -54,18 +52,8 @@ class Chain(nn.Module):
 
 def measure(nodes: list[Node], num_steps: int, micro_batches: tuple[int, ...] = MICRO_BATCHES) -> list[dict]:
     """Return a row for each layout and number of micro-batches."""
-    running = []
     own = ["--steps", str(num_steps), "--micro_batches", *map(str, micro_batches)]
-    for rank in range(NUM_RANKS):
-        where = {"RANK": rank, "WORLD_SIZE": NUM_RANKS, "MASTER_ADDR": nodes[0].address, "MASTER_PORT": 29500}
-        where |= {"OMP_NUM_THREADS": 1, "GLOO_SOCKET_IFNAME": "e0"}
-        command = nodes[rank // RANKS_OF_A_NODE].command([sys.executable, "-m", __spec__.name, *own])
-        environment = os.environ | {name: str(value) for name, value in where.items()}
-        running.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True))
-    said = [process.communicate()[0] for process in running]
-    if any(process.returncode for process in running):
-        raise RuntimeError("a rank has failed; its message is above")
-    return json.loads(said[0])
+    return json.loads(launch_on(nodes, RANKS_OF_A_NODE, __spec__.name, *own))
 
 
 def measure_rank(num_steps: int, micro_batches: list[int]) -> None:
@@ -131,10 +119,7 @@ def main() -> None:
         sys.exit(f"skipped: {reason}")
     found = {}
     for limit in (None, options.limit) if options.limit else (None,):
-        with joined_nodes() as nodes:
-            if limit is not None:
-                for node in nodes:
-                    node.limit(limit)
+        with joined_nodes(mbit_per_second=limit) as nodes:
             found[str(limit)] = measure(nodes, options.steps, options.micro_batches)
     options.output.write_text(json.dumps(found, indent=1) + "\n")
 

@@ -9,10 +9,13 @@ import os
 import shlex
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+from lab.acceptance.child import ROOT
 
 BURST_BYTES = 256 * 1024
 
@@ -60,8 +63,11 @@ def testbed_problem() -> str | None:
 
 
 @contextmanager
-def joined_nodes(num_nodes: int = 2) -> Iterator[list[Node]]:
-    """Make the nodes and remove them at the end. Raises OSError or CalledProcessError if the machine refuses."""
+def joined_nodes(num_nodes: int = 2, mbit_per_second: float | None = None) -> Iterator[list[Node]]:
+    """Make the nodes, with links of this rate, and remove them at the end.
+
+    Raises OSError or CalledProcessError if the machine refuses.
+    """
     prefix = f"zero{os.getpid()}"
     switch = f"{prefix}sw"
     nodes = [
@@ -79,12 +85,30 @@ def joined_nodes(num_nodes: int = 2) -> Iterator[list[Node]]:
             _ip("-n", node.namespace, "address", "add", f"{node.address}/24", "dev", "e0")
             for device in ("e0", "lo"):
                 _ip("-n", node.namespace, "link", "set", device, "up")
+            if mbit_per_second is not None:
+                node.limit(mbit_per_second)
         yield nodes
     finally:
         for node in nodes:
             node.kill_processes()
         for namespace in (*(node.namespace for node in nodes), switch):
             subprocess.run(["ip", "netns", "delete", namespace], capture_output=True, check=False)
+
+
+def launch_on(nodes: list[Node], ranks_per_node: int, *words: str) -> str:
+    """Start the ranks of a module on all nodes, and return what they print. Raises RuntimeError if one fails."""
+    launch = [sys.executable, "-m", "parallel.launch", f"--nnodes={len(nodes)}", f"--nproc-per-node={ranks_per_node}"]
+    launch += ["--rdzv-backend=c10d", f"--rdzv-endpoint={nodes[0].address}:29400"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "e0"}
+    running = []
+    for node in nodes:
+        where = [f"--rdzv-conf=is_host={int(node is nodes[0])}", f"--local-addr={node.address}", "-m"]
+        command = node.command([*launch, *where, *words])
+        running.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True))
+    said = [process.communicate()[0] for process in running]
+    if any(process.returncode for process in running):
+        raise RuntimeError(f"{' '.join(words)} has failed on a node; its message is above")
+    return "".join(said)
 
 
 def ssh_to(nodes: list[Node], folder: Path) -> Path:

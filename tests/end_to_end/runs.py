@@ -9,19 +9,14 @@ from pretrain_gpt import pretrain
 from tests.ranks import run_ranks
 
 VOCAB_SIZE = 300  # of the corpus that `lab.faults.runs.prepare_corpus` makes
-TINY_MODEL = {
-    "num_layers": 2,
-    "hidden_size": 32,
-    "num_heads": 4,
-    "seq_length": 16,
-    "vocab_size": VOCAB_SIZE,
-    "dropout": 0.0,
-}
+TINY_MODEL = {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "seq_length": 16, "vocab_size": VOCAB_SIZE}
+PLAIN = {"train__eval_samples": 0, "train__sample_tokens": 0}  # neither evaluation nor generated texts
+TWO_RANKS = "-m", "parallel.launch", "--standalone", "--nproc-per-node=2"
 
 
 def options(prefix: Path, run_dir: Path, **settings: object) -> list[str]:
     """Return the command line of a tiny run; the names of `settings` have `__` for the dot."""
-    chosen = {f"model.{name}": value for name, value in TINY_MODEL.items()} | {
+    chosen = {f"model.{name}": value for name, value in (TINY_MODEL | {"dropout": 0.0}).items()} | {
         "data.path": prefix,
         "data.split": "[0.8, 0.1, 0.1]",
         "run.dir": run_dir,

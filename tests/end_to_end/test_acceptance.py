@@ -15,10 +15,13 @@ from lab.acceptance import __main__ as acceptance
 from lab.acceptance import readings
 from lab.acceptance.__main__ import main, run_parts
 from lab.acceptance.cases import cases_for
+from lab.acceptance.child import run_child
 from lab.acceptance.figures import Figure
 from lab.acceptance.machine import Machine
 from lab.acceptance.parts import Part, parts
 from lab.acceptance.plan import Plan
+from tests.programs import run_program
+from tests.ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
 PYTHON = [sys.executable, "-c"]
@@ -33,8 +36,19 @@ def small_parts(plan: Plan) -> list[Part]:
     return [replace(part, limit_seconds=HANG_SECONDS) for part in (replace(preflight, command=words), *others)]
 
 
-def test_all_parts_pass_on_cpus(tmp_path, monkeypatch):
+def run_on_ranks(command: list[str], log: Path, limit_seconds: float, environment: dict[str, str]) -> str:
+    """Run a command on the ranks of the tests, which need not import it, if it starts ranks."""
+    if "parallel.launch" not in command:
+        return run_child(command, log, limit_seconds, environment)
+    log.write_text("")
+    run_ranks(2, run_program, *command[command.index("--nproc-per-node=2") + 1 :], init_process_group=False)
+    return ""
+
+
+@pytest.mark.parametrize("runs", [run_on_ranks, pytest.param(run_child, marks=pytest.mark.full)])
+def test_all_parts_pass_on_cpus(tmp_path, monkeypatch, runs):
     monkeypatch.setattr(acceptance, "parts", small_parts)
+    monkeypatch.setattr(acceptance, "run_child", runs)
     assert main(["--output", str(tmp_path), "--minutes", "60"]) == 0
     found = json.loads((tmp_path / "results.json").read_text())
     names = ["preflight", "equality, 2 ranks", "step time of a tiny GPT", "dry run, stage 2", "training, stage 2"]

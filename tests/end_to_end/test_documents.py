@@ -11,6 +11,7 @@ import pytest
 
 from tests.documents import PAGES, Block, blocks
 from tests.end_to_end import cluster_stub
+from tests.programs import run_python
 from tests.source_files import ROOT
 
 FEW_STEPS = "--train.steps 4 --schedule.warmup_steps 1 --train.eval_samples 4"
@@ -71,10 +72,8 @@ CHANGES = {
 }
 # Commands that must end with an error here: (exit code, a part of the error).
 ERRORS = {
-    "python -m data.prepare --source HuggingFaceFW/fineweb-edu": (
-        2,
-        "cannot load the tokenizer gpt2",
-    ),  # there is no network
+    # There is no network.
+    "python -m data.prepare --source HuggingFaceFW/fineweb-edu": (2, "cannot load the tokenizer gpt2"),
     "scripts/acceptance.sh --gpus 4": (2, "--gpus=4: this machine has 0"),
     "scripts/acceptance.sh --long": (2, "--data=runs/data/openwebtext"),
 }
@@ -204,10 +203,7 @@ def test_a_program_in_the_documents_runs_and_runs_again(page: str, line: int, te
     """The second start resumes, if the program saves."""
     program = tmp_path / "program.py"
     program.write_text(text)
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     for num_ranks in (2, 1):
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_ranks}"]
-        ended = subprocess.run(
-            [*command, program], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
-        )
+        torchrun = "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_ranks}"
+        ended = run_python(*torchrun, str(program), folder=tmp_path, PYTHONPATH=str(ROOT))
         assert ended.returncode == 0, ended.stderr

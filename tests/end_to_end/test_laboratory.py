@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,18 +11,14 @@ from gpt.run_folder.files import read_steps
 from lab.dryrun.__main__ import main
 from lab.faults.runs import prepare_corpus
 from tests.end_to_end.runs import options
+from tests.programs import ROOT, run_python
 
-PROGRAM = Path(__file__).resolve().parents[2] / "pretrain_gpt.py"
-
-
-def started(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """Run Python in a folder, and return its outcome."""
-    return subprocess.run([sys.executable, *words], cwd=folder, capture_output=True, text=True, check=False)
+PROGRAM = str(ROOT.resolve() / "pretrain_gpt.py")
 
 
 def test_a_dry_run_starts_in_any_folder(tmp_path: Path):
     arguments = options(Path("unread"), Path("run"), dry_run__world_size=4)
-    ended = started(tmp_path, str(PROGRAM), *arguments)
+    ended = run_python(PROGRAM, *arguments, folder=tmp_path)
     assert ended.returncode == 0, ended.stderr
     assert json.loads((tmp_path / "run/report.json").read_text())["world_size"] == 4
 
@@ -39,7 +34,7 @@ def test_an_error_of_a_dry_run_is_one_line(monkeypatch: pytest.MonkeyPatch, caps
 
 def test_a_run_with_checked_streams_trains_and_says_so(tmp_path: Path):
     arguments = options(prepare_corpus(tmp_path), tmp_path / "run", train__steps=2, profile__check_streams=True)
-    ended = started(tmp_path, str(PROGRAM), *arguments)
+    ended = run_python(PROGRAM, *arguments)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.count("streams are checked for races") == 1
     assert [record["step"] for record in read_steps(tmp_path / "run")] == [1, 2]

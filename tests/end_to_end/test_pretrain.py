@@ -23,7 +23,8 @@ from parallel.mesh import Axis
 from parallel.tensor.token_layout import ReplicatedTokens
 from parallel.world import start_world
 from pretrain_gpt import pretrain
-from tests.end_to_end.runs import options, run, run_on_rank
+from tests.end_to_end.runs import PLAIN, options, run, run_on_rank
+from tests.programs import ROOT
 from tests.ranks import run_ranks
 from tests.recordings import assert_figures_recorded
 
@@ -31,9 +32,8 @@ MEASURED = {"tokens_per_second", "model_tflops_per_device", "hardware_tflops_per
 MEASURED |= {"peak_allocated_bytes", "peak_reserved_bytes", "reserved_unused_bytes", "allocation_retries"}
 PROMISED_KEYS = MEASURED | {"step", "loss", "grad_norm", "lr", "tokens", "mfu", "skipped_steps"}
 PROMISED_KEYS |= {"data_axis_bytes", "tensor_axis_bytes"}
-ROOT = Path(__file__).resolve().parents[2]
 THREE_A_CHECKPOINT = {"schedule__decay": "constant", "checkpoint__every": 3, "train__eval_every": 3}
-FEW_STEPS = {"train__steps": 3, "train__eval_samples": 0, "train__sample_tokens": 0}
+FEW_STEPS = {"train__steps": 3} | PLAIN
 
 
 def reproducible(records: list[dict]) -> list[dict]:

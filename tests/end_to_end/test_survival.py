@@ -24,13 +24,12 @@ from lab.faults.runs import run_under
 from parallel.errors import ConfigError
 from parallel.world import start_world
 from pretrain_gpt import pretrain
-from tests.end_to_end.runs import options, run
+from tests.end_to_end.runs import PLAIN, TWO_RANKS, options, run
 from tests.full_disk import files_of_at_most
+from tests.programs import HANG_SECONDS, ROOT, run_python
 from tests.ranks import MASTER_ADDRESS, torchrun_environment
 
-ROOT = Path(__file__).parents[2]
-LONG = {"train__steps": 10_000, "train__eval_samples": 0, "train__sample_tokens": 0, "model__dropout": 0.1}
-LIMIT_SECONDS = 300  # after which a hang ends
+LONG = {"train__steps": 10_000, "model__dropout": 0.1} | PLAIN
 # The program with a watchdog whose clock stands still until the file HANGS is in the folder of the run: on a slow
 # machine, too, nothing but what hangs exceeds the limit.
 PROGRAM = """
@@ -50,8 +49,7 @@ def losses(records: list[dict]) -> list[tuple]:
 
 
 def check_that_kills_change_nothing(corpus: Path, folder: Path, num_steps: int, kills: list[Fault]) -> None:
-    settings = {"train__steps": num_steps, "checkpoint__every": 2, "model__dropout": 0.1, "zero__stage": 3}
-    settings |= {"train__eval_samples": 0, "train__sample_tokens": 0}
+    settings = {"train__steps": num_steps, "checkpoint__every": 2, "model__dropout": 0.1, "zero__stage": 3} | PLAIN
     undisturbed = run(2, corpus, folder / "undisturbed", **settings)
     arguments = dict(option[2:].split("=", 1) for option in options(corpus, folder / "killed", **settings))
     del arguments["run.dir"]
@@ -103,10 +101,10 @@ def started_ranks(
 
 
 def wait_for_steps(run_dir: Path, number: int, processes: Sequence[subprocess.Popen]) -> None:
-    deadline = time.monotonic() + LIMIT_SECONDS
+    deadline = time.monotonic() + HANG_SECONDS
     while len(read_steps(run_dir)) < number:
         assert any(process.poll() is None for process in processes), f"ended with fewer than {number} steps"
-        assert time.monotonic() < deadline, f"fewer than {number} steps in {LIMIT_SECONDS} s"
+        assert time.monotonic() < deadline, f"fewer than {number} steps in {HANG_SECONDS} s"
         time.sleep(0.05)
 
 
@@ -115,7 +113,7 @@ def test_a_signal_to_one_rank_makes_all_save_the_same_step_and_end_with_code_0(c
     with started_ranks(2, options(corpus, run_dir, **LONG)) as ranks:
         wait_for_steps(run_dir, 3, ranks)
         ranks[1].send_signal(signal.SIGUSR1)
-        assert [rank.wait(LIMIT_SECONDS) for rank in ranks] == [0, 0]
+        assert [rank.wait(HANG_SECONDS) for rank in ranks] == [0, 0]
     (saved,) = (run_dir / "checkpoints").glob("step-*")
     last = read_steps(run_dir)[-1]["step"]
     assert saved.name == f"step-{last:08d}"
@@ -127,9 +125,8 @@ def test_a_signal_to_one_rank_makes_all_save_the_same_step_and_end_with_code_0(c
 @pytest.mark.full
 def test_ctrl_c_at_a_launcher_saves_a_checkpoint_and_prints_no_traceback(corpus, tmp_path):
     run_dir = tmp_path / "run"
-    launch = [sys.executable, "-m", "parallel.launch", "--standalone", "--nproc-per-node=2", "pretrain_gpt.py"]
     with subprocess.Popen(
-        [*launch, *options(corpus, run_dir, **LONG)],
+        [sys.executable, *TWO_RANKS, "pretrain_gpt.py", *options(corpus, run_dir, **LONG)],
         cwd=ROOT,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
@@ -139,7 +136,7 @@ def test_ctrl_c_at_a_launcher_saves_a_checkpoint_and_prints_no_traceback(corpus,
     ) as launcher:
         wait_for_steps(run_dir, 3, [launcher])
         os.killpg(launcher.pid, signal.SIGINT)  # as a terminal does
-        printed, errors = launcher.communicate(timeout=LIMIT_SECONDS)
+        printed, errors = launcher.communicate(timeout=HANG_SECONDS)
     assert launcher.returncode == 128 + signal.SIGINT
     assert "Traceback" not in errors
     last = read_steps(run_dir)[-1]["step"]
@@ -152,7 +149,7 @@ def test_a_rank_whose_peer_is_killed_ends_with_one_line_and_the_code_of_the_watc
     with started_ranks(2, options(corpus, tmp_path / "run", **LONG)) as ranks:
         wait_for_steps(tmp_path / "run", 3, ranks)
         ranks[1].kill()
-        assert ranks[0].wait(LIMIT_SECONDS) == 3
+        assert ranks[0].wait(HANG_SECONDS) == 3
         errors = ranks[0].stderr.read()
     assert re.findall("^error: .*", errors, re.MULTILINE) == [errors.splitlines()[-1]]
     assert "error: another rank or its node was lost (Connection" in errors
@@ -165,7 +162,7 @@ def test_a_rank_that_hangs_is_named_with_its_last_collective_and_the_job_ends(co
         wait_for_steps(run_dir, 5, ranks)
         ranks[1].send_signal(signal.SIGSTOP)
         (run_dir / "HANGS").touch()
-        assert ranks[0].wait(LIMIT_SECONDS) == 3
+        assert ranks[0].wait(HANG_SECONDS) == 3
         told = ranks[0].stderr.read()
     next_one = r"\w+ of [\d,]+ bytes along the \w+ axis in \w+ at \w+/\w+\.py:\d+"
     found = (
@@ -196,16 +193,8 @@ pretrain_gpt.main()
 @pytest.mark.full
 def test_all_ranks_of_a_job_that_hangs_leave_a_report_before_the_launcher_kills_them(corpus, tmp_path):
     (tmp_path / "program.py").write_text(HANGING_PROGRAM)
-    launch = [sys.executable, "-m", "parallel.launch", "--standalone", "--nproc-per-node=2"]
     arguments = options(corpus, tmp_path / "run", run__hang_seconds=20, zero__stage=3)
-    ended = subprocess.run(
-        [*launch, str(tmp_path / "program.py"), *arguments],
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    ended = run_python(*TWO_RANKS, str(tmp_path / "program.py"), *arguments, PYTHONPATH=str(ROOT))
     assert ended.returncode == 3
     assert "error: rank 1 has made no progress for 20 s: " in ended.stderr
     reports = [json.loads((tmp_path / "run" / "hang" / f"rank-{rank}.json").read_text()) for rank in range(2)]
@@ -238,14 +227,7 @@ def test_a_full_disk_costs_no_step_and_is_told_in_lines(corpus, tmp_path):
     """After the settings there is room for a few records; neither plots, profiles nor sinks find any."""
     settings = {"train__steps": 20, "run__tensorboard": True, "wandb__mode": "offline"}
     with small_disk(tmp_path / "run", 3 * 4096, "rw"):
-        ended = subprocess.run(
-            [sys.executable, "pretrain_gpt.py", *options(corpus, tmp_path / "run", **settings)],
-            cwd=ROOT,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        ended = run_python("pretrain_gpt.py", *options(corpus, tmp_path / "run", **settings))
     assert ended.returncode == 0
     assert "step     20/20" in ended.stdout
     assert "Traceback" not in ended.stderr

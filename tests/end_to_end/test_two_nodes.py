@@ -1,6 +1,7 @@
 """Two nodes with a network between them: what crosses it, a run that loses a node, and faults that preflights find."""
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,8 +11,9 @@ import pytest
 from lab.acceptance.child import ROOT
 from lab.bench.two_levels import LAYOUTS, MICRO_BATCHES, measure
 from lab.faults.runs import prepare_corpus
-from lab.faults.testbed import Node, joined_nodes, testbed_problem
+from lab.faults.testbed import Node, joined_nodes, launch_on, testbed_problem
 from lab.faults.two_nodes import NUM_STEPS, lose_and_restart
+from lab.measure.cluster import ClusterSpec
 
 pytestmark = pytest.mark.full
 
@@ -105,19 +107,10 @@ def test_a_node_that_does_not_answer_is_named(nodes):
 def test_links_are_measured_and_a_slow_one_is_named(nodes, tmp_path):
     for node in nodes:
         node.limit(200)
-    launch = ["-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2", "--rdzv-backend=c10d"]
-    launch += ["--rdzv-endpoint=10.77.0.1:29500"]
     written = tmp_path / "cluster.yaml"
-    own = ["-m", "parallel.launch.preflight", "--expect", "configs/clusters/dgx-2.yaml", "--write", str(written)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "e0"}
-    running = []
-    for number, node in enumerate(nodes):
-        where = [f"--rdzv-conf=is_host={int(number == 0)}", f"--local-addr={node.address}"]
-        command = node.command([sys.executable, *launch, *where, *own])
-        running.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True))
-    said = "".join(process.communicate(timeout=600)[0] for process in running)
-    assert "slow link: rank 0 on n1 - rank 2 on n2: 0.0" in said
-    figures = dict(line.split(": ") for line in written.read_text().splitlines()[1:])
+    said = launch_on(nodes, 2, "lab.measure", "--expect", "configs/clusters/dgx-2.yaml", "--write", str(written))
+    assert re.search(r"slow link: rank \d on n1 - rank \d on n2: 0\.0", said)
+    found = ClusterSpec.load(written)
     # 200 Mbit/s are 0.025 GB/s per node, headers included, plus a burst of 256 KiB.
-    assert float(figures["node_gb_per_second"]) == pytest.approx(0.025, rel=0.15)
-    assert float(figures["intra_node_gb_per_second"]) > 4 * float(figures["node_gb_per_second"])
+    assert found.node_gb_per_second == pytest.approx(0.025, rel=0.15)
+    assert found.intra_node_gb_per_second > 4 * found.node_gb_per_second

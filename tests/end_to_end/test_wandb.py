@@ -2,11 +2,8 @@
 
 import json
 import math
-import os
 import signal
 import struct
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,13 +11,12 @@ from pathlib import Path
 import pytest
 
 from gpt.run_folder.files import read_steps
-from tests.end_to_end.runs import options, run_on_rank
+from tests.end_to_end.runs import PLAIN, options, run_on_rank
+from tests.programs import HANG_SECONDS, run_python
 from tests.ranks import run_ranks
 
-ROOT = Path(__file__).parents[2]
 BLOCK_BYTES, FILE_HEADER_BYTES, RECORD_HEADER = 32768, 7, struct.Struct("<IHB")
 FULL, LAST = 1, 4
-HANG_SECONDS = 300
 
 
 def offline_records(file: Path) -> Iterator:
@@ -62,24 +58,18 @@ def records_until_exit(folder: Path) -> list:
     return records
 
 
-def run_program(arguments: list[str], **environment: str) -> None:
-    """Run the program in a process of its own, because W&B reads the environment once and leaves a service running."""
-    command = [sys.executable, "pretrain_gpt.py", *arguments]
-    subprocess.run(command, cwd=ROOT, env=os.environ | environment, check=True, capture_output=True)
-
-
 def test_a_run_that_is_killed_and_resumed_is_one_continuous_curve_with_texts_settings_and_checkpoints(corpus, tmp_path):
     """The run is killed after step 8, with a checkpoint of step 6; W&B loses what it has not written by then."""
     key, run_dir = "0123456789" * 4, tmp_path / "run"
     settings = {"wandb__mode": "offline", "wandb__group": "trials", "wandb__tags": "[a, b]", "checkpoint__every": 3}
     settings |= {"train__layer_grad_norms_every": 2, "train__sample_every": 4, "train__steps": 12}
     arguments = options(corpus, run_dir, **settings)
-    kill = [sys.executable, "-m", "lab.faults.failing_run", "--fault", "0:0:log:9", "--", *arguments]
-    environment = os.environ | {"RANK": "0", "TORCHELASTIC_RESTART_COUNT": "0", "WANDB_API_KEY": key}
-    killed = subprocess.run(kill, cwd=ROOT, env=environment, capture_output=True, check=False)
+    kill = "-m", "lab.faults.failing_run", "--fault", "0:0:log:9", "--"
+    killed = run_python(*kill, *arguments, RANK="0", TORCHELASTIC_RESTART_COUNT="0", WANDB_API_KEY=key)
     assert killed.returncode == -signal.SIGKILL
     assert len(read_steps(run_dir)) == 8
-    run_program(arguments, WANDB_API_KEY=key)
+    # In a process of its own, because W&B reads the environment once and leaves a service running.
+    assert run_python("pretrain_gpt.py", *arguments, WANDB_API_KEY=key).returncode == 0
 
     logged = read_steps(run_dir)
     texts = {record["step"]: record.pop("samples") for record in logged if "samples" in record}
@@ -110,8 +100,8 @@ def test_a_run_that_is_killed_and_resumed_is_one_continuous_curve_with_texts_set
 
 def test_the_norms_of_layers_make_up_the_norm_of_all(corpus, tmp_path):
     settings = {"train__layer_grad_norms_every": 2, "parallel__tensor_size": 2, "zero__bucket_numel": 3000}
-    settings |= {"train__steps": 2, "train__eval_samples": 0, "train__sample_tokens": 0}
-    records = run_ranks(4, run_on_rank, options(corpus, tmp_path / "run", **settings), init_process_group=False)[0]
+    arguments = options(corpus, tmp_path / "run", **settings | PLAIN, train__steps=2)
+    records = run_ranks(4, run_on_rank, arguments, init_process_group=False)[0]
     for record in records:
         norms = {key: norm for key, norm in record.items() if key.startswith("grad_norm/")}
         assert bool(norms) == (record["step"] % 2 == 0)
@@ -124,7 +114,8 @@ def test_the_norms_of_layers_make_up_the_norm_of_all(corpus, tmp_path):
 @pytest.mark.full
 def test_a_run_whose_wandb_cannot_be_reached_trains_on_and_is_kept_for_later(corpus, tmp_path):
     environment = {"WANDB_API_KEY": "0" * 40, "WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_INIT_TIMEOUT": "1"}
-    run_program(options(corpus, tmp_path / "run", wandb__mode="online", train__sample_tokens=0), **environment)
+    arguments = options(corpus, tmp_path / "run", wandb__mode="online", train__sample_tokens=0)
+    assert run_python("pretrain_gpt.py", *arguments, **environment).returncode == 0
     assert len(read_steps(tmp_path / "run")) == 6
     assert [row["step"] for row in history_of(records_until_exit(tmp_path / "run"))] == [1, 2, 3, 4, 5, 6]
 

@@ -4,12 +4,9 @@ import itertools
 import os
 import random
 import signal
-import subprocess
-import sys
 import threading
 import time
 from datetime import timedelta
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -17,8 +14,8 @@ import torch.distributed as dist
 
 from parallel import stopping
 from parallel.stopping import Stopping
+from tests.programs import run_python
 
-ROOT = Path(__file__).parents[3]
 LIMIT_SECONDS = 60  # after which a hang ends
 
 
@@ -127,18 +124,15 @@ UNANSWERED = "told: rank 0 was asked to stop in step 1, and not all 2 ranks have
 
 
 @pytest.mark.parametrize(
-    ("store_is_gone", "seconds_later", "is_sent_again", "code", "message"),
+    ("case", "code", "message"),
     [
-        (False, 11, False, 1, UNANSWERED),
-        (True, 11, False, 1, UNANSWERED),
-        (False, 3, True, 128 + signal.SIGINT, ""),
+        ({"store_is_gone": False, "seconds_later": 11, "is_sent_again": False}, 1, UNANSWERED),
+        ({"store_is_gone": True, "seconds_later": 11, "is_sent_again": False}, 1, UNANSWERED),
+        ({"store_is_gone": False, "seconds_later": 3, "is_sent_again": True}, 128 + signal.SIGINT, ""),
     ],
     ids=["a peer is gone", "the launcher is gone", "a second signal"],
 )
-def test_a_rank_that_cannot_stop_in_order_ends_wherever_it_waits(
-    store_is_gone, seconds_later, is_sent_again, code, message
-):
-    program = PROGRAM.format(store_is_gone=store_is_gone, seconds_later=seconds_later, is_sent_again=is_sent_again)
-    ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
+def test_a_rank_that_cannot_stop_in_order_ends_wherever_it_waits(case, code, message):
+    ended = run_python("-c", PROGRAM.format(**case))
     assert ended.returncode == code
     assert message in ended.stderr

@@ -18,62 +18,47 @@ from parallel import comm_log
 from parallel.comm_log import CommLog
 from parallel.watchdog import EXIT_CODE, Heartbeat, Watchdog, describe_hang
 
-WAITING = Heartbeat(
-    tick=40,
-    idle_seconds=30.0,
-    num_launched=100,
-    num_reached=100,
-    num_complete=99,
-    next="all_reduce of 8 bytes along the data axis in update",
-)
+NEXT = "all_reduce of 8 bytes along the data axis in update"
+WAITING = Heartbeat(40, 30.0, num_launched=100, num_reached=100, num_complete=99, next=NEXT)
 BEFORE = dict.fromkeys(range(4), WAITING)
 AFTER = dict.fromkeys(range(4), replace(WAITING, tick=43))
 
 
-def verdict(**changed: Heartbeat | None) -> str | None:
-    after = AFTER | {int(rank.removeprefix("rank_")): heartbeat for rank, heartbeat in changed.items()}
-    return describe_hang(BEFORE, {rank: heartbeat for rank, heartbeat in after.items() if heartbeat}, 20.0, 4)
+def verdict(rank: int, **changed: Any) -> str | None:
+    """Return the verdict if a rank differs from the others."""
+    return describe_hang(BEFORE, AFTER | {rank: replace(AFTER[rank], **changed)}, 20.0, 4)
 
 
-def test_a_rank_whose_host_has_launched_fewer_collectives_than_the_others_is_named():
-    found = verdict(
-        rank_2=replace(
-            AFTER[2], num_launched=99, num_reached=99, next="all_gather of 64 bytes along the data axis in forward"
-        )
-    )
-    assert found.startswith(
-        "rank 2 has made no progress for 20 s: 99 of its 99 collectives are complete, the last one is all_gather of 64"
-    )
-    assert "rank 1" not in found
-
-
-def test_a_rank_whose_device_hangs_is_named_though_its_host_has_launched_most():
-    """The hosts of ranks that wait have launched what they could; that of rank 3 was the fastest."""
-    found = verdict(
-        rank_1=replace(AFTER[1], num_launched=101), rank_3=replace(AFTER[3], num_launched=150, num_reached=99)
-    )
-    assert found.startswith("rank 3 has made no progress for 20 s: 99 of its 150 collectives are complete, the next")
-    assert "rank 1" not in found
-    found = verdict(rank_1=replace(AFTER[1], num_launched=80, num_reached=80, num_complete=80))
-    assert found.startswith("rank 1 has")
-    assert "rank 3" not in found
+@pytest.mark.parametrize(
+    ("rank", "changed", "said"),
+    [
+        (2, {"num_launched": 99, "num_reached": 99}, "99 of its 99 collectives are complete, the last one is all_re"),
+        # The hosts of ranks that wait have launched what they could; that of rank 3 was the fastest.
+        (3, {"num_launched": 150, "num_reached": 99}, "99 of its 150 collectives are complete, the next one is all_re"),
+        (1, {"num_launched": 80, "num_reached": 80, "num_complete": 80}, "80 of its 80 collectives are complete"),
+    ],
+)
+def test_a_rank_whose_host_or_device_is_behind_those_of_the_others_is_named(rank, changed, said):
+    found = verdict(rank, **changed)
+    assert found.startswith(f"rank {rank} has made no progress for 20 s: {said}")
+    assert found.count("rank ") == 1
 
 
 def test_a_rank_without_new_heartbeats_is_named():
-    assert verdict(rank_3=WAITING).startswith(
-        f"rank 3 does not answer: 99 of its 100 collectives are complete, the next one is {WAITING.next}; the job ends"
-    )
-    assert verdict(rank_0=None).startswith("rank 0 does not answer: its collectives are unknown")
+    said = f"99 of its 100 collectives are complete, the next one is {NEXT}; the job ends"
+    assert verdict(3, tick=40).startswith(f"rank 3 does not answer: {said}")
+    without = {rank: AFTER[rank] for rank in (1, 2, 3)}
+    assert describe_hang(BEFORE, without, 20.0, 4).startswith("rank 0 does not answer: its collectives are unknown")
 
 
 def test_no_rank_is_named_while_any_makes_progress():
-    assert verdict(rank_1=replace(AFTER[1], idle_seconds=1.0, num_complete=1)) is None
-    assert verdict(rank_1=replace(AFTER[1], idle_seconds=9.9)) is None
-    assert verdict(rank_1=replace(AFTER[1], idle_seconds=10.0))
+    assert verdict(1, idle_seconds=1.0, num_complete=1) is None
+    assert verdict(1, idle_seconds=9.9) is None
+    assert verdict(1, idle_seconds=10.0)
 
 
 def test_ranks_that_are_alike_are_named_in_one_line():
-    found = verdict()
+    found = verdict(0)
     assert all(f"rank {rank} has made no progress" in found for rank in range(4))
     assert "\n" not in found
     assert "more ranks" not in found

@@ -1,16 +1,15 @@
 """The measurement with few, small measurements; also a program, for tests that need the cluster file that it writes."""
 
 import sys
-from collections.abc import Sequence
 from unittest import mock
 
+from lab.measure import __main__ as measurement
 from lab.measure import bandwidth, device_kernels, reference_step
-from lab.measure.__main__ import main
 from lab.measure.reference_step import Shape
 from parallel.launch import node_facts
 
 
-def main_in_short(words: Sequence[str]) -> None:
+def main() -> None:
     sizes = {"NUMELS": {"cpu": (2**10, 2**12)}, "LAYERS": {"cpu": ((8, 16, 32), (32, 32, 32))}, "BUDGET_SECONDS": 0.0}
     messages = {"MESSAGE_BYTES": (2**10, 2**14), "SECONDS_EACH": 0.01, "SECONDS_EACH_SIZE": 0.01}
     shapes = {"cpu": Shape(1, 16, 2, 8, 2, 32)}
@@ -20,8 +19,8 @@ def main_in_short(words: Sequence[str]) -> None:
         mock.patch.multiple(reference_step, SHAPES=shapes, BUDGET_SECONDS=0.0),
         mock.patch.object(node_facts, "MIN_DISK_BYTES_PER_SECOND", 0.0),
     ):
-        main(words)
+        measurement.main(sys.argv[1:])
 
 
 if __name__ == "__main__":
-    main_in_short(sys.argv[1:])
+    main()

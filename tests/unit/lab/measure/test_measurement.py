@@ -16,8 +16,8 @@ from parallel.errors import ConfigError
 from parallel.launch import preflight
 from parallel.mesh import Mesh
 from parallel.world import World, imitated_world
+from tests.programs import run_program
 from tests.ranks import run_ranks
-from tests.unit.lab.measure.short_measurement import main_in_short
 from tests.unit.parallel.launch.test_preflight import ALIKE
 
 
@@ -79,14 +79,11 @@ def test_slow_devices_are_those_below_the_median_or_far_below_the_expected():
 
 def test_a_job_measures_itself_and_writes_a_cluster_file(tmp_path):
     path = tmp_path / "cluster.yaml"
-    words = ["--write", str(path), "--name", "two ranks", "--tensor_size", "1"]
-    run_ranks(2, main_in_short, words, init_process_group=False)
+    words = "-m", "tests.unit.lab.measure.short_measurement", "--write", str(path), "--name", "two ranks"
+    run_ranks(2, run_program, *words, "--tensor_size", "1", init_process_group=False)
     cluster = ClusterSpec.load(path)
-    assert {curve.name for curve in cluster.collectives} == {
-        "all_reduce of 2",
-        "all_gather of 2",
-        "reduce_scatter of 2",
-    }
+    measured = {curve.name for curve in cluster.collectives}
+    assert measured == {"all_reduce of 2", "all_gather of 2", "reduce_scatter of 2"}
     assert cluster.device == "cpu"
     assert cluster.attention_fraction > 0
     assert len(cluster.kernels) == 2 * len(device_kernels.KERNELS)

@@ -1,0 +1,32 @@
+"""Programs, run in processes of their own, or on ranks of the tests, which have imported most of them before."""
+
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+from unittest import mock
+
+ROOT = Path(__file__).resolve().parents[1]
+HANG_SECONDS = 300  # after which a hang ends; less than `run.hang_seconds`
+
+
+def run_python(*words: str, folder: Path = ROOT, **environment: str | None) -> subprocess.CompletedProcess[str]:
+    """Run Python with these words, in a process of its own, and return its outcome. None unsets a variable."""
+    variables = os.environ | {"OMP_NUM_THREADS": "1"} | environment
+    return subprocess.run(
+        [sys.executable, *words],
+        cwd=folder,
+        env={name: value for name, value in variables.items() if value is not None},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=HANG_SECONDS,
+    )
+
+
+def run_program(*words: str) -> None:
+    """Run a program, given as words for torchrun, on a rank."""
+    module, *arguments = words[1:] if words[0] == "-m" else [words[0].removesuffix(".py"), *words[1:]]
+    with mock.patch.object(sys, "argv", [module, *arguments]):
+        importlib.import_module(module).main()
