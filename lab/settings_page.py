@@ -13,7 +13,6 @@ PAGE = Path(__file__).parents[1] / "docs" / "settings.md"
 
 
 def page(tree: Iterable[Group | Leaf]) -> str:
-    """Return the page with a table for each group of settings."""
     lines = []
     for group, leaves in sections(tree):
         lines += [f"## {group.name}", "", summary(group), ""]

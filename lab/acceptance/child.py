@@ -62,7 +62,6 @@ def _stop(child: subprocess.Popen) -> None:
 
 
 def kill_all(pids: Iterable[int]) -> None:
-    """Kill processes, some of which may have ended."""
     for pid in pids:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -82,5 +81,4 @@ def descendants(pid: int) -> list[int]:
 
 
 def as_options(options: Mapping[str, object]) -> list[str]:
-    """Return options of a program as words of its command line."""
     return [f"--{name}={value}" for name, value in options.items()]

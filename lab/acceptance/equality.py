@@ -80,7 +80,6 @@ def train(settings: Settings, mesh: Mesh, device: torch.device) -> Losses:
 
 
 def train_alone(device: torch.device) -> Losses:
-    """Train in this process alone, and return its losses."""
     log = CommLog()
     mesh = Mesh(Axis.trivial("data", log), Axis.trivial("tensor", log), log)
     return train(settings_of(ALONE, 1), mesh, device)

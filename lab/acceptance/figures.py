@@ -1,5 +1,6 @@
 """The figures of an acceptance run, and what counts as passed."""
 
+import math
 from dataclasses import dataclass
 
 
@@ -19,7 +20,6 @@ class Figure:
 
     @property
     def text(self) -> str:
-        """The value and its unit."""
         value = self.value if isinstance(self.value, str) else f"{self.value:,.4g}"
         return f"{value} {self.unit}".strip()
 
@@ -38,16 +38,14 @@ class PartResult:
         return not self.problem and all(figure.passed for figure in self.figures)
 
 
-def at_most(what: str, value: float, limit: float, unit: str = "", *, is_judged: bool = True) -> Figure:
-    """Return a figure that has to be at most `limit`. A figure that is not judged is recorded only."""
-    if not is_judged:
-        return Figure(what, value, unit)
-    return Figure(what, value, unit, f"at most {limit:g}", value <= limit)  # not a number: False
-
-
 def between(what: str, value: float, limits: tuple[float, float], unit: str = "", *, is_judged: bool = True) -> Figure:
     """Return a figure that has to be between two limits. A figure that is not judged is recorded only."""
-    if not is_judged:
-        return Figure(what, value, unit)
-    low, high = limits
-    return Figure(what, value, unit, f"{low:g} to {high:g}", low <= value <= high)
+    (low, high), required = (
+        limits,
+        f"at most {limits[1]:g}" if limits[0] == -math.inf else "{:g} to {:g}".format(*limits),
+    )
+    return Figure(what, value, unit, required, low <= value <= high) if is_judged else Figure(what, value, unit)
+
+
+def at_most(what: str, value: float, limit: float, *, is_judged: bool = True) -> Figure:
+    return between(what, value, (-math.inf, limit), is_judged=is_judged)

@@ -22,7 +22,7 @@ from gpt.run_folder.files import read_steps
 from lab.acceptance.child import as_options
 from lab.acceptance.figures import Figure, UnreadableResult, at_most
 from lab.acceptance.parts import Part
-from lab.acceptance.plan import Plan
+from lab.acceptance.plan import ModelSize, Plan
 
 REFERENCE = Path(__file__).with_name("llmc_124m.csv")
 # The stages add the same gradients in other orders, and rounding errors grow over a thousand steps.
@@ -43,24 +43,21 @@ def long_parts(plan: Plan) -> list[Part]:
 
 def long_run(plan: Plan, precision: str, stage: int) -> Part:
     scale, folder = plan.scale.long, _folder(plan, precision, stage)
-    samples_at_once = scale.micro_batch_size * plan.num_ranks
-    global_batch_size = math.ceil(scale.global_batch_size / samples_at_once) * samples_at_once
+    samples_at_once = scale["micro_batch_size"] * plan.num_ranks
     options = {
         "config": Path(__file__).with_name("long.yaml"),
-        **scale.model.options(scale.seq),
+        **ModelSize(**scale["model"]).options(scale["seq"]),
+        **scale["options"],
         "data.path": plan.data,
         "zero.stage": stage,
         "train.precision": precision,
-        "train.steps": scale.steps,
-        "train.micro_batch_size": scale.micro_batch_size,
-        "train.global_batch_size": global_batch_size,
-        "train.eval_every": scale.eval_every,
-        "train.eval_samples": scale.eval_samples,
+        "train.micro_batch_size": scale["micro_batch_size"],
+        "train.global_batch_size": math.ceil(scale["global_batch_size"] / samples_at_once) * samples_at_once,
         "wandb.mode": "online" if _has_wandb_key() else "disabled",
         "run.dir": folder,
     }
     command = plan.launch(plan.num_ranks, "pretrain_gpt.py", *as_options(options))
-    name = f"{scale.model.name}, {precision}, stage {stage}"
+    name = f"{scale['model']['name']}, {precision}, stage {stage}"
     return Part(name, command, partial(_read, folder, _folder(plan, precision, 0)), LIMIT_SECONDS, is_long=True)
 
 
@@ -115,7 +112,6 @@ def _has_wandb_key() -> bool:
 
 
 def draw(path: Path, folders: Sequence[Path]) -> None:
-    """Draw the validation losses of the runs that have some, beside the published ones."""
     from lab.pages.plots import plot  # imported here, because only this program needs matplotlib
 
     with plot(path, size=(8, 5)) as (axes,):

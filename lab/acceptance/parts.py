@@ -35,7 +35,6 @@ class Part:
 
     @property
     def file_name(self) -> str:
-        """The name as part of the name of a file."""
         return "-".join("".join(c if c.isalnum() or c == "." else " " for c in self.name.lower()).split())
 
 
@@ -125,7 +124,6 @@ def training_without_overlap(plan: Plan, stage: int) -> Part:
 
 
 def training_options(plan: Plan, stage: int, folder: Path) -> dict[str, object]:
-    """Return the options of a short training run on the synthetic tokens."""
     scale = plan.scale
     return {
         "config": Path(__file__).with_name("training.yaml"),

@@ -5,7 +5,7 @@ import sys
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -31,26 +31,12 @@ class ModelSize:
     millions: int
 
     def options(self, seq: int) -> dict[str, object]:
-        """Return the options of the model for pretrain_gpt.py."""
         return {
             "model.num_layers": self.layers,
             "model.hidden_size": self.hidden,
             "model.num_heads": self.hidden // HEAD_WIDTH,
             "model.seq_length": seq,
         }
-
-
-@dataclass(frozen=True)
-class LongScale:
-    """The sizes of the training runs of --long. The vocabulary is that of GPT-2, as in the user's data."""
-
-    model: ModelSize
-    seq: int
-    steps: int
-    global_batch_size: int
-    micro_batch_size: int
-    eval_every: int
-    eval_samples: int
 
 
 @dataclass(frozen=True)
@@ -70,15 +56,13 @@ class Scale:
     log_every: int
     profiled: list[int]
     num_cases: int | None  # that are compared with one process; None: all
-    long: LongScale
+    long: dict[str, Any]  # the model of --long, its batch, and other options of pretrain_gpt.py
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """Return the sizes that a file has."""
         found = yaml.safe_load(path.read_text())
-        long = LongScale(**(found["long"] | {"model": ModelSize(**found["long"]["model"])}))
         compared = tuple(ModelSize(**size) for size in found["compared"])
-        return cls(**(found | {"compared": compared, "trained": ModelSize(**found["trained"]), "long": long}))
+        return cls(**(found | {"compared": compared, "trained": ModelSize(**found["trained"])}))
 
 
 @dataclass(frozen=True)
@@ -126,12 +110,10 @@ class Plan:
 
     @property
     def cluster_file(self) -> Path:
-        """The cluster file that the preflight writes."""
         return self.output / "cluster.yaml"
 
     @property
     def synthetic_data(self) -> Path:
-        """The prefix of the synthetic tokens."""
         return self.output / "data" / "synthetic"
 
     @cached_property
@@ -149,11 +131,9 @@ class Plan:
 
     @property
     def environment(self) -> dict[str, str]:
-        """The environment variables of every part."""
         return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, self.machine.num_cores // 16)))}
 
     def flops_per_device(self, size: ModelSize, num_sequences: int) -> int:
-        """Return the model FLOPs of so many sequences of one device."""
         heads = size.hidden // HEAD_WIDTH
         config = ModelConfig(size.layers, size.hidden, heads, self.scale.seq, self.scale.vocab, dropout=0.0)
         return model_flops(config, num_sequences)

@@ -61,7 +61,6 @@ def tests(log: Path) -> list[Figure]:
 
 
 def step_time(plan: Plan, size: ModelSize, file: Path, log: Path) -> list[Figure]:
-    """Read the benchmark beside DDP and FSDP2."""
     result = _load(file)
     flops, (peak, source) = plan.flops_per_device(size, result["settings"]["micro_batch_size"]), plan.peak
     rows = {row["name"]: row for row in result["rows"]}
@@ -78,7 +77,6 @@ def step_time(plan: Plan, size: ModelSize, file: Path, log: Path) -> list[Figure
 
 
 def dry_run(folder: Path, log: Path) -> list[Figure]:
-    """Read the report of the dry run."""
     report = _load(folder / "report.json")
     return [
         Figure("projected step", 1e3 * report["step"]["seconds"], "ms"),

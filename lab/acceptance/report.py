@@ -28,7 +28,6 @@ def result_rows(result: PartResult) -> list[tuple[str, str, str, str]]:
 
 
 def result_table(results: Sequence[PartResult]) -> Table:
-    """Return a table of all parts for the console."""
     columns = [Column(h, justify="right" if h == "measured" else "left", overflow="fold") for h in HEADINGS]
     shown = Table(*columns, title="Acceptance", title_justify="left")
     for result in results:

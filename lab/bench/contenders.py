@@ -80,7 +80,6 @@ class MuonWithoutIteration(Muon):
     """Muon as far as it is not the computation of whole matrices, each of which one rank gets and sends back."""
 
     def transform(self, matrix: Tensor, group: dict[str, Any], state: dict[str, Tensor]) -> Tensor:
-        """Return the matrix."""
         return matrix
 
 

@@ -59,7 +59,6 @@ class Row:
 
 
 def settings_of(name: str, *options: str) -> Settings:
-    """Return the settings of a configuration."""
     return parse_settings([*f"{FOUND['model']} {CONFIGURATIONS[name]}".split(), *options])
 
 
@@ -112,7 +111,6 @@ def launch(*words: str) -> None:
 
 
 def page(rows: list[Row], num_rounds: int, load: float) -> str:
-    """Return the page of the results."""
     errors, model = [abs(row.error) for row in rows], settings_of("stage 0").model
     cells = [[f"{1e3 * seconds:.0f}" for seconds in (row.predicted, row.measured, row.cpu_seconds)] for row in rows]
     quartiles = [f"{1e3 * row.low:.0f} to {1e3 * row.high:.0f}" for row in rows]

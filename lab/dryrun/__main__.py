@@ -15,7 +15,6 @@ from parallel.world import exit_with_error, rank_from_environment
 
 
 def main(words: list[str]) -> None:
-    """Run the dry run of the settings that `words` give, and print its report."""
     console = RunConsole(is_quiet=rank_from_environment() > 0)
     try:
         run_and_report(parse_settings(words, show=console.show), console)

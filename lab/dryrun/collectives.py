@@ -34,12 +34,10 @@ def read_profile(path: Path) -> list[dict[str, Any]]:
 
 
 def right_aligned(*headings: str) -> list[Column]:
-    """Return columns of numbers."""
     return [Column(heading, justify="right") for heading in headings]
 
 
 def profile_table(rows: list[dict[str, Any]]) -> Table:
-    """Return a table with one line for each row of a profile."""
     headings = "axis\n(ranks)", "operation", "phase", "count", "message,\nMB", "posi-\ntion", "block-\ning"
     table = Table(*headings, title="Collectives of a step, in the order of their first launch", title_justify="left")
     for row in rows:
@@ -72,7 +70,6 @@ def comparison_table(runs: dict[str, list[dict[str, Any]]]) -> Table:
 
 
 def main(arguments: list[str]) -> None:
-    """Print the comparison of two runs."""
     parser = argparse.ArgumentParser(
         prog="python -m lab.dryrun.collectives", description="Compare the collectives of two runs."
     )

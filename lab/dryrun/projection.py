@@ -46,7 +46,6 @@ class Timeline:
     micro_batch_seconds: float = 0.0  # between the starts of the last two forwards; 0 if there is one
 
     def busy_seconds(self) -> dict[str, float]:
-        """Return the total duration of the tasks on each lane."""
         busy: defaultdict[str, float] = defaultdict(float)
         for task in self.tasks:
             busy[task.lane] += task.end - task.start
@@ -54,7 +53,6 @@ class Timeline:
 
 
 def project_recording(recording: Recording, cluster: ClusterSpec) -> Timeline:
-    """Return the timeline of a dry run's step on the cluster."""
     return project(recording.kernels, recording.events, cluster, MeshShape.of(recording.state.mesh))
 
 
@@ -110,7 +108,6 @@ class _Lanes:
 def _replay(
     kernels: list[Kernel], events: list[CommEvent], cluster: ClusterSpec, shape: MeshShape, lanes: _Lanes
 ) -> None:
-    """Append the tasks of one step to the lanes."""
     free, slowest = lanes.free, cluster.slowest_of(shape.data_size * shape.tensor_size)
     launches: defaultdict[int, list[int]] = defaultdict(list)
     waits: defaultdict[int, list[int]] = defaultdict(list)

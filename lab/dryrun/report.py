@@ -191,7 +191,6 @@ def host_verdict(report: dict[str, Any]) -> list[str]:
 
 
 def memory_table(report: dict[str, Any]) -> Table:
-    """Return a table of this rank's memory by kind of tensor."""
     columns = [report[what][where] for where in (DEVICE, HOST) for what in ("resident_bytes", "peak_bytes")]
     size, unit = unit_of(max(sum(column.values()) for column in columns))
     figures = right_aligned("device, resident", "device, peak", "host, resident", "host, peak")
@@ -205,7 +204,6 @@ def memory_table(report: dict[str, Any]) -> Table:
 
 
 def traffic_table(report: dict[str, Any]) -> Table:
-    """Return a table of the bytes that this rank sends in a step."""
     rows = report["traffic_bytes"]
     size, unit = unit_of(max((row["bytes"] for row in rows), default=0))
     title = "Sent by this rank in a step"

@@ -65,7 +65,6 @@ def main() -> int:
 
 
 def run_round(fault: str, this: Round) -> Outcome:
-    """Return what became of a round."""
     try:
         return FAULTS[fault](this)
     except WrongError as error:

@@ -61,7 +61,6 @@ FILE_BYTES = 1000  # that any file may have once a rank's disk is "full"
 
 
 def send(number: signal.Signals) -> None:
-    """Send a signal to this process."""
     os.kill(os.getpid(), number)
 
 
@@ -133,7 +132,6 @@ class Fault:
 
 
 def wrap(owner: Any, name: str, wrapper: Callable) -> None:
-    """Replace `owner`'s function `name` by what `wrapper` makes of it."""
     setattr(owner, name, wrapper(getattr(owner, name)))
 
 

@@ -22,6 +22,7 @@ from pathlib import Path
 from gpt.run_folder.files import read_steps
 from lab.faults.failing_run import FIRST_RANK_ONLY, MOMENT, POINTS, STEP, Fault
 from lab.faults.runs import LIMIT_SECONDS, OPTIONS, Ended, Steps, end, logged_steps, start
+from parallel.watchdog import EXIT_CODE
 
 NUM_RANKS, NUM_REPLICAS = 2, 3  # of three replicas, two are a majority
 NUM_STEPS = 40
@@ -59,7 +60,6 @@ class Round:
 
     @property
     def run_dir(self) -> Path:
-        """The folder of the run that is disturbed."""
         return self.folder / "run"
 
     def fault(self, action: str, points: list[str], attempt: int = 0) -> Fault:
@@ -103,46 +103,27 @@ def check(ended: Ended, *codes: int, breaks_connections: bool = False) -> None:
 
 
 def kill(this: Round) -> Outcome:
-    """Kill up to three ranks, one in each attempt."""
     stage = this.chance.randrange(4)
     settings = this.settings(stage, checkpoint__asynchronous=this.chance.random() < 0.5)
     faults = [this.fault("kill", [*POINTS, MOMENT], attempt) for attempt in range(this.chance.randint(1, 3))]
     job = start(settings, this.run_dir, faults, num_restarts=len(faults))
     check(end(job, LIMIT_SECONDS * (1 + len(faults))), 0, breaks_connections=True)
-    return this.equal(settings, f"stage {stage}, {_listed(faults)}")
+    return this.equal(settings, f"stage {stage}, {' '.join(map(str, faults))}")
 
 
-def signal_to_save(this: Round) -> Outcome:
-    """Send a rank a signal after which all ranks save and end, and start again."""
+def disturb(this: Round, action: str, points: list[str], code: int = 0, **others: object) -> Outcome:
+    """Do an action at one of the points, then start the job again, which goes on unless it has ended."""
     stage = this.chance.randrange(4)
-    settings, fault = this.settings(stage), this.fault(this.chance.choice(["usr1", "term"]), list(POINTS))
-    check(end(start(settings, this.run_dir, [fault])), 0)
-    check(end(start(settings, this.run_dir)), 0)
-    return this.equal(settings, f"stage {stage}, {fault}")
-
-
-def pause(this: Round) -> Outcome:
-    """Stop a rank for some seconds."""
-    stage = this.chance.randrange(4)
-    settings, fault = this.settings(stage), this.fault("pause", [*POINTS, MOMENT])
-    check(end(start(settings, this.run_dir, [fault])), 0)
-    return this.equal(settings, f"stage {stage}, {fault}")
-
-
-def stop(this: Round) -> Outcome:
-    """Stop a rank for good: the watchdog of another one ends the job and names it."""
-    stage = this.chance.randrange(4)
-    settings, fault = this.settings(stage, run__hang_seconds=8), this.fault("stop", list(POINTS))
+    settings, fault = this.settings(stage, **others), this.fault(action, points)
     ended = end(start(settings, this.run_dir, [fault]))
-    check(ended, 3)
-    if f"rank {fault.rank} " not in ended.errors[0]:
+    check(ended, code)
+    if code and f"rank {fault.rank} " not in ended.errors[0]:
         raise WrongError(f"WRONG NAME: rank {fault.rank} was stopped: {ended.errors[0]}")
     check(end(start(settings, this.run_dir)), 0)
     return this.equal(settings, f"stage {stage}, {fault}")
 
 
 def full_disk(this: Round) -> Outcome:
-    """Fill the disk of the run, which goes on or ends with an error; then make space, and start again."""
     settings = this.settings(this.chance.randrange(4), checkpoint__asynchronous=this.chance.random() < 0.5)
     this.run_dir.mkdir()
     num_bytes = this.chance.choice([8, 64, 300, 600, 1000, 1600]) * 1024
@@ -168,7 +149,6 @@ def _mount(folder: Path, num_bytes: int, how: str = "") -> bool:
 
 
 def clock(this: Round) -> Outcome:
-    """Let the clock jump twice while the job runs."""
     if not (compiler := shutil.which("cc")):
         return Outcome(NOT_RUN, "there is no C compiler for clock.c")
     library, offset = this.folder / "clock.so", this.folder / "offset"
@@ -233,21 +213,16 @@ def _flip(this: Round, settings: dict[str, object], targets: list[str], num_rank
     return ended, fault.rank, flipped[2], f"stage {settings['zero.stage']}, {flipped[1]}"
 
 
-def _listed(faults: list[Fault]) -> str:
-    return " ".join(map(str, faults))
-
-
 def _first(found: Steps, expected: Steps) -> str:
-    """Return the first steps that differ."""
     pairs = ((one, other) for one, other in zip(found, expected, strict=False) if one != other)
     return "{} for {}".format(*next(pairs, (found[-1:], expected[-1:])))
 
 
 FAULTS: dict[str, Callable[[Round], Outcome]] = {
     "kill": kill,
-    "signal": signal_to_save,
-    "pause": pause,
-    "stop": stop,
+    "signal": lambda this: disturb(this, this.chance.choice(["usr1", "term"]), list(POINTS)),
+    "pause": lambda this: disturb(this, "pause", [*POINTS, MOMENT]),
+    "stop": lambda this: disturb(this, "stop", list(POINTS), EXIT_CODE, run__hang_seconds=8),
     "full disk": full_disk,
     "clock": clock,
     "flip, replicated": flip_replicated,

@@ -25,7 +25,6 @@ Named = Iterator[tuple[str, Tensor]]
 
 
 def owned(model: ZeroDataParallel, buffer_of: Callable[[Bucket], Tensor]) -> Named:
-    """Yield the owned parts of a buffer of each bucket."""
     for flat in model.flats:
         for bucket in flat.buckets:
             for span, part in flat.layout.spans_in(bucket.shard):
@@ -33,7 +32,6 @@ def owned(model: ZeroDataParallel, buffer_of: Callable[[Bucket], Tensor]) -> Nam
 
 
 def weights(model: ZeroDataParallel, optimizer: ZeroOptimizer) -> Named:
-    """Yield the parameters that are persistent."""
     for flat in model.flats:
         if flat.lifetime is Lifetime.PERSISTENT:
             for span in flat.layout.spans:
@@ -41,7 +39,6 @@ def weights(model: ZeroDataParallel, optimizer: ZeroOptimizer) -> Named:
 
 
 def moments(model: ZeroDataParallel, optimizer: ZeroOptimizer) -> Named:
-    """Yield the owned parts of Adam's second moment."""
     for flat in model.flats:
         for bucket in flat.buckets:
             names = {part.start - bucket.shard.start: span.name for span, part in flat.layout.spans_in(bucket.shard)}

@@ -54,7 +54,6 @@ class Ended:
 
     @property
     def errors(self) -> list[str]:
-        """The errors of one line."""
         return [line for line in self.said.splitlines() if line.startswith("error: ")]
 
 
@@ -94,7 +93,6 @@ def end(job: subprocess.Popen[str], limit_seconds: float = LIMIT_SECONDS) -> End
 
 
 def logged_steps(run_dir: Path) -> Steps:
-    """Return the steps that a run has logged."""
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
     return [(record["step"], record["loss"], record["grad_norm"]) for record in map(json.loads, lines)]
 

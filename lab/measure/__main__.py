@@ -70,18 +70,8 @@ def measure(world: World, tensor_size: int | None) -> Measured:
     collectives = bandwidth.measure_sizes(nodes.tensor, world.device)
     nodes.barrier()
     kernels = DeviceKernels.measure(world.device)
-    return Measured(
-        socket.gethostname(),
-        world.rank,
-        links,
-        one_rank_per_node,
-        job_mesh,
-        device,
-        hop_seconds,
-        collectives,
-        kernels,
-        reserved_bytes(world.device),
-    )
+    rates = links, one_rank_per_node, job_mesh, device, hop_seconds, collectives, kernels
+    return Measured(socket.gethostname(), world.rank, *rates, reserved_bytes(world.device))
 
 
 def describe(by_rank: Sequence[Measured], expected: ClusterSpec | None) -> list[str]:

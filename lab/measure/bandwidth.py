@@ -125,7 +125,6 @@ def measure_sizes(axis: Axis, device: torch.device) -> list[Curve]:
 
 
 def _collect(axis: Axis, operation: str, full: Tensor, shard: Tensor) -> None:
-    """Run a collective and wait for it."""
     match operation:
         case "all_reduce":
             axis.all_reduce(full, out=full).wait()

@@ -131,22 +131,18 @@ class ClusterSpec:
 
     @cached_property
     def kernel_curves(self) -> dict[str, Curve]:
-        """The measured kernels by name."""
         return {curve.name: curve for curve in self.kernels}
 
     @cached_property
     def collective_curves(self) -> dict[str, Curve]:
-        """The measured collectives by name."""
         return {curve.name: curve for curve in self.collectives}
 
     @cached_property
     def half_products(self) -> TileModel:
-        """The model of matrix products in half precision."""
         return TileModel(self.product_tile, self.num_multiprocessors, self.tile_overhead, self.splits_products)
 
     @cached_property
     def full_products(self) -> TileModel:
-        """The model of matrix products in full precision."""
         overhead = self.full_precision_tile_overhead
         return self.half_products if overhead is None else replace(self.half_products, overhead=overhead)
 

@@ -70,5 +70,4 @@ def curve_name(kernel: str, dtype: torch.dtype) -> str:
 
 
 def type_name(dtype: torch.dtype) -> str:
-    """Return the name of a data type in measurements."""
     return str(dtype).removeprefix("torch.")

@@ -54,7 +54,6 @@ class MeasuredKernel(Generic[Shape]):
 
 
 def _backward_of(function: Callable[..., Tensor], *inputs: Tensor) -> Action:
-    """Return the backward of a function by itself."""
     needing = [tensor.detach().requires_grad_() for tensor in inputs]
     out = function(*needing)
     gradient = torch.ones_like(out)
@@ -149,7 +148,6 @@ def largest_kernel(action: Action) -> Kernel:
 
 
 def _seconds_each(action: Action, device: torch.device) -> float:
-    """Return the seconds of an action."""
     times = LAUNCHES_TOGETHER[device.type]
 
     def repeated() -> None:
@@ -176,7 +174,6 @@ def measure_products(device: torch.device) -> list[MeasuredKernel[Product]]:
 
 
 def measure_attention(device: torch.device) -> list[MeasuredKernel[Attention]]:
-    """Measure causal fused attention, forward and backward."""
     found = []
     for dtype in DTYPES:
         for heads, seq, head_dim in ATTENTIONS[device.type]:

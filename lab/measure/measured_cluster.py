@@ -47,7 +47,6 @@ class Measured:
 
     @classmethod
     def parse(cls, text: bytes) -> Self:
-        """Return the measurements of a rank from their JSON."""
         found = json.loads(text)
         for key in ("inside_and_across", "one_rank_per_node", "job_mesh"):
             found[key] = [LinkRate(**(link | {"ranks": tuple(link["ranks"])})) for link in found[key]]
@@ -147,7 +146,6 @@ def _step_factor(
 
 
 def products_of(measured: Sequence[DeviceKernels], dtype: str) -> list[tuple[Product, float]]:
-    """Return the shapes and the seconds of all measured products of a type."""
     return [(found.shape, found.seconds) for one in measured for found in one.products if found.dtype == dtype]
 
 

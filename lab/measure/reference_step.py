@@ -51,7 +51,6 @@ class Block(nn.Module):
 
 
 def reference_step(device: torch.device, dtype: torch.dtype) -> Callable[[], object]:
-    """Return a step: forward, loss, backward and update."""
     shape = SHAPES[device.type]
     with torch.device(device):
         blocks = [Block(shape) for _ in range(shape.num_layers)]
@@ -74,7 +73,6 @@ def measure_reference_step(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def reference_kernels(device: torch.device, dtype: torch.dtype) -> Sequence[Kernel]:
-    """Return the kernels of a step."""
     step = reference_step(device, dtype)
     step()  # makes the optimizer's states
     return kernels_of(step)

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Mapping, Sequence
 
 
 def table(headings: Sequence[str], rows: Iterable[Iterable[object]]) -> list[str]:
-    """Return the lines of a table."""
     return [_row(headings), "|" + " --- |" * len(headings), *map(_row, rows)]
 
 

@@ -18,7 +18,6 @@ BEFORE = {"gemm_fraction": 0.5, "node_fraction": 0.5}
 
 
 def calibrated(cluster: ClusterSpec) -> ClusterSpec:
-    """Return `cluster` with the constants that fit the three rows best."""
     rows = [
         (experiment, shallow_runs(parsed(experiment.settings(), experiment.num_gpus)))
         for experiment in calibrated_rows()
@@ -39,7 +38,6 @@ def calibrated_rows() -> Iterator[Experiment]:
 
 
 def relative_tflops(experiment: Experiment, runs: tuple[ShallowRun, ShallowRun], cluster: ClusterSpec) -> float:
-    """Return the projected rate divided by the one that the paper prints."""
     seconds = extrapolate(runs, cluster).at(int(experiment.row["layers"])).seconds
     assert experiment.measured_tflops is not None
     return experiment.tflops(seconds) / experiment.measured_tflops

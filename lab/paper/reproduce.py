@@ -32,7 +32,6 @@ PAGE = PAPER / "README.md"
 
 
 def page(found: Mapping[str, Part]) -> str:
-    """Return the page with the status and the lines of each part."""
     statuses = [(f"{name[:-1].title()} {name[-1]}", status) for name, (status, _) in found.items()]
     blocks = {"statuses": table(["part of the paper", "status"], statuses), "accuracy": list(throughput.accuracy())}
     return with_blocks(PAGE.read_text(), blocks | {name: lines for name, (_, lines) in found.items()})

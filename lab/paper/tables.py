@@ -12,13 +12,11 @@ UNUSED_GB = 8.0  # memory that the measured models of Table 2 leave unused
 
 
 def rows_of(file_name: str) -> list[dict[str, str]]:
-    """Return the rows of a file of docs/paper."""
     with (PAPER / file_name).open() as file:
         return list(csv.DictReader(file))
 
 
 def table_1() -> Part:
-    """Return the status of Table 1, and its lines."""
     rows = rows_of("table1_memory_gb.csv")
     sizes = {"7.5B": 7.5e9, "128B": 128e9, "1T": 1e12}
     stages = {"Pos": 1, "Pos+g": 2, "Pos+g+p": 3}

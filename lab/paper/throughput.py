@@ -21,7 +21,6 @@ def predicted_rows(found: Sequence[Result]) -> list[Result]:
 
 
 def errors_of(predicted: Sequence[Result]) -> str:
-    """Return the median and the largest error of rows."""
     worst = max(predicted, key=lambda r: abs(r.error or 0.0))
     median = statistics.median(abs(r.error or 0.0) for r in predicted)
     return f"the median error is {median:.0%}, the largest {abs(worst.error or 0.0):.0%} ({worst.experiment.name})"
@@ -40,7 +39,6 @@ def accuracy() -> Iterator[str]:
 
 
 def throughput_table(found: Sequence[Result]) -> list[str]:
-    """Return a table with a row for each result."""
     rows = []
     for result in found:
         row, printed = result.experiment.row, result.experiment.row.get("tflops_per_gpu", "")

@@ -58,7 +58,6 @@ class DepthExtrapolation:
     estimates: tuple[Estimate, Estimate]
 
     def at(self, num_layers: float) -> Estimate:
-        """Return the estimate for a model of `num_layers` layers."""
         shallow, deeper = (vars(estimate).values() for estimate in self.estimates)
         steps = (num_layers - self.depths[0]) / (self.depths[1] - self.depths[0])
         return Estimate(*(a + steps * (b - a) for a, b in zip(shallow, deeper, strict=True)))
@@ -102,13 +101,11 @@ class ShallowRun:
 
     @classmethod
     def parse(cls, values: dict[str, Any]) -> Self:
-        """Return the run that `as_json` describes."""
         kernels = [Kernel(**_with_types(one, "product", "attention")) for one in values["kernels"]]
         events = [CommEvent(**_with_types(one)) for one in values["events"]]
         return cls(**(values | {"shape": MeshShape(**values["shape"]), "kernels": kernels, "events": events}))
 
     def as_json(self) -> dict[str, Any]:
-        """Return the run as a tree for JSON."""
         kernels = [vars(one) | {"dtype": str(one.dtype)} for one in self.kernels]
         events = [{name: getattr(one, name) for name in EVENT_FIELDS} for one in self.events]
         for event in events:
@@ -142,13 +139,11 @@ def shallow_runs(settings: Settings, folder: Path | None = None) -> tuple[Shallo
 
 
 def path_of(settings: Settings, folder: Path) -> Path:
-    """Return the file of the dry runs of these settings."""
     text = f"{settings} {DEPTHS} {Path(kernel_log.__file__).read_text()}"
     return folder / f"{hashlib.sha256(text.encode()).hexdigest()[:20]}.json.gz"
 
 
 def shallow_settings(settings: Settings) -> list[Settings]:
-    """Return the settings of the dry runs."""
     num_left_out, settings = _num_left_out(settings), _with_bucket_numel(settings)
     num_layers, group = settings.model.num_layers, settings.activations.layers_per_checkpoint
     train = settings.train
@@ -168,7 +163,6 @@ def _num_left_out(settings: Settings) -> int:
 
 
 def _num_batch_ranks(settings: Settings) -> int:
-    """Return the number of ranks that have samples of their own."""
     assert settings.dry_run.world_size is not None
     return settings.dry_run.world_size // (settings.parallel.tensor_size * settings.parallel.context_size)
 

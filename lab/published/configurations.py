@@ -11,7 +11,6 @@ from lab.published.rows import ROWS, Row, read_rows, settings_tree
 
 
 def configuration(row: Row) -> str:
-    """Return the text of a row's configuration."""
     tree = settings_tree(row)
     tree["run"] = {"dir": f"runs/published/{row.id}"}
     title = f"# {row.source}: {row.published_tflops:g} TFLOPs a GPU ({row.basis}) on {row.gpus} {row.gpu}\n"

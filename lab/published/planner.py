@@ -98,7 +98,6 @@ def published_layout(row: Row) -> CandidateLayout:
 
 
 def estimate_of(row: Row, layout: CandidateLayout) -> Estimate:
-    """Return the planner's estimate of a layout; its dry runs are kept."""
     runs = extrapolate_layout(layout, settings_of_run(row), cluster_of(row), row.gpus, predictions.KEPT_RUNS)
     return runs.at(row.layers)
 
@@ -116,7 +115,6 @@ def compare(row: Row, num_to_verify: int = DEFAULT_TO_VERIFY) -> Comparison:
 
 
 def lines(comparisons: Sequence[Comparison]) -> list[str]:
-    """Return the table of the comparisons."""
     rows = []
     for one in comparisons:
         row, cluster = one.row, cluster_of(one.row)
@@ -128,24 +126,12 @@ def lines(comparisons: Sequence[Comparison]) -> list[str]:
         run = row.id, f"{row.gpus}, {cluster.name}", count(row.parameters), f"{row.published_tflops:g}"
         peak = f"{one.of_published.device_peak_bytes / 1e9:.1f}{too_much}"
         rows.append([*run, *of_published, peak, *of_best, f"{one.ratio:.3f}", fits, *costs])
-    headings = (
-        "row",
-        "GPUs",
-        "parameters",
-        "measured TFLOPs",
-        "published layout",
-        "s",
-        "GB",
-        "planner's layout",
-        "s",
-        "GB",
-    )
-    more = "its time / published", "it fits", "published layout would cost", "planner's"
-    return table([*headings, *more], rows)
+    headings = "row, GPUs, parameters, measured TFLOPs, published layout, s, GB, planner's layout, s, GB"
+    more = "its time / published, it fits, published layout would cost, planner's"
+    return table(f"{headings}, {more}".split(", "), rows)
 
 
 def page(comparisons: Sequence[Comparison]) -> str:
-    """Return the page."""
     slowest = max(one.ratio for one in comparisons)
     num_fitting = sum(one.fits for one in comparisons)
     summary = (

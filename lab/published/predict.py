@@ -10,7 +10,7 @@ import argparse
 import csv
 import sys
 from collections.abc import Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -31,9 +31,8 @@ def record_all(rows: Sequence[Row], num_jobs: int) -> None:
     if not missing:
         return
     with ProcessPoolExecutor(num_jobs, get_context("spawn")) as pool:
-        futures = [pool.submit(_record, row) for row in missing]
-        for number, (row, future) in enumerate(zip(missing, futures, strict=True), 1):
-            show_progress(f"dry run {number} of {len(missing)}: {row.id}{_failure(future)}")
+        for number, (row, failure) in enumerate(zip(missing, pool.map(_failure, missing), strict=True), 1):
+            show_progress(f"dry run {number} of {len(missing)}: {row.id}{failure}")
 
 
 def is_kept(row: Row) -> bool:
@@ -44,14 +43,13 @@ def is_kept(row: Row) -> bool:
         return True
 
 
-def _record(row: Row) -> None:
-    """Record the dry runs of a row, in a process of its own."""
-    runs_of(row)
-
-
-def _failure(future: Future[None]) -> str:
-    error = future.exception()
-    return f": {type(error).__name__}: {error}" if error else ""
+def _failure(row: Row) -> str:
+    """Record the dry runs of a row, in a process of its own; return what has failed."""
+    try:
+        runs_of(row)
+    except Exception as error:  # the other rows are recorded
+        return f": {type(error).__name__}: {error}"
+    return ""
 
 
 def predicted(row: Row) -> Prediction:

@@ -35,7 +35,6 @@ class Prediction:
 
     @property
     def error(self) -> float:
-        """The relative error of the throughput."""
         return self.tflops / self.row.published_tflops - 1
 
 

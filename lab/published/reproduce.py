@@ -45,7 +45,6 @@ def by_source(found: Sequence[Prediction]) -> dict[str, list[Prediction]]:
 
 
 def mean_of_medians(found: Sequence[Prediction]) -> float:
-    """Return the mean of the median errors of the sources."""
     return statistics.mean(median_abs(errors(group)) for group in by_source(found).values() if errors(group))
 
 
@@ -126,7 +125,6 @@ def predict_without(effect: str, row: Row, constants: Constants) -> Prediction:
 
 
 def refitted(effect: str, gpu: str) -> Constants:
-    """Return the constants of a type of GPU that are fitted without an effect."""
     by_id = {row.id: row for row in read_rows()}
     before = {name: value for name, value in FITS[gpu].before.items() if name not in EFFECTS[effect]}
     rows = [by_id[name] for name in FITS[gpu].rows]
@@ -153,7 +151,6 @@ def needed_gbps(row: Row) -> float:
 
 
 def page(rows: Sequence[Row]) -> str:
-    """Return the page."""
     found = {gpu: calibrated(gpu) for gpu in FITS}
     without = {(gpu, source): calibrated(gpu, source) for gpu in FITS for source in {row.source for row in rows}}
     variants = {

@@ -103,7 +103,6 @@ class Row:
         return of_a_token.get(self.basis, of_a_token["6P+12Lhs"]) * tokens
 
     def tflops(self, seconds: float) -> float:
-        """Return the TFLOPs a GPU of a step, on the row's basis."""
         return self.flops / seconds / (self.tp * self.data_size) / 1e12
 
     @property
@@ -131,7 +130,6 @@ def read_rows(path: Path = ROWS) -> list[Row]:
 
 
 def recorded_micro_batches(row: Row) -> int:
-    """Return the number of micro-batches of a row's dry runs."""
     return min(RECORDED_MICRO_BATCHES, math.ceil(row.num_micro_batches))
 
 
@@ -205,6 +203,5 @@ def vocab_multiple(row: Row) -> int:
 
 
 def settings_of(tree: dict[str, Any], world_size: int) -> Settings:
-    """Return the settings of a dry run."""
     text = yaml.safe_dump(tree, default_flow_style=True)
     return parse_settings(["--config", text, f"--dry_run.world_size={world_size}"])

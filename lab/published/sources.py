@@ -20,7 +20,6 @@ def program_of(row: Row) -> Program:
 
 
 def cluster_name(row: Row) -> str:
-    """Return the name of the file of a row's cluster: that of its name, or one with its GPU."""
     by_gpu = (name for gpu, name in FOUND["clusters_by_gpu"].items() if row.gpu.startswith(gpu))
     return FOUND["clusters"].get(row.cluster) or next(by_gpu, "dgx-a100")
 
@@ -31,7 +30,6 @@ def gpu_type(row: Row) -> str:
 
 
 def without(effect: str, cluster: ClusterSpec, program: Program) -> tuple[ClusterSpec, Program]:
-    """Return the cluster and the program without an effect."""
     of_program = EFFECTS[effect].keys() & {field.name for field in fields(Program)}
     values = EFFECTS[effect]
     cluster = replace(cluster, **{name: values[name] for name in values.keys() - of_program})

@@ -53,7 +53,6 @@ class SimulatedStream:
 
     @property
     def number(self) -> int:
-        """The number of the last launch."""
         return self.clock[self]
 
     def launch(self, name: str, message: Message = ()) -> "Access":

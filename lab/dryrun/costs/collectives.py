@@ -19,7 +19,6 @@ class MeshShape:
 
     @classmethod
     def of(cls, mesh: Mesh) -> Self:
-        """Return the shape of a mesh."""
         return cls(mesh.data.size, mesh.tensor.size, mesh.data.parts[0].size if mesh.data.parts else None)
 
     def stride(self, axis: str) -> int:

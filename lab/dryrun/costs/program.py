@@ -27,7 +27,6 @@ class Program:
 
 
 def cluster_for(cluster: ClusterSpec, program: Program) -> ClusterSpec:
-    """Return the cluster as the program uses it."""
     if cluster.attention_fraction is not None:
         cluster = replace(cluster, attention_fraction=cluster.attention_fraction * program.attention_gain)
     return replace(cluster, rings_use_all_cards=cluster.rings_use_all_cards and not program.one_card_a_ring)
@@ -36,7 +35,6 @@ def cluster_for(cluster: ClusterSpec, program: Program) -> ClusterSpec:
 def as_program(
     kernels: Sequence[Kernel], events: Sequence[CommEvent], program: Program
 ) -> tuple[list[Kernel], list[CommEvent]]:
-    """Return the kernels and collectives of a step as the program would run them."""
     if not program.gathers_ahead_in_backward:
         # FSDP launches the gather before the reduction of the unit that has just ended.
         late = [_gathered_late(event) for event in events]

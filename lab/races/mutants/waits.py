@@ -45,7 +45,6 @@ class Mutant:
     replacement: str
 
     def apply(self, source: str) -> str:
-        """Return the text of the mutant."""
         return source[: self.start] + self.replacement + source[self.stop :]
 
     def __str__(self) -> str:
@@ -65,7 +64,6 @@ class SourceFile:
         return self._parents.get(node, self.tree)
 
     def text(self, node: ast.expr | ast.keyword) -> str:
-        """Return the source of a node."""
         start, stop = self._span(node)
         return self.source[start:stop]
 
@@ -88,7 +86,6 @@ class SourceFile:
 
 
 def mutants(file: SourceFile) -> Iterator[Mutant]:
-    """Yield all mutants of one file."""
     for node in ast.walk(file.tree):
         if isinstance(node, ast.Call):
             yield from _of_call(file, node)
