@@ -1,9 +1,12 @@
-"""Programs, run in processes of their own, or on ranks of the tests, which have imported most of them before."""
+"""Programs, run in processes of their own or on ranks of the tests, and a full disk for them."""
 
 import importlib
 import os
+import resource
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
 
@@ -30,3 +33,14 @@ def run_program(*words: str) -> None:
     module, *arguments = words[1:] if words[0] == "-m" else [words[0].removesuffix(".py"), *words[1:]]
     with mock.patch.object(sys, "argv", [module, *arguments]):
         importlib.import_module(module).main()
+
+
+@contextmanager
+def files_of_at_most(num_bytes: int) -> Iterator[None]:
+    """Let the system refuse what goes beyond, as a full disk does: it takes a part of a write, and refuses the next."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)

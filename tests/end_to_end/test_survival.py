@@ -25,8 +25,7 @@ from parallel.errors import ConfigError
 from parallel.world import start_world
 from pretrain_gpt import pretrain
 from tests.end_to_end.runs import PLAIN, TWO_RANKS, options, run
-from tests.full_disk import files_of_at_most
-from tests.programs import HANG_SECONDS, ROOT, run_python
+from tests.programs import HANG_SECONDS, ROOT, files_of_at_most, run_python
 from tests.ranks import MASTER_ADDRESS, torchrun_environment
 
 LONG = {"train__steps": 10_000, "model__dropout": 0.1} | PLAIN

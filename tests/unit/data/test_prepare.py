@@ -29,7 +29,7 @@ from data.sources import Document, Source, text_of
 from data.staging import reserved
 from data.tokenizer import load_tokenizer
 from data.trained_tokenizers import train_tokenizer
-from tests.full_disk import files_of_at_most
+from tests.programs import files_of_at_most
 
 TEXTS = [f"document {i} says {'again ' * (i % 7)}Ψ{i * i}\n" for i in range(40)]
 SUFFIXES = (".bin", ".idx", ".json", ".tokenizer.json")

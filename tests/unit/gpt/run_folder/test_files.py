@@ -19,8 +19,8 @@ from gpt.run_folder.files import (
     written_if_possible,
 )
 from parallel.errors import ConfigError
-from tests.full_disk import files_of_at_most
 from tests.fuzz import fuzzed, run_examples
+from tests.programs import files_of_at_most
 
 METRICS = "metrics.jsonl"
 
