@@ -1,7 +1,8 @@
 """Collectives over gloo, made of messages between two ranks, and the buffers that these are received in."""
 
+import weakref
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from functools import partial
 
@@ -10,6 +11,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 Allocate = Callable[[Tensor, int], Tensor]  # (like, numel) -> uninitialized (numel,), dtype and device of `like`
+
+# The exchanges under way in each group: what waits for one, its messages until then, and their time limit. Gloo forgets
+# the buffer of a message with the last reference to its `Work`, and the connection, which is the group's, breaks when
+# the other rank's part arrives. So a group keeps its messages, even if an engine that has launched them is dropped.
+_Exchange = tuple[weakref.ref[Callable[[], object]], list[dist.Work], timedelta]
+_UNDER_WAY: weakref.WeakKeyDictionary[dist.ProcessGroup, list[_Exchange]] = weakref.WeakKeyDictionary()
 
 
 def new_buffer(like: Tensor, numel: int) -> Tensor:
@@ -104,19 +111,36 @@ class PairwiseMessages:
         """Send `sent[k]` to every other rank k and fill `received[k]` with what rank k sends.
 
         Messages between two ranks are matched in the order in which they are launched, so all ranks must launch their
-        exchanges in the same order. An empty message is not sent, and both ranks know it. What is returned must be kept
-        until it was called: torch frees a message's buffer with the last reference to its Work, and the connection then
-        breaks when the other rank's part arrives.
+        exchanges in the same order. An empty message is not sent, and both ranks know it.
         """
         group, peers = self._group, [rank for rank in range(self._size) if rank != self._rank]
+        assert group is not None  # a group of one rank exchanges nothing
+        under_way = _UNDER_WAY.setdefault(group, [])
+        # Dropped ones are completed here: a finalizer would wait inside the garbage collector, in the middle of a call.
+        _complete(exchange for exchange in under_way if exchange[0]() is None)
+        under_way[:] = [exchange for exchange in under_way if exchange[1]]
         messages = [dist.P2POp(dist.irecv, received[p], group=group, group_peer=p) for p in peers if len(received[p])]
         messages += [dist.P2POp(dist.isend, sent[p], group=group, group_peer=p) for p in peers if len(sent[p])]
         works = dist.batch_isend_irecv(messages) if messages else []
-        return partial(self._wait, works)
+        wait = partial(_wait, works, self._timeout)
+        under_way.append((weakref.ref(wait), works, self._timeout))
+        return wait
 
-    def _wait(self, works: list[dist.Work]) -> None:
-        for work in works:
-            work.wait(self._timeout)
+
+def complete_all() -> None:
+    """Wait for the messages under way in all groups. Raises RuntimeError if a connection is lost."""
+    for under_way in list(_UNDER_WAY.values()):
+        _complete(under_way)
+
+
+def _complete(exchanges: Iterable[_Exchange]) -> None:
+    for _, works, timeout in exchanges:
+        _wait(works, timeout)
+
+
+def _wait(works: list[dist.Work], timeout: timedelta) -> None:
+    while works:
+        works.pop().wait(timeout)
 
 
 def sum_ranks(terms: Tensor, out: Tensor) -> None:

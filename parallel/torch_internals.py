@@ -91,7 +91,7 @@ def flatten_mesh(mesh: DeviceMesh, name: str) -> dist.ProcessGroup:
     return mesh._flatten(name).get_group()
 
 
-def take_default_timeout(group: dist.ProcessGroup) -> timedelta:
+def take_default_timeout(group: dist.ProcessGroup | None) -> timedelta:
     """Give the collectives of a group that are launched from now on the time limit of the default group, and return it.
 
     A mesh passes no time limit to its groups, which get torch's constant, and no public function changes it. Messages
@@ -101,7 +101,7 @@ def take_default_timeout(group: dist.ProcessGroup) -> timedelta:
     if dist.get_backend(group) == "fake":
         return timedelta(0)
     timeout = default._get_backend(default._device_types[0]).options._timeout
-    if group is not default:
+    if group not in (None, default):
         dist.distributed_c10d._set_pg_timeout(timeout, group)
     return timeout
 

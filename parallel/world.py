@@ -21,10 +21,12 @@ import torch.distributed as dist
 
 from parallel import watchdog
 from parallel.errors import ConfigError, NodeError
+from parallel.pairwise import complete_all
 from parallel.process_defaults import num_gpus_of_node, set_variables, share_cores
 from parallel.store import FAILURE_KEY, num_failures
-from parallel.torch_internals import FakeStore, default_store
+from parallel.torch_internals import FakeStore, default_store, take_default_timeout
 
+LEFT_KEY = "ranks_that_leave"  # in the default store: the number of ranks that have called `stop_world`
 LOSS_KEY = "ranks_that_lost_another"  # in the default store: the number of ranks that have noticed the loss of one
 # Parts of the messages of gloo and NCCL, whose errors have no class for this.
 LOST_CONNECTION = (
@@ -199,10 +201,28 @@ def imitated_world(rank: int, size: int, local_size: int, backend: str) -> Itera
 def stop_world() -> None:
     """Leave the process groups. Call it before the process ends."""
     if dist.is_initialized():
-        backend = dist.get_backend()
+        is_gloo = "gloo" in dist.get_backend()
+        if is_gloo:
+            _wait_for_all_to_leave()
         dist.destroy_process_group()
-        if "gloo" in backend:
+        if is_gloo:
             _wait_until_gloo_is_idle()
+
+
+def _wait_for_all_to_leave() -> None:
+    """Complete the messages under way, and wait for the other ranks, no longer than a collective would.
+
+    Gloo resets its connections when a rank leaves: what another rank has yet to receive would be lost. So the ranks
+    meet in the store, and not in a collective, whose own last messages could be lost.
+    """
+    with suppress(RuntimeError, ValueError):  # another rank has ended, or the one that serves the store
+        complete_all()
+        store, size = default_store(), dist.get_world_size()
+        # The number of this group among those that have used the store, if the caller has made it.
+        number, num_before = divmod(store.add(LEFT_KEY, 1) - 1, size)
+        if num_before == size - 1:
+            store.set(f"{LEFT_KEY}/{number}", "")
+        store.wait([f"{LEFT_KEY}/{number}"], take_default_timeout(dist.group.WORLD))
 
 
 def _wait_until_gloo_is_idle() -> None:

@@ -28,6 +28,7 @@ from gpt.run_folder.files import written_if_possible
 from gpt.settings.analysis import ProfileSettings
 from parallel.comm_log import CommEvent
 from parallel.mesh import Mesh
+from parallel.pairwise import complete_all
 
 COMPUTING = ("forward", "backward", "update")
 WAITING = {
@@ -82,6 +83,7 @@ class Profiler:
             return None
         stop, log = self._now(), self._mesh.log
         log.keeps_events, log.clock, log.on_phase = self._saved
+        complete_all()  # torch would write the ends of later messages over gloo to memory of the trace that is freed
         self._trace.stop()
         num_steps = step - self._settings.steps[0] + 1
         own = self._timers(log.events, stop)

@@ -3,6 +3,7 @@
 import os
 import threading
 from datetime import timedelta
+from unittest import mock
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch.distributed as dist
 
 from parallel.mesh import Mesh
 from parallel.store import shared_store
-from parallel.world import FOREVER, StartOptions, _store_of_this_start, start_world
+from parallel.world import FOREVER, StartOptions, _store_of_this_start, start_world, stop_world
 from tests.ranks import MASTER_ADDRESS, run_ranks
 
 
@@ -86,3 +87,33 @@ def test_collectives_of_every_axis_fail_long_after_the_watchdog_has_named_a_rank
     for hang_seconds, limit in [(700.0, timedelta(seconds=2100)), (2.0, timedelta(seconds=600)), (0.0, FOREVER)]:
         for found in run_ranks(8, time_limits, hang_seconds, init_process_group=False):
             assert found == {"tensor": (limit, 2), "data": (limit, 4), "shard": (limit, 2), "replica": (limit, 2)}
+
+
+def leave_first(numel: int) -> bool:
+    """Leave with a message under way, or receive it; True if this rank has received, or has left after it was."""
+    world = start_world()
+    data, store = Mesh.create(tensor_size=1).data, shared_store()
+    if not world.is_first:
+        store.wait(["the first one leaves"])
+    sent = torch.ones(numel)
+    out = torch.empty(2 * numel)
+    gather = data.all_gather(sent, out=out)
+    if not world.is_first:
+        gather.wait()
+        store.set("received", "")
+        stop_world()
+        return bool(out.eq(1).all())
+    destroy, found = dist.destroy_process_group, []
+
+    def destroy_and_look() -> None:
+        found.append(store.check(["received"]))
+        destroy()
+
+    with mock.patch.object(dist, "destroy_process_group", destroy_and_look):
+        store.set("the first one leaves", "")
+        stop_world()
+    return found == [True]
+
+
+def test_a_rank_that_leaves_waits_until_others_have_received_its_messages():
+    assert run_ranks(2, leave_first, 2**24, init_process_group=False) == [True, True]

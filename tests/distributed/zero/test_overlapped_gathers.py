@@ -1,11 +1,13 @@
 """With `overlap_gather` the gathers of an update run on in the next forward, and each reader waits for its own."""
 
+import gc
 from collections.abc import Callable
 
+import pytest
 import torch
 from torch import Tensor, nn
 
-from parallel.mesh import Mesh
+from parallel.mesh import Axis, Mesh
 from tests.ranks import run_ranks
 from zero.engine import ZeroDataParallel
 from zero.memory.placement import Placement
@@ -114,3 +116,43 @@ def test_each_reader_waits_for_the_gathers_of_its_own_parameters():
                 assert set(waits) == {None, 0}, where
             else:
                 assert waits == expected, where
+
+
+def give_up(_grad: Tensor) -> None:
+    raise RuntimeError("on purpose")
+
+
+def train_and_drop(ranks: Axis | None, stage: int, gives_up: bool) -> list[Tensor]:
+    """Return the parameters after one step. The engine is left with messages under way, and freed by the collector."""
+    torch.manual_seed(1)
+    model = ZeroDataParallel(Model(), ranks, ZeroConfig(stage, bucket_numel=28, overlap_gather=stage < 3))
+    optimizer = ZeroOptimizer(model, torch.optim.AdamW, lr=0.1)
+    model(torch.arange(5)).square().sum().backward()
+    optimizer.step()
+    with model.gathered() as module:
+        params = [param.detach().clone() for param in module.parameters()]
+    x = model(torch.arange(5))
+    if gives_up:
+        model.module.blocks[0][0].weight.register_hook(give_up)
+        with pytest.raises(RuntimeError, match="on purpose"):
+            x.square().sum().backward()
+    else:
+        x.square().sum().backward()
+        optimizer.step()
+    return params
+
+
+def drop_engines(cases: list[tuple[int, bool]]) -> list[list[Tensor]]:
+    data, found = Mesh.create(tensor_size=1).data, []
+    for stage, gives_up in cases:
+        for ranks in (data, None):
+            found.append(train_and_drop(ranks, stage, gives_up))
+            gc.collect()
+    return found
+
+
+def test_an_engine_that_is_dropped_with_messages_under_way_leaves_the_group_to_the_next_one():
+    cases = [(0, True), (1, False), (2, False), (2, True), (3, True), (3, False)]
+    for found in run_ranks(4, drop_engines, cases):
+        for params in found:
+            torch.testing.assert_close(params, found[0], rtol=1e-5, atol=1e-6)  # fp32
