@@ -73,8 +73,8 @@ def time_limits(hang_seconds: float) -> dict[str, tuple[timedelta, float]]:
     """The time limit of the group of each axis, and the sum of an all-reduce along it."""
     start_world(StartOptions(hang_seconds=hang_seconds))
     found = {}
-    mesh = Mesh.create(tensor_size=2, shard_size=2)
-    for axis in (mesh.tensor, mesh.data, *mesh.data.parts):
+    data = Mesh.create(tensor_size=1, shard_size=2).data
+    for axis in (Mesh.create(tensor_size=2).tensor, data, *data.parts):
         one = torch.ones(1)
         axis.all_reduce(one, out=one).wait()
         limit = axis.group._get_backend(torch.device("cpu")).options._timeout if axis.group else None
@@ -85,7 +85,7 @@ def time_limits(hang_seconds: float) -> dict[str, tuple[timedelta, float]]:
 
 def test_collectives_of_every_axis_fail_long_after_the_watchdog_has_named_a_rank():
     for hang_seconds, limit in [(700.0, timedelta(seconds=2100)), (2.0, timedelta(seconds=600)), (0.0, FOREVER)]:
-        for found in run_ranks(8, time_limits, hang_seconds, init_process_group=False):
+        for found in run_ranks(4, time_limits, hang_seconds, init_process_group=False):
             assert found == {"tensor": (limit, 2), "data": (limit, 4), "shard": (limit, 2), "replica": (limit, 2)}
 
 

@@ -76,7 +76,7 @@ LAYOUTS = pairwise(
     num_micro_batches=[1, 2],
     resident_numel=[0, 1000],
 )
-TWO_LEVELS = [(4, 2), (8, 2), (8, 4)]  # ranks, and ranks of a group
+TWO_LEVELS = [(4, 1), (4, 2)]  # ranks, and ranks of a group
 GRADIENTS = [None, ("fp32", "fp32"), ("fp32", "bf16")]
 
 
@@ -86,7 +86,6 @@ def all_trained() -> dict[tuple, list[dict]]:
     cases: dict[int, list[tuple]] = {
         2: [(stage, n, None, 0, PAPER, "group") for stage in STAGES for n in (1, 2)],
         4: [(stage, 1, None, 0, PAPER, "group") for stage in STAGES],
-        8: [],
     }
     cases[2] += [(stage, 2, None, 0, gradients, "group") for stage in STAGES for gradients in GRADIENTS]
     for stage, (data_size, shard_size, over), num_micro_batches, resident_numel in map(dict.values, LAYOUTS):

@@ -222,10 +222,10 @@ def check_cases(cases: list[Case]) -> None:
 
 
 def test_muon_equals_one_process():
-    few = FACTORS | {"ranks": [(2, 1), (3, 1), (1, 2)]}
+    few = FACTORS | {"ranks": [(3, 1), (1, 2)], "bucket_numel": [300, 5000]}
     cases = [case_of(**combination) for combination in pairwise(**few)]
     grouped = Case(2, 4, shard_size=2), Case(3, 4, shard_size=2, overlap_gather=True)
-    over_all = [Case(stage, 4, shard_size=2, optimizer_over="all") for stage in (1, 2, 3)]
+    over_all = [Case(stage, 4, shard_size=2, optimizer_over="all") for stage in (1, 3)]
     mixed = Case(3, 2, 2, 2, 300), Case(1, 2, overlap_gather=True)
     check_cases([*cases, *grouped, *over_all, *mixed, Case(2, 2, offload=AUTO), Case(3, 2, offload=AUTO)])
 
