@@ -7,10 +7,10 @@ when its result may be read by what is queued after the wait for it. On a CPU th
 import inspect
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
-from typing import Protocol, Self
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
@@ -78,15 +78,6 @@ class CommEvent:
     @property
     def is_complete(self) -> bool:
         return self.end_mark is not None and self.end_mark.query()
-
-    def at_times(self, places: Sequence[int]) -> Self:
-        """Return the event by another clock, which shows `places[time]` where its own, a count, shows `time`."""
-
-        def moved(time: float | None) -> int | None:
-            return None if time is None else places[int(time)]
-
-        launched, awaited, completed = places[int(self.launched)], moved(self.awaited), moved(self.completed)
-        return replace(self, launched=launched, awaited=awaited, completed=completed)
 
     @property
     def wire_bytes(self) -> int:

@@ -13,10 +13,10 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 
 from parallel.comm_log import CommEvent, CommLog
-from parallel.errors import ConfigError, check_type
+from parallel.errors import ConfigError
 from parallel.pairwise import Allocate, PairwiseMessages, new_buffer, sum_ranks
 from parallel.streams import active_simulation
 from parallel.torch_internals import flatten_mesh, take_default_timeout
@@ -280,9 +280,6 @@ class Axis:
         return int(numbers.min())
 
 
-AxisLike = Axis | DeviceMesh | dist.ProcessGroup | None  # what `as_axis` takes
-
-
 @dataclass(frozen=True)
 class Mesh:
     """The grid of ranks: rank = data.rank * tensor.size + tensor.rank.
@@ -333,7 +330,7 @@ class Mesh:
             if not own:
                 return Axis.trivial(name, log)
             group = groups.get_group(own[0]) if len(own) == 1 else flatten_mesh(groups[own], name)
-            return replace(_axis_of(group, name, log, allocate), imitated_backend=imitated_backend)
+            return replace(axis_of(group, name, log, allocate), imitated_backend=imitated_backend)
 
         replica, context, tensor = (axis(name, name) for name in ("replica", "context", "tensor"))
         shard = axis("shard", "group", "context")
@@ -376,38 +373,6 @@ class Mesh:
                 dist.barrier(axis.group)
 
 
-def as_axis(ranks: AxisLike, name: str = "data") -> Axis:
-    """Return an axis of torch's ranks, with the time limit of the default group; None: of all, or this process.
-
-    A DeviceMesh of two dims is replicas x shards, as for `fully_shard`. Raises ConfigError if it has other dims, or if
-    this rank is not one of its ranks.
-    """
-    if isinstance(ranks, Axis):
-        return ranks
-    if ranks is None and not dist.is_initialized():
-        if dist.is_torchelastic_launched():
-            raise ConfigError(f"{name}=None before the process group exists; call start_world or init_process_group")
-        return Axis.trivial(name)
-    group, log = dist.group.WORLD if ranks is None else ranks, CommLog()
-    is_absent = ranks == dist.GroupMember.NON_GROUP_MEMBER
-    if is_absent or (isinstance(ranks, DeviceMesh) and ranks.get_coordinate() is None):
-        raise ConfigError(f"{name}: rank {dist.get_rank()} is not one of these ranks; wrap the module on those only")
-    if not isinstance(ranks, DeviceMesh):
-        check_type(f"`{name}`", group, dist.ProcessGroup, "give an Axis, such as `mesh.data`, a DeviceMesh or None")
-        assert isinstance(group, dist.ProcessGroup)
-        return _axis_of(group, name, log)
-    if ranks.ndim == 1:
-        return _axis_of(ranks.get_group(), name, log)
-    names, numbers = ranks.mesh_dim_names, ranks.mesh.flatten().tolist()
-    if ranks.ndim != 2 or not names or numbers != sorted(numbers):
-        raise ConfigError(
-            f"{name}={ranks}: a DeviceMesh must have one dim, or replicas x shards with `mesh_dim_names` and ranks in "
-            "ascending order; choose its dims, as in mesh['replicate', 'shard']"
-        )
-    replica, shard = (_axis_of(ranks.get_group(dim), part, log) for dim, part in enumerate(("replica", "shard")))
-    return replace(_axis_of(flatten_mesh(ranks, "_".join(names)), name, log), parts=(shard, replica))
-
-
 def _backend_of(group: dist.ProcessGroup | None) -> str:
     """Return the name of the backend that communicates between the devices of the job: a group may have several."""
     name = dist.get_backend(group)
@@ -417,7 +382,8 @@ def _backend_of(group: dist.ProcessGroup | None) -> str:
     return names.get("cuda" if torch.cuda.is_available() else "cpu", name)
 
 
-def _axis_of(group: dist.ProcessGroup, name: str, log: CommLog, allocate: Allocate = new_buffer) -> Axis:
+def axis_of(group: dist.ProcessGroup, name: str, log: CommLog, allocate: Allocate = new_buffer) -> Axis:
+    """Return the axis of the ranks of a process group, with the time limit of the default group."""
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     if size == 1:
         return Axis.trivial(name, log)

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from parallel.autograd_internals import python_modules, restore_parameter_tables
 from parallel.errors import check_type
-from parallel.mesh import Axis, AxisLike, as_axis
+from parallel.mesh import Axis
 from parallel.tensor.gradient_sums import set_deferred
+from parallel.torch_ranks import AxisLike, as_axis
 from zero.buckets.bucket import Bucket
 from zero.buckets.flat import FlatContext, FlatParameters, is_absent
 from zero.buckets.gradients import GradientReducer
@@ -35,7 +36,7 @@ from zero.sharded_init import ShardedInit
 from zero.units.access import UnitAccess
 from zero.units.hooks import Hook, hook_readers
 from zero.units.passes import Passes
-from zero.units.residency import FixedResidency, Residency
+from zero.units.residency import Residency
 from zero.units.scheduler import UnitScheduler
 from zero.units.unit import Unit, assign_parameters, find_units, group_alike, named_units
 
@@ -276,7 +277,7 @@ class ZeroDataParallel(nn.Module):
         if prefetch_numel is None:  # the largest unit, so that the next one is always gathered ahead
             prefetch_numel = max(LEAST_PREFETCHED, *(unit.transient_numel for name, unit in units.items() if name), 0)
         if self.offload.config.mode != "auto" and self.offload.config.accelerator_memory_gb is None:
-            return FixedResidency(prefetch_numel)
+            return Residency(prefetch_numel)
         planner = PlacementPlanner(self.offload, prefetch_numel)
         planner.check_units(units.values(), self.reducer.staging.num_bytes + self.reducer.host_staging.num_bytes)
         return planner

@@ -19,8 +19,9 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from parallel.autograd_internals import replace_parameter_table
 from parallel.memory_kinds import TensorKind, tagged
-from parallel.mesh import Axis, AxisLike, as_axis
+from parallel.mesh import Axis
 from parallel.torch_internals import real_tensors
+from parallel.torch_ranks import AxisLike, as_axis
 from zero.buckets.flat import absent
 from zero.memory.placement import NO_OFFLOAD, OffloadConfig, Placement
 from zero.partition.layout import overlap

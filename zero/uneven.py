@@ -6,7 +6,8 @@ from typing import TypeVar
 
 import torch
 
-from parallel.mesh import Axis, AxisLike, as_axis
+from parallel.mesh import Axis
+from parallel.torch_ranks import AxisLike, as_axis
 from zero.memory.streams import SideStream
 
 Batch = TypeVar("Batch")

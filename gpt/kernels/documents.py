@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from parallel.mesh import HALF_TYPES
 from parallel.torch_internals import FakeTensor
 
 MAX_HEAD_DIM, HEAD_DIM_MULTIPLE = 256, 8  # of torch's kernel of variable lengths, which has no dropout
@@ -75,7 +76,7 @@ def suits_kernel(attention: str, head_dim: int, dropout: float, dtype: torch.dty
         and not dropout
         and head_dim <= MAX_HEAD_DIM
         and head_dim % HEAD_DIM_MULTIPLE == 0
-        and dtype in (torch.float16, torch.bfloat16)
+        and dtype in HALF_TYPES
     )
 
 

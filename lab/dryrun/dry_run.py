@@ -22,7 +22,7 @@ from lab.dryrun.compiled_code import with_compiled_code
 from lab.dryrun.unchecked_streams import UncheckedStreams
 from lab.measure.cluster import ClusterSpec
 from lab.observe.fake_tensors import QuickFakeTensorMode
-from lab.observe.kernel_log import Kernel, KernelLog
+from lab.observe.kernel_log import Kernel, KernelLog, events_at_times
 from lab.observe.memory_tracker import MemoryHistory, MemoryTracker
 from lab.observe.operation_observer import observe_operations
 from lab.races.stream_checker import streams_checked
@@ -54,7 +54,7 @@ class Recording:
 
     def with_kernels(self, kernels: list[Kernel], places: list[int]) -> Self:
         """Return the recording with other kernels; `places[n]` of them are before the one that was number n."""
-        events = [event.at_times(places) for event in self.events]
+        events = events_at_times(self.events, places)
         return replace(self, kernels=kernels, events=events, memory=self.memory.at_times(places))
 
 

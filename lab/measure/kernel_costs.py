@@ -9,11 +9,11 @@ from lab.measure.cluster import ClusterSpec
 from lab.measure.curves import curve_name
 from lab.measure.products import attention_flops
 from lab.observe.kernel_log import Kernel
+from parallel.mesh import HALF_TYPES
 
 # Tensor cores are used if all sizes of a half-precision product are multiples of 8 (cuBLAS before version 11). Without
 # them a GPU has a quarter of its half-precision rate (V100: 31 of 125 TFLOPs).
 TENSOR_CORE_MULTIPLE, WITHOUT_TENSOR_CORES = 8, 1 / 4
-HALF_PRECISION = torch.float16, torch.bfloat16
 LIKE_OTHERS = "add"  # the measured kernel that stands for those which are not measured
 MEASURED = (torch.float32,)  # the type that stands for those in which a kernel is not measured
 
@@ -26,7 +26,7 @@ def kernel_seconds(kernel: Kernel, cluster: ClusterSpec) -> float:
     """
     computing = product_seconds(kernel, cluster) + attention_seconds(kernel, cluster)
     seconds = max(moving_seconds(kernel, cluster), computing, cluster.kernel_seconds)
-    factor = cluster.half_step_factor if kernel.dtype in HALF_PRECISION else cluster.full_step_factor
+    factor = cluster.half_step_factor if kernel.dtype in HALF_TYPES else cluster.full_step_factor
     # The cores of a CPU run the program, too: it launches the next kernel when this one has ended.
     return factor * (seconds + (cluster.launch_seconds if cluster.device == "cpu" else 0.0))
 
@@ -54,7 +54,7 @@ def attention_seconds(kernel: Kernel, cluster: ClusterSpec) -> float:
 
     It is 0 too if the cluster file does not say what attention reaches: then its memory traffic alone counts.
     """
-    fraction = cluster.attention_fraction_of(kernel.dtype in HALF_PRECISION)
+    fraction = cluster.attention_fraction_of(kernel.dtype in HALF_TYPES)
     if kernel.attention is None or fraction is None:
         return 0.0
     flops = attention_flops(kernel.attention, cluster.attention_overhead)
@@ -71,7 +71,7 @@ def host_seconds(kernel: Kernel, cluster: ClusterSpec) -> float:
 def _share_of_peak(kernel: Kernel, cluster: ClusterSpec) -> float:
     """Return the share of the half-precision peak that tiles and the type of a matrix product allow."""
     assert kernel.product is not None
-    if kernel.dtype not in HALF_PRECISION:
+    if kernel.dtype not in HALF_TYPES:
         return cluster.full_products.share_of_peak(kernel.product) * cluster.full_precision_share
     useful = cluster.half_products.share_of_peak(kernel.product)
     uses_tensor_cores = all(size % TENSOR_CORE_MULTIPLE == 0 for size in kernel.product[1:])

@@ -15,10 +15,11 @@ from lab.measure.bandwidth import DeviceRate, LinkRate
 from lab.measure.cluster import RESERVED_BYTES, ClusterSpec
 from lab.measure.curves import Curve, mean_curves, type_name
 from lab.measure.device_kernels import DeviceKernels, MeasuredKernel
-from lab.measure.kernel_costs import HALF_PRECISION, kernel_seconds
+from lab.measure.kernel_costs import kernel_seconds
 from lab.measure.products import Product, attention_flops, fit_overhead, peak_rate
 from lab.measure.reference_step import reference_kernels
 from parallel.host_memory import physical_bytes
+from parallel.mesh import HALF_TYPES
 from parallel.world import World
 
 INSIDE, ACROSS = "tensor", "data"  # axes of a mesh whose tensor groups are whole nodes
@@ -138,7 +139,7 @@ def _step_factor(
     seconds = fmean(kernels.step_seconds[type_name(dtype)] for kernels in measured)
     alone = others = 0.0
     for kernel in reference_kernels(device, dtype):
-        if (kernel.dtype in HALF_PRECISION) == (dtype in HALF_PRECISION):
+        if (kernel.dtype in HALF_TYPES) == (dtype in HALF_TYPES):
             alone += kernel_seconds(kernel, spec)
         else:
             others += kernel_seconds(kernel, spec)

@@ -1,7 +1,7 @@
 """A log of the kernels that a rank runs: the floating-point operations of each, and the bytes that it moves."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lab.observe.fake_tensors import instances_in
 from lab.observe.operation_observer import observe_operations
+from parallel.comm_log import CommEvent
 from parallel.torch_internals import OpOverload, runs_a_kernel, schema_of
 
 # The position of the first factor among the arguments of a matrix product, in all overloads; the second one follows it.
@@ -104,6 +105,16 @@ class KernelLog:
             is_on_host=all(on_host),
             attention=attention_of(name, args),
         )
+
+
+def events_at_times(events: Iterable[CommEvent], places: Sequence[int]) -> list[CommEvent]:
+    """Return events, whose times are counts of kernels, by another clock: `places[n]` where theirs shows n."""
+    moved = []
+    for event in events:
+        own = {name: getattr(event, name) for name in ("launched", "awaited", "completed")}
+        times: dict[str, Any] = {name: places[int(time)] for name, time in own.items() if time is not None}
+        moved.append(replace(event, **times))
+    return moved
 
 
 def _without_outputs(function: OpOverload, kwargs: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -210,10 +210,10 @@ class FlatParameters:
         """Broadcast the values of `param` on the first rank of `data`, and update the shards; it must be unsharded."""
         self.take_replaced()
         data.broadcast(self._views[param]).wait()
+        of_param = next(span.elements for span, owner in self._param_of.items() if owner is param)
         for bucket in self.buckets:
-            for owner, elements in self.params_in(bucket.group_shard):
-                if owner is param:
-                    self._take_over(bucket, elements)
+            if elements := overlap(of_param, bucket.group_shard):
+                self._take_over(bucket, elements)
 
     def _take_over(self, bucket: Bucket, elements: range) -> None:
         """Copy `elements` of the full buffer to the shard; a master weight that rounds to its value stays."""

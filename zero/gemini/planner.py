@@ -22,8 +22,7 @@ from zero.buckets.bucket import Bucket, ParamShard
 from zero.gemini.chunks import Cycle
 from zero.gemini.recorder import GIGA, UPDATE, MemoryRecorder, Moment
 from zero.memory.placement import Offload, Placement
-from zero.order.execution_order import ExecutionOrder
-from zero.units.residency import NUM_KEPT, Pass, UnitOrders
+from zero.units.residency import NUM_KEPT, Pass, Residency, UnitOrders
 from zero.units.unit import Unit
 
 logger = logging.getLogger(__name__)
@@ -50,7 +49,7 @@ class UnitChoice(NamedTuple):
     """Of the memory that both need."""
 
 
-class PlacementPlanner:
+class PlacementPlanner(Residency):
     """Decides what a rank keeps on its accelerator: units that are prefetched or kept, shards, optimizer states.
 
     With `auto` nothing is prefetched or kept until the recorded steps have shown how much room there is, and then a
@@ -58,16 +57,14 @@ class PlacementPlanner:
     """
 
     def __init__(self, offload: Offload, prefetch_numel: int):
-        self.orders: UnitOrders = {"forward": ExecutionOrder(), "backward": ExecutionOrder()}
-        self._configured_prefetch_numel = prefetch_numel
         self._is_auto = offload.config.mode == "auto"
+        super().__init__(0 if self._is_auto else prefetch_numel, may_keep=not self._is_auto)
+        self._configured_prefetch_numel = prefetch_numel
         self._recorder = MemoryRecorder(offload.device, _budget_bytes(offload))
         self._planned_units: dict[Moment, Unit] = {}
         self._plan: dict[Moment, CachedShards] = {}
         self._cached: set[ParamShard] = set()
         self._deviates = False  # from the order that was planned for, in this step
-        self.prefetch_numel = 0 if self._is_auto else prefetch_numel
-        self.may_keep = not self._is_auto
 
     @property
     def earlier_peaks(self) -> tuple[int, int]:

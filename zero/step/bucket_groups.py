@@ -29,7 +29,7 @@ class BucketGroups:
 
     def on(self, placement: Placement) -> list[Bucket]:
         """Return the buckets that are updated in one of the memories."""
-        return [bucket for bucket in self.buckets if bucket.optimizer_placement is placement]
+        return [bucket for group in self._groups[placement] for bucket in group]
 
     def let_host_use(self) -> None:
         """Block the host until all copies have ended, if some buckets are updated in its memory."""
@@ -41,7 +41,8 @@ class BucketGroups:
         self._groups: dict[Placement, list[list[Bucket]]] = {}
         self.cast_buffers: dict[Placement, Tensor] = {}
         for placement in Placement:
-            groups = self._groups[placement] = self._consecutive(self.on(placement))
+            placed = [bucket for bucket in self.buckets if bucket.optimizer_placement is placement]
+            groups = self._groups[placement] = self._consecutive(placed)
             if cast := [group for group in groups if group[0].casts_gradient]:
                 largest = max(cast, key=_owned_numel)
                 self.cast_buffers[placement] = self._offload.new(

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from lab.measure.cluster import ClusterSpec
-from lab.observe.kernel_log import Kernel
+from lab.observe.kernel_log import Kernel, events_at_times
 from parallel.comm_log import CommEvent
 
 # Element-wise operations, and those along a row, which compilers and fused libraries merge with their neighbours.
@@ -79,4 +79,4 @@ def merged(kernels: Sequence[Kernel], events: Sequence[CommEvent]) -> tuple[list
             found[-1] = kernel
         in_run = kernel.name in MERGED
     places.append(len(found))
-    return found, [event.at_times(places) for event in events]
+    return found, events_at_times(events, places)

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from parallel.errors import ConfigError
-from parallel.mesh import as_axis
+from parallel.torch_ranks import as_axis
 from tests.distributed.zero.scenarios.runs import Blocks
 from tests.ranks import run_ranks
 from tests.twins import ALL_STAGES, params_of
