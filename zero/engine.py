@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,6 @@ from parallel.autograd_internals import python_modules, restore_parameter_tables
 from parallel.errors import check_type
 from parallel.mesh import Axis
 from parallel.tensor.gradient_sums import set_deferred
-from parallel.torch_ranks import AxisLike, as_axis
 from zero.buckets.bucket import Bucket
 from zero.buckets.flat import FlatContext, FlatParameters, is_absent
 from zero.buckets.gradients import GradientReducer
@@ -32,7 +31,7 @@ from zero.memory.streams import SideStream
 from zero.order.agreement import LaunchOrder
 from zero.partition.config import ZeroConfig
 from zero.partition.stage import Levels, Lifetime
-from zero.sharded_init import ShardedInit
+from zero.torch_ranks import AxisLike, as_axis
 from zero.units.access import UnitAccess
 from zero.units.hooks import Hook, hook_readers
 from zero.units.passes import Passes
@@ -43,6 +42,13 @@ from zero.units.unit import Unit, assign_parameters, find_units, group_alike, na
 logger = logging.getLogger(__name__)
 
 LEAST_PREFETCHED = 2**20  # elements, of any number of small units: a message of fewer takes the latency of the network
+
+
+class InitialValues(Protocol):
+    """The source of the parameters' initial values: the `ShardedInit` inside which the module was built."""
+
+    def pop_full(self, param: nn.Parameter) -> Tensor:
+        """Return the values of a parameter, and keep no reference to them."""
 
 
 class ZeroDataParallel(nn.Module):
@@ -62,7 +68,7 @@ class ZeroDataParallel(nn.Module):
         module: nn.Module,
         data: AxisLike = None,
         config: ZeroConfig | None = None,
-        init: ShardedInit | None = None,
+        init: InitialValues | None = None,
         device: torch.device | None = None,
         offload: OffloadConfig = NO_OFFLOAD,
     ):
@@ -293,7 +299,7 @@ class ZeroDataParallel(nn.Module):
         return self
 
 
-def _initial_values(data: Axis, init: ShardedInit | None, param: nn.Parameter) -> Tensor:
+def _initial_values(data: Axis, init: InitialValues | None, param: nn.Parameter) -> Tensor:
     """Return the first rank's values of a parameter that is wrapped."""
     values = init.pop_full(param) if init else param.data
     if is_absent(values):

@@ -21,11 +21,11 @@ from parallel.autograd_internals import replace_parameter_table
 from parallel.memory_kinds import TensorKind, tagged
 from parallel.mesh import Axis
 from parallel.torch_internals import real_tensors
-from parallel.torch_ranks import AxisLike, as_axis
 from zero.buckets.flat import absent
 from zero.memory.placement import NO_OFFLOAD, OffloadConfig, Placement
 from zero.partition.layout import overlap
 from zero.partition.stage import Lifetime, ShardingPolicy
+from zero.torch_ranks import AxisLike, as_axis
 
 UNSHARDED_NUMEL = 2**26
 NUM_RECENT_MODULES = 4  # the last modules used, whose parameters stay unsharded: an expression may read several modules

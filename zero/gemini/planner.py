@@ -130,7 +130,6 @@ class PlacementPlanner(Residency):
         """End a step; after the last one that is recorded, make the plan.
 
         Raises ConfigError if a recorded step has needed more than the budget.
-        `bytes_to_place` and `place` say what a bucket's optimizer states take on the accelerator, and move them.
         """
         self._deviates = False
         if not self._recorder.is_recording:

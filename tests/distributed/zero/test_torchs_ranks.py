@@ -12,11 +12,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from parallel.errors import ConfigError
-from parallel.torch_ranks import as_axis
 from tests.distributed.zero.scenarios.runs import Blocks
 from tests.ranks import run_ranks
 from tests.twins import ALL_STAGES, params_of
 from zero import ShardedInit, ZeroConfig, ZeroDataParallel, ZeroOptimizer, join, load, save
+from zero.torch_ranks import as_axis
 
 RANKS = {"some ranks": [1, 3], "a mesh of some ranks": [0, 2, 3]}
 NUM_STEPS, SETTINGS = 3, {"lr": 0.1, "momentum": 0.9}
