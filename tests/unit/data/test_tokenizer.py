@@ -100,9 +100,7 @@ def test_a_tokenizer_that_is_not_the_one_that_was_written_is_noticed(tmp_path):
     Sidecar(**FACTS, checksums=checksums).save(tmp_path / "corpus")
     assert load_tokenizer(tmp_path / "corpus").vocab_size == 270
     train_tokenizer(TEXTS[:1], 270).save(tokenizer_path(tmp_path / "corpus"))
-    with pytest.raises(
-        DataError, match=r"corpus.tokenizer.json is damaged or belongs to another corpus: its CRC-32 is"
-    ):
+    with pytest.raises(DataError, match=r"corpus.tokenizer.json .*: its CRC-32 is"):
         load_tokenizer(tmp_path / "corpus")
 
 

@@ -51,12 +51,10 @@ def set_data(pair: Pair, a: Tensor, b: Tensor) -> None:
 
 
 FUSED = torch.randn(4, 8)
+FROZEN = nn.Parameter(Wrapper(torch.ones(2)), requires_grad=False)
 REFUSED: dict[str, tuple[Callable[[Pair], object], str]] = {
     "wrapper": (lambda pair: setattr(pair, "a", nn.Parameter(Wrapper(torch.ones(2)))), "^a is a Wrapper"),
-    "frozen wrapper": (
-        lambda pair: setattr(pair, "a", nn.Parameter(Wrapper(torch.ones(2)), requires_grad=False)),
-        "^a is a Wrapper",
-    ),
+    "frozen wrapper": (lambda pair: setattr(pair, "a", FROZEN), "^a is a Wrapper"),
     "one storage": (lambda pair: setattr(pair.b, "data", pair.a.data), "^a and b are views of the same memory"),
     "transposed": (lambda pair: setattr(pair, "b", nn.Parameter(pair.a.t())), "^a and b are"),
     "one of them frozen": (lambda pair: setattr(pair, "b", nn.Parameter(pair.a.t(), requires_grad=False)), "^a and b"),
@@ -64,10 +62,7 @@ REFUSED: dict[str, tuple[Callable[[Pair], object], str]] = {
     "overlapping rows": (lambda pair: set_data(pair, FUSED.view(8, 4)[:4], FUSED.view(8, 4)[3:7]), "^a and b are"),
     "overlapping columns": (lambda pair: set_data(pair, FUSED[:, :4], FUSED[:, 3:7]), "^a and b are"),
     "a buffer": (lambda pair: pair.register_buffer("row", pair.b.data[1]), "^b and row are"),
-    "a buffer before it": (
-        lambda pair: pair.register_buffer("all", pair.b.data.flatten()),
-        "^(all and b|b and all) are",
-    ),
+    "a buffer before it": (lambda pair: pair.register_buffer("all", pair.b.data.flatten()), "^(all and b|b and all) "),
 }
 ACCEPTED: dict[str, Callable[[Pair], object]] = {
     "one parameter": lambda pair: setattr(pair, "b", pair.a),

@@ -82,34 +82,19 @@ def test_a_batch_without_ramp_up_is_always_full():
     assert list(islice(batch_plan(BatchConfig(1, 4), 12), 2)) == [(12, 4), (16, 4)]
 
 
+WSD, RAMPED = ScheduleConfig(0, 15, "wsd", wsd_decay_steps=8), BatchConfig(2, 16, RampUpConfig(6, 2, 10))
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (
-            lambda: learning_rate(ScheduleConfig(min_lr=1e-3), 1e-4, 0, num_steps=20),
-            "schedule.min_lr=0.001 is above optimizer.lr=0.0001",
-        ),
-        (lambda: ScheduleConfig(decay="wsd"), "schedule.wsd_decay_steps=null, and decay=wsd needs it"),
-        (
-            lambda: learning_rate(ScheduleConfig(warmup_steps=30), 1, 0, num_steps=20),
-            "schedule.warmup_steps=30 is above the 20 steps that the cosine decay leaves",
-        ),
-        (
-            lambda: learning_rate(ScheduleConfig(0, 15, "wsd", wsd_decay_steps=8), 1, 0, num_steps=20),
-            "schedule.warmup_steps=15 is above the 12 steps that the wsd decay leaves",
-        ),
-        (
-            lambda: BatchConfig(1, 30, RampUpConfig(8, 8, 10)),
-            "train.global_batch_size=30 is not train.ramp_up.start=8 plus a multiple of train.ramp_up.increment=8",
-        ),
-        (
-            lambda: check_batch_sizes(BatchConfig(4, 30), data_size=2),
-            "train.global_batch_size=30 is not divisible by train.micro_batch_size=4 x 2 .* = 8; choose 32",
-        ),
-        (
-            lambda: check_batch_sizes(BatchConfig(2, 16, RampUpConfig(6, 2, 10)), data_size=4),
-            "train.ramp_up.start=6 is not divisible by .* = 8; choose 8",
-        ),
+        (lambda: learning_rate(ScheduleConfig(min_lr=1e-3), 1e-4, 0, 20), "min_lr=0.001 .* optimizer.lr=0.0001"),
+        (lambda: ScheduleConfig(decay="wsd"), "schedule.wsd_decay_steps=null, .*decay=wsd"),
+        (lambda: learning_rate(ScheduleConfig(warmup_steps=30), 1, 0, 20), "warmup_steps=30 is above the 20 steps"),
+        (lambda: learning_rate(WSD, 1, 0, 20), "schedule.warmup_steps=15 is above the 12 steps"),
+        (lambda: BatchConfig(1, 30, RampUpConfig(8, 8, 10)), "batch_size=30 .*ramp_up.start=8 .*.increment=8"),
+        (lambda: check_batch_sizes(BatchConfig(4, 30), 2), "batch_size=30 .*micro_batch_size=4 x 2 .* = 8; choose 32"),
+        (lambda: check_batch_sizes(RAMPED, 4), "train.ramp_up.start=6 is not divisible by .* = 8; choose 8"),
     ],
 )
 def test_impossible_schedules_are_refused(make, message):

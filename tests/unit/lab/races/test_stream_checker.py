@@ -243,7 +243,7 @@ RUNS: dict[str, tuple[Callable[[Tensor, Tensor, Tensor, Tensor], object], list[s
     "written on the device": (lambda d, s, h, t: d.mul_(h), ["mul_ by the computation", "synchronize by the host"]),
     "read and written on the device": (
         lambda d, s, h, t: d.addcmul_(h, d),
-        ["addcmul_ by the computation", "synchronize by the host"],
+        ["addcmul_ by the computation", FETCHES[1]],
     ),
     "written on the host": (lambda d, s, h, t: h.mul_(d), [*FETCHES, "mul_ by the host"]),
     "copied": (lambda d, s, h, t: h.copy_(d), ["copy_ by the computation", "synchronize by the host"]),
