@@ -139,18 +139,9 @@ def build_model(settings: Settings, device: torch.device) -> nn.Module:
     else:
         import transformers  # takes long
 
-        config = transformers.GPT2Config(
-            n_layer=settings.layers,
-            n_embd=settings.hidden,
-            n_head=heads,
-            vocab_size=settings.vocab,
-            n_positions=settings.seq,
-            resid_pdrop=0.0,
-            embd_pdrop=0.0,
-            bos_token_id=None,
-            eos_token_id=None,
-            attn_pdrop=0.0,
-        )
+        sizes = {"n_layer": settings.layers, "n_embd": settings.hidden, "n_head": heads, "vocab_size": settings.vocab}
+        without = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0) | {"bos_token_id": None}
+        config = transformers.GPT2Config(n_positions=settings.seq, eos_token_id=None, **sizes, **without)
         model = LossOfLogits(transformers.GPT2LMHeadModel(config))
     return model.to(device, DTYPES[settings.precision])
 

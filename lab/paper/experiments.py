@@ -17,23 +17,9 @@ from gpt.settings.settings import Settings
 ROOT = Path(__file__).resolve().parents[2]
 PAPER, CONFIGS = ROOT / "docs/paper", ROOT / "configs/paper"
 CLUSTER_FILE = ROOT / "configs/clusters/dgx-2.yaml"
-FIGURES = {
-    "figure2": "fig2_throughput.csv",
-    "figure3": "fig3_scaling.csv",
-    "figure4": "fig4_no_mp.csv",
-    "figure6": "fig6_max_model.csv",
-    "figure7": "fig7_max_cached_gb.csv",
-    "figure8": "fig8_throughput.csv",
-}
-# Table 3 of the paper: (stage of ZeRO-DP, activation store of ZeRO-R). All have constant-size buffers (C_B) and
-# defragmentation (M_D).
-ZERO_CONFIGS = {
-    "C1": (1, "keep"),
-    "C2": (1, "partition"),
-    "C3": (2, "keep"),
-    "C4": (2, "partition"),
-    "C5": (2, "partition_host"),
-}
+FOUND = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+FIGURES: dict[str, str] = FOUND["figures"]
+ZERO_CONFIGS: dict[str, tuple[int, str]] = {name: tuple(found) for name, found in FOUND["zero_configs"].items()}
 GPUS_PER_NODE = 16
 LAYERS_PER_CHECKPOINT = 2  # not printed in the paper, but explains the 33 GB of section 6.1
 GRADIENT_TYPES = {"accumulate_dtype": "fp16", "reduce_dtype": "fp16"}  # 16, 4 + 12/N and 2 + 14/N bytes a parameter

@@ -34,21 +34,11 @@ from lab.published import predictions
 from lab.published.predict import NUM_JOBS
 from lab.published.predictions import cluster_of
 from lab.published.rows import ROOT, Row, read_rows, settings_of, settings_tree
+from lab.published.sources import FOUND
 from parallel.errors import ConfigError, exit_on_config_error
 
 PAGE = ROOT / "docs/published/planner.md"
-# Chosen among the rows without doubt, so that each source, type of GPU and stage is there, and a tensor group, with 4
-# to 512 GPUs and 0.1B to 175B parameters: no two have as many GPUs and the same model.
-ROWS = (
-    "llm.c-12x768-n8-s1024-b64",
-    "MosaicML_H100-24x2048-n512-s2048-b12",
-    "Megatron_v1.1_A100-36x3072-n4-s1024-b16",
-    "DeepSpeed_V100-50x4096-n32-s1024-b1",
-    "MosaicML_A100-80-40x5120-n8-s2048-b2",
-    "MosaicML_H100-48x7168-n16-s2048-b10",
-    "MosaicML_A100-40-48x7168-n128-s2048-b6",
-    "PyTorch_FSDP-96x12288-n256-s2048-b2",
-)
+ROWS: list[str] = FOUND["compared"]
 TOKENS_A_PARAMETER = 20
 OF_THE_PROGRAM = "bucket_numel", "overlap", "overlap_gather"  # settings of ZeRO that imitate the measured program
 

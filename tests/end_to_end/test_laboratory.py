@@ -4,9 +4,11 @@ import json
 import os
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
+import pretrain_gpt
 from gpt.run_folder.files import read_steps
 from lab.dryrun.__main__ import main
 from lab.faults.runs import prepare_corpus
@@ -32,6 +34,17 @@ def test_an_error_of_a_dry_run_is_one_line(monkeypatch: pytest.MonkeyPatch, caps
     assert "train.global_batch_size=6" in line
 
 
+def test_a_run_with_checked_streams_is_one_of_the_laboratory(monkeypatch: pytest.MonkeyPatch):
+    arguments = options(Path("unread"), Path("run"), profile__check_streams=True)
+    replaced = mock.Mock(side_effect=SystemExit)
+    monkeypatch.setattr(pretrain_gpt, "replace_process", replaced)
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *arguments])
+    with pytest.raises(SystemExit):
+        pretrain_gpt.main()
+    replaced.assert_called_once_with("lab.races", arguments)
+
+
+@pytest.mark.full
 def test_a_run_with_checked_streams_trains_and_says_so(tmp_path: Path):
     arguments = options(prepare_corpus(tmp_path), tmp_path / "run", train__steps=2, profile__check_streams=True)
     ended = run_python(PROGRAM, *arguments)
