@@ -14,14 +14,14 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
+from data.chosen_tokenizers import character_tokenizer, named_tokenizer, train_tokenizer
 from data.encode import Encoded, Encoder, encode_in_order
 from data.errors import DataError
 from data.indexed import bin_path, idx_path
 from data.sidecar import INDEX, TOKENIZER, TOKENS, Sidecar, file_checksum
 from data.sources import Source
 from data.staging import IndexedWriter, reserved, staging_folder, token_dtype
-from data.tokenizer import Tokenizer, named_tokenizer, tokenizer_path
-from data.trained_tokenizers import character_tokenizer, train_tokenizer
+from data.tokenizer import Tokenizer, tokenizer_path
 
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130

@@ -1,4 +1,4 @@
-"""Tokenizers: loaded by name or path, or read from a corpus's files. All wrap a `tokenizers.Tokenizer`."""
+"""Tokenizers, which wrap a `tokenizers.Tokenizer`, and the one of a prepared corpus."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -9,8 +9,6 @@ import tokenizers
 from data.errors import DataError
 from data.sidecar import TOKENIZER, Sidecar
 
-TRAINED_EOD = "<|endoftext|>"
-KNOWN_EOD_TOKENS = (TRAINED_EOD, "<|end_of_text|>", "</s>", "<eos>", "<｜end▁of▁sentence｜>")
 MAX_ID = 2**31 - 1  # of a token, which is stored as i32
 
 
@@ -57,7 +55,7 @@ class Tokenizer:
 
     @classmethod
     def from_file(cls, path: str | Path, eod: int) -> Self:
-        return cls(_read(Path(path)), eod)
+        return cls(read_backend(Path(path)), eod)
 
 
 def tokenizer_path(prefix: str | Path) -> Path:
@@ -71,37 +69,9 @@ def load_tokenizer(prefix: str | Path) -> Tokenizer:
     return Tokenizer.from_file(tokenizer_path(prefix), sidecar.eod)
 
 
-def named_tokenizer(name: str, eod_token: str | None = None) -> Tokenizer:
-    """Load a tokenizer from a tokenizer.json file, a directory, or the hub.
-
-    `eod_token` ends documents; without it, the first of KNOWN_EOD_TOKENS that the tokenizer has. Raises DataError if
-    the tokenizer has none of them.
-    """
-    path = Path(name)
-    if (path / "tokenizer.json").is_file():
-        path = path / "tokenizer.json"
-    backend = _read(path) if path.is_file() else _from_transformers(name)
-    candidates = [eod_token] if eod_token else KNOWN_EOD_TOKENS
-    for token in candidates:
-        if (eod := backend.token_to_id(token)) is not None:
-            return Tokenizer(backend, eod)
-    raise DataError(f"tokenizer {name} has none of the tokens {', '.join(candidates)}; name its own with --eod_token")
-
-
-def _read(path: Path) -> tokenizers.Tokenizer:
+def read_backend(path: Path) -> tokenizers.Tokenizer:
+    """Return what the library reads from a tokenizer.json file. Raises DataError if it cannot."""
     try:
         return tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises bare Exception
         raise DataError(f"cannot read the tokenizer {path}: {error}; give another") from None
-
-
-def _from_transformers(name: str) -> tokenizers.Tokenizer:
-    try:
-        from transformers import AutoTokenizer
-
-        return AutoTokenizer.from_pretrained(name, trust_remote_code=False).backend_tokenizer
-    except Exception as error:  # network, files, library or fast tokenizer missing: the remedy is the same
-        reason = str(error).strip().partition("\n")[0]
-        raise DataError(
-            f"cannot load the tokenizer {name} ({reason}); give a tokenizer.json file, a directory or a hub name"
-        ) from None

@@ -27,9 +27,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from data.blend import parse_path
+from data.chosen_tokenizers import named_tokenizer
 from data.errors import DataError
 from data.sources import Source, text_of
-from data.tokenizer import Tokenizer, load_tokenizer, named_tokenizer
+from data.tokenizer import Tokenizer, load_tokenizer
 from gpt.builder.host_memory import check_host_memory
 from gpt.builder.train_state import TrainState, build, build_mesh, start_options
 from gpt.checkpoint.checkpoint import load

@@ -20,12 +20,13 @@ from pyarrow import parquet
 from data.batches import BatchLoader
 from data.blend import open_samples
 from data.check import check_corpus
+from data.chosen_tokenizers import named_tokenizer
 from data.errors import DataError
 from data.prepare import main
 from data.sidecar import Sidecar
 from data.sources import Source, text_of
 from data.staging import IndexedWriter
-from data.tokenizer import load_tokenizer, named_tokenizer
+from data.tokenizer import load_tokenizer
 from tests.fuzz import fuzzed, result_unless_refused, run_examples
 
 TEXTS = [f"document {i} says {'again ' * (i % 7)}Ψ{i * i}\n" for i in range(40)]

@@ -20,6 +20,7 @@ from filelock import FileLock
 from pyarrow import parquet
 from rich.progress import Progress
 
+from data.chosen_tokenizers import train_tokenizer
 from data.encode import Encoded, encode_in_order
 from data.errors import DataError
 from data.indexed import IndexedDataset
@@ -28,7 +29,6 @@ from data.sidecar import Sidecar
 from data.sources import Document, Source, text_of
 from data.staging import reserved
 from data.tokenizer import load_tokenizer
-from data.trained_tokenizers import train_tokenizer
 from tests.programs import files_of_at_most
 
 TEXTS = [f"document {i} says {'again ' * (i % 7)}Ψ{i * i}\n" for i in range(40)]

@@ -6,10 +6,10 @@ import pytest
 from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers, processors
 
+from data.chosen_tokenizers import character_tokenizer, named_tokenizer, train_tokenizer
 from data.errors import DataError
 from data.sidecar import Sidecar, file_checksum
-from data.tokenizer import Tokenizer, load_tokenizer, named_tokenizer, tokenizer_path
-from data.trained_tokenizers import character_tokenizer, train_tokenizer
+from data.tokenizer import Tokenizer, load_tokenizer, tokenizer_path
 
 TEXTS = ["the cat sat on the mat\n", "the dog sat on the log\n"] * 20
 
@@ -54,7 +54,7 @@ def test_a_vocabulary_that_cannot_hold_the_bytes_is_reported():
 
 
 def test_the_largest_vocabulary_is_trained_without_a_word_on_the_terminal(monkeypatch, capfd):
-    monkeypatch.setattr("data.trained_tokenizers.MAX_TRAINED_VOCAB_SIZE", 260)
+    monkeypatch.setattr("data.chosen_tokenizers.MAX_TRAINED_VOCAB_SIZE", 260)
     assert train_tokenizer(TEXTS, 260).vocab_size == 260
     assert tuple(capfd.readouterr()) == ("", "")
     with pytest.raises(DataError, match="--train_vocab_size=261 is above 260"):

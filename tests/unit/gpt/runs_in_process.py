@@ -5,10 +5,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from data.chosen_tokenizers import character_tokenizer
 from data.sidecar import Sidecar
 from data.staging import IndexedWriter
 from data.tokenizer import tokenizer_path
-from data.trained_tokenizers import character_tokenizer
 from gpt.builder.train_state import build, build_mesh
 from gpt.corpus import Corpus
 from gpt.monitor.console import RunConsole

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from data.trained_tokenizers import character_tokenizer
+from data.chosen_tokenizers import character_tokenizer
 from gpt.generate import evaluation, generate, sample_texts
 from parallel.errors import ConfigError
 from tests.unit.gpt.model.models import small_config, small_gpt

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from data.trained_tokenizers import character_tokenizer
+from data.chosen_tokenizers import character_tokenizer
 from gpt.checkpoint.export import export_checkpoint, main
 from parallel.errors import ConfigError
 from tests.unit.gpt.checkpoint.runs import change_layout

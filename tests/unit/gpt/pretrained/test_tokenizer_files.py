@@ -12,9 +12,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from data.chosen_tokenizers import character_tokenizer, train_tokenizer
 from data.sidecar import Sidecar
 from data.tokenizer import Tokenizer, tokenizer_path
-from data.trained_tokenizers import character_tokenizer, train_tokenizer
 from gpt.pretrained.tokenizer_files import tokenizer_of_data
 from gpt.pretrained.weights import write_weights
 from gpt.shape.config import ModelConfig, parameter_shapes
