@@ -14,7 +14,9 @@ from parallel.mesh import Mesh
 from parallel.tensor.blocks import run_in_order
 from tests.deferred import run_late
 from tests.distributed.gpt import test_checkpoint_layouts as layouts
+from tests.distributed.gpt import test_tensor_parallel as gpts
 from tests.distributed.gpt import test_weights_out as weights_out
+from tests.distributed.parallel import test_context_parallel as context
 from tests.distributed.parallel import test_linear_cross_entropy as loss
 from tests.distributed.parallel import test_tensor_layers as layers
 from tests.distributed.zero import test_gathered as gathered
@@ -22,9 +24,10 @@ from tests.distributed.zero import test_several_optimizers as several
 from tests.distributed.zero import test_sharded_init as sharded_init
 from tests.distributed.zero import test_uneven as uneven
 from tests.distributed.zero import test_zero_equals_one_process as plain
+from tests.distributed.zero.optimizers import test_muon as muon
 from tests.distributed.zero.scenarios import test_ranks
 from tests.distributed.zero.scenarios.runs import TOLERANCE, Configuration, check, procedure_of
-from tests.ranks import run_ranks
+from tests.ranks import call_with, run_ranks
 from tests.twins import assert_same_bits
 from zero.activations.checkpointed_blocks import ActivationsConfig, checkpointed_blocks
 from zero.memory.placement import OffloadConfig
@@ -122,3 +125,20 @@ def test_a_run_that_is_resumed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
         layouts.run_ranks(2, layouts.train_and_save, case, folder, 2)
         found = layouts.run_ranks(2, layouts.load_and_train, case, folder / "step-00000002", 3)[0]
         assert found == pytest.approx(expected, abs=1e-10, rel=0)
+
+
+def test_messages_of_matrices():
+    on_host = OffloadConfig("host", states=("optimizer",))
+    cases = [
+        muon.Case(3, 2, offload=muon.HOST),
+        muon.Case(1, 2, offload=on_host, num_micro_batches=3),
+        muon.Case(2, 1, 2),
+    ]
+    for found in run_late(2, call_with, muon.train, [[case] for case in cases]):
+        muon.assert_equals_whole(found)
+
+
+def test_exchanges_of_heads_and_gathers_of_logits_over_the_context(repeat):
+    case = context.Case(1, 2, False, ZeroConfig(2, bucket_numel=2000), "keep")
+    gpts.assert_equals_whole(run_late(2, context.train_case, case), gpts.train_whole(context.CONFIG, 1), tensor_size=1)
+    repeat(context.test_every_context_rank_gets_the_logits_of_whole_sequences)

@@ -44,11 +44,6 @@ def test_a_registered_method_calls_forward_and_other_methods(run: Run) -> None:
 
 
 @scenario()
-def test_a_method_that_only_calls_modules_needs_no_registration(run: Run) -> None:
-    run.train_module(Methods(), lambda model, x: model.module.encode(x).square().mean(), steps=range(3))
-
-
-@scenario()
 def test_a_registered_method_of_a_block_runs_as_forward_does(run: Run) -> None:
     model = run.wrap(Blocks())
     for block in model.module.blocks:
@@ -75,15 +70,6 @@ def test_a_submodule_is_called_directly(run: Run) -> None:
 @scenario()
 def test_the_module_is_called_without_its_wrapper(run: Run) -> None:
     run.train_module(Blocks(), lambda model, x: mean_square(model.module, x), steps=range(3))
-
-
-@scenario()
-def test_forward_and_a_submodule_are_called_in_one_step(run: Run) -> None:
-    def loss(model: Model, x: Tensor) -> Tensor:
-        features = model.module.blocks[0](x)
-        return mean_square(model, features) + model.module.embed(features).square().mean()
-
-    run.train_module(Blocks(), loss, steps=range(3))
 
 
 class Generates(Blocks):
@@ -316,14 +302,3 @@ def test_a_step_after_a_backward_that_raised_is_as_usual(run: Run) -> None:
         if step % 2:
             model.zero_grad()
         run.train(model, optimizer, steps=[step])
-
-
-@scenario()
-def test_a_hook_waits_for_the_gradients_of_all_parameters(run: Run) -> None:
-    model, optimizer = run.start(Blocks())
-    numbers: list[int] = []
-    params = list(model.module.parameters())
-    with model.gathered():
-        torch.autograd.graph.register_multi_grad_hook(params, lambda grads: numbers.append(len(grads)))
-    run.train(model, optimizer)
-    assert numbers == 2 * [len(params)]

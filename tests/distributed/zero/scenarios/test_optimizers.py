@@ -49,18 +49,6 @@ def test_two_optimizers_step_after_losses_of_their_own(run: Run) -> None:
             optimizer.step()
 
 
-@scenario()
-def test_an_optimizer_per_layer_steps_its_layer(run: Run) -> None:
-    model = run.wrap(Blocks())
-    layers = [model.module.embed, *model.module.blocks, model.module.head]
-    optimizers = [run.optimizer(model, groups=[{"params": list(layer.parameters())}]) for layer in layers]
-    for step in range(3):
-        model.zero_grad()
-        run.record(mean_square(model, run.batch(step))).backward()
-        for optimizer in optimizers:
-            optimizer.step()
-
-
 def real_loss(logits: Tensor) -> Tensor:
     return nn.functional.softplus(-logits).mean()
 
@@ -87,25 +75,6 @@ def test_a_generator_and_a_discriminator_are_two_models(run: Run) -> None:
         run.record(real_loss(discriminator(fake))).backward()  # reaches the discriminator's parameters too
         optimize_generator.step()
     optimize_discriminator.zero_grad()
-
-
-@scenario()
-def test_a_discriminator_is_frozen_while_its_generator_is_trained(run: Run) -> None:
-    generator, discriminator = (
-        run.wrap(Blocks(Block())),
-        run.wrap(nn.Sequential(nn.Linear(2, WIDTH), Block(), nn.Linear(WIDTH, 1))),
-    )
-    optimize_generator, optimize_discriminator = run.optimizer(generator), run.optimizer(discriminator)
-    for step in range(3):
-        optimize_discriminator.zero_grad()
-        fake = generator(run.batch(step)).detach()
-        run.record(real_loss(discriminator(run.batch(9)[:, :2])) + fake_loss(discriminator(fake))).backward()
-        optimize_discriminator.step()
-        discriminator.requires_grad_(False)
-        optimize_generator.zero_grad()
-        run.record(real_loss(discriminator(generator(run.batch(step))))).backward()
-        optimize_generator.step()
-        discriminator.requires_grad_(True)
 
 
 class Gan(nn.Module):

@@ -44,18 +44,6 @@ def test_one_graph_has_two_backwards(run: Run) -> None:
 
 
 @scenario()
-def test_two_losses_of_one_forward_have_a_backward_each(run: Run) -> None:
-    model, optimizer = run.start(Blocks())
-    for step in range(3):
-        optimizer.zero_grad()
-        output = model(run.batch(step))
-        with model.accumulate():
-            run.record(output.square().mean()).backward(retain_graph=True)
-        run.record(output.sin().mean()).backward()
-        optimizer.step()
-
-
-@scenario()
 def test_forwards_have_their_backwards_in_either_order(run: Run) -> None:
     model, optimizer = run.start(Blocks())
     for step in range(4):

@@ -282,16 +282,6 @@ def test_parameters_stay_near_values_that_were_copied(run: Run) -> None:
     run.train(model, optimizer, loss, steps=[2, 3])
 
 
-@scenario(STAGES)
-def test_a_regulariser_reads_the_vector_of_all_parameters(run: Run) -> None:
-    def loss(model: Model, x: Tensor) -> Tensor:
-        error = mean_square(model, x)
-        with model.gathered() as module:
-            return error + nn.utils.parameters_to_vector(module.parameters()).norm()
-
-    run.train_module(Blocks(), loss)
-
-
 @scenario(STAGE_3)
 def test_a_read_inside_gathered_and_used_after_another_step_raises(run: Run) -> None:
     """The values of a parameter that leave `gathered` belong to this step."""
