@@ -20,7 +20,7 @@ import torch
 
 from data.errors import DataError
 from gpt.builder.host_memory import check_host_memory
-from gpt.builder.train_state import build, build_mesh, start_options
+from gpt.builder.train_state import build, build_mesh, num_adding_units, start_options
 from gpt.commands import replace_process
 from gpt.corpus import Corpus
 from gpt.monitor.console import RunConsole, describe_run, memory_table
@@ -53,7 +53,7 @@ def pretrain(settings: Settings, world: World, watching: Watching = nullcontext)
     train = settings.train
     if train.precision == "fp16" and world.device.type == "cpu":
         logging.getLogger(__name__).warning("train.precision=fp16 is slow on a CPU; choose bf16")
-    corpus = Corpus.open(settings.data, settings.model, train, mesh, world)
+    corpus = Corpus.open(settings.data, settings.model, train, mesh, world, num_adding_units(settings, mesh))
     state = trainer = None
     with (
         watching(world.device),

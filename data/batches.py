@@ -2,6 +2,8 @@
 
 a step's samples    | rank 0 | rank 1 | rank 0 | rank 1 |      micro_batch_size samples each, data_size 2
 micro-batch         |       0         |        1        |
+
+Ranks may form several units of consecutive ranks: each unit then has consecutive samples, which its ranks divide so.
 """
 
 from collections import deque
@@ -30,6 +32,7 @@ class BatchLoader:
         data_size: int,
         vocab_size: int,
         pin_memory: bool = False,
+        num_units: int = 1,
     ) -> None:
         self._samples = samples
         self._micro_batch_size = micro_batch_size
@@ -37,6 +40,7 @@ class BatchLoader:
         self._data_size = data_size
         self._vocab_size = vocab_size
         self._pin_memory = pin_memory
+        self._num_units = num_units
 
     def steps(self, plan: Iterable[tuple[int, int]]) -> Generator[list[MicroBatch], None, None]:
         """Yield a list of micro-batches for each step (first_sample, global_batch_size) of `plan`.
@@ -65,10 +69,12 @@ class BatchLoader:
                 f"train.global_batch_size={global_batch_size} is not divisible by train.micro_batch_size x data size = "
                 f"{self._micro_batch_size} x {self._data_size}; choose a multiple of {samples_per_micro_batch}"
             )
-        first_of_rank = first_sample + self._data_rank * self._micro_batch_size
+        of_unit = global_batch_size // self._num_units
+        unit, rank = divmod(self._data_rank, self._data_size // self._num_units)
+        first_of_rank = first_sample + unit * of_unit + rank * self._micro_batch_size
         return [
             self._read_micro_batch(first_of_rank + offset)
-            for offset in range(0, global_batch_size, samples_per_micro_batch)
+            for offset in range(0, of_unit, samples_per_micro_batch // self._num_units)
         ]
 
     def _read_micro_batch(self, first_sample: int) -> MicroBatch:

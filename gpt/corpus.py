@@ -42,8 +42,10 @@ class Corpus:
     tokens_per_sample: float  # of training; padding does not count
 
     @classmethod
-    def open(cls, data: DataSettings, model: ModelConfig, train: TrainSettings, mesh: Mesh, world: World) -> Self:
-        """Open the data of the run.
+    def open(
+        cls, data: DataSettings, model: ModelConfig, train: TrainSettings, mesh: Mesh, world: World, num_units: int = 1
+    ) -> Self:
+        """Open the data of the run. `num_units`: of ranks that have consecutive micro-batches of a step.
 
         Raises DataError or ConfigError if the files and the settings do not fit together.
         """
@@ -80,15 +82,17 @@ class Corpus:
         validation = samples_of("validation", train.eval_samples) if train.eval_samples else None
         tokenizer = load_tokenizer(prefixes[0]) if tokenizer_path(prefixes[0]).is_file() else None
         return cls(
-            training=_loader(training, model, train, mesh, world),
-            validation=None if validation is None else _loader(validation, model, train, mesh, world),
+            training=_loader(training, model, train, mesh, world, num_units),
+            validation=None if validation is None else _loader(validation, model, train, mesh, world, num_units),
             tokenizer=tokenizer,
             prompts=_prompts(train.prompts, tokenizer, validation or training) if tokenizer else [],
             tokens_per_sample=training.tokens_per_sample,
         )
 
 
-def _loader(samples: Samples, model: ModelConfig, train: TrainSettings, mesh: Mesh, world: World) -> BatchLoader:
+def _loader(
+    samples: Samples, model: ModelConfig, train: TrainSettings, mesh: Mesh, world: World, num_units: int
+) -> BatchLoader:
     return BatchLoader(
         samples,
         micro_batch_size=train.micro_batch_size,
@@ -96,6 +100,7 @@ def _loader(samples: Samples, model: ModelConfig, train: TrainSettings, mesh: Me
         data_size=mesh.num_batch_ranks,
         vocab_size=model.vocab_size,
         pin_memory=world.device.type == "cuda",
+        num_units=num_units,
     )
 
 

@@ -45,7 +45,7 @@ def train_step(
 
     def run(micro_batch: MicroBatch, share: Tensor | None) -> None:
         if leaves is not None:
-            leaves.seed(len(losses))
+            leaves.seed(len(losses), len(micro_batches))
         with allocating(TensorKind.ACTIVATIONS):
             with mesh.log.during("forward"):
                 loss = loss_of(model, micro_batch, mesh, share, scale)
@@ -53,7 +53,7 @@ def train_step(
                 (loss * scale).backward()
         losses.append(loss.detach())
 
-    with model.accumulate():
+    with model.accumulate(len(micro_batches)):
         for micro_batch, share in zip(micro_batches[:-1], shares[:-1], strict=True):
             run(micro_batch, share)
     run(micro_batches[-1], shares[-1])

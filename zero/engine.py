@@ -166,11 +166,14 @@ class ZeroDataParallel(nn.Module):
         if self._scheduler is not None:
             self._scheduler.hooks.register_method(owner, name)
 
-    def accumulate(self) -> AbstractContextManager[None]:
+    def accumulate(self, num_micro_batches: int | None = None) -> AbstractContextManager[None]:
         """Accumulate gradients over the backwards inside this context; the first one after it completes the step.
 
-        Unlike with DDP's `no_sync`, each backward is still reduced if full gradients are transient.
+        Unlike with DDP's `no_sync`, each backward is still reduced if full gradients are transient. Blocks of
+        micro-batches (`ZeroConfig.leaf_blocks`) need the number of all of the step, the last one included.
         """
+        if num_micro_batches is not None:
+            self.reducer.expect(num_micro_batches)
         return self._passes.accumulate()
 
     @contextmanager

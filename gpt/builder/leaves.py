@@ -1,8 +1,10 @@
 """The micro-batches of all ranks in one step, in an order that does not depend on how many ranks there are.
 
-micro-batch    |     0     |     1     | ...     of each rank
+micro-batch    |     0     |     1     | ...     of each rank of a unit, in which gradients are added
 rank           |  0  |  1  |  0  |  1  |
 leaf           |  0  |  1  |  2  |  3  | ...     its samples, its random numbers and its place in every sum are fixed
+
+The leaves of the next unit follow those of the last micro-batch.
 """
 
 from dataclasses import dataclass
@@ -20,11 +22,14 @@ class Leaves:
 
     data: Axis
     run_seed: int
+    num_units: int
     step: int = 0
 
-    def seed(self, micro_batch: int) -> None:
+    def seed(self, micro_batch: int, num_micro_batches: int) -> None:
         """Let the random numbers of this rank's next forward be those of its leaf, whatever was drawn before."""
-        leaf = micro_batch * self.data.size + self.data.rank
+        unit_size = self.data.size // self.num_units
+        unit, rank = divmod(self.data.rank, unit_size)
+        leaf = (unit * num_micro_batches + micro_batch) * unit_size + rank
         torch.manual_seed(derived_seed(f"{self.run_seed}/{self.step}", leaf))
 
     def mean(self, losses: Tensor) -> Tensor:
@@ -32,4 +37,5 @@ class Leaves:
         own = losses.double()
         of_ranks = own.new_empty(self.data.size * len(own))
         self.data.all_gather(own, out=of_ranks).wait()
-        return of_ranks.view(self.data.size, -1).t().reshape(-1).mean()  # the same vector in each layout
+        by_unit = of_ranks.view(self.num_units, -1, len(own))  # (units, ranks of one, micro-batches)
+        return by_unit.transpose(1, 2).reshape(-1).mean()  # the same vector in each layout

@@ -118,6 +118,11 @@ def build_mesh(settings: Settings, world: World) -> Mesh:
     check_replicas(settings.activations, token_layout(settings.parallel, mesh).replicas)
     check_batch_sizes(settings.train.batch, mesh.num_batch_ranks)
     check_evaluated(settings.train, mesh.num_batch_ranks)
+    if (num_units := num_adding_units(settings, mesh)) > mesh.num_batch_ranks:
+        raise ConfigError(
+            f"train.reproducible=layout: {num_units} ranks that keep full gradients cannot divide each sequence among "
+            f"{mesh.context.size}; choose zero.stage=2 or 3 with zero.accumulate=reduce, or parallel.context_size=1"
+        )
     num_kv_heads, seq_length = max(1, settings.model.kv_heads // mesh.tensor.size), settings.model.seq_length
     sizes = {"heads of keys and values of a tensor rank": num_kv_heads, "tokens of a sequence": seq_length}
     check_context(mesh.context, sizes)
@@ -127,6 +132,11 @@ def build_mesh(settings: Settings, world: World) -> Mesh:
     # For its ConfigError: it raises one if warm-up and decay overlap.
     learning_rate(settings.schedule, settings.optimizer.lr, 0, settings.train.steps)
     return mesh
+
+
+def num_adding_units(settings: Settings, mesh: Mesh) -> int:
+    """Return the number of units, ranks or groups of them, that each have consecutive micro-batches of a step."""
+    return settings.zero.policy.num_adding_units(settings.zero.policy.levels(mesh.data))
 
 
 def check_tensor_groups(settings: ParallelSettings, world: World) -> None:
@@ -185,7 +195,8 @@ def build(settings: Settings, mesh: Mesh, device: torch.device) -> TrainState:
     # After everything is built, because that draws random numbers too. Each data-parallel rank has its own stream of
     # random numbers for dropout.
     torch.manual_seed(train.seed + 1 + mesh.data.rank)
-    leaves = Leaves(mesh.data, train.seed) if train.is_same_on_any_layout else None
+    num_units = settings.zero.policy.num_adding_units(model.levels)
+    leaves = Leaves(mesh.data, train.seed, num_units) if train.is_same_on_any_layout else None
     # Their mean is the same on all ranks already.
     judging = mesh.data if leaves is None else mesh.data.without_peers()
     guard = LossGuard(judging, settings.guard.spike_factor, device) if settings.guard.checks_losses else None

@@ -48,7 +48,13 @@ class Settings:
     def __post_init__(self) -> None:
         check_fields(self)
         if self.train.is_same_on_any_layout:
-            object.__setattr__(self, "zero", replace(self.zero, sum_over_ranks="leaves"))
+            blocks = self.train.reproducible_blocks
+            object.__setattr__(self, "zero", replace(self.zero, sum_over_ranks="leaves", leaf_blocks=blocks))
+            if (num_leaves := self.train.smallest_batch // self.train.micro_batch_size) < blocks:
+                raise ConfigError(
+                    f"train.reproducible_blocks={blocks} is above the {num_leaves} micro-batches of the smallest step; "
+                    f"choose at most {num_leaves}, or more sequences in a step"
+                )
         if self.model.mup_base_width is not None and not self.optimizer.name.startswith("adamw"):
             raise ConfigError(
                 f"model.mup_base_width={self.model.mup_base_width} scales learning rates for adamw and adamw8bit, and "

@@ -93,6 +93,10 @@ class TrainSettings:
     """run: the same command on as many ranks repeats its bits. layout: losses, gradient norms, parameters, optimizer
     states and checkpoints are the same bits on any number of data-parallel ranks (docs/reproducible.md), which adds
     gradients in one order, zero.sum_over_ranks=leaves, and on CPUs gives each rank one thread."""
+    reproducible_blocks: Positive = 1
+    """With reproducible=layout: the blocks in which the micro-batches of a step are added, which the layouts of all
+    starts must have in common. 1: stages 2 and 3 without groups; else as many as the most ranks that keep full
+    gradients, or the most groups of ranks, a power of two times those of each other start."""
     seed: NonNegative = 1234
     """Seed of the initial values, of dropout and of the order of samples."""
     log_every: Positive = 10
@@ -123,6 +127,11 @@ class TrainSettings:
     def num_micro_batches(self, data_size: int) -> int:
         """Return the number of micro-batches of a rank in a step at full batch size."""
         return self.global_batch_size // self.batch.samples_at_once(data_size)
+
+    @property
+    def smallest_batch(self) -> int:
+        """The number of sequences in the smallest step."""
+        return min(self.global_batch_size, self.ramp_up.start if self.ramp_up else self.global_batch_size)
 
     @property
     def compiles_blocks(self) -> bool:

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from parallel.memory_kinds import TensorKind
 from parallel.mesh import Work
+from zero.buckets.leaf_blocks import BlockSums
 from zero.memory.placement import Offload, Placement
 from zero.memory.staging import StagingPool, free_storage, restore_storage
 from zero.memory.streams import SideStream
@@ -216,6 +217,7 @@ class GradShard:
         self.staged: Tensor | None = None  # a buffer of the pool may have more elements than the bucket
         self._cast: Tensor | None = None  # a buffer of the pool: `staged` in the type of messages, if that is another
         self._earlier: Tensor | None = None  # the gradient that is set aside
+        self.blocks = BlockSums()  # of the present step, if gradients are added in blocks
         if self.persists:
             numel = len(ranges.elements)
             self.staged = offload.new(Placement.ACCELERATOR, TensorKind.GRADIENTS, numel, self.path.staged_type)
@@ -274,15 +276,31 @@ class GradShard:
 
     def finish(self, pool: StagingPool) -> Tensor:
         """Fill with zeros what no gradient has been written to; return the message, which the caller reduces next."""
-        self._begin_to_fill(pool)
-        for param in self._unwritten:
-            self._view(self.parts[param]).zero_()
+        full = self._fill(pool)
+        if self.persists:
+            self.blocks.add_to(full)
         self.staging = Staging.REDUCING
-        full = self._view(self._ranges.elements)
         if not self.path.casts_message:
             return full
         self._cast = pool.take(self.path.types.reduce)
         return self._view(self._ranges.elements, self._cast).copy_(full)
+
+    def end_block(self, pool: StagingPool) -> None:
+        """Keep the full gradients, which persist, as the sum of a block of micro-batches; the next ones begin anew."""
+        self.push_block(self._fill(pool))
+        self.staging = Staging.FREE
+
+    def push_block(self, values: Tensor) -> None:
+        """Add a copy of gradients on the accelerator to the blocks of this step."""
+        copy = self._offload.new(Placement.ACCELERATOR, TensorKind.GRADIENTS, values.numel(), values.dtype)
+        self.blocks.push(copy.copy_(values))
+
+    def _fill(self, pool: StagingPool) -> Tensor:
+        """Return the full gradients, with zeros where none was written."""
+        self._begin_to_fill(pool)
+        for param in self._unwritten:
+            self._view(self.parts[param]).zero_()
+        return self._view(self._ranges.elements)
 
     def unstage(self, pool: StagingPool) -> None:
         """Discard the full gradients, and return their memory to the pool unless it persists."""
@@ -311,6 +329,10 @@ class GradShard:
         if self.path.owns_staged or self.path.has_groups or self.path.policy.adds_leaves:
             self._earlier, self.held = self.owned.clone(), Held.SET_ASIDE
 
+    def owned_of(self, group_shard: Tensor) -> Tensor:
+        """Return the elements that this rank owns as a view of a tensor like its shard in the group."""
+        return self._ranges.owned_of(group_shard)
+
     def accumulate(self, values: Tensor, out: Tensor, scale: float, *, adds: bool) -> None:
         """Set `out`, the owned part or the whole shard in the group, to `scale` times `values`, or add these to it."""
         if adds:
@@ -329,6 +351,7 @@ class GradShard:
     def free_owned(self) -> None:
         """Discard the owned gradient; free its memory too, unless that is allocated for the whole run (M_D)."""
         self.held, self._earlier = Held.NOTHING, None
+        self.blocks.clear()
         if self.path.frees_owned:
             free_storage(self.group_shard)
 

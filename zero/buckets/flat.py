@@ -64,7 +64,7 @@ class FlatParameters:
         shapes = {name: real_shape(p) for name, p in params.items()}
         levels = context.levels
         # An all-reduce in fp32 begins with a reduce-scatter, so replicas need parts of a shard too.
-        num_cuts = levels.outer.size if context.config.sum_over_ranks == "fp32" else 1
+        num_cuts = 1 if context.config.sum_over_ranks == "message" else levels.outer.size
         self.layout = Layout.of(
             shapes, levels.inner.size, context.bucket_numel, context.config.alignment, levels.num_parts, num_cuts
         )

@@ -37,7 +37,6 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from torch import Tensor, nn
 
-from parallel.errors import ConfigError
 from parallel.memory_kinds import TensorKind, tagged
 from zero.buckets.bucket import Bucket, Held
 from zero.buckets.reductions import Reductions
@@ -77,7 +76,6 @@ class GradientReducer:
         """`buckets`: the trainable ones, in the order of the layout."""
         if config.sum_over_ranks == "message":
             _warn_of_rounding(buckets, levels)
-        _check_units(config, levels)
         self._policy, self._launch_order = config.policy, launch_order
         self._marks_on_arrival = self._policy.full_params is Lifetime.PERSISTENT
         self._order = list(reversed(buckets))
@@ -118,6 +116,10 @@ class GradientReducer:
         """Return whether a backward reduces gradients; `is_last`: it is the last one of its step."""
         return is_last or self._policy.full_grads is Lifetime.TRANSIENT
 
+    def expect(self, num_micro_batches: int) -> None:
+        """Announce the number of backwards of the next step."""
+        self._reductions.leaves.num_micro_batches = num_micro_batches
+
     def begin(self, is_last: bool) -> None:
         """Begin a backward, which expects a gradient of every parameter.
 
@@ -136,9 +138,13 @@ class GradientReducer:
         self._expected = [set(bucket.grads.parts) for bucket in self._order]
         self._awaiting = WeakSet(self.params_of)
         # Last of all: a backward that is refused must not leave anything to end.
+        leaves = self._reductions.leaves
         if self._last_backward_has_begun:
-            self._reductions.num_backwards = 0
-        self._reductions.num_backwards += 1
+            leaves.num_backwards = 0
+        leaves.num_backwards += 1
+        if self._policy.adds_leaves and self._policy.full_grads is Lifetime.PERSISTENT and leaves.begins_block():
+            for bucket in self._order:
+                bucket.grads.end_block(self.staging)
         self._num_launched = 0
         self._backward = BackwardState.REDUCING if self.reduces(is_last) else BackwardState.ACCUMULATING
         self._last_backward_has_begun = is_last
@@ -147,7 +153,7 @@ class GradientReducer:
     def complete(self) -> None:
         """Reduce the gradients of a step whose last backward has not run, or reached no parameter on this rank."""
         if not self._last_backward_has_begun:
-            if self._policy.adds_leaves and self._reductions.num_backwards:
+            if self._policy.adds_leaves and self._reductions.leaves.num_backwards:
                 raise ValueError(
                     "the last micro-batch of a step must reach a parameter, outside of `model.accumulate()`, with "
                     "ZeroConfig.sum_over_ranks=leaves; choose sum_over_ranks=message"
@@ -180,7 +186,12 @@ class GradientReducer:
                 self._launch_ready()
 
     def mark_ready_at_end(self) -> None:
-        """Mark no parameter ready before the end of backward, from now on: it may get several gradients in one."""
+        """Mark no parameter ready before the end of backward, from now on: it may get several gradients in one.
+
+        Raises ValueError if these would be rounded one by one in some stages, and the bits must not depend on that.
+        """
+        if self._policy.adds_leaves:
+            raise ValueError("ZeroConfig.sum_over_ranks=leaves: a parameter gets one gradient; set use_reentrant=False")
         self._marks_on_arrival = False
 
     def mark_ready(self, params: Iterable[nn.Parameter]) -> None:
@@ -233,7 +244,8 @@ class GradientReducer:
         """Discard all gradients, reduced or not: the next backward starts from nothing."""
         # A backward that broke off is ended first: by then ranks may have launched different numbers of reductions.
         self.end()
-        self._num_launched, self._reductions.num_backwards, self._last_backward_has_begun = 0, 0, False
+        self._num_launched, self._last_backward_has_begun = 0, False
+        self._reductions.leaves.restart()
         for bucket in self._order:
             bucket.grads.unstage(self._reductions.staging)
             bucket.grads.free_owned()
@@ -245,16 +257,6 @@ class GradientReducer:
             self._launch_order.before_reduction(self._num_launched)
             self._reductions.launch(self._order[self._num_launched].grads, is_last=self._last_backward_has_begun)
             self._num_launched += 1
-
-
-def _check_units(config: ZeroConfig, levels: Levels) -> None:
-    """Raise ConfigError if micro-batches are to be added in one order, and several units of ranks would add first."""
-    if config.policy.adds_leaves and (num_units := config.policy.num_adding_units(levels)) > 1:
-        raise ConfigError(
-            f"ZeroConfig.sum_over_ranks=leaves adds the micro-batches of a step one after the other, and {num_units} "
-            "ranks or groups would each add up their own first; choose ZeroConfig.stage=2 or 3, "
-            "ZeroConfig.accumulate=reduce, and one group of ranks"
-        )
 
 
 def _warn_of_rounding(buckets: Sequence[Bucket], levels: Levels) -> None:

@@ -10,7 +10,10 @@ reduce-scatter them. Sums that a kernel adds up (`Axis.reduce_scatter` in fp32) 
 micro-batch, in the type of messages, and leaf j N + r is that of micro-batch j on rank r of N.
 
 in each micro-batch                 message -> exchange of shards -> leaf after leaf added to `group_shard`, in fp32
-and in the last one of a step       times 1 / number of leaves, the only factor -> `owned`
+and in the last one of a step       sums of groups -> exchange -> added along a tree -> times 1 / number of leaves, the
+                                    only factor -> `owned`
+
+A rank that keeps full gradients has consecutive leaves, and they are added in these; `zero/buckets/leaf_blocks.py`.
 """
 
 import math
@@ -24,6 +27,7 @@ from torch import Tensor, nn
 
 from parallel.mesh import Axis, Work
 from zero.buckets.bucket import Bucket, GradShard, Held, scale_into
+from zero.buckets.leaf_blocks import BlockSums, LeafOrder
 from zero.memory.placement import Offload, Placement
 from zero.memory.staging import StagingPool
 from zero.memory.streams import SideStream
@@ -44,7 +48,7 @@ class Reductions:
         self.levels, self._offload = levels, offload
         self._between_groups, self._sums = SideStream(offload.device), SideStream(offload.device)
         self._in_fp32, self._adds_leaves = config.sum_over_ranks == "fp32", config.policy.adds_leaves
-        self.num_backwards = 0  # of the present step
+        self.leaves = LeafOrder(config, levels)
         self._max_in_flight = MAX_IN_FLIGHT if config.overlap else 0
         self._in_flight: deque[tuple[GradShard, Work, bool]] = deque()  # (gradients, work, is the last of its step)
         paths = [bucket.grads.path for bucket in buckets]
@@ -75,7 +79,7 @@ class Reductions:
             reduced = inner.exchange(message, partial(self._add_leaves, grads, is_last))
         else:
             reduced = inner.reduce_scatter(message, out=grads.message_shard, in_fp32=self._in_fp32)
-        if is_last and grads.path.has_groups:
+        if is_last and grads.path.has_groups and not self._adds_leaves:
             # Behind the first on a stream of its own: launched by the computation, it would wait for the computation.
             reduced = self._between_groups.launch_after(reduced, partial(self._reduce_between_groups, grads))
         elif self._adds(inner, grads):
@@ -155,23 +159,44 @@ class Reductions:
         grads.held = Held.MEAN if is_mean else Held.SUM
         grads.unstage(self.staging)
 
-    def _add_leaves(self, grads: GradShard, is_last: bool, leaves: Tensor) -> None:
-        """Add leaves, (ranks, n), one after the other; after the last one divide the sum by the number of leaves."""
+    def _add_leaves(self, grads: GradShard, is_last: bool, terms: Tensor) -> None:
+        """Add what the ranks of the group have sent, (ranks, n): leaves, or sums of blocks of them."""
         total, buffer = grads.group_shard, None
         if grads.placement is Placement.HOST:
             buffer = self.host_staging.take(grads.path.types.accumulate)
             total = buffer[: len(grads.group_shard)]
             if grads.held is Held.SUM:
                 self._offload.to_accelerator(grads.group_shard, out=total).wait()
-        for rank, leaf in enumerate(leaves.unbind()):
-            # The first one is written: an added zero would turn -0.0 to 0.0.
-            grads.accumulate(leaf, total, 1.0, adds=rank > 0 or grads.held is Held.SUM)
+        if grads.persists:
+            grads.accumulate(BlockSums(terms.unbind()).pop_total(), total, 1.0, adds=False)
+        else:
+            self._add_in_order(grads, terms, total)
         if is_last:
-            total.mul_(1 / (self.num_backwards * self._num_ranks))
-            grads.add_earlier(total)
+            self._add_groups(grads.blocks.add_to(total))
+            total.mul_(self.leaves.factor)
+            grads.add_earlier(grads.owned_of(total))
         if buffer is not None:
             grads.host_copy = self._offload.to_host(total, out=grads.group_shard)
             self.host_staging.put_back(buffer, grads.host_copy)
+
+    def _add_in_order(self, grads: GradShard, leaves: Tensor, total: Tensor) -> None:
+        """Add leaves, (ranks, n), one after the other, to the sum of their block; at the end blocks to each other."""
+        adds = grads.held is Held.SUM
+        for rank, leaf in enumerate(leaves.unbind()):
+            if self.leaves.begins_block(rank):
+                grads.push_block(total)
+                adds = False
+            # The first one is written: an added zero would turn -0.0 to 0.0.
+            grads.accumulate(leaf, total, 1.0, adds=adds)
+            adds = True
+
+    def _add_groups(self, total: Tensor) -> None:
+        """Add the sums of groups along the tree: each rank a part of the shard, which it owns or sends to replicas."""
+        outer = self.levels.outer
+        part = total.chunk(outer.size)[outer.rank]
+        outer.exchange(total, lambda terms: part.copy_(BlockSums(terms.unbind()).pop_total())).wait()
+        if self.levels.num_parts == 1:
+            outer.all_gather(part, out=total).wait()
 
     def _take(self, grads: GradShard, is_last: bool) -> None:
         """Add a shard of the message to what its owner has."""

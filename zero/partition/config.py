@@ -57,7 +57,12 @@ class ZeroConfig:
     bytes and a sum. Choose fp32 with groups of ranks, such as nodes (parallel.shard_size): if one all-to-all spans
     nodes of G ranks, their network carries G times as much as with a ring. gloo adds in fp32 with both. leaves: the
     gradients of all micro-batches of a step are added one after the other, with the same bits on any number of ranks,
-    and the gradient is their mean: do not divide the loss by their number. It needs stage 2 or 3, or a single rank."""
+    and the gradient is their mean: do not divide the loss by their number. Ranks that keep full gradients, and groups,
+    add blocks of them: see leaf_blocks."""
+    leaf_blocks: Positive = 1
+    """With sum_over_ranks=leaves: the blocks of a step's micro-batches whose sums are added along a binary tree. Ranks
+    that keep full gradients (stages 0 and 1, accumulate=local), or else groups of ranks, have as many blocks each, a
+    power of two; one group of ranks takes any number."""
     prefetch_numel: NonNegative | None = None
     """If parameters are partitioned: the number of elements of the next units that are gathered ahead; 0: none; null:
     those of the next unit."""
@@ -109,7 +114,13 @@ class ZeroConfig:
         if self.accumulate_dtype is not None:
             accumulate = DTYPES[self.accumulate_dtype]
         reduce = accumulate if persist else parameter
-        return GradientTypes(accumulate, reduce if self.reduce_dtype is None else DTYPES[self.reduce_dtype])
+        types = GradientTypes(accumulate, reduce if self.reduce_dtype is None else DTYPES[self.reduce_dtype])
+        if persist and self.policy.adds_leaves and types.reduce is not accumulate:
+            raise ConfigError(
+                f"ZeroConfig.reduce_dtype={self.reduce_dtype} rounds sums of micro-batches that were added in "
+                f"{NAMES[accumulate]}, and sum_over_ranks=leaves rounds nothing but leaves; choose reduce_dtype=null"
+            )
+        return types
 
     def chosen_bucket_numel(self, num_elements: int, num_ranks: int, parameter: torch.dtype) -> int:
         """Return the number of elements of a bucket of a model with `num_elements` of the type `parameter`.

@@ -99,7 +99,12 @@ class ShardingPolicy:
         return Levels(inner, outer, owners=inner, replicas=outer)
 
     def num_adding_units(self, levels: Levels) -> int:
-        """Return the number of ranks, or groups of them, that each add up micro-batches before all are added."""
+        """Return the number of units, ranks or groups of them, that each add up consecutive micro-batches of a step.
+
+        It is 1 unless the order of micro-batches is fixed: then any rank may have any of them.
+        """
+        if not self.adds_leaves:
+            return 1
         return levels.outer.size * (levels.inner.size if self.full_grads is Lifetime.PERSISTENT else 1)
 
     def compared_axis(self, data: Axis) -> Axis:

@@ -1,15 +1,24 @@
 """`train.reproducible=layout`: training has the same bits on any number of data-parallel ranks, in each layout."""
 
 import hashlib
+import itertools
 from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from gpt.builder.train_state import TrainState, build
+from data.batches import BatchLoader
+from data.documents import joined_apart
+from gpt.builder.train_state import TrainState, build, num_adding_units
+from gpt.checkpoint.checkpoint import load
+from gpt.checkpoint.layout import Progress
+from gpt.checkpoint.saver import RunSaver
 from gpt.settings.parser import parse_settings
+from gpt.settings.schedule import batch_plan
 from gpt.settings.settings import Settings
 from gpt.settings.training import check_evaluated
 from gpt.train_step import evaluate, train_step
@@ -28,17 +37,15 @@ LLAMA = (
     "--model.biases=false",
     "--model.tied_head=false",
 )
-S2, S3, SMALL, SEQUENCE = (
-    "--zero.stage=2",
-    "--zero.stage=3",
-    "--zero.bucket_numel=2000",
-    "--parallel.sequence_parallel=true",
-)
+S0, S1, S2, S3 = (f"--zero.stage={stage}" for stage in range(4))
+SMALL, LOCAL, GROUPS = "--zero.bucket_numel=2000", "--zero.accumulate=local", "--parallel.shard_size=2"
+SEQUENCE = "--parallel.sequence_parallel=true"
 BASE = (
     "--data.path=unread",
     "--model.seq_length=10",
     "--model.dropout=0.1",
     "--train.reproducible=layout",
+    "--train.reproducible_blocks=4",
     "--train.micro_batch_size=1",
     "--train.global_batch_size=12",
     "--train.eval_samples=12",
@@ -50,17 +57,23 @@ BASE = (
 class Trained(NamedTuple):
     """The figures and the states of one rank after some steps."""
 
-    figures: list[float]  # losses and norms
+    figures: list[float]  # losses and norms of each step
+    ends: list[float]  # norms of layers in the last step, and the validation loss
     pieces: dict[tuple[str, str, int], Tensor]  # (parameter, state, first element)
 
 
-def tokens_of(settings: Settings, first: int, mesh: Mesh) -> list[Tensor]:
-    """Return this rank's micro-batches of the step that begins at sample `first`, in the order of `BatchLoader`."""
-    size = settings.train.micro_batch_size
-    generator = torch.Generator().manual_seed(first)
-    shape = settings.train.global_batch_size // size, size, settings.model.seq_length + 1
-    batches = torch.randint(settings.model.vocab_size, shape, generator=generator)
-    return list(batches[mesh.batch_rank :: mesh.num_batch_ranks])
+class RandomSamples:
+    """Sequences whose tokens are a function of their number."""
+
+    def __init__(self, settings: Settings):
+        self._model, self._masks_documents = settings.model, settings.data.mask_documents
+
+    def __getitem__(self, number: int) -> np.ndarray:
+        tokens = np.random.default_rng(number).integers(self._model.vocab_size, size=self._model.seq_length + 1)
+        if not self._masks_documents:
+            return tokens
+        cut = 1 + number % 8
+        return joined_apart([tokens[:cut], tokens[cut:]])
 
 
 def pieces_of(state: TrainState) -> dict[tuple[str, str, int], Tensor]:
@@ -74,18 +87,31 @@ def pieces_of(state: TrainState) -> dict[tuple[str, str, int], Tensor]:
     return found
 
 
-def train(options: tuple[str, ...], num_steps: int) -> Trained:
+def train(options: tuple[str, ...], num_steps: int, source: Path | None = None, target: Path | None = None) -> Trained:
+    """Train up to step `num_steps`, from a checkpoint if there is one; write another one."""
     settings = parse_settings([*BASE, *options])
     mesh = Mesh.create(
         settings.parallel.tensor_size,
         shard_size=settings.parallel.shard_size,
         context_size=settings.parallel.context_size,
     )
+    num_units = num_adding_units(settings, mesh)
+    loader = BatchLoader(
+        RandomSamples(settings),
+        micro_batch_size=settings.train.micro_batch_size,
+        data_rank=mesh.batch_rank,
+        data_size=mesh.num_batch_ranks,
+        vocab_size=settings.model.vocab_size,
+        num_units=num_units,
+    )
     state = build(settings, mesh, CPU)
     figures, layers = [], {}
     assert state.leaves is not None
-    for step in range(num_steps):
-        batches = tokens_of(settings, step * settings.train.global_batch_size, mesh)
+    progress = Progress() if source is None else load(source, state)
+    plan = list(
+        itertools.islice(batch_plan(settings.train.batch, progress.consumed_samples), num_steps - progress.step)
+    )
+    for step, batches in enumerate(loader.steps(plan), progress.step):
         leaves = replace(state.leaves, step=step)
 
         def read_layers(step: int = step) -> None:
@@ -94,19 +120,24 @@ def train(options: tuple[str, ...], num_steps: int) -> Trained:
 
         found = train_step(state.model, state.optimizer, batches, mesh, state.guard, read_layers, leaves)
         figures += [value.item() for value in found]
-    figures += [norm.item() for norm in layers.values()]
-    figures.append(evaluate(state.model, tokens_of(settings, 10**6, mesh), mesh, state.leaves))
-    return Trained(figures, pieces_of(state))
+    (validation,) = loader.steps([(10**6, settings.train.eval_samples)])
+    ends = [norm.item() for norm in layers.values()]
+    ends.append(evaluate(state.model, validation, mesh, state.leaves))
+    if target is not None:
+        saver = RunSaver(target, state, keep=1, is_async=False)
+        saver.start(Progress(num_steps, sum(plan[-1])))
+        saver.wait()
+    return Trained(figures, ends, pieces_of(state))
 
 
 def hash_of(of_ranks: list[Trained]) -> str:
     """Return a hash of what the ranks have together."""
     for other in of_ranks[1:]:
-        assert other.figures == of_ranks[0].figures
+        assert other[:2] == of_ranks[0][:2]
     pieces: dict[tuple[str, str, int], Tensor] = {}
     for rank in of_ranks:
         pieces |= rank.pieces
-    digest = hashlib.sha256(torch.tensor(of_ranks[0].figures, dtype=torch.float64).numpy().tobytes())
+    digest = hashlib.sha256(torch.tensor(of_ranks[0].figures + of_ranks[0].ends, dtype=torch.float64).numpy().tobytes())
     wholes: dict[str, list[Tensor]] = {}
     for (name, kind, _), value in sorted(pieces.items(), key=lambda item: item[0]):
         wholes.setdefault(f"{name} {kind}", []).append(value)
@@ -121,12 +152,18 @@ def hash_after(num_ranks: int, *options: str, num_steps: int = 4) -> str:
 
 
 LAYOUTS = [  # ranks, options
-    (1, ("--zero.stage=0",)),
-    (1, ("--zero.stage=3", "--zero.overlap=false")),
-    (2, ("--zero.stage=2", SMALL)),
-    (3, ("--zero.stage=3", SMALL, "--offload.mode=host")),
-    (4, ("--zero.stage=2", "--zero.overlap=false", "--zero.reduce_dtype=fp32")),
-    (4, ("--zero.stage=3", SMALL, "--zero.defragment=true")),
+    (2, (S0,)),
+    (3, (S3, SMALL, "--offload.mode=host")),
+    (4, (S2, "--zero.overlap=false", "--zero.reduce_dtype=fp32")),
+    (4, (S1, SMALL)),
+    (4, (S3, SMALL, GROUPS)),
+    (2, (S1, "--offload.mode=host")),
+    (4, (S3, SMALL, "--zero.defragment=true")),
+    (4, (S1, GROUPS)),
+    (3, (S2, SMALL)),
+    (4, (S2, GROUPS, "--zero.optimizer_over=all", "--offload.mode=host")),
+    (4, (S3, SMALL, LOCAL)),
+    (4, (S2, LOCAL, GROUPS, "--zero.optimizer_over=all")),
 ]
 TRAININGS = {
     "gpt2": GPT2,
@@ -140,17 +177,34 @@ TRAININGS = {
 
 @pytest.mark.parametrize("model", [GPT2, LLAMA], ids=["gpt2", "llama"])
 def test_forty_steps_have_the_same_bits_on_any_number_of_ranks(model):
-    first, *others = (hash_after(ranks, *model, *options, num_steps=40) for ranks, options in (LAYOUTS[0], LAYOUTS[5]))
+    layouts = [(1, (S1,)), (3, (S3, SMALL)), (4, (S1, SMALL))]
+    first, *others = (hash_after(ranks, *model, *options, num_steps=40) for ranks, options in layouts)
     assert others == [first] * len(others)
 
 
+@pytest.mark.parametrize("takes_all", [False, pytest.param(True, marks=pytest.mark.full)])
 @pytest.mark.parametrize("training", TRAININGS)
-def test_every_training_has_the_same_bits_in_each_layout(training):
-    """The layouts take turns: each is compared with one rank."""
-    number = [*TRAININGS].index(training)
-    layouts = [LAYOUTS[1], LAYOUTS[2 + number % 4], LAYOUTS[2 + (number + 1) % 4]]
-    first, *others = (hash_after(ranks, *TRAININGS[training], *options) for ranks, options in layouts)
-    assert others == [first] * len(others)
+def test_every_training_has_the_same_bits_in_each_layout(training, takes_all):
+    """The layouts take turns; each is compared with one rank, in two stages."""
+    options, number = TRAININGS[training], [*TRAININGS].index(training)
+    layouts = LAYOUTS if takes_all else LAYOUTS[number % 6 :: 6]
+    first = hash_after(1, *options, S1)
+    assert hash_after(1, *options, S3, "--zero.overlap=false") == first
+    for ranks, layout in layouts:
+        assert hash_after(ranks, *options, *layout) == first, layout
+
+
+def test_a_run_that_goes_on_with_fewer_ranks_has_the_bits_of_the_undisturbed_one(tmp_path):
+    ramp = "--train.ramp_up.start=12", "--train.ramp_up.increment=12", "--train.ramp_up.samples=60"
+    options = (*LLAMA, *ramp, "--train.global_batch_size=36", "--train.precision=fp16")
+    figures, source = list[float](), None
+    for ranks, layout, last in [(4, (S1,), 3), (3, (S3, SMALL), 5), (1, (S2,), 8)]:
+        of_ranks = run_ranks(ranks, train, (*options, *layout), last, source, tmp_path)
+        figures += of_ranks[0].figures
+        source = tmp_path / f"step-{last:08d}"
+    whole = run_ranks(2, train, (*options, S3), 8)
+    assert figures == whole[0].figures
+    assert hash_of([rank._replace(figures=figures) for rank in of_ranks]) == hash_of(whole)
 
 
 @pytest.mark.parametrize("options", [("--parallel.tensor_size=2", SEQUENCE), ("--parallel.context_size=2",)])
@@ -162,19 +216,22 @@ def test_a_tensor_or_context_axis_of_one_size_keeps_the_bits(options):
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        (("--zero.stage=1",), "2 ranks or groups"),
-        (("--zero.accumulate=local",), "2 ranks or groups"),
-        (("--parallel.shard_size=1",), "2 ranks or groups"),
+        ((S1, "--train.reproducible_blocks=1"), "leaf_blocks=1 .* over 3 ranks or groups.*choose 3"),
+        ((S2, LOCAL), "leaf_blocks=4 .* over 3 ranks or groups.*choose 6"),
+        (("--parallel.shard_size=1", "--train.reproducible_blocks=5"), "over 3 .*choose 6"),
+        ((S1, "--zero.reduce_dtype=bf16", "--train.reproducible_blocks=3"), "reduce_dtype=bf16 rounds"),
     ],
 )
 def test_layouts_that_would_add_in_another_order_are_refused(options, named):
     with pytest.raises(RankError, match=named):
-        run_ranks(2, train, (*GPT2, *options), 1)
+        run_ranks(3, train, (*GPT2, *options), 1)
 
 
-def test_as_many_samples_are_evaluated_on_any_number_of_ranks():
+def test_settings_that_the_number_of_ranks_would_change_are_refused():
     settings = parse_settings([*BASE, *GPT2]).train
     check_evaluated(settings, 3)
     with pytest.raises(ConfigError, match=r"eval_samples=12 .* multiple of 8"):
         check_evaluated(settings, 8)
     check_evaluated(replace(settings, reproducible="run"), 8)
+    with pytest.raises(ConfigError, match=r"reproducible_blocks=16 is above the 12 micro-batches"):
+        parse_settings([*BASE, *GPT2, "--train.reproducible_blocks=16"])
