@@ -3,14 +3,12 @@
 import itertools
 from collections.abc import Iterator
 
-import pytest
 import torch
 from torch import Tensor, nn
 
 from tests.distributed.zero.scenarios.runs import (
     DEFAULT,
     GROUPS,
-    STAGE_3,
     STAGES,
     WIDTH,
     Block,
@@ -20,7 +18,6 @@ from tests.distributed.zero.scenarios.runs import (
     scenario,
 )
 from zero import uneven
-from zero.order.agreement import DivergedRanks
 
 
 def batches_of(run: Run, rank: int) -> list[Tensor]:
@@ -81,27 +78,6 @@ def test_ranks_use_experts_of_their_own_if_a_unit_contains_them_all(run: Run) ->
     settings = {"units": ("blocks.*",)} if run.shards_parameters else {}
     model = run.wrap(Mixture(), **settings)
     run.train(model, run.optimizer(model), steps=range(4))
-
-
-class OwnExpert(nn.Module):
-    """A model that runs one of two units, chosen by the rank."""
-
-    def __init__(self, choice: int) -> None:
-        super().__init__()
-        self.blocks, self.choice = nn.ModuleList([Block(), Block()]), choice
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.blocks[self.choice](x)
-
-
-@scenario(STAGE_3)
-def test_ranks_that_run_other_units_are_told_to_name_units(run: Run) -> None:
-    model = run.wrap(Blocks())
-    run.train(model, run.optimizer(model))
-    if not run.is_plain:
-        diverging = type(model)(OwnExpert(run.data.rank % 2), run.data, run.configuration.zero)
-        with pytest.raises(DivergedRanks, match="units"):
-            mean_square(diverging, run.batch(0))
 
 
 @scenario([configuration for configuration in DEFAULT if configuration.stage < 3])
