@@ -91,8 +91,8 @@ class ZeroDataParallel(nn.Module):
         self._access = UnitAccess()
         self._guard = ParameterGuard({param: name for name, param in module.named_parameters()}, self._access)
         levels = config.policy.levels(data)
-        numel, between = self._bucket_numel(own, levels.owners.size), SideStream(self.offload.device)
-        context = FlatContext(config, levels, numel, self.offload, self._guard, between)
+        numel, gather_stream = self._bucket_numel(own, levels.owners.size), SideStream(self.offload.device)
+        context = FlatContext(config, levels, numel, self.offload, self._guard, gather_stream)
         self._make_units(own, context, partial(_initial_values, data, init), launch_order)
         if init:
             restore_parameter_tables(module)  # after the last `pop_full`
@@ -117,7 +117,7 @@ class ZeroDataParallel(nn.Module):
     @property
     def levels(self) -> Levels:
         """The axes along which states are divided, and gradients reduced."""
-        return self.reducer.levels
+        return self.reducer.reductions.levels
 
     @property
     def shard_axis(self) -> Axis:
@@ -288,7 +288,8 @@ class ZeroDataParallel(nn.Module):
         if self.offload.config.mode != "auto" and self.offload.config.accelerator_memory_gb is None:
             return Residency(prefetch_numel)
         planner = PlacementPlanner(self.offload, prefetch_numel)
-        planner.check_units(units.values(), self.reducer.staging.num_bytes + self.reducer.host_staging.num_bytes)
+        reductions = self.reducer.reductions
+        planner.check_units(units.values(), reductions.staging.num_bytes + reductions.host_staging.num_bytes)
         return planner
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "ZeroDataParallel":

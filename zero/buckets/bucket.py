@@ -66,7 +66,7 @@ class ParamShard:
         levels: Levels,
         offload: Offload,
         lifetime: Lifetime,
-        between_groups: SideStream,
+        gather_stream: SideStream,
     ):
         """`full`: the elements of the bucket; the shard is copied to separate memory if `full` is transient."""
         self.full, self._in_full = full, cut(full, ranges.group_shard, ranges.elements.start)
@@ -76,14 +76,14 @@ class ParamShard:
         self.group_shard = self._in_full if self.persists else self._copy_shard(self.placement)
         self.owned = ranges.owned_of(self.group_shard)
         self.cached: Tensor | None = None
-        self._between_groups = between_groups
+        self._gather_stream = gather_stream
         self._updated: Work | None = None  # the last gather of owned parts to the shard, unless it was waited for
 
     def all_gather(self) -> Work:
         """Fill `full` with the shards of the group; wait before it is read."""
         if self._updated is None:
             return self._gather_in_group()
-        with self._between_groups.context():
+        with self._gather_stream.context():
             self.wait_for_update()  # the side stream waits; on a CPU the host does, so all ranks launch in one order
             return self._gather_in_group()
 

@@ -41,7 +41,7 @@ class FlatContext:
     bucket_numel: int
     offload: Offload
     guard: ParameterGuard
-    between_groups: SideStream
+    gather_stream: SideStream
     """The stream of gathers that wait for those between groups."""
 
 
@@ -240,7 +240,7 @@ class FlatParameters:
         parts, gaps = dict(self.params_in(elements)), list(self.layout.gaps(elements))
         ranges = BucketRanges(elements, group_shard, shard, parts, gaps)
         full = cut(self.full, elements)
-        params = ParamShard(full, ranges, levels, context.offload, self.lifetime, context.between_groups)
+        params = ParamShard(full, ranges, levels, context.offload, self.lifetime, context.gather_stream)
         grads = None
         if self.is_trainable:
             types = context.config.gradient_types(self.full.dtype)

@@ -41,7 +41,6 @@ from parallel.memory_kinds import TensorKind, tagged
 from zero.buckets.bucket import Bucket, Held
 from zero.buckets.reductions import Reductions
 from zero.memory.placement import Offload
-from zero.memory.staging import StagingPool
 from zero.order.agreement import LaunchOrder
 from zero.order.step_order import Round
 from zero.partition.config import ZeroConfig
@@ -83,7 +82,7 @@ class GradientReducer:
         for position, bucket in enumerate(self._order):
             for param in bucket.grads.parts:
                 self._positions[param].append(position)
-        self._reductions = Reductions(buckets, levels, config, offload)
+        self.reductions = Reductions(buckets, levels, config, offload)
         self._backward = BackwardState.NONE
         self._num_launched = 0
         self._expected: list[set[nn.Parameter]] = []  # whose gradients may still arrive in this backward, by position
@@ -97,28 +96,13 @@ class GradientReducer:
         """The parameters that get gradients."""
         return list(self._positions)
 
-    @property
-    def levels(self) -> Levels:
-        """The axes along which states are divided, and gradients reduced."""
-        return self._reductions.levels
-
-    @property
-    def staging(self) -> StagingPool:
-        """The memory of full gradients and messages that do not persist."""
-        return self._reductions.staging
-
-    @property
-    def host_staging(self) -> StagingPool:
-        """The memory of owned shards on their way to the host and from there."""
-        return self._reductions.host_staging
-
     def reduces(self, is_last: bool) -> bool:
         """Return whether a backward reduces gradients; `is_last`: it is the last one of its step."""
         return is_last or self._policy.full_grads is Lifetime.TRANSIENT
 
     def expect(self, num_micro_batches: int) -> None:
         """Announce the number of backwards of the next step."""
-        self._reductions.leaves.num_micro_batches = num_micro_batches
+        self.reductions.leaves.num_micro_batches = num_micro_batches
 
     def begin(self, is_last: bool) -> None:
         """Begin a backward, which expects a gradient of every parameter.
@@ -138,13 +122,13 @@ class GradientReducer:
         self._expected = [set(bucket.grads.parts) for bucket in self._order]
         self._awaiting = WeakSet(self.params_of)
         # Last of all: a backward that is refused must not leave anything to end.
-        leaves = self._reductions.leaves
+        leaves = self.reductions.leaves
         if self._last_backward_has_begun:
             leaves.num_backwards = 0
         leaves.num_backwards += 1
         if self._policy.adds_leaves and self._policy.full_grads is Lifetime.PERSISTENT and leaves.begins_block():
             for bucket in self._order:
-                bucket.grads.end_block(self.staging)
+                bucket.grads.end_block(self.reductions.staging)
         self._num_launched = 0
         self._backward = BackwardState.REDUCING if self.reduces(is_last) else BackwardState.ACCUMULATING
         self._last_backward_has_begun = is_last
@@ -153,7 +137,7 @@ class GradientReducer:
     def complete(self) -> None:
         """Reduce the gradients of a step whose last backward has not run, or reached no parameter on this rank."""
         if not self._last_backward_has_begun:
-            if self._policy.adds_leaves and self._reductions.leaves.num_backwards:
+            if self._policy.adds_leaves and self.reductions.leaves.num_backwards:
                 raise ValueError(
                     "the last micro-batch of a step must reach a parameter, outside of `model.accumulate()`, with "
                     "ZeroConfig.sum_over_ranks=leaves; choose sum_over_ranks=message"
@@ -178,7 +162,7 @@ class GradientReducer:
                 raise RuntimeError(f"a gradient of shape {tuple(param.shape)} arrived after its bucket was reduced")
             grads = self._order[position].grads
             start = stop - len(grads.parts[param])
-            self._reductions.write(grads, param, grad[start:stop] if stop - start < numel else grad)
+            self.reductions.write(grads, param, grad[start:stop] if stop - start < numel else grad)
             stop = start
             if self._marks_on_arrival:
                 self._expected[position].discard(param)
@@ -205,10 +189,10 @@ class GradientReducer:
         """End a backward: if it reduces, every bucket reaches its owners."""
         if self._backward is BackwardState.REDUCING:
             self.mark_ready(self._positions)
-            self._reductions.receive_all()
+            self.reductions.receive_all()
             # Only now: no message and no staged gradient is left that needs the memory.
             if self._policy.owned_grads is Lifetime.TRANSIENT:
-                self._reductions.free()
+                self.reductions.free()
         self._backward = BackwardState.NONE
 
     def register(self, optimizer: Any, params: frozenset[nn.Parameter]) -> None:
@@ -235,7 +219,7 @@ class GradientReducer:
             self.clear()
             return True
         self.end()
-        self._reductions.allow_host_writes(self._order)
+        self.reductions.allow_host_writes(self._order)
         for bucket in self._order:
             bucket.grads.discard(self.params_of[optimizer])
         return False
@@ -245,9 +229,9 @@ class GradientReducer:
         # A backward that broke off is ended first: by then ranks may have launched different numbers of reductions.
         self.end()
         self._num_launched, self._last_backward_has_begun = 0, False
-        self._reductions.leaves.restart()
+        self.reductions.leaves.restart()
         for bucket in self._order:
-            bucket.grads.unstage(self._reductions.staging)
+            bucket.grads.unstage(self.reductions.staging)
             bucket.grads.free_owned()
 
     def _launch_ready(self) -> None:
@@ -255,7 +239,7 @@ class GradientReducer:
             return
         while self._num_launched < len(self._order) and not self._expected[self._num_launched]:
             self._launch_order.before_reduction(self._num_launched)
-            self._reductions.launch(self._order[self._num_launched].grads, is_last=self._last_backward_has_begun)
+            self.reductions.launch(self._order[self._num_launched].grads, is_last=self._last_backward_has_begun)
             self._num_launched += 1
 
 

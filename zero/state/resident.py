@@ -83,8 +83,8 @@ def buffer_bytes(model: ZeroDataParallel, optimizer: ZeroOptimizer) -> dict[str,
     They depend on `ZeroConfig.bucket_numel`, and not on the number of the model's parameters.
     """
     return {
-        "staged gradients": model.reducer.staging.num_bytes,
-        "gradients for the host": model.reducer.host_staging.num_bytes,
+        "staged gradients": model.reducer.reductions.staging.num_bytes,
+        "gradients for the host": model.reducer.reductions.host_staging.num_bytes,
         "received messages": sum(pairwise.received.num_bytes for pairwise in {axis.pairwise for axis in model.levels}),
         "gradient cast": _num_bytes(optimizer.cast_buffers.values()),
     }

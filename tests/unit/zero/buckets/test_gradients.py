@@ -84,5 +84,5 @@ HOST = OffloadConfig("host", ("optimizer",))
     ],
 )
 def test_memory_is_staged_for_the_buckets_that_are_under_way(config, offload, staged_bytes, host_staged_bytes):
-    reducer = ZeroDataParallel(nn.Linear(16, 16), Axis.trivial("data"), config, offload=offload).reducer
-    assert (reducer.staging.num_bytes, reducer.host_staging.num_bytes) == (staged_bytes, host_staged_bytes)
+    reductions = ZeroDataParallel(nn.Linear(16, 16), Axis.trivial("data"), config, offload=offload).reducer.reductions
+    assert (reductions.staging.num_bytes, reductions.host_staging.num_bytes) == (staged_bytes, host_staged_bytes)

@@ -48,4 +48,4 @@ def test_gradients_of_few_units_are_staged_at_a_time(patterns):
     config = ZeroConfig(stage=3, bucket_numel=NUMEL, overlap=False, units=patterns)
     wrapped = ZeroDataParallel(model, Axis.trivial("data"), config)
     wrapped(torch.ones(1, WIDTH, requires_grad=True)).sum().backward()
-    assert wrapped.reducer.staging.num_bytes <= 2 * 4 * NUMEL
+    assert wrapped.reducer.reductions.staging.num_bytes <= 2 * 4 * NUMEL
