@@ -8,6 +8,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from functools import partial
 
 import torch
@@ -18,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from parallel.comm_log import CommEvent, CommLog
 from parallel.errors import ConfigError
 from parallel.pairwise import Allocate, PairwiseMessages, new_buffer, sum_ranks
+from parallel.store import with_reason
 from parallel.streams import active_simulation
 from parallel.torch_internals import flatten_mesh, take_default_timeout
 
@@ -222,7 +224,9 @@ class Axis:
         self.check_process()
         launch = partial(collective, read, out)
         simulation = active_simulation()
-        wait = launch() if simulation is None else simulation.collective(self.group, event, launch, read, out)
+        if simulation is not None:
+            launch = partial(simulation.collective, self.group, event, launch, read, out)
+        wait = partial(with_reason, with_reason(launch))
         return Work(wait, on_wait=(partial(self._begin_wait, event), partial(self.log.record_wait_end, event)))
 
     def _begin_wait(self, event: CommEvent) -> None:
@@ -382,12 +386,14 @@ def _backend_of(group: dist.ProcessGroup | None) -> str:
     return names.get("cuda" if torch.cuda.is_available() else "cpu", name)
 
 
-def axis_of(group: dist.ProcessGroup, name: str, log: CommLog, allocate: Allocate = new_buffer) -> Axis:
-    """Return the axis of the ranks of a process group, with the time limit of the default group."""
+def axis_of(
+    group: dist.ProcessGroup, name: str, log: CommLog, allocate: Allocate = new_buffer, *, keeps_limit: bool = False
+) -> Axis:
+    """Return the axis of the ranks of a process group, with the group's time limit or that of the default group."""
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     if size == 1:
         return Axis.trivial(name, log)
-    messages = PairwiseMessages(group, allocate, take_default_timeout(group))
+    messages = PairwiseMessages(group, allocate, timedelta(0) if keeps_limit else take_default_timeout(group))
     return Axis(name, size, rank, log, group, pairwise=messages)
 
 

@@ -1,10 +1,17 @@
 """The store that all ranks share, for messages outside collectives, and what it tells of ranks that have failed."""
 
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TypeVar
+
 import torch.distributed as dist
 
 from parallel.torch_internals import default_store
 
+T = TypeVar("T")
+
 FAILURE_KEY = "failed_ranks"  # in the default store: the number of ranks that have failed
+REASON_KEY = "reason_of_failure"  # there: why a rank has raised that the others may wait for
 
 
 def shared_store() -> dist.Store:
@@ -31,3 +38,23 @@ def num_failures() -> int | None:
 def has_failed_elsewhere() -> bool:
     """Return True if another rank has failed, and printed why unless its node was lost with the store."""
     return num_failures() != 0
+
+
+def report_reason(reason: str) -> None:
+    """Tell the other ranks why this one raises: they may wait for it in a collective."""
+    with suppress(RuntimeError, ValueError):  # the rank that serves the store has ended
+        default_store().set(REASON_KEY, reason)
+
+
+def with_reason(collective: Callable[[], T]) -> T:
+    """Launch a collective, or wait for one; its RuntimeError tells what a rank that has left it has reported."""
+    try:
+        return collective()
+    except RuntimeError as error:
+        reason = ""
+        with suppress(RuntimeError, ValueError):
+            if default_store().check([REASON_KEY]):
+                reason = default_store().get(REASON_KEY).decode()
+        if not reason:
+            raise
+        raise RuntimeError(f"{reason} (this rank waited for another one in a collective: {error})") from error

@@ -14,10 +14,10 @@ AxisLike = Axis | DeviceMesh | dist.ProcessGroup | None  # what `as_axis` takes
 
 
 def as_axis(ranks: AxisLike, name: str = "data") -> Axis:
-    """Return an axis of torch's ranks, with the time limit of the default group; None: of all, or this process.
+    """Return an axis of torch's ranks; None: of all, or this process. A ProcessGroup keeps its own time limit.
 
-    A DeviceMesh of two dims is replicas x shards, as for `fully_shard`. Raises ConfigError if it has other dims, or if
-    this rank is not one of its ranks.
+    A DeviceMesh of two dims is replicas x shards, as for `fully_shard`; it passes no time limit to its groups, which
+    get that of the default group. Raises ConfigError if it has other dims, or if this rank is not one of its ranks.
     """
     if isinstance(ranks, Axis):
         return ranks
@@ -32,7 +32,7 @@ def as_axis(ranks: AxisLike, name: str = "data") -> Axis:
     if not isinstance(ranks, DeviceMesh):
         check_type(f"`{name}`", group, dist.ProcessGroup, "give an Axis, such as `mesh.data`, a DeviceMesh or None")
         assert isinstance(group, dist.ProcessGroup)
-        return axis_of(group, name, log)
+        return axis_of(group, name, log, keeps_limit=ranks is not None)
     if ranks.ndim == 1:
         return axis_of(ranks.get_group(), name, log)
     names, numbers = ranks.mesh_dim_names, ranks.mesh.flatten().tolist()

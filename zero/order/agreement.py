@@ -16,6 +16,7 @@ from collections.abc import Sequence
 import torch
 
 from parallel.mesh import Axis
+from parallel.store import report_reason
 from zero.order.execution_order import ExecutionOrder
 from zero.order.host_barrier import BrokenBarrier, HostBarrier
 from zero.order.step_order import Round, StepOrder
@@ -127,14 +128,18 @@ class LaunchOrder:
         return f"reduces bucket {item - num_units}" if item >= num_units else f"gathers {self._unit_names[item]}"
 
     def _diverged(self, what: str, item: int, is_branch: bool) -> DivergedRanks:
+        report_reason(text := self._explain(what, item, is_branch))
+        return DivergedRanks(text)
+
+    def _explain(self, what: str, item: int, is_branch: bool) -> str:
         if not is_branch:
-            return DivergedRanks(
+            return (
                 f"ranks are at different points of a step: {what}; if gradients or parameters are partitioned, give "
                 "all ranks as many micro-batches (`join` of zero/uneven.py does, if some run out of data first), let "
                 "all of them enter `model.gathered()`, or choose a ZeroConfig.stage below 2"
             )
         around = module_around(self._unit_names[item]) if 0 <= item < len(self._unit_names) else ""
-        return DivergedRanks(
+        return (
             f"ranks took different branches of the model: {what}; if parameters are partitioned, all ranks must run "
             "the same units in the same order: choose the same branches on all ranks, name only modules that all of "
             f"them run in ZeroConfig.units{around and f', such as {around}'}, or choose a ZeroConfig.stage below 3"

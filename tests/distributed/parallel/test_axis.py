@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import re
 import signal
 from collections.abc import Callable
 from datetime import timedelta
@@ -16,6 +17,7 @@ from parallel.mesh import Axis, Mesh
 from parallel.store import shared_store
 from tests.ranks import run_ranks
 from zero.order.host_barrier import HostBarrier
+from zero.torch_ranks import as_axis
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 NUMEL = 12  # of a shard
@@ -156,10 +158,14 @@ def test_an_axis_of_one_rank_writes_out_and_sends_nothing(check, dtype):
 
 
 def collectives_without_a_peer(launch: Callable[[Axis], object], seconds: int) -> list[str]:
-    """Return the errors of a collective along each part of the data axis, which only the second rank launches."""
+    """Return the errors of a collective along each axis, which only the second rank launches.
+
+    The axes are the parts of the data axis, and one of a group that a user has made, with a second more.
+    """
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds))
     mesh, store, errors = Mesh.create(tensor_size=1, shard_size=2), shared_store(), []
-    for axis in mesh.data.parts or ():
+    group, _ = dist.new_subgroups(2, timeout=timedelta(seconds=seconds + 1))
+    for axis in (*(mesh.data.parts or ()), as_axis(group, "of a user")):
         if axis.rank:
             with pytest.raises(RuntimeError) as error:
                 launch(axis)
@@ -179,10 +185,10 @@ def sum_ones(axis: Axis) -> None:
 
 
 @pytest.mark.parametrize("launch", [gather_ones, sum_ones])
-def test_collectives_along_every_axis_end_at_the_time_limit_of_the_world(launch):
+def test_collectives_along_every_axis_end_at_the_time_limit_of_the_world_or_of_a_users_group(launch):
     found = run_ranks(4, collectives_without_a_peer, launch, 2, timeout_seconds=LIMIT_SECONDS)
-    assert [len(errors) for errors in found] == [0, 1, 1, 2]
-    assert all("2000ms" in error for errors in found for error in errors)
+    limits = [[re.findall(r"\d+ms", error) for error in errors] for errors in found]
+    assert limits == [[], [["2000ms"], ["3000ms"]], [["2000ms"]], [["2000ms"], ["2000ms"], ["3000ms"]]]
 
 
 def errors_of_a_forked_process() -> list[str]:

@@ -69,8 +69,8 @@ def error_of(build: Callable[[Mesh], Callable[[T], None]], steps: list[list[T]],
         # Its connections end, even if a failed backward keeps the model in memory.
         vars(mesh.data).update(group=None, pairwise=None)
         return str(error)
-    except RuntimeError as error:
-        return f"a collective: {error}"
+    except RuntimeError as error:  # of a collective that another rank has left: it has the reason of that rank
+        return str(error)
     return ""
 
 
@@ -103,11 +103,12 @@ def test_different_branches_are_named(num_same_steps, routes):
     messages = run_ranks(2, error_of, build_branches, [ALL] * num_same_steps + [routes], num_same_steps or 1)
     named = [text for text in messages if text.startswith("ranks took different branches of the model: ")]
     assert named
+    assert all(text in named or text.startswith("ranks are at different points of a step: ") for text in messages)
     for text in named:
         assert re.search(r"data rank \d (gathers|reduces|begins).* then (gathers|reduces|begins)", text)
         predicted = re.search(r"; from the steps before, it is expected that a rank (gathers|reduces|begins) ", text)
         assert bool(predicted) == (num_same_steps > 0)
-        assert text.endswith("a ZeroConfig.stage below 3")
+        assert "a ZeroConfig.stage below 3" in text
 
 
 def test_all_ranks_may_change_their_route_together():
@@ -220,10 +221,8 @@ def build_parts(config: ZeroConfig, mesh: Mesh) -> Callable[[str], None]:
 )
 def test_different_parts_of_a_step_are_named(config, num_same_steps, parts, named):
     steps = [["al", "al"]] * num_same_steps + [parts]
-    messages = run_ranks(2, error_of, partial(build_parts, config), steps, num_same_steps or 1)
-    errors = [text for text in messages if text.startswith("ranks are at different points of a step: data rank ")]
-    assert errors
-    for text in errors:
+    for text in run_ranks(2, error_of, partial(build_parts, config), steps, num_same_steps or 1):
+        assert text.startswith("ranks are at different points of a step: data rank ")
         assert all(name in text for name in named)
         assert "zero/uneven.py" in text
 
