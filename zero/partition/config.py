@@ -62,7 +62,8 @@ class ZeroConfig:
     leaf_blocks: Positive = 1
     """With sum_over_ranks=leaves: the blocks of a step's micro-batches whose sums are added along a binary tree. Ranks
     that keep full gradients (stages 0 and 1, accumulate=local), or else groups of ranks, have as many blocks each, a
-    power of two; one group of ranks takes any number."""
+    power of two; one group of ranks takes any number. With
+    train.reproducible=layout, train.reproducible_blocks sets this."""
     prefetch_numel: NonNegative | None = None
     """If parameters are partitioned: the number of elements of the next units that are gathered ahead; 0: none; null:
     those of the next unit."""
