@@ -18,7 +18,7 @@ from gpt.settings.tree import Group, walk
 
 def in_option_names(text: str) -> str:
     """Return the text with `zero.stage` instead of `ZeroConfig.stage`, and with `parallel.tensor_size=` in full."""
-    text = text.replace("ZeroConfig.leaf_blocks", "train.reproducible_blocks")  # which sets it
+    text = re.sub(r"ZeroConfig\.leaf_blocks(?==\d+ of )", "train.reproducible_blocks", text)  # which sets it
     return re.sub(_ARGUMENT, r"parallel.\1", re.sub(_CLASS, lambda found: _GROUPS[found[1]], text))
 
 
