@@ -81,11 +81,12 @@ class LeafOrder:
                 f"{self.num_micro_batches} were announced; enter `model.accumulate(num_micro_batches)` in each step"
             )
         of_unit = self.num_micro_batches * self._unit_size
-        num_leaves = self._num_units * of_unit
-        starts = {block * num_leaves // self._num_blocks for block in range(self._num_blocks)}
-        if len(starts) < self._num_blocks:
-            raise ValueError(f"{num_leaves} micro-batches of a step are fewer than {self._num_blocks} blocks of them")
-        return position > 0 and self._unit * of_unit + position in starts
+        num_leaves, num_blocks = self._num_units * of_unit, self._num_blocks
+        if num_leaves < num_blocks:
+            raise ValueError(f"{num_leaves} micro-batches of a step are fewer than {num_blocks} blocks of them")
+        leaf = self._unit * of_unit + position
+        block = -(-leaf * num_blocks // num_leaves)  # the first that begins with this leaf or a later one
+        return position > 0 and block < num_blocks and block * num_leaves // num_blocks == leaf
 
     def restart(self) -> None:
         """Begin another step."""
