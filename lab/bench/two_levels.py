@@ -1,6 +1,6 @@
 """The bytes of stage 3 inside nodes and between them, and the time that a slow link takes: flat, groups, two levels.
 
-    python -m lab.bench.two_levels --output runs/two_levels.json [--limit MBIT_PER_SECOND]     # as root
+    python -m lab.bench.two_levels --output runs/two_levels.json [--limits MBIT_PER_SECOND ...]     # as root
 
 Two nodes of two ranks are network namespaces of one machine (lab/faults/testbed.py). In each of them the kernel counts
 what is sent inside the node, by `lo`, and to the other one, by `e0`: headers, barriers and the norm included.
@@ -8,10 +8,11 @@ what is sent inside the node, by `lo`, and to the other one, by `e0`: headers, b
 
 import argparse
 import json
-import os
 import sys
 import time
-from itertools import pairwise
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from itertools import pairwise, product
 from pathlib import Path
 from statistics import median
 
@@ -50,41 +51,76 @@ class Chain(nn.Module):
         return x.float().mean()
 
 
-def measure(nodes: list[Node], num_steps: int, micro_batches: tuple[int, ...] = MICRO_BATCHES) -> list[dict]:
-    """Return a row for each layout and number of micro-batches."""
-    own = ["--steps", str(num_steps), "--micro_batches", *map(str, micro_batches)]
-    return json.loads(launch_on(nodes, RANKS_OF_A_NODE, __spec__.name, *own))
+def measure(
+    nodes: list[Node],
+    num_steps: int,
+    micro_batches: Sequence[int] = MICRO_BATCHES,
+    limits: Sequence[float] = (),
+    *,
+    in_sequence: bool = False,
+) -> list[dict]:
+    """Return a row for each limit of the link, none first, each layout and each number of micro-batches."""
+    own = ["--steps", num_steps, "--micro_batches", *micro_batches, "--limits", *limits]
+    own += ["--nodes", json.dumps([asdict(node) for node in nodes]), *["--in_sequence"] * in_sequence]
+    return json.loads(launch_on(nodes, RANKS_OF_A_NODE, __spec__.name, *map(str, own)))
 
 
-def measure_rank(num_steps: int, micro_batches: list[int]) -> None:
-    """Measure as one of the ranks; the first one prints the rows."""
+def measure_rank(options: argparse.Namespace) -> None:
+    """Measure as one of the ranks; the first one limits the link and prints the rows."""
     dist.init_process_group("gloo")
-    rows = [measure_layout(name, num, num_steps) for name in LAYOUTS for num in micro_batches]
+    jobs = {name: Job(name, options.in_sequence) for name in LAYOUTS}
+    rows = []
+    for limit in (None, *options.limits):
+        if limit is not None and dist.get_rank() == 0:
+            for node in json.loads(options.nodes):
+                Node(**node).limit(limit)
+        for name, num in product(LAYOUTS, options.micro_batches):
+            found = jobs[name].measure(num, options.steps)
+            rows.append({"limit": limit, "layout": name, "micro_batches": num, **found})
     if dist.get_rank() == 0:
         print(json.dumps(rows))
     dist.destroy_process_group()
 
 
-def measure_layout(name: str, num_micro_batches: int, num_steps: int) -> dict:
-    """Return the bytes that a rank of the first node sends in a step, the formula's, and the seconds: medians."""
-    shard_size, config = LAYOUTS[name]
-    mesh = Mesh.create(tensor_size=1, shard_size=shard_size)
-    model = ZeroDataParallel(Chain(), mesh.data, config)
-    optimizer, x = ZeroOptimizer(model, torch.optim.AdamW, fused=True), torch.ones(1, WIDTH, dtype=torch.bfloat16)
-    readings = []
-    for _ in range(NUM_WARM_UP + num_steps + 1):
-        mesh.barrier()  # before and after each reading. What a step leaves for the next one to wait for counts there
-        readings.append((*bytes_sent(), time.perf_counter()))
-        mesh.barrier()
+class Job:
+    """A model with its optimizer in one of the layouts, after steps in which its ranks learn the order of units."""
+
+    def __init__(self, layout: str, in_sequence: bool):
+        shard_size, config = LAYOUTS[layout]
+        if in_sequence:
+            config = replace(config, overlap=False, prefetch_numel=0)
+        self._in_sequence = in_sequence
+        self._mesh = Mesh.create(tensor_size=1, shard_size=shard_size)
+        self._model = ZeroDataParallel(Chain(), self._mesh.data, config)
+        self._optimizer = ZeroOptimizer(self._model, torch.optim.AdamW, fused=True)
+        for _ in range(NUM_WARM_UP):
+            self._step(1)
+
+    def _step(self, num_micro_batches: int) -> None:
+        x = torch.ones(1, WIDTH, dtype=torch.bfloat16)
         for _ in range(num_micro_batches - 1):
-            with model.accumulate():
-                model(x).backward()
-        model(x).backward()
-        optimizer.step()
-    steps = [[b - a for a, b in zip(*two, strict=True)] for two in pairwise(readings[NUM_WARM_UP:])]
-    inside, between, seconds = map(median, zip(*steps, strict=True))
-    found = {"layout": name, "micro_batches": num_micro_batches, "formula": expected_bytes(model, num_micro_batches)}
-    return found | {"inside": inside / RANKS_OF_A_NODE, "between": between / RANKS_OF_A_NODE, "seconds": seconds}
+            with self._model.accumulate():
+                self._model(x).backward()
+        self._model(x).backward()
+        self._optimizer.step()
+        for bucket in self._model.buckets if self._in_sequence else ():
+            bucket.params.wait_for_update()
+
+    def measure(self, num_micro_batches: int, num_steps: int) -> dict:
+        """Return the bytes that a rank of the first node sends in a step, the formula's, and the seconds: medians.
+
+        What a step leaves for the next one to wait for counts there, so one step more runs before.
+        """
+        readings = []
+        for _ in range(num_steps + 1):
+            self._step(num_micro_batches)
+            self._mesh.barrier()  # before and after each reading
+            readings.append((*bytes_sent(), time.perf_counter()))
+            self._mesh.barrier()
+        steps = [[b - a for a, b in zip(*two, strict=True)] for two in pairwise(readings)]
+        inside, between, seconds = map(median, zip(*steps, strict=True))
+        found = {"formula": expected_bytes(self._model, num_micro_batches), "seconds": seconds}
+        return found | {"inside": inside / RANKS_OF_A_NODE, "between": between / RANKS_OF_A_NODE}
 
 
 def expected_bytes(model: ZeroDataParallel, num_micro_batches: int) -> tuple[float, float]:
@@ -108,20 +144,20 @@ def bytes_sent() -> tuple[int, int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, help="a JSON file")
-    parser.add_argument("--limit", type=float, help="limit of the link in Mbit/s, for a second measurement")
+    parser.add_argument("--limits", type=float, nargs="*", default=[], help="of the link, Mbit/s: measured one by one")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--micro_batches", type=int, nargs="+", default=MICRO_BATCHES)
+    parser.add_argument("--in_sequence", action="store_true", help="wait for each message at once: nothing is hidden")
+    parser.add_argument("--nodes", help=argparse.SUPPRESS)  # of a rank
     options = parser.parse_args()
-    if "RANK" in os.environ:
-        measure_rank(options.steps, options.micro_batches)
+    if options.nodes:
+        measure_rank(options)
         return
     if reason := testbed_problem():
         sys.exit(f"skipped: {reason}")
-    found = {}
-    for limit in (None, options.limit) if options.limit else (None,):
-        with joined_nodes(mbit_per_second=limit) as nodes:
-            found[str(limit)] = measure(nodes, options.steps, options.micro_batches)
-    options.output.write_text(json.dumps(found, indent=1) + "\n")
+    with joined_nodes() as nodes:
+        rows = measure(nodes, options.steps, options.micro_batches, options.limits, in_sequence=options.in_sequence)
+    options.output.write_text(json.dumps(rows, indent=1) + "\n")
 
 
 if __name__ == "__main__":

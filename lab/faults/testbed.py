@@ -17,7 +17,7 @@ from pathlib import Path
 
 from lab.acceptance.child import ROOT
 
-BURST_BYTES = 256 * 1024
+BURST_SECONDS = 0.002  # a link that was idle for so long passes at once what it could have carried meanwhile
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,8 @@ class Node:
     def limit(self, mbit_per_second: float) -> None:
         """Limit the rate at which the node sends, and, at its port on the bridge, the rate at which it receives."""
         for namespace, device in ((self.namespace, "e0"), (self.switch, self.port)):
-            rate = ["rate", f"{mbit_per_second}mbit", "burst", str(BURST_BYTES), "latency", "100ms"]
+            burst_bytes = round(mbit_per_second / 8 * 1e6 * BURST_SECONDS)
+            rate = ["rate", f"{mbit_per_second}mbit", "burst", str(burst_bytes), "latency", "100ms"]
             _run("tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", "tbf", *rate)
 
     def set_link(self, *, is_up: bool) -> None:
