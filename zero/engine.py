@@ -91,7 +91,7 @@ class ZeroDataParallel(nn.Module):
         self._access = UnitAccess()
         self._guard = ParameterGuard({param: name for name, param in module.named_parameters()}, self._access)
         levels = config.policy.levels(data)
-        numel, gather_stream = self._bucket_numel(own, levels.owners.size), SideStream(self.offload.device)
+        numel, gather_stream = self._bucket_numel(own, levels), SideStream(self.offload.device)
         context = FlatContext(config, levels, numel, self.offload, self._guard, gather_stream)
         self._make_units(own, context, partial(_initial_values, data, init), launch_order)
         if init:
@@ -246,11 +246,11 @@ class ZeroDataParallel(nn.Module):
             "a ZeroDataParallel cannot be copied; copy the module inside it, in `with model.gathered() as module:`"
         )
 
-    def _bucket_numel(self, own: dict[str, dict[str, nn.Parameter]], num_owners: int) -> int:
+    def _bucket_numel(self, own: dict[str, dict[str, nn.Parameter]], levels: Levels) -> int:
         """Return the number of elements of a bucket, for units with these parameters."""
         unit_numels = [sum(param.numel() for param in params.values()) for params in own.values()]
         if self.offload.config.mode == "auto":
-            chunk = search_chunk_size(unit_numels, self.offload.config, num_owners)
+            chunk = search_chunk_size(unit_numels, self.offload.config, self.config.grain(levels))
             logger.info("offload: chunks of %d elements, %d unfilled", chunk.numel, chunk.unfilled_numel)
             return chunk.numel
         dtype = next(self.module.parameters()).dtype.to_real()

@@ -63,11 +63,9 @@ class FlatParameters:
         self.lifetime, self._guard = lifetime, context.guard
         shapes = {name: real_shape(p) for name, p in params.items()}
         levels = context.levels
-        # An all-reduce in fp32 begins with a reduce-scatter, so replicas need parts of a shard too.
-        num_cuts = 1 if context.config.sum_over_ranks == "message" else levels.outer.size
-        self.layout = Layout.of(
-            shapes, levels.inner.size, context.bucket_numel, context.config.alignment, levels.num_parts, num_cuts
-        )
+        alignment, grain = context.config.alignment, context.config.grain(levels)
+        numel = context.bucket_numel
+        self.layout = Layout.of(shapes, levels.inner.size, numel, alignment, levels.num_parts, grain)
         first = next(iter(params.values())).data
         full = first.new_zeros(self.layout.numel, dtype=first.dtype.to_real(), device=context.offload.device)
         self.full = tagged(TensorKind.PARAMETERS, full)

@@ -14,7 +14,7 @@ from typing import Generic, TypeVar
 import numpy as np
 
 from zero.memory.placement import OffloadConfig
-from zero.partition.layout import ALIGNMENT, round_up
+from zero.partition.layout import round_up
 
 MEBI = 2**20
 NUM_ROUNDS = 3  # the first begins with nothing held; the third repeats what the second has led to
@@ -32,12 +32,11 @@ class ChunkSize:
     """Elements of equal slots that the model's chunks leave empty."""
 
 
-def search_chunk_size(unit_numels: Iterable[int], config: OffloadConfig, num_shards: int) -> ChunkSize:
+def search_chunk_size(unit_numels: Iterable[int], config: OffloadConfig, grain: int) -> ChunkSize:
     """Return the size in the configured range that leaves the least of its slots empty; of equals, the largest.
 
-    A chunk is divided evenly over `num_shards` ranks.
+    Every chunk has a multiple of `grain` elements: `ZeroConfig.grain`.
     """
-    grain = num_shards * ALIGNMENT
     counted = Counter(round_up(numel, grain) for numel in unit_numels if numel)
     if not counted:
         return ChunkSize(grain, 0)

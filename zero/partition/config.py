@@ -9,7 +9,7 @@ import torch
 from parallel.errors import ConfigError
 from parallel.fields import NonNegative, Positive, Range, check_fields
 from zero.partition.layout import ALIGNMENT, NORM_BLOCK
-from zero.partition.stage import STAGES, Division, GradientTypes, Lifetime, ShardingPolicy
+from zero.partition.stage import STAGES, Division, GradientTypes, Levels, Lifetime, ShardingPolicy
 
 Accumulate = Literal["reduce", "local"]
 OptimizerOver = Literal["group", "all"]
@@ -123,11 +123,18 @@ class ZeroConfig:
             )
         return types
 
+    def grain(self, levels: Levels) -> int:
+        """Return the number of elements of which every bucket has a multiple, for shards and parts that are aligned."""
+        # An all-reduce in fp32 begins with a reduce-scatter, so replicas need parts of a shard too.
+        num_cuts = 1 if self.sum_over_ranks == "message" else levels.outer.size
+        return levels.inner.size * math.lcm(levels.num_parts * self.alignment, num_cuts)
+
     def chosen_bucket_numel(self, num_elements: int, num_ranks: int, parameter: torch.dtype) -> int:
         """Return the number of elements of a bucket of a model with `num_elements` of the type `parameter`.
 
         A message of a ring is cut into parts, one for each rank, and a short part takes the latency of a hop however
-        short it is: so buckets grow with the ranks, as long as they stay small beside what is allocated anyway.
+        short it is: so buckets grow with the ranks, as long as they stay small beside what is allocated anyway. With
+        groups `num_ranks` are all ranks too: the rings between groups cut the shard that a group's ring has left.
         """
         if self.bucket_numel != "auto":
             return self.bucket_numel or num_elements

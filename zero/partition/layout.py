@@ -16,7 +16,6 @@ This file is arithmetic on names and shapes: it allocates nothing and is the sam
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import lcm
 
 import torch
 from torch import Tensor
@@ -68,19 +67,19 @@ class BucketRange:
     num_parts: int = 1
 
     @property
-    def shard_numel(self) -> int:
+    def group_shard_numel(self) -> int:
         """The number of elements in the shard of each rank of a group."""
         return len(self.elements) // self.num_shards
 
     @property
     def owned_numel(self) -> int:
         """The number of elements that each rank owns."""
-        return self.shard_numel // self.num_parts
+        return self.group_shard_numel // self.num_parts
 
     def group_shard(self, rank: int) -> range:
         """Return the elements of the gradients and parameters that the rank with this number in its group has."""
-        start = self.elements.start + rank * self.shard_numel
-        return range(start, start + self.shard_numel)
+        start = self.elements.start + rank * self.group_shard_numel
+        return range(start, start + self.group_shard_numel)
 
     def shard(self, rank: int) -> range:
         """Return the elements that `rank` owns: a part of its group's shard, or all of that if there is one part."""
@@ -112,18 +111,18 @@ class Layout:
         bucket_numel: int,
         alignment: int = ALIGNMENT,
         num_parts: int = 1,
-        num_cuts: int = 1,
+        grain: int | None = None,
     ) -> "Layout":
-        """Lay out parameters; `bucket_numel` is rounded up to a multiple of the number of parts times the alignment.
+        """Lay out parameters; `bucket_numel` is rounded up to a multiple of `grain`: `ZeroConfig.grain`.
 
-        Parameters, shards and their parts begin at multiples of `alignment` elements; `num_cuts` divides each shard.
+        Parameters, shards and their parts begin at multiples of `alignment` elements.
         """
         spans, stop = [], 0
         for name, shape in shapes.items():
             spans.append(Span(name, shape, range(stop, stop + shape.numel())))
             stop = round_up(spans[-1].elements.stop, alignment)
         stop = max(stop, alignment)  # a parameter without elements needs a buffer too
-        grain = num_shards * lcm(num_parts * alignment, num_cuts)
+        grain = grain or num_shards * num_parts * alignment
         numel, bucket_numel = round_up(stop, grain), round_up(bucket_numel, grain)
         return cls(tuple(spans), cut_into_buckets(numel, bucket_numel, num_shards, num_parts))
 

@@ -39,9 +39,14 @@ def auto(budget_gb: float) -> OffloadConfig:
 
 
 def train(
-    config: ZeroConfig, offload: OffloadConfig, num_micro_batches: int, dtype: torch.dtype, num_layers: int = 6
+    config: ZeroConfig,
+    offload: OffloadConfig,
+    num_micro_batches: int,
+    dtype: torch.dtype,
+    num_layers: int = 6,
+    shard_size: int | None = None,
 ) -> dict:
-    mesh = Mesh.create(tensor_size=1)
+    mesh = Mesh.create(tensor_size=1, shard_size=shard_size)
     with MemoryTracker(torch.device("cpu")) as tracker:
         with ShardedInit(mesh.data, config.policy, 30_000, offload) as init:
             model_config = ModelConfig(num_layers, 64, 4, seq_length=SEQ, vocab_size=VOCAB, dropout=0.0)
@@ -75,11 +80,16 @@ def train(
     }
 
 
-@pytest.mark.parametrize(("stage", "num_ranks", "num_micro_batches"), [(2, 1, 3), (3, 2, 1)])
-def test_a_budget_is_kept_and_filled_and_changes_nothing(stage, num_ranks, num_micro_batches):
-    """Three budgets: the least that a step needs, one between, and more than everything needs."""
-    config = ZeroConfig(stage, bucket_numel=10_000)
-    others = num_micro_batches, torch.float64, 3
+@pytest.mark.parametrize(
+    ("stage", "num_ranks", "num_micro_batches", "shard_size"), [(2, 1, 3, None), (3, 2, 1, None), (3, 2, 1, 1)]
+)
+def test_a_budget_is_kept_and_filled_and_changes_nothing(stage, num_ranks, num_micro_batches, shard_size):
+    """Three budgets: the least that a step needs, one between, and more than everything needs.
+
+    With groups a rank owns a part of its shard, and the whole shard is in the cache.
+    """
+    config = ZeroConfig(stage, bucket_numel=10_000, optimizer_over="all" if shard_size else "group")
+    others = num_micro_batches, torch.float64, 3, shard_size
     plain = run_ranks(num_ranks, train, config, OffloadConfig(), *others)
     found = {}
     for share in (LEAST_SHARE[stage], 0.85, 3.0):

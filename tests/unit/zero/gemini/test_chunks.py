@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from zero.gemini.chunks import MEBI, ChunkSize, Cycle, search_chunk_size
 from zero.memory.placement import OffloadConfig
+from zero.partition.layout import ALIGNMENT
 
 
 @pytest.mark.parametrize(
@@ -22,7 +23,7 @@ from zero.memory.placement import OffloadConfig
 )
 def test_the_size_that_leaves_least_empty_is_chosen(unit_numels, smallest, search_range, step, expected):
     config = OffloadConfig(hidden_dim=step, min_chunk_size_m=smallest / MEBI, search_range_m=search_range / MEBI)
-    assert search_chunk_size(unit_numels, config, num_shards=1) == expected
+    assert search_chunk_size(unit_numels, config, ALIGNMENT) == expected
 
 
 def fetched_by_belady(rounds: list[int], num_places: int) -> int:

@@ -1,10 +1,15 @@
 """The layout of a flat buffer: nothing overlaps, nothing is lost, and all ranks own equally many elements."""
 
+from math import gcd
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from parallel.comm_log import CommLog
+from parallel.mesh import Axis
+from zero.partition.config import ZeroConfig
 from zero.partition.layout import ALIGNMENT, Layout, overlap
 
 SHAPES = st.lists(st.lists(st.integers(1, 40), max_size=3).map(torch.Size), min_size=1, max_size=8)
@@ -46,15 +51,20 @@ def test_the_shards_of_a_bucket_are_equal_aligned_and_cover_it(layout):
     for bucket in layout.buckets:
         shards = [bucket.shard(rank) for rank in range(bucket.num_shards)]
         assert elements_of(*shards) == list(bucket.elements)
-        assert {len(shard) for shard in shards} == {bucket.shard_numel}
+        assert {len(shard) for shard in shards} == {bucket.group_shard_numel}
         assert all(shard.start % ALIGNMENT == 0 for shard in shards)
 
 
-@given(SHAPES, st.integers(1, 5), st.integers(1, 3000), st.integers(1, 70))
-def test_each_shard_can_be_cut_into_as_many_parts_as_asked_for(shapes, num_shards, bucket_numel, num_cuts):
-    named = {f"w{index}": shape for index, shape in enumerate(shapes)}
-    for bucket in Layout.of(named, num_shards, bucket_numel, num_cuts=num_cuts).buckets:
-        assert bucket.shard_numel % num_cuts == bucket.shard_numel % ALIGNMENT == 0
+@given(st.integers(1, 5), st.integers(1, 70), st.sampled_from(["group", "all"]), st.sampled_from([16, 256]))
+def test_the_grain_of_buckets_is_the_least_that_cuts_each_shard_between_groups(group_size, num_groups, over, alignment):
+    """Into aligned parts if each is owned, and else, for sums in fp32, into equal messages."""
+    inner, outer = (Axis(name, size, 0, CommLog()) for name, size in (("shard", group_size), ("replica", num_groups)))
+    data = Axis("data", group_size * num_groups, 0, CommLog(), parts=(inner, outer))
+    for sums in ("message", "fp32"):
+        config = ZeroConfig(3, optimizer_over=over, sum_over_ranks=sums, alignment=alignment)
+        shard = alignment * (num_groups if over == "all" else num_groups // gcd(alignment, num_groups))
+        expected = group_size * (alignment if (over, sums) == ("group", "message") else shard)
+        assert config.grain(config.policy.levels(data)) == expected
 
 
 @given(LAYOUTS)
