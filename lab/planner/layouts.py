@@ -14,7 +14,7 @@ from gpt.shape.flops import hardware_flops
 from lab.dryrun.costs.collectives import MeshShape, group_along
 from lab.measure.cluster import ClusterSpec
 from parallel.comm_log import CommLog
-from parallel.mesh import Axis
+from parallel.mesh import HALF_TYPES, Axis
 from zero.activations.choice import (
     Hardware,
     Workload,
@@ -27,7 +27,7 @@ from zero.formulas import memory
 from zero.formulas.memory import ModelStates, PlacedStates
 from zero.formulas.traffic import axis_sizes
 from zero.memory.placement import Mode
-from zero.partition.config import Accumulate, OptimizerOver
+from zero.partition.config import NUM_STAGED, Accumulate, OptimizerOver
 from zero.partition.stage import STAGES, Division, Lifetime
 
 ASSUMED_PEAK_FRACTION = 0.5  # fraction of the peak rate that computation is assumed to reach
@@ -164,15 +164,22 @@ def model_states(settings: Settings, data_size: int) -> PlacedStates:
 def planned_workload(settings: Settings, data_size: int) -> Workload:
     """Return the work of one rank on one micro-batch, including the memory of model states and buffers.
 
-    Assumed: buffers of three buckets and, if parameters are transient, three layers unsharded at once.
+    Assumed: buffers of three buckets and, if parameters are transient, three layers unsharded at once. What a rank
+    adds in fp32 it receives into as many buffers: buckets inside a group, and shards of them between groups.
     """
     zero, dtype, tensor_size = settings.zero, settings.train.dtype, settings.parallel.tensor_size
     num_parameters = parameters_of_rank(settings.model, tensor_size)
-    bucket = zero.chosen_bucket_numel(num_parameters, data_size, dtype) * zero.gradient_types(dtype).reduce.itemsize
+    reduce_dtype = zero.gradient_types(dtype).reduce
+    bucket = zero.chosen_bucket_numel(num_parameters, data_size, dtype) * reduce_dtype.itemsize
+    received = 0.0
+    if zero.sum_over_ranks == "fp32" and reduce_dtype in HALF_TYPES:
+        inner, outer = axis_sizes(zero.policy, data_size, settings.parallel.shard_size)
+        received = (NUM_STAGED if zero.overlap else 1) * bucket * ((inner > 1) + (outer > 1) / inner)
     is_transient = zero.policy.full_params is Lifetime.TRANSIENT
     unsharded = 3 * dtype.itemsize * num_parameters / settings.model.num_layers if is_transient else 0
     states = model_states(settings, data_size).accelerator.total
-    return replace(workload(settings, data_size, tensor_size), state_bytes=states + 3 * bucket + unsharded)
+    held = states + NUM_STAGED * bucket + received + unsharded
+    return replace(workload(settings, data_size, tensor_size), state_bytes=held)
 
 
 def activation_bytes(work: Workload, settings: Settings) -> float:

@@ -8,6 +8,7 @@ import pytest
 from gpt.builder.closed_forms import parameters_of_rank
 from gpt.settings.parser import parse_settings
 from gpt.shape.flops import hardware_flops
+from lab.dryrun.dry_run import DEVICE, dry_run
 from lab.measure.cluster import ClusterSpec
 from lab.planner.closed_forms import make_plan
 from lab.planner.layouts import (
@@ -22,6 +23,7 @@ from lab.planner.layouts import (
     predict,
     step_seconds,
 )
+from parallel.memory_kinds import TensorKind
 from zero.formulas.memory import ModelStates
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -123,3 +125,31 @@ def test_the_largest_micro_batch_is_considered_and_none_above_it():
     divisible = MAX_MICRO_BATCH * (MAX_MICRO_BATCH + 1)
     sizes = {layout.micro_batch_size for layout in candidate_layouts(1, divisible, "accelerator")}
     assert (min(sizes), max(sizes)) == (1, MAX_MICRO_BATCH)
+
+
+@pytest.mark.parametrize(
+    ("stage", "shard_size", "over", "overlap"), [(3, 2, "all", True), (2, 2, "group", False), (0, None, "group", True)]
+)
+def test_closed_forms_and_dry_runs_agree_on_the_buffers_of_sums_in_fp32(stage, shard_size, over, overlap):
+    given = ["--model.num_layers=8", "--model.hidden_size=64", "--model.num_heads=8", "--model.seq_length=32"]
+    given += [
+        "--model.vocab_size=512",
+        "--train.micro_batch_size=2",
+        "--train.global_batch_size=16",
+        "--data.path=unread",
+    ]
+    given += [f"--zero.stage={stage}", f"--zero.optimizer_over={over}", f"--zero.overlap={overlap}"]
+    given += [
+        "--zero.reduce_dtype=bf16",
+        "--zero.bucket_numel=8192",
+        "--zero.defragment=true",
+        "--dry_run.world_size=8",
+    ]
+    given += [f"--parallel.shard_size={shard_size or 'null'}"]
+    found = []
+    for sums in ("message", "fp32"):
+        settings = parse_settings([*given, f"--zero.sum_over_ranks={sums}"])
+        buffers = dry_run(settings).resident[DEVICE].get(TensorKind.BUFFERS, 0)
+        found.append((buffers, planned_workload(settings, data_size=8).state_bytes))
+    (dry, planned), (dry_in_fp32, planned_in_fp32) = found
+    assert dry_in_fp32 - dry == planned_in_fp32 - planned > 0
