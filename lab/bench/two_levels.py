@@ -1,6 +1,6 @@
 """The bytes of stage 3 inside nodes and between them, and the time that a slow link takes: flat, groups, two levels.
 
-    python -m lab.bench.two_levels --output runs/two_levels.json [--limits MBIT_PER_SECOND ...]     # as root
+    python -m lab.bench.two_levels --output runs/two_levels.json [--limits MBIT_PER_SECOND ... --plot FILE]    # as root
 
 Two nodes of two ranks are network namespaces of one machine (lab/faults/testbed.py). In each of them the kernel counts
 what is sent inside the node, by `lo`, and to the other one, by `e0`: headers, barriers and the norm included.
@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lab.faults.testbed import Node, joined_nodes, launch_on, testbed_problem
+from lab.pages.plots import plot
 from parallel.mesh import Mesh
 from zero.engine import ZeroDataParallel
 from zero.formulas.traffic import axis_bytes
@@ -141,6 +142,20 @@ def bytes_sent() -> tuple[int, int]:
     return sent["lo"], sent["e0"]
 
 
+def plot_lost(rows: Sequence[dict], path: Path) -> None:
+    """Draw the seconds that each layout loses to a limited link over those of the formula's bytes on the link alone."""
+    unlimited = {(row["layout"], row["micro_batches"]): row["seconds"] for row in rows if row["limit"] is None}
+    label = {"xlabel": "link's time for the formula's bytes, s", "ylabel": "time lost, s"}
+    with plot(path, size=(6, 4.5)) as (panel,):
+        panel.set(xscale="log", yscale="log", **label)
+        for layout in LAYOUTS:
+            limited = [row for row in rows if row["limit"] is not None and row["layout"] == layout]
+            of_link = [8e-6 * RANKS_OF_A_NODE * row["formula"][1] / row["limit"] for row in limited]
+            lost = [row["seconds"] - unlimited[layout, row["micro_batches"]] for row in limited]
+            panel.plot(of_link, lost, "o", label=layout)
+        panel.axline((1, 1), (10, 10), color="gray", label="nothing hidden")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, help="a JSON file")
@@ -148,6 +163,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--micro_batches", type=int, nargs="+", default=MICRO_BATCHES)
     parser.add_argument("--in_sequence", action="store_true", help="wait for each message at once: nothing is hidden")
+    parser.add_argument("--plot", type=Path, help="a picture of the time lost to limited links")
     parser.add_argument("--nodes", help=argparse.SUPPRESS)  # of a rank
     options = parser.parse_args()
     if options.nodes:
@@ -158,6 +174,8 @@ def main() -> None:
     with joined_nodes() as nodes:
         rows = measure(nodes, options.steps, options.micro_batches, options.limits, in_sequence=options.in_sequence)
     options.output.write_text(json.dumps(rows, indent=1) + "\n")
+    if options.plot:
+        plot_lost(rows, options.plot)
 
 
 if __name__ == "__main__":
