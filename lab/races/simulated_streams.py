@@ -30,6 +30,7 @@ DOORS = (
     "parallel/memory_kinds.py",
     "parallel/mesh.py",
     "parallel/pairwise.py",
+    "parallel/store.py",
     "parallel/streams.py",
     "parallel/torch_internals.py",
     "zero/memory/streams.py",
