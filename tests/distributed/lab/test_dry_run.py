@@ -8,7 +8,7 @@ from gpt.settings.parser import parse_settings
 from gpt.settings.settings import Settings
 from lab.dryrun.dry_run import Recording, record_step
 from lab.observe.fake_tensors import QuickFakeTensorMode
-from parallel.world import imitated_world, start_world
+from parallel.world import imitated_world, start_world, stop_world
 from tests.pairwise import pairwise
 from tests.ranks import run_ranks
 
@@ -80,7 +80,9 @@ def summary(recording: Recording) -> dict:
 
 
 def run_for_real(settings: Settings) -> dict:
-    return summary(record_step(settings, start_world(), nullcontext(), NUM_STEPS_BEFORE))
+    found = summary(record_step(settings, start_world(), nullcontext(), NUM_STEPS_BEFORE))
+    stop_world()  # the last step's gathers are under way: a rank that left before the others would break theirs
+    return found
 
 
 def run_for_real_until_messages_are_freed(settings: Settings, dry: dict) -> dict:
