@@ -1,6 +1,6 @@
 """Translation of a DeepSpeed JSON configuration into settings of this project, with a table of all its keys.
 
-file -> keys under their current names -> each key is translated by its row (`gpt/deepspeed/keys.py`)
+file -> keys under their current names -> each key is translated by its row (`gpt/deepspeed/keys.yaml`)
      -> rules combine the values of several keys (`gpt/deepspeed/rules.py`) -> settings
 """
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from rich.table import Table
 
-from gpt.deepspeed.key import BOOL, as_text, unchanged
+from gpt.deepspeed.key import TYPES, as_text, unchanged
 from gpt.deepspeed.keys import KEYS, ONLY_ENABLED_IS_READ, OTHER_NAMES
 from gpt.deepspeed.rules import RULES
 from gpt.deepspeed.translation import AUTO, FileKey, Translation, Verdict
@@ -96,7 +96,7 @@ def _under_current_names(pairs: Iterator[tuple[str, Any]]) -> Iterator[FileKey]:
         name, convert = OTHER_NAMES.get(spelling, (spelling, unchanged))
         key = FileKey(f"{as_text(spelling)}={as_text(value)}", name, value)
         if convert is not unchanged and not isinstance(value, bool) and value not in LEFT_OPEN:
-            yield replace(key, verdict="refused", reason=f"is not {BOOL.description}")
+            yield replace(key, verdict="refused", reason=f"is not {TYPES['bool'].description}")
             continue
         converted = value if value in LEFT_OPEN else convert(value)
         key = replace(key, value=converted)

@@ -1,8 +1,8 @@
-"""A row of the table of DeepSpeed's keys (`gpt/deepspeed/keys.py`), and the functions that make rows."""
+"""A row of the table of DeepSpeed's keys (`gpt/deepspeed/keys.yaml`), and the types of their values."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 LARGEST = 1e300  # larger numbers overflow in the products of the rules; NaN is not below it
@@ -29,14 +29,16 @@ def _is_pair(value: Any) -> bool:
     return isinstance(value, list) and len(value) == 2 and all(map(_is_number, value))
 
 
-BOOL = ValueType("true or false", lambda value: isinstance(value, bool))
-INTEGER = ValueType("an integer", _is_integer, int)
-COUNT = ValueType("an integer of 0 or more", lambda value: _is_integer(value) and value >= 0, int)
-POSITIVE = ValueType("an integer of 1 or more", lambda value: _is_integer(value) and value >= 1, int)
-NUMBER = ValueType("a number", _is_number)
-PAIR = ValueType("a list of two numbers", _is_pair)
-TEXT = ValueType("a string", lambda value: isinstance(value, str))
-ANY = ValueType("anything", lambda value: True)
+TYPES = {
+    "bool": ValueType("true or false", lambda value: isinstance(value, bool)),
+    "integer": ValueType("an integer", _is_integer, int),
+    "count": ValueType("an integer of 0 or more", lambda value: _is_integer(value) and value >= 0, int),
+    "positive": ValueType("an integer of 1 or more", lambda value: _is_integer(value) and value >= 1, int),
+    "number": ValueType("a number", _is_number),
+    "pair": ValueType("a list of two numbers", _is_pair),
+    "text": ValueType("a string", lambda value: isinstance(value, str)),
+    "any": ValueType("anything", lambda value: True),
+}
 
 
 @dataclass(frozen=True)
@@ -53,14 +55,14 @@ class Key:
     settings: tuple[str, ...] = ()
     convert: Callable[[Any], Any] | None = None
     note: str = ""
-    accepted: tuple[Any, ...] | None = None
+    accepted: Sequence[Any] | None = None
     refusal: str = ""
 
     def reason_for_refusal(self, value: Any) -> str:
         """Return why the value is refused and what to do instead, or an empty string if it is accepted."""
         if not self.type.has(value):
             return f"is not {self.type.description}"
-        is_switched_off = self.type is ANY and (
+        is_switched_off = self.type is TYPES["any"] and (
             not value or (isinstance(value, dict) and value.get("enabled") is False)
         )
         if self.accepted is None or self.type.convert(value) in self.accepted or is_switched_off:
@@ -78,38 +80,3 @@ def as_text(value: Any) -> str:
 def unchanged(value: Any) -> Any:
     """Return the value itself."""
     return value
-
-
-def sets(type: ValueType, setting: str, convert: Callable[[Any], Any] = unchanged, note: str = "") -> Key:
-    """Return a key that sets one setting."""
-    return Key(type, (setting,), convert, note)
-
-
-def rule(type: ValueType, *settings: str, note: str = "") -> Key:
-    """Return a key that a rule reads, together with other keys, to determine `settings`."""
-    return Key(type, settings, None, note)
-
-
-def needless(type: ValueType, note: str) -> Key:
-    """Return a key that is accepted and changes nothing; `note` says why."""
-    return Key(type, note=note)
-
-
-def one_of(key: Key, *accepted: Any, refusal: str) -> Key:
-    """Return a copy of the key that refuses all values but `accepted`."""
-    return replace(key, accepted=accepted, refusal=refusal)
-
-
-def unsupported(type: ValueType, refusal: str, *accepted: Any) -> Key:
-    """Return a key of a feature that is not supported; only `accepted`, the values that switch it off, are accepted."""
-    return Key(type, note="is off", accepted=accepted, refusal=refusal)
-
-
-def flatten(table: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Key]]:
-    """Yield (dotted name, key) of a table of keys and sections; several names may share a row."""
-    for names, row in table.items():
-        for name in (names,) if isinstance(names, str) else names:
-            if isinstance(row, Key):
-                yield prefix + name, row
-            else:
-                yield from flatten(row, f"{prefix}{name}.")

@@ -43,7 +43,7 @@ FLOORS = {
     "gpt/shape":            "parallel parallel/tensor",
     "gpt/kernels":          "parallel gpt/shape",
     "gpt/model":            "parallel parallel/tensor gpt/shape gpt/kernels",
-    "gpt/deepspeed":        "parallel zero/partition",
+    "gpt/deepspeed":        "parallel",
     "gpt/run_folder":       "parallel data",
     "gpt/settings":         "parallel zero/* gpt/shape gpt/deepspeed",
     "gpt/pretrained":       "parallel parallel/tensor data zero/state gpt/shape gpt/model",
