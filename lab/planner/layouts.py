@@ -15,13 +15,7 @@ from lab.dryrun.costs.collectives import MeshShape, group_along
 from lab.measure.cluster import ClusterSpec
 from parallel.comm_log import CommLog
 from parallel.mesh import HALF_TYPES, Axis
-from zero.activations.choice import (
-    Hardware,
-    Workload,
-    exposed_seconds,
-    model_parallel_volume,
-    stored_bytes,
-)
+from zero.activations.choice import Hardware, Workload, exposed_seconds, model_parallel_volume, stored_bytes
 from zero.activations.stores import STORES, StoreName
 from zero.formulas import memory
 from zero.formulas.memory import ModelStates, PlacedStates

@@ -37,14 +37,7 @@ from lab.observe.fake_tensors import instances_in
 from lab.observe.operation_observer import observe_operations
 from lab.observe.torch_internals import observe_host_reads, observe_resizes
 from lab.races.launch_order import Launch
-from lab.races.memory_accesses import (
-    AccessedMemory,
-    MemoryPools,
-    Roles,
-    bytes_of,
-    roles_of,
-    sorted_arguments,
-)
+from lab.races.memory_accesses import AccessedMemory, MemoryPools, Roles, bytes_of, roles_of, sorted_arguments
 from lab.races.simulated_streams import (
     Access,
     Message,

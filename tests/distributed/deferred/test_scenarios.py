@@ -26,8 +26,8 @@ from tests.distributed.zero import test_uneven as uneven
 from tests.distributed.zero import test_zero_equals_one_process as plain
 from tests.distributed.zero.optimizers import test_muon as muon
 from tests.distributed.zero.scenarios import test_ranks
-from tests.distributed.zero.scenarios.runs import TOLERANCE, Configuration, check, procedure_of
 from tests.ranks import call_with, run_ranks
+from tests.scenarios import TOLERANCE, Configuration, check, procedure_of
 from tests.twins import assert_same_bits
 from zero.activations.checkpointed_blocks import ActivationsConfig, checkpointed_blocks
 from zero.memory.placement import OffloadConfig

@@ -11,12 +11,7 @@ from parallel.mesh import Axis, Mesh
 from parallel.tensor import initial_values
 from parallel.tensor.gradient_sums import GradientSums
 from parallel.tensor.initial_values import fill_normal
-from parallel.tensor.layers import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    VocabParallelEmbedding,
-    column_linears,
-)
+from parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, column_linears
 from parallel.tensor.split_parameters import split_dims
 from parallel.tensor.token_layout import ReplicatedTokens, SplitTokens, TokenLayout
 from tests.ranks import run_cases, run_ranks

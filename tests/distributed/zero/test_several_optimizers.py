@@ -11,7 +11,7 @@ from torch import nn
 
 from parallel.errors import ConfigError
 from parallel.mesh import Axis
-from tests.distributed.zero.scenarios.runs import DEFAULT, HOST, Blocks, Run, mean_square, scenario
+from tests.scenarios import DEFAULT, HOST, Blocks, Run, mean_square, scenario
 from tests.twins import params_of
 from zero.engine import ZeroDataParallel
 from zero.memory.placement import NO_OFFLOAD, OffloadConfig

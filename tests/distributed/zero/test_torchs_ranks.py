@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from parallel.errors import ConfigError
-from tests.distributed.zero.scenarios.runs import Blocks
 from tests.ranks import run_ranks
+from tests.scenarios import Blocks
 from tests.twins import ALL_STAGES, params_of
 from zero import ShardedInit, ZeroConfig, ZeroDataParallel, ZeroOptimizer, join, load, save
 from zero.torch_ranks import as_axis

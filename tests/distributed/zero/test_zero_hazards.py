@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from parallel.mesh import Axis, Mesh
 from tests.distributed.zero import test_several_optimizers
 from tests.distributed.zero.scenarios import test_ranks
-from tests.distributed.zero.scenarios.runs import STAGES, TOLERANCE, check, procedure_of
 from tests.distributed.zero.test_zero_equals_one_process import case_of, train_with_zero
 from tests.models import batch, build, loss_of
 from tests.ranks import run_ranks
+from tests.scenarios import STAGES, TOLERANCE, check, procedure_of
 from tests.twins import ALL_STAGES, Twins, assert_same_bits, check_all, configs, next_token_loss
 from zero.buckets.bucket import Held
 from zero.engine import ZeroDataParallel

@@ -10,8 +10,8 @@ from torch.distributed import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from parallel.mesh import Axis, Mesh
-from tests.distributed.zero.scenarios.runs import WIDTH, Run, scenario
 from tests.ranks import run_ranks
+from tests.scenarios import WIDTH, Run, scenario
 from tests.twins import ALL_STAGES, Twins, assert_same_bits, check_all, configs, params_of
 from zero.engine import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer

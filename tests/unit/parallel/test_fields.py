@@ -7,14 +7,7 @@ from typing import Annotated, Any, Literal
 import pytest
 
 from parallel.errors import ConfigError
-from parallel.fields import (
-    NonNegative,
-    PathLength,
-    Positive,
-    Range,
-    check_fields,
-    shown,
-)
+from parallel.fields import NonNegative, PathLength, Positive, Range, check_fields, shown
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.distributed.zero.compiled.backend import Backend
-from tests.distributed.zero.scenarios.runs import STAGE_3, STAGES, WIDTH, Block, Blocks, Model, Run, scenario
+from tests.scenarios import STAGE_3, STAGES, WIDTH, Block, Blocks, Model, Run, scenario
 
 BLOCK_OPERATIONS = 5  # x * scale, up, tanh, down, +
 

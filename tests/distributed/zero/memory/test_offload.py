@@ -6,8 +6,8 @@ import torch
 from lab.observe.memory_tracker import MemoryTracker
 from parallel.memory_kinds import TensorKind
 from parallel.mesh import Mesh
+from tests.distributed.zero.memory.kept_apart import KeptApart
 from tests.distributed.zero.test_zero_equals_one_process import Case, assert_equal_one_process, case_of
-from tests.kept_apart import KeptApart
 from tests.models import batch, build, loss_of
 from tests.pairwise import pairwise, product_of
 from tests.ranks import run_cases

@@ -11,7 +11,7 @@ from lab.observe.memory_tracker import MemoryTracker
 from parallel.errors import ConfigError
 from parallel.mesh import Axis, Mesh
 from parallel.tensor.token_layout import ReplicatedTokens
-from tests.kept_apart import KeptApart
+from tests.distributed.zero.memory.kept_apart import KeptApart
 from tests.models import SEQ, VOCAB, batch, build, loss_of
 from tests.ranks import run_ranks
 from tests.twins import params_of

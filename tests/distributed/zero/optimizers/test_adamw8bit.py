@@ -8,14 +8,7 @@ from torch import Tensor
 
 from parallel.mesh import Axis
 from parallel.tensor.split_parameters import split_dims
-from tests.distributed.zero.optimizers.test_muon import (
-    HOST,
-    Case,
-    build,
-    sequences,
-    start,
-    train_steps,
-)
+from tests.distributed.zero.optimizers.test_muon import HOST, Case, build, sequences, start, train_steps
 from tests.ranks import run_ranks
 from tests.twins import all_params, assert_same_bits, params_of
 from zero.engine import ZeroDataParallel

@@ -7,18 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from parallel.errors import ConfigError
-from tests.distributed.zero.scenarios.runs import (
-    DEFAULT,
-    HOST,
-    STAGE_3,
-    WIDTH,
-    Block,
-    Blocks,
-    Model,
-    Run,
-    mean_square,
-    scenario,
-)
+from tests.scenarios import DEFAULT, HOST, STAGE_3, WIDTH, Block, Blocks, Model, Run, mean_square, scenario
 
 CASTS: dict[str, Callable[[Model], object]] = {
     "float": lambda model: model.float(),

@@ -9,17 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from tests.distributed.zero.scenarios.runs import (
-    DEFAULT,
-    GROUPS,
-    HOST,
-    Block,
-    Blocks,
-    Model,
-    Run,
-    mean_square,
-    scenario,
-)
+from tests.scenarios import DEFAULT, GROUPS, HOST, Block, Blocks, Model, Run, mean_square, scenario
 
 REENTRANT = partial(checkpoint, use_reentrant=True)
 OTHER = partial(checkpoint, use_reentrant=False)

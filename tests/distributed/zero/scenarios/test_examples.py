@@ -17,8 +17,8 @@ from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from parallel.mesh import Axis
-from tests.distributed.zero.scenarios.runs import DEFAULT, HOST, Blocks, Run, scenario
 from tests.pairwise import noting
+from tests.scenarios import DEFAULT, HOST, Blocks, Run, scenario
 from tests.source_files import ROOT
 from zero.state.export import full_state_dict
 from zero.uneven import join

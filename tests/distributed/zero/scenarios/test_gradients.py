@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.distributed.zero.scenarios.runs import DEFAULT, HOST, Blocks, Model, Run, mean_square, scenario
+from tests.scenarios import DEFAULT, HOST, Blocks, Model, Run, mean_square, scenario
 from zero.buckets.guarded_parameter import GradientAccessError
 
 

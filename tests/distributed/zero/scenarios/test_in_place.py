@@ -6,19 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.distributed.zero.scenarios.runs import (
-    DEFAULT,
-    HOST,
-    STAGES,
-    WIDTH,
-    Block,
-    Blocks,
-    Calls,
-    Model,
-    Run,
-    mean_square,
-    scenario,
-)
+from tests.scenarios import DEFAULT, HOST, STAGES, WIDTH, Block, Blocks, Calls, Model, Run, mean_square, scenario
 
 
 class Changes(Block):

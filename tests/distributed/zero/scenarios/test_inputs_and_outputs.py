@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.distributed.zero.scenarios.runs import STAGE_3, STAGES, WIDTH, Blocks, Model, Run, scenario
+from tests.scenarios import STAGE_3, STAGES, WIDTH, Blocks, Model, Run, scenario
 
 Pair = namedtuple("Pair", ["x", "y"])
 

@@ -7,18 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.distributed.zero.scenarios.runs import (
-    DEFAULT,
-    HOST,
-    STAGES,
-    WIDTH,
-    Block,
-    Blocks,
-    Model,
-    Run,
-    mean_square,
-    scenario,
-)
+from tests.scenarios import DEFAULT, HOST, STAGES, WIDTH, Block, Blocks, Model, Run, mean_square, scenario
 from zero.buckets.guarded_parameter import GradientAccessError
 
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 from transformers import get_cosine_schedule_with_warmup
 
-from tests.distributed.zero.scenarios.runs import (
+from tests.scenarios import (
     DEFAULT,
     FIRST_AND_LAST,
     HOST,

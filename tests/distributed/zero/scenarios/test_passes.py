@@ -4,17 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.distributed.zero.scenarios.runs import (
-    DEFAULT,
-    HOST,
-    STAGES,
-    Block,
-    Blocks,
-    Model,
-    Run,
-    mean_square,
-    scenario,
-)
+from tests.scenarios import DEFAULT, HOST, STAGES, Block, Blocks, Model, Run, mean_square, scenario
 
 
 @scenario(DEFAULT + HOST)

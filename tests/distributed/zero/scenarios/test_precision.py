@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from tests.distributed.zero.scenarios.runs import (
+from tests.scenarios import (
     DEFAULT,
     HOST,
     STAGE_3,

@@ -6,17 +6,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from tests.distributed.zero.scenarios.runs import (
-    DEFAULT,
-    GROUPS,
-    STAGES,
-    WIDTH,
-    Block,
-    Blocks,
-    Run,
-    mean_square,
-    scenario,
-)
+from tests.scenarios import DEFAULT, GROUPS, STAGES, WIDTH, Block, Blocks, Run, mean_square, scenario
 from zero import uneven
 
 

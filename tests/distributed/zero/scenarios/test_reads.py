@@ -12,19 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from parallel.autograd_internals import DisableTorchFunction
-from tests.distributed.zero.scenarios.runs import (
-    DEFAULT,
-    HOST,
-    STAGE_3,
-    STAGES,
-    WIDTH,
-    Block,
-    Blocks,
-    Model,
-    Run,
-    mean_square,
-    scenario,
-)
+from tests.scenarios import DEFAULT, HOST, STAGE_3, STAGES, WIDTH, Block, Blocks, Model, Run, mean_square, scenario
 from zero.buckets.guarded_parameter import ShardedParameterError
 
 # What reads or writes the values of a parameter, given the model and a parameter of it that was kept in a list.

@@ -6,19 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.distributed.zero.scenarios.runs import (
-    DEFAULT,
-    GROUPS,
-    HOST,
-    STAGES,
-    WIDTH,
-    Block,
-    Blocks,
-    Model,
-    Run,
-    mean_square,
-    scenario,
-)
+from tests.scenarios import DEFAULT, GROUPS, HOST, STAGES, WIDTH, Block, Blocks, Model, Run, mean_square, scenario
 
 
 def input_gradient(model: Model, x: Tensor, create_graph: bool) -> Tensor:

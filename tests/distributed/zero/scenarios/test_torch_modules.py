@@ -8,17 +8,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.utils import parametrizations, parametrize, prune
 
-from tests.distributed.zero.scenarios.runs import (
-    FIRST_AND_LAST,
-    STAGES,
-    WIDTH,
-    Block,
-    Blocks,
-    Model,
-    Run,
-    mean_square,
-    scenario,
-)
+from tests.scenarios import FIRST_AND_LAST, STAGES, WIDTH, Block, Blocks, Model, Run, mean_square, scenario
 
 
 class Applies(nn.Module):

@@ -9,18 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.distributed.zero.scenarios.runs import (
-    DEFAULT,
-    GROUPS,
-    HOST,
-    STAGE_3,
-    STAGES,
-    WIDTH,
-    Blocks,
-    Run,
-    mean_square,
-    scenario,
-)
+from tests.scenarios import DEFAULT, GROUPS, HOST, STAGE_3, STAGES, WIDTH, Blocks, Run, mean_square, scenario
 from zero.state.export import full_state_dict
 from zero.units.hooks import no_hook
 

@@ -12,18 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.distributed.zero.scenarios.runs import (
-    ALL,
-    STAGES,
-    TOLERANCE,
-    Blocks,
-    Loss,
-    Model,
-    Procedure,
-    Run,
-    as_test,
-    mean_square,
-)
+from tests.scenarios import ALL, STAGES, TOLERANCE, Blocks, Loss, Model, Procedure, Run, as_test, mean_square
 
 Make = Callable[[], nn.Module]
 Table = dict[str, Procedure]

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from tests.distributed.zero.scenarios.reported.reports import Table, With, as_one_test, param, trains, trains_by
-from tests.distributed.zero.scenarios.runs import WIDTH, Block, Blocks, Calls, Model, Run, mean_square
+from tests.scenarios import WIDTH, Block, Blocks, Calls, Model, Run, mean_square
 
 
 def frozen(module: nn.Module) -> nn.Module:

@@ -18,7 +18,7 @@ from tests.distributed.zero.scenarios.reported.reports import (
     trains_and,
     trains_parts,
 )
-from tests.distributed.zero.scenarios.runs import WIDTH, Block, Blocks, Model, Run, mean_square
+from tests.scenarios import WIDTH, Block, Blocks, Model, Run, mean_square
 from zero.engine import ZeroDataParallel
 from zero.order.agreement import DivergedRanks
 
