@@ -39,7 +39,6 @@ def contents(folder: Path) -> dict[str, bytes]:
         ({"offload__accelerator_memory_gb": 1e-6}, "offload.accelerator_memory_gb=1e-06 is too small.* zero.units"),
         ({"config": "/nowhere.yaml"}, "/nowhere.yaml cannot be read .No such file or directory."),
         ({"parallel__tensor_size": 3}, "parallel.tensor_size=3 does not divide the 1 ranks of a node"),
-        ({"parallel__tensor_size": 3, "parallel__tensor_across_nodes": True}, "^parallel.tensor_size=3 .* 1 ranks; c"),
         ({"activations__store": "partition"}, "^activations.store=partition: no 2 tensor ranks .*; choose keep or"),
         ({"data__path": "/nowhere/corpus"}, "/nowhere/corpus"),
         ({"checkpoint__resume": "/nowhere"}, "checkpoint.resume=/nowhere holds no complete checkpoint"),

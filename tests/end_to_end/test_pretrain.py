@@ -193,15 +193,6 @@ def test_ramp_up_and_blending_run_through(corpus, tmp_path):
     assert [record["tokens"] // 16 for record in records] == [4, 8, 16, 24, 32, 40]
 
 
-def test_recomputed_activations_give_the_same_losses_for_more_flops(corpus, tmp_path):
-    plain, recomputed = (
-        run(1, corpus, tmp_path / store, activations__store=store, model__dropout=0.1, **FEW_STEPS)
-        for store in ("none", "keep")
-    )
-    assert [record["loss"] for record in recomputed] == [record["loss"] for record in plain]
-    assert recomputed[-1]["hardware_tflops_per_device"] > recomputed[-1]["model_tflops_per_device"]
-
-
 @pytest.mark.parametrize("name", ["c1", "c5", *(pytest.param(f"c{n}", marks=pytest.mark.full) for n in (2, 3, 4))])
 def test_the_configurations_of_the_papers_table_3_train_alike(corpus, tmp_path, name):
     """C1 to C5 differ in where model states and activations are stored, not in what is computed."""
@@ -212,6 +203,7 @@ def test_the_configurations_of_the_papers_table_3_train_alike(corpus, tmp_path, 
     records = run_ranks(4, run_on_rank, arguments, init_process_group=False)[0]
     assert [record["loss"] for record in records] == pytest.approx([r["loss"] for r in expected], rel=1e-4)
     assert records[-1]["loss"] < records[0]["loss"]
+    assert records[-1]["hardware_tflops_per_device"] > records[-1]["model_tflops_per_device"], "they recompute"
 
 
 def test_the_store_may_be_left_to_the_paper(corpus, tmp_path):

@@ -274,8 +274,6 @@ def test_full_recomputation_sends_what_section_8_says(stops_early, num_recompute
     found, _ = run_ranks(2, traffic_of_a_step, 2, False, ActivationsConfig("keep"), stops_early)[0]
     expected_backward = (2 + num_recomputed) * blocks
     assert found == {("all_reduce", "forward"): 2 * blocks + 2, ("all_reduce", "backward"): expected_backward}
-    num_all_reduces_a_block = 4 + num_recomputed
-    assert 2 * num_all_reduces_a_block == {True: 10, False: 12}[stops_early]
 
 
 def test_sequence_parallelism_sends_as_much_and_one_input_gather_a_column_layer():

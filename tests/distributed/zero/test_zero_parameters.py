@@ -34,6 +34,8 @@ class UnusualTensors(nn.Module):
         self.register_buffer("mask", torch.rand(8) > 0.5)
         self.register_buffer("shift", torch.randn(8, 8, dtype=torch.float64).t(), persistent=False)
         self.register_buffer("number", torch.tensor(seed, dtype=torch.int16))
+        self.register_buffer("phase", torch.tensor(seed + 2j))
+        self.register_buffer("nothing", torch.empty(0, 2))
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.norm(x) * self.gain + self.strided * self.mask + self.shift.float().sum(0) * self.frozen

@@ -25,30 +25,6 @@ from tests.scenarios import (
 )
 
 
-@scenario()
-def test_two_optimizers_step_after_losses_of_their_own(run: Run) -> None:
-    """An actor and a critic on a shared encoder: one loss and step, then the other."""
-
-    class ActorCritic(Blocks):
-        def __init__(self) -> None:
-            super().__init__()
-            self.critic = Block()
-
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            hidden = self.encode(x)
-            return self.head(hidden), self.critic(hidden.detach())
-
-    model = run.wrap(ActorCritic())
-    critic = list(model.module.critic.parameters())
-    actor = [param for name, param in model.module.named_parameters() if not name.startswith("critic")]
-    optimizers = [run.optimizer(model, groups=[{"params": params}]) for params in (actor, critic)]
-    for step in range(3):
-        for index, optimizer in enumerate(optimizers):
-            optimizer.zero_grad()
-            run.record((model(run.batch(step))[index] - 1).square().mean()).backward()
-            optimizer.step()
-
-
 def real_loss(logits: Tensor) -> Tensor:
     return nn.functional.softplus(-logits).mean()
 

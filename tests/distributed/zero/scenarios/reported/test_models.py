@@ -39,13 +39,6 @@ def convolution() -> nn.Module:
     return With(lambda m, x: x + m.conv(x.view(-1, 2, 2, 1)).reshape(x.shape), conv=conv)
 
 
-def with_strides() -> nn.Module:
-    block = Block()
-    block.up.weight = nn.Parameter(torch.randn(WIDTH, WIDTH + 2).t())
-    block.scale = nn.Parameter(torch.randn(2 * WIDTH)[::2])
-    return Blocks(block, Block())
-
-
 class Listed(nn.ModuleList):
     """A list of modules that is called, and has a parameter of its own."""
 
@@ -261,7 +254,6 @@ TABLE: Table = {
     "DeepSpeed#8279: no elements": trains(with_empty_parameters),
     "DeepSpeed#8276: addresses": trains(lambda: Blocks(scaled((3,), (5,)), scaled((7, 3), (1,), (9,)))),
     "pytorch#137382: channels_last": trains(lambda: Blocks(convolution(), convolution())),
-    "pytorch#137382: transposed parameters": trains(with_strides),
     "pytorch#167856: containers that are called": trains(containers),
     "pytorch#185239: integers": trains(lambda: Blocks(quantized(), quantized())),
     "accelerate#4171, torchtitan#2495: the head is the embedding": trains(language, partial(next_token, torch.ones(1))),
@@ -275,10 +267,7 @@ TABLE: Table = {
     "pytorch#129259: blocks without differentiable inputs": trains(queries),
     "pytorch#117510: a frozen block ignores an input": trains(ignores),
     "DeepSpeed#6870: the reference has no adapters": trains(lambda: Blocks(adapted(), adapted()), far_from_reference),
-    "torchtitan#2937: chunks": trains_by(
-        Blocks, lambda model, x: in_chunks(model, [model.module.encode(x)], model.module.head)
-    ),
-    "torchtitan#4451, torchtitan#933: two outputs in chunks": trains_by(Blocks, predict_twice),
+    "torchtitan#2937, torchtitan#4451, torchtitan#933: two outputs in chunks": trains_by(Blocks, predict_twice),
     "pytorch#180426: a part of a unit": trains_by(
         lambda: with_tail(lambda m, x: m.tail.norm(m.body.encode(x))),
         lambda model, x: in_chunks(model, [model(x)], model.module.tail.head),

@@ -1,7 +1,6 @@
 """Training that was reported elsewhere: optimizers, accumulation, ranks that differ, reads and writes of weights."""
 
 import gc
-from typing import Any
 
 import pytest
 import torch
@@ -51,27 +50,6 @@ def clip_accumulated_gradients(run: Run) -> None:
         optimizer.zero_grad()
 
 
-class Lion(torch.optim.Optimizer):
-    """An optimizer of the user's own."""
-
-    def __init__(self, params: Any, lr: float) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:
-        for group in self.param_groups:
-            for weight in group["params"]:
-                if weight.grad is not None:
-                    mean = self.state[weight].setdefault("mean", torch.zeros_like(weight))
-                    weight.sub_(mean.lerp(weight.grad, 0.1).sign(), alpha=group["lr"])
-                    mean.lerp_(weight.grad, 0.01)
-
-
-def use_own_optimizer(run: Run) -> None:
-    model = run.wrap(Blocks())
-    run.train(model, run.optimizer(model, Lion, lr=0.01), steps=range(3))
-
-
 def freeze_a_group(run: Run) -> None:
     model = run.wrap(Blocks(Block().requires_grad_(False), Block()))
     groups = [{"params": list(block.parameters())} for block in model.module.blocks]
@@ -101,18 +79,6 @@ def load_on_the_first_rank(run: Run, model: Model, _step: int) -> None:
         if run.is_plain or run.data.rank == 0:
             module.load_state_dict(state)
     run.record(model.module.offset)
-
-
-def share_buffers(run: Run) -> None:
-    module = Blocks()
-    values = [torch.arange(3), torch.tensor([True, False]), torch.tensor(1 + 2j), torch.empty(0, 2), torch.randn(2)]
-    for number, value in enumerate(values):
-        other = torch.zeros_like(value) if run.data.rank and not run.is_plain else value
-        module.register_buffer(f"buffer{number}", other, persistent=number % 2 == 0)
-    model, optimizer = run.start(module)
-    for buffer in model.buffers():
-        run.record(torch.view_as_real(buffer.to(torch.complex128)))
-    run.train(model, optimizer)
 
 
 def write_slices(_run: Run, model: Model, step: int) -> None:
@@ -263,11 +229,9 @@ def freeze_for_evaluation(run: Run, model: Model, _step: int) -> None:
 TABLE: Table = {
     "torchtitan#2206, transformers#35438: tokens of all ranks": count_tokens_of_all_ranks,
     "DeepSpeed#7718, accelerate#3877, pytorch#170862: the norm of accumulated gradients": clip_accumulated_gradients,
-    "DeepSpeed#7531: an optimizer of the user's own": use_own_optimizer,
     "DeepSpeed#7869, mmengine#1441: a frozen group": freeze_a_group,
     "pytorch#106916, slime#962: settings change": change_settings_between_steps,
     "accelerate#3921, sglang#19688: a state of the first rank": trains_and(load_on_the_first_rank, with_buffer),
-    "LlamaFactory#10820, pytorch#178569: buffers of the first rank": share_buffers,
     "DeepSpeed#7811, DeepSpeed#7817: slices are written": trains_and(write_slices),
     "trl#5862, jepa#51: a teacher that follows": trains_and(follow_the_student, with_teacher),
     "LlamaFactory#10157: adapters are merged": trains_and(merge_adapters, lambda: Blocks(adapted(), adapted())),
