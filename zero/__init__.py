@@ -26,6 +26,7 @@ require_siblings("zero", "parallel")  # before anything of it is imported
 
 from zero.activations.checkpointed_blocks import ActivationsConfig, checkpointed_blocks
 from zero.buckets.guarded_parameter import GradientAccessError, ShardedParameterError
+from zero.dcp.state import DistributedState, load_distributed
 from zero.engine import ZeroDataParallel
 from zero.memory.placement import OffloadConfig
 from zero.optimizer import ZeroOptimizer
@@ -45,6 +46,7 @@ __all__ = [
     "ActivationsConfig",
     "AdamW8bit",
     "ConfigError",
+    "DistributedState",
     "DivergedRanks",
     "GradientAccessError",
     "LossScale",
@@ -65,5 +67,6 @@ __all__ = [
     "has_checkpoint",
     "join",
     "load",
+    "load_distributed",
     "save",
 ]

@@ -8,7 +8,7 @@ from gpt.builder.train_state import TrainState
 from gpt.pretrained.families import family_of
 from gpt.pretrained.tensors import to_transformers
 from gpt.pretrained.weights import write_config
-from zero.state.weight_files import WeightFiles, export_units
+from zero.state.weight_files import WeightFiles, WholeWeights, export_units
 
 
 def export_live(state: TrainState, output: Path, tokenizer: Tokenizer | None = None) -> None:
@@ -25,4 +25,4 @@ def export_live(state: TrainState, output: Path, tokenizer: Tokenizer | None = N
 
     # A folder of that name is an export of the same step from before a roll-back.
     convert = partial(to_transformers, family=family, config=config)
-    export_units(output, state.model, state.mesh.tensor, convert, finish, replaces=True)
+    export_units(output, WholeWeights(state.model, state.mesh.tensor), convert, finish, replaces=True)

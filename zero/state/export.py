@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from parallel.mesh import Axis
 from zero.engine import ZeroDataParallel
-from zero.state.weight_files import FILE_BYTES, WeightFiles, export_units, named_parameters_of, whole_parameters
+from zero.state.weight_files import FILE_BYTES, WeightFiles, WholeWeights, export_units, named_parameters_of
 
 COMPILED = "_orig_mod."  # in the names of a module that torch.compile has wrapped
 
@@ -27,10 +27,11 @@ def export(
 ) -> None:
     """Write the weights to a new folder that `from_pretrained` opens. All ranks call it.
 
-    One unit at a time is unsharded, and the first rank writes it, in `dtype` if it is given. Names are those of the
-    module's `state_dict`; of tied weights the first is written. `config` and `tokenizer` are saved by their own
-    `save_pretrained`; `config` is by default that of the module. `tensor` is the axis along which the model itself is
-    split. Raises OSError on the first rank if it cannot write, or if the folder is not empty.
+    One unit at a time is unsharded, and the first rank writes it, in `dtype` if it is given: from the master weights if
+    that is a longer type than the module's. Names are those of the module's `state_dict`; of tied weights the first is
+    written. `config` and `tokenizer` are saved by their own `save_pretrained`; `config` is by default that of the
+    module. `tensor` is the axis along which the model itself is split. Raises OSError on the first rank if it cannot
+    write, or if the folder is not empty.
     """
     module, output = model.module, Path(folder).absolute()
     state = {name.replace(COMPILED, ""): value for name, value in module.state_dict(keep_vars=True).items()}
@@ -53,18 +54,22 @@ def export(
             if part is not None and hasattr(part, "save_pretrained"):
                 part.save_pretrained(partial)
 
-    export_units(output, model, tensor or Axis.trivial("tensor"), convert, finish, file_bytes=file_bytes)
+    own = next(module.parameters()).dtype
+    masters = dtype is not None and dtype.itemsize > own.itemsize
+    weights = WholeWeights(model, tensor or Axis.trivial("tensor"), masters)
+    export_units(output, weights, convert, finish, file_bytes=file_bytes)
 
 
-def full_state_dict(model: ZeroDataParallel) -> dict[str, Any]:
+def full_state_dict(model: ZeroDataParallel, *, masters: bool = False) -> dict[str, Any]:
     """Return what `state_dict()` of the module inside `model` returns without partitioning, in memory of the CPU.
 
     All ranks must call this together; the first data-parallel rank gets the state, and the others an empty dictionary.
-    Parameters are unsharded a unit at a time, so that the accelerator never holds all of them.
+    Parameters are unsharded a unit at a time, so that the accelerator never holds all of them. With `masters` their
+    values are those of the master weights of the last step: in fp32, if the module is in bf16 or fp16.
     """
     state = model.module.state_dict(keep_vars=True)  # of parameters it reads no values
     params = {name: param for flat in model.flats for name, param in named_parameters_of(flat)}
-    whole = whole_parameters(model, Axis.trivial("tensor"))
+    whole = WholeWeights(model, Axis.trivial("tensor"), masters)
     full = {params[name]: value.to("cpu", copy=True) for name, value in whole}
     return {name: _value(value, full) for name, value in state.items()} if model.data.rank == 0 else {}
 

@@ -8,6 +8,7 @@ import json
 import shutil
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -18,6 +19,7 @@ from parallel.mesh import Axis
 from parallel.tensor.split_parameters import split_dims
 from zero.buckets.flat import FlatParameters
 from zero.engine import ZeroDataParallel
+from zero.partition.layout import cut
 from zero.state.tensor_file import write_tensors
 
 FILE_BYTES = 2**28
@@ -72,10 +74,65 @@ class WeightFiles:
         return self._folder / f".{STEM}-{number}.partial"
 
 
+@dataclass(frozen=True)
+class WholeWeights:
+    """The whole weights of a model in training: its parameters, or the master weights of the last step.
+
+    `tensor` is the axis along which the model itself is split. All ranks iterate together.
+    """
+
+    model: ZeroDataParallel
+    tensor: Axis
+    masters: bool = False
+
+    @property
+    def is_first(self) -> bool:
+        """True on the rank that gets the values of the others."""
+        return self.model.data.rank == 0 and self.tensor.rank == 0
+
+    @property
+    def largest_unit_bytes(self) -> int:
+        """The bytes of the largest unit that is unsharded at once, on all tensor ranks."""
+        return max(flat.full.nbytes for flat in self.model.flats) * self.tensor.size
+
+    @torch.no_grad()
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        """Iterate over (name, whole parameter) where the data rank is 0; the other ranks only take part in unsharding.
+
+        Parameters are unsharded over the data axis, and those that are split are gathered over the tensor axis.
+        """
+        dims = split_dims(self.model.module)
+        for flat in self.model.flats:
+            for name, values in self._unsharded(flat):
+                if self.model.data.rank > 0:
+                    continue
+                own = values.detach().contiguous()
+                if name not in dims:
+                    yield name, own
+                    continue
+                of_all_ranks = own.new_empty(self.tensor.size, *own.shape)
+                self.tensor.all_gather(own, out=of_all_ranks).wait()
+                yield name, torch.cat(list(of_all_ranks), dims[name])
+
+    def _unsharded(self, flat: FlatParameters) -> Iterator[tuple[str, Tensor]]:
+        if not self.masters:
+            with self.model.gathered(flat.params[:1]):  # one parameter is enough to unshard the whole unit
+                yield from named_parameters_of(flat)
+            return
+        axis, full = self.model.shard_axis, torch.empty_like(flat.full, dtype=flat.buckets[0].master.dtype)
+        for bucket, ranges in zip(flat.buckets, flat.layout.buckets, strict=True):
+            own = bucket.master.to(full.device)
+            shards = own.new_empty(axis.size, own.numel())
+            axis.all_gather(own, out=shards).wait()
+            for rank, shard in enumerate(shards):
+                cut(full, ranges.shard(rank)).copy_(shard)
+        for span, param in zip(flat.layout.spans, flat.params, strict=True):
+            yield span.name, span.view(full, as_complex=param.is_complex())
+
+
 def export_units(
     output: Path,
-    model: ZeroDataParallel,
-    tensor: Axis,
+    weights: WholeWeights,
     convert: Convert,
     finish: Callable[[WeightFiles, Path], None],
     *,
@@ -87,17 +144,16 @@ def export_units(
     The first rank writes, and then calls `finish` with its writer and the folder. Raises OSError on the first rank if
     it cannot write, or if the folder holds files, unless `replaces`.
     """
-    parameters = whole_parameters(model, tensor)
-    if model.data.rank > 0 or tensor.rank > 0:
+    parameters = iter(weights)
+    if not weights.is_first:
         deque(parameters, maxlen=0)  # only takes part in their collectives
         return
     partial = output.with_name(f".{output.name}.partial")
-    largest_unit_bytes = max(flat.full.nbytes for flat in model.flats) * tensor.size
     try:
         if not replaces and output.exists() and any(output.iterdir()):
             raise FileExistsError(errno.EEXIST, "the folder is not empty; choose another one", str(output))
         shutil.rmtree(partial, ignore_errors=True)
-        files = WeightFiles(partial, min(file_bytes, largest_unit_bytes))
+        files = WeightFiles(partial, min(file_bytes, weights.largest_unit_bytes))
         for name, whole in parameters:
             for part_name, part in convert(name, whole.cpu()).items():
                 files.add(part_name, part)
@@ -110,24 +166,6 @@ def export_units(
         raise
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-
-
-def whole_parameters(model: ZeroDataParallel, tensor: Axis) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, whole parameter) on the ranks whose data rank is 0; the others only take part in unsharding.
-
-    Parameters are unsharded over the data axis, and those that are split are gathered over the tensor axis.
-    """
-    dims = split_dims(model.module)
-    for flat in model.flats:
-        with torch.no_grad(), model.gathered(flat.params[:1]):  # one parameter is enough to unshard the whole unit
-            for name, param in named_parameters_of(flat) if model.data.rank == 0 else ():
-                own = param.detach().contiguous()
-                if name not in dims:
-                    yield name, own
-                    continue
-                of_all_ranks = own.new_empty(tensor.size, *own.shape)
-                tensor.all_gather(own, out=of_all_ranks).wait()
-                yield name, torch.cat(list(of_all_ranks), dims[name])
 
 
 def named_parameters_of(flat: FlatParameters) -> Iterator[tuple[str, nn.Parameter]]:

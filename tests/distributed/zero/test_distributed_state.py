@@ -1,0 +1,196 @@
+"""Checkpoints of `torch.distributed.checkpoint`: from here to here, to FSDP2 and from it, at other layouts."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import fully_shard
+
+from gpt.model.transformer import GPT, initialize
+from gpt.shape.config import ModelConfig
+from parallel.mesh import Mesh
+from parallel.tensor.token_layout import ReplicatedTokens
+from tests.ranks import run_ranks
+from zero import (
+    AdamW8bit,
+    ConfigError,
+    DistributedState,
+    ZeroConfig,
+    ZeroDataParallel,
+    ZeroOptimizer,
+    export,
+    full_state_dict,
+    load_distributed,
+)
+
+GLOBAL_BATCH = 8
+LAYOUTS = {"stage 1": (2, ZeroConfig(1, bucket_numel=40)), "stage 3": (4, ZeroConfig(3)), "alone": (1, ZeroConfig(0))}
+
+
+def module(dtype: torch.dtype = torch.float64) -> nn.Module:
+    """Return a module whose parameters have one to four dims and a buffer; shards begin inside rows."""
+    torch.manual_seed(1)
+    conv = nn.Sequential(nn.Unflatten(1, (1, 3, 5)), nn.Conv2d(1, 3, 2), nn.Flatten())
+    return nn.Sequential(conv, nn.Linear(24, 7), nn.BatchNorm1d(7, track_running_stats=False), nn.Linear(7, 3)).to(
+        dtype
+    )
+
+
+def steps(model: Any, optimizer: Any, numbers: range, rank: int, size: int) -> Iterator[float]:
+    for number in numbers:
+        inputs = torch.randn(GLOBAL_BATCH, 15, dtype=torch.float64, generator=torch.Generator().manual_seed(number))
+        model.zero_grad()
+        # Each rank has the whole batch, so that statistics and losses do not depend on the number of ranks.
+        loss = model(inputs).square().mean()
+        loss.backward()
+        optimizer.step()
+        yield loss.item()
+
+
+def run(config: ZeroConfig) -> tuple[ZeroDataParallel, ZeroOptimizer, tuple[int, int]]:
+    data = Mesh.create(1).data
+    model = ZeroDataParallel(module(), data, config)
+    params = list(model.module.parameters())
+    groups = [{"params": params[:3], "weight_decay": 0.1}, {"params": params[3:]}]
+    return model, ZeroOptimizer(model, torch.optim.AdamW, groups, lr=1e-2), (data.rank, data.size)
+
+
+def fsdp_run() -> tuple[nn.Module, torch.optim.Optimizer, tuple[int, int]]:
+    data = Mesh.create(1).data
+    model = fully_shard(module())
+    params = list(model.parameters())
+    groups = [{"params": params[:3], "weight_decay": 0.1}, {"params": params[3:]}]
+    return model, torch.optim.AdamW(groups, lr=1e-2), (data.rank, data.size)
+
+
+def save_here(folder: Path, config: ZeroConfig) -> list[float]:
+    model, optimizer, place = run(config)
+    list(steps(model, optimizer, range(3), *place))
+    for group in optimizer.param_groups:
+        group["lr"] = 3e-3
+    dcp.save({"app": DistributedState(model, optimizer)}, checkpoint_id=folder)
+    return list(steps(model, optimizer, range(3, 8), *place))
+
+
+def load_here(folder: Path, config: ZeroConfig, *, by_torch: bool = False) -> tuple[list[float], dict[str, Tensor]]:
+    model, optimizer, place = run(config)
+    if by_torch:
+        dcp.load({"app": DistributedState(model, optimizer)}, checkpoint_id=folder)
+    else:
+        load_distributed(folder, model, optimizer)
+    state = full_state_dict(model)
+    return list(steps(model, optimizer, range(3, 8), *place)), state
+
+
+def save_by_fsdp(folder: Path) -> list[float]:
+    model, optimizer, place = fsdp_run()
+    list(steps(model, optimizer, range(3), *place))
+    weights, moments = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optim": moments}, checkpoint_id=folder)
+    return list(steps(model, optimizer, range(3, 8), *place))
+
+
+def load_by_fsdp(folder: Path) -> list[float]:
+    model, optimizer, place = fsdp_run()
+    weights, moments = get_state_dict(model, optimizer)
+    state = {"app": {"model": weights, "optim": moments}}
+    dcp.load(state, checkpoint_id=folder)
+    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
+    return list(steps(model, optimizer, range(3, 8), *place))
+
+
+@pytest.mark.parametrize("saved", LAYOUTS)
+def test_a_run_goes_on_at_any_layout(tmp_path: Path, saved: str):
+    size, config = LAYOUTS[saved]
+    (expected, *_) = run_ranks(size, save_here, tmp_path, config)
+    for name, (size, config) in LAYOUTS.items():
+        for losses, _ in run_ranks(size, load_here, tmp_path, config, by_torch=name == "stage 3"):
+            assert losses == pytest.approx(expected, rel=1e-10), name
+
+
+def test_a_run_moves_from_fsdp2_and_back(tmp_path: Path):
+    (expected, *_) = run_ranks(2, save_by_fsdp, tmp_path / "fsdp2")
+    for losses, _ in run_ranks(4, load_here, tmp_path / "fsdp2", ZeroConfig(3)):
+        assert losses == pytest.approx(expected, rel=1e-10)
+    (expected, *_) = run_ranks(4, save_here, tmp_path / "here", ZeroConfig(3))
+    for losses in run_ranks(2, load_by_fsdp, tmp_path / "here"):
+        assert losses == pytest.approx(expected, rel=1e-10)
+
+
+def masters(folder: Path, stage: int, shard_size: int | None) -> bool:
+    """Return whether all ways to fp32 values give those that the owners have, which bf16 cannot hold."""
+    data = Mesh.create(1, shard_size=shard_size).data
+    config = ZeroConfig(stage, optimizer_over="all" if shard_size and stage > 1 else "group")
+    model = ZeroDataParallel(module(torch.bfloat16), data, config)
+    optimizer = ZeroOptimizer(model, torch.optim.AdamW, lr=1e-4)
+    for _ in range(3):
+        model(torch.ones(GLOBAL_BATCH, 15, dtype=torch.bfloat16)).square().mean().backward()
+        optimizer.step()
+    dcp.save(DistributedState(model).state_dict(), checkpoint_id=folder / "dcp")
+    export(folder / "export", model, dtype=torch.float32)
+    full, rounded = full_state_dict(model, masters=True), full_state_dict(model)
+    saved = {f"model.{name}": torch.zeros(value.shape) for name, value in module().state_dict().items()}
+    dcp.load(saved, checkpoint_id=folder / "dcp")
+    if data.rank > 0:
+        return full == {}
+    exported = {k: v for path in (folder / "export").glob("*.safetensors") for k, v in load_file(path).items()}
+    is_longer = any(not value.equal(value.bfloat16().float()) for value in full.values())
+    return is_longer and all(
+        value.equal(exported[name]) and value.equal(saved[f"model.{name}"]) and value.bfloat16().equal(rounded[name])
+        for name, value in full.items()
+    )
+
+
+@pytest.mark.parametrize(("stage", "shard_size"), [(0, None), (2, None), (3, None), (1, 2), (3, 2)])
+def test_fp32_values_of_a_module_in_bf16_can_be_had(tmp_path: Path, stage: int, shard_size: int | None):
+    assert all(run_ranks(4 if shard_size else 2, masters, tmp_path, stage, shard_size))
+
+
+def gpt_losses(folder: Path, tensor_size: int, stage: int, *, saves: bool) -> list[float]:
+    mesh = Mesh.create(tensor_size)
+    gpt = GPT(ModelConfig(2, 16, 2, 8, 64, dropout=0.0), ReplicatedTokens(mesh.tensor)).double()
+    initialize(gpt, seed=1 if saves else 2)
+    model = ZeroDataParallel(gpt, mesh.data, ZeroConfig(stage, bucket_numel=1000))
+    optimizer = ZeroOptimizer(model, torch.optim.AdamW, lr=1e-2, tensor=mesh.tensor)
+    tokens, losses = torch.arange(18).view(2, 9), []
+    for number in range(6):
+        if number == 2 and saves:
+            dcp.async_save(DistributedState(model, optimizer).state_dict(), checkpoint_id=folder).result()
+        elif number == 2:
+            load_distributed(folder, model, optimizer)
+        loss = model(tokens[:, :-1], tokens[:, 1:])
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses[2:]
+
+
+def test_the_tensor_size_may_be_another(tmp_path: Path):
+    (expected, *_) = run_ranks(4, gpt_losses, tmp_path, 2, 3, saves=True)
+    for num_ranks, tensor_size, stage in ((2, 1, 1), (2, 2, 3)):
+        for losses in run_ranks(num_ranks, gpt_losses, tmp_path, tensor_size, stage, saves=False):
+            assert losses == pytest.approx(expected, rel=1e-10)
+
+
+def refusals(folder: Path) -> None:
+    model, optimizer, _ = run(ZeroConfig(2, alignment=256))
+    weights = DistributedState(model)
+    dcp.save({"model": weights.state_dict()["model"]}, checkpoint_id=folder)
+    with pytest.raises(ConfigError, match=r"0 tensors whose names end in state\.0\.1\.weight\.step"):
+        load_distributed(folder, model, optimizer)
+    other = ZeroDataParallel(nn.Sequential(nn.Sequential(nn.Identity(), nn.Conv2d(1, 3, 3))), Mesh.create(1).data)
+    with pytest.raises(ConfigError, match=r"0\.1\.weight is \[3, 1, 2, 2\] there and \[3, 1, 3, 3\] here"):
+        load_distributed(folder, other)
+    del optimizer
+    with pytest.raises(ConfigError, match="is not one value for each element"):
+        DistributedState(model, ZeroOptimizer(model, AdamW8bit, lr=1e-3)).state_dict()
+
+
+def test_what_does_not_fit_is_refused_by_name(tmp_path: Path):
+    run_ranks(2, refusals, tmp_path)

@@ -1,0 +1,83 @@
+"""The rectangles of flat ranges, and folders of `torch.distributed.checkpoint` that are damaged or hostile."""
+
+import os
+import pickle
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from parallel.errors import ConfigError
+from parallel.mesh import Axis
+from zero import ZeroDataParallel, load_distributed
+from zero.dcp.chunked_tensor import rectangles
+from zero.dcp.safe_reader import METADATA, SafeReader
+
+
+@pytest.mark.parametrize("shape", [(), (7,), (3, 4), (2, 3, 4), (2, 1, 3, 2)])
+def test_any_range_is_cut_into_rectangles_that_are_consecutive(shape: tuple[int, ...]):
+    numbers = torch.arange(torch.Size(shape).numel()).view(shape)
+    for start in range(numbers.numel()):
+        for stop in range(start, numbers.numel() + 1):
+            found = list(rectangles(shape, range(start, stop)))
+            assert len(found) <= max(2 * len(shape) - 1, 1)
+            cut = [numbers[tuple(slice(o, o + s) for o, s in zip(*both, strict=True))].flatten() for both in found]
+            assert torch.cat([torch.arange(0), *cut]).tolist() == list(range(start, stop))
+
+
+class Hostile:
+    def __init__(self, marker: Path):
+        self.marker = marker
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.marker),)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    dcp.save({"model": torch.nn.Linear(5, 4).state_dict()}, checkpoint_id=tmp_path / "saved", no_dist=True)
+    return tmp_path / "saved"
+
+
+def load_into_linear(folder: Path) -> None:
+    load_distributed(folder, ZeroDataParallel(torch.nn.Linear(5, 4), Axis.trivial("data")))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_nothing_of_a_hostile_folder_is_executed(folder: Path, tmp_path: Path):
+    load_into_linear(folder)
+    metadata = SafeReader(folder).read_metadata()
+    for index, info in metadata.storage_data.items():
+        metadata.storage_data[index] = type(info)("../" + info.relative_path, info.offset, info.length)
+    (folder / METADATA).write_bytes(pickle.dumps(metadata))
+    with pytest.raises(ConfigError, match="does not describe the files of its folder"):
+        load_into_linear(folder)
+    (folder / METADATA).write_bytes(pickle.dumps(Hostile(tmp_path / "made")))
+    with pytest.raises(ConfigError, match=r"it names posix\.mkdir"):
+        load_into_linear(folder)
+    assert not (tmp_path / "made").exists()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("num_cases", [40, pytest.param(1000, marks=pytest.mark.full)])
+def test_a_damaged_folder_is_an_error_of_one_line(folder: Path, num_cases: int):
+    """A change that no part of the format notices is loaded: its values have no checksums."""
+    chance = random.Random(1)
+    whole = {path: path.read_bytes() for path in folder.iterdir()}
+    errors = []
+    for _ in range(num_cases):
+        path = chance.choice(sorted(whole))
+        content = bytearray(whole[path])
+        for _ in range(chance.randint(1, 4)):
+            content[chance.randrange(len(content))] = chance.randrange(256)
+        path.write_bytes(content[: chance.choice([len(content), chance.randrange(len(content))])])
+        try:
+            load_into_linear(folder)
+        except ConfigError as error:
+            errors.append(str(error))
+        path.write_bytes(whole[path])
+    assert len(errors) > num_cases / 2
+    assert not [error for error in errors if "\n" in error]
