@@ -197,7 +197,8 @@ def test_writes_that_all_ranks_make_inside_gathered_are_kept(run: Run) -> None:
 
 @scenario(STAGES)
 def test_of_writes_inside_gathered_with_modify_the_first_ranks_are_kept(run: Run) -> None:
-    model, optimizer = run.start(Blocks())
+    """A state that is loaded has a buffer, too."""
+    model, optimizer = run.start(WithBuffer())
     for step, write in enumerate(WRITES.values()):
         with model.gathered(modify=True) as module:
             if run.is_plain or run.data.rank == 0:

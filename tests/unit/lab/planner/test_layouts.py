@@ -35,6 +35,9 @@ CLUSTER = replace(
     gpus_per_node=2,
 )
 
+TINY = ["--model.num_layers=4", "--model.hidden_size=64", "--model.num_heads=4", "--model.seq_length=32"]
+TINY += ["--model.vocab_size=128", "--data.path=unread"]
+
 
 @pytest.mark.parametrize(
     ("on_host", "num_micro_batches", "seconds"),
@@ -57,8 +60,7 @@ def test_offloaded_states_take_the_time_of_their_copies_and_of_the_update_on_the
 
 @pytest.mark.parametrize(("stage", "num_layers_unsharded"), [(2, 0), (3, 3)])
 def test_a_layout_holds_its_states_three_buckets_and_at_stage_3_three_layers(stage: int, num_layers_unsharded: int):
-    shape = ["--model.num_layers=4", "--model.hidden_size=64", "--model.num_heads=4", "--model.seq_length=32"]
-    settings = parse_settings([*shape, "--model.vocab_size=100", "--data.path=unread", "--zero.bucket_numel=5000"])
+    settings = parse_settings([*TINY, "--zero.bucket_numel=5000"])
     layout = CandidateLayout(1, stage, "keep", micro_batch_size=4)
     settings = layout.applied_to(settings).with_gradient_types(2)
     work = planned_workload(settings, data_size=2)
@@ -68,10 +70,8 @@ def test_a_layout_holds_its_states_three_buckets_and_at_stage_3_three_layers(sta
 
 
 def test_traffic_of_the_data_axis_costs_what_exceeds_the_computation_beside_it():
-    shape = ["--model.num_layers=4", "--model.hidden_size=64", "--model.num_heads=4", "--model.seq_length=32"]
-    shape += ["--model.vocab_size=100", "--data.path=unread"]
-    shape += ["--zero.stage=3", "--activations.store=none", "--train.micro_batch_size=4"]
-    settings = parse_settings([*shape, "--train.global_batch_size=32", "--zero.overlap=true"]).with_gradient_types(8)
+    given = "--zero.stage=3", "--activations.store=none", "--train.micro_batch_size=4", "--train.global_batch_size=32"
+    settings = parse_settings([*TINY, *given, "--zero.overlap=true"]).with_gradient_types(8)
     alone = replace(settings, zero=replace(settings.zero, overlap=False, overlap_gather=False))
     work = planned_workload(settings, data_size=8)
     computing = hardware_flops(settings.model, 4, "nothing") / (CLUSTER.peak_half_tflops * ASSUMED_PEAK_FRACTION * 1e12)
@@ -131,24 +131,13 @@ def test_the_largest_micro_batch_is_considered_and_none_above_it():
     ("stage", "shard_size", "over", "overlap"), [(3, 2, "all", True), (2, 2, "group", False), (0, None, "group", True)]
 )
 def test_closed_forms_and_dry_runs_agree_on_the_buffers_of_sums_in_fp32(stage, shard_size, over, overlap):
-    given = ["--model.num_layers=8", "--model.hidden_size=64", "--model.num_heads=8", "--model.seq_length=32"]
-    given += [
-        "--model.vocab_size=512",
-        "--train.micro_batch_size=2",
-        "--train.global_batch_size=16",
-        "--data.path=unread",
-    ]
-    given += [f"--zero.stage={stage}", f"--zero.optimizer_over={over}", f"--zero.overlap={overlap}"]
-    given += [
-        "--zero.reduce_dtype=bf16",
-        "--zero.bucket_numel=8192",
-        "--zero.defragment=true",
-        "--dry_run.world_size=8",
-    ]
-    given += [f"--parallel.shard_size={shard_size or 'null'}"]
+    given = "--model.num_layers=8", "--train.micro_batch_size=2", "--train.global_batch_size=16"
+    zero = f"--zero.stage={stage}", f"--zero.optimizer_over={over}", f"--zero.overlap={overlap}"
+    others = "--zero.reduce_dtype=bf16", "--zero.bucket_numel=8192", "--zero.defragment=true"
+    ranks = "--dry_run.world_size=8", f"--parallel.shard_size={shard_size or 'null'}"
     found = []
     for sums in ("message", "fp32"):
-        settings = parse_settings([*given, f"--zero.sum_over_ranks={sums}"])
+        settings = parse_settings([*TINY, *given, *zero, *others, *ranks, f"--zero.sum_over_ranks={sums}"])
         buffers = dry_run(settings).resident[DEVICE].get(TensorKind.BUFFERS, 0)
         found.append((buffers, planned_workload(settings, data_size=8).state_bytes))
     (dry, planned), (dry_in_fp32, planned_in_fp32) = found

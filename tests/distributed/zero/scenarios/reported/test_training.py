@@ -67,28 +67,6 @@ def change_settings_between_steps(run: Run) -> None:
             group |= {"weight_decay": 0.2 * (step + number), "betas": (0.9 - 0.1 * number, 0.99 - 0.01 * step)}
 
 
-def with_buffer() -> nn.Module:
-    module = With(lambda m, x: m.body(x) + m.offset, body=Blocks())
-    module.register_buffer("offset", torch.randn(2))
-    return module
-
-
-def load_on_the_first_rank(run: Run, model: Model, _step: int) -> None:
-    state = with_buffer().state_dict()
-    with model.gathered(modify=True) as module:
-        if run.is_plain or run.data.rank == 0:
-            module.load_state_dict(state)
-    run.record(model.module.offset)
-
-
-def write_slices(_run: Run, model: Model, step: int) -> None:
-    weights = [model.module.head.weight, model.module.blocks[1].up.weight, model.module.blocks[0].scale]
-    with torch.no_grad(), model.gathered(weights, modify=step == 1):
-        for weight in weights:
-            weight[:1] += 0.5
-            weight[1:].copy_(weight[1:].flip(0))
-
-
 def with_teacher() -> nn.Module:
     student, teacher = Blocks(), Blocks().requires_grad_(False)
     return With(lambda m, x: m.student(x) - m.teacher(x.cos()), student=student, teacher=teacher)
@@ -231,8 +209,6 @@ TABLE: Table = {
     "DeepSpeed#7718, accelerate#3877, pytorch#170862: the norm of accumulated gradients": clip_accumulated_gradients,
     "DeepSpeed#7869, mmengine#1441: a frozen group": freeze_a_group,
     "pytorch#106916, slime#962: settings change": change_settings_between_steps,
-    "accelerate#3921, sglang#19688: a state of the first rank": trains_and(load_on_the_first_rank, with_buffer),
-    "DeepSpeed#7811, DeepSpeed#7817: slices are written": trains_and(write_slices),
     "trl#5862, jepa#51: a teacher that follows": trains_and(follow_the_student, with_teacher),
     "LlamaFactory#10157: adapters are merged": trains_and(merge_adapters, lambda: Blocks(adapted(), adapted())),
     "Qwen3-VL#126: ranks repeat a module inside a unit": trains_parts(
