@@ -100,14 +100,14 @@ class DistributedState:
 
     def _moments(self, optimizer: ZeroOptimizer) -> dict[str, dict[str, Tensor]]:
         pieces = [piece for bucket in optimizer.buckets for piece in optimizer.pieces_of(bucket)]
-        blank = [_state_of_two_elements(optimizer, number) for number in range(len(optimizer.param_groups))]
+        blank = [_state_of_small_parameter(optimizer, number) for number in range(len(optimizer.param_groups))]
         for piece in pieces:
             state = optimizer.inner.state[piece.param]
             for kind, like in {} if state else blank[piece.group].items():
                 state[kind] = torch.zeros_like(piece.param, dtype=like.dtype) if like.dim() else torch.zeros_like(like)
         found: dict[str, dict[str, Tensor]] = {}
         for number, group in enumerate(self._groups(optimizer)):
-            for name in group["params"]:
+            for name in (name for name in group["params"] if self._model.module.get_parameter(name).requires_grad):
                 own = [(piece.in_param, optimizer.inner.state[piece.param]) for piece in pieces if piece.name == name]
                 found[name] = {}
                 for kind, like in blank[number].items():
@@ -205,13 +205,14 @@ def _repeat_counters(optimizer: ZeroOptimizer) -> None:
                 state[kind].copy_(value)
 
 
-def _state_of_two_elements(optimizer: ZeroOptimizer, number: int) -> dict[str, Tensor]:
-    """Return the state that a group's optimizer has after a step of a parameter of two elements.
+def _state_of_small_parameter(optimizer: ZeroOptimizer, number: int) -> dict[str, Tensor]:
+    """Return the state that a group's optimizer has after a step of a small parameter with as many dims as its own.
 
     Raises ConfigError if a part of it is neither a number nor one value for each element.
     """
     inner, master = optimizer.inner, optimizer.buckets[0].master
-    param = nn.Parameter(master.new_zeros(2))
+    dims = {param.dim() for param in optimizer.param_groups[number]["params"]}
+    param = nn.Parameter(master.new_zeros([2] * max(dims, default=1)))
     param.grad = torch.zeros_like(param)
     probe: Any = type(inner)([{**optimizer.param_groups[number], "params": [param]}])  # type: ignore[call-arg]
     probe.step()

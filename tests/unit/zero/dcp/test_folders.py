@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 
 from parallel.errors import ConfigError
 from parallel.mesh import Axis
-from zero import ZeroDataParallel, load_distributed
+from zero import DistributedState, Muon, ZeroConfig, ZeroDataParallel, ZeroOptimizer, load_distributed
 from zero.dcp.chunked_tensor import rectangles
 from zero.dcp.safe_reader import METADATA, SafeReader
 
@@ -26,6 +26,39 @@ def test_any_range_is_cut_into_rectangles_that_are_consecutive(shape: tuple[int,
             assert len(found) <= max(2 * len(shape) - 1, 1)
             cut = [numbers[tuple(slice(o, o + s) for o, s in zip(*both, strict=True))].flatten() for both in found]
             assert torch.cat([torch.arange(0), *cut]).tolist() == list(range(start, stop))
+
+
+def train(model: ZeroDataParallel, optimizer: ZeroOptimizer) -> list[float]:
+    losses = []
+    for _ in range(2):
+        loss = model(torch.ones(3, 6)).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("kind", [Muon, torch.optim.SGD, torch.optim.Adagrad])
+def test_states_of_any_kind_for_each_element_and_frozen_parameters_are_loaded(tmp_path: Path, kind: Any):
+    def run() -> tuple[ZeroDataParallel, ZeroOptimizer]:
+        torch.manual_seed(1)
+        module = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Linear(5, 4))
+        module[1].bias.requires_grad_(False)
+        vectors = {"params": [module[0].bias, module[1].bias]} | ({"update": "adamw"} if kind is Muon else {})
+        groups = [{"params": [module[0].weight, module[1].weight]}, vectors]
+        model = ZeroDataParallel(module, Axis.trivial("data"), ZeroConfig(2))
+        return model, ZeroOptimizer(
+            model, kind, groups, lr=0.01, **({"momentum": 0.9} if kind is torch.optim.SGD else {})
+        )
+
+    model, optimizer = run()
+    train(model, optimizer)
+    dcp.save(DistributedState(model, optimizer).state_dict(), checkpoint_id=tmp_path, no_dist=True)
+    expected = train(model, optimizer)
+    model, optimizer = run()
+    load_distributed(tmp_path, model, optimizer)
+    assert train(model, optimizer) == expected
 
 
 class Hostile:
