@@ -47,13 +47,21 @@ def losses(records: list[dict]) -> list[tuple]:
     return [(record["step"], record["loss"], record["grad_norm"]) for record in records]
 
 
-def check_that_kills_change_nothing(corpus: Path, folder: Path, num_steps: int, kills: list[Fault]) -> None:
+@pytest.mark.parametrize(
+    ("num_steps", "kills"),
+    [
+        (6, [Fault(0, 0, "save.rename", 2)]),
+        pytest.param(10, [Fault(0, 1, "reduce", 25), Fault(1, 0, "save.rename", 1)], marks=pytest.mark.full),
+    ],
+    ids=["while it saves", "again and again"],
+)
+def test_a_run_that_is_killed_equals_an_undisturbed_one(corpus, tmp_path, num_steps, kills):
     settings = {"train__steps": num_steps, "checkpoint__every": 2, "model__dropout": 0.1, "zero__stage": 3} | PLAIN
-    undisturbed = run(2, corpus, folder / "undisturbed", **settings)
-    arguments = dict(option[2:].split("=", 1) for option in options(corpus, folder / "killed", **settings))
+    undisturbed = run(2, corpus, tmp_path / "undisturbed", **settings)
+    arguments = dict(option[2:].split("=", 1) for option in options(corpus, tmp_path / "killed", **settings))
     del arguments["run.dir"]
-    assert run_under(arguments, folder / "killed", kills) == losses(undisturbed)
-    last = json.loads((folder / "killed" / "checkpoints" / f"step-{num_steps:08d}" / "layout.json").read_text())
+    assert run_under(arguments, tmp_path / "killed", kills) == losses(undisturbed)
+    last = json.loads((tmp_path / "killed" / "checkpoints" / f"step-{num_steps:08d}" / "layout.json").read_text())
     assert last["data"] == {
         "train.seed": 1234,
         "data.split": [0.8, 0.1, 0.1],
@@ -63,15 +71,6 @@ def check_that_kills_change_nothing(corpus: Path, folder: Path, num_steps: int, 
         "data.path": str(corpus),
     }
     assert last["progress"]["step"] == num_steps
-
-
-def test_a_run_killed_while_it_saves_equals_an_undisturbed_one(corpus, tmp_path):
-    check_that_kills_change_nothing(corpus, tmp_path, 6, [Fault(0, 0, "save.rename", 2)])
-
-
-@pytest.mark.full
-def test_a_run_killed_again_and_again_equals_an_undisturbed_one(corpus, tmp_path):
-    check_that_kills_change_nothing(corpus, tmp_path, 10, [Fault(0, 1, "reduce", 25), Fault(1, 0, "save.rename", 1)])
 
 
 @contextmanager
