@@ -123,6 +123,10 @@ class Trainer:
         step, every = self._progress.step, self._settings.guard.check_replicas_every
         if every and step % every == 0:
             compare_replicas(self._state, step)
+        if (every := self._settings.checkpoint.snapshot_every) and step % every == 0:
+            with self._state.mesh.log.during("checkpoint"):
+                self._recovery.save_snapshot(self._progress)
+            self._throughput.restart()
         if self._settings.checkpoint.every and self._is_due(self._settings.checkpoint.every):
             with self._state.mesh.log.during("checkpoint"):
                 self._recovery.save(self._progress)

@@ -1,8 +1,9 @@
 """The store that all ranks share, for messages outside collectives, and what it tells of ranks that have failed."""
 
+import json
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -23,6 +24,22 @@ def shared_store() -> dist.Store:
     if not dist.is_initialized():
         return dist.HashStore()
     return default_store().clone()  # type: ignore[attr-defined]
+
+
+class Decisions:
+    """Decisions of the first rank on what all ranks have found, one after the other. All ranks make the same calls."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self._rank, self._size, self._store = rank, size, shared_store()
+
+    def decide(self, own: Any, choose: Callable[[list[Any]], Any]) -> Any:
+        """Return on all ranks what the first one chooses of what all have found, by rank; both are kept as JSON."""
+        key = f"decisions/{self._store.add(f'decisions/of/{self._rank}', 1)}"
+        self._store.set(f"{key}/{self._rank}", json.dumps(own))
+        if self._rank == 0:
+            found = [json.loads(self._store.get(f"{key}/{rank}")) for rank in range(self._size)]
+            self._store.set(key, json.dumps(choose(found)))
+        return json.loads(self._store.get(key))
 
 
 def num_failures() -> int | None:

@@ -2,17 +2,20 @@
 
 offloaded states          pinned; the moments, which torch's optimizer allocates, are not
 activation checkpoints    pinned, with the store partition_host
-copies for saves          of what a rank saves, if checkpoints are written while training goes on; pinned
+copies for saves          of what a rank saves, if checkpoints are written while training goes on; pinned. Snapshots
+                          have a copy of their own
+snapshots                 two generations of what a rank saves, each on its node and, of several nodes, on a second one
 """
 
 import math
+import os
 from collections.abc import Callable
 from dataclasses import astuple, dataclass, replace
 
 from gpt.builder.closed_forms import moment_bytes, parameters_of_rank
 from gpt.builder.train_state import token_layout
 from gpt.settings.settings import Settings
-from parallel.errors import ConfigError
+from parallel.errors import ConfigError, NodeError
 from parallel.host_memory import available_bytes, pinned_bytes
 from parallel.mesh import Mesh
 from parallel.torch_internals import largest_rounded_pinned_bytes
@@ -20,6 +23,7 @@ from parallel.world import World
 from zero.partition.stage import Lifetime
 
 MASTER_BYTES = 4  # of an element
+GENERATIONS = 2  # of snapshots that exist at the same time
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,7 @@ class HostBytes:
     states: float
     activations: float
     saves: float
+    snapshots: float = 0.0
 
     @property
     def total(self) -> float:
@@ -38,13 +43,17 @@ class HostBytes:
 def check_host_memory(settings: Settings, mesh: Mesh, world: World) -> None:
     """Raise ConfigError if the node's available memory is too small for a run with these settings."""
     largest_rounded = largest_rounded_pinned_bytes() if world.device.type == "cuda" else 0
-    needed = bytes_on_host(settings, mesh, lambda num_bytes: pinned_bytes(num_bytes, largest_rounded))
+    num_nodes = world.size // world.local_size
+    needed = bytes_on_host(settings, mesh, lambda num_bytes: pinned_bytes(num_bytes, largest_rounded), num_nodes)
     available, size = available_bytes(), world.local_size
+    if settings.checkpoint.snapshot_every:
+        available += _check_snapshot_dir(settings, needed.snapshots * size)  # the old ones are replaced
     if needed.total * size > available:
         purposes = {
             f"offload.mode={settings.offload.mode} %s of model states": needed.states,
             f"activations.store={settings.activations.store} %s of checkpoints": needed.activations,
             "checkpoint.asynchronous=true %s of copies": needed.saves,
+            "checkpoint.snapshot_every %s of snapshots": needed.snapshots,
         }
         parts = [text % f"{num_bytes * size / 1e9:,.1f} GB" for text, num_bytes in purposes.items() if num_bytes]
         raise ConfigError(
@@ -54,7 +63,23 @@ def check_host_memory(settings: Settings, mesh: Mesh, world: World) -> None:
         )
 
 
-def bytes_on_host(settings: Settings, mesh: Mesh, allocated: Callable[[float], float]) -> HostBytes:
+def _check_snapshot_dir(settings: Settings, needed: float) -> int:
+    """Return the bytes of the run's old snapshots. Raises ConfigError if new ones do not fit in their place."""
+    save = settings.checkpoint
+    folder = save.snapshot_folder(settings.run.dir)
+    held = sum(path.stat().st_blocks * 512 for path in folder.rglob("*") if path.is_file())
+    mount = os.statvfs(next(path for path in (folder, *folder.absolute().parents) if path.exists()))
+    room = mount.f_bavail * mount.f_frsize + held
+    if needed > room:
+        raise NodeError(
+            f"checkpoint.snapshot_every={save.snapshot_every} places {needed / 1e9:,.3f} GB of snapshots in the memory "
+            f"of this node, and checkpoint.snapshot_dir={save.snapshot_dir} has {room / 1e9:,.3f} GB free; give the "
+            "container more, such as with --shm-size, use more nodes, or choose checkpoint.snapshot_every=0"
+        )
+    return held
+
+
+def bytes_on_host(settings: Settings, mesh: Mesh, allocated: Callable[[float], float], num_nodes: int = 1) -> HostBytes:
     """Return the bytes that one rank places in host memory; with offload.mode=auto, an upper bound.
 
     `allocated` returns the size of an allocation of pinned memory. The moments of a bucket are copied as one tensor
@@ -77,15 +102,19 @@ def bytes_on_host(settings: Settings, mesh: Mesh, allocated: Callable[[float], f
         # Parameters in fp32 are their own master weights, if both are in the same memory.
         pinned += [] if has_parameters and itemsize == MASTER_BYTES else [MASTER_BYTES]
         pageable = moments
-    copies = settings.checkpoint.asynchronous and settings.checkpoint.every and levels.replicas.rank == 0
-    saved = [MASTER_BYTES, moments / 2, moments / 2] if copies else []
+    save = settings.checkpoint
+    num_copies = bool(save.asynchronous and save.every) + bool(save.snapshot_every)
+    saved = [MASTER_BYTES, moments / 2, moments / 2] if levels.replicas.rank == 0 else []
     group_shards, shards = (_shards(settings, mesh, axis.size) for axis in (levels.inner, levels.owners))
     of_group = sum(n * sum(allocated(numel * each) for each in in_group) for numel, n in group_shards)
     own = sum(n * (numel * pageable + sum(allocated(numel * each) for each in pinned)) for numel, n in shards)
     return HostBytes(
         states=of_group + own,
         activations=allocated(_checkpoint_bytes(settings, mesh)),
-        saves=sum(n * sum(allocated(numel * each) for each in saved) for numel, n in shards),
+        saves=num_copies * sum(n * sum(allocated(numel * each) for each in saved) for numel, n in shards),
+        snapshots=GENERATIONS * min(num_nodes, 2) * sum(saved) * sum(n * numel for numel, n in shards)
+        if save.snapshot_every
+        else 0.0,
     )
 
 

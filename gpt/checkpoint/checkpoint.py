@@ -16,7 +16,8 @@ from typing import Any
 
 from gpt.builder.train_state import TrainState
 from gpt.checkpoint.folder import checkpoints, step_in_name
-from gpt.checkpoint.layout import Progress, changed_data, check_model, read_run
+from gpt.checkpoint.layout import Progress, SavedRun, changed_data, check_model, read_run
+from gpt.shape.config import ModelConfig
 from parallel.errors import ConfigError
 from zero.state.layout_file import is_complete
 from zero.state.rank_state import RankState
@@ -41,13 +42,18 @@ def load(checkpoint: Path, state: TrainState, data: Mapping[str, Any] | None = N
     own = rank_state(state)
     with _remedy_in_errors(checkpoint):
         saved = read_run(checkpoint)
-    own.check_fits(checkpoint, saved.layout, "take model.* from its config.yaml, or another run.dir")
-    check_model(checkpoint, saved.model, state.config)
+    check_run(checkpoint, saved, own, state.config, data or {})
     with _remedy_in_errors(checkpoint):
         own.load(checkpoint, saved.layout, saved.progress.save_name)
-    for change in changed_data(saved.layout["data"], data or {}):
-        logger.warning("%s", change)
     return saved.progress
+
+
+def check_run(checkpoint: Path, saved: SavedRun, own: RankState, config: ModelConfig, data: Mapping[str, Any]) -> None:
+    """Raise ConfigError unless `saved` is of this model, and warn of each of the settings `data` that has changed."""
+    own.check_fits(checkpoint, saved.layout, "take model.* from its config.yaml, or another run.dir")
+    check_model(checkpoint, saved.model, config)
+    for change in changed_data(saved.layout["data"], data):
+        logger.warning("%s", change)
 
 
 @contextmanager

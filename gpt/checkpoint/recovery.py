@@ -19,12 +19,14 @@ from gpt.checkpoint.folder import (
     newest,
     remove_partial,
     set_aside_later,
+    step_in_name,
 )
 from gpt.checkpoint.layout import Progress
 from gpt.checkpoint.live_export import export_live
-from gpt.checkpoint.saver import RunSaver, name_run
+from gpt.checkpoint.saver import RunSaver, SaveOfRanks, name_run
+from gpt.checkpoint.snapshots import Snapshots
 from gpt.pretrained.tokenizer_files import tokenizer_of_data
-from gpt.run_folder.files import CHECKPOINTS, WEIGHTS, cut_metrics, start_run
+from gpt.run_folder.files import CHECKPOINTS, CONFIG, WEIGHTS, cut_metrics, start_run
 from gpt.run_folder.lock import RunLock
 from gpt.settings.run import CheckpointSettings
 from parallel.errors import ConfigError
@@ -68,9 +70,10 @@ class Recovery:
             keep=config.keep,
             is_async=config.asynchronous,
             data=data,
-            on_chunk=on_chunk,
             on_complete=on_complete,
+            of_ranks=SaveOfRanks(on_chunk),
         )
+        self._snapshots = Snapshots(config, run_dir, state, data, on_chunk) if config.snapshot_every else None
         # Only the first rank writes weights.
         self._tokenizer = tokenizer_of_data(data) if config.weights and self._is_first else None
         self._saved_step: int | None = None
@@ -99,9 +102,11 @@ class Recovery:
                 f"rank {self._state.mesh.rank} would resume from {found}, another rank from elsewhere; put "
                 f"run.dir={self._run_dir} on a file system that all nodes share"
             )
-        if found is not None:
-            progress = load(found, self._state, self._data)
-            self._say(f"resumed from {found}, after step {progress.step}")
+        progress, source = self._load(found) or (progress, None)
+        if source:
+            self._say(f"resumed from {source}, after step {progress.step}")
+        if self._snapshots:
+            self._snapshots.delete_after(progress.step)
         if self._is_first:
             self._lock.take()
             start_run(self._run_dir, settings, progress.step)
@@ -111,6 +116,14 @@ class Recovery:
         # Before any rank saves: the first one has removed what interrupted saves have left.
         self._state.mesh.barrier()
         return progress
+
+    def _load(self, found: Path | None) -> tuple[Progress, Path] | None:
+        """Load the newest snapshot if it is newer than the checkpoint `found`, else that, and return which."""
+        if self._snapshots and self._config.resume == "auto":
+            after, is_continued = step_in_name(found) if found else None, (self._run_dir / CONFIG).exists()
+            if snapshot := self._snapshots.load_newest(after or 0, is_continued):
+                return snapshot
+        return None if found is None else (load(found, self._state, self._data), found)
 
     def save(self, progress: Progress) -> None:
         """Wait for the previous save, and begin to save the checkpoint of this step.
@@ -127,11 +140,18 @@ class Recovery:
         if self._config.weights:
             self._export_weights(progress.step)
 
+    def save_snapshot(self, progress: Progress) -> None:
+        """Begin to save a snapshot of this step. One that fails is logged, and training goes on."""
+        assert self._snapshots is not None
+        self._snapshots.save(progress)
+
     def finish(self) -> None:
         """Wait for the last save. Raises SaveError if it failed, because the run would end without its last steps."""
         self._settle()
         if self._failure:
             raise self._failure
+        if self._snapshots:
+            self._snapshots.delete_all()
 
     def roll_back(self, progress: Progress) -> Progress:
         """Load the newest checkpoint, and return its step with the samples that `progress` has consumed.
@@ -149,6 +169,8 @@ class Recovery:
         if self._is_first:
             cut_metrics(self._run_dir, before.step)
         self._saved_step = before.step
+        if self._snapshots:
+            self._snapshots.delete_after(before.step)
         self._say(f"rolled back from step {progress.step} to {found}; the samples in between are left out")
         return replace(progress, step=before.step)
 

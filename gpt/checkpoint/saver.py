@@ -1,9 +1,10 @@
 """Saves the checkpoints of a run to its folder, in which the newest are kept."""
 
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from gpt.builder.train_state import TrainState
 from gpt.checkpoint.checkpoint import rank_state
@@ -16,12 +17,23 @@ from zero.state.writer import CheckpointWriter, Publication
 REMEDY = "make room or choose another run.dir (the checkpoint before it is untouched)"
 
 
+class SaveOfRanks(NamedTuple):
+    """The fields of a `Publication` that concern every rank."""
+
+    on_chunk: Callable[[], None] = lambda: None
+    on_written: Callable[[Path, bool], None] = lambda partial, is_written: None
+    hosts: Sequence[int] = (0,)
+    remedy: str = REMEDY
+
+
+ONE_FOLDER = SaveOfRanks()
+
+
 class RunSaver:
     """A saver of checkpoints of `state` to `folder`, in which the newest `keep` checkpoints remain.
 
     All ranks make the same calls. `data` has the settings that determine the order of samples. In another thread,
-    `on_chunk` is called whenever a few megabytes have been written, and on the first rank `on_complete` with each
-    checkpoint, as soon as it is complete.
+    `on_complete` is called on the first rank with each checkpoint, as soon as it is complete.
     """
 
     def __init__(
@@ -32,11 +44,13 @@ class RunSaver:
         keep: int,
         is_async: bool,
         data: Mapping[str, Any] | None = None,
-        on_chunk: Callable[[], None] = lambda: None,
         on_complete: Callable[[Path], None] = lambda checkpoint: None,
+        of_ranks: SaveOfRanks = ONE_FOLDER,
     ):
         self._folder, self._config, self._data, self._state = folder, state.config, data or {}, rank_state(state)
-        publication = Publication(self._publish, REMEDY, lambda: delete_old(folder, keep), on_complete, on_chunk)
+        on_chunk, on_written, hosts, remedy = of_ranks
+        tidy = partial(delete_old, folder, keep)
+        publication = Publication(self._publish, remedy, tidy, on_complete, on_chunk, on_written, hosts)
         self._writer = CheckpointWriter(self._state.mesh, self._state.device, publication, is_async=is_async)
 
     def start(self, progress: Progress) -> None:

@@ -1,7 +1,9 @@
 """Settings of what a run writes, how it ends and what guards it."""
 
+import hashlib
 from dataclasses import dataclass
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Annotated, Literal
 
 from parallel.errors import ConfigError
@@ -25,9 +27,19 @@ class CheckpointSettings:
     resume: FilePath = "auto"
     """auto: resume from the newest checkpoint in run.dir if there is one; never: start from the beginning; or the
     folder of a checkpoint to resume from."""
+    snapshot_every: NonNegative = 0
+    """Steps between snapshots, which are checkpoints in the memory of the nodes; 0: never. A run resumes from the
+    newest one if it is newer than the newest checkpoint, also after the loss of a node (docs/survive.md)."""
+    snapshot_dir: FilePath = "/dev/shm/zero-gpt"
+    """Folder for snapshots on each node, in a file system that is in memory."""
 
     def __post_init__(self) -> None:
         check_fields(self)
+
+    def snapshot_folder(self, run_dir: str | Path) -> Path:
+        """Return the folder of a run's snapshots on each node."""
+        path = Path(run_dir).absolute()
+        return Path(self.snapshot_dir) / f"{path.name}-{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
 
 
 @dataclass(frozen=True)

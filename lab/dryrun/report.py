@@ -1,7 +1,7 @@
 """The report of a dry run: RUN/report.json for programs, and tables for people."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.table import Table
 
+from gpt.builder.host_memory import bytes_on_host
 from gpt.monitor.collectives import profile
 from gpt.monitor.console import RunConsole
 from gpt.monitor.units import count, num_bytes, seconds, unit_of
@@ -36,7 +37,12 @@ def run_and_report(settings: Settings, console: RunConsole) -> dict[str, Any]:
     with no_garbage_collection():
         cluster = settings.dry_run.cluster
         timeline = project_recording(recording, ClusterSpec.load(cluster)) if cluster else None
-        report = make_report(recording, settings.dry_run, settings.train.global_batch_size, timeline)
+
+        def saved_bytes(num_nodes: int) -> float:
+            snapshots = bytes_on_host(settings, recording.state.mesh, float, num_nodes)
+            return snapshots.snapshots + snapshots.saves if settings.checkpoint.snapshot_every else 0.0
+
+        report = make_report(recording, settings.dry_run, settings.train.global_batch_size, timeline, saved_bytes)
         console.say(headline(report))
         if "matrices" in report:
             console.say(matrices_line(report["matrices"]))
@@ -72,11 +78,16 @@ def _writing(folder: Path) -> Iterator[None]:
 
 
 def make_report(
-    recording: Recording, dry_run: DryRunSettings, global_batch_size: int, timeline: Timeline | None
+    recording: Recording,
+    dry_run: DryRunSettings,
+    global_batch_size: int,
+    timeline: Timeline | None,
+    saved_bytes: Callable[[int], float] = lambda num_nodes: 0.0,
 ) -> dict[str, Any]:
     """Return the report as a tree for JSON.
 
-    With the timeline of a step on a cluster, the report also says if the run fits there, and how fast it is.
+    With the timeline of a step on a cluster, the report also says if the run fits there, and how fast it is. A rank
+    has `saved_bytes(number of nodes)` in host memory for snapshots, which a dry run does not save.
     """
     state, size, model = recording.state, recording.state.mesh.size, recording.state.config
     report: dict[str, Any] = {
@@ -103,7 +114,8 @@ def make_report(
         cluster = timeline.cluster
         report["cluster"] = asdict(cluster)
         report["fits"] = sum(recording.peak[DEVICE].values()) <= cluster.usable_gpu_bytes
-        on_host = sum(recording.peak[HOST].values()) * min(size, cluster.gpus_per_node)
+        on_node = min(size, cluster.gpus_per_node)
+        on_host = (sum(recording.peak[HOST].values()) + saved_bytes(size // on_node)) * on_node
         report["node_host_bytes"] = on_host
         report["fits_host"] = on_host <= cluster.host_memory_gb * 1e9
         report["step"] = {

@@ -108,25 +108,34 @@ class RankState:
             verify_file(checkpoint, layout, number, save)
         # Before anything is loaded: a rank that finds damage does not reach the barrier, so the others do not continue.
         mesh.barrier()
-        saved = SavedState(checkpoint, layout["state"])
+        self.load_verified(SavedState(checkpoint, layout["state"]), layout)
+
+    def load_verified(self, saved: SavedState, layout: Mapping[str, Any]) -> None:
+        """Load a checkpoint that fits and is undamaged. All ranks call it."""
+        mesh = self.mesh
         tensor = TensorRank(mesh.tensor.rank, mesh.tensor.size, split_dims(self.model.module))
         load_owned_state(self.model, self.optimizer, saved, tensor)
         load_counters(self.optimizer, saved, layout["optimizer"], layout["optimizer_counters"])
         self._load_own(saved)
 
+    def number_of_own(self, saved: SavedState) -> int:
+        """Return the number of the file with what is not sharded: that of the saved rank at the same coordinates.
+
+        They are taken modulo the sizes of the saved mesh.
+        """
+        mesh = self.mesh
+        return mesh.data.rank % saved.data_size * saved.tensor_size + mesh.tensor.rank % saved.tensor_size
+
     def _load_own(self, saved: SavedState) -> None:
         """Load what is not sharded: module buffers, the loss scale, `others`, and this rank's random streams.
 
-        They are read from the file of the saved rank at the same coordinates, modulo the sizes of the saved mesh.
         Data-parallel ranks beyond the saved ones keep the random stream of a new run: with another rank's stream they
         would drop the same activations as that rank.
         """
-        mesh = self.mesh
-        number = mesh.data.rank % saved.data_size * saved.tensor_size + mesh.tensor.rank % saved.tensor_size
-        file = saved.file(number)
+        file = saved.file(self.number_of_own(saved))
         load_common_state(self.model, self.optimizer, file)
         file.load_present(self.others)
-        if mesh.data.rank < saved.data_size:
+        if self.mesh.data.rank < saved.data_size:
             _set_random_state(file, "random.cpu", torch.set_rng_state)
             if self.device.type == "cuda" and "random.cuda" in file.entries:
                 _set_random_state(file, "random.cuda", torch.cuda.set_rng_state)

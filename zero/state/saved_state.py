@@ -25,7 +25,7 @@ from parallel.errors import ConfigError
 from zero.partition.layout import Layout
 from zero.state.description import layout_of
 from zero.state.schema import shown
-from zero.state.tensor_file import TensorFile
+from zero.state.tensor_file import OnRead, TensorFile
 
 PER_BLOCK = re.compile(r".*_per_([1-9][0-9]{0,8})")  # a kind of state that has one value for so many elements
 MASTER = "master"  # the kind of tensor that every parameter has: its master weights
@@ -92,8 +92,8 @@ class SavedFile(TensorFile):
     Raises ConfigError if a tensor does not lie in its flat buffer, or cannot be a part of it.
     """
 
-    def __init__(self, path: Path, layouts: Sequence[Layout]):
-        super().__init__(path)
+    def __init__(self, path: Path, layouts: Sequence[Layout], *on_read: OnRead):
+        super().__init__(path, *on_read)
         starts: defaultdict[tuple[int, str], list[int]] = defaultdict(list)
         for name, entry in self.entries.items():
             if not (found := PART_NAME.fullmatch(name)):
@@ -132,15 +132,15 @@ class SavedFile(TensorFile):
 class SavedState:
     """A reader of the files that the ranks of one layout have written to `folder`.
 
-    `description` is the result of `owned_state.describe_state` on those ranks.
+    `description` is the result of `owned_state.describe_state` on those ranks; `on_read` is that of a `TensorFile`.
     """
 
-    def __init__(self, folder: Path, description: dict[str, Any]):
+    def __init__(self, folder: Path, description: dict[str, Any], *on_read: OnRead):
         self.folder = folder
         self.data_size, self.tensor_size = description["data_size"], description["tensor_size"]
         self._layouts = [layout_of(buffer) for buffer in description["buffers"]]
         self.parameters = saved_parameters(description)
-        self.file = lru_cache(MAX_OPEN_FILES)(lambda rank: SavedFile(rank_file(folder, rank), self._layouts))
+        self.file = lru_cache(MAX_OPEN_FILES)(lambda rank: SavedFile(rank_file(folder, rank), self._layouts, *on_read))
 
     def state_kinds(self, name: str) -> list[str]:
         """Return the kinds of optimizer state of a parameter, such as exp_avg, exp_avg_sq and step."""

@@ -49,6 +49,7 @@ DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 HEADER: Schema = {str: {"dtype": set(DTYPES), "shape": [COUNT], "data_offsets": (COUNT, COUNT)}}
 METADATA = "__metadata__"
 MAX_DIMS = 64
+OnRead = Callable[[Path, int, int], None]
 
 
 def write_tensors(
@@ -91,14 +92,14 @@ class TensorEntry:
 
 
 class TensorFile:
-    """A reader of any range of any tensor of a safetensors file.
+    """A reader of any range of any tensor of a safetensors file; `on_read` hears of (file, offset, bytes) of each read.
 
     The types, shapes and offsets of all tensors are compared with the size of the file. Raises ConfigError if the file
     cannot be read, or is not a safetensors file.
     """
 
-    def __init__(self, path: Path):
-        self.path = path
+    def __init__(self, path: Path, on_read: OnRead = lambda _path, _offset, _num_bytes: None):
+        self.path, self._on_read = path, on_read
         try:
             self._file = path.open("rb", buffering=0)
             self.entries, self.metadata = _read_header(self._file, path)
@@ -156,6 +157,7 @@ class TensorFile:
     def _fill(self, out: Tensor) -> None:
         """Read the file from its current position into the memory of `out`."""
         left = _memory_of(out)
+        self._on_read(self.path, self._file.tell(), len(left))
         while len(left):
             num_read = self._file.readinto(left)
             if not num_read:

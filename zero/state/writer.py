@@ -2,6 +2,7 @@
 
     every rank    copy to host memory (asynchronous only) -> write its file in .NAME.partial -> its seal to the store
     first rank    all have reported -> layout.json -> publish: rename -> tidy: delete old ones -> outcome to the store
+    other hosts   the same in folders of their own, with the seals that the first rank has found
 
 Ranks communicate through the launcher's store and not with collectives, which training uses at the same time. A save
 that fails raises SaveError on all ranks, and leaves the checkpoints before it as they were.
@@ -11,7 +12,7 @@ import json
 import logging
 import shutil
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -45,9 +46,11 @@ class Publication:
 
     When all ranks have written their files, the first rank calls `publish(partial, final)`, which gives the folder its
     final name; if it raises, the save has failed. Then it calls `tidy()`, which removes what is not needed any more and
-    whose errors are logged, and `on_complete(final)` when the other ranks know of the success. `remedy` is what the
-    user can do about a failure. Every rank calls `on_chunk` whenever a few megabytes have been written. All are called
-    in the thread that writes.
+    whose errors are logged, and `on_complete(final)` when the other ranks know of the success. If folders are not
+    shared, each of `hosts`, one rank a folder and rank 0 among them, writes layout.json and publishes. `remedy` is what
+    the user can do about a failure. Every rank calls `on_chunk` whenever a few megabytes have been written, and
+    `on_written(partial, is_written)` after its file or its failure to write it. All are called in the thread that
+    writes.
     """
 
     publish: Callable[[Path, Path], None]
@@ -55,6 +58,8 @@ class Publication:
     tidy: Callable[[], None] = lambda: None
     on_complete: Callable[[Path], None] = lambda final: None
     on_chunk: Callable[[], None] = lambda: None
+    on_written: Callable[[Path, bool], None] = lambda partial, is_written: None
+    hosts: Sequence[int] = (0,)
 
 
 class CheckpointWriter:
@@ -70,7 +75,7 @@ class CheckpointWriter:
     def new_key(self, final: Path) -> str:
         """Return a key of the store for a save to `final`, which no other save has: all ranks return the same."""
         # Counted in the store and not here: a second writer of the same folder must not find the first one's keys.
-        return f"save/{final}/{self._mesh}/{self.store.add(f'saves/{self._mesh}/{self._rank}', 1)}"
+        return f"save/{final.name}/{self._mesh}/{self.store.add(f'saves/{self._mesh}/{self._rank}', 1)}"
 
     def agree(self, final: Path, value: str) -> str:
         """Return the first rank's `value` on all ranks."""
@@ -95,7 +100,7 @@ class CheckpointWriter:
 
         def write() -> None:
             self._write_rank(key, partial, tensors, origin(self._rank, save))
-            if self._rank == 0:
+            if self._rank in self._publication.hosts:
                 self._complete(key, partial, final, layout)
 
         announce_host_read(tensors.values())
@@ -132,10 +137,13 @@ class CheckpointWriter:
         """Write this rank's file, and report its seal, or the error, to the store under `key`."""
         report: dict[str, Any] = {"rank": self._rank}
         try:
-            partial.mkdir(parents=True, exist_ok=True)
-            path = rank_file(partial, self._rank)
-            seal = write_tensors(path, tensors, {ORIGIN: file_origin}, on_chunk=self._publication.on_chunk)
-            report["seal"] = asdict(seal)
+            try:
+                partial.mkdir(parents=True, exist_ok=True)
+                path = rank_file(partial, self._rank)
+                seal = write_tensors(path, tensors, {ORIGIN: file_origin}, on_chunk=self._publication.on_chunk)
+                report["seal"] = asdict(seal)
+            finally:
+                self._publication.on_written(partial, "seal" in report)
         except Exception as error:  # any error: the first rank waits until every rank has reported
             report["error"] = f"rank {self._rank}: {_reason(error)}"
         self.store.append(f"{key}/reports", json.dumps(report) + "\n")  # type: ignore[attr-defined]
@@ -144,11 +152,8 @@ class CheckpointWriter:
             self.store.set(f"{key}/all_written", "")
 
     def _complete(self, key: str, partial: Path, final: Path, layout: Mapping[str, Any]) -> None:
-        """Wait for all ranks, give the checkpoint its final name, and report the outcome. The first rank calls it."""
-        self.wait_for(f"{key}/all_written")
-        lines = self.store.get(f"{key}/reports").decode().splitlines()
-        self.store.delete_key(f"{key}/reports")  # as long as there are ranks, and the store never forgets
-        reports = sorted(map(json.loads, lines), key=lambda report: report["rank"])
+        """Wait for all ranks, give the checkpoint its final name, and report the outcome. The hosts call it."""
+        reports = self._reports(key)
         reason = next((report["error"] for report in reports if "error" in report), "")
         if not reason:
             try:
@@ -158,14 +163,38 @@ class CheckpointWriter:
                 flush_folder(partial)
                 self._publication.publish(partial, final)
             except Exception as error:
-                reason = f"rank 0: {_reason(error)}"
+                reason = f"rank {self._rank}: {_reason(error)}"
         if reason:
             shutil.rmtree(partial, ignore_errors=True)  # make room for the next attempt
         else:
             self._tidy(final.parent)
-        self.store.set(f"{key}/outcome", reason)
-        if not reason:
+        self._report_outcome(key, reason)
+        if not reason and self._rank == 0:
             self._publication.on_complete(final)
+
+    def _reports(self, key: str) -> list[dict[str, Any]]:
+        """Return the reports of all ranks, which the first rank collects for the other hosts."""
+        if self._rank > 0:
+            self.wait_for(f"{key}/collected")
+            return json.loads(self.store.get(f"{key}/collected"))
+        self.wait_for(f"{key}/all_written")
+        lines = self.store.get(f"{key}/reports").decode().splitlines()
+        self.store.delete_key(f"{key}/reports")  # as long as there are ranks, and the store never forgets
+        reports = sorted(map(json.loads, lines), key=lambda report: report["rank"])
+        if len(self._publication.hosts) > 1:
+            self.store.set(f"{key}/collected", json.dumps(reports))
+        return reports
+
+    def _report_outcome(self, key: str, reason: str) -> None:
+        """Set the outcome when every host has published or failed."""
+        if (num_hosts := len(self._publication.hosts)) > 1:
+            if reason:
+                self.store.set(f"{key}/failure", reason)
+            if self.store.add(f"{key}/num_published", 1) < num_hosts:
+                return
+            if self.store.check([f"{key}/failure"]):
+                reason = self.store.get(f"{key}/failure").decode()
+        self.store.set(f"{key}/outcome", reason)
 
     def _tidy(self, folder: Path) -> None:
         try:

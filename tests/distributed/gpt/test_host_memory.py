@@ -59,7 +59,7 @@ def forecast_and_use(arguments: list[str]) -> list[tuple[float, float]]:
         numel = 2 * settings.model.seq_length * settings.model.hidden_size
         checkpoints = state.model.module.run_blocks.num_bytes(3, numel, 2).host
     forecast = bytes_on_host(settings, mesh, lambda num_bytes: num_bytes)
-    used = [states.total, checkpoints, sum(copy.nbytes for copy in copies.values() if copy.dim())]
+    used = [states.total, checkpoints, sum(copy.nbytes for copy in copies.values() if copy.dim()), 0]
     rounded = bytes_on_host(settings, mesh, lambda num_bytes: pinned_bytes(num_bytes, math.inf))
     pageable = states.moments + sum(pinned_bytes(num_bytes, math.inf) for num_bytes in sizes)
     return [*zip(astuple(forecast), used, strict=True), (rounded.states, pageable)]

@@ -1,6 +1,9 @@
 """The host memory of a node that its ranks need, by hand, and the run that is refused because it needs more."""
 
+from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,6 +27,7 @@ def settings_of(*options: str) -> Settings:
     return parse_settings([f"--config={BASE}", *options])
 
 
+ROOM = r"snapshot_every=2 places 0\.\d+ GB .*, and checkpoint\.snapshot_dir=.* has 0\.\d+ GB free; give .*--shm-size"
 SAVES = "--checkpoint.every=1", "--checkpoint.asynchronous=true"
 
 
@@ -49,6 +53,34 @@ def test_a_rank_places_its_part_of_the_states_and_of_their_copies(
     assert on_host.states == pytest.approx(states * numel / num_ranks, rel=1e-4)
     assert on_host.saves == pytest.approx(saves * numel / num_ranks, rel=1e-4)
     assert on_host.total == on_host.states + on_host.saves
+
+
+@pytest.mark.parametrize(("num_nodes", "copies"), [(1, 2), (2, 4), (4, 4)])
+def test_two_generations_of_snapshots_are_on_two_nodes_beside_the_copy_they_are_written_from(
+    num_nodes: int, copies: int
+):
+    settings = settings_of("--zero.stage=2", "--checkpoint.snapshot_every=2", *SAVES)
+    with imitated_world(0, 4, 4 // num_nodes, "gloo") as world:
+        on_host = bytes_on_host(settings, build_mesh(settings, world), float, num_nodes)
+    owned = 12 * parameters_of_rank(settings.model, 1) / 4
+    assert on_host.snapshots == pytest.approx(copies * owned, rel=1e-4)
+    assert on_host.saves == pytest.approx(2 * owned, rel=1e-4)  # checkpoints have a copy of their own
+
+
+def test_snapshots_that_do_not_fit_their_folder_are_refused_with_both_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    settings = settings_of("--checkpoint.snapshot_every=2", f"--checkpoint.snapshot_dir={tmp_path}")
+    mesh, world = Mesh.create(1), World(0, 1, 0, 1, torch.device("cpu"))
+    num_bytes = bytes_on_host(settings, mesh, float).snapshots
+    held = settings.checkpoint.snapshot_folder(settings.run.dir) / "step-00000002" / "file"
+    held.parent.mkdir(parents=True)
+    held.write_bytes(b"x" * 4096)  # of an old generation, which is replaced
+    room = int(num_bytes) - held.stat().st_blocks * 512
+    for free, is_refused in ((room + 1, False), (room - 1, True)):
+        monkeypatch.setattr(host_memory.os, "statvfs", lambda _, free=free: SimpleNamespace(f_bavail=free, f_frsize=1))
+        with pytest.raises(ConfigError, match=ROOM) if is_refused else nullcontext():
+            check_host_memory(settings, mesh, world)
 
 
 def test_all_ranks_of_a_node_have_to_fit_its_memory_up_to_the_last_byte(monkeypatch: pytest.MonkeyPatch):

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,32 @@ def test_a_run_rolls_back_to_its_newest_checkpoint_and_saves_it_only_once(tmp_pa
     again.recovery.finish()
     again.recovery.release()
     assert again.completed == []
+
+
+def test_a_run_resumes_from_a_snapshot_that_is_newer_than_its_checkpoint(tmp_path: Path):
+    settings = {"snapshot_every": 1, "snapshot_dir": str(tmp_path / "memory")}
+    run = Run(tmp_path / "run", settings)
+    run.train(1)
+    run.save(1)
+    run.recovery.roll_back(Progress(1, 2, run.name))  # which waits for the save
+    for step in (2, 3):
+        run.train(step)
+        run.recovery.save_snapshot(Progress(step, 2 * step, run.name))
+    expected = run.train(4)
+    run.recovery.release()
+    memory = CheckpointSettings(**settings).snapshot_folder(run.folder)
+    while not (memory / "step-00000003").exists():  # it is written in another thread
+        time.sleep(0.01)
+    again = Run(run.folder, settings)
+    assert again.said == [f"resumed from {memory / 'step-00000003'}, after step 3"]
+    assert again.name == run.name
+    assert all(a.equal(b) for a, b in zip(again.train(4), expected, strict=True))
+    again.recovery.finish()
+    assert not memory.exists()
+    again.recovery.release()
+    other = Run(run.folder, settings | {"resume": "never"})
+    assert other.said == []
+    other.recovery.release()
 
 
 def test_a_run_resumes_from_a_tidy_folder(tmp_path: Path):

@@ -1,0 +1,225 @@
+"""Snapshots: checkpoints in the memory of the nodes, from which a run resumes if they are newer than those on disk.
+
+    SNAPSHOT_DIR/NAME-1a2b3c4d/.node                               what tells this node's memory from other nodes'
+                               step-00000120/layout.json           on every node
+                                             rank-00000...         of the node's ranks, and of their partners' ranks
+
+A rank writes its file as for a checkpoint, and sends it to a partner on the next node. A generation is complete if
+every rank's file is on some node. The older one is deleted when the next save begins: two exist at any time.
+"""
+
+import logging
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gpt.builder.train_state import TrainState
+from gpt.checkpoint.checkpoint import check_run, rank_state
+from gpt.checkpoint.folder import checkpoint_name, checkpoints, delete_old, remove_partial
+from gpt.checkpoint.layout import Progress, read_run
+from gpt.checkpoint.parts import Parts
+from gpt.checkpoint.saver import RunSaver, SaveOfRanks
+from gpt.settings.run import CheckpointSettings
+from parallel.errors import ConfigError
+from parallel.pairwise import SideMessages
+from parallel.store import Decisions
+from zero.state.layout_file import LAYOUT, verify_file
+from zero.state.saved_state import rank_file
+from zero.state.sealed_file import verify
+from zero.state.writer import SaveError
+
+logger = logging.getLogger(__name__)
+
+REMEDY = "make room in checkpoint.snapshot_dir (the snapshot before it is untouched)"
+NODE = ".node"
+
+
+@dataclass(frozen=True)
+class Found:
+    """The part of a generation that a rank has found: the seal of layout.json, and the files that it has verified."""
+
+    layout: tuple[str, int] | None = None
+    files: tuple[int, ...] = ()
+    num_files: int = 0
+    problem: str = ""
+
+
+class Snapshots:
+    """The snapshots of a run. All ranks make the same calls; the settings are those of `Recovery`.
+
+    Raises ConfigError if the folder cannot be written.
+    """
+
+    def __init__(
+        self,
+        config: CheckpointSettings,
+        run_dir: Path,
+        state: TrainState,
+        data: Mapping[str, Any],
+        on_chunk: Callable[[], None],
+    ):
+        self._state, self._rank, self._data = state, state.mesh.rank, data
+        self._folder = config.snapshot_folder(run_dir)
+        self._decisions, self._messages = Decisions(self._rank, state.mesh.size), SideMessages()
+        self._nodes: list[list[int]] = self._decisions.decide(_node_of(self._folder), _ranks_by_value)
+        self._node = next(node for node in self._nodes if self._rank in node)
+        self._is_host = self._node[0] == self._rank
+        of_ranks = SaveOfRanks(on_chunk, self._send_to_partner, [node[0] for node in self._nodes], REMEDY)
+        self._saver = RunSaver(self._folder, state, keep=2, is_async=True, data=data, of_ranks=of_ranks)
+        self._saving: int | None = None
+
+    def save(self, progress: Progress) -> None:
+        """Wait for the previous snapshot, and begin another one. A failure is logged, and training goes on."""
+        self.settle()
+        if self._is_host:
+            delete_old(self._folder, 1)  # makes room; a crash from here on finds the one that all nodes have
+        self._saving = progress.step
+        self._saver.start(progress)
+
+    def settle(self) -> None:
+        """Wait for the snapshot that has begun; one that failed on some node is deleted on all."""
+        try:
+            self._saver.wait()
+        except SaveError as error:
+            if self._is_host:
+                shutil.rmtree(self._folder / checkpoint_name(self._saving or 0), ignore_errors=True)
+            if self._rank == 0:
+                logger.error("error: %s; training goes on", error)
+
+    def delete_after(self, step: int) -> None:
+        """Delete the snapshots of steps that the run will take again, and what interrupted saves have left."""
+        self.settle()
+        if self._is_host:
+            remove_partial(self._folder)
+            for path in (path for saved, path in checkpoints(self._folder).items() if saved > step):
+                shutil.rmtree(path, ignore_errors=True)
+
+    def delete_all(self) -> None:
+        """Give the memory back. Call it when the run has ended."""
+        self.settle()
+        if self._is_host:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def load_newest(self, after: int, is_continued: bool) -> tuple[Progress, Path] | None:
+        """Load the newest complete snapshot of a later step than `after`; return None if there is none.
+
+        Those that are damaged or incomplete cost a line each. Unless the run `is_continued`, as the first rank sees it,
+        they are those of a run that was deleted.
+        """
+        later = [step for step in checkpoints(self._folder) if step > after]
+        steps = self._decisions.decide([is_continued, later], _steps_of_all)
+        for step in reversed(steps):
+            generation = self._folder / checkpoint_name(step)
+            found = self._verify(generation)
+            holders = self._decisions.decide(
+                [found.layout, found.files, found.num_files, found.problem], _holders_of_complete
+            )
+            if isinstance(holders, str):
+                if self._rank == 0:
+                    logger.warning("the snapshot of step %d is not used: %s", step, holders)
+                continue
+            parts = Parts(generation, holders, self._node, self._messages, f".resume-{self._rank}")
+            try:
+                run = read_run(parts.take_layout())
+                own = rank_state(self._state)
+                check_run(generation, run, own, self._state.config, self._data)
+                parts.load(own, run.layout)
+            finally:
+                parts.delete()
+            return run.progress, generation
+        return None
+
+    def _verify(self, generation: Path) -> Found:
+        """Read this rank's part of the generation's files on its node."""
+        if not generation.exists():
+            return Found()
+        try:
+            seal, run = verify(generation / LAYOUT), read_run(generation)
+        except ConfigError as error:
+            return Found(problem=str(error))
+        num_files, files, problem = len(run.layout["files"]), [], ""
+        present = [number for number in range(num_files) if rank_file(generation, number).exists()]
+        for number in present[self._node.index(self._rank) :: len(self._node)]:
+            try:
+                verify_file(generation, run.layout, number, run.progress.save_name)
+                files.append(number)
+            except ConfigError as error:
+                problem = str(error)
+        return Found((seal.checksum, seal.num_bytes), tuple(files), num_files, problem)
+
+    def _send_to_partner(self, partial: Path, is_written: bool) -> None:
+        """Send this rank's file to the next node, and write those of the ranks whose partner this one is."""
+        number, place = self._nodes.index(self._node), self._node.index(self._rank)
+        next_node = self._nodes[(number + 1) % len(self._nodes)]
+        sent = {}
+        if is_written and next_node is not self._node:
+            sent[next_node[place % len(next_node)]] = _mapped(rank_file(partial, self._rank))
+        failures: list[OSError] = []
+
+        def receive(source: int, num_bytes: int) -> Tensor:
+            try:
+                partial.mkdir(parents=True, exist_ok=True)
+                with rank_file(partial, source).open("wb") as file:
+                    # Before it is mapped: a page for which there is no room would end the process.
+                    os.posix_fallocate(file.fileno(), 0, num_bytes)
+                return _mapped(rank_file(partial, source))
+            except OSError as error:
+                failures.append(error)
+                return torch.empty(num_bytes, dtype=torch.uint8)  # the message has to be received
+
+        self._messages.exchange(sent, receive)
+        if failures:
+            raise failures[0]
+
+
+def _mapped(path: Path) -> Tensor:
+    """Return the bytes of a file as a tensor in the same memory."""
+    return torch.from_file(str(path), shared=True, size=path.stat().st_size, dtype=torch.uint8)
+
+
+def _node_of(folder: Path) -> str:
+    """Return a text that the ranks that share the folder have in common, and no others."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        own = folder / f"{NODE}-{secrets.token_hex(8)}"
+        own.write_text(own.name)
+        with suppress(FileExistsError):
+            os.link(own, folder / NODE)  # complete from the beginning, and the first one's
+        own.unlink()
+        return (folder / NODE).read_text()
+    except OSError as error:
+        raise ConfigError(
+            f"checkpoint.snapshot_dir: {folder} cannot be written ({error.strerror}); choose another folder in memory, "
+            "or checkpoint.snapshot_every=0"
+        ) from error
+
+
+def _ranks_by_value(values: list[str]) -> list[list[int]]:
+    return [[rank for rank, other in enumerate(values) if other == value] for value in dict.fromkeys(values)]
+
+
+def _steps_of_all(found: list[tuple[bool, list[int]]]) -> list[int]:
+    is_continued, _ = found[0]
+    return sorted({step for _, steps in found for step in steps}) if is_continued else []
+
+
+def _holders_of_complete(found: list[tuple[list | None, list[int], int, str]]) -> dict[str, Any] | str:
+    """Return the seal of the layout.json that all files belong to, and who has them; or why there is none."""
+    reasons = [problem for *_, problem in found if problem]
+    for seal in [list(seal) for seal in dict.fromkeys(tuple(layout) for layout, *_ in found if layout)]:
+        ranks = {rank: files for rank, (layout, files, *_) in enumerate(found) if layout == seal}
+        num_files = found[next(iter(ranks))][2]
+        holders = [[rank for rank, files in ranks.items() if number in files] for number in range(num_files)]
+        if all(holders):
+            return {"layout_bytes": seal[1], "layouts": list(ranks), "files": holders}
+        missing = [str(number) for number, of_file in enumerate(holders) if not of_file]
+        reasons.append(f"no node has the file of rank {', '.join(missing)}")
+    return "; ".join(reasons) or "its layout.json is on no node"
