@@ -99,24 +99,24 @@ class DistributedState:
         }
 
     def _moments(self, optimizer: ZeroOptimizer) -> dict[str, dict[str, Tensor]]:
-        pieces = [piece for bucket in optimizer.buckets for piece in optimizer.pieces_of(bucket)]
         blank = [_state_of_small_parameter(optimizer, number) for number in range(len(optimizer.param_groups))]
-        for piece in pieces:
+        owned: dict[str, list[tuple[range, dict[str, Tensor]]]] = {name: [] for name in self._shapes}
+        for piece in (piece for bucket in optimizer.buckets for piece in optimizer.pieces_of(bucket)):
             state = optimizer.inner.state[piece.param]
             for kind, like in {} if state else blank[piece.group].items():
                 state[kind] = torch.zeros_like(piece.param, dtype=like.dtype) if like.dim() else torch.zeros_like(like)
+            owned[piece.name].append((piece.in_param, state))
         found: dict[str, dict[str, Tensor]] = {}
-        for number, group in enumerate(self._groups(optimizer)):
-            for name in (name for name in group["params"] if self._model.module.get_parameter(name).requires_grad):
-                own = [(piece.in_param, optimizer.inner.state[piece.param]) for piece in pieces if piece.name == name]
+        for group, kinds in zip(optimizer.param_groups, blank, strict=True):
+            for name in (self._names[param] for param in group["params"] if param.requires_grad):
                 found[name] = {}
-                for kind, like in blank[number].items():
-                    values = [(elements, state[kind]) for elements, state in own]
-                    if not like.dim():  # a counter
+                for kind, like in kinds.items():
+                    values = [(elements, state[kind]) for elements, state in owned[name]]
+                    if like.dim():
+                        found[name][kind] = self._whole(name, values, like.dtype)
+                    else:  # a counter, which a rank without a part of the parameter does not have
                         none = ChunkedTensor(like.shape, [], like.dtype, like.device)
                         found[name][kind] = values[0][1] if values else none
-                    else:
-                        found[name][kind] = self._whole(name, values, like.dtype)
         return found
 
     def _groups(self, optimizer: ZeroOptimizer) -> list[dict[str, Any]]:
