@@ -108,13 +108,12 @@ def bytes_on_host(settings: Settings, mesh: Mesh, allocated: Callable[[float], f
     group_shards, shards = (_shards(settings, mesh, axis.size) for axis in (levels.inner, levels.owners))
     of_group = sum(n * sum(allocated(numel * each) for each in in_group) for numel, n in group_shards)
     own = sum(n * (numel * pageable + sum(allocated(numel * each) for each in pinned)) for numel, n in shards)
+    num_generations = GENERATIONS * min(num_nodes, 2) if save.snapshot_every else 0
     return HostBytes(
         states=of_group + own,
         activations=allocated(_checkpoint_bytes(settings, mesh)),
         saves=num_copies * sum(n * sum(allocated(numel * each) for each in saved) for numel, n in shards),
-        snapshots=GENERATIONS * min(num_nodes, 2) * sum(saved) * sum(n * numel for numel, n in shards)
-        if save.snapshot_every
-        else 0.0,
+        snapshots=num_generations * sum(saved) * sum(n * numel for numel, n in shards),
     )
 
 

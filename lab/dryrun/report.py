@@ -38,9 +38,9 @@ def run_and_report(settings: Settings, console: RunConsole) -> dict[str, Any]:
         cluster = settings.dry_run.cluster
         timeline = project_recording(recording, ClusterSpec.load(cluster)) if cluster else None
 
-        def saved_bytes(num_nodes: int) -> float:
-            snapshots = bytes_on_host(settings, recording.state.mesh, float, num_nodes)
-            return snapshots.snapshots + snapshots.saves if settings.checkpoint.snapshot_every else 0.0
+        def saved_bytes(num_nodes: int) -> int:
+            on_host = bytes_on_host(settings, recording.state.mesh, float, num_nodes)
+            return round(on_host.snapshots + on_host.saves) if settings.checkpoint.snapshot_every else 0
 
         report = make_report(recording, settings.dry_run, settings.train.global_batch_size, timeline, saved_bytes)
         console.say(headline(report))
@@ -82,7 +82,7 @@ def make_report(
     dry_run: DryRunSettings,
     global_batch_size: int,
     timeline: Timeline | None,
-    saved_bytes: Callable[[int], float] = lambda num_nodes: 0.0,
+    saved_bytes: Callable[[int], int] = lambda num_nodes: 0,
 ) -> dict[str, Any]:
     """Return the report as a tree for JSON.
 
