@@ -12,6 +12,7 @@ from parallel.mesh import Axis
 from parallel.torch_internals import FakeTensor, real_tensors, storage_id
 from zero.buckets.guarded_parameter import GuardedParameter
 from zero.memory.placement import OffloadConfig
+from zero.order.agreement import check_same_module
 from zero.partition.config import ZeroConfig
 from zero.partition.stage import Lifetime
 
@@ -41,7 +42,7 @@ REFUSED_PARAMETERS: dict[Callable[[Tensor], bool], str] = {
 
 
 def check_module(module: nn.Module, data: Axis) -> None:
-    """Raise ValueError if the module cannot be wrapped."""
+    """Raise ValueError if the module cannot be wrapped, and DivergedRanks if another rank wraps another one."""
     if next(module.parameters(), None) is None:
         raise ValueError(f"{type(module).__name__} has no parameters; there is nothing to train in parallel")
     for name, param in module.named_parameters():
@@ -56,6 +57,7 @@ def check_module(module: nn.Module, data: Axis) -> None:
                 f"{name}, a {type(submodule).__name__} with max_norm={submodule.max_norm}, changes its weight in "
                 f"forward, and each of the {data.size} ranks would change other rows; set max_norm=None"
             )
+    check_same_module(module, data)
 
 
 def check_offload(config: ZeroConfig, offload: OffloadConfig) -> None:

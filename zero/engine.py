@@ -60,7 +60,8 @@ class ZeroDataParallel(nn.Module):
     Run every micro-batch but the last inside `with model.accumulate():`. All ranks start with the parameters and
     buffers of the first rank. `requires_grad` and dtypes are read once, here: to change them later, `unwrap` the module
     first. Pass `init` if the module was built inside a `ShardedInit`. With `device`, the module moves there, a unit at
-    a time. Raises ValueError if the module cannot be wrapped, and TypeError if an argument has another class.
+    a time. Raises ValueError if the module cannot be wrapped, TypeError if an argument has another class,
+    and DivergedRanks if another rank wraps another module.
     """
 
     def __init__(

@@ -12,8 +12,10 @@ after half of the time that a collective may take.
 
 from collections import defaultdict
 from collections.abc import Sequence
+from zlib import crc32
 
 import torch
+from torch import nn
 
 from parallel.mesh import Axis
 from parallel.store import report_reason
@@ -24,6 +26,22 @@ from zero.order.step_order import Round, StepOrder
 
 class DivergedRanks(RuntimeError):
     """Raised if ranks run different modules, or different numbers of micro-batches, while each one communicates."""
+
+
+def check_same_module(module: nn.Module, data: Axis) -> None:
+    """Raise DivergedRanks unless the module has the same parameters and buffers on all ranks of `data`.
+
+    Wrapping sends their values one after the other: ranks whose modules differ would wait for each other.
+    """
+    params, buffers = dict(module.named_parameters()), dict(module.named_buffers())
+    described = str([(name, tensor.dtype, tensor.shape) for name, tensor in {**params, **buffers}.items()])
+    try:
+        HostBarrier(data).wait(
+            f"wraps a {type(module).__name__} of {len(params)} parameters and {len(buffers)} buffers, whose names, "
+            f"dtypes and shapes have the checksum {crc32(described.encode()):08x}"
+        )
+    except BrokenBarrier as error:
+        raise DivergedRanks(f"{error}; build the same module on all ranks") from error
 
 
 class LaunchOrder:

@@ -74,6 +74,31 @@ def error_of(build: Callable[[Mesh], Callable[[T], None]], steps: list[list[T]],
     return ""
 
 
+def wrap(stage: int, differs: str) -> str:
+    data = Mesh.create(tensor_size=1).data
+    module = Branches()
+    if differs == "buffer" and data.rank == 1:
+        module.register_buffer("counts", torch.zeros(3))
+    if differs == "shape":
+        module.blocks.append(torch.nn.Linear(2, 2 + data.rank))
+    try:
+        ZeroDataParallel(module, data, ZeroConfig(stage))
+    except DivergedRanks as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(("stage", "differs"), [(0, "buffer"), (3, "buffer"), (1, "shape"), (2, "nothing")])
+def test_ranks_that_wrap_different_modules_are_named(stage: int, differs: str):
+    messages = run_ranks(2, wrap, stage, differs)
+    if differs == "nothing":
+        assert messages == ["", ""]
+    else:
+        counts = "8 parameters and 0 buffers", "8 parameters and 1 buffers"
+        assert all("; build the same module on all ranks" in text for text in messages)
+        assert all(differs != "buffer" or all(count in text for count in counts) for text in messages), messages
+
+
 def build_branches(mesh: Mesh) -> Callable[[list[int]], None]:
     """Return a function that trains along a route, or unwraps without one."""
     model = ZeroDataParallel(Branches(), mesh.data, STAGE_3)
