@@ -17,7 +17,9 @@ COMMANDS = [(block.page, command) for block in BLOCKS if block.language == "bash
     (page.name, command) for page in PAGES for command in inline_commands(page)
 ]
 # The programs whose arguments are settings.
-TAKES_SETTINGS = re.compile(r"(pretrain_gpt\.py|quickstart\.sh|launch/(torchrun\.sh|hostfile\.sh|slurm\.sbatch))([^)]*)")
+TAKES_SETTINGS = re.compile(
+    r"(pretrain_gpt\.py|quickstart\.sh|launch/(torchrun\.sh|hostfile\.sh|slurm\.sbatch))([^)]*)"  # to the end of an array
+)
 OPTION = re.compile(r"--([a-z_]+\.[a-z_.]+)")
 FOLDERS = {path.name for path in ROOT.iterdir() if path.is_dir()} - {"runs"}
 
