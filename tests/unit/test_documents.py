@@ -16,10 +16,9 @@ BLOCKS = [block for page in PAGES for block in blocks(page)]
 COMMANDS = [(block.page, command) for block in BLOCKS if block.language == "bash" for command in block.commands()] + [
     (page.name, command) for page in PAGES for command in inline_commands(page)
 ]
-# The programs whose arguments are settings.
-TAKES_SETTINGS = re.compile(
-    r"(pretrain_gpt\.py|quickstart\.sh|launch/(torchrun\.sh|hostfile\.sh|slurm\.sbatch))([^)]*)"  # to the end of an array
-)
+PROGRAMS = r"pretrain_gpt\.py|quickstart\.sh|launch/(torchrun\.sh|hostfile\.sh|slurm\.sbatch)"
+# The programs whose arguments are settings, to the end of the line or of the array.
+TAKES_SETTINGS = re.compile(rf"({PROGRAMS})([^)]*)")
 OPTION = re.compile(r"--([a-z_]+\.[a-z_.]+)")
 FOLDERS = {path.name for path in ROOT.iterdir() if path.is_dir()} - {"runs"}
 
