@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parallel.errors import ConfigError
+from parallel.errors import ConfigError, check_type
 from parallel.mesh import Axis
 from parallel.torch_internals import FakeTensor, real_tensors, storage_id
 from zero.buckets.guarded_parameter import GuardedParameter
@@ -60,8 +60,13 @@ def check_module(module: nn.Module, data: Axis) -> None:
     check_same_module(module, data)
 
 
-def check_offload(config: ZeroConfig, offload: OffloadConfig) -> None:
-    """Raise ConfigError if nothing that would be offloaded is divided."""
+def check_arguments(config: ZeroConfig, offload: OffloadConfig, param_dtype: torch.dtype | None) -> None:
+    """Raise TypeError for an argument of another class, and ConfigError if one has no effect with the others."""
+    check_type("`config` of ZeroDataParallel", config, ZeroConfig, "such as ZeroConfig(stage=2)")
+    check_type("`offload` of ZeroDataParallel", offload, OffloadConfig, 'such as OffloadConfig("host")')
+    check_type("`param_dtype` of ZeroDataParallel", param_dtype or torch.bfloat16, torch.dtype, "or None not to cast")
+    if param_dtype is not None and not param_dtype.is_floating_point:
+        raise ConfigError(f"param_dtype={param_dtype} has no fractions; choose torch.bfloat16, or None not to cast")
     if config.policy.full_params is Lifetime.PERSISTENT and offload.offloaded_states == {"parameters"}:
         raise ConfigError(
             f"OffloadConfig.states=[parameters] has no effect at ZeroConfig.stage={config.stage}, which keeps full "

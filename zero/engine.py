@@ -16,14 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from parallel.autograd_internals import python_modules, restore_parameter_tables
-from parallel.errors import check_type
 from parallel.mesh import Axis
 from parallel.tensor.gradient_sums import set_deferred
 from zero.buckets.bucket import Bucket
 from zero.buckets.flat import FlatContext, FlatParameters, is_absent
 from zero.buckets.gradients import GradientReducer
 from zero.buckets.guarded_parameter import ParameterGuard, changes
-from zero.checks import check_module, check_offload, check_units, refuse_replacing
+from zero.buckets.tensor_tree import cast_floating_point
+from zero.checks import check_arguments, check_module, check_units, refuse_replacing
 from zero.gemini.chunks import search_chunk_size
 from zero.gemini.planner import PlacementPlanner
 from zero.memory.placement import NO_OFFLOAD, Offload, OffloadConfig
@@ -60,8 +60,9 @@ class ZeroDataParallel(nn.Module):
     Run every micro-batch but the last inside `with model.accumulate():`. All ranks start with the parameters and
     buffers of the first rank. `requires_grad` and dtypes are read once, here: to change them later, `unwrap` the module
     first. Pass `init` if the module was built inside a `ShardedInit`. With `device`, the module moves there, a unit at
-    a time. Raises ValueError if the module cannot be wrapped, TypeError if an argument has another class,
-    and DivergedRanks if another rank wraps another module.
+    a time. With `param_dtype`, floating-point parameters, and inputs of the forward if `cast_forward_inputs`, are cast
+    to it; buffers are not, and master weights begin with the values before the cast. Raises ValueError if the module
+    cannot be wrapped, TypeError if an argument has another class, and DivergedRanks if another rank wraps another one.
     """
 
     def __init__(
@@ -72,28 +73,26 @@ class ZeroDataParallel(nn.Module):
         init: InitialValues | None = None,
         device: torch.device | None = None,
         offload: OffloadConfig = NO_OFFLOAD,
+        param_dtype: torch.dtype | None = None,
+        *,
+        cast_forward_inputs: bool = True,
     ):
         super().__init__()
         data, config = as_axis(data), ZeroConfig() if config is None else config
-        check_type("`config` of ZeroDataParallel", config, ZeroConfig, "such as ZeroConfig(stage=2)")
-        check_type("`offload` of ZeroDataParallel", offload, OffloadConfig, 'such as OffloadConfig("host")')
+        check_arguments(config, offload, param_dtype)
         check_module(module, data)
-        check_offload(config, offload)
         self.module, self.config, self.data = module, config, data
+        self._input_dtype = param_dtype if cast_forward_inputs else None
         unshards = config.policy.full_params is Lifetime.TRANSIENT
         self.offload = Offload(device or next(module.parameters()).device, offload)
-        names = [""]
-        if unshards:
-            names = find_units(module) if config.units is None else named_units(module, config.units)
-        if unshards or config.overlap_gather:
-            check_units(module, names)
-        own = assign_parameters(module, names)
+        own = assign_parameters(module, self._unit_names())
         launch_order = LaunchOrder(config.policy.compared_axis(data), list(own))
         self._access = UnitAccess()
         self._guard = ParameterGuard({param: name for name, param in module.named_parameters()}, self._access)
         levels = config.policy.levels(data)
-        numel, gather_stream = self._bucket_numel(own, levels), SideStream(self.offload.device)
-        context = FlatContext(config, levels, numel, self.offload, self._guard, gather_stream)
+        numel = self._bucket_numel(own, levels, param_dtype or next(module.parameters()).dtype.to_real())
+        gather_stream = SideStream(self.offload.device)
+        context = FlatContext(config, levels, numel, self.offload, self._guard, gather_stream, param_dtype)
         self._make_units(own, context, partial(_initial_values, data, init), launch_order)
         if init:
             restore_parameter_tables(module)  # after the last `pop_full`
@@ -151,6 +150,8 @@ class ZeroDataParallel(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module."""
         self._before_forward()
+        if self._input_dtype is not None:
+            args, kwargs = cast_floating_point((args, kwargs), self._input_dtype)
         return self.module(*args, **kwargs)
 
     def register_forward_method(self, name: str, module: nn.Module | None = None) -> None:
@@ -247,14 +248,22 @@ class ZeroDataParallel(nn.Module):
             "a ZeroDataParallel cannot be copied; copy the module inside it, in `with model.gathered() as module:`"
         )
 
-    def _bucket_numel(self, own: dict[str, dict[str, nn.Parameter]], levels: Levels) -> int:
+    def _unit_names(self) -> list[str]:
+        """Return the names of the modules whose parameters are unsharded together; "" is the whole module."""
+        module, units, names = self.module, self.config.units, [""]
+        if unshards := self.config.policy.full_params is Lifetime.TRANSIENT:
+            names = find_units(module) if units is None else named_units(module, units)
+        if unshards or self.config.overlap_gather:
+            check_units(module, names)
+        return names
+
+    def _bucket_numel(self, own: dict[str, dict[str, nn.Parameter]], levels: Levels, dtype: torch.dtype) -> int:
         """Return the number of elements of a bucket, for units with these parameters."""
         unit_numels = [sum(param.numel() for param in params.values()) for params in own.values()]
         if self.offload.config.mode == "auto":
             chunk = search_chunk_size(unit_numels, self.offload.config, self.config.grain(levels))
             logger.info("offload: chunks of %d elements, %d unfilled", chunk.numel, chunk.unfilled_numel)
             return chunk.numel
-        dtype = next(self.module.parameters()).dtype.to_real()
         return self.config.chosen_bucket_numel(sum(unit_numels), self.data.size, dtype)
 
     def _make_units(

@@ -415,7 +415,7 @@ class Bucket:
             return
         self._master_placement = placement
         owned, values = self.params.owned, self.master
-        dtype = torch.promote_types(owned.dtype, torch.float32)
+        dtype = torch.promote_types(values.dtype, torch.float32)
         self.master = owned
         if dtype is not owned.dtype or placement is not self.params.placement:
             self.master = self._offload.new(placement, TensorKind.MASTER, owned.numel(), dtype)

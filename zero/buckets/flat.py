@@ -43,6 +43,13 @@ class FlatContext:
     guard: ParameterGuard
     gather_stream: SideStream
     """The stream of gathers that wait for those between groups."""
+    param_dtype: torch.dtype | None = None
+    """The type of floating-point parameters, of which the master weights keep the initial digits; None: their own."""
+
+    def dtype_of(self, param: Tensor) -> torch.dtype:
+        """Return the type of a parameter's buffer, whose elements are real."""
+        own = param.dtype.to_real()
+        return self.param_dtype or own if param.is_floating_point() else own
 
 
 class FlatParameters:
@@ -67,18 +74,27 @@ class FlatParameters:
         numel = context.bucket_numel
         self.layout = Layout.of(shapes, levels.inner.size, numel, alignment, levels.num_parts, grain)
         first = next(iter(params.values())).data
-        full = first.new_zeros(self.layout.numel, dtype=first.dtype.to_real(), device=context.offload.device)
+        full = first.new_zeros(self.layout.numel, dtype=context.dtype_of(first), device=context.offload.device)
         self.full = tagged(TensorKind.PARAMETERS, full)
         self._param_of = dict(zip(self.layout.spans, params.values(), strict=True))
         self._views = {param: s.view(full, as_complex=first.is_complex()) for s, param in self._param_of.items()}
         placeholder = absent(self._views[self.params[0]])
         self._placeholders = {param: placeholder.expand(param.shape) for param in self._views}
-        for param, view in self._views.items():
-            view.copy_(values_of(param))
+        shards = [bucket.shard(levels.owners.rank) for bucket in self.layout.buckets]
+        is_cast = first.dtype.to_real() is not full.dtype and params[next(iter(params))].requires_grad
+        masters = [full.new_zeros(len(shard), dtype=first.dtype) for shard in shards if is_cast]
+        for span, param in self._param_of.items():
+            values, view = values_of(param), self._views[param]
+            view.copy_(values)
+            for shard, master in zip(shards, masters, strict=False):
+                if owned := overlap(span.elements, shard):
+                    cut(master, owned, shard.start).copy_(cut(values.flatten(), owned, span.elements.start))
             set_raw_data(param, view)  # at once: the parameter's own memory is freed before the next values are made
             self._guard.guard(param)
         self._versions = self.versions()
         self.buckets = [self._bucket(elements, context) for elements in self.layout.buckets]
+        for bucket, master in zip(self.buckets, masters, strict=False):
+            bucket.master = master
         self._gathers: list[Work] = []
         self._updates: dict[nn.Parameter, list[Work]] = {}  # gathers of updated values that nobody has waited for
         self._state = FullState.UNSHARDED

@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from parallel.torch_internals import tree_map
+
 # Values of these types hold no tensor. Modules and types are not searched: their tensors are not a call's own.
 _PLAIN = (
     *(type(None), bool, int, float, complex, str, bytes, range, slice, Enum, type, ModuleType),
@@ -43,6 +45,15 @@ def find_tensors(tree: Any) -> tuple[list[Tensor], bool]:
             is_complete &= content is not None
             left.extend(reversed(content or []))
     return list(tensors.values()), is_complete
+
+
+def cast_floating_point(tree: Any, dtype: torch.dtype) -> Any:
+    """Return a tree of dictionaries, tuples and lists with its floating-point tensors in `dtype`."""
+
+    def cast(item: Any) -> Any:
+        return item.to(dtype) if isinstance(item, Tensor) and item.is_floating_point() else item
+
+    return tree_map(cast, tree)
 
 
 def _content(item: Any) -> list[Any] | None:

@@ -9,13 +9,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from parallel.errors import ConfigError
 from tests.ranks import run_ranks
 from tests.scenarios import Blocks
 from tests.twins import ALL_STAGES, params_of
-from zero import ShardedInit, ZeroConfig, ZeroDataParallel, ZeroOptimizer, join, load, save
+from zero import (
+    OffloadConfig,
+    ShardedInit,
+    ZeroConfig,
+    ZeroDataParallel,
+    ZeroOptimizer,
+    full_state_dict,
+    join,
+    load,
+    save,
+)
 from zero.torch_ranks import as_axis
 
 RANKS = {"some ranks": [1, 3], "a mesh of some ranks": [0, 2, 3]}
@@ -104,6 +114,64 @@ def check_all_objects(folder: Path) -> None:
 
 def test_torchs_meshes_and_groups_train_as_one_process_and_fsdp2(tmp_path: Path):
     run_ranks(4, check_all_objects, tmp_path)
+
+
+class Normed(Blocks):
+    """Blocks with a buffer, which must keep its type, and an output that depends on its digits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("offset", torch.tensor(1 + 2.0**-20))
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert x.dtype is torch.bfloat16
+        return super().forward(x).float() + self.offset
+
+
+def check_mixed_precision() -> None:
+    """Parameters and inputs are cast as by FSDP2's policy; master weights begin with all digits."""
+    torch.manual_seed(0)
+    module, rank = Normed(), dist.get_rank()
+    initial = {name: param.detach().clone() for name, param in module.named_parameters()}
+    mesh = init_device_mesh("cpu", (2,))
+    reference: Any = copy.deepcopy(module)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for part in (*reference.blocks, reference):
+        fully_shard(part, mesh=mesh, mp_policy=policy)
+    optimizers: dict[Any, Any] = {reference: torch.optim.SGD(reference.parameters(), **SETTINGS)}
+    for stage, offload in ((0, "accelerator"), (1, "accelerator"), (2, "host"), (3, "accelerator"), (3, "host")):
+        config = ZeroConfig(stage, bucket_numel=50, reduce_dtype=torch.float32)
+        model = ZeroDataParallel(
+            copy.deepcopy(module), mesh, config, offload=OffloadConfig(offload), param_dtype=torch.bfloat16
+        )
+        found = full_state_dict(model, masters=True)
+        torch.testing.assert_close({name: found[name] for name in initial if rank == 0}, initial if rank == 0 else {})
+        optimizers[model] = ZeroOptimizer(model, torch.optim.SGD, **SETTINGS)
+    torch.manual_seed(0)
+    with ShardedInit(mesh, ZeroConfig(3).policy) as init:
+        built = Normed()
+    found = full_state_dict(
+        ZeroDataParallel(built, mesh, ZeroConfig(3), init, param_dtype=torch.bfloat16), masters=True
+    )
+    assert all(found[name].equal(initial[name]) for name in initial if rank == 0)
+    for step in range(NUM_STEPS):
+        for model, optimizer in optimizers.items():
+            (model(batch(step, rank).float()) - 0.5).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    expected = {name: param.full_tensor().detach() for name, param in reference.named_parameters()}
+    for model in list(optimizers)[1:]:
+        found = full_state_dict(model, masters=True)
+        for name in initial if rank == 0 else ():
+            torch.testing.assert_close(found[name], expected[name], rtol=1e-6, atol=1e-7)
+        assert all(param.dtype is torch.bfloat16 for param in model.module.parameters())
+        assert model.module.offset.dtype is torch.float32
+    with pytest.raises(ConfigError, match=r"param_dtype=torch\.int8"):
+        ZeroDataParallel(nn.Linear(2, 2), mesh, param_dtype=torch.int8)
+
+
+def test_mixed_precision_is_that_of_fsdp2():
+    run_ranks(2, check_mixed_precision)
 
 
 def refuse_meshes() -> None:
