@@ -36,3 +36,8 @@ def exit_on_config_error(*others: type[Exception]) -> Iterator[None]:
     except user_errors as error:
         sys.stderr.write(f"error: {error}\n")
         sys.exit(2)
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or its type's name if there is none."""
+    return next(iter(str(error).splitlines()), type(error).__name__)

@@ -12,7 +12,7 @@ import shutil
 from pathlib import Path
 
 from parallel.errors import ConfigError
-from zero.state.layout_file import is_complete
+from zero.state.layout_file import is_complete, no_checkpoint
 from zero.state.schema import shown
 
 logger = logging.getLogger(__name__)
@@ -58,9 +58,7 @@ def find(folder: Path, resume: str) -> Path | None:
         _warn_if_latest_differs(folder, found)
         return found
     if not is_complete(Path(resume)):
-        raise ConfigError(
-            f"checkpoint.resume={shown(resume)[1:-1]} holds no complete checkpoint; give the folder of one, or auto"
-        )
+        raise ConfigError(f"checkpoint.resume={shown(resume)[1:-1]} {no_checkpoint(Path(resume))}, or choose auto")
     return Path(resume)
 
 

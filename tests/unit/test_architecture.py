@@ -37,9 +37,9 @@ FLOORS = {
     "zero":                 "parallel parallel/tensor zero/partition zero/memory zero/order zero/buckets zero/units "
                             "zero/gemini zero/step",
     "zero/optimizers":      "parallel parallel/tensor zero/partition zero/memory zero/buckets zero/step",
-    "zero/dcp":             "parallel parallel/tensor zero zero/step",
     "zero/state":           "parallel parallel/tensor zero zero/partition zero/memory zero/formulas zero/buckets "
                             "zero/optimizers zero/step",
+    "zero/dcp":             "parallel parallel/tensor zero zero/partition zero/step zero/state",
 
     "gpt/shape":            "parallel parallel/tensor",
     "gpt/kernels":          "parallel gpt/shape",

@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import ReadItem
 
-from parallel.errors import ConfigError
+from parallel.errors import ConfigError, first_line
 
 METADATA = ".metadata"
 KNOWN_CLASSES = {
@@ -53,7 +53,9 @@ class SafeReader(FileSystemReader):
             ):
                 raise ValueError("it does not describe the files of its folder")
         except Exception as error:  # damaged bytes raise almost anything
-            raise ConfigError(f"{path} is not that of a DCP checkpoint ({error}); choose another folder") from error
+            raise ConfigError(
+                f"{path} is not that of a DCP checkpoint ({first_line(error)}); choose another folder"
+            ) from error
         metadata.storage_meta = None
         return metadata
 

@@ -16,13 +16,15 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from parallel.errors import ConfigError
+from parallel.errors import ConfigError, first_line
 from parallel.mesh import Axis
 from parallel.tensor.split_parameters import split_dims
 from zero.dcp.chunked_tensor import Chunk, ChunkedTensor, rectangles
+from zero.dcp.deepspeed_reader import DeepSpeedReader, is_deepspeed
 from zero.dcp.safe_reader import SafePlanner, SafeReader
 from zero.engine import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
+from zero.state.layout_file import is_complete
 from zero.step.bucketed_optimizer import settings_of
 
 REMEDY = "use `save` and `load` of zero"
@@ -140,14 +142,17 @@ class DistributedState:
 
 
 def load_distributed(folder: str | Path, model: ZeroDataParallel, optimizer: ZeroOptimizer | None = None) -> None:
-    """Load a folder that DCP has written, from a `DistributedState` or from FSDP2, at any layout. All ranks call it.
+    """Load a folder that DCP has written, from a `DistributedState` or from FSDP2, or DeepSpeed, at any layout.
 
-    Names are found whatever the program has put before "model." and "optim.". Nothing of the folder is executed:
-    metadata may name the classes of DCP only. Without `optimizer` the weights alone are loaded. Raises ConfigError on
+    All ranks call it. Names are found whatever the program has put before "model." and "optim.". Nothing of the folder
+    is executed: files may name few classes. Without `optimizer` the weights alone are loaded. Raises ConfigError on
     all ranks, before anything is loaded, if the folder does not describe this model or its optimizer's states.
     """
     folder = Path(folder)
-    reader, state = SafeReader(folder), DistributedState(model, optimizer)
+    if is_complete(folder):
+        raise ConfigError(f"{folder} is a checkpoint that `save` of zero has written; load it by `load`")
+    reader = DeepSpeedReader(folder) if is_deepspeed(folder) else SafeReader(folder)
+    state = DistributedState(model, optimizer)
     metadata = reader.read_metadata()
     content = state.state_dict()
     flat = _found(folder, metadata, "", content["model"])
@@ -164,8 +169,7 @@ def load_distributed(folder: str | Path, model: ZeroDataParallel, optimizer: Zer
         dcp.load(wanted, storage_reader=reader, planner=SafePlanner())
     except CheckpointException as error:
         (cause, _), *_ = error.failures.values()
-        line, *_ = [*str(cause).splitlines(), type(cause).__name__]
-        raise ConfigError(f"{folder} is damaged ({line}); choose another folder") from error
+        raise ConfigError(f"{folder} is damaged ({first_line(cause)}); choose another folder") from error
     for key in settings:
         _, _, place = key.rpartition("param_groups.")
         number, _, name = place.partition(".")

@@ -19,7 +19,7 @@ from torch import Tensor
 from parallel.errors import ConfigError
 from zero.engine import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
-from zero.state.layout_file import is_complete, read_layout
+from zero.state.layout_file import is_complete, no_checkpoint, read_layout
 from zero.state.rank_state import RankState
 from zero.state.schema import Schema
 from zero.state.sealed_file import flush_folder
@@ -120,7 +120,7 @@ def _find(folder: Path) -> Path:
     """Return the checkpoint of a folder. Raises ConfigError if there is none."""
     found = _current(folder)
     if not is_complete(found):
-        raise ConfigError(f"{folder} holds no complete checkpoint; give the folder of one")
+        raise ConfigError(f"{folder} {no_checkpoint(folder)}")
     if found != folder:
         logger.warning("%s was being replaced when the job ended; %s, which it held before, is loaded", folder, found)
     return found

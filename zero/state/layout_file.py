@@ -5,6 +5,7 @@ files, so that a file of another save or rank is refused even if it is a valid f
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,11 @@ from zero.state.sealed_file import Seal, read_json, verify
 from zero.state.tensor_file import TensorFile
 
 LAYOUT = "layout.json"
+OTHER_WRITERS = {  # by a file that each of them writes
+    ".metadata": "torch.distributed.checkpoint",
+    "latest": "DeepSpeed",
+    "*_optim_states.pt": "DeepSpeed",
+}
 FORMAT = 4
 ORIGIN = "origin"  # the metadata of a rank's file that names its rank and its save
 SCHEMA: Schema = {
@@ -42,6 +48,15 @@ def is_complete(checkpoint: Path) -> bool:
         return (checkpoint / LAYOUT).is_file()
     except OSError:  # the name is too long, for example
         return False
+
+
+def no_checkpoint(folder: Path) -> str:
+    """Return what to tell a user who gave a folder that is not complete: which other program has written it."""
+    with suppress(OSError):  # the name is too long, for example
+        for pattern, writer in OTHER_WRITERS.items():
+            if any(folder.glob(pattern)):
+                return f"is a checkpoint of {writer}; load it by load_distributed of zero"
+    return "holds no complete checkpoint; give the folder of one"
 
 
 def read_layout(checkpoint: Path, schema: dict[str, Schema]) -> dict[str, Any]:

@@ -69,4 +69,4 @@ def test_the_runs_of_deepspeeds_tutorial_fit_their_gpus_and_hosts(
     of_this_rank = formula(policy, recording.state.num_parameters, size)
     states = placed(of_this_rank, policy, size, settings.offload.offloaded_states)
     assert device > states.accelerator.total
-    assert host > 0.99 * states.host.total  # parameters that stay resident are not on the host
+    assert host >= 0.99 * states.host.total  # parameters that stay resident are not on the host

@@ -16,6 +16,7 @@ from gpt.model.transformer import GPT, initialize
 from gpt.shape.config import ModelConfig
 from parallel.mesh import Mesh
 from parallel.tensor.token_layout import ReplicatedTokens
+from tests.oracle.deepspeed_files import write_deepspeed
 from tests.ranks import run_ranks
 from zero import (
     AdamW8bit,
@@ -37,9 +38,14 @@ def module(dtype: torch.dtype = torch.float64) -> nn.Module:
     """Return a module whose parameters have one to four dims and a buffer; shards begin inside rows."""
     torch.manual_seed(1)
     conv = nn.Sequential(nn.Unflatten(1, (1, 3, 5)), nn.Conv2d(1, 3, 2), nn.Flatten())
-    return nn.Sequential(conv, nn.Linear(24, 7), nn.BatchNorm1d(7, track_running_stats=False), nn.Linear(7, 3)).to(
-        dtype
-    )
+    norm = nn.BatchNorm1d(7, track_running_stats=False)
+    norm.weight.requires_grad_(False)
+    return nn.Sequential(conv, nn.Linear(24, 7), norm, nn.Linear(7, 3)).to(dtype)
+
+
+def groups_of(module: nn.Module) -> list[dict[str, Any]]:
+    params = [param for param in module.parameters() if param.requires_grad]
+    return [{"params": params[:3], "weight_decay": 0.1}, {"params": params[3:]}]
 
 
 def steps(model: Any, optimizer: Any, numbers: range, rank: int, size: int) -> Iterator[float]:
@@ -56,17 +62,14 @@ def steps(model: Any, optimizer: Any, numbers: range, rank: int, size: int) -> I
 def run(config: ZeroConfig) -> tuple[ZeroDataParallel, ZeroOptimizer, tuple[int, int]]:
     data = Mesh.create(1).data
     model = ZeroDataParallel(module(), data, config)
-    params = list(model.module.parameters())
-    groups = [{"params": params[:3], "weight_decay": 0.1}, {"params": params[3:]}]
-    return model, ZeroOptimizer(model, torch.optim.AdamW, groups, lr=1e-2), (data.rank, data.size)
+    optimizer = ZeroOptimizer(model, torch.optim.AdamW, groups_of(model.module), lr=1e-2)
+    return model, optimizer, (data.rank, data.size)
 
 
 def fsdp_run() -> tuple[nn.Module, torch.optim.Optimizer, tuple[int, int]]:
     data = Mesh.create(1).data
     model = fully_shard(module())
-    params = list(model.parameters())
-    groups = [{"params": params[:3], "weight_decay": 0.1}, {"params": params[3:]}]
-    return model, torch.optim.AdamW(groups, lr=1e-2), (data.rank, data.size)
+    return model, torch.optim.AdamW(groups_of(model), lr=1e-2), (data.rank, data.size)
 
 
 def save_here(folder: Path, config: ZeroConfig) -> list[float]:
@@ -120,6 +123,18 @@ def test_a_run_moves_from_fsdp2_and_back(tmp_path: Path):
     (expected, *_) = run_ranks(4, save_here, tmp_path / "here", ZeroConfig(3))
     for losses in run_ranks(2, load_by_fsdp, tmp_path / "here"):
         assert losses == pytest.approx(expected, rel=1e-10)
+
+
+@pytest.mark.parametrize(("stage", "size"), [(1, 2), (2, 3), (3, 2)])
+def test_a_run_moves_from_deepspeed(tmp_path: Path, stage: int, size: int):
+    model = module()
+    optimizer = torch.optim.AdamW(groups_of(model), lr=1e-2)
+    list(steps(model, optimizer, range(3), 0, 1))
+    write_deepspeed(tmp_path, stage, size, model, optimizer)
+    expected = list(steps(model, optimizer, range(3, 8), 0, 1))
+    for name, (ranks, config) in LAYOUTS.items():
+        for losses in run_ranks(ranks, load_here, tmp_path, config):
+            assert losses == pytest.approx(expected, rel=1e-10), name
 
 
 def masters(folder: Path, stage: int, shard_size: int | None) -> bool:

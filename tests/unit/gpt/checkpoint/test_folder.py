@@ -66,7 +66,7 @@ def test_latest_that_names_the_newest_is_no_warning(tmp_path: Path, caplog: pyte
 
 @pytest.mark.parametrize("resume", ["/nowhere", "x" * 5000, "", "a\0b", "/etc/passwd"])
 def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path: Path, resume: str):
-    with pytest.raises(ConfigError, match="holds no complete checkpoint; give the folder of one, or auto"):
+    with pytest.raises(ConfigError, match="holds no complete checkpoint; give the folder of one, or choose auto"):
         find(tmp_path, resume)
 
 

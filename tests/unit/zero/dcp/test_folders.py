@@ -12,7 +12,8 @@ import torch.distributed.checkpoint as dcp
 
 from parallel.errors import ConfigError
 from parallel.mesh import Axis
-from zero import DistributedState, Muon, ZeroConfig, ZeroDataParallel, ZeroOptimizer, load_distributed
+from tests.oracle.deepspeed_files import write_deepspeed
+from zero import DistributedState, Muon, ZeroConfig, ZeroDataParallel, ZeroOptimizer, load, load_distributed, save
 from zero.dcp.chunked_tensor import rectangles
 from zero.dcp.safe_reader import METADATA, SafeReader
 
@@ -75,6 +76,14 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "saved"
 
 
+def save_by_deepspeed(folder: Path, stage: int, extra: Any = None) -> None:
+    module = torch.nn.Linear(5, 4)
+    optimizer = torch.optim.AdamW(module.parameters())
+    module(torch.ones(5)).sum().backward()
+    optimizer.step()
+    write_deepspeed(folder, stage, 2, module, optimizer, extra)
+
+
 def load_into_linear(folder: Path) -> None:
     load_distributed(folder, ZeroDataParallel(torch.nn.Linear(5, 4), Axis.trivial("data")))
 
@@ -91,15 +100,40 @@ def test_nothing_of_a_hostile_folder_is_executed(folder: Path, tmp_path: Path):
     (folder / METADATA).write_bytes(pickle.dumps(Hostile(tmp_path / "made")))
     with pytest.raises(ConfigError, match=r"it names posix\.mkdir"):
         load_into_linear(folder)
+    save_by_deepspeed(tmp_path / "deepspeed", 2, Hostile(tmp_path / "made"))
+    with pytest.raises(ConfigError, match=r"posix\.mkdir"):
+        load_into_linear(tmp_path / "deepspeed")
     assert not (tmp_path / "made").exists()
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_files_of_deepspeed_that_are_missing_or_not_read_are_named(tmp_path: Path):
+    save_by_deepspeed(tmp_path, 3)
+    _, second = sorted((tmp_path / "global_step3").glob("*optim_states.pt"))
+    second.rename(tmp_path / "moved")
+    with pytest.raises(ConfigError, match="has files of 1 ranks, and was saved by 2 data-parallel x 1 model-parallel"):
+        load_into_linear(tmp_path)
+    with pytest.raises(ConfigError, match="is a checkpoint of DeepSpeed; load it by load_distributed"):
+        load(
+            tmp_path,
+            model := ZeroDataParallel(torch.nn.Linear(5, 4)),
+            optimizer := ZeroOptimizer(model, torch.optim.SGD),
+        )
+    save(tmp_path / "here", model, optimizer)
+    with pytest.raises(ConfigError, match="load it by `load`"):
+        load_distributed(tmp_path / "here", model)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("num_cases", [40, pytest.param(1000, marks=pytest.mark.full)])
-def test_a_damaged_folder_is_an_error_of_one_line(folder: Path, num_cases: int):
+@pytest.mark.parametrize("stage", [None, 2, 3])
+def test_a_damaged_folder_is_an_error_of_one_line(folder: Path, stage: int | None, num_cases: int):
     """A change that no part of the format notices is loaded: its values have no checksums."""
+    if stage is not None:
+        folder = folder.with_name("deepspeed")
+        save_by_deepspeed(folder, stage)
     chance = random.Random(1)
-    whole = {path: path.read_bytes() for path in folder.iterdir()}
+    whole = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     errors = []
     for _ in range(num_cases):
         path = chance.choice(sorted(whole))

@@ -1,0 +1,252 @@
+"""A reader of the checkpoints of DeepSpeed's ZeRO, stages 1 to 3, as a storage of `torch.distributed.checkpoint`.
+
+    *_model_states.pt    names, shapes and order of the parameters; the frozen ones, and buffers
+    *_optim_states.pt    of one rank each: for each parameter group, one flat tensor of fp32 weights and of each moment
+
+    stages 1, 2    a group's parameters lie one after the other, and ranks have consecutive parts of them together
+    stage 3        each rank has ceil(elements / ranks) elements of every parameter, the last ones padded
+
+Each rank's part of a parameter becomes rectangles of it, which DCP loads at any layout. Files are mapped to memory, and
+only what a rank needs is read. They are unpickled as weights are, and objects of the classes in `IGNORED` do nothing.
+The format is that of DeepSpeed 0.19.
+"""
+
+import io
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from parallel.errors import ConfigError, first_line
+from zero.dcp.chunked_tensor import rectangles
+from zero.partition.layout import overlap
+
+LATEST, MODEL_STATES, OPTIM_STATES = "latest", "*_model_states.pt", "*_optim_states.pt"
+FLATS, FLATS_OF_STAGE_3 = "single_partition_of_fp32_groups", "fp32_flat_groups"
+WEIGHTS, MOMENTS, GROUPS = "model", "optim.state", "optim.param_groups"  # the beginnings of keys
+CLASSES = {
+    "runtime.fp16": ("loss_scaler.LossScaler", "loss_scaler.DynamicLossScaler"),
+    "runtime.zero": ("config.ZeroStageEnum",),
+    "utils.tensor_fragment": ("fragment_address",),
+}
+IGNORED = [f"deepspeed.{package}.{name}" for package, names in CLASSES.items() for name in names]
+
+
+class _Inert:
+    """An object of a class that is not imported, with the attributes that were pickled."""
+
+    def __init__(self, *values: Any):
+        self.values = values
+
+
+class Fragment(NamedTuple):
+    """The part of a parameter that a rank has: its elements, and where they begin in the rank's flat tensor."""
+
+    name: str
+    elements: range
+    flat: int
+    start: int
+
+
+class DeepSpeedReader(StorageReader):
+    """A reader of a folder that DeepSpeed's `save_checkpoint` has written, or of one step in it.
+
+    Keys are those of `get_state_dict` of torch: "model.NAME" are the fp32 weights, "optim.state.NAME.exp_avg" moments.
+    `read_metadata` raises ConfigError if the files are damaged, or name a class that no such file has.
+    """
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+        self._parts: dict[MetadataIndex, Tensor] = {}
+        self._values: dict[str, Any] = {}
+        self._aliases: dict[str, str] = {}
+        self._metadata = Metadata({}, storage_meta=StorageMeta())
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Return names, shapes and rectangles of what the files have."""
+        if not self._metadata.state_dict_metadata:
+            try:
+                self._read()
+            except ConfigError:
+                raise
+            except Exception as error:  # damaged bytes raise almost anything
+                raise ConfigError(
+                    f"{self._folder} is not a ZeRO checkpoint of DeepSpeed ({first_line(error)}); choose another folder"
+                ) from error
+        return self._metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Copy what the plan needs."""
+        for item in plan.items:
+            if item.type is LoadItemType.BYTE_IO:
+                content = io.BytesIO()
+                torch.save(self._values[item.storage_index.fqn], content)
+                content.seek(0)
+                planner.load_bytes(item, content)
+                continue
+            values = self._parts[MetadataIndex(item.storage_index.fqn, item.storage_index.offset)]
+            for dim, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+                values = values.narrow(dim, offset, length)
+            out = planner.resolve_tensor(item).detach()
+            out.copy_(values)
+            planner.commit_tensor(item, out)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        """Do nothing: a reader has one folder."""
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Do nothing: `read_metadata` has mapped the files."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Return the plan."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Return the plans."""
+        return plans
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        """Return whether this is a folder of DeepSpeed."""
+        return is_deepspeed(Path(checkpoint_id))
+
+    def _read(self) -> None:
+        if (latest := self._folder / LATEST).is_file():
+            self._folder /= Path(latest.read_text().strip()).name
+        models, ranks = (self._files(pattern) for pattern in (MODEL_STATES, OPTIM_STATES))
+        states, described = [rank["optimizer_state_dict"] for rank in ranks], models[0]
+        sizes = num_data, num_model = described["dp_world_size"], described["mp_world_size"]
+        if sizes != (len(states), 1) or len(models) not in (1, len(states)):
+            raise ConfigError(
+                f"{self._folder} has files of {len(states)} ranks, and was saved by {num_data} data-parallel x "
+                f"{num_model} model-parallel ones; copy the files of all ranks, of a run without model parallelism"
+            )
+        self._aliases = described["shared_params"]
+        shapes = {name: shape for group in described["param_shapes"] for name, shape in group.items()}
+        self._add_untrained(models, shapes)
+        for rank, state in enumerate(states):
+            if FLATS_OF_STAGE_3 in state:
+                flats, inner = state[FLATS_OF_STAGE_3], state["optimizer_state_dict"]
+                fragments = _of_stage_3(shapes, flats, rank, len(states))
+            else:
+                flats, inner = state[FLATS], state["base_optimizer_state"]
+                fragments = _of_stages_1_and_2(described["param_shapes"], states, rank)
+            for name, elements, number, start in fragments:
+                stop = start + len(elements)
+                self._add(f"{WEIGHTS}.{name}", shapes[name], elements, flats[number][start:stop])
+                for kind, value in inner["state"][number].items():
+                    key = f"{MOMENTS}.{name}.{kind}"
+                    if value.dim():
+                        self._add(key, shapes[name], elements, value[start:stop])
+                    elif key not in self._metadata.state_dict_metadata:  # a counter, which all ranks have
+                        self._add(key, torch.Size(), range(1), value.flatten())
+        for number, group in enumerate(inner["param_groups"]):
+            for name, value in group.items():
+                self._values[key := f"{GROUPS}.{number}.{name}"] = value
+                self._metadata.state_dict_metadata[key] = BytesStorageMetadata()
+        self._check_sizes()
+
+    def _add_untrained(self, models: list[dict[str, Any]], shapes: Mapping[str, torch.Size]) -> None:
+        """Add buffers and frozen parameters, of which each rank has a part in stage 3."""
+        divided = (models[0].get("frozen_param_shapes") or {}) if len(models) > 1 else {}
+        for rank, model in enumerate(models):
+            for name, shape in divided.items():
+                own = _share(shape.numel(), rank, len(models))
+                self._add(f"{WEIGHTS}.{name}", shape, own, model["frozen_param_fragments"][name][: len(own)])
+        for name, value in models[0]["module"].items():
+            if name not in {**shapes, **divided, **self._aliases}:
+                self._add(f"{WEIGHTS}.{name}", value.shape, range(value.numel()), value.flatten())
+
+    def _files(self, pattern: str) -> list[dict[str, Any]]:
+        """Return the contents of the files of all ranks, in their order."""
+        paths = sorted(self._folder.glob(pattern), key=_rank_of)
+        if not paths:
+            raise ConfigError(f"{self._folder} has no file {pattern}; choose the folder that has those of all ranks")
+        with torch.serialization.safe_globals([(_Inert, name) for name in IGNORED]):
+            for path in paths:
+                if foreign := torch.serialization.get_unsafe_globals_in_checkpoint(path):
+                    raise ConfigError(f"{path} names {foreign[0]}, which no such file has; choose another folder")
+            return [torch.load(path, map_location="cpu", weights_only=True, mmap=True) for path in paths]
+
+    def _add(self, key: str, shape: torch.Size, elements: range, values: Tensor) -> None:
+        """Add consecutive elements of a tensor as rectangles, also under the other names of a tied parameter."""
+        for alias, name in self._aliases.items():
+            if key == f"{WEIGHTS}.{name}":
+                self._add(f"{WEIGHTS}.{alias}", shape, elements, values)
+        if values.numel() != len(elements):
+            raise ConfigError(
+                f"{self._folder} has {values.numel()} of {len(elements)} elements of {key}; it is damaged"
+            )
+        blank = TensorStorageMetadata(TensorProperties.create_from_tensor(values), shape, [])
+        entry, start = self._metadata.state_dict_metadata.setdefault(key, blank), 0
+        assert isinstance(entry, TensorStorageMetadata)
+        for offsets, sizes in rectangles(shape, elements):
+            place, size = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)), torch.Size(sizes).numel()
+            entry.chunks.append(place)
+            self._parts[MetadataIndex(key, place.offsets)] = values[start : start + size].view(sizes)
+            start += size
+
+    def _check_sizes(self) -> None:
+        """Raise ConfigError if a tensor has gaps."""
+        for key, entry in self._metadata.state_dict_metadata.items():
+            if isinstance(entry, TensorStorageMetadata):
+                found = sum(chunk.sizes.numel() for chunk in entry.chunks)
+                if found != entry.size.numel():
+                    raise ConfigError(
+                        f"{self._folder} has {found} of {entry.size.numel()} elements of {key}; it is damaged"
+                    )
+
+
+def is_deepspeed(folder: Path) -> bool:
+    """Return whether DeepSpeed's `save_checkpoint` has written a folder, or the one of a step in it."""
+    return (folder / LATEST).is_file() or any(folder.glob(OPTIM_STATES))
+
+
+def _rank_of(path: Path) -> int:
+    _, _, after = path.name.partition("pp_rank_")
+    return int(after.partition("_")[0] or 0)
+
+
+def _share(numel: int, rank: int, num_ranks: int) -> range:
+    """Return the elements of a parameter that a rank of stage 3 has."""
+    part = -(-numel // num_ranks)
+    return range(min(rank * part, numel), min((rank + 1) * part, numel))
+
+
+def _of_stage_3(shapes: Mapping[str, torch.Size], flats: list[Tensor], rank: int, num_ranks: int) -> Iterator[Fragment]:
+    flat = start = 0
+    for name, shape in shapes.items():
+        if start == flats[flat].numel():
+            flat, start = flat + 1, 0
+        yield Fragment(name, _share(shape.numel(), rank, num_ranks), flat, start)
+        start += -(-shape.numel() // num_ranks)
+
+
+def _of_stages_1_and_2(
+    groups: list[Mapping[str, torch.Size]], states: list[dict[str, Any]], rank: int
+) -> Iterator[Fragment]:
+    for flat, shapes in enumerate(groups):
+        lengths = [state[FLATS][flat].numel() for state in states]
+        first, at = sum(lengths[:rank]), 0
+        paddings = states[0].get("param_alignment_paddings", {flat: [0] * len(shapes)})[flat]
+        for (name, shape), padding in zip(shapes.items(), paddings, strict=True):
+            if own := overlap(range(at, at + shape.numel()), range(first, first + lengths[rank])):
+                yield Fragment(name, range(own.start - at, own.stop - at), flat, own.start - first)
+            at += shape.numel() + padding
