@@ -146,7 +146,7 @@ def name_hook(handle: RemovableHandle, name: str) -> None:
 
 
 def python_modules(root: nn.Module) -> list[nn.Module]:
-    """Return a module and its submodules but ScriptModules, which take no hooks and have their tables in C++."""
+    """Return a module and its submodules but ScriptModules, which have their tables in C++."""
     return [module for module in root.modules() if not isinstance(module, torch.jit.ScriptModule)]
 
 

@@ -63,6 +63,12 @@ def report_reason(reason: str) -> None:
         default_store().set(REASON_KEY, reason)
 
 
+def withdraw_reason() -> None:
+    """Forget what was reported: the ranks have handled that error, and agree again."""
+    with suppress(RuntimeError, ValueError):
+        default_store().delete_key(REASON_KEY)
+
+
 def with_reason(collective: Callable[[], T]) -> T:
     """Launch a collective, or wait for one; its RuntimeError tells what a rank that has left it has reported."""
     try:

@@ -74,16 +74,6 @@ def check_arguments(config: ZeroConfig, offload: OffloadConfig, param_dtype: tor
         )
 
 
-def check_units(module: nn.Module, names: list[str]) -> None:
-    """Raise ValueError if one of the modules that need hooks, so that their parameters are gathered, takes none."""
-    for name, unit in module.named_modules():
-        if name in names and isinstance(unit, torch.jit.ScriptModule):
-            raise ValueError(
-                f"{name or 'the model'} is a {type(unit).__name__}, which takes no hooks, so its parameters cannot be "
-                "gathered when it runs; put it into an nn.Sequential, or let ZeroConfig.units name a module around it"
-            )
-
-
 def refuse_replacing(_module: nn.Module, _state: Any, _prefix: str, metadata: dict[str, Any], *_: Any) -> None:
     """Raise ValueError if `load_state_dict` is to replace parameters, and not to copy values to them."""
     way = None

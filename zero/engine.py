@@ -23,7 +23,7 @@ from zero.buckets.flat import FlatContext, FlatParameters, is_absent
 from zero.buckets.gradients import GradientReducer
 from zero.buckets.guarded_parameter import ParameterGuard, changes
 from zero.buckets.tensor_tree import cast_floating_point
-from zero.checks import check_arguments, check_module, check_units, refuse_replacing
+from zero.checks import check_arguments, check_module, refuse_replacing
 from zero.gemini.chunks import search_chunk_size
 from zero.gemini.planner import PlacementPlanner
 from zero.memory.placement import NO_OFFLOAD, Offload, OffloadConfig
@@ -250,12 +250,10 @@ class ZeroDataParallel(nn.Module):
 
     def _unit_names(self) -> list[str]:
         """Return the names of the modules whose parameters are unsharded together; "" is the whole module."""
-        module, units, names = self.module, self.config.units, [""]
-        if unshards := self.config.policy.full_params is Lifetime.TRANSIENT:
-            names = find_units(module) if units is None else named_units(module, units)
-        if unshards or self.config.overlap_gather:
-            check_units(module, names)
-        return names
+        if self.config.policy.full_params is Lifetime.PERSISTENT:
+            return [""]
+        units = self.config.units
+        return find_units(self.module) if units is None else named_units(self.module, units)
 
     def _bucket_numel(self, own: dict[str, dict[str, nn.Parameter]], levels: Levels, dtype: torch.dtype) -> int:
         """Return the number of elements of a bucket, for units with these parameters."""

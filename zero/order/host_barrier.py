@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch.distributed as dist
 
 from parallel.mesh import Axis
-from parallel.store import has_failed_elsewhere, shared_store
+from parallel.store import has_failed_elsewhere, shared_store, withdraw_reason
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +53,7 @@ class HostBarrier:
             raise BrokenBarrier(f"{self._axis.name} rank {self._axis.rank} {purpose}, another rank {common}")
         # A rank is counted after its purpose was found to agree: if the last one is counted, all purposes agree.
         if self._store.add(f"{prefix}/arrived", 1) == self._axis.size:
+            withdraw_reason()  # before any rank goes on, and may report another one
             self._store.set(f"{prefix}/end", "")
         self._wait_for_end(prefix, purpose)
         if other := self._store.get(f"{prefix}/end").decode():

@@ -45,8 +45,7 @@ class ModuleHooks:
         self._before_root = self._install(root, is_unit=True)
         for module, aliases in names.items():
             is_unit = not units.keys().isdisjoint(aliases)
-            takes_hooks = not isinstance(module, torch.jit.ScriptModule)
-            if module is not root and takes_hooks and (is_unit or any(True for _ in module.parameters())):
+            if module is not root and (is_unit or any(True for _ in module.parameters())):
                 self._install(module, is_unit)
 
     def enclose_root(self) -> None:
@@ -87,8 +86,10 @@ class ModuleHooks:
         def is_idle() -> bool:
             return not is_unit and self._observer.is_running(unit)
 
-        after_handle = module.register_forward_hook(Hook(after, is_idle), always_call=True)
-        before_handle = module.register_forward_pre_hook(Hook(before, is_idle), prepend=True, with_kwargs=True)
+        # By the class: a ScriptModule calls such hooks, but hides these methods.
+        after_handle = nn.Module.register_forward_hook(module, Hook(after, is_idle), always_call=True)
+        before_hook = Hook(before, is_idle)
+        before_handle = nn.Module.register_forward_pre_hook(module, before_hook, prepend=True, with_kwargs=True)
         for handle in (before_handle, after_handle):
             name_hook(handle, "zero")
         run_first(module, before_handle)
@@ -100,7 +101,7 @@ def hook_readers(root: nn.Module, before: Callable[[list[nn.Parameter]], None]) 
     """Call `before(params)` before a module runs that reads `params`; return the handles of the hooks.
 
     The modules are the elements of module lists (the blocks), each with all of its parameters, and outside of these
-    every module that has parameters of its own; for a ScriptModule, the one that calls it.
+    every module that has parameters of its own; for those of a ScriptModule, it and the one that calls it.
     """
     blocks = find_units(root)
     params_of: dict[str, dict[nn.Parameter, None]] = {}
@@ -111,11 +112,13 @@ def hook_readers(root: nn.Module, before: Callable[[list[nn.Parameter]], None]) 
         while reader and isinstance(modules[reader], (torch.jit.ScriptModule, nn.ModuleList, nn.ModuleDict)):
             reader = reader.rpartition(".")[0]
         params_of.setdefault(reader, {}).update(dict.fromkeys(module.parameters(recurse=False)))
+        if isinstance(module, torch.jit.ScriptModule):
+            params_of.setdefault(name, {}).update(dict.fromkeys(module.parameters()))
     handles = []
     for name, params in params_of.items():
         if params:
             hook = Hook(partial(_run_before, before, list(params)))
-            handles.append(root.get_submodule(name).register_forward_pre_hook(hook, prepend=True))
+            handles.append(nn.Module.register_forward_pre_hook(modules[name], hook, prepend=True))
     return handles
 
 

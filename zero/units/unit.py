@@ -181,7 +181,7 @@ def find_units(module: nn.Module) -> list[str]:
 def _list_elements(module: nn.Module, prefix: str) -> Iterator[str]:
     """Iterate over the elements' names. ModuleList and ModuleDict, which are never called, are no units.
 
-    ScriptModules take no hooks, and belong to the unit around them.
+    ScriptModules, whose `forward` runs in C++ and gathers nothing, belong to the unit around them.
     """
     no_units = nn.ModuleList, nn.ModuleDict, torch.jit.ScriptModule
     for name, child in module.named_children():

@@ -159,15 +159,14 @@ def test_batch_norms_train_on_each_ranks_rows(run: Run) -> None:
 
 
 @scenario([STAGES[1], STAGES[3]])  # both put hooks on modules
-def test_traced_and_scripted_blocks_train(run: Run) -> None:
-    """They take no hooks, and belong to the module around them."""
+def test_traced_and_scripted_modules_train(run: Run) -> None:
+    """They train as models too, and may be called by themselves."""
+    run.train_module(torch.jit.script(Blocks(Block())))
     module = Blocks(torch.jit.script(Block()), Block(), torch.jit.trace(Block(), torch.zeros(1, WIDTH)))
-    if not run.is_plain and (run.shards_parameters or run.configuration.zero.overlap_gather):
-        with pytest.raises(ValueError, match=r"the model is a .*Module, which takes no hooks"):
-            run.wrap(torch.jit.script(Block()))
-        run.models.clear()
+    module.head = torch.jit.script(module.head)
     model, optimizer = run.start(module)
     run.train(model, optimizer)
+    run.record(model.module.head(model.module.blocks[2](run.batch(9))).mean())
     with model.gathered(modify=True) as module:
         module.load_state_dict({name: 0.5 * value for name, value in module.state_dict().items()})
     run.train(model, optimizer, steps=[2, 3])

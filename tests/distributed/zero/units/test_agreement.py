@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from parallel.mesh import Mesh
+from parallel.store import report_reason, with_reason
 from tests.ranks import run_cases, run_ranks
 from tests.twins import params_of
 from zero.engine import ZeroDataParallel
@@ -331,3 +332,26 @@ def test_ranks_with_another_purpose_or_missing_ones_are_named():
 
     messages = run_ranks(2, wait_for_each, [["eats"], []], Clock(step=1e6))
     assert messages == [["data rank 0 eats, and of 2 ranks 1 did so within 900 s"], []]
+
+
+def leave() -> None:
+    raise RuntimeError("closed by peer")
+
+
+def errors_around_an_agreement() -> list[str]:
+    """Return an error of a collective before the ranks agree again, and one after that."""
+    barrier, texts = HostBarrier(Mesh.create(tensor_size=1).data), []
+    report_reason("ranks differ")
+    for purpose in ("eats", "sleeps"):
+        with pytest.raises(RuntimeError) as caught:
+            with_reason(leave)
+        texts.append(str(caught.value))
+        dist.barrier()  # both have read the reason
+        barrier.wait(purpose)
+    return texts
+
+
+def test_the_reason_of_an_error_is_forgotten_when_the_ranks_agree_again():
+    for before, after in run_ranks(2, errors_around_an_agreement):
+        assert before.startswith("ranks differ (this rank waited")
+        assert after == "closed by peer"
