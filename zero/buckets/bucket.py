@@ -85,7 +85,10 @@ class ParamShard:
             return self._gather_in_group()
         with self._gather_stream.context():
             self.wait_for_update()  # the side stream waits; on a CPU the host does, so all ranks launch in one order
-            return self._gather_in_group()
+            gather = self._gather_in_group()
+            if self._levels.inner.size > 1:
+                return gather
+            return Work(gather.wait, self._gather_stream.device_work().wait)  # a copy on this stream, no collective
 
     def all_gather_updated(self) -> Work:
         """Gather new values of `owned` between groups; then renew the cache, or a `full` that persists.

@@ -144,6 +144,7 @@ FEW = {
         Case(3, shard_size=2, accumulate="local"),
         Case(2, shard_size=2, optimizer_over="all", overlap_gather=True),
         Case(3, shard_size=2, optimizer_over="all", offload="host"),
+        Case(3, shard_size=1, optimizer_over="all", num_micro_batches=1),
         Case(3, shard_size=2, optimizer_over="all"),
         Case(3, tensor_size=2, store="partition_host", num_micro_batches=1),
     ],
