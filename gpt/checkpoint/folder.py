@@ -10,6 +10,7 @@ import logging
 import re
 import shutil
 from pathlib import Path
+from typing import NamedTuple
 
 from parallel.errors import ConfigError
 from zero.state.layout_file import is_complete, no_checkpoint
@@ -74,14 +75,21 @@ def set_aside(folder: Path, paths: list[Path]) -> None:
         path.rename(path.with_name(f"old-{number}-{path.name}"))
 
 
-def delete_old(folder: Path, keep: int) -> None:
-    """Delete all but the `keep` newest checkpoints, and all but the `keep` that were set aside last."""
+class Kept(NamedTuple):
+    """The checkpoints that remain in a folder: the newest, and those of each `every`-th step (0: none)."""
+
+    newest: int
+    every: int = 0
+
+
+def delete_old(folder: Path, kept: Kept) -> None:
+    """Delete the checkpoints that are not kept, and all but the `kept.newest` that were set aside last."""
     old = sorted((int(found[1]), int(found[2]), path) for found, path in _matches(folder, SET_ASIDE))
-    keep_newest(list(checkpoints(folder).values()), keep)
-    keep_newest([path for _, _, path in old], keep)
+    _keep_newest([p for step, p in checkpoints(folder).items() if not kept.every or step % kept.every], kept.newest)
+    _keep_newest([path for _, _, path in old], kept.newest)
 
 
-def keep_newest(folders: list[Path], keep: int) -> None:
+def _keep_newest(folders: list[Path], keep: int) -> None:
     """Delete all but the last `keep` folders."""
     for path in folders[:-keep]:
         # Renamed first, so that a folder that is half deleted never looks like a complete checkpoint.

@@ -12,10 +12,10 @@ import torch
 from gpt.builder.train_state import TrainState
 from gpt.checkpoint.checkpoint import load
 from gpt.checkpoint.folder import (
+    Kept,
     checkpoint_name,
-    checkpoints,
+    delete_old,
     find,
-    keep_newest,
     newest,
     remove_partial,
     set_aside_later,
@@ -59,6 +59,7 @@ class Recovery:
         self._folder = self._run_dir / CHECKPOINTS
         self._is_first = state.mesh.rank == 0
         self._lock = RunLock(self._run_dir)
+        self._kept = Kept(config.keep, config.keep_every)
 
         def on_complete(saved: Path) -> None:
             say(f"saved {saved}")
@@ -67,7 +68,7 @@ class Recovery:
         self._saver = RunSaver(
             self._folder,
             state,
-            keep=config.keep,
+            kept=self._kept,
             is_async=config.asynchronous,
             data=data,
             on_complete=on_complete,
@@ -194,7 +195,7 @@ class Recovery:
         try:
             export_live(self._state, folder / checkpoint_name(step), self._tokenizer)
             if self._is_first:
-                keep_newest(list(checkpoints(folder).values()), self._config.keep)
+                delete_old(folder, self._kept)
         except OSError as error:
             logger.error("error: weights cannot be written to %s: %s; training goes on", folder, error.strerror)
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from gpt.builder.train_state import TrainState
 from gpt.checkpoint.checkpoint import rank_state
-from gpt.checkpoint.folder import LATEST, checkpoint_name, delete_old, set_aside
+from gpt.checkpoint.folder import LATEST, Kept, checkpoint_name, delete_old, set_aside
 from gpt.checkpoint.layout import Progress, content_of
 from parallel.store import shared_store
 from zero.state.sealed_file import replace_text
@@ -30,7 +30,7 @@ ONE_FOLDER = SaveOfRanks()
 
 
 class RunSaver:
-    """A saver of checkpoints of `state` to `folder`, in which the newest `keep` checkpoints remain.
+    """A saver of checkpoints of `state` to `folder`, in which `kept` says how many remain.
 
     All ranks make the same calls. `data` has the settings that determine the order of samples. In another thread,
     `on_complete` is called on the first rank with each checkpoint, as soon as it is complete.
@@ -41,7 +41,7 @@ class RunSaver:
         folder: Path,
         state: TrainState,
         *,
-        keep: int,
+        kept: Kept,
         is_async: bool,
         data: Mapping[str, Any] | None = None,
         on_complete: Callable[[Path], None] = lambda checkpoint: None,
@@ -49,7 +49,7 @@ class RunSaver:
     ):
         self._folder, self._config, self._data, self._state = folder, state.config, data or {}, rank_state(state)
         on_chunk, on_written, hosts, remedy = of_ranks
-        tidy = partial(delete_old, folder, keep)
+        tidy = partial(delete_old, folder, kept)
         publication = Publication(self._publish, remedy, tidy, on_complete, on_chunk, on_written, hosts)
         self._writer = CheckpointWriter(self._state.mesh, self._state.device, publication, is_async=is_async)
 

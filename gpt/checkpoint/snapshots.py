@@ -23,7 +23,7 @@ from torch import Tensor
 
 from gpt.builder.train_state import TrainState
 from gpt.checkpoint.checkpoint import check_run, rank_state
-from gpt.checkpoint.folder import checkpoint_name, checkpoints, delete_old, remove_partial
+from gpt.checkpoint.folder import Kept, checkpoint_name, checkpoints, delete_old, remove_partial
 from gpt.checkpoint.layout import Progress, read_run
 from gpt.checkpoint.parts import Parts
 from gpt.checkpoint.saver import RunSaver, SaveOfRanks
@@ -73,14 +73,14 @@ class Snapshots:
         self._node = next(node for node in self._nodes if self._rank in node)
         self._is_host = self._node[0] == self._rank
         of_ranks = SaveOfRanks(on_chunk, self._send_to_partner, [node[0] for node in self._nodes], REMEDY)
-        self._saver = RunSaver(self._folder, state, keep=2, is_async=True, data=data, of_ranks=of_ranks)
+        self._saver = RunSaver(self._folder, state, kept=Kept(2), is_async=True, data=data, of_ranks=of_ranks)
         self._saving: int | None = None
 
     def save(self, progress: Progress) -> None:
         """Wait for the previous snapshot, and begin another one. A failure is logged, and training goes on."""
         self.settle()
         if self._is_host:
-            delete_old(self._folder, 1)  # makes room; a crash from here on finds the one that all nodes have
+            delete_old(self._folder, Kept(1))  # makes room; a crash from here on finds the one that all nodes have
         self._saving = progress.step
         self._saver.start(progress)
 

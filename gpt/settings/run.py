@@ -18,6 +18,9 @@ class CheckpointSettings:
     """Steps between checkpoints, with one more at the end of the run; 0: save only if a signal ends the run early."""
     keep: Positive = 2
     """Number of checkpoints to keep; older ones are deleted."""
+    keep_every: NonNegative = 0
+    """Checkpoints of steps that are multiples of this are never deleted, and do not count in keep; 0: none. A multiple
+    of every."""
     asynchronous: bool = True
     """Copy the state to host memory and write it to disk while training goes on; false: training waits for the disk,
     and no copy is made."""
@@ -35,6 +38,11 @@ class CheckpointSettings:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if self.keep_every and (not self.every or self.keep_every % self.every):
+            raise ConfigError(
+                f"CheckpointSettings.keep_every={self.keep_every} is not a multiple of every={self.every}; choose "
+                f"{max(self.keep_every // self.every, 1) * self.every if self.every else 0}"
+            )
 
     def snapshot_folder(self, run_dir: str | Path) -> Path:
         """Return the folder of a run's snapshots on each node."""

@@ -1,4 +1,4 @@
-"""Compare saving and loading a checkpoint with plain copies of the same bytes: stall, bandwidth, peak of host memory.
+"""Compare saves and loads with plain copies of the same bytes, and with DCP: stall, bandwidth, peak of host memory.
 
 scripts/bench/save_time.sh starts this on every rank. A round measures every kind of save and copy once. Results are the
 medians over rounds of the times, and of the ratios of two times of one round.
@@ -11,12 +11,15 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from gpt.builder.train_state import TrainState, build
 from gpt.checkpoint.checkpoint import load, rank_state
+from gpt.checkpoint.folder import Kept
 from gpt.checkpoint.layout import Progress
 from gpt.checkpoint.saver import RunSaver
 from gpt.settings.data import DataSettings
@@ -26,11 +29,12 @@ from gpt.shape.config import ModelConfig
 from parallel.mesh import Mesh
 from parallel.store import shared_store
 from parallel.world import start_world, stop_world
+from zero.dcp.state import DistributedState
 from zero.partition.config import ZeroConfig
 from zero.state.sealed_file import CHUNK_BYTES, flush
 from zero.state.writer import HostCopies
 
-MODEL = ModelConfig(8, 640, 10, 128, 8192, dropout=0.0)
+MODEL = ModelConfig(16, 640, 10, 128, 8192, dropout=0.0)  # 84 million parameters: 1 GB of masters and moments
 
 
 def save(saver: RunSaver, progress: Progress) -> None:
@@ -63,9 +67,10 @@ class Bench:
     def __init__(self, state: TrainState, folder: Path):
         self.state, self.folder = state, folder
         self.savers = {
-            name: RunSaver(folder / name, state, keep=1, is_async=name == "asynchronous")
+            name: RunSaver(folder / name, state, kept=Kept(1), is_async=name == "asynchronous")
             for name in ("waiting", "asynchronous")
         }
+        self.shared = {"app": DistributedState(state.model, state.optimizer)}
         self.plain_copies = HostCopies(torch.device("cpu"))
         self.tensors = rank_state(state).tensors()
         self.num_bytes = sum(tensor.nbytes for tensor in self.tensors.values())
@@ -88,6 +93,14 @@ class Bench:
         stall = self.seconds(lambda: asynchronous.start(progress))
         found["save, asynchronous: stall"] = stall
         found["save, asynchronous: until complete"] = stall + self.seconds(asynchronous.wait)
+        futures: list[Any] = []
+        of_dcp = self.folder / f"dcp-{self.step}"
+        stall = self.seconds(lambda: futures.append(dcp.async_save(self.shared, checkpoint_id=of_dcp)))
+        found["DCP's async_save: stall"] = stall
+        found["DCP's async_save: until complete"] = stall + self.seconds(lambda: futures[0].result())
+        self.state.mesh.barrier()
+        if self.state.mesh.rank == 0:
+            shutil.rmtree(of_dcp)
         return found
 
 

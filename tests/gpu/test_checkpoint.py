@@ -5,6 +5,7 @@ import torch
 
 from gpt.builder.train_state import TrainState
 from gpt.checkpoint.checkpoint import load, rank_state
+from gpt.checkpoint.folder import Kept
 from gpt.checkpoint.layout import Progress, read_run
 from gpt.checkpoint.saver import RunSaver
 from gpt.train_step import train_step
@@ -21,7 +22,7 @@ def test_training_continues_while_a_checkpoint_is_written(gpu, tmp_path, stage):
     batches = micro_batches(gpu)
     train_step(state.model, state.optimizer, batches, state.mesh)
     expected = {name: tensor.to("cpu", copy=True) for name, tensor in rank_state(state).tensors().items()}
-    saver = RunSaver(tmp_path, state, keep=1, is_async=True)
+    saver = RunSaver(tmp_path, state, kept=Kept(1), is_async=True)
     saver.start(Progress(1, 4))
     for _ in range(3):
         train_step(state.model, state.optimizer, batches, state.mesh)

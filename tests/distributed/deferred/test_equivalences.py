@@ -12,6 +12,7 @@ import torch
 
 from gpt.builder.train_state import TrainState, parameter_groups
 from gpt.checkpoint.checkpoint import rank_state
+from gpt.checkpoint.folder import Kept
 from gpt.checkpoint.layout import Progress
 from gpt.checkpoint.saver import RunSaver
 from gpt.model.compiled_blocks import compile_blocks
@@ -201,7 +202,7 @@ def save_while_training(folder: Path, stage: int, offload: str) -> bool:
         steps = train(state, case)
         next(steps), next(steps)
         expected = {name: tensor.detach().clone() for name, tensor in rank_state(state).tensors().items()}
-        saver = RunSaver(folder, state, keep=1, is_async=True)
+        saver = RunSaver(folder, state, kept=Kept(1), is_async=True)
         saver.start(Progress(2, 2))
         next(steps)
         saved = saver.wait()

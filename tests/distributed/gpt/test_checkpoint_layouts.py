@@ -10,6 +10,7 @@ from torch import Tensor
 
 from gpt.builder.train_state import TrainState
 from gpt.checkpoint.checkpoint import load
+from gpt.checkpoint.folder import Kept
 from gpt.checkpoint.layout import Progress, read_run
 from gpt.checkpoint.saver import RunSaver
 from gpt.model.transformer import GPT, initialize
@@ -87,7 +88,7 @@ def train(state: TrainState, first: int, num_steps: int) -> list[float]:
 
 
 def save(state: TrainState, folder: Path, step: int, *, is_async: bool = False) -> Path:
-    saver = RunSaver(folder, state, keep=9, is_async=is_async)
+    saver = RunSaver(folder, state, kept=Kept(9), is_async=is_async)
     saver.start(Progress(step, step * GLOBAL_BATCH))
     found = saver.wait()
     assert found is not None

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from gpt.checkpoint.checkpoint import load, rank_state
+from gpt.checkpoint.folder import Kept
 from gpt.checkpoint.layout import Progress
 from gpt.checkpoint.saver import RunSaver
 from lab.bench.save_time import build_state, peak_growth, save, train_step
@@ -18,7 +19,9 @@ CONSTANT = 4 * CHUNK_BYTES
 def save_and_load(folder: Path) -> dict[str, int]:
     state = build_state(2, torch.device("cpu"))
     train_step(state)
-    waiting, behind = (RunSaver(folder / str(is_async), state, keep=1, is_async=is_async) for is_async in (False, True))
+    waiting, behind = (
+        RunSaver(folder / str(is_async), state, kept=Kept(1), is_async=is_async) for is_async in (False, True)
+    )
     found = {"owned": sum(tensor.nbytes for tensor in rank_state(state).tensors().values())}
     found["save"] = peak_growth(lambda: save(waiting, Progress(1)))
     found["save behind"] = peak_growth(lambda: save(behind, Progress(1)), above_what_stays=False)

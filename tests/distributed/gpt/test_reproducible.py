@@ -15,6 +15,7 @@ from data.batches import BatchLoader
 from data.documents import joined_apart
 from gpt.builder.train_state import TrainState, build, num_adding_units
 from gpt.checkpoint.checkpoint import load
+from gpt.checkpoint.folder import Kept
 from gpt.checkpoint.layout import Progress
 from gpt.checkpoint.saver import RunSaver
 from gpt.settings.parser import parse_settings
@@ -124,7 +125,7 @@ def train(options: tuple[str, ...], num_steps: int, source: Path | None = None, 
     ends = [norm.item() for norm in layers.values()]
     ends.append(evaluate(state.model, validation, mesh, state.leaves))
     if target is not None:
-        saver = RunSaver(target, state, keep=1, is_async=False)
+        saver = RunSaver(target, state, kept=Kept(1), is_async=False)
         saver.start(Progress(num_steps, sum(plan[-1])))
         saver.wait()
     return Trained(figures, ends, pieces_of(state))

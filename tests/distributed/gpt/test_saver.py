@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from gpt.builder.train_state import build
+from gpt.checkpoint.folder import Kept
 from gpt.checkpoint.layout import Progress
 from gpt.checkpoint.recovery import Recovery
 from gpt.checkpoint.saver import RunSaver as Saver
@@ -43,7 +44,7 @@ def questions_of_a_save(folder: Path) -> tuple[list[str], list[float]]:
     state = build(settings, Mesh.create(1), torch.device("cpu"))
     store = RecordingStore(writer.shared_store())
     with mock.patch.object(writer, "shared_store", return_value=store):
-        own = Saver(folder, state, keep=1, is_async=True)
+        own = Saver(folder, state, kept=Kept(1), is_async=True)
         own.start(Progress(1))
         assert own.wait() == folder / "step-00000001"
     return store.calls, store.seconds
@@ -53,7 +54,7 @@ def saves_that_are_reported_before_anyone_waits(folder: Path) -> list[Path]:
     """The checkpoints that a saver has reported to this rank; the first rank waits for the report of one."""
     state = build(parse_settings([f"--config={BASE}"]), Mesh.create(1), torch.device("cpu"))
     reported: Queue[Path] = Queue()
-    own = Saver(folder, state, keep=1, is_async=True, on_complete=reported.put)
+    own = Saver(folder, state, kept=Kept(1), is_async=True, on_complete=reported.put)
     own.start(Progress(1))
     found = [reported.get()] if dist.get_rank() == 0 else []
     own.wait()

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from gpt.builder.train_state import TrainState, build, build_mesh
 from gpt.checkpoint.checkpoint import rank_state
+from gpt.checkpoint.folder import Kept
 from gpt.checkpoint.layout import Progress
 from gpt.checkpoint.saver import RunSaver
 from gpt.settings.parser import parse_settings
@@ -217,7 +218,7 @@ def check_saves(folder: Path) -> None:
             mesh = build_mesh(settings, world)
             state = build(settings, mesh, world.device)
             micro_batches = blank_micro_batches(settings.train, settings.model.seq_length, mesh.data.size)
-            saver = RunSaver(folder / f"{stage}-{offload}", state, keep=1, is_async=True)
+            saver = RunSaver(folder / f"{stage}-{offload}", state, kept=Kept(1), is_async=True)
             for step in range(2):
                 train_step(state.model, state.optimizer, micro_batches, mesh)
                 saver.start(Progress(step, step))

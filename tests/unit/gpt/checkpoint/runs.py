@@ -16,6 +16,7 @@ from torch import Tensor
 
 from gpt.builder.train_state import TrainState, build
 from gpt.checkpoint.checkpoint import load, rank_state
+from gpt.checkpoint.folder import Kept
 from gpt.checkpoint.layout import Progress
 from gpt.checkpoint.saver import RunSaver
 from gpt.settings.data import DataSettings
@@ -53,7 +54,7 @@ def save_runs(folder: Path) -> None:
     """Write the checkpoints. Two ranks call it."""
     for run, steps in (("run-a", (1, 2)), ("run-b", (2,))):
         state = tiny_state(len(steps))
-        saver = RunSaver(folder / run, state, keep=9, is_async=False, data=DATA)
+        saver = RunSaver(folder / run, state, kept=Kept(9), is_async=False, data=DATA)
         for step in range(1, 3):
             train_step(state, 10 * step + len(steps))
             if step in steps:

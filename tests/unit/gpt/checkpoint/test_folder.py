@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from gpt.checkpoint.checkpoint import load
-from gpt.checkpoint.folder import LATEST, delete_old, find, set_aside_later
+from gpt.checkpoint.folder import LATEST, Kept, delete_old, find, set_aside_later
 from gpt.checkpoint.layout import Progress
 from gpt.checkpoint.recovery import Recovery
 from gpt.checkpoint.saver import RunSaver as Saver
@@ -32,7 +32,7 @@ def test_only_folders_with_the_name_of_a_step_are_checkpoints(tmp_path: Path):
     set_aside_later(tmp_path, 1)
     assert find(tmp_path, "auto") is None
     assert "step-00000006-backup" in names_in(tmp_path)
-    delete_old(tmp_path, keep=1)
+    delete_old(tmp_path, Kept(1))
     assert names_in(tmp_path) == ["old-2-step-00000003", "step-", "step-00000006-backup", "step-000000x9", "step-7"]
 
 
@@ -75,9 +75,17 @@ def test_what_is_set_aside_is_deleted_from_the_oldest_on(tmp_path: Path):
         make(tmp_path, "step-00000003", "step-00000006")
         set_aside_later(tmp_path, 0)
     make(tmp_path, *(f"step-0000000{step}" for step in range(1, 6)))
-    delete_old(tmp_path, keep=3)
+    delete_old(tmp_path, Kept(3))
     kept = ["old-2-step-00000006", "old-3-step-00000003", "old-3-step-00000006"]
     assert names_in(tmp_path) == [*kept, "step-00000003", "step-00000004", "step-00000005"]
+
+
+def test_milestones_are_never_deleted_and_not_counted(tmp_path: Path):
+    make(tmp_path, *(f"step-000000{step:02}" for step in range(5, 65, 5)))
+    delete_old(tmp_path, Kept(2, every=20))
+    assert names_in(tmp_path) == [f"step-000000{step}" for step in (20, 40, 50, 55, 60)]
+    with pytest.raises(ConfigError, match="keep_every=25 is not a multiple of every=10; choose 20"):
+        CheckpointSettings(every=10, keep_every=25)
 
 
 def recovery(run_dir: Path, resume: str, **data: Any) -> Recovery:
@@ -130,7 +138,7 @@ def test_the_only_checkpoint_without_layout_leaves_the_beginning(tmp_path: Path)
 def test_a_folder_in_the_way_of_a_save_is_set_aside(tmp_path: Path):
     make(tmp_path, "step-00000001")
     state = tiny_state()
-    saver = Saver(tmp_path, state, keep=2, is_async=False, data=DATA)
+    saver = Saver(tmp_path, state, kept=Kept(2), is_async=False, data=DATA)
     saver.start(Progress(1, 1, "run"))
     assert saver.wait() == tmp_path / "step-00000001"
     assert names_in(tmp_path) == ["latest", "old-1-step-00000001", "step-00000001"]
