@@ -127,17 +127,6 @@ def test_torchs_schedulers_set_the_learning_rates(run: Run) -> None:
         run.train(model, optimizer, steps=[4])
 
 
-@scenario()
-def test_groups_have_settings_and_some_parameters_are_in_no_group(run: Run) -> None:
-    model = run.wrap(Blocks())
-    matrices = [param for param in model.module.blocks.parameters() if param.ndim > 1]
-    groups = [
-        {"params": matrices, "weight_decay": 0.1, "lr": 0.05},
-        {"params": list(model.module.head.parameters()), "momentum": 0.0, "nesterov": False},
-    ]
-    run.train(model, run.optimizer(model, groups=groups), steps=range(3))
-
-
 class ScheduleFreeSGD(torch.optim.Optimizer):
     """SGD that trains with one point between an average and its own values, and evaluates with the average.
 

@@ -21,18 +21,6 @@ def test_a_step_between_a_forward_and_its_backward_raises_as_in_torch(run: Run) 
         run.train(model, optimizer, steps=[step])
 
 
-@scenario(DEFAULT + HOST)
-def test_one_graph_has_two_backwards(run: Run) -> None:
-    model, optimizer = run.start(Blocks())
-    for step in range(3):
-        optimizer.zero_grad()
-        loss = run.record(mean_square(model, run.batch(step)))
-        with model.accumulate():
-            loss.backward(retain_graph=True)
-        loss.backward()
-        optimizer.step()
-
-
 @scenario()
 def test_forwards_have_their_backwards_in_either_order(run: Run) -> None:
     model, optimizer = run.start(Blocks())
@@ -58,18 +46,6 @@ def test_forwards_without_gradients_are_between_a_forward_and_its_backward(run: 
             run.record(value)
         loss.backward()
         optimizer.step()
-
-
-@scenario()
-def test_a_target_is_computed_without_gradients_by_the_same_model(run: Run) -> None:
-    """Self-distillation: a part of the graph has gradients, another has none."""
-
-    def loss(model: Model, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            target = model(x.roll(1, dims=1))
-        return (model(x) - target).square().mean() + (model(x).detach() - model(x)).exp().mean()
-
-    run.train_module(Blocks(), loss, steps=range(3))
 
 
 @scenario(DEFAULT + HOST)

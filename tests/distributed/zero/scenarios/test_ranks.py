@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from tests.scenarios import DEFAULT, GROUPS, STAGES, WIDTH, Block, Blocks, Run, mean_square, scenario
+from tests.scenarios import DEFAULT, GROUPS, WIDTH, Blocks, Run, mean_square, scenario
 from zero import uneven
 
 
@@ -88,20 +88,3 @@ def test_ranks_use_different_parameters_or_none(run: Run) -> None:
                 loss = (model(part, rank) - 0.5).square().mean()
             (loss / len(ranks)).backward()
         optimizer.step()
-
-
-@scenario(STAGES)
-def test_a_layer_is_dropped_on_all_ranks_alike(run: Run) -> None:
-    """Stochastic depth whose random numbers are the same on all ranks."""
-
-    class Drops(Blocks):
-        def encode(self, x: Tensor) -> Tensor:
-            x = self.embed(x)
-            for block in self.blocks:
-                if torch.rand((), generator=self.generator) < 0.5:
-                    x = block(x)
-            return x
-
-    module = Drops(Block(), Block(), Block())
-    module.generator = torch.Generator().manual_seed(0)
-    run.train_module(module, steps=range(5))

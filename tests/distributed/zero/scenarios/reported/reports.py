@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.scenarios import ALL, STAGES, TOLERANCE, Blocks, Loss, Model, Procedure, Run, as_test, mean_square
+from tests.scenarios import ALL, STAGES, TOLERANCE, WIDTH, Blocks, Loss, Model, Procedure, Run, as_test, mean_square
 
 Make = Callable[[], nn.Module]
 Table = dict[str, Procedure]
@@ -89,3 +89,13 @@ class With(nn.Module):
 
 def param(*shape: int) -> nn.Parameter:
     return nn.Parameter(torch.randn(shape))
+
+
+def adapted() -> nn.Module:
+    """Return a frozen layer with an adapter of low rank, which can be switched off."""
+
+    def forward(m: nn.Module, x: Tensor) -> Tensor:
+        return (m.base(x) + (x @ m.down.t() @ m.up.t() if m.adapts else 0)).tanh()
+
+    base = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+    return With(forward, base=base, down=param(2, WIDTH), up=param(WIDTH, 2), adapts=True)

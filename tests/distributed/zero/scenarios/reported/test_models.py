@@ -12,7 +12,15 @@ from torch.autograd.graph import register_multi_grad_hook, save_on_cpu, saved_te
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from tests.distributed.zero.scenarios.reported.reports import Table, With, as_one_test, param, trains, trains_by
+from tests.distributed.zero.scenarios.reported.reports import (
+    Table,
+    With,
+    adapted,
+    as_one_test,
+    param,
+    trains,
+    trains_by,
+)
 from tests.scenarios import WIDTH, Block, Blocks, Calls, Model, Run, mean_square
 
 
@@ -100,15 +108,6 @@ def ignores() -> nn.Module:
     """Return a model with a frozen block that does not use an input which needs a gradient."""
     middle = With(lambda m, x, _ignored: m.block(x), block=frozen(Block()))
     return Calls(lambda m, h: m(h.detach().cos(), h) + h if m is middle else m(h), Block(), middle, Block())
-
-
-def adapted() -> nn.Module:
-    """Return a frozen block with an adapter of low rank, which can be switched off."""
-    down, up = nn.Linear(WIDTH, 2, bias=False), nn.Linear(2, WIDTH, bias=False)
-    return With(
-        lambda m, x: m.base(x) + (m.up(m.down(x)) if m.adapts else 0),
-        base=frozen(Block()), down=down, up=up, adapts=True
-    )  # fmt: skip
 
 
 def far_from_reference(model: Model, x: Tensor) -> Tensor:
@@ -233,6 +232,23 @@ def checkpointed(reentrant: bool) -> nn.Module:
     return Calls(partial(checkpoint, use_reentrant=reentrant), adapted(), frozen(Block()), adapted())
 
 
+def reference_after_policy(model: Model, x: Tensor) -> None:
+    y, adapted_blocks = model(x), model.module.blocks[::2]
+    for block in adapted_blocks:
+        block.adapts = False
+    with torch.no_grad():
+        reference = model(x)
+    for block in adapted_blocks:
+        block.adapts = True
+    (y - reference - 0.5).square().mean().backward()
+
+
+def nested() -> nn.Module:
+    """Return a model of checkpointed blocks, each with a unit inside it."""
+    blocks = [With(lambda m, x: m.down(m.expert(x)), expert=Block(), down=nn.Linear(WIDTH, WIDTH)) for _ in range(2)]
+    return Calls(partial(checkpoint, use_reentrant=False), *blocks)
+
+
 def in_threads(model: Model, x: Tensor) -> None:
     losses: list[Tensor] = []
     for target in (lambda: losses.append(mean_square(model, x)), lambda: losses[0].backward()):
@@ -296,6 +312,17 @@ TABLE: Table = {
     ),
     "DeepSpeed#8130: frozen and checkpointed": trains(lambda: checkpointed(True)),
     "DeepSpeed#8148: frozen and checkpointed": trains(lambda: checkpointed(False)),
+    "pytorch#153354, trl#4550: the reference runs before the policy's backward": trains_by(
+        lambda: checkpointed(False), reference_after_policy
+    ),
+    "pytorch#164009, VeOmni#1043: nested units are checkpointed": trains_by(
+        nested, with_gradient, units=("blocks.*", "blocks.*.expert")
+    ),
+    "accelerate#4015, Automodel#3708: embedding and head are units": trains_by(
+        lambda: With(fused, body=Blocks()),
+        lambda model, x: model(x).backward(),
+        units=("body.embed", "body.blocks.*", "body.head"),
+    ),
     "DeepSpeed#7824: threads": trains_by(Blocks, in_threads),
     "torchrec#4268: a hook of several gradients": wait_for_gradients,
 }

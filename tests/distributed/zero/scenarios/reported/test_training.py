@@ -1,6 +1,7 @@
 """Training that was reported elsewhere: optimizers, accumulation, ranks that differ, reads and writes of weights."""
 
 import gc
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch.nn import functional as F
 from tests.distributed.zero.scenarios.reported.reports import (
     Table,
     With,
+    adapted,
     as_one_test,
     param,
     trains,
@@ -78,13 +80,6 @@ def follow_the_student(_run: Run, model: Model, _step: int) -> None:
             mean.lerp_(weight, 0.3)
 
 
-def adapted() -> nn.Module:
-    base = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
-    return With(
-        lambda m, x: (m.base(x) + x @ m.down.t() @ m.up.t()).tanh(), base=base, down=param(2, 4), up=param(4, 2)
-    )
-
-
 def merge_adapters(_run: Run, model: Model, step: int) -> None:
     with torch.no_grad(), model.gathered(modify=step == 1) as module:
         for block in module.blocks:
@@ -124,6 +119,19 @@ def choose_by_rank(model: Model, x: Tensor, rank: int) -> Tensor:
 
 def choosing() -> nn.Module:
     return With(lambda m, x: x * m.scale.sin() if m.choice else m.block(x), block=Block(), scale=param(WIDTH))
+
+
+def use_in_the_last_micro_batch(run: Run) -> None:
+    """All parameters of the blocks but one are used only there."""
+    model, optimizer = run.start(Blocks(choosing(), choosing()))
+    for step in range(3):
+        for number in range(3):
+            for block in model.module.blocks:
+                block.choice = number < 2
+            with model.accumulate() if number < 2 else nullcontext():
+                mean_square(model, run.batch(10 * step + number)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def with_encoder() -> nn.Module:
@@ -218,6 +226,7 @@ TABLE: Table = {
     "pytorch#158719, pytorch#174862: ranks use other parameters": trains_parts(
         lambda: Blocks(choosing(), choosing()), choose_by_rank
     ),
+    "pytorch#196996, pytorch#160279: first used in the last micro-batch": use_in_the_last_micro_batch,
     "torchtitan#4777, DeepSpeed#7170: a rank without images": trains_parts(
         with_encoder, lambda model, x, rank: model(x, x[: len(x) * (rank % 2)].cos()).square().mean()
     ),
