@@ -23,7 +23,7 @@ from zero.engine import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
 from zero.partition.config import ZeroConfig
 
-SEQ, MICRO_BATCHES, TOLERANCE = 12, 2, 1e-10
+SEQ, MICRO_BATCHES, TOLERANCE = 12, 3, 1e-10
 ROUNDING = 4 * 2**-23  # relative, of the losses that an evaluation rounds to fp32
 CONFIG = ModelConfig(2, 32, 4, SEQ, 61, dropout=0.0)
 # Tensor size, context size, sequence parallelism, stage, store.
