@@ -129,19 +129,6 @@ def test_the_model_changes_its_input(run: Run) -> None:
 
 
 @scenario()
-def test_two_models_hand_on_a_tensor_that_the_second_changes(run: Run) -> None:
-    first, second = run.wrap(Blocks()), run.wrap(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(2, 2)))
-    optimizers = run.optimizer(first), run.optimizer(second)
-    for step in range(2):
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        h = first(run.batch(step))
-        run.record((second(h) + h * h).square().mean()).backward()
-        for optimizer in optimizers:
-            optimizer.step()
-
-
-@scenario()
 def test_the_caller_changes_the_output_of_a_block(run: Run) -> None:
     def call(block: nn.Module, h: Tensor) -> Tensor:
         y = block(h)

@@ -228,15 +228,6 @@ def test_blocks_return_nothing_and_write_to_a_cache(run: Run) -> None:
     run.train_module(ReadsCache(), steps=range(3))
 
 
-@scenario()
-def test_an_activation_is_kept_in_an_attribute_and_used_by_the_loss(run: Run) -> None:
-    def loss(model: Model, x: Tensor) -> Tensor:
-        model(x)
-        return sum(block.last.square().mean() for block in model.module.blocks)
-
-    run.train_module(ReadsCache(), loss, steps=range(3))
-
-
 class Multitask(Blocks):
     """Returns outputs of which the loss uses some, and others only in some steps."""
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.scenarios import DEFAULT, HOST, STAGES, WIDTH, Block, Blocks, Model, Run, mean_square, scenario
+from tests.scenarios import DEFAULT, HOST, STAGES, WIDTH, Block, Blocks, Loss, Model, Run, mean_square, scenario
 from zero.buckets.guarded_parameter import GradientAccessError
 
 
@@ -91,15 +91,16 @@ def test_a_method_is_called_by_the_name_of_its_class(run: Run) -> None:
 When = Callable[[nn.Module], None]
 
 
-def before_and_after(run: Run, register: When, make: Callable[[], nn.Module] = Blocks, num_steps: int = 2) -> None:
+def before_and_after(
+    run: Run, register: When, make: Callable[[], nn.Module] = Blocks, loss: Loss = mean_square
+) -> None:
     """Train a model whose hooks are registered before it is wrapped, then one whose hooks are registered after."""
     module = make()
     register(module)
-    model = run.wrap(module)
-    run.train(model, run.optimizer(model), steps=range(num_steps))
+    run.train_module(module, loss)
     model = run.wrap(make())
     register(model.module)
-    run.train(model, run.optimizer(model), steps=range(num_steps))
+    run.train(model, run.optimizer(model), loss)
 
 
 def own_weight(module: nn.Module) -> Tensor:
@@ -162,14 +163,7 @@ def test_a_hook_keeps_features_for_the_loss(run: Run) -> None:
         features.clear()
         return mean_square(model, x) + sum(feature.square().mean() for feature in features)
 
-    for registers_first in (True, False):
-        module = Blocks()
-        if registers_first:
-            register(module)
-        model = run.wrap(module)
-        if not registers_first:
-            register(model.module)
-        run.train(model, run.optimizer(model), loss)
+    before_and_after(run, register, loss=loss)
 
 
 @scenario()

@@ -19,11 +19,12 @@ from tests.scenarios import WIDTH, Block, Blocks, Model, Run, mean_square
 
 
 def train_two_models(run: Run) -> None:
-    models = [run.wrap(Blocks()), run.wrap(Blocks(Block()))]
-    optimizers = [run.optimizer(model) for model in models]
+    """The second one changes the output of the first, which the loss reads too."""
+    first, second = run.wrap(Blocks()), run.wrap(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(2, 2)))
+    optimizers = run.optimizer(first), run.optimizer(second)
     for step in range(3):
-        x = run.batch(step)
-        run.record((models[0](x) - models[1](x.cos())).square().mean()).backward()
+        h = first(run.batch(step))
+        run.record((second(h) + h * h).square().mean()).backward()
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
