@@ -89,7 +89,8 @@ class FlatParameters:
             for shard, master in zip(shards, masters, strict=False):
                 if owned := overlap(span.elements, shard):
                     cut(master, owned, shard.start).copy_(cut(values.flatten(), owned, span.elements.start))
-            set_raw_data(param, view)  # at once: the parameter's own memory is freed before the next values are made
+            del values  # and the parameter's own memory: both are freed before the next values are made
+            set_raw_data(param, view)
             self._guard.guard(param)
         self._versions = self.versions()
         self.buckets = [self._bucket(elements, context) for elements in self.layout.buckets]
