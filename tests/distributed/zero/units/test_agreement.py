@@ -54,12 +54,17 @@ class Clock:
         return self.now
 
 
-def error_of(build: Callable[[Mesh], Callable[[T], None]], steps: list[list[T]], num_patient: int) -> str:
+def error_of(
+    build: Callable[[Mesh], Callable[[T], None]],
+    steps: list[list[T]],
+    num_patient: int,
+    shard_size: int | None = None,
+) -> str:
     """Call what `build` returns with steps[step][rank]; return the error of this rank, or an empty string.
 
     In the first `num_patient` steps no barrier ends without the other ranks; later, one does at its first poll.
     """
-    mesh, clock = Mesh.create(tensor_size=1), Clock()
+    mesh, clock = Mesh.create(tensor_size=1, shard_size=shard_size), Clock()
     with mock.patch.object(agreement, "HostBarrier", partial(HostBarrier, clock=clock)):
         run = build(mesh)
     try:
@@ -135,6 +140,23 @@ def test_different_branches_are_named(num_same_steps, routes):
         predicted = re.search(r"; from the steps before, it is expected that a rank (gathers|reduces|begins) ", text)
         assert bool(predicted) == (num_same_steps > 0)
         assert "a ZeroConfig.stage below 3" in text
+
+
+def build_generation(mesh: Mesh) -> Callable[[int], None]:
+    """Return a function that runs a number of forwards without gradients."""
+    model = ZeroDataParallel(Branches(), mesh.data, STAGE_3)
+
+    def generate(num_forwards: int) -> None:
+        with torch.no_grad():
+            for _ in range(num_forwards):
+                model(torch.ones(2, 16), [0, 1, 2, 3])
+
+    return generate
+
+
+def test_no_rank_of_several_groups_waits_for_one_that_has_generated_less():
+    errors = run_ranks(4, error_of, build_generation, [[1], [0, 1, 2, 3]], 1, 2)
+    assert [bool(text) for text in errors] == [False, True, True, True]
 
 
 def test_all_ranks_may_change_their_route_together():
