@@ -62,7 +62,16 @@ class BatchLoader:
         finally:
             reader.shutdown(cancel_futures=True)
 
+    def read_of(self, data_rank: int, micro_batch: int, first_sample: int, global_batch_size: int) -> MicroBatch:
+        """Return a micro-batch of a step as another rank reads it."""
+        return self._read_micro_batch(self._first_samples(data_rank, first_sample, global_batch_size)[micro_batch])
+
     def _read_step(self, first_sample: int, global_batch_size: int) -> list[MicroBatch]:
+        first_samples = self._first_samples(self._data_rank, first_sample, global_batch_size)
+        return [self._read_micro_batch(sample) for sample in first_samples]
+
+    def _first_samples(self, data_rank: int, first_sample: int, global_batch_size: int) -> range:
+        """Return the number of the first sample of each micro-batch of a rank."""
         samples_per_micro_batch = self._micro_batch_size * self._data_size
         if global_batch_size % samples_per_micro_batch:
             raise DataError(
@@ -70,12 +79,9 @@ class BatchLoader:
                 f"{self._micro_batch_size} x {self._data_size}; choose a multiple of {samples_per_micro_batch}"
             )
         of_unit = global_batch_size // self._num_units
-        unit, rank = divmod(self._data_rank, self._data_size // self._num_units)
+        unit, rank = divmod(data_rank, self._data_size // self._num_units)
         first_of_rank = first_sample + unit * of_unit + rank * self._micro_batch_size
-        return [
-            self._read_micro_batch(first_of_rank + offset)
-            for offset in range(0, of_unit, samples_per_micro_batch // self._num_units)
-        ]
+        return range(first_of_rank, first_of_rank + of_unit, samples_per_micro_batch // self._num_units)
 
     def _read_micro_batch(self, first_sample: int) -> MicroBatch:
         tokens = np.stack([self._samples[first_sample + row] for row in range(self._micro_batch_size)])

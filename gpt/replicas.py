@@ -10,9 +10,9 @@ from gpt.builder.train_state import TrainState
 from parallel.errors import ConfigError
 from parallel.mesh import Axis
 from parallel.tensor.split_parameters import split_dims
+from zero.buckets.hashes import bit_sum
 from zero.partition.stage import Lifetime
 
-INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 MOST_NAMES = 3  # in an error
 
 NamedTensors = Iterable[tuple[str, Tensor]]
@@ -34,7 +34,7 @@ def compare_replicas(state: TrainState, step: int) -> None:
     for what, axis, tensors in (
         ("parameters", mesh.data, _persistent(state)),
         ("master weights", model.replica_axis, _owned(state)),
-        ("optimizer states", model.replica_axis, _optimizer_states(state)),
+        ("optimizer states", model.replica_axis, optimizer_states(state)),
         ("parameters that are not split", mesh.tensor, not_split),
     ):
         _compare(f"step {step}: the {what}", axis, tensors, state.device)
@@ -56,7 +56,7 @@ def _owned(state: TrainState) -> Iterator[tuple[str, Tensor]]:
                 yield span.name, bucket.owned_part(bucket.master, part)
 
 
-def _optimizer_states(state: TrainState) -> NamedTensors:
+def optimizer_states(state: TrainState) -> NamedTensors:
     """Yield the optimizer states of this rank's owned pieces, such as both moments of Adam."""
     trainable = set(state.optimizer.buckets)
     for flat in state.model.flats:
@@ -78,16 +78,16 @@ def _compare(what: str, axis: Axis, tensors: NamedTensors, device: torch.device)
     sums: defaultdict[str, Tensor] = defaultdict(lambda: zero)
     if axis.size > 1:
         for name, tensor in tensors:
-            sums[name] = sums[name] + _checksum(tensor).to(device)
+            sums[name] = sums[name] + bit_sum(tensor).to(device)
     own = torch.stack([zero, *(sums[name] for name in sorted(sums))])
-    (of_all,) = _gathered(own.sum()[None], axis)
+    (of_all,) = gathered(own.sum()[None], axis)
     if len(set(of_all)) > 1:
-        _, *of_names = _gathered(own, axis)
+        _, *of_names = gathered(own, axis)
         differing = [name for name, of_ranks in zip(sorted(sums), of_names, strict=True) if len(set(of_ranks)) > 1]
         raise DivergenceError(_message(what, axis, of_all, differing))
 
 
-def _gathered(own: Tensor, axis: Axis) -> list[list[int]]:
+def gathered(own: Tensor, axis: Axis) -> list[list[int]]:
     """Return, for each element of a 1-dim tensor, those of all ranks of the axis. Waits for the device."""
     of_ranks = own.new_empty(axis.size * len(own))
     axis.all_gather(own, out=of_ranks).wait()
@@ -107,8 +107,3 @@ def _message(what: str, axis: Axis, checksums: list[int], names: list[str]) -> s
         others = "no majority shows which is right"
     remedy = "the machine may corrupt data silently: resume from a checkpoint without it"
     return f"{what} of {axis.name} {ranks}{others}; {remedy}"
-
-
-def _checksum(tensor: Tensor) -> Tensor:
-    """Return the sum of the tensor's bits, read as integers, as a 0-dim int64 tensor."""
-    return tensor.detach().view(INTEGERS[tensor.element_size()]).sum(dtype=torch.int64)

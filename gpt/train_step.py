@@ -37,31 +37,38 @@ def train_step(
     nothing is updated. `gradient_hook` is called when the gradients are complete, before the update. With `leaves` the
     returned loss is the same on all ranks. Raises StreamError if streams are checked and would race.
     """
-    # In the type of the loss: a third in fp32 would be wrong by 1e-8. The mean over leaves is that of the engine.
-    num_summed = 1 if model.config.policy.adds_leaves else len(micro_batches)
-    scale = optimizer.loss_scale.scale.to(loss_dtype(model)) / num_summed
+    scale = loss_factor(model, optimizer, len(micro_batches))
     shares = shares_of_tokens([num_counted(batch, mesh) for batch in micro_batches], mesh, loss_dtype(model))
     losses: list[Tensor] = []
 
     def run(micro_batch: MicroBatch, share: Tensor | None) -> None:
         if leaves is not None:
             leaves.seed(len(losses), len(micro_batches))
-        with allocating(TensorKind.ACTIVATIONS):
-            with mesh.log.during("forward"):
-                loss = loss_of(model, micro_batch, mesh, share, scale)
-            with mesh.log.during("backward"):
-                (loss * scale).backward()
-        losses.append(loss.detach())
+        losses.append(differentiate(model, micro_batch, mesh, share, scale))
 
     with model.accumulate(len(micro_batches)):
         for micro_batch, share in zip(micro_batches[:-1], shares[:-1], strict=True):
             run(micro_batch, share)
     run(micro_batches[-1], shares[-1])
+    if leaves is not None:
+        leaves.when_computed()
     loss = torch.stack(losses).mean() if leaves is None else leaves.mean(torch.stack(losses))
     with mesh.log.during("update"):
         grad_norm = optimizer.step(skip=guard.judge(loss) if guard else None, gradient_hook=gradient_hook)
     raise_races()
     return loss, grad_norm
+
+
+def differentiate(
+    model: ZeroDataParallel, micro_batch: MicroBatch, mesh: Mesh, share: Tensor | None, scale: Tensor
+) -> Tensor:
+    """Run forward and backward of a micro-batch, whose loss is multiplied by `scale` first; return the loss, 0-dim."""
+    with allocating(TensorKind.ACTIVATIONS):
+        with mesh.log.during("forward"):
+            loss = loss_of(model, micro_batch, mesh, share, scale)
+        with mesh.log.during("backward"):
+            (loss * scale).backward()
+    return loss.detach()
 
 
 @torch.no_grad()
@@ -108,15 +115,26 @@ def shares_of_tokens(counts: Sequence[Tensor | None], mesh: Mesh, dtype: torch.d
     `counts` are what `num_counted` returns. The mean of losses that are multiplied by these shares is the mean over all
     counted tokens. None stands for a share of 1.
     """
+    mean = mean_count(counts, mesh)
+    return [share_of(count, mean, dtype) for count in counts]
+
+
+def mean_count(counts: Sequence[Tensor | None], mesh: Mesh) -> Tensor | None:
+    """Return the mean of counts over the micro-batches of all ranks, 0-dim in fp64; None if all tokens are counted."""
     of_documents = [count for count in counts if count is not None]
     if not of_documents:
-        return [None] * len(counts)
-    own = torch.stack(of_documents)
-    total = own.sum()
+        return None
+    total = torch.stack(of_documents).sum()
     mesh.data.all_reduce(total, out=total).wait()
-    mean = total.clamp(min=1).double() / (len(own) * mesh.data.size)
+    return total.clamp(min=1).double() / (len(counts) * mesh.data.size)
+
+
+def share_of(count: Tensor | None, mean: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """Return a count divided by the mean of all."""
+    if count is None or mean is None:
+        return None
     # Backward divides by the share, which therefore is not 0 if no token is counted.
-    return list((own.clamp(min=1) / mean).to(dtype))
+    return (count.clamp(min=1) / mean).to(dtype)
 
 
 def num_counted(micro_batch: MicroBatch, mesh: Mesh) -> Tensor | None:
@@ -127,6 +145,13 @@ def num_counted(micro_batch: MicroBatch, mesh: Mesh) -> Tensor | None:
 def is_counted(micro_batch: DocumentBatch, mesh: Mesh) -> Tensor:
     """Return which of this rank's tokens are counted in the loss, those of its stretch with context parallelism."""
     return own_stretch(micro_batch.targets, mesh.context) >= 0
+
+
+def loss_factor(model: ZeroDataParallel, optimizer: ZeroOptimizer, num_micro_batches: int) -> Tensor:
+    """Return what the loss of each micro-batch of a step is multiplied by before backward."""
+    # In the type of the loss: a third in fp32 would be wrong by 1e-8. The mean over leaves is that of the engine.
+    num_summed = 1 if model.config.policy.adds_leaves else num_micro_batches
+    return optimizer.loss_scale.scale.to(loss_dtype(model)) / num_summed
 
 
 def loss_dtype(model: ZeroDataParallel) -> torch.dtype:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from data.documents import MicroBatch
+from gpt.audit import Auditor
 from gpt.builder.loss_guard import RollBacks, SkippedInARow
 from gpt.builder.train_state import TrainState
 from gpt.checkpoint.layout import Progress
@@ -51,6 +52,8 @@ class Trainer:
         self._roll_backs = RollBacks(settings.guard, state.guard)
         self._nodes = find_nodes(world)
         console.show(node_table(self._nodes, state.mesh))
+        places = [f"node {node}, local rank {rank % world.local_size}" for rank, node in enumerate(self._nodes)]
+        self._auditor = Auditor(settings.guard.audit_every, state, corpus.training, places)
         self._profiler = Profiler(settings.profile, state.mesh, state.device, self._records.folder)
         self._throughput = Throughput(
             settings.model,
@@ -79,6 +82,7 @@ class Trainer:
             ):
                 while not self._run_steps():
                     pass
+                self._auditor.raise_found()
                 if self._watch.has_stopped:
                     self._console.say(f"stopped by a signal after step {self._progress.step}; start again to resume")
                     self._recovery.save(self._progress)
@@ -92,6 +96,7 @@ class Trainer:
     def _run_steps(self) -> bool:
         """Run steps until the last one, a signal or a roll-back; return False after a roll-back."""
         self._throughput.restart()
+        self._auditor.restart()
         log = self._state.mesh.log
         num_skipped = int(self._state.optimizer.num_skipped.item())  # before the first step: the device is idle
         skipped_in_a_row = SkippedInARow(self._settings.guard.max_skipped_steps, self._progress.step, num_skipped)
@@ -124,10 +129,12 @@ class Trainer:
         if every and step % every == 0:
             compare_replicas(self._state, step)
         if (every := self._settings.checkpoint.snapshot_every) and step % every == 0:
+            self._auditor.raise_found()  # a state that is known to be damaged is not saved
             with self._state.mesh.log.during("checkpoint"):
                 self._recovery.save_snapshot(self._progress)
             self._throughput.restart()
         if self._settings.checkpoint.every and self._is_due(self._settings.checkpoint.every):
+            self._auditor.raise_found()
             with self._state.mesh.log.during("checkpoint"):
                 self._recovery.save(self._progress)
             self._throughput.restart()
@@ -161,8 +168,11 @@ class Trainer:
         # gradients of parameters that the group replicates would differ.
         is_profiled = state.mesh.data.rank == 0 and step == settings.profile.collectives_step
         folder = self._records.folder if state.mesh.rank == 0 else None
-        leaves = state.leaves and replace(state.leaves, step=step)
-        with profiled(state.mesh.log, folder) if is_profiled else nullcontext():
+        samples = self._progress.consumed_samples, batch_size
+        with (
+            self._auditor.step(step, samples, micro_batches) as leaves,
+            profiled(state.mesh.log, folder) if is_profiled else nullcontext(),
+        ):
             loss, grad_norm = train_step(
                 state.model, state.optimizer, micro_batches, state.mesh, state.guard, measure_layer_norms, leaves
             )

@@ -22,6 +22,7 @@ from zero.buckets.bucket import Bucket
 from zero.buckets.flat import FlatContext, FlatParameters, is_absent
 from zero.buckets.gradients import GradientReducer
 from zero.buckets.guarded_parameter import ParameterGuard, changes
+from zero.buckets.hashes import GradientHashes
 from zero.buckets.tensor_tree import cast_floating_point
 from zero.checks import check_arguments, check_module, refuse_replacing
 from zero.gemini.chunks import search_chunk_size
@@ -177,6 +178,13 @@ class ZeroDataParallel(nn.Module):
         if num_micro_batches is not None:
             self.reducer.expect(num_micro_batches)
         return self._passes.accumulate()
+
+    def hashed_gradients(self, *, discard: bool = False) -> AbstractContextManager[GradientHashes]:
+        """Hash the gradients of each backward inside this context, as they arrive from autograd.
+
+        With `discard` they are not used: a step's gradients are those of its other backwards.
+        """
+        return self.reducer.hashing(discards=discard)
 
     @contextmanager
     def gathered(self, params: Iterable[nn.Parameter] | None = None, *, modify: bool = False) -> Iterator[nn.Module]:

@@ -7,6 +7,7 @@ leaf           |  0  |  1  |  2  |  3  | ...     its samples, its random numbers
 The leaves of the next unit follow those of the last micro-batch.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -24,11 +25,16 @@ class Leaves:
     run_seed: int
     num_units: int
     step: int = 0
+    when_computed: Callable[[], object] = lambda: None
+    """Called when the gradients of all leaves are computed, before anything is updated."""
 
-    def seed(self, micro_batch: int, num_micro_batches: int) -> None:
-        """Let the random numbers of this rank's next forward be those of its leaf, whatever was drawn before."""
+    def seed(self, micro_batch: int, num_micro_batches: int, shift: int = 0) -> None:
+        """Let the random numbers of this rank's next forward be those of its leaf, whatever was drawn before.
+
+        With `shift`, of the leaf of the rank that is so many places behind this one.
+        """
         unit_size = self.data.size // self.num_units
-        unit, rank = divmod(self.data.rank, unit_size)
+        unit, rank = divmod((self.data.rank + shift) % self.data.size, unit_size)
         leaf = (unit * num_micro_batches + micro_batch) * unit_size + rank
         torch.manual_seed(derived_seed(f"{self.run_seed}/{self.step}", leaf))
 

@@ -69,6 +69,10 @@ class GuardSettings:
     check_replicas_every: NonNegative = 0
     """Steps between comparisons of the weights of all replicas, by checksum; 0: never. A comparison waits for the
     device."""
+    audit_every: NonNegative = 0
+    """Steps between audits, in which each rank computes a micro-batch of another rank again and compares hashes of its
+    gradients; master weights and optimizer states are checked in every step. 0: never. Needs
+    train.reproducible=layout."""
 
     def __post_init__(self) -> None:
         check_fields(self)

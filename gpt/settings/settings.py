@@ -55,6 +55,11 @@ class Settings:
                     f"train.reproducible_blocks={blocks} is above the {num_leaves} micro-batches of the smallest step; "
                     f"choose at most {num_leaves}, or more sequences in a step"
                 )
+        elif self.guard.audit_every:
+            raise ConfigError(
+                f"guard.audit_every={self.guard.audit_every} compares bits of different ranks; set "
+                "train.reproducible=layout, or guard.audit_every=0"
+            )
         if self.model.mup_base_width is not None and not self.optimizer.name.startswith("adamw"):
             raise ConfigError(
                 f"model.mup_base_width={self.model.mup_base_width} scales learning rates for adamw and adamw8bit, and "

@@ -201,6 +201,23 @@ def flip_elsewhere(this: Round) -> Outcome:
     return Outcome("no effect" if is_same else "not detectable", detail)
 
 
+def flip_audited(this: Round) -> Outcome:
+    """Flip a bit where audits look: in a weight that its rank computes with, or in a state at rest."""
+    stage = this.chance.randint(1, 3)
+    settings = this.settings(stage, guard__audit_every=1, train__reproducible="layout")
+    settings |= {"train.global_batch_size": 2 * NUM_REPLICAS, "train.reproducible_blocks": NUM_REPLICAS}
+    targets = ["master", "moment", *(["weight"] if stage < 3 else [])]
+    ended, rank, _, detail = _flip(this, settings, targets, NUM_REPLICAS)
+    for error in ended.errors:
+        if found := re.search(r"(?:are those|model states) of ranks? (\d+) ", error):
+            if int(found[1]) == rank:
+                return Outcome("rank named", detail)
+            raise WrongError(f"WRONG NAME: {error} ({detail})")
+    if ended.code == 0 and logged_steps(this.run_dir) == this.undisturbed(settings, NUM_REPLICAS):
+        return Outcome("no effect", detail)
+    raise WrongError(f"NOT NAMED: exit code {ended.code}, {' '.join(ended.errors)} ({detail})")
+
+
 def _flip(this: Round, settings: dict[str, object], targets: list[str], num_ranks: int) -> tuple[Ended, int, str, str]:
     """Flip a random bit. Return how the job ended, the rank, the parameter, and a description."""
     target, bit = this.chance.choice(targets), this.chance.randrange(32)
@@ -227,4 +244,5 @@ FAULTS: dict[str, Callable[[Round], Outcome]] = {
     "clock": clock,
     "flip, replicated": flip_replicated,
     "flip, elsewhere": flip_elsewhere,
+    "flip, audited": flip_audited,
 }

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpt.replicas import INTEGERS
 from zero.buckets.bucket import Bucket
+from zero.buckets.hashes import INTEGERS
 from zero.engine import ZeroDataParallel
 from zero.optimizer import ZeroOptimizer
 from zero.partition.stage import Lifetime
@@ -80,12 +80,12 @@ def flip(train_step: Callable, step: int, target: str, bit: int, rank: int) -> C
             with torch.no_grad():
                 flip_now()
             return train_step(model, optimizer, *args)
-        *others, hook = args
+        *others, hook, leaves = args
 
         def flip_after_hook() -> None:
             hook()
             flip_now()
 
-        return train_step(model, optimizer, *others, flip_after_hook)
+        return train_step(model, optimizer, *others, flip_after_hook, leaves)
 
     return with_a_flip

@@ -29,7 +29,8 @@ and neither does `overlap`, which only decides when a launched reduction is wait
 
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from enum import Enum
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -39,6 +40,7 @@ from torch import Tensor, nn
 
 from parallel.memory_kinds import TensorKind, tagged
 from zero.buckets.bucket import Bucket, Held
+from zero.buckets.hashes import GradientHashes
 from zero.buckets.reductions import Reductions
 from zero.memory.placement import Offload
 from zero.order.agreement import LaunchOrder
@@ -82,7 +84,10 @@ class GradientReducer:
         for position, bucket in enumerate(self._order):
             for param in bucket.grads.parts:
                 self._positions[param].append(position)
+        self._numbers = {param: number for number, param in enumerate(self._positions)}
         self.reductions = Reductions(buckets, levels, config, offload)
+        self._device = offload.device
+        self._hashes: GradientHashes | None = None
         self._backward = BackwardState.NONE
         self._num_launched = 0
         self._expected: list[set[nn.Parameter]] = []  # whose gradients may still arrive in this backward, by position
@@ -100,6 +105,15 @@ class GradientReducer:
         """Return whether a backward reduces gradients; `is_last`: it is the last one of its step."""
         return is_last or self._policy.full_grads is Lifetime.TRANSIENT
 
+    @contextmanager
+    def hashing(self, *, discards: bool) -> Iterator[GradientHashes]:
+        """Hash the gradients of the backwards inside this context, before they are written, or instead of that."""
+        outer, self._hashes = self._hashes, GradientHashes(discards=discards)
+        try:
+            yield self._hashes
+        finally:
+            self._hashes = outer
+
     def expect(self, num_micro_batches: int) -> None:
         """Announce the number of backwards of the next step."""
         self.reductions.leaves.num_micro_batches = num_micro_batches
@@ -109,6 +123,11 @@ class GradientReducer:
 
         Raises ValueError if the backward before did not end, or if it was the last of its step.
         """
+        if self._hashes is not None:
+            self._hashes.begin(self._device)
+            if self._hashes.discards:  # between two backwards, or after the last of a step: their state stays
+                self._launch_order.start(Round.ACCUMULATION)
+                return
         if self._backward is BackwardState.REDUCING:
             raise ValueError("the backward before this one broke off; call `optimizer.zero_grad()` before the next one")
         reduced = [bucket.grads for bucket in self._order if bucket.grads.held is Held.MEAN]
@@ -156,6 +175,10 @@ class GradientReducer:
         tagged(TensorKind.GRADIENTS, grad)
         # torch's optimizers, too, update a complex parameter as pairs of real numbers.
         grad = (torch.view_as_real(grad.resolve_conj()) if grad.is_complex() else grad).reshape(-1)
+        if self._hashes is not None:
+            self._hashes.add(self._numbers[param], grad)
+            if self._hashes.discards:
+                return
         numel = stop = grad.numel()
         for position in self._positions[param]:
             if position < self._num_launched:

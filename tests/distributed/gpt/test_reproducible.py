@@ -88,24 +88,29 @@ def pieces_of(state: TrainState) -> dict[tuple[str, str, int], Tensor]:
     return found
 
 
-def train(options: tuple[str, ...], num_steps: int, source: Path | None = None, target: Path | None = None) -> Trained:
-    """Train up to step `num_steps`, from a checkpoint if there is one; write another one."""
-    settings = parse_settings([*BASE, *options])
+def build_with_loader(settings: Settings) -> tuple[TrainState, BatchLoader]:
+    """Return what a step changes, and a reader of random samples."""
     mesh = Mesh.create(
         settings.parallel.tensor_size,
         shard_size=settings.parallel.shard_size,
         context_size=settings.parallel.context_size,
     )
-    num_units = num_adding_units(settings, mesh)
     loader = BatchLoader(
         RandomSamples(settings),
         micro_batch_size=settings.train.micro_batch_size,
         data_rank=mesh.batch_rank,
         data_size=mesh.num_batch_ranks,
         vocab_size=settings.model.vocab_size,
-        num_units=num_units,
+        num_units=num_adding_units(settings, mesh),
     )
-    state = build(settings, mesh, CPU)
+    return build(settings, mesh, CPU), loader
+
+
+def train(options: tuple[str, ...], num_steps: int, source: Path | None = None, target: Path | None = None) -> Trained:
+    """Train up to step `num_steps`, from a checkpoint if there is one; write another one."""
+    settings = parse_settings([*BASE, *options])
+    state, loader = build_with_loader(settings)
+    mesh = state.mesh
     figures, layers = [], {}
     assert state.leaves is not None
     progress = Progress() if source is None else load(source, state)

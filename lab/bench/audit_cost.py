@@ -1,0 +1,85 @@
+"""Measures what audits cost: `torchrun --nproc_per_node=2 -m lab.bench.audit_cost --config configs/quickstart.yaml`.
+
+In each round a step without audits, one that only compares states at rest, and one with an audit follow one another.
+Arguments are settings of the run, whose data are not read; train.reproducible=layout is set.
+"""
+
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from data.batches import BatchLoader
+from gpt.audit import Auditor
+from gpt.builder.train_state import build, build_mesh, num_adding_units, start_options
+from gpt.settings.parser import parse_settings
+from gpt.train_step import train_step
+from parallel.launch.node_map import find_nodes
+from parallel.world import start_world, stop_world
+
+NUM_ROUNDS = 30
+WITHOUT, AT_REST, AUDIT = "without", "states at rest", "audit"
+
+
+class RandomSamples:
+    """Sequences of random tokens."""
+
+    tokens_per_sample = 1.0
+
+    def __init__(self, seq_length: int, vocab_size: int):
+        self._seq_length, self._vocab_size = seq_length, vocab_size
+
+    def __getitem__(self, sample: int) -> np.ndarray:
+        return np.random.default_rng(sample).integers(self._vocab_size, size=self._seq_length + 1)
+
+    def place(self, sample: int) -> str:
+        return f"sample {sample}"
+
+    def build_cache(self, first_sample: int, num_samples: int) -> None:
+        pass
+
+
+def main(arguments: Sequence[str]) -> None:
+    settings = parse_settings(["--train.reproducible=layout", *arguments])
+    world = start_world(start_options(settings))
+    mesh = build_mesh(settings, world)
+    state = build(settings, mesh, world.device)
+    loader = BatchLoader(
+        RandomSamples(settings.model.seq_length, settings.model.vocab_size),
+        micro_batch_size=settings.train.micro_batch_size,
+        data_rank=mesh.batch_rank,
+        data_size=mesh.num_batch_ranks,
+        vocab_size=settings.model.vocab_size,
+        num_units=num_adding_units(settings, mesh),
+    )
+    places = find_nodes(world)
+    auditor, none = Auditor(2, state, loader, places), Auditor(0, state, loader, places)
+    order = [("first", auditor), (AUDIT, auditor), (AT_REST, auditor), (WITHOUT, none)]  # the first one begins hashes
+    num_samples, seconds = settings.train.global_batch_size, {name: list[float]() for name, _ in order}
+    plan = [(step * num_samples, num_samples) for step in range(1, len(order) * (NUM_ROUNDS + 1) + 1)]
+    for step, (samples, batches) in enumerate(zip(plan, loader.steps(plan), strict=True), 1):
+        name, audits = order[(step - 1) % len(order)]
+        batches = [batch.to(world.device) for batch in batches]
+        mesh.barrier()
+        start = time.perf_counter()
+        with audits.step(step, samples, batches) as leaves:
+            loss, _ = train_step(state.model, state.optimizer, batches, mesh, leaves=leaves)
+        loss.item()
+        mesh.barrier()
+        seconds[name].append(time.perf_counter() - start)
+        if name == WITHOUT:
+            auditor.restart()
+    if world.is_first:
+        num_micro_batches = num_samples // (settings.train.micro_batch_size * mesh.num_batch_ranks)
+        print(f"{num_micro_batches} micro-batches a step, {statistics.median(seconds[WITHOUT]) * 1000:.1f} ms")
+        for name in (AT_REST, AUDIT):
+            pairs = zip(seconds[name][1:], seconds[WITHOUT][1:], strict=True)
+            low, median, high = statistics.quantiles([one / other for one, other in pairs], n=4)
+            print(f"{name}: {median:.4f} of a step without (quartiles {low:.4f} to {high:.4f})")
+    stop_world()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

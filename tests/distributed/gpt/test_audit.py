@@ -1,0 +1,198 @@
+"""Audits: a flipped bit in a computation or in a state at rest is found and its rank is named, and no other is."""
+
+import itertools
+import random
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from gpt.audit import Auditor, find_faulty
+from gpt.builder.leaves import Leaves
+from gpt.builder.train_state import TrainState
+from gpt.replicas import DivergenceError
+from gpt.settings.parser import parse_settings
+from gpt.train_step import differentiate, loss_factor, train_step
+from parallel.errors import ConfigError
+from parallel.launch.node_map import span
+from tests.distributed.gpt.test_reproducible import BASE, GPT2, GROUPS, LLAMA, S1, S3, SMALL, build_with_loader
+from tests.ranks import run_ranks
+from zero.buckets.hashes import INTEGERS
+
+COMPUTED, AT_REST = ("activation", "gradient", "weight"), ("master", "moment", "shard")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A bit that is flipped on one rank; `is_sticky`: in each pass, else in that of the audited leaf itself."""
+
+    kind: str
+    rank: int
+    is_sticky: bool
+    seed: int
+
+
+def flip(tensor: Tensor, chance: random.Random) -> None:
+    flat = tensor.detach().view(-1)
+    if flat.numel():
+        bits = flat.view(INTEGERS[tensor.element_size()])
+        bits[chance.randrange(flat.numel())] ^= 1 << chance.randrange(8 * tensor.element_size() - 1)
+
+
+@contextmanager
+def injected(fault: Fault, state: TrainState, call: int) -> Iterator[None]:
+    """Let the fault happen inside this context: a transient one in this call of forward, or backward, of the model."""
+    chance, module, calls = random.Random(fault.seed), state.model.module, itertools.count()
+
+    def damaged(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return damaged(value[0]), *value[1:]
+        if next(calls) != call and not fault.is_sticky:
+            return value
+        value = value.clone(memory_format=torch.contiguous_format)
+        flip(value, random.Random(fault.seed))
+        return value
+
+    handle: Any = None
+    if fault.rank != state.mesh.rank:
+        yield
+    elif fault.kind == "weight":  # of a rank that keeps all of them
+        (flat,) = state.model.flats
+        before = flat.full.clone()
+        flip(flat.full, chance)
+        yield
+        flat.full.copy_(before)
+    elif fault.kind in AT_REST:
+        bucket = chance.choice(state.optimizer.buckets)
+        states = state.optimizer.inner.state[state.optimizer.pieces_of(bucket)[0].param]
+        moments = states.get("exp_avg", bucket.master)  # Muon's are of whole matrices
+        flip({"master": bucket.master, "shard": bucket.params.owned, "moment": moments}[fault.kind], chance)
+        yield
+    elif fault.kind == "gradient":
+        handle = chance.choice(list(module.parameters())).register_hook(damaged)
+        yield
+    else:
+        layers = [part for part in module.modules() if isinstance(getattr(part, "weight", None), Tensor)]
+        handle = chance.choice(layers).register_forward_hook(lambda _module, _inputs, output: damaged(output))
+        yield
+    if handle is not None:
+        handle.remove()
+
+
+def audit(options: tuple[str, ...], faults: list[Fault | None]) -> list[tuple[bool, str]]:
+    """Run a step for each fault; return whether it changes the leaf of this rank or its states, and the error."""
+    settings = parse_settings([*BASE, *options])
+    state, loader = build_with_loader(settings)
+    model, mesh = state.model, state.mesh
+    auditor = Auditor(1, state, loader, [f"place {rank}" for rank in range(mesh.data.size * mesh.tensor.size)])
+    num_samples, found = settings.train.global_batch_size, []
+    plan = [(step * num_samples, num_samples) for step in range(1, len(faults) + 1)]
+    for step, (samples, batches, fault) in enumerate(zip(plan, loader.steps(plan), faults, strict=True), 1):
+        leaves, leaf = replace(state.leaves, step=step), step % len(batches)
+        scale = loss_factor(model, state.optimizer, len(batches))
+
+        def hash_of_leaf(leaves: Leaves = leaves, leaf: int = leaf, batches: Any = batches, scale: Any = scale) -> int:
+            leaves.seed(leaf, len(batches))
+            with model.hashed_gradients(discard=True) as hashes:
+                differentiate(model, batches[leaf], mesh, None, scale)
+            return int(hashes[0])
+
+        changes = fault is not None and fault.kind in AT_REST and fault.rank == mesh.rank
+        if fault is not None and fault.kind not in AT_REST:
+            clean = hash_of_leaf()
+            with injected(fault, state, 0):
+                changes = hash_of_leaf() != clean
+        error = ""
+        with nullcontext() if fault is None else injected(fault, state, leaf):
+            try:
+                with auditor.step(step, samples, batches) as of_step:
+                    train_step(model, state.optimizer, batches, mesh, leaves=of_step)
+                auditor.raise_found()
+            except DivergenceError as raised:
+                error = str(raised)
+                model.zero_grad()
+                auditor.restart()
+        found.append((changes, error))
+    return found
+
+
+def assert_named(num_ranks: int, options: tuple[str, ...], kinds: tuple[str, ...], num_faults: int) -> Counter[str]:
+    """Inject faults, each after a step without one; return how many were named, and how many changed nothing."""
+    chance, faults = random.Random(f"{num_ranks} {options}"), list[Fault | None]([None])
+    for seed in range(num_faults):
+        faults += [Fault(chance.choice(kinds), chance.randrange(num_ranks), chance.random() < 0.5, seed), None]
+    outcomes, counts = run_ranks(num_ranks, audit, options, faults), Counter[str]()
+    for number, fault in enumerate(faults):
+        errors = {of_rank[number][1] for of_rank in outcomes}
+        (error,) = errors  # the same on all ranks
+        if fault is None:
+            assert not error
+            continue
+        # A fault that stays may change the gradients of another leaf, which its rank computes again.
+        changes = any(of_rank[number][0] for of_rank in outcomes) or (fault.is_sticky and bool(error))
+        assert bool(error) == changes, (fault, error)
+        counts[f"{fault.kind}: {'named' if changes else 'changes nothing'}"] += 1
+        if changes:
+            is_group = fault.kind not in AT_REST and "--parallel.tensor_size=2" in options
+            ranks = [fault.rank // 2 * 2, fault.rank // 2 * 2 + 1] if is_group else [fault.rank]
+            name = f"rank{'s' if is_group else ''} {span(ranks)} (place {', place '.join(map(str, ranks))})"
+            assert name in error, (fault, error)
+            assert error.count("place") == len(ranks), (fault, error)
+    return counts
+
+
+CASES = [  # ranks, options, kinds of faults
+    (4, (*GPT2, S1), (*COMPUTED, *AT_REST[:2])),
+    (3, (*LLAMA, S3, SMALL), (*COMPUTED[:2], *AT_REST)),
+    (4, (*GPT2, S3, SMALL, GROUPS, "--data.mask_documents=true"), COMPUTED[:2]),
+    (6, (*LLAMA, S3, "--parallel.tensor_size=2", "--optimizer.name=muon"), (*COMPUTED[:2], "master")),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=["stage 1", "stage 3", "groups", "tensor"])
+def test_a_fault_is_named_with_its_rank(case):
+    counts = assert_named(*case, num_faults=6)
+    assert any(name.endswith(": named") for name in counts)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", CASES, ids=["stage 1", "stage 3", "groups", "tensor"])
+def test_each_of_many_faults_is_named_with_its_rank(case, record_property):
+    record_property("faults", dict(assert_named(*case, num_faults=50)))
+
+
+def errors_without_faults(num_steps: int, options: tuple[str, ...] = (*GPT2, S1)) -> set[str]:
+    outcomes = run_ranks(4, audit, options, [None] * num_steps)
+    return {error for of_rank in outcomes for _, error in of_rank}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("options", [(*GPT2, S1), (*LLAMA, S3, SMALL)], ids=["stage 1", "stage 3"])
+def test_no_audit_of_a_thousand_names_a_sound_rank(options):
+    assert errors_without_faults(1000, options) == {""}
+
+
+@pytest.mark.parametrize(
+    ("own", "again", "third", "found"),
+    [
+        ([7, 8, 9, 5], [8, 9, 5, 7], [], ([], [])),
+        ([7, 0, 9, 5], [8, 9, 5, 7], [5, 7, 8, 9], ([1], [])),  # in the step itself
+        ([7, 8, 9, 5], [8, 0, 5, 7], [5, 7, 8, 9], ([1], [])),  # in the audit
+        ([7, 0, 9, 5], [8, 0, 5, 7], [5, 0, 8, 9], ([1], [])),  # in all of its passes
+        ([7, 8, 0, 5], [8, 9, 5, 7], [5, 7, 8, 1], ([], [(1, 2)])),  # no two groups agree
+        ([7, 0], [8, 7], [8, 7], ([], [(0, 1)])),  # no third one
+        ([7], [0], [7], ([], [(0,)])),
+    ],
+)
+def test_the_group_that_two_others_contradict_is_faulty(own, again, third, found):
+    assert find_faulty(own, again, third) == found
+
+
+def test_an_audit_needs_runs_that_are_the_same_in_any_layout():
+    with pytest.raises(ConfigError, match=r"guard.audit_every=3 .*train.reproducible=layout"):
+        parse_settings([*BASE, *GPT2, "--train.reproducible=run", "--guard.audit_every=3"])
