@@ -1,6 +1,7 @@
 """The training loop: steps and their metrics, evaluations, checkpoints, and the end of a run."""
 
 import math
+import time
 from collections.abc import Generator, Iterator
 from contextlib import closing, nullcontext
 from dataclasses import replace
@@ -54,6 +55,12 @@ class Trainer:
         console.show(node_table(self._nodes, state.mesh))
         places = [f"node {node}, local rank {rank % world.local_size}" for rank, node in enumerate(self._nodes)]
         self._auditor = Auditor(settings.guard.audit_every, state, corpus.training, places)
+        self._layout = {
+            "ranks": world.size,
+            "zero_stage": settings.zero.stage,
+            "tensor_size": state.mesh.tensor.size,
+            "context_size": state.mesh.context.size,
+        }
         self._profiler = Profiler(settings.profile, state.mesh, state.device, self._records.folder)
         self._throughput = Throughput(
             settings.model,
@@ -211,7 +218,8 @@ class Trainer:
             "grad_norm": grad_norm.item(),
             "lr": lr,
             "tokens": round(progress.consumed_samples * self._corpus.tokens_per_sample),
-        }
+            "unix_time": round(time.time(), 3),
+        } | self._layout
         record |= self._throughput.measure() | peak_memory(self._state.device, self._state.model.planner.earlier_peaks)
         record |= memory_by_kind(self._state.model, self._state.optimizer)
         record["skipped_steps"] = int(optimizer.num_skipped.item())

@@ -10,11 +10,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import yaml
 from rich.table import Table
 
 from gpt.monitor.console import make_console, print_table
 from gpt.monitor.plot import plot_losses
-from gpt.run_folder.files import METRICS, read_steps
+from gpt.run_folder.files import CONFIG, METRICS, read_steps
 from parallel.errors import ConfigError, exit_on_config_error
 
 Records = list[dict[str, Any]]
@@ -88,6 +89,30 @@ def comparison_table(runs: dict[str, Records]) -> Table:
     return table
 
 
+def settings_table(runs: dict[str, dict[str, Any]]) -> Table:
+    """Return a table of the settings that differ between runs, given as {name: settings}."""
+    table = Table("setting", *runs, title="Settings that differ", title_justify="left")
+    for name in sorted({name for of_run in runs.values() for name in of_run}):
+        values = [str(of_run.get(name, "-")) for of_run in runs.values()]
+        if len(set(values)) > 1:
+            table.add_row(name, *values)
+    return table
+
+
+def read_settings(folder: Path) -> dict[str, Any]:
+    """Return {dotted name: value} of a run's settings; nothing if its config.yaml is missing or cannot be read."""
+    try:
+        return _leaves(yaml.safe_load((folder / CONFIG).read_text()))
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+
+
+def _leaves(tree: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(tree, dict):
+        return {prefix.removesuffix("."): tree}
+    return {leaf: value for name, part in tree.items() for leaf, value in _leaves(part, f"{prefix}{name}.").items()}
+
+
 def main(arguments: list[str]) -> None:
     """Print the table and write the plot."""
     parser = argparse.ArgumentParser(prog="python -m gpt.monitor.compare", description=__doc__.splitlines()[0])
@@ -99,6 +124,10 @@ def main(arguments: list[str]) -> None:
     runs = read_runs(options.runs)
     console = make_console()
     print_table(console, comparison_table(runs))
+    found = {name: read_settings(folder) for name, folder in zip(runs, dict.fromkeys(options.runs), strict=True)}
+    settings = {name: of_run for name, of_run in found.items() if of_run}
+    if len(settings) > 1:
+        print_table(console, settings_table(settings))
     plot_losses(runs, options.plot)
     console.print(f"{options.plot} shows their losses")
 

@@ -30,15 +30,16 @@ class Throughput:
         self._model, self._num_devices, self._recomputes = model, num_devices, recomputes
         self._tokens_per_sample = tokens_per_sample
         self._peak_flops = peak_flops
-        self._num_sequences, self._start = 0, time.perf_counter()
+        self.restart()
 
     def count(self, num_sequences: int) -> None:
         """Add a step of `num_sequences` sequences to the measurement."""
         self._num_sequences += num_sequences
+        self._num_steps += 1
 
     def restart(self) -> None:
         """Discard what was counted since the last measurement, and begin a new one."""
-        self._num_sequences, self._start = 0, time.perf_counter()
+        self._num_sequences, self._num_steps, self._start = 0, 0, time.perf_counter()
 
     def measure(self) -> dict[str, float | None]:
         """Return the speed over the counted steps, and begin a new measurement.
@@ -49,8 +50,10 @@ class Throughput:
         num_sequences, per_device = self._num_sequences, seconds * self._num_devices
         useful = model_flops(self._model, num_sequences) / per_device
         executed = hardware_flops(self._model, num_sequences, self._recomputes) / per_device
+        num_steps = self._num_steps
         self.restart()
         return {
+            "seconds_per_step": seconds / num_steps,
             "tokens_per_second": num_sequences * self._tokens_per_sample / seconds,
             "model_tflops_per_device": useful / 1e12,
             "hardware_tflops_per_device": executed / 1e12,

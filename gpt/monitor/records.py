@@ -35,16 +35,24 @@ class Records:
 
     @contextmanager
     def tracked(self, num_done: int) -> Iterator[None]:
-        """Track the run inside this context; it continues after `num_done` steps, which metrics.jsonl has."""
+        """Track the run inside this context; it continues after `num_done` steps, which metrics.jsonl has.
+
+        A run that is finished is not tracked again.
+        """
+        if num_done >= self._settings.train.steps:
+            yield
+            return
         self._tracking = open_tracking(self._settings, num_done, self._is_first)
         with self._tracking:
             yield
 
     def append(self, record: dict[str, Any]) -> None:
-        """Record a logged step."""
+        """Record a logged step; plot the loss if it was evaluated."""
         if self._is_first:
             self._metrics.append(record)
             self._tracking.log(record)
+            if "validation_loss" in record:
+                self._plot(read_steps(self.folder))
 
     def roll_back(self, step: int) -> None:
         """Discard what was logged after `step`."""
@@ -66,10 +74,15 @@ class Records:
         if not records:
             return
         console.show(summary_table(state, self._settings.train, records))
+        if self._plot(records):
+            console.say(f"{LOSS_PLOT} and all other files of the run are in {self.folder}")
+        self._tracking.summary = records[-1]
+
+    def _plot(self, records: list[dict[str, Any]]) -> bool:
+        """Plot the loss of all steps; return whether the file could be written."""
         plot = self.folder / LOSS_PLOT
         with written_if_possible(plot):
             from gpt.monitor.plot import plot_loss  # imported here, because only the first rank needs matplotlib
 
             plot_loss(records, plot)
-            console.say(f"{LOSS_PLOT} and all other files of the run are in {self.folder}")
-        self._tracking.summary = records[-1]
+        return plot.is_file()

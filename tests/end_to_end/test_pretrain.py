@@ -30,7 +30,9 @@ from tests.recordings import assert_figures_recorded
 
 MEASURED = {"tokens_per_second", "model_tflops_per_device", "hardware_tflops_per_device"}
 MEASURED |= {"peak_allocated_bytes", "peak_reserved_bytes", "reserved_unused_bytes", "allocation_retries"}
-PROMISED_KEYS = MEASURED | {"step", "loss", "grad_norm", "lr", "tokens", "mfu", "skipped_steps"}
+MEASURED |= {"seconds_per_step", "unix_time"}
+LAYOUT = {"ranks", "zero_stage", "tensor_size", "context_size"}
+PROMISED_KEYS = MEASURED | LAYOUT | {"step", "loss", "grad_norm", "lr", "tokens", "mfu", "skipped_steps"}
 PROMISED_KEYS |= {"data_axis_bytes", "tensor_axis_bytes"}
 THREE_A_CHECKPOINT = {"schedule__decay": "constant", "checkpoint__every": 3, "train__eval_every": 3}
 FEW_STEPS = {"train__steps": 3} | PLAIN
@@ -42,7 +44,7 @@ def reproducible(records: list[dict]) -> list[dict]:
     The first step after every start of the program has other traffic and memory than later ones, which prefetch and
     place parameters as it has recorded.
     """
-    left_out = MEASURED | {"data_axis_bytes", "tensor_axis_bytes"}
+    left_out = MEASURED | LAYOUT | {"data_axis_bytes", "tensor_axis_bytes"}
     return [
         {k: v for k, v in record.items() if k not in left_out and not k.startswith("memory/")} for record in records
     ]
@@ -109,7 +111,7 @@ def test_every_layout_has_the_same_losses_and_they_are_as_recorded(corpus, tmp_p
 
 def same_everywhere(record: dict[str, Any]) -> dict[str, Any]:
     """Return what of a record is the same in all runs on any machine, up to rounding; generated texts are not."""
-    return {key: value for key, value in record.items() if key not in MEASURED | {"mfu", "samples"}}
+    return {key: value for key, value in record.items() if key not in MEASURED | LAYOUT | {"mfu", "samples"}}
 
 
 @pytest.mark.parametrize(

@@ -65,8 +65,10 @@ def injected(fault: Fault, state: TrainState, call: int) -> Iterator[None]:
         (flat,) = state.model.flats
         before = flat.full.clone()
         flip(flat.full, chance)
+        flipped = flat.full.clone()
         yield
-        flat.full.copy_(before)
+        if torch.equal(flat.full.view(torch.uint8), flipped.view(torch.uint8)):  # else the update has written it anew
+            flat.full.copy_(before)
     elif fault.kind in AT_REST:
         bucket = chance.choice(state.optimizer.buckets)
         states = state.optimizer.inner.state[state.optimizer.pieces_of(bucket)[0].param]

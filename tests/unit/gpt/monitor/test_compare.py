@@ -47,6 +47,16 @@ def test_runs_are_named_by_the_shortest_distinct_ends_of_their_paths(tmp_path, c
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
+def test_settings_that_differ_are_shown_and_no_others(tmp_path, capsys):
+    folders = [write_run(tmp_path / name, [2.0, 1.0]) for name in ("a", "b")]
+    for folder, rate in zip(folders, (0.1, 0.2), strict=True):
+        (folder / "config.yaml").write_text(f"optimizer:\n  lr: {rate}\n  eps: 1.0\nrun:\n  dir: {folder}\n")
+    main([*map(str, folders), "--plot", str(tmp_path / "plot.png")])
+    output = capsys.readouterr().out
+    assert [word for word in ("optimizer.lr", "0.1", "0.2", "run.dir") if word not in output] == []
+    assert "optimizer.eps" not in output
+
+
 def test_a_folder_without_steps_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"metrics.jsonl has no logged step; name the run.dir"):
         read_runs([tmp_path])
