@@ -13,7 +13,7 @@ are compared before the next one. The host reads this comparison one step later,
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 import torch
@@ -57,11 +57,12 @@ class Auditor:
             return
         if self._at_rest is None:
             self._at_rest = self._hash_states()
-        with self._state.model.hashed_gradients() as hashes:
+        is_audited = step % self._every == 0
+        with self._state.model.hashed_gradients() if is_audited else nullcontext() as hashes:
 
             def when_computed() -> None:
                 self._compare_states(step)
-                if step % self._every == 0:
+                if hashes is not None:
                     self._audit(leaves, hashes, samples, micro_batches)
 
             yield replace(leaves, when_computed=when_computed)

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Trains a small language model from a clean checkout. The text is the source of Python's standard library, so only
-# packages are downloaded. Arguments are those of pretrain_gpt.py and override configs/quickstart.yaml.
+# packages are downloaded. Arguments are those of pretrain_gpt.py and override configs/quickstart.yaml
+# and configs/quickstart_muon.yaml.
 #
 #   scripts/quickstart.sh
 #   scripts/quickstart.sh --zero.stage 3 --run.dir runs/quickstart-stage-3
@@ -24,7 +25,8 @@ num_cores=$(getconf _NPROCESSORS_ONLN)
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(((num_cores + num_ranks - 1) / num_ranks))}
 
 echo "== training: $num_ranks ranks"
-torchrun --standalone --nproc_per_node="$num_ranks" pretrain_gpt.py --config configs/quickstart.yaml "$@"
+torchrun --standalone --nproc_per_node="$num_ranks" pretrain_gpt.py \
+    --config configs/quickstart.yaml --config configs/quickstart_muon.yaml "$@"
 
 echo "== done: the text that the model wrote is above; the folder of the run has"
 echo "   loss.png        the loss over the steps"
