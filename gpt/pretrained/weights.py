@@ -4,6 +4,7 @@ config.json, model.safetensors.index.json, model-00001-of-00003.safetensors, ...
 """
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -117,26 +118,40 @@ def read_pretrained(folder: Path) -> tuple[ModelConfig, PretrainedWeights]:
     return config, PretrainedWeights(folder, files, family, config)
 
 
+def model_options(folder: Path) -> dict[str, Any]:
+    """Return {option: value} of what the configuration of a folder says of its model, and ModelConfig does not default.
+
+    Raises ConfigError if the configuration cannot be read, or is that of a model that is not supported.
+    """
+    _, config = _read_config(folder / CONFIG)
+    values = {f"model.{field.name}": (getattr(config, field.name), field.default) for field in fields(ModelConfig)}
+    options = {name: value for name, (value, default) in values.items() if value != default}
+    if config.rope_scaling is not None:
+        del options["model.rope_scaling"]
+        options |= {f"model.rope_scaling.{name}": value for name, value in asdict(config.rope_scaling).items()}
+    return options
+
+
 def _read_config(path: Path) -> tuple[Family, ModelConfig]:
     try:
         content = path.read_bytes()
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}; it describes the weights beside it") from error
-    fields = {"model_type": "gpt2", **parse_json(content, {}, path)}
-    check(fields, {"model_type": str}, path)
-    if fields["model_type"] not in FAMILIES:
+    found = {"model_type": "gpt2", **parse_json(content, {}, path)}
+    check(found, {"model_type": str}, path)
+    if found["model_type"] not in FAMILIES:
         raise ConfigError(
-            f"{path}: the model has model_type={shown(fields['model_type'])}, only {', '.join(FAMILIES)} are "
+            f"{path}: the model has model_type={shown(found['model_type'])}, only {', '.join(FAMILIES)} are "
             "supported; choose another model"
         )
-    family = FAMILIES[fields["model_type"]]
+    family = FAMILIES[found["model_type"]]
     optional: dict[str, Schema] = {**{name: type(value) for name, value in family.fixed.items()}, **family.optional}
-    schema = {name: of_value for name, of_value in optional.items() if fields.get(name) is not None}
-    check(fields, {**dict.fromkeys(family.required, SIZE), **schema}, path)
+    schema = {name: of_value for name, of_value in optional.items() if found.get(name) is not None}
+    check(found, {**dict.fromkeys(family.required, SIZE), **schema}, path)
     # Only these: transformers would look at the other keys too. A null is not the default of a key that is missing:
     # no window, for example. It does not take 1 for 1.0.
-    known = {name: fields[name] for name in [*family.required, *optional] if name in fields}
-    known |= {name: float(fields[name]) for name, of_value in schema.items() if of_value is float}
+    known = {name: found[name] for name in [*family.required, *optional] if name in found}
+    known |= {name: float(found[name]) for name, of_value in schema.items() if of_value is float}
     try:
         return family, config_from_transformers(_configuration(family, known))
     except ConfigError as error:

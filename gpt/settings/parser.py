@@ -2,6 +2,8 @@
 
 --config a.yaml --config b.yaml    <    --zero.deepspeed_config ds_config.json    <    --zero.stage 2 ...
 
+Below these are the settings of the model in the config.json of initial weights.
+
 A layer has values by dotted names, and says of each where it is written. The dataclasses check the values.
 """
 
@@ -18,6 +20,8 @@ from typing import Any, get_origin
 from rich.table import Table
 
 from gpt.deepspeed.config import deepspeed_layer
+from gpt.pretrained.weights import CONFIG as WEIGHTS_CONFIG
+from gpt.pretrained.weights import model_options
 from gpt.settings.help import help_text
 from gpt.settings.option_names import in_option_names, messages_in_option_names
 from gpt.settings.settings import Settings
@@ -28,6 +32,7 @@ from parallel.fields import FilePath, alternatives, convert, is_text, shown
 
 CONFIG = "config"
 DEEPSPEED_CONFIG = "zero.deepspeed_config"  # not a field of ZeroConfig: the file sets more than ZeRO
+INITIAL_WEIGHTS = "train.initial_weights"
 DEEPSPEED_TEXT = "A JSON configuration of DeepSpeed, translated into settings; see docs/deepspeed.md."
 MAX_COMPARED = 100  # characters of a wrong name, for which similar ones are looked for
 TREE = [*walk(Settings), Leaf(DEEPSPEED_CONFIG, FilePath | None, None, DEEPSPEED_TEXT)]
@@ -56,9 +61,13 @@ def parse_settings(
     DeepSpeed's configuration overrides the YAML files. Its batch sizes are translated for `num_ranks` ranks, by default
     those that the launcher has started, and `show` is called with a table of its keys.
 
+    The model of `train.initial_weights` is that of the folder's config.json, as far as nothing else is given; `show` is
+    called with a table of what is taken from there.
+
     Raises ConfigError, with a message of one line, if anything in the settings is wrong.
     """
     files, options = _layers(arguments)
+    files = _merged(_initial_model(_merged(files, options), show), files)
     given = _merged(files, options)
     path = _typed(DEEPSPEED_CONFIG, given.pop(DEEPSPEED_CONFIG, Given(None)))
     if path is not None:
@@ -69,6 +78,21 @@ def parse_settings(
         given = _merged(files, layer, options)
         del given[DEEPSPEED_CONFIG]
     return _build(Settings, "", None, given)
+
+
+def _initial_model(given: Layer, show: Callable[[Table], None]) -> Layer:
+    """Return the settings of the model whose weights a run begins with, and show those that are not given."""
+    weights = _typed(INITIAL_WEIGHTS, given.get(INITIAL_WEIGHTS, Given(None)))
+    if weights is None or not _is_file(f"{weights}/{WEIGHTS_CONFIG}"):
+        return {}  # what is missing is named when the weights are read
+    path = Path(weights) / WEIGHTS_CONFIG
+    layer = {name: Given(value, f"{path}: ") for name, value in model_options(path.parent).items()}
+    if taken := {name: found.value for name, found in _merged(layer, given).items() if found is layer.get(name)}:
+        table = Table("setting", "value", title=f"Taken from {path}", title_justify="left")
+        for name, value in taken.items():
+            table.add_row(name, shown(value))
+        show(table)
+    return layer
 
 
 def _layers(arguments: Sequence[str]) -> tuple[Layer, Layer]:

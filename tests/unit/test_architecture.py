@@ -46,8 +46,8 @@ FLOORS = {
     "gpt/model":            "parallel parallel/tensor gpt/shape gpt/kernels",
     "gpt/deepspeed":        "parallel",
     "gpt/run_folder":       "parallel data",
-    "gpt/settings":         "parallel zero/* gpt/shape gpt/deepspeed",
     "gpt/pretrained":       "parallel parallel/tensor data zero/state gpt/shape gpt/model",
+    "gpt/settings":         "parallel zero/* gpt/shape gpt/deepspeed gpt/pretrained",
     "gpt/builder":            "parallel parallel/tensor zero/* gpt/shape gpt/kernels gpt/model gpt/settings "
                             "gpt/pretrained",
     "gpt/checkpoint":       "parallel data zero/* gpt/shape gpt/run_folder gpt/settings gpt/pretrained gpt/builder",

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from gpt.pretrained.weights import load_pretrained
-from gpt.shape.config import parameter_shapes
+from gpt.pretrained.weights import load_pretrained, write_config
+from gpt.settings.parser import parse_settings
+from gpt.shape.config import ModelConfig, RopeScaling, parameter_shapes
 from parallel.errors import ConfigError
 from tests.pretrained_weights import weights_to_transformers, write_pretrained
 from tests.unit.gpt.model.models import VARIANTS, small_config, small_gpt
@@ -127,3 +129,25 @@ def test_a_configuration_that_is_wrong_is_refused(folder: Path, change: Callable
 def test_a_configuration_that_is_missing_or_not_json_is_refused(folder: Path, content: bytes | None, message: str):
     (folder / "config.json").unlink() if content is None else (folder / "config.json").write_bytes(content)
     assert_refused(folder, message)
+
+
+LLAMA = {"positions": "rope", "norm": "rms", "mlp": "swiglu", "biases": False, "dropout": 0.0}
+SCALED = {"rope_theta": 5e5, "rope_scaling": RopeScaling(original_seq_length=32), "mlp_width": 96, "num_kv_heads": 2}
+
+
+@pytest.mark.parametrize("parts", [{}, {**LLAMA, **SCALED, "tied_head": False}, {**LLAMA, "qk_norm": True}])
+def test_settings_take_the_model_of_initial_weights_and_say_what_they_take(tmp_path, parts):
+    config = ModelConfig(2, 32, 4, 64, 100, **parts)
+    write_config(tmp_path, config, None)
+    options = ["--data.path=unread", "--train.micro_batch_size=1", "--train.global_batch_size=2"]
+    options.append(f"--train.initial_weights={tmp_path}")
+    shown = []
+    model = parse_settings([*options, "--model.seq_length=16"], show=shown.append).model
+    resolved = {"head_dim": model.head_dim, "mlp_width": model.mlp_width, "num_kv_heads": model.num_kv_heads}
+    assert model == replace(config, seq_length=16, **resolved)
+    sizes = [(of.head_size, of.mlp_size, of.kv_heads) for of in (model, config)]
+    assert sizes[0] == sizes[1]
+    (table,) = shown
+    names = list(table.columns[0].cells)
+    assert {"model.num_layers", "model.vocab_size"} <= set(names)
+    assert "model.seq_length" not in names  # given, and so not taken
