@@ -78,7 +78,7 @@ def test_one_bit_of_one_parameter_flips_in_the_step_that_is_asked_for(target: st
     optimizer.step()  # the moments exist from here on
     states: list[dict[str, torch.Tensor]] = []
 
-    def step(model: Any, optimizer: Any, batches: Any, mesh: Any, guard: Any, hook: Any) -> None:
+    def step(model: Any, optimizer: Any, batches: Any, mesh: Any, guard: Any, hook: Any, leaves: Any) -> None:
         model(torch.ones(2, 5)).sum().backward()
         hook()
         states.append({name: tensor.clone() for name, tensor in TARGETS[target](model, optimizer)})
@@ -86,7 +86,7 @@ def test_one_bit_of_one_parameter_flips_in_the_step_that_is_asked_for(target: st
 
     failing = flip(step, 2, target, 3, rank=1)
     for _ in range(2):
-        failing(model, optimizer, [], None, None, lambda: None)
+        failing(model, optimizer, [], None, None, lambda: None, None)
     said = capfd.readouterr().err
     changed = {name: (states[0][name] != states[1][name]).sum().item() for name in states[0]}
     (name,) = [name for name, number in changed.items() if number]
