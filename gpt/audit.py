@@ -86,9 +86,12 @@ class Auditor:
     def _hash_states(self) -> Tensor:
         """Return a hash for each tensor that this rank keeps from one update to the next."""
         state = self._state
-        buckets = [(flat, bucket) for flat in state.model.flats for bucket in flat.buckets]
-        tensors = [bucket.master for _, bucket in buckets]
-        tensors += [bucket.params.owned for flat, bucket in buckets if flat.lifetime is Lifetime.TRANSIENT]
+        tensors = [bucket.master for bucket in state.model.buckets]
+        for flat in state.model.flats:
+            if flat.lifetime is Lifetime.TRANSIENT:
+                for bucket in flat.buckets:
+                    bucket.params.wait_for_update()  # it may be on its way to host memory
+                    tensors.append(bucket.params.owned)
         tensors += [tensor for _, tensor in optimizer_states(state)]
         return torch.stack([bit_sum(tensor).to(state.device) for tensor in tensors])
 

@@ -24,6 +24,7 @@ from tests.distributed.gpt.test_reproducible import BASE, GPT2, GROUPS, LLAMA, S
 from tests.ranks import run_ranks
 from zero.buckets.hashes import INTEGERS
 
+TENSOR, CONTEXT = "--parallel.tensor_size=2", "--parallel.context_size=2"
 COMPUTED, AT_REST = ("activation", "gradient", "weight"), ("master", "moment", "shard")
 
 
@@ -140,7 +141,7 @@ def assert_named(num_ranks: int, options: tuple[str, ...], kinds: tuple[str, ...
         assert bool(error) == changes, (fault, error)
         counts[f"{fault.kind}: {'named' if changes else 'changes nothing'}"] += 1
         if changes:
-            is_group = fault.kind not in AT_REST and "--parallel.tensor_size=2" in options
+            is_group = fault.kind not in AT_REST and not {TENSOR, CONTEXT}.isdisjoint(options)
             ranks = [fault.rank // 2 * 2, fault.rank // 2 * 2 + 1] if is_group else [fault.rank]
             name = f"rank{'s' if is_group else ''} {span(ranks)} (place {', place '.join(map(str, ranks))})"
             assert name in error, (fault, error)
@@ -150,20 +151,27 @@ def assert_named(num_ranks: int, options: tuple[str, ...], kinds: tuple[str, ...
 
 CASES = [  # ranks, options, kinds of faults
     (4, (*GPT2, S1), (*COMPUTED, *AT_REST[:2])),
-    (3, (*LLAMA, S3, SMALL), (*COMPUTED[:2], *AT_REST)),
-    (4, (*GPT2, S3, SMALL, GROUPS, "--data.mask_documents=true"), COMPUTED[:2]),
-    (6, (*LLAMA, S3, "--parallel.tensor_size=2", "--optimizer.name=muon"), (*COMPUTED[:2], "master")),
+    (3, (*LLAMA, S3, SMALL, "--offload.mode=host"), (*COMPUTED[:2], *AT_REST)),
+    (
+        4,
+        (*GPT2, S3, SMALL, GROUPS, "--zero.optimizer_over=all", "--data.mask_documents=true"),
+        (*COMPUTED[:2], *AT_REST),
+    ),
+    (6, (*LLAMA, S3, TENSOR, "--optimizer.name=muon"), (*COMPUTED[:2], "master")),
+    (6, (*GPT2, S3, CONTEXT), COMPUTED[:2]),
 ]
 
+CASE_NAMES = ("stage 1", "stage 3", "groups", "tensor", "context")
 
-@pytest.mark.parametrize("case", CASES, ids=["stage 1", "stage 3", "groups", "tensor"])
+
+@pytest.mark.parametrize("case", CASES, ids=CASE_NAMES)
 def test_a_fault_is_named_with_its_rank(case):
     counts = assert_named(*case, num_faults=6)
     assert any(name.endswith(": named") for name in counts)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("case", CASES, ids=["stage 1", "stage 3", "groups", "tensor"])
+@pytest.mark.parametrize("case", CASES, ids=CASE_NAMES)
 def test_each_of_many_faults_is_named_with_its_rank(case, record_property):
     record_property("faults", dict(assert_named(*case, num_faults=50)))
 
