@@ -46,6 +46,17 @@ def flip(tensor: Tensor, chance: random.Random) -> None:
 
 
 @contextmanager
+def flipped(tensor: Tensor, chance: random.Random) -> Iterator[None]:
+    """Flip a bit inside this context; it is flipped back unless an update has written the tensor anew."""
+    before = tensor.clone()
+    flip(tensor, chance)
+    after = tensor.clone()
+    yield
+    if torch.equal(tensor.view(torch.uint8), after.view(torch.uint8)):
+        tensor.copy_(before)
+
+
+@contextmanager
 def injected(fault: Fault, state: TrainState, call: int) -> Iterator[None]:
     """Let the fault happen inside this context: a transient one in this call of forward, or backward, of the model."""
     chance, module, calls = random.Random(fault.seed), state.model.module, itertools.count()
@@ -64,18 +75,14 @@ def injected(fault: Fault, state: TrainState, call: int) -> Iterator[None]:
         yield
     elif fault.kind == "weight":  # of a rank that keeps all of them
         (flat,) = state.model.flats
-        before = flat.full.clone()
-        flip(flat.full, chance)
-        flipped = flat.full.clone()
-        yield
-        if torch.equal(flat.full.view(torch.uint8), flipped.view(torch.uint8)):  # else the update has written it anew
-            flat.full.copy_(before)
+        with flipped(flat.full, chance):
+            yield
     elif fault.kind in AT_REST:
-        bucket = chance.choice(state.optimizer.buckets)
+        bucket = chance.choice([bucket for bucket in state.optimizer.buckets if state.optimizer.pieces_of(bucket)])
         states = state.optimizer.inner.state[state.optimizer.pieces_of(bucket)[0].param]
         moments = states.get("exp_avg", bucket.master)  # Muon's are of whole matrices
-        flip({"master": bucket.master, "shard": bucket.params.owned, "moment": moments}[fault.kind], chance)
-        yield
+        with flipped({"master": bucket.master, "shard": bucket.params.owned, "moment": moments}[fault.kind], chance):
+            yield
     elif fault.kind == "gradient":
         handle = chance.choice(list(module.parameters())).register_hook(damaged)
         yield
