@@ -84,7 +84,7 @@ NOT_RUN = {
     "python -m lab.bench.two_levels": "needs network namespaces; test_two_nodes.py does the same",
     "pip install 'setuptools<81' wheel": "installs DeepSpeed",
     "DS_ACCELERATOR=cpu": "needs DeepSpeed",
-    "torchrun --nproc_per_node=8 pretrain_gpt.py --config configs/models/llama-3-8b.yaml": "needs Llama 3's weights",
+    "torchrun --nproc_per_node=8 pretrain_gpt.py --train.initial_weights Meta-Llama-3-8B": "needs Llama 3's weights",
 }
 # What a page asks for in a sentence before its commands, and the files of a user that it speaks of.
 BEFORE = {
