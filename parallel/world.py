@@ -38,6 +38,7 @@ LOST_CONNECTION = (
     "remote process exited",
 )
 EXIT_USER_ERROR = 2
+LAUNCH_VARIABLE = "ZERO_START_OF_LAUNCH"  # "LAUNCH NUMBER", set by parallel.launch.elastic
 START_SECONDS = 600.0  # for which ranks wait for each other at the start of a job
 FOREVER = timedelta(days=365)
 # A collective times out after this many times `hang_seconds`. The watchdog of parallel/watchdog.py, which names the
@@ -95,6 +96,15 @@ def rank_from_environment() -> int:
 
 def num_ranks_from_environment() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def start_of_launch() -> tuple[str, int] | None:
+    """Return (launch, number of its present start) if an elastic launch has started this process, else None.
+
+    A start begins when the ranks of all earlier ones have ended, or cannot be reached any more.
+    """
+    launch, _, number = os.environ.get(LAUNCH_VARIABLE, "").partition(" ")
+    return (launch, int(number)) if launch else None
 
 
 def start_world(options: StartOptions = StartOptions()) -> World:

@@ -35,6 +35,7 @@ from parallel.tensor.split_parameters import split_dims
 from parallel.tensor.token_layout import ReplicatedTokens, SplitTokens, TokenLayout
 from parallel.world import StartOptions, World
 from zero.activations.checkpointed_blocks import ActivationsConfig, check_replicas, checkpointed_blocks, recomputed
+from zero.buckets.leaf_blocks import check_blocks
 from zero.engine import ZeroDataParallel
 from zero.memory.placement import Offload, Placement
 from zero.optimizer import ZeroOptimizer
@@ -123,6 +124,7 @@ def build_mesh(settings: Settings, world: World) -> Mesh:
             f"train.reproducible=layout: {num_units} ranks that keep full gradients cannot divide each sequence among "
             f"{mesh.context.size}; choose zero.stage=2 or 3 with zero.accumulate=reduce, or parallel.context_size=1"
         )
+    check_blocks(settings.zero, settings.zero.policy.levels(mesh.data))
     num_kv_heads, seq_length = max(1, settings.model.kv_heads // mesh.tensor.size), settings.model.seq_length
     sizes = {"heads of keys and values of a tensor rank": num_kv_heads, "tokens of a sequence": seq_length}
     check_context(mesh.context, sizes)

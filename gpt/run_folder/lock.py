@@ -1,6 +1,8 @@
 """A lock on the folder of a run, so that one job at a time writes there.
 
-The operating system holds the lock for the process and drops it when the process ends, however it ends.
+The operating system holds the lock for the process and drops it when the process ends, however it ends. A file server
+may not learn of the end of a node. So the holder writes the start of its launch beside the lock, and a later start of
+the same launch, which begins when the earlier one has ended, takes the lock away from it.
 """
 
 import logging
@@ -10,10 +12,11 @@ from filelock import FileLock, Timeout
 
 from data.errors import LOCKS_ARE_MISSING
 from parallel.errors import ConfigError
+from parallel.world import start_of_launch
 
 logger = logging.getLogger(__name__)
 
-LOCK = "lock"
+LOCK, HOLDER = "lock", "lock.holder"
 
 
 class RunLock:
@@ -32,7 +35,14 @@ class RunLock:
         if self._lock.is_locked:
             return
         try:
-            self._lock.acquire()
+            try:
+                self._lock.acquire()
+            except Timeout:
+                if not self._is_of_earlier_start():
+                    raise
+                (self._folder / LOCK).unlink(missing_ok=True)  # a lock belongs to a file, and not to its name
+                self._lock.acquire()
+            self._write_holder()
         except Timeout:
             raise ConfigError(
                 f"run.dir={self._folder} is in use by another job, which holds {self._folder / LOCK}; wait until it "
@@ -44,6 +54,20 @@ class RunLock:
                     f"run.dir={self._folder} cannot be written ({error.strerror}); choose another folder"
                 ) from error
             logger.warning("%s cannot be locked (%s); do not start a second job there", self._folder, error.strerror)
+
+    def _is_of_earlier_start(self) -> bool:
+        """Return True if the lock was taken by a start of this launch that has ended."""
+        own, path = start_of_launch(), self._folder / HOLDER
+        if own is None or not path.exists():
+            return False
+        launch, _, number = path.read_text().partition(" ")
+        return launch == own[0] and int(number) < own[1]
+
+    def _write_holder(self) -> None:
+        if own := start_of_launch():
+            (self._folder / HOLDER).write_text(f"{own[0]} {own[1]}")
+        else:
+            (self._folder / HOLDER).unlink(missing_ok=True)
 
     def release(self) -> None:
         """Release the lock, if it is held, so that another job may use the folder."""

@@ -15,3 +15,6 @@ if [[ $nnodes -gt 1 && -n $interface ]]; then
     export NCCL_SOCKET_IFNAME=${NCCL_SOCKET_IFNAME:-$interface}
     export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-$interface}
 fi
+
+# Torch's warnings of sockets, with a trace of C++ each, are about names that no server knows and ranks that have ended.
+export TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR}

@@ -4,7 +4,9 @@
 #   HOSTS=hosts.txt scripts/launch/hostfile.sh --config configs/quickstart.yaml --run.dir /shared/runs/first
 #
 # hosts.txt has one host a line. All nodes connect to the first one, where RDZV_PORT (29500) and the port after it must
-# be free. Every node must have this folder at the same path. The exit code is that of the first node that failed.
+# be free. Every node must have this folder at the same path. The exit code is that of the first node that failed. With
+# MIN_NODES=1 the run goes on without nodes that are lost; the exit code is that of the last node, and the two ports must
+# be free on every node.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
@@ -23,7 +25,7 @@ settings="NNODES=${#hosts[@]} RDZV=${hosts[0]}:${RDZV_PORT:-29500} NODE_NAMES=$(
     IFS=,
     echo "${hosts[*]}"
 )"
-for name in RANKS_PER_NODE MAX_RESTARTS CHECK PREFLIGHT_SECONDS PYTHON OMP_NUM_THREADS RDZV_ID; do
+for name in RANKS_PER_NODE MIN_NODES MAX_RESTARTS CHECK PREFLIGHT_SECONDS PYTHON OMP_NUM_THREADS RDZV_ID; do
     [[ -z ${!name:-} ]] || settings+=" $name=$(printf %q "${!name}")"
 done
 command="cd $(printf %q "$PWD") && exec env $settings scripts/launch/torchrun.sh$(printf ' %q' "$@")"
@@ -41,9 +43,9 @@ trap 'kill "${children[@]}" 2>/dev/null || true' EXIT
 # then this script exits and the trap above stops them.
 code=0
 for _ in "${hosts[@]}"; do
-    wait -n "${children[@]}" || {
+    wait -n "${children[@]}" && code=0 || {
         code=$?
-        break
+        [[ -n ${MIN_NODES:-} ]] || break
     }
 done
 deadline=$((SECONDS + ${GRACE_SECONDS:-30}))

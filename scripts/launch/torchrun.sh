@@ -7,7 +7,8 @@
 #   NNODES             nodes of the job (1)
 #   RDZV               HOST:PORT of the node to which all connect; PORT and the next port must be free there
 #   RANKS_PER_NODE     ranks of a node (as many as it has GPUs, or 2 without GPUs)
-#   MAX_RESTARTS       restarts after failures (0)
+#   MAX_RESTARTS       restarts after failures (0; with MIN_NODES 3)
+#   MIN_NODES          goes on without nodes that are lost, on at least so many; NODE_NAMES has the names of all
 #   CHECK              0 skips the checks before the start
 #   PREFLIGHT_SECONDS  time that these wait for the other nodes (120)
 #
@@ -23,6 +24,16 @@ num_gpus=$( (nvidia-smi --list-gpus 2>/dev/null || true) | wc -l)
 ranks=${RANKS_PER_NODE:-$((num_gpus > 0 ? num_gpus : 2))}
 
 source scripts/launch/environment.sh
+
+# After the loss of a node, the agents of the others start their ranks again. They compare the nodes before each start.
+if [[ -n ${MIN_NODES:-} ]]; then
+    command=("$python" -m gpt.elastic --nodes "${NODE_NAMES:?names of all nodes, separated by commas}"
+        --port "${rdzv##*:}" --num_ranks "$ranks" --min_nodes "$MIN_NODES" --max_restarts "${MAX_RESTARTS:-3}"
+        --wait "${PREFLIGHT_SECONDS:-120}" -- pretrain_gpt.py "$@")
+    if [[ -n ${SLURM_JOB_ID:-} ]]; then trap '' USR1 TERM; fi # as below
+    echo "+ ${command[*]}" >&2
+    exec "${command[@]}"
+fi
 
 # Check that all nodes are present, with the same code, data and settings, with clocks that agree and disks that work.
 if [[ ${CHECK:-1} == 1 ]]; then

@@ -87,6 +87,7 @@ COLLECTIVE_FILES = {
 }
 ENVIRONMENT_FILES = {
     "parallel/world.py",  # reads what the launcher set
+    "parallel/launch/elastic.py",  # is a launcher: sets what its ranks read
     "data/encode.py",  # sets the switch of the tokenizers library, which has no other
 }
 PRIVATE_PART = re.compile(r"torch\.(.*\.)?_[a-zA-Z]")

@@ -61,9 +61,7 @@ class LeafOrder:
         self._unit = rank // self._unit_size
         self.num_backwards = 0  # of the present step, up to now
         self.num_micro_batches: int | None = None  # of the present step, if it is known
-        if config.policy.adds_leaves:
-            for num_units in {self._num_units, levels.outer.size}:
-                _check_divides(self._num_blocks, num_units)
+        check_blocks(config, levels)
 
     @property
     def factor(self) -> float:
@@ -93,14 +91,17 @@ class LeafOrder:
         self.num_backwards, self.num_micro_batches = 0, None
 
 
-def _check_divides(num_blocks: int, num_units: int) -> None:
-    of_unit, rest = divmod(num_blocks, num_units)
-    if num_units > 1 and (rest or of_unit & (of_unit - 1) or not of_unit):
-        choice = num_units
-        while choice < num_blocks:
-            choice *= 2
-        raise ConfigError(
-            f"ZeroConfig.leaf_blocks={num_blocks} of micro-batches cannot be divided over {num_units} ranks or groups "
-            f"that each add up their own; choose {choice}, or ZeroConfig.stage=2 or 3 with "
-            "ZeroConfig.accumulate=reduce and one group of ranks"
-        )
+def check_blocks(config: ZeroConfig, levels: Levels) -> None:
+    """Raise ConfigError if the blocks of leaves cannot be divided over the units that add them."""
+    num_blocks, policy = config.leaf_blocks, config.policy
+    for num_units in {policy.num_adding_units(levels), levels.outer.size} if policy.adds_leaves else ():
+        of_unit, rest = divmod(num_blocks, num_units)
+        if num_units > 1 and (rest or of_unit & (of_unit - 1) or not of_unit):
+            choice = num_units
+            while choice < num_blocks:
+                choice *= 2
+            raise ConfigError(
+                f"ZeroConfig.leaf_blocks={num_blocks} of micro-batches cannot be divided over {num_units} ranks or "
+                f"groups that each add up their own; choose {choice}, or ZeroConfig.stage=2 or 3 with "
+                "ZeroConfig.accumulate=reduce and one group of ranks"
+            )

@@ -13,6 +13,7 @@ import logging
 import shutil
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -99,9 +100,10 @@ class CheckpointWriter:
             tensors = self._host_copies.take(tensors)
 
         def write() -> None:
-            self._write_rank(key, partial, tensors, origin(self._rank, save))
-            if self._rank in self._publication.hosts:
-                self._complete(key, partial, final, layout)
+            with suppress(RuntimeError):  # the store has ended, and with it this job: `wait` raises it too
+                self._write_rank(key, partial, tensors, origin(self._rank, save))
+                if self._rank in self._publication.hosts:
+                    self._complete(key, partial, final, layout)
 
         announce_host_read(tensors.values())
         thread = threading.Thread(target=write, daemon=True)

@@ -7,6 +7,7 @@ import pytest
 
 from gpt.run_folder.lock import RunLock
 from parallel.errors import ConfigError
+from parallel.world import LAUNCH_VARIABLE
 
 
 def test_a_second_job_is_refused_until_the_first_ends(tmp_path: Path):
@@ -18,6 +19,26 @@ def test_a_second_job_is_refused_until_the_first_ends(tmp_path: Path):
     first.release()
     second.take()
     second.release()
+
+
+@pytest.mark.parametrize(
+    ("holder", "taker", "is_taken"),
+    [("a 1", "a 2", True), ("a 2", "a 2", False), ("a 1", "b 2", False), ("", "a 2", False), ("a 1", "", False)],
+)
+def test_a_later_start_of_the_same_launch_takes_the_lock_from_a_node_that_was_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, holder: str, taker: str, is_taken: bool
+):
+    monkeypatch.setenv(LAUNCH_VARIABLE, holder)
+    lost = RunLock(tmp_path)
+    lost.take()
+    monkeypatch.setenv(LAUNCH_VARIABLE, taker)
+    later, refused = RunLock(tmp_path), RunLock(tmp_path)
+    if is_taken:
+        later.take()
+    with pytest.raises(ConfigError, match="in use by another job"):
+        refused.take()
+    for lock in (lost, later):
+        lock.release()
 
 
 @pytest.mark.parametrize("missing", [errno.ENOLCK, errno.ENOSYS])

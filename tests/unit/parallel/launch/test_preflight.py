@@ -57,7 +57,7 @@ def nodes(**odd: object) -> list[NodeFacts]:
         ({"data": dict.fromkeys("abcd", "x")}, "n2: other data than elsewhere: a, b, c, corpus.idx and 1 more"),
         ({"disk_error": "No space left on device"}, "n2: /shared/runs cannot be written: No space left on device"),
         ({"free_bytes": 10**9}, "n2: /shared/runs is nearly full: 1.00 GB are free"),
-        ({"disk_bytes_per_second": 1e8}, "n2: /shared/runs is slow: 100.0 MB/s, the fastest node has 1000.0"),
+        ({"disk_bytes_per_second": 9e7}, "n2: /shared/runs is slow: 90.0 MB/s, the fastest node has 1000.0"),
         ({"disk_bytes_per_second": 2e8}, None),
         ({"free_bytes": 2**30}, None),
     ],

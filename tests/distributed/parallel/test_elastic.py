@@ -1,0 +1,152 @@
+"""Agents of nodes, on ports of this machine, whose ranks are small programs."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from lab.acceptance.child import ROOT, descendants, kill_all
+
+LIMIT_SECONDS = 240.0
+# Notes its start in a folder, and ends when a file tells it: with the code that stands there, or 0 if it is asked to.
+RANK = """
+import os, pathlib, signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+folder, name = pathlib.Path(sys.argv[1]), os.environ["ZERO_START_OF_LAUNCH"].split()[1] + "-" + os.environ["RANK"]
+(folder / f"{name}.tmp").write_text(f"{os.environ['WORLD_SIZE']} {os.environ['MASTER_PORT']}")
+(folder / f"{name}.tmp").rename(folder / name)
+while True:
+    for end in (folder / "end", folder / f"end-{name}", folder / f"end-rank-{os.environ['RANK']}"):
+        if end.exists():
+            sys.exit(int(end.read_text() or 0))
+    time.sleep(0.02)
+"""
+
+
+class Nodes:
+    """Nodes of one rank each, and what their ranks have noted."""
+
+    def __init__(self, folder: Path, num_nodes: int, *options: str):
+        self.folder = folder
+        (folder / "rank.py").write_text(RANK)
+        self.names = [f"127.0.0.1:{port}" for port in free_pairs_of_ports(num_nodes)]
+        self._options = ["--nodes", ",".join(self.names), "--wait=120", *options]
+        self.agents = {number: self.start(number) for number in range(num_nodes)}
+
+    def start(self, number: int) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "parallel.launch.elastic", *self._options, "--node", self.names[number], "--"]
+        environment = os.environ | {"PYTHONPATH": str(ROOT)}
+        return subprocess.Popen(
+            [*command, "rank.py", str(self.folder)],
+            cwd=self.folder,
+            env=environment,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def lose(self, number: int) -> None:
+        """Kill the agent first, and then its ranks."""
+        agent = self.agents[number]
+        kill_all([agent.pid, *descendants(agent.pid)])
+        agent.wait()
+
+    def sizes(self, start: int) -> list[str]:
+        """Return the world size that each rank of a start has noted."""
+        return [path.read_text().split()[0] for path in sorted(self.folder.glob(f"{start}-[0-9]"))]
+
+    def wait_for(self, start: int, num_ranks: int) -> None:
+        deadline = time.monotonic() + LIMIT_SECONDS
+        while self.sizes(start) != [str(num_ranks)] * num_ranks:
+            ended = [agent for agent in self.agents.values() if agent.poll() is not None and agent.returncode >= 0]
+            assert not ended, [agent.communicate()[1] for agent in ended]
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+    def codes(self) -> list[int]:
+        return [agent.wait(LIMIT_SECONDS) for agent in self.agents.values()]
+
+
+def free_pairs_of_ports(number: int) -> list[int]:
+    """Return ports below those that the system gives out, which are free like the ports after them."""
+    found: list[int] = []
+    for port in range(20000 + os.getpid() % 4000 * 2, 32000, 2):
+        with socket.socket() as one, socket.socket() as other:
+            try:
+                one.bind(("", port))
+                other.bind(("", port + 1))
+            except OSError:
+                continue
+        found.append(port)
+        if len(found) == number:
+            return found
+    raise AssertionError("no free ports")
+
+
+@pytest.fixture
+def make_nodes() -> Iterator[Callable[..., Nodes]]:
+    made: list[Nodes] = []
+    # In memory: the agents compare the rates of their disks, which other tests use.
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+
+        def make(num_nodes: int, *options: str) -> Nodes:
+            made.append(Nodes(Path(folder), num_nodes, *options))
+            return made[-1]
+
+        yield make
+        for nodes in made:
+            for agent in nodes.agents.values():
+                if agent.poll() is None:
+                    kill_all([*descendants(agent.pid), agent.pid])
+                if agent.stderr and not agent.stderr.closed:
+                    agent.communicate()
+
+
+def test_the_loss_of_the_leader_costs_a_start_and_its_return_adds_it_again(make_nodes):
+    nodes = make_nodes(3, "--grow_after=0")
+    nodes.wait_for(1, 3)
+    nodes.lose(0)
+    nodes.wait_for(2, 2)
+    nodes.agents[0] = nodes.start(0)
+    nodes.wait_for(3, 3)
+    (nodes.folder / "end").touch()
+    assert nodes.codes() == [0, 0, 0]
+
+
+def test_an_error_of_the_user_ends_the_job_and_failures_restart_it_up_to_the_limit(make_nodes):
+    nodes = make_nodes(2, "--max_restarts=1")
+    nodes.wait_for(1, 2)
+    (nodes.folder / "end-1-1").write_text("1")
+    nodes.wait_for(2, 2)
+    (nodes.folder / "end-2-0").write_text("2")
+    assert nodes.codes() == [2, 2]
+    assert nodes.sizes(3) == []
+
+
+def test_ranks_that_fail_again_end_the_job_with_their_code(make_nodes):
+    nodes = make_nodes(2, "--max_restarts=1")
+    (nodes.folder / "end-rank-0").write_text("7")
+    assert nodes.codes() == [7, 7]
+    assert nodes.sizes(3) == []
+
+
+def test_a_node_that_fails_again_is_left_out(make_nodes):
+    nodes = make_nodes(3, "--max_failures=1")
+    nodes.wait_for(1, 3)
+    (nodes.folder / "end-1-1").write_text("1")
+    nodes.wait_for(2, 2)
+    (nodes.folder / "end").touch()
+    assert nodes.codes() == [0, 0, 0]
+
+
+def test_a_signal_to_one_agent_lets_all_ranks_of_its_node_end(make_nodes):
+    nodes = make_nodes(1)
+    nodes.wait_for(1, 1)
+    nodes.agents[0].send_signal(signal.SIGTERM)
+    assert nodes.codes() == [128 + signal.SIGTERM]
