@@ -34,7 +34,6 @@ SETTINGS = OPTIONS | {
     "train.global_batch_size": 24,
     "train.reproducible_blocks": 4,  # for the 4 and 2 ranks of stage 1
     "zero.accumulate": "reduce",
-    "checkpoint.every": CHECKPOINT_EVERY,
     "checkpoint.snapshot_every": SNAPSHOT_EVERY,
 }
 
@@ -116,7 +115,9 @@ def lose_nodes(number: int, num_lost: int, corpus: Path, folder: Path) -> tuple[
     num_nodes = 3 if num_lost > 1 else 2 + number % 2
     # Stage 1 has blocks of micro-batches for each rank, and 4 blocks cannot be divided over 6 ranks.
     stage = this.choice([1, 2, 3] if num_nodes == 2 else [2, 3])
-    settings = SETTINGS | {"data.path": corpus, "zero.stage": stage}
+    # What is newer is loaded: without checkpoints it is a snapshot.
+    every = 1000 if num_lost == 1 else CHECKPOINT_EVERY
+    settings = SETTINGS | {"data.path": corpus, "zero.stage": stage, "checkpoint.every": every}
     with joined_nodes(num_nodes) as nodes:
         first = 0 if number % 3 == 0 else this.randrange(num_nodes)
         lost = [nodes[(first + offset) % num_nodes] for offset in range(num_lost)]

@@ -164,7 +164,8 @@ class Agent:
         """Publish a start, unless it would restart too often, or a node differs."""
         if start.num_restarts > self._limits.max_restarts:
             self._say(f"the ranks have failed again after {self._limits.max_restarts} restarts")
-            self._become(state="ended", code=self._own.code or watchdog.EXIT_CODE)
+            code = self._own.code or watchdog.EXIT_CODE
+            self._become(start=start.start, members=start.members, state="ended", code=code)
             return
         try:
             others = [NodeFacts(**self._peers.facts(node)) for node in start.members if node != self._own.node]
@@ -173,7 +174,7 @@ class Agent:
         if problems := find_problems([self._own_facts, *others]):
             self._say("preflight: " + "\n  ".join(problems))
             if start.start == 1:
-                self._become(state="ended", code=EXIT_USER_ERROR)
+                self._become(start=1, members=start.members, state="ended", code=EXIT_USER_ERROR)
                 return
             # The job goes on with the nodes that it has had.
             if new := [node for node in start.members if node not in self._own.members]:

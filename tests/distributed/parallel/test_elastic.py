@@ -38,13 +38,14 @@ class Nodes:
         (folder / "rank.py").write_text(RANK)
         self.names = [f"127.0.0.1:{port}" for port in free_pairs_of_ports(num_nodes)]
         self._options = ["--nodes", ",".join(self.names), "--wait=120", *options]
+        self.rank_words: list[str] = []
         self.agents = {number: self.start(number) for number in range(num_nodes)}
 
     def start(self, number: int) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "parallel.launch.elastic", *self._options, "--node", self.names[number], "--"]
         environment = os.environ | {"PYTHONPATH": str(ROOT)}
         return subprocess.Popen(
-            [*command, "rank.py", str(self.folder)],
+            [*command, "rank.py", str(self.folder), *self.rank_words],
             cwd=self.folder,
             env=environment,
             stderr=subprocess.PIPE,
@@ -127,6 +128,16 @@ def test_an_error_of_the_user_ends_the_job_and_failures_restart_it_up_to_the_lim
     (nodes.folder / "end-2-0").write_text("2")
     assert nodes.codes() == [2, 2]
     assert nodes.sizes(3) == []
+
+
+def test_nodes_that_differ_end_the_job_before_its_first_start(make_nodes):
+    nodes = make_nodes(2, "--wait=120", "--grow_after=0")
+    kill_all([nodes.agents[1].pid])
+    nodes.agents[1].communicate()
+    nodes.rank_words = ["other"]
+    nodes.agents[1] = nodes.start(1)
+    assert nodes.codes() == [2, 2]
+    assert nodes.sizes(1) == []
 
 
 def test_ranks_that_fail_again_end_the_job_with_their_code(make_nodes):
