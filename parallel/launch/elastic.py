@@ -171,7 +171,7 @@ class Agent:
             others = [NodeFacts(**self._peers.facts(node)) for node in start.members if node != self._own.node]
         except (OSError, HTTPException):
             return  # the node has just been lost: the records are read again
-        if problems := find_problems([self._own_facts, *others]):
+        if problems := find_problems([self._own_facts, *others]) if self._options.check else []:
             self._say("preflight: " + "\n  ".join(problems))
             if start.start == 1:
                 self._become(start=1, members=start.members, state="ended", code=EXIT_USER_ERROR)
@@ -198,16 +198,11 @@ class Agent:
         # Read first: the ranks of other nodes end a moment after the failure that ends these.
         code = self._ranks.code()
         found = self._peers.read(self._nodes if self._own.leads else list(self._own.members)[:1])
-        ended = end_of_job(self._own, found)
-        if ended is not None and ended.start == self._own.start and (ended.code or code == 0):
+        ended = [record for record in found.values() if record and record.state == "ended"]
+        codes = [record.code for record in ended if self._own.has_member(record) and record.code]
+        if codes or code == EXIT_USER_ERROR:
             self._ranks.kill()
-            self._become(state="ended", code=ended.code)
-        elif code == EXIT_USER_ERROR:
-            self._ranks.kill()
-            self._become(state="ended", code=code)
-        elif any(record and record.state == "ended" and record.code for record in found.values()):
-            self._ranks.kill()
-            self._become(state="ended", code=next(r.code for r in found.values() if r and r.code))
+            self._become(state="ended", code=next(iter(codes), code))
         elif code:
             self._stop(f"ranks have failed here with exit code {code}", code)
         elif is_broken(self._own, found, self._seconds() < JOIN_SECONDS):
@@ -231,7 +226,10 @@ class Agent:
                 self._become(state="waiting")
         elif self._own.state == "running":
             self._become(state="done")
-        elif self._own.leads and all(record.state in ("done", "ended") for record in members):
+        elif self._own.leads:
+            if all(record.state in ("done", "ended") for record in members):
+                self._become(state="ended", code=0)
+        elif any(record.leads and record.state == "ended" for record in members):
             self._become(state="ended", code=0)
 
     def _regroup(self, found: dict[str, Record | None]) -> None:
@@ -289,6 +287,7 @@ def main(
     parser.add_argument("--min_nodes", type=int, default=1, help="with fewer, the job waits")
     parser.add_argument("--max_restarts", type=int, default=3, help="after failures of ranks; losses do not count")
     parser.add_argument("--max_failures", type=int, default=3, help="of a node, after which it is left out")
+    parser.add_argument("--check", type=int, default=1, choices=(0, 1), help="0: the nodes are not compared")
     parser.add_argument("--grow_after", type=float, default=60.0, help="seconds of a start before nodes are added")
     parser.add_argument("--wait", type=float, default=120.0, help="seconds to wait for nodes")
     own, program = split_words(words)

@@ -29,7 +29,7 @@ source scripts/launch/environment.sh
 if [[ -n ${MIN_NODES:-} ]]; then
     command=("$python" -m gpt.elastic --nodes "${NODE_NAMES:?names of all nodes, separated by commas}"
         --port "${rdzv##*:}" --num_ranks "$ranks" --min_nodes "$MIN_NODES" --max_restarts "${MAX_RESTARTS:-3}"
-        --wait "${PREFLIGHT_SECONDS:-120}" -- pretrain_gpt.py "$@")
+        --check "${CHECK:-1}" --wait "${PREFLIGHT_SECONDS:-120}" -- pretrain_gpt.py "$@")
     if [[ -n ${SLURM_JOB_ID:-} ]]; then trap '' USR1 TERM; fi # as below
     echo "+ ${command[*]}" >&2
     exec "${command[@]}"

@@ -37,7 +37,8 @@ class Nodes:
         self.folder = folder
         (folder / "rank.py").write_text(RANK)
         self.names = [f"127.0.0.1:{port}" for port in free_pairs_of_ports(num_nodes)]
-        self._options = ["--nodes", ",".join(self.names), "--wait=120", *options]
+        # Without comparison of the nodes: on a busy machine the rates of their disks differ.
+        self._options = ["--nodes", ",".join(self.names), "--wait=120", "--check=0", *options]
         self.rank_words: list[str] = []
         self.agents = {number: self.start(number) for number in range(num_nodes)}
 
@@ -93,7 +94,6 @@ def free_pairs_of_ports(number: int) -> list[int]:
 @pytest.fixture
 def make_nodes() -> Iterator[Callable[..., Nodes]]:
     made: list[Nodes] = []
-    # In memory: the agents compare the rates of their disks, which other tests use.
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
 
         def make(num_nodes: int, *options: str) -> Nodes:
@@ -131,7 +131,7 @@ def test_an_error_of_the_user_ends_the_job_and_failures_restart_it_up_to_the_lim
 
 
 def test_nodes_that_differ_end_the_job_before_its_first_start(make_nodes):
-    nodes = make_nodes(2, "--wait=120", "--grow_after=0")
+    nodes = make_nodes(2, "--check=1")
     kill_all([nodes.agents[1].pid])
     nodes.agents[1].communicate()
     nodes.rank_words = ["other"]
