@@ -34,7 +34,7 @@ from zero.partition.config import ZeroConfig
 from zero.partition.stage import Levels, Lifetime
 from zero.torch_ranks import AxisLike, as_axis
 from zero.units.access import UnitAccess
-from zero.units.hooks import Hook, hook_readers
+from zero.units.hooks import Hook, ModuleHooks, PersistentHooks, hook_readers
 from zero.units.passes import Passes
 from zero.units.residency import Residency
 from zero.units.scheduler import UnitScheduler
@@ -102,18 +102,15 @@ class ZeroDataParallel(nn.Module):
         self.reducer = GradientReducer(trainable, levels, config, launch_order, self.offload)
         self.planner = self._residency()
         self._passes = Passes(self.reducer, launch_order)
-        refuse = Hook(refuse_replacing)
-        self._handles = [part.register_load_state_dict_pre_hook(refuse) for part in python_modules(module)]
-        self._handles += self._passes.watch_gradients()
-        before_forward: Callable[[], None] = self._passes.begin_forward
-        self._scheduler: UnitScheduler | None = None
         if unshards:
-            self._scheduler = UnitScheduler(module, self._access, self.planner, self._passes, self.reducer)
-            # That of the module itself begins the forward, also without this wrapper.
-            before_forward = self._scheduler.hooks.enclose_root
-        elif config.overlap_gather:
-            self._handles += hook_readers(module, self.wait_for_updates)
-        self._before_forward = torch.compiler.disable(before_forward)
+            scheduler = UnitScheduler(module, self._access, self.planner, self._passes, self.reducer)
+            self._hooks: ModuleHooks | PersistentHooks = scheduler.hooks
+        else:
+            readers = hook_readers(module, self.wait_for_updates) if config.overlap_gather else []
+            self._hooks = PersistentHooks(self._passes.begin_forward, readers)
+        refuse = Hook(refuse_replacing)
+        self._hooks.handles += [part.register_load_state_dict_pre_hook(refuse) for part in python_modules(module)]
+        self._hooks.handles += self._passes.watch_gradients()
 
     @property
     def levels(self) -> Levels:
@@ -150,7 +147,7 @@ class ZeroDataParallel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module."""
-        self._before_forward()
+        self._hooks.begin()
         if self._input_dtype is not None:
             args, kwargs = cast_floating_point((args, kwargs), self._input_dtype)
         return self.module(*args, **kwargs)
@@ -166,8 +163,7 @@ class ZeroDataParallel(nn.Module):
             raise ValueError(
                 f"{name} is not a method of a module of this model; the module is a {type(owner).__name__}"
             )
-        if self._scheduler is not None:
-            self._scheduler.hooks.register_method(owner, name)
+        self._hooks.register_method(owner, name)
 
     def accumulate(self, num_micro_batches: int | None = None) -> AbstractContextManager[None]:
         """Accumulate gradients over the backwards inside this context; the first one after it completes the step.
@@ -228,11 +224,7 @@ class ZeroDataParallel(nn.Module):
         self._passes.begin_read()
         for unit in self._access.units.values():
             unit.unwrap(device)
-        for handle in self._handles:
-            handle.remove()
-        if self._scheduler is not None:
-            self._scheduler.hooks.remove()
-            restore_parameter_tables(self.module)
+        self._hooks.remove()
         module = self.module
         set_deferred(module, False)
         del self.module

@@ -14,7 +14,8 @@ from parallel.autograd_internals import DisableTorchFunction, forbid_writes
 from parallel.memory_kinds import TensorKind, tagged
 from parallel.mesh import Axis, Work
 from parallel.torch_internals import are_the_same_elements
-from zero.buckets.bucket import Bucket, BucketRanges, GradShard, ParamShard, take_changed
+from zero.buckets.bucket import Bucket, GradShard, ParamShard, take_changed
+from zero.buckets.full_gradients import BucketRanges
 from zero.buckets.guarded_parameter import ParameterGuard, set_raw_data
 from zero.memory.placement import Offload
 from zero.memory.staging import free_storage, restore_storage
