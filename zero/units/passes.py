@@ -74,9 +74,7 @@ class Passes:
         return [param.register_post_accumulate_grad_hook(on_gradient) for param in self._params]
 
     def begin_forward(self, is_whole: bool = True) -> None:
-        """Begin a forward of the whole model or of a part, unless a backward is running it again."""
-        if is_in_backward():
-            return
+        """Begin a forward of the whole model or of a part; not one that a backward runs again."""
         self.finalize()
         self._launch_order.start(Round.FORWARD)
         for listener in self._listeners:
