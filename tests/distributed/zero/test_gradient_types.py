@@ -67,6 +67,7 @@ def gradient(
             with nullcontext() if micro_batch == num_micro_batches - 1 else model.accumulate():
                 model(*(tensor.to(dtype) for tensor in inputs(mesh.data.rank, micro_batch))).backward()
         optimizer.step(gradient_hook=read)
+    optimizer.take_changes()  # waits for the gathers between groups, for which no forward waits any more
     return torch.stack(found)
 
 
