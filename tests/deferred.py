@@ -62,10 +62,6 @@ class LateOperations(TorchDispatchMode):
         if any("Tensor" not in str(returned.type) for returned in function._schema.returns):
             self._stream.synchronize()  # the host reads a value
             return function(*args, **kwargs)
-        if function is torch.ops.aten.new_empty.default:
-            raise Race(
-                "a buffer is allocated on a side stream, and its memory is lost to the computation when it is freed"
-            )
         written = _written(function, args, kwargs)
         result = None if written else function(*args, **kwargs)  # its memory; the values are computed again
         outputs = [(_region(self._streams, out), updates) for out, updates in _outputs(written, result)]
