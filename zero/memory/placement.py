@@ -123,6 +123,11 @@ class FewBuffers:
         """Return a buffer; `last_use` is waited for before it is taken again."""
         self._in_turn[buffer.dtype].append((buffer, last_use))
 
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of the buffers that are not taken."""
+        return sum(buffer.nbytes for in_turn in self._in_turn.values() for buffer, _ in in_turn)
+
 
 class Offload:
     """The two memories of a rank: allocates in either, and launches copies between them on side streams."""
