@@ -23,6 +23,7 @@ from parallel.launch.node_map import span
 from tests.distributed.gpt.test_reproducible import BASE, GPT2, GROUPS, LLAMA, S1, S3, SMALL, build_with_loader
 from tests.ranks import run_ranks
 from zero.buckets.hashes import INTEGERS
+from zero.formulas.traffic import axis_bytes
 
 TENSOR, CONTEXT = "--parallel.tensor_size=2", "--parallel.context_size=2"
 COMPUTED, AT_REST = ("activation", "gradient", "weight"), ("master", "moment", "shard")
@@ -192,6 +193,31 @@ def errors_without_faults(num_steps: int, options: tuple[str, ...] = (*GPT2, S1)
 @pytest.mark.parametrize("options", [(*GPT2, S1), (*LLAMA, S3, SMALL)], ids=["stage 1", "stage 3"])
 def test_no_audit_of_a_thousand_names_a_sound_rank(options):
     assert errors_without_faults(1000, options) == {""}
+
+
+def bytes_of_an_audit(options: tuple[str, ...]) -> tuple[int, float]:
+    """Return how much more an audited step sends than the one before it, and a micro-batch without reductions."""
+    settings = parse_settings([*BASE, *LLAMA, *options])
+    state, loader = build_with_loader(settings)
+    auditor, log, sent = Auditor(6, state, loader, ["place"] * 4), state.mesh.log, list[int]()
+    plan = [(step * 12, 12) for step in range(6)]  # by the fourth the order of units is known
+    for step, (samples, batches) in enumerate(zip(plan, loader.steps(plan), strict=True), 1):
+        log.clear()
+        with auditor.step(step, samples, batches) as leaves:
+            train_step(state.model, state.optimizer, batches, state.mesh, leaves=leaves)
+        sent.append(sum(num for (_, _, phase), num in log.wire_bytes_by.items() if phase != "agreement"))
+    model, numels = state.model, [flat.layout.numel for flat in state.model.flats]
+    kept = 2 * (numels[0] + numels[-1]) if len(numels) > 1 else 0  # the root and the last block
+    gathered, _ = axis_bytes(
+        model.config.policy, 2 * sum(numels), model.levels.sizes, 1, gradient_bytes=(0, 0), kept_bytes=kept
+    )
+    of_hashes = 2 * 8 * (state.mesh.data.size - 1)
+    return sent[-1] - sent[-2], (gathered if model.config.stage == 3 else 0) + of_hashes
+
+
+def test_an_audit_sends_what_a_micro_batch_gathers_and_two_hashes():
+    for found, expected in run_ranks(4, bytes_of_an_audit, (S1,)) + run_ranks(4, bytes_of_an_audit, (S3, GROUPS)):
+        assert found == expected
 
 
 @pytest.mark.parametrize(
