@@ -195,29 +195,34 @@ def test_no_audit_of_a_thousand_names_a_sound_rank(options):
     assert errors_without_faults(1000, options) == {""}
 
 
-def bytes_of_an_audit(options: tuple[str, ...]) -> tuple[int, float]:
-    """Return how much more an audited step sends than the one before it, and a micro-batch without reductions."""
+def sent_by_audits(options: tuple[str, ...]) -> list[tuple[int, int]]:
+    """Return (bytes, collectives) of a step without audits, one that compares states at rest, and an audited one."""
     settings = parse_settings([*BASE, *LLAMA, *options])
     state, loader = build_with_loader(settings)
-    auditor, log, sent = Auditor(6, state, loader, ["place"] * 4), state.mesh.log, list[int]()
+    auditor, none = (Auditor(every, state, loader, ["place"] * 4) for every in (6, 0))
+    log, sent = state.mesh.log, list[tuple[int, int]]()
+    log.keeps_events = True
     plan = [(step * 12, 12) for step in range(6)]  # by the fourth the order of units is known
     for step, (samples, batches) in enumerate(zip(plan, loader.steps(plan), strict=True), 1):
         log.clear()
-        with auditor.step(step, samples, batches) as leaves:
+        with (none if step < 5 else auditor).step(step, samples, batches) as leaves:
             train_step(state.model, state.optimizer, batches, state.mesh, leaves=leaves)
-        sent.append(sum(num for (_, _, phase), num in log.wire_bytes_by.items() if phase != "agreement"))
+        events = [event for event in log.events if event.phase != "agreement"]
+        sent.append((sum(event.wire_bytes for event in events), len(events)))
     model, numels = state.model, [flat.layout.numel for flat in state.model.flats]
-    kept = 2 * (numels[0] + numels[-1]) if len(numels) > 1 else 0  # the root and the last block
-    gathered, _ = axis_bytes(
-        model.config.policy, 2 * sum(numels), model.levels.sizes, 1, gradient_bytes=(0, 0), kept_bytes=kept
-    )
-    of_hashes = 2 * 8 * (state.mesh.data.size - 1)
-    return sent[-1] - sent[-2], (gathered if model.config.stage == 3 else 0) + of_hashes
+    if model.config.stage == 3:
+        kept = 2 * (numels[0] + numels[-1])  # the root and the last block
+        sizes = model.levels.sizes
+        gathered, _ = axis_bytes(model.config.policy, 2 * sum(numels), sizes, 1, gradient_bytes=(0, 0), kept_bytes=kept)
+        sent[-1] = sent[-1][0] - int(gathered), 0
+    return sent[-3:]
 
 
-def test_an_audit_sends_what_a_micro_batch_gathers_and_two_hashes():
-    for found, expected in run_ranks(4, bytes_of_an_audit, (S1,)) + run_ranks(4, bytes_of_an_audit, (S3, GROUPS)):
-        assert found == expected
+@pytest.mark.parametrize("options", [(S1,), (S3, GROUPS)], ids=["stage 1", "groups"])
+def test_states_at_rest_take_no_message_and_audits_what_a_micro_batch_gathers(options):
+    for without, at_rest, audited in run_ranks(4, sent_by_audits, options):
+        assert at_rest == (without[0] + 8 * 3, without[1])  # a number beside the losses
+        assert audited[0] == at_rest[0] + 2 * 8 * 3  # two hashes
 
 
 @pytest.mark.parametrize(
