@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import torch
 
-from gpt.builder.closed_forms import moment_bytes, parameters_of_rank
+from gpt.builder.closed_forms import coded_parameters_of_rank, moment_bytes, parameters_of_rank
 from gpt.settings.option_names import in_option_names
 from gpt.settings.settings import Settings
 from parallel.host_memory import physical_bytes
@@ -13,6 +13,7 @@ from parallel.mesh import Axis, Mesh
 from zero.activations.checkpointed_blocks import ActivationsConfig
 from zero.activations.choice import Workload, choose_store
 from zero.formulas import memory, traffic
+from zero.partition.config import ZeroConfig
 
 logger = logging.getLogger(__name__)
 
@@ -34,14 +35,36 @@ def chosen_activations(settings: Settings, mesh: Mesh, replicas: Axis, device: t
 
 def sent_bytes(settings: Settings, data_size: int, num_micro_batches: int) -> tuple[float, float]:
     """Return the bytes that a rank sends along the data axis in a step, inside its group and between groups."""
-    train, zero, parallel = settings.train, settings.zero, settings.parallel
-    numel = parameters_of_rank(settings.model, parallel.tensor_size)
-    return traffic.axis_bytes(
+    zero, train, tensor_size = settings.zero, settings.train, settings.parallel.tensor_size
+    numel = parameters_of_rank(settings.model, tensor_size)
+    in_fp8 = coded_parameters_of_rank(settings.model, train, tensor_size) if zero.gather_dtype else 0
+    sizes = traffic.axis_sizes(zero.policy, data_size, settings.parallel.shard_size)
+    return sent_bytes_of(zero, train.dtype, (numel, in_fp8), sizes, num_micro_batches)
+
+
+def sent_bytes_of(
+    zero: ZeroConfig, dtype: torch.dtype, numels: tuple[int, int], sizes: tuple[int, int], num_micro_batches: int
+) -> tuple[float, float]:
+    """Return the bytes of `sent_bytes` for so many parameters of one type, of which some are gathered in FP8.
+
+    `sizes`: ranks of a group, and groups.
+    """
+    types, (numel, in_fp8) = zero.gradient_types(dtype), numels
+    gradient_bytes = numel * types.reduce.itemsize, numel * types.accumulate.itemsize
+    of_all = numel * dtype.itemsize
+    parameter_bytes = of_all - in_fp8 * (dtype.itemsize - 1), of_all
+    return traffic.axis_bytes(zero.policy, parameter_bytes, sizes, num_micro_batches, gradient_bytes=gradient_bytes)
+
+
+def block_sum_bytes(settings: Settings, data_size: int) -> float:
+    """Return the bytes of a rank's sums of blocks of micro-batches with train.reproducible=layout, else 0."""
+    zero, parallel = settings.zero, settings.parallel
+    return memory.block_sum_bytes(
         zero.policy,
-        numel * train.dtype.itemsize,
+        parameters_of_rank(settings.model, parallel.tensor_size),
         traffic.axis_sizes(zero.policy, data_size, parallel.shard_size),
-        num_micro_batches,
-        gradient_bytes=numel * zero.gradient_types(train.dtype).reduce.itemsize,
+        zero.leaf_blocks,
+        zero.gradient_types(settings.train.dtype).accumulate.itemsize,
     )
 
 
@@ -63,9 +86,8 @@ def workload(settings: Settings, data_size: int, num_replicas: int) -> Workload:
         tensor_size=parallel.tensor_size,
         vocab_size=model.padded_vocab_size,
         itemsize=itemsize,
-        state_bytes=memory.formula(
-            policy, num_parameters, data_size, itemsize, moments, accumulate, parallel.shard_size
-        ).total,
+        state_bytes=block_sum_bytes(settings, data_size)
+        + memory.formula(policy, num_parameters, data_size, itemsize, moments, accumulate, parallel.shard_size).total,
         data_bytes=sum(sent_bytes(settings, data_size, num_micro_batches)) / num_micro_batches,
         block_weights=model.block_weights,
         block_width=model.block_width,

@@ -3,6 +3,7 @@
 import logging
 import shutil
 from contextlib import nullcontext
+from unittest import mock
 
 import pytest
 import torch
@@ -72,6 +73,27 @@ def test_compiled_blocks_need_a_compiler(monkeypatch):
         build(settings, Mesh.create(1), torch.device("cpu"))
 
 
+def test_bits_that_no_number_of_ranks_changes_need_torchs_deterministic_kernels_on_a_gpu(monkeypatch):
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    chosen = mock.Mock(side_effect=InterruptedError)  # nothing is built for a GPU
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", chosen)
+    settings = parse_settings([f"--config={BASE}", "--train.reproducible=layout"])
+    build(settings, Mesh.create(1), torch.device("cpu"))
+    with pytest.raises(InterruptedError):
+        build(settings, Mesh.create(1), torch.device("cuda"))
+    chosen.assert_called_once_with(True)
+    assert settings.zero.alignment % 256 == 0, "no kernel is chosen by where a parameter begins"
+
+
+def test_full_gradients_of_parts_of_a_sequence_are_refused_if_they_must_not_depend_on_the_layout():
+    given = "--train.reproducible=layout", "--parallel.context_size=2", "--train.global_batch_size=8"
+    for options, is_refused in ((["--zero.stage=2"], False), (["--zero.stage=1"], True)):
+        settings = parse_settings([f"--config={BASE}", *given, *options, "--train.micro_batch_size=1"])
+        expected = pytest.raises(ConfigError, match=r"4 ranks that keep full gradients .* choose zero\.stage=2")
+        with imitated_world(0, 4, 4, "gloo") as world, expected if is_refused else nullcontext():
+            build_mesh(settings, world)
+
+
 def test_a_context_that_does_not_divide_the_heads_of_a_tensor_rank_is_refused():
     model = "--model.num_heads=8", "--model.num_kv_heads=4", "--model.hidden_size=32", "--model.seq_length=8"
     mesh = "--parallel.tensor_size=2", "--train.micro_batch_size=1", "--train.global_batch_size=8"
@@ -100,3 +122,27 @@ def test_tensor_ranks_that_divide_the_tokens_need_a_number_that_they_divide(opti
     refused = pytest.raises(ConfigError, match=f"the tokens of a micro-batch={num_tokens} ") if num_tokens else None
     with imitated_world(0, 8, 8, "gloo") as world, refused or nullcontext():
         build_mesh(settings, world)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["--train.matmul=fp8", "--train.precision=fp16"], "train.matmul=fp8.*train.precision=fp16"),
+        (["--zero.gather_dtype=fp8"], "zero.gather_dtype=fp8.*train.matmul=None"),
+        (["--zero.gather_dtype=fp8", "--train.matmul=fp8", "--train.fp8.recipe=rowwise"], "recipe=rowwise"),
+        (["--train.matmul=fp8", "--train.fp8.keep_first=1"], "keep_first=1 .*none of 1 blocks"),
+    ],
+)
+def test_products_in_fp8_are_refused_where_they_would_not_be_used(options: list[str], named: str):
+    with pytest.raises(ConfigError, match=named):
+        build(parse_settings([f"--config={BASE}", *options]), Mesh.create(1), torch.device("cpu"))
+
+
+def test_a_layer_without_a_kernel_is_named():
+    """A dry run imitates a GPU; 8 features are no multiple of 16."""
+    settings = parse_settings([f"--config={BASE}", "--train.matmul=fp8"])
+    with (
+        imitated_world(0, 2, 2, "nccl") as world,
+        pytest.raises(ConfigError, match=r"recipe=tensorwise.*N=24 .*blocks\.0"),
+    ):
+        build(settings, build_mesh(settings, world), world.device)
