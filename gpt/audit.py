@@ -9,7 +9,8 @@ only if one differs    group q computes the leaf of group q - 1      -> third[q]
 
 A leaf's gradients are hashed as they leave autograd, before they are added or sent. What rests between two updates, the
 master weights, the optimizer's states and the owned parameters of stage 3, has hashes that each update renews and that
-are compared before the next one. The host reads this comparison one step later, so it waits for no device.
+are compared before the next one. How many differ is sent with the losses, and read by the host one step later, so that
+it waits for no device.
 """
 
 from collections.abc import Iterator, Sequence
@@ -39,7 +40,7 @@ class Auditor:
         """`every`: steps between two audits; 0: nothing is ever hashed. `places`: where each rank runs, for errors."""
         self._every, self._state, self._loader, self._places = every, state, loader, places
         self._at_rest: Tensor | None = None  # hashes of the states since the last update
-        self._found: tuple[int, Tensor] | None = None  # a step, and how many hashes differ on each rank
+        self._found: tuple[int, Tensor] | None = None  # a step, and how many hashes differ: (data, tensor ranks)
 
     def restart(self) -> None:
         """Take the states as they are, such as those of a checkpoint that was loaded."""
@@ -60,12 +61,15 @@ class Auditor:
         is_audited = step % self._every == 0
         with self._state.model.hashed_gradients() if is_audited else nullcontext() as hashes:
 
-            def when_computed() -> None:
-                self._compare_states(step)
+            def exchange(losses: Tensor) -> Tensor:
+                self.raise_found()
+                of_ranks = leaves.gather(torch.cat([losses, self._compare_states()]))
+                self._found = step, of_ranks[:, len(losses) :]
                 if hashes is not None:
                     self._audit(leaves, hashes, samples, micro_batches)
+                return of_ranks[:, : len(losses)]
 
-            yield replace(leaves, when_computed=when_computed)
+            yield replace(leaves, exchange=exchange)
         self._at_rest = self._hash_states()
 
     def raise_found(self) -> None:
@@ -76,7 +80,7 @@ class Auditor:
         if self._found is None:
             return
         (step, numbers), self._found = self._found, None
-        if damaged := [rank for rank, number in enumerate(numbers.tolist()) if number]:
+        if damaged := [rank for rank, number in enumerate(numbers.flatten().tolist()) if number]:
             names = " and ".join(self._name([rank]) for rank in damaged)
             raise DivergenceError(
                 f"step {step}: model states of {names} have changed since the update before, which wrote them; {REMEDY}"
@@ -96,18 +100,15 @@ class Auditor:
         return torch.stack([bit_sum(tensor).to(state.device) for tensor in tensors])
 
     @torch.no_grad()
-    def _compare_states(self, step: int) -> None:
-        """Compare the states with their hashes; raise what the comparison of the step before has found."""
-        self.raise_found()
-        mesh = self._state.mesh
+    def _compare_states(self) -> Tensor:
+        """Return how many states differ from their hashes on each rank of the tensor axis, as floats."""
+        tensor = self._state.mesh.tensor
         assert self._at_rest is not None
-        with mesh.log.during("audit"):
-            numbers = (self._hash_states() != self._at_rest).sum()[None]
-            for axis in (mesh.tensor, mesh.data):
-                of_axis = numbers.new_empty(axis.size * len(numbers))
-                axis.all_gather(numbers, out=of_axis).wait()
-                numbers = of_axis
-        self._found = step, numbers
+        number = (self._hash_states() != self._at_rest).sum()[None].double()
+        of_tensor_ranks = number.new_empty(tensor.size)
+        with self._state.mesh.log.during("audit"):
+            tensor.all_gather(number, out=of_tensor_ranks).wait()
+        return of_tensor_ranks
 
     def _audit(
         self,

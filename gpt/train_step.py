@@ -50,8 +50,6 @@ def train_step(
         for micro_batch, share in zip(micro_batches[:-1], shares[:-1], strict=True):
             run(micro_batch, share)
     run(micro_batches[-1], shares[-1])
-    if leaves is not None:
-        leaves.when_computed()
     loss = torch.stack(losses).mean() if leaves is None else leaves.mean(torch.stack(losses))
     with mesh.log.during("update"):
         grad_norm = optimizer.step(skip=guard.judge(loss) if guard else None, gradient_hook=gradient_hook)

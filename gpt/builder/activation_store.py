@@ -13,6 +13,7 @@ from parallel.mesh import Axis, Mesh
 from zero.activations.checkpointed_blocks import ActivationsConfig
 from zero.activations.choice import Workload, choose_store
 from zero.formulas import memory, traffic
+from zero.partition.config import ZeroConfig
 
 logger = logging.getLogger(__name__)
 
@@ -34,14 +35,32 @@ def chosen_activations(settings: Settings, mesh: Mesh, replicas: Axis, device: t
 
 def sent_bytes(settings: Settings, data_size: int, num_micro_batches: int) -> tuple[float, float]:
     """Return the bytes that a rank sends along the data axis in a step, inside its group and between groups."""
-    train, zero, parallel = settings.train, settings.zero, settings.parallel
+    zero, parallel = settings.zero, settings.parallel
     numel = parameters_of_rank(settings.model, parallel.tensor_size)
+    sizes = traffic.axis_sizes(zero.policy, data_size, parallel.shard_size)
+    return sent_bytes_of(zero, settings.train.dtype, numel, sizes, num_micro_batches)
+
+
+def sent_bytes_of(
+    zero: ZeroConfig, dtype: torch.dtype, numel: int, sizes: tuple[int, int], num_micro_batches: int
+) -> tuple[float, float]:
+    """Return the bytes of `sent_bytes` for so many parameters of one type; `sizes`: ranks of a group, and groups."""
+    types = zero.gradient_types(dtype)
+    gradient_bytes = numel * types.reduce.itemsize, numel * types.accumulate.itemsize
     return traffic.axis_bytes(
+        zero.policy, numel * dtype.itemsize, sizes, num_micro_batches, gradient_bytes=gradient_bytes
+    )
+
+
+def block_sum_bytes(settings: Settings, data_size: int) -> float:
+    """Return the bytes of a rank's sums of blocks of micro-batches with train.reproducible=layout, else 0."""
+    zero, parallel = settings.zero, settings.parallel
+    return memory.block_sum_bytes(
         zero.policy,
-        numel * train.dtype.itemsize,
+        parameters_of_rank(settings.model, parallel.tensor_size),
         traffic.axis_sizes(zero.policy, data_size, parallel.shard_size),
-        num_micro_batches,
-        gradient_bytes=numel * zero.gradient_types(train.dtype).reduce.itemsize,
+        zero.leaf_blocks,
+        zero.gradient_types(settings.train.dtype).accumulate.itemsize,
     )
 
 
@@ -63,9 +82,8 @@ def workload(settings: Settings, data_size: int, num_replicas: int) -> Workload:
         tensor_size=parallel.tensor_size,
         vocab_size=model.padded_vocab_size,
         itemsize=itemsize,
-        state_bytes=memory.formula(
-            policy, num_parameters, data_size, itemsize, moments, accumulate, parallel.shard_size
-        ).total,
+        state_bytes=block_sum_bytes(settings, data_size)
+        + memory.formula(policy, num_parameters, data_size, itemsize, moments, accumulate, parallel.shard_size).total,
         data_bytes=sum(sent_bytes(settings, data_size, num_micro_batches)) / num_micro_batches,
         block_weights=model.block_weights,
         block_width=model.block_width,

@@ -138,7 +138,7 @@ def build_mesh(settings: Settings, world: World) -> Mesh:
 
 def num_adding_units(settings: Settings, mesh: Mesh) -> int:
     """Return the number of units, ranks or groups of them, that each have consecutive micro-batches of a step."""
-    return settings.zero.policy.num_adding_units(settings.zero.policy.levels(mesh.data))
+    return settings.zero.policy.num_adding_units(*settings.zero.policy.levels(mesh.data).sizes)
 
 
 def check_tensor_groups(settings: ParallelSettings, world: World) -> None:
@@ -197,7 +197,7 @@ def build(settings: Settings, mesh: Mesh, device: torch.device) -> TrainState:
     # After everything is built, because that draws random numbers too. Each data-parallel rank has its own stream of
     # random numbers for dropout.
     torch.manual_seed(train.seed + 1 + mesh.data.rank)
-    num_units = settings.zero.policy.num_adding_units(model.levels)
+    num_units = settings.zero.policy.num_adding_units(*model.levels.sizes)
     leaves = Leaves(mesh.data, train.seed, num_units) if train.is_same_on_any_layout else None
     # Their mean is the same on all ranks already.
     judging = mesh.data if leaves is None else mesh.data.without_peers()

@@ -15,6 +15,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from rich.table import Table
 from rich.text import Text
 
+from gpt.builder.activation_store import sent_bytes_of
 from gpt.builder.train_state import TrainState
 from gpt.model.transformer import GPT
 from gpt.monitor.units import count
@@ -22,7 +23,7 @@ from gpt.settings.settings import Settings
 from gpt.settings.training import TrainSettings
 from parallel.tensor.linear_cross_entropy import temporary_bytes
 from zero.activations.checkpointed_blocks import CheckpointedBlocks
-from zero.formulas import memory, traffic
+from zero.formulas import memory
 from zero.memory.placement import Placement
 from zero.state import resident
 
@@ -236,14 +237,8 @@ def summary_table(state: TrainState, train: TrainSettings, records: list[dict[st
     """Return a table of the last logged step, with the first loss and the traffic that the paper predicts."""
     first, last = records[0], records[-1]
     num_micro_batches = train.num_micro_batches(state.mesh.num_batch_ranks)
-    zero, numel = state.model.config, state.num_parameters
-    gradient_bytes = numel * zero.gradient_types(train.dtype).reduce.itemsize
-    sizes = state.model.levels.inner.size, state.model.levels.outer.size
-    expected = sum(
-        traffic.axis_bytes(
-            zero.policy, numel * train.dtype.itemsize, sizes, num_micro_batches, gradient_bytes=gradient_bytes
-        )
-    )
+    sizes = state.model.levels.sizes
+    expected = sum(sent_bytes_of(state.model.config, train.dtype, state.num_parameters, sizes, num_micro_batches))
     table = Table(title="Summary", show_header=False, title_justify="left")
     table.add_row("loss", f"{first['loss']:.3f} (step {first['step']}) -> {last['loss']:.3f} (step {last['step']})")
     if "validation_loss" in last:

@@ -66,6 +66,13 @@ class Settings:
                 f"optimizer.name={self.optimizer.name}; choose one of these, or model.mup_base_width=null"
             )
 
+    def audit_share(self, world_size: int) -> float:
+        """Return the time of audits, in steps: that of one micro-batch in `guard.audit_every` steps."""
+        num_micro_batches = self.train.num_micro_batches(
+            world_size // (self.parallel.tensor_size * self.parallel.context_size)
+        )
+        return 1 / (self.guard.audit_every * num_micro_batches) if self.guard.audit_every else 0.0
+
     @property
     def order_of_samples(self) -> dict[str, Any]:
         """The settings that determine which samples a step reads and what dropout drops, by their options, for JSON."""

@@ -1,6 +1,7 @@
 """Measures what audits cost: `torchrun --nproc_per_node=2 -m lab.bench.audit_cost --config configs/quickstart.yaml`.
 
 In each round a step without audits, one that only compares states at rest, and one with an audit follow one another.
+Other work on the machine changes the processor time less than the time, but it does not include waiting.
 Arguments are settings of the run, whose data are not read; train.reproducible=layout is set.
 """
 
@@ -57,16 +58,18 @@ def main(arguments: Sequence[str]) -> None:
     places = find_nodes(world)
     auditor, none = Auditor(2, state, loader, places), Auditor(0, state, loader, places)
     order = [("first", auditor), (AUDIT, auditor), (AT_REST, auditor), (WITHOUT, none)]  # the first one begins hashes
-    num_samples, seconds = settings.train.global_batch_size, {name: list[float]() for name, _ in order}
+    num_samples = settings.train.global_batch_size
+    seconds, of_cores = ({name: list[float]() for name, _ in order} for _ in range(2))
     plan = [(step * num_samples, num_samples) for step in range(1, len(order) * (NUM_ROUNDS + 1) + 1)]
     for step, (samples, batches) in enumerate(zip(plan, loader.steps(plan), strict=True), 1):
         name, audits = order[(step - 1) % len(order)]
         batches = [batch.to(world.device) for batch in batches]
         mesh.barrier()
-        start = time.perf_counter()
+        start, core_start = time.perf_counter(), time.process_time()
         with audits.step(step, samples, batches) as leaves:
             loss, _ = train_step(state.model, state.optimizer, batches, mesh, leaves=leaves)
         loss.item()
+        of_cores[name].append(time.process_time() - core_start)
         mesh.barrier()
         seconds[name].append(time.perf_counter() - start)
         if name == WITHOUT:
@@ -75,9 +78,10 @@ def main(arguments: Sequence[str]) -> None:
         num_micro_batches = num_samples // (settings.train.micro_batch_size * mesh.num_batch_ranks)
         print(f"{num_micro_batches} micro-batches a step, {statistics.median(seconds[WITHOUT]) * 1000:.1f} ms")
         for name in (AT_REST, AUDIT):
-            pairs = zip(seconds[name][1:], seconds[WITHOUT][1:], strict=True)
-            low, median, high = statistics.quantiles([one / other for one, other in pairs], n=4)
-            print(f"{name}: {median:.4f} of a step without (quartiles {low:.4f} to {high:.4f})")
+            for what, found in (("time", seconds), ("processor time of rank 0", of_cores)):
+                pairs = zip(found[name][1:], found[WITHOUT][1:], strict=True)
+                low, median, high = statistics.quantiles([one / other for one, other in pairs], n=4)
+                print(f"{name}, {what}: {median:.4f} of a step without (quartiles {low:.4f} to {high:.4f})")
     stop_world()
 
 

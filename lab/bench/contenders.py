@@ -62,6 +62,13 @@ def zero(name: str, model: nn.Module, terms: Terms, *, stage: int, offload: Offl
     return Contender(name, engine, optimizer.step)
 
 
+def same_bits(name: str, model: nn.Module, terms: Terms, *, stage: int) -> Contender:
+    """Build a stage as train.reproducible=layout does, with one block for each unit that adds micro-batches."""
+    num_blocks = terms.mesh.data.size if stage < 2 else 1
+    config = replace(terms.zero, sum_over_ranks="leaves", leaf_blocks=num_blocks)
+    return zero(name, model, replace(terms, zero=config), stage=stage)
+
+
 def muon(name: str, model: nn.Module, terms: Terms, *, stage: int, optimizer_type: type[Muon] = Muon) -> Contender:
     """Build a stage with Muon for the matrices of blocks, and AdamW for the rest."""
     engine = ZeroDataParallel(model, terms.mesh.data, replace(terms.zero, stage=stage))
@@ -129,11 +136,14 @@ CONTENDERS: dict[str, Callable[[str, nn.Module, Terms], Contender]] = {
     "fsdp2": fsdp2,
     "zero-0": partial(zero, stage=0),
     "zero-1": partial(zero, stage=1),
+    "zero-1-layout": partial(same_bits, stage=1),
     "zero-1-muon": partial(muon, stage=1),
     "zero-1-muon-without-iteration": partial(muon, stage=1, optimizer_type=MuonWithoutIteration),
     "zero-2": partial(zero, stage=2),
+    "zero-2-layout": partial(same_bits, stage=2),
     "zero-2-offload": partial(zero, stage=2, offload=OffloadConfig("host")),
     "zero-3": partial(zero, stage=3),
+    "zero-3-layout": partial(same_bits, stage=3),
     "zero-3-offload": partial(zero, stage=3, offload=OffloadConfig("host")),
 }
 

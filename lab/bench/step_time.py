@@ -43,7 +43,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 NUM_COMPARED_LOSSES = 16  # after that AdamW amplifies rounding errors without bound
 LOSS_TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2}  # under bf16 only ours have master weights: their loss falls faster
 BASELINES = {"ddp-default", "ddp-fused"}
-OPTIONAL = {name for name in CONTENDERS if any(part in name for part in ("deepspeed", "offload", "muon"))}
+OPTIONAL = {name for name in CONTENDERS if any(part in name for part in ("deepspeed", "offload", "muon", "layout"))}
 NUM_BATCHES = 8
 # Options of glibc's mallopt, and the largest threshold that glibc itself chooses, as for a program that frees
 # megabytes.
@@ -61,7 +61,7 @@ class Settings:
     """Data type of parameters, gradients and activations."""
     contenders: list[str] = field(default_factory=lambda: [name for name in CONTENDERS if name not in OPTIONAL])
     """Contenders to compare. The baseline is the faster one of ddp-default and ddp-fused, or the first contender if
-    neither is named. Offloads, Muon and the stages of DeepSpeed (which must be installed) run only if they are
+    neither is named. Offloads, Muon, layouts and the stages of DeepSpeed (which must be installed) run only if they are
     named."""
     rounds: Annotated[int, Range(2)] = 40
     """Measured rounds; quartiles need two."""

@@ -86,7 +86,7 @@ def record_step(
 ) -> Recording:
     """Build the run in any world, imitated or real, and record a step after `num_steps_before` others.
 
-    The others have at most MAX_MICRO_BATCHES. Tensors are made inside the context `tensor_mode`.
+    The others have few micro-batches. Tensors are made inside the context `tensor_mode`.
     """
     settings = replace(settings, train=replace(settings.train, compile="none"))  # fake tensors cannot be compiled
     mesh = build_mesh(settings, world)
@@ -99,9 +99,8 @@ def record_step(
         with no_garbage_collection():
             for _ in range(num_steps_before):
                 with mesh.log.keeping_events(lambda: 0) as events_before:
-                    train_step(
-                        state.model, state.optimizer, micro_batches[:MAX_MICRO_BATCHES], mesh, leaves=state.leaves
-                    )
+                    few = micro_batches[: num_alike(settings, mesh.num_batch_ranks)]
+                    train_step(state.model, state.optimizer, few, mesh, leaves=state.leaves)
             late_before = [event for event in events_before if event.awaited is None]
             # After the first steps, which allocate optimizer states and buffers: only what follows is recorded.
             tracker.restart()
@@ -128,6 +127,11 @@ def record_step(
             kernel_log.kernels,
             memory,
         )
+
+
+def num_alike(settings: Settings, num_batch_ranks: int) -> int:
+    """Return the number of a rank's micro-batches in a step of which the other ones are like one."""
+    return max(MAX_MICRO_BATCHES, -(-settings.zero.leaf_blocks // num_batch_ranks))  # a block has one at least
 
 
 def _streams(settings: Settings, world: World) -> AbstractContextManager[Any]:

@@ -47,7 +47,11 @@ def run_and_report(settings: Settings, console: RunConsole) -> dict[str, Any]:
         if "matrices" in report:
             console.say(matrices_line(report["matrices"]))
         if timeline:
-            cost = RunCost.of(settings, timeline.seconds, recording.state.mesh.size, timeline.cluster)
+            num_ranks = recording.state.mesh.size
+            audits = report["step"]["audit_seconds"] = timeline.seconds * settings.audit_share(num_ranks)
+            if audits:
+                console.say(f"audits take {seconds(audits)} of each step in the mean")
+            cost = RunCost.of(settings, timeline.seconds + audits, num_ranks, timeline.cluster)
             report["run"] = asdict(cost)
             console.say(f"the whole run: {cost}{timeline.cluster.remark}")
         with _writing(folder):

@@ -2,6 +2,8 @@
 
     python -m lab.faults.lost_nodes --rounds 6             on two and three nodes; every third round loses the first
     python -m lab.faults.lost_nodes --rounds 6 --lose 2    two neighbours of three: goes on from the newest checkpoint
+    python -m lab.faults.lost_nodes --beside_checkpoints   each round again without snapshots, with checkpoints as often
+    python -m lab.faults.lost_nodes --by link              the node's link goes down, and its processes go on
 
 The nodes are network namespaces of two ranks (lab/faults/testbed.py), each with a /dev/shm of its own. All processes of
 a node are killed at a random moment, and its memory is gone with them. Exits with 1 if a run did not go on, repeated
@@ -17,24 +19,28 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from statistics import median
+from typing import Literal, get_args
 
 from gpt.run_folder.files import read_steps
 from lab.acceptance.child import ROOT, as_options
 from lab.faults.runs import OPTIONS, Steps, logged_steps, prepare_corpus
 from lab.faults.testbed import Node, joined_nodes, testbed_problem
 
-NUM_RANKS, SNAPSHOT_EVERY, CHECKPOINT_EVERY = 2, 3, 10
+NUM_RANKS, SAVE_EVERY, SELDOM = 2, 3, 6
+NEVER = 1000
 LIMIT_SECONDS = 300.0
 SETTINGS = OPTIONS | {
     "train.reproducible": "layout",
-    "train.steps": 60,
+    "train.steps": 24,
     "train.global_batch_size": 24,
     "train.reproducible_blocks": 4,  # for the 4 and 2 ranks of stage 1
     "zero.accumulate": "reduce",
-    "checkpoint.snapshot_every": SNAPSHOT_EVERY,
+    "checkpoint.snapshot_every": SAVE_EVERY,
 }
 
 
@@ -49,14 +55,18 @@ class Loss:
     steps: Steps
 
 
+By = Literal["kill", "link"]
+Source = Literal["snapshot", "checkpoint"]  # what a run goes on from
+
+
 class Launch:
     """An elastic launch of a run on nodes."""
 
-    def __init__(self, nodes: list[Node], settings: dict[str, object], run_dir: Path):
+    def __init__(self, nodes: list[Node], settings: dict[str, object], run_dir: Path, min_nodes: int = 1):
         self.nodes, self.run_dir = nodes, run_dir
         self._log = run_dir.with_suffix(".log")
         names = ",".join(node.address for node in nodes)
-        own = ["--nodes", names, f"--num_ranks={NUM_RANKS}", "--wait=60", "--"]
+        own = ["--nodes", names, f"--num_ranks={NUM_RANKS}", f"--min_nodes={min_nodes}", "--wait=60", "--"]
         program = ["pretrain_gpt.py", *as_options(settings | {"run.dir": run_dir})]
         self._words = [sys.executable, "-m", "gpt.elastic", *own, *program]
         self._agents = {node.name: self._agent(node) for node in nodes}
@@ -94,11 +104,14 @@ class Launch:
         lines = self._log.read_text(errors="replace").splitlines()
         return "\n".join(line for line in lines if not re.match(r"frame #|<omitting|Exception raised|.*\[W|$", line))
 
-    def lose(self, lost: list[Node], step: int) -> Loss:
-        """Kill the processes of nodes after a step, wait for the end, and return what it has cost."""
+    def lose(self, lost: list[Node], step: int, by: By = "kill") -> Loss:
+        """Lose nodes after a step, wait for the end, and return what it has cost."""
         self.wait_for_step(step)
         for node in lost:
-            node.kill_processes()
+            if by == "kill":
+                node.kill_processes()
+            else:
+                node.set_link(is_up=False)
         died, num_done = time.time(), len(read_steps(self.run_dir))
         names = tuple(node.name for node in lost)
         steps = self.end(names)
@@ -109,27 +122,34 @@ class Launch:
         return Loss(" and ".join(names), kind, num_done - int(resumed), next_time - died, steps)
 
 
-def lose_nodes(number: int, num_lost: int, corpus: Path, folder: Path) -> tuple[Loss, str]:
-    """Return what a round has lost, and why that is wrong; "" if it is not."""
+def lose_nodes(
+    number: int, num_lost: int, corpus: Path, folder: Path, source: Source = "snapshot", by: By = "kill"
+) -> tuple[Loss, str]:
+    """Return what a round has lost, and why that is wrong; "" if it is not. Of two neighbors no snapshot is left."""
     this = random.Random(number)
-    num_nodes = 3 if num_lost > 1 else 2 + number % 2
+    num_nodes = 3 if num_lost > 1 or by == "link" else 2 + number % 2
     # Stage 1 has blocks of micro-batches for each rank, and 4 blocks cannot be divided over 6 ranks.
     stage = this.choice([1, 2, 3] if num_nodes == 2 else [2, 3])
+    settings = SETTINGS | {"data.path": corpus, "zero.stage": stage}
     # What is newer is loaded: without checkpoints it is a snapshot.
-    every = 1000 if num_lost == 1 else CHECKPOINT_EVERY
-    settings = SETTINGS | {"data.path": corpus, "zero.stage": stage, "checkpoint.every": every}
+    if num_lost > 1:
+        source, every = "checkpoint", SELDOM
+        settings["checkpoint.every"] = SELDOM
+    elif source == "checkpoint":
+        every = settings["checkpoint.every"] = SAVE_EVERY
+        settings["checkpoint.snapshot_every"] = 0
+    else:
+        every, settings["checkpoint.every"] = SAVE_EVERY, NEVER
     with joined_nodes(num_nodes) as nodes:
         first = 0 if number % 3 == 0 else this.randrange(num_nodes)
         lost = [nodes[(first + offset) % num_nodes] for offset in range(num_lost)]
-        # Two lost neighbours need a checkpoint.
-        step = this.randrange(4 if num_lost == 1 else 2 + CHECKPOINT_EVERY, 40)
-        found = Launch(nodes, settings, folder / f"round-{number}").lose(lost, step)
-    # A snapshot is complete some steps after it has begun, but before the next one begins.
-    expected, most = ("snapshot", 2 * SNAPSHOT_EVERY) if num_lost == 1 else ("checkpoint", 2 * CHECKPOINT_EVERY)
+        step = this.randrange(1 + every, 16)
+        run_dir = folder / f"round-{number}-{source}"
+        found = Launch(nodes, settings, run_dir, 1 if by == "kill" else 2).lose(lost, step, by)
     wrong = []
-    if found.source != expected:
+    if found.source != source:
         wrong.append(f"went on from a {found.source}")
-    if found.num_repeated > most:
+    if found.num_repeated > 2 * every:  # a save is complete some steps after it has begun, but before the next begins
         wrong.append(f"repeated {found.num_repeated} steps")
     return found, ", ".join(wrong)
 
@@ -145,28 +165,33 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--first", type=int, default=0, help="number of the first round")
     parser.add_argument("--lose", type=int, default=1, choices=(1, 2), help="nodes lost at once")
+    parser.add_argument("--by", default="kill", choices=get_args(By), help="link: with three nodes")
+    parser.add_argument("--beside_checkpoints", action="store_true", help="go on from checkpoints, too")
     options = parser.parse_args()
     if reason := testbed_problem():
         sys.exit(f"skipped: {reason}")
-    num_wrong, seconds = 0, []
+    num_wrong, seconds = 0, defaultdict[str, list[float]](list)
+    sources: list[Source] = ["snapshot", "checkpoint"] if options.beside_checkpoints else ["snapshot"]
     with tempfile.TemporaryDirectory(prefix="lost-") as name:
         folder = Path(name)
         corpus = prepare_corpus(folder)
         undisturbed = undisturbed_steps(corpus, folder)
-        for number in range(options.first, options.first + options.rounds):
+        numbers = range(options.first, options.first + options.rounds)
+        for number, source in product(numbers, sources):
             try:
-                found, wrong = lose_nodes(number, options.lose, corpus, folder)
+                found, wrong = lose_nodes(number, options.lose, corpus, folder, source, options.by)
             except RuntimeError as error:
                 print(f"{number:>3} WRONG: {error}", flush=True)
                 num_wrong += 1
                 continue
             wrong = wrong or ("" if found.steps == undisturbed else "OTHER LOSSES")
             num_wrong += bool(wrong)
-            seconds.append(found.seconds)
+            seconds[found.source].append(found.seconds)
             repeated = f"{found.num_repeated} steps again, next step after {found.seconds:.1f} s"
             print(f"{number:>3} {wrong or 'right'}: lost {found.lost}, {found.source}, {repeated}", flush=True)
-    if seconds:
-        print(f"{num_wrong} of {options.rounds} wrong; median of {median(seconds):.1f} s from death to the next step")
+    for kind, each in seconds.items():
+        print(f"{kind}: median of {median(each):.1f} s from death to the next step, {min(each):.1f} to {max(each):.1f}")
+    print(f"{num_wrong} of {len(numbers) * len(sources)} wrong")
     return int(num_wrong > 0)
 
 

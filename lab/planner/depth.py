@@ -29,7 +29,7 @@ import torch
 from gpt.builder.closed_forms import parameters_of_rank
 from gpt.settings.settings import Settings
 from lab.dryrun.costs.collectives import MeshShape
-from lab.dryrun.dry_run import DEVICE, HOST, MAX_MICRO_BATCHES, dry_run
+from lab.dryrun.dry_run import DEVICE, HOST, dry_run, num_alike
 from lab.dryrun.projection import project
 from lab.measure.cluster import ClusterSpec
 from lab.observe import kernel_log
@@ -155,11 +155,12 @@ def shallow_settings(settings: Settings) -> list[Settings]:
 
 
 def _num_left_out(settings: Settings) -> int:
-    """Return the number of micro-batches beyond MAX_MICRO_BATCHES in a step."""
+    """Return the number of micro-batches of a step that dry runs leave out."""
     num_sequences = settings.train.micro_batch_size * _num_batch_ranks(settings)
     if not num_sequences or settings.train.global_batch_size % num_sequences:
         return 0  # refused by the dry run, with these numbers
-    return max(0, settings.train.global_batch_size // num_sequences - MAX_MICRO_BATCHES)
+    num_recorded = num_alike(settings, _num_batch_ranks(settings))
+    return max(0, settings.train.global_batch_size // num_sequences - num_recorded)
 
 
 def _num_batch_ranks(settings: Settings) -> int:
@@ -179,9 +180,12 @@ def _with_bucket_numel(settings: Settings) -> Settings:
     return replace(settings, zero=replace(settings.zero, bucket_numel=numel))
 
 
-def extrapolate(runs: tuple[ShallowRun, ShallowRun], cluster: ClusterSpec) -> DepthExtrapolation:
-    """Return the extrapolation from two dry runs, whose time is projected on the cluster."""
+def extrapolate(
+    runs: tuple[ShallowRun, ShallowRun], cluster: ClusterSpec, audit_share: float = 0.0
+) -> DepthExtrapolation:
+    """Return the extrapolation from two dry runs, whose time is projected on the cluster, with that of audits."""
     first, second = (estimate(run, cluster) for run in runs)
+    first, second = (replace(found, seconds=found.seconds * (1 + audit_share)) for found in (first, second))
     return DepthExtrapolation((runs[0].num_layers, runs[1].num_layers), (first, second))
 
 

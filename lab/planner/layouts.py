@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Literal, get_args
 
-from gpt.builder.activation_store import sent_bytes, workload
+from gpt.builder.activation_store import block_sum_bytes, sent_bytes, workload
 from gpt.builder.closed_forms import moment_bytes, parameters_of_rank
 from gpt.kernels.documents import suits_kernel
 from gpt.settings.settings import Settings
@@ -19,7 +19,7 @@ from zero.activations.choice import Hardware, Workload, exposed_seconds, model_p
 from zero.activations.stores import STORES, StoreName
 from zero.formulas import memory
 from zero.formulas.memory import ModelStates, PlacedStates
-from zero.formulas.traffic import axis_sizes
+from zero.formulas.traffic import axis_bytes, axis_sizes
 from zero.memory.placement import Mode
 from zero.partition.config import NUM_STAGED, Accumulate, OptimizerOver
 from zero.partition.stage import STAGES, Division, Lifetime
@@ -134,13 +134,14 @@ def predict(layout: CandidateLayout, settings: Settings, cluster: ClusterSpec, w
     states_on_host = model_states(settings, data_size).host
     most, least = step_seconds(work, settings, cluster, world_size)
     offloading = offload_seconds(states_on_host, train.dtype.itemsize, num_micro_batches, cluster)
+    with_audits = 1 + settings.audit_share(world_size)
     return Prediction(
         layout,
         work.state_bytes + activation_bytes(work, settings) * work.b,
         (checkpoints_on_host + states_on_host.total) * cluster.gpus_per_node,
-        most + offloading,
+        (most + offloading) * with_audits,
         num_micro_batches,
-        least + offloading,
+        (least + offloading) * with_audits,
     )
 
 
@@ -159,20 +160,25 @@ def planned_workload(settings: Settings, data_size: int) -> Workload:
     """Return the work of one rank on one micro-batch, including the memory of model states and buffers.
 
     Assumed: buffers of three buckets and, if parameters are transient, three layers unsharded at once. What a rank
-    adds in fp32 it receives into as many buffers: buckets inside a group, and shards of them between groups.
+    adds in fp32 it receives into as many buffers: buckets inside a group, and shards of them between groups. Sums of
+    leaves are received one after the other.
     """
     zero, dtype, tensor_size = settings.zero, settings.train.dtype, settings.parallel.tensor_size
     num_parameters = parameters_of_rank(settings.model, tensor_size)
-    reduce_dtype = zero.gradient_types(dtype).reduce
+    accumulate, reduce_dtype = zero.gradient_types(dtype)
     bucket = zero.chosen_bucket_numel(num_parameters, data_size, dtype) * reduce_dtype.itemsize
     received = 0.0
-    if zero.sum_over_ranks == "fp32" and reduce_dtype in HALF_TYPES:
-        inner, outer = axis_sizes(zero.policy, data_size, settings.parallel.shard_size)
-        received = (NUM_STAGED if zero.overlap else 1) * bucket * ((inner > 1) + (outer > 1) / inner)
+    inner, outer = axis_sizes(zero.policy, data_size, settings.parallel.shard_size)
+    num_received = NUM_STAGED if zero.overlap else 1
+    if zero.policy.adds_leaves:
+        of_sums = bucket / reduce_dtype.itemsize * accumulate.itemsize / inner
+        received = num_received * bucket * (inner > 1) + of_sums * (outer > 1)
+    elif zero.sum_over_ranks == "fp32" and reduce_dtype in HALF_TYPES:
+        received = num_received * bucket * ((inner > 1) + (outer > 1) / inner)
     is_transient = zero.policy.full_params is Lifetime.TRANSIENT
     unsharded = 3 * dtype.itemsize * num_parameters / settings.model.num_layers if is_transient else 0
     states = model_states(settings, data_size).accelerator.total
-    held = states + NUM_STAGED * bucket + received + unsharded
+    held = states + block_sum_bytes(settings, data_size) + NUM_STAGED * bucket + received + unsharded
     return replace(workload(settings, data_size, tensor_size), state_bytes=held)
 
 
@@ -253,9 +259,22 @@ def data_seconds(settings: Settings, cluster: ClusterSpec, data_size: int, num_m
     tensor_size = settings.parallel.tensor_size
     sizes = axis_sizes(settings.zero.policy, data_size, settings.parallel.shard_size)
     shape = MeshShape(data_size, tensor_size, sizes[0])
-    groups = (group_along(axis, size, cluster, shape) for axis, size in zip(("shard", "replica"), sizes, strict=True))
-    sent = sent_bytes(settings, data_size, num_micro_batches)
-    return sum(num_bytes / group.bytes_per_second for num_bytes, group in zip(sent, groups, strict=True))
+    inner, outer = (
+        group_along(axis, size, cluster, shape) for axis, size in zip(("shard", "replica"), sizes, strict=True)
+    )
+    inside, between = sent_bytes(settings, data_size, num_micro_batches)
+    seconds = inside / inner.bytes_per_second + between / outer.bytes_per_second
+    if settings.zero.policy.adds_leaves:  # by an all-to-all inside a group
+        exchange = group_along("shard", sizes[0], cluster, shape, is_exchange=True)
+        reduced = inside - gathered_bytes(settings, sizes, num_micro_batches)
+        seconds += reduced * (exchange.exchange_factor / exchange.bytes_per_second - 1 / inner.bytes_per_second)
+    return seconds
+
+
+def gathered_bytes(settings: Settings, sizes: tuple[int, int], num_micro_batches: int) -> float:
+    """Return the bytes of parameters that a rank sends inside its group in a step."""
+    num_bytes = parameters_of_rank(settings.model, settings.parallel.tensor_size) * settings.train.dtype.itemsize
+    return axis_bytes(settings.zero.policy, num_bytes, sizes, num_micro_batches, gradient_bytes=(0.0, 0.0))[0]
 
 
 def candidate_layouts(gpus_per_node: int, global_batch_size: int, offload: Mode) -> Iterator[CandidateLayout]:

@@ -49,7 +49,8 @@ def extrapolate_layout(
 ) -> DepthExtrapolation:
     """Return the extrapolation from two shallow dry runs with the layout; `folder`, if there is one, keeps them."""
     in_world = replace(settings, dry_run=replace(settings.dry_run, world_size=world_size))
-    return extrapolate(shallow_runs(layout.applied_to(in_world), folder), cluster)
+    settings = layout.applied_to(in_world)
+    return extrapolate(shallow_runs(settings, folder), cluster, settings.audit_share(world_size))
 
 
 @messages_in_option_names()

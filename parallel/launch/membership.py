@@ -177,7 +177,8 @@ class Peers:
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
-                body = json.dumps(facts if self.path == "/facts" else asdict(peers.own)).encode()
+                answer = facts | {"clock_seconds": time.time()} if self.path == "/facts" else asdict(peers.own)
+                body = json.dumps(answer).encode()
                 self.send_response(200)
                 self.send_header("Content-Length", str(len(body)))
                 self.end_headers()
@@ -194,8 +195,15 @@ class Peers:
         return dict(zip(nodes, self._pool.map(self._read, nodes), strict=True))
 
     def facts(self, node: str) -> Any:
-        """Return the facts of a node. Raises OSError or HTTPException."""
-        return self._get(node, "/facts")
+        """Return the facts of a node, with the seconds that its clock is ahead, 0 if the reply took longer than that.
+
+        Raises OSError or HTTPException.
+        """
+        asked = time.time()
+        facts = self._get(node, "/facts")
+        answered = time.time()
+        ahead = facts["clock_seconds"] - (asked + answered) / 2
+        return facts | {"clock_seconds": ahead if abs(ahead) > answered - asked else 0.0}
 
     def _read(self, node: str) -> Record | None:
         if node == self.own.node:

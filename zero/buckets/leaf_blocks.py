@@ -55,7 +55,7 @@ class LeafOrder:
 
     def __init__(self, config: ZeroConfig, levels: Levels):
         self._num_blocks, num_ranks = config.leaf_blocks, levels.inner.size * levels.outer.size
-        self._num_units = config.policy.num_adding_units(levels)
+        self._num_units = config.policy.num_adding_units(*levels.sizes)
         self._unit_size = num_ranks // self._num_units
         rank = levels.outer.rank * levels.inner.size + levels.inner.rank
         self._unit = rank // self._unit_size
@@ -94,7 +94,7 @@ class LeafOrder:
 def check_blocks(config: ZeroConfig, levels: Levels) -> None:
     """Raise ConfigError if the blocks of leaves cannot be divided over the units that add them."""
     num_blocks, policy = config.leaf_blocks, config.policy
-    for num_units in {policy.num_adding_units(levels), levels.outer.size} if policy.adds_leaves else ():
+    for num_units in {policy.num_adding_units(*levels.sizes), levels.outer.size} if policy.adds_leaves else ():
         of_unit, rest = divmod(num_blocks, num_units)
         if num_units > 1 and (rest or of_unit & (of_unit - 1) or not of_unit):
             choice = num_units

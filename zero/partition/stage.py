@@ -42,6 +42,11 @@ class Levels(NamedTuple):
     replicas: Axis
 
     @property
+    def sizes(self) -> tuple[int, int]:
+        """The number of ranks of a group, and of groups."""
+        return self.inner.size, self.outer.size
+
+    @property
     def num_parts(self) -> int:
         """The number of owners of the shard that a rank has of gradients and parameters."""
         return self.owners.size // self.inner.size
@@ -98,14 +103,14 @@ class ShardingPolicy:
             return Levels(inner, outer, owners=data, replicas=alone)
         return Levels(inner, outer, owners=inner, replicas=outer)
 
-    def num_adding_units(self, levels: Levels) -> int:
+    def num_adding_units(self, group_size: int, num_groups: int) -> int:
         """Return the number of units, ranks or groups of them, that each add up consecutive micro-batches of a step.
 
         It is 1 unless the order of micro-batches is fixed: then any rank may have any of them.
         """
         if not self.adds_leaves:
             return 1
-        return levels.outer.size * (levels.inner.size if self.full_grads is Lifetime.PERSISTENT else 1)
+        return num_groups * (group_size if self.full_grads is Lifetime.PERSISTENT else 1)
 
     def compared_axis(self, data: Axis) -> Axis:
         """Return the axis of the ranks that must run the same micro-batches: none if only a step communicates."""

@@ -50,6 +50,12 @@ class Group:
     num_nodes: int
     bytes_per_second: float  # over its slowest link
 
+    @property
+    def exchange_factor(self) -> float:
+        """The bytes that an all-to-all sends between nodes, in those of a ring, which one rank of each node sends."""
+        members = self.size / self.num_nodes
+        return members * (self.size - members) / (self.size - 1) if self.num_nodes > 1 else 1.0
+
 
 def collective_seconds(event: CommEvent, cluster: ClusterSpec, shape: MeshShape) -> float:
     """Return the time of a collective at the rate of its slowest link, and of the hops of its algorithm.
@@ -66,10 +72,8 @@ def collective_seconds(event: CommEvent, cluster: ClusterSpec, shape: MeshShape)
         return measured.at(max(1, event.wire_bytes))
     passes = 2 if event.op == "all_reduce" else 1
     moving = event.wire_bytes / group.bytes_per_second
-    if is_exchange and group.num_nodes > 1:
-        # Not a ring, of which one rank of each node sends to the next one: each rank sends to all on other nodes.
-        members = group.size / group.num_nodes
-        moving *= members * (group.size - members) / (group.size - 1)
+    if is_exchange:
+        moving *= group.exchange_factor
     if cluster.latency == "hops":
         return moving + passes * (group.size - 1) * cluster.hop_seconds
     num_inside, num_across = group.size - group.num_nodes, group.num_nodes - 1

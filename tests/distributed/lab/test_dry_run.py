@@ -30,6 +30,7 @@ FACTORS = {
     ],
 }
 LLAMA = "--config configs/models/llama.yaml --model.dropout=0.0"
+BLOCKS = "--train.reproducible=layout --train.reproducible_blocks=4"
 MAX_REAL_RUNS = 3
 CHOSEN = [  # together, these have every value of every factor
     (0, (2, 1), "selective", 2, "fp32", 0.1, "math", "--data.mask_documents=true"),
@@ -39,6 +40,7 @@ CHOSEN = [  # together, these have every value of every factor
     (3, (2, 2), "partition", 2, "bf16", 0.1, "flash", "--offload.mode=host"),
     (2, (1, 2), "selective", 2, "bf16", 0.0, "math", f"{LLAMA} --model.num_kv_heads=1 --model.mlp_width=40"),
     (3, (4, 1), "none", 2, "bf16", 0.0, "flash", "--parallel.shard_size=2 --zero.optimizer_over=all"),
+    (2, (4, 1), "none", 2, "bf16", 0.0, "flash", f"--parallel.shard_size=2 {BLOCKS}"),
     (3, (2, 1), "none", 1, "bf16", 0.0, "flash", f"{LLAMA} --model.num_kv_heads=2 --model.qk_norm=true"),
 ]
 

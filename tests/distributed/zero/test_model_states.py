@@ -16,11 +16,12 @@ from zero.engine import ZeroDataParallel
 from zero.formulas import memory
 from zero.formulas.traffic import axis_bytes
 from zero.optimizer import ZeroOptimizer
-from zero.partition.config import DTYPES, DtypeName, ZeroConfig
+from zero.partition.config import DTYPES, DtypeName, SumOverRanks, ZeroConfig
 from zero.partition.stage import STAGES, Lifetime
 from zero.state import resident
 
 BUCKET_NUMEL, WIDTH = 2**16, 251
+LONGEST_SCALARS = 32  # bytes: numbers of the norm
 PAPER: tuple[DtypeName, DtypeName] = ("bf16", "bf16")
 
 
@@ -31,6 +32,7 @@ def train(
     resident_numel: int,
     gradients: tuple[DtypeName, DtypeName] | None,
     optimizer_over: Literal["group", "all"],
+    sums: SumOverRanks,
 ) -> dict:
     """Train in bf16 with gradients of two types: (accumulate, reduce), or the default ones."""
     dtype = torch.bfloat16
@@ -45,13 +47,15 @@ def train(
         reduce_dtype=reduce,
         defragment=True,
         optimizer_over=optimizer_over,
+        sum_over_ranks=sums,
+        leaf_blocks=mesh.data.size,
     )
     model = ZeroDataParallel(Chain(dtype), mesh.data, config)
     optimizer = ZeroOptimizer(model, torch.optim.AdamW, fused=True)
     for _ in range(4):  # by the fourth the execution order is known, and the ranks have agreed on it
         mesh.log.clear()
         before = bytes_written()
-        with model.accumulate():
+        with model.accumulate(num_micro_batches):
             for _ in range(num_micro_batches - 1):
                 model(torch.ones(1, WIDTH, dtype=dtype)).backward()
         model(torch.ones(1, WIDTH, dtype=dtype)).backward()
@@ -75,7 +79,9 @@ LAYOUTS = pairwise(
     groups=[(2, None, "group"), (4, 2, "group"), (4, 2, "all")],
     num_micro_batches=[1, 2],
     resident_numel=[0, 1000],
+    sums=["message", "leaves"],
 )
+TYPES: dict[str, tuple[DtypeName, DtypeName] | None] = {"message": PAPER, "leaves": None}
 GRADIENTS = [None, ("fp32", "fp32"), ("fp32", "bf16")]
 
 
@@ -83,12 +89,12 @@ GRADIENTS = [None, ("fp32", "fp32"), ("fp32", "bf16")]
 def all_trained() -> dict[tuple, list[dict]]:
     """Return what each rank has found, by number of ranks and arguments of `train`."""
     cases: dict[int, list[tuple]] = {
-        2: [(stage, n, None, 0, PAPER, "group") for stage in STAGES for n in (1, 2)],
-        4: [(stage, 1, None, 0, PAPER, "group") for stage in STAGES],
+        2: [(stage, n, None, 0, PAPER, "group", "message") for stage in STAGES for n in (1, 2)],
+        4: [(stage, 1, None, 0, PAPER, "group", "message") for stage in STAGES],
     }
-    cases[2] += [(stage, 2, None, 0, gradients, "group") for stage in STAGES for gradients in GRADIENTS]
-    for stage, (data_size, shard_size, over), num_micro_batches, resident_numel in map(dict.values, LAYOUTS):
-        cases[data_size].append((stage, num_micro_batches, shard_size, resident_numel, PAPER, over))
+    cases[2] += [(stage, 2, None, 0, gradients, "group", "message") for stage in STAGES for gradients in GRADIENTS]
+    for stage, (data_size, shard_size, over), num_micro_batches, resident_numel, sums in map(dict.values, LAYOUTS):
+        cases[data_size].append((stage, num_micro_batches, shard_size, resident_numel, TYPES[sums], over, sums))
     return {
         (num_ranks, *case): found
         for num_ranks, of_size in cases.items()
@@ -104,8 +110,9 @@ def trained(
     resident_numel: int = 0,
     gradients: tuple[DtypeName, DtypeName] | None = PAPER,
     optimizer_over: Literal["group", "all"] = "group",
+    sums: SumOverRanks = "message",
 ) -> list[dict]:
-    arguments = stage, num_micro_batches, shard_size, resident_numel, gradients, optimizer_over
+    arguments = stage, num_micro_batches, shard_size, resident_numel, gradients, optimizer_over, sums
     return all_trained()[data_size, *arguments]
 
 
@@ -174,7 +181,7 @@ def test_other_types_of_gradients_cost_what_the_formulas_say(stage, gradients):
                 found["padded_bytes"],
                 (shard_size, data_size // shard_size),
                 num_micro_batches,
-                gradient_bytes=found["padded_bytes"] * DTYPES[reduce].itemsize / 2,
+                gradient_bytes=(found["padded_bytes"] * DTYPES[reduce].itemsize / 2, 0.0),
                 kept_bytes=found["last_block_bytes"],
             )
         )
@@ -199,18 +206,21 @@ def test_traffic_along_each_axis(layout):
 
     The root, which has no parameters here, and the last block stay unsharded from forward to backward.
     """
-    stage, (data_size, shard_size, over), num_micro_batches, resident_numel = layout.values()
-    policy = ZeroConfig(stage, optimizer_over=over).policy
-    for found in trained(data_size, stage, num_micro_batches, shard_size, resident_numel, optimizer_over=over):
+    stage, (data_size, shard_size, over), num_micro_batches, resident_numel, sums = layout.values()
+    config = ZeroConfig(stage, optimizer_over=over, sum_over_ranks=sums)
+    types = config.gradient_types(torch.bfloat16)
+    for found in trained(data_size, stage, num_micro_batches, shard_size, resident_numel, TYPES[sums], over, sums):
         sent = Counter()
         for event in found["events"]:
-            sent[event.axis] += event.wire_bytes if event.message_bytes > 8 else 0
+            sent[event.axis] += event.wire_bytes if event.message_bytes > LONGEST_SCALARS else 0
         inner = shard_size or data_size
+        of_leaves = tuple(found["padded_bytes"] // 2 * each.itemsize for each in (types.reduce, types.accumulate))
         expected = axis_bytes(
-            policy,
+            config.policy,
             found["padded_bytes"],
             (inner, data_size // inner),
             num_micro_batches,
+            gradient_bytes=of_leaves if sums == "leaves" else None,
             resident_bytes=found["resident_bytes"],
             kept_bytes=found["last_block_bytes"],
         )

@@ -28,6 +28,9 @@ def test_launches_are_ordered_only_if_asked_and_nccls_record_goes_to_the_run_unl
         names = "CUDA_DEVICE_MAX_CONNECTIONS", "TORCH_FR_DUMP_TEMP_FILE"
         assert tuple(map(environment.get, names)) == expected
         assert "TORCH_NCCL_ASYNC_ERROR_HANDLING" not in environment
+        assert "CUBLAS_WORKSPACE_CONFIG" not in environment
+        defaults.set_variables(environment, False, None, fixes_kernels=True)
+        assert environment["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
 
 
 PINNED, SEGMENTS = "pinned_max_round_threshold_mb:1", "expandable_segments:True"

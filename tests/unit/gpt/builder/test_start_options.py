@@ -27,6 +27,8 @@ def test_the_device_the_time_limit_and_the_folder_are_those_of_the_run():
     arguments = ["--run.device=cpu", "--run.hang_seconds=7", "--run.dir=runs/a"]
     options = start_options(parse_settings([f"--config={BASE}", *arguments]))
     assert (options.device, options.hang_seconds, options.record_folder) == ("cpu", 7, Path.cwd() / "runs/a")
+    assert not options.fixes_kernels
+    assert start_options(parse_settings([f"--config={BASE}", "--train.reproducible=layout"])).fixes_kernels
     assert in_option_names("choose StartOptions.device=cpu") == "choose run.device=cpu"
 
 

@@ -3,6 +3,7 @@
 import logging
 import shutil
 from contextlib import nullcontext
+from unittest import mock
 
 import pytest
 import torch
@@ -77,6 +78,27 @@ def test_compiled_blocks_need_a_compiler(monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda _name: None)
     with pytest.raises(ConfigError, match=r"train\.compile=blocks needs a C\+\+ compiler"):
         build(settings, Mesh.create(1), torch.device("cpu"))
+
+
+def test_bits_that_no_number_of_ranks_changes_need_torchs_deterministic_kernels_on_a_gpu(monkeypatch):
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    chosen = mock.Mock(side_effect=InterruptedError)  # nothing is built for a GPU
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", chosen)
+    settings = parse_settings([f"--config={BASE}", "--train.reproducible=layout"])
+    build(settings, Mesh.create(1), torch.device("cpu"))
+    with pytest.raises(InterruptedError):
+        build(settings, Mesh.create(1), torch.device("cuda"))
+    chosen.assert_called_once_with(True)
+    assert settings.zero.alignment % 256 == 0, "no kernel is chosen by where a parameter begins"
+
+
+def test_full_gradients_of_parts_of_a_sequence_are_refused_if_they_must_not_depend_on_the_layout():
+    given = "--train.reproducible=layout", "--parallel.context_size=2", "--train.global_batch_size=8"
+    for options, is_refused in ((["--zero.stage=2"], False), (["--zero.stage=1"], True)):
+        settings = parse_settings([f"--config={BASE}", *given, *options, "--train.micro_batch_size=1"])
+        expected = pytest.raises(ConfigError, match=r"4 ranks that keep full gradients .* choose zero\.stage=2")
+        with imitated_world(0, 4, 4, "gloo") as world, expected if is_refused else nullcontext():
+            build_mesh(settings, world)
 
 
 def test_a_context_that_does_not_divide_the_heads_of_a_tensor_rank_is_refused():

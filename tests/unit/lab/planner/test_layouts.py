@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from gpt.builder.activation_store import block_sum_bytes
 from gpt.builder.closed_forms import parameters_of_rank
 from gpt.settings.parser import parse_settings
 from gpt.shape.flops import hardware_flops
@@ -24,6 +25,7 @@ from lab.planner.layouts import (
     step_seconds,
 )
 from parallel.memory_kinds import TensorKind
+from zero.formulas import memory
 from zero.formulas.memory import ModelStates
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -127,18 +129,37 @@ def test_the_largest_micro_batch_is_considered_and_none_above_it():
     assert (min(sizes), max(sizes)) == (1, MAX_MICRO_BATCH)
 
 
+IN_FP32 = "--zero.sum_over_ranks=fp32 --zero.reduce_dtype=bf16"
+LAYOUT = "--train.reproducible=layout --train.reproducible_blocks"
+
+
 @pytest.mark.parametrize(
-    ("stage", "shard_size", "over", "overlap"), [(3, 2, "all", True), (2, 2, "group", False), (0, None, "group", True)]
+    ("stage", "shard_size", "over", "overlap", "option"),
+    [
+        (3, 2, "all", True, IN_FP32),
+        (2, 2, "group", False, IN_FP32),
+        (0, None, "group", True, IN_FP32),
+        (3, 2, "all", True, f"{LAYOUT}=8"),  # 2 blocks for each group
+        (2, None, "group", False, f"{LAYOUT}=2"),
+        (1, None, "group", True, f"{LAYOUT}=32"),  # 4 for each rank
+    ],
 )
-def test_closed_forms_and_dry_runs_agree_on_the_buffers_of_sums_in_fp32(stage, shard_size, over, overlap):
-    given = "--model.num_layers=8", "--train.micro_batch_size=2", "--train.global_batch_size=16"
+def test_closed_forms_and_dry_runs_agree_on_what_other_sums_hold(stage, shard_size, over, overlap, option):
+    """They hold buffers, and sums of blocks of micro-batches."""
+    given = "--model.num_layers=2", "--train.micro_batch_size=2", "--train.global_batch_size=64"
     zero = f"--zero.stage={stage}", f"--zero.optimizer_over={over}", f"--zero.overlap={overlap}"
-    others = "--zero.reduce_dtype=bf16", "--zero.bucket_numel=8192", "--zero.defragment=true"
+    others = "--zero.bucket_numel=8192", "--zero.defragment=true", "--zero.alignment=256"
     ranks = "--dry_run.world_size=8", f"--parallel.shard_size={shard_size or 'null'}"
-    found = []
-    for sums in ("message", "fp32"):
-        settings = parse_settings([*TINY, *given, *zero, *others, *ranks, f"--zero.sum_over_ranks={sums}"])
-        buffers = dry_run(settings).resident[DEVICE].get(TensorKind.BUFFERS, 0)
-        found.append((buffers, planned_workload(settings, data_size=8).state_bytes))
-    (dry, planned), (dry_in_fp32, planned_in_fp32) = found
-    assert dry_in_fp32 - dry == planned_in_fp32 - planned > 0
+    dry, planned, most = list[float](), list[float](), list[float]()
+    for options in ([word for word in option.split() if "reduce_dtype" in word], option.split()):
+        settings = parse_settings([*TINY, *given, *zero, *others, *ranks, *options])
+        found = dry_run(settings)
+        dry.append(found.resident[DEVICE].get(TensorKind.BUFFERS, 0))
+        planned.append(planned_workload(settings, data_size=8).state_bytes - block_sum_bytes(settings, 8))
+        most.append(max(held[TensorKind.GRADIENTS] for _, held in found.memory.states()))
+    assert dry[1] - dry[0] == planned[1] - planned[0] > 0
+    numel = sum(flat.layout.numel for flat in found.state.model.flats)
+    policy, blocks = settings.zero.policy, settings.zero.leaf_blocks
+    sums = memory.block_sum_bytes(policy, numel, found.state.model.levels.sizes, blocks)
+    assert most[1] - most[0] == sums
+    assert (sums > 0) == (LAYOUT in option)

@@ -1,11 +1,14 @@
 """Nodes agree on the starts of a job, from the records that they publish."""
 
+import socket
+import time
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 
 from parallel import watchdog
-from parallel.launch.membership import Limits, Record, can_grow, end_of_job, is_broken, next_start, start_to_join
+from parallel.launch.membership import Limits, Peers, Record, can_grow, end_of_job, is_broken, next_start, start_to_join
 
 LIMITS = Limits(min_nodes=1, max_restarts=3, max_failures_of_node=2)
 A, B, C = (Record(name, f"{name}1") for name in "abc")
@@ -94,3 +97,15 @@ def test_the_end_of_the_newest_start_ends_the_job_everywhere():
     assert end_of_job(C, ended | {"c": C}) == ended["a"]
     assert end_of_job(C, ended | {"c": C, "b": replace(B, start=3, members={"b": "b1"}, state="running")}) is None
     assert end_of_job(C, {"a": None, "b": None, "c": C}) is None
+
+
+@pytest.mark.parametrize(("there", "ahead"), [(103.5, 3.0), (96.5, -4.0), (101.2, 0.0)])
+def test_facts_have_the_difference_of_clocks_unless_the_reply_took_longer(there: float, ahead: float):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = free.getsockname()
+    peers = Peers(A, {"a": address}, {"name": "a"})
+    clock = mock.Mock(monotonic=time.monotonic)
+    clock.time.side_effect = [100.0, there, 101.0]  # when it is asked, there, and when the reply has come
+    with mock.patch("parallel.launch.membership.time", clock):
+        assert peers.facts("a") == {"name": "a", "clock_seconds": ahead}
