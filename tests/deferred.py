@@ -48,11 +48,15 @@ def _late(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
 
 
 class LateOperations(TorchDispatchMode):
-    """A dispatch mode that launches the operations of a side stream instead of running them."""
+    """A dispatch mode that launches the operations of a side stream instead of running them.
+
+    Memory that they allocate returns to the same stream, so that later operations there may use it at once.
+    """
 
     def __init__(self, streams: Streams, stream: Stream):
         super().__init__()
         self._streams, self._stream = streams, stream
+        self._allocated: set[int] = set()  # storages
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -64,10 +68,11 @@ class LateOperations(TorchDispatchMode):
             return function(*args, **kwargs)
         written = _written(function, args, kwargs)
         result = None if written else function(*args, **kwargs)  # its memory; the values are computed again
-        outputs = [(_region(self._streams, out), updates) for out, updates in _outputs(written, result)]
+        self._allocated |= {out.untyped_storage()._cdata for out in tree_leaves(result) if isinstance(out, Tensor)}
+        outputs = [(self._region(out), updates) for out, updates in _outputs(written, result)]
         inputs = [tensor for tensor in tensors if not any(tensor is out for out, _ in written)]
-        regions = [_region(self._streams, tensor) for tensor in inputs]
-        if function is torch.ops.aten.copy_.default and outputs[0][0].is_same(_region(self._streams, args[1])):
+        regions = [self._region(tensor) for tensor in inputs]
+        if function is torch.ops.aten.copy_.default and outputs[0][0].is_same(self._region(args[1])):
             return args[0]  # a copy onto itself does nothing
         # An output that shares memory with an input is read before it is written.
         outputs = [Output(out, is_updated=updates or any(out.overlaps(r) for r in regions)) for out, updates in outputs]
@@ -77,6 +82,11 @@ class LateOperations(TorchDispatchMode):
         if not written:
             return result
         return written[0][0] if len(written) == 1 else tuple(out for out, _ in written)
+
+    def _region(self, tensor: Tensor) -> Region:
+        storage = tensor.untyped_storage()
+        is_kept = storage._cdata in self._allocated or any(region.is_in(storage) for region in self._streams.on_host)
+        return Region(tensor, is_kept=is_kept)
 
 
 class HostAllocations(TorchDispatchMode):
@@ -249,12 +259,6 @@ def _memory(streams: Streams) -> Iterator[Any]:
 
     yield mock.patch.object(torch.UntypedStorage, "resize_", resize_)
     yield mock.patch.object(placement, "allocating", recorded)
-
-
-def _region(streams: Streams, tensor: Tensor) -> Region:
-    """Return the region of a tensor that a side stream uses."""
-    storage = tensor.untyped_storage()
-    return Region(tensor, is_kept=any(region.is_in(storage) for region in streams.on_host))
 
 
 def _doors(streams: Streams) -> Iterator[Any]:

@@ -24,7 +24,8 @@ from zero.buckets.gradients import GradientReducer
 from zero.buckets.guarded_parameter import ParameterGuard, changes
 from zero.buckets.hashes import GradientHashes
 from zero.buckets.tensor_tree import cast_floating_point
-from zero.checks import check_arguments, check_module, refuse_replacing
+from zero.buckets.weight_codes import WeightCodes
+from zero.checks import check_arguments, check_module, coded_weights, refuse_replacing
 from zero.gemini.chunks import search_chunk_size
 from zero.gemini.planner import PlacementPlanner
 from zero.memory.placement import NO_OFFLOAD, Offload, OffloadConfig
@@ -93,13 +94,15 @@ class ZeroDataParallel(nn.Module):
         levels = config.policy.levels(data)
         numel = self._bucket_numel(own, levels, param_dtype or next(module.parameters()).dtype.to_real())
         gather_stream = SideStream(self.offload.device)
-        context = FlatContext(config, levels, numel, self.offload, self._guard, gather_stream, param_dtype)
+        self._codes = WeightCodes(coded_weights(module, config), self.offload.device)
+        context = FlatContext(config, levels, numel, self.offload, self._guard, gather_stream, self._codes, param_dtype)
         self._make_units(own, context, partial(_initial_values, data, init), launch_order)
         if init:
             restore_parameter_tables(module)  # after the last `pop_full`
         _move_buffers(module, data, device)
         trainable = [bucket for flat in self.flats if flat.is_trainable for bucket in flat.buckets]
         self.reducer = GradientReducer(trainable, levels, config, launch_order, self.offload)
+        self.measure_weights()
         self.planner = self._residency()
         self._passes = Passes(self.reducer, launch_order)
         refuse = Hook(refuse_replacing)
@@ -154,6 +157,18 @@ class ZeroDataParallel(nn.Module):
         if self._input_dtype is not None:
             args, kwargs = cast_floating_point((args, kwargs), self._input_dtype)
         return self.module(*args, **kwargs)
+
+    @torch.no_grad()
+    def measure_weights(self) -> None:
+        """Find the scales of weights that are sent in FP8, after owned parameters have changed; all ranks call it."""
+        owned = (
+            (stretch, bucket.owned_part(bucket.owned_values, stretch.elements))
+            for flat in self.flats
+            if flat.is_coded
+            for bucket in flat.buckets
+            for stretch in flat.stretches(bucket.shard)
+        )
+        self._codes.measure(owned, self.shard_axis)
 
     def register_forward_method(self, name: str, module: nn.Module | None = None) -> None:
         """Let a method of the module, or of `module` inside it, run by itself, as `forward` does.
@@ -216,6 +231,7 @@ class ZeroDataParallel(nn.Module):
         finally:
             for unit in units:
                 unit.stop_watch(reader)
+        self.measure_weights()  # of what may have been written
 
     def unwrap(self, device: torch.device | None = None) -> nn.Module:
         """Return the module without this wrapper, with all of its parameters on every rank, and on `device` if given.
@@ -290,7 +306,7 @@ class ZeroDataParallel(nn.Module):
             flats = [
                 FlatParameters(group, lifetime, values_of, context)
                 for lifetime, params_of_lifetime in owned.items()
-                for group in group_alike(params_of_lifetime)
+                for group in group_alike(params_of_lifetime, context.codes)
             ]
             before_gather = partial(launch_order.before_gather, number)
             self._access.add(name, Unit(modules[name], flats, before_gather))

@@ -309,6 +309,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         # A backward whose forward has run before this update must raise, as in torch.
         torch.autograd.graph.increment_version(self._pieces.params)
         self._written.restart()
+        self._model.measure_weights()
         gathers.finish(self._pieces.flats, overlaps=self._model.config.overlap_gather)
 
     @torch.no_grad()

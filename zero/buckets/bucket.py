@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from parallel.memory_kinds import TensorKind
 from parallel.mesh import Work
 from zero.buckets.leaf_blocks import BlockSums
+from zero.buckets.weight_codes import BucketCodes
 from zero.memory.placement import Offload, Placement
 from zero.memory.staging import StagingPool, free_storage, restore_storage
 from zero.memory.streams import SideStream
@@ -76,24 +77,31 @@ class ParamShard:
         self.group_shard = self._in_full if self.persists else self._copy_shard(self.placement)
         self.owned = ranges.owned_of(self.group_shard)
         self.cached: Tensor | None = None
+        self.codes: BucketCodes | None = None  # set if ranks send these parameters as codes
         self._gather_stream = gather_stream
         self._updated: Work | None = None  # the last gather of owned parts to the shard, unless it was waited for
 
-    def all_gather(self) -> Work:
-        """Fill `full` with the shards of the group; wait before it is read."""
+    def all_gather(self, *, exact: bool = True) -> Work:
+        """Fill `full` with the shards of the group, or, unless `exact`, with what codes of them stand for.
+
+        Wait before it is read.
+        """
+        # On the stream that reads it: memory that a side stream allocates returns to that stream.
+        codes = None if exact or self.codes is None else self.full.new_empty(self.full.shape, dtype=torch.uint8)
         if self._updated is None:
-            return self._gather_in_group()
+            return self._gather_in_group(codes)
         with self._gather_stream.context():
             self.wait_for_update()  # the side stream waits; on a CPU the host does, so all ranks launch in one order
-            gather = self._gather_in_group()
+            gather = self._gather_in_group(codes)
             if self._levels.inner.size > 1:
                 return gather
             return Work(gather.wait, self._gather_stream.device_work().wait)  # a copy on this stream, no collective
 
-    def all_gather_updated(self) -> Work:
+    def all_gather_updated(self, *, exact: bool = True) -> Work:
         """Gather new values of `owned` between groups; then renew the cache, or a `full` that persists.
 
-        A transient `full` must have been resharded before; its next gather waits for the one between groups.
+        A transient `full` must have been resharded before; its next gather waits for the one between groups. Without
+        `exact`, codes are not sent yet: call `all_gather` when the scales have been measured.
         """
         self.wait_for_update()  # of an earlier update, if nothing has read the parameters since then
         if self._levels.num_parts > 1:
@@ -101,7 +109,7 @@ class ParamShard:
         if self.cached is not None:
             self.wait_for_update()  # without streams the shard is copied only now
             return self._offload.to_accelerator(self.group_shard, out=self.cached)
-        return self.all_gather() if self.persists else Work()
+        return self.all_gather() if self.persists and (exact or self.codes is None) else Work()
 
     def fetch(self) -> None:
         """Keep a copy of the shard on the device until `evict`. The parameters must be unsharded."""
@@ -117,13 +125,23 @@ class ParamShard:
             self._updated.wait()
             self._updated = None
 
-    def _gather_in_group(self) -> Work:
+    def _gather_in_group(self, codes: Tensor | None) -> Work:
         gather = self._levels.inner.all_gather
+        own = self.group_shard if self.cached is None else self.cached
         if self.placement is Placement.HOST and self.cached is None:
             # The shard is copied to its place in `full`, and the all-gather is launched behind the copy, in place.
-            in_place = partial(gather, self._in_full, out=self.full)
-            return self._offload.to_accelerator(self.group_shard, self._in_full, in_place)
-        return gather(self.group_shard if self.cached is None else self.cached, out=self.full)
+            in_place = partial(gather, self._in_full, out=self.full) if codes is None else partial(self._send, codes)
+            return self._offload.to_accelerator(own, self._in_full, in_place)
+        if codes is None:
+            return gather(own, out=self.full)
+        self._in_full.copy_(own)  # returns early if both are the same memory
+        return self._send(codes)
+
+    def _send(self, codes: Tensor) -> Work:
+        """Gather codes, and fill the rest of `full` from them when the result is waited for."""
+        assert self.codes is not None
+        gather = self._levels.inner.all_gather(self.codes.encode(self._in_full, codes), out=codes)
+        return Work(gather.wait, partial(self.codes.decode, codes, self.full))
 
     def _gather_between_groups(self) -> Work:
         outer = self._levels.outer
@@ -432,6 +450,11 @@ class Bucket:
         if dtype is not owned.dtype or placement is not self.params.placement:
             self.master = self._offload.new(placement, TensorKind.MASTER, owned.numel(), dtype)
         self.master.copy_(values)  # returns early if both are the same memory
+
+    @property
+    def owned_values(self) -> Tensor:
+        """The owned parameters after an update, from the master weights: copies to or from parameters may still run."""
+        return self.master.to(self.params.owned.dtype)
 
     @property
     def casts_gradient(self) -> bool:

@@ -13,7 +13,7 @@ A unit that is prefetched has no reader until it runs; the end of backward frees
 loading a checkpoint, shard all units whatever their readers: they write the owned shards.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
@@ -111,6 +111,7 @@ class Unit:
     def watch(self, reader: object) -> None:
         """Retain the unit, and have reads of its parameters reported."""
         self.retain(reader)
+        self._read_exactly()
         self._watchers.add(reader)
         for flat in self.flats:
             flat.watch_reads(True)
@@ -125,9 +126,16 @@ class Unit:
     def unwrap(self, device: torch.device | None) -> None:
         """Give the parameters their values in memory of their own."""
         self.unshard()
+        self._read_exactly()
         for flat in self.flats:
             flat.unwrap(device)
         self._readers.clear()
+
+    def _read_exactly(self) -> None:
+        if any(flat.is_coded for flat in self.flats):
+            self._before_gather()
+        for flat in self.flats:
+            flat.read_exactly()
 
 
 @dataclass(eq=False)
@@ -211,9 +219,9 @@ def innermost_unit(parameter_names: Iterable[str], unit_names: Iterable[str]) ->
     return max((u for u in unit_names if all(f".{name}".startswith(f".{u}." if u else ".") for name in names)), key=len)
 
 
-def group_alike(params: dict[str, nn.Parameter]) -> list[dict[str, nn.Parameter]]:
-    """Group parameters by (dtype, requires_grad): only those of one group can share a flat buffer."""
+def group_alike(params: dict[str, nn.Parameter], coded: Container[nn.Parameter] = ()) -> list[dict[str, nn.Parameter]]:
+    """Group parameters by (dtype, requires_grad, is sent as codes): only those of one group can share a flat buffer."""
     groups: dict[tuple, dict[str, nn.Parameter]] = {}
     for name, param in params.items():
-        groups.setdefault((param.dtype, param.requires_grad), {})[name] = param
+        groups.setdefault((param.dtype, param.requires_grad, param in coded), {})[name] = param
     return list(groups.values())

@@ -129,3 +129,27 @@ def test_tensor_ranks_that_divide_the_tokens_need_a_number_that_they_divide(opti
     refused = pytest.raises(ConfigError, match=f"the tokens of a micro-batch={num_tokens} ") if num_tokens else None
     with imitated_world(0, 8, 8, "gloo") as world, refused or nullcontext():
         build_mesh(settings, world)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["--train.matmul=fp8", "--train.precision=fp16"], "train.matmul=fp8.*train.precision=fp16"),
+        (["--zero.gather_dtype=fp8"], "zero.gather_dtype=fp8.*train.matmul=None"),
+        (["--zero.gather_dtype=fp8", "--train.matmul=fp8", "--train.fp8.recipe=rowwise"], "recipe=rowwise"),
+        (["--train.matmul=fp8", "--train.fp8.keep_first=1"], "keep_first=1 .*none of 1 blocks"),
+    ],
+)
+def test_products_in_fp8_are_refused_where_they_would_not_be_used(options: list[str], named: str):
+    with pytest.raises(ConfigError, match=named):
+        build(parse_settings([f"--config={BASE}", *options]), Mesh.create(1), torch.device("cpu"))
+
+
+def test_a_layer_without_a_kernel_is_named():
+    """A dry run imitates a GPU; 8 features are no multiple of 16."""
+    settings = parse_settings([f"--config={BASE}", "--train.matmul=fp8"])
+    with (
+        imitated_world(0, 2, 2, "nccl") as world,
+        pytest.raises(ConfigError, match=r"recipe=tensorwise.*N=24 .*blocks\.0"),
+    ):
+        build(settings, build_mesh(settings, world), world.device)
