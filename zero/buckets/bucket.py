@@ -88,9 +88,8 @@ class ParamShard:
         if self._levels.num_parts > 1:
             self._updated = self._gather_between_groups()
         if self.cached is not None:
-            with self._gather_stream.context():
-                self.wait_for_update()
-                return self._offload.to_accelerator(self.group_shard, out=self.cached)
+            self.wait_for_update()  # without streams the shard is copied only now
+            return self._offload.to_accelerator(self.group_shard, out=self.cached)
         return self.all_gather() if self.persists and (exact or self.codes is None) else Work()
 
     def fetch(self) -> None:
@@ -136,8 +135,7 @@ class ParamShard:
         gathered = self._offload.to_accelerator(self.owned, own, partial(outer.all_gather, own, out=shard))
         copy_back = partial(self._offload.to_host, shard, out=self.group_shard)
         copied = self._gather_stream.launch_after(gathered, copy_back)
-        # The next gather may wait for it on a side stream; the computation, which takes the buffer again, by itself.
-        buffers.put_back(buffer, Work(copied.wait, self._offload.copies_to_host().wait))
+        buffers.put_back(buffer, copied)
         return copied
 
     def _copy_shard(self, placement: Placement) -> Tensor:
