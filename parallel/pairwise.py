@@ -47,6 +47,10 @@ class ReceiveBuffers:
             free.pop(0)
         return self._allocate(like, like.numel())
 
+    def prepare(self, like: Tensor) -> None:
+        """Have a buffer for `take`, which then allocates nothing: memory stays with the stream that allocates it."""
+        self.put_back(self.take(like))
+
     def put_back(self, buffer: Tensor) -> None:
         """Return a buffer whose message has been read."""
         free = self._free[buffer.dtype]

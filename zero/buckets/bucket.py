@@ -99,7 +99,9 @@ class ParamShard:
         if self._levels.num_parts > 1:
             self._updated = self._gather_between_groups()
         if self.cached is not None:
-            return self._offload.to_accelerator(self.group_shard, out=self.cached)
+            with self._gather_stream.context():
+                self.wait_for_update()
+                return self._offload.to_accelerator(self.group_shard, out=self.cached)
         return self.all_gather() if self.persists else Work()
 
     def fetch(self) -> None:
@@ -128,13 +130,16 @@ class ParamShard:
         outer = self._levels.outer
         if self.placement is Placement.ACCELERATOR:
             return outer.all_gather(self.owned, out=self.group_shard)
-        numel, dtype = self.group_shard.numel(), self.group_shard.dtype
-        shard = self._offload.new(Placement.ACCELERATOR, TensorKind.BUFFERS, numel, dtype)
+        buffers = self._offload.relays
+        buffer = buffers.take(self.group_shard)
+        shard = buffer[: self.group_shard.numel()]
         own = self._ranges.owned_of(shard)
-        self._offload.to_accelerator(self.owned, own, partial(outer.all_gather, own, out=shard)).wait()
-        # The computation waits, because `shard` is freed here.
-        self._offload.to_host(shard, out=self.group_shard).wait()
-        return Work()
+        gathered = self._offload.to_accelerator(self.owned, own, partial(outer.all_gather, own, out=shard))
+        copy_back = partial(self._offload.to_host, shard, out=self.group_shard)
+        copied = self._gather_stream.launch_after(gathered, copy_back)
+        # The next gather may wait for it on a side stream; the computation, which takes the buffer again, by itself.
+        buffers.put_back(buffer, Work(copied.wait, self._offload.copies_to_host().wait))
+        return copied
 
     def _copy_shard(self, placement: Placement) -> Tensor:
         shard = self._in_full
@@ -330,7 +335,8 @@ class GradShard:
         self.held = Held.SUM
         # The next gradients overwrite it, or are added to it and divided by the number of their micro-batches.
         if self.path.owns_staged or self.path.has_groups or self.path.policy.adds_leaves:
-            self._earlier, self.held = self.owned.clone(), Held.SET_ASIDE
+            own = self._offload.new(self.placement, TensorKind.GRADIENTS, self.owned.numel(), self.owned.dtype)
+            self._earlier, self.held = own.copy_(self.owned), Held.SET_ASIDE
 
     def owned_of(self, group_shard: Tensor) -> Tensor:
         """Return the elements that this rank owns as a view of a tensor like its shard in the group."""
@@ -347,9 +353,14 @@ class GradShard:
 
     def add_earlier(self, total: Tensor) -> None:
         """Add the gradient that was set aside to the next mean."""
-        if self._earlier is not None:
-            total.add_(self._earlier.to(total.device))
-            self._earlier = None
+        if self._earlier is None:
+            return
+        earlier, self._earlier = self._earlier, None
+        if self.placement is Placement.HOST:
+            fetched = self._offload.new(Placement.ACCELERATOR, TensorKind.GRADIENTS, earlier.numel(), earlier.dtype)
+            self._offload.to_accelerator(earlier, out=fetched).wait()
+            earlier = fetched
+        total.add_(earlier)
 
     def free_owned(self) -> None:
         """Discard the owned gradient; free its memory too, unless that is allocated for the whole run (M_D)."""

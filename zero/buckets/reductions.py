@@ -80,6 +80,8 @@ class Reductions:
         else:
             reduced = inner.reduce_scatter(message, out=grads.message_shard, in_fp32=self._in_fp32)
         if is_last and grads.path.has_groups and not self._adds_leaves:
+            if self._adds(outer, grads):  # allocated on the side stream, no forward could use its memory after `free`
+                outer.pairwise.received.prepare(grads.message_shard)
             # Behind the first on a stream of its own: launched by the computation, it would wait for the computation.
             reduced = self._between_groups.launch_after(reduced, partial(self._reduce_between_groups, grads))
         elif self._adds(inner, grads):

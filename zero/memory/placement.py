@@ -24,7 +24,7 @@ from parallel.mesh import Work
 from parallel.torch_internals import storage_id
 from zero.memory.streams import SideStream
 
-NUM_CASTS = 2  # buffers of casts on their way to the accelerator: one is filled while the other is copied
+NUM_BUFFERS = 2  # on the way from one memory to the other: one is filled while the other is copied
 NUM_READS = 2  # buffers that the host reads: one is read while the other is filled
 
 Mode = Literal["accelerator", "host", "auto"]
@@ -102,13 +102,42 @@ def host_allocator(device: torch.device, kind: TensorKind) -> Allocate:
 ALLOCATORS = {Placement.ACCELERATOR: device_allocator, Placement.HOST: host_allocator}
 
 
+class FewBuffers:
+    """The buffers of each dtype that take turns in one memory: `NUM_BUFFERS`, as long as what was asked for."""
+
+    def __init__(self, allocate: Allocate):
+        self._allocate = allocate
+        self._in_turn: defaultdict[torch.dtype, deque[tuple[Tensor, Work]]] = defaultdict(deque)
+
+    def take(self, like: Tensor) -> Tensor:
+        """Return a buffer, not initialized, at least as long as `like`; wait for the last use of an earlier one."""
+        in_turn = self._in_turn[like.dtype]
+        if len(in_turn) == NUM_BUFFERS:
+            buffer, last_use = in_turn.popleft()
+            last_use.wait()
+            if buffer.numel() >= like.numel():
+                return buffer
+        return self._allocate(like.numel(), like.dtype)
+
+    def put_back(self, buffer: Tensor, last_use: Work) -> None:
+        """Return a buffer; `last_use` is waited for before it is taken again."""
+        self._in_turn[buffer.dtype].append((buffer, last_use))
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of the buffers that are not taken."""
+        return sum(buffer.nbytes for in_turn in self._in_turn.values() for buffer, _ in in_turn)
+
+
 class Offload:
     """The two memories of a rank: allocates in either, and launches copies between them on side streams."""
 
     def __init__(self, device: torch.device, config: OffloadConfig = NO_OFFLOAD):
         self.device, self.config = device, config
         self._to_host, self._to_accelerator = SideStream(device), SideStream(device)
-        self._casts: defaultdict[torch.dtype, deque[tuple[Tensor, Work]]] = defaultdict(deque)
+        self._casts = FewBuffers(host_allocator(device, TensorKind.BUFFERS))  # on their way to the accelerator
+        self.relays = FewBuffers(device_allocator(device, TensorKind.BUFFERS))
+        """For what is stored on the host, and communicated on the accelerator."""
         self._landing: dict[int, Work] = {}  # the last copy to each storage in host memory
         self._reads: dict[tuple[torch.dtype, int], Tensor] = {}
 
@@ -140,7 +169,7 @@ class Offload:
         """
         cast = None
         if source.dtype != out.dtype:
-            cast = self._cast_buffer(out)
+            cast = self._casts.take(out)
             source = cast[: source.numel()].copy_(source)
         with self._to_accelerator.context():
             if landing := self._landing.pop(storage_id(source.untyped_storage()), None):
@@ -148,8 +177,12 @@ class Offload:
             out.copy_(source, non_blocking=True)
             followed = then()
         if cast is not None:
-            self._casts[cast.dtype].append((cast, self._to_accelerator.host_work()))
+            self._casts.put_back(cast, self._to_accelerator.host_work())
         return Work(self._to_accelerator.device_work().wait, followed.wait)
+
+    def copies_to_host(self) -> Work:
+        """Return a `Work` of all copies to the host so far, for another stream than the one that waits for theirs."""
+        return self._to_host.device_work()
 
     def read_from(self, placement: Placement, sources: Iterable[Tensor]) -> Iterator[Tensor]:
         """Iterate over tensors on the accelerator as `placement` reads them: themselves, or copies in host memory.
@@ -189,13 +222,3 @@ class Offload:
         copy = self._reads[key][: source.numel()]
         self.to_host(source, copy)
         return copy, self._to_host.host_work()
-
-    def _cast_buffer(self, like: Tensor) -> Tensor:
-        """Return one of a few pinned buffers, at least as long as `like`; block the host until it is free."""
-        casts = self._casts[like.dtype]
-        if len(casts) == NUM_CASTS:
-            buffer, copied = casts.popleft()
-            copied.wait()
-            if buffer.numel() >= like.numel():
-                return buffer
-        return self.new(Placement.HOST, TensorKind.BUFFERS, like.numel(), like.dtype)

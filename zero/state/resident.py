@@ -87,6 +87,7 @@ def buffer_bytes(model: ZeroDataParallel, optimizer: ZeroOptimizer) -> dict[str,
         "gradients for the host": model.reducer.reductions.host_staging.num_bytes,
         "received messages": sum(pairwise.received.num_bytes for pairwise in {axis.pairwise for axis in model.levels}),
         "gradient cast": _num_bytes(optimizer.cast_buffers.values()),
+        "shards for the host": model.offload.relays.num_bytes,
     }
 
 

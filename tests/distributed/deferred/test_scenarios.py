@@ -76,7 +76,11 @@ def test_uneven_data_changed_parameters_several_optimizers_and_sharded_initializ
     run_late(2, check_beside_steps)
     for test, configurations in (
         (test_ranks.test_ranks_run_out_of_batches_at_different_steps, [Configuration(1), Configuration(3)]),
-        (several.test_optimizers_of_disjoint_parameters_equal_one_process, [Configuration(1, offloads=True)]),
+        # Replicas set a mean aside, which the next one is added to; owners of parts add to their sum.
+        (
+            several.test_optimizers_of_disjoint_parameters_equal_one_process,
+            [Configuration(stage, offloads=True) for stage in (0, 1)],
+        ),
     ):
         find = partial(procedure_of, test.__module__)
         run_late(2, check, find, [test.__name__], configurations, TOLERANCE, torch.float64)

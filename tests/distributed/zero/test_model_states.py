@@ -81,7 +81,6 @@ LAYOUTS = pairwise(
     resident_numel=[0, 1000],
     sums=["message", "leaves"],
 )
-TWO_LEVELS = [(4, 1), (4, 2)]  # ranks, and ranks of a group
 TYPES: dict[str, tuple[DtypeName, DtypeName] | None] = {"message": PAPER, "leaves": None}
 GRADIENTS = [None, ("fp32", "fp32"), ("fp32", "bf16")]
 
@@ -96,8 +95,6 @@ def all_trained() -> dict[tuple, list[dict]]:
     cases[2] += [(stage, 2, None, 0, gradients, "group", "message") for stage in STAGES for gradients in GRADIENTS]
     for stage, (data_size, shard_size, over), num_micro_batches, resident_numel, sums in map(dict.values, LAYOUTS):
         cases[data_size].append((stage, num_micro_batches, shard_size, resident_numel, TYPES[sums], over, sums))
-    for data_size, group_size in TWO_LEVELS:
-        cases[data_size].append((3, 2, group_size, 0, ("fp32", "bf16"), "all", "message"))
     return {
         (num_ranks, *case): found
         for num_ranks, of_size in cases.items()
@@ -144,9 +141,14 @@ def test_model_states_are_the_papers(stage, data_size, num_micro_batches):
         assert found["states"].total == pytest.approx(promised.total, rel=0.01)
 
 
-@pytest.mark.parametrize(("data_size", "group_size"), TWO_LEVELS)
-def test_states_of_two_levels_are_divided_over_a_group_and_over_all_ranks(data_size, group_size):
-    found = trained(data_size, 3, 2, group_size, gradients=("fp32", "bf16"), optimizer_over="all")
+@pytest.mark.parametrize(("data_size", "group_sizes"), [(4, [1, 2]), pytest.param(8, [2, 4], marks=pytest.mark.full)])
+def test_states_of_two_levels_are_divided_over_a_group_and_over_all_ranks(data_size, group_sizes):
+    cases = [(3, 2, group_size, 0, ("fp32", "bf16"), "all") for group_size in group_sizes]
+    for group_size, found in zip(group_sizes, run_cases(data_size, train, cases), strict=True):
+        check_states_of_two_levels(data_size, group_size, found)
+
+
+def check_states_of_two_levels(data_size: int, group_size: int, found: list[dict]) -> None:
     num_parameters, policy = found[0]["num_parameters"], ZeroConfig(3, optimizer_over="all").policy
     promised = memory.formula(policy, num_parameters, data_size, gradient_bytes=4, group_size=group_size)
     assert promised.total == pytest.approx((2 / group_size + 4 / group_size + 12 / data_size) * num_parameters)

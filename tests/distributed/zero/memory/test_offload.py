@@ -1,5 +1,7 @@
 """Model states in host memory: the same training, less accelerator memory, and no operation that uses both memories."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -10,7 +12,7 @@ from tests.distributed.zero.memory.kept_apart import KeptApart
 from tests.distributed.zero.test_zero_equals_one_process import Case, assert_equal_one_process, case_of
 from tests.models import batch, build, loss_of
 from tests.pairwise import pairwise, product_of
-from tests.ranks import run_cases
+from tests.ranks import run_cases, run_ranks
 from zero.engine import ZeroDataParallel
 from zero.formulas import memory
 from zero.formulas.memory import ModelStates
@@ -51,6 +53,27 @@ def test_all_placements_equal_one_process():
     factors = FACTORS | {"name": ["gpt"], "sizes": [*FACTORS["sizes"], (4, None), (4, 2)]}
     product = product_of(factors, "name", "stage", "offload", "sizes", "num_micro_batches")
     assert_equal_one_process(cases_of(product))
+
+
+def times_of_gathers_between_groups() -> list[tuple[float, float]]:
+    """Return when each gather of an update was launched and waited for, counted in what the log records."""
+    mesh = Mesh.create(tensor_size=1, shard_size=1)
+    zero = ZeroConfig(3, bucket_numel=500, optimizer_over="all")
+    model = ZeroDataParallel(build("gpt"), mesh.data, zero, offload=OffloadConfig("host"))
+    optimizer = ZeroOptimizer(model, torch.optim.AdamW, fused=True)
+    loss_of(model, batch(0, 0, mesh.data.rank)).backward()
+    with mesh.log.keeping_events(itertools.count().__next__) as events:
+        optimizer.step()
+        optimizer.take_changes()
+    gathers = [event for event in events if (event.op, event.axis) == ("all_gather", "replica")]
+    return [(event.launched, event.awaited) for event in gathers]
+
+
+def test_two_gathers_of_parameters_on_the_host_are_under_way_while_others_are_updated():
+    for times in run_ranks(2, times_of_gathers_between_groups):
+        assert len(times) > 3
+        for (_, first_awaited), (second, _), (third, _) in zip(times, times[1:], times[2:], strict=False):
+            assert second < first_awaited < third
 
 
 def train_with_memories_apart(config: ZeroConfig, offload: OffloadConfig) -> tuple:

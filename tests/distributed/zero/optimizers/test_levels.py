@@ -1,0 +1,102 @@
+"""States divided over groups and over all ranks, with every placement, store and optimizer, train as in one process."""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.distributed.zero.optimizers import test_muon as muon
+from tests.distributed.zero.optimizers import test_soap as soap
+from tests.distributed.zero.optimizers.test_muon import BETAS, DECAY, LR, TOLERANCE, Case
+from tests.pairwise import covering, noting
+from tests.ranks import run_cases
+from tests.twins import all_params
+from zero.memory.placement import NO_OFFLOAD, OffloadConfig
+from zero.optimizers.muon import Muon
+
+NUM_MICRO_BATCHES = 3
+OFFLOADS = {
+    "none": NO_OFFLOAD,
+    "both": OffloadConfig("host"),
+    "optimizer": OffloadConfig("host", ("optimizer",)),
+    "parameters": OffloadConfig("host", ("parameters",)),
+}
+FACTORS: dict[str, list[Any]] = {
+    "row": [(1, "all"), (2, "group"), (2, "all"), (3, "group"), (3, "all")],
+    "sizes": [(4, 2, 1), (2, 1, 2)],  # data ranks, those of a group, tensor ranks
+    "store": ["none", "partition_host"],
+    "offload": ["none", "both"],
+    "optimizer": ["adamw", "muon", "soap"],
+}
+ALL_FACTORS = FACTORS | {
+    "sizes": [(4, 2, 1), (4, 2, 2), (8, 4, 1), (8, 2, 1)],
+    "store": ["none", "keep", "selective", "partition", "partition_host"],
+    "offload": list(OFFLOADS),
+}
+
+
+def is_possible(combination: dict) -> bool:
+    if combination["store"] == "partition" and combination["sizes"][2] == 1:
+        return False
+    return combination["offload"] != "parameters" or combination["row"][0] == 3
+
+
+def train(combination: dict) -> dict[str, Tensor]:
+    (stage, over), (data_size, group_size, tensor_size) = combination["row"], combination["sizes"]
+    settings = {"overlap_gather": stage < 3, "store": combination["store"]}
+    case = Case(
+        stage, data_size, tensor_size, shard_size=group_size, optimizer_over=over,
+        offload=OFFLOADS[combination["offload"]], **settings,
+    )  # fmt: skip
+    start, num_steps, _ = OPTIMIZERS[combination["optimizer"]]
+    model, optimizer = start(case)
+    muon.train_steps(model, optimizer, NUM_MICRO_BATCHES, range(num_steps))
+    return muon.whole_params(model, optimizer.tensor)
+
+
+def start_adamw(case: Case):
+    settings = {"lr": LR, "weight_decay": DECAY, "betas": BETAS, "fused": True}
+    return muon.start(case, kind=torch.optim.AdamW, groups=all_params, **settings)
+
+
+@cache
+def train_whole_with_adamw() -> dict[str, Tensor]:
+    of_matrices: dict[str, torch.optim.AdamW] = {}
+
+    def update(name: str, param: Tensor, _grad: Tensor) -> None:
+        adam = of_matrices.setdefault(name, torch.optim.AdamW([param], lr=LR, weight_decay=DECAY, betas=BETAS))
+        adam.step()
+
+    return muon.train_plain(update, muon.NUM_STEPS)
+
+
+OPTIMIZERS: dict[str, tuple[Callable, int, Callable[[], dict[str, Tensor]]]] = {
+    "adamw": (start_adamw, muon.NUM_STEPS, train_whole_with_adamw),
+    "muon": (lambda case: muon.start(case, kind=Muon, ns_dtype="fp64"), muon.NUM_STEPS, muon.train_whole),
+    "soap": (soap.start_soap, soap.NUM_STEPS, soap.train_whole),
+}
+
+
+def check(combinations: list[dict]) -> None:
+    for sizes in {combination["sizes"] for combination in combinations}:
+        chosen = [combination for combination in combinations if combination["sizes"] == sizes]
+        for combination, found in zip(
+            chosen, run_cases(sizes[0] * sizes[2], train, [[c] for c in chosen]), strict=True
+        ):
+            expected = OPTIMIZERS[combination["optimizer"]][2]()
+            for params in found:
+                with noting(combination):
+                    torch.testing.assert_close(params, expected, rtol=0, atol=TOLERANCE)
+
+
+def test_every_pair_of_settings_equals_one_process():
+    check(covering(FACTORS, 2, is_possible))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("sizes", ALL_FACTORS["sizes"], ids=str)
+def test_every_three_settings_equal_one_process(sizes):
+    check([combination for combination in covering(ALL_FACTORS, 3, is_possible) if combination["sizes"] == sizes])
