@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from lab.observe.fake_tensors import QuickFakeTensorMode, instances_in
 from lab.observe.kernel_log import Kernel, KernelLog, attention_of, product_of
 from lab.observe.operation_observer import observe_operations
-from parallel.torch_internals import schema_of
+from parallel.torch_internals import schema_of, tree_map
 
 logger = logging.getLogger(__name__)
 
@@ -133,12 +133,13 @@ def _compiled_kernels(build: Build) -> dict[str, list[Kernel]]:
 
         def of_tensors(*tensors: Tensor) -> Any:
             given = iter(tensors)
-            called_with = tuple(next(given) if isinstance(a, Tensor) else a for a in arguments)
+            called_with = tree_map(lambda leaf: next(given) if isinstance(leaf, Tensor) else leaf, tuple(arguments))
             if not isinstance(function, nn.Module):
                 return function(*called_with)
             return torch.func.functional_call(function, {name: next(given) for name in parameters}, called_with)
 
-        tensors = [*(argument for argument in arguments if isinstance(argument, Tensor)), *parameters.values()]
+        # Those inside of arguments, too: a tensor that is no input would be a constant, which cannot be a fake one.
+        tensors = [*instances_in(arguments, Tensor), *parameters.values()]
         graphs = inductor.trace(of_tensors, tensors, mode)
     return {
         phase: [
