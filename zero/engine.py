@@ -24,7 +24,7 @@ from zero.buckets.gradients import GradientReducer
 from zero.buckets.guarded_parameter import ParameterGuard, changes
 from zero.buckets.hashes import GradientHashes
 from zero.buckets.tensor_tree import cast_floating_point
-from zero.buckets.weight_codes import WeightCodes
+from zero.buckets.weight_codes import WeightScales
 from zero.checks import check_arguments, check_module, coded_weights, refuse_replacing
 from zero.gemini.chunks import search_chunk_size
 from zero.gemini.planner import PlacementPlanner
@@ -94,8 +94,10 @@ class ZeroDataParallel(nn.Module):
         levels = config.policy.levels(data)
         numel = self._bucket_numel(own, levels, param_dtype or next(module.parameters()).dtype.to_real())
         gather_stream = SideStream(self.offload.device)
-        self._codes = WeightCodes(coded_weights(module, config), self.offload.device)
-        context = FlatContext(config, levels, numel, self.offload, self._guard, gather_stream, self._codes, param_dtype)
+        self._scales = WeightScales(coded_weights(module, config), self.offload.device)
+        context = FlatContext(
+            config, levels, numel, self.offload, self._guard, gather_stream, self._scales, param_dtype
+        )
         self._make_units(own, context, partial(_initial_values, data, init), launch_order)
         if init:
             restore_parameter_tables(module)  # after the last `pop_full`
@@ -165,7 +167,7 @@ class ZeroDataParallel(nn.Module):
             for bucket in flat.buckets
             for stretch in flat.stretches(bucket.shard)
         )
-        self._codes.measure(owned, self.shard_axis)
+        self._scales.measure(owned, self.shard_axis)
 
     def register_forward_method(self, name: str, module: nn.Module | None = None) -> None:
         """Let a method of the module, or of `module` inside it, run by itself, as `forward` does.
@@ -298,7 +300,7 @@ class ZeroDataParallel(nn.Module):
             flats = [
                 FlatParameters(group, lifetime, values_of, context)
                 for lifetime, params_of_lifetime in owned.items()
-                for group in group_alike(params_of_lifetime, context.codes)
+                for group in group_alike(params_of_lifetime, context.scales)
             ]
             before_gather = partial(launch_order.before_gather, number)
             self._access.add(name, Unit(modules[name], flats, before_gather))

@@ -1,5 +1,6 @@
 """Any element-wise torch optimizer, or one that declares another atom, run on the shards that this rank owns.
 
+    sums         the tensor ranks' parts of gradients that are partial along the tensor axis
     grad_norm    the norm of all gradients, a tensor, and from it the clip coefficient, a tensor
     take         parameters that were written in place since the last step: their master weights follow
     update       bucket by bucket: cast the gradient, step the torch optimizer, write the owned parameters; matrices in

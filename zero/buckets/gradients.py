@@ -8,11 +8,13 @@
     Reductions         launches and receives; the StagingPool has the memory that does not persist
     Axis               reduce-scatter in the group, and, once a step, a reduction between groups: the sum replaces
                        the shard of the message (sums in fp32 by way of receive buffers)     `message_shard`
-    GradShard          sets, or adds to, the shard, in the end times what is left of 1/N     `group_shard`, `owned`
+    GradShard          sets, or adds to, the shard, times 1/N (after the groups' sum)    `group_shard`, `owned`
     Offload            copies the shard to host memory, if it is placed there
 
 What is `owned` then is the mean over the data ranks. `ZeroOptimizer.step` adds the tensor ranks' parts to it, of those
-parameters whose gradients are partial along the tensor axis (parallel/tensor/gradient_sums.py), before the norm.
+parameters whose gradients are partial along the tensor axis (parallel/tensor/gradient_sums.py), before the norm. With
+`sum_over_ranks=leaves`, and without `ZeroOptimizer(tensor=...)`, a hook adds them before `Passes` takes the gradient.
+The message is what ranks send: the full gradients of a bucket, or their cast to `reduce_dtype`.
 
 If full gradients persist, every bucket has staging memory of its own for the whole run; the owned shard is a view of it
 (stage 1: 4 + 12/N bytes a parameter), or separate memory if it is on the host. If they are transient, a bucket takes
